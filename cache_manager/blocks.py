@@ -22,7 +22,8 @@ from cache_manager.errors import BlockStateError, InvalidInputError, KVRouteErro
 from cache_manager.feed import Fed
 from cache_manager.keys import KeyChain, Namespace
 from cache_manager.landing import Landing
-from cache_manager.lock import AuxCounters, Lock
+from cache_manager.limits import JobLimits
+from cache_manager.lock import AuxCounters
 from cache_manager.moves import MOVED, Pairs
 from cache_manager.numbers import Bits, Blocks, Flags, Ints, count_in_range, integers, readable, unsigned
 from cache_manager.ports import KVBlocks, Region, StorageBackend, TierName
@@ -30,7 +31,6 @@ from cache_manager.publish import Rows, window_of
 from cache_manager.regions import Memory, region_in
 from cache_manager.spec import AuxBlockDataSpec, RecordLayout
 from cache_manager.step import Keep, Step
-from cache_manager.stored import JobLimits, Stored
 from cache_manager.table import BlockTable
 
 GENERATION_END: Final = 1 << 47
@@ -69,20 +69,18 @@ class AuxBlocks(Landing, Fed):
         self._required = tuple(self.layout.index(name) for name in names)
         self._record = self.layout if kv is None else RecordLayout((*self.layout.specs, kv.spec))
         self._steps_max, self._kv = count_in_range(steps_max, "steps_max", 1), kv
-        super().__init__(Lock(), strict=strict)
+        super().__init__(strict=strict)
         self._lock.mend, self.keys = self._mend, KeyChain(namespace, self._record)
-        self._tables: dict[TierName, BlockTable] = {}
+        self._open_store(store, jobs or JobLimits())
         sizes: dict[TierName, int] = {
             "device": count_in_range(blocks, "device_blocks", 1),
             "host": count_in_range(host_blocks, "host_blocks", 0),
         }
+        self._tables: dict[TierName, BlockTable] = {}
         try:
-            for tier, n in sizes.items():
-                if n:
-                    self._tables[tier] = BlockTable(
-                        tier, region_in(memory, self.layout, n, tier, namespace), self._lock
-                    )
-            self._stored = Stored(self._device, lambda: self.keys, store, self._required, jobs or JobLimits(), kv)
+            for tier in (tier for tier, n in sizes.items() if n):
+                region = region_in(memory, self.layout, sizes[tier], tier, namespace)
+                self._tables[tier] = BlockTable(tier, region, self._lock)
         except BaseException:
             self._give_back()
             raise
@@ -127,7 +125,11 @@ class AuxBlocks(Landing, Fed):
     def in_flight(self) -> int:
         """Steps, moves and jobs that have begun and not ended."""
         with self._lock:
-            return self._busy() + len(self.jobs)
+            return self._moving() + len(self.jobs)
+
+    def _moving(self) -> int:
+        fences = sum(not fence.over for table in self._tables.values() for fence in table.fences)
+        return len(self._tables["device"].steps) + fences
 
     @property
     def steps(self) -> list[Step]:
@@ -235,7 +237,7 @@ class AuxBlocks(Landing, Fed):
         :mod:`cache_manager.step`. Bad slots are dropped and counted, unless strict.
 
         Raises ``BlockBusyError`` for one step too many, :class:`SlotError` for slots that are no integers. The pass
-        writes its KV all the same, so what lay at the slots of a step that is refused is missing, and counted as
+        writes its KV all the same, so what lay in the blocks of a step that is refused is missing, and counted as
         ``bad_writes_dropped``; where they cannot be read, what lay in any device block. Let no device write its rows.
         """
         device = self._device
@@ -243,7 +245,8 @@ class AuxBlocks(Landing, Fed):
             return Step(device, slots, steps_max=self._steps_max, in_place=in_place, strict=self.strict)
         except KVRouteError as error:
             known, n = readable(slots)
-            self._lost("bad_writes_dropped", n, f"begin_step: {error}", lambda: device.lose(known))
+            blocks = None if known is None else known // device.tokens
+            self._lost("bad_writes_dropped", n, f"begin_step: {error}", lambda: device.lose(blocks))
             raise
 
     step = begin_step
@@ -344,7 +347,7 @@ class AuxBlocks(Landing, Fed):
                 raise
             known, n = readable(pairs)
             lost = None if known is None or n % 2 else known[1::2]
-            self._lost("bad_moves_dropped", -(-n // 2), f"move: {error}", lambda: tables[1].lose_blocks(lost))
+            self._lost("bad_moves_dropped", -(-n // 2), f"move: {error}", lambda: tables[1].lose(lost))
 
     # ---------------------------------------------------------------- the end
 
@@ -355,23 +358,16 @@ class AuxBlocks(Landing, Fed):
         flight, and ``BufferError`` while somebody keeps a view of a region: call it again when that is gone.
         """
         if not self._lock.closed:
-            with self._lock:  # in a forked child it raises, before anything is waited for
-                self._check_still()
-            self._stored.close()
-            with self._lock:
-                self._check_still()
-                if jobs := len(self.jobs):
-                    raise BlockStateError("close", "nothing in flight", f"{jobs} jobs of other threads")
-                self._lock.closed = True
+            self._check_still()  # in a forked child it raises, before anything is waited for
+            self._end_jobs()
+            self._check_still(close=True)
         self._give_back()
 
-    def _check_still(self) -> None:
-        if busy := self._busy():
-            raise BlockStateError("close", "nothing in flight", f"{busy} steps or moves")
-
-    def _busy(self) -> int:
-        fences = sum(not fence.over for table in self._tables.values() for fence in table.fences)
-        return len(self._tables["device"].steps) + fences
+    def _check_still(self, *, close: bool = False) -> None:
+        with self._lock:
+            if busy := self._moving():
+                raise BlockStateError("close", "nothing in flight", f"{busy} steps or moves")
+            self._lock.closed = close
 
     def _give_back(self) -> None:
         for table in reversed(self._tables.values()):

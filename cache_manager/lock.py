@@ -7,8 +7,8 @@ What is promised of a call that an exception from a signal handler (Ctrl-C, a ti
   the first is on its way can leave the lock taken.
 * What the call has done in part is forgotten: before the next call begins, every row of every tier is made unreadable,
   and that is counted as ``interrupted_calls``. Blocks stay in their lives.
-* A step whose beginning was interrupted has not begun, unless ``begin_step`` had returned: whoever catches the
-  exception aborts those in ``steps`` that it does not know. A job may be in ``jobs``, or not be.
+* A step or a job whose beginning was interrupted may have begun, or not: whoever catches the exception aborts those in
+  ``steps``, and cancels those in ``jobs``, that it does not know.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from _thread import RLock  # its class: threading.RLock is a function
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import wraps
-from typing import Concatenate, Final, ParamSpec, Protocol, TypeVar
+from typing import Any, Final, TypeVar, cast
 
 from cache_manager.errors import BlockBusyError, BlockStateError, InvalidInputError, KVRouteError
 from cache_manager.numbers import Ints
@@ -34,10 +34,8 @@ class AuxCounters:
     """What happened since the start; every number only grows. A row counts once, whatever the number of specs."""
 
     rows_committed: int = 0
-    rows_rejected: int = 0
     late_writes_dropped: int = 0
     bad_writes_dropped: int = 0
-    steps_aborted: int = 0
     swapped_out_rows: int = 0
     swapped_in_rows: int = 0
     copied_rows: int = 0
@@ -45,17 +43,12 @@ class AuxCounters:
     persisted_blocks: int = 0
     incomplete_blocks_not_persisted: int = 0
     restored_blocks: int = 0
-    restored_without_rows: int = 0
     late_restores_dropped: int = 0
-    incomplete_blocks_not_restored: int = 0
     absent_blocks_not_restored: int = 0
     corrupt_blocks_not_restored: int = 0
     failed_blocks_not_restored: int = 0
-    blocks_of_another_origin_not_restored: int = 0
-    cancelled_restores_dropped: int = 0
     jobs_begun: int = 0
     jobs_landed: int = 0
-    jobs_cancelled: int = 0
     jobs_refused: int = 0
     rows_exported: int = 0
     rows_installed: int = 0
@@ -69,14 +62,10 @@ class AuxCounters:
     feed_repetitions: int = 0
     feed_gaps: int = 0
     feed_operations_failed: int = 0
-    feed_blocks_refused: int = 0
-    feed_restarts: int = 0
     interrupted_calls: int = 0
 
 
-P = ParamSpec("P")
-R = TypeVar("R")
-T = TypeVar("T", bound="Locked")
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Lock(RLock):  # type: ignore[misc]  # final for mypy alone
@@ -122,34 +111,30 @@ class Lock(RLock):  # type: ignore[misc]  # final for mypy alone
         return AuxCounters(**self._counts)
 
 
-class Locked(Protocol):
-    lock: Lock
-
-
-def change(method: Callable[Concatenate[T, P], R]) -> Callable[Concatenate[T, P], R]:
+def change(method: F) -> F:
     """Mark a change of a table's state, which comes to its end or leaves the lock torn."""
 
     @wraps(method)
-    def whole(table: T, /, *args: P.args, **kwargs: P.kwargs) -> R:
+    def whole(table: Any, *args: Any, **kwargs: Any) -> Any:
         lock = table.lock
         lock.torn += 1
         answer = method(table, *args, **kwargs)
         lock.torn -= 1
         return answer
 
-    return whole
+    return cast("F", whole)
 
 
 class Mistakes:
     """The part of a set of blocks that is told of mistakes: dropped, counted and logged once a kind, or raised."""
 
-    def __init__(self, lock: Lock, *, strict: bool) -> None:
-        self.strict, self._lock = strict, lock
+    def __init__(self, *, strict: bool) -> None:
+        self.strict, self._lock = strict, Lock()
         self._logged: set[str] = set()
 
-    def dropped(self, counter: str, n: int, call: str, error: KVRouteError, *, mistake: bool = True) -> None:
-        """``n`` things were dropped for ``error``; a strict set raises what was somebody's ``mistake``."""
-        if self.strict and mistake:
+    def dropped(self, counter: str, n: int, call: str, error: KVRouteError) -> None:
+        """``n`` things were dropped for ``error``, which a strict set raises."""
+        if self.strict:
             raise error
         with self._lock:
             self._drop(counter, n, f"{call}: {error}")

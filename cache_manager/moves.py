@@ -47,7 +47,10 @@ def move(
         limits = prefix_bits(integers(rows, "rows", "one count for each pair", n=targets.size), target.tokens)
     try:
         with lock:
-            check_apart(source, target, sources, targets)
+            if not target.differ(targets):
+                raise InvalidInputError("pairs target", "each block once", "one twice")
+            if source is target and count(both := source.among(sources, targets)):
+                raise InvalidInputError("pairs", "no block as source and as target", int(sources[both].min()))
             if target.tier == "host":  # what is copied into a host block begins its life
                 target.renew(targets, target.generations.take(targets) + 1)
             else:
@@ -55,7 +58,7 @@ def move(
             good = source.live(sources) & target.fillable(targets)
             if count(good) != targets.size:
                 bad(targets[~good])
-            both = sources, targets
+            pairs_of_kv = sources, targets
             sources, targets = sources[good], targets[good]
             valid = bits_of(source.region, sources)
             if rows is not None:
@@ -65,7 +68,7 @@ def move(
             target.fence(fence, targets)
         copy_records(source.region, target.region, sources, targets)
         if kv is not None:
-            kv.copy(source.tier, target.tier, *both)
+            kv.copy(source.tier, target.tier, *pairs_of_kv)
         with lock:
             same = source.changes.take(sources) == changes  # it was neither forgotten nor given out,
             same &= source.origin.take(sources) == origins  # nor has a pass begun, or ended, to write it
@@ -79,19 +82,10 @@ def split_pairs(pairs: Pairs, source: BlockTable, target: BlockTable) -> tuple[I
     """Source and target ids; :class:`InvalidInputError` for what is no pair of blocks of these tiers."""
     wanted = "(source, target) pairs of block ids"
     table = integers(pairs, "pairs", wanted, ndim=2)
-    if table.size == 0:
-        return np.empty(0, np.int64), np.empty(0, np.int64)
-    if table.shape[1] != 2:
+    if table.size and table.shape[1] != 2:
         raise InvalidInputError("pairs", wanted, f"{table.dtype} of shape {table.shape}")
+    table = table.reshape(-1, 2)
     return source.ids(table[:, 0], "pairs source"), target.ids(table[:, 1], "pairs target")
-
-
-def check_apart(source: BlockTable, target: BlockTable, sources: Ints, targets: Ints) -> None:
-    """A source may serve several targets; a target is written once and is no source. The lock is held."""
-    if not target.differ(targets):
-        raise InvalidInputError("pairs target", "each block once", "one twice")
-    if source is target and count(both := source.among(sources, targets)):
-        raise InvalidInputError("pairs", "no block as source and as target", int(sources[both].min()))
 
 
 def copy_records(source: Region, target: Region, sources: Ints, targets: Ints) -> None:

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import platform
 from dataclasses import dataclass
-from typing import Any, Final, Protocol, Self
+from typing import Any, Final, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,19 +43,15 @@ STORES_ARE_ORDERED = platform.machine() in ("x86_64", "AMD64")
 """Whether this machine promises it; as a test may say that it does not, it is looked up at every read."""
 
 
-class Records(Protocol):
-    """Memory for records: a region, or a copy of some blocks' records."""
+@dataclass(slots=True)
+class Copies:
+    """Copies of some blocks' records, one after the other."""
 
     layout: RecordLayout
     rows: NDArray[np.uint8]  # [n, layout.nbytes]
 
 
-@dataclass(slots=True)
-class Copies:
-    """:class:`Records` of blocks, one after the other."""
-
-    layout: RecordLayout
-    rows: NDArray[np.uint8]
+Records = Region | Copies
 
 
 # ---- the writer's side: one thread at a time, under the table's lock -----------------------------------------------

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -102,23 +101,13 @@ def _keys(directory: Path, name: str) -> int:
 
 
 def _fsck(directory: Path, json: Path | None, **how: Any) -> int:
-    from cache_manager.storage.file import fsck
+    from cache_manager.storage.file.fsck import fsck, stores_in, to_json
 
-    report = fsck(directory, **how)
+    reports = [fsck(store, **how) for store in stores_in(directory)]
     if json is not None:
-        json.write_text(report.to_json())
-    sys.stdout.write(report.to_text())
-    return 0 if report.sound else FAILED
-
-
-def _inspect(directory: Path, json: Path | None) -> int:
-    from cache_manager.storage.inventory import inventory, stores_in, to_json
-
-    found = [inventory(store, time.time()) for store in stores_in(directory)]
-    if json is not None:
-        json.write_text(to_json(found))
-    sys.stdout.write("\n".join(each.to_text() for each in found))
-    return 0
+        json.write_text(to_json(reports))
+    sys.stdout.write("\n".join(report.to_text() for report in reports))
+    return 0 if all(report.sound for report in reports) else FAILED
 
 
 def _directory(text: str) -> Path:
@@ -215,18 +204,13 @@ COMMANDS: Final[dict[str, Command]] = {
         ),
     ),
     "fsck": Command(
-        "check a file store: every page, every head",
+        "what is in a file store, by namespace and age, and is it sound",
         _fsck,
         (
-            _flag("directory", type=_directory, metavar="DIR", help="of the store, also as file:///DIR"),
+            _flag("directory", type=_directory, metavar="DIR", help="of the store, or of the stores below it"),
             _flag("--payloads", action="store_true", help="read every payload, too"),
             _JSON,
         ),
-    ),
-    "inspect": Command(
-        "what is in a file store, by namespace, age and size",
-        _inspect,
-        (_flag("directory", type=_directory, metavar="DIR", help="of the store, or of the stores below it"), _JSON),
     ),
     "prove": Command(
         "play random lives of sequences against a paged-KV block manager",

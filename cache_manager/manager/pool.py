@@ -1,8 +1,8 @@
 """Which device blocks are free, which are cached, who has the others, and who gets the next one.
 
-A block is *had* by sequences, its readers, and by holders, its keepers; or *free*; or *cached*: nobody has it, and a
-key finds it; or *away*: nobody has it, and a forward pass in flight still writes its KV. Several blocks may have the
-content of one key: it is found at any of them.
+A block is *had* by sequences, its readers; or *free*; or *cached*: nobody has it, and a key finds it; or *away*: nobody
+has it, and a forward pass in flight still writes its KV, or it is kept from being given away. Several blocks may have
+the content of one key: it is found at any of them.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class BlockPool:
     def __init__(self, aux: AuxBlocks, counts: Counter[str]) -> None:
         self._aux, self._counts = aux, counts
         self.readers = [0] * aux.device_blocks
-        self.keepers = [0] * aux.device_blocks
         self._free = list(range(aux.device_blocks - 1, -1, -1))  # the last one is given first
         self._away: list[int] = []
+        self.kept: dict[str, list[int]] = {}  # from being given away, by who keeps them
         self._blocks: dict[BlockKey, list[int]] = {}  # where each key is found, the earliest first
         self._keys: dict[int, BlockKey] = {}  # of all of these
         self._cached: OrderedDict[int, None] = OrderedDict()  # the one released longest ago first
@@ -95,33 +95,35 @@ class BlockPool:
         """Blocks that were taken begin a new life, those of a decode step in one call."""
         assert self._aux.renew(blocks).all(), "a block that nobody had was not given out"
 
-    def share(self, blocks: Iterable[int], *, keeps: bool = False) -> None:
-        """A further sequence, or a holder, has these blocks, which somebody has or a key finds."""
-        had = self.keepers if keeps else self.readers
+    def share(self, blocks: Iterable[int]) -> None:
+        """A further sequence has these blocks, which somebody has or a key finds."""
         for block in blocks:
-            had[block] += 1
+            self.readers[block] += 1
             self._cached.pop(block, None)
 
     # ---------------------------------------------------------------- getting back
 
-    def let_go(self, blocks: Sequence[int], *, keeps: bool = False) -> None:
-        """A sequence (or a holder) has these blocks no longer, in token order: each is cached if a key finds it."""
-        had = self.keepers if keeps else self.readers
+    def let_go(self, blocks: Sequence[int]) -> None:
+        """A sequence has these blocks no longer, in token order: each is cached if a key finds it."""
         for block in reversed(blocks):  # a chain loses its tail before its head
-            had[block] -= 1
-            if not (self.readers[block] or self.keepers[block]):
-                if block in self._keys:
-                    self._cached[block] = None
-                else:
-                    self._away.append(block)
+            self.readers[block] -= 1
+            if not self.readers[block]:
+                self._away.append(block)
         self._come_back()
 
     def _come_back(self) -> None:
-        """Blocks that are away are free, but those whose KV is still written."""
-        if self._away:
-            away, self._away = self._away, []
-            for block, written in zip(away, self._aux.writing(away).tolist(), strict=True):
-                (self._away if written else self._free).append(block)
+        """Blocks that are away are cached or free, but those that are still written, or kept."""
+        if not self._away:
+            return
+        away, self._away = [block for block in self._away if not self.readers[block]], []
+        kept = {block for blocks in self.kept.values() for block in blocks}
+        for block, written in zip(away, self._aux.writing(away).tolist(), strict=True):
+            if written or block in kept:
+                self._away.append(block)
+            elif block in self._keys:
+                self._cached[block] = None
+            else:
+                self._free.append(block)
 
     def forget(self) -> None:
         """After a reset: nothing is found by key, and what was only cached is free."""
@@ -129,16 +131,14 @@ class BlockPool:
         for found in (self._blocks, self._keys, self._cached):
             found.clear()
 
-    def assert_consistent(self, read: Iterable[int], kept: Iterable[int]) -> None:
+    def assert_consistent(self, read: Iterable[int]) -> None:
         """Raise ``AssertionError`` unless every block is free, cached, away or had, once.
 
-        ``read`` are the blocks of all sequences on the device, ``kept`` those of all holders, as often as they have
-        them.
+        ``read`` are the blocks of all sequences on the device, as often as they have them.
         """
         found = [(key, block) for key, blocks in self._blocks.items() for block in blocks]
         assert sorted(found) == sorted((key, block) for block, key in self._keys.items()), "keys and blocks disagree"
-        for had, counts in ((read, self.readers), (kept, self.keepers)):
-            assert Counter(had) == {b: n for b, n in enumerate(counts) if n}, "counts differ from the sequences' blocks"
-        held = [b for b, n in enumerate(self.readers) if n or self.keepers[b]]
-        parts = [*self._free, *self._away, *self._cached, *held]
+        assert Counter(read) == {b: n for b, n in enumerate(self.readers) if n}, "counts differ from sequences' blocks"
+        held, away = [b for b, n in enumerate(self.readers) if n], [b for b in self._away if not self.readers[b]]
+        parts = [*self._free, *away, *self._cached, *held]
         assert sorted(parts) == list(range(len(self.readers))), "a device block is lost or in two places"

@@ -25,12 +25,11 @@ class Phase(Enum):
     READY = "a sequence on the device that waits for nothing"
     PENDING = "one whose store is asked"
     SWAPPED = "one that is swapped out"
-    HOLDER = "a holder, which keeps blocks and reads nothing"
 
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """A sequence, or a holder. ``row`` is its number: arrays have what a decode step needs.
+    """A sequence. ``row`` is its number: arrays have what a decode step needs.
 
     ``base`` is the key chain that was current when it began, ``chain`` the same under its salt: after a reset they are
     old ones, and its blocks are found by no key any more.
@@ -75,7 +74,7 @@ class Sequence:
 
 
 class Sequences:
-    """Up to ``rows_max`` sequences and holders, by owner and by number.
+    """Up to ``rows_max`` sequences, by owner and by number.
 
     By number, so that a decode step costs no Python for each: ``computed`` tokens have KV and rows, ``filling`` has the
     ids of those in a block that is not full. Up to ``limit`` the next token's slot is ``offset`` and ``computed``: its

@@ -7,7 +7,6 @@ import errno
 import mmap
 import os
 import re
-import resource
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -53,20 +52,11 @@ def no_tmpfs_space(directory: Path, nbytes: int) -> NoSpaceError:
 
 
 def map_memory(fd: int, nbytes: int, *, flags: int = mmap.MAP_SHARED, writable: bool = True) -> mmap.mmap:
-    """A mapping of ``nbytes`` of ``fd`` (-1: of nothing), which keeps a duplicate of ``fd`` until it goes.
-
-    Raises :class:`NoSpaceError` when the process may not have as much address space.
-    """
+    """A mapping of ``nbytes`` of ``fd`` (-1: of nothing), which keeps a duplicate of ``fd`` until it goes."""
     try:
         return mmap.mmap(fd, nbytes, flags, mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0))
     except OSError as error:
-        if error.errno != errno.ENOMEM:
-            raise RegionError(f"map {nbytes} bytes: {error.strerror}") from error
-        limit, _ = resource.getrlimit(resource.RLIMIT_AS)
-        used = int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE
-        free = memory_free_nbytes()[1] if limit == resource.RLIM_INFINITY else max(0, limit - used)
-        remedy = "raise the limit (ulimit -v) or ask for fewer blocks"
-        raise NoSpaceError("address space of this process", nbytes, free, remedy) from error
+        raise RegionError(f"map {nbytes} bytes: {error.strerror}; is there a limit (ulimit -v)?") from error
 
 
 def ask_for_huge_pages(memory: mmap.mmap) -> None:

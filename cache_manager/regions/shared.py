@@ -90,16 +90,16 @@ class SharedRegion(MappedRegion):
         return region
 
     @classmethod
-    def attach(cls, name: str, layout: RecordLayout | None = None, *, writable: bool = False) -> SharedRegion:
+    def attach(cls, name: str, *, writable: bool = False) -> SharedRegion:
         """The region called ``name``, mapped only after everything about it was found right.
 
-        Checked are the file (regular, not a link, this user's, 0600), its size, the header and its sum, and the
-        ``layout`` where one is given. Raises :class:`RegionMissingError` when there is none, else
-        :class:`RegionMismatchError` naming the first field that differs. Without ``writable`` the arrays refuse writes.
+        Checked are the file (regular, not a link, this user's, 0600), its size, the header and its sum. Raises
+        :class:`RegionMissingError` when there is none, else :class:`RegionMismatchError` naming the first field that
+        differs. Without ``writable`` the arrays refuse writes.
         """
         fd = _open(name, writable=writable)
         try:
-            header = _check(name, fd, layout)
+            header = _check(name, fd)
             memory = room.map_memory(fd, header.extent.nbytes, writable=writable)
             room.populate(memory, write=writable)
             return cls(name, header, memory)
@@ -161,34 +161,24 @@ def _remove(path: Path, made: os.stat_result, owner_pid: int) -> None:
 
 
 def _open(name: str, *, writable: bool) -> int:
-    path = directory.region_path(name)
     mode = os.O_RDWR if writable else os.O_RDONLY
     try:
-        return os.open(path, mode | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+        return os.open(directory.region_path(name), mode | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     except FileNotFoundError as error:
         raise RegionMissingError(f"region {name}: none in {directory.DIRECTORY}") from error
-    except PermissionError as error:
-        raise RegionMismatchError(name, "access", "a file that this user may open", error.strerror) from error
     except OSError as error:
-        got = {errno.ELOOP: "a symbolic link", errno.EISDIR: "a directory", errno.ENXIO: "a pipe or socket"}
-        raise RegionMismatchError(name, "file type", "a regular file", got.get(error.errno or 0, str(error))) from error
+        raise RegionMismatchError(name, "file", "a regular one that this user may open", error.strerror) from error
 
 
-def _check(name: str, fd: int, layout: RecordLayout | None) -> RegionHeader:
-    """Lock ``fd`` and find out whether it is the region that was wanted."""
+def _check(name: str, fd: int) -> RegionHeader:
+    """Lock ``fd`` and find out whether it is a region."""
     found = os.fstat(fd)
-    if not stat.S_ISREG(found.st_mode):
-        raise RegionMismatchError(name, "file type", "a regular file", stat.filemode(found.st_mode))
-    if found.st_uid != os.geteuid():
-        raise RegionMismatchError(name, "owner uid", os.geteuid(), found.st_uid)
-    if stat.S_IMODE(found.st_mode) & 0o077:
-        raise RegionMismatchError(name, "mode", "0600", f"{stat.S_IMODE(found.st_mode):04o}")
+    if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
+        got = f"{stat.filemode(found.st_mode)} of user {found.st_uid}"
+        raise RegionMismatchError(name, "file", f"a regular one, 0600, of user {os.geteuid()}", got)
     if not directory.lock_shared(fd):
         raise RegionMissingError(f"region {name}: it was being removed")
     header = unpack_header(name, os.pread(fd, HEADER_NBYTES_MAX, 0))
-    if layout is not None and layout.fingerprint != header.extent.layout.fingerprint:
-        fingerprints = layout.fingerprint.hex(), header.extent.layout.fingerprint.hex()
-        raise RegionMismatchError(name, "layout fingerprint", *fingerprints)
     if found.st_size != header.extent.nbytes:
         raise RegionMismatchError(name, "file size", header.extent.nbytes, found.st_size)
     if header.uuid.hex() != name.split("-")[2]:

@@ -53,6 +53,3 @@ def flat(header: RecordHeader, payload: Buffer) -> memoryview:
     if view.nbytes != header.payload_nbytes or not view.c_contiguous:
         raise RecordError("payload", f"{header.payload_nbytes} flat bytes", f"{view.nbytes}, strides {view.strides}")
     return view.cast("B")
-
-
-__all__ = ["chunks", "flat", "is_sound", "one_each"]

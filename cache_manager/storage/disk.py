@@ -1,7 +1,7 @@
-"""What the file store asks of the operating system, as a port that fault injection can wrap.
+"""What stores of files ask of the operating system.
 
-Every method is one system call and raises ``OSError`` as that call does; :func:`write_all` and :func:`read_all` deal
-with short ones.
+Every method of :class:`Disk` is one system call and raises ``OSError`` as that call does; :func:`write_all` and
+:func:`read_all` deal with short ones.
 """
 
 from __future__ import annotations
@@ -10,9 +10,8 @@ import errno
 import os
 import stat
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final, NamedTuple
 
 from cache_manager.record import Buffer
 
@@ -22,38 +21,15 @@ Room = memoryview | bytearray
 """Where bytes can be read to."""
 
 
-@dataclass(frozen=True, slots=True)
-class Space:
+class Space(NamedTuple):
     """What a file system has: bytes in all, and those that this user may still take."""
 
     free_nbytes: int
     total_nbytes: int
 
 
-class Disk(Protocol):
-    """The calls through which the bytes of a store reach its files and come back."""
-
-    def pwritev(self, fd: int, buffers: Sequence[Buffer], offset: int) -> int: ...
-
-    def preadv(self, fd: int, buffers: Sequence[Room], offset: int) -> int: ...
-
-    def allocate(self, fd: int, nbytes: int) -> None:
-        """Make the file at least ``nbytes`` long, backed by space; what is there stays, the rest reads as zeros."""
-
-    def truncate(self, fd: int, nbytes: int) -> None: ...
-
-    def sync(self, fd: int) -> None:
-        """Return when a file's bytes, or a directory's entries, are on stable storage."""
-
-    def size(self, fd: int) -> int:
-        """Bytes of the file, now."""
-
-    def space(self, fd: int) -> Space:
-        """The room of the file system that the file is on, now."""
-
-
-class SystemDisk:
-    """The disk itself."""
+class Disk:
+    """The calls through which the bytes of a store reach its files and come back; tests have others, which fail."""
 
     def pwritev(self, fd: int, buffers: Sequence[Buffer], offset: int) -> int:
         return os.pwritev(fd, buffers, offset)
@@ -62,18 +38,21 @@ class SystemDisk:
         return os.preadv(fd, buffers, offset)
 
     def allocate(self, fd: int, nbytes: int) -> None:
+        """Make the file at least ``nbytes`` long, backed by space; what is there stays, the rest reads as zeros."""
         os.posix_fallocate(fd, 0, nbytes)
 
     def truncate(self, fd: int, nbytes: int) -> None:
         os.ftruncate(fd, nbytes)
 
     def sync(self, fd: int) -> None:
+        """Return when a file's bytes, or a directory's entries, are on stable storage."""
         os.fdatasync(fd)
 
     def size(self, fd: int) -> int:
         return os.fstat(fd).st_size
 
     def space(self, fd: int) -> Space:
+        """The room of the file system that the file is on, now."""
         found = os.fstatvfs(fd)
         return Space(found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize)
 

@@ -1,6 +1,5 @@
-"""Who may go on: what every store asks first.
+"""What every store asks before it touches a lock: is it open, and is this the process that opened it?
 
-Before a store touches a lock: is it open, and is this the process that opened it?
 A forked child has its parent's locks as they were at the fork, held by threads that it does not have. So the question
 comes before any lock, in every method, and once more under the lock where another thread may close meanwhile.
 """
@@ -9,14 +8,13 @@ from __future__ import annotations
 
 import os
 import threading
-from types import TracebackType
 from typing import Self
 
 from cache_manager.errors import StoreClosedError
 
 
 class OpenCheck:
-    """Whether calls may go on; ``name`` is what messages begin with, ``lock`` the one under which they ask again."""
+    """Whether calls may go on; ``name`` is what messages begin with. ``with check:`` holds ``lock`` and asks again."""
 
     __slots__ = ("_lock", "_name", "_open", "_pid")
 
@@ -32,6 +30,16 @@ class OpenCheck:
             raise StoreClosedError(f"{self._name}: opened before fork; open it in the process that uses it")
         if not self._open:
             raise StoreClosedError(f"{self._name}: the store is closed")
+
+    def __enter__(self) -> None:
+        self.check()
+        self._lock.acquire()
+        if not self._open:
+            self._lock.release()
+            self.check()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
 
     @property
     def closable(self) -> bool:
@@ -53,13 +61,8 @@ class ClosingStore:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
         raise NotImplementedError
-
-
-__all__ = ["ClosingStore", "OpenCheck"]

@@ -62,17 +62,15 @@ class MemoryStore(ClosingStore):
         self._fresh = 0  # bytes of the slab that were never used start here
         self._record_nbytes = 0  # 0: no record yet
         self._slot_nbytes = 0
-        self._evicted = self._replaced = 0
+        self._evicted = 0
         self._lock = threading.Lock()
         self._guard = OpenCheck("memory store", self._lock)
 
     def put(
         self, headers: Sequence[RecordHeader], payloads: Sequence[Buffer], *, replace: bool = False
     ) -> list[RecordHeader | None]:
-        self._guard.check()
         index = self._index
-        with self._lock:
-            self._guard.check()
+        with self._guard:
             for header in headers:
                 if header.payload_nbytes != self._record_nbytes:
                     self._admit(header.payload_nbytes)
@@ -94,16 +92,13 @@ class MemoryStore(ClosingStore):
                     got = f"{memoryview(payload).nbytes} of format {memoryview(payload).format}"
                     raise RecordError("payload", f"{header.payload_nbytes} flat bytes", got) from error
                 index[key] = (header, slot)
-                self._replaced += entry is not None
             entries = [index.get(header.key) for header in headers]
         return [entry and entry[0] for entry in entries]
 
     def get_into(self, keys: Sequence[BlockKey], buffers: Sequence[memoryview]) -> list[RecordHeader | Absence]:
-        self._guard.check()
         found: list[RecordHeader | Absence] = []
         index = self._index
-        with self._lock:
-            self._guard.check()
+        with self._guard:
             for key, buffer in zip(keys, buffers, strict=True):
                 entry = index.get(key)
                 if entry is None:
@@ -119,15 +114,11 @@ class MemoryStore(ClosingStore):
         return found
 
     def contains(self, keys: Sequence[BlockKey]) -> list[bool]:
-        self._guard.check()
-        with self._lock:
-            self._guard.check()
+        with self._guard:
             return [key in self._index for key in keys]
 
     def delete(self, keys: Sequence[BlockKey]) -> None:
-        self._guard.check()
-        with self._lock:
-            self._guard.check()
+        with self._guard:
             for key in keys:
                 if (entry := self._index.pop(key, None)) is not None:
                     self._free.append(entry[1])
@@ -136,10 +127,8 @@ class MemoryStore(ClosingStore):
         self._guard.check()
 
     def usage(self) -> Mapping[str, int]:
-        """Beside the port's four: what was evicted and replaced."""
-        self._guard.check()
-        with self._lock:
-            self._guard.check()
+        """Beside the port's four: what was evicted."""
+        with self._guard:
             used = len(self._index) * self._slot_nbytes
             return {
                 "records": len(self._index),
@@ -147,7 +136,6 @@ class MemoryStore(ClosingStore):
                 "free_nbytes": self._capacity_nbytes - used,
                 "capacity_nbytes": self._capacity_nbytes,
                 "evicted_records": self._evicted,
-                "replaced_records": self._replaced,
             }
 
     def close(self) -> None:

@@ -88,20 +88,16 @@ class RecordStore:
             for key, payload, bits, generation, origin in zip(keys, payloads, valid, generations, origins, strict=True)
         ]
         answers = one_each(self.backend.put(headers, payloads, replace=replace), keys)
-        stored = kept = conflicts = 0
-        if all(map(is_, answers, headers)):
-            stored = len(headers)
+        stored = sum(map(is_, answers, headers))
+        kept = conflicts = 0
         for i, (offered, answer) in enumerate(zip(headers, answers, strict=True)) if stored < len(headers) else ():
-            if answer is offered:
-                stored += 1
-            elif answer is None or answer.fingerprint != fingerprint:
+            if answer is None or answer.fingerprint != fingerprint:
                 answers[i] = None  # a record of another layout is corrupt for a reader of this one
             elif answer.key != offered.key:
                 raise StorageError(f"the backend answered {offered.key.hex()} with a record of {answer.key.hex()}")
-            elif answer.origin == offered.origin:
-                kept += 1
-            else:
-                conflicts += 1
+            elif answer is not offered:
+                kept += answer.origin == offered.origin
+                conflicts += answer.origin != offered.origin
         refused = len(answers) - stored - kept - conflicts
         self._count(stored=stored, kept=kept, conflicts=conflicts, refused=refused)
         return answers
@@ -112,32 +108,30 @@ class RecordStore:
         After an :class:`Absence` the buffer's content means nothing. :class:`RecordError` when a buffer does not fit
         the layout (nothing is read then) and :class:`StorageError` when the backend fails.
         """
-        nbytes = self._nbytes
         for _, buffer in zip(keys, buffers, strict=True):
-            if buffer.nbytes != nbytes:
-                raise RecordError("buffer size", nbytes, buffer.nbytes)
-        came = self._read(keys, buffers)
-        if torn := [i for i, header in enumerate(came) if header is None]:
+            if buffer.nbytes != self._nbytes:
+                raise RecordError("buffer size", self._nbytes, buffer.nbytes)
+        found = self._read(keys, buffers)
+        if torn := [i for i, header in enumerate(found) if header is Absence.CORRUPT]:
             # What was read may be gone by now, and another record be there: what goes has to be corrupt twice.
-            again: list[RecordHeader | Absence | None] = [Absence.MISS] * len(torn)
+            again: list[RecordHeader | Absence] = [Absence.MISS] * len(torn)
             try:
                 again = self._read([keys[i] for i in torn], [buffers[i] for i in torn])
             except StorageError:
                 if len(torn) == len(keys):
                     raise
             for i, header in zip(torn, again, strict=True):
-                came[i] = header
-        found = [Absence.CORRUPT if header is None else header for header in came]
-        absent = [i for i, header in enumerate(found) if not isinstance(header, RecordHeader)]
-        bad = [keys[i] for i in absent if found[i] is Absence.CORRUPT]
-        self._count(hits=len(found) - len(absent), misses=len(absent) - len(bad), corrupt=len(bad))
+                found[i] = header
+        hits = sum(type(header) is RecordHeader for header in found)
+        bad = [key for key, header in zip(keys, found, strict=True) if header is Absence.CORRUPT]
+        self._count(hits=hits, misses=len(found) - hits - len(bad), corrupt=len(bad))
         if bad:
             self._quarantine(bad)
         return found
 
-    def _read(self, keys: Sequence[BlockKey], buffers: Sequence[memoryview]) -> list[RecordHeader | Absence | None]:
-        """Each record verified in its buffer; ``None`` for one that is corrupt though the backend did not say so."""
-        found: list[RecordHeader | Absence | None] = [*one_each(getattr(self.backend, self._get)(keys, buffers), keys)]
+    def _read(self, keys: Sequence[BlockKey], buffers: Sequence[memoryview]) -> list[RecordHeader | Absence]:
+        """Each record verified in its buffer."""
+        found = one_each(getattr(self.backend, self._get)(keys, buffers), keys)
         fingerprint, valid_nbytes, no_row = self._fingerprint, self._valid_nbytes, self._no_row
         for i, (header, key, buffer) in enumerate(zip(found, keys, buffers, strict=True)):
             if isinstance(header, RecordHeader) and not (
@@ -146,7 +140,7 @@ class RecordStore:
                 and not (no_row and int.from_bytes(header.valid, "little") & no_row)
                 and is_sound(header, key, buffer)
             ):
-                found[i] = None  # another key's, another layout's, not whole, or with rows more than a block has
+                found[i] = Absence.CORRUPT  # another key's, another layout's, not whole, or rows more than a block has
         return found
 
     def _quarantine(self, keys: Sequence[BlockKey]) -> None:

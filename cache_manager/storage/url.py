@@ -13,43 +13,16 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Final
 from urllib.parse import unquote, urlsplit
 
 from cache_manager.errors import ConfigError
 
-UNITS: Mapping[str, int] = MappingProxyType(
-    {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
-)
-SECONDS: Mapping[str, float] = MappingProxyType({"ms": 0.001, "s": 1, "m": 60, "h": 3600, "d": 86_400})
+_SIZES: Final = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+_SECONDS: Final = {"ms": 0.001, "s": 1, "m": 60, "h": 3600, "d": 86_400}
 _COMPOSITE = re.compile(r"([a-z][a-z0-9+.-]*):(\?[^,]*,)?(?=[a-z][a-z0-9+.-]*:)")
 _DIVIDER = re.compile(r",(?=[a-z][a-z0-9+.-]*:)")
-_SIZE = re.compile(r"([0-9]{1,18})(B|KiB|MiB|GiB|TiB|)")
-_DURATION = re.compile(r"([0-9]{1,9})(ms|s|m|h|d)")
-
-
-def parse_nbytes(text: str, field: str) -> int:
-    """A size such as ``4096`` or ``64MiB``, in bytes and above zero.
-
-    >>> parse_nbytes("64MiB", "capacity")
-    67108864
-    """
-    match = _SIZE.fullmatch(text)
-    if match is None or int(match[1]) == 0:
-        units = ", ".join(unit for unit in UNITS if unit)
-        raise ConfigError(field, f"a positive whole number with one of the units {units} or none (bytes)", repr(text))
-    return int(match[1]) * UNITS[match[2]]
-
-
-def parse_duration_s(text: str, field: str) -> float:
-    """A duration such as ``500ms``, ``30s``, ``15m``, ``6h`` or ``7d``, in seconds and above zero.
-
-    >>> parse_duration_s("6h", "ttl")
-    21600
-    """
-    match = _DURATION.fullmatch(text)
-    if match is None or int(match[1]) == 0:
-        raise ConfigError(field, "a positive whole number with one of the units " + ", ".join(SECONDS), repr(text))
-    return int(match[1]) * SECONDS[match[2]]
+_MEASURE = re.compile(r"([0-9]{1,18})([A-Za-z]*)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,14 +80,19 @@ class StoreUrl:
                 raise ConfigError(f"{self.scheme}: store parameter", "one of " + ", ".join(names), repr(name))
 
     def nbytes(self, name: str, default: int) -> int:
-        """The size called ``name``, in bytes."""
-        text = self.parameters.get(name)
-        return default if text is None else parse_nbytes(text, f"{self.scheme}: store parameter {name}")
+        """The size called ``name``, such as ``4096`` or ``64MiB``, in bytes and above zero."""
+        return default if name not in self.parameters else int(self._measure(name, _SIZES))
 
     def seconds(self, name: str, default: float | None) -> float | None:
-        """The duration called ``name``, in seconds."""
-        text = self.parameters.get(name)
-        return default if text is None else parse_duration_s(text, f"{self.scheme}: store parameter {name}")
+        """The duration called ``name``, such as ``500ms``, ``15m`` or ``7d``, in seconds and above zero."""
+        return default if name not in self.parameters else self._measure(name, _SECONDS)
+
+    def _measure(self, name: str, units: Mapping[str, float]) -> float:
+        match = _MEASURE.fullmatch(self.parameters[name])
+        if match is None or match[2] not in units or int(match[1]) == 0:
+            wanted = "a positive whole number with one of the units " + ", ".join(filter(None, units))
+            raise ConfigError(f"{self.scheme}: store parameter {name}", wanted, repr(self.parameters[name]))
+        return int(match[1]) * units[match[2]]
 
     def milliseconds(self, name: str, default: int) -> int:
         """The whole number of milliseconds called ``name``."""

@@ -183,7 +183,7 @@ class DecodeEngine(PeerEngine):
     def _land(self, came: Came) -> None:
         """Nothing more lands: the sequence runs with what is there, or has been told to end or to begin anew."""
         sequence, first = self._under_way.pop(came.transfer)
-        self.manager.free(_holder(came.transfer))
+        self.manager.release(_holder(came.transfer))
         self._blocks += len(came.kv)
         if sequence.state is not State.LANDING:
             return

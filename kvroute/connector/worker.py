@@ -38,8 +38,6 @@ NO_ANSWER: Final = f"the store of rows has not answered within {RESTORE_S} s"
 NOT_RESTORED: Final = {
     "absent_blocks_not_restored": "the store of rows does not have them",
     "corrupt_blocks_not_restored": "the store of rows has damaged ones",
-    "incomplete_blocks_not_restored": "the store of rows has not all of a block",
-    "blocks_of_another_origin_not_restored": "the store of rows has those of another computation",
     "failed_blocks_not_restored": "the store of rows has failed",
 }
 """Why a restore brought nothing, by the counters of :attr:`RestoreJob.lost`."""

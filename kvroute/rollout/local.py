@@ -23,7 +23,7 @@ from typing import Final
 
 from cache_manager.errors import InvalidInputError, StorageError
 from cache_manager.record import Buffer
-from cache_manager.storage.disk import Disk, SystemDisk, open_regular, read_all, write_all
+from cache_manager.storage.disk import Disk, open_regular, read_all, write_all
 from cache_manager.storage.url import StoreUrl
 from kvroute.rollout.handle import CutSettings, RolloutHandle
 from kvroute.rollout.ids import file_name
@@ -51,7 +51,7 @@ class LocalRollouts(PartStore):
         self.directory = directory.absolute()
         super().__init__(f"the rollout store at {self.directory}", cut)
         self._sync = sync
-        self._disk: Disk = disk or SystemDisk()
+        self._disk = disk or Disk()
         self._lock = threading.Lock()
         self._unsynced: dict[str, None] = {}
         with _translated(self.directory):

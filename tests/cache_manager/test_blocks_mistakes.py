@@ -6,12 +6,10 @@ import logging
 
 import numpy as np
 import pytest
-from blocks_house import SPEC, TOKENS, House, slots
+from blocks_house import TOKENS, House, slots
 
-from cache_manager.blocks import AuxBlocks
-from cache_manager.errors import BlockBusyError, ConfigError, InvalidInputError, KVRouteError
+from cache_manager.errors import InvalidInputError, KVRouteError
 from cache_manager.feed import BlockFeed
-from cache_manager.keys import Namespace
 
 
 def test_a_mistake_inside_a_forward_pass_is_dropped_counted_and_logged_once(house, caplog) -> None:
@@ -62,20 +60,6 @@ def test_generations_never_go_back(house) -> None:
         engine.renew([0, 1], [9])
 
 
-def test_one_step_too_many_is_busy_and_without_a_store_there_is_none() -> None:
-    engine = AuxBlocks([SPEC], blocks=2, namespace=Namespace("m", 1), steps_max=1)
-    engine.renew([0])
-    step = engine.begin_step([0])
-    with pytest.raises(BlockBusyError, match="steps in flight"):
-        engine.begin_step([1])
-    assert engine.write_step(np.array([1]), {}) == 0
-    step.abort()
-    with pytest.raises(ConfigError, match="store: wanted a storage backend"):
-        engine.persist({}, [])
-    assert engine.store_counters is None
-    engine.close()
-
-
 NO_IDS = {
     "floats": [0.7],
     "a mask": np.array([True, False]),
@@ -112,7 +96,8 @@ CALLS = {
     "persist's generations": lambda e, x: e.persist({e.keys.key(None, [1]): 0}, x),
     "persist's block": lambda e, x: e.persist({e.keys.key(None, [1]): x}, [1]),
     "persist's blocks": lambda e, x: e.persist(x, [1]),
-    "restore's origins": lambda e, x: e.restore({e.keys.key(None, [1]): 1}, [1], {e.keys.key(None, [1]): x}),
+    "bind_origin's origin": lambda e, x: e.bind_origin(0, 1, x, 0),
+    "bind_origin's tokens": lambda e, x: e.bind_origin(0, 1, 77, x),
     "export's rows": lambda e, x: e.export({e.keys.key(None, [1]): 0}, [1], [9] if x is None else x),
     "apply": lambda e, x: e.apply(x),
     "the feed's renew": lambda _, x: BlockFeed(4).renew(x),

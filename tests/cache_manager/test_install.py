@@ -191,27 +191,6 @@ def test_a_row_that_a_device_may_still_write_is_not_filled() -> None:
             assert d.read(spec.name, [D_BLOCK]).valid.tolist() == [False, False, False, True]
 
 
-@pytest.mark.parametrize("origin", [0, 1 << 64, -1, "x", None])
-def test_an_origin_that_cannot_be_is_named(origin) -> None:
-    wanted = r"origin: wanted an integer in \[1, 2\*\*64\)"
-    with new_blocks() as d, pytest.raises(InvalidInputError, match=wanted):
-        d.bind_origin(D_BLOCK, renewed(d), origin, 4)
-
-
-@pytest.mark.parametrize("tokens", [-1, None, "3", float("nan"), 2.7, 10**30])
-def test_tokens_that_cannot_be_are_named_and_break_no_later_call(tokens) -> None:
-    """Goal: who is wrong hears of it. Method: a count that is none; then KV and rows come, and a pass."""
-    header, payload = exported(range(4))
-    with new_blocks() as d:
-        life = renewed(d)
-        with pytest.raises(InvalidInputError, match="tokens: wanted"):
-            d.bind_origin(D_BLOCK, life, header.origin, tokens)
-        assert d.origins([D_BLOCK]) == [0]
-        assert d.install(D_BLOCK, life, header, payload) == 4
-        write(d, D_BLOCK, [3], "D")
-        assert rows(d, D_BLOCK) == ["P", "P", "P", "D"]
-
-
 @pytest.mark.parametrize("after", ["renew", "reset", "never given out"])
 def test_what_comes_for_another_life_is_dropped(after: str) -> None:
     """Goal: KV and rows are of the life that they were asked for. Method: another life, an older namespace's key, and a

@@ -33,18 +33,6 @@ def filled(aux: AuxBlocks, block: int) -> int:
     return int(life)
 
 
-def test_rows_alone_and_rows_with_kv_have_other_keys() -> None:
-    """Goal: an engine without KV of its own and one with it, on one store, never take or spoil each other's records.
-    Method: the same tokens' keys, and who says that they are its own."""
-    with blocks_of(SlotKV(4, 4, TOKENS)) as both, blocks_of(None) as alone:
-        one, other = (aux.keys.key(None, [1, 2, 3]) for aux in (both, alone))
-        assert (both.keys.owns(one), both.keys.owns(other)) == (True, False)
-        assert (alone.keys.owns(one), alone.keys.owns(other)) == (False, True)
-        both.reset(weights_version=2)
-        alone.reset(weights_version=2)
-        assert both.keys.key(None, [1, 2, 3]) != alone.keys.key(None, [1, 2, 3])
-
-
 def test_kv_goes_along_where_rows_cannot() -> None:
     """Goal: an engine that has its KV moved by kvroute may rely on every pair. Method: a step in flight writes the
     target, so that no row can arrive there."""
@@ -72,23 +60,6 @@ def test_nothing_is_stored_where_nothing_is_required_and_nothing_is_there() -> N
             assert aux.restore({key: 1}, aux.renew([1])) == {key: kv is not None}
             assert kv is None or (kv.device[1] == 9).all()
             assert not aux.read("routing", [1]).valid.any()
-
-
-def test_what_could_never_be_a_hit_gives_way() -> None:
-    """Goal: an engine that requires more finds a store of one that required less, and is no worse for it. Method: KV
-    without rows is stored; another computation of the key, with all its rows, takes its place, and stays."""
-    with open_store("memory:") as store:
-        with blocks_of(SlotKV(4, 4, TOKENS), store=store, required=()) as less:
-            key = less.keys.key(None, [1, 2, 3])
-            assert less.persist({key: 0}, less.renew([0]))[key]
-        with blocks_of(SlotKV(4, 4, TOKENS), store=store) as more:
-            assert more.restore({key: 1}, more.renew([1])) == {key: False}
-            life = filled(more, 0)
-            (stored,) = more.persist({key: 0}, [life]).values()
-            assert [stored] == more.origins([0])
-            assert more.restore({key: 1}, more.renew([1])) == {key: True}
-            life = filled(more, 2)
-            assert more.persist({key: 2}, [life]) == {key: stored}, "a whole one stays"
 
 
 def test_kv_that_was_torn_by_a_restore_has_no_name() -> None:

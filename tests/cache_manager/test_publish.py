@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from life_canary import Writer, layout_of, wrong
 from watched_region import WatchedRegion
 
-from cache_manager.numbers import full_bits, unpack_bits
+from cache_manager.numbers import unpack_bits
 from cache_manager.publish import (
     GENERATION_SHIFT,
     READ_RETRIES_MAX,
-    add,
-    clear,
     gather,
 )
 from cache_manager.regions import HeapRegion
@@ -59,36 +55,6 @@ def test_a_block_that_never_holds_still_has_no_valid_row_and_ends(change: str) -
 
 
 # ---- what the writer's side promises ---------------------------------------------------------------------------------
-
-
-@given(tokens=st.sampled_from([1, 3, 64, 65, 130]), data=st.data())
-def test_bits_of_cells_are_those_rows_and_no_others(tokens: int, data: st.DataObject) -> None:
-    """Goal: clear and add touch the rows they name. Method: a set of (block, token) is the model; specs alternate."""
-    region = HeapRegion(layout_of(tokens, words=2), BLOCKS)
-    writer = Writer(region)
-    model = [set[tuple[int, int]](), set[tuple[int, int]]()]
-    for _ in range(data.draw(st.integers(1, 8))):
-        drawn = data.draw(st.integers(0, (1 << tokens) - 1))
-        rows = np.array([bool(drawn >> token & 1) for token in range(tokens)])
-        ids = np.array(data.draw(st.lists(st.integers(0, BLOCKS - 1), unique=True, max_size=BLOCKS)), np.int64)
-        named = {(int(b), int(t)) for b in ids for t in np.flatnonzero(rows)}
-        cells, bits = writer._cells(ids, rows)
-        before = region.words.copy()
-        if data.draw(st.booleans()):
-            spec = data.draw(st.integers(0, 1))
-            add(region, spec, cells, bits)
-            model[spec] |= named
-            changed = set[int]()
-        else:
-            changed = {b for b, t in named if (b, t) in model[0] | model[1]}
-            clear(region, cells, bits)
-            model = [each - named for each in model]
-        assert {int(b) for b in np.flatnonzero(region.words != before)} == changed
-        assert (region.words >> GENERATION_SHIFT == before >> GENERATION_SHIFT).all()
-        for spec in (0, 1):
-            mask = unpack_bits(region.valid[:, spec], tokens)
-            assert {(int(b), int(t)) for b, t in np.argwhere(mask)} == model[spec]
-        assert not (region.valid & ~full_bits(tokens)).any()
 
 
 def test_the_sequence_goes_round_within_its_sixteen_bits() -> None:

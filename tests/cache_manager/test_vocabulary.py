@@ -263,3 +263,19 @@ def test_rows_of_any_byte_order_are_the_same_rows(dtype) -> None:
         values[0, 0] = bad
         with pytest.raises(RowError, match=f"got {bad}"):
             LAYOUT.specs[0].rows(values, tokens=2)
+
+
+@given(st.binary(min_size=16, max_size=40))
+def test_an_adopted_digest_is_another_key_in_every_other_scope(digest: bytes) -> None:
+    """Goal: an engine's own hashes never meet keys of tokens, nor those of another namespace or layout."""
+    chains = [
+        KeyChain(Namespace("m", version), RecordLayout((AuxBlockDataSpec("r", (width,), "uint8", 4),)))
+        for version in (1, 2)
+        for width in (1, 2)
+    ]
+    assert len({chain.adopt(digest) for chain in chains}) == 4
+    assert chains[0].adopt(digest) == chains[0].adopt(bytes(digest))
+    assert chains[0].adopt(b"\x06parent" + digest) != chains[0].adopt(digest)
+    for bad in (digest[:15], bytes(1025), "x" * 16):
+        with pytest.raises(InvalidInputError, match="digest"):
+            chains[0].adopt(bad)

@@ -103,7 +103,7 @@ class Judge:
         rows, blocks = engine.aux.counters, engine.manager.counters
         self.seen.update(
             swapped=rows.swapped_in_rows, copied=rows.copied_rows, restored=rows.restored_blocks,
-            other_origin=rows.blocks_of_another_origin_not_restored, hits=blocks.prefix_hit_tokens,
+            other_origin=rows.absent_blocks_not_restored, hits=blocks.prefix_hit_tokens,
             installed=rows.rows_installed,
         )  # fmt: skip
 

@@ -67,7 +67,7 @@ def persist(aux: AuxBlocks, numbers: Sequence[int]) -> list[bool]:
     blocks = {key(aux, number): block for block, number in enumerate(numbers)}
     origins = aux.origins(list(blocks.values()))
     done = aux.persist(blocks, aux.generations(list(blocks.values())))
-    aux.flush()
+    aux._store.flush()
     return [done[key(aux, number)] == origin for number, origin in zip(numbers, origins, strict=True)]
 
 

@@ -85,8 +85,8 @@ FAULTS = (
     Fault(
         "a block whose KV is still written is given out",
         "manager/pool.py",
-        "(self._away if written else self._free).append(block)",
-        "self._free.append(block)",
+        "            if written or block in kept:\n",
+        "            if block in kept:\n",
         f"{DEFECTS}::test_blocks_that_a_pass_writes_are_given_out_when_it_has_ended",
         "test_blocks_that_a_pass_writes_are_given_out_when_it_has_ended",
     ),
@@ -101,8 +101,8 @@ FAULTS = (
     Fault(
         "a block that somebody still reads is let go",
         "manager/pool.py",
-        "            if not (self.readers[block] or self.keepers[block]):\n",
-        "            if True:\n",
+        "            if not self.readers[block]:\n                self._away.append(block)\n",
+        "            self.readers[block] = 0\n            self._away.append(block)\n",
         MANAGER,
         "no_block_lost",
     ),
@@ -118,8 +118,8 @@ FAULTS = (
     Fault(
         "a sequence has what the store was asked for, found or not",
         "manager/manager.py",
-        "back = job.answers if s.base is self.aux.keys else {}",
-        "back = dict.fromkeys(job.blocks, True)",
+        "run = list(takewhile(back.get, back))",
+        "run = list(back)",
         "tests/cache_manager/test_own_managers.py::TestStored",
         "hit_was_written",
     ),

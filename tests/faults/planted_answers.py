@@ -6,7 +6,6 @@ from planted import Fault
 
 CLIENT = "tests/kvroute/test_vllm_answers.py::"
 LEFT = "tests/kvroute/test_connector_left.py::"
-POOL = "tests/kvroute/rollout/test_mooncake_rollouts.py::"
 
 
 def _fault(name: str, file: str, before: str, after: str, where: str, claim: str) -> Fault:

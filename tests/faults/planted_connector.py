@@ -8,7 +8,6 @@ from planted import Fault
 
 IDS = "tests/kvroute/test_step_ids.py::"
 PAGES = "tests/kvroute/test_pages.py::"
-MISSES = "tests/kvroute/test_connector_misses.py::"
 ENDS = "tests/kvroute/test_connector.py::"
 ENDS_LATE = "tests/kvroute/test_connector_ends.py::"
 LATE = "tests/kvroute/test_connector_late.py::"

@@ -6,7 +6,6 @@ from planted import Fault
 
 SESSIONS = "tests/transfer/test_sessions.py"
 ENDS = "tests/transfer/test_sessions_ends.py"
-NODES = "tests/transfer/test_nodes.py"
 WORLD = "tests/simulation/test_transfer_simulation.py::test_every_claim_holds_under_every_fault"
 HELD = "kv_lent_by_reference_is_held_until_acknowledged_or_expired"
 SETTLED = "every wanted record is in place or missing"

@@ -67,7 +67,7 @@ def test_prove_wants_no_torch() -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("fsck", "file:///no/such"), "kvroute fsck: /no/such: there is no store; a writer makes one"),
+        (("fsck", "file:///no/such"), "kvroute fsck: /no/such: there is no store, and none"),
         (("prove",), "kvroute prove: adapter: wanted MODULE:ADAPTER, or --invariants, which lists what is claimed"),
         (("verify", "--url", "x", "--model", "/no/such"), "kvroute verify: config: wanted a readable JSON file at"),
     ],

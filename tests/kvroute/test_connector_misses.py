@@ -13,7 +13,7 @@ import pytest
 from toy_engine import TOKENS, Toy, judge
 
 from cache_manager.errors import StorageError, StoreMissingError
-from cache_manager.storage.disk import SystemDisk
+from cache_manager.storage.disk import Disk
 from cache_manager.storage.file.directory import StoreDirectory
 from cache_manager.storage.file.fsck import read_extents
 from kvroute.connector import routes, worker
@@ -53,7 +53,7 @@ def _without_the_second(rows: Path) -> Iterator[dict[str, Any]]:
 def _with_a_bit_changed(rows: Path) -> Iterator[dict[str, Any]]:
     """In the payload of each record, after the worker has opened the store; the scheduler asks a copy."""
     yield {"reader": f"file://{shutil.copytree(rows, rows.with_name('copy'))}?mode=read"}
-    ((_, extent, served),) = read_extents(StoreDirectory.existing(rows), SystemDisk())
+    ((_, extent, served),) = read_extents(StoreDirectory.existing(rows), Disk())
     assert extent is not None
     assert len(served) == 2
     for slot in served:

@@ -13,7 +13,7 @@ from cache_manager.regions import SharedRegion, list_regions, reap_orphans
 from cache_manager.regions.directory import DIRECTORY
 
 OWNER = "region = SharedRegion.create(LAYOUT, 4, tier='device', namespace=NAMESPACE); say(region.name); wait()"
-ATTACHER = "region = SharedRegion.attach(sys.argv[1], LAYOUT); say('in'); wait()"
+ATTACHER = "region = SharedRegion.attach(sys.argv[1]); say('in'); wait()"
 
 
 def test_a_killed_process_group_leaves_a_region_that_the_next_create_removes(child: Start) -> None:
@@ -98,7 +98,7 @@ for i in range(60):
     region = SharedRegion.create(LAYOUT, 2, tier="host", namespace=NAMESPACE)
     region.rows[1] = i
     assert not set(reap_orphans()) & {region.name}
-    with SharedRegion.attach(region.name, LAYOUT) as reader:
+    with SharedRegion.attach(region.name) as reader:
         assert (reader.rows[1] == i).all()
     list_regions()
     region.close()

@@ -64,27 +64,3 @@ say(int(second.rows.sum()), int(third.rows.sum()) == third.rows.size)
     assert inside.heard() == ["True", "2"]
     assert inside.heard() == ["0", "True"]
     assert inside.finish() == (0, "")
-
-
-def test_no_address_space_is_an_error_with_the_numbers(child: Start) -> None:
-    """Goal: ``ulimit -v`` is no bare OSError. Method: a child with little more address space than it uses."""
-    limited = child("""
-import resource
-used = int(open("/proc/self/statm").read().split()[0]) * 4096
-resource.setrlimit(resource.RLIMIT_AS, (used + (64 << 20),) * 2)
-blocks = (128 << 20) // LAYOUT.nbytes
-before = set(os.listdir(DIRECTORY))
-for create in (
-    lambda: HeapRegion(LAYOUT, blocks),
-    lambda: SharedRegion.create(LAYOUT, blocks, tier="device", namespace=NAMESPACE),
-):
-    try:
-        create()
-    except NoSpaceError as error:
-        say(error.where.replace(" ", "-"), error.wanted_nbytes >= 127 << 20, error.free_nbytes <= 64 << 20)
-say(set(os.listdir(DIRECTORY)) <= before)
-""")
-    for _ in range(2):
-        assert limited.heard() == ["address-space-of-this-process", "True", "True"]
-    assert limited.heard() == ["True"]
-    assert limited.finish() == (0, "")

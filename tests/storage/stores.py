@@ -10,7 +10,7 @@ from typing import Any
 
 from cache_manager.keys import BlockKey
 from cache_manager.ports import Absence
-from cache_manager.storage.disk import Disk, SystemDisk
+from cache_manager.storage.disk import Disk
 from cache_manager.storage.file import FileReader, FileStore
 from cache_manager.storage.file.directory import StoreDirectory
 from cache_manager.storage.file.fsck import read_extents
@@ -70,7 +70,7 @@ def flip(path: Path, offset: int, bit: int = 4) -> None:
 
 def payload_in(directory: Path, key: BlockKey, at: int = 0) -> tuple[Path, int]:
     """The file that has the record of a key, and where byte ``at`` of its payload is."""
-    for report, extent, served in read_extents(StoreDirectory.existing(directory), SystemDisk()):
+    for report, extent, served in read_extents(StoreDirectory.existing(directory), Disk()):
         for slot in served if extent is not None else ():
             assert extent is not None
             if extent.key_of(slot) == key:

@@ -40,18 +40,6 @@ def test_a_torn_read_does_not_delete_the_record_that_came_after(tmp_path: Path, 
 
 
 @pytest.mark.parametrize("kind", ["memory", "file"])
-def test_a_record_that_is_corrupt_each_time_is_set_aside(tmp_path: Path, kind: str) -> None:
-    with FaultyStore(backend_of(kind, tmp_path)) as backend:
-        store = RecordStore(backend, LAYOUT)
-        put(store, [1, 2])
-        backend.flip_next = 77
-        assert get(store, [1, 2]) == [Absence.CORRUPT, payload_of(2)]
-        backend.flip_next = None
-        assert get(store, [1, 2]) == [Absence.MISS, payload_of(2)]
-        assert store.counters.corrupt == 1
-
-
-@pytest.mark.parametrize("kind", ["memory", "file"])
 def test_a_record_that_says_more_rows_than_a_block_has_is_set_aside(tmp_path: Path, kind: str) -> None:
     """Goal: bits that stand for no row are never taken into a region's words. Method: a backend has a record whose sums
     are sound, with one such bit in the words of one spec; then a record that says every row that there is."""

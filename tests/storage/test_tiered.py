@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -12,21 +11,129 @@ import pytest
 from budget import examples
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
-from mooncake_pool import running_master, running_owner
 
 from cache_manager.errors import RecordError, StorageError, StoreClosedError, StoreUnavailableError
-from cache_manager.ports import Absence
+from cache_manager.keys import BlockKey
+from cache_manager.ports import Absence, StorageBackend
+from cache_manager.record import Buffer, RecordHeader
 from cache_manager.storage import open_store
 from cache_manager.storage.memory import MemoryStore
 from cache_manager.storage.records import RecordStore
 from cache_manager.storage.tiered import TieredStore
-from cache_manager.testing.contract import numbers, offers
+from cache_manager.testing.contract import StorageContract, numbers, offers
+from cache_manager.testing.faults import FaultyStore
 from cache_manager.testing.origins import Content, held, offer
 from cache_manager.testing.records import BOTH, LAYOUT, get, header_of, key_of, payload_of, put
-from tests.storage.faulty_tiers import FAULTS, WAIT_S, Tiers
 
 KEYS = range(24)
 X, Y = Content(1, BOTH), Content(2, BOTH)
+WAIT_S = 30.0
+FAULTS = ("failing", "losing", "lying", "full")
+
+
+class FaultyTier(FaultyStore):
+    """A memory store that does what it is told to do wrong; a fault lasts until it is taken away."""
+
+    def __init__(self) -> None:
+        super().__init__(MemoryStore(1 << 20))
+        self.gate = threading.Event()  # closed: puts wait
+        self.at_gate = threading.Event()
+        self.after_get: Callable[[], object] | None = None  # called when a read has its answer
+        self.puts = 0
+        self.mend()
+
+    def mend(self) -> None:
+        self.failing, self.error = False, StorageError
+        self.losing = False  # says that a put has stored, and keeps nothing
+        self.lying = False  # answers with the header and bytes of other keys
+        self.full = False
+        self.flipping: int | None = None  # this bit of every payload that is read
+        self.gate.set()
+
+    def _met(self) -> None:
+        if self.failing or self.error is not StorageError:
+            raise self.error("the tier fails on purpose")
+
+    def put(
+        self, headers: Sequence[RecordHeader], payloads: Sequence[Buffer], *, replace: bool = False
+    ) -> list[RecordHeader | None]:
+        self._met()
+        self.at_gate.set()
+        assert self.gate.wait(WAIT_S)
+        self.puts += len(headers)
+        if self.full:  # what it has it keeps
+            found = self.backend.get_into(
+                [h.key for h in headers], [memoryview(bytearray(h.payload_nbytes)) for h in headers]
+            )
+            return [None if isinstance(answer, Absence) else answer for answer in found]
+        return list(headers) if self.losing else super().put(headers, payloads, replace=replace)
+
+    def get_into(self, keys: Sequence[BlockKey], buffers: Sequence[memoryview]) -> list[RecordHeader | Absence]:
+        self._met()
+        found = super().get_into(keys, buffers)
+        for header, buffer in zip(found, buffers, strict=True):
+            if isinstance(header, RecordHeader) and self.flipping is not None:
+                buffer[self.flipping // 8 % len(buffer)] ^= 1 << self.flipping % 8
+        if self.after_get:
+            self.after_get()
+        return found[1:] + found[:1] if self.lying else found
+
+    def contains(self, keys: Sequence[BlockKey]) -> list[bool]:
+        self._met()
+        return super().contains(keys)
+
+    def delete(self, keys: Sequence[BlockKey]) -> None:
+        self._met()
+        super().delete(keys)
+
+    def flush(self) -> None:
+        self._met()
+
+    def usage(self) -> Mapping[str, int]:
+        self._met()
+        return super().usage()
+
+    def has(self, number: int) -> bool:
+        return self.backend.contains([key_of(number)])[0]
+
+
+class Tiers:
+    """A tiered store over faulty ones, and its front and back."""
+
+    def __init__(self, count: int = 2) -> None:
+        self.tiers = [FaultyTier() for _ in range(count)]
+        self.front, self.back = self.tiers[0], self.tiers[-1]
+        self.backend = TieredStore({str(i): tier for i, tier in enumerate(self.tiers)})
+        self.store = RecordStore(self.backend, LAYOUT)
+
+    def mend(self) -> None:
+        for tier in self.tiers:
+            tier.mend()
+
+    def of_each(self, name: str) -> list[int]:
+        usage = self.backend.usage()
+        return [usage[f"tier{depth}_{name}"] for depth in range(len(self.tiers))]
+
+
+class TieredContract(StorageContract):
+    """Of two tiers, with room for a record in each."""
+
+    copies_max = 2
+    exact = False
+    machine_settings = examples(15, stateful_step_count=20)
+
+
+class TestMemoryBeforeFile(TieredContract):
+    def make_backend(self, directory: Path, capacity_nbytes: int) -> StorageBackend:
+        return open_store(f"tiered:memory:?capacity={capacity_nbytes},file://{directory}?quota={capacity_nbytes}")
+
+
+class TestFileBeforeFile(TieredContract):
+    """The front has half of the room."""
+
+    def make_backend(self, directory: Path, capacity_nbytes: int) -> StorageBackend:
+        front, back = f"file://{directory}/front", f"file://{directory}/back"
+        return open_store(f"tiered:{front}?quota={capacity_nbytes // 2},{back}?quota={capacity_nbytes}")
 
 
 @pytest.fixture
@@ -35,13 +142,6 @@ def tiers() -> Iterator[Tiers]:
     yield opened
     opened.mend()
     opened.backend.close()
-
-
-def until(what: str, holds: Callable[[], bool]) -> None:
-    give_up_s = time.monotonic() + 60.0
-    while not holds():
-        assert time.monotonic() < give_up_s, f"not within 60 s: {what}"
-        time.sleep(0.02)
 
 
 class TieredMachine(RuleBasedStateMachine):
@@ -162,16 +262,6 @@ def test_a_corrupt_front_copy_is_healed_from_the_back(tiers: Tiers, bit: int) ->
     assert tiers.store.counters.corrupt == 0
 
 
-def test_corrupt_in_every_tier_is_corrupt_and_can_be_put_anew(tiers: Tiers) -> None:
-    put(tiers.store, [1])
-    tiers.front.flipping = tiers.back.flipping = 77
-    assert get(tiers.store, [1]) == [Absence.CORRUPT]
-    tiers.mend()
-    assert get(tiers.store, [1]) == [Absence.MISS]
-    assert put(tiers.store, [1]) == [True]
-    assert get(tiers.store, [1]) == [payload_of(1)]
-
-
 def test_a_bad_front_copy_does_not_cost_the_good_one_of_a_tier_that_is_down(tiers: Tiers) -> None:
     put(tiers.store, [1])
     tiers.front.flipping, tiers.back.failing = 5, True
@@ -251,33 +341,12 @@ def test_only_when_every_tier_fails_is_it_an_error_and_it_names_every_cause(tier
     tiers.front.mend()
     tiers.front.losing = True
     assert [call() for call in calls] == [[payload_of(1)], [True], [True]]
-
-
-def test_that_nobody_is_to_be_asked_soon_is_passed_on(tiers: Tiers) -> None:
-    def down() -> None:
-        raise StoreUnavailableError("its process is gone")
-
-    tiers.front.failing, tiers.back.during_get = True, down
-    with pytest.raises(StoreUnavailableError, match="tier 1: its process is gone"):
-        get(tiers.store, [1])
-
-
-def test_a_tier_without_room_leaves_the_record_to_the_next(tiers: Tiers) -> None:
-    tiers.front.full = True
-    assert put(tiers.store, [1]) == [True]
-    assert tiers.back.has(1)
-    tiers.back.full = True
-    assert put(tiers.store, [2]) == [False]
-    assert get(tiers.store, [1, 2]) == [payload_of(1), Absence.MISS]
-
-
-def test_a_record_that_one_tier_will_never_take_does_not_hold_up_the_others(tiers: Tiers) -> None:
-    """A memory store holds records of one size."""
-    tiers.back.put([header_of(50, 128)], [payload_of(50, 128)])
-    assert put(tiers.store, [1]) == [True]
-    assert get(tiers.store, [1]) == [payload_of(1)]
-    with pytest.raises(RecordError, match="payload size"):
+    tiers.mend()
+    with pytest.raises(RecordError, match="payload size"):  # a memory store holds records of one size
         tiers.backend.put([header_of(2, 256)], [payload_of(2, 256)])
+    tiers.front.failing, tiers.back.error = True, StoreUnavailableError  # that nobody is to be asked soon
+    with pytest.raises(StoreUnavailableError, match="tier 1: the tier fails on purpose"):
+        get(tiers.store, [1])
 
 
 def test_a_tier_that_cannot_be_closed_leaves_no_other_one_open() -> None:
@@ -294,52 +363,3 @@ def test_a_tier_that_cannot_be_closed_leaves_no_other_one_open() -> None:
         store.close()
     with pytest.raises(StoreClosedError):
         back.usage()
-
-
-def test_a_master_is_killed_and_restarted_under_load_behind_a_file_front(tmp_path: Path) -> None:
-    """Goal: hits of the front go on, nothing read is wrong, and the back is used again, without a restart.
-
-    Method: a reader and a writer work all the time; no call of the store may fail, because the front is well.
-    """
-    with running_master() as master, running_owner(master, tmp_path / "segment", 4 << 20):
-        pool = master.url(timeout_ms=1000, full_ms=300)
-        backend = open_store(f"tiered:file://{tmp_path}/front?quota=4MiB,{pool}")
-        store = RecordStore(backend, LAYOUT)
-        assert all(put(store, range(20)))
-        stop, failures, written = threading.Event(), list[BaseException](), [20]
-
-        def work(step: Callable[[], None]) -> None:
-            try:
-                while not stop.wait(0.005):
-                    step()
-            except BaseException as error:
-                failures.append(error)
-                raise
-
-        def read() -> None:
-            last = written[-1]
-            assert get(store, range(20)) == [payload_of(n) for n in range(20)]
-            assert get(store, [last - 1, 100_000]) == [payload_of(last - 1), Absence.MISS]
-
-        def write() -> None:
-            first = written[-1] if written[-1] < 300 else 20  # the front has room for these, and evicts none
-            assert all(put(store, range(first, first + 2)))
-            written.append(first + 2)
-
-        threads = [threading.Thread(target=work, args=(step,), daemon=True) for step in (read, write)]
-        try:
-            for thread in threads:
-                thread.start()
-            master.kill()
-            until("the back fails", lambda: backend.usage().get("tier1_failed_reads", 0) > 0)
-            usage = backend.usage()
-            until("hits go on", lambda: backend.usage()["tier0_hits"] > usage["tier0_hits"] + 100)
-            master.start()
-            until("the back is written again", lambda: backend.usage()["tier1_written"] > usage["tier1_written"])
-        finally:
-            stop.set()
-            for thread in threads:
-                thread.join(60)
-        assert not failures, failures[0]
-        assert store.counters.corrupt == 0
-        backend.close()

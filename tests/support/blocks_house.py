@@ -70,11 +70,10 @@ class House:
         assert self.engine.persist({self.key: block}, lives)[self.key]
         return rows
 
-    def brings(self, block: int, origin: int | None = None, key: BlockKey | None = None) -> bool:
-        """Whether what is stored under the key comes back into a block given out anew, beside KV of the origin."""
+    def brings(self, block: int, key: BlockKey | None = None) -> bool:
+        """Whether what is stored under the key comes back into a block given out anew."""
         named = key or self.key
-        lives = self.engine.renew([block])
-        return self.engine.restore({named: block}, lives, None if origin is None else {named: origin})[named]
+        return self.engine.restore({named: block}, self.engine.renew([block]))[named]
 
     def begin_restore(self, block: int) -> AnyJob:
         """Of ``key``, into a block that was given out."""

@@ -205,8 +205,10 @@ class BlocksModel(RuleBasedStateMachine):
                 step.lives.pop(slot, None)
             life.rows.pop(slot % TOKENS, None)
             life.computed = True
-        for block in {slot // TOKENS for slot in touched if slot not in writable}:
-            self.forget("device", block)  # what is copied there comes to nothing
+        for block in {slot // TOKENS for slot in touched if slot not in lives}:
+            self.forget("device", block)  # what is copied there comes to nothing, too
+            self.lives["device"][block].computed = True
+        lives = {slot: self.lives["device"][slot // TOKENS] for slot in lives}
         if real is None or (call and refused):
             return None
         began = {slot // TOKENS: self.known[slot // TOKENS] for slot in lives}

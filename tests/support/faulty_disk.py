@@ -12,10 +12,10 @@ from pathlib import Path
 import numpy as np
 
 from cache_manager.record import Buffer
-from cache_manager.storage.disk import Disk, Room, Space, SystemDisk
+from cache_manager.storage.disk import Disk, Room, Space
 
 
-class FaultyDisk:
+class FaultyDisk(Disk):
     """The calls of a file store with a limit on what may be written, short transfers, and errors by call.
 
     When ``write_budget_nbytes`` is used up a write writes what is left of it, and the next one calls ``at_limit`` (to
@@ -23,7 +23,7 @@ class FaultyDisk:
     """
 
     def __init__(self, disk: Disk | None = None) -> None:
-        self.disk: Disk = disk or SystemDisk()
+        self.disk = disk or Disk()
         self.write_budget_nbytes: int | None = None
         self.write_errno = errno.ENOSPC
         self.at_limit: Callable[[], None] | None = None

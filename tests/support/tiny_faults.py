@@ -226,21 +226,15 @@ class GivesTwice(HitStaysFree):
         return None
 
 
-class NeverEnds(Plain):
-    """Keeps a block for work in the background that never ends."""
-
+class EndsWhatNobodyWaitsFor(Plain):
     capabilities = ("background",)
     breaks = "background_ends"
 
-    def __init__(self, kv) -> None:
-        super().__init__(kv)
-        self.free_list.pop()
+    def waits(self, seq):
+        return True
 
     def settle(self):
-        return {}
-
-    def kept_blocks(self):
-        return [7]
+        return {"nobody": 0}
 
 
 class ReadsOtherRows(KeepsRows):

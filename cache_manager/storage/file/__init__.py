@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 from cache_manager.errors import ConfigError
@@ -10,7 +9,7 @@ from cache_manager.ports import StorageBackend
 from cache_manager.storage.file.fsck import ExtentReport, FsckReport, fsck
 from cache_manager.storage.file.reader import FileReader
 from cache_manager.storage.file.store import QUOTA_NBYTES, FileStore, Sync
-from cache_manager.storage.url import StoreUrl, parse_nbytes
+from cache_manager.storage.url import StoreUrl
 
 
 def open_file_store(url: StoreUrl) -> StorageBackend:
@@ -18,8 +17,8 @@ def open_file_store(url: StoreUrl) -> StorageBackend:
 
     Or, to read, ``file:///dir?mode=read&ttl=6h&absent=error|wait``: ``wait`` opens it before its writer has made it.
 
-    The path may be percent-encoded. ``min_free`` is a size or a share of the file system such as ``5%``. ``files`` are
-    the permissions of new files: 0600 unless a group (0640) or everybody (0644) is to read.
+    The path may be percent-encoded. ``files`` are the permissions of new files: 0600 unless a group (0640) or everybody
+    (0644) is to read.
     """
     reads = url.choice("mode", ("write", "read"), "write") == "read"
     url.allow("mode", "ttl", *(("absent",) if reads else ("quota", "sync", "min_free", "files")))
@@ -28,15 +27,12 @@ def open_file_store(url: StoreUrl) -> StorageBackend:
     ttl_s = url.seconds("ttl", None)
     if reads:
         return FileReader(Path(url.path), ttl_s=ttl_s, waits=url.choice("absent", ("error", "wait"), "error") == "wait")
-    free = url.parameters.get("min_free", "0%")
-    percent = re.fullmatch(r"([0-9]{1,2})%", free)
     return FileStore(
         Path(url.path),
         quota_nbytes=url.nbytes("quota", QUOTA_NBYTES),
         sync=Sync(url.choice("sync", tuple(Sync), Sync.NONE)),
         ttl_s=ttl_s,
-        min_free_nbytes=0 if percent else parse_nbytes(free, "file: store parameter min_free"),
-        min_free_percent=int(percent[1]) if percent else 0,
+        min_free_nbytes=url.nbytes("min_free", 0),
         file_mode=int(url.choice("files", ("0600", "0640", "0644"), "0600"), 8),
     )
 

@@ -1,4 +1,4 @@
-"""A store's directory, held by its descriptor: one writer at a time, and a counter of what it has changed.
+"""A store's directory, held by its descriptor: one writer at a time, and what it has changed last.
 
 Everything is opened, renamed and removed through the descriptor. So a directory that is moved keeps its writer and its
 readers, and nobody who holds it ever touches what was made under its old name. A directory is a store when it holds an
@@ -16,14 +16,24 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final, Self
 
+import numpy as np
+
 from cache_manager.errors import StorageError, StoreFormatError, StoreLockedError, StoreMissingError
 from cache_manager.storage.disk import open_regular
 
 LOCK_NAME: Final = "kvroute.lock"
 TEMP_SUFFIX: Final = ".tmp"
-_LOCK = struct.Struct("<32sQ")  # process id in ASCII, counter
+CHANGES_MAX: Final = 500
+"""That the lock file holds; a reader that is further behind reads all heads."""
+_PID_NBYTES, _CHANGES_AT = 32, 40
+_CHANGE = struct.Struct("<4Q")  # its number, the extent's, first slot << 32 | slots, and all three xored
 _NAME = re.compile(r"extent-([0-9a-f]{8})\.kvr")
 _OPEN: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+
+Seen = tuple[bytes, int]
+"""Up to where a reader knows what a writer has changed: which opening of the store, and the number of the change."""
+Change = tuple[int, int, int]
+"""Slots whose heads have changed: an extent's number, the first, how many; none, if extents have come or gone."""
 
 
 def extent_name(number: int) -> str:
@@ -43,7 +53,7 @@ def parse_name(name: str) -> int | None:
 class StoreDirectory:
     """The directory of a store, for reading. ``OSError`` when there is none at ``path``."""
 
-    fd = -1
+    fd = lock_fd = -1
     file_mode = 0o600
 
     def __init__(self, path: Path) -> None:
@@ -71,12 +81,7 @@ class StoreDirectory:
         return open_regular(name, flags, mode=self.file_mode, dir_fd=self.fd)
 
     def names(self) -> list[str]:
-        # of a descriptor of its own: threads that list by one share its place in the directory, and each sees a part
-        listing = os.open(".", _OPEN, dir_fd=self.fd)
-        try:
-            return os.listdir(listing)
-        finally:
-            os.close(listing)
+        return os.listdir(f"/proc/self/fd/{self.fd}")  # not by the descriptor: threads would share a place in it
 
     def is_in_place(self) -> bool:
         """Whether the directory is still the one at its path; else it was moved, removed or made anew."""
@@ -95,23 +100,37 @@ class StoreDirectory:
             raise StoreFormatError(str(self.path), "directory", "a kvroute store or an empty directory", got)
         return False
 
-    def read_lock(self) -> tuple[str, int | None]:
-        """The last writer, and a number that changes whenever a writer has changed anything; ``None``: unknown."""
-        try:
+    def read_lock(self) -> bytes:
+        """What is in the lock file; nothing where there is none."""
+        with suppress(OSError):
             fd = self.open(LOCK_NAME, os.O_RDONLY)
             try:
-                pid, counter = _LOCK.unpack(os.pread(fd, _LOCK.size, 0))
+                return os.pread(fd, _CHANGES_AT + CHANGES_MAX * _CHANGE.size, 0)
             finally:
                 os.close(fd)
-        except (OSError, struct.error):
-            return "", None
-        return pid.rstrip(b"\0").decode("ascii", "replace"), counter
+        return b""
+
+    def changes(self, seen: Seen | None) -> tuple[Seen | None, list[Change] | None]:
+        """Up to where a reader that had ``seen`` something sees now, and the changes since; ``None``: nobody knows."""
+        raw = self.read_lock()
+        if len(raw) < _CHANGES_AT:
+            return None, None
+        opening, count = raw[_PID_NBYTES:_CHANGES_AT], (len(raw) - _CHANGES_AT) // _CHANGE.size
+        found = np.frombuffer(raw, "<u8", 4 * count, _CHANGES_AT).reshape(-1, 4)
+        found = found[np.bitwise_xor.reduce(found, axis=1) == 0]  # others are being written
+        last = int(found[:, 0].max(initial=0))
+        if seen is None or seen[0] != opening:
+            return (opening, last), None
+        found = found[found[:, 0] > seen[1]]
+        known = len(found) == last - seen[1]
+        rows = found[np.argsort(found[:, 0])].tolist() if known else ()
+        return (opening, last), [(n, run >> 32, run & 0xFFFFFFFF) for _, n, run, _ in rows] if known else None
 
     def close(self) -> None:
-        """Idempotent."""
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
+        """Close the descriptors; idempotent."""
+        for fd in {self.fd, self.lock_fd} - {-1}:
+            os.close(fd)
+        self.fd = self.lock_fd = -1
 
     def __del__(self) -> None:
         self.close()
@@ -129,7 +148,7 @@ class LockedDirectory(StoreDirectory):
     """
 
     dirty = True  # names have changed since it was synced
-    _told = -1  # a descriptor of the lock file
+    _changes = 0  # told since opening
 
     def __init__(self, path: Path, file_mode: int) -> None:
         self.file_mode = file_mode
@@ -139,19 +158,25 @@ class LockedDirectory(StoreDirectory):
             _WRITERS.add(self)
             self.is_store()
             fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self._told = self.open(LOCK_NAME, os.O_RDWR | os.O_CREAT)
+            self.lock_fd = self.open(LOCK_NAME, os.O_RDWR | os.O_CREAT)
+            start = str(os.getpid()).encode().ljust(_PID_NBYTES, b"\0") + os.urandom(_CHANGES_AT - _PID_NBYTES)
+            os.pwrite(self.lock_fd, start + bytes(CHANGES_MAX * _CHANGE.size), 0)
             for name in self.names():
                 if name.endswith(TEMP_SUFFIX) and parse_name(name.removesuffix(TEMP_SUFFIX)) is not None:
                     self.unlink(name)
         except BlockingIOError as error:
-            who = f"process {self.read_lock()[0] or 'unknown'} writes this store"
+            pid = self.read_lock()[:_PID_NBYTES].rstrip(b"\0").decode("ascii", "replace")
+            who = f"process {pid or 'unknown'} writes this store"
             raise StoreLockedError(f"{path}: {who}; one writer at a time") from error
         except OSError as error:
             raise StorageError(f"{path}: cannot open the store's directory: {error}") from error
 
-    def tell(self, counter: int) -> None:
-        """Tell readers that something has changed; ``OSError``."""
-        os.pwrite(self._told, _LOCK.pack(str(os.getpid()).encode(), counter), 0)
+    def tell(self, number: int, first: int = 0, count: int = 0) -> None:
+        """Let readers know of a :data:`Change`; ``OSError``."""
+        self._changes += 1
+        run, at = first << 32 | count, _CHANGES_AT + self._changes % CHANGES_MAX * _CHANGE.size
+        change = _CHANGE.pack(self._changes, number, run, self._changes ^ number ^ run)
+        os.pwrite(self.lock_fd, change, at)
 
     def unlink(self, name: str) -> None:
         """Remove a file, or nothing; ``OSError`` for a directory of that name."""
@@ -161,19 +186,13 @@ class LockedDirectory(StoreDirectory):
     def finish(self, name: str) -> None:
         """Give an unfinished file its name."""
         os.rename(name + TEMP_SUFFIX, name, src_dir_fd=self.fd, dst_dir_fd=self.fd)
+        self.dirty = True
 
     def close(self) -> None:
         """Let the next writer in, also where somebody else still has our descriptor."""
         if self.fd >= 0:
             fcntl.flock(self.fd, fcntl.LOCK_UN)
-        self.let_go()
-
-    def let_go(self) -> None:
-        """Close the descriptors; the lock stays with those who share it."""
         super().close()
-        if self._told >= 0:
-            os.close(self._told)
-            self._told = -1
 
 
 _WRITERS: weakref.WeakSet[LockedDirectory] = weakref.WeakSet()
@@ -181,7 +200,7 @@ _WRITERS: weakref.WeakSet[LockedDirectory] = weakref.WeakSet()
 
 def _let_go() -> None:
     for directory in list(_WRITERS):
-        directory.let_go()
+        StoreDirectory.close(directory)  # the lock stays with those who share it
 
 
 os.register_at_fork(after_in_child=_let_go)

@@ -1,12 +1,12 @@
-"""The bytes of an extent: a first page, a tick for each group of slots, heads, payloads, and the first page once more.
+"""The bytes of an extent: a first page, heads, payloads, and the first page once more.
 
 An extent belongs to one layout, so all of its records have one size, and where each lies is arithmetic. A slot is a
 head and a payload. A head says which record the payload is, and has a sum that the extent's identity is part of; a head
 of zeros is a free slot. The layout is in ``docs/format.md`` byte by byte.
 
-Where a slot is used again its head is written as zeros, then the payload, the head, and the tick of its group. So a
-head that is the same before and after its payload was read is that payload's, in any process. After a power cut any of
-these writes may be missing: then the payload is not the one of the head's sum.
+Where a slot is used its head is written as zeros, then the payload, then the head. So a head that is the same before
+and after its payload was read is that payload's, in any process. After a power cut any of these writes may be missing:
+then the payload is not the one of the head's sum.
 """
 
 from __future__ import annotations
@@ -28,19 +28,17 @@ from cache_manager.keys import BlockKey
 from cache_manager.record import Buffer, RecordHeader, checksum
 from cache_manager.spec import align
 from cache_manager.storage.disk import Disk, read_all, write_all
-from cache_manager.storage.file.directory import TEMP_SUFFIX, LockedDirectory, StoreDirectory, parse_name
+from cache_manager.storage.file.directory import TEMP_SUFFIX, LockedDirectory, StoreDirectory, extent_name, parse_name
 
 PAGE_NBYTES: Final = 4096
-VERSION: Final = 5
+VERSION: Final = 6
 MAGIC: Final = b"KVREXTNT"
-GROUP: Final = 64
-"""Slots that have one tick, which changes after any of their heads has."""
 SLOTS_MAX: Final = 1 << 20
 TICK_MAX: Final = 1 << 62
 EXTENTS_MAX: Final = 512
 """Each has a descriptor open."""
-FREE, UNSURE, USES_MAX = 255, 254, 3
-"""In place of a slot's uses: its head is zeros; nothing is served from it, but its head on the disk may be another."""
+FREE, TAKEN, USES_MAX = 255, 254, 3
+"""In place of a slot's uses: its head is zeros, on the disk too; it holds nothing that is served, and is not free."""
 KEY_AT: Final = 40
 """Of a head."""
 
@@ -49,8 +47,9 @@ _SECTOR_NBYTES: Final = 512
 _HEAD_NBYTES: Final = 80  # without its bitmaps
 _HEAD_NBYTES_MAX: Final = 1 << 16
 _HEADS_NBYTES_MAX: Final = 1 << 28  # of an extent: what a page may make its reader read and hold
-_PIECE_SLOTS: Final = 1 << 14
+_PIECE_NBYTES: Final = 1 << 20
 _FACTORS: Final = np.cumprod(np.full(_HEAD_NBYTES_MAX // 4, 0x9E3779B97F4A7C15, np.uint64))
+_USED: Final = bytes([*range(1, USES_MAX + 1), USES_MAX, *range(USES_MAX + 1, 256)])
 
 Layout = tuple[bytes, int, int]
 """Fingerprint, bytes of a payload, bytes of its validity bitmaps: what all records of an extent have in common."""
@@ -68,8 +67,7 @@ class Shape:
         fits = self.head_nbytes <= _HEAD_NBYTES_MAX and not valid_nbytes % 8
         self.slots = min(slots, SLOTS_MAX, _HEADS_NBYTES_MAX // self.head_nbytes) if fits else 0
         self.step = align(payload_nbytes, _SECTOR_NBYTES)  # from payload to payload: they share no sector
-        self.heads_at = PAGE_NBYTES + align(8 * -(-self.slots // GROUP))
-        self.payloads_at = align(self.heads_at + self.slots * self.head_nbytes, PAGE_NBYTES)
+        self.payloads_at = align(PAGE_NBYTES + self.slots * self.head_nbytes, PAGE_NBYTES)
         self.nbytes = align(self.payloads_at + self.slots * self.step, PAGE_NBYTES) + PAGE_NBYTES
 
     @classmethod
@@ -110,7 +108,7 @@ class Shape:
 
 
 class Extent:
-    """An extent that is open: its heads as they are on the disk, those that are not sound as zeros.
+    """An extent that is open: its heads as they are on the disk, those that are not sound or not served as zeros.
 
     Its file is closed when nobody uses it any more, so that a call may read in one that was dropped meanwhile.
     """
@@ -118,20 +116,16 @@ class Extent:
     def __init__(self, name: str, fd: int, shape: Shape) -> None:
         self.name, self.fd, self.shape = name, fd, shape
         self.slots, self.head_nbytes = shape.slots, shape.head_nbytes
-        self.ordinal = 0
+        self.ordinal = -1  # in an index
         self.used_at = 0  # when a record in it was used last, in calls
-        self.damaged = 0  # heads that were not sound when they were read
         self.dirty = True  # was written since the last sync; of what is found nobody knows
-        self.unsure = False  # slots that were given back may have heads on the disk
         self.raw = bytearray(shape.slots * shape.head_nbytes)
-        self.heads: Heads = np.frombuffer(self.raw, np.uint8).reshape(
-            shape.slots, -1
-        )  # this and what follows are views
+        self.heads: Heads = np.frombuffer(self.raw, np.uint8).reshape(shape.slots, -1)
         self.ticks, self.created_ms = _column(self.heads, 0), _column(self.heads, 8, "<i8")
         self.tags = _column(self.heads, KEY_AT + 24)  # the last eight bytes of keys
         self.use_bytes = bytearray(bytes([FREE])) * shape.slots
         self.uses = np.frombuffer(self.use_bytes, np.uint8)
-        self.group_ticks = bytearray(8 * -(-shape.slots // GROUP))
+        self.free_at = 0  # no slot before this one is free
         # tick, created (ms of a wall clock), generation, origin, payload's sum, key, bitmaps, sum
         self._head = struct.Struct(f"<QqQQQ32s{shape.layout[2]}sQ")
         self._seed = np.uint64(checksum(shape.page))  # so that a head of another extent is not believed
@@ -140,15 +134,9 @@ class Extent:
         os.close(self.fd)
 
     @property
-    def living(self) -> int:
-        """Records that are served."""
-        return int(np.count_nonzero(self.uses < UNSURE))
-
-    @property
-    def newest(self) -> int:
-        """The highest tick."""
-        ticks = int(self.ticks.max()), int(np.frombuffer(self.group_ticks, "<u8").max())
-        return max(tick if tick < TICK_MAX else 0 for tick in ticks)
+    def served(self) -> NDArray[np.int64]:
+        """The slots of records that are served."""
+        return np.flatnonzero(self.uses <= USES_MAX)
 
     def key_of(self, local: int) -> BlockKey:
         return BlockKey(self.heads[local, KEY_AT : KEY_AT + 32].tobytes())
@@ -157,72 +145,44 @@ class Extent:
         """A copy of heads."""
         return self.raw[start * self.head_nbytes : (start + count) * self.head_nbytes]
 
-    def use(self, local: int) -> None:
-        """Count that a record was asked for, or put again."""
-        if (count := self.use_bytes[local]) < USES_MAX:
-            self.use_bytes[local] = count + 1
+    # What is in memory.
 
-    def forget(self, start: int, count: int) -> None:
-        """Serve what is in these slots no more; their heads are zeros in memory."""
-        self.heads[start : start + count] = 0
-        self.uses[start : start + count] = UNSURE
+    def take_free(self, count: int) -> tuple[int, int] | None:
+        """The first of some neighbours that are free, ``count`` at most, and how many; they are taken."""
+        start = self.use_bytes.find(FREE, self.free_at)
+        if start < 0:
+            self.free_at = self.slots
+            return None
+        some = self.use_bytes[start : start + count]
+        count = len(some) - len(some.lstrip(bytes([FREE])))
+        self.uses[start : start + count] = TAKEN
+        self.free_at = start + count
+        return start, count
 
-    def hide(self, local: int) -> None:
-        """Serve what is in a slot no more: its head in memory has no key."""
-        self.heads[local, KEY_AT : KEY_AT + 32] = 0
-        self.uses[local] = UNSURE
+    def release(self, start: int, count: int) -> None:
+        """Let slots that hold nothing be taken again."""
+        self.uses[start : start + count] = FREE
+        self.free_at = min(self.free_at, start)
 
-    def payload_at(self, local: int) -> int:
-        return self.shape.payloads_at + local * self.shape.step
+    def hold(self, start: int, heads: Heads) -> None:
+        """Serve records in slots."""
+        self.heads[start : start + len(heads)] = heads
+        self.uses[start : start + len(heads)] = 1
 
-    def read_heads(self, disk: Disk, start: int, count: int) -> bytearray:
-        """Heads as they are on the disk now."""
-        heads = bytearray(count * self.head_nbytes)
-        read_all(disk, self.fd, [heads], self.shape.heads_at + start * self.head_nbytes, len(heads))
-        return heads
+    def forget(self, start: int, count: int = 1) -> None:
+        """Serve what is in slots no more."""
+        self.heads[start : start + count, KEY_AT : KEY_AT + 32] = 0
+        self.uses[start : start + count] = TAKEN
 
-    def write(self, disk: Disk, start: int, heads: Heads, payloads: Sequence[Buffer], tick: int) -> None:
-        """Store records in slots: zeros where there may be heads, payloads, heads, ticks; in memory nothing yet."""
-        count, step = len(heads), self.shape.step
-        if (self.uses[start : start + count] != FREE).any():
-            self._write_heads(disk, start, np.zeros_like(heads))
-        pad = bytes(step - self.shape.layout[1])
-        vector = [part for payload in payloads for part in (payload, pad)] if pad else payloads
-        write_all(disk, self.fd, vector, self.payload_at(start), count * step)
-        self.uses[start : start + count] = UNSURE
-        self._write_heads(disk, start, heads)
-        self._tell(disk, start, count, tick)
-
-    def erase_unsure(self, disk: Disk, tick: int) -> None:
-        """Let nothing come back that was forgotten: zeros for heads that may be on the disk."""
-        for start, count in runs_of(np.flatnonzero(self.uses == UNSURE)):
-            self._write_heads(disk, start, np.zeros((count, self.head_nbytes), np.uint8))
-            self.uses[start : start + count] = FREE
-            self._tell(disk, start, count, tick)
-        self.unsure = False
-
-    def tell_late(self, disk: Disk, tick: int) -> None:
-        """Let readers know of heads whose writer has ended before it did."""
-        newest = np.maximum.reduceat(self.ticks, np.arange(0, self.slots, GROUP))
-        for group, groups in runs_of(np.flatnonzero(newest > np.frombuffer(self.group_ticks, "<u8"))):
-            self._tell(disk, group * GROUP, groups * GROUP, tick)
-
-    def _write_heads(self, disk: Disk, start: int, heads: Heads) -> None:
-        write_all(disk, self.fd, [heads.data], self.shape.heads_at + start * self.head_nbytes, heads.nbytes)
-        self.dirty = True  # at last: a sync that is on its way may not see them
-
-    def _tell(self, disk: Disk, start: int, count: int, tick: int) -> None:
-        """Let readers know that heads have changed."""
-        first, last = start // GROUP, (start + count - 1) // GROUP
-        ticks = tick.to_bytes(8, "little") * (last - first + 1)
-        write_all(disk, self.fd, [ticks], PAGE_NBYTES + 8 * first, len(ticks))
-        self.dirty = True
+    def use(self, start: int, count: int) -> None:
+        """Count that records were asked for, or put again."""
+        self.use_bytes[start : start + count] = self.use_bytes[start : start + count].translate(_USED)
 
     def headers(self, heads: bytearray) -> list[RecordHeader]:
         """What packed heads say."""
         fingerprint, nbytes, _ = self.shape.layout
         return [
-            RecordHeader(BlockKey(key), fingerprint, generation, origin, valid, nbytes, sum_)
+            RecordHeader(key, fingerprint, generation, origin, valid, nbytes, sum_)
             for _, _, generation, origin, sum_, key, valid, _ in self._head.iter_unpack(heads)
         ]
 
@@ -237,22 +197,11 @@ class Extent:
         _column(heads, self.head_nbytes - 8)[:] = self._sums(heads)
         return heads
 
-    def load(self, disk: Disk) -> None:
-        """Read ticks and heads, and serve what they say; those that the disk does not give are lost."""
-        for room, at in ((self.group_ticks, PAGE_NBYTES), (self.raw, self.shape.heads_at)):
-            view = memoryview(room)
-            for start in range(0, len(room), PAGE_NBYTES):
-                with suppress(OSError):
-                    page = view[start : start + PAGE_NBYTES]
-                    read_all(disk, self.fd, [page], at + start, len(page))
-        self.damaged = self.clean(self.heads)
-        self.uses[self.ticks > 0] = 1
-
     def clean(self, heads: Heads) -> int:
         """Turn the heads that are not sound into zeros, in place; how many of them were not zeros before."""
-        damaged = 0
-        for first in range(0, len(heads), _PIECE_SLOTS):
-            some = heads[first : first + _PIECE_SLOTS]
+        damaged, piece = 0, _PIECE_NBYTES // self.head_nbytes
+        for first in range(0, len(heads), piece):
+            some = heads[first : first + piece]
             sums, ticks = _column(some, self.head_nbytes - 8), _column(some, 0)
             bad = (sums != self._sums(some)) | (ticks == 0) | (ticks >= TICK_MAX)
             if bad.any():
@@ -268,6 +217,44 @@ class Extent:
         words = heads[:, :-8].view("<u4").astype(np.uint64)
         sums: NDArray[np.uint64] = np.add(words @ _FACTORS[: words.shape[1]], self._seed, dtype=np.uint64)
         return sums
+
+    # What is on the disk.
+
+    def payload_at(self, local: int) -> int:
+        return self.shape.payloads_at + local * self.shape.step
+
+    def read_heads(self, disk: Disk, start: int, count: int) -> bytearray:
+        """Heads as they are on the disk now."""
+        heads = bytearray(count * self.head_nbytes)
+        read_all(disk, self.fd, [heads], PAGE_NBYTES + start * self.head_nbytes, len(heads))
+        return heads
+
+    def load(self, disk: Disk) -> int:
+        """Read heads and serve what they say; those that the disk does not give are lost. How many were damaged."""
+        view = memoryview(self.raw)
+        pieces = [(at, _PIECE_NBYTES) for at in range(0, len(view), _PIECE_NBYTES)]
+        for at, nbytes in pieces:
+            some = view[at : at + nbytes]
+            try:
+                read_all(disk, self.fd, [some], PAGE_NBYTES + at, len(some))
+            except OSError:
+                if nbytes > PAGE_NBYTES:
+                    pieces += [(at + page, PAGE_NBYTES) for page in range(0, len(some), PAGE_NBYTES)]
+        damaged = self.clean(self.heads)
+        self.uses[self.ticks > 0] = 1
+        return damaged
+
+    def write(self, disk: Disk, start: int, heads: Heads, payloads: Sequence[Buffer]) -> None:
+        """Write records into slots: zeros where there may be heads, payloads, heads; in memory nothing yet."""
+        self.write_heads(disk, start, np.zeros_like(heads))
+        pad = bytes(self.shape.step - self.shape.layout[1])
+        vector = [part for payload in payloads for part in (payload, pad)] if pad else payloads
+        write_all(disk, self.fd, vector, self.payload_at(start), len(heads) * self.shape.step)
+        self.write_heads(disk, start, heads)
+
+    def write_heads(self, disk: Disk, start: int, heads: Heads) -> None:
+        write_all(disk, self.fd, [heads.data], PAGE_NBYTES + start * self.head_nbytes, heads.nbytes)
+        self.dirty = True  # at last: a sync that is on its way may not see them
 
 
 def runs_of(slots: Sequence[int] | NDArray[np.int64]) -> list[tuple[int, int]]:
@@ -286,8 +273,9 @@ def _column(heads: Heads, at: int, dtype: str = "<u8") -> NDArray[Any]:
     return heads[:, at : at + 8].view(dtype)[:, 0]
 
 
-def make_extent(disk: Disk, directory: LockedDirectory, name: str, shape: Shape) -> Extent:
+def make_extent(disk: Disk, directory: LockedDirectory, shape: Shape) -> Extent:
     """A new extent; nothing is there when that fails with an ``OSError``."""
+    name = extent_name(shape.number)
     fd = directory.open(name + TEMP_SUFFIX, os.O_RDWR | os.O_CREAT | os.O_EXCL)
     extent = Extent(name, fd, shape)
     try:

@@ -1,4 +1,4 @@
-"""Is a file store sound? Every page and every head is looked at and, if that is asked for, every payload.
+"""What is in a file store, and is it sound? Every page and every head is looked at and, if asked for, every payload.
 
 Nothing is locked or written: a damaged record is a miss and its slot is used again, a damaged page has a copy. What a
 live writer changes meanwhile may be counted as it was or as it is.
@@ -8,21 +8,33 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
 
-import numpy as np
-
+from cache_manager.errors import StorageError, StoreMissingError
+from cache_manager.keys import SCOPE_NBYTES
 from cache_manager.record import checksum
-from cache_manager.storage.disk import Disk, SystemDisk, read_all
+from cache_manager.storage.disk import Disk, read_all
 from cache_manager.storage.file.directory import StoreDirectory
-from cache_manager.storage.file.extent import PAGE_NBYTES, UNSURE, Extent, open_extents
+from cache_manager.storage.file.extent import PAGE_NBYTES, Extent, open_extents
 from cache_manager.storage.file.index import KeyIndex
 
 _COLUMNS: Final = ("nbytes", "slots", "records", "damaged_heads", "damaged_pages", "corrupt")
+
+
+@dataclass(slots=True)
+class Share:
+    """The records of one namespace, which is named by its keys' scope in hex: ``KeyChain(namespace, layout).scope``."""
+
+    namespace: str
+    records: int = 0
+    nbytes: int = 0
+    oldest_s: float = 0.0  # the highest age
+    newest_s: float = float("inf")
 
 
 @dataclass(slots=True)
@@ -49,20 +61,18 @@ class FsckReport:
     """What a check found; ``payloads`` says whether they were read."""
 
     directory: str
-    extents: tuple[ExtentReport, ...]
     payloads: bool
-
-    @property
-    def sound(self) -> bool:
-        return all(extent.sound for extent in self.extents)
-
-    def to_json(self) -> str:
-        """The report as one JSON object: its fields, and ``sound``."""
-        return json.dumps({"sound": self.sound, **asdict(self)}, indent=2) + "\n"
+    sound: bool
+    namespaces: tuple[Share, ...]
+    extents: tuple[ExtentReport, ...]
 
     def to_text(self) -> str:
-        """The report for people: a line an extent, and a verdict."""
-        lines = [f"{'extent':19}" + "".join(f"{name.replace('_', ' '):>15}" for name in _COLUMNS)]
+        """The report for people: a line a namespace, a line an extent, and a verdict."""
+        lines = [f"{'namespace':19}{'records':>15}{'nbytes':>15}{'age':>30}"]
+        for each in self.namespaces:
+            ages = f"{_age(each.newest_s)} to {_age(each.oldest_s)}"
+            lines.append(f"{each.namespace:19}{each.records:>15,}{each.nbytes:>15,}{ages:>30}")
+        lines.append(f"{'extent':19}" + "".join(f"{name.replace('_', ' '):>15}" for name in _COLUMNS))
         for extent in self.extents:
             counts = "".join(f"{getattr(extent, name):>15,}" for name in _COLUMNS)
             lines.append(f"{extent.name:19}{counts}" + (f"  left alone: {extent.refused}" if extent.refused else ""))
@@ -71,38 +81,68 @@ class FsckReport:
         return "\n".join(lines) + "\n"
 
 
-def fsck(directory: Path, *, payloads: bool = False, disk: Disk | None = None) -> FsckReport:
+def fsck(
+    directory: Path, *, payloads: bool = False, disk: Disk | None = None, now_s: float | None = None
+) -> FsckReport:
     """Check the store in ``directory``; with ``payloads`` read everything.
 
     :class:`StoreMissingError` and :class:`StoreFormatError` when there is no store; :class:`StorageError` when its
     directory cannot be read.
     """
-    disk, reports = disk or SystemDisk(), []
+    disk, reports, shares = disk or Disk(), list[ExtentReport](), dict[str, Share]()
+    now_s = time.time() if now_s is None else now_s
     with closing(StoreDirectory.existing(directory)) as opened:
         for report, extent, served in read_extents(opened, disk):
-            if payloads and extent is not None:
-                report.corrupt = sum(not _is_sound(disk, extent, local) for local in served)
             reports.append(report)
-    return FsckReport(str(directory), tuple(reports), payloads)
+            for local in served if extent is not None else ():
+                assert extent is not None
+                report.corrupt += payloads and not _is_sound(disk, extent, local)
+                scope = extent.key_of(local)[:SCOPE_NBYTES].hex()
+                share, age_s = shares.setdefault(scope, Share(scope)), now_s - int(extent.created_ms[local]) / 1000
+                share.records, share.nbytes = share.records + 1, share.nbytes + extent.shape.layout[1]
+                share.oldest_s, share.newest_s = max(share.oldest_s, age_s), min(share.newest_s, age_s)
+    namespaces = tuple(sorted(shares.values(), key=lambda share: -share.nbytes))
+    return FsckReport(str(directory), payloads, all(each.sound for each in reports), namespaces, tuple(reports))
 
 
 def read_extents(opened: StoreDirectory, disk: Disk) -> Iterator[tuple[ExtentReport, Extent | None, list[int]]]:
     """What each file says, the extent if it is one, and which of its slots are served: older copies are not."""
     index, refused = KeyIndex(), dict[str, str]()
+    damaged: dict[Extent, int] = {}
     for extent in open_extents(disk, opened, os.O_RDONLY, refused):
-        extent.load(disk)
+        damaged[extent] = extent.load(disk)
         index.join(extent)
     index.load()
     for name, why in refused.items():
         yield ExtentReport(name, refused=why), None, []
     for extent in index.extents:
-        report = ExtentReport(extent.name, extent.shape.nbytes, extent.slots, extent.living, extent.damaged)
+        served = extent.served.tolist()
+        report = ExtentReport(extent.name, extent.shape.nbytes, extent.slots, len(served), damaged[extent])
         for at in (0, extent.shape.nbytes - PAGE_NBYTES):
             page = bytearray(PAGE_NBYTES)
             with suppress(OSError):
                 read_all(disk, extent.fd, [page], at, PAGE_NBYTES)
             report.damaged_pages += page != extent.shape.page
-        yield report, extent, np.flatnonzero(extent.uses < UNSURE).tolist()
+        yield report, extent, served
+
+
+def stores_in(directory: Path) -> list[Path]:
+    """The store in ``directory``, or those below it; :class:`StoreMissingError` where there is none."""
+    found: list[Path] = []
+    for path in (directory, *(sorted(filter(Path.is_dir, directory.glob("*"))) if directory.is_dir() else ())):
+        with suppress(StorageError):
+            StoreDirectory.existing(path).close()
+            found.append(path)
+        if found == [directory]:
+            break
+    if not found:
+        raise StoreMissingError(f"{directory}: there is no store, and none in a directory below it")
+    return found
+
+
+def to_json(reports: Sequence[FsckReport]) -> str:
+    """A JSON array with an object for each store."""
+    return json.dumps([asdict(each) for each in reports], indent=2) + "\n"
 
 
 def _is_sound(disk: Disk, extent: Extent, local: int) -> bool:
@@ -115,3 +155,14 @@ def _is_sound(disk: Disk, extent: Extent, local: int) -> bool:
     except OSError:
         return False
     return now != head or (whole and checksum(payload) == extent.headers(head)[0].payload_xxh3)
+
+
+def _age(seconds: float) -> str:
+    """
+    >>> _age(10_000.0), _age(-100.0)
+    ('2.8 h', '0 s')
+    """
+    for unit, one in (("days", 86_400), ("h", 3_600), ("min", 60)):
+        if seconds >= 2 * one:
+            return f"{seconds / one:.1f} {unit}"
+    return f"{max(seconds, 0):.0f} s"

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable
+from itertools import pairwise
 from typing import Final
 
 import numpy as np
 
 from cache_manager.keys import BlockKey
-from cache_manager.storage.file.extent import KEY_AT, UNSURE, Extent
+from cache_manager.storage.file.extent import KEY_AT, USES_MAX, Extent
 
 Place = tuple[Extent, int]
 """A slot: an extent, and the number in it."""
@@ -54,20 +55,28 @@ class KeyIndex:
         """The slot of each key; ``None`` for one that has none."""
         found: list[Place | None] = []
         buckets, shift, extents = self._buckets, self._shift, self._extents
-        slot_at, number = _SLOT.unpack_from, int.from_bytes
+        slot_at, number, append = _SLOT.unpack_from, int.from_bytes, found.append
+        extent, local, after = None, 0, 0
         for key in keys:
-            tag, place = key[24:], None
-            bucket = buckets[number(tag, "little") >> shift]
-            at = bucket.find(tag)
-            while at >= 0:
-                if not at % 12:
-                    (slot,) = slot_at(bucket, at)
-                    extent, local = extents.get(slot >> _BITS), slot & _LOCAL
-                    if extent is not None and extent.raw.startswith(key, local * extent.head_nbytes + KEY_AT):
-                        place = extent, local
-                        break
-                at = bucket.find(tag, at + 1)
-            found.append(place)
+            if extent is not None and extent.raw.startswith(key, after):  # the neighbour of the one before
+                local += 1
+            else:
+                tag, extent = key[24:], None
+                bucket = buckets[number(tag, "little") >> shift]
+                at = bucket.find(tag)
+                while at >= 0:
+                    if not at % 12:
+                        (slot,) = slot_at(bucket, at)
+                        other, local = extents.get(slot >> _BITS), slot & _LOCAL
+                        if other is not None and other.raw.startswith(key, local * other.head_nbytes + KEY_AT):
+                            extent = other
+                            break
+                    at = bucket.find(tag, at + 1)
+                if extent is None:
+                    append(None)
+                    continue
+            after = (local + 1) * extent.head_nbytes + KEY_AT
+            append((extent, local))
         return found
 
     def add_all(self, keys: Iterable[BlockKey], extent: Extent, start: int) -> None:
@@ -84,7 +93,7 @@ class KeyIndex:
     def _holds(self, tag: bytes, slot: int) -> bool:
         """Whether a slot holds a record of such a key."""
         extent, local = self._extents.get(slot >> _BITS), slot & _LOCAL
-        if extent is None or local >= extent.slots or extent.uses[local] >= UNSURE:
+        if extent is None or local >= extent.slots or extent.uses[local] > USES_MAX:
             return False
         return extent.raw.startswith(tag, local * extent.head_nbytes + KEY_AT + 24)
 
@@ -94,27 +103,41 @@ class KeyIndex:
             self.load()
 
     def load(self) -> list[Place]:
-        """Find every record that is served; the slots of older copies, which are hidden."""
-        extents = self.extents
-        bits = max(sum(extent.slots for extent in extents) // _PER_BUCKET, _BUCKETS_MIN - 1).bit_length()
-        self._shift, self._buckets = 64 - bits, (buckets := [b""] * (1 << bits))
-        tags = np.sort(np.concatenate([np.empty(0, "<u8"), *(e.tags[e.uses < UNSURE] for e in extents)]))
-        twice = tags[1:][tags[1:] == tags[:-1]]
-        del tags
-        copies: dict[BlockKey, list[Place]] = {}
-        for extent in extents if len(twice) else ():
-            for local in np.flatnonzero((extent.uses < UNSURE) & np.isin(extent.tags, twice)).tolist():
-                copies.setdefault(extent.key_of(local), []).append((extent, local))
+        """Find every record that is served; the slots of older copies, which are served no more."""
+        slots = sum(extent.slots for extent in self.extents)
+        bits = max(slots // _PER_BUCKET, _BUCKETS_MIN - 1).bit_length()
+        parts = 1 + (slots >> 18).bit_length()  # two at least, so that what is sorted at once is small
+        self._shift, self._buckets = 64 - bits, []
         older: list[Place] = []
-        for places in copies.values():
-            older += sorted(places, key=lambda place: int(place[0].ticks[place[1]]))[:-1]
+        for part in range(1 << parts):
+            entries = self._entries_of(part, 64 - parts)
+            tags = entries["tag"]
+            older += self._older(entries[np.isin(tags, tags[1:][tags[1:] == tags[:-1]])]["slot"].tolist())
+            first = np.arange(part << bits - parts, part + 1 << bits - parts, dtype=np.uint64) << np.uint64(self._shift)
+            cuts, packed = (12 * np.searchsorted(tags, first)).tolist(), entries.tobytes()
+            self._buckets += [packed[start:stop] for start, stop in pairwise([*cuts, len(packed)])]
+        return older
+
+    def _entries_of(self, part: int, shift: int) -> np.ndarray[tuple[int], np.dtype[np.void]]:
+        """Entries by tag, for the records whose tags begin with the bits of a part."""
+        found = []
+        for extent in self.extents:
+            local = np.flatnonzero((extent.tags >> np.uint64(shift) == part) & (extent.uses <= USES_MAX))
+            some = np.empty(len(local), [("tag", "<u8"), ("slot", "<u4")])
+            some["tag"], some["slot"] = extent.tags[local], local + (extent.ordinal << _BITS)
+            found.append(some)
+        entries = np.concatenate(found) if found else np.empty(0, [("tag", "<u8"), ("slot", "<u4")])
+        return entries[np.argsort(entries["tag"], kind="stable")]
+
+    def _older(self, slots: Iterable[int]) -> list[Place]:
+        """Of records of one key all but the one with the highest tick; they are served no more."""
+        newest: dict[BlockKey, Place] = {}
+        older: list[Place] = []
+        for place in ((self._extents[slot >> _BITS], slot & _LOCAL) for slot in slots):
+            key = place[0].key_of(place[1])
+            old, newest[key] = sorted((newest.get(key, place), place), key=lambda each: int(each[0].ticks[each[1]]))
+            if old is not newest[key]:
+                older.append(old)
         for extent, local in older:
-            extent.hide(local)
-        for extent in extents:
-            served = np.flatnonzero(extent.uses < UNSURE)
-            entries = np.empty(len(served), [("tag", "<u8"), ("slot", "<u4")])
-            entries["tag"], entries["slot"] = extent.tags[served], served + (extent.ordinal << _BITS)
-            numbers = (entries["tag"] >> np.uint64(self._shift)).tolist()
-            for number, (entry,) in zip(numbers, struct.iter_unpack("12s", entries.tobytes()), strict=True):
-                buckets[number] += entry
+            extent.forget(local)
         return older

@@ -168,10 +168,6 @@ class BlockManagerAdapter:
         first tokens need no computing now."""
         raise NotImplementedError
 
-    def kept_blocks(self) -> Collection[int]:
-        """``background``: the blocks that work in the background keeps, those that a sequence holds too included."""
-        return ()
-
     # ---------------------------------------------------------------- more to look at, if you can
 
     def ref_counts(self) -> Mapping[int, int] | None:

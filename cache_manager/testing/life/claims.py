@@ -62,22 +62,20 @@ def check_table(world: World, sequence: Sequence) -> None:
 
 
 def check_accounts(world: World) -> None:
-    """Free, held and kept blocks are all blocks, and counts are what tables say."""
+    """Free and held blocks are all blocks, and counts are what tables say."""
     seen, held = world.after, world.holders(world.after)
-    used = held.keys() | world.kept()
     if (free := world.ask("free_ids")) is not None:
         twice = [f"b{block}" for block, n in Counter(free).items() if n > 1]
-        both = [f"b{block}" for block in sorted(used & set(free))]
+        both = [f"b{block}" for block in sorted(held.keys() & set(free))]
         if twice or both:
             world.fail("none_free_and_held", f"free twice: {twice}; free and held: {both}")
-    if (found := seen.free + len(used)) != world.capacity:
-        kept = f" {len(used) - len(held)} kept," if len(used) != len(held) else ""
-        lost = [f"b{block}" for block in world.adapter.blocks if block not in used and block not in (free or used)]
+    if (found := seen.free + len(held)) != world.capacity:
+        lost = [f"b{block}" for block in world.adapter.blocks if block not in held and block not in (free or held)]
         which = f" ({', '.join(lost)})" if lost and free is not None else ""
         wrong = (
             f"{found - world.capacity} counted twice" if found > world.capacity else f"{world.capacity - found} lost"
         )
-        counted = f"{seen.free} free, {len(held)} held,{kept} of {world.capacity} blocks"
+        counted = f"{seen.free} free, {len(held)} held, of {world.capacity} blocks"
         world.fail("no_block_lost", f"{counted}: {wrong}{which}")
     if seen.refs is not None:
         for block in seen.refs.keys() | held.keys():

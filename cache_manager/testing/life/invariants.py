@@ -12,13 +12,13 @@ Operation: TypeAlias = tuple[Any, ...]
 
 INVARIANTS: Final[Mapping[str, str]] = {
     # accounting
-    "no_block_lost": "Free, held and kept blocks together are all blocks, after every operation.",
+    "no_block_lost": "Free and held blocks together are all blocks, after every operation.",
     "all_come_back": "When every sequence has ended all blocks are free, and one sequence can have them all.",
     "none_free_and_held": "A block that somebody holds is not among the free ones, and none is free twice.",
     "given_once": "A block that is handed out anew is held by nobody else.",
     "ref_count_is_holders": "The reference count of a block is the number of sequences that hold it.",
     "host_conserved": "Free and held host blocks together are all host blocks.",
-    "background_ends": "When all work in the background has ended, no block is kept for it and nobody waits.",
+    "background_ends": "What ends in the background is what a sequence waits for.",
     # tables
     "ids_are_blocks": "A table names blocks of the pool, each at most once.",
     "table_covers": "A table reaches every position that is computed, or about to be.",

@@ -16,7 +16,6 @@ from cache_manager.testing.life.invariants import Operation
 from cache_manager.testing.life.world import Sequence, World, blocks
 
 VERSIONS_MAX: Final = 3
-SETTLE_MAX: Final = 100
 PAST_MAX: Final = 8
 
 
@@ -219,16 +218,6 @@ class Life:
                 world.fail("free_is_final", f"the second free() changed the number of free blocks from {free} to {now}")
         self._end()
 
-    def do_recompute(self, name: str, chunk: int) -> None:
-        """Preempted by recomputation: freed, and admitted again with all its tokens."""
-        sequence = self._ready(name)
-        if sequence is None:
-            return
-        self.world.begin(f"free {name}, to compute it again")
-        self._drop(sequence)
-        self._end()
-        self.do_admit(name, sequence.tokens, chunk, sequence.salt, True, False)
-
     def do_abort(self, name: str, more: list[int]) -> None:
         """Freed while its step runs: the step's KV still lands, before anything else does."""
         self._leave(name, more, "abort", "free {}{} while it computes [{}, {})")
@@ -329,7 +318,7 @@ class Life:
             self._end()
         else:
             self._refused(False, None, None)
-            if end_first and not world.kept():
+            if end_first:
                 world.fail("refusal_is_honest", "a reset was refused while no sequence was there")
 
     def do_restart(self) -> None:
@@ -337,7 +326,6 @@ class Life:
         world = self.world
         if world.can("restart"):
             self._end_all()
-            self._settle_all()
             world.begin("restart: what was not stored is lost")
             world.call("restart")
             world.kv.forget()
@@ -350,20 +338,10 @@ class Life:
         for name in list(self.world.live):
             self.do_free(name, False)
 
-    def _settle_all(self) -> None:
-        for _ in range(SETTLE_MAX):
-            if not self.world.kept():
-                return
-            self.do_settle(False)
-        kept = sorted(self.world.kept())
-        self.world.fail("background_ends", f"{blocks([*kept])} are kept after {SETTLE_MAX} pieces of work have ended")
-
     def do_finish(self) -> None:
         """Every sequence ends; then one sequence can have all blocks."""
         world, full = self.world, self.world.capacity * self.world.size
         self._end_all()
-        if world.can("background"):
-            self._settle_all()
         if world.after.free != world.capacity:
             world.fail("all_come_back", f"{world.after.free} of {world.capacity} blocks are free")
         if world.adapter.slack or world.adapter.window is not None:

@@ -167,11 +167,7 @@ class World:
     @property
     def busy(self) -> bool:
         """Whether something is done in the background."""
-        return any(sequence.waiting for sequence in self.live.values()) or bool(self.kept())
-
-    def kept(self) -> set[int]:
-        """Blocks that work in the background keeps."""
-        return self.ask("kept_blocks") if self.can("background") else set()
+        return any(sequence.waiting for sequence in self.live.values())
 
 
 def _number(answer: Any, *_: Any) -> int:
@@ -217,7 +213,6 @@ ANSWERS: Final[Mapping[str, tuple[str, Callable[..., Any]]]] = {
     "grow_batch": ("True or False for each sequence", _grown),
     "read_rows": ("a list of rows, None for one that is missing", _blocks),
     "settle": ("a number of tokens by the name of each sequence that waits no longer", _counts),
-    "kept_blocks": (_IDS, lambda answer: {index(block) for block in answer}),
     "free_ids": (f"{_IDS}, or None", lambda answer: None if answer is None else [index(block) for block in answer]),
     "ref_counts": (
         "a count by block id, or None",

@@ -1,0 +1,168 @@
+"""``kvroute fsck``: what it says is there is what a reader finds, and what is damaged is said."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from budget import examples
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from cache_manager.errors import StoreFormatError, StoreMissingError
+from cache_manager.keys import SCOPE_NBYTES, BlockKey
+from cache_manager.record import RecordHeader
+from cache_manager.storage.file import fsck
+from cache_manager.testing.records import LAYOUT, get, header_of, key_of, payload_of, put
+from kvroute.cli import FAILED, USAGE, main
+from tests.storage.stores import Clock, files, flip, opened, payload_in
+
+STEPS = st.one_of(
+    st.tuples(st.sampled_from(["put", "delete"]), st.integers(0, 3), st.integers(0, 30)),
+    st.tuples(st.just("wait"), st.integers(0, 100_000), st.just(0)),
+)
+
+
+def in_scope(scope: int, n: int) -> RecordHeader:
+    """A record of another namespace."""
+    return replace(header_of(n), key=BlockKey(bytes([scope]) * SCOPE_NBYTES + key_of(n)[SCOPE_NBYTES:]))
+
+
+@examples(25)
+@given(st.lists(STEPS, max_size=40))
+def test_namespaces_and_ages_are_those_of_what_was_put(steps: list[tuple[str, int, int]]) -> None:
+    """Method: any puts, deletions and waits, with room for all; a dict from key to scope says what has to be there."""
+    clock, held = Clock(), dict[bytes, tuple[int, float]]()
+    with tempfile.TemporaryDirectory() as scratch:
+        directory = Path(scratch) / "s"
+        with opened(directory, clock=clock) as store:
+            for what, a, b in steps:
+                if what == "wait":
+                    clock.now_s += a
+                elif what == "put":
+                    assert store.backend.put([in_scope(a, b)], [payload_of(b)])
+                    held.setdefault(in_scope(a, b).key, (a, clock.now_s))
+                else:
+                    store.backend.delete([in_scope(a, b).key])
+                    held.pop(in_scope(a, b).key, None)
+            live = fsck(directory, now_s=clock.now_s)
+        for found in (live, fsck(directory, now_s=clock.now_s)):
+            assert found.sound
+            assert sum(extent.records for extent in found.extents) == len(held)
+            assert {share.namespace for share in found.namespaces} == {bytes([a] * 8).hex() for a, _ in held.values()}
+            for share in found.namespaces:
+                theirs = [when for a, when in held.values() if bytes([a] * 8).hex() == share.namespace]
+                assert (share.records, share.nbytes) == (len(theirs), len(theirs) * LAYOUT.nbytes)
+                ages = [clock.now_s - when for when in (min(theirs), max(theirs))]
+                assert [share.oldest_s, share.newest_s] == pytest.approx(ages, abs=0.01)
+
+
+@examples(20)
+@given(seed=st.integers(0, 1 << 16), flips=st.integers(1, 6))
+def test_whatever_is_damaged_is_said_and_nothing_is_raised(seed: int, flips: int) -> None:
+    """Goal: an answer for every store. Method: bits of pages, heads and payloads turned; no file is changed by it."""
+    rng = np.random.default_rng(seed)
+    with tempfile.TemporaryDirectory() as scratch:
+        directory = Path(scratch) / "s"
+        with opened(directory) as store:
+            put(store, range(14))
+        for _ in range(flips):
+            path = files(directory)[rng.integers(len(files(directory)))]
+            flip(path, int(rng.integers(path.stat().st_size)))
+        before = {path.name: path.read_bytes() for path in directory.iterdir()}
+        found = fsck(directory, payloads=True)
+        there = sum(extent.records - extent.corrupt for extent in found.extents)
+        assert there == 14 or not found.sound
+        assert {path.name: path.read_bytes() for path in directory.iterdir()} == before
+        with opened(directory) as store:
+            assert sum(answer == payload_of(n) for n, answer in enumerate(get(store, range(14)))) == there
+
+
+def test_it_locks_nobody_out_and_counts_beside_a_writer(tmp_path: Path) -> None:
+    """Method: a writer that puts, evicts and is opened anew all the time; every look is an answer."""
+    stop, failures = threading.Event(), []
+
+    def write() -> None:
+        n = 0
+        try:
+            while not stop.is_set():
+                with opened(tmp_path / "s", quota_nbytes=128 << 10) as store:
+                    for _ in range(20):
+                        assert put(store, [n]) == [True]
+                        n += 1
+        except BaseException as error:
+            failures.append(error)
+            raise
+
+    with opened(tmp_path / "s", quota_nbytes=128 << 10):
+        pass
+    writer = threading.Thread(target=write, daemon=True)
+    writer.start()
+    try:
+        most = looks = 0
+        while looks < 200 or (not most and looks < 20_000):  # the writer may begin late
+            looks += 1
+            records = sum(extent.records for extent in fsck(tmp_path / "s").extents)
+            most = max(most, records)
+            assert records * LAYOUT.nbytes <= 256 << 10
+    finally:
+        stop.set()
+        writer.join(60)
+    assert not failures, failures[0]
+    assert most > 0
+
+
+def test_where_there_is_no_store_nothing_is_checked_and_nothing_made(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "thesis.tex").write_text("years of work")
+    for name, error in (("empty", StoreMissingError), ("nowhere", StoreMissingError), ("home", StoreFormatError)):
+        with pytest.raises(error):
+            fsck(tmp_path / name)
+        assert main(["fsck", str(tmp_path / name)]) == USAGE
+        assert "there is no store" in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["empty", "home", "thesis.tex"]
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-P", "-m", "kvroute.cli", "fsck", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_the_command_as_it_is_typed(tmp_path: Path) -> None:
+    """Two stores below a directory, sound; then a payload, a page and a head of one damaged, and a file that is none:
+    said as far as it was asked, and nothing is changed."""
+    directory, out = tmp_path / "stores" / "rows", tmp_path / "report.json"
+    for name, count in (("kv", 0), ("rows", 26)):
+        with opened(tmp_path / "stores" / name) as store:
+            assert all(put(store, range(count)))
+    first = run(str(tmp_path / "stores"))
+    assert first.returncode == 0, first.stderr
+    assert first.stdout.endswith(f"{directory}: sound (payloads were not read: --payloads)\n")
+    assert f"{key_of(0)[:SCOPE_NBYTES].hex():19}{26:>15}{26 * LAYOUT.nbytes:>15,}" in first.stdout
+    flip(*payload_in(directory, key_of(2), 1000))
+    assert run(str(directory)).returncode == 0
+    flip(files(directory)[1], 0)
+    raw = files(directory)[2].read_bytes()
+    flip(files(directory)[2], raw.index(key_of(24)))
+    (directory / "extent-00000009.kvr").write_bytes(b"junk" * 2048)
+    before = {path.name: path.read_bytes() for path in directory.iterdir()}
+    second = run(str(directory), "--payloads", "--json", str(out))
+    assert second.returncode == FAILED
+    assert "extent-00000009.kvr" + f"{0:>15}" * 6 + "  left alone: " in second.stdout
+    (report,) = json.loads(out.read_text())
+    found = [(each["corrupt"], each["damaged_pages"], each["damaged_heads"]) for each in report["extents"]]
+    assert (report["sound"], found) == (False, [(0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1)])
+    assert before == {path.name: path.read_bytes() for path in directory.iterdir()}
+    with opened(directory) as store:
+        served = {n for n, answer in enumerate(get(store, range(26))) if answer == payload_of(n)}
+    assert served == set(range(26)) - {2, 24}
