@@ -3,13 +3,11 @@
 ``--sequences`` rollouts of ``--tokens`` tokens, 48 layers x top-8 of 128 experts, go from the engine's :class:`Routes`
 to the ids that one rank of a trainer needs, one rollout after the other:
 
-* nested JSON lists; base64 in JSON: vLLM's ``.npy``, SGLang's int32, kvroute's own object with mask and checksum;
-* pickle 5 with buffers out of band, which are copied to shared memory and read from there without a copy, as Ray's
-  object store does it (measured here only: kvroute never pickles);
+* nested JSON lists; base64 in JSON: kvroute's own object with mask and checksum;
 * keys only: the rows go to a rollout store, the answer has a handle, and a rank fetches its tokens and its layers (one
   of ``--pp`` pipeline stages x one of ``--cp`` context parallel ranks), from a directory and from a Mooncake pool.
 
-Every way ends with the same array, ids of uint8 ``[tokens, layers, top_k]``: of the whole rollout for the first five,
+Every way ends with the same array, ids of uint8 ``[tokens, layers, top_k]``: of the whole rollout for the first two,
 because whoever takes an answer takes all of it, and of one rank for the last. Each way runs in a process of its own;
 its peak memory is what the process had at most beside the rollouts themselves, and its CPU time does not count what
 Mooncake's processes use. The rows are compared.
@@ -33,7 +31,6 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from itertools import accumulate, pairwise
-from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 from typing import Any
 
@@ -109,42 +106,12 @@ def nested_lists(_: Load, __: Cost) -> Iterator[tuple[Tell, Take]]:
     yield tell, lambda answer: np.array(json.loads(answer)["routed_experts"], np.uint8)
 
 
-def in_base64(encoding: str) -> Callable[[Load, Cost], Any]:
-    @contextmanager
-    def way(_: Load, __: Cost) -> Iterator[tuple[Tell, Take]]:
-        def tell(_number: int, routes: Routes) -> str:
-            return json.dumps({"routed_experts": encode(routes, encoding)})
-
-        yield tell, lambda answer: decode(json.loads(answer)["routed_experts"], SPEC, encoding).ids
-
-    return way
-
-
 @contextmanager
-def pickled(load: Load, cost: Cost) -> Iterator[tuple[Tell, Take]]:
-    """One segment stands for the object store; a rollout is read where it lies, and copied to be kept."""
-    nbytes = load.routes(0).ids.nbytes
-    segment = SharedMemory(create=True, size=nbytes)
-    shared = segment.buf
-    assert shared is not None
+def in_base64(_: Load, __: Cost) -> Iterator[tuple[Tell, Take]]:
+    def tell(_number: int, routes: Routes) -> str:
+        return json.dumps({"routed_experts": encode(routes)})
 
-    def tell(_number: int, routes: Routes) -> bytes:
-        buffers: list[pickle.PickleBuffer] = []
-        answer = pickle.dumps(routes.ids, protocol=5, buffer_callback=buffers.append)
-        shared[:nbytes] = buffers[0].raw()
-        cost.stored_nbytes += nbytes
-        return answer
-
-    def take(answer: bytes) -> NDArray[Any]:
-        view = shared[:nbytes].toreadonly()
-        found = pickle.loads(answer, buffers=[view])  # noqa: S301 - our own, of this process
-        return found.copy()  # type: ignore[no-any-return]
-
-    try:
-        yield tell, take
-    finally:
-        segment.close()
-        segment.unlink()
+    yield tell, lambda answer: decode(json.loads(answer)["routed_experts"], SPEC).ids
 
 
 def keys_only(load: Load, cost: Cost, store: RolloutStore) -> tuple[Tell, Take]:
@@ -164,9 +131,9 @@ def keys_only(load: Load, cost: Cost, store: RolloutStore) -> tuple[Tell, Take]:
 
 
 @contextmanager
-def by_directory(load: Load, cost: Cost) -> Iterator[tuple[Tell, Take]]:
-    with directory() as url, closing(open_rollouts(url)) as store:
-        yield keys_only(load, cost, store)
+def directory(_: Load) -> Iterator[str]:
+    with tempfile.TemporaryDirectory() as name:
+        yield f"file://{name}"
 
 
 @contextmanager
@@ -182,20 +149,20 @@ def pool(load: Load) -> Iterator[str]:
         yield master.url("bench", timeout_ms=20_000)
 
 
-@contextmanager
-def by_pool(load: Load, cost: Cost) -> Iterator[tuple[Tell, Take]]:
-    with pool(load) as url, closing(open_rollouts(url)) as store:
-        yield keys_only(load, cost, store)
+def in_store(home: Callable[[Load], Any]) -> Callable[[Load, Cost], Any]:
+    @contextmanager
+    def way(load: Load, cost: Cost) -> Iterator[tuple[Tell, Take]]:
+        with home(load) as url, closing(open_rollouts(url)) as store:
+            yield keys_only(load, cost, store)
+
+    return way
 
 
 WAYS: dict[str, tuple[str, Callable[[Load, Cost], Any]]] = {
     "lists": ("nested JSON lists", nested_lists),
-    "sglang": ("base64, SGLang's int32", in_base64("sglang")),
-    "vllm": ("base64, vLLM's .npy", in_base64("vllm")),
-    "kvroute": ("base64, kvroute's, summed", in_base64("kvroute")),
-    "pickle": ("pickle 5, out of band", pickled),
-    "file": ("keys only, directory", by_directory),
-    "mooncake": ("keys only, Mooncake pool", by_pool),
+    "base64": ("base64, kvroute's, summed", in_base64),
+    "file": ("keys only, directory", in_store(directory)),
+    "mooncake": ("keys only, Mooncake pool", in_store(pool)),
 }
 
 
@@ -228,12 +195,6 @@ def run(way: str, load: Load) -> Cost:
 
 
 # ---------------------------------------------------------------- all ranks
-
-
-@contextmanager
-def directory(_: Load | None = None) -> Iterator[str]:
-    with tempfile.TemporaryDirectory() as name:
-        yield f"file://{name}"
 
 
 @contextmanager

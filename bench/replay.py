@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -24,7 +23,6 @@ import kvroute
 from bench.harness import Sweep, Table, Timed, asked, take_turns, write_json
 from cache_manager.publish import Rows
 from kvroute.checks import check_ids
-from kvroute.rollout import RolloutHandle
 from kvroute.routes import Routes, shard_packed
 
 BLOCK_TOKENS = 64
@@ -76,7 +74,7 @@ def steps(tokens: int, seed: int) -> list[Step]:
     shard = shard_packed([routes], [tokens + 1], RANK)
     batch, lengths = [routes] * 8, [tokens + 1 - 100 * i for i in range(8)]
     packed = shard_packed(batch, lengths, RANK)
-    prefill, wide = ids[:PREFILL], ids[:PREFILL].astype(np.int32)
+    prefill = ids[:PREFILL]
 
     expected = np.zeros((tokens, LAYERS, TOP_K), np.int32)
     expected[:, DENSE_FIRST:] = ids
@@ -92,8 +90,6 @@ def steps(tokens: int, seed: int) -> list[Step]:
         return lambda: Routes.from_rows(SPEC, aux.read(SPEC.name, table, 0, tokens), checked=checked)
 
     answer, rollouts = routes.slice(0, min(tokens, ANSWER)), kvroute.open_rollouts("response:")
-    handle = rollouts.put("answer", answer)
-    assert RolloutHandle.from_json(handle.to_json()) == handle
     n = ids.nbytes
     layers = SPEC.attrs["layer_ids"]
     return [
@@ -104,7 +100,6 @@ def steps(tokens: int, seed: int) -> list[Step]:
             prefill.nbytes,
             "3 ms",
         ),
-        Step("check_ids, the same in int32", lambda: check_ids(wide, EXPERTS, layers), wide.copy, wide.nbytes),
         Step("valid_rows of the same, uint8", lambda: kvroute.valid_rows(SPEC, prefill), prefill.copy, prefill.nbytes),
         Step("AuxBlocks.read alone", lambda: aux.read(SPEC.name, table, 0, tokens), ids.copy, n),
         Step("read + from_rows, checked=True", read_and_make(checked=True), ids.copy, n, "5 ms"),
@@ -119,13 +114,6 @@ def steps(tokens: int, seed: int) -> list[Step]:
             answer.ids.copy,
             answer.ids.nbytes,
         ),
-        Step(
-            "its handle alone",
-            handle.to_json,
-            answer.ids.copy,
-            answer.ids.nbytes,
-        ),
-        Step("the same by msgspec", lambda: msgspec.json.encode(handle).decode(), answer.ids.copy, answer.ids.nbytes),
         Step("materialize all, int32", lambda: routes.materialize(tokens), full.copy, full.nbytes, "1.5 x"),
         Step(
             "materialize all, int32, out=",

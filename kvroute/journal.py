@@ -31,32 +31,16 @@ class RequestJournal:
     :meth:`record` puts in what a forward pass, an engine's answer or a delta of it has; then :meth:`settle` says which
     tokens were sampled with that; :meth:`routes` takes out. Every call is idempotent, so a prefix that is sent again
     and a delta that comes twice change nothing. It belongs to one thread. Memory: the rows, once.
-
-    >>> from kvroute.routing import routing_spec
-    >>> spec = routing_spec(num_experts=8, top_k=1, layer_ids=[0], num_layers=1, block_tokens=8)
-    >>> def rows(*ids, version):
-    ...     ids = np.array(ids).reshape(-1, 1, 1)
-    ...     return Routes(ids, np.ones(len(ids), bool), (0,), 8, 1, 0, ((0, len(ids), version),))
-    >>> journal = RequestJournal(spec)
-    >>> journal.record(rows(1, 2, 3, version=1))  # a prompt of two tokens and the first sampled one were read
-    >>> journal.settle([50, 51, 52, 53])
-    >>> journal.record(rows(4, 2, 6, 7, version=2))  # preempted; read again under new weights, and one more
-    >>> journal.settle([50, 51, 52, 53, 54])
-    >>> journal.routes().ids.ravel().tolist(), journal.routes().weights_versions
-    ([1, 2, 3, 7], ((0, 3, 1), (3, 4, 2)))
     """
 
     def __init__(self, spec: AuxBlockDataSpec, *, tokens_max: int = TOKENS_MAX) -> None:
         self._layout = Layout.of(spec)
         self._tokens = np.empty(0, np.int64)
         self._tokens_max = tokens_max
-        # By position, with room to grow; behind ``_end`` no row is valid.
+        # By position, with room to grow:
         self._ids = np.empty((0, *spec.row_shape), spec.dtype)
         self._valid = np.empty(0, np.bool_)
         self._versions = np.empty(0, np.int64)
-        self._end = 0
-
-    # ---------------------------------------------------------------- in
 
     def record(self, routes: Routes) -> None:
         """Rows of the computation that is in use now, at their positions; missing ones change nothing.
@@ -76,13 +60,11 @@ class RequestJournal:
             raise RowError("routes.stop", f"{self._tokens_max} at most, tokens_max of the journal", routes.stop)
         old = min(max(self.settled - routes.start, 0), len(routes))  # how many of its positions are settled
         there = old + np.flatnonzero(routes.valid[old:])
-        if not len(there):
-            return
-        at = routes.start + there
-        self._grow(int(at[-1]) + 1)
-        self._end = max(self._end, int(at[-1]) + 1)
-        self._ids[at], self._valid[at] = routes.ids[there], True
-        self._versions[at] = spans.by_position(routes.weights_versions, routes.start, routes.stop)[there]
+        if len(there):
+            at = routes.start + there
+            self._grow(int(at[-1]) + 1)
+            self._ids[at], self._valid[at] = routes.ids[there], True
+            self._versions[at] = spans.by_position(routes.weights_versions, routes.start, routes.stop)[there]
 
     def discard_unsettled(self) -> None:
         """The computation in use is given up: what no token has been sampled with is computed anew, and is forgotten.
@@ -91,7 +73,6 @@ class RequestJournal:
         computation where that has none.
         """
         self._valid[self.settled :] = False
-        self._end = min(self._end, self.settled)
 
     def settle(self, tokens: ArrayLike) -> None:
         """The request's tokens ``[n]`` so far, from position 0; the last was sampled, and all before it is settled.
@@ -112,8 +93,6 @@ class RequestJournal:
         if len(given) > len(self._tokens):
             self._tokens = given.astype(np.int64)
 
-    # ---------------------------------------------------------------- out
-
     @property
     def settled(self) -> int:
         """How many first positions are settled: what is handed out of them never changes."""
@@ -122,7 +101,8 @@ class RequestJournal:
     @property
     def stop(self) -> int:
         """The position behind the last that is settled or has a row."""
-        return max(self.settled, self._end)
+        there = np.flatnonzero(self._valid)
+        return max(self.settled, int(there[-1]) + 1 if there.size else 0)
 
     @property
     def lost(self) -> tuple[Span, ...]:

@@ -6,11 +6,9 @@ witness of the block before, so that it stands for the whole prefix. It is taken
 under which they are stored; it is taken again from KV that was loaded, and rows of another origin do not land.
 
 One word of KV that differs is always seen: each word goes through a permutation of the 64-bit numbers that is its
-place's own, and the results are added up. Sums of the heads of tensor-parallel ranks add up to the sum of the whole
-layer. Two changes that cancel have about one chance in 2^48: a change in a word's upper bits alone, as of its last
-bfloat16, spreads over 48 bits before it is summed.
-
-What no witness sees: K and V of the last layer are computed before that layer's router chooses. Pure: numbers in,
+place's own, and the results are added up, over the heads of all tensor-parallel ranks too. Two changes that cancel have
+about one chance in 2^48: a change in a word's upper bits alone, as of its last bfloat16, spreads over 48 bits before it
+is summed. No witness sees what the last router chose: K and V of its layer are computed before. Pure: numbers in,
 numbers out.
 """
 

@@ -169,10 +169,6 @@ class Pages:
             kv = self._kv.flatten(2)[blocks[:, None, None], heads, self._places[offsets][:, None]]
         return folded_on_device(kv.flatten(1).view(torch.int64), self._kv_keys)
 
-    def clear(self, blocks: Sequence[int]) -> None:
-        """These blocks were given out: no row of an earlier life is in them, captured anew or not."""
-        self.cache[torch.tensor(blocks).to(self.cache.device, non_blocking=True), :, :, :WORD_NBYTES] = 0
-
     def look(self, runs: Sequence[Run], without: Iterable[int] = ()) -> Look:
         """At the KV of ``runs``, which has come, for :meth:`rows`; blocks ``without`` got none."""
         size, parts = self._spec.block_tokens, []

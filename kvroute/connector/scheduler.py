@@ -126,12 +126,10 @@ class SchedulerRows:
     def attach(self, worker: Handshake) -> None:
         """This worker has the rows. Raises :class:`RegionMissingError` where its region cannot be reached."""
         assert worker.region is not None, "of the rank that has rows"
-        before, self._late, self._tickets.address = self.view, worker.late, worker.address
+        self._late, self._tickets.address = worker.late, worker.address
         self.view = kvroute.RegionView(worker.region, namespace=self.keys.namespace.fingerprint)
         if self._ends is not None:
             self._ends.attach(self.view, late=worker.late)
-        if before is not None:
-            before.close()
 
     def given(self, blocks: Iterable[int]) -> None:
         """The pool has given these blocks out: whatever is in them is of an earlier life."""
@@ -235,7 +233,7 @@ class SchedulerRows:
         meta = StepMeta(inner, before, self.feed.take(), self._steps, sum(scheduled.values()), self.weights.version)
         meta.full = full
         if self.engine.pages:
-            meta.given, meta.namespace = given, b"" if mixed else self.keys.namespace.fingerprint
+            meta.namespace = b"" if mixed else self.keys.namespace.fingerprint
         if loads:
             meta.joined = joined
             for state in loads:

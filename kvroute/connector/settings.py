@@ -122,8 +122,7 @@ class StepMeta:
     number: int = 0  # of the step, from 1
     tokens: int = 0  # that the step computes
     version: int | None = None  # of the weights that it computes with
-    given: list[int] = field(default_factory=list)  # blocks that were given out, where rows are in the KV,
-    namespace: bytes = b""  # and the fingerprint of the weights' namespace; empty: of no weights that have a name
+    namespace: bytes = b""  # where rows are in the KV, its fingerprint; empty: of no weights that have a name
     joined: list[list[int]] = field(default_factory=list)  # blocks of each request that joins a step with loads
     loads: list[Run] = field(default_factory=list)  # blocks whose KV is loaded in this step
     landed: list[Run] = field(default_factory=list)  # blocks whose KV has come between steps

@@ -130,8 +130,6 @@ class WorkerRows:
         self.ids.begin()
         if self.pages:
             self.pages.seen.begin()
-            if step.given:
-                self.pages.clear(step.given)
         if self.transfers:
             self.transfers.expect(step)
         if step.before or step.landed or step.fetches or step.withdrawn:

@@ -94,19 +94,8 @@ def padded(
     The rows are in the order in which a router flattens ``[sequence, batch, hidden]``: the sequence outermost.
     """
     layers = _layers_of(model, routes, split)
-    rows = shard_padded(
-        routes,
-        tokens,
-        split,
-        width=width,
-        side=side,
-        order="sequence",
-        layers=layers,
-        dtype="int64",
-        missing=missing,
-        pad=pad,
-        ep=ep,
-    )
+    how: dict[str, Any] = {"layers": layers, "missing": missing, "pad": pad, "ep": ep}
+    rows = shard_padded(routes, tokens, split, width=width, side=side, order="sequence", **how)
     return torch.from_numpy(rows.reshape(-1, *rows.shape[2:]))
 
 
@@ -174,7 +163,7 @@ def schedule(model: Model) -> Iterator[None]:
     pass would take them for its own, and use another micro-batch's routes.
     """
     routers = list(_routers(model).values())
-    if any(router in _SCHEDULED for router in routers):
+    if not _SCHEDULED.isdisjoint(routers):
         raise ReplayError("schedule", "one schedule of a model at a time", "another that is not over")
     _SCHEDULED.update(routers)
     try:

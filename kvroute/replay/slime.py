@@ -78,18 +78,9 @@ def split(
     """How slime and miles cut a packed micro-batch: each sample to a multiple of ``2 cp``, the tail of the rank's rows
     to one of ``tp * data_pad_size_multiplier``; with ``allgather_cp`` samples end to end, in ``cp`` equal parts."""
     layout: Cut = "contiguous" if allgather_cp else "zigzag"
-    return Split(
-        tp=tp,
-        tp_rank=tp_rank,
-        cp=cp,
-        cp_rank=cp_rank,
-        sp=sequence_parallel,
-        pp=pp,
-        pp_rank=pp_rank,
-        layout=layout,
-        align=2 * cp if cp > 1 and not allgather_cp else 1,
-        tail_align=tp * data_pad_size_multiplier,
-    )
+    align = 2 * cp if cp > 1 and not allgather_cp else 1
+    tail_align = tp * data_pad_size_multiplier
+    return Split(tp, tp_rank, cp, cp_rank, sequence_parallel, pp, pp_rank, layout, align, tail_align)
 
 
 class LazyMicroBatch:
@@ -118,18 +109,14 @@ class LazyMicroBatch:
 
     def begin_pass(self, stage: str) -> None:  # noqa: ARG002  # slime's signature: the stage whose rows may go
         """slime begins another pass: rows that an interrupted one has left are forgotten."""
-        self._forget()
-
-    def close(self) -> None:
-        """Forget everything; slime is done with the micro-batch. Again is harmless."""
-        self._forget()
+        self.close()
 
     def rows(self, layer: int, stage: str) -> torch.Tensor:
         """This rank's rows of ``layer``, ``[local tokens, top_k]`` int64 on the device; ``stage`` names the pass."""
         import torch
 
         if self._rows is None or stage != self._stage or layer not in self._owed:
-            self._forget()
+            self.close()
             rows = self._read(self._layers)
             if rows.ndim != 3 or rows.shape[1] != len(self._layers):
                 raise ReplayError("rows", f"shape (local tokens, {len(self._layers)}, top_k)", rows.shape)
@@ -137,10 +124,11 @@ class LazyMicroBatch:
         ids = torch.from_numpy(self._rows[:, self._layers.index(layer)].astype(np.int64))
         self._owed.discard(layer)
         if not self._owed:
-            self._forget()
+            self.close()
         return ids.to(self._device)
 
-    def _forget(self) -> None:
+    def close(self) -> None:
+        """Forget everything; slime is done with the micro-batch. Again is harmless."""
         self._rows, self._stage = None, None
         self._owed.clear()
 

@@ -108,6 +108,7 @@ class RoutingReplayManager:
         if self.config.debug_mode:
             check_canary(self.spec, routes)
         waiting = _Waiting(rollout_id, routes, Future())
+        waiting.future.set_running_or_notify_cancel()  # not to be cancelled: the thread tells what becomes of it
         with self._lock:
             self._count(submitted=1, waiting=1, waiting_nbytes=routes.ids.nbytes)
             refused = self._refusal(rollout_id)

@@ -95,7 +95,7 @@ class Routes(Cells):
             raise RowError(f"{spec.name} rows", f"shape (n, {', '.join(map(str, spec.row_shape))})", ids.shape)
         versions = np.full(len(ids), UNKNOWN)
         if isinstance(weights_version, (int, np.integer)):
-            versions[:] = weights_version
+            versions[:] = whole("weights_version", weights_version, error=RowError)
         elif weights_version is not None:
             told, there = np.asarray(weights_version.values), np.asarray(weights_version.valid)
             if told.shape != (len(ids),) or there.shape != (len(ids),) or told.dtype.kind not in "iu":

@@ -109,6 +109,14 @@ CONNECTOR_FAULTS = [
         "test_nobody_waits_for_a_worker_that_is_behind",
     ),
     _fault(
+        "answers that waited go out without what they waited for",
+        "integrations/vllm/core.py",
+        "        _bring(sent.outputs)\n",
+        "",
+        "tests/kvroute/test_vllm_core.py::",
+        "test_answers_of_a_step_that_wait_go_out_together",
+    ),
+    _fault(
         "blocks are given out again before their rows are read",
         "connector/scheduler.py",
         "                self._ends.given(given, self._steps + 1)\n",

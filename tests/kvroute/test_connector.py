@@ -206,21 +206,6 @@ def test_pages_say_what_their_rows_are_of(later: bool, late: bool) -> None:
     first.close()
 
 
-def test_of_one_router_nothing_is_known_beside_loaded_kv(tmp_path: Path) -> None:
-    """Goal: a model whose only router is behind the last KV claims nothing. Method: a second engine loads two blocks of
-    three; their rows are missing, or flagged.
-    """
-    tokens, kept = list(range(11)), dict[bytes, Any]()
-    first = Toy(kept=kept, layers=1, store=f"file://{tmp_path}")
-    first.ask("a", tokens)
-    first.settle()
-    for witness, verdict in (("missing", {"right": 3, "missing": 8}), ("flagged", {"right": 11})):
-        other = Toy(kept=kept, layers=1, store=f"file://{tmp_path}?mode=read", witness=witness)
-        assert judge(routes(other.ask("b", tokens)), tokens) == verdict
-        other.close()
-    first.close()
-
-
 def test_after_new_weights_nothing_is_readable(tmp_path: Path) -> None:
     """Goal: keys and memory of earlier weights are gone, and rows of the new ones are there. Method: a reset of both
     ends; the store has nothing either; every row is looked at.

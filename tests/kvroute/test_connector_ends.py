@@ -63,7 +63,10 @@ def test_nobody_waits_for_a_worker_that_is_behind(start: Callable[..., Toy]) -> 
     second = end(toy, SECOND)
     assert not first.done()
     assert not second.done()
-    go.set()
+    assert toy.scheduler._ends is not None
+    with toy.scheduler._ends._lock:  # nothing is read before the worker has done it all
+        go.set()
+        toy.worker.settle()
     assert judge(of(first), FIRST) == {"right": 6}
     assert judge(of(second), SECOND) == {"right": 6}
     assert of(first).weights_versions == ((0, 6, 1),)

@@ -213,6 +213,7 @@ def test_checked_rows_are_taken_at_their_word_and_copied() -> None:
     [
         (SPEC, Rows(np.zeros((2, 2, 2), np.uint16), np.ones(2, bool)), {}, "routing rows"),
         (SPEC, Rows(np.zeros((2, 2, 3), np.uint16), np.ones(4, bool)), {"checked": True}, r"routes\.valid"),
+        (SPEC, Rows(SHAPE.ids(range(2)), np.ones(2, bool)), {"weights_version": -1}, "weights_version: wanted"),
         (weights_version_spec(16), Rows(np.zeros(2, np.uint32), np.ones(2, bool)), {}, "a routing spec"),
         (
             SPEC,

@@ -15,10 +15,9 @@ import pytest
 
 import kvroute
 from kvroute.connector import Tokens
-from kvroute.connector.left import CUTS_MAX, LeftRoutes
+from kvroute.connector.left import LeftRoutes
 from kvroute.integrations.vllm import gathered, routes, unseen
 from kvroute.rollout import RolloutStore, open_rollouts
-from kvroute.routes.token_hash import token_hashes
 
 PROMPT, ANSWER = [5, 6, 7], [8, 9, 10, 11]
 TOKENS = [*PROMPT, *ANSWER]
@@ -163,21 +162,6 @@ def test_a_cut_answer_has_the_rows_of_its_own_tokens(store: RolloutStore, more: 
         found.validate([*PROMPT, *ANSWER[:n]], rows=2 + n)
     with pytest.raises(kvroute.RowError, match="the hash of the first 5 differs"):
         routes(answered("r", (PROMPT, [8, 1, 10, 11])), rollouts=store, wait_s=0)
-
-
-def test_hashes_are_of_the_prompt_and_of_each_end(store: RolloutStore) -> None:
-    """Goal: what is stored is small. Method: the counts of requests that end in the engine, in the front end, in the
-    prompt, and in a long answer.
-    """
-    assert sorted(Tokens([0] * 9, 3).counts(8)) == [3, 8]
-    assert sorted(Tokens([0] * 9, 3, cut=True).counts(8)) == [3, 4, 5, 6, 7, 8]
-    assert Tokens([0] * 9, 9, cut=True).counts(4) == [4]
-    assert len(Tokens([0] * 9999, 3, cut=True).counts(9998)) == CUTS_MAX + 1
-    left(store, "r", TOKENS, cut=True)
-    handle = store.find("r")
-    assert handle is not None
-    (found,) = store.get(handle)
-    assert found.token_hashes == token_hashes(TOKENS, [3, 4, 5, 6])
 
 
 def test_without_token_ids_nothing_is_found_by_a_name(store: RolloutStore) -> None:

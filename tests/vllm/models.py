@@ -29,92 +29,63 @@ _COMMON: dict[str, Any] = {
     "eos_token_id": 1,
     "pad_token_id": 2,
 }
-_HEADS: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
-_MLA: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 4, "kv_lora_rank": 512, "qk_rope_head_dim": 64}
-FAMILIES: dict[str, Any] = {
-    "qwen3_moe": lambda: Qwen3MoeForCausalLM(
-        Qwen3MoeConfig(
-            **_COMMON, **_HEADS, intermediate_size=64, moe_intermediate_size=32, num_experts=16, num_experts_per_tok=4
-        )
+_HEADS: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "intermediate_size": 64}
+_QWEN: dict[str, Any] = {**_HEADS, "moe_intermediate_size": 32, "num_experts": 16, "num_experts_per_tok": 4}
+_MIXTRAL: dict[str, Any] = {**_HEADS, "num_local_experts": 8, "num_experts_per_tok": 2}
+_OLMOE = {"num_key_value_heads": 2, "intermediate_size": 64, "num_experts": 16, "num_experts_per_tok": 4}
+_SHARED: dict[str, Any] = {
+    "intermediate_size": 64,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 16,
+    "num_experts_per_tok": 4,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+}
+_MLA: dict[str, Any] = {
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+    "q_lora_rank": 64,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 2.5,
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",  # these two vLLM asks for by name
+}
+FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM, _QWEN),
+    "qwen3_moe_dense_first": (
+        Qwen3MoeConfig,
+        Qwen3MoeForCausalLM,
+        {**_QWEN, "num_hidden_layers": 4, "mlp_only_layers": [0]},
     ),
-    "qwen3_moe_dense_first": lambda: Qwen3MoeForCausalLM(
-        Qwen3MoeConfig(
-            **{**_COMMON, "num_hidden_layers": 4},
-            **_HEADS,
-            intermediate_size=64,
-            moe_intermediate_size=32,
-            num_experts=16,
-            num_experts_per_tok=4,
-            mlp_only_layers=[0],
-        )
-    ),
-    "mixtral": lambda: MixtralForCausalLM(
-        MixtralConfig(**_COMMON, **_HEADS, intermediate_size=64, num_local_experts=8, num_experts_per_tok=2)
-    ),
-    "olmoe": lambda: OlmoeForCausalLM(
-        OlmoeConfig(
-            **_COMMON,
-            num_attention_heads=2,
-            num_key_value_heads=2,
-            intermediate_size=64,
-            num_experts=16,
-            num_experts_per_tok=4,
-        )
-    ),
-    "mixtral_with_windows": lambda: MixtralForCausalLM(
-        MixtralConfig(
-            **_COMMON, **_HEADS, intermediate_size=64, num_local_experts=8, num_experts_per_tok=2, sliding_window=64
-        )
-    ),
+    "mixtral": (MixtralConfig, MixtralForCausalLM, _MIXTRAL),
+    "mixtral_with_windows": (MixtralConfig, MixtralForCausalLM, {**_MIXTRAL, "sliding_window": 64}),
+    "olmoe": (OlmoeConfig, OlmoeForCausalLM, {**_OLMOE, "num_attention_heads": 2}),
     # Every other layer has a window, of gpt-oss' own size: with 64 vLLM's attention on a CPU is another one than
     # transformers' in a batch of three, from the 152nd token of one of them on.
-    "gpt_oss": lambda: GptOssForCausalLM(
-        GptOssConfig(
-            **_COMMON, **_HEADS, intermediate_size=64, num_local_experts=16, num_experts_per_tok=4, sliding_window=128
-        )
+    "gpt_oss": (
+        GptOssConfig,
+        GptOssForCausalLM,
+        {**_HEADS, "num_local_experts": 16, "num_experts_per_tok": 4, "sliding_window": 128},
     ),
-    "glm4_moe": lambda: Glm4MoeForCausalLM(
-        Glm4MoeConfig(
-            **_COMMON,
-            **_HEADS,
-            intermediate_size=64,
-            moe_intermediate_size=32,
-            n_routed_experts=16,
-            num_experts_per_tok=4,
-            n_shared_experts=1,
-            n_group=1,
-            topk_group=1,
-            first_k_dense_replace=1,
-            partial_rotary_factor=0.5,
-        )
+    "glm4_moe": (
+        Glm4MoeConfig,
+        Glm4MoeForCausalLM,
+        {**_HEADS, **_SHARED, "n_group": 1, "topk_group": 1, "partial_rotary_factor": 0.5},
     ),
-    "deepseek_v3": lambda: DeepseekV3ForCausalLM(
-        DeepseekV3Config(
-            **_COMMON,
-            **_MLA,
-            qk_nope_head_dim=128,
-            v_head_dim=128,
-            q_lora_rank=64,
-            intermediate_size=64,
-            moe_intermediate_size=32,
-            n_routed_experts=16,
-            num_experts_per_tok=4,
-            n_shared_experts=1,
-            n_group=4,
-            topk_group=2,
-            first_k_dense_replace=1,
-            routed_scaling_factor=2.5,
-            topk_method="noaux_tc",  # these two vLLM asks for by name
-            scoring_func="sigmoid",
-        )
-    ),
+    "deepseek_v3": (DeepseekV3Config, DeepseekV3ForCausalLM, {**_SHARED, **_MLA}),
 }
 
 
 def save(family: str, home: Path, seed: int = 0) -> Path:
     """A checkpoint of the family with weights of ``seed``; its routers are decisive, so that noise flips no choice."""
     torch.manual_seed(seed)
-    model = FAMILIES[family]().to(torch.float32)
+    config, made, said = FAMILIES[family]
+    model = made(config(**{**_COMMON, **said})).to(torch.float32)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:

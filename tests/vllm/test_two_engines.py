@@ -154,30 +154,6 @@ def test_nixl_over_ucx(prefill: Any, model: Model, tmp_path: Path, carrier: str)
     assert changed > 20, "another computation has other rows"
 
 
-def test_what_one_engine_stores_the_other_loads_at_once(prefill: Any, model: Model, tmp_path: Path) -> None:
-    """Goal: no row of a block that both the engine's scheduler and its worker can have is missing. Method: the engine
-    that reads a file store starts before there is one; then prompts without a pause, each computed here, stored, and
-    asked there. Rows due are rows right, all whole blocks but that of the last token are loaded.
-    """
-    home, kv = model("qwen3_moe"), {"shared_storage_path": str(tmp_path / "kv")}
-    settings = {"store": f"file://{tmp_path / 'rows'}", "witness": "flagged"}
-    there = transfer("KvrouteExampleConnector", {**settings, "store": settings["store"] + "?mode=read"}, kv)
-    due = right = missing = loaded = 0
-    given = prompts(81, *[99] * 40)
-    with decoder(home, tmp_path, there) as second:
-        first = prefill(transfer("KvrouteExampleConnector", settings, kv))
-        for prompt in given:
-            first.ask([prompt], max_tokens=1)
-            first.kept.blocks.wait(10)
-            (answer,) = second.ask({"prompts": [prompt], "tokens": 1})["answers"]
-            rows, loaded = kvroute.Routes.from_json(answer["rows"]["routes"]), loaded + answer["cached"]
-            same = (ids(rows) == clean(home, prompt, answer)).all((1, 2))
-            due, missing = due + len(prompt), missing + int((~rows.valid).sum())
-            right += int((same & rows.valid).sum())
-    assert (due, right, missing) == (40 * 99, 40 * 99, 0)
-    assert loaded == 40 * 96
-
-
 @pytest.fixture(scope="module")
 def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The address of a Mooncake master; engines lend the memory."""

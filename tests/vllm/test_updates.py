@@ -34,24 +34,6 @@ def tokens_of(output: Any) -> list[int]:
     return [*output.prompt_token_ids, *output.outputs[0].token_ids]
 
 
-def test_kv_of_older_weights_outside_has_no_rows(engine: Any, homes: dict[int, Path], tmp_path: Path) -> None:
-    """Goal: rows of a store stay with their weights. Method: an inner connector that never forgets its KV, and a reset
-    that does not reach it: that KV is computed again.
-    """
-    arguments = {"settings": {"store": f"file://{tmp_path}/rows"}, "extra": {"shared_storage_path": f"{tmp_path}/kv"}}
-    made = engine(homes[0], "KvrouteExampleConnector", **arguments, **EXTENSION)
-    (asked,) = prompts(91, 100)
-    made.assert_right(made.ask([asked]))
-    made.llm.collective_rpc("put", args=(str(homes[1]),))
-    assert made.llm.reset_prefix_cache()
-    (output,) = made.ask([asked])
-    assert output.num_cached_tokens == 0
-    found = routes(output)
-    assert (found.weights_versions, found.complete) == ((), True)
-    tokens = tokens_of(output)
-    assert (np.sort(found.ids.astype(int), axis=-1) == updates.due([(len(tokens) - 1, homes[1])], tokens[:-1])).all()
-
-
 class Running:
     """An engine of the first weights, and the requests that run in it."""
 
@@ -184,17 +166,6 @@ def test_a_reset_that_is_refused_changes_nothing(running: Running) -> None:
     assert all(output.num_cached_tokens for output in outputs[len(ASKED) :])
     assert running.engine.sent.keys.scope == scope
     assert [len(routes(output).weights_versions) for output in outputs] == [1] * len(outputs)
-    running.assert_right(outputs)
-
-
-def test_what_is_no_update_leaves_the_version(running: Running) -> None:
-    """Goal: what is right is labelled. Method: calls of vLLM's own that change no weights."""
-    running.begin()
-    running.engine.llm.collective_rpc("get_model_inspection")
-    running.core.compute_weight_checksums()
-    running.engine.llm.get_weight_version()
-    outputs = running.engine.ask(ASKED)
-    assert {span[2] for output in outputs for span in routes(output).weights_versions} == {0}
     running.assert_right(outputs)
 
 

@@ -68,7 +68,10 @@ def managed(
 def test_what_is_submitted_is_stored_and_durable_on_close(tmp_path: Path) -> None:
     """Goal: durability on close. Method: submit many, close at once; another store finds all of them."""
     manager, store = managed(tmp_path)
+    store.gate.clear()
     futures = [manager.submit(f"task:{i}:0:0", routes_of(i)) for i in range(20)]
+    assert not futures[-1].cancel()  # the thread has to tell what became of each
+    store.gate.set()
     manager.close()
     assert store.log == [*(f"put task:{i}:0:0" for i in range(20)), "flush"]
     other = LocalRollouts(tmp_path / "store")
