@@ -20,7 +20,6 @@ from cache_manager.keys import KEY_NBYTES, BlockKey
 from cache_manager.record import Buffer
 from transfer.actions import OfferedBlock, Send
 from transfer.errors import LocalProtocolError
-from transfer.frames import join
 from transfer.link import Peer
 from transfer.messages import (
     BLOCKS_MAX,
@@ -32,6 +31,7 @@ from transfer.messages import (
     Pull,
     Records,
     TransferId,
+    join,
 )
 
 ENTRY_NBYTES_MAX: Final = 64

@@ -20,9 +20,8 @@ from cache_manager.record import check_record, unpack_header
 from transfer.actions import BlockSink, Missing, Reason, WantedBlock
 from transfer.counters import Counters
 from transfer.errors import LocalProtocolError, RemoteProtocolError
-from transfer.frames import split
 from transfer.link import Peer
-from transfer.messages import BLOCKS_MAX, Absent, Ack, BootId, Part, Pull, Range, Records, Renew, TransferId
+from transfer.messages import BLOCKS_MAX, Absent, Ack, BootId, Part, Pull, Range, Records, Renew, TransferId, split
 
 
 class State(StrEnum):

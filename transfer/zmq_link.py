@@ -18,9 +18,8 @@ import zmq
 
 from cache_manager.record import Buffer
 from transfer.errors import TransferError
-from transfer.frames import nbytes_of
 from transfer.link import Arrival, Came, Peer, PeerFound, PeerLost
-from transfer.messages import ENTRIES_MAX
+from transfer.messages import ENTRIES_MAX, nbytes_of
 from transfer.zmq_server import ZmqServer
 from transfer.zmq_settings import ZmqSettings, check_address
 from transfer.zmq_sockets import EVENTS_MAX, Socket, dealer, events, monitored
@@ -115,10 +114,10 @@ class ZmqLink:
         :class:`TransferError` when ``servers_max`` others are connected (one that is not makes room), or when ZeroMQ
         cannot: it has an address for nobody, or no descriptor left.
         """
-        check_address(address, "address", curve=self.settings.keys is not None)
         self._open()
-        peer = Peer(b"server " + address.encode())
+        peer = Peer(b"server " + address.encode() if isinstance(address, str) else b"")
         if peer not in self._servers:
+            check_address(address, "address", curve=self.settings.keys is not None)
             if len(self._servers) >= self.settings.servers_max:
                 self._forget_server()
             server = self._servers[peer] = self._connected(address)

@@ -119,7 +119,7 @@ class SaltIsABoolean(Sharing):
 
 
 class BreaksLate(Plain):
-    """Loses a block with the sixtieth sequence that ends."""
+    """Loses a block with the eightieth sequence that ends."""
 
     breaks = "no_block_lost"
     ended = 0
@@ -127,7 +127,7 @@ class BreaksLate(Plain):
     def free(self, seq):
         self.ended += seq in self.tables
         super().free(seq)
-        if self.ended == 60:
+        if self.ended == 80:
             self.free_list.pop()
 
 

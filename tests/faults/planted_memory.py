@@ -6,7 +6,7 @@ from __future__ import annotations
 from planted import Fault
 
 EACH = "tests/cache_manager/test_publish.py"
-ORDERS = "tests/cache_manager/test_publish_interleaved.py"
+ORDERS = "tests/cache_manager/test_publish.py"
 LAUNCHED = "tests/engine/test_engine_launched.py::"
 ALL_ORDERS = "test_every_order_of_loads_and_stores"
 

@@ -104,8 +104,8 @@ STORE_FAULTS = (
         "storage/file/extent.py",
         "max(disk.size(fd) - PAGE_NBYTES, 0)",
         "0",
-        FILES + "::test_a_damaged_page_costs_nothing",
-        "test_a_damaged_page_costs_nothing",
+        "tests/storage/test_attacks.py::test_no_file_and_no_page_is_a_single_point_of_failure",
+        "test_no_file_and_no_page_is_a_single_point_of_failure",
     ),
     Fault(
         "a newer version is read",

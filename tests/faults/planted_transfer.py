@@ -6,6 +6,7 @@ from planted import Fault
 
 SESSIONS = "tests/transfer/test_sessions.py"
 ENDS = "tests/transfer/test_sessions_ends.py"
+IDENTITY = "tests/transfer/test_identity.py"
 WORLD = "tests/simulation/test_transfer_simulation.py::test_every_claim_holds_under_every_fault"
 HELD = "kv_lent_by_reference_is_held_until_acknowledged_or_expired"
 SETTLED = "every wanted record is in place or missing"
@@ -47,7 +48,7 @@ TRANSFER_FAULTS = tuple(
             "identity.py",
             "if all(part.replicated for part in own.parts) else scope:",
             "if any(part.replicated for part in own.parts) else scope:",
-            ENDS,
+            IDENTITY,
             "test_replicated_rows_cross_between_unequal_ranks",
         ),
         (

@@ -1,6 +1,6 @@
 """Views of a region whose owner writes in another process, and reads beside a writer in a thread, at full speed.
 
-The orders of loads and stores are tried one by one in ``test_publish_interleaved.py``. Here processors do what they do.
+The orders of loads and stores are tried one by one in ``test_publish.py``. Here processors do what they do.
 """
 
 from __future__ import annotations
@@ -83,6 +83,3 @@ def test_a_view_never_takes_torn_or_foreign_rows(child: Start) -> None:
     valid, bad, _ = count(child(WRITER.replace("WORK", ""), 1))
     assert bad == 0
     assert valid > 100
-
-
-# ---- the same in one process -----------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from cache_manager.errors import ConfigError, StorageError, StoreReadOnlyError
 from cache_manager.ports import Absence
 from cache_manager.spec import AuxBlockDataSpec, RecordLayout
 from cache_manager.storage.disk import Room, Space
-from cache_manager.storage.file import FileStore, Sync, fsck
+from cache_manager.storage.file import FileStore, Sync
 from cache_manager.storage.records import RecordStore
 from cache_manager.testing.contract import StorageContract
 from cache_manager.testing.origins import Content, held, offer
@@ -119,21 +119,6 @@ def test_a_head_of_another_extent_is_not_believed(tmp_path: Path) -> None:
     second.unlink()
     with opened(tmp_path) as store:
         assert there(store, range(PER_EXTENT + 1)) == set(range(1, PER_EXTENT))
-
-
-@pytest.mark.parametrize("at", ["first", "last"])
-def test_a_damaged_page_costs_nothing(tmp_path: Path, at: str) -> None:
-    with opened(tmp_path) as store:
-        assert all(put(store, range(5)))
-    (path,) = files(tmp_path)
-    raw = bytearray(path.read_bytes())
-    start = 0 if at == "first" else len(raw) - PAGE_NBYTES
-    raw[start : start + PAGE_NBYTES] = os.urandom(PAGE_NBYTES)
-    path.write_bytes(raw)
-    assert [extent.damaged_pages for extent in fsck(tmp_path).extents] == [1]
-    for look in (reading, opened):
-        with look(tmp_path) as store:  # type: ignore[operator]
-            assert there(store, range(5)) == set(range(5))
 
 
 def _newer(raw: bytearray) -> None:

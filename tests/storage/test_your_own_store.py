@@ -11,13 +11,9 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from budget import examples
 
 from cache_manager.errors import StorageError
-from cache_manager.ports import StorageBackend
 from cache_manager.storage import GROUP
-from cache_manager.storage.memory import MemoryStore
-from cache_manager.storage.tiered import TieredStore
 from cache_manager.testing.contract import StorageContract
 
 ROOT = Path(__file__).parents[2]
@@ -53,18 +49,6 @@ def test_what_sqlite_cannot_do_is_a_storage_error(tmp_path: Path) -> None:
     (tmp_path / "x.db").write_bytes(b"not a database" * 1000)
     with pytest.raises(StorageError, match="not a database"):
         sqlite_store.SqliteStore(tmp_path / "x.db", 1 << 20)
-
-
-class TestSqliteStoreBehindMemory(StorageContract):
-    """A stranger's store is as good a tier as any."""
-
-    copies_max = 2
-    exact = False
-    machine_settings = examples(5, stateful_step_count=15)
-
-    def make_backend(self, directory: Path, capacity_nbytes: int) -> StorageBackend:
-        back = sqlite_store.SqliteStore(directory / "x.db", capacity_nbytes)
-        return TieredStore({"memory": MemoryStore(capacity_nbytes), "sqlite": back})
 
 
 OPEN = """

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from transfer.errors import LocalProtocolError
 from transfer.link import Link, PeerLost
 from transfer.testing.contract import LinkContract
 from transfer.testing.loopback import Faults, LoopbackLink, Network
@@ -85,11 +84,6 @@ def test_a_seed_is_a_history() -> None:
         return [arrival.control for arrival in b.poll(0.0, 1000)]
 
     assert history(3) == history(3) != history(4)
-
-
-def test_faults_that_cannot_be_are_refused() -> None:
-    with pytest.raises(LocalProtocolError, match="drop"):
-        Faults(drop=-1)
 
 
 class TestLoopback(LinkContract):

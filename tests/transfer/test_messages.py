@@ -14,8 +14,21 @@ from hypothesis import strategies as st
 
 import transfer.messages as wire
 from transfer.errors import RemoteProtocolError
-from transfer.frames import JOINED_NBYTES_MAX, join, split
-from transfer.messages import BLOCKS_MAX, CONTROL_NBYTES_MAX, KINDS, MAGIC, MAJOR, PREFIX, Bye, Outcome, decode, encode
+from transfer.messages import (
+    BLOCKS_MAX,
+    CONTROL_NBYTES_MAX,
+    JOINED_NBYTES_MAX,
+    KINDS,
+    MAGIC,
+    MAJOR,
+    PREFIX,
+    Bye,
+    Outcome,
+    decode,
+    encode,
+    join,
+    split,
+)
 
 DOC = Path(__file__).parents[2] / "docs" / "protocol.md"
 ids = st.binary(min_size=16, max_size=16)

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 import zmq
-from transfer_nodes import HASTY, PATIENCE_S, QUICK, ended, lend, nodes, released, until
+from transfer_nodes import PATIENCE_S, QUICK, ended, lend, nodes, released, until
 from transfer_rows import NAMESPACE, VALID, CanarySink, identity_of, key_of, wanted
 
 from cache_manager.errors import BlockBusyError
 from cache_manager.keys import Namespace
 from cache_manager.record import OfferedRecord, RecordHeader
-from transfer.actions import OfferedBlock, Reason, WantedBlock
+from transfer.actions import OfferedBlock, Reason
 from transfer.errors import LocalProtocolError, NodeClosedError, NodeFullError
 from transfer.identity import Identity
 from transfer.limits import TransferLimits
@@ -57,19 +57,6 @@ def test_decode_pulls_only_what_it_lacks(tmp_path: Path) -> None:
         assert {r.outcome for r in released(prefill, {some, none}).values()} == {Outcome.ACKED}
 
 
-def test_what_prefill_lacks_is_missing_with_a_reason(tmp_path: Path) -> None:
-    """Goal: an index beyond the offer and another key's block are absent, the rest arrives."""
-    with nodes(tmp_path) as (prefill, decode):
-        transfer = lend(prefill, 1, 2)
-        sink = CanarySink(1)
-        decode.pull(
-            transfer, prefill.address, [*wanted(1, 1), WantedBlock(1, key_of(9, 1), (0,)), *wanted(1, 3, 2)], sink
-        )
-        result = ended(decode, {transfer})[transfer]
-        assert {(m.index, m.reason) for m in result.missing} == {(1, Reason.ABSENT), (2, Reason.ABSENT)}
-        assert sink.there == {0}
-
-
 def test_a_sink_that_fails_costs_that_record_only(tmp_path: Path) -> None:
     """Goal: another generation, a busy block and a bug in the sink: stale, sent again, stale; the rest is there."""
 
@@ -98,43 +85,16 @@ def test_a_sink_that_fails_costs_that_record_only(tmp_path: Path) -> None:
         assert decode.alive
 
 
-def test_an_abort_of_either_side_ends_both(tmp_path: Path) -> None:
-    with nodes(tmp_path) as (prefill, decode):
-        by_prefill, by_decode = lend(prefill, 1, 2), lend(prefill, 2, 2)
-        prefill.withdraw(by_prefill, "the request was cancelled")
-        decode.pull(by_prefill, prefill.address, wanted(1, 2), CanarySink(1))
-        assert ended(decode, {by_prefill})[by_prefill].reason is Reason.GONE
-        decode.pull(by_decode, "ipc:///nowhere/at/all", wanted(2, 2), CanarySink(2))
-        decode.abort(by_decode, "the request was cancelled")
-        assert ended(decode, {by_decode})[by_decode].reason is Reason.ABORTED
-        prefill.withdraw(by_decode, "decode never reached prefill")
-        outcomes = released(prefill, {by_prefill, by_decode})
-        assert [outcomes[t].outcome for t in (by_prefill, by_decode)] == [Outcome.ABORTED, Outcome.ABORTED]
-
-
-def test_an_unpulled_offer_ends_with_its_lease(tmp_path: Path) -> None:
-    with nodes(tmp_path) as (prefill, decode):
-        transfer = lend(prefill, 1, 1, lease_s=0.05)
-        assert released(prefill, {transfer})[transfer].outcome is Outcome.EXPIRED
-        decode.pull(transfer, prefill.address, wanted(1, 1), CanarySink(1))
-        result = ended(decode, {transfer})[transfer]
-        assert (result.reason, result.detail, len(result.missing)) == (Reason.GONE, "expired", 1)
-        assert prefill.counters.late_messages >= 1  # a doubled pull is late too
-
-
 def test_what_cannot_begin_is_told_and_releases(tmp_path: Path) -> None:
-    """Goal: no room, a wrong address, a pull begun twice: each is said where the caller looks, nothing hangs."""
+    """Goal: no room, a mistake, an offer or a pull begun twice: each is said where the caller looks, nothing hangs."""
     with nodes(tmp_path, p_limits=replace(QUICK, transfers_max=1)) as (prefill, decode):
         first, second = lend(prefill, 1, 1), lend(prefill, 2, 1)
         with pytest.raises(LocalProtocolError, match="not lent"):
             prefill.offer(first)
         assert "transfers_max" in released(prefill, {second})[second].detail
-        decode.pull(second, "tcp://not an address", wanted(2, 1), CanarySink(2))
-        result = ended(decode, {second})[second]
-        assert "address: wanted" in result.detail
-        assert [m.reason for m in result.missing] == [Reason.ABORTED]
-        decode.pull(second, "tcp://127.0.0.1:*", wanted(2, 1), CanarySink(2))
-        assert "connect" in ended(decode, {second})[second].detail
+        third = lend(prefill, 1, 1, lease_s="soon")  # type: ignore[arg-type]
+        assert prefill.alive
+        assert released(prefill, {third})[third].outcome is Outcome.ABORTED
         decode.pull(first, "ipc:///nowhere/at/all", wanted(1, 1), CanarySink(1))
         with pytest.raises(LocalProtocolError, match="not pulled"):
             decode.pull(first, prefill.address, wanted(1, 1), CanarySink(1))
@@ -142,7 +102,7 @@ def test_what_cannot_begin_is_told_and_releases(tmp_path: Path) -> None:
         assert ended(decode, {first})[first].reason is Reason.ABORTED
 
 
-@pytest.mark.parametrize("address", [None, 7, b"tcp://127.0.0.1:9", ["ipc:///x"]])
+@pytest.mark.parametrize("address", [None, 7, b"tcp://127.0.0.1:9", ["ipc:///x"], "tcp://x y", "tcp://127.0.0.1:*"])
 def test_a_pull_from_what_is_no_address_is_told(tmp_path: Path, address: object) -> None:
     """Goal: every pull ends, whatever a client's hand-over has for an address. Method: values that JSON can be."""
     with nodes(tmp_path) as (prefill, decode):
@@ -150,19 +110,10 @@ def test_a_pull_from_what_is_no_address_is_told(tmp_path: Path, address: object)
         decode.pull(transfer, address, wanted(1, 2), CanarySink(1))  # type: ignore[arg-type]
         result = ended(decode, {transfer})[transfer]
         assert (result.reason, len(result.missing)) == (Reason.ABORTED, 2)
-        assert "address" in result.detail
+        assert "address" in result.detail or "connect" in result.detail
         decode.pull(transfer, prefill.address, wanted(1, 2), CanarySink(1))
         assert ended(decode, {transfer})[transfer].complete
         assert decode.counters.errors == 0
-
-
-def test_an_offer_that_is_none_is_told(tmp_path: Path) -> None:
-    """Goal: every offer ends, whatever an engine's mistake. Method: a lease that is no number; the node goes on."""
-    with nodes(tmp_path) as (prefill, _):
-        transfer = lend(prefill, 1, 1, lease_s="soon")  # type: ignore[arg-type]
-        assert "TypeError" in released(prefill, {transfer})[transfer].detail
-        assert prefill.counters.errors == 1
-        assert prefill.alive
 
 
 @pytest.mark.parametrize("garbage", [b"GET / HTTP/1.1\r\n\r\n", b"KVRT\x03\x04\x00\x00" + b"\xdb" + b"\xff" * 60_000])
@@ -194,13 +145,6 @@ def test_the_first_pull_to_a_peer_waits_for_its_connection_alone(tmp_path: Path)
             transfer = lend(prefill, n, 2)
             decode.pull(transfer, prefill.address, wanted(n, 2), CanarySink(n))
             assert ended(decode, {transfer})[transfer].complete
-
-
-def test_a_pull_that_nobody_answers_ends(tmp_path: Path) -> None:
-    with nodes(tmp_path, HASTY) as (_, decode):
-        decode.pull(TransferId(bytes(16)), "ipc:///nowhere/at/all", wanted(1, 2), CanarySink(1))
-        result = ended(decode, {TransferId(bytes(16))})[TransferId(bytes(16))]
-        assert [m.reason for m in result.missing] == [Reason.TIMEOUT] * 2
 
 
 def test_a_callback_that_fails_costs_no_block(tmp_path: Path) -> None:

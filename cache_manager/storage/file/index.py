@@ -24,7 +24,7 @@ _BITS: Final = 20
 _LOCAL: Final = (1 << _BITS) - 1
 _ENTRY = struct.Struct("<8sI")
 _SLOT = struct.Struct("<8xI")
-_PER_BUCKET: Final = 16
+_PER_BUCKET: Final = 32
 _BUCKET_NBYTES_MAX: Final = 2 * _PER_BUCKET * _ENTRY.size
 _BUCKETS_MIN: Final = 1024
 

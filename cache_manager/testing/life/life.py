@@ -218,6 +218,16 @@ class Life:
                 world.fail("free_is_final", f"the second free() changed the number of free blocks from {free} to {now}")
         self._end()
 
+    def do_recompute(self, name: str, chunk: int) -> None:
+        """Preempted by recomputation: freed, and admitted again with all its tokens."""
+        sequence = self._ready(name)
+        if sequence is None:
+            return
+        self.world.begin(f"free {name}, to compute it again")
+        self._drop(sequence)
+        self._end()
+        self.do_admit(name, sequence.tokens, chunk, sequence.salt, True, False)
+
     def do_abort(self, name: str, more: list[int]) -> None:
         """Freed while its step runs: the step's KV still lands, before anything else does."""
         self._leave(name, more, "abort", "free {}{} while it computes [{}, {})")

@@ -37,6 +37,7 @@ KINDS: Final[Mapping[str, str]] = {
     "step": "",
     "decode": "",
     "free": "",
+    "recompute": "",
     "draft": "drafts",
     "abort": "abort",
     "lose": "lost_step",
@@ -79,6 +80,8 @@ class Chooser:
                 yield kind, [one for at, one in enumerate(world.live, 1) if at != out], int(fail), rows
             case "free":
                 yield kind, name, fail
+            case "recompute":
+                yield kind, name, self._chunk()
             case "draft":
                 yield kind, name, self._tokens(1, 4), random.randint(0, 3)
             case "abort" | "lose":
