@@ -12,8 +12,9 @@ import random
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
+from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -22,11 +23,12 @@ from bench.harness import ROOT, Table, asked, write_json
 
 sys.path.insert(0, str(ROOT / "examples"))  # where nothing is installed
 
+
 from cache_manager.keys import Namespace
 from paged_engine.handover import DecodeEngine, PrefillEngine
-from paged_engine.loop import EngineThread
 from paged_engine.models import build_model
-from paged_engine.request import EngineConfig, Request
+from paged_engine.processes import until
+from paged_engine.request import EngineConfig, Output, Request
 from paged_engine.sequence import Handover
 from paged_engine.text import VOCAB_SIZE
 from transfer import ZmqLink, ZmqSettings
@@ -43,27 +45,54 @@ class Passes:
         self.ended_s = time.perf_counter()
 
 
-def first_token_ms(engines: Any, passes: Passes, prompt: tuple[int, ...], *, early: bool) -> float:
+class Driven:
+    """An engine that steps in a thread of its own, between what it is asked there."""
+
+    def __init__(self, engine: Any) -> None:
+        self.engine = engine
+        self.asked: SimpleQueue[Callable[[], object]] = SimpleQueue()
+        self.tokens: dict[str, float] = {}
+        """When the first token of each request was there."""
+        self.ended: dict[str, Output] = {}
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._closing.is_set():
+            while not self.asked.empty():
+                self.asked.get()()
+            steps = self.engine.steps
+            self.ended |= {output.request.id: output for output in self.engine.step()}
+            for sequence in self.engine.scheduler.unfinished:
+                if sequence.generated:
+                    self.tokens.setdefault(sequence.request.id, time.perf_counter())
+            if self.engine.steps == steps:
+                time.sleep(0.0005)
+
+    def wait(self, request: Request) -> Output:
+        until(lambda: request.id in self.ended, f"{request.id} has ended", 60.0)
+        return self.ended[request.id]
+
+    def close(self) -> None:
+        self._closing.set()
+        self._thread.join()
+
+
+def first_token_ms(lends: Driven, fetches: Driven, passes: Passes, prompt: tuple[int, ...], *, early: bool) -> float:
     """One request through both."""
-    (prefill, lends), (decode, fetches) = engines
-    request, told, begun = Request(f"r{random.random()}", prompt, 4), list[bytes](), threading.Event()  # noqa: S311
-
-    def tell(transfer: bytes) -> None:
-        told.append(transfer)
-        begun.set()
-
-    computed = lends.submit(request.id, partial(prefill.lend, request, tell))
-    begun.wait() if early else computed.result()
-    came_s = list[float]()
-    handover = Handover(told[0], prefill.crossing.address)
-    took = fetches.submit(
-        request.id, partial(decode.take_over, request, handover), lambda *_: came_s.append(time.perf_counter())
-    )
-    (output,) = took.result()
+    request, told = Request(f"r{random.random()}", prompt, 4), SimpleQueue[bytes]()  # noqa: S311
+    lends.asked.put(lambda: lends.engine.lend(request, told.put))
+    transfer = told.get()
+    if not early:
+        lends.wait(request)
+    handover = Handover(transfer, lends.engine.crossing.address)
+    fetches.asked.put(lambda: fetches.engine.take_over(request, handover))
+    output = fetches.wait(request)
     assert output.note == "", output.note
     assert output.routes.complete
-    computed.result()
-    return 1000 * (next(iter(came_s)) - passes.ended_s)
+    lends.wait(request)
+    return 1000 * (fetches.tokens[request.id] - passes.ended_s)
 
 
 def main() -> None:
@@ -77,27 +106,19 @@ def main() -> None:
         ) as prefill,
         DecodeEngine(model, config, namespace, link=ZmqLink(ZmqSettings())) as decode,
     ):
-        threads = [EngineThread(engine, failed=lambda: None) for engine in (prefill, decode)]
-        for thread in threads:
-            thread.start()
-        engines, table = (
-            list(zip((prefill, decode), threads, strict=True)),
-            Table(
-                "end of prefill's last pass to decode's first token, ms",
-                ["tokens", "decode is told", "median", "least", "most"],
-            ),
-        )
+        driven, columns = (Driven(prefill), Driven(decode)), ["tokens", "decode is told", "median", "least", "most"]
+        table = Table("end of prefill's last pass to decode's first token, ms", columns)
         for tokens in args.tokens:
             for _ in range(args.rounds + 1):
                 for early in (False, True):
                     prompt = tuple(random.choices(range(8, VOCAB_SIZE), k=tokens))  # noqa: S311
                     name = f"{tokens} {'when prefill begins' if early else 'when prefill has ended'}"
-                    found.setdefault(name, []).append(first_token_ms(engines, passes, prompt, early=early))
+                    found.setdefault(name, []).append(first_token_ms(*driven, passes, prompt, early=early))
         for name, ms in found.items():
             ms = sorted(ms[1:])  # the first is a warm-up
             table.row(*name.split(" ", 1), *(f"{each:.1f}" for each in (ms[len(ms) // 2], ms[0], ms[-1])))
-        for thread in threads:
-            thread.close(10.0)
+        for each in driven:
+            each.close()
     table.print()
     write_json(args.json, milliseconds=found)
 

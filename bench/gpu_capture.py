@@ -1,16 +1,13 @@
 """What capture adds to a forward pass on a GPU, on the device and on the host, against three peers' ways and the bus.
 
-Every contestant in one run: medians of graphs that are replayed in turns, and of the host's part. Then how long after a
-step's end its rows are visible in another process, measured by that process. What must be right before anything is
-measured are tests: ``TRITON_INTERPRET=0 pytest tests/gpu``. Needs a CUDA GPU, torch and Triton.
+Every contestant in one run: medians of graphs that are replayed in turns, and of the host's part. What must be right
+before anything is measured are tests: ``TRITON_INTERPRET=0 pytest tests/gpu``. Needs a CUDA GPU, torch and Triton.
 """
 
 from __future__ import annotations
 
 import random
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,7 +21,6 @@ import triton.language as tl
 
 import kvroute
 from bench.harness import Table, asked, write_json
-from cache_manager.regions import RegionView
 from kvroute.capture.layers import LayerCapture
 
 BLOCK_TOKENS, BLOCKS, HIDDEN, TOP_K = 64, 1024, 2048, 8
@@ -251,131 +247,29 @@ def measure(model: Model, tokens: int, aux: Any, capture: Any, rng: np.random.Ge
         torch.cuda.current_stream().synchronize()
         narrow_host[slots] = narrow_pin.numpy()
 
-    return Found(
-        model.name,
-        tokens,
-        pass_us,
-        more["floor"],
-        more["ours"],
-        more["copies"],
-        more["launches"],
-        more["pinned"],
-        wall_us(our_step, rounds),
-        wall_us(our_hooks, rounds),
-        wall_us(copies_host, rounds),
-        wall_us(launches_host, rounds),
-    )
+    host = (wall_us(each, rounds) for each in (our_step, our_hooks, copies_host, launches_host))
+    device = (more[name] for name in ("floor", "ours", "copies", "launches", "pinned"))
+    return Found(model.name, tokens, pass_us, *device, *host)
 
 
 def table_of(found: list[Found]) -> Table:
-    table = Table(
-        "capture: microseconds added to a CUDA graph with matrix work | on the host, a step (medians)",
-        (
-            "rows, tokens",
-            "pass",
-            "bus",
-            "ours",
-            "ours/bus",
-            "(a) copies",
-            "(b) launches",
-            "(c) pinned",
-            "| ours",
-            "+ eager",
-            "(a)",
-            "(b)",
-            "(a)/ours device",
-            "host",
-        ),
-    )
+    columns = "rows, tokens|pass|bus|ours|ours/bus|(a) copies|(b) launches|(c) pinned|host: ours|+ eager|(a)|(b)"
+    title = "capture: microseconds added to a CUDA graph with matrix work, and on the host, a step (medians)"
+    table = Table(title, columns.split("|"))
     for f in found:
+        times = f.copies_us, f.launches_us, f.pinned_us, f.ours_host_us, f.hooks_host_us
+        times += f.copies_host_us, f.launches_host_us
         device = f"{f.pass_us:.1f}", f"{f.floor_us:.1f}", f"{f.ours_us:.1f}", f"{f.ours_us / f.floor_us:.2f}"
-        others = f.copies_us, f.launches_us, f.pinned_us, f.ours_host_us, f.hooks_host_us
-        others += f.copies_host_us, f.launches_host_us
-        ratios = (f.copies_us / max(f.ours_us, 0.1), f.copies_host_us / f.ours_host_us)
-        cells = *device, *(f"{c:.1f}" for c in others), *(f"{r:.1f}x" for r in ratios)
-        table.row(f"{f.model}, {f.tokens}", *cells)
+        table.row(f"{f.model}, {f.tokens}", *device, *(f"{each:.1f}" for each in times))
     return table
 
 
-def visible() -> str:
-    """From a step's end to its rows in another process."""
-    model = MODELS[0]
-    spec = kvroute.routing_spec(model.experts, TOP_K, range(model.layers), model.layers, BLOCK_TOKENS)
-    namespace = kvroute.Namespace("bench", weights_version=0)
-    with kvroute.AuxBlocks([spec], blocks=BLOCKS, namespace=namespace, memory="shared") as engine:
-        engine.renew(range(BLOCKS), np.ones(BLOCKS, np.int64))
-        with LayerCapture(engine.region("device"), max(TOKENS), DEVICE) as capture:
-            done, committed = visible_us(model, engine, capture)
-    return (
-        f"rows of a decode step of 256 are seen by another process {done:.1f} us after the device is done, "
-        f"{committed:.1f} us after commit"
-    )
-
-
-LOOKS, LOOK_TOKENS, WAIT_S = 60, 256, 20.0
-
-
-def watch(name: str) -> None:
-    """The other process: print when (``time.monotonic_ns``) block 0's first row was readable in generation 2, 3, ..."""
-    with RegionView(name) as view:
-        print("ready", flush=True)
-        for generation in range(2, LOOKS + 2):
-            give_up_s = time.monotonic() + WAIT_S
-            while not view.read("routing", [0], 0, 1, generations=[generation]).valid[0]:
-                assert time.monotonic() < give_up_s, f"generation {generation} was never seen"
-            print(time.monotonic_ns(), flush=True)
-
-
-def visible_us(model: Model, engine: Any, capture: Any) -> tuple[float, float]:
-    """Medians in microseconds: from the device being done, and from ``commit``'s return, to the other process's look.
-
-    ``engine`` is an ``AuxBlocks`` whose blocks are in generation 1.
-    """
-    batch, slots = Pass(model, LOOK_TOKENS), np.arange(LOOK_TOKENS, dtype=np.int64) * BLOCK_TOKENS
-    batch.slots.copy_(torch.from_numpy(slots))
-    command = [
-        sys.executable,
-        "-m",
-        "bench.gpu_capture",
-        "--watch",
-        engine.region("device").name,
-    ]
-    done: list[int] = []
-    committed: list[int] = []
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as other:  # noqa: S603 - this Python, this file
-        assert other.stdout is not None
-        try:
-            assert other.stdout.readline() == "ready\n"
-            seen = []
-            for generation in range(2, LOOKS + 2):
-                engine.renew(range(LOOK_TOKENS), np.full(LOOK_TOKENS, generation))
-                step = engine.begin_step(slots, in_place=True)
-                keep_all(capture, batch)
-                capture.commit(batch.slots)
-                step.wrote("routing")
-                torch.cuda.current_stream(DEVICE).synchronize()
-                done.append(time.monotonic_ns())
-                step.commit(capture.verdict(LOOK_TOKENS).keep)
-                committed.append(time.monotonic_ns())
-                seen.append(int(other.stdout.readline()))
-        finally:
-            other.kill()
-    after = np.array(seen)
-    since_done, since_committed = (float(np.median(after - np.array(since))) / 1e3 for since in (done, committed))
-    return since_done, since_committed
-
-
 def main() -> None:
-    args = asked(__doc__, 300, tokens=(list(TOKENS), "of a pass"), watch=("", "a region: be the other process"))
-    if args.watch:
-        watch(args.watch)
-        return
+    args = asked(__doc__, 300, tokens=(list(TOKENS), "of a pass"))
     if not torch.cuda.is_available():
         raise SystemExit("wanted a CUDA GPU, torch sees none here")
     rng = np.random.default_rng(0)
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    driver = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[0]  # noqa: S603
-    gpu = f"{torch.cuda.get_device_name()}, driver {driver}, torch {torch.__version__}, Triton {triton.__version__}"
+    gpu = f"{torch.cuda.get_device_name()}, torch {torch.__version__}, Triton {triton.__version__}"
     print(gpu, flush=True)
     found: list[Found] = []
     for model in MODELS:
@@ -386,7 +280,6 @@ def main() -> None:
             torch.cuda.empty_cache()
     write_json(args.json, gpu=gpu, found=[asdict(f) for f in found])
     table_of(found).print()
-    print(visible())
 
 
 if __name__ == "__main__":

@@ -7,13 +7,12 @@ token must have. Needs a CUDA GPU, torch and Triton.
 
 from __future__ import annotations
 
-import importlib.util
 import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,9 +23,9 @@ from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 import kvroute
 from bench.harness import Table, asked, machine, write_json
+from examples.transformers_continuous_batching import EmbeddedRoutes
 from kvroute.capture.capture import find_routers
 
-EXAMPLE = Path(__file__).parents[1] / "examples" / "transformers_continuous_batching.py"
 PAGE = 64
 
 
@@ -39,11 +38,8 @@ class Load:
     new: int
     batch_tokens: int
 
-    def prompts(self, vocabulary: int, seed: int) -> list[list[int]]:
-        prompts: list[list[int]] = (
-            np.random.default_rng(seed).integers(10, vocabulary, (self.sequences, self.prompt)).tolist()
-        )
-        return prompts
+    def prompts(self, vocabulary: int, seed: int) -> Any:
+        return np.random.default_rng(seed).integers(10, vocabulary, (self.sequences, self.prompt)).tolist()
 
 
 @dataclass
@@ -113,12 +109,8 @@ class Judge:
     def follow(self, embedded: Any) -> None:
         """Each pass, and each end of a request."""
         self._embedded, engine = embedded, embedded.engine
-        self._around(engine, "_generation_step", self._passed)
-        self._around(engine.scheduler, "finish_request", self._finished)
-
-    def _around(self, part: Any, method: str, around: Callable[..., Any]) -> None:
-        inner = getattr(part, method)
-        setattr(part, method, lambda *given: around(inner, *given))
+        engine._generation_step = partial(self._passed, engine._generation_step)
+        engine.scheduler.finish_request = partial(self._finished, engine.scheduler.finish_request)
 
     def _copy(self, layer: int) -> Callable[..., None]:
         def copy(_router: Any, _given: Any, answer: Any) -> None:
@@ -148,15 +140,6 @@ class Judge:
             hook.remove()
 
 
-def load_example() -> Any:
-    spec = importlib.util.spec_from_file_location("transformers_continuous_batching", EXAMPLE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @contextmanager
 def batching(model: Any, load: Load, *, on: bool, judge: Judge | None = None) -> Iterator[Any]:
     """A manager of continuous batching, with rows embedded if ``on``; its graphs are captured."""
@@ -175,7 +158,7 @@ def batching(model: Any, load: Load, *, on: bool, judge: Judge | None = None) ->
         closing.callback(manager.destroy)
         if on:
             namespace = kvroute.Namespace("bench", weights_version=0)
-            embedded = load_example().EmbeddedRoutes(manager, namespace, memory="shared", launched=True)
+            embedded = EmbeddedRoutes(manager, namespace, memory="shared", launched=True)
             closing.callback(embedded.close)
             if judge is not None:
                 judge.follow(embedded)
@@ -227,23 +210,12 @@ def in_batches(model: Any, load: Load, rounds: int) -> Found:
 
 
 def table_of(f: Found) -> Table:
-    columns = (
-        "engine",
-        "tokens/s off",
-        "on",
-        "on / off",
-        "decode pass off, ms",
-        "on",
-        "off / on",
-        "rows",
-        "wrong",
-        "missing",
-    )
-    table = Table("tokens a second with capture off and on, medians of turns", columns)
+    columns = ("engine", "tokens/s off", "on", "on/off", "pass off, ms", "on", "on/off", "rows", "wrong", "missing")
     cells = []
-    for of, form in (("tokens_s", "{:.0f}"), ("step_ms", "{:.2f}")):
-        cells += [form.format(statistics.median(getattr(s, of) for s in turns)) for turns in (f.off, f.on)]
-        cells.append(f"{f.ratio(of) if of == 'tokens_s' else 1 / f.ratio(of):.3f}")
+    for of, digits in (("tokens_s", 0), ("step_ms", 2)):
+        cells += [f"{statistics.median(getattr(s, of) for s in turns):.{digits}f}" for turns in (f.off, f.on)]
+        cells.append(f"{f.ratio(of):.3f}")
+    table = Table("tokens a second with capture off and on, medians of turns", columns)
     return table.row(f.engine, *cells, str(f.judged), str(f.wrong), str(f.missing))
 
 

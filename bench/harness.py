@@ -32,6 +32,10 @@ ROOT = Path(__file__).parents[1]
 Buffer = bytes | bytearray | memoryview
 
 
+class PeerError(Exception):
+    """A peer's process ended instead of answering."""
+
+
 # ------------------------------------------------------------------------------------------ arguments and results
 
 
@@ -66,15 +70,11 @@ def write_json(path: Path | None, **found: Any) -> None:
 
 def machine() -> str:
     """The processor, its cores, the kernel and the versions that matter to a number."""
-    model = platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
-    for line in cpuinfo.read_text().splitlines() if cpuinfo.exists() else ():
-        if line.startswith("model name"):
-            model = line.partition(":")[2].strip()
-            break
-    cores = len(os.sched_getaffinity(0))
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     versions = f"Linux {platform.release()}, Python {platform.python_version()}, numpy {np.__version__}"
-    return f"{model}, {cores} cores, {versions}"
+    return f"{models[0] if models else platform.machine()}, {len(os.sched_getaffinity(0))} cores, {versions}"
 
 
 @cache
@@ -160,16 +160,6 @@ def best_ms(rounds: int, timed: Mapping[str, Callable[[], object]]) -> dict[str,
     return {name: 1000 * min(each.seconds) for name, each in contestants.items()}
 
 
-def best_cpu_ms(rounds: int, timed: Mapping[str, Callable[[], object]]) -> dict[str, float]:
-    """CPU milliseconds of this thread in the cheapest of ``rounds`` interleaved calls of each.
-
-    For work that neither waits nor uses another thread: other processes on the cores disturb it less.
-    """
-    contestants = {name: Timed(call) for name, call in timed.items()}
-    take_turns(rounds, contestants.values())
-    return {name: 1000 * min(each.cpu_seconds) for name, each in contestants.items()}
-
-
 def print_race(
     title: str, timed: Mapping[str, Timed], *, nbytes: int = 0, targets: Mapping[str, str] | None = None
 ) -> list[dict[str, Any]]:
@@ -195,7 +185,63 @@ class Sweep:
         self._memory += 1
 
 
-# ------------------------------------------------------------------------------------------ turns of stores, peers
+@dataclass(slots=True, eq=False)
+class Racer:
+    """A contestant whose turns answer numbers by name; ``notes`` are cells of its own behind them.
+
+    ``turn`` is ``None`` for one that is not there, and ``absent`` says why.
+    """
+
+    name: str
+    turn: Callable[[], Mapping[str, float]] | None
+    notes: tuple[str, ...] = ()
+    absent: str = ""
+    found: dict[str, list[float]] = field(default_factory=dict)
+
+
+def race(racers: Sequence[Racer], rounds: int, *, warm: int = 0) -> None:
+    """``rounds`` turns of each, in an order that rotates, after ``warm`` rounds that do not count.
+
+    One whose peer ends is out from then on.
+    """
+    racing = [each for each in racers if each.turn is not None]
+    for number in range(warm + rounds if racing else 0):
+        at = number % len(racing)
+        for racer in racing[at:] + racing[:at]:
+            try:
+                found = racer.turn() if racer.turn is not None else {}
+            except PeerError as error:
+                racer.turn, racer.absent, found = None, f"failed: {error}", {}
+            for name, value in found.items() if number >= warm else ():
+                racer.found.setdefault(name, []).append(value)
+        print(f"  round {number + 1} of {warm + rounds}", file=sys.stderr, flush=True)
+
+
+def print_ratios(
+    title: str,
+    racers: Sequence[Racer],
+    base: str,
+    fields: Mapping[str, tuple[str, Callable[[float], float]]],
+    notes: Sequence[str] = (),
+) -> None:
+    """A table of the medians and, in brackets, the extremes of each field, as its column's head and function have it.
+
+    Beside each is the median of the rounds' ratios to ``base``; who is not there is named below.
+    """
+    heads = [cell for head, _ in fields.values() for cell in (head, f"x {base}")]
+    table, bases = Table(title, ["what", *heads, *notes]), {each.name: each.found for each in racers}.get(base, {})
+    for racer in (each for each in racers if each.found):
+        cells = []
+        for name, (_, shown) in fields.items():
+            mine = [shown(value) for value in racer.found.get(name, ())]
+            theirs = [shown(value) for value in bases.get(name, ())]
+            ratios = [a / b for a, b in zip(mine, theirs, strict=False) if b]
+            cells.append(f"{np.median(mine):.2f} ({min(mine):.2f}..{max(mine):.2f})" if mine else "-")
+            cells.append(f"{np.median(ratios):.2f}" if ratios else "-")
+        table.row(racer.name, *cells, *racer.notes)
+    table.print()
+    for racer in (each for each in racers if not each.found):
+        print(f"{racer.name}: {racer.absent}")
 
 
 class Contestant(Protocol):
@@ -224,30 +270,20 @@ class Turn:
     directory: str
 
 
-@dataclass(frozen=True, slots=True)
-class Took:
-    """Seconds of all puts, of these and a flush, and of all gets."""
-
-    put_s: float
-    put_flush_s: float
-    get_s: float
-
-
 def take(
     contestant: Contestant,
     stamps: Sequence[tuple[bytes, bytes]],
     buffers: Sequence[memoryview],
     batch: int,
     clock: Callable[[], float] = time.perf_counter,
-) -> Took:
-    """Put and get every record; each that is got is compared with its stamp within the timed loop."""
+) -> dict[str, float]:
+    """Seconds of all puts, and of all gets; each record that is got is compared with its stamp while time is taken."""
     records = len(stamps)
     start = clock()
     for i in range(0, records, batch):
         contestant.put(i, i + batch)
-    put = clock() - start
+    put_s = clock() - start
     contestant.flush()
-    put_flush = clock() - start
     start = clock()
     for i in range(0, records, batch):
         got = contestant.get(i, i + batch) or buffers
@@ -256,7 +292,7 @@ def take(
             record = got[j]
             if record[:STAMP_NBYTES] != head or record[-STAMP_NBYTES:] != tail:
                 raise AssertionError(f"record {i + j} is not the one that was put")
-    return Took(put, put_flush, clock() - start)
+    return {"put_s": put_s, "get_s": clock() - start}
 
 
 class Records:
@@ -287,7 +323,7 @@ def serve(version: str, openers: Mapping[str, Opener]) -> None:
         records = prepared[1]
         contestant = openers[turn.what](records, turn)
         try:
-            return asdict(take(contestant, records.stamps, records.buffers, turn.batch))
+            return take(contestant, records.stamps, records.buffers, turn.batch)
         finally:
             contestant.close()
 
@@ -301,10 +337,6 @@ def serve_answers(version: str, answer: Callable[[dict[str, Any]], Mapping[str, 
     print(json.dumps({"version": version}), file=answers)
     for line in sys.stdin:
         print(json.dumps(answer(json.loads(line))), file=answers)
-
-
-class PeerError(Exception):
-    """A peer's process ended instead of answering."""
 
 
 class Peer:
@@ -335,8 +367,8 @@ class Peer:
             )
         self.version = str(self._answer()["version"])
 
-    def take(self, turn: Turn) -> Took:
-        return Took(**self.ask(asdict(turn)))
+    def take(self, turn: Turn) -> dict[str, float]:
+        return self.ask(asdict(turn))
 
     def ask(self, what: Mapping[str, Any]) -> dict[str, Any]:
         """What the peer answers to ``what``; both are JSON objects."""

@@ -20,13 +20,11 @@ import sys
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import Any
 
-from bench.harness import ROOT, Peer, Table, asked, write_json
+from bench.harness import ROOT, Peer, Racer, asked, print_ratios, race, write_json
 
 MIB = 1 << 20
 
@@ -74,18 +72,10 @@ def beside(steps: Steps, name: str, kib: int) -> dict[str, float]:
     return found
 
 
-def turns(
-    parent: Path | None, roots: dict[str, Path], names: list[str], rounds: int, step: Callable[[Steps, str], Any]
-) -> dict[str, dict[str, list[float]]]:
-    """What each round of each contestant found, by name and field; every turn in a directory of its own."""
-    found: dict[str, dict[str, list[float]]] = {name: {} for name in names}
-    for each in range(rounds):
-        for name in names[each % len(names) :] + names[: each % len(names)]:
-            with ExitStack() as stack:
-                scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-scale-", dir=parent))
-                for field, value in step(Steps(Path(scratch), roots), name).items():
-                    found[name].setdefault(field, []).append(value)
-    return found
+def in_turn(parent: Path | None, roots: dict[str, Path], name: str, step: Callable[[Steps, str], Any]) -> Any:
+    """One step in a directory of its own."""
+    with tempfile.TemporaryDirectory(prefix="bench-scale-", dir=parent) as scratch:
+        return step(Steps(Path(scratch), roots), name)
 
 
 def main() -> None:
@@ -103,30 +93,28 @@ def main() -> None:
     names, ours = [*roots, "LMDB", "raw"], list(roots)
     everything: dict[str, Any] = {}
 
-    def race(
+    def compare(
         title: str, names: list[str], step: Callable[[Steps, str], Any], fields: dict[str, tuple[str, float]]
     ) -> None:
-        everything[title] = found = turns(args.dir, roots, names, args.rounds, step)
-        table = Table(title, ["what", *(f"{head}, x {names[0]}" for head, _ in fields.values())])
-        for name in names:
-            cells = []
-            for field, (_, scale) in fields.items():
-                mine, base = found[name].get(field, []), found[names[0]][field]
-                ratio = median(a / b for a, b in zip(mine, base, strict=True)) if mine and all(base) else 0.0
-                cells.append(f"{scale * median(mine):.1f}  {ratio:.2f}")
-            table.row(name, *cells)
-        table.print()
+        racers = [Racer(name, partial(in_turn, args.dir, roots, name, step)) for name in names]
+        race(racers, args.rounds)
+        print_ratios(title, racers, names[0], {name: (head, scale.__mul__) for name, (head, scale) in fields.items()})
+        everything[title] = {each.name: each.found for each in racers}
 
     for kib in args.kib:
         step = partial(fresh, kib=kib, total_nbytes=args.total_mib * MIB)
-        race(f"{kib} KiB, room for all: CPU us a record", names, step, {"put_s": ("put", 1e6), "get_s": ("get", 1e6)})
+        compare(
+            f"{kib} KiB, room for all: CPU us a record", names, step, {"put_s": ("put", 1e6), "get_s": ("get", 1e6)}
+        )
         step = partial(full, kib=kib, quota_nbytes=args.quota_mib * MIB)
-        race(f"{kib} KiB, full and evicting at {args.quota_mib} MiB", names, step, {"put_s": ("CPU us a record", 1e6)})
+        compare(
+            f"{kib} KiB, full and evicting at {args.quota_mib} MiB", names, step, {"put_s": ("CPU us a record", 1e6)}
+        )
     step = partial(large, records=args.records)
     large_fields = {"open_s": ("open, CPU ms", 1e3), "rss_nbytes": ("RSS, bytes a record", 1 / args.records)}
-    race(f"{args.records:,} records of 4 KiB", [*ours, "LMDB"], step, large_fields)
+    compare(f"{args.records:,} records of 4 KiB", [*ours, "LMDB"], step, large_fields)
     both = {"p99_s": ("p99, ms", 1e3), "p99_cpu_s": ("p99 of CPU, ms", 1e3)}
-    race("a reader's batch of 24 KiB beside a writer that replaces", ours, partial(beside, kib=24), both)
+    compare("a reader's batch of 24 KiB beside a writer that replaces", ours, partial(beside, kib=24), both)
     write_json(args.json, rounds=args.rounds, found=everything)
 
 

@@ -1,21 +1,25 @@
-"""The command line of the study."""
+"""The command line of the study: run it, or show what an earlier run found."""
 
 from __future__ import annotations
 
 import argparse
+import platform
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any, Final
 
+import torch
 from rich.console import Console
 
-from bench.replay_study.command import replay_study, show_study
-from bench.replay_study.options import PHASES, StudyOptions
+from bench.replay_study.report import print_results
+from bench.replay_study.results import Results
+from bench.replay_study.scales import PHASES, SCALES, Options
+from bench.replay_study.study import Study
 from cache_manager.errors import KVRouteError
 
-
-def _phases(text: str) -> tuple[str, ...]:
-    return tuple(text.split(","))
+RESULTS: Final = "replay-study.json"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -24,34 +28,70 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m bench.replay_study",
         description="mismatch of a trainer and its engine, without replay, R2 and R3",
     )
-    parser.add_argument("--device", default="cpu", help="cpu or cuda (cpu)")
-    parser.add_argument(
-        "--scale", metavar="NAME", help="quick, small, tiny or half-billion (small; cuda: half-billion)"
-    )
-    parser.add_argument("--quick", action="store_const", dest="scale", const="quick", help="as --scale quick")
-    parser.add_argument("--minutes", type=float, metavar="N", help="as many steps as fit (as the scale says)")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of weights, prompts and samples (0)")
-    parser.add_argument("--learning-rate", type=float, metavar="R", help="of policy gradient (as the scale says)")
-    parser.add_argument("--trainer-dtype", default="float32", metavar="DTYPE", help="float32 or bfloat16 (float32)")
-    parser.add_argument(
-        "--phases", type=_phases, default=PHASES, metavar="LIST", help="some of learning,mismatch,policy-gradient (all)"
-    )
-    parser.add_argument(
-        "--out", type=Path, default=Path("replay-study"), metavar="DIR", help="for numbers and pictures"
-    )
-    parser.add_argument("--from", type=Path, dest="found", metavar="FILE", help="show what an earlier run wrote there")
-    chosen = vars(parser.parse_args(arguments))
-    console, found = Console(width=None if sys.stdout.isatty() else 120), chosen.pop("found")
+    add = parser.add_argument
+    add("--device", default="cpu", choices=("cpu", "cuda"), help="(cpu)")
+    add("--scale", choices=SCALES, help="(small; cuda: half-billion)")
+    add("--quick", action="store_const", dest="scale", const="quick", help="as --scale quick")
+    add("--minutes", type=float, metavar="N", help="as many steps as fit (as the scale says)")
+    add("--seed", type=int, default=0, metavar="N", help="of weights, prompts and samples (0)")
+    add("--learning-rate", type=float, metavar="R", help="of policy gradient (as the scale says)")
+    add("--trainer-dtype", default="float32", choices=("float32", "bfloat16"), help="(float32)")
+    add("--without", choices=PHASES[1:], help="a phase that is left out (none)")
+    add("--out", type=Path, default=Path("replay-study"), metavar="DIR", help="for the numbers")
+    add("--from", type=Path, dest="found", metavar="FILE", help="show what an earlier run wrote there")
+    args, console = parser.parse_args(arguments), Console(width=None if sys.stdout.isatty() else 120)
+    name = args.scale or ("half-billion" if args.device == "cuda" else "small")
+    scale = SCALES[name]
+    if args.minutes is not None and not args.minutes > 0:
+        parser.error("--minutes: more than 0")
+    if args.device == "cuda" and (scale.shape is None or not torch.cuda.is_available()):
+        parser.error("--device: cuda wants an accelerator, and --scale tiny or half-billion")
+    if args.learning_rate is not None:
+        scale = replace(scale, reinforcement=replace(scale.reinforcement, learning_rate=args.learning_rate))
+    phases = tuple(phase for phase in PHASES if phase != args.without)
     try:
-        if found is not None:
-            return show_study(found, chosen["out"], console)
-        return replay_study(StudyOptions(**chosen), console)
-    except KVRouteError as error:
+        if args.found is not None:
+            print_results(Results.read(args.found), console)
+        else:
+            options = Options(scale, args.device, args.minutes, args.seed, args.trainer_dtype, phases)
+            replay_study(options, name, args.out, console)
+    except (KVRouteError, OSError) as error:
         sys.stderr.write(f"{parser.prog}: {error}\n")
-    except KeyboardInterrupt:
-        sys.stderr.write(f"{parser.prog}: interrupted\n")
-        return 130
-    return 2
+        return 2
+    return 0
+
+
+def replay_study(options: Options, name: str, out: Path, console: Console) -> Results:
+    """Run the study; write its numbers to ``out`` and print them."""
+    if options.device == "cpu":
+        torch.set_num_threads(1)  # more would spend their time waiting for each other: the matrices are small
+    out.mkdir(parents=True, exist_ok=True)
+    setting = _setting(options, name)
+    console.print(f"scale {name} on {setting['hardware']}: engine in bfloat16, trainer in {options.trainer_dtype}")
+    results = Study(options, setting, out / RESULTS, console.print).run()
+    console.print(f"{results.seconds:.0f} seconds; numbers: {out / RESULTS}")
+    print_results(results, console)
+    return results
+
+
+def _setting(options: Options, name: str) -> dict[str, Any]:
+    """Where and with which sizes: what a reader of the numbers must know."""
+    import transformers
+
+    cuda = options.device == "cuda"
+    return {
+        "scale": name,
+        "seed": options.seed,
+        "minutes": options.minutes,
+        "hardware": torch.cuda.get_device_name() if cuda else f"CPU ({platform.machine()}), 1 thread",
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "engine_dtype": "bfloat16",
+        "trainer_dtype": options.trainer_dtype,
+        "phases": list(options.phases),
+        "chance": options.scale.task.chance,
+        "sizes": asdict(options.scale),
+    }
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The experts of a layer as two batched matrix products, for dtypes and devices without grouped products.
+"""The experts of a layer as two batched matrix products.
 
 Transformers' own loop launches a dozen kernels an expert and waits for the device at each: 24 layers of 64 experts
 spend seconds on it. Here each expert's tokens are padded to those of the busiest, which costs arithmetic instead: at
@@ -12,14 +12,14 @@ from typing import Any, Final
 import torch
 
 PADDED: Final = "kvroute_padded"
-"""Its name in ``config._experts_implementation``, once :func:`install` was called."""
 
 
-def install() -> None:
-    """Make :func:`padded_experts` known to transformers under :data:`PADDED`; again is harmless."""
+def install() -> str:
+    """Make :func:`padded_experts` known to transformers; its name there. Again is harmless."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     ALL_EXPERTS_FUNCTIONS[PADDED] = padded_experts
+    return PADDED
 
 
 def padded_experts(
@@ -49,6 +49,3 @@ def padded_experts(
     place_of[order] = place
     answer = answers.index_select(0, place_of).view(tokens, top_k, -1) * top_k_weights[..., None]
     return answer.sum(1).to(states.dtype)
-
-
-__all__ = ["PADDED", "install", "padded_experts"]

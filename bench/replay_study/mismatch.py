@@ -16,24 +16,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
-
-FIGURES = ("kl", "k3", "beyond_e2", "beyond_2", "tokens_differing", "routers_differing")
-
-
-@dataclass(frozen=True, slots=True)
-class Mismatch:
-    """The figures of this module, means over ``tokens`` sampled tokens."""
-
-    kl: float
-    k3: float
-    beyond_e2: float
-    beyond_2: float
-    tokens_differing: float
-    routers_differing: float
-    tokens: int
 
 
 def log_ratios(policy: torch.Tensor, behaviour: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
@@ -58,20 +42,17 @@ def measure(
     tokens: torch.Tensor,  # [batch, answer] int64, drawn from behaviour
     used: torch.Tensor,  # [..., layers, top_k] the experts in the trainer's pass
     rolled: torch.Tensor,  # [..., layers, top_k] the experts in the engine's
-) -> Mismatch:
-    """The figures of one batch."""
+) -> dict[str, float]:
+    """The figures of one batch, by the names above, and ``tokens``: means over so many sampled ones."""
     d = log_ratios(policy, behaviour, tokens).double()
     behaviour, policy = behaviour.double(), policy.double()
     different = differing_routes(used, rolled)
-    return Mismatch(
-        kl=float((behaviour.exp() * (behaviour - policy)).sum(-1).mean()),
-        k3=float(k3(d).mean()),
-        beyond_e2=float((d.abs() > 2).double().mean()),
-        beyond_2=float((d.abs() > math.log(2)).double().mean()),
-        tokens_differing=float(different.any(-1).double().mean()),
-        routers_differing=float(different.double().mean()),
-        tokens=d.numel(),
-    )
-
-
-__all__ = ["FIGURES", "Mismatch", "differing_routes", "k3", "log_ratios", "measure"]
+    return {
+        "kl": float((behaviour.exp() * (behaviour - policy)).sum(-1).mean()),
+        "k3": float(k3(d).mean()),
+        "beyond_e2": float((d.abs() > 2).double().mean()),
+        "beyond_2": float((d.abs() > math.log(2)).double().mean()),
+        "tokens_differing": float(different.any(-1).double().mean()),
+        "routers_differing": float(different.double().mean()),
+        "tokens": d.numel(),
+    }

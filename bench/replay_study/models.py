@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from bench.replay_study.experts import PADDED, install
-from bench.replay_study.options import Scale, Shape
+from bench.replay_study.experts import install
+from bench.replay_study.scales import Scale, Shape
 from cache_manager.spec import AuxBlockDataSpec
 from kvroute.routing import routing_spec_from_hf
 
@@ -26,7 +26,7 @@ def build_trained(scale: Scale, family: str, seed: int, device: torch.device) ->
         model.config._attn_implementation = "sdpa"
     else:
         model = _made(scale.shape, scale.task.vocab_size, seed, device)
-    model.config._experts_implementation = experts_implementation(device, torch.float32)
+    model.config._experts_implementation = install()
     return model.to(device).train().requires_grad_(True)
 
 
@@ -38,8 +38,6 @@ def build_engines(trained: Any) -> Any:
     model = copy.deepcopy(trained).eval().requires_grad_(False)
     for parameter in model.parameters():
         parameter.data = parameter.data.to(torch.bfloat16)
-    device = next(model.parameters()).device
-    model.config._experts_implementation = experts_implementation(device, torch.bfloat16)
     return model
 
 
@@ -53,31 +51,6 @@ def load_weights(engines: nn.Module, trained: nn.Module) -> None:
 def routes_spec(model: Any) -> AuxBlockDataSpec:
     """The spec of a model's routing rows."""
     return routing_spec_from_hf(model.config, ROUTES_BLOCK_TOKENS)
-
-
-def experts_implementation(device: torch.device, dtype: torch.dtype) -> str:
-    """The name of transformers' grouped products where they are right on this machine, else that of our padded ones."""
-    if _grouped(device, dtype):
-        return "grouped_mm"
-    install()
-    return PADDED
-
-
-def _grouped(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether this torch multiplies groups of such matrices and finds the gradient, an empty group included."""
-    if not hasattr(torch.nn.functional, "grouped_mm"):
-        return False
-    tokens = torch.ones(16, 16, device=device, dtype=dtype, requires_grad=True)
-    weights = torch.ones(3, 16, 16, device=device, dtype=dtype, requires_grad=True)
-    offsets = torch.tensor([8, 8, 16], device=device, dtype=torch.int32)
-    try:
-        product = torch.nn.functional.grouped_mm(tokens, weights.transpose(-2, -1), offs=offsets)
-        torch.autograd.backward(product.sum())
-    except (RuntimeError, NotImplementedError):
-        return False
-    assert weights.grad is not None
-    # Eight ones in each of two groups, none in the middle one.
-    return bool((product == 16).all()) and weights.grad[:, 0, 0].tolist() == [8.0, 0.0, 8.0]
 
 
 def _made(shape: Shape, vocab_size: int, seed: int, device: torch.device) -> Any:
@@ -107,13 +80,3 @@ def _made(shape: Shape, vocab_size: int, seed: int, device: torch.device) -> Any
     with torch.random.fork_rng(devices=devices), device:
         torch.manual_seed(seed)
         return Qwen3MoeForCausalLM(config)
-
-
-__all__ = [
-    "ROUTES_BLOCK_TOKENS",
-    "build_engines",
-    "build_trained",
-    "experts_implementation",
-    "load_weights",
-    "routes_spec",
-]

@@ -1,9 +1,14 @@
-"""What a study found, as numbers. They are written whenever there is more: a run that is cut off keeps what it has."""
+"""What a study found, as numbers, and what they come to: means with intervals, and whether replay halves the mismatch.
+
+They are written whenever there is more: a run that is cut off keeps what it has.
+"""
 
 from __future__ import annotations
 
 import json
+import math
 import os
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final, Self
@@ -11,6 +16,12 @@ from typing import Any, Final, Self
 from cache_manager.errors import InvalidInputError
 
 FORMAT: Final = "kvroute replay-study 1"
+STUDENT_T_975: Final = (
+    12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228,
+    2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086,
+)  # fmt: skip
+"""The 97.5 % quantile of Student's t for 1, 2, ... degrees of freedom (any table of the distribution)."""
+NORMAL_975: Final = 1.960
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +44,7 @@ class Measured:
 
     ``when`` is "before" (trainer and engine have the same weights) or "after" (the trainer has been updated on these
     rollouts, and is compared with the engine that sampled them). ``figures`` are those of
-    :class:`~bench.replay_study.mismatch.Mismatch`.
+    :func:`~bench.replay_study.mismatch.measure`.
     """
 
     family: str
@@ -105,4 +116,66 @@ class Results:
             raise InvalidInputError("results", f"a file of {FORMAT!r}", f"{path} ({error!r})") from error
 
 
-__all__ = ["Learned", "Measured", "Results", "Run", "Step"]
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """A mean and half the width of its 95 % confidence interval. One value has no interval: ``half`` is infinite."""
+
+    mean: float
+    half: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Self:
+        """Student's t interval of the mean of independent ``values``; at least one.
+
+        >>> Interval.of([1.0, 2.0, 3.0])
+        Interval(mean=2.0, half=2.4843...)
+        """
+        count, mean = len(values), math.fsum(values) / len(values)
+        if count == 1:
+            return cls(mean, math.inf)
+        deviation = math.sqrt(math.fsum((v - mean) ** 2 for v in values) / (count - 1))
+        quantile = STUDENT_T_975[count - 2] if count - 2 < len(STUDENT_T_975) else NORMAL_975
+        return cls(mean, quantile * deviation / math.sqrt(count))
+
+    @property
+    def low(self) -> float:
+        return self.mean - self.half
+
+    @property
+    def high(self) -> float:
+        return self.mean + self.half
+
+
+def by_origin(results: Results, family: str, when: str, mode: str, figure: str) -> list[float]:
+    """A figure for each origin of chance: for each model, or for each batch where there is but one model."""
+    found = [m for m in results.measured if (m.family, m.when, m.mode) == (family, when, mode)]
+    one_model = len({m.seed for m in found}) == 1
+    groups: dict[tuple[int, int], list[float]] = {}
+    for each in sorted(found, key=lambda m: (m.seed, m.draw)):
+        groups.setdefault((each.seed, each.draw if one_model else 0), []).append(each.figures[figure])
+    return [math.fsum(group) / len(group) for group in groups.values()]
+
+
+def ratio(results: Results, family: str, mode: str) -> Interval | None:
+    """The logarithm of the KL in ``mode`` over that without replay, batch by batch; ``None`` where one of them is none.
+
+    The mismatch is at least halved where all of the interval is below ``log(0.5)``.
+    """
+    sides = (by_origin(results, family, "before", name, "kl") for name in (mode, "none"))
+    logs = [math.log(with_it / without) for with_it, without in zip(*sides, strict=False) if with_it and without]
+    return Interval.of(logs) if logs else None
+
+
+def over_steps(runs: Sequence[Run], figure: str, steps: slice) -> Interval | None:
+    """A figure's mean over some of the steps of each run."""
+    chosen = [[float(getattr(step, figure)) for step in run.steps[steps]] for run in runs]
+    means = [math.fsum(values) / len(values) for values in chosen if values]
+    return Interval.of(means) if means else None
+
+
+def difference(results: Results, mode: str, figure: str, steps: slice) -> Interval | None:
+    """A figure of policy gradient in ``mode`` less that without replay, seed by seed: both had the same prompts."""
+    found = {(run.mode, run.seed): over_steps([run], figure, steps) for run in results.runs}
+    pairs = [(mine, found.get(("none", seed))) for (name, seed), mine in found.items() if name == mode]
+    differences = [with_it.mean - without.mean for with_it, without in pairs if with_it and without]
+    return Interval.of(differences) if differences else None

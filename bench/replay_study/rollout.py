@@ -58,7 +58,6 @@ class Rollout:
         model = self._model
         device = next(model.parameters()).device
         draw = torch.Generator(device).manual_seed(seed)
-        batch = len(prompts)
         cache = DynamicCache(config=model.config)
         tokens = torch.as_tensor(prompts, device=device)
         given, rows, behaviour = tokens, [], []
@@ -66,8 +65,7 @@ class Rollout:
             for _ in range(length):
                 capture.clear()
                 output = model(input_ids=given, past_key_values=cache, use_cache=True, logits_to_keep=1)
-                used = recorded(capture)
-                rows.append(used.view(batch, -1, *used.shape[1:]))
+                rows.append(recorded(capture).unflatten(0, (len(prompts), -1)))
                 behaviour.append(output.logits[:, -1].float().log_softmax(-1))
                 given = torch.multinomial(behaviour[-1].exp(), 1, generator=draw)
                 tokens = torch.cat([tokens, given], dim=1)
@@ -78,6 +76,3 @@ class Rollout:
             for ids in every
         )
         return Rollouts(tokens, prompts.shape[1], torch.stack(behaviour, dim=1), routes)
-
-
-__all__ = ["Rollout", "Rollouts"]

@@ -5,18 +5,18 @@ from __future__ import annotations
 import gc
 import math
 import time
-from dataclasses import asdict
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 
 from bench.replay_study.mismatch import differing_routes, k3, log_ratios, measure
 from bench.replay_study.models import build_engines, build_trained, load_weights
-from bench.replay_study.options import StudyOptions
 from bench.replay_study.results import Learned, Measured, Results, Run, Step
 from bench.replay_study.rollout import Rollout, Rollouts
+from bench.replay_study.scales import Options
 from bench.replay_study.task import Tokens
 from bench.replay_study.trainer import Mode, Scored, Trainer, Update, replayed
 
@@ -28,25 +28,15 @@ LOSSES_KEPT = 10
 State = dict[str, torch.Tensor]
 
 
-class Teller(Protocol):
-    """Hears of progress: ``begin`` names what is done next and its ``total``, ``on`` how much has been."""
-
-    def begin(self, what: str, total: int) -> None: ...
-
-    def on(self, status: str) -> None: ...
-
-    def end(self) -> None: ...
-
-
 class Study:
-    """One run. ``results`` grow as it goes, and are written to ``path`` each time."""
+    """One run. ``results`` grow as it goes, and are written to ``path`` each time; ``say`` hears what was done."""
 
-    def __init__(self, options: StudyOptions, setting: dict[str, Any], path: Path, teller: Teller) -> None:
+    def __init__(self, options: Options, setting: dict[str, Any], path: Path, say: Callable[[str], None]) -> None:
         self._options = options
-        self._scale = options.sizes
+        self._scale = options.scale
         self._device = torch.device(options.device)
         self._path = path
-        self._teller = teller
+        self._say = say
         self._started = time.perf_counter()
         self._starts: list[State] = []
         self.results = Results(setting)
@@ -69,7 +59,7 @@ class Study:
         if "policy-gradient" in self._options.phases:
             self._reinforce_all()
         self.results.complete = True
-        self._write()
+        self._write("done")
         return self.results
 
     # ---------------------------------------------------------------- learning
@@ -83,15 +73,11 @@ class Study:
         before = self._reward(side, seed)
         losses: list[torch.Tensor] = []
         steps = 0
-        self._teller.begin(f"{family}, weights {seed}: learning", learning.steps)
         while (done := max(steps / learning.steps, (time.perf_counter() - started) / seconds)) < 1:
             rate = learning.learning_rate * min(1.0, (done + 1e-3) / WARM_UP) * (1 - (1 - LAST_RATE) * done)
             batch = task.demonstrations(learning.batch, learning.errors, draw)
             losses.append(side.trainer.learn(torch.as_tensor(batch, device=self._device), task.prompt_tokens, rate))
             steps += 1
-            # Reading the loss waits for the device: seldom.
-            self._teller.on(f"loss {float(losses[-1]):.3f}" if steps % LOSSES_KEPT == 0 else "")
-        self._teller.end()
         self.results.learned.append(
             Learned(
                 family=family,
@@ -104,7 +90,7 @@ class Study:
                 reward_after=self._reward(side, seed),
             )
         )
-        self._write()
+        self._write(f"{family}, weights {seed}: learning, {steps} steps, loss {self.results.learned[-1].loss:.3f}")
 
     def _reward(self, side: _Side, seed: int) -> float:
         r = self._scale.reinforcement
@@ -122,7 +108,6 @@ class Study:
         rollouts = side.roll(prompts, self._scale.task.length, _seed(seed, 3, draw))
         rolled = rollouts.rolled()
         native = side.trainer.score(rollouts, None)
-        self._teller.begin(f"{family}, weights {seed}, draw {draw}: mismatch", len(Mode))
         for mode in Mode:
             # In R2 the old policy's pass is the one that records: it replays nothing, and differs in nothing.
             old = side.trainer.score(rollouts, rolled) if mode is Mode.R3 else native
@@ -132,15 +117,13 @@ class Study:
             self._update(fresh, rollouts, old, routes, np.random.default_rng([seed, 4, draw]))
             self._keep(family, seed, draw, "after", mode, rollouts, fresh.score(rollouts, routes), rolled)
             side.trained.load_state_dict(start)
-            self._teller.on("")
-        self._teller.end()
-        self._write()
+        self._write(f"{family}, weights {seed}, draw {draw}: mismatch")
 
     def _keep(
         self, family: str, seed: int, draw: int, when: str, mode: Mode, rollouts: Rollouts, found: Scored, rolled: Any
     ) -> None:
         figures = measure(found.log_probs, rollouts.behaviour, rollouts.answers, found.used, rolled)
-        self.results.measured.append(Measured(family, seed, draw, when, mode.value, asdict(figures)))
+        self.results.measured.append(Measured(family, seed, draw, when, mode.value, figures))
 
     # ---------------------------------------------------------------- policy gradient
 
@@ -167,7 +150,6 @@ class Study:
         trained = build_trained(scale, run.family, 0, self._device)
         trained.load_state_dict(self._starts[run.seed % len(self._starts)])
         side = _Side(trained, self._options)
-        self._teller.begin(f"policy gradient, {mode.value}, seed {run.seed}", steps)
         while len(run.steps) < steps and (not run.steps or time.perf_counter() - started < seconds):
             begun, number = time.perf_counter(), len(run.steps)
             prompts = self._prompts(scale.reinforcement.prompts, run.seed, 5, number)
@@ -191,11 +173,10 @@ class Study:
                     seconds=time.perf_counter() - begun,
                 )
             )
-            self._write()
-            self._teller.on(f"reward {run.steps[-1].reward:.3f}")
+            told = f"policy gradient, {mode.value}, seed {run.seed}, step {number}"
+            self._write(f"{told}: reward {run.steps[-1].reward:.3f}")
             if not math.isfinite(update.gradient_norm):
                 break  # collapsed: nothing can be sampled from such weights
-        self._teller.end()
 
     def _update(
         self,
@@ -224,15 +205,16 @@ class Study:
         prompts = self._scale.task.prompts(count, np.random.default_rng(seed))
         return np.repeat(prompts, self._scale.reinforcement.samples, axis=0)
 
-    def _write(self) -> None:
+    def _write(self, what: str) -> None:
         self.results.seconds = time.perf_counter() - self._started
         self.results.write(self._path)
+        self._say(what)
 
 
 class _Side:
     """A trainer's model and an engine with its weights."""
 
-    def __init__(self, trained: Any, options: StudyOptions) -> None:
+    def __init__(self, trained: Any, options: Options) -> None:
         self.trained = trained
         self._options = options
         self._engines = build_engines(trained)
@@ -251,7 +233,7 @@ class _Side:
         return self._trainer()
 
     def _trainer(self) -> Trainer:
-        scale = self._options.sizes
+        scale = self._options.scale
         return Trainer(
             self.trained,
             learning_rate=scale.reinforcement.learning_rate,
@@ -267,6 +249,3 @@ def _state(model: Any) -> State:
 def _seed(*parts: int) -> int:
     """One seed of several numbers."""
     return int(np.random.SeedSequence(parts).generate_state(1)[0])
-
-
-__all__ = ["Study", "Teller"]

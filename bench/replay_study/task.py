@@ -92,6 +92,3 @@ class Task:
         right = self.answers(sequences[:, : self.prompt_tokens])
         shares: NDArray[Any] = (sequences[:, self.prompt_tokens :] == right).mean(axis=1)
         return shares
-
-
-__all__ = ["ORDERS", "Task", "Token", "Tokens"]

@@ -7,7 +7,7 @@ that it keeps its gradient. ``R2`` replays what the trainer itself chose when it
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -16,9 +16,9 @@ import torch
 from torch.func import functional_call
 
 from bench.replay_study.mismatch import log_ratios
-from bench.replay_study.models import experts_implementation, routes_spec
-from bench.replay_study.options import TrainerDtype
+from bench.replay_study.models import routes_spec
 from bench.replay_study.rollout import Rollouts
+from bench.replay_study.scales import TrainerDtype
 from kvroute.capture.capture import RoutingCapture
 from kvroute.replay.transformers import recorded, replay
 
@@ -65,9 +65,6 @@ class Trainer:
         self.device = next(model.parameters()).device
         self._dtype = dtype
         self._micro_batch = micro_batch
-        self._experts = {
-            name: experts_implementation(self.device, getattr(torch, name)) for name in ("float32", "bfloat16")
-        }
         self._spec = routes_spec(model)
         self._optimizer = torch.optim.AdamW(
             model.parameters(),
@@ -101,7 +98,7 @@ class Trainer:
             for part in torch.split(torch.arange(len(rollouts.tokens), device=self.device), self._micro_batch):
                 capture.clear()
                 log_probs.append(self._log_probs(rollouts, part, routes))
-                used.append(_by_sequence(recorded(capture), len(part)))
+                used.append(recorded(capture).unflatten(0, (len(part), -1)))
         return Scored(torch.cat(log_probs), torch.cat(used))
 
     def reinforce(
@@ -142,26 +139,17 @@ class Trainer:
 
     def _log_probs(self, rollouts: Rollouts, part: torch.Tensor, routes: torch.Tensor | None) -> torch.Tensor:
         """Log-probabilities ``[part, answer, vocabulary]`` of some sequences."""
-        held: AbstractContextManager[None] = nullcontext()
-        if routes is not None:
-            held = replay(self.model, routes[part], spec=self._spec)
-        with held:
+        with nullcontext() if routes is None else replay(self.model, routes[part], spec=self._spec):
             logits = self._run(rollouts.tokens[part, :-1], self._dtype).logits
         sampled: torch.Tensor = logits[:, rollouts.prompt_tokens - 1 :]
         return sampled.float().log_softmax(-1)
 
     def _run(self, tokens: torch.Tensor, dtype: TrainerDtype, **inputs: Any) -> Any:
         inputs |= {"input_ids": tokens, "use_cache": False}
-        self.model.config._experts_implementation = self._experts[dtype]
         if dtype == "float32":
             return self.model(**inputs)
         rounded = {name: weight.to(torch.bfloat16) for name, weight in self.model.named_parameters()}
         return functional_call(self.model, rounded, (), inputs)
-
-
-def _by_sequence(rows: torch.Tensor, sequences: int) -> torch.Tensor:
-    """Rows ``[tokens, layers, top_k]`` of equally long sequences as ``[sequences, -1, layers, top_k]``."""
-    return rows.view(sequences, -1, *rows.shape[1:])
 
 
 def replayed(mode: Mode, rollouts: Rollouts, old: Scored) -> torch.Tensor | None:
@@ -169,6 +157,3 @@ def replayed(mode: Mode, rollouts: Rollouts, old: Scored) -> torch.Tensor | None
     if mode is Mode.NONE:
         return None
     return old.used if mode is Mode.R2 else rollouts.rolled()
-
-
-__all__ = ["Mode", "Scored", "Trainer", "Update", "replayed"]

@@ -84,7 +84,7 @@ class Sglang(BlockManagerAdapter):
         def told(*args: Any) -> Any:
             slots = alloc(*args)
             if slots is not None:
-                self.rows.given(slots, whole=False)
+                self.rows.given(slots)
             return slots
 
         return told
@@ -139,7 +139,6 @@ class Sglang(BlockManagerAdapter):
         if self.reqs:
             return False
         self.weights += 1
-        self.rows.settle()
         self.rows.weights.changed(self.weights)
         self.tree.reset()
         self.pool.clear()

@@ -39,24 +39,21 @@ class Reach:
     window: int | None = None
     sinks: torch.Tensor | None = None  # [heads]
 
-    def sees(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-        """``[queries, keys]`` bool, for positions ``queries [n, 1]`` and ``keys [m]``."""
-        causal = keys <= queries
-        return causal if self.window is None else causal & (keys > queries - self.window)
-
     def attend(
         self,
         query: torch.Tensor,  # [batch, heads, tokens, k_dim]
         key: torch.Tensor,  # [batch, kv_heads, context, k_dim]
         value: torch.Tensor,  # [batch, kv_heads, context, v_dim]
-        seen: torch.Tensor | None,  # bool, broadcast to [batch, heads, tokens, context]; all, if not given
     ) -> torch.Tensor:
-        """The output ``[batch, heads, tokens, v_dim]``."""
+        """The output ``[batch, heads, tokens, v_dim]`` of the last tokens of a context, each of which sees its past."""
+        batch, heads, tokens, _ = query.shape
+        context = key.shape[2]
+        at = torch.arange(context, device=query.device)
+        seen = at <= (queries := at[context - tokens :, None])  # bool [tokens, context]
+        if self.window is not None:
+            seen &= at > queries - self.window
         if self.sinks is not None:  # a key of zeros, whose logit is what the mask adds, with a value of zeros
-            batch, heads, tokens, _ = query.shape
-            mask = query.new_zeros(batch, heads, tokens, key.shape[2])
-            if seen is not None:
-                mask = mask.masked_fill(~seen, -torch.inf)
+            mask = query.new_zeros(batch, heads, tokens, context).masked_fill(~seen, -torch.inf)
             logits = self.sinks.to(query.dtype)[:, None, None].expand(batch, heads, tokens, 1)
             seen = torch.cat([mask, logits], dim=-1)
             key, value = (functional.pad(each, (0, 0, 0, 1)) for each in (key, value))
@@ -78,24 +75,14 @@ class Paged(Protocol):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Chunk:
-    """The tokens ``[start, stop)`` of one sequence, at ``[first, first + stop - start)`` of the flat batch.
+class PagedBatch:
+    """One forward pass: chunks of sequences, back to back, then padding; and the paged cache they read and write.
 
-    ``context`` holds the slots of positions ``[0, stop)``: where the sequence's keys and values lie, in order.
+    A chunk is how many tokens it has, and the slots of positions ``[0, stop)`` of its sequence, its own included.
     """
 
-    first: int
-    start: int
-    stop: int
-    context: torch.Tensor  # [stop] int64
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PagedBatch:
-    """One forward pass: its chunks, back to back, then padding; and the paged cache they read and write."""
-
     kv: PagedKV
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[tuple[int, torch.Tensor], ...]
     slots: torch.Tensor  # [tokens] int64: where each token's key and value go; padding has none
     positions: torch.Tensor  # [1, tokens + padding] int64; padding stands at position 0
 
@@ -105,15 +92,11 @@ class PagedBatch:
 
         It is padded to a multiple of ``multiple_of`` tokens, and lies where the cache does.
         """
-        chunks, first = [], 0
-        for start, given in spans:
-            context = given.to(kv.device.device)
-            chunks.append(Chunk(first, start, len(context), context))
-            first += len(context) - start
-        slots = torch.cat([c.context[c.start :] for c in chunks])
-        positions = torch.cat([torch.arange(c.start, c.stop, device=slots.device) for c in chunks])
-        positions = functional.pad(positions, (0, -first % multiple_of))
-        return cls(kv, tuple(chunks), slots, positions[None])
+        given = [(start, context.to(kv.device.device)) for start, context in spans]
+        slots = torch.cat([context[start:] for start, context in given])
+        positions = torch.cat([torch.arange(start, len(context), device=slots.device) for start, context in given])
+        positions = functional.pad(positions, (0, -len(slots) % multiple_of))
+        return cls(kv, tuple((len(context) - start, context) for start, context in given), slots, positions[None])
 
     @property
     def padding(self) -> int:
@@ -122,18 +105,15 @@ class PagedBatch:
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, reach: Reach
     ) -> torch.Tensor:
-        cached, written = self.kv.layer(layer), len(self.slots)
-        cached.write(self.slots, key[0, :, :written].transpose(0, 1), value[0, :, :written].transpose(0, 1))
+        (keys, values), written, first = self.kv.layer(layer), len(self.slots), 0
+        keys[self.slots] = key[0, :, :written].transpose(0, 1)
+        values[self.slots] = value[0, :, :written].transpose(0, 1)
         out = query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
-        for chunk in self.chunks:
-            tokens = slice(chunk.first, chunk.first + chunk.stop - chunk.start)
-            keys, values = cached.read(chunk.context)
-            out[:, tokens] = reach.attend(
-                query[:, :, tokens],
-                keys.transpose(0, 1)[None],
-                values.transpose(0, 1)[None],
-                _seen(reach, chunk.start, chunk.stop, query.device),
-            ).transpose(1, 2)
+        for count, context in self.chunks:
+            tokens = slice(first, first + count)
+            cached = (each[context].transpose(0, 1)[None] for each in (keys, values))
+            out[:, tokens] = reach.attend(query[:, :, tokens], *cached).transpose(1, 2)
+            first += count
         return out
 
 
@@ -153,32 +133,19 @@ def paged_attention(
 ) -> tuple[torch.Tensor, None]:
     """Attention output ``[1, tokens, heads, v_dim]``; the keys and values of this step are in the cache afterwards.
 
-    Padding neither reads nor writes the cache; its output is zero.
-
-    Without ``paged`` it is plain attention over the one sequence given: the same arithmetic, unpaged. Raises
-    :class:`InvalidInputError` for a layer that attends in a way of which nothing is known here.
+    Padding neither reads nor writes the cache; its output is zero. Without ``paged`` it is plain attention over the one
+    sequence given: the same arithmetic, unpaged. Raises :class:`InvalidInputError` for a layer that attends in a way of
+    which nothing is known here.
     """
-    unknown = sorted(name for name in more.keys() - _WITHOUT_EFFECT if more[name] is not None)
-    unknown += ["dropout"] if dropout else []
-    unknown += ["attention_mask"] if attention_mask is not None else []  # a paged batch carries its own causality
-    unknown += [] if getattr(module, "is_causal", True) else ["is_causal=False"]
-    if unknown:
+    more |= {"dropout": dropout or None, "attention_mask": attention_mask}  # a paged batch has its own causality
+    more["is_causal=False"] = None if getattr(module, "is_causal", True) else True
+    if unknown := sorted(name for name in more.keys() - _WITHOUT_EFFECT if more[name] is not None):
         wanted = "causal attention, with a window, with sinks, or without"
         raise InvalidInputError(type(module).__name__, wanted, ", ".join(unknown))
     reach = Reach(scaling, sliding_window, s_aux)
     if paged is None:
-        out = reach.attend(query, key, value, _seen(reach, 0, query.shape[2], query.device))
-        return out.transpose(1, 2).contiguous(), None
+        return reach.attend(query, key, value).transpose(1, 2).contiguous(), None
     return paged.attend(int(module.layer_idx), query, key, value, reach), None  # type: ignore[arg-type]
 
 
-def _seen(reach: Reach, start: int, stop: int, device: torch.device) -> torch.Tensor | None:
-    """``[stop - start, stop]``: what the tokens from ``start`` on see. One token that sees everything needs no mask."""
-    if stop - start == 1 and (reach.window is None or stop <= reach.window):
-        return None
-    return reach.sees(torch.arange(start, stop, device=device)[:, None], torch.arange(stop, device=device))
-
-
 ALL_ATTENTION_FUNCTIONS.register(ATTENTION, paged_attention)
-
-__all__ = ["ATTENTION", "Chunk", "Paged", "PagedBatch", "Reach", "paged_attention"]

@@ -1,10 +1,13 @@
-"""What the servers are asked: JSON bodies, checked before anything is done with them."""
+"""What the servers are asked, checked before anything is done with it, and how they answer: JSON, or events of it."""
 
 from __future__ import annotations
 
-from typing import Any, Final
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, Final
 
 import msgspec
+from aiohttp import web
+from msgspec import Meta
 
 from cache_manager.errors import InvalidInputError
 from paged_engine import text
@@ -31,7 +34,7 @@ class Handed(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     ``transfer`` is 32 hex digits, or null where the blocks could not be lent.
     """
 
-    transfer: str | None
+    transfer: Annotated[str, Meta(pattern="^[0-9a-f]{32}$")] | None
     address: str
     model: str
     weights_version: int
@@ -49,8 +52,6 @@ class Handed(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             raise InvalidInputError("handover.address", known, repr(self.address)[:80])
         if self.prompt_tokens != mine.prompt_tokens:
             raise InvalidInputError("handover.prompt_tokens", mine.prompt_tokens, self.prompt_tokens)
-        if len(self.transfer) != 32 or set(self.transfer) - set("0123456789abcdef"):
-            raise InvalidInputError("handover.transfer", "32 hex digits", repr(self.transfer)[:80])
         for name in ("model", "weights_version"):  # an update that one of the two has not seen yet
             if (wanted := getattr(mine, name)) != (got := getattr(self, name)):
                 return None, f"computed here: {name}: wanted {wanted}, got {got}"
@@ -60,12 +61,12 @@ class Handed(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 class Completion(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A request, as OpenAI has it; from ``ignore_eos`` on the keys are vLLM's and kvroute's own."""
 
-    prompt: str | list[int]
+    prompt: Annotated[str, Meta(min_length=1)] | Annotated[list[Annotated[int, Meta(ge=0, lt=512)]], Meta(min_length=1)]
     model: str | None = None
-    max_tokens: int = 16
-    temperature: float = 1.0
-    seed: int = 0
-    n: int = 1
+    max_tokens: Annotated[int, Meta(ge=1)] = 16
+    temperature: Annotated[float, Meta(ge=0, le=100)] = 1.0
+    seed: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] = 0
+    n: Annotated[int, Meta(ge=1, le=SAMPLES_MAX)] = 1
     stream: bool = False
     user: str | None = None
     ignore_eos: bool = False
@@ -77,15 +78,6 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         if self.model not in (None, model):
             raise InvalidInputError("model", model, repr(self.model))
         prompt = text.encode(self.prompt) if isinstance(self.prompt, str) else self.prompt
-        if not prompt:
-            raise InvalidInputError("prompt", "at least 1 token", 0)
-        if wrong := [token for token in prompt if not 0 <= token < text.VOCAB_SIZE]:
-            raise InvalidInputError("prompt", f"token ids in [0, {text.VOCAB_SIZE})", wrong[0])
-        for name, low, high in (("max_tokens", 1, 1 << 31), ("n", 1, SAMPLES_MAX), ("seed", 0, (1 << 63) - 1)):
-            if not low <= getattr(self, name) <= high:
-                raise InvalidInputError(name, f"{low} to {high}", getattr(self, name))
-        if not 0.0 <= self.temperature <= 100.0:
-            raise InvalidInputError("temperature", "a number from 0 to 100", self.temperature)
         stops = frozenset() if self.ignore_eos else frozenset({text.END})
         sampled = {"n": self.n, "temperature": self.temperature, "seed": self.seed}
         return Request(request_id, tuple(prompt), self.max_tokens, stop_tokens=stops, draw=DRAW, **sampled)  # type: ignore[arg-type]
@@ -103,4 +95,43 @@ def parse(body: bytes) -> Completion:
         raise InvalidInputError("body", "a completion as JSON", str(error)[:200]) from error
 
 
-__all__ = ["DRAW", "Completion", "Handed", "parse"]
+def answer_of(value: Any) -> web.Response:
+    return web.Response(body=msgspec.json.encode(value) + b"\n", content_type="application/json")
+
+
+class Stream:
+    """An answer in events: tokens as they come, then the whole answer with its routes, without what has been said."""
+
+    def __init__(self, http: web.Request, request_id: str) -> None:
+        self._http, self._id = http, request_id
+        self._said: dict[int, tuple[int, ...]] = {}
+        self._response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+
+    @property
+    def begun(self) -> bool:
+        return self._response.prepared
+
+    async def say(self, sample: int, generated: tuple[int, ...]) -> None:
+        """What fails before a token has come is still an answer with a status of its own."""
+        if len(generated) > len(self._said.get(sample, ())):
+            choice = self._new(sample, generated, text.decode_whole) | {"finish_reason": None}
+            await self._send({"id": self._id, "object": "text_completion", "choices": [choice]})
+
+    async def end(self, answer: dict[str, Any]) -> web.StreamResponse:
+        for choice in answer["choices"]:
+            choice |= self._new(choice["index"], choice["token_ids"], text.decode)
+        await self._send(answer)
+        await self._response.write(b"data: [DONE]\n\n")
+        await self._response.write_eof()
+        return self._response
+
+    def _new(self, sample: int, tokens: tuple[int, ...], decode: Callable[[Sequence[int]], str]) -> dict[str, Any]:
+        said = self._said.get(sample, ())
+        self._said[sample] = tokens
+        piece = decode(tokens)[len(text.decode_whole(said)) :]
+        return {"index": sample, "text": piece, "token_ids": tokens[len(said) :]}
+
+    async def _send(self, event: dict[str, Any]) -> None:
+        if not self._response.prepared:
+            await self._response.prepare(self._http)
+        await self._response.write(b"data: " + msgspec.json.encode(event) + b"\n\n")

@@ -4,8 +4,7 @@ Each :meth:`Engine.step` is one forward pass over a flat batch of tokens of seve
 produces, expert ids and the weights version, are committed to the blocks that its keys and values went to, and follow
 them from there: through prefix reuse, copy-on-write, swapping and the store.
 
-An engine belongs to one thread, and on a GPU to the stream that was current when it was made. Nothing here knows what a
-row is for.
+An engine belongs to one thread, and on a GPU to the stream that was current when it was made.
 """
 
 from __future__ import annotations
@@ -22,27 +21,28 @@ from torch import nn
 from torch.nn import functional
 
 from cache_manager.blocks import AuxBlocks
-from cache_manager.errors import InvalidInputError
+from cache_manager.errors import ConfigError, InvalidInputError
 from cache_manager.keys import Namespace
 from cache_manager.manager import BlockManager
 from cache_manager.ports import StorageBackend
 from cache_manager.publish import Rows
 from cache_manager.spec import align
 from cache_manager.step import PADDING
+from cache_manager.storage import open_store
+from kvroute.capture.canary import canary_spec
 from kvroute.capture.capture import RoutingCapture
 from kvroute.config import RoutingReplayConfig
 from kvroute.journal import RequestJournal
+from kvroute.rollout.manager import RoutingReplayManager
 from kvroute.routes import Routes
 from kvroute.routing import routing_spec_from_hf, weights_version_spec
 from paged_engine.attention import PagedBatch
 from paged_engine.kv import PagedKV
 from paged_engine.models import BATCH_MULTIPLE
 from paged_engine.probe import kv_shape
-from paged_engine.replay import EngineReplay
 from paged_engine.request import EngineConfig, FinishReason, Output, Request
-from paged_engine.sampling import sample
 from paged_engine.scheduler import Scheduler, Work
-from paged_engine.sequence import Event, Sequence, State
+from paged_engine.sequence import Sequence, State
 
 if TYPE_CHECKING:
     from kvroute.capture.launched import LaunchedCapture
@@ -54,7 +54,7 @@ STORE_WAIT_S: Final = 0.05
 class Span:
     """Part of a forward pass: it computes the positions ``[start, len(tokens))`` of a sequence that begins so."""
 
-    owner: str
+    owner: str  # request id, "#", number of the sample
     tokens: Tokens[int]
     start: int
 
@@ -75,12 +75,11 @@ class Engine:
     ``namespace`` must name the weights: with a ``store``, KV and rows that an earlier engine of the same namespace
     stored are reused; it stays the caller's.
 
+    ``replay`` says whether rows are captured, which rows a hit needs, where the routes of finished samples are stored,
+    and where blocks are, in a store that the engine opens itself. Without it rows come with the output alone.
+
     Raises :class:`InvalidInputError` for a model without routers, and by its name for one whose tokens know of each
     other by more than paged attention (:func:`~paged_engine.probe.kv_shape`): recurrent state is in no block.
-
-    ``replay`` says whether rows are captured, which rows a hit needs, and where the routes of finished samples are
-    stored; without it they are captured and come with the output only. :meth:`close` raises for a rollout that
-    could not be stored and that nobody asked about.
     """
 
     def __init__(
@@ -93,39 +92,39 @@ class Engine:
         observer: Observer | None = None,
         replay: RoutingReplayConfig | None = None,
     ) -> None:
-        self.config = config
+        self.config, self._model, self._observer = config, model, observer
+        on = replay if replay is not None and replay.enable_routing_replay else None
+        self._debug, self._captures = on is not None and on.debug_mode, on is not None or replay is None
         spec = routing_spec_from_hf(model.config, config.block_tokens)  # type: ignore[arg-type]
-        self.replay = EngineReplay(replay, spec, store)
-        self.spec = self.replay.spec
-        self._model = model
+        self.spec = canary_spec(spec) if self._debug else spec
         self._positions_max: int = model.config.max_position_embeddings  # type: ignore[union-attr, assignment]
-        routed = [self.spec] if self.replay.captures else []
-        closing = ExitStack()
-        closing.callback(self.replay.close)
-        with closing:
+        self.rollouts: RoutingReplayManager | None = None
+        with ExitStack() as opened:
+            if on is not None:
+                self.rollouts = opened.enter_context(RoutingReplayManager(on.fitted(spec), self.spec))
+                if on.block_store and store is not None:
+                    raise ConfigError("block_store", "'', as the engine was given a store", repr(on.block_store))
+                store = opened.enter_context(open_store(on.block_store)) if on.block_store else store
             self.kv = PagedKV(kv_shape(model), config, next(model.parameters()).device)
             self.aux = AuxBlocks(
-                [*routed, weights_version_spec(config.block_tokens)],
+                [*([self.spec] if self._captures else []), weights_version_spec(config.block_tokens)],
                 blocks=config.device_blocks,
                 host_blocks=config.host_blocks,
                 namespace=namespace,
-                store=self.replay.store,
+                store=store,
                 kv=self.kv,
-                required=self.replay.required,
+                required=on.required if on is not None else None,
                 memory=config.memory,
                 jobs=config.jobs,
             )
-            closing.callback(self.aux.close)
-            self._capture = self._capturing() if routed else None
-            closing.pop_all()  # all is well: nothing is closed here
+            opened.callback(self.aux.close)
+            self._capture = self._capturing() if self._captures else None
+            self._opened = opened.pop_all()
         self.manager = BlockManager(self.aux, caching=config.caching)
-        self.scheduler = Scheduler(config, self.manager, losing=self._losing)
-        self._observer = observer
-        self._arrivals = 0
+        self.scheduler = Scheduler(config, self.manager, self._losing)
+        self._arrivals = self._idle_steps = 0
         self._done: list[Output] = []
-        self._idle_steps = 0
-        self.steps = 0
-        self.computed_tokens = 0
+        self.steps = self.computed_tokens = 0
 
     # ---------------------------------------------------------------- requests
 
@@ -134,7 +133,8 @@ class Engine:
         self.check_room(request)
         if self.scheduler.of(request.id):
             raise InvalidInputError("request id", "one that is not in use", request.id)
-        self.replay.check(request)
+        if self.rollouts is not None:
+            self.rollouts.check(request.id, request.n)
         self.scheduler.add(Sequence(request, 0, self._arrivals, list(request.prompt)))
         self._arrivals += 1
 
@@ -157,7 +157,7 @@ class Engine:
     @property
     def busy(self) -> bool:
         """Whether :meth:`step` has anything left to do or to answer."""
-        return bool(len(self.scheduler) or self._done)
+        return bool(self.scheduler.unfinished or self._done)
 
     @property
     def waits(self) -> bool:
@@ -176,12 +176,11 @@ class Engine:
 
         The store is not waited for while there is anything to compute, and ``STORE_WAIT_S`` at most when there is not.
         """
-        work = self._plan()
-        if work:
-            self._idle_steps = 0
+        if work := self._plan():
             self._compute(work)
             self.steps += 1
-        elif len(self.scheduler) and not self.waits:
+            self._idle_steps = 0
+        elif self.scheduler.unfinished and not self.waits:
             if self.manager.in_flight:  # nothing to compute until the store has answered
                 self.aux.wait(STORE_WAIT_S)
                 self._idle_steps = 0
@@ -210,13 +209,13 @@ class Engine:
         blocks are still its then, and closing can be tried again. What ``replay`` stores is durable when this returns;
         :class:`StorageError` says what is not.
         """
-        for sequence in list(self.scheduler.unfinished):
+        for sequence in self.scheduler.unfinished:
             self.abort(sequence.request.id)
         if self._capture is not None:
             self._capture.close()
         self.drain()
         self.aux.close()
-        self.replay.close()
+        self._opened.close()
 
     def __enter__(self) -> Self:
         return self
@@ -229,7 +228,7 @@ class Engine:
     def _capturing(self) -> RoutingCapture | LaunchedCapture:
         """Hooks that bring rows to the host, or on a GPU one launch at the end of a pass."""
         device = next(self._model.parameters()).device
-        if device.type != "cuda" or self.replay.debug:
+        if device.type != "cuda" or self._debug:
             return RoutingCapture(self._model, self.spec)
         from kvroute.capture.launched import LaunchedCapture  # needs Triton
 
@@ -240,18 +239,14 @@ class Engine:
         return self.scheduler.plan()
 
     def _compute(self, work: list[Work]) -> None:
-        for item in work:
-            self.manager.slots(item.sequence.owner, item.start, item.stop)  # refuses a block that others use
         contexts = [self._context(w) for w in work]
         tokens = [t for w in work for t in w.sequence.tokens[w.start : w.stop]]
         size = align(len(tokens), BATCH_MULTIPLE)
         slots, positions = np.full(size, PADDING), np.zeros(size, np.int64)
         slots[: len(tokens)] = np.concatenate([context[w.start :] for w, context in zip(work, contexts, strict=True)])
         positions[: len(tokens)] = np.concatenate([np.arange(w.start, w.stop) for w in work])
-        watched = (
-            self._capture.step(self.aux.begin_step, slots, positions) if self._capture else self.aux.begin_step(slots)
-        )
-        with watched as step:
+        begin = self.aux.begin_step
+        with self._capture.step(begin, slots, positions) if self._capture else begin(slots) as step:
             if self._observer:
                 self._observer.begin([Span(w.sequence.owner, w.sequence.tokens[: w.stop], w.start) for w in work])
             with torch.inference_mode():
@@ -267,49 +262,43 @@ class Engine:
 
     def _context(self, item: Work) -> NDArray[np.int64]:
         """Device slots ``[stop]`` of everything that the tokens of ``item`` attend to, themselves included."""
-        positions = np.arange(item.stop)
-        blocks = np.asarray(self.manager.table(item.sequence.owner), np.int64)
-        size = self.config.block_tokens
-        slots: NDArray[np.int64] = blocks[positions // size] * size + positions % size
-        return slots
+        self.manager.slots(item.sequence.owner, item.start, item.stop)  # refuses a block that others use
+        blocks, size = np.asarray(self.manager.table(item.sequence.owner), np.int64), self.config.block_tokens
+        return (blocks[:, None] * size + np.arange(size)).reshape(-1)[: item.stop]
 
     def _forward(self, work: list[Work], contexts: list[NDArray[np.int64]], tokens: list[int]) -> torch.Tensor:
         """Logits ``[chunks, vocabulary]`` at the last token of each chunk."""
         spans = [(w.start, torch.from_numpy(context)) for w, context in zip(work, contexts, strict=True)]
         batch = PagedBatch.of(self.kv, spans, multiple_of=BATCH_MULTIPLE)
-        lasts = [chunk.first + chunk.stop - chunk.start - 1 for chunk in batch.chunks]
-        device = batch.positions.device
+        device, lasts = batch.positions.device, np.cumsum([w.stop - w.start for w in work]) - 1
         logits: torch.Tensor = self._model(
             input_ids=functional.pad(torch.tensor(tokens), (0, batch.padding))[None].to(device),
             position_ids=batch.positions,
             use_cache=False,
-            logits_to_keep=torch.tensor(lasts, device=device),
+            logits_to_keep=torch.from_numpy(lasts).to(device),
             paged=batch,
         ).logits[0]
         return logits
 
     def _advance(self, item: Work, logits: NDArray[Any]) -> None:
         """The sequence has KV and rows up to ``item.stop`` now; sample if that was its last token."""
-        sequence, samples = item.sequence, item.samples
+        sequence = item.sequence
         sequence.computed = item.stop
         self.manager.publish(sequence.owner, sequence.tokens[: item.stop])
-        if not samples:
-            return
-        for each in (sequence, *self._fork(sequence)):
-            token = sample(logits, each.request, each.sample, len(each.tokens))
-            if (reason := each.accept(token)) is not None:
-                self._finish(each, reason)
+        if item.stop == len(sequence.tokens):
+            for each in (sequence, *self._fork(sequence)):
+                if (reason := each.sample_from(logits)) is not None:
+                    self._finish(each, reason)
 
     def _fork(self, sequence: Sequence) -> list[Sequence]:
         """The other samples of a request whose prompt has just been computed; they share all of its blocks."""
-        request = sequence.request
-        if sequence.sample or len(sequence.tokens) > len(request.prompt):
-            return []
-        children = []
+        request, children = sequence.request, list[Sequence]()
+        if sequence.sample or sequence.generated:
+            return children
         for number in range(1, request.n):
             child = Sequence(request, number, sequence.arrival, list(request.prompt))
             self.manager.fork(sequence.owner, child.owner)
-            child.on(Event.ADMIT)
+            child.become(State.RUNNING)
             child.computed = sequence.computed
             self.scheduler.add(child)
             children.append(child)
@@ -317,18 +306,15 @@ class Engine:
 
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
         """Collect the routes while the blocks are still held, store what is worth it, give the blocks back."""
-        routes = self._routes(sequence)
+        lost_some = sequence.journal is not None
+        routes = self._remember(sequence).routes() if lost_some else self._held(sequence).bind(sequence.tokens)
         if sequence.state is State.RUNNING and reason is not FinishReason.ABORT:
             self.manager.begin_persist(sequence.owner)
-        self.scheduler.finish(sequence, reason)
-        rollout = self.replay.submit(sequence.request, sequence.sample, routes)
-        generated, note = sequence.generated, sequence.note
-        self._done.append(Output(sequence.request, sequence.sample, generated, reason, routes, note, rollout))
-
-    def _routes(self, sequence: Sequence) -> Routes:
-        if sequence.journal is None:
-            return self._held(sequence).bind(sequence.tokens)
-        return self._remember(sequence).routes()
+        self.scheduler.finish(sequence)
+        stored, request = self.rollouts if len(routes) else None, sequence.request
+        ticket = stored.submit(request.id, routes, sample=sequence.sample) if stored is not None else None
+        done = Output(request, sequence.sample, sequence.generated, reason, routes, sequence.note, ticket)
+        self._done.append(done)
 
     def _losing(self, sequence: Sequence) -> None:
         """What the sequence's blocks hold is about to go: keep the rows that its tokens were sampled with."""
@@ -345,13 +331,10 @@ class Engine:
     def _held(self, sequence: Sequence) -> Routes:
         """The rows in the sequence's blocks."""
         stop = min(sequence.computed, len(sequence.tokens) - 1)
-        if sequence.state is State.WAITING or not stop or not self.replay.captures:
+        if sequence.state is State.WAITING or not stop or not self._captures:
             return Routes.from_rows(
                 self.spec, Rows(np.empty((0, *self.spec.row_shape), np.uint8), np.empty(0, np.bool_))
             )
         rows = self.manager.read(self.spec.name, sequence.owner, 0, stop)
         versions = self.manager.read("weights_version", sequence.owner, 0, stop)
         return Routes.from_rows(self.spec, rows, weights_version=versions, checked=True)
-
-
-__all__ = ["Engine", "Observer", "Span"]

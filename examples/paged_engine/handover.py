@@ -20,7 +20,7 @@ from kvroute.connector.crossing import Came, Crossing
 from paged_engine.engine import Engine
 from paged_engine.request import FinishReason, Request
 from paged_engine.scheduler import Work
-from paged_engine.sequence import Event, Handover, Sequence, State
+from paged_engine.sequence import Handover, Sequence, State
 from transfer import Release, TransferId, TransferLimits, new_transfer
 from transfer.link import Link
 
@@ -99,23 +99,26 @@ class PrefillEngine(PeerEngine):
             tokens = computed - first * size if last else (stop - first) * size
             self.crossing.lender.lend(transfer, first, *self._span(sequence, first, stop), tokens, last=last)
         except KVRouteError:  # the node takes nothing more: decode computes the rest
-            del self._filling[sequence.owner], self.lent[transfer]
-            with suppress(KVRouteError):
-                self.crossing.lender.withdraw(transfer, "it cannot be lent")
+            del self._filling[sequence.owner]
+            self._withdraw(transfer, "it cannot be lent")
             return False
         return True
 
+    def _withdraw(self, transfer: bytes, why: str) -> None:
+        if self.lent.pop(transfer, None) is not None:
+            with suppress(KVRouteError):
+                self.crossing.lender.withdraw(transfer, why)
+
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
         transfer, _ = self._filling.pop(sequence.owner, (b"", 0))
-        if reason is FinishReason.ABORT and self.lent.pop(transfer, None) is not None:
-            with suppress(KVRouteError):
-                self.crossing.lender.withdraw(transfer, "the request was aborted")
+        if reason is FinishReason.ABORT:
+            self._withdraw(transfer, "the request was aborted")
         self._waiting.pop(sequence.request.id, None)
         super()._finish(sequence, reason)
 
 
-@dataclass(frozen=True, slots=True)
-class DecodeCounters:
+@dataclass(slots=True)
+class Crossed:
     """Of prompts that were handed over: how many, what came, and how many of their tokens were computed here as well.
 
     The last token of each is computed here always, and does not count.
@@ -128,26 +131,22 @@ class DecodeCounters:
 
 
 class DecodeEngine(PeerEngine):
-    """Takes prompts over. Blocks that a fetch may still write to are held by ``fetch:<hex>`` until it is over."""
+    """Takes prompts over. Blocks that a fetch may still write to are held, by the transfer's name, until it is over."""
 
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
+        self.crossed = Crossed()
         self._under_way: dict[bytes, tuple[Sequence, int]] = {}  # with the first block that is fetched
-        self._handovers = self._blocks = self._recomputed = 0
 
     def take_over(self, request: Request, handover: Handover) -> None:
         """:meth:`add` a request whose prompt another engine computes, or has computed."""
-        waiting = (s.handover for s in self.scheduler.unfinished if s.handover is not None)
-        if handover.transfer in {*self._under_way, *(each.transfer for each in waiting)}:
+        waiting = {s.handover.transfer for s in self.scheduler.unfinished if s.handover is not None}
+        if handover.transfer in waiting | self._under_way.keys():
             raise InvalidInputError("transfer", "one that is not in use", handover.transfer.hex())
         self.add(request)
         (sequence,) = self.scheduler.of(request.id)
         sequence.handover = handover
-        self._handovers += 1
-
-    @property
-    def decode_counters(self) -> DecodeCounters:
-        return DecodeCounters(self._handovers, self._blocks, self.aux.counters.rows_installed, self._recomputed)
+        self.crossed.handovers += 1
 
     @property
     def waits(self) -> bool:
@@ -159,52 +158,43 @@ class DecodeEngine(PeerEngine):
                 self._land(ended)
         work = super()._plan()
         for sequence in self.scheduler.unfinished:
-            if sequence.handover and sequence.state is State.LANDING and not self._fetched(sequence):
-                self._fetch(sequence, sequence.handover)
-        return work
-
-    def _compute(self, work: list[Work]) -> None:
+            handover = sequence.handover
+            if handover and sequence.state is State.LANDING and handover.transfer not in self._under_way:
+                self._fetch(sequence, handover)
         for item in work:
             if item.sequence.handover is not None:
-                self._recomputed += max(0, min(item.stop, len(item.sequence.request.prompt) - 1) - item.start)
-        super()._compute(work)
-
-    def _fetched(self, sequence: Sequence) -> bool:
-        return any(mine is sequence for mine, _ in self._under_way.values())
+                twice = min(item.stop, len(item.sequence.request.prompt) - 1) - item.start
+                self.crossed.prefill_recomputed_tokens += max(0, twice)
+        return work
 
     def _fetch(self, sequence: Sequence, handover: Handover) -> None:
-        first, tokens = sequence.computed // self.config.block_tokens, len(sequence.request.prompt) - 1
-        blocks, lives = self._span(sequence, first, -(-tokens // self.config.block_tokens))
-        self.manager.hold(sequence.owner, _holder(handover.transfer), first)
+        size, tokens = self.config.block_tokens, len(sequence.request.prompt) - 1
+        first = sequence.computed // size
+        blocks, lives = self._span(sequence, first, -(-tokens // size))
+        self.manager.hold(sequence.owner, handover.transfer.hex(), first)
         self._under_way[handover.transfer] = sequence, first
-        wanted = tokens - first * self.config.block_tokens
-        self.crossing.borrower.fetch(handover.transfer, handover.address, first, blocks, lives, wanted)
+        self.crossing.borrower.fetch(handover.transfer, handover.address, first, blocks, lives, tokens - first * size)
 
     def _land(self, came: Came) -> None:
         """Nothing more lands: the sequence runs with what is there, or has been told to end or to begin anew."""
         sequence, first = self._under_way.pop(came.transfer)
-        self.manager.release(_holder(came.transfer))
-        self._blocks += len(came.kv)
+        self.manager.release(came.transfer.hex())
+        self.crossed.transferred_blocks += len(came.kv)
+        self.crossed.transferred_rows = self.aux.counters.rows_installed
         if sequence.state is not State.LANDING:
             return
         size, tokens = self.config.block_tokens, len(sequence.request.prompt) - 1
         places = range(first, -(-tokens // size))
         gap = next((i for i in places if i in came.why or i not in came.kv), places.stop)
-        sequence.on(Event.LAND)
+        sequence.become(State.RUNNING)
         sequence.computed = min(tokens, gap * size)
         self.manager.publish(sequence.owner, sequence.request.prompt[: sequence.computed])
         if gap < places.stop:
             sequence.note = f"computed here from position {gap * size} on: {came.why.get(gap, 'it did not come')}"
 
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
-        if sequence.state is State.LANDING and sequence.handover is not None and self._fetched(sequence):
+        handover = sequence.handover
+        if sequence.state is State.LANDING and handover and handover.transfer in self._under_way:
             with suppress(KVRouteError):  # of a node that is closed
-                self.crossing.node.abort(TransferId(sequence.handover.transfer), "aborted")  # prefill need not go on
+                self.crossing.node.abort(TransferId(handover.transfer), "aborted")  # prefill need not go on
         super()._finish(sequence, reason)
-
-
-def _holder(transfer: bytes) -> str:
-    return f"fetch:{transfer.hex()}"
-
-
-__all__ = ["DecodeCounters", "DecodeEngine", "PeerEngine", "PrefillEngine"]

@@ -15,39 +15,20 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from typing import Any, Final, Protocol
+from dataclasses import astuple, dataclass
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import nn
 
+if TYPE_CHECKING:
+    from paged_engine.engine import Span
+    from paged_engine.request import Output
+
 PASS_MULTIPLE: Final = 16
 """Second runs are padded at the end to this multiple, so that float32 sums go in the same order; see the models."""
-
-
-class SpanLike(Protocol):
-    """Part of a forward pass: the positions ``[start, len(tokens))`` of a sequence that begins with ``tokens``."""
-
-    @property
-    def owner(self) -> str: ...  # request id, "#", number of the sample
-
-    @property
-    def tokens(self) -> Sequence[int]: ...
-
-    @property
-    def start(self) -> int: ...
-
-
-class RoutesLike(Protocol):
-    """What the engine handed out: ``ids`` ``[n, layers, top_k]`` and ``valid`` ``[n]``."""
-
-    @property
-    def ids(self) -> NDArray[Any]: ...
-
-    @property
-    def valid(self) -> NDArray[np.bool_]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +51,7 @@ class Verdict:
         return self.agreed / self.compared if self.compared else 1.0
 
     def __add__(self, other: Verdict) -> Verdict:
-        return Verdict(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+        return Verdict(*map(sum, zip(astuple(self), astuple(other), strict=True)))
 
 
 class RouterWatch:
@@ -96,10 +77,9 @@ class RouterWatch:
         seen = [list(calls) for calls in self._ids]
         for calls in self._ids:
             calls.clear()
-        if any(len(calls) != 1 for calls in seen):
-            raise AssertionError(f"routers were called {[len(calls) for calls in seen]} times in one pass")
-        if len({len(calls[0]) for calls in seen}) != 1 or not len(seen[0][0]):
-            raise AssertionError(f"routers routed {[len(calls[0]) for calls in seen]} tokens in one pass")
+        tokens = [[len(ids) for ids in calls] for calls in seen]
+        if len(tokens[0]) != 1 or not tokens[0][0] or any(each != tokens[0] for each in tokens):
+            raise AssertionError(f"routers routed {tokens} tokens in one pass")
         return np.stack([calls[0] for calls in seen], axis=1)
 
     def close(self) -> None:
@@ -115,8 +95,7 @@ class Checker:
         self._first: dict[str, dict[int, tuple[int, bytes]]] = {}  # owner -> position -> update and row
         self._differently: set[tuple[str, int]] = set()
         self._watch: RouterWatch | None = None
-        self._spans: tuple[tuple[str, tuple[int, ...], int], ...] = ()
-        self.rows_witnessed = 0
+        self._spans: list[tuple[str, tuple[int, ...], int]] = []
 
     def attach(self, model: nn.Module) -> None:
         """Watch ``model`` from now on, and no other."""
@@ -128,24 +107,22 @@ class Checker:
             self._watch.close()
             self._watch = None
 
-    def begin(self, spans: Sequence[SpanLike]) -> None:
+    def begin(self, spans: Sequence[Span]) -> None:
         """A forward pass over ``spans``, back to back, is about to run."""
-        self._spans = tuple((span.owner, tuple(span.tokens), span.start) for span in spans)
+        self._spans = [(span.owner, tuple(span.tokens), span.start) for span in spans]
 
     def end(self) -> None:
         """The pass has run: file what its routers chose. What follows the spans in the batch is padding."""
         if self._watch is None:
             raise AssertionError("the checker is attached to no model")
-        ids, at = self._watch.take(), 0
+        rows = iter(self._watch.take())
         for owner, tokens, start in self._spans:
             first = self._first.setdefault(owner, {})
             for position, digest in enumerate(_prefix_digests(tokens, start), start):
-                row = ids[at].tobytes()
+                row = next(rows).tobytes()
                 self._witnessed[-1].setdefault(digest, set()).add(row)
                 if first.setdefault(position, (len(self._witnessed) - 1, row))[1] != row:
                     self._differently.add((owner, position))
-                at += 1
-        self.rows_witnessed += at
 
     def weights_changed(self) -> None:
         """What is computed from here on is computed with other weights."""
@@ -163,25 +140,26 @@ class Checker:
 
     def judge(
         self,
-        tokens: Sequence[int],
-        routes: RoutesLike,
-        expected: int,
-        again: NDArray[np.int32],
+        output: Output,
+        expected: int | None = None,
+        again: NDArray[np.int32] | None = None,
         *,
-        owner: str | None = None,
-        prompt: int = 0,
+        owned: bool = False,
     ) -> Verdict:
-        """The verdict on one sequence's routes, of which ``expected`` rows should be there.
+        """The verdict on one sample's routes, of which ``expected`` rows should be there: all but the last token's.
 
-        ``again`` are the ids ``[>= expected, layers, top_k]`` that a second run of ``tokens`` chose. With ``owner``,
-        the rows must be those that its tokens behind the first ``prompt`` were sampled with.
+        ``again`` are the ids ``[>= expected, layers, top_k]`` that a second run chose; without one, a row that nobody
+        saw is wrong. ``owned``: the sample is of the engine that was watched, and its rows must be those that its
+        tokens were sampled with.
         """
-        ids, valid = np.asarray(routes.ids).astype(np.int32), np.asarray(routes.valid)
+        ids, valid = np.asarray(output.routes.ids).astype(np.int32), np.asarray(output.routes.valid)
+        again = np.full(ids.shape, -1, np.int32) if again is None else again
+        expected = len(output.sequence) - 1 if expected is None else expected
         wrong = judged_by_recompute = 0
-        for position, digest in enumerate(_prefix_digests(tuple(tokens)[: len(ids)], 0)):
+        for position, digest in enumerate(_prefix_digests(output.sequence[: len(ids)], 0)):
             if not valid[position]:
                 continue
-            witnessed = self._sampled_with(digest, position, owner, prompt)
+            witnessed = self._sampled_with(digest, position, output if owned else None)
             if not witnessed:
                 judged_by_recompute += 1
                 witnessed = {again[position].tobytes()}
@@ -190,14 +168,14 @@ class Checker:
         missing = expected - int(np.count_nonzero(valid[:expected]))
         return Verdict(expected, wrong, missing, judged_by_recompute, same.size, int(np.count_nonzero(same)))
 
-    def _sampled_with(self, digest: bytes, position: int, owner: str | None, prompt: int) -> set[bytes]:
+    def _sampled_with(self, digest: bytes, position: int, of: Output | None) -> set[bytes]:
         """The rows that may come out of ``position``: none if nobody saw any."""
-        if owner is not None:
-            first = self._first.get(owner, {})
+        if of is not None:
+            prompt, first = len(of.request.prompt), self._first.get(f"{of.request.id}#{of.sample}", {})
             if position >= prompt and position in first:
                 return {first[position][1]}
             # All samples of a request begin with the pass that computed its last prompt token, for the first of them.
-            sampling = self._first.get(f"{owner.rpartition('#')[0]}#0", {}).get(prompt - 1)
+            sampling = self._first.get(f"{of.request.id}#0", {}).get(prompt - 1)
             if position < prompt and sampling is not None:
                 return self._witnessed[sampling[0]].get(digest, set())
         return set[bytes]().union(*(witnessed.get(digest, set()) for witnessed in self._witnessed))
@@ -228,6 +206,3 @@ def _prefix_digests(tokens: tuple[int, ...], start: int) -> list[bytes]:
         digest.update(int(token).to_bytes(8, "little", signed=True))
         digests.append(digest.digest())
     return digests
-
-
-__all__ = ["Checker", "RouterWatch", "SecondRun", "Verdict"]

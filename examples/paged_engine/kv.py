@@ -46,21 +46,6 @@ class KVShape:
         )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class KVLayer:
-    """One layer's view of the device blocks: tokens by slot."""
-
-    keys: torch.Tensor  # [slots, heads, k_dim]
-    values: torch.Tensor  # [slots, heads, v_dim]
-
-    def write(self, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
-        self.keys[slots] = keys
-        self.values[slots] = values
-
-    def read(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.keys[slots], self.values[slots]
-
-
 class PagedKV:
     """Device and host KV blocks of one model, a :class:`~cache_manager.ports.KVBlocks`.
 
@@ -69,22 +54,15 @@ class PagedKV:
 
     def __init__(self, shape: KVShape, config: EngineConfig, device: torch.device | None = None) -> None:
         row = (config.block_tokens, shape.layers, shape.width)  # of both: [blocks, block_tokens, layers, width]
-        self.shape = shape
-        self.spec = shape.spec(config.block_tokens)
+        self.shape, self.spec = shape, shape.spec(config.block_tokens)
         self.device = torch.zeros((config.device_blocks, *row), dtype=shape.dtype, device=device)
         self.host = torch.zeros((config.host_blocks, *row), dtype=shape.dtype)
-        slots = self.device.view(-1, shape.layers, shape.width)
-        split = shape.heads * shape.k_dim
-        self._layers = tuple(
-            KVLayer(
-                slots[:, layer, :split].view(-1, shape.heads, shape.k_dim),
-                slots[:, layer, split:].view(-1, shape.heads, shape.v_dim),
-            )
-            for layer in range(shape.layers)
-        )
 
-    def layer(self, index: int) -> KVLayer:
-        return self._layers[index]
+    def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Views of one layer's keys ``[slots, heads, k_dim]`` and values ``[slots, heads, v_dim]`` on the device."""
+        shape, slots = self.shape, self.device.view(-1, self.shape.layers, self.shape.width)[:, index]
+        split = shape.heads * shape.k_dim
+        return slots[:, :split].unflatten(1, (shape.heads, -1)), slots[:, split:].unflatten(1, (shape.heads, -1))
 
     # ---------------------------------------------------------------- KVBlocks: where rows go, KV goes
 
@@ -102,6 +80,3 @@ class PagedKV:
         into = self.device.view(torch.uint8)
         raw = torch.from_numpy(np.ascontiguousarray(given)).view(-1, *into.shape[1:])
         into[torch.from_numpy(blocks).to(into.device)] = raw.to(into.device)
-
-
-__all__ = ["KVLayer", "KVShape", "PagedKV"]

@@ -12,21 +12,11 @@ that order fixed.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
 from typing import Any, Final
 
 import torch
 from torch import nn
-from transformers import (
-    DeepseekV3Config,
-    DeepseekV3ForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-    OlmoeConfig,
-    OlmoeForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-)
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from cache_manager.errors import InvalidInputError
 from kvroute.capture.capture import find_routers
@@ -50,80 +40,47 @@ _COMMON: Final[dict[str, Any]] = {
     "pad_token_id": 2,
     "tie_word_embeddings": False,
 }
-
-
-def _qwen3_moe(vocab_size: int) -> Any:
-    return Qwen3MoeForCausalLM(
-        Qwen3MoeConfig(
-            **_COMMON,
-            vocab_size=vocab_size,
-            num_hidden_layers=4,
-            num_key_value_heads=2,
-            head_dim=16,
-            moe_intermediate_size=32,
-            num_experts=16,
-            num_experts_per_tok=4,
-            norm_topk_prob=True,
-        )
-    )
-
-
-def _deepseek_v3(vocab_size: int) -> Any:
-    # A dense first layer, latent attention whose keys are wider than its values, and group-limited top-k.
-    return DeepseekV3ForCausalLM(
-        DeepseekV3Config(
-            **_COMMON,
-            vocab_size=vocab_size,
-            num_hidden_layers=4,
-            num_key_value_heads=4,
-            moe_intermediate_size=32,
-            n_routed_experts=16,
-            num_experts_per_tok=4,
-            n_shared_experts=1,
-            n_group=4,
-            topk_group=2,
-            first_k_dense_replace=1,
-            kv_lora_rank=32,
-            q_lora_rank=32,
-            qk_rope_head_dim=8,
-            qk_nope_head_dim=16,
-            v_head_dim=16,
-            num_mtp_layers=0,
-        )
-    )
-
-
-def _olmoe(vocab_size: int) -> Any:
-    return OlmoeForCausalLM(
-        OlmoeConfig(
-            **{**_COMMON, "intermediate_size": 32},
-            vocab_size=vocab_size,
-            num_hidden_layers=3,
-            num_key_value_heads=4,
-            num_experts=16,
-            num_experts_per_tok=4,
-        )
-    )
-
-
-def _mixtral(vocab_size: int) -> Any:
-    return MixtralForCausalLM(
-        MixtralConfig(
-            **{**_COMMON, "intermediate_size": 64},
-            vocab_size=vocab_size,
-            num_hidden_layers=3,
-            num_key_value_heads=2,
-            num_local_experts=8,
-            num_experts_per_tok=2,
-        )
-    )
-
-
-MODELS: Final[dict[str, Callable[[int], Any]]] = {
-    "qwen3_moe": _qwen3_moe,
-    "deepseek_v3": _deepseek_v3,
-    "olmoe": _olmoe,
-    "mixtral": _mixtral,
+MODELS: Final[dict[str, dict[str, Any]]] = {
+    "qwen3_moe": {
+        "num_hidden_layers": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "moe_intermediate_size": 32,
+        "num_experts": 16,
+        "num_experts_per_tok": 4,
+        "norm_topk_prob": True,
+    },
+    "deepseek_v3": {  # a dense first layer, latent attention with keys wider than values, group-limited top-k
+        "num_hidden_layers": 4,
+        "num_key_value_heads": 4,
+        "q_lora_rank": 32,
+        "kv_lora_rank": 32,
+        "v_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 16,
+        "n_routed_experts": 16,
+        "num_experts_per_tok": 4,
+        "n_shared_experts": 1,
+        "n_group": 4,
+        "topk_group": 2,
+        "first_k_dense_replace": 1,
+        "moe_intermediate_size": 32,
+        "num_mtp_layers": 0,
+    },
+    "olmoe": {
+        "num_hidden_layers": 3,
+        "num_key_value_heads": 4,
+        "intermediate_size": 32,
+        "num_experts": 16,
+        "num_experts_per_tok": 4,
+    },
+    "mixtral": {
+        "num_hidden_layers": 3,
+        "num_key_value_heads": 2,
+        "intermediate_size": 64,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+    },
 }
 
 
@@ -134,8 +91,9 @@ def build_model(name: str, *, seed: int, vocab_size: int, dtype: torch.dtype = t
     """
     if name not in MODELS:
         raise InvalidInputError("model", "one of " + ", ".join(MODELS), name)
+    config = CONFIG_MAPPING[name](**{**_COMMON, **MODELS[name], "vocab_size": vocab_size})
     with torch.random.fork_rng(devices=[]):
-        model: nn.Module = MODELS[name](vocab_size)
+        model: nn.Module = AutoModelForCausalLM.from_config(config)
     return ready(model, seed=seed, dtype=dtype)
 
 
@@ -170,6 +128,3 @@ def weights_digest(model: nn.Module) -> str:
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
         digest.update(tensor.contiguous().cpu().numpy().data)
     return digest.hexdigest()
-
-
-__all__ = ["BATCH_MULTIPLE", "MODELS", "POSITIONS_MAX", "build_model", "ready", "weights_digest"]

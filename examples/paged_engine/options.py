@@ -44,21 +44,19 @@ class Options:
     out: Path = Path("demo-output")
 
     def __post_init__(self) -> None:
-        if self.model not in MODELS:
-            raise ConfigError("--model", "one of " + ", ".join(MODELS), self.model)
-        if not 1 <= self.requests <= REQUESTS_MAX:
-            raise ConfigError("--requests", f"1 to {REQUESTS_MAX}", self.requests)
-        if not 0 <= self.seed < 1 << 63:
-            raise ConfigError("--seed", "an integer in [0, 2**63)", self.seed)
-        if self.device_blocks is not None and self.device_blocks < self.longest_blocks:
-            wanted = f"at least {self.longest_blocks} (the longest sequence has {self.longest_blocks} blocks)"
-            raise ConfigError("--device-blocks", wanted, self.device_blocks)
-        if self.host_blocks is not None and self.host_blocks < 0:
-            raise ConfigError("--host-blocks", "0 or more", self.host_blocks)
-        if self.device not in ("cpu", "cuda"):
-            raise ConfigError("--device", "cpu or cuda", self.device)
-        if self.device == "cuda" and not torch.cuda.is_available():
-            raise ConfigError("--device", "cpu, for torch sees no CUDA GPU here", self.device)
+        gpu = self.device == "cpu" or torch.cuda.device_count() > 0
+        for flag, value, right, wanted in (
+            ("--model", self.model, self.model in MODELS, "one of " + ", ".join(MODELS)),
+            ("--requests", self.requests, 1 <= self.requests <= REQUESTS_MAX, f"1 to {REQUESTS_MAX}"),
+            ("--seed", self.seed, 0 <= self.seed < 1 << 63, "an integer in [0, 2**63)"),
+            ("--host-blocks", self.host_blocks, (self.host_blocks or 0) >= 0, "0 or more"),
+            ("--device", self.device, self.device in ("cpu", "cuda"), "cpu or cuda"),
+            ("--device", self.device, gpu, "cpu, for torch sees no CUDA GPU here"),
+        ):
+            if not right:
+                raise ConfigError(flag, wanted, value)
+        if self._device < (longest := self.longest_blocks):
+            raise ConfigError("--device-blocks", f"at least {longest}, for the longest sequence", self.device_blocks)
         if self.store is not None and self.store != MOONCAKE:
             url = StoreUrl.parse(self.store)
             for tier in url.tiers or (url.text,):
@@ -82,19 +80,19 @@ class Options:
         return -(-longest_tokens(conversations(self.requests, self.seed)) // BLOCK_TOKENS)
 
     @property
-    def engine(self) -> EngineConfig:
-        """Of the engine under test."""
+    def _device(self) -> int:
         clients = len(conversations(self.requests, self.seed))
         room = round(self.longest_blocks * max(1.25, min(3.0, clients / 4)))
-        device = self.device_blocks if self.device_blocks is not None else room
-        host = self.host_blocks if self.host_blocks is not None else device
-        return EngineConfig(BLOCK_TOKENS, device, host, sequences_max=SEQUENCES_MAX, memory="shared")
+        return room if self.device_blocks is None else self.device_blocks
+
+    @property
+    def engine(self) -> EngineConfig:
+        """Of the engine under test."""
+        host = self._device if self.host_blocks is None else self.host_blocks
+        return EngineConfig(BLOCK_TOKENS, self._device, host, sequences_max=SEQUENCES_MAX, memory="shared")
 
     @property
     def plain_engine(self) -> EngineConfig:
         """Of the engine that it is compared with: room for everything, and neither reuse nor swap nor store."""
         room = 2 * SEQUENCES_MAX * self.longest_blocks
         return EngineConfig(BLOCK_TOKENS, room, 0, sequences_max=SEQUENCES_MAX, caching=False)
-
-
-__all__ = ["BLOCK_TOKENS", "MOONCAKE", "Options"]

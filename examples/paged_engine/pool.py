@@ -16,21 +16,19 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Final
+from typing import Final
 
 from cache_manager.errors import StorageError
 from cache_manager.storage import open_store
+from paged_engine.processes import ServerError, hold_port, until
 
 SEGMENT: Final = "256MiB"
 START_S: Final = 60.0
-MASTER_START_S: Final = 20.0
 STOP_S: Final = 15.0
-PORT_TRIES_MAX: Final = 3
 _PR_SET_PDEATHSIG: Final = 1
 
 
@@ -59,7 +57,12 @@ def running_pool() -> Iterator[Pool]:
     assert owner.stdin is not None
     assert owner.stdout is not None
     try:
-        said = json.loads(_first_line(owner.stdout))
+        ready, _, _ = select.select([owner.stdout], [], [], START_S)
+        line = owner.stdout.readline() if ready else f"nothing said within {START_S:.0f} s"
+        if not line.startswith("{"):
+            remedy = "`kvroute doctor --require mooncake` says what is missing"
+            raise StorageError(f"no Mooncake pool: {line.strip()}; {remedy}")
+        said = json.loads(line)
         yield Pool(said["url"], owner.pid, said["master"])
     finally:
         owner.stdin.close()
@@ -71,80 +74,50 @@ def running_pool() -> Iterator[Pool]:
         owner.stdout.close()
 
 
-def _first_line(answers: IO[str]) -> str:
-    ready, _, _ = select.select([answers], [], [], START_S)
-    line = answers.readline() if ready else ""
-    if not line.startswith("{"):
-        cause = (line + answers.read()).strip() if ready else f"nothing said within {START_S:.0f} s"
-        raise StorageError(f"no Mooncake pool: {cause}; `kvroute doctor --require mooncake` says what is missing")
-    return line
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def _die_with_the_parent() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def _start_master() -> tuple[subprocess.Popen[bytes], int, int]:
-    """A master on loopback, its RPC port and its admin port."""
+def _start_master(rpc: int, admin: int) -> subprocess.Popen[bytes]:
+    """A master on loopback, whose two ports answer."""
     program = shutil.which("mooncake_master", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     if program is None:
         raise StorageError("there is no mooncake_master")
-    for _ in range(PORT_TRIES_MAX):  # somebody else may take a port that was free
-        rpc, admin = _free_port(), _free_port()
-        command = [
-            program,
-            "--rpc_address=127.0.0.1",
-            f"--rpc_port={rpc}",
-            "--metrics_host=127.0.0.1",
-            f"--metrics_port={admin}",
-            "--rpc_thread_num=2",
-            "--client_ttl=5",
-            "--default_kv_lease_ttl=1000",
-            "--put_start_discard_timeout_sec=10",
-            "--logtostderr",
-        ]
-        silence = subprocess.DEVNULL
-        master = subprocess.Popen(  # noqa: S603 (found beside the interpreter or on PATH)
-            command, stdin=silence, stdout=silence, stderr=silence, preexec_fn=_die_with_the_parent
-        )
-        give_up_s = time.monotonic() + MASTER_START_S
-        while master.poll() is None and time.monotonic() < give_up_s:
-            if _answers(rpc) and _answers(admin):
-                return master, rpc, admin
-            time.sleep(0.02)
+    flags = {"rpc_address": "127.0.0.1", "rpc_port": rpc, "metrics_host": "127.0.0.1", "metrics_port": admin}
+    flags |= {"rpc_thread_num": 2, "client_ttl": 5, "default_kv_lease_ttl": 1000, "put_start_discard_timeout_sec": 10}
+    flags["logtostderr"] = "true"
+    command, silence = [program, *(f"--{name}={value}" for name, value in flags.items())], subprocess.DEVNULL
+    master = subprocess.Popen(  # noqa: S603 (found beside the interpreter or on PATH)
+        command, stdin=silence, stdout=silence, stderr=silence, preexec_fn=_die_with_the_parent
+    )
+    try:
+        until(lambda: master.poll() is not None or (_answers(rpc) and _answers(admin)), "mooncake_master", START_S / 3)
+    except ServerError:
         master.kill()
         master.wait()
-    raise StorageError("mooncake_master does not start")
+    if master.poll() is not None:
+        raise StorageError("mooncake_master does not start")
+    return master
 
 
 def _answers(port: int) -> bool:
-    try:
-        socket.create_connection(("127.0.0.1", port), 1.0).close()
-    except OSError:
-        return False
-    return True
+    with suppress(OSError), socket.create_connection(("127.0.0.1", port), 1.0):
+        return True
+    return False
 
 
 def main() -> int:
     """Be the pool until stdin ends."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    rpc, admin = hold_port(), hold_port()
     try:
-        master, rpc, admin = _start_master()
+        master = _start_master(rpc, admin)
         try:
             url = f"mooncake://127.0.0.1:{rpc}/demo?admin=127.0.0.1:{admin}&host=127.0.0.1"
-            lender = open_store(f"{url}&segment={SEGMENT}")
-            try:
+            with open_store(f"{url}&segment={SEGMENT}"):
                 sys.stdout.write(json.dumps({"url": url, "master": master.pid}) + "\n")
                 sys.stdout.flush()
                 sys.stdin.read()
-            finally:
-                lender.close()
         finally:
             master.kill()
             master.wait()

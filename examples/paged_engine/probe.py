@@ -35,9 +35,8 @@ class _EachToItself:
     ) -> torch.Tensor:
         self.layers.append(layer)
         self.shapes.append(KVShape(1, key.shape[1], key.shape[3], value.shape[3], key.dtype))
-        own = [slice(token, token + 1) for token in range(TOKENS)]
-        alone = [reach.attend(query[:, :, at], key[:, :, at], value[:, :, at], None) for at in own]
-        return torch.cat(alone, dim=2).transpose(1, 2).contiguous()
+        parts = zip(*(each.split(1, dim=2) for each in (query, key, value)), strict=True)
+        return torch.cat([reach.attend(*alone) for alone in parts], dim=2).transpose(1, 2).contiguous()
 
 
 def kv_shape(model: nn.Module) -> KVShape:
@@ -50,13 +49,13 @@ def kv_shape(model: nn.Module) -> KVShape:
     named = f"model {type(model).__name__}"
     tokens = torch.arange(TOKENS, device=next(model.parameters()).device)[None]
     with _unwatched(model), torch.inference_mode():
-        for spoilt in (0, -1):
+        for spoilt in (0, TOKENS - 1):
             found, given = _EachToItself(), model.get_input_embeddings()(tokens).clone()  # type: ignore[operator]
             given[0, spoilt] = torch.nan
             logits = model(inputs_embeds=given, position_ids=tokens, use_cache=False, paged=found).logits[0]
             if not found.layers:
                 raise InvalidInputError(named, f"_attn_implementation {ATTENTION}", model.config._attn_implementation)  # type: ignore[union-attr]
-            if bool(logits[1:].isnan().any() if spoilt == 0 else logits[:-1].isnan().any()):
+            if bool(logits[tokens[0] != spoilt].isnan().any()):
                 wanted = "tokens that know of each other by paged attention alone"
                 raise InvalidInputError(named, wanted, "another way: a recurrent state, or an attention of its own")
     if sorted(found.layers) != list(range(len(found.layers))):
@@ -79,6 +78,3 @@ def _unwatched(model: nn.Module) -> Iterator[None]:
     finally:
         for hooks, was in zip(every, kept, strict=True):
             hooks.update(was)
-
-
-__all__ = ["kv_shape"]

@@ -18,7 +18,6 @@ from typing import Any, Final, Self
 from cache_manager.errors import KVRouteError
 
 READY_S: Final = 180.0
-QUIET_S: Final = 60.0
 END_S: Final = 60.0
 ASK_S: Final = 300.0
 
@@ -125,7 +124,7 @@ class Pair:
     def wait_quiet(self) -> bool:
         """Whether every block has come back within a while."""
         try:
-            until(lambda: self.prefill.quiet and self.decode.quiet, "all blocks are back", QUIET_S)
+            until(lambda: self.prefill.quiet and self.decode.quiet, "all blocks are back", END_S)
         except ServerError:
             return False
         return True
@@ -160,6 +159,3 @@ def hold_port() -> int:
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     _HELD.append(held)
     return int(held.getsockname()[1])
-
-
-__all__ = ["Pair", "Server", "ServerError", "hold_port", "until"]

@@ -36,16 +36,12 @@ class EngineConfig:
     restore_wait_s: float = 10.0
 
     def __post_init__(self) -> None:
-        for name, low in (("device_blocks", 1), ("host_blocks", 0), ("step_tokens", 1), ("sequences_max", 1)):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < low:
-                raise ConfigError(name, f"an integer of {low} or more", repr(value))
-        if not self.restore_wait_s >= 0:
-            raise ConfigError("restore_wait_s", "seconds, 0 or more", self.restore_wait_s)
-        if not isinstance(self.block_tokens, int) or self.block_tokens < 8 or self.block_tokens % 8:
-            raise ConfigError("block_tokens", "a multiple of 8", repr(self.block_tokens))
-        if not isinstance(self.caching, bool):
-            raise ConfigError("caching", "True or False", repr(self.caching))
+        least = {"device_blocks": 1, "host_blocks": 0, "step_tokens": 1, "sequences_max": 1, "restore_wait_s": 0}
+        for name, low in least.items():
+            if not getattr(self, name) >= low:
+                raise ConfigError(name, f"{low} or more", getattr(self, name))
+        if self.block_tokens < 8 or self.block_tokens % 8:
+            raise ConfigError("block_tokens", "a multiple of 8", self.block_tokens)
 
     @property
     def capacity_tokens(self) -> int:
@@ -74,18 +70,16 @@ class Request:
     draw: str = ""
 
     def __post_init__(self) -> None:
-        if not self.id:
-            raise InvalidInputError("request id", "a non-empty string", repr(self.id))
-        if not self.prompt:
-            raise InvalidInputError(f"request {self.id} prompt", "at least one token", "none")
-        if self.max_tokens < 1:
-            raise InvalidInputError(f"request {self.id} max_tokens", "1 or more", self.max_tokens)
-        if not 1 <= self.n <= SAMPLES_MAX:
-            raise InvalidInputError(f"request {self.id} n", f"1 to {SAMPLES_MAX} samples", self.n)
-        if not 0.0 <= self.temperature < float("inf"):
-            raise InvalidInputError(f"request {self.id} temperature", "a finite number of 0 or more", self.temperature)
-        if not all(self.stop_sequences):
-            raise InvalidInputError(f"request {self.id} stop_sequences", "sequences of at least one token", "an empty")
+        for name, true, wanted in (
+            ("id", bool(self.id), "a non-empty string"),
+            ("prompt", bool(self.prompt), "at least one token"),
+            ("max_tokens", self.max_tokens >= 1, "1 or more"),
+            ("n", 1 <= self.n <= SAMPLES_MAX, f"1 to {SAMPLES_MAX} samples"),
+            ("temperature", 0.0 <= self.temperature < float("inf"), "a finite number of 0 or more"),
+            ("stop_sequences", all(self.stop_sequences), "sequences of at least one token"),
+        ):
+            if not true:
+                raise InvalidInputError(f"request {self.id} {name}", wanted, repr(getattr(self, name))[:80])
 
 
 class FinishReason(Enum):
@@ -101,10 +95,10 @@ class Output:
     """One finished sample.
 
     ``tokens`` are those that were generated; ``routes`` cover the positions ``[0, computed)`` of prompt and tokens
-    together. Of a sample that ended by itself that is all but the last token: it was sampled, but no forward pass read
-    it. An aborted sample has the routes of what had been computed, which may be nothing. They are bound to these
-    tokens. ``note`` says why a prompt that another engine had computed was computed again, if it was. ``rollout`` tells
-    where the routes are stored, in an engine that stores them.
+    together, and are bound to them. Of a sample that ended by itself that is all but the last token: it was sampled,
+    but no forward pass read it. An aborted sample has the routes of what had been computed, which may be nothing.
+    ``note`` says why a prompt that another engine had computed was computed again, if it was. ``rollout`` tells where
+    the routes are stored, in an engine that stores them.
     """
 
     request: Request
@@ -119,6 +113,3 @@ class Output:
     def sequence(self) -> tuple[int, ...]:
         """Prompt and generated tokens."""
         return self.request.prompt + self.tokens
-
-
-__all__ = ["EngineConfig", "FinishReason", "Output", "Request"]

@@ -2,13 +2,18 @@
 
 The law: a sequence holds device blocks when RUNNING, RESTORING or LANDING, host blocks when SWAPPED, and none when
 WAITING or FINISHED. It is computed only when RUNNING. Others go on while a RESTORING one waits for the store, and a
-LANDING one for rows and KV that another engine has computed.
+LANDING one for rows and KV that another engine computes.
 """
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from kvroute.journal import RequestJournal
 from paged_engine.request import FinishReason, Request
@@ -23,33 +28,13 @@ class State(Enum):
     FINISHED = auto()
 
 
-class Event(Enum):
-    RESTORE = auto()
-    ADMIT = auto()
-    SWAP_OUT = auto()
-    SWAP_IN = auto()
-    DROP = auto()  # preempted without room on the host, or overtaken while something came: it starts again later
-    AWAIT = auto()  # blocks are there, rows and KV are on their way to them
-    LAND = auto()  # what came is in place, and no more will come
-    FINISH = auto()
-
-
-TRANSITIONS: dict[State, dict[Event, State]] = {
-    State.WAITING: {
-        Event.RESTORE: State.RESTORING,
-        Event.ADMIT: State.RUNNING,
-        Event.AWAIT: State.LANDING,
-        Event.FINISH: State.FINISHED,
-    },
-    State.RESTORING: {Event.ADMIT: State.RUNNING, Event.DROP: State.WAITING, Event.FINISH: State.FINISHED},
-    State.LANDING: {Event.LAND: State.RUNNING, Event.DROP: State.WAITING, Event.FINISH: State.FINISHED},
-    State.RUNNING: {
-        Event.SWAP_OUT: State.SWAPPED,
-        Event.DROP: State.WAITING,
-        Event.FINISH: State.FINISHED,
-    },
-    State.SWAPPED: {Event.SWAP_IN: State.RUNNING, Event.DROP: State.WAITING, Event.FINISH: State.FINISHED},
-    State.FINISHED: {},
+NEXT: dict[State, set[State]] = {
+    State.WAITING: {State.RESTORING, State.RUNNING, State.LANDING, State.FINISHED},
+    State.RESTORING: {State.RUNNING, State.WAITING, State.FINISHED},
+    State.LANDING: {State.RUNNING, State.WAITING, State.FINISHED},
+    State.RUNNING: {State.SWAPPED, State.WAITING, State.FINISHED},
+    State.SWAPPED: {State.RUNNING, State.WAITING, State.FINISHED},
+    State.FINISHED: set(),
 }
 
 
@@ -75,7 +60,6 @@ class Sequence:
     """While RESTORING: when to stop waiting for the store."""
     store_gave_nothing: bool = False
     """The store was given up on once, and is not asked again."""
-    reason: FinishReason | None = None
     handover: Handover | None = None
     note: str = ""
     """Why a part of what was handed over was computed again."""
@@ -95,24 +79,28 @@ class Sequence:
     def generated(self) -> tuple[int, ...]:
         return tuple(self.tokens[len(self.request.prompt) :])
 
-    def on(self, event: Event) -> None:
-        """Change the state; an event that the table does not allow is a bug."""
-        if event not in TRANSITIONS[self.state]:
-            raise AssertionError(f"{self.owner}: {event.name} while {self.state.name}")
-        self.state = TRANSITIONS[self.state][event]
-        if event in (Event.ADMIT, Event.DROP):
-            self.computed = 0
-        if event is Event.DROP:
-            self.handover = None  # what came is gone
+    def become(self, state: State) -> None:
+        """Change the state; a change that the table does not allow is a bug. Who waits again has nothing any more."""
+        if state not in NEXT[self.state]:
+            raise AssertionError(f"{self.owner}: {state.name} after {self.state.name}")
+        self.state = state
+        if state is State.WAITING:
+            self.computed, self.handover = 0, None
 
-    def finish(self, reason: FinishReason) -> None:
-        self.on(Event.FINISH)
-        self.reason = reason
+    def sample_from(self, logits: NDArray[Any]) -> FinishReason | None:
+        """Append the token that ``logits [vocabulary]`` of the last one lead to; why the sample ends with it, if so.
 
-    def accept(self, token: int) -> FinishReason | None:
-        """Append a sampled token; why the sample ends with it, if it does."""
-        self.tokens.append(token)
-        request, generated = self.request, self.generated
+        Gumbel noise on the scaled logits draws from their softmax; it is a function of seed, request, sample and
+        position, so the batch that the token was computed in cannot show.
+        """
+        request = self.request
+        if request.temperature:
+            name = f"{request.seed} {self.sample} {len(self.tokens)} {request.draw or request.id}".encode()
+            key = hashlib.blake2b(name, digest_size=16, person=b"kvroute.noise").digest()
+            random = np.random.Generator(np.random.Philox(key=int.from_bytes(key, "little")))
+            logits = logits / request.temperature + random.gumbel(size=logits.size)
+        self.tokens.append(token := int(logits.argmax()))
+        generated = self.generated
         if token in request.stop_tokens or any(generated[-len(s) :] == s for s in request.stop_sequences):
             return FinishReason.STOP
         return FinishReason.LENGTH if len(generated) >= request.max_tokens else None

@@ -13,8 +13,11 @@ import logging
 import secrets
 import signal
 import sys
+import time
 from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, Final, Literal
 
 import msgspec
@@ -24,11 +27,9 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 from cache_manager.errors import ConfigError, InvalidInputError, KVRouteError
 from cache_manager.keys import Namespace
-from paged_engine import text
-from paged_engine.bodies import Completion, Handed, parse
-from paged_engine.findings import Traffic
+from paged_engine import findings, text
+from paged_engine.bodies import Completion, Handed, Stream, answer_of, parse
 from paged_engine.handover import DecodeEngine, PrefillEngine
-from paged_engine.loop import EngineThread
 from paged_engine.models import build_model, weights_digest
 from paged_engine.request import EngineConfig, FinishReason, Output, Request
 from transfer import TransferLimits, ZmqLink, ZmqSettings
@@ -45,6 +46,11 @@ DRAIN_S: Final = 10.0
 """How long requests have to finish after SIGTERM; then they are aborted."""
 STALLED_S: Final = 60.0
 """An engine whose step takes longer is not well."""
+IDLE_S: Final = 0.02
+"""Pause of an engine with nothing to do: transfers are still looked after."""
+WAITING_S: Final = 0.002
+"""Pause of an engine whose sequences all wait for something outside."""
+ABORTED: Final = "the request was aborted: the server is ending"
 LIMITS: Final = TransferLimits(retry_s=1.0, retries_max=3)
 
 
@@ -67,12 +73,23 @@ class Settings:
     host_blocks: int = 0
 
     def __post_init__(self) -> None:
-        numbers = (("port", 0, 65_535), ("seed", 0, (1 << 63) - 1), ("weights_version", 0, (1 << 32) - 1))
-        for name, low, high in (*numbers, ("device_blocks", 1, 1 << 20), ("host_blocks", 0, 1 << 20)):
-            if not low <= getattr(self, name) <= high:
-                raise ConfigError(f"--{name.replace('_', '-')}", f"{low} to {high}", getattr(self, name))
         for address in self.peers:
             check_address(address, "--transfer-address" if self.role == "prefill" else "--prefill", curve=False)
+
+
+class EngineFailedError(KVRouteError):
+    """The engine has failed; it will not come back in this process."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Begun:
+    """A prompt is being computed, and lent as this."""
+
+    transfer: bytes | None
+
+
+_Event = _Begun | tuple[int, tuple[int, ...]] | Output | Exception | None
+"""What a request hears: what it is lent as, what a sample has generated so far, its end, a failure, the end of all."""
 
 
 class Server:
@@ -82,7 +99,10 @@ class Server:
         torch.set_num_threads(1)
         self.settings, self.url = settings, ""
         self.http = dict.fromkeys(("requests", "answered", "refused", "failed", "left", "in_flight"), 0)
-        self._draining = False
+        self.failure: EngineFailedError | None = None
+        self._draining = self._over = False
+        self._stepped_at_s = time.monotonic()
+        self._asked: dict[str, asyncio.Queue[_Event]] = {}  # as many events as steps
         model = build_model(settings.model, seed=settings.seed, vocab_size=text.VOCAB_SIZE)
         self._model = f"{settings.model}/{weights_digest(model)}"
         config = EngineConfig(device_blocks=settings.device_blocks, host_blocks=settings.host_blocks, memory="shared")
@@ -91,11 +111,47 @@ class Server:
         kind = PrefillEngine if prefill else DecodeEngine
         namespace = Namespace(self._model, settings.weights_version)
         self.engine = kind(model, config, namespace, link=link, limits=LIMITS)
-        self.thread = EngineThread(self.engine, failed=self.end)
+        self._thread = ThreadPoolExecutor(1, "engine")
         self._app = web.Application(client_max_size=BODY_MAX_NBYTES, middlewares=[self._in_words])
         self._app.router.add_post("/v1/completions", self._complete)
         self._app.router.add_get("/healthz", self._healthz)
         self._app.router.add_get("/counters", self._counters)
+
+    # ---------------------------------------------------------------- the engine
+
+    async def _drive(self) -> None:
+        """Step the engine, and tell every request what has become of it, until all is over."""
+        try:
+            while not self._over:
+                steps = self.engine.steps
+                events = await self._loop.run_in_executor(self._thread, self._step)
+                self._stepped_at_s = time.monotonic()
+                for request_id, event in events:
+                    if request_id in self._asked:
+                        self._asked[request_id].put_nowait(event)
+                if self.engine.steps == steps:
+                    await asyncio.sleep(WAITING_S if self.engine.busy else IDLE_S)
+        except Exception as error:
+            logger.exception("the engine has failed")
+            self.failure = EngineFailedError(f"the engine has failed: {type(error).__name__}: {error}")
+            for asked in self._asked.values():
+                asked.put_nowait(self.failure)
+            self._ended.set()
+
+    def _step(self) -> list[tuple[str, _Event]]:
+        """In the engine's thread."""
+        outputs = self.engine.step()
+        unfinished = self.engine.scheduler.unfinished
+        events: list[tuple[str, _Event]] = [(s.request.id, (s.sample, s.generated)) for s in unfinished if s.generated]
+        events += [(output.request.id, output) for output in outputs]
+        # A request that is aborted before its samples were forked ends with fewer outputs than it has samples.
+        ended = {output.request.id for output in outputs} - {sequence.request.id for sequence in unfinished}
+        return events + [(request_id, None) for request_id in ended]
+
+    async def _add(self, add: Callable[[], None]) -> None:
+        if self.failure is not None:
+            raise self.failure
+        await self._loop.run_in_executor(self._thread, add)
 
     # ---------------------------------------------------------------- requests
 
@@ -104,22 +160,24 @@ class Server:
             raise web.HTTPRequestEntityTooLarge(BODY_MAX_NBYTES, http.content_length or 0)
         async with asyncio.timeout(BODY_S):
             sent = await http.read()  # before it counts: one who never ends it takes no place
-        body, request = await asyncio.to_thread(self._asked, sent)  # to tokenise is work
+        body = parse(sent)
+        request = await asyncio.to_thread(body.request, f"cmpl-{secrets.token_hex(16)}", self.settings.model)
         if self._draining or self.http["in_flight"] >= REQUESTS_MAX:
             why = "the server is ending" if self._draining else f"{REQUESTS_MAX} requests are in flight already"
             raise web.HTTPServiceUnavailable(reason=why)
         self.http["in_flight"] += 1
+        self._asked[request.id] = asyncio.Queue()
         try:
             async with asyncio.timeout(REQUEST_S):
                 if isinstance(self.engine, PrefillEngine):
                     return await self._prefill(self.engine, request)
                 return await self._decode(self.engine, http, body, request)
+        except BaseException:
+            self._thread.submit(self.engine.abort, request.id)  # nobody waits for it any more
+            raise
         finally:
             self.http["in_flight"] -= 1
-
-    def _asked(self, sent: bytes) -> tuple[Completion, Request]:
-        body = parse(sent)
-        return body, body.request(f"cmpl-{secrets.token_hex(16)}", self.settings.model)
+            del self._asked[request.id]
 
     def _handed(self, request: Request, transfer: str | None) -> Handed:
         return Handed(
@@ -131,22 +189,19 @@ class Server:
         )
 
     async def _prefill(self, engine: PrefillEngine, request: Request) -> web.Response:
-        told: asyncio.Future[bytes | None] = self._loop.create_future()
+        asked = self._asked[request.id]
 
         def tell(transfer: bytes | None) -> None:
-            self._loop.call_soon_threadsafe(_give, told, transfer)
+            self._loop.call_soon_threadsafe(asked.put_nowait, _Begun(transfer))
 
-        ended = asyncio.wrap_future(self.thread.submit(request.id, lambda: engine.lend(request, tell)))
-        ended.add_done_callback(lambda done: done.cancelled() or done.exception())  # it has its answer by then
-        try:
-            await asyncio.wait((told, ended), return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            if not told.done():
-                self.thread.abort(request.id)
-        if not told.done():
-            _whole(ended.result())  # raises: it has failed, or was aborted
-        transfer = await told
-        return _json(msgspec.to_builtins(self._handed(request, transfer.hex() if transfer else None)))
+        await self._add(lambda: engine.lend(request, tell))
+        event = await asked.get()
+        if isinstance(event, Exception):
+            raise event
+        if not isinstance(event, _Begun):
+            raise web.HTTPServiceUnavailable(reason=ABORTED)
+        transfer = event.transfer.hex() if event.transfer else None
+        return answer_of(msgspec.to_builtins(self._handed(request, transfer)))
 
     async def _decode(
         self, engine: DecodeEngine, http: web.Request, body: Completion, request: Request
@@ -154,26 +209,28 @@ class Server:
         handover, note = None, ""
         if body.handover is not None:
             handover, note = body.handover.taken(self._handed(request, None), tuple(self.settings.peers))
-        add = (lambda: engine.add(request)) if handover is None else (lambda: engine.take_over(request, handover))
-        stream = _Stream(http, request.id) if body.stream else None
-        future = asyncio.wrap_future(self.thread.submit(request.id, add, stream.tell if stream else None))
+        await self._add(partial(engine.take_over, request, handover) if handover else partial(engine.add, request))
+        stream, outputs = Stream(http, request.id) if body.stream else None, list[Output]()
         try:
-            if stream is not None:
-                await stream.follow(future)
-            outputs = _whole(await future)
+            while (event := await self._asked[request.id].get()) is not None:
+                if isinstance(event, Exception):
+                    raise event
+                if isinstance(event, Output):
+                    outputs.append(event)
+                elif isinstance(event, tuple) and stream is not None:
+                    await stream.say(*event)
+            if any(output.reason is FinishReason.ABORT for output in outputs):
+                raise web.HTTPServiceUnavailable(reason=ABORTED)
         except (KVRouteError, web.HTTPException) as error:
             if stream is None or not stream.begun:
                 raise
             return await stream.end({"error": {"message": str(error)}, "choices": []})
-        finally:
-            if not future.done():
-                self.thread.abort(request.id)  # nobody waits for it any more
         answer = await asyncio.to_thread(self._answer, body, request, outputs, note)  # to encode rows is work
-        return _json(answer) if stream is None else await stream.end(answer)
+        return answer_of(answer) if stream is None else await stream.end(answer)
 
-    def _answer(self, body: Completion, request: Request, outputs: tuple[Output, ...], note: str) -> dict[str, Any]:
+    def _answer(self, body: Completion, request: Request, outputs: list[Output], note: str) -> dict[str, Any]:
         choices = []
-        for output in outputs:
+        for output in sorted(outputs, key=lambda output: output.sample):
             choice: dict[str, Any] = {"index": output.sample, "text": text.decode(output.tokens)}
             choice |= {"token_ids": output.tokens, "finish_reason": output.reason.value}
             if body.return_routed_experts:
@@ -187,26 +244,26 @@ class Server:
     # ---------------------------------------------------------------- health and errors
 
     async def _healthz(self, _: web.Request) -> web.Response:
-        ago_s, node = self.thread.turned_ago_s, self.engine.crossing.node
+        ago_s, node = time.monotonic() - self._stepped_at_s, self.engine.crossing.node
         why = "the server is ending" if self._draining else ""
         why = f"the engine has been in one step for {ago_s:.0f} s" if ago_s > STALLED_S else why
         why = why if node.alive else f"the transfer node has ended: {node.last_error}"
         if why:
             raise web.HTTPServiceUnavailable(reason=why)
-        return _json({"status": "live"})
+        return answer_of({"status": "live"})
 
     async def _counters(self, _: web.Request) -> web.Response:
         """What this process has done, and what it holds."""
         engine, nodes = self.engine, self.engine.crossing.node.counters
         found: dict[str, Any] = {"http": self.http, "transfers": asdict(nodes)}
-        found["traffic"] = asdict(Traffic.of(engine))
+        found["traffic"] = findings.traffic(engine)
         found["free"] = {"device": engine.manager.free_device_blocks, "host": engine.manager.free_host_blocks}
         found["of"] = {"device": self.settings.device_blocks, "host": self.settings.host_blocks}
         if isinstance(engine, DecodeEngine):
-            found["decode"] = asdict(engine.decode_counters)
+            found["decode"] = asdict(engine.crossed)
         else:
             found["prefill"] = {"lent": len(engine.lent)}  # copies: no block is held for them
-        return _json(found)
+        return answer_of(found)
 
     @web.middleware
     async def _in_words(
@@ -248,41 +305,42 @@ class Server:
             self._loop.add_signal_handler(number, self._ended.set)
         # A client that leaves cancels its handler, so that nothing is computed for it.
         runner = web.AppRunner(self._app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
+        driving = asyncio.create_task(self._drive())
         try:
             await runner.setup()
             await web.TCPSite(runner, self.settings.host, self.settings.port).start()
-            self.thread.start()
             self.url = "http://{}:{}".format(*runner.addresses[0][:2])
             address = self.engine.crossing.address
             self._say(f"{self.settings.model} with seeded weights at {self.url}{address and f', lending at {address}'}")
             await self._ended.wait()
             self._draining = True
             await _until(lambda: not self._cares, DRAIN_S)
-            self.thread.abort()
+            for request_id in self._asked:
+                self._thread.submit(self.engine.abort, request_id)
             await _until(lambda: not self.http["in_flight"], DRAIN_S / 2)
         except OSError as error:
             at = f"{self.settings.host}:{self.settings.port} ({error.strerror})"
             raise ConfigError("--host, --port", "an address that is free", at) from error
         finally:
+            self._over = True
             await runner.cleanup()
+            await driving
             await asyncio.to_thread(self._close)
-        self._say("ended" if self.thread.failure is None else str(self.thread.failure))
-        return 0 if self.thread.failure is None else 1
+        self._say("ended" if self.failure is None else str(self.failure))
+        return 0 if self.failure is None else 1
 
     @property
     def _cares(self) -> bool:
         """Whether somebody still needs this process."""
         lent = isinstance(self.engine, PrefillEngine) and bool(self.engine.lent)
-        return self.thread.failure is None and bool(self.http["in_flight"] or lent)
+        return self.failure is None and bool(self.http["in_flight"] or lent)
 
     def _close(self) -> None:
-        if not self.thread.close(DRAIN_S):
-            logger.error("the engine's thread does not end; its memory is left to the operating system")
-            return
+        self._thread.shutdown()
         try:
             self.engine.close()
         except Exception:
-            if self.thread.failure is None:
+            if self.failure is None:
                 raise
             logger.exception("the engine that has failed cannot be closed either")
 
@@ -291,73 +349,11 @@ class Server:
         sys.stdout.flush()
 
 
-class _Stream:
-    """An answer in events: tokens as they come, then the whole answer with its routes, without what has been said."""
-
-    def __init__(self, http: web.Request, request_id: str) -> None:
-        self._http, self._id = http, request_id
-        self._loop = asyncio.get_running_loop()
-        self._events: asyncio.Queue[tuple[int, tuple[int, ...]] | None] = asyncio.Queue()  # as many as steps
-        self._said: dict[int, tuple[int, ...]] = {}
-        self._response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-
-    @property
-    def begun(self) -> bool:
-        return self._response.prepared
-
-    def tell(self, sample: int, generated: tuple[int, ...]) -> None:
-        """In the engine's thread."""
-        self._loop.call_soon_threadsafe(self._events.put_nowait, (sample, generated))
-
-    async def follow(self, future: asyncio.Future[tuple[Output, ...]]) -> None:
-        """What fails before a token has come is still an answer with a status of its own."""
-        future.add_done_callback(lambda _: self._events.put_nowait(None))
-        while (event := await self._events.get()) is not None:
-            if len(event[1]) > len(self._said.get(event[0], ())):
-                choice = self._new(*event, text.decode_whole) | {"finish_reason": None}
-                await self._send({"id": self._id, "object": "text_completion", "choices": [choice]})
-
-    async def end(self, answer: dict[str, Any]) -> web.StreamResponse:
-        for choice in answer["choices"]:
-            choice |= self._new(choice["index"], choice["token_ids"], text.decode)
-        await self._send(answer)
-        await self._response.write(b"data: [DONE]\n\n")
-        await self._response.write_eof()
-        return self._response
-
-    def _new(self, sample: int, tokens: tuple[int, ...], decode: Callable[[Sequence[int]], str]) -> dict[str, Any]:
-        said = self._said.get(sample, ())
-        self._said[sample] = tokens
-        piece = decode(tokens)[len(text.decode_whole(said)) :]
-        return {"index": sample, "text": piece, "token_ids": tokens[len(said) :]}
-
-    async def _send(self, event: dict[str, Any]) -> None:
-        if not self._response.prepared:
-            await self._response.prepare(self._http)
-        await self._response.write(b"data: " + msgspec.json.encode(event) + b"\n\n")
-
-
-def _give(future: asyncio.Future[Any], value: Any) -> None:
-    if not future.done():  # whoever waited may have left
-        future.set_result(value)
-
-
-def _whole(outputs: tuple[Output, ...]) -> tuple[Output, ...]:
-    if any(output.reason is FinishReason.ABORT for output in outputs):
-        raise web.HTTPServiceUnavailable(reason="the request was aborted: the server is ending")
-    return outputs
-
-
 async def _until(true: Callable[[], bool], within_s: float) -> None:
     """Returns when it is ``true``, or the time is over."""
-    loop = asyncio.get_running_loop()
-    end_s = loop.time() + within_s
-    while not true() and loop.time() < end_s:
+    end_s = time.monotonic() + within_s
+    while not true() and time.monotonic() < end_s:
         await asyncio.sleep(0.02)
-
-
-def _json(value: Any) -> web.Response:
-    return web.Response(body=msgspec.json.encode(value) + b"\n", content_type="application/json")
 
 
 def prefill(**flags: Any) -> int:
@@ -373,6 +369,3 @@ def decode(**flags: Any) -> int:
 def _serve(settings: Settings) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     return asyncio.run(Server(settings).serve())
-
-
-__all__ = ["Server", "Settings", "decode", "prefill"]

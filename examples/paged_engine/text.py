@@ -72,7 +72,3 @@ def opening(system: str) -> list[int]:
 def turn(question: str) -> list[int]:
     """The tokens of one user turn, up to where the assistant is to speak."""
     return [USER, *encode(question), END, ASSISTANT]
-
-
-__all__ = ["ASSISTANT", "BEGIN", "END", "PAD", "SPECIAL", "USER", "VOCAB_SIZE"]
-__all__ += ["decode", "decode_whole", "encode", "opening", "paragraphs", "questions", "turn"]

@@ -17,7 +17,11 @@ ABORT_AFTER_TOKENS = 4
 
 @dataclass(slots=True)
 class Conversation:
-    """One client: it asks, waits for the answer, and asks again with everything so far as the prompt."""
+    """One client: it asks, waits for the answer, and asks again with everything so far as the prompt.
+
+    Every third turn wants two samples; odd conversations sample with noise. One client in four goes away in the middle
+    of its last answer, for which it wants one.
+    """
 
     number: int
     questions: tuple[str, ...]
@@ -26,25 +30,24 @@ class Conversation:
     turn: int = 0
 
     @property
-    def impatient(self) -> bool:
-        """Whether the client goes away in the middle of its last answer."""
-        return self.number % 4 == 1
+    def gives_up(self) -> bool:
+        """Whether the client will not wait for the answer to its next turn, or to the one that it has asked."""
+        return self.number % 4 == 1 and self.turn == len(self.questions) - 1
 
     @property
     def samples(self) -> int:
         """How many samples the next turn wants."""
-        alone = self.impatient and self.turn == len(self.questions) - 1
-        return 2 if (self.number + self.turn) % 3 == 0 and not alone else 1
+        return 2 if (self.number + self.turn) % 3 == 0 and not self.gives_up else 1
+
+    @property
+    def done(self) -> bool:
+        return self.turn == len(self.questions)
 
     def ask(self) -> Request:
-        """The request of the next turn. Every third turn wants two samples; odd conversations sample with noise.
-
-        A client that will go away in the middle of its last turn wants one.
-        """
-        prompt = self.history + text.turn(self.questions[self.turn])
+        """The request of the next turn."""
         return Request(
             id=f"conversation-{self.number}-turn-{self.turn}",
-            prompt=tuple(prompt),
+            prompt=tuple(self.history + text.turn(self.questions[self.turn])),
             max_tokens=NEW_TOKENS_MAX,
             n=self.samples,
             temperature=0.8 if self.number % 2 else 0.0,
@@ -56,15 +59,6 @@ class Conversation:
         """Go on from the first sample's answer."""
         self.history = list(answer.sequence)
         self.turn += 1
-
-    @property
-    def done(self) -> bool:
-        return self.turn == len(self.questions)
-
-    def gives_up(self, request: Request) -> bool:
-        """Whether ``request`` is the one that the client will not wait for."""
-        last = f"conversation-{self.number}-turn-{len(self.questions) - 1}"
-        return self.impatient and request.id == last
 
 
 def conversations(requests: int, seed: int) -> list[Conversation]:
@@ -84,6 +78,3 @@ def longest_tokens(clients: list[Conversation]) -> int:
     return max(
         len(client.history) + sum(len(text.turn(q)) + NEW_TOKENS_MAX for q in client.questions) for client in clients
     )
-
-
-__all__ = ["ABORT_AFTER_TOKENS", "NEW_TOKENS_MAX", "TURNS", "Conversation", "conversations", "longest_tokens"]

@@ -24,6 +24,20 @@ def test_a_step_in_place_waits_for_the_device_of_the_one_before_it(house) -> Non
     assert late.commit() == 0
 
 
+def test_what_a_device_may_have_written_over_is_given_up(house) -> None:
+    """Goal: no bytes of a device under the rows of a step. Method: a later step copies its rows, then the device of the
+    earlier one writes and ends; then the later one commits."""
+    engine = house.engine
+    engine.renew([1])
+    early = engine.begin_step(slots(1)[:2], in_place=True)
+    step = engine.begin_step(slots(1))
+    step.write("routing", house.rows("copied"))
+    house.device_writes(slots(1)[:2], house.rows("late", 2))
+    early.abort()
+    assert step.commit() == 2
+    assert house.valid(1) == [False, False, True, True]
+
+
 def test_a_value_that_does_not_fit_is_an_error_and_never_another_value(house) -> None:
     """Goal: int8 -1 is not 255. Method: wider and signed rows with one value outside."""
     engine = house.engine

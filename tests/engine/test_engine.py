@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-import numpy as np
 import pytest
 from engine_runs import NAMESPACE, PLAIN, TIGHT, Hook, assert_empty, assert_same, judged, requests_of, run
 from torch import nn
 
 from cache_manager.errors import ConfigError, InvalidInputError
 from paged_engine import text
+from paged_engine.demo import move_routers
 from paged_engine.engine import Engine
 from paged_engine.judge import Checker, Verdict
 from paged_engine.models import build_model
 from paged_engine.request import EngineConfig, FinishReason, Output, Request
 from paged_engine.sequence import State
-from paged_engine.update import move_routers
 
 
 def test_swap_prefix_cache_and_copy_on_write_change_no_token_and_no_row(model: nn.Module) -> None:
@@ -37,31 +35,17 @@ def test_swap_prefix_cache_and_copy_on_write_change_no_token_and_no_row(model: n
         assert output.routes.weights_versions == ((0, len(output.routes), 3),)
 
 
-def test_without_room_on_the_host_sequences_are_computed_again(model: nn.Module) -> None:
-    with Engine(model, PLAIN, NAMESPACE) as engine:
-        plain = run(engine, requests_of(6))
-    with Engine(model, replace(TIGHT, device_blocks=32, host_blocks=0), NAMESPACE) as engine:
-        dropping = run(engine, requests_of(6))
-        assert engine.scheduler.dropped > 0
-    assert_same(plain, dropping)
-
-
-@pytest.mark.parametrize("step_tokens", [2, 15, 17, 256])
-def test_the_budget_of_a_step_shows_nowhere(qwen: nn.Module, step_tokens: int) -> None:
-    requests = requests_of(3, max_tokens=6)
+@pytest.mark.parametrize(
+    "change", [{"device_blocks": 32}, *({"device_blocks": 300, "step_tokens": n} for n in (2, 15, 17, 256))]
+)
+def test_neither_a_full_host_nor_a_step_s_budget_shows(qwen: nn.Module, change: dict[str, int]) -> None:
+    """Goal: what is dropped or cut into chunks comes out the same. Method: no host blocks; budgets around a block."""
     with Engine(qwen, PLAIN, NAMESPACE) as engine:
-        plain = run(engine, requests)
-    with Engine(qwen, replace(PLAIN, step_tokens=step_tokens), NAMESPACE) as engine:
-        assert_same(plain, run(engine, requests))
-        assert engine.computed_tokens <= engine.steps * step_tokens
-
-
-def test_one_sequence_may_fill_the_device(qwen: nn.Module) -> None:
-    request = requests_of(1)[0]
-    blocks = -(-(len(request.prompt) + request.max_tokens) // 16)
-    with Engine(qwen, EngineConfig(device_blocks=blocks, host_blocks=1), NAMESPACE) as engine:
-        again = replace(request, id="again", n=2, temperature=1.0)
-        assert {o.reason for o in run(engine, [request, again]).values()} == {FinishReason.LENGTH}
+        plain = run(engine, requests_of(6, max_tokens=12))
+    with Engine(qwen, replace(TIGHT, host_blocks=0, **change), NAMESPACE) as engine:
+        assert_same(plain, run(engine, requests_of(6, max_tokens=12)))
+        assert engine.computed_tokens <= engine.steps * engine.config.step_tokens
+        assert (engine.scheduler.dropped > 0) == (engine.config.device_blocks == 32)
 
 
 def test_a_request_may_have_more_samples_than_the_manager_s_tables_began_with(qwen: nn.Module) -> None:
@@ -136,8 +120,7 @@ def test_abort_at_any_time_leaves_nothing_behind(qwen: nn.Module, seed: int) -> 
     assert {o.request.id for o in outputs} == {r.id for r in requests}
     assert any(o.reason is FinishReason.ABORT for o in outputs)
     for output in outputs:
-        again = np.full((len(output.routes), *output.routes.ids.shape[1:]), -1, np.int32)
-        verdict = checker.judge(output.sequence, output.routes, len(output.routes), again)
+        verdict = checker.judge(output, len(output.routes))
         assert (verdict.rows_wrong, verdict.rows_missing, verdict.rows_judged_by_recompute) == (0, 0, 0)
 
 
@@ -207,78 +190,33 @@ def test_a_failing_pass_commits_nothing_and_the_engine_goes_on(qwen: nn.Module) 
 # The judge itself -------------------------------------------------------------------------------------------------
 
 
-def test_the_checker_sees_a_row_that_was_changed_in_memory(qwen: nn.Module) -> None:
-    """Goal: the judge is worth its name. Method: swap two bytes of a row behind kvroute's back, in mid-run."""
+@pytest.mark.parametrize(("tampered", "wrong"), [(True, 1), (False, 0)])
+def test_the_checker_sees_a_row_that_was_changed_or_lost(qwen: nn.Module, tampered: bool, wrong: int) -> None:
+    """Goal: the judge is worth its name. Method: swap two bytes of a row behind kvroute's back in mid-run, or reset."""
     checker = Checker()
     checker.attach(qwen)
 
     def tamper() -> None:
         checker.end()
-        if engine.steps == 6:
-            block = engine.manager.table("r0#0")[0]
-            rows = engine.aux.region("device").rows[block]
+        if tampered and engine.steps == 6:
+            rows = engine.aux.region("device").rows[engine.manager.table("r0#0")[0]]
             rows[0], rows[1] = int(rows[1]), int(rows[0])
 
     with Engine(qwen, PLAIN, NAMESPACE, observer=Hook(checker.begin, tamper)) as engine:
-        outputs = run(engine, [replace(requests_of(1)[0], n=1)])
-    checker.detach()
-    verdict = judged(checker, "qwen3_moe", outputs)
-    assert (verdict.rows_wrong, verdict.rows_missing) == (1, 0)
-
-
-def test_the_checker_counts_what_is_missing(qwen: nn.Module) -> None:
-    checker = Checker()
-    checker.attach(qwen)
-    with Engine(qwen, PLAIN, NAMESPACE, observer=Hook(checker.begin, checker.end)) as engine:
         engine.add(replace(requests_of(1)[0], n=1))
         for _ in range(6):
             engine.step()
-        engine.manager.reset(weights_version=4)
+        if not tampered:
+            engine.manager.reset(weights_version=4)
         (output,) = engine.run()
     checker.detach()
     verdict = judged(checker, "qwen3_moe", {("r0", 0): output})
-    assert verdict.rows_wrong == 0
-    assert verdict.rows_missing == int((~output.routes.valid).sum()) > 100
+    assert verdict.rows_wrong == wrong
+    assert verdict.rows_missing == int((~output.routes.valid).sum())
+    assert (verdict.rows_missing > 100) != tampered
 
 
 # Rows that tokens were sampled with ---------------------------------------------------------------------------------
-
-
-@dataclass
-class Updated:
-    """What came of a run with weight updates in its middle."""
-
-    checker: Checker
-    outputs: dict[tuple[str, int], Output]
-
-    @property
-    def verdict(self) -> Verdict:
-        verdict = Verdict()
-        for o in self.outputs.values():
-            again = np.full((len(o.routes), *o.routes.ids.shape[1:]), -1, np.int32)
-            owner, prompt = f"{o.request.id}#{o.sample}", len(o.request.prompt)
-            verdict += self.checker.judge(o.sequence, o.routes, len(o.sequence) - 1, again, owner=owner, prompt=prompt)
-        return verdict
-
-
-def _run_with_updates(config: EngineConfig, requests: Sequence[Request], at_steps: Sequence[int]) -> Updated:
-    model, checker = build_model("qwen3_moe", seed=0, vocab_size=text.VOCAB_SIZE), Checker()
-    checker.attach(model)
-    with Engine(model, config, NAMESPACE, observer=Hook(checker.begin, checker.end)) as engine:
-        for request in requests:
-            engine.add(request)
-        outputs, version = dict[tuple[str, int], Output](), NAMESPACE.weights_version
-        while engine.busy:
-            if engine.steps in at_steps and version == NAMESPACE.weights_version + at_steps.index(engine.steps):
-                version += 1
-                move_routers(model, version)
-                engine.reset(weights_version=version)
-                checker.weights_changed()
-                engine.manager.assert_consistent()
-            outputs |= {(output.request.id, output.sample): output for output in engine.step()}
-        assert_empty(engine)
-    checker.detach()
-    return Updated(checker, outputs)
 
 
 def test_rows_are_those_that_the_tokens_were_sampled_with() -> None:
@@ -287,37 +225,46 @@ def test_rows_are_those_that_the_tokens_were_sampled_with() -> None:
     Method: two updates of real router weights in the middle of generation, under pressure that swaps and drops too.
     The judge saw every pass and knows which row of each position came first.
     """
-    updated = _run_with_updates(replace(TIGHT, device_blocks=36, host_blocks=8), requests_of(8), (9, 40))
-    verdict = updated.verdict
+    model, checker = build_model("qwen3_moe", seed=0, vocab_size=text.VOCAB_SIZE), Checker()
+    checker.attach(model)
+    outputs, updates, config = list[Output](), [9, 40], replace(TIGHT, device_blocks=36, host_blocks=8)
+    with Engine(model, config, NAMESPACE, observer=Hook(checker.begin, checker.end)) as engine:
+        for request in requests_of(8):
+            engine.add(request)
+        while engine.busy:
+            if updates and engine.steps == updates[0]:
+                version = NAMESPACE.weights_version + 3 - len(updates)
+                updates.pop(0)
+                move_routers(model, version)
+                engine.reset(weights_version=version)
+                checker.weights_changed()
+                engine.manager.assert_consistent()
+            outputs += engine.step()
+        assert_empty(engine)
+    checker.detach()
+    verdict = sum((checker.judge(output, owned=True) for output in outputs), Verdict())
     assert (verdict.rows_wrong, verdict.rows_missing, verdict.rows_judged_by_recompute) == (0, 0, 0)
-    assert updated.checker.rows_computed_differently > 100  # otherwise the run has shown nothing
-    crossing = [o for o in updated.outputs.values() if len(o.routes.weights_versions) > 1]
-    assert crossing
-    for output in updated.outputs.values():
-        versions = [version for _, _, version in output.routes.weights_versions]
-        assert versions == sorted(versions)
+    assert checker.rows_computed_differently > 100  # otherwise the run has shown nothing
+    versions = [[version for _, _, version in output.routes.weights_versions] for output in outputs]
+    assert max(map(len, versions)) > 1
+    for found, output in zip(versions, outputs, strict=True):
+        assert found == sorted(found)
         output.routes.validate(output.sequence, rows=len(output.sequence) - 1)
 
 
-# Inputs -----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
-    ("field_name", "value"),
-    [
-        ("block_tokens", 12),
-        ("block_tokens", 0),
-        ("device_blocks", 0),
-        ("host_blocks", -1),
-        ("step_tokens", 0),
-    ],
+    "broken", [{"block_tokens": 12}, {"block_tokens": 0}, {"device_blocks": 0}, {"host_blocks": -1}, {"step_tokens": 0}]
 )
-def test_a_config_that_cannot_be_names_its_field(field_name: str, value: int) -> None:
-    with pytest.raises(ConfigError, match=field_name):
-        EngineConfig(**{field_name: value})
+def test_a_config_that_cannot_be_names_its_field(broken: dict[str, int]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(broken))):
+        EngineConfig(**broken)
 
 
 def test_a_request_that_cannot_run_is_refused_and_changes_nothing(qwen: nn.Module) -> None:
+    fields: list[dict[str, object]] = [{"id": ""}, {"prompt": ()}, {"max_tokens": 0}, {"n": 0}, {"temperature": -1.0}]
+    for broken in (*fields, {"stop_sequences": ((),)}):
+        with pytest.raises(InvalidInputError, match=next(iter(broken))):
+            replace(Request("r", (1,), 1), **broken)
     with Engine(qwen, TIGHT, NAMESPACE) as engine:
         with pytest.raises(InvalidInputError, match="at most 640 tokens together"):
             engine.add(Request("long", tuple(range(600)), 41))
@@ -325,12 +272,3 @@ def test_a_request_that_cannot_run_is_refused_and_changes_nothing(qwen: nn.Modul
         with pytest.raises(InvalidInputError, match="not in use"):
             engine.add(Request("one", (3, 4), 2))
         assert len(engine.run()) == 1
-
-
-@pytest.mark.parametrize(
-    "broken",
-    [{"id": ""}, {"prompt": ()}, {"max_tokens": 0}, {"n": 0}, {"temperature": -1.0}, {"stop_sequences": ((),)}],
-)
-def test_a_request_that_makes_no_sense_is_refused(broken: dict[str, object]) -> None:
-    with pytest.raises(InvalidInputError):
-        replace(Request("r", (1,), 1), **broken)

@@ -12,35 +12,6 @@ from cache_manager.keys import Namespace
 from kvroute.capture.errors import CaptureError
 from kvroute.capture.launched import LaunchedCapture
 from kvroute.routing import routing_spec_from_hf
-from paged_engine.engine import Engine
-from paged_engine.request import EngineConfig, Request
-
-REQUESTS = [Request(f"r{i}", tuple(range(3 + i, 30 + 2 * i)), 6, n=1 + i % 2) for i in range(3)]
-
-
-def launching(engine: Engine) -> LaunchedCapture:
-    """As on a GPU."""
-    return LaunchedCapture(engine._model, engine.spec, engine.aux.region("device"), 64)
-
-
-def run(model: nn.Module, *, launched: bool) -> dict[tuple[str, int], tuple[tuple[int, ...], bytes]]:
-    """Tokens and rows of every sample, on blocks so few that sequences swap."""
-    config = EngineConfig(device_blocks=9, host_blocks=9, memory="shared")
-    with pytest.MonkeyPatch.context() as patch:
-        if launched:
-            patch.setattr(Engine, "_capturing", launching)
-        with Engine(model, config, Namespace("tests", weights_version=1)) as engine:
-            assert isinstance(engine._capture, LaunchedCapture) == launched
-            for request in REQUESTS:
-                engine.add(request)
-            outputs = engine.run()
-            assert all(output.routes.valid.all() for output in outputs)
-            return {(o.request.id, o.sample): (o.tokens, np.ascontiguousarray(o.routes.ids).tobytes()) for o in outputs}
-
-
-def test_rows_are_those_that_hooks_bring(qwen: nn.Module) -> None:
-    """Goal: the same rows by either way. Method: the same requests, with chunks, forks and swaps, in both."""
-    assert run(qwen, launched=True) == run(qwen, launched=False)
 
 
 def test_tokens_beyond_the_slots_are_padding(qwen: nn.Module) -> None:
@@ -83,30 +54,3 @@ def test_a_pass_of_fewer_tokens_than_slots_leaves_no_rows(qwen: nn.Module) -> No
             assert valid.tolist() == [tokens == len(slots)] * 6 + [False] * 2
         assert blocks.in_flight == 0
         capture.close()
-
-
-def test_a_pass_that_fails_leaves_no_rows(qwen: nn.Module) -> None:
-    """Goal: the blocks of a failed pass are free of readable rows, and the next pass is captured. Method: a router that
-    raises once in the second layer."""
-    routers = [module for module in qwen.modules() if "Router" in type(module).__name__]
-    fail = [True]
-
-    def once(*_: object) -> None:
-        if fail.pop():
-            raise RuntimeError("the device is lost")
-        fail.append(False)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Engine, "_capturing", launching)
-        with Engine(qwen, EngineConfig(device_blocks=9), Namespace("tests", weights_version=1)) as engine:
-            hook = routers[1].register_forward_pre_hook(once)
-            try:
-                engine.add(REQUESTS[0])
-                with pytest.raises(RuntimeError, match="device is lost"):
-                    engine.step()
-                assert not engine.aux.read(engine.spec.name, engine.manager.table("r0#0")).valid.any()
-                fail[:] = [False]
-                (output,) = engine.run()
-                assert output.routes.valid.all()
-            finally:
-                hook.remove()

@@ -92,7 +92,7 @@ class Judge:
             at = np.arange(sequence.computed)
             slots = np.array(engine.manager.table(sequence.owner))[at // size] * size + at % size
             read = engine.manager.read(engine.spec.name, sequence.owner, 0, sequence.computed)
-            expected = self._noisy.routes_of(engine.kv.layer(0).values[torch.from_numpy(slots)])
+            expected = self._noisy.routes_of(engine.kv.layer(0)[1][torch.from_numpy(slots)])
             wrong = (read.values != expected).any(axis=(1, 2)) & read.valid
             assert not wrong.any(), f"rows_are_of_the_pass_that_made_the_kv: {sequence.owner} {np.flatnonzero(wrong)}"
             self.right += int(read.valid.sum())
@@ -218,7 +218,7 @@ def test_rows_that_cross_are_of_the_pass_that_made_the_kv_that_crossed() -> None
 
             until(step)
         judge.note(decode)
-        recomputed = decode.decode_counters.prefill_recomputed_tokens
+        recomputed = decode.crossed.prefill_recomputed_tokens
     assert judge.right > 1_000
     assert judge.missing == 0
     assert min(judge.seen["installed"], recomputed) > 20

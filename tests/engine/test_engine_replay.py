@@ -128,15 +128,6 @@ def test_required_says_which_rows_a_hit_needs(qwen: nn.Module, tmp_path: Path) -
     assert (again < computed / 2, complete, tokens_again) == (True, True, tokens)
 
 
-def test_one_store_is_the_engine_s(qwen: nn.Module, tmp_path: Path) -> None:
-    """Goal: nobody wonders which store is asked. Method: ``block_store`` beside a store that the engine is given."""
-    with (
-        open_store(f"file://{tmp_path}/blocks") as store,
-        pytest.raises(ConfigError, match="block_store: wanted '', as the engine was given a store"),
-    ):
-        Engine(qwen, CONFIG, NAMESPACE, store=store, replay=on(tmp_path, block_store=f"file://{tmp_path}/others"))
-
-
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
@@ -144,13 +135,15 @@ def test_one_store_is_the_engine_s(qwen: nn.Module, tmp_path: Path) -> None:
         ({"moe_top_k": 99}, "moe_top_k: wanted"),
         ({"block_store": "nowhere:"}, "store scheme"),
         ({"rollout_store": "nowhere:", "local_store_dir": None}, "rollout store scheme"),
+        ({"block_store": "memory:"}, "block_store: wanted '', as the engine was given a store"),
     ],
 )
 def test_what_does_not_fit_the_model_is_refused_and_leaves_no_hook(
     qwen: nn.Module, tmp_path: Path, keys: dict[str, Any], message: str
 ) -> None:
+    store = open_store("memory:") if "given a store" in message else None
     with pytest.raises(ConfigError, match=message):
-        Engine(qwen, CONFIG, NAMESPACE, replay=on(tmp_path, **keys))
+        Engine(qwen, CONFIG, NAMESPACE, store=store, replay=on(tmp_path, **keys))
     assert not any(module._forward_hooks for module in qwen.modules())
 
 
@@ -165,8 +158,8 @@ def test_a_closed_store_costs_no_answer(qwen: nn.Module, tmp_path: Path) -> None
     """Goal: a sample that ends is answered, and its blocks are given back once. Method: the manager of a running engine
     is closed; its requests end, with their routes, and their tickets say what became of the rollouts."""
     with Engine(qwen, CONFIG, NAMESPACE, replay=on(tmp_path)) as engine:
-        assert engine.replay.manager is not None
-        engine.replay.manager.close()
+        assert engine.rollouts is not None
+        engine.rollouts.close()
         outputs = run(engine, requests())
         assert not engine.busy
     assert [output.routes.complete for output in outputs] == [True] * 4

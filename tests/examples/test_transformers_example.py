@@ -163,25 +163,22 @@ def test_the_judge_sees_rows_of_another_pass() -> None:
         assert engine.verdict().wrong > 20
 
 
-def test_the_judge_sees_rows_in_another_block(moe: SaltedMoe, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Goal: rows that were swapped into the wrong blocks are seen. Method: every move goes one block too far."""
+@pytest.mark.parametrize("wrong_by", ["block", "token"])
+def test_the_judge_sees_rows_in_another_place(moe: SaltedMoe, monkeypatch: pytest.MonkeyPatch, wrong_by: str) -> None:
+    """Goal: rows that were swapped into the wrong blocks are seen, and a row that is one token late. Method: every move
+    goes one block too far; slots are rotated within a pass."""
+    slots = example.EmbeddedRoutes.slots
 
     def shifted(sources: Sequence[int], targets: Sequence[int]) -> Any:
         return np.array(list(zip(sources, np.roll(targets[: len(sources)], 1), strict=True)), np.int64).reshape(-1, 2)
 
-    monkeypatch.setattr(example, "_pairs", shifted)
+    if wrong_by == "block":
+        monkeypatch.setattr(example, "_pairs", shifted)
+    else:
+        monkeypatch.setattr(example.EmbeddedRoutes, "slots", lambda self, io: np.roll(slots(self, io), 1))
     with served(moe, new=40, num_blocks=16, max_batch_tokens=128, cpu_offload_space=0.01) as engine:
         engine.ask(prompts([20] * 8))
         assert engine.verdict().wrong > 8
-
-
-def test_the_judge_sees_rows_at_another_position(moe: SaltedMoe, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Goal: a row that is one token late is seen. Method: slots are rotated within a pass."""
-    slots = example.EmbeddedRoutes.slots
-    monkeypatch.setattr(example.EmbeddedRoutes, "slots", lambda self, io: np.roll(slots(self, io), 1))
-    with served(moe, num_blocks=64, max_batch_tokens=256) as engine:
-        engine.ask(prompts([30, 12]))
-        assert engine.verdict().wrong > 30
 
 
 def test_a_fork_that_is_not_followed_has_missing_rows(moe: SaltedMoe, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,10 +228,12 @@ def test_padding_and_the_decode_path_have_slots(moe: SaltedMoe) -> None:
             assert found == wanted
 
 
-@pytest.mark.parametrize("unfit", [{"use_async_batching": True}, {"default_compile_level": 1}, {}])
+@pytest.mark.parametrize(
+    "unfit", [{"use_async_batching": True}, {"default_compile_level": 1}, {"use_cuda_graph": True}, {}]
+)
 def test_what_is_not_followed_is_refused(unfit: dict[str, Any]) -> None:
     """Goal: an engine whose rows would be missing or wrong is refused by name, before it runs. Method: batches that
-    overlap, compiled passes; and, with neither, layers with a sliding window."""
+    overlap, compiled passes, graphs without a launch; and, with neither, layers with a sliding window."""
     moe = SaltedMoe(salted=False)
     if not unfit:
         moe.model.config.sliding_window = 16

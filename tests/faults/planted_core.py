@@ -84,8 +84,8 @@ CORE_FAULTS = [
         "table.py",
         "        return given & ~self.fenced(ids) if self.fences else given\n",
         "        return given\n",
-        MACHINE,
-        "bad_writes_dropped",
+        "tests/cache_manager/test_blocks.py::test_what_changes_in_mid_move_does_not_arrive",
+        "test_what_changes_in_mid_move_does_not_arrive",
     ),
     Fault(
         "a block into which bytes are copied is given out",

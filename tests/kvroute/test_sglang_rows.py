@@ -18,7 +18,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cache_manager.keys import Namespace
-from kvroute import routing_spec
+from cache_manager.testing.faults import FaultyStore
+from kvroute import open_store, routing_spec
 from kvroute.connector.answers import FIELD, routes
 from kvroute.connector.left import Tokens
 from kvroute.connector.witness import KvFolder
@@ -219,10 +220,13 @@ def test_a_row_is_of_the_pass_that_made_the_kv_or_missing(seed: int, tier: str, 
     engine.rows.aux.assert_consistent()
 
 
-@pytest.mark.parametrize("changed", [False, True])
+@pytest.mark.parametrize("odd", ["", "other KV", "the store fails"])
 @pytest.mark.parametrize("tier", ["storage", "linker"])
-def test_rows_go_by_kv_that_others_keep(tier: str, changed: bool) -> None:
-    """Goal: they land beside KV of their own computation, are missing beside other KV, and the answer says why."""
+def test_rows_go_by_kv_that_others_keep(tier: str, odd: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Goal: they land beside KV of their own computation, are missing beside other KV and without their store, and the
+    answer says why."""
+    store = FaultyStore(open_store("memory:"))
+    monkeypatch.setattr("kvroute.integrations.sglang.rows.open_store", lambda _: store)
     kept = torch.zeros(PAGES + 1, PAGE, dtype=torch.int64)
     engine = Engine(made(kept), kept)
     engine.running.append(request := [])
@@ -237,8 +241,10 @@ def test_rows_go_by_kv_that_others_keep(tier: str, changed: bool) -> None:
     for job in engine.rows.aux.jobs:
         assert job.wait(10)
     engine.finish(request)
-    if changed:
+    if odd == "other KV":
         engine.others[KEYS[0]][2] += 1
+    elif odd:
+        store.fail_get = True
     if tier == "storage":
         engine.prefetch(KEYS[0])
         engine.bring_back(1)
@@ -252,9 +258,9 @@ def test_rows_go_by_kv_that_others_keep(tier: str, changed: bool) -> None:
     engine.launch([(more, 1)])
     engine.end()
     found, unseen, gaps = engine.rows.routes(np.array(loaded), 0)
-    assert (found.known.tolist(), unseen) == ([[not changed, False]] * PAGE, [])  # the last router is behind all KV
-    assert gaps == ([(0, PAGE, WHY)] if changed else [])
-    assert engine.rows.stored([KEYS[0]]) == (not changed)  # nobody loads it a second time
+    assert (found.known.tolist(), unseen) == ([[not odd, False]] * PAGE, [])  # the last router is behind all KV
+    assert gaps == ([(0, PAGE, WHY)] if odd else [])
+    assert engine.rows.stored([KEYS[0]]) == (odd != "other KV")  # which nobody loads a second time
 
 
 def test_pages_that_went_to_the_host_before_their_pass_was_over_have_its_rows_when_it_is() -> None:
@@ -266,41 +272,6 @@ def test_pages_that_went_to_the_host_before_their_pass_was_over_have_its_rows_wh
     engine.finish(request)
     engine.bring_back(2)
     assert engine.check(complete=True) == 2 * PAGE
-
-
-@pytest.mark.parametrize("again", ["the page", "the host's page"])
-def test_what_follows_to_the_host_goes_where_pages_are_still_what_they_were(again: str) -> None:
-    """Method: a page is on its way while its pass runs; it, or its page of the host, is another's when that is over."""
-    engine = Engine(made())
-    old: list[int] = []
-    new: list[int] = []
-    engine.running += [old, new]
-    engine.launch([(old, PAGE)])
-    engine.end()
-    if again == "the page":
-        engine.back_up(old)
-    engine.launch([(new, PAGE)])
-    engine.back_up(new)
-    if again == "the page":
-        engine.finish(new)
-        engine.free = [new[0] // PAGE, *(page for page in engine.free if page != new[0] // PAGE)]
-        engine.bring_back(1)  # the old one's rows, into the new one's page
-    else:
-        engine.evict_host()
-        engine.free_host = engine.free_host[::-1]
-        engine.back_up(old)
-        engine.finish(old)
-        engine.free = engine.free[::-1]
-        third: list[int] = []
-        engine.running.append(third)
-        engine.launch([(third, PAGE)])
-    while engine.passes:
-        engine.end()
-    while engine.host:
-        engine.bring_back(1)
-        engine.check(complete=False)
-        engine.evict_host()
-    assert engine.check(complete=False) >= PAGE
 
 
 def test_an_answer_has_both_fields() -> None:

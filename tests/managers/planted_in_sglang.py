@@ -32,10 +32,10 @@ def renews_rows_once(manager: Any) -> None:
     """The rows are told when a page is given out first, and not when it is given out again."""
     given, size, seen = manager.rows.given, manager.block_tokens, set()
 
-    def first(slots: Any, *, whole: bool) -> None:
+    def first(slots: Any) -> None:
         new = [slot for slot in slots.tolist() if slot // size not in seen]
         seen.update(slot // size for slot in new)
-        given(torch.tensor(new, dtype=torch.int64), whole=whole)
+        given(torch.tensor(new, dtype=torch.int64))
 
     manager.rows.given = first
 

@@ -126,7 +126,7 @@ def test_nothing_is_computed_twice_and_every_row_is_there(plain: Plain, tokens: 
     with pair() as engines:
         engines.begin(completion(tokens, prompt=prompt(tokens, tokens), n=n))
         assert {output.note for output in engines.judge(plain)} == {""}
-        counters = engines.decode.decode_counters
+        counters = engines.decode.crossed
         assert (counters.prefill_recomputed_tokens, counters.transferred_rows) == (0, tokens - 1)
 
 
@@ -164,7 +164,7 @@ def test_what_decode_has_itself_is_not_asked_for(plain: Plain) -> None:
         for _ in range(2):
             engines.begin(completion(1, prompt=prompt(1, 40)))
             engines.judge(plain)
-        assert engines.decode.decode_counters.transferred_blocks == 3 + 1
+        assert engines.decode.crossed.transferred_blocks == 3 + 1
         assert engines.decode.manager.counters.prefix_hit_tokens == 32
 
 
@@ -177,17 +177,8 @@ def test_what_does_not_come_is_computed_or_reported(plain: Plain, lost: frozense
         engines.begin(completion(7, prompt=prompt(7, 70), n=n, max_tokens=6))
         outputs = engines.judge(plain)
         first = min(lost, default=5)
-        assert engines.decode.decode_counters.prefill_recomputed_tokens == max(0, 69 - 16 * first)
+        assert engines.decode.crossed.prefill_recomputed_tokens == max(0, 69 - 16 * first)
         assert outputs[0].note.startswith(f"computed here from position {16 * first} on: " if lost else "")
-
-
-def test_more_conversations_than_fit(plain: Plain) -> None:
-    """Goal: pressure on both pools. Method: twelve prompts at once on 20 blocks each, with preemption by swap."""
-    with pair(replace(SMALL, device_blocks=20, sequences_max=6)) as engines:
-        for number in range(12):
-            engines.begin(completion(number, prompt=prompt(number, 30 + 3 * number), max_tokens=30))
-        engines.judge(plain)
-        assert engines.decode.manager.counters.preemptions > 0
 
 
 def test_an_abort_while_blocks_are_landing_gives_everything_back(plain: Plain) -> None:
@@ -228,7 +219,7 @@ def test_blocks_that_are_given_out_again_cross_as_they_were(plain: Plain) -> Non
         for number in range(21, 24):
             engines.hand_over(Request(f"other-{number}", tuple(prompt(number, 70)), 1, draw=DRAW))
         engines.judge(plain)
-        assert engines.decode.decode_counters.prefill_recomputed_tokens == 0
+        assert engines.decode.crossed.prefill_recomputed_tokens == 0
 
 
 @pytest.mark.parametrize("how", ["nobody listens", "gone", "unknown", "other weights"])
@@ -243,7 +234,7 @@ def test_prefill_gone_before_the_pull(plain: Plain, how: str) -> None:
         if how == "other weights":
             engines.prefill.reset(weights_version=4)
         (output,) = engines.judge(plain)
-        assert engines.decode.decode_counters.prefill_recomputed_tokens == 39
+        assert engines.decode.crossed.prefill_recomputed_tokens == 39
         assert output.note.startswith("computed here from position 0 on: ")
 
 

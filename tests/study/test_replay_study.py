@@ -1,41 +1,51 @@
-"""``kvroute replay-study`` as a person runs it."""
+"""``python -m bench.replay_study`` as a person runs it, and what its numbers come to."""
 
 from __future__ import annotations
 
 import io
 import json
 import math
-import subprocess
-import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from rich.console import Console
 
-from bench.replay_study.__main__ import main
-from bench.replay_study.command import RESULTS, replay_study, show_study
-from bench.replay_study.mismatch import FIGURES
-from bench.replay_study.options import SCALES, Scale, StudyOptions
-from bench.replay_study.results import Results
+from bench.replay_study.__main__ import RESULTS, main, replay_study
+from bench.replay_study.report import LABELS, print_results, verdicts
+from bench.replay_study.results import Interval, Measured, Results, Run, Step, by_origin, difference
+from bench.replay_study.scales import SCALES, Learning, Options, Reinforcement, Scale
 from bench.replay_study.study import Study
-from cache_manager.errors import ConfigError, InvalidInputError
+from bench.replay_study.task import Task
+from cache_manager.errors import InvalidInputError
+
+MINUTE = replace(
+    SCALES["tiny"],
+    draws=2,
+    measured=2,
+    learning=Learning(steps=3, batch=8, learning_rate=1e-3),
+    reinforcement=Reinforcement(steps=2, prompts=2, samples=4, updates=2, learning_rate=1e-4, seeds=2),
+)
+"""A study of it takes a few seconds."""
 
 
 def check(results: Results, scale: Scale) -> None:
     """Every figure is there, finite, and what replay is to make zero is zero."""
+    assert results.complete
     kinds = {(m.family, m.when, m.mode) for m in results.measured}
     assert kinds == {(f, w, m) for f in scale.families for w in ("before", "after") for m in ("none", "r2", "r3")}
     assert len(results.measured) == len(kinds) * scale.weights * scale.draws
     for measured in results.measured:
-        assert measured.figures.keys() == {*FIGURES, "tokens"}
+        assert measured.figures.keys() == {*LABELS, "tokens"}
         assert all(math.isfinite(value) and value >= 0 for value in measured.figures.values())
-        assert (measured.figures["routers_differing"] == 0) == (measured.figures["tokens_differing"] == 0)
         if measured.mode == "r3":
-            assert measured.figures["tokens_differing"] == 0
-    assert {(run.mode, run.seed) for run in results.runs} == {
-        (mode, seed) for mode in scale.reinforcement.modes for seed in range(scale.reinforcement.seeds)
-    }
+            assert measured.figures["tokens_differing"] == measured.figures["routers_differing"] == 0
+    modes, seeds = scale.reinforcement.modes, range(scale.reinforcement.seeds)
+    assert {(run.mode, run.seed) for run in results.runs} == {(mode, seed) for mode in modes for seed in seeds}
     for step in (step for run in results.runs for step in run.steps):
         assert 0 <= step.reward <= 1
         assert 0 <= step.clip_fraction <= 1
@@ -44,144 +54,142 @@ def check(results: Results, scale: Scale) -> None:
 
 @pytest.mark.whole
 def test_a_quick_study_measures_everything(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Goal: the command does what it says, on the small engine. Method: run it; its numbers, pictures and words."""
+    """Goal: the command does what it says, on the demo's models. Method: run it; its numbers and words; and they are
+    shown again."""
     assert main(["--quick", "--out", str(tmp_path)]) == 0
-    results, scale = Results.read(tmp_path / RESULTS), SCALES["quick"]
-    assert results.complete
-    check(results, scale)
+    results = Results.read(tmp_path / RESULTS)
+    check(results, SCALES["quick"])
     # Engine and trainer differ without replay, or there was nothing to study.
     assert any(m.figures["tokens_differing"] > 0 for m in results.measured if m.mode == "none")
     rewards, chance = [each.reward_after for each in results.learned], results.setting["chance"]
     assert min(rewards) > 1.5 * chance
     assert sum(rewards) / len(rewards) > 2 * chance
-    for picture in ("mismatch.png", "policy-gradient.png"):
-        assert (tmp_path / picture).read_bytes().startswith(b"\x89PNG")
     text = capsys.readouterr().out
     assert "R3 leaves" in text
-    assert "the paper's figures, not ours" in text
     assert "R3 less no replay" in text
+    assert main(["--from", str(tmp_path / RESULTS)]) == 0
+    assert capsys.readouterr().out in text
 
 
-def test_an_accelerators_way_on_a_cpu(minute: Scale, tmp_path: Path) -> None:
-    """Goal: the path of ``--device cuda`` works. Method: the same on a CPU, with a limit in time and passes in
-    bfloat16; and what it wrote is shown again."""
-    console = Console(file=io.StringIO(), width=120)
-    options = StudyOptions(scale="minute", minutes=0.1, trainer_dtype="bfloat16", out=tmp_path)
-    assert replay_study(options, console) == 0
-    results = Results.read(tmp_path / RESULTS)
-    assert results.complete
-    check(results, minute)
-    counts = {len(run.steps) for run in results.runs}
-    assert min(counts) >= 1
-    again = Console(file=io.StringIO(), width=120)
-    assert show_study(tmp_path / RESULTS, tmp_path / "again", again) == 0
-    first, second = console.file.getvalue(), again.file.getvalue()  # type: ignore[attr-defined]
-    assert (
-        first[first.index("Supervised learning") :].replace(str(tmp_path), "")[:4000]
-        == (second[second.index("Supervised learning") :].replace(str(tmp_path), "")[:4000])
-    )
+def study(path: Path, **options: Any) -> Results:
+    return replay_study(Options(MINUTE, **options), "minute", path, Console(file=io.StringIO(), width=120))
 
 
-def test_the_module_is_the_command() -> None:
-    """Goal: ``python -m kvroute`` is ``kvroute``, and ``python -m bench.replay_study`` the study. Method: help."""
-    for module, said in (("kvroute", "demo-pd"), ("bench.replay_study", "--trainer-dtype")):
-        ran = subprocess.run(
-            [sys.executable, "-m", module, "--help"], capture_output=True, text=True, check=True, timeout=60
-        )
-        assert said in ran.stdout
-        assert ran.stdout.startswith(f"usage: {'' if module == 'kvroute' else 'python -m '}{module}")
+def test_an_accelerators_way_on_a_cpu(tmp_path: Path) -> None:
+    """Goal: the path of ``--device cuda`` works. Method: on a CPU, with a limit in time and passes in bfloat16."""
+    results = study(tmp_path, minutes=0.1, trainer_dtype="bfloat16")
+    check(results, MINUTE)
+    assert min(len(run.steps) for run in results.runs) >= 1
 
 
-class CutOff:
-    """A teller that ends the study in the middle of its second policy gradient."""
+def test_the_same_options_find_the_same(tmp_path: Path) -> None:
+    """Goal: a study can be repeated, and a phase be left out. Method: twice, whole and then without the mismatch;
+    everything but the seconds is equal."""
 
-    def __init__(self) -> None:
-        self.begun = list[str]()
-
-    def begin(self, what: str, total: int) -> None:
-        assert total > 0
-        self.begun.append(what)
-
-    def on(self, status: str) -> None:
-        if sum("policy gradient" in what for what in self.begun) == 2:
-            raise KeyboardInterrupt
-
-    def end(self) -> None:
-        assert self.begun
-
-
-@pytest.mark.usefixtures("minute")
-def test_a_study_that_is_cut_off_keeps_what_it_has(tmp_path: Path) -> None:
-    """Goal: nothing that was found is lost. Method: end it in the middle; the file has all before, and is shown."""
-    options = StudyOptions(scale="minute", out=tmp_path)
-    study = Study(
-        options, {"chance": 0.1, "scale": "minute", "hardware": "", "torch": ""}, tmp_path / RESULTS, CutOff()
-    )
-    with pytest.raises(KeyboardInterrupt):
-        study.run()
-    kept = Results.read(tmp_path / RESULTS)
-    assert not kept.complete
-    assert len(kept.measured) == 12
-    assert [len(run.steps) for run in kept.runs] == [2, 1]
-    console = Console(file=io.StringIO(), width=120)
-    assert show_study(tmp_path / RESULTS, tmp_path, console) == 0
-    assert "cut off" in console.file.getvalue()  # type: ignore[attr-defined]
-    assert not list(tmp_path.glob("*.part"))
-
-
-@pytest.mark.usefixtures("minute")
-@pytest.mark.parametrize(("phase", "measured", "runs"), [("mismatch", 12, 0), ("policy-gradient", 0, 4)])
-def test_phases_are_left_out(phase: str, measured: int, runs: int, tmp_path: Path) -> None:
-    """Goal: what an earlier run measured need not be measured again. Method: each phase alone after learning."""
-    console = Console(file=io.StringIO(), width=120)
-    options = StudyOptions(scale="minute", phases=("learning", phase), out=tmp_path)
-    assert replay_study(options, console) == 0
-    found = Results.read(tmp_path / RESULTS)
-    assert found.complete
-    assert (len(found.learned), len(found.measured), len(found.runs)) == (1, measured, runs)
-
-
-def test_the_same_options_find_the_same(minute: Scale, tmp_path: Path) -> None:
-    """Goal: a study can be repeated. Method: twice; everything but the seconds is equal."""
-
-    def numbers(name: str) -> Any:
-        console = Console(file=io.StringIO(), width=120)
-        replay_study(StudyOptions(scale="minute", seed=3, out=tmp_path / name), console)
+    def numbers(name: str, *phases: str) -> Any:
+        study(tmp_path / name, seed=3, phases=phases)
         found = json.loads((tmp_path / name / RESULTS).read_text())
         for part in [found, *found["learned"], *(step for run in found["runs"] for step in run["steps"])]:
             part.pop("seconds")
         return found
 
-    first = numbers("one")
-    assert first == numbers("two")
-    assert len(first["runs"]) == 2 * minute.reinforcement.seeds
+    whole, part = (
+        numbers("one", "learning", "mismatch", "policy-gradient"),
+        numbers("two", "learning", "policy-gradient"),
+    )
+    assert (len(whole["measured"]), part["measured"]) == (12, [])
+    assert [whole[name] for name in ("learned", "runs")] == [part[name] for name in ("learned", "runs")]
+
+
+def test_a_study_that_is_cut_off_keeps_what_it_has(tmp_path: Path) -> None:
+    """Goal: nothing that was found is lost. Method: end it in its second policy gradient; the file is shown."""
+
+    def cut_off(what: str) -> None:
+        if "seed 0, step 0" in what and "r3" in what:
+            raise KeyboardInterrupt
+
+    running = Study(Options(MINUTE), {"chance": 0.1}, tmp_path / RESULTS, cut_off)
+    with pytest.raises(KeyboardInterrupt):
+        running.run()
+    kept = Results.read(tmp_path / RESULTS)
+    assert (kept.complete, len(kept.measured), [len(run.steps) for run in kept.runs]) == (False, 12, [2, 1])
+    console = Console(file=io.StringIO(), width=120)
+    print_results(kept, console)
+    assert "cut off" in console.file.getvalue()  # type: ignore[attr-defined]
+    assert not list(tmp_path.glob("*.part"))
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        ({"device": "tpu"}, "--device"),
-        ({"scale": "huge"}, "--scale"),
-        ({"device": "cuda", "scale": "small"}, "--scale"),
-        ({"minutes": 0.0}, "--minutes"),
-        ({"minutes": math.nan}, "--minutes"),
-        ({"seed": -1}, "--seed"),
-        ({"learning_rate": 0.0}, "--learning-rate"),
-        ({"trainer_dtype": "float16"}, "--trainer-dtype"),
-        ({"phases": ("policy-gradient",)}, "--phases"),
-        ({"phases": ("learning", "other")}, "--phases"),
-    ],
+    "flags", ["--device tpu", "--scale huge", "--device cuda --scale small", "--minutes nan", "--without learning"]
 )
-def test_wrong_flags_are_named(flags: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        StudyOptions(**flags)
+def test_wrong_flags_are_named(flags: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(flags.split())
+    assert flags.split()[0] in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": "kvroute replay-study 1"}', '{"format": "other"}'])
-def test_other_files_are_not_results(text: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("text", [None, "", "[]", "{}", '{"format": "kvroute replay-study 1"}', '{"format": "other"}'])
+def test_other_files_are_not_results(text: str | None, tmp_path: Path) -> None:
     path = tmp_path / "found.json"
-    path.write_text(text)
+    if text is not None:
+        path.write_text(text)
     with pytest.raises(InvalidInputError, match="replay-study"):
         Results.read(path)
-    with pytest.raises(InvalidInputError, match="none"):
-        Results.read(tmp_path / "none.json")
+
+
+# What the numbers come to ----------------------------------------------------------------------------------------
+
+
+def test_intervals_cover_the_mean_as_often_as_they_say() -> None:
+    """Goal: 95 % means 95 %. Method: 4,000 samples of three normal values; the share of intervals with the mean."""
+    draw = np.random.default_rng(0)
+    covered = [abs(found.mean) <= found.half for found in map(Interval.of, draw.normal(size=(4000, 3)).tolist())]
+    assert np.mean(covered) == pytest.approx(0.95, abs=0.015)
+    assert math.isinf(Interval.of([1.0]).half)
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(2, 12), st.integers(1, 7))
+def test_right_answers_are_the_prompt_in_order(seed: int, symbols: int, length: int) -> None:
+    """Goal: the reward is what it says. Method: answers hold the prompt's symbols, and earn all of the reward."""
+    task = Task(symbols, length)
+    prompts = task.prompts(20, np.random.default_rng(seed))
+    answers = task.answers(prompts)
+    np.testing.assert_array_equal(np.sort(answers), np.sort(prompts[:, 2:-1]))
+    whole = np.concatenate([prompts, answers], axis=1)
+    assert whole.shape == (20, task.sequence_tokens)
+    assert task.rewards(whole).tolist() == [1.0] * 20
+    whole[:, -1] = -1
+    assert task.rewards(whole).tolist() == pytest.approx([1 - 1 / length] * 20)
+    assert task.rewards(task.demonstrations(5, 0.0, np.random.default_rng(seed))).tolist() == [1.0] * 5
+    assert whole[:, :-1].max() < task.vocab_size
+
+
+@pytest.mark.parametrize("seeds_differ", [True, False])
+@pytest.mark.parametrize(
+    ("with_it", "said"),
+    [([0.3, 0.31, 0.29], "at least halved"), ([0.9, 0.91, 0.89], "not halved"), ([0.45, 0.55, 0.5], "do not decide")],
+)
+def test_halved_is_said_only_of_a_whole_interval(with_it: list[float], said: str, seeds_differ: bool) -> None:
+    rows = [
+        Measured("f", n if seeds_differ else 0, 0 if seeds_differ else n, "before", mode, {"kl": kl})
+        for mode, values in (("none", [1.0] * 3), ("r3", with_it))
+        for n, kl in enumerate(values)
+    ]
+    (sentence,) = verdicts(Results({}, measured=rows))
+    assert said in sentence
+
+
+def test_batches_of_one_model_among_several_are_one_value() -> None:
+    """Goal: batches of the same weights are not taken for independent ones. Method: two models, two batches each."""
+    rows = [Measured("f", seed, draw, "before", "none", {"kl": seed + draw}) for seed in (0, 10) for draw in (0, 2)]
+    assert by_origin(Results({}, measured=rows), "f", "before", "none", "kl") == [1.0, 11.0]
+
+
+def test_policy_gradients_are_compared_seed_by_seed() -> None:
+    def run(mode: str, seed: int, reward: float) -> Run:
+        return Run("f", mode, seed, [Step(0, reward, *[0.0] * 7)])
+
+    runs = [run("none", 0, 0.1), run("r3", 0, 0.2), run("none", 1, 0.5), run("r3", 1, 0.6), run("r3", 2, 9.0)]
+    found = difference(Results({}, runs=runs), "r3", "reward", slice(-5, None))
+    assert found is not None
+    assert (found.mean, found.half) == (pytest.approx(0.1), pytest.approx(0.0, abs=1e-9))

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from bench.replay_study.mismatch import log_ratios
+from bench.replay_study.experts import PADDED, install
+from bench.replay_study.mismatch import differing_routes, k3, log_ratios, measure
 from bench.replay_study.models import build_engines, build_trained, load_weights
-from bench.replay_study.options import FAMILIES, SCALES, Scale
 from bench.replay_study.rollout import Rollout, Rollouts
+from bench.replay_study.scales import FAMILIES, SCALES, Scale
 from bench.replay_study.trainer import Mode, Trainer, replayed
 
 CPU = torch.device("cpu")
@@ -109,3 +113,61 @@ def test_rollouts_depend_on_their_seed_and_on_nothing_else() -> None:
     first, again, other = (rolled_out(scale, rollout, seed=seed) for seed in (0, 0, 1))
     assert torch.equal(first.tokens, again.tokens)
     assert not torch.equal(first.answers, other.answers)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("spread", [False, True])
+def test_padded_experts_are_the_loop(family: str, spread: bool) -> None:
+    """Goal: padding changes no value and no gradient, with experts that nobody chose too. Method: the same two experts
+    for every token, or random ones; answers and the gradients of states, scores and weights against transformers'."""
+    install()
+    model = build_trained(SCALES["small"], family, 0, CPU)
+    experts: Any = [module for name, module in model.named_modules() if name.endswith(".experts")][-1]
+    count, hidden = len(experts.gate_up_proj), experts.gate_up_proj.shape[2]
+    torch.manual_seed(1)
+    chosen = torch.rand(23, count).topk(2).indices if spread else torch.tensor([[count - 1, 1]]).repeat(23, 1)
+    found = []
+    for name in ("eager", PADDED):
+        torch.manual_seed(2)
+        states, scores = torch.randn(23, hidden, requires_grad=True), torch.rand(23, 2, requires_grad=True)
+        experts.config._experts_implementation = name
+        answer = experts(states, chosen, scores)
+        wanted = (states, scores, experts.gate_up_proj, experts.down_proj)
+        found.append((answer, *torch.autograd.grad(answer.square().sum(), wanted)))
+    for loop, padded in zip(*found, strict=True):
+        torch.testing.assert_close(padded, loop, atol=1e-5, rtol=1e-4)
+
+
+# Figures ----------------------------------------------------------------------------------------------------------
+
+
+def some_routes(seed: int) -> torch.Tensor:
+    return torch.rand(6, 3, 9, generator=torch.Generator().manual_seed(seed)).topk(4).indices
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(0, 5), st.integers(0, 2))
+def test_figures_are_of_distances_between_policies_and_between_sets(seed: int, token: int, layer: int) -> None:
+    """Goal: k3 and KL are one quantity, zero from a policy to itself; routes differ as sets. Method: the estimate of
+    each token of the vocabulary, weighted by how often the engine would have sampled it, adds up to the divergence; one
+    expert of one row is changed."""
+    draw = torch.Generator().manual_seed(seed)
+    policy, behaviour = torch.randn(2, 3, 4, 5, generator=draw).mul(2).log_softmax(-1)
+    tokens, routes, d = torch.zeros(3, 4, dtype=torch.int64), some_routes(seed), (policy - behaviour).double()
+    expected = (behaviour.double().exp() * k3(d)).sum(-1).mean()
+    assert measure(policy, behaviour, tokens, routes, routes)["kl"] == pytest.approx(float(expected), rel=1e-5)
+    assert bool((k3(d) >= 0).all())
+    same = measure(policy, policy, tokens, routes, routes.flip(-1))
+    assert same.pop("tokens") == 12
+    assert set(same.values()) == {0.0}
+    other = routes.flip(-1).clone()
+    other[token, layer, 0] = next(e for e in range(9) if e not in routes[token, layer].tolist())
+    assert differing_routes(routes, other).nonzero().tolist() == [[token, layer]]
+
+
+def test_extremes_are_counted_beyond_e2_and_beyond_2() -> None:
+    """Goal: the two thresholds are |d| > 2 and a ratio outside [1/2, 2]. Method: ratios made to lie between."""
+    ratios = torch.tensor([1.0, 1.9, 1 / 1.9, 2.1, 1 / 2.1, 7.3, 1 / 7.3, 7.5])
+    behaviour = torch.full((1, 8, 2), math.log(0.05))
+    policy = behaviour + ratios.log()[None, :, None]
+    found = measure(policy, behaviour, torch.zeros(1, 8, dtype=torch.int64), some_routes(0), some_routes(0))
+    assert (found["beyond_2"], found["beyond_e2"]) == (5 / 8, 1 / 8)

@@ -75,5 +75,5 @@ def assert_same(one: dict[tuple[str, int], Output], other: dict[tuple[str, int],
 def judged(checker: Checker, model_name: str, outputs: dict[tuple[str, int], Output]) -> Verdict:
     second_run, verdict = SecondRun(build_model(model_name, seed=0, vocab_size=text.VOCAB_SIZE)), Verdict()
     for o in outputs.values():
-        verdict += checker.judge(o.sequence, o.routes, len(o.sequence) - 1, second_run(o.sequence))
+        verdict += checker.judge(o, again=second_run(o.sequence))
     return verdict

@@ -111,7 +111,7 @@ def _handed_over(model: Any) -> list[Any]:
             prefill.run()
             decode.take_over(request, Handover(told[0], prefill.crossing.address))
             _until(lambda: bool(outputs.extend(decode.step()) or not decode.busy))
-        assert decode.decode_counters.transferred_rows > 0
+        assert decode.crossed.transferred_rows > 0
     return outputs
 
 

@@ -245,8 +245,8 @@ class RoutedRows:
     def _arrive(self, keys: NDArray[Any], pages: Ids, lives: Ids) -> None:
         now = self._lives(pages) == lives
         self._name(pages[now])
-        came = self.fetch(keys[now].tolist(), pages[now])
-        self._from[pages[now][np.array(list(came.values()), bool)]] = BY_KV
+        if came := self.fetch(keys[now].tolist(), pages[now]):
+            self._from[pages[now][list(came.values())]] = BY_KV
         if gone := {key for key, there in came.items() if not there}:
             logger.warning("%d pages have no rows: %s", len(gone), WHY)
             self._gone = gone | (self._gone if len(self._gone) < GONE_MAX else set())
