@@ -136,7 +136,6 @@ class Stores:
         for name, turn, notes in (
             ("raw batch calls", partial(self.ask, peer, "raw"), ("no", "same memory", "-")),
             ("raw, same header and XXH3", partial(self.ask, peer, "sealed"), ("yes", COPY, "-")),
-            ("the same in two ranges", partial(self.ask, peer, "scattered"), ("yes", "same memory", "-")),
             ("kvroute mooncake:", partial(self.take, Pooled), ("yes", COPY, "-")),
             ("kvroute tiered: file, pool", partial(self.take_in_directory, tiered), ("yes", COPY, "no")),
         ):

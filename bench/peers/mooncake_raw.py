@@ -2,7 +2,7 @@
 
 Sources and targets are registered, so that nothing is copied on this side; nothing is checked either. ``sealed`` makes
 of each record what kvroute stores: header and payload behind each other in registered memory, with the checksum made
-before and verified after. ``scattered`` does so without a copy, with two ranges an object.
+before and verified after.
 """
 
 from __future__ import annotations
@@ -62,7 +62,6 @@ class Sealed(Raw):
         self._keys = [BlockKey(os.urandom(32)) for _ in range(turn.records)]
         self._payloads = [row.data for row in records.sources]
         header = pack_header(self._header(0))
-        self._header_nbytes = len(header)
         self._stage = np.ones((turn.batch, len(header) + turn.record_nbytes), np.uint8)
         self._rows = [row.data for row in self._stage]
         self._staged = self._addresses(self._stage)
@@ -89,28 +88,6 @@ class Sealed(Raw):
         return RecordHeader(self._keys[i], FINGERPRINT, i, 1, VALID, payload.nbytes, checksum(payload))
 
 
-class Scattered(Sealed):
-    """The same without a copy: an object is put and got as two ranges, its header's and the caller's own."""
-
-    def put(self, start: int, stop: int) -> None:
-        for row, i in zip(self._rows, range(start, stop), strict=True):
-            header = pack_header(self._header(i))
-            row[: len(header)] = header
-        pairs = self._pairs(self._sources[start:stop])
-        names, sizes = self._names[start:stop], [[self._header_nbytes, self._payloads[0].nbytes]] * (stop - start)
-        assert not any(self._store.batch_put_from_multi_buffers(names, pairs, sizes, ReplicateConfig()))
-
-    def get(self, start: int, stop: int) -> None:
-        names, sizes = self._names[start:stop], [[self._header_nbytes, self._payloads[0].nbytes]] * (stop - start)
-        found = self._store.batch_get_into_multi_buffers(names, self._pairs(self._targets), sizes)
-        assert found == self._sizes
-        for row, buffer, i in zip(self._rows, self._records.buffers, range(start, stop), strict=True):
-            check_record(unpack_header(row), self._keys[i], FINGERPRINT, buffer)
-
-    def _pairs(self, payloads: list[int]) -> list[list[int]]:
-        return [list(pair) for pair in zip(self._staged, payloads, strict=True)]
-
-
 def main(master: str) -> None:
     store = MooncakeDistributedStore()
     assert store.setup(*SETTINGS, master) == 0
@@ -119,7 +96,6 @@ def main(master: str) -> None:
         {
             "raw": lambda records, turn: Raw(store, records, turn),
             "sealed": lambda records, turn: Sealed(store, records, turn),
-            "scattered": lambda records, turn: Scattered(store, records, turn),
         },
     )
     os._exit(0)

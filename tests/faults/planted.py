@@ -22,6 +22,11 @@ class Fault:
     claim: str
     package: str = "cache_manager"
 
+    @property
+    def node(self) -> str:
+        """What is run: of a file, the test that has the claim's name."""
+        return self.test if "::" in self.test else f"{self.test}::{self.claim}"
+
 
 MANAGER = "tests/cache_manager/test_own_managers.py::TestGated"
 REQUESTS = "tests/cache_manager/test_manager.py"
@@ -34,14 +39,6 @@ FAULTS = (
         "manager/passes.py",
         "return slots[start % size : start % size + stop - start]",
         "return slots[start % size : start % size + stop - start][::-1]",
-        MANAGER,
-        "content_survives",
-    ),
-    Fault(
-        "the wrong slot in a batch",
-        "manager/passes.py",
-        "slots: Ints = all_.offset.take(rows) + done",
-        "slots: Ints = all_.offset.take(rows) + (done ^ 1)",
         MANAGER,
         "content_survives",
     ),
@@ -62,14 +59,6 @@ FAULTS = (
         "test_the_same_numbers_are_judged_anew_when_a_sequence_has_changed",
     ),
     Fault(
-        "a child forgets the tokens of the block that is not full",
-        "manager/manager.py",
-        "        self._sequences.filling[twin.row] = self._sequences.filling[s.row]\n",
-        "",
-        MANAGER,
-        "held_is_found",
-    ),
-    Fault(
         "a child's keys are its parent's",
         "manager/manager.py",
         "keys=list(s.keys))",
@@ -86,44 +75,12 @@ FAULTS = (
         "test_forks_share_until_one_of_them_writes",
     ),
     Fault(
-        "all who share a block leave it",
-        "manager/pool.py",
-        "return self.readers[block] > 1 or block in self._keys",
-        "return self.readers[block] > 0 or block in self._keys",
-        f"{REQUESTS}::test_of_those_that_share_a_block_the_last_one_keeps_it",
-        "test_of_those_that_share_a_block_the_last_one_keeps_it",
-    ),
-    Fault(
         "a reused block is still found under its old key",
         "manager/pool.py",
         "                blocks.remove(block)\n",
         "",
         MANAGER,
         "own_check",
-    ),
-    Fault(
-        "a held block may be evicted",
-        "manager/pool.py",
-        "            self._cached.pop(block, None)\n",
-        "            pass\n",
-        MANAGER,
-        "no_block_lost",
-    ),
-    Fault(
-        "a key dies with the block that it is found at",
-        "manager/pool.py",
-        "                if not blocks:\n                    del self._blocks[key]\n",
-        "                for other in self._blocks.pop(key):\n                    del self._keys[other]\n",
-        f"{DEFECTS}::test_a_duplicate_takes_over_when_the_first_of_a_group_ends",
-        "test_a_duplicate_takes_over_when_the_first_of_a_group_ends",
-    ),
-    Fault(
-        "a chain loses its head before its tail",
-        "manager/pool.py",
-        "for block in reversed(blocks):  # a chain",
-        "for block in blocks:  # a chain",
-        f"{DEFECTS}::test_a_chain_loses_its_tail_before_its_head",
-        "test_a_chain_loses_its_tail_before_its_head",
     ),
     Fault(
         "a block whose KV is still written is given out",
@@ -140,14 +97,6 @@ FAULTS = (
         "        if False:\n",
         f"{DEFECTS}::test_what_a_pass_writes_is_neither_swapped_nor_shared",
         "test_what_a_pass_writes_is_neither_swapped_nor_shared",
-    ),
-    Fault(
-        "the blocks for a move that has failed are lost",
-        "manager/passes.py",
-        "            self._pool.let_go(taken)\n",
-        "",
-        MANAGER,
-        "refusal_changes_nothing",
     ),
     Fault(
         "a block that somebody still reads is let go",
@@ -175,14 +124,6 @@ FAULTS = (
         "hit_was_written",
     ),
     Fault(
-        "what is only cached is lost at a reset",
-        "manager/pool.py",
-        "        self._free += self._cached\n",
-        "",
-        MANAGER,
-        "no_block_lost",
-    ),
-    Fault(
         "what has come back is found under the next block's key",
         "manager/manager.py",
         "zip(s.keys, targets, strict=False)",
@@ -205,13 +146,5 @@ FAULTS = (
         "        if False:  # bytes",
         REQUESTS,
         "test_a_fork_never_sees_what_its_parent_wrote_later",
-    ),
-    Fault(
-        "a block that others use may be written",
-        "manager/passes.py",
-        "for block in filter(self._pool.others_use, blocks):",
-        "for block in ():",
-        REQUESTS,
-        "test_a_block_that_others_use_cannot_be_written",
     ),
 )

@@ -6,7 +6,6 @@ from planted import Fault
 
 CLIENT = "tests/kvroute/test_vllm_answers.py::"
 LEFT = "tests/kvroute/test_connector_left.py::"
-POOL = "tests/kvroute/rollout/test_mooncake_rollouts.py::"
 
 
 def _fault(name: str, file: str, before: str, after: str, where: str, claim: str) -> Fault:
@@ -19,14 +18,6 @@ ANSWER_FAULTS = [
         "connector/answers.py",
         "if mine[count] != theirs[count]]",
         "if count < 0]",
-        CLIENT,
-        "test_what_another_request_of_the_id_has_left_is_not_handed_out",
-    ),
-    _fault(
-        "an answer gets the fewer rows of an earlier one that began as it does",
-        "connector/answers.py",
-        "(stop := found[0].stop) < len(asked.tokens) - 1",
-        "(stop := found[0].stop) < 0",
         CLIENT,
         "test_what_another_request_of_the_id_has_left_is_not_handed_out",
     ),
@@ -93,22 +84,6 @@ ANSWER_FAULTS = [
         "",
         "tests/kvroute/rollout/test_local_faults.py::",
         "test_a_writer_that_never_ends_costs_the_put_and_no_engine",
-    ),
-    _fault(
-        "what a name stands for is taken on trust",
-        "rollout/parts.py",
-        "            if found is not None and found.rollout_id != rollout_id:",
-        "            if False:",
-        "tests/kvroute/rollout/test_local_faults.py::",
-        "test_a_file_of_another_rollout_is_damage",
-    ),
-    _fault(
-        "a pointer's place is used once",
-        "rollout/mooncake.py",
-        "        for number in range(first, first + PLACES):",
-        "        for number in range(first, PLACES):",
-        POOL,
-        "test_an_id_is_put_as_often_as_anybody_likes",
     ),
     _fault(
         "a closed manager raises into the engine",

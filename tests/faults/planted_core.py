@@ -9,7 +9,6 @@ from planted_origins import LANDS, ORIGIN_FAULTS, ROW
 MACHINE = "tests/cache_manager/test_blocks_machine.py::TestBlocksHeap"
 BLOCKS = "tests/cache_manager/test_blocks.py::"
 KEYS = "tests/cache_manager/test_vocabulary.py::"
-MISTAKES = "tests/cache_manager/test_blocks_mistakes.py::"
 MOVED = "test_what_changes_in_mid_move_does_not_arrive"
 REFUSED = "tests/cache_manager/test_refused_steps.py::"
 
@@ -37,14 +36,6 @@ CORE_FAULTS = [
         "stored.py",
         "(table.changes.take(ids) == self.changes) & table.fillable(ids)",
         "table.fillable(ids)",
-        MACHINE,
-        LANDS,
-    ),
-    Fault(
-        "a restore lands in a block that a step writes",
-        "stored.py",
-        "(table.changes.take(ids) == self.changes) & table.fillable(ids)",
-        "(table.changes.take(ids) == self.changes)",
         MACHINE,
         LANDS,
     ),
@@ -113,30 +104,6 @@ CORE_FAULTS = [
         "test_a_move_that_fails_brings_nothing_and_keeps_nothing",
     ),
     Fault(
-        "a source that was forgotten names what was copied of it",
-        "moves.py",
-        "            same = source.changes.take(sources) == changes  #",
-        "            same = np.ones(sources.size, np.bool_)  #",
-        BLOCKS + "test_a_source_without_rows_that_changes_in_mid_move_names_nothing",
-        "test_a_source_without_rows_that_changes_in_mid_move_names_nothing",
-    ),
-    Fault(
-        "a source that a pass has begun to write names what was copied of it",
-        "moves.py",
-        "            same &= source.origin.take(sources) == origins",
-        "            same &= True\n",
-        MACHINE,
-        ROW,
-    ),
-    Fault(
-        "a block that a pass has written meanwhile is filled by a move",
-        "table.py",
-        "same & (self.changes.take(fence.ids) == fence.changes)",
-        "same & True",
-        BLOCKS + MOVED,
-        MOVED,
-    ),
-    Fault(
         "a move takes along what a step has committed meanwhile",
         "moves.py",
         "            arrived = target.arrive(fence, same, valid, origins)\n",
@@ -171,14 +138,6 @@ CORE_FAULTS = [
         "test_a_step_in_place_waits_for_the_device_of_the_one_before_it",
     ),
     Fault(
-        "a step keeps what it copies where a device may still write",
-        "table.py",
-        "            claim.mine = self._outside_fences(claim)\n",
-        "            pass\n",
-        "tests/cache_manager/test_blocks.py::test_what_a_device_may_have_written_over_is_given_up",
-        "test_what_a_device_may_have_written_over_is_given_up",
-    ),
-    Fault(
         "a block that a device still writes is filled",
         "table.py",
         "step.blocks if step.in_place else step.blocks[present]",
@@ -195,44 +154,12 @@ CORE_FAULTS = [
         FENCE,
     ),
     Fault(
-        "a block of slots that were dropped is filled",
-        "table.py",
-        "            claim.blocks = np.append(claim.blocks, others)\n",
-        "            others = others[:0]\n",
-        REFUSED + "test_a_dropped_slot_that_a_device_writes_is_fenced_until_its_step_has_ended",
-        "test_a_dropped_slot_that_a_device_writes_is_fenced_until_its_step_has_ended",
-    ),
-    Fault(
-        "what lay at slots that were dropped stays readable",
-        "table.py",
-        "            self.lose(lost // self.tokens)\n",
-        "            pass\n",
-        MACHINE,
-        ROW,
-    ),
-    Fault(
         "what lay at the slots of a refused pass stays readable",
         "table.py",
         "        here = np.unique(ids[(ids >= 0) & (ids < self.blocks)])\n",
         "        here = ids[:0]\n",
         REFUSED + "test_the_former_rows_of_a_pass_that_is_refused_are_missing",
         "test_the_former_rows_of_a_pass_that_is_refused_are_missing",
-    ),
-    Fault(
-        "a pass whose slots cannot be read leaves rows readable",
-        "table.py",
-        "        if ids is None:\n            self.forget_all()\n",
-        "        if ids is None:\n",
-        REFUSED + "test_where_the_slots_of_a_pass_cannot_be_read_no_row_of_before_is",
-        "test_where_the_slots_of_a_pass_cannot_be_read_no_row_of_before_is",
-    ),
-    Fault(
-        "a refused pass goes on under the origin of the one before",
-        "table.py",
-        "            self.write_under_own_origin(here, NO_INTS)\n",
-        "",
-        MACHINE,
-        LANDS,
     ),
     *JOB_FAULTS,
 ]

@@ -24,14 +24,6 @@ JOB_FAULTS = [
         "KV of another prefix or of other weights",
     ),
     Fault(
-        "a block is found under its old key when it has been given out",
-        "manager/pool.py",
-        "                blocks.remove(block)\n",
-        "",
-        SALTED,
-        "of another p",
-    ),
-    Fault(
         "a job of a block of another life is done",
         "stored.py",
         "    return ids, lives, live & ours\n",
@@ -62,14 +54,6 @@ JOB_FAULTS = [
         "True",
         JOBS + "test_bytes_in_flight_are_bounded_but_one_job_always_fits",
         "test_bytes_in_flight_are_bounded_but_one_job_always_fits",
-    ),
-    Fault(
-        "the bytes of KV do not count",
-        "stored.py",
-        "self.nbytes = len(self.keys) * of._record.nbytes\n",
-        "self.nbytes = len(self.keys) * of.layout.nbytes\n",
-        JOBS + "test_the_kv_that_is_copied_counts_among_the_bytes_in_flight",
-        "test_the_kv_that_is_copied_counts_among_the_bytes_in_flight",
     ),
     Fault(
         "a cancelled restore lands",
@@ -138,28 +122,12 @@ JOB_FAULTS = [
         INTERRUPTED,
     ),
     Fault(
-        "a change that is interrupted is not seen",
-        "lock.py",
-        "        lock.torn += 1\n        answer = method(table, *args, **kwargs)\n        lock.torn -= 1\n",
-        "        answer = method(table, *args, **kwargs)\n",
-        THREADS + INTERRUPTED,
-        INTERRUPTED,
-    ),
-    Fault(
         "two moves fill one block",
         "table.py",
         "            found |= self.among(ids, fence.ids)\n",
         "            pass\n",
         BLOCKS + "test_a_second_move_into_a_block_is_dropped",
         "test_a_second_move_into_a_block_is_dropped",
-    ),
-    Fault(
-        "a call goes on in what is closed",
-        "lock.py",
-        "            self.check_open()\n",
-        "            pass\n",
-        THREADS + "test_after_close_every_call_says_so",
-        "test_after_close_every_call_says_so",
     ),
     Fault(
         "a forked child waits for its parent's jobs",

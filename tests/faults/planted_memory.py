@@ -36,14 +36,6 @@ MEMORY_FAULTS = [
         ALL_ORDERS,
     ),
     Fault(
-        "a retry keeps the old bits",
-        "publish.py",
-        "        bits[torn] = valid[again]\n",
-        "",
-        f"{ORDERS}::{ALL_ORDERS}",
-        ALL_ORDERS,
-    ),
-    Fault(
         "a read that gives up hands out what it has",
         "publish.py",
         "    bits[torn] = 0\n",
@@ -76,14 +68,6 @@ MEMORY_FAULTS = [
         "tests/regions/test_shared_orphans.py::test_a_creator_killed_halfway_leaves_nothing",
         "test_a_creator_killed_halfway_leaves_nothing",
     ),
-    Fault(
-        "whoever locks a removed region keeps it",
-        "regions/directory.py",
-        "        return os.fstat(fd).st_nlink > 0\n",
-        "        return True\n",
-        "tests/regions/test_shared_attach.py::test_a_region_that_was_removed_before_the_lock_is_missing",
-        "test_a_region_that_was_removed_before_the_lock_is_missing",
-    ),
     # ---- capture and stores
     Fault(
         "slots of an earlier, longer pass stay behind a shorter one",
@@ -92,15 +76,6 @@ MEMORY_FAULTS = [
         "",
         LAUNCHED + "test_tokens_beyond_the_slots_are_padding",
         "test_tokens_beyond_the_slots_are_padding",
-        "kvroute",
-    ),
-    Fault(
-        "a launch of fewer tokens than slots counts",
-        "capture/launched.py",
-        "            if self._layers.launched < len(slots):",
-        "            if not self._layers.launched:",
-        LAUNCHED + "test_a_pass_of_fewer_tokens_than_slots_leaves_no_rows",
-        "DID NOT RAISE",
         "kvroute",
     ),
     Fault(

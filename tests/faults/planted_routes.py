@@ -111,15 +111,6 @@ ROUTES_FAULTS = (
         package="kvroute",
     ),
     Fault(
-        "parts are as long as spans",
-        "routes/parts.py",
-        "        most = rows if part_layers == layers else min(rows, max(2 * isqrt(rows), least))\n",
-        "        most = rows\n",
-        "tests/kvroute/rollout/test_stores.py::test_ranks_read_little_beside_their_rows",
-        "test_ranks_read_little_beside_their_rows",
-        package="kvroute",
-    ),
-    Fault(
         "parts that are read together are told apart wrongly",
         "rollout/parts.py",
         "                view, at = memoryview(content), 0\n",

@@ -20,14 +20,7 @@ SGLANG_FAULTS = [
     _fault("the rest of a page begins its life anew", "at[at % self.page == 0]", "at", LAW),
     _fault("rows of a page that was given out again go to the host", "== lives).all(axis=1)]", "== lives)[:, 1]]", LAW),
     _fault("rows go to a page of the host that has another's", "== lives).all(axis=1)]", "== lives)[:, 0]]", LAW),
-    _fault(
-        "what a pass writes late stays behind",
-        "        self._then(self.launched, partial(self._follow, pairs, self._lives(pairs)))\n",
-        "        self._copy(pairs)\n",
-        "test_pages_that_went_to_the_host_before_their_pass_was_over_have_its_rows_when_it_is",
-    ),
     _fault("rows land beside KV of another computation", "        self._name(pages[now])\n", "", KEPT),
-    _fault("rows are asked for before their KV is there", "_then(self.launched + 1,", "_then(self.launched,", KEPT),
     _fault("a page whose rows did not come is a hit again", "key not in self._gone", "True", KEPT),
     _fault(
         "what is missing is expert 0",

@@ -124,14 +124,6 @@ STORE_FAULTS = (
         "test_a_slot_that_was_used_again_while_it_was_read_is_a_miss",
     ),
     Fault(
-        "a reader takes its last look for the truth",
-        "storage/file/reader.py",
-        "return directory.changes(self._seen)[1] != []",
-        "return False",
-        FILES + "::test_a_reader_finds_what_was_put_before_the_call_without_a_look_in_between",
-        "test_a_reader_finds_what_was_put_before_the_call_without_a_look_in_between",
-    ),
-    Fault(
         "a writer does not tell readers of a put",
         "storage/file/store.py",
         "                self._directory.tell(extent.shape.number, start, count)\n                if older:",
@@ -146,14 +138,6 @@ STORE_FAULTS = (
         "return min(self._quota_nbytes - self._used_nbytes + self._extent_nbytes, spare)",
         FILES + "::test_the_quota_is_exact_and_extents_change_hands",
         "test_the_quota_is_exact_and_extents_change_hands",
-    ),
-    Fault(
-        "what is asked for is evicted like what is not",
-        "storage/file/extent.py",
-        ".translate(_USED)",
-        "",
-        FILES + "::test_what_is_asked_for_stays_and_what_is_not_goes",
-        "test_what_is_asked_for_stays_and_what_is_not_goes",
     ),
     Fault(
         "a record is served whatever its age",
@@ -188,14 +172,6 @@ STORE_FAULTS = (
         "test_a_deleted_record_does_not_come_back_though_writes_have_failed",
     ),
     Fault(
-        "the reserve of the file system is not kept",
-        "storage/file/store.py",
-        "free_nbytes - self._min_free_nbytes",
-        "free_nbytes",
-        FILES + "::test_the_reserve_of_the_file_system_is_kept",
-        "test_the_reserve_of_the_file_system_is_kept",
-    ),
-    Fault(
         "a record is put in an extent that went for the reserve",
         "storage/file/store.py",
         " if run[0].ordinal >= 0]",
@@ -210,14 +186,6 @@ STORE_FAULTS = (
         "known = True",
         "tests/storage/test_file_readers.py::test_a_reader_that_is_far_behind_finds_everything",
         "test_a_reader_that_is_far_behind_finds_everything",
-    ),
-    Fault(
-        "the cache-transfer process copies the other way",
-        "transfer_manager/process.py",
-        "np.array(sources), np.array(targets)",
-        "np.array(targets), np.array(sources)",
-        PROCESS + "::test_a_copy_moves_these_records_and_nothing_else",
-        "test_a_copy_moves_these_records_and_nothing_else",
     ),
     Fault(
         "the cache-transfer process copies into blocks that are not there",

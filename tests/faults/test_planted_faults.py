@@ -43,7 +43,7 @@ def test_a_planted_fault_is_caught(fault: Fault, tmp_path: Path) -> None:
     environment["PYTHONPATH"] = os.pathsep.join((str(tmp_path), str(original.parent)))
     environment["HYPOTHESIS_PROFILE"] = "hunt"
     ran = nursery(*THIRD_PARTY).run(
-        ["-c", HUNT, fault.package, str(copy), fault.test], env=environment, cwd=ROOT, timeout=240
+        ["-c", HUNT, fault.package, str(copy), fault.node], env=environment, cwd=ROOT, timeout=240
     )
     assert ran.returncode == 1, f"not caught: {fault.name}\n{ran.stdout[-2000:]}{ran.stderr[-2000:]}"
     assert fault.claim in ran.stdout, f"caught, but not by {fault.claim}:\n{ran.stdout[-4000:]}"

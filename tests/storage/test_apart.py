@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import random
@@ -15,6 +16,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -223,6 +225,22 @@ def test_while_it_cannot_start_calls_are_refused_with_the_cause(store: ApartStor
     aside.rename(place)
     again(store)
     store.flush()
+
+
+def test_a_process_that_cannot_be_started_is_tried_again(store: ApartStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bug that was found: a machine without a descriptor for a moment ended the thread that brings it back."""
+    starts, real = itertools.count(), subprocess.Popen
+
+    def popen(*arguments: Any, **options: Any) -> subprocess.Popen[bytes]:
+        if next(starts) < 2:
+            raise OSError(errno.EMFILE, "no descriptor, on purpose")
+        return real(*arguments, **options)
+
+    monkeypatch.setattr(subprocess, "Popen", popen)
+    pid = end(store.apart.pid)
+    until(lambda: store.apart.pid not in (None, pid), WAIT_S)
+    assert next(starts) == 3
+    assert store.usage()["records"] == 0
 
 
 def test_a_machine_without_room_for_a_process_or_thread_is_a_storage_error(

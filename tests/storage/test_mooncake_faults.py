@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import errno
-import itertools
-import multiprocessing
-import os
 import re
 import signal
 import socket
-import subprocess
 import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
 from mooncake_pool import Master, Owner, running_owner, send
@@ -23,7 +17,7 @@ from cache_manager.ports import Absence
 from cache_manager.storage import open_store
 from cache_manager.storage.mooncake import MooncakeStore
 from cache_manager.storage.records import RecordStore
-from cache_manager.testing.records import LAYOUT, get, header_of, key_of, payload_of, put
+from cache_manager.testing.records import LAYOUT, get, key_of, payload_of, put
 from tests.storage.mooncake_stores import (
     HANG_S,
     SEGMENT_NBYTES,
@@ -36,33 +30,6 @@ from tests.storage.mooncake_stores import (
 )
 
 
-def test_every_call_after_close_says_closed(calm: MooncakeStore) -> None:
-    """Goal: no crash. Method: all calls, from two threads, while and after the store is closed."""
-    put(RecordStore(calm, LAYOUT), [1])
-    seen: list[object] = []
-
-    def ask() -> None:
-        while not seen or not isinstance(seen[-1], StoreClosedError):
-            seen.append(timed(lambda: get(RecordStore(calm, LAYOUT), [1])))
-
-    threads = [threading.Thread(target=ask, daemon=True) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    calm.close()
-    for thread in threads:
-        thread.join(HANG_S)
-    assert {type(answer) for answer in seen} <= {list, StoreClosedError}
-    assert all(answer in ([payload_of(1)], [Absence.MISS]) for answer in seen if isinstance(answer, list))
-    for call in (
-        lambda: calm.put([header_of(1)], [payload_of(1)]),
-        lambda: calm.contains([key_of(1)]),
-        lambda: calm.delete([key_of(1)]),
-        calm.flush,
-        calm.usage,
-    ):
-        assert isinstance(timed(call), StoreClosedError)
-
-
 @pytest.mark.parametrize("listening", [False, True], ids=["closed port", "silent server"])
 def test_a_master_that_is_not_there_is_an_error_in_time(listening: bool) -> None:
     with socket.socket() as server:
@@ -72,29 +39,6 @@ def test_a_master_that_is_not_there_is_an_error_in_time(listening: bool) -> None
         port = server.getsockname()[1]
         url = f"mooncake://127.0.0.1:{port}/x?admin=127.0.0.1:{hold_port()}&connect_ms=2000"
         assert f"127.0.0.1:{port}" in str(timed(lambda: open_store(url)))
-
-
-def _ask_in_fork(backend: MooncakeStore, answers: multiprocessing.SimpleQueue[str]) -> None:
-    try:
-        backend.contains([key_of(1)])
-    except StoreClosedError as error:
-        answers.put(str(error))
-    backend.close()
-    os._exit(0)
-
-
-@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-def test_a_forked_process_is_refused_and_harms_nobody(calm: MooncakeStore) -> None:
-    store = RecordStore(calm, LAYOUT)
-    put(store, [1])
-    fork = multiprocessing.get_context("fork")
-    answers = fork.SimpleQueue()
-    child = fork.Process(target=_ask_in_fork, args=(calm, answers))
-    child.start()
-    child.join(60)
-    assert child.exitcode == 0
-    assert "before fork" in answers.get()
-    assert get(store, [1]) == [payload_of(1)]
 
 
 def test_a_full_pool_refuses_in_time_and_recovers(calm: MooncakeStore, owner: Owner) -> None:
@@ -177,26 +121,6 @@ def test_a_master_that_hangs_costs_one_deadline(backend: MooncakeStore, master: 
     assert isinstance(timed(lambda: lender.contains([key_of(1)])), StoreClosedError)
     master.signal(signal.SIGCONT)
     until("the store works again", lambda: stores_again(store, 3))
-
-
-def test_a_client_that_cannot_be_started_is_tried_again(
-    backend: MooncakeStore, master: Master, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """A bug that was found: a machine without a descriptor for a moment ended the thread that brings clients back."""
-    store = RecordStore(backend, LAYOUT)
-    stored(store, [1])
-    starts, real = itertools.count(), subprocess.Popen
-
-    def popen(*arguments: Any, **options: Any) -> subprocess.Popen[bytes]:
-        if next(starts) < 2:
-            raise OSError(errno.EMFILE, "no descriptor, on purpose")
-        return real(*arguments, **options)
-
-    monkeypatch.setattr(subprocess, "Popen", popen)
-    os.kill(pid_of(backend), signal.SIGKILL)
-    until("the store works again", lambda: stores_again(store, 2))
-    with pytest.raises(StorageError, match="nowhere"):
-        opened(master, log=tmp_path / "nowhere" / "log")
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])

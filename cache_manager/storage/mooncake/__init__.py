@@ -66,11 +66,6 @@ class MooncakeStore(ApartStore):
         )
         return Apart(f"mooncake://{s.master}/{s.prefix}", limits, NATIVE, msgspec.json.encode(s).decode())
 
-    @property
-    def lender_pid(self) -> int | None:
-        """Of the process that lends memory, if one does."""
-        return self._lender.pid if self._lender else None
-
     def get_into(self, keys: Sequence[BlockKey], buffers: Sequence[memoryview]) -> list[RecordHeader | Absence]:
         """Whole records only, summed where they are now: a transfer that the native client gave up may write into the
         arena later."""
