@@ -127,6 +127,12 @@ def bits_of(region: Region, ids: NDArray[np.int64]) -> NDArray[np.uint64]:
     return region.valid.take(ids, axis=0)
 
 
+def bits_in(valid: bytes, region: Region) -> NDArray[np.uint64]:
+    """The validity words ``[specs, W]`` in those of a record, which may have more specs behind them."""
+    shape = region.valid.shape[1:]
+    return np.frombuffer(valid, "<u8", shape[0] * shape[1]).reshape(shape)
+
+
 def put_bits(region: Region, ids: NDArray[np.int64], bits: NDArray[np.uint64]) -> None:
     """Make ``bits [n, specs, W]`` the validity words of blocks ``ids [n]``."""
     items = _by_block(region)
