@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from queue import Empty, SimpleQueue
 from typing import Final, Self
 
-from cache_manager.errors import ConfigError, KVRouteError, StorageError, StoreClosedError
+from cache_manager.errors import ConfigError, InvalidInputError, StorageError, StoreClosedError
 from cache_manager.ports import Absence
 from cache_manager.spec import AuxBlockDataSpec
 from kvroute.capture.canary import CANARY_OF, check_canary
@@ -80,6 +80,8 @@ class RoutingReplayManager:
             raise ConfigError("debug_mode", f"{CANARY_OF in spec.attrs}, as the engine's rows are", config.debug_mode)
         self._waiting_max = whole("waiting_max", waiting_max, 1)
         self._waiting_nbytes_max, self._close_s = whole("waiting_nbytes_max", waiting_nbytes_max, 1), close_s
+        if not isinstance(close_s, (int, float)) or not 0 <= close_s <= threading.TIMEOUT_MAX:
+            raise InvalidInputError("close_s", "seconds, 0 or more", repr(close_s))
         self.config = config.fitted(spec)
         self.spec = spec
         self.store = open_rollouts(config.rollout_url) if store is None else store
@@ -136,12 +138,15 @@ class RoutingReplayManager:
             self._closed = True
             self._queue.put(None)
         problems: list[str] = []
-        self._thread.join(self._close_s)
-        if self._thread.is_alive():
-            problems.append(f"{self.counters.waiting} rollouts are not stored after {self._close_s:.1f} s")
-            while (waiting := self._next()) is not None:
-                self._end(waiting, StorageError(f"rollout {waiting.rollout_id}: closed before it was stored"), failed=1)
-            self._queue.put(None)
+        if threading.current_thread() is self._thread:  # a future's callback closes
+            self._work()
+        else:
+            self._thread.join(self._close_s)
+        if left := self.counters.waiting:
+            problems.append(f"{left} rollouts are not stored after {self._close_s:.1f} s")
+        while (waiting := self._next()) is not None:
+            self._end(waiting, StorageError(f"rollout {waiting.rollout_id}: closed before it was stored"), failed=1)
+        self._queue.put(None)
         try:
             self.store.close()
         except StorageError as error:
@@ -164,8 +169,8 @@ class RoutingReplayManager:
         while (waiting := self._queue.get()) is not None:
             try:
                 handle = self._put(waiting)
-            except Exception as error:  # noqa: BLE001 (it is not lost: the future, the counters and close have it)
-                reason = StorageError(f"rollout {waiting.rollout_id} was not stored: {error}")
+            except BaseException as error:  # noqa: BLE001 (it is not lost: the future, the counters and close have it)
+                reason = StorageError(f"rollout {waiting.rollout_id} was not stored: {_said(error)}")
                 reason.__cause__ = error
                 self._end(waiting, reason, failed=1)
             else:
@@ -187,8 +192,8 @@ class RoutingReplayManager:
         try:
             if (handle := self.store.find(rollout_id)) is not None:
                 self.store.delete(handle)
-        except KVRouteError as error:
-            logger.warning("rollout %s, the turn before, could not be deleted: %s", rollout_id, error)
+        except BaseException as error:  # noqa: BLE001 (the turn after it is stored)
+            logger.warning("rollout %s, the turn before, could not be deleted: %s", rollout_id, _said(error))
             with self._lock:
                 self._count(turn_failures=1)
         else:
@@ -207,10 +212,13 @@ class RoutingReplayManager:
             self._count(waiting=-1, waiting_nbytes=-waiting.routes.ids.nbytes, **by)
             if isinstance(became, StorageError) and len(self._reasons) < REASONS_MAX:
                 self._reasons.append(str(became))
-        if isinstance(became, StorageError):
-            waiting.future.set_exception(became)
-        else:
-            waiting.future.set_result(became)
+        try:
+            if isinstance(became, StorageError):
+                waiting.future.set_exception(became)
+            else:
+                waiting.future.set_result(became)
+        except BaseException:
+            logger.exception("a callback of rollout %s failed", waiting.rollout_id)
 
     # ---------------------------------------------------------------- held: _lock
 
@@ -225,3 +233,10 @@ class RoutingReplayManager:
 
     def _count(self, **by: int) -> None:
         self._counters = replace(self._counters, **{k: getattr(self._counters, k) + n for k, n in by.items()})
+
+
+def _said(error: BaseException) -> str:
+    try:
+        return str(error) or type(error).__name__
+    except Exception:  # noqa: BLE001 (of a store: its error cannot even be told)
+        return type(error).__name__

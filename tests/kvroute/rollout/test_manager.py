@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+from asyncio import CancelledError
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +33,9 @@ class FaultyRollouts(LocalRollouts):
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory)
-        self.fail_put: Exception | None = None
-        self.fail_delete = self.fail_flush = False
+        self.fail_put: BaseException | None = None
+        self.fail_delete: BaseException | None = None
+        self.fail_flush = False
         self.gate = threading.Event()
         self.gate.set()
         self.log: list[str] = []
@@ -45,8 +48,8 @@ class FaultyRollouts(LocalRollouts):
         return super().put(rollout_id, routes)
 
     def delete(self, handle: RolloutHandle) -> None:
-        if self.fail_delete:
-            raise StorageError("delete failed on purpose")
+        if self.fail_delete is not None:
+            raise self.fail_delete
         self.log.append(f"delete {handle.rollout_id}")
         super().delete(handle)
 
@@ -82,17 +85,30 @@ def test_what_is_submitted_is_stored_and_durable_on_close(tmp_path: Path) -> Non
     manager.close()
 
 
-@pytest.mark.parametrize("error", [StorageError("no room"), ValueError("a bug in a store")])
-def test_a_failed_put_is_told_to_whoever_asks_and_at_the_end(tmp_path: Path, error: Exception) -> None:
+class UntoldError(Exception):
+    def __str__(self) -> str:
+        raise ValueError("an error that cannot be told")
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (StorageError("no room"), "no room"),
+        (ValueError("a bug in a store"), "a bug in a store"),
+        (CancelledError(), "CancelledError"),
+        (UntoldError(), "UntoldError"),
+    ],
+)
+def test_a_failed_put_is_told_to_whoever_asks_and_at_the_end(tmp_path: Path, error: BaseException, said: str) -> None:
     """Goal: failures are never swallowed. Method: puts fail; ticket, counters and close say so, with reasons."""
     manager, store = managed(tmp_path)
     manager.submit("good", routes_of(1)).result()
     store.fail_put = error
     store.fail_flush = True
     futures = [manager.submit(f"r{i}", routes_of(2)) for i in range(10)]
-    with pytest.raises(StorageError, match=f"rollout r0 was not stored: {error}"):
+    with pytest.raises(StorageError, match=f"rollout r0 was not stored: {said}"):
         futures[0].result(60)
-    with pytest.raises(StorageError, match=rf"^rollouts were lost: flush failed .*: {error}; .*; and 2 more$"):
+    with pytest.raises(StorageError, match=rf"^rollouts were lost: flush failed .*: {said}; .*; and 2 more$"):
         manager.close()
     assert all(future.done() for future in futures)
     assert manager.counters == ReplayCounters(submitted=11, stored=1, failed=10)
@@ -112,10 +128,10 @@ def test_only_the_last_turn_stays(tmp_path: Path) -> None:
     assert [name for name in names if store.find(name)] == ["t:0:0:1", "t:1:0:0", "t:0:2:0"]
     assert store.log[2:4] == ["put t:0:1:0", "delete t:0:0:0"]
     assert manager.counters.turns_deleted == 2
-    store.fail_delete = True
-    future = manager.submit("t:0:3:0", routes_of(9))
-    assert future.result().rollout_id == "t:0:3:0"
-    assert manager.counters.turn_failures == 1
+    for turn, error in enumerate([StorageError("no"), ValueError("a bug"), CancelledError()], 3):
+        store.fail_delete = error
+        assert manager.submit(f"t:0:{turn}:0", routes_of(9)).result(60).rollout_id == f"t:0:{turn}:0"
+    assert (manager.counters.stored, manager.counters.turn_failures) == (8, 3)
     manager.close()
 
 
@@ -157,6 +173,29 @@ def test_what_is_not_stored_in_time_is_named_at_the_end(tmp_path: Path) -> None:
     with pytest.raises(StorageError):  # the one that the store had: it is closed
         futures[0].result(60)
     assert (manager.counters.failed, manager.counters.waiting) == (3, 0)
+
+
+def test_a_callback_that_fails_or_closes_holds_nobody_up(tmp_path: Path) -> None:
+    """Goal: what others do with a future ends neither the thread nor close. Method: callbacks that raise what no
+    future catches, and that close the manager in its own thread; what was submitted is stored all the same."""
+    manager, store = managed(tmp_path)
+    store.gate.clear()
+    futures = [manager.submit(f"r{i}", routes_of(i)) for i in range(3)]
+    ended = threading.Event()
+
+    def fail(_: Future[RolloutHandle]) -> None:
+        raise CancelledError
+
+    def close(_: Future[RolloutHandle]) -> None:
+        manager.close()
+        ended.set()
+
+    futures[0].add_done_callback(fail)
+    futures[1].add_done_callback(close)
+    store.gate.set()
+    assert ended.wait(60)
+    assert all(future.result(0) for future in futures)
+    assert store.log == ["put r0", "put r1", "put r2", "flush"]
 
 
 HANGS = """
@@ -204,7 +243,7 @@ def test_a_closed_manager_refuses_and_raises_nothing_into_an_engine(tmp_path: Pa
 def test_a_configuration_that_is_off_or_of_another_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="enable_routing_replay: wanted true"):
         RoutingReplayManager(RoutingReplayConfig(), SPEC)
-    for limits in ({"waiting_max": 0}, {"waiting_nbytes_max": -1}):
+    for limits in ({"waiting_max": 0}, {"waiting_nbytes_max": -1}, {"close_s": -1}, {"close_s": float("nan")}):
         with pytest.raises(InvalidInputError, match=next(iter(limits))):
             managed(tmp_path, limits)
     for keys in ({"num_moe_layers": 7}, {"moe_top_k": 3}, {"debug_mode": True}):
