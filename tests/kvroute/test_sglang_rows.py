@@ -309,6 +309,35 @@ def test_what_follows_to_the_host_goes_where_pages_are_still_what_they_were(agai
     assert engine.check(complete=False) >= PAGE
 
 
+def test_a_whole_page_that_is_another_s_when_passes_are_over_is_found_by_its_kv() -> None:
+    """Goal: rows that went to the host while another pass ran keep their KV's origin; they were lost. Method: the page
+    is given out again before that pass is over; its copy goes to a storage, and comes back."""
+    kept = torch.zeros(PAGES + 1, PAGE, dtype=torch.int64)
+    engine = Engine(made(kept), kept)
+    old, other, new = list[int](), list[int](), list[int]()
+    engine.running += [old, other, new]
+    engine.launch([(old, PAGE)])
+    engine.end()
+    engine.launch([(other, 1)])
+    engine.back_up(old)
+    engine.finish(old)
+    engine.free = engine.free[::-1]
+    engine.launch([(new, PAGE)])
+    assert new == old
+    while engine.passes:
+        engine.end()
+    engine.store(KEYS[0])
+    for job in engine.rows.aux.jobs:
+        assert job.wait(10)
+    engine.evict_host()
+    engine.prefetch(KEYS[0])
+    engine.bring_back(1)
+    engine.launch([(other, 1)])
+    engine.end()
+    found = engine.rows.routes(np.array(engine.running[-1]), 0)[0]
+    assert found.known.tolist() == [[True, False]] * PAGE  # the last router is behind all KV
+
+
 def test_an_answer_has_both_fields() -> None:
     """Goal: SGLang's field in its layout, with -1 for what is missing, and routes that say the same."""
     engine = Engine(made())

@@ -155,6 +155,8 @@ class RoutedRows:
         pairs = np.stack([self.pages_of(slots), self.pages_of(host_slots, host=True)], axis=1)
         self._renew(pairs[:, 1])
         if self.launched > self.ended:
+            device = pairs[:, 0]  # what is whole goes by its KV, which may be another's when the passes are over
+            self._name(device[self.aux.complete(device) & (self._from[device] != GONE)])
             self._copy(pairs)
         self._then(self.launched, partial(self._follow, pairs, self._lives(pairs)))
 
