@@ -36,9 +36,8 @@ class Layout(msgspec.Struct, frozen=True, cache_hash=True, forbid_unknown_fields
         spec = routing_spec(self.num_experts, self.top_k, self.layer_ids, self.num_layers, block_tokens=1)
         plain = {**spec.attrs, "top_k": spec.row_shape[1]}
         if lost := self.missing_layers:
-            places = [n for n in range(plain["num_layers"]) if n not in plain["layer_ids"]]
-            plain["missing_layers"] = _distinct("routes.missing_layers", lost, places)
-            plain["missing_layers"] = tuple(sorted(plain["missing_layers"]))
+            ids = _distinct("routes.missing_layers", lost, plain["num_layers"], plain["layer_ids"])
+            plain["missing_layers"] = tuple(sorted(ids))
         for name, value in plain.items():
             msgspec.structs.force_setattr(self, name, value)
 
@@ -80,14 +79,16 @@ class Layout(msgspec.Struct, frozen=True, cache_hash=True, forbid_unknown_fields
             if layers not in ("all", "moe"):
                 raise RowError("layers", "all, moe or a sequence of layer ids", repr(layers))
             return tuple(range(self.num_layers)) if layers == "all" else self.routed_layers
-        return _distinct("layers", layers, range(self.num_layers))
+        return _distinct("layers", layers, self.num_layers)
 
 
-def _distinct(field: str, layers: Iterable[int], places: Sequence[int]) -> tuple[int, ...]:
+def _distinct(field: str, layers: Iterable[int], num_layers: int, but: Sequence[int] = ()) -> tuple[int, ...]:
+    """In time and words that an error of a hostile record cannot make long."""
     given = tuple(layers)
-    sound = all(isinstance(layer, (int, np.integer)) and layer in places for layer in given)
-    if not sound or len(set(given)) < len(given):
-        raise RowError(field, f"distinct ones of the layers {places}", given)
+    sound = all(isinstance(layer, (int, np.integer)) and 0 <= layer < num_layers for layer in given)
+    if not sound or len(set(given)) < len(given) or not set(given).isdisjoint(but):
+        others = ", and none of layer_ids" if but else ""
+        raise RowError(field, f"distinct ones of the layers [0, {num_layers}){others}", repr(given[:8])[:200])
     return tuple(map(int, given))
 
 

@@ -158,6 +158,17 @@ def test_what_does_not_fit_is_refused_by_name(change: dict[str, Any], message: s
         Routes(**{**good, **change})
 
 
+def test_a_layout_of_very_many_layers_is_looked_at_in_their_number() -> None:
+    """Goal: few bytes of JSON cost little; they cost seconds and megabytes of text. Method: half of 2^20 layers, which
+    the square of their number would hold up for hours; and a layer too many."""
+    n = 1 << 19
+    layout = Layout(tuple(range(n)), 4, 2 * n, 1, tuple(range(n, 2 * n)))
+    assert len(layout.routed_layers) == 2 * n
+    with pytest.raises(RowError, match=r"routes\.missing_layers: wanted distinct ones of") as error:
+        Layout(layout.layer_ids, 4, 2 * n, 1, tuple(range(n - 1, 2 * n)))
+    assert len(str(error.value)) < 300
+
+
 @pytest.mark.parametrize("value", [300, -1, 70_000, None])
 def test_only_known_cells_are_checked_and_each_of_them_is(value: int | None) -> None:
     """Goal: nothing wraps around silently. Method: an id beyond the experts, below 0, beyond the dtype, or twice in a
