@@ -100,6 +100,8 @@ class Routes(Cells):
             told, there = np.asarray(weights_version.values), np.asarray(weights_version.valid)
             if told.shape != (len(ids),) or there.shape != (len(ids),) or told.dtype.kind not in "iu":
                 raise RowError("weights_version rows", f"integers [{len(ids)}]", f"{told.dtype} {told.shape}")
+            if there.dtype != np.bool_:  # integers would be taken for indices
+                raise RowError("weights_version valid", f"bool [{len(ids)}]", f"{there.dtype} {there.shape}")
             versions[there] = told[there]
         made = object.__new__(cls)
         made._settle(layout, ids, valid, start, spans.from_positions(versions, start), (), checked=checked)

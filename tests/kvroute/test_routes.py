@@ -191,6 +191,9 @@ def test_from_rows_takes_the_layout_from_the_spec() -> None:
     assert Routes.from_rows(SPEC, rows, start=7) == SHAPE.routes(7, valid)
     assert Routes.from_rows(SPEC, rows, 7, weights_version=3).weights_versions == ((7, 11, 3),)
     assert Routes.from_rows(SPEC, rows, 7, missing_layers=(5,)).routed_layers == (1, 4, 5)
+    told = Rows(np.arange(4), np.ones(4, int))  # which would be indices
+    with pytest.raises(RowError, match=r"weights_version valid: wanted bool \[4\], got int64"):
+        Routes.from_rows(SPEC, rows, 7, weights_version=told)
     nothing = Rows(np.empty((0, 2, 3), np.uint16), np.empty(0, bool))
     empty = Routes.from_rows(SPEC, nothing, 7, weights_version=3)
     assert (len(empty), empty.complete, empty.missing, empty.weights_versions) == (0, True, (), ())
