@@ -226,9 +226,11 @@ def test_rows_go_by_kv_that_others_keep(tier: str, odd: str, monkeypatch: pytest
     """Goal: they land beside KV of their own computation, are missing beside other KV and without their store, and the
     answer says why."""
     store = FaultyStore(open_store("memory:"))
-    monkeypatch.setattr("kvroute.integrations.sglang.rows.open_store", lambda _: store)
+    stores = [store]  # which is opened once, however often KV is said to go elsewhere
+    monkeypatch.setattr("kvroute.integrations.sglang.rows.open_store", lambda _: stores.pop())
     kept = torch.zeros(PAGES + 1, PAGE, dtype=torch.int64)
     engine = Engine(made(kept), kept)
+    engine.rows.attach(host_pages=HOST, folder=KvFolder([kept]))
     engine.running.append(request := [])
     engine.launch([(request, PAGE)])
     engine.end()

@@ -90,7 +90,7 @@ class RoutedRows:
         ``folder`` folds the KV of the device; to ``host_pages`` pages of the host.
         """
         self.aux.close()
-        if kv is not None or folder is not None:
+        if self._store is None and (kv is not None or folder is not None):
             self._store = open_store(self.settings.store)
         self.aux = self._made(self.aux.namespace, kv, host_pages)
         if folder is not None:
