@@ -161,6 +161,17 @@ def test_a_pull_whose_prefill_is_silent_ends_once_and_does_not_babble(welcomed_s
     assert len(actions) <= now_s / max(lease_ms / 3000, 0.02) + 10
 
 
+@pytest.mark.parametrize("end", [Bye(P_RUN), Refuse("parts", "others", "these", D_RUN)])
+def test_who_has_gone_is_owed_no_renewal(end: Message) -> None:
+    """Goal: no busy loop. Method: a welcomed peer says that it is over, and is pulled from again; nobody answers."""
+    pair = pulled()
+    pair.hear(D, P, end)
+    pair.decode.pull(P, NEXT, wanted(1), pair, pair.now_s)
+    pair.now_s += LIMITS.lease_s / 2
+    pair.decode.tick(pair.now_s)
+    assert pair.decode.next_due_s() > pair.now_s
+
+
 def test_an_ack_is_repeated_until_it_is_heard_and_changes_nothing_twice() -> None:
     gone = 0
 
