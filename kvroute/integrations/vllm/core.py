@@ -55,7 +55,7 @@ def heard(hear: Callable[..., None], call: Callable[..., Any]) -> Callable[..., 
 
 
 def _rows_of(connector: Any) -> list[Any]:
-    """The rows of a scheduler's ``connector`` where it is ours, and of those inside it, as vLLM's MultiConnector has."""
+    """The rows of a scheduler's ``connector`` where it is ours, and of those inside it, as MultiConnector has."""
     rows, inner = getattr(connector, "_scheduler_rows", None), getattr(connector, "sub_connectors", ())
     return [*([] if rows is None else [rows]), *(found for each in inner for found in _rows_of(each))]
 
