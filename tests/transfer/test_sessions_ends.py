@@ -356,3 +356,14 @@ def test_early_pulls_are_bounded_and_of_their_peer() -> None:
     assert list(pair.prefill._early) == [names[1]]
     pair.hear(P, D, Bye(D_RUN))
     assert pair.prefill.in_flight == 0
+    assert not pair.prefill._early
+
+
+def test_a_pull_that_waits_for_its_offer_ends_with_a_reset() -> None:
+    """Goal: nobody of other weights owns the offer that comes. Method: reset prefill while a pull waits."""
+    pair = Pair()
+    pair.pull(1)
+    pair.do(P, pair.prefill.reset(OTHER))
+    pair.talk()
+    assert (pair.result.reason, pair.result.detail) == (Reason.GONE, "reset")
+    assert not pair.prefill._early
