@@ -108,7 +108,7 @@ def test_a_reader_sees_what_takes_the_place_of_a_deleted_record_after_a_restart(
 
 
 def test_a_thread_that_misses_while_another_one_looks_asks_again(tmp_path: Path) -> None:
-    """Goal: what was put before a call is found by it. Method: a look is held up in its middle; a second thread asks."""
+    """Goal: a call finds what was put before it. Method: a look is held up in its middle; a second thread asks."""
     looks, goes_on = threading.Event(), threading.Event()
     found = list[set[int]]()
 
