@@ -44,7 +44,7 @@ class Routes(Cells):
     >>> ids = np.array([[[1, 0]], [[9, 9]], [[2, 3]]])
     >>> routes = Routes(ids, valid=[True, False, True], layer_ids=(1,), num_experts=4, num_layers=2, start=10)
     >>> routes
-    Routes(positions [10, 13), 1 of 2 layers, top 2 of 4 experts, 1 missing)
+    Routes(positions 10..12, 1 of 2 layers, top 2 of 4 experts, 1 missing)
     >>> routes.missing, routes.ids[1].tolist()
     (((11, 12),), [[255, 255]])
     """
@@ -166,9 +166,10 @@ class Routes(Cells):
     __hash__ = None  # type: ignore[assignment]  # arrays inside: compared by value, never used as a key
 
     def __repr__(self) -> str:
+        where = f"positions {self.start}..{self.stop - 1}" if len(self) else f"no positions at {self.start}"
         layers = f"{len(self.layer_ids)} of {self.num_layers} layers, top {self.top_k} of {self.num_experts} experts"
         lost = sum(stop - start for start, stop in self.missing)
-        return f"Routes(positions [{self.start}, {self.stop}), {layers}, {f'{lost} missing' if lost else 'complete'})"
+        return f"Routes({where}, {layers}, {f'{lost} missing' if lost else 'complete'})"
 
     # ---------------------------------------------------------------- parts
 

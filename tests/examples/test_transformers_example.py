@@ -228,12 +228,10 @@ def test_padding_and_the_decode_path_have_slots(moe: SaltedMoe) -> None:
             assert found == wanted
 
 
-@pytest.mark.parametrize(
-    "unfit", [{"use_async_batching": True}, {"default_compile_level": 1}, {"use_cuda_graph": True}, {}]
-)
+@pytest.mark.parametrize("unfit", [{"use_async_batching": True}, {"default_compile_level": 1}, {}])
 def test_what_is_not_followed_is_refused(unfit: dict[str, Any]) -> None:
     """Goal: an engine whose rows would be missing or wrong is refused by name, before it runs. Method: batches that
-    overlap, compiled passes, graphs without a launch; and, with neither, layers with a sliding window."""
+    overlap, compiled passes; and, with neither, layers with a sliding window."""
     moe = SaltedMoe(salted=False)
     if not unfit:
         moe.model.config.sliding_window = 16

@@ -7,6 +7,10 @@ from functools import partial
 import pytest
 from salted_moe import SaltedMoe
 from served_transformers import all_right, example, prompts, served
+from transformers import GenerationConfig
+from transformers.generation.configuration_utils import ContinuousBatchingConfig
+
+import kvroute
 
 launched = partial(example.EmbeddedRoutes, memory="shared", launched=True)
 
@@ -36,3 +40,14 @@ def test_a_pass_without_its_launch_has_no_rows(lost: int) -> None:
         assert engine.embedded.passes_without_rows == 4
         verdict = engine.verdict()
         assert (verdict.wrong, verdict.missing) == (0, 9 + 3)
+
+
+def test_graphs_without_a_launch_are_refused() -> None:
+    """Goal: hooks on the host see nothing of a graph's replay, so that graphs are refused there. Method: a manager's
+    configuration as it is where there are graphs."""
+    manager = SaltedMoe(salted=False).model.init_continuous_batching(
+        GenerationConfig(max_new_tokens=1), ContinuousBatchingConfig(page_size=8, num_blocks=16, max_batch_tokens=64)
+    )
+    manager.continuous_batching_config.use_cuda_graph = True
+    with pytest.raises(kvroute.ConfigError, match="CUDA graphs only where rows are launched"):
+        example.EmbeddedRoutes(manager, kvroute.Namespace("small", weights_version=1))

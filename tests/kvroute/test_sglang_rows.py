@@ -274,6 +274,41 @@ def test_pages_that_went_to_the_host_before_their_pass_was_over_have_its_rows_wh
     assert engine.check(complete=True) == 2 * PAGE
 
 
+@pytest.mark.parametrize("again", ["the page", "the host's page"])
+def test_what_follows_to_the_host_goes_where_pages_are_still_what_they_were(again: str) -> None:
+    """Method: a page is on its way while its pass runs; it, or its page of the host, is another's when that is over."""
+    engine = Engine(made())
+    old: list[int] = []
+    new: list[int] = []
+    engine.running += [old, new]
+    engine.launch([(old, PAGE)])
+    engine.end()
+    if again == "the page":
+        engine.back_up(old)
+    engine.launch([(new, PAGE)])
+    engine.back_up(new)
+    if again == "the page":
+        engine.finish(new)
+        engine.free = [new[0] // PAGE, *(page for page in engine.free if page != new[0] // PAGE)]
+        engine.bring_back(1)  # the old one's rows, into the new one's page
+    else:
+        engine.evict_host()
+        engine.free_host = engine.free_host[::-1]
+        engine.back_up(old)
+        engine.finish(old)
+        engine.free = engine.free[::-1]
+        third: list[int] = []
+        engine.running.append(third)
+        engine.launch([(third, PAGE)])
+    while engine.passes:
+        engine.end()
+    while engine.host:
+        engine.bring_back(1)
+        engine.check(complete=False)
+        engine.evict_host()
+    assert engine.check(complete=False) >= PAGE
+
+
 def test_an_answer_has_both_fields() -> None:
     """Goal: SGLang's field in its layout, with -1 for what is missing, and routes that say the same."""
     engine = Engine(made())

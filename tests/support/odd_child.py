@@ -8,7 +8,7 @@ import time
 
 from cache_manager.child import serve
 
-CHANNEL = int(sys.argv[3])
+CHANNEL = int(sys.argv[3]) if __name__ == "__main__" else -1
 
 
 def answer(body: bytes) -> bytes:
