@@ -170,8 +170,8 @@ class Pulls:
             return
         if isinstance(message, wire.Hello):
             known.hello_s = -math.inf
-            for pull in known.pulls.values():
-                pull.asked = False
+            for each in known.pulls.values():
+                each.asked = False
         elif isinstance(message, (wire.Pull, wire.Ack)) and (
             pull := known.pulls.get(wire.TransferId(message.transfer))
         ):
