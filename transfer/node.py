@@ -250,7 +250,7 @@ class Node:
         if verb == self._begin_pull:
             missing = tuple(Missing(part, block.index, Reason.ABORTED) for block in said[0] for part in block.parts)
             return [Finished(transfer, 0, missing, Reason.ABORTED, why)]
-        if transfer in self._lent:
+        if transfer in self._lent and verb != self._offers.seal:  # a second seal takes nothing from the peer
             return self._offers.withdraw(transfer, why) or [Release(transfer, Outcome.ABORTED, why)]
         return []
 

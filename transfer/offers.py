@@ -109,6 +109,8 @@ class Offers:
         """This side's rows belong to another namespace from here on: every offer ends, every peer must say hello."""
         self.identity = replace(self.identity, namespace=namespace)
         actions = [a for o in list(self._offers.values()) for a in self._end(o, wire.Outcome.RESET)]
+        while self._early:
+            actions += self._end_early(wire.Outcome.RESET)
         self._runs.clear()
         return actions
 
@@ -287,6 +289,8 @@ class Offers:
             self.counters.stranger_messages += 1
             return []
         del self._runs[who[0]]
+        for transfer in [transfer for transfer, early in self._early.items() if early.owner == who]:
+            del self._early[transfer]
         own = [o for o in self._offers.values() if o.owner == who]
         return [a for o in own for a in self._end(o, wire.Outcome.ABORTED, tell=False)]
 
@@ -308,11 +312,11 @@ class Offers:
         self._look_s = min([*waits, *(o.expires_s for o in self._offers.values())], default=math.inf)
         return actions
 
-    def _end_early(self) -> list[Action]:
+    def _end_early(self, outcome: wire.Outcome = wire.Outcome.UNKNOWN) -> list[Action]:
         """The pull that has waited longest waits no longer."""
         transfer, early = self._early.popitem(last=False)
-        self.counters.unknown_transfers += 1
-        return [Send(early.owner[0], wire.Gone(transfer, wire.Outcome.UNKNOWN))] if self.greeted(*early.owner) else []
+        self.counters.unknown_transfers += outcome is wire.Outcome.UNKNOWN
+        return [Send(early.owner[0], wire.Gone(transfer, outcome))] if self.greeted(*early.owner) else []
 
     def _end(self, found: Offer, outcome: wire.Outcome, *, tell: bool = True, detail: str = "") -> list[Action]:
         """The offer is over. Its owner is told unless it knows."""

@@ -120,7 +120,7 @@ class Pulls:
             case wire.Bye() | wire.Welcome() | wire.Refuse():
                 known = self._peers.get(peer)
                 if known is not None and isinstance(message, wire.Bye) and known.boot_id == message.boot_id:
-                    known.boot_id = None
+                    self.peer_lost(peer)
                     return self._fail_all(list(known.pulls.values()), Reason.GONE, "bye")
                 if known is None or isinstance(message, wire.Bye) or message.to != self.identity.boot_id:
                     self.counters.stale_messages += 1
@@ -170,6 +170,8 @@ class Pulls:
             return
         if isinstance(message, wire.Hello):
             known.hello_s = -math.inf
+            for each in known.pulls.values():
+                each.asked = False
         elif isinstance(message, (wire.Pull, wire.Ack)) and (
             pull := known.pulls.get(wire.TransferId(message.transfer))
         ):
@@ -219,7 +221,7 @@ class Pulls:
 
     def _refused(self, known: _Peer, detail: str) -> list[Action]:
         self.counters.refusals += 1
-        known.boot_id = None
+        known.boot_id, known.renew_s = None, math.inf
         return self._fail_all(list(known.pulls.values()), Reason.REFUSED, detail)
 
     def _on_pull_message(

@@ -115,7 +115,7 @@ class BlockPool:
         """Blocks that are away are cached or free, but those that are still written, or kept."""
         if not self._away:
             return
-        away, self._away = [block for block in self._away if not self.readers[block]], []
+        away, self._away = [*dict.fromkeys(b for b in self._away if not self.readers[b])], []  # it may have come twice
         kept = {block for blocks in self.kept.values() for block in blocks}
         for block, written in zip(away, self._aux.writing(away).tolist(), strict=True):
             if written or block in kept:

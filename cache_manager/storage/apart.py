@@ -214,10 +214,10 @@ class Apart:
             return
         self._closing.set()
         close_s = self.settings.close_s
-        if self._child is not None:
+        if (child := self._child) is not None:
             try:
                 slot = self._slots.get(timeout=close_s)
-                self._ask(self._child, slot, close_s, "close")
+                self._ask(child, slot, close_s, "close")
                 self._slots.put(slot)
             except (KVRouteError, LostError, Empty) as error:
                 logger.warning("%s: the process did not close: %r", self.url, error)

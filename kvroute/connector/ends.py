@@ -22,6 +22,7 @@ import kvroute
 from cache_manager.errors import KVRouteError, RowError
 from cache_manager.feed import BlockFeed
 from cache_manager.publish import Rows
+from kvroute.connector.answers import ERROR, FIELD
 from kvroute.connector.behind import Behind
 from kvroute.connector.left import LeftRoutes, Tokens, settled
 from kvroute.connector.settings import VERSION, Engine
@@ -171,23 +172,30 @@ class Ends:
     # ---------------------------------------------------------------- the thread
 
     def _leave(self, end: End) -> None:
+        told: Told = {FIELD: {ERROR: {end.name: "rows: they could not be left, nor could the reason be told"}}}
+        try:
+            told = self._told(end)
+            if end.void:
+                self._left.make_room(end.name, end.group)
+        finally:  # an answer that waits for this must come
+            with self._lock:
+                self._over(end)
+                self._pending[end.name].remove(end)
+                if not self._pending[end.name]:
+                    del self._pending[end.name]
+            end.told.set_result(told)
+
+    def _told(self, end: End) -> Told:
+        """What its client is told, whose routes are left if they can be."""
         try:
             routes, unseen = self._routes(end)
             gaps = gaps_of(routes.missing, end.why, self._engine.tokens)
-            told = self._left.leave(end.name, routes, end.of, end.group, unseen, gaps)
+            return self._left.leave(end.name, routes, end.of, end.group, unseen, gaps)
         except KVRouteError as error:
-            told = self._left.fail(end.name, error, end.group)
-        except Exception as error:  # an answer that waits for this must come
+            return self._left.fail(end.name, error, end.group)
+        except Exception as error:
             logger.exception("rows of request %s are lost", end.name)
-            told = self._left.fail(end.name, RowError("rows", "left for the client", repr(error)), end.group)
-        with self._lock:
-            self._over(end)
-            self._pending[end.name].remove(end)
-            if not self._pending[end.name]:
-                del self._pending[end.name]
-        if end.void:
-            self._left.make_room(end.name, end.group)
-        end.told.set_result(told)
+            return self._left.fail(end.name, RowError("rows", "left for the client", repr(error)), end.group)
 
     def _routes(self, end: End) -> tuple[Routes, list[list[int]]]:
         """The routes of the request, and the positions at which its last router is taken on trust.

@@ -150,6 +150,10 @@ class Pages:
         rows = torch.where(real[:, None], packed, packed[one]).view(torch.uint8)
         self.cache[blocks, 0, offsets] = torch.where(real.any(), rows, self.cache[blocks, 0, offsets])
 
+    def forget(self) -> None:
+        """Nothing that lies there is a row any more. Waits for nothing."""
+        self.cache[..., :WORD_NBYTES] = 0
+
     def _at(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Blocks and offsets ``[T]`` of tokens ``slots [T]``."""
         tokens = self._spec.block_tokens

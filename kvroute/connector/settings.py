@@ -59,10 +59,12 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def reads(self) -> str:
         """The URL of a reader of the store; one of files may be opened before its writer has made it."""
-        if self.reader or not self.store.startswith("file:"):
-            return self.reader or self.store
-        url = self.store.partition("?")[0] + "?mode=read" if self.writes else self.store
-        return url if "absent=" in url else f"{url}&absent=wait"
+        url = self.reader or self.store
+        if not url.startswith("file:"):
+            return url
+        if not self.reader and self.writes:
+            url = self.store.partition("?")[0] + "?mode=read"
+        return f"{url}&absent=wait" if "mode=read" in url and "absent=" not in url else url
 
     @property
     def opens(self) -> str:

@@ -176,6 +176,8 @@ class WorkerRows:
                 self.pages.put(slots, None if isinstance(ids, str) else ids, step.namespace, keep)
             if self._device.type != "cpu":  # else both are this step's own
                 slots, ids = to_host(slots), ids if isinstance(ids, str) else to_host(ids)
+        elif self.pages and step.tokens:
+            self.pages.forget()
         come, full = self._look(step.loads, failed), None
         if self.witness and step.full:
             full = self.witness.look(step.full)

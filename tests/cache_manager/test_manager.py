@@ -230,3 +230,20 @@ def test_a_flipped_bit_is_a_miss_and_is_counted(house) -> None:
         assert house.run("a", PROMPT) == 0
         assert house.aux.counters.corrupt_blocks_not_restored == n
         house.store.flip_next = None
+
+
+def test_blocks_that_are_kept_come_back_once(house: House) -> None:
+    """Goal: no block goes to two sequences. Method: kept blocks are shared and given up again, then all is forgotten,
+    before the holder lets go; and a holder asks twice, whose first blocks would be forgotten."""
+    manager = house.manager
+    house.run("a", PROMPT)
+    manager.hold("a", "mover")
+    with pytest.raises(InvalidInputError, match="holder"):
+        manager.hold("a", "mover")
+    manager.free("a")
+    house.run("b", PROMPT)
+    manager.free("b")
+    manager.reset(weights_version=99)
+    manager.release("mover")
+    assert manager.free_device_blocks == 8
+    manager.assert_consistent()

@@ -13,6 +13,7 @@ from toy_engine import Asked, Toy, admitted, computed, held, judge
 
 from cache_manager.errors import RowError
 from kvroute.connector import Tokens, ends, routes, settings
+from kvroute.connector.left import LeftRoutes
 from kvroute.rollout import RolloutStore, open_rollouts
 from kvroute.routes import Routes
 
@@ -181,6 +182,18 @@ def test_an_answer_comes_whatever_happens(start: Callable[..., Toy], monkeypatch
     compute(toy, FIRST)
     monkeypatch.setattr(Routes, "from_rows", lambda *_, **__: 1 // 0)
     with pytest.raises(RowError, match="ZeroDivisionError"):
+        of(end(toy, FIRST))
+
+
+def test_an_answer_comes_where_not_even_a_failure_can_be_told(
+    start: Callable[..., Toy], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Goal: as above. Method: what says that there are no routes raises, too."""
+    toy = start()
+    compute(toy, FIRST)
+    for at in ("leave", "fail"):
+        monkeypatch.setattr(LeftRoutes, at, lambda *_: 1 // 0)
+    with pytest.raises(RowError, match="could not be left"):
         of(end(toy, FIRST))
 
 

@@ -17,6 +17,7 @@ from cache_manager.storage.disk import Disk
 from cache_manager.storage.file.directory import StoreDirectory
 from cache_manager.storage.file.fsck import read_extents
 from kvroute.connector import routes, worker
+from kvroute.connector.settings import Settings
 from tests.storage.stores import files, flip
 
 ASKED = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
@@ -158,3 +159,17 @@ def test_an_engine_that_reads_a_store_starts_before_its_writer(tmp_path: Path) -
     assert not early.worker.missing
     early.close()
     writer.close()
+
+
+@pytest.mark.parametrize(
+    ("reader", "wanted"),
+    [
+        ("", "file:///rows?mode=read&absent=wait"),
+        ("file:///seen?mode=read", "file:///seen?mode=read&absent=wait"),
+        ("file:///seen?mode=read&absent=error", "file:///seen?mode=read&absent=error"),
+        ("memory:", "memory:"),
+    ],
+)
+def test_a_reader_of_files_may_come_before_their_writer(reader: str, wanted: str) -> None:
+    """Goal: engines start in any order. Method: the URL that the scheduler opens, for what an operator says."""
+    assert Settings(store="file:///rows?ttl=6h", reader=reader).reads == wanted

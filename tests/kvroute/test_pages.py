@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from toy_engine import Toy, admitted
 
 from cache_manager.errors import ConfigError
 from cache_manager.keys import Namespace
@@ -209,6 +210,18 @@ def test_padding_and_ids_that_are_none_leave_no_row(seed: int, spec: Any) -> Non
     bad[0, -1, -1], bad[1, 0, 0] = spec.attrs["num_experts"], -1
     held.put(some, bad)
     assert sorted(np.flatnonzero(~held.get()[1])) == sorted(some)
+
+
+def test_a_step_without_slots_leaves_no_row() -> None:
+    """Goal: a page of which nobody knows whether it was written over is not believed. Method: such a step."""
+    toy, (held, _) = Toy(), full(1, SPECS[0])
+    toy.worker.pages = held.pages
+    admitted(toy, [3, 1, 4], [5])
+    toy.worker.begin(toy.scheduler.step({"r": 3}))
+    assert held.get()[1].all()
+    toy.worker.end()
+    assert held.get()[2] == {NO_ROW: ALL.size}
+    toy.close()
 
 
 def test_a_layer_of_another_shape_is_refused() -> None:

@@ -78,9 +78,13 @@ def test_an_engine_without_a_queue_waits_in_its_step() -> None:
         ([("pause_scheduler", "keep"), ("set_weight_version", "6"), ("resume_scheduler",)], 6),
     ],
 )
-def test_what_a_core_is_told_of_weights_is_heard(calls: list[tuple[Any, ...]], version: int | None) -> None:
+@pytest.mark.parametrize("inside", [False, True])
+def test_what_a_core_is_told_of_weights_is_heard(
+    calls: list[tuple[Any, ...]], version: int | None, inside: bool
+) -> None:
     """Goal: a version stands as long as nobody may have changed the weights. Method: calls of a core, which go on to
     itself with their signature; the same calls of a core with another connector, and of one without a scheduler yet.
+    Ours is the scheduler's connector, or ``inside`` it among others.
     """
     weights, went = Versions(Namespace("m", 5), 5, lambda _: None, named=True), []
 
@@ -88,6 +92,8 @@ def test_what_a_core_is_told_of_weights_is_heard(calls: list[tuple[Any, ...]], v
         went.append((core, told))
 
     ours = SimpleNamespace(connector=SimpleNamespace(_scheduler_rows=SimpleNamespace(weights=weights)))
+    if inside:
+        ours.connector = SimpleNamespace(sub_connectors=[SimpleNamespace(), ours.connector])
     for core in (SimpleNamespace(), SimpleNamespace(scheduler=SimpleNamespace(connector=None)), ours):
         for name, *told in calls if core is not ours else ():
             heard(HEARD[name], call)(core, *told)

@@ -291,6 +291,21 @@ def test_closing_while_it_is_started_again(url: str) -> None:
     assert not ours()
 
 
+def test_closing_while_the_process_is_lost_raises_nothing(url: str) -> None:
+    """Method: close waits for a slot of the arena, and the process is killed meanwhile."""
+    store = apart(url, restart_pause_s=5.0)
+    slots = [store.apart._slots.get() for _ in range(4)]
+    closing = threading.Thread(target=store.close)
+    closing.start()
+    pid = end(store.apart.pid)
+    until(lambda: gone(pid) and store.apart.pid is None, WAIT_S)
+    for slot in slots:
+        store.apart._slots.put(slot)
+    closing.join(WAIT_S)
+    with pytest.raises(OSError, match="Bad file"):
+        os.fstat(store.apart._fd)
+
+
 def test_a_fork_ends_no_process_of_its_parent(store: ApartStore) -> None:
     """Method: a forked child asks, and closes, as leaving a ``with`` there would."""
     pid, child = store.apart.pid, os.fork()

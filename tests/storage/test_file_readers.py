@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,12 +13,13 @@ from faulty_disk import FaultyDisk
 
 from cache_manager.errors import StorageError, StoreLockedError
 from cache_manager.record import Buffer
+from cache_manager.storage.disk import Room
 from cache_manager.storage.file import FileReader, FileStore
 from cache_manager.storage.file.directory import CHANGES_MAX
 from cache_manager.storage.records import RecordStore
 from cache_manager.testing.records import LAYOUT, key_of, put
-from tests.storage.stores import files, opened, reading
-from tests.storage.test_file import PER_EXTENT, there
+from tests.storage.stores import SMALL_NBYTES, files, opened, reading
+from tests.storage.test_file import PER_EXTENT, put_others, there
 
 
 def test_a_moved_directory_keeps_its_writer_and_its_readers(tmp_path: Path) -> None:
@@ -81,3 +83,56 @@ def test_a_reader_finds_what_its_writer_found_when_it_was_opened(tmp_path: Path)
         with opened(tmp_path) as after:
             assert all(put(after, [2]))
             assert there(reader, [1, 2]) == {1, 2}
+
+
+def test_a_reader_knows_an_extent_from_an_earlier_one_of_its_name(tmp_path: Path) -> None:
+    """Method: a store of one extent, whose layouts take turns."""
+    with opened(tmp_path, quota_nbytes=SMALL_NBYTES) as store, reading(tmp_path) as reader:
+        for n in range(0, 9, 3):
+            assert all(put(store, [n]))
+            assert there(reader, [n]) == {n}
+            assert put_others(store, [n, n + 1]) == 2
+
+
+def test_a_reader_sees_what_takes_the_place_of_a_deleted_record_after_a_restart(tmp_path: Path) -> None:
+    """Method: the newest record is deleted, and the next writer puts another one into its slot."""
+    with reading(tmp_path, waits=True) as reader:
+        with opened(tmp_path) as store:
+            assert all(put(store, [1]))
+            assert there(reader, [1]) == {1}
+            store.backend.delete([key_of(1)])
+        with opened(tmp_path) as store:
+            assert all(put(store, [2]))
+            assert there(reader, [1, 2]) == {2}
+            assert reader.contains([key_of(1), key_of(2)]) == [False, True]
+
+
+def test_a_thread_that_misses_while_another_one_looks_asks_again(tmp_path: Path) -> None:
+    """Goal: a call finds what was put before it. Method: a look is held up in its middle; a second thread asks."""
+    looks, goes_on = threading.Event(), threading.Event()
+    found = list[set[int]]()
+
+    class Disk(FaultyDisk):
+        def preadv(self, fd: int, buffers: Sequence[Room], offset: int) -> int:
+            if armed and threading.current_thread().name == "looks":
+                armed.pop()
+                looks.set()
+                assert goes_on.wait(60)
+            return super().preadv(fd, buffers, offset)
+
+    armed = list[int]()
+    with opened(tmp_path) as store, reading(tmp_path, disk=Disk()) as reader:
+        assert all(put(store, [1]))
+        assert there(reader, [1]) == {1}
+        assert all(put(store, [2]))
+        armed.append(1)
+        first = threading.Thread(target=lambda: there(reader, [3]), name="looks")
+        second = threading.Thread(target=lambda: found.append(there(reader, [2])))
+        first.start()
+        assert looks.wait(60)
+        second.start()
+        second.join(0.2)  # it waits for the look, or has missed what it should not
+        goes_on.set()
+        first.join(60)
+        second.join(60)
+    assert found == [{2}]

@@ -88,7 +88,9 @@ def test_a_sink_that_fails_costs_that_record_only(tmp_path: Path) -> None:
 def test_what_cannot_begin_is_told_and_releases(tmp_path: Path) -> None:
     """Goal: no room, a mistake, an offer or a pull begun twice: each is said where the caller looks, nothing hangs."""
     with nodes(tmp_path, p_limits=replace(QUICK, transfers_max=1)) as (prefill, decode):
-        first, second = lend(prefill, 1, 1), lend(prefill, 2, 1)
+        first = lend(prefill, 1, 1)
+        prefill.seal(first)  # as it was from the start: a mistake that does not end it
+        second = lend(prefill, 2, 1)
         with pytest.raises(LocalProtocolError, match="not lent"):
             prefill.offer(first)
         assert "transfers_max" in released(prefill, {second})[second].detail

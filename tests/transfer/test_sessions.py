@@ -29,7 +29,7 @@ from cache_manager.errors import BlockBusyError
 from transfer.actions import Missing, OfferedBlock, Reason
 from transfer.errors import RemoteProtocolError
 from transfer.limits import TransferLimits
-from transfer.messages import Ack, Entry, Later, Message, Outcome, Pull, Records, TransferId, Welcome
+from transfer.messages import Ack, Entry, Later, Message, Outcome, Pull, Records, Refuse, TransferId, Welcome
 
 
 def test_a_transfer_crosses() -> None:
@@ -182,6 +182,14 @@ def test_what_the_link_refuses_is_sent_again() -> None:
     pair.do(P, [sent])
     pair.talk()
     assert pair.result.complete
+
+
+def test_a_hello_said_again_that_the_link_refuses_is_said_promptly() -> None:
+    """Goal: a peer that came back waits for no retry. Method: prefill knows us no more, and our hello is refused."""
+    pair = pulled()
+    (hello,) = pair.decode.receive(P, Refuse("hello", "one", "none", D_RUN), [], 0.5)
+    pair.decode.unsent(hello, 0.5)
+    assert pair.decode.peer_found(P, 0.6) == [hello]
 
 
 def test_an_unreachable_peer_is_tried_with_a_pause_of_its_own_that_grows() -> None:

@@ -161,6 +161,17 @@ def test_a_pull_whose_prefill_is_silent_ends_once_and_does_not_babble(welcomed_s
     assert len(actions) <= now_s / max(lease_ms / 3000, 0.02) + 10
 
 
+@pytest.mark.parametrize("end", [Bye(P_RUN), Refuse("parts", "others", "these", D_RUN)])
+def test_who_has_gone_is_owed_no_renewal(end: Message) -> None:
+    """Goal: no busy loop. Method: a welcomed peer says that it is over, and is pulled from again; nobody answers."""
+    pair = pulled()
+    pair.hear(D, P, end)
+    pair.decode.pull(P, NEXT, wanted(1), pair, pair.now_s)
+    pair.now_s += LIMITS.lease_s / 2
+    pair.decode.tick(pair.now_s)
+    assert pair.decode.next_due_s() > pair.now_s
+
+
 def test_an_ack_is_repeated_until_it_is_heard_and_changes_nothing_twice() -> None:
     gone = 0
 
@@ -345,3 +356,14 @@ def test_early_pulls_are_bounded_and_of_their_peer() -> None:
     assert list(pair.prefill._early) == [names[1]]
     pair.hear(P, D, Bye(D_RUN))
     assert pair.prefill.in_flight == 0
+    assert not pair.prefill._early
+
+
+def test_a_pull_that_waits_for_its_offer_ends_with_a_reset() -> None:
+    """Goal: nobody of other weights owns the offer that comes. Method: reset prefill while a pull waits."""
+    pair = Pair()
+    pair.pull(1)
+    pair.do(P, pair.prefill.reset(OTHER))
+    pair.talk()
+    assert (pair.result.reason, pair.result.detail) == (Reason.GONE, "reset")
+    assert not pair.prefill._early

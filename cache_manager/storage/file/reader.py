@@ -39,6 +39,7 @@ class Shelf(ClosingStore):
     """What the writer and a reader have in common. ``lock`` guards everything in memory and is never held over I/O."""
 
     _quota_nbytes = 0  # of a reader, which has none
+    _looks = 0  # that have ended, of a reader
 
     def __init__(self, path: Path, disk: Disk | None, ttl_s: float | None, clock: Callable[[], float]) -> None:
         if ttl_s is not None and not 0 < ttl_s < float("inf"):
@@ -96,13 +97,14 @@ class Shelf(ClosingStore):
         wanted: Sequence[int] = range(len(keys))
         for look in range(_LOOKS_MAX):
             changed: list[int] = []
+            looks = self._looks
             with self.guard:
                 places = self.fresh(self.index.find_all([keys[i] for i in wanted] if look else keys))
                 runs = self._plan(wanted, places, buffers, found)
             for run in runs:
                 self._read(run, found, changed)
             missing = [] if look or None not in places else [i for i, place in enumerate(places) if place is None]
-            if not (missing or changed) or not self._looked_again(changed):
+            if not (missing or changed) or not self._looked_again(changed, looks):
                 break
             wanted = missing + changed
         return found
@@ -176,8 +178,8 @@ class Shelf(ClosingStore):
         """The heads of slots whose payloads have just been read."""
         return extent.packed(local, count)
 
-    def _looked_again(self, changed: Sequence[int]) -> bool:
-        """Whether to look up again what was missing, or has ``changed`` while it was read."""
+    def _looked_again(self, changed: Sequence[int], looks: int) -> bool:  # noqa: ARG002 - a reader's
+        """Whether to look up again what was missing, or has ``changed`` while it was read, after so many ``looks``."""
         return bool(changed)
 
 
@@ -206,7 +208,6 @@ class FileReader(Shelf):
         self._directory: StoreDirectory | None = None
         self._looking = threading.Lock()  # one look at a time; taken before the other
         self._seen: Seen | None = None
-        self._looks = 0
         try:
             self._directory = StoreDirectory.existing(directory)
         except StoreMissingError:
@@ -227,8 +228,8 @@ class FileReader(Shelf):
         return []
 
     def contains(self, keys: Sequence[BlockKey]) -> list[bool]:
-        found = super().contains(keys)
-        return found if all(found) or not self._looked_again(()) else super().contains(keys)
+        looks, found = self._looks, super().contains(keys)
+        return found if all(found) or not self._looked_again((), looks) else super().contains(keys)
 
     def delete(self, keys: Sequence[BlockKey]) -> None:
         """Hide records from this reader, until it is opened anew or the writer stores them anew."""
@@ -251,18 +252,18 @@ class FileReader(Shelf):
     def _heads_now(self, extent: Extent, local: int, count: int) -> bytearray:
         return extent.read_heads(self._disk, local, count)
 
-    def _looked_again(self, changed: Sequence[int]) -> bool:  # noqa: ARG002 - what is missing is looked for, too
-        """Look if the writer has changed anything since the last look; whether that was so, here or in another thread.
+    def _looked_again(self, changed: Sequence[int], looks: int) -> bool:  # noqa: ARG002 - what is missing, too
+        """Look if the writer has changed anything; whether a look has ended since there were ``looks``, of any thread.
 
         A caller that has a reason waits for another thread's look, which may be past what this one wants.
         """
-        looks = self._looks
         if self._has_news():
             with self._looking:
                 if self._has_news():
                     self.guard.check()
                     with suppress(StorageError):  # a miss is the truth about what can be read
                         self._look()
+                    self._looks += 1  # now: who has missed a key meanwhile has to ask again
         return self._looks != looks
 
     def _has_news(self) -> bool:
@@ -273,7 +274,6 @@ class FileReader(Shelf):
 
     def _look(self) -> None:
         """Let go of what was dropped, read on in what is there. Held: looking (or not yet shared)."""
-        self._looks += 1
         if self._directory is None or not self._directory.is_in_place():
             with suppress(StorageError):  # it was moved, and no store is in its place
                 directory = StoreDirectory.existing(self.path)
@@ -302,14 +302,14 @@ class FileReader(Shelf):
     def _look_at_files(self, known: dict[int, Extent]) -> list[Extent]:
         """Let go of extents that were dropped; those that have come, but for the first ones, which are read here."""
         assert self._directory is not None
-        names = {extent.name for extent in known.values()}
+        gone = [extent for extent in known.values() if not os.fstat(extent.fd).st_nlink]
+        names = {extent.name for extent in known.values() if extent not in gone}  # a new one may have its name
         opened = open_extents(self._disk, self._directory, os.O_RDONLY, self.refused, names)
         for extent in () if known else opened:
             extent.load(self._disk)
         with self.lock:
-            for extent in known.values():
-                if not os.fstat(extent.fd).st_nlink:
-                    self.index.leave(extent)
+            for extent in gone:
+                self.index.leave(extent)
             for extent in opened:
                 self.index.join(extent)
             self.index.fit() if known else self.index.load()

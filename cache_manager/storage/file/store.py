@@ -281,8 +281,12 @@ class FileStore(Shelf):
         """Slots for records of a layout, as many as there is room for. Held: writing."""
         clock = self._clocks.setdefault(layout, Clock())
         runs = clock.take_free(count)
-        while (short := count - sum(run[2] for run in runs)) and self._grow(layout, clock):
-            runs += clock.take_free(short)
+        try:
+            while (short := count - sum(run[2] for run in runs)) and self._grow(layout, clock):
+                runs += clock.take_free(short)
+        except BaseException:
+            self._unsure += runs
+            raise
         if short and clock.extents:
             with self.lock:
                 runs += (evicted := clock.take_unused(short))
@@ -363,7 +367,8 @@ class FileStore(Shelf):
         for place, extent in enumerate(opened, -len(opened)):
             extent.used_at = place
             self._join(extent)
-        self._tick = int(opened[-1].ticks.max()) if opened else 0
+        # Records that were deleted may have had higher ones, which readers remember.
+        self._tick = (int(opened[-1].ticks.max()) if opened else 0) + int.from_bytes(os.urandom(4), "little")
         while self._used_nbytes > self._quota_nbytes:
             self._drop(opened.pop(0))
         self._unsure += [(extent, local, 1) for extent, local in self.index.load()]

@@ -94,8 +94,10 @@ class MooncakeStore(ApartStore):
 
     def close(self) -> None:
         """End the client, then the process that lends memory, which hands it back."""
-        super().close()
-        self._end_lender()
+        try:
+            super().close()
+        finally:
+            self._end_lender()
 
     def _end_lender(self) -> None:
         if self._lender is not None:

@@ -47,12 +47,17 @@ def heard(hear: Callable[..., None], call: Callable[..., Any]) -> Callable[..., 
 
     @wraps(call)
     def wrapped(core: Any, *args: Any, **kwargs: Any) -> Any:
-        rows = getattr(getattr(getattr(core, "scheduler", None), "connector", None), "_scheduler_rows", None)
-        if rows is not None:
+        for rows in _rows_of(getattr(getattr(core, "scheduler", None), "connector", None)):
             hear(rows.weights, *args, **kwargs)
         return call(core, *args, **kwargs)
 
     return wrapped
+
+
+def _rows_of(connector: Any) -> list[Any]:
+    """The rows of a scheduler's ``connector`` where it is ours, and of those inside it, as MultiConnector has."""
+    rows, inner = getattr(connector, "_scheduler_rows", None), getattr(connector, "sub_connectors", ())
+    return [*([] if rows is None else [rows]), *(found for each in inner for found in _rows_of(each))]
 
 
 def _set_weight_version(weights: Any, weight_version: str) -> None:
