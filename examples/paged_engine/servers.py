@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import secrets
 import signal
 import sys
@@ -324,6 +325,9 @@ class Server:
         finally:
             self._over = True
             await runner.cleanup()
+            if not (await asyncio.wait([driving], timeout=DRAIN_S))[0]:
+                logger.error("a step of the engine has not ended within %.0f s: the process ends without it", DRAIN_S)
+                os._exit(1)
             await driving
             await asyncio.to_thread(self._close)
         self._say("ended" if self.failure is None else str(self.failure))
