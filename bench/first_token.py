@@ -1,9 +1,8 @@
 """From the end of prefill's last forward pass to decode's first token, in the small engine over tcp on loopback.
 
-Decode is told of a prompt when prefill begins it, and fetches what each chunk fills; or when prefill has computed it.
-Two engines in threads of one process, small models with seeded weights: compare the two, not their milliseconds. Two
-busy cores, two runs in turns with the code before (which offered nothing until the prompt was done, and was told of
-the first token): 1,000 tokens 52 before, 17 and 27 now; 3,000 tokens 118 before, 20 and 22 now.
+Decode gets a request when prefill begins its prompt, and fetches the blocks that each chunk fills; or after prefill has
+computed it. Two engines in threads of one process, small models with seeded weights: compare the two ways, not their
+milliseconds.
 """
 
 from __future__ import annotations
@@ -21,8 +20,7 @@ import torch
 
 from bench.harness import ROOT, Table, asked, write_json
 
-sys.path.insert(0, str(ROOT / "examples"))  # where nothing is installed
-
+sys.path.insert(0, str(ROOT / "examples"))  # if paged_engine is not installed
 
 from cache_manager.keys import Namespace
 from paged_engine.handover import DecodeEngine, PrefillEngine
@@ -46,13 +44,13 @@ class Passes:
 
 
 class Driven:
-    """An engine that steps in a thread of its own, between what it is asked there."""
+    """An engine that steps in its own thread, where calls from ``asked`` run between steps."""
 
     def __init__(self, engine: Any) -> None:
         self.engine = engine
         self.asked: SimpleQueue[Callable[[], object]] = SimpleQueue()
         self.tokens: dict[str, float] = {}
-        """When the first token of each request was there."""
+        """The time of each request's first token."""
         self.ended: dict[str, Output] = {}
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run)
@@ -80,7 +78,7 @@ class Driven:
 
 
 def first_token_ms(lends: Driven, fetches: Driven, passes: Passes, prompt: tuple[int, ...], *, early: bool) -> float:
-    """One request through both."""
+    """Run one request through both engines."""
     request, told = Request(f"r{random.random()}", prompt, 4), SimpleQueue[bytes]()  # noqa: S311
     lends.asked.put(lambda: lends.engine.lend(request, told.put))
     transfer = told.get()
@@ -106,7 +104,7 @@ def main() -> None:
         ) as prefill,
         DecodeEngine(model, config, namespace, link=ZmqLink(ZmqSettings())) as decode,
     ):
-        driven, columns = (Driven(prefill), Driven(decode)), ["tokens", "decode is told", "median", "least", "most"]
+        driven, columns = (Driven(prefill), Driven(decode)), ["tokens", "decode gets it", "median", "least", "most"]
         table = Table("end of prefill's last pass to decode's first token, ms", columns)
         for tokens in args.tokens:
             for _ in range(args.rounds + 1):

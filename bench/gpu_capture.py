@@ -1,7 +1,7 @@
-"""What capture adds to a forward pass on a GPU, on the device and on the host, against three peers' ways and the bus.
+"""What capture adds to a forward pass on a GPU, on the device and on the host, compared with two peers and the bus.
 
-Every contestant in one run: medians of graphs that are replayed in turns, and of the host's part. What must be right
-before anything is measured are tests: ``TRITON_INTERPRET=0 pytest tests/gpu``. Needs a CUDA GPU, torch and Triton.
+All contestants run in one process: medians of graphs that are replayed in turns, and of the host's part. Run the tests
+for correctness first: ``TRITON_INTERPRET=0 pytest tests/gpu``. Needs a CUDA GPU, torch and Triton.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ MODELS = (Model("58x8 of 256", 58, 256), Model("94x8 of 128", 94, 128), Model("6
 
 
 class Pass:
-    """A model's rows, its routers' answers for one batch size, and a pass's matrix work if it ``works``."""
+    """The ids of a model's routers for one batch size, and the matrix work of a pass if it ``works``."""
 
     works = True
 
@@ -54,7 +54,7 @@ class Pass:
         self.w = torch.randn(HIDDEN, HIDDEN, device=DEVICE, dtype=torch.bfloat16) / HIDDEN**0.5
 
     def draw(self) -> None:
-        """Other ids, each once in a row: a random start and distinct steps."""
+        """Draw new ids, distinct in each row: a random start and distinct steps."""
         experts = self.model.experts
         start = torch.randint(0, experts, self.ids.shape[:2], device=DEVICE, dtype=torch.int32)
         steps = torch.randint(1, experts // TOP_K, self.ids.shape, device=DEVICE, dtype=torch.int32).cumsum(-1)
@@ -74,7 +74,7 @@ class Pass:
 
 @contextmanager
 def blocks_of(model: Model) -> Iterator[tuple[Any, Any]]:
-    """Blocks in shared memory, all of them given out, and a capture that writes into them."""
+    """Blocks in shared memory, all given out, and a capture that writes into them."""
     spec = kvroute.routing_spec(model.experts, TOP_K, range(model.layers), model.layers, BLOCK_TOKENS)
     namespace = kvroute.Namespace("bench", weights_version=0)
     with kvroute.AuxBlocks([spec], blocks=BLOCKS, namespace=namespace, memory="shared") as aux:
@@ -84,7 +84,7 @@ def blocks_of(model: Model) -> Iterator[tuple[Any, Any]]:
 
 
 def graph_of(launches: Callable[[], object], pool: Any = None) -> torch.cuda.CUDAGraph:
-    """A graph of ``launches``. Those of one ``pool`` have their matrices in the same memory, one behind the other."""
+    """A graph of ``launches``. Graphs of one ``pool`` have their matrices in the same memory."""
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
         for _ in range(3):
@@ -97,7 +97,7 @@ def graph_of(launches: Callable[[], object], pool: Any = None) -> torch.cuda.CUD
 
 
 def random_slots(tokens: int, rng: np.random.Generator, padding: float = 0.0, *, apart: bool = False) -> Any:
-    """Prefill: whole blocks anywhere. Decode: anywhere, or ``apart``, as each sequence's. Some of them padding."""
+    """Slots: random whole blocks for a prefill; for a decode random, or ``apart``, one a block. Some are padding."""
     if tokens <= SOAK_TOKENS[-1] and apart:
         slots = rng.permutation(BLOCKS)[:tokens] * BLOCK_TOKENS + rng.integers(0, BLOCK_TOKENS, tokens)
     elif tokens <= SOAK_TOKENS[-1]:
@@ -118,7 +118,7 @@ def keep_all(capture: Any, batch: Pass) -> None:
 
 @triton.jit
 def put_layer(ids, slots, out, tokens, layer, ROW: tl.constexpr, K: tl.constexpr, B: tl.constexpr):  # noqa: N803
-    """One layer's ids at ``slots`` of ``out [slots, layers, K]``: a launch a layer, as FastDeploy's and LightLLM's."""
+    """Put one layer's ids into ``out [slots, layers, K]``: a launch a layer, as in FastDeploy and LightLLM."""
     lane = tl.program_id(0) * B + tl.arange(0, B)
     used = lane < tokens * K
     slot = tl.load(slots + lane // K, mask=used, other=-1)
@@ -128,9 +128,9 @@ def put_layer(ids, slots, out, tokens, layer, ROW: tl.constexpr, K: tl.constexpr
 
 @dataclass
 class Found:
-    """Medians in microseconds: what each adds to a graph, and to the host; ``floor`` is one copy of the same bytes.
+    """Medians in microseconds that each way adds to a graph, and to the host; ``floor`` is one copy of the same bytes.
 
-    All graphs have their matrices in the same memory: where they lie makes more of a difference than what is looked at.
+    All graphs have their matrices in the same memory: its place would change times more than the ways do.
     """
 
     model: str
@@ -140,7 +140,6 @@ class Found:
     ours_us: float
     copies_us: float
     launches_us: float
-    pinned_us: float
     ours_host_us: float
     hooks_host_us: float
     copies_host_us: float
@@ -148,7 +147,7 @@ class Found:
 
 
 def added(base: Any, others: dict[str, Any], rounds: int) -> tuple[float, dict[str, float]]:
-    """The base graph's time, and the median of what the others take more, replayed in turns, in any order."""
+    """The base graph's time, and the median extra time of each other graph, replayed in turns in random order."""
     times: dict[str, list[float]] = {name: [] for name in ("base", *others)}
     for number in range(rounds + 5):
         for name, graph in random.sample([("base", base), *others.items()], 1 + len(others)):
@@ -164,7 +163,7 @@ def added(base: Any, others: dict[str, Any], rounds: int) -> tuple[float, dict[s
 
 
 def wall_us(call: Callable[[], None], rounds: int) -> float:
-    """The median of a call that the device has no part in, or waits for."""
+    """The median wall time of a call on the host, with any wait for the device."""
     taken = []
     for number in range(rounds + 3):
         torch.cuda.synchronize()
@@ -182,7 +181,7 @@ def measure(model: Model, tokens: int, aux: Any, capture: Any, rng: np.random.Ge
     dtype = torch.uint8 if model.experts <= 256 else torch.uint16
     rounds = rounds if tokens <= 1024 else max(1, rounds // 3)
     grid = (triton.cdiv(tokens * TOP_K, 512),)
-    # (a) SGLang, vLLM: a copy a layer into int32 [tokens, layers, top_k]; then snapshot, copy, scatter on the host.
+    # (a) SGLang, vLLM: a copy a layer into int32 [tokens, layers, top_k]; then snapshot, copy, and scatter on the host.
     wide = torch.zeros(tokens, layers, TOP_K, dtype=torch.int32, device=DEVICE)
     wide_host = torch.zeros(SLOTS, layers, TOP_K, dtype=torch.int32)
     wide_pin = torch.empty(wide.shape, dtype=torch.int32, pin_memory=True)
@@ -191,17 +190,12 @@ def measure(model: Model, tokens: int, aux: Any, capture: Any, rng: np.random.Ge
     linear = torch.arange(tokens, device=DEVICE)
     narrow_pin = torch.empty(transient.shape, dtype=dtype, pin_memory=True)
     narrow_host = np.zeros((SLOTS, layers, TOP_K), narrow_pin.numpy().dtype)
-    # (c) LightLLM: a launch a layer into pinned memory.
-    pinned = torch.empty(SLOTS, layers, TOP_K, dtype=dtype, pin_memory=True)
 
     def copy_layer(layer: int) -> None:
         wide[:, layer, :] = batch.ids[layer]
 
     def to_transient(layer: int) -> None:
         put_layer[grid](batch.ids[layer], linear, transient, tokens, layer, row, TOP_K, 512)
-
-    def to_pinned(layer: int) -> None:
-        put_layer[grid](batch.ids[layer], batch.slots, pinned, tokens, layer, row, TOP_K, 512)
 
     def ours() -> None:
         keep_all(capture, batch)
@@ -213,7 +207,6 @@ def measure(model: Model, tokens: int, aux: Any, capture: Any, rng: np.random.Ge
         "floor": lambda: (batch.work(), narrow_pin.copy_(transient, non_blocking=True)),
         "copies": lambda: batch.work(copy_layer),
         "launches": lambda: batch.work(to_transient),
-        "pinned": lambda: batch.work(to_pinned),
     }
     pool = torch.cuda.graph_pool_handle()
     base, graphs = graph_of(batch.work, pool), {name: graph_of(way, pool) for name, way in ways.items()}
@@ -230,7 +223,7 @@ def measure(model: Model, tokens: int, aux: Any, capture: Any, rng: np.random.Ge
     hooks, turn = [capture.hook(layer) for layer in range(layers)], [0]
 
     def our_hooks() -> None:
-        turn[0] ^= 1  # in other memory than before, so that the pointer table is sent each time
+        turn[0] ^= 1  # alternate the memory, so that the pointer table is sent each time
         for hook, ids in zip(hooks, answers[turn[0]], strict=True):
             hook(ids)
         capture.commit(batch.slots)
@@ -248,16 +241,16 @@ def measure(model: Model, tokens: int, aux: Any, capture: Any, rng: np.random.Ge
         narrow_host[slots] = narrow_pin.numpy()
 
     host = (wall_us(each, rounds) for each in (our_step, our_hooks, copies_host, launches_host))
-    device = (more[name] for name in ("floor", "ours", "copies", "launches", "pinned"))
+    device = (more[name] for name in ("floor", "ours", "copies", "launches"))
     return Found(model.name, tokens, pass_us, *device, *host)
 
 
 def table_of(found: list[Found]) -> Table:
-    columns = "rows, tokens|pass|bus|ours|ours/bus|(a) copies|(b) launches|(c) pinned|host: ours|+ eager|(a)|(b)"
+    columns = "rows, tokens|pass|bus|ours|ours/bus|(a) copies|(b) launches|host: ours|+ eager|(a)|(b)"
     title = "capture: microseconds added to a CUDA graph with matrix work, and on the host, a step (medians)"
     table = Table(title, columns.split("|"))
     for f in found:
-        times = f.copies_us, f.launches_us, f.pinned_us, f.ours_host_us, f.hooks_host_us
+        times = f.copies_us, f.launches_us, f.ours_host_us, f.hooks_host_us
         times += f.copies_host_us, f.launches_host_us
         device = f"{f.pass_us:.1f}", f"{f.floor_us:.1f}", f"{f.ours_us:.1f}", f"{f.ours_us / f.floor_us:.2f}"
         table.row(f"{f.model}, {f.tokens}", *device, *(f"{each:.1f}" for each in times))

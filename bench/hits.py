@@ -1,27 +1,26 @@
 """Does a file store's clock keep what a cache that evicts the record used least recently would keep?
 
 A trace of requests (one JSON object a line with ``hash_ids``, as published with Mooncake's FAST'25 paper) runs through
-``file:`` stores of several quotas: a request gets its blocks, and puts those that are missing. Beside it, in the same
-run, a model that evicts the record used least recently and stores as many records as the quota has bytes for, header
-included. A ratio is the store's hit rate by the model's.
+``file:`` stores of several quotas: a request gets its blocks, and puts missing ones. In the same run it goes through a
+model that evicts the record used least recently and stores as many records as fit into the quota, header included. A
+ratio is the store's hit rate divided by the model's.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import tempfile
 from collections import OrderedDict
 from pathlib import Path
 
-from bench.harness import Table
+from bench.harness import Table, asked, write_json
 from cache_manager.keys import BlockKey
 from cache_manager.record import RecordHeader, checksum
 from cache_manager.storage.file import FileStore
 
 
 class LeastRecent:
-    """As many keys as fit, of which the one used least recently goes."""
+    """A cache of ``records`` keys that evicts the key used least recently."""
 
     def __init__(self, records: int) -> None:
         self.records = records
@@ -41,7 +40,7 @@ class LeastRecent:
 
 
 class Stored:
-    """The store itself."""
+    """The file store under test."""
 
     def __init__(self, directory: Path, quota_nbytes: int, payload: bytes) -> None:
         self.store = FileStore(directory, quota_nbytes=quota_nbytes)
@@ -59,12 +58,15 @@ class Stored:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("trace", type=Path)
-    parser.add_argument("--quota-mib", type=int, nargs="+", default=[16, 64, 156])
-    parser.add_argument("--kib", type=int, default=4, help="of a record")
-    parser.add_argument("--requests", type=int, default=4000)
-    args = parser.parse_args()
+    args = asked(
+        *(__doc__, 1),
+        trace=(Path, "one JSON object a line"),
+        quota_mib=([16, 64, 156], "of a store"),
+        kib=(4, "of a record"),
+        requests=(4000, "only the first N"),
+    )
+    if args.trace is None:
+        raise SystemExit("--trace: wanted a file")
     requests = [json.loads(line)["hash_ids"] for line in args.trace.open()][: args.requests]
     total = sum(map(len, requests))
     table = Table(
@@ -81,6 +83,7 @@ def main() -> None:
         ours, theirs = (sum(column) / total for column in zip(*hits, strict=True))
         table.row(f"{quota_mib} MiB", f"{ours:.4f}", f"{theirs:.4f}", f"{ours / theirs:.3f}")
     table.print()
+    write_json(args.json, rows=table.rows)
 
 
 if __name__ == "__main__":

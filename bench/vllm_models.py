@@ -1,4 +1,4 @@
-"""Small models that the experiments with vLLM serve, with the pass that judges their rows; the shape of a large one."""
+"""Small models for the experiments with vLLM, the pass that judges their rows, and the shape of a large model."""
 
 from __future__ import annotations
 
@@ -16,10 +16,6 @@ from transformers.models.deepseek_v3 import DeepseekV3Config, DeepseekV3ForCausa
 EXPERTS, TOP_K, VOCABULARY = 16, 4, 512
 COMMON: dict[str, Any] = {
     "vocab_size": VOCABULARY,
-    "hidden_size": 256,
-    "intermediate_size": 256,
-    "moe_intermediate_size": 128,
-    "num_hidden_layers": 4,
     "num_experts_per_tok": TOP_K,
     "norm_topk_prob": True,
     "max_position_embeddings": 4096,
@@ -28,6 +24,8 @@ COMMON: dict[str, Any] = {
     "eos_token_id": 1,
     "pad_token_id": 2,
 }
+SMALL = {"hidden_size": 256, "intermediate_size": 256, "moe_intermediate_size": 128, "num_hidden_layers": 4}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "num_experts": EXPERTS}
 LATENT: dict[str, Any] = {
     "num_attention_heads": 16,
     "num_key_value_heads": 16,
@@ -48,61 +46,51 @@ LATENT: dict[str, Any] = {
 
 
 def build(directory: Path, family: str, dtype: torch.dtype) -> None:
-    """A Qwen3-MoE or a DeepSeek-V3 of seeded weights, whose routers' choices are wide apart."""
-    torch.manual_seed(0)
-    model: Any
-    if family == "qwen3":
-        heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "num_experts": EXPERTS}
-        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**COMMON, **heads))
-    else:
-        model = DeepseekV3ForCausalLM(DeepseekV3Config(**COMMON, **LATENT))
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            if weight.ndim == 1:
-                weight.fill_(1.0 if "norm" in name else 0.0)
-            else:
-                weight.normal_(0, 0.3 if name.endswith("gate.weight") else 0.05)
-    model.to(dtype).save_pretrained(directory)
+    """A Qwen3-MoE or a DeepSeek-V3 (latent attention) with seeded weights and head sizes for GPU attention."""
+    config: Any = Qwen3MoeConfig(**COMMON, **SMALL, **HEADS)
+    kind: Any = Qwen3MoeForCausalLM
+    if family != "qwen3":
+        kind, config = DeepseekV3ForCausalLM, DeepseekV3Config(**COMMON, **SMALL, **LATENT)
+    seeded(kind, config, 0.3, 0.05).to(dtype).save_pretrained(directory)
 
 
-def build_qwen3(directory: Path, seed: int = 0, *, width: int = 1) -> None:
+def build_qwen3(directory: Path, *, width: int = 1, head_dim: int = 32) -> None:
     """A Qwen3-MoE of seeded float32 weights, without a tokenizer.
 
-    It has 1.9 M weights; with ``width=8`` 420 M, in twice the layers with twice the experts.
+    It has 1.9 M weights; with ``width=8`` 420 M, in twice the layers with twice the experts. The heads are the
+    narrowest that vLLM's CPU attention supports.
     """
     more = min(width, 2)
     config = Qwen3MoeConfig(
-        vocab_size=VOCABULARY,
         hidden_size=128 * width,
         intermediate_size=256 * width,
         moe_intermediate_size=64 * width,
         num_hidden_layers=4 * more,
         num_attention_heads=4 * width,
         num_key_value_heads=2 * more,
-        head_dim=32,  # the narrowest that vLLM's attention on a CPU has
+        head_dim=head_dim,
         num_experts=EXPERTS * more,
-        num_experts_per_tok=TOP_K,
-        norm_topk_prob=True,
-        max_position_embeddings=4096,
-        tie_word_embeddings=False,
-        bos_token_id=0,
-        eos_token_id=1,
-        pad_token_id=2,
+        **COMMON,
     )
+    seeded(Qwen3MoeForCausalLM, config, 0.3 / width**0.5, 0.08 / width**0.5).save_pretrained(directory)
+
+
+def seeded(kind: Any, config: Any, routers: float, others: float) -> Any:
+    """A model with weights of these deviations: wide for routers, so that rounding rarely decides a choice."""
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = Qwen3MoeForCausalLM(config).to(torch.float32)
+        torch.manual_seed(0)
+        model = kind(config).to(torch.float32)
         with torch.no_grad():
             for name, weight in model.named_parameters():
                 if weight.ndim == 1:
-                    weight.fill_(1.0)
-                else:  # routers wide, so that rounding rarely decides a choice
-                    weight.normal_(0, (0.3 if name.endswith("gate.weight") else 0.08) / width**0.5)
-    model.save_pretrained(directory)
+                    weight.fill_(1.0 if "norm" in name else 0.0)
+                else:
+                    weight.normal_(0, routers if name.endswith("gate.weight") else others)
+    return model
 
 
 def shape(directory: Path, layers: int) -> None:
-    """The configuration of a model of Qwen3-30B-A3B's shape, with so many layers: 0.63 B weights each."""
+    """Write the configuration of a model of Qwen3-30B-A3B's shape with ``layers`` layers: 0.63 B weights each."""
     Qwen3MoeConfig(
         architectures=["Qwen3MoeForCausalLM"],
         vocab_size=151936,
@@ -123,7 +111,7 @@ def shape(directory: Path, layers: int) -> None:
 
 
 def unpacked(packed: Mapping[str, Any]) -> NDArray[Any]:
-    """The array that :func:`bench.peers.vllm_engine.packed` has packed."""
+    """The array that :func:`bench.peers.vllm_engine.packed` packed."""
     return np.frombuffer(base64.b64decode(packed["bytes"]), packed["dtype"]).reshape(packed["shape"])
 
 
@@ -144,40 +132,22 @@ class Judge:
         self._logits[layer] = torch.nn.functional.linear(flat, gate.weight.float())
 
     def judge(self, tokens: Sequence[int], rows: Mapping[str, Any] | None) -> NDArray[np.int64]:
-        """How many of the rows that are due are right, missing, wrong, and others where a choice was close.
+        """How many of the expected rows are right, missing, wrong, and different at a close choice.
 
-        Close is a row before which, in any layer, the logits of the last expert chosen and the first one not chosen are
-        less apart than ``close``: rounding may have decided it.
+        A row is close if, in any layer, the logits of the last chosen expert and the first one not chosen differ by
+        less than ``close``: rounding may have decided it.
         """
         due = len(tokens) - 1
         if rows is None:
             return np.array([0, due, 0, 0])
         ids, valid = unpacked(rows["ids"])[:due].astype(np.int64), unpacked(rows["valid"])[:due]
-        order, apart = self.choices(tokens)
+        with torch.no_grad():
+            self._model(torch.tensor([list(tokens)], device=self._device))
+        logits, found = torch.stack([self._logits[i] for i in sorted(self._logits)], 1).sort(-1, descending=True)
+        order = found[..., :TOP_K].cpu().numpy()
+        apart = (logits[..., TOP_K - 1] - logits[..., TOP_K]).amin(1).cpu().numpy()
         wanted = np.sort(order[: len(ids), : ids.shape[1]], -1)  # the last layer may be left out
         same, close = (wanted == np.sort(ids, -1)).all((1, 2)), apart[: len(ids)] < self._close
         missing = due - len(ids) + (~valid).sum()
         others = ~same & valid
         return np.array([(same & valid).sum(), missing, (others & ~close).sum(), (others & close).sum()])
-
-    def choices(self, tokens: Sequence[int]) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """The experts chosen ``[tokens, layers, top_k]``, and by how much, in the closest layer ``[tokens]``."""
-        with torch.no_grad():
-            self._model(torch.tensor([list(tokens)], device=self._device))
-        logits, order = torch.stack([self._logits[i] for i in sorted(self._logits)], 1).sort(-1, descending=True)
-        apart = (logits[..., TOP_K - 1] - logits[..., TOP_K]).amin(1)
-        return order[..., :TOP_K].cpu().numpy(), apart.cpu().numpy()
-
-    def cut(self) -> None:
-        """From here on the experts multiply as TF32 does: 13 bits of each weight and each input are cut off."""
-        for layer in self._model.model.layers:
-            for weight in layer.mlp.experts.parameters():
-                weight.data = _cut(weight.data)
-            layer.mlp.experts.register_forward_pre_hook(lambda _m, given: (_cut(given[0]), *given[1:]))
-
-
-def _cut(values: torch.Tensor) -> torch.Tensor:
-    return (values.contiguous().view(torch.int32) & ~0x1FFF).view(torch.float32)
-
-
-__all__ = ["VOCABULARY", "Judge", "build", "build_qwen3", "shape", "unpacked"]

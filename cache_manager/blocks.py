@@ -1,9 +1,9 @@
 """Auxiliary rows that follow the blocks of an engine.
 
-The engine decides which block serves whom, gives it out again when it likes, and never asks. Each time it gives a block
-out, the block begins a new life in a *generation* (:meth:`AuxBlocks.renew`); rows are read for the generation that the
-reader means. Nothing of the bookkeeping raises inside a forward pass: a block, slot or pair that cannot be is dropped
-and counted, and what it would have made readable is missing. With ``strict=True`` it raises, for tests.
+The engine decides which block serves which sequence, and gives a block out again whenever it likes, without asking.
+Each time, the block begins a new life in a *generation* (:meth:`AuxBlocks.renew`); rows are read for the generation
+that the reader means. Bookkeeping never raises inside a forward pass: an invalid block, slot or pair is dropped and
+counted, and the rows that it would have made readable are missing. With ``strict=True`` it raises, for tests.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from cache_manager.ports import KVBlocks, Region, StorageBackend, TierName
 from cache_manager.publish import Rows, window_of
 from cache_manager.regions import Memory, region_in
 from cache_manager.spec import AuxBlockDataSpec, RecordLayout
-from cache_manager.step import Keep, Step
+from cache_manager.step import Keep, Step, write_whole
 from cache_manager.table import BlockTable
 
 GENERATION_END: Final = 1 << 47
@@ -39,11 +39,11 @@ GENERATION_END: Final = 1 << 47
 class AuxBlocks(Landing, Fed):
     """Rows for ``blocks`` device blocks, and ``host_blocks`` on the CPU, that an engine gives out itself.
 
-    ``required`` names the specs whose rows a block must have in full to be stored and to count as a hit (all, if not
-    given; with none, KV without rows is one, and its rows are missing). With ``memory="shared"`` the rows lie in
-    SharedMemory regions that other processes can attach. ``kv`` goes wherever rows go, and both of a block are stored
-    as one record, under keys of the layout of both. Every method may be called from any thread; one lock is held for
-    bookkeeping and for placing rows and KV, never while a store is read or written.
+    ``required`` names the specs whose rows a block must have in full to be stored and to count as a hit (default: all;
+    with an empty list KV without rows counts as a hit, and its rows are missing). With ``memory="shared"`` the rows lie
+    in SharedMemory regions that other processes can attach. ``kv`` goes wherever rows go: a block's KV and rows are
+    stored as one record, under keys that name the layout of both. Every method may be called from any thread; one lock
+    is held for bookkeeping and for placing rows and KV, never while a store is read or written.
     """
 
     def __init__(
@@ -98,9 +98,10 @@ class AuxBlocks(Landing, Fed):
         return table
 
     def _mend(self) -> None:
-        """A change was interrupted, or a pass has written that nobody could be told of. The lock is held."""
+        """Forget all rows: a change was interrupted, or a loss could not be recorded. The lock is held."""
         for table in self._tables.values():
             table.forget_all()
+            table.region.renew(self.namespace.fingerprint)
         self._drop("interrupted_calls", 1, "a call was interrupted in the middle: all rows are forgotten")
 
     # ---------------------------------------------------------------- what it is
@@ -133,7 +134,7 @@ class AuxBlocks(Landing, Fed):
 
     @property
     def steps(self) -> list[Step]:
-        """The steps in flight, oldest first; any of them may be aborted, one in place when its device is done."""
+        """The steps in flight, oldest first. Any may be aborted; a step in place only after its device is done."""
         with self._lock:
             return [claim.step for claim in self._device.steps]
 
@@ -154,13 +155,13 @@ class AuxBlocks(Landing, Fed):
             return table.complete(table.ids(blocks), self._required)
 
     def writing(self, blocks: Blocks) -> Flags:
-        """Which device blocks a step in flight will write, and a forward pass their KV: ``[n]``."""
+        """Which device blocks a step in flight, and so its forward pass, will write: ``[n]``."""
         with self._lock:
             return self._device.writing(self._device.ids(blocks))
 
     def origins(self, blocks: Blocks, tier: TierName = "device") -> list[int]:
-        """The origin of each block's content, to be kept beside its KV; 0 where nothing was written. It ends here: what
-        a step writes, or commits, from now on is of another. So ask when the pass has committed."""
+        """The origin of each block's content, to be kept beside its KV; 0 where nothing was written. Asking ends it:
+        rows that a step writes, or commits, from now on get another origin. So ask after the pass has committed."""
         with self._lock:
             table = self._table(tier)
             return table.hand_out(table.ids(blocks))
@@ -168,10 +169,10 @@ class AuxBlocks(Landing, Fed):
     # ---------------------------------------------------------------- lives
 
     def renew(self, blocks: Blocks, generations: Blocks | None = None) -> Ints:
-        """The engine has given these blocks out: nothing in them is readable. The generations they begin, ``[n]``.
+        """The engine has given these blocks out: nothing in them is readable. Returns their new generations ``[n]``.
 
-        ``generations`` are chosen by the caller, which tells readers; each must be larger than the one before. A block
-        that cannot be given out is dropped and counted: its generation is 0 in the answer.
+        A caller that chooses the ``generations`` tells readers of them; each must be larger than the one before. A
+        block that cannot be given out is dropped and counted: its generation is 0 in the answer.
         """
         table = self._device
         if generations is None and isinstance(blocks, list) and not blocks:  # engines ask for room for every token
@@ -193,7 +194,7 @@ class AuxBlocks(Landing, Fed):
         return lives
 
     def forget(self, blocks: Blocks | None = None) -> None:
-        """Nothing that was written so far is readable, in no tier, or not in these device blocks; lives go on."""
+        """Make all rows written so far unreadable, in every tier or only in these device blocks; generations stay."""
         with self._lock:
             if blocks is not None:
                 ids, good = self._device.known(blocks)
@@ -210,12 +211,14 @@ class AuxBlocks(Landing, Fed):
         with self._lock:
             tables = self._tables.values()
             keys = KeyChain(replace(self.namespace, weights_version=weights_version), self._record)
+            self._lock.torn += 1  # until keys and regions say the same
             for table in tables:
                 table.forget_all()
             self.keys = keys
             self._lock.count("resets")
             for table in tables:
                 table.region.renew(keys.namespace.fingerprint)
+            self._lock.torn -= 1
 
     def name_origins(self, blocks: Blocks, generations: Blocks, origins: NDArray[np.uint64]) -> None:
         """What these device blocks hold is known outside under these ``origins [n]``, which their KV itself says."""
@@ -232,13 +235,14 @@ class AuxBlocks(Landing, Fed):
     def begin_step(self, slots: NDArray[Any] | Sequence[int], *, in_place: bool = False) -> Step:
         """Begin a forward pass that writes rows at ``slots`` ``[T]``: ``block * block_tokens + offset``; -1 is padding.
 
-        Rows at these slots are unreadable until the step commits. Steps may overlap in time; of two that write one slot
-        the later one counts. With ``in_place`` a device writes the rows into the device tier's region by itself: see
+        Rows at these slots are unreadable until the step commits. Steps may overlap in time; if two write one slot, the
+        later one counts. With ``in_place`` a device writes the rows into the device tier's region by itself: see
         :mod:`cache_manager.step`. Bad slots are dropped and counted, unless strict.
 
-        Raises ``BlockBusyError`` for one step too many, :class:`SlotError` for slots that are no integers. The pass
-        writes its KV all the same, so what lay in the blocks of a step that is refused is missing, and counted as
-        ``bad_writes_dropped``; where they cannot be read, what lay in any device block. Let no device write its rows.
+        Raises ``BlockBusyError`` for more than ``steps_max`` steps, :class:`SlotError` for slots that are not integers.
+        The engine's pass writes KV all the same, so the rows of a refused step's blocks become missing, counted as
+        ``bad_writes_dropped``; if the slots cannot be read, those of every device block. No device may write a refused
+        step's rows.
         """
         device = self._device
         try:
@@ -252,10 +256,12 @@ class AuxBlocks(Landing, Fed):
     step = begin_step
 
     def write_step(self, slots: NDArray[Any], rows: Mapping[str, NDArray[Any]], keep: Keep | None = None) -> int:
-        """A whole step whose rows ``[T, *row_shape]`` are here: begin, write, commit. How many became readable.
+        """A whole step with given rows ``[T, *row_shape]``: begin, write, commit. Returns how many became readable.
 
         Never raises for a mistake of bookkeeping, unless strict: the step's rows are then missing, and counted.
         """
+        if keep is None and (landed := write_whole(self._tables["device"], slots, rows)) is not None:
+            return landed
         try:
             step = self.begin_step(slots)
         except KVRouteError:
@@ -283,9 +289,10 @@ class AuxBlocks(Landing, Fed):
         generations: Blocks | None = None,
         tier: TierName = "device",
     ) -> Rows:
-        """Rows ``[start, stop)`` of the tokens in ``blocks``, taken as one sequence; what is not readable is masked.
+        """Rows ``[start, stop)`` of the tokens in ``blocks``, taken as one sequence; unreadable rows are masked.
 
-        Blocks that are not in these ``generations`` count as missing; without, the caller must know what they hold.
+        Blocks that are not in these ``generations`` count as missing; without them the caller must know what blocks
+        hold.
         """
         table, index = self._table(tier), self.layout.index(name)
         ids = table.ids(blocks)
@@ -307,7 +314,7 @@ class AuxBlocks(Landing, Fed):
         return found
 
     def _gathered(self, table: BlockTable, spec: int, ids: Ints) -> tuple[NDArray[np.uint8], Bits, Bits]:
-        """Without the lock; a close may come between."""
+        """Gather without the lock; a close may come meanwhile."""
         try:
             return publish.gather(table.region, spec, ids)
         except AttributeError:  # the region's arrays are gone
@@ -334,7 +341,7 @@ class AuxBlocks(Landing, Fed):
     def move(self, source: TierName, target: TierName, pairs: Pairs, rows: Sequence[int] | None = None) -> None:
         """:meth:`copy`, :meth:`swap_out` or :meth:`swap_in`, by the names of the tiers.
 
-        Where KV is moved here, nothing may pass silently: whatever is wrong, or fails, is raised, and nothing arrived.
+        Where KV moves too, every mistake and every failure is raised, and nothing has arrived.
         """
         if (source, target) not in MOVED:
             raise InvalidInputError("move", "blocks of the device as sources or as targets", f"{source} to {target}")
@@ -355,18 +362,18 @@ class AuxBlocks(Landing, Fed):
         """Give the memory back; harmless the second time. The store stays open: it is the caller's.
 
         Waits for jobs, up to ``close_s`` of their limits. Raises :class:`BlockStateError` while a step or a job is in
-        flight, and ``BufferError`` while somebody keeps a view of a region: call it again when that is gone.
+        flight, and ``BufferError`` while a view of a region is alive: call it again after that is gone.
         """
         if not self._lock.closed:
-            self._check_still()  # in a forked child it raises, before anything is waited for
+            self._check_still()  # in a forked child this raises before any wait
             self._end_jobs()
             self._check_still(close=True)
         self._give_back()
 
     def _check_still(self, *, close: bool = False) -> None:
         with self._lock:
-            if busy := self._moving():
-                raise BlockStateError("close", "nothing in flight", f"{busy} steps or moves")
+            if busy := self._moving() + (len(self.jobs) if close else 0):
+                raise BlockStateError("close", "nothing in flight", f"{busy} steps, moves or jobs")
             self._lock.closed = close
 
     def _give_back(self) -> None:

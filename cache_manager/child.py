@@ -1,9 +1,9 @@
 """A child process of our own: questions with deadlines, and an end that always comes.
 
 What may hang, crash or hold the interpreter's lock for seconds lives in a child. Each channel to it is a socket pair
-with a thread of the child at its end, which answers one question after another. A child that is late, says what is no
-answer or is gone is killed, and *reaped* before it counts as gone: from then on it touches none of the memory that it
-shared. A child whose parent is gone ends by itself.
+with a thread of the child at its end, which answers one question after another. A child that is late, sends something
+other than an answer or has ended is killed, and *reaped* before it counts as gone: from then on it cannot touch the
+memory that it shared. A child whose parent is gone ends by itself.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Final, NoReturn
 FRAME_NBYTES_MAX: Final = 16 << 20
 ORPHAN_CHECK_S: Final = 2.0
 FRAME_S: Final = 1
-"""A child reads its sockets at once and writes whole messages: one that lets half a message wait longer is wedged."""
+"""A child reads its sockets at once and writes whole messages: if half a message waits longer, the child hangs."""
 
 
 class LostError(Exception):
@@ -33,15 +33,15 @@ class LostError(Exception):
 
 
 class Child:
-    """``python -m module PARENT_PID CHANNELS *channels *fds``, descriptors of ours. It prints where we do.
+    """``python -m module PARENT_PID CHANNELS *channels *fds``; it inherits ``fds``, stdout and stderr.
 
-    Raises ``OSError`` where no process can be. One thread calls :meth:`wait`; any thread the rest, but a channel has
-    one question at a time. Sockets are closed with the last reference to them: somebody may still be listening.
+    Raises ``OSError`` if no process can be started. One thread calls :meth:`wait`; any thread may call the rest, with
+    one question per channel at a time. A socket closes with its last reference: a thread may still be reading it.
     """
 
     def __init__(self, module: str, channels: int, *fds: int) -> None:
         self.gone = threading.Event()
-        self._lock = threading.Lock()  # a process that is reaped is not killed: its number may be another's
+        self._lock = threading.Lock()  # a reaped process is never killed: its pid may be reused
         self._killed = False
         self._ends: list[Connection] = []
         with ExitStack() as theirs:
@@ -67,8 +67,8 @@ class Child:
         return self._process.pid
 
     def ask(self, channel: int, body: bytes, within_s: float) -> bytes:
-        """The answer. Where there is none in time the child is killed, and :class:`LostError` says why; it is killed
-        when this is interrupted, too: nobody else may get the answer."""
+        """The answer. If none comes in time the child is killed, and :class:`LostError` says why. An interrupted call
+        kills it too, so that no other caller gets its answer."""
         end, readable = self._ends[channel], select.poll()
         readable.register(end, select.POLLIN)
         try:
@@ -85,7 +85,7 @@ class Child:
             raise
 
     def kill(self) -> None:
-        """Harmless when it is gone."""
+        """Kill the child; harmless when it is gone."""
         with self._lock:
             self._killed = True
             if not self.gone.is_set():
@@ -93,7 +93,7 @@ class Child:
                     os.kill(self.pid, signal.SIGKILL)
 
     def wait(self) -> int:
-        """Wait until it has ended, and reap it: from here on nothing of it touches our memory. Its exit status."""
+        """Wait until it has ended, and reap it: from here on it cannot touch our memory. Returns its exit status."""
         with suppress(ChildProcessError):  # where SIGCHLD is ignored
             os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
         with self._lock:
@@ -108,8 +108,8 @@ def arguments() -> list[int]:
 
 
 def serve(answer: Callable[[bytes], bytes]) -> NoReturn:
-    """In the child: answer what comes, on each channel by a thread of its own, until the parent is gone."""
-    parent, channels = int(sys.argv[1]), int(sys.argv[2])  # not getppid(): it may have ended before this line
+    """In the child: answer every question, with one thread per channel, until the parent is gone."""
+    parent, channels = int(sys.argv[1]), int(sys.argv[2])  # not getppid(): the parent may have ended before this line
     for fd in sys.argv[3 : 3 + channels]:
         threading.Thread(target=_answer, args=(Connection(int(fd)), answer), daemon=True).start()
     while os.getppid() == parent:  # a fork of the parent may hold the sockets open
@@ -121,7 +121,7 @@ def _answer(end: Connection, answer: Callable[[bytes], bytes]) -> NoReturn:
     while True:
         try:
             end.send_bytes(answer(end.recv_bytes()))
-        except (EOFError, OSError):  # nobody listens any more
+        except (EOFError, OSError):  # the parent no longer listens
             os._exit(1)
 
 

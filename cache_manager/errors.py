@@ -12,7 +12,7 @@ class KVRouteError(Exception):
 
 
 class MismatchError(KVRouteError):
-    """The message names the field, what was wanted and what came; ``of`` is what has the field."""
+    """The message names the field, what was wanted and what came; ``of`` names the thing that has the field."""
 
     def __init__(self, field: str, wanted: object, got: object, *, of: str = "") -> None:
         super().__init__(f"{of}{field}: wanted {wanted}, got {got}")
@@ -24,7 +24,7 @@ class InvalidInputError(MismatchError, ValueError):
 
 
 class SpecError(InvalidInputError):
-    """A spec, layout or namespace that cannot be."""
+    """An impossible spec, layout or namespace."""
 
 
 class RowError(InvalidInputError):
@@ -36,7 +36,7 @@ class SlotError(InvalidInputError):
 
 
 class ConfigError(InvalidInputError):
-    """A configuration key that is unknown or has a value it cannot have."""
+    """An unknown configuration key, or an invalid value of one."""
 
 
 class BlockStateError(InvalidInputError):
@@ -52,7 +52,7 @@ class FeedGapError(KVRouteError):
 
 
 class NoSpaceError(KVRouteError):
-    """A device, a file system or a quota has no room for what must be there for the process to work."""
+    """A device, a file system or a quota has no room for memory that the process cannot do without."""
 
     def __init__(self, where: str, wanted_nbytes: int, free_nbytes: int, remedy: str) -> None:
         super().__init__(f"{where}: wanted {wanted_nbytes} bytes, got {free_nbytes} free; {remedy}")
@@ -79,7 +79,7 @@ class RegionMismatchError(RegionError, MismatchError):
 
 
 class TransferProcessError(KVRouteError):
-    """The cache-transfer process failed, ended or is not running; what it was asked has changed nothing."""
+    """The cache-transfer process failed, ended or is not running; the request has changed nothing."""
 
 
 class StorageError(KVRouteError):
@@ -87,7 +87,7 @@ class StorageError(KVRouteError):
 
 
 class StoreFormatError(StorageError, MismatchError):
-    """A file or directory that is not what its place says; it was left as it is."""
+    """A file or directory is not of the format that belongs in its place; it was left unchanged."""
 
     def __init__(self, path: str, field: str, wanted: object, got: object) -> None:
         super().__init__(field, wanted, got, of=f"{path}: ")
@@ -111,7 +111,7 @@ class StoreClosedError(StorageError):
 
 
 class StoreUnavailableError(StorageError):
-    """The store failed a moment ago and is not asked until a probe has found it well; the message has the cause."""
+    """The store failed a moment ago and is not asked again until a probe succeeds; the message has the cause."""
 
 
 class RecordError(StorageError, MismatchError):

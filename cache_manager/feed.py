@@ -31,7 +31,7 @@ class Operation(msgspec.Struct, frozen=True, array_like=True, tag=str.lower):
     """What has become of some blocks."""
 
     def do(self, to: Any) -> None:
-        """Tell :class:`AuxBlocks` of it."""
+        """Apply this operation to an :class:`AuxBlocks`."""
         raise NotImplementedError
 
 
@@ -89,7 +89,7 @@ class Persist(_Keyed, frozen=True):
 
 
 class Restore(_Keyed, frozen=True):
-    """The KV of these keys is loaded into these blocks: bring the rows."""
+    """The KV of these keys is loaded into these blocks: restore the rows beside it."""
 
     def do(self, to: Any) -> None:
         to.begin_restore(self.by_key, self.generations)
@@ -105,7 +105,7 @@ class Reset(Operation, frozen=True):
 
 
 class Batch(msgspec.Struct, frozen=True, array_like=True):
-    """Operations number ``number`` of the feed ``epoch``, in the order in which they happened."""
+    """Batch ``number`` of the feed ``epoch``: operations in the order in which they happened."""
 
     version: Literal[3]
     epoch: int
@@ -176,7 +176,7 @@ class BlockFeed:
         self._operations.append(Persist(*self._keyed(blocks)))
 
     def restore(self, blocks: Mapping[BlockKey, int]) -> None:
-        """Bring the rows of blocks whose KV comes back."""
+        """Restore the rows of blocks whose KV comes back."""
         self._operations.append(Restore(*self._keyed(blocks)))
 
     def _keyed(self, blocks: Mapping[BlockKey, int]) -> tuple[bytes, Ints, Ints]:
@@ -200,20 +200,21 @@ class BlockFeed:
 
 
 class Fed(Mistakes):
-    """The part of a set of blocks that is told what has become of them."""
+    """The part of a set of blocks that applies the operations of a feed."""
 
     _tables: dict[TierName, BlockTable]
     _fed: tuple[int, int] | None = None
-    """By which feed, and the number of its next batch."""
+    """The epoch of the feed applied last, and the number of its next batch."""
 
     def apply(self, operations: bytes) -> None:
         """Do what a scheduler's :class:`BlockFeed` says has become of blocks, in its order.
 
-        A batch that came before is not done again, and counted. Where one is missing, nobody knows what has become of
-        any block: all rows are forgotten, and counted; a strict set raises :class:`FeedGapError` after that. Where the
-        batches of another feed begin, its scheduler was started anew: that is a gap after which generations begin
-        anew. Bytes that no feed has made are refused before anything is done. Jobs for which there is no room are not
-        begun, and counted (``jobs_refused``).
+        A batch that came before is skipped and counted. After a missing batch the state of every block is unknown: all
+        rows are forgotten, no device block counts as given out until the feed renews it, the gap is counted, and a
+        strict set then raises :class:`FeedGapError`. The same holds after a call that ended with an exception. The
+        first batch of another feed means that the scheduler was started anew: this counts as a gap too, generations
+        begin anew, and a strict set goes on. Bytes that are not a feed's batch are refused before anything is done.
+        Jobs for which there is no room are not begun, and counted (``jobs_refused``).
         """
         if isinstance(operations, bytes) and not operations:
             return
@@ -221,28 +222,32 @@ class Fed(Mistakes):
             batch = _DECODER.decode(operations)
         except (msgspec.MsgspecError, UnicodeDecodeError, TypeError) as error:
             raise InvalidInputError("feed", "a batch of a BlockFeed", str(error)) from error
-        if not self._begin_batch(batch.epoch, batch.number):
-            return
-        for operation in batch.operations:
-            try:
-                operation.do(self)
-            except KVRouteError as error:
-                self.dropped("feed_operations_failed", 1, "apply", error)
+        try:
+            for operation in batch.operations if self._begin_batch(batch.epoch, batch.number) else ():
+                try:
+                    operation.do(self)
+                except KVRouteError as error:
+                    self.dropped("feed_operations_failed", 1, "apply", error)
+        except BaseException:
+            with self._lock:  # what the batch still had to say is lost with this call: in which life is each block?
+                self._lock.torn += 1
+                self._tables["device"].forget_all(lives=True)
+            raise
 
     def _begin_batch(self, epoch: int, number: int) -> bool:
-        """The feed ``epoch`` brings its batch ``number``; whether it is to be done."""
+        """Take note of batch ``number`` of the feed ``epoch``; whether to apply it."""
         with self._lock:
             before, wanted = self._fed or (epoch, 0)
             if restarted := before != epoch:
                 wanted = 0
+                self._drop("feed_gaps", 1, "apply: a feed begins anew")
+            if restarted or number > wanted:
+                for tier, table in self._tables.items():
+                    table.forget_all(lives=restarted or tier == "device")
             if number >= wanted:
                 self._fed = epoch, number + 1
-            if gap := restarted or number > wanted:
-                for table in self._tables.values():
-                    table.forget_all(lives=restarted)
-        if gap:
-            what = "a feed that begins anew" if restarted else f"batch {number}"
-            self.dropped("feed_gaps", 1, "apply", FeedGapError(f"feed: wanted batch {wanted}, got {what}"))
+        if number > wanted:
+            self.dropped("feed_gaps", 1, "apply", FeedGapError(f"feed: wanted batch {wanted}, got batch {number}"))
         elif number < wanted:
             self.dropped("feed_repetitions", 1, "apply", InvalidInputError("feed", f"batch {wanted}", number))
         return number >= wanted

@@ -1,4 +1,4 @@
-"""Names for block contents: equal keys mean equal bytes, and nothing else has that key.
+"""Names for blocks: two blocks have one key exactly if their namespaces, layouts and tokens so far are equal.
 
 A key is 32 bytes: 8 that name the *scope* (namespace and layout), then 24 that digest the chain of token blocks up to
 and including this one. Every part that is digested carries a tag and its length, so that no two inputs share a byte
@@ -110,7 +110,8 @@ class KeyChain:
         self.scope = seed.digest()[:SCOPE_NBYTES]
 
     def salted(self, salt: bytes) -> KeyChain:
-        """The chain of one tenant or adapter within the namespace: its keys are of this chain's scope, and no others.
+        """The chain of one tenant or adapter within the namespace: its keys have this chain's scope, and equal none of
+        its keys.
 
         An empty salt is this chain itself.
         """

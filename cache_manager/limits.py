@@ -1,4 +1,4 @@
-"""How much of what a set of blocks does in the background may be under way."""
+"""Limits on the background jobs of a set of blocks."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from cache_manager.errors import ConfigError
 class JobLimits:
     """How much may be under way at once; a job that does not fit is refused, which is a normal answer.
 
-    ``nbytes_max`` bounds staging, of rows and of KV that is stored beside them; a job larger than that is taken when
-    there is no other.
+    ``nbytes_max`` bounds staging, of rows and of KV that is stored beside them; a larger job is taken when it is the
+    only one.
     """
 
     threads_max: int = 2

@@ -1,13 +1,13 @@
 """The lock of one set of blocks, what has happened under it, and what becomes of an engine's mistakes.
 
-What is promised of a call that an exception from a signal handler (Ctrl-C, a timeout) ends in the middle:
+If an exception from a signal handler (Ctrl-C, a timeout) ends a call in the middle:
 
-* The lock is let go, whichever instruction it was: CPython runs no signal handler between a with statement's entering
-  and its body, nor before the built-in method that leaves it. Only a second handler that raises while the exception of
-  the first is on its way can leave the lock taken.
-* What the call has done in part is forgotten: before the next call begins, every row of every tier is made unreadable,
-  and that is counted as ``interrupted_calls``. Blocks stay in their lives.
-* A step or a job whose beginning was interrupted may have begun, or not: whoever catches the exception aborts those in
+* The lock is released, at whichever instruction that was: CPython runs no signal handler between a with statement's
+  entering and its body, nor before the built-in method that leaves it. Only a second handler that raises while the
+  exception of the first is on its way can leave the lock taken.
+* Work that was half done is forgotten: before the next call begins, every row of every tier becomes unreadable, counted
+  as ``interrupted_calls``. Blocks stay in their lives.
+* A step or a job whose beginning was interrupted may exist or not: the code that catches the exception aborts those in
   ``steps``, and cancels those in ``jobs``, that it does not know.
 """
 
@@ -48,7 +48,6 @@ class AuxCounters:
     corrupt_blocks_not_restored: int = 0
     failed_blocks_not_restored: int = 0
     jobs_begun: int = 0
-    jobs_landed: int = 0
     jobs_refused: int = 0
     rows_exported: int = 0
     rows_installed: int = 0
@@ -71,9 +70,9 @@ F = TypeVar("F", bound=Callable[..., Any])
 class Lock(RLock):  # type: ignore[misc]  # final for mypy alone
     """A lock for the threads of the process that made it.
 
-    A finaliser or a signal handler in the middle of one of our own calls gets ``BlockBusyError``; a forked child, and
-    everybody once it is ``closed``, ``BlockStateError``. ``torn`` counts changes that have begun and not come to their
-    end; a thread that takes the lock and finds it above 0 calls ``mend`` first.
+    A finaliser or a signal handler in the middle of another call gets ``BlockBusyError``; a forked child, and every
+    caller once it is ``closed``, gets ``BlockStateError``. ``torn`` counts changes that have begun and not ended; a
+    thread that takes the lock while ``torn`` is above 0 calls ``mend`` first.
     """
 
     def __init__(self) -> None:
@@ -94,7 +93,7 @@ class Lock(RLock):  # type: ignore[misc]  # final for mypy alone
             if self.torn:
                 self.mend()
                 self.torn = 0
-        except BaseException:  # a signal handler's, too, that came when the lock was just taken
+        except BaseException:  # also from a signal handler, just after the lock was taken
             if self._is_owned():  # type: ignore[attr-defined]
                 self.release()
             raise
@@ -112,7 +111,7 @@ class Lock(RLock):  # type: ignore[misc]  # final for mypy alone
 
 
 def change(method: F) -> F:
-    """Mark a change of a table's state, which comes to its end or leaves the lock torn."""
+    """Mark a method that changes a table's state: if it does not come to its end, the lock stays torn."""
 
     @wraps(method)
     def whole(table: Any, *args: Any, **kwargs: Any) -> Any:
@@ -126,7 +125,7 @@ def change(method: F) -> F:
 
 
 class Mistakes:
-    """The part of a set of blocks that is told of mistakes: dropped, counted and logged once a kind, or raised."""
+    """The part of a set of blocks that drops and counts mistakes, logging each kind once, or raises them."""
 
     def __init__(self, *, strict: bool) -> None:
         self.strict, self._lock = strict, Lock()
@@ -140,7 +139,8 @@ class Mistakes:
             self._drop(counter, n, f"{call}: {error}")
 
     def _lost(self, counter: str, n: int, why: str, lose: Callable[[], None]) -> None:
-        """The engine has done all the same what was refused here: ``lose`` what has no rows any more, and count."""
+        """The engine did what was refused here: ``lose`` makes the rows that it overwrote unreadable; the loss is
+        counted."""
         try:
             with self._lock:
                 lose()
@@ -150,7 +150,7 @@ class Mistakes:
             raise
 
     def _bad(self, counter: str, bad: Ints, call: str, wanted: str) -> None:
-        """The same for blocks, by mistake; the lock is held."""
+        """The blocks ``bad`` were named by mistake: drop and count them, or raise when strict. The lock is held."""
         named = ", ".join(map(str, bad[:NAMED_MAX].tolist()))
         more = f" and {bad.size - NAMED_MAX} more" if bad.size > NAMED_MAX else ""
         error = InvalidInputError(call, wanted, f"{'block' if bad.size == 1 else 'blocks'} {named}{more}")

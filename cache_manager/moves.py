@@ -1,7 +1,7 @@
 """Blocks that an engine has copied: their rows follow, copied without the lock, behind a fence.
 
-What has changed meanwhile, at either end, does not arrive. A move that fails changes nothing, but that its targets have
-no rows any more.
+What has changed meanwhile, at either end, does not arrive. A move that fails changes nothing, except that its targets
+lose their rows.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ def move(
     kv: KVBlocks | None,
     bad: Callable[[Ints], None],
 ) -> None:
-    """Copy between tiers; at most the first ``rows`` of each pair. ``bad`` is told of targets that cannot be filled.
+    """Copy between tiers; at most the first ``rows`` of each pair. ``bad`` gets the targets that cannot be filled.
 
-    ``kv`` is copied for every pair, also where rows cannot follow. Raises :class:`InvalidInputError` for pairs that
-    cannot be, before anything has changed, and what ``kv`` raises.
+    ``kv`` is copied for every pair, also where rows cannot follow. Raises :class:`InvalidInputError` for impossible
+    pairs, before anything has changed, and what ``kv`` raises.
     """
     lock, fence = target.lock, Fence()
     sources, targets = split_pairs(pairs, source, target)
@@ -51,7 +51,7 @@ def move(
                 raise InvalidInputError("pairs target", "each block once", "one twice")
             if source is target and count(both := source.among(sources, targets)):
                 raise InvalidInputError("pairs", "no block as source and as target", int(sources[both].min()))
-            if target.tier == "host":  # what is copied into a host block begins its life
+            if target.tier == "host":  # a copy into a host block begins the block's life
                 target.renew(targets, target.generations.take(targets) + 1)
             else:
                 target.forget(targets)
@@ -75,11 +75,11 @@ def move(
             arrived = target.arrive(fence, same, valid, origins)
             lock.count(MOVED[source.tier, target.tier], rows_in(valid[arrived]))
     finally:
-        fence.over = True  # at once: what a signal handler raises cannot come between
+        fence.over = True  # in one instruction: a signal handler cannot come between
 
 
 def split_pairs(pairs: Pairs, source: BlockTable, target: BlockTable) -> tuple[Ints, Ints]:
-    """Source and target ids; :class:`InvalidInputError` for what is no pair of blocks of these tiers."""
+    """Source and target ids; :class:`InvalidInputError` for anything but pairs of blocks of these tiers."""
     wanted = "(source, target) pairs of block ids"
     table = integers(pairs, "pairs", wanted, ndim=2)
     if table.size and table.shape[1] != 2:
@@ -89,7 +89,7 @@ def split_pairs(pairs: Pairs, source: BlockTable, target: BlockTable) -> tuple[I
 
 
 def copy_records(source: Region, target: Region, sources: Ints, targets: Ints) -> None:
-    """Copy records pair by pair, neighbours at once; a fancy index would gather them first."""
+    """Copy records pair by pair, neighbours in one copy; a fancy index would gather them first."""
     rows, into = source.rows, target.rows
     if not (count(np.diff(sources) == 1) and count(np.diff(targets) == 1)):  # no neighbours
         for first, to in zip(sources.tolist(), targets.tolist(), strict=True):

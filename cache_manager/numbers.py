@@ -21,7 +21,7 @@ Ints = NDArray[np.int64]
 Flags = NDArray[np.bool_]
 Bits = NDArray[np.uint64]
 Blocks = Sequence[int] | Ints
-_EACH: Final = np.uint64(1) << np.arange(WORD_BITS, dtype=np.uint64)  # taken: a view and a shift touch twice the code
+_EACH: Final = np.uint64(1) << np.arange(WORD_BITS, dtype=np.uint64)  # for take(): a shift runs twice the code
 _ALL: Final = np.uint64(0xFFFF_FFFF_FFFF_FFFF)
 _BITS: Final = np.uint64(WORD_BITS)
 
@@ -70,11 +70,11 @@ def integers(
     n: int | None = None,
     error: type[InvalidInputError] = InvalidInputError,
 ) -> NDArray[np.int64]:
-    """``values`` as a new int64 array of ``ndim`` dimensions, or ``error``: integers that fit, not a ragged sequence,
-    ``n`` of them where that is given.
+    """``values`` as a new int64 array of ``ndim`` dimensions, with ``n`` elements if given; ``error`` for other values,
+    shapes or numbers of elements.
 
-    New, because engines use one buffer for the slots of every step, and what was begun outlives the call. An empty
-    sequence is an empty array whatever its type.
+    New, because engines reuse one buffer for the slots of every step, and a step outlives the call. An empty sequence
+    is an empty array whatever its type.
     """
     try:
         array = np.asarray(values)
@@ -104,7 +104,7 @@ def unsigned(values: Any, field: str, wanted: str, *, n: int) -> Bits:
 
 
 def readable(given: Any) -> tuple[Ints | None, int]:
-    """The integers ``[n]`` that ``given`` names in whatever form, ``None`` if it names none; and how many they are."""
+    """The integers ``[n]`` in ``given``, or ``None`` if it has other values; and how many values it has."""
     try:
         array = np.asarray(given).reshape(-1)
         with np.errstate(invalid="ignore"):
@@ -128,23 +128,23 @@ class Numbers:
     def __init__(self, name: str, blocks: int, tokens: int) -> None:
         self._name, self.blocks, self.tokens, self.end = name, blocks, tokens, blocks * tokens
         self.words_per_block = words_of(tokens)
-        # Where a slot says its cell by a shift: one word a block, or whole words.
+        # A shift turns a slot into its cell if a block has one word, or only whole words.
         unit = WORD_BITS if tokens % WORD_BITS == 0 else tokens
         plain = unit & (unit - 1) == 0 and (self.words_per_block == 1 or unit == WORD_BITS)
         self._shift, self._mask = (unit.bit_length() - 1, unit - 1) if plain else (-1, 0)
         self._order: Ints = np.arange(blocks * self.words_per_block)
-        self._seen: Ints = np.zeros(self._order.size, np.int64)  # this and the next mean nothing between calls
+        self._seen: Ints = np.zeros(self._order.size, np.int64)  # scratch, as the next: no meaning between calls
         self._mark: Flags = np.zeros(self.end, np.bool_)
 
     def ids(self, blocks: Blocks, field: str = "blocks") -> Ints:
-        """``blocks`` as a new array, or :class:`InvalidInputError`: of this tier; they may be named several times."""
+        """``blocks`` of this tier, with repetitions, as a new array; :class:`InvalidInputError` for others."""
         ids = integers(blocks, field, "a flat sequence of block ids")
         if ids.size and not 0 <= (bad := extreme(ids)) < self.blocks:
             raise InvalidInputError(field, f"{self._name} block ids in [0, {self.blocks})", bad)
         return ids
 
     def known(self, blocks: Blocks) -> tuple[Ints, Flags]:
-        """``blocks`` as an array, and which are blocks of the tier, each the first time it is named. Lock held."""
+        """``blocks`` as an array, and which are blocks of the tier, named there for the first time. Lock held."""
         ids = integers(blocks, "blocks", "a flat sequence of block ids")
         good: Flags = np.ones(ids.size, np.bool_)
         if ids.size and not (0 <= extreme(ids) < self.blocks and self.differ(ids)):
@@ -156,7 +156,7 @@ class Numbers:
     def differ(self, numbers: Ints) -> bool:
         """Whether no two of ``numbers``, of blocks or of cells, are the same. The lock is held.
 
-        Their places in the call are written at their own places, and read back: no sort.
+        The position of each number is written at its own place and read back; a duplicate changes it. No sort.
         """
         if numbers.size > self._order.size:
             return False
@@ -175,13 +175,12 @@ class Numbers:
     def cells_of(self, slots: Ints) -> tuple[Ints, Bits] | None:
         """The cells of ``slots``, each once, and the bits in each; ``None`` if a slot is given twice. Lock held."""
         cells, bits = self.bit_by_bit(slots)
-        runs = slots.size > 1 and slots[1] == slots[0] + 1  # a prefill comes first, or there is none
+        runs = slots.size > 1 and slots[1] == slots[0] + 1  # a prefill, if any, comes first
         if not runs and self.differ(cells):  # one row of each sequence, as decode has them
             return cells, bits
-        if self.differ((found := self.run_by_run(slots, cells))[0]):
-            return found
-        ordered = np.sort(slots)
-        return None if count(ordered[1:] == ordered[:-1]) else self.cells_of_ordered(ordered)
+        if not self.differ((found := self.merged(cells, bits))[0]):
+            found = self.cells_of_ordered(np.sort(slots))
+        return found if int(np.bitwise_count(found[1]).sum()) == slots.size else None
 
     def bit_by_bit(self, slots: Ints) -> tuple[Ints, Bits]:
         """The cell of each slot, and its one bit there."""
@@ -190,20 +189,13 @@ class Numbers:
         blocks, offsets = np.divmod(slots, self.tokens)
         return blocks * self.words_per_block + (offsets >> 6), _EACH.take(offsets & 63)
 
-    def run_by_run(self, slots: Ints, cells: Ints) -> tuple[Ints, Bits]:
-        """A cell, and the bits there, for each run of slots next to each other in one of their ``cells``; not none."""
-        edge = np.ones(slots.size + 1, np.bool_)
-        np.not_equal(slots[1:], slots[:-1] + 1, out=edge[1:-1])
-        edge[1:-1] |= cells[1:] != cells[:-1]
-        edges = np.flatnonzero(edge)
-        length = np.diff(edges).view(np.uint64)
-        first, bits = self.bit_by_bit(slots[edges[:-1]])
-        return first, (_ALL >> (_BITS - length)) * bits
-
     def cells_of_ordered(self, slots: Ints) -> tuple[Ints, Bits]:
         """The cells of ``slots`` in order, each once, and the bits in each."""
-        cells, bits = self.bit_by_bit(slots)
-        if not slots.size:
+        return self.merged(*self.bit_by_bit(slots))
+
+    def merged(self, cells: Ints, bits: Bits) -> tuple[Ints, Bits]:
+        """A cell, and its bits in one word, where several of ``cells`` next to each other are the same."""
+        if not cells.size:
             return cells, bits
         start = np.flatnonzero(np.concatenate(([True], cells[1:] != cells[:-1])))
         return cells[start], np.bitwise_or.reduceat(bits, start)
@@ -214,6 +206,6 @@ class Numbers:
 
 
 def extreme(ids: Ints) -> int:
-    """A negative one of ``ids``, or the largest if there is none."""
+    """The lowest of ``ids`` if it is negative, else the largest."""
     lowest: int = ids.item(ids.argmin())
     return lowest if lowest < 0 else ids.item(ids.argmax())

@@ -30,11 +30,11 @@ class Absence(Enum):
 
 
 class Region(Protocol):
-    """Memory for the records of ``blocks`` blocks, with what a reader needs to know that it read the right thing.
+    """Memory for the records of ``blocks`` blocks, with what a reader needs to check what it read.
 
-    ``words[b]`` is ``generation << 16 | sequence``, ``valid[b, spec, w]`` has a bit for each row. In which order they
-    change, and are read without a lock, is in :mod:`cache_manager.publish`. The arrays are writable and C-contiguous.
-    They stay valid until :meth:`close`, which raises ``BufferError`` while a view of them is still alive.
+    ``words[b]`` is ``generation << 16 | sequence``, ``valid[b, spec, w]`` has a bit for each row.
+    :mod:`cache_manager.publish` has the order of changes and of reads without a lock. The arrays are writable and
+    C-contiguous. They stay valid until :meth:`close`, which raises ``BufferError`` while a view of them is still alive.
     """
 
     layout: RecordLayout
@@ -57,15 +57,15 @@ class StorageBackend(Protocol):
 
     * A record is visible whole or not at all, also after a crash. ``put`` has copied the payloads when it returns;
       ``get_into`` fills the whole buffer or reports an absence, after which the buffer's content means nothing.
-    * ``put`` answers, key by key, the header of what the store knows to be under the key when it returns, or ``None``
-      where nothing is, because there was no room. Where this call stored the record, the answer is the offered header,
-      the very object. What was stored before is known by its header: the read finds a payload that was damaged since.
-    * A key that is stored and put again: a record of the same origin gives way to one that has all of its valid rows
-      and more, a record of another origin only with ``replace``; otherwise it stays
+    * ``put`` returns, key by key, the header of the record that is stored under the key when it returns, or ``None`` if
+      none is, for lack of room. If this call stored the record, that is the offered header, the same object. An older
+      record is known by its header only: a read finds a payload that was damaged since.
+    * If a stored key is put again, a record of the same origin gives way to one that has all of its valid rows and
+      more, a record of another origin only with ``replace``; otherwise it stays
       (:func:`cache_manager.record.takes_the_place`).
-    * A key may be answered with any record that was put under it and not deleted since: after a power cut, or where one
-      of several places has made room, with an older one. What ``delete`` has named is gone when it returns; where it
-      raises, nothing is promised.
+    * A read may return any record that was put under the key and not deleted since: an older one after a power cut, or
+      if one of several places has made room. Deleted records are gone when ``delete`` returns; if it raises, nothing is
+      promised.
 
     A miss is an :class:`Absence`, a failure is ``StorageError``; nothing else is returned. Every call is safe from
     several threads. One bad key fails that key only. A buffer of another size than its record is ``Absence.CORRUPT``.
@@ -83,7 +83,7 @@ class StorageBackend(Protocol):
     def delete(self, keys: Sequence[BlockKey]) -> None: ...
 
     def flush(self) -> None:
-        """Return when every record put before is on stable storage, as far as this backend has any."""
+        """Return when every record put before is on stable storage, if this backend has any."""
 
     def usage(self) -> Mapping[str, int]:
         """At least ``records``, ``used_nbytes``, ``free_nbytes``, ``capacity_nbytes``; used + free = capacity."""
@@ -100,10 +100,10 @@ class StorageBackend(Protocol):
 
 @runtime_checkable
 class UnsummedBackend(Protocol):
-    """A :class:`StorageBackend` that can leave summing to the caller, who would do it once more."""
+    """A :class:`StorageBackend` that can leave checksums to the caller, who would compute them again."""
 
     def get_unsummed(self, keys: Sequence[BlockKey], buffers: Sequence[memoryview]) -> list[RecordHeader | Absence]:
-        """As ``get_into``; but a payload may not be the one that its header proves."""
+        """As ``get_into``, but without checking payloads against their headers' sums."""
 
 
 @runtime_checkable
@@ -137,13 +137,14 @@ class RecordCounters:
 class KVBlocks(Protocol):
     """The KV of blocks whose rows are here, where kvroute itself moves and stores both: one more spec of the record.
 
-    * ``spec`` lays a block's bytes out; its name is no other spec's, and a block of it is stored whole or not at all.
+    * ``spec`` lays a block's bytes out; its name differs from every other spec's, and a block of it is stored whole or
+      not at all.
     * ``copy`` takes block ids of two tiers, pairwise; a source may serve several targets. When it returns, every byte
       is in place for whatever the engine runs next; when it raises, the targets' bytes mean nothing.
     * ``take`` copies the bytes of device blocks out and ``fill`` copies them in, ``[n, spec.block_nbytes]``; both are
       called between two of the engine's own uses of these blocks, and have ended when they return.
 
-    What they raise is raised to the caller of the move or the store: nothing has arrived then.
+    Their errors reach the caller of the move or the store: nothing has arrived then.
     """
 
     @property

@@ -40,7 +40,7 @@ READ_RETRIES_MAX: Final = 8
 _SHIFT: Final = np.uint64(GENERATION_SHIFT)
 _ONE: Final = np.uint64(1)
 STORES_ARE_ORDERED = platform.machine() in ("x86_64", "AMD64")
-"""Whether this machine promises it; as a test may say that it does not, it is looked up at every read."""
+"""Whether this machine promises that order; looked up at every read, because a test may change it."""
 
 
 @dataclass(slots=True)
@@ -67,7 +67,7 @@ def places(records: Records) -> tuple[NDArray[np.uint8], ...]:
 
 
 def items(region: Region) -> tuple[NDArray[Any], ...]:
-    """By spec, a block's rows as one item each: by slot where they have no gaps, else ``[blocks, block_tokens]``."""
+    """By spec, one item a row: a flat array by slot where rows have no gaps, else ``[blocks, block_tokens]``."""
     each = [rows.view(f"V{rows.shape[2]}")[..., 0] for rows in places(region)]
     return tuple(x.reshape(-1) if x.strides[0] == x.shape[1] * x.strides[1] else x for x in each)
 
@@ -128,7 +128,7 @@ def bits_of(region: Region, ids: NDArray[np.int64]) -> NDArray[np.uint64]:
 
 
 def bits_in(valid: bytes, region: Region) -> NDArray[np.uint64]:
-    """The validity words ``[specs, W]`` in those of a record, which may have more specs behind them."""
+    """The validity words ``[specs, W]`` of the region's specs in those of a record, which may have more specs."""
     shape = region.valid.shape[1:]
     return np.frombuffer(valid, "<u8", shape[0] * shape[1]).reshape(shape)
 
@@ -159,7 +159,7 @@ def _words_at(region: Region, spec: int, cells: NDArray[np.int64]) -> tuple[NDAr
 
 
 def require_ordered_stores(reader: str) -> None:
-    """Raise :class:`RegionError` on a machine where ``reader`` could see stores in another order than was made."""
+    """Raise :class:`RegionError` on a machine where ``reader`` could see stores in another order than made."""
     if not STORES_ARE_ORDERED:
         wanted = "a machine that orders stores (x86-64)"
         raise RegionError(f"{reader}: wanted {wanted} to read without a lock, got {platform.machine()}")

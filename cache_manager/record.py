@@ -16,7 +16,7 @@ import xxhash
 
 from cache_manager.errors import RecordError
 from cache_manager.keys import KEY_NBYTES, BlockKey
-from cache_manager.spec import RecordLayout, align
+from cache_manager.spec import align
 
 MAGIC: Final = b"KVRR"
 VERSION: Final = 2
@@ -39,7 +39,7 @@ class RecordHeader(msgspec.Struct, frozen=True, gc=False):
     ``valid`` holds, spec by spec, ``valid_words`` little-endian uint64 with one bit a row. ``generation`` is that of
     the block that the record was taken from, for tracing; it takes no part in equality of contents. ``origin`` names
     the computation that filled the block, 1 to 2^64 - 1: records of one key and one origin have equal rows wherever
-    both have rows. 0 says that nobody knows.
+    both have rows. 0: unknown.
     """
 
     key: BlockKey
@@ -89,11 +89,6 @@ class OfferedRecord:
         return pack_header(self.seal())
 
 
-def header_nbytes(layout: RecordLayout) -> int:
-    """Bytes of a packed header for records of ``layout``."""
-    return align(_FIXED.size + 8 * layout.valid_words * len(layout.specs) + _CRC.size)
-
-
 def pack_header(header: RecordHeader) -> bytes:
     """The header's bytes: fixed fields, validity bitmap, zeros up to a multiple of 64, CRC-32 in the last four."""
     key, fingerprint, valid = header.key, header.fingerprint, header.valid
@@ -137,7 +132,7 @@ def unpack_header(buffer: Buffer) -> RecordHeader:
 
 
 def takes_the_place(offered: RecordHeader, stored: RecordHeader, *, replace: bool) -> bool:
-    """What becomes of a key that is stored when it is put again; every store of records decides by this.
+    """Whether an offered record replaces the one stored under its key; every store of records decides by this.
 
     A record of the same origin is replaced by one that has all of its valid rows and more. A record of another origin,
     or of another layout, is replaced only when the caller says ``replace``.

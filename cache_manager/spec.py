@@ -89,7 +89,7 @@ class AuxBlockDataSpec:
     is JSON that readers need to make sense of the rows.
     Two processes may exchange rows only when their fingerprints are equal; ``attrs`` is part of the fingerprint.
 
-    Raises :class:`SpecError` for anything that cannot be.
+    Raises :class:`SpecError` for invalid values.
 
     >>> spec = AuxBlockDataSpec("topk_ids", row_shape=(48, 8), dtype="uint8", block_tokens=64)
     >>> spec.row_nbytes, spec.block_nbytes

@@ -1,22 +1,22 @@
 """kvroute inside transformers' continuous batching (5.23), without a change to transformers.
 
-Every request that finishes leaves the experts that each of its tokens was routed to: taken while its KV was computed,
-and kept with that KV wherever the engine moves it. The engine owns its blocks; kvroute is told what becomes of them:
+Every finished request has routes: the experts of each of its tokens, captured while its KV was computed, and kept with
+that KV wherever the engine moves it. The engine owns its blocks; it tells kvroute what happens to them:
 
-what becomes of a block   where transformers does it                        what kvroute is told
+what happens to a block   where transformers does it                        call to kvroute
 ------------------------  ------------------------------------------------  ------------------------------------------
 it is given out           CachePool.get_free_blocks, the only way out       renew: nothing in it is readable
 a pass writes it          write_index_storage of inputs_and_outputs         write_step
 a fork copies it          CacheAllocator.copy_blocks                        copy: the same pairs
-it is swapped to the CPU  OffloadingManager._offload_to_cpu                 swap_out: the block itself stays as it is
+it is swapped to the CPU  OffloadingManager._offload_to_cpu                 swap_out: the block itself does not change
 it is swapped back        OffloadingManager.restore_scheduled_requests      swap_in: into blocks that were given out
-the weights change        nowhere: whoever changes them says so             reset
+the weights change        nowhere: their owner calls it                     reset
 
-Nothing needs to be said of a prefix hit (PagedAttentionCache.search_prefix_match), of a duplicate block that is given
-up for its twin (CacheAllocator.mark_complete_blocks) and of the full blocks of a fork: they are block ids in one more
-request's table, and the rows of a block are those of the pass that made its KV, whoever reads it. Nor of blocks that
-become free (finish, cancellation, preemption): they keep their rows, as they keep their KV, until they are given out
-again. After a soft reset the engine computes the request anew, in other blocks, and so its rows.
+No call is needed for a prefix hit (PagedAttentionCache.search_prefix_match), a duplicate block that is given up for its
+twin (CacheAllocator.mark_complete_blocks) and the full blocks of a fork: they are block ids in one more request's
+table, and the rows of a block are those of the pass that made its KV, for every reader. None is needed either for
+blocks that become free (finish, cancellation, preemption): they keep their rows, as they keep their KV, until they are
+given out again. After a soft reset the engine computes the request and its rows anew, in other blocks.
 
 The block table of a request is CacheAllocator.block_table[request_id]. It is read when Scheduler.finish_request is
 called, while those blocks are still the request's. A request that was cancelled or has failed leaves no routes.
@@ -44,13 +44,13 @@ logger = logging.getLogger(__name__)
 
 
 class EmbeddedRoutes:
-    """The routes of every request that ``manager`` finishes are in ``routes``, by request id, before its answer is.
+    """Fills ``routes``, by request id, with the routes of every request before ``manager`` returns its answer.
 
-    Takes a manager that was not started; its engine is made here. Its methods are wrapped, one by one, on the objects
-    that the engine consists of: other managers are not touched. On a GPU rows are stored by one launch at the end of a
-    pass (``launched``; needs Triton), in CUDA graphs too; elsewhere the host takes them when the pass is over. Raises
-    ``ConfigError`` for what is not followed: async batching, whose passes overlap; compilation; CUDA graphs where
-    nothing is launched; and attention other than full, which has blocks of its own.
+    Takes a manager that was not started; its engine is made here. Methods are wrapped on this engine's own objects:
+    other managers do not change. On a GPU one launch at the end of a pass stores rows (``launched``; needs Triton), in
+    CUDA graphs too; elsewhere the host takes them when the pass is over. Raises ``ConfigError`` for unsupported
+    settings: async batching, whose passes overlap; compilation; CUDA graphs without ``launched``; and attention other
+    than full, which has other blocks.
     """
 
     def __init__(
@@ -100,23 +100,23 @@ class EmbeddedRoutes:
         return LaunchedCapture(manager.model, self.spec, self.rows.region("device"), max_tokens, stream=stream)
 
     def reset(self, weights_version: int) -> None:
-        """The weights are others now: call it inside ``manager.pause()``, or between sessions. No row is readable.
+        """The weights have changed: call it inside ``manager.pause()``, or between sessions. No row is readable then.
 
-        transformers would go on to hit the blocks that it keeps for later prompts, KV of the old weights: they are
-        given up. What running requests hold can still be hit; its rows are missing, as it is not the new weights' KV.
+        Blocks that transformers keeps for later prompts have KV of the old weights, so they are evicted. Blocks of
+        running requests can still be hit; their rows are missing, as their KV is not of the new weights.
         """
         self.engine.cache.evict_cached_blocks()
         self.namespace = replace(self.namespace, weights_version=weights_version)
         self.rows.reset(weights_version=weights_version)
 
     def close(self) -> None:
-        """Take the hooks off the model and give the memory back; after the manager has stopped."""
+        """Remove the model's hooks and free the memory; call it after the manager has stopped."""
         self.capture.close()
         self.rows.close()
 
     def _given_out(self, give: Callable[[int, int], list[int]], index: int, count: int) -> list[int]:
         blocks = give(index, count)
-        if blocks:  # it is asked for every token, and mostly for none
+        if blocks:  # called for every token, mostly for no block
             self.rows.renew(blocks)
         return blocks
 
@@ -125,14 +125,14 @@ class EmbeddedRoutes:
         self.rows.copy(_pairs(sources, targets))
 
     def _swapped_out(self, swap_out: Callable[..., set[str]], victims: list[Any], tables: dict[str, Any]) -> set[str]:
-        """``tables`` are from before the victims' blocks became free; nobody has been given those blocks since."""
+        """``tables`` are from before the victims' blocks became free; these have not been given out since."""
         swapped = swap_out(victims, tables)
         for request in swapped:
             self.rows.swap_out(_pairs(tables[request][KIND], self._host_blocks(request)))
         return swapped
 
     def _swapped_in(self, swap_in: Callable[[list[Any]], None], scheduled: list[Any]) -> None:
-        """The requests have their new blocks already, perhaps more than they had: pairs count from the first."""
+        """The requests have their new blocks already, perhaps more than before: pairs are made from the first on."""
         back = [each.state.request_id for each in scheduled if each.state.is_cpu_offloaded]
         pairs = [_pairs(self._host_blocks(request), self.allocator.block_table[request]) for request in back]
         swap_in(scheduled)
@@ -144,7 +144,7 @@ class EmbeddedRoutes:
         return blocks
 
     def _passed(self, forward: Callable[[Any], None], model: Any) -> None:
-        """A pass writes its rows when it is over. Where they could not be taken they are missing, which is counted."""
+        """A pass writes its rows when it is over. Rows that could not be captured are missing, which is counted."""
         slots = self.slots(self.engine.inputs_and_outputs)
         try:
             with self.capture.step(self.rows.begin_step, slots):
@@ -154,12 +154,13 @@ class EmbeddedRoutes:
             logger.warning("%d tokens stay without rows: %s", len(slots), error)
 
     def slots(self, io: Any) -> NDArray[np.int64]:
-        """Where each token of a pass is written, ``[num_q_tokens]``: block * block_tokens + offset, -1 for padding.
+        """The slot of each token of a pass, ``[num_q_tokens]``: block * block_tokens + offset, -1 for padding.
 
         transformers counts in rows of its cache tensor. A block takes ``block_physical_stride`` of them: for each layer
         a page of keys and one of values. A token's write index is its row in the first of these pages. Padding goes to
         the reserved sectors, which come before every block that is given out. The decode path of flash attention has no
-        write indices; there a request's table, which counts in pages, and the position of its one token say where.
+        write indices; there the slot follows from a request's table, which counts in pages, and the position of its one
+        token.
         """
         tokens, stride = self.allocator.tokens_per_page, self.allocator.block_physical_stride
         slots = np.full(io.num_q_tokens, -1, np.int64)
@@ -175,7 +176,7 @@ class EmbeddedRoutes:
         return slots
 
     def _finished(self, finish: Callable[[str], None], request: str) -> None:
-        """Called for preempted requests too, which have no blocks any more, and for those that failed."""
+        """Also called for preempted requests, which have no blocks any more, and for failed ones."""
         state, table = self.engine.scheduler.active_requests.get(request), self.allocator.block_table.get(request)
         if state is not None and table and state.status.name == "FINISHED":
             rows = self.rows.read(self.spec.name, table, 0, state.current_len())
@@ -185,7 +186,7 @@ class EmbeddedRoutes:
 
 
 def _wrap(part: Any, method: str, around: Callable[..., Any]) -> None:
-    """Calls of the method go to ``around``, which gets the engine's own method before the arguments."""
+    """Calls of the method go to ``around``, which gets the engine's own method as its first argument."""
     setattr(part, method, partial(around, getattr(part, method)))
 
 
@@ -193,7 +194,8 @@ def _pairs(sources: Sequence[int], targets: Sequence[int]) -> NDArray[np.int64]:
     return np.array(list(zip(sources, targets, strict=False)), np.int64).reshape(-1, 2)
 
 
-def main() -> None:
+def small_manager(new_tokens: int) -> ContinuousBatchingManager:
+    """A manager of a small model with seeded weights; not started."""
     import torch
     from transformers import GenerationConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
     from transformers.generation.configuration_utils import ContinuousBatchingConfig
@@ -202,10 +204,14 @@ def main() -> None:
     sizes = {"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 32, "num_hidden_layers": 3}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "vocab_size": 128}
     model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **heads, num_experts=8, num_experts_per_tok=2))
-    manager = model.init_continuous_batching(
-        GenerationConfig(max_new_tokens=12, do_sample=False, eos_token_id=-1, pad_token_id=0),
+    return model.init_continuous_batching(
+        GenerationConfig(max_new_tokens=new_tokens, do_sample=False, eos_token_id=-1, pad_token_id=0),
         ContinuousBatchingConfig(page_size=8, num_blocks=64, max_batch_tokens=64, use_cuda_graph=False),
     )
+
+
+def main() -> None:
+    manager = small_manager(new_tokens=12)
     embedded = EmbeddedRoutes(manager, kvroute.Namespace("tiny-qwen3-moe", weights_version=1))
     manager.start()
     waiting = set(manager.add_requests([[*range(2, 34), 50 + i] for i in range(4)]))

@@ -1,9 +1,9 @@
 """Prefill and decode as two engines of transformers' continuous batching (5.23), without a change to transformers.
 
-Prefill computes a prompt and lends its full blocks, KV and rows, from copies. Decode fetches them into blocks that it
-takes from its own pool, and registers them as those of the prompt's tokens: they are in its prefix cache, and whoever
-has that prompt hits them. What does not come is computed. So a request of decode has the routes of the very KV that
-prefill made, and of what decode made behind it.
+Prefill computes a prompt and lends its full blocks, KV and rows, from copies. Decode fetches them into blocks of its
+own pool, and registers them for the prompt's tokens: they are in its prefix cache, and requests with that prompt hit
+them. Blocks that do not come are computed. So a request of decode has the routes of the KV that prefill made, and of
+the KV that decode computed after it.
 
 Run it:  python examples/transformers_prefill_decode.py      (starts a prefill process, and decodes here)
 """
@@ -25,10 +25,10 @@ import kvroute
 from cache_manager.ports import TierName
 from kvroute.connector.crossing import Came, Crossing, link_of
 from transfer import TransferId, new_transfer
-from transformers_continuous_batching import EmbeddedRoutes
+from transformers_continuous_batching import EmbeddedRoutes, small_manager
 
 WAIT_S = 10.0
-"""How long decode waits for a prompt before it computes it."""
+"""How long decode waits for a prompt's blocks before it computes the prompt."""
 
 
 class PageKV:
@@ -51,7 +51,7 @@ class PageKV:
 
 
 class PeerRoutes(EmbeddedRoutes):
-    """The routes of an engine beside one end of a crossing. Both sides have weights of one namespace."""
+    """The routes of an engine with one end of a crossing. Both sides have the same namespace."""
 
     def __init__(self, manager: Any, *given: Any, **more: Any) -> None:
         super().__init__(manager, *given, **more)
@@ -64,7 +64,7 @@ class PeerRoutes(EmbeddedRoutes):
 
 
 class Prefill(PeerRoutes):
-    """Lends what its requests end with: ``tickets`` says where, by request."""
+    """Lends the blocks of its finished requests: ``tickets`` has id and address, by request."""
 
     def __init__(self, *given: Any, **more: Any) -> None:
         self.tickets: dict[str, dict[str, Any]] = {}
@@ -82,10 +82,10 @@ class Prefill(PeerRoutes):
 
 
 class Decode(PeerRoutes):
-    """Goes on from what another engine lends."""
+    """Continues from blocks that another engine lends."""
 
     def take_over(self, prompt: Sequence[int], ticket: dict[str, Any]) -> int:
-        """Fetch a prompt that another engine has computed; of how many of its tokens KV and rows are here now.
+        """Fetch a prompt that another engine has computed; returns for how many of its tokens KV and rows came.
 
         Called by one thread, while the engine runs others' requests.
         """
@@ -105,11 +105,11 @@ class Decode(PeerRoutes):
         good = next((at for at in range(wanted) if at not in came.kv or at in came.why), wanted)
         with self.manager.pause():
             self.allocator.mark_complete_blocks(ticket["transfer"], list(prompt), good)
-            self.allocator.free_blocks(ticket["transfer"])  # cached, where they are complete
+            self.allocator.free_blocks(ticket["transfer"])  # complete blocks stay cached
         return good * int(self.tokens)
 
     def _came(self, transfer: bytes) -> Came:
-        """What there is when the fetch is over; blocks stay ours until then."""
+        """The result of the fetch when it is over; the blocks stay held until then."""
         give_up_s = time.monotonic() + WAIT_S
         while True:
             for each in self.crossing.poll():
@@ -122,19 +122,8 @@ class Decode(PeerRoutes):
 
 
 def engine(new_tokens: int, embed: Any) -> Any:
-    from transformers import GenerationConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
-    from transformers.generation.configuration_utils import ContinuousBatchingConfig
-
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 32, "num_hidden_layers": 3}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "vocab_size": 128}
-    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **heads, num_experts=8, num_experts_per_tok=2))
-    manager = model.init_continuous_batching(
-        GenerationConfig(max_new_tokens=new_tokens, do_sample=False, eos_token_id=-1, pad_token_id=0),
-        ContinuousBatchingConfig(page_size=8, num_blocks=64, max_batch_tokens=64, use_cuda_graph=False),
-    )
-    made = embed(manager, kvroute.Namespace("tiny-qwen3-moe", weights_version=1))
-    manager.start()
+    made = embed(small_manager(new_tokens), kvroute.Namespace("tiny-qwen3-moe", weights_version=1))
+    made.manager.start()
     return made
 
 
@@ -146,7 +135,7 @@ def answered(peer: PeerRoutes, prompt: list[int]) -> Any:
 
 
 def serve_prefill() -> None:
-    """Of each line, a prompt, answer the ticket."""
+    """For each line, a prompt, print the ticket."""
     peer = engine(1, Prefill)
     for line in sys.stdin:
         answer = answered(peer, json.loads(line))

@@ -7,7 +7,7 @@ __version__ = "0.1.0"
 
 
 def _foreign(name):
-    """The file that ``import NAME`` would load where that is not kvroute's own; ``None`` where it is."""
+    """The file that ``import NAME`` would load, if that is not kvroute's own; ``None`` if it is."""
     found = find_spec(name)
     if found is None or found.origin is None:
         return "none"
@@ -63,7 +63,7 @@ def __getattr__(name):
 def preload():
     """Load every module behind a public name now, so that the first finished request does not pay for it.
 
-    They are numpy, msgspec and xxhash and this project's own; neither torch, zmq nor mooncake is loaded.
+    This loads numpy, msgspec, xxhash and this project's modules, but neither torch nor zmq nor mooncake.
     """
     for module in _NAMES:
         import_module(module)

@@ -1,7 +1,7 @@
-"""The command line: a table of commands, each with the function that runs it; what is heavy is imported when it runs.
+"""The command line: a table of commands, each with the function that runs it; heavy modules are imported when it runs.
 
 ``demo``, ``demo-pd``, ``prefill`` and ``decode`` live in ``paged_engine``, an example that the wheel brings as a
-package of its own. It is named here and imported nowhere.
+package of its own. This module names it and never imports it.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Final, NamedTuple, NoReturn
@@ -20,17 +21,16 @@ FAILED, USAGE = 1, 2
 """Exit statuses: the job ran and found something wrong; it could not be started as asked."""
 
 EXTRAS: Final = {
-    "engine": ("torch", "transformers", "tokenizers", "rich"),
+    "engine": ("torch", "transformers", "tokenizers"),
     "serve": ("aiohttp",),
     "testing": ("hypothesis", "pytest"),
-    "plot": ("matplotlib",),
 }
-"""What commands import, by the extra that brings it."""
+"""Packages that commands import, by the extra that brings them."""
 INSTALL: Final = "in a clone of kvroute: pip install '.[{}]'"
 
 
 def remedy_for(package: str) -> str:
-    """The command that brings a package which a command has not found."""
+    """The remedy for a package that a command could not import."""
     if package == "paged_engine":
         return "install kvroute, or put examples/ of its source on PYTHONPATH"
     extra = next((extra for extra, packages in EXTRAS.items() if package in packages), None)
@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line."""
+    """Reports a wrong call in one line."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(USAGE, f"{self.prog}: {message}; see {self.prog} --help\n")
@@ -101,31 +101,40 @@ def _keys(directory: Path, name: str) -> int:
 
 
 def _fsck(directory: Path, json: Path | None, **how: Any) -> int:
-    from cache_manager.storage.file.fsck import fsck, stores_in, to_json
+    from cache_manager.storage.file import fsck
 
-    reports = [fsck(store, **how) for store in stores_in(directory)]
+    report = fsck(directory, **how)
     if json is not None:
-        json.write_text(to_json(reports))
-    sys.stdout.write("\n".join(report.to_text() for report in reports))
-    return 0 if all(report.sound for report in reports) else FAILED
+        json.write_text(report.to_json())
+    sys.stdout.write(report.to_text())
+    return 0 if report.sound else FAILED
 
 
 def _directory(text: str) -> Path:
     return Path(text.removeprefix("file://"))
 
 
-def _integer(text: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"wanted an integer, got {text!r}") from None
+class _Integer(NamedTuple):
+    """Reads a flag's value in ``[least, most]``."""
 
+    least: int
+    most: int
+
+    def __call__(self, text: str) -> int:
+        with suppress(ValueError):
+            if self.least <= (value := int(text)) <= self.most:
+                return value
+        wanted = f"an integer of {self.least} " + ("or more" if self.most == _MOST else f"to {self.most}")
+        raise argparse.ArgumentTypeError(f"wanted {wanted}, got {text!r}")
+
+
+_MOST: Final = 2**63 - 1
 
 Flag = tuple[tuple[str, ...], dict[str, Any]]
 
 
 class Command(NamedTuple):
-    """What it does, the function (``module:name``) that its flags are handed to by name, and those."""
+    """Its help text, the function (``module:name``) that gets its flags by name, and the flags."""
 
     what: str
     run: str | Callable[..., int]
@@ -136,26 +145,31 @@ def _flag(*names: str, **options: Any) -> Flag:
     return names, options
 
 
-def _number(name: str, default: int | None, what: str) -> Flag:
-    return _flag(name, type=_integer, default=default, metavar="N", help=what)
+def _number(name: str, default: int | None, what: str, least: int = 1, most: int = _MOST) -> Flag:
+    return _flag(name, type=_Integer(least, most), default=default, metavar="N", help=what)
 
 
-_SEED = _number("--seed", 0, "of the weights, and of the workload")
+_SEED = _number("--seed", 0, "of the weights, and of the workload", 0)
 _REQUESTS = "turns of all conversations"
-_MODEL = _flag("--model", default="qwen3_moe", help="qwen3_moe, deepseek_v3, olmoe or mixtral, small")
-_JSON = _flag("--json", type=Path, metavar="FILE", help="write what was found there, too")
+_MODEL = _flag(
+    "--model",
+    default="qwen3_moe",
+    choices=("qwen3_moe", "deepseek_v3", "olmoe", "mixtral"),
+    help="a small one of this family",
+)
+_JSON = _flag("--json", type=Path, metavar="FILE", help="write the findings to this file, too")
 _STORE = (
     "file:///directory that stays, mooncake://host:port/prefix of a pool, or the word mooncake for a pool that is "
     "started and ended (a directory that is removed)"
 )
 _SERVER: tuple[Flag, ...] = (
-    _flag("--host", default="127.0.0.1", help="address that HTTP is served on"),
-    _flag("--port", type=_integer, required=True, metavar="N", help="port that HTTP is served on (0: any)"),
+    _flag("--host", default="127.0.0.1", help="HTTP address"),
+    _flag("--port", type=_Integer(0, 65535), required=True, metavar="N", help="HTTP port (0: any)"),
     _MODEL,
-    _number("--seed", 0, "of the weights"),
-    _number("--weights-version", 0, "of the weights: others than this never meet"),
+    _number("--seed", 0, "of the weights", 0),
+    _number("--weights-version", 0, "of the weights: blocks of other versions never match", 0, 2**32 - 1),
     _number("--device-blocks", 256, "KV blocks"),
-    _number("--host-blocks", 0, "KV blocks to swap to"),
+    _number("--host-blocks", 0, "KV blocks to swap to", 0),
 )
 _LENDS = _flag("--transfer-address", dest="peers", nargs=1, required=True, metavar="URL", help="tcp://127.0.0.1:PORT")
 _FETCHES = _flag(
@@ -167,18 +181,17 @@ COMMANDS: Final[dict[str, Command]] = {
         "run a small MoE model with seeded weights on a paged engine, and judge every routing row",
         "paged_engine.demo:main",
         (
-            *(_SEED, _number("--requests", 96, _REQUESTS), _MODEL, _JSON),
+            *(_SEED, _number("--requests", 96, _REQUESTS, 1, 100_000), _MODEL, _JSON),
             _number("--device-blocks", None, "KV blocks on the device (by default fewer than needed, on purpose)"),
-            _number("--host-blocks", None, "KV blocks to swap to (as many)"),
+            _number("--host-blocks", None, "KV blocks to swap to (by default as many)", 0),
             _flag("--store", metavar="URL", help=_STORE),
-            _flag("--device", default="cpu", help="where model and KV lie: cpu or cuda"),
-            _flag("--out", type=Path, default=Path("demo-output"), metavar="DIR", help="for the heat map"),
+            _flag("--device", default="cpu", choices=("cpu", "cuda"), help="device of model and KV"),
         ),
     ),
     "demo-pd": Command(
         "the demo, a small model with seeded weights, through prefill and decode, a process each",
         "paged_engine.demo_pd:main",
-        (_SEED, _number("--requests", 16, _REQUESTS), _MODEL, _JSON),
+        (_SEED, _number("--requests", 16, _REQUESTS, 1, 100_000), _MODEL, _JSON),
     ),
     "prefill": Command(
         "demonstration server: compute prompts with a small model of seeded weights, and lend their blocks",
@@ -204,10 +217,10 @@ COMMANDS: Final[dict[str, Command]] = {
         ),
     ),
     "fsck": Command(
-        "what is in a file store, by namespace and age, and is it sound",
+        "list the content of a file store, by namespace and age, and check it",
         _fsck,
         (
-            _flag("directory", type=_directory, metavar="DIR", help="of the store, or of the stores below it"),
+            _flag("directory", type=_directory, metavar="DIR", help="of the store"),
             _flag("--payloads", action="store_true", help="read every payload, too"),
             _JSON,
         ),
@@ -219,8 +232,8 @@ COMMANDS: Final[dict[str, Command]] = {
             _flag("adapter", nargs="?", metavar="MODULE:ADAPTER", help="a subclass of BlockManagerAdapter"),
             _number("--examples", 300, "fresh managers"),
             _number("--steps", 50, "operations on each of them"),
-            _number("--seed", 0, "of the choice of operations"),
-            _flag("--invariants", action="store_true", help="list what is claimed"),
+            _number("--seed", 0, "of the choice of operations", 0),
+            _flag("--invariants", action="store_true", help="list the invariants"),
         ),
     ),
     "verify": Command(
@@ -230,16 +243,22 @@ COMMANDS: Final[dict[str, Command]] = {
             _flag("--url", required=True, metavar="URL", help="http://HOST:PORT of vLLM or SGLang"),
             _flag("--model", type=Path, required=True, metavar="DIR", help="the checkpoint, or its config.json alone"),
             _flag("--rollouts", default="", metavar="URL", help="the rollout store that the engine leaves routes in"),
-            _number("--requests", 48, "prompts that are asked"),
+            _number("--requests", 48, "prompts to send"),
             _number("--longest", None, "tokens of the longest prompt (512, or what the model takes)"),
-            _number("--new", 16, "tokens that are asked for"),
-            _number("--seed", 0, "of the prompts"),
+            _number("--new", 16, "tokens to ask for"),
+            _number("--seed", 0, "of the prompts", 0),
+            _flag(
+                "--dtype",
+                default="auto",
+                choices=("auto", "float32", "bfloat16", "float16"),
+                help="the server's precision: a row whose experts rounding could change is unjudged",
+            ),
         ),
     ),
     "doctor": Command(
-        "what this machine lacks, and the command that helps",
+        "what this machine lacks, and the command that installs it",
         "kvroute.doctor:main",
-        (_flag("--require", choices=("mooncake", "vllm"), help="count what this part lacks as a problem"),),
+        (_flag("--require", choices=("mooncake", "vllm"), help="a lack of this part is a problem"),),
     ),
 }
 

@@ -1,4 +1,4 @@
-"""How an engine is told to keep routes: the JSON that FastDeploy's users already have, and kvroute's own keys."""
+"""The engine's configuration for routes: the JSON that FastDeploy's users already have, and kvroute's own keys."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ IdDtype = Literal["uint8", "uint16", "uint32"]
 _Count = Annotated[int, Meta(ge=1)] | None
 _SERVER = re.compile(r"(mooncake://)?[A-Za-z0-9.-]{1,253}:[0-9]{1,5}(/[^?#]*)?")
 _BY_URL = ("routing_store_type", "local_store_dir", "rdma_store_server", "use_fused_put")
-"""What the URL ``rollout_store`` says in one."""
+"""The keys that the URL ``rollout_store`` replaces."""
 
 
 class RoutingReplayConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What ``--routing-replay-config`` says.
+    """The content of ``--routing-replay-config``.
 
-    The first seven keys are FastDeploy's, and mean what they mean there; ``routing_dtype``, ``num_moe_layers`` and
+    The first seven keys are FastDeploy's, with FastDeploy's meaning; ``routing_dtype``, ``num_moe_layers`` and
     ``moe_top_k`` follow from the model (:meth:`fitted`) and may be left out. The others are kvroute's own:
-    ``required``, the specs whose rows a block must have to be stored and to be a hit (all, if not given; with ``[]`` KV
+    ``required``, the specs whose rows a block must have to be stored and to be a hit (default: all; with ``[]`` KV
     without rows is a hit, and its rows are missing); ``block_store``, the URL of the store of blocks (empty: none); and
-    ``rollout_store``, the URL of a rollout store in place of ``routing_store_type`` and its keys. ``debug_mode`` stores
-    position canaries in place of expert ids: for finding misplaced rows, never for training.
+    ``rollout_store``, the URL of a rollout store in place of ``routing_store_type`` and its keys. ``debug_mode``,
+    FastDeploy's ids that are positions, is refused: ids are checked at capture, and ``kvroute verify`` judges a server.
 
     Raises :class:`ConfigError`, naming the key, what was wanted and what came.
     """
@@ -69,14 +69,16 @@ class RoutingReplayConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     def _check_store(self) -> None:
         """What cannot be followed is refused with the reason, and not left aside."""
+        if self.debug_mode:
+            raise ConfigError("debug_mode", "false: ids are checked at capture; kvroute verify judges a server", True)
         kind: str = self.routing_store_type
         if self.rollout_store:
             kind = StoreUrl.parse(self.rollout_store).scheme
             for field in msgspec.structs.fields(self):
                 if field.name in _BY_URL and (given := getattr(self, field.name)) != field.default:
-                    raise ConfigError(field.name, "not to be given beside rollout_store, which says it", repr(given))
+                    raise ConfigError(field.name, "no value beside rollout_store, which replaces it", repr(given))
         elif kind == "rdma" and not _SERVER.fullmatch(self.rdma_store_server):
-            wanted = "HOST:PORT[/PREFIX] of a Mooncake master, which is what 'rdma' is here"
+            wanted = "HOST:PORT[/PREFIX] of a Mooncake master, which 'rdma' means here"
             raise ConfigError("rdma_store_server", wanted, repr(self.rdma_store_server))
         for name in ("only_last_turn", "use_fused_put"):
             if kind == "response" and getattr(self, name):
@@ -98,9 +100,9 @@ class RoutingReplayConfig(msgspec.Struct, frozen=True, kw_only=True):
     def from_json(cls, value: str | Mapping[str, Any] | None) -> Self:
         """The configuration that a JSON text, or its content as a mapping, describes.
 
-        ``None``, an empty text, the texts ``None`` and ``null``, and ``{}`` mean every default, which is "off"; so
-        does, for one key, ``null`` or the string ``"None"``, which FastDeploy's launchers pass for an option that was
-        not given. Unlike in FastDeploy an unknown key is an error.
+        ``None``, an empty text, the texts ``None`` and ``null``, and ``{}`` mean all defaults, which is "off"; ``null``
+        or the string ``"None"``, which FastDeploy's launchers pass for an absent option, mean the default of one key.
+        Unlike in FastDeploy an unknown key is an error.
         """
         if isinstance(value, str):
             try:
@@ -116,25 +118,18 @@ class RoutingReplayConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError("routing replay config", wanted, repr(unknown[0]))
         return cls(**{key: v for key, v in value.items() if v is not None and v != "None"})
 
-    def to_json(self) -> str:
-        """One line of JSON that :meth:`from_json` reads back as an equal configuration."""
-        return msgspec.json.encode(
-            {key: v for key, v in msgspec.structs.asdict(self).items() if v is not None}
-        ).decode()
-
     def fitted(self, spec: AuxBlockDataSpec) -> Self:
         """This configuration with the three keys that follow from the model filled in from its routing ``spec``.
 
         :class:`ConfigError` when one of them is there already and does not fit. ``routing_dtype`` may be wider than the
-        spec's, because FastDeploy counts shared experts and a sentinel; the spec's is what comes back. With
-        ``debug_mode`` it says nothing: canaries have a dtype of their own.
+        spec's, because FastDeploy counts shared experts and a sentinel; the spec's is what comes back.
         """
         layers, top_k = spec.row_shape
         for name, wanted in (("num_moe_layers", layers), ("moe_top_k", top_k)):
             if getattr(self, name) not in (None, wanted):
                 raise ConfigError(name, f"{wanted}, as the model has", getattr(self, name))
         given = self.routing_dtype
-        if given is not None and not self.debug_mode and np.dtype(given).itemsize < np.dtype(spec.dtype).itemsize:
+        if given is not None and np.dtype(given).itemsize < np.dtype(spec.dtype).itemsize:
             raise ConfigError("routing_dtype", f"{spec.dtype} or wider for this model", given)
         dtype = cast("IdDtype", spec.dtype)
         return msgspec.structs.replace(self, routing_dtype=dtype, num_moe_layers=layers, moe_top_k=top_k)

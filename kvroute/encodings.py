@@ -1,4 +1,4 @@
-"""Routes in an answer: kvroute's own self-describing object, and what the clients of five engines decode.
+"""Routes in an answer: kvroute's own self-describing object, and the containers of five engines.
 
 ==============  =====================================================  ==========================  ==================
 encoding        container                                              layers, dtype               missing rows
@@ -11,14 +11,14 @@ encoding        container                                              layers, d
 ``fastdeploy``  base64 of the bytes                                    routed; uint8 to uint32     all ones in binary
 ==============  =====================================================  ==========================  ==================
 
-Ids are in C order, little endian; layers without a router are zeros where a container has all layers. An encoding
-without a way to say that a row is missing refuses routes that miss one, or a layer of one: any spelling as ids is some
-expert's. The others say so of each layer by itself. What is decoded is checked as every :class:`Routes` is, so that a
-row of zeros, which is how some engines spell a row that they lost, is an error and never a row. Pure: no I/O.
+Ids are in C order, little endian; layers without a router are zeros where a container has all layers. An encoding that
+cannot mark a missing row refuses routes that lack a row, or a layer of one: any ids would name some experts. The others
+mark each layer by itself. Decoded ids are checked as in every :class:`Routes`, so that a row of zeros, with which some
+engines mark a lost row, is an error and never a row. Pure: no I/O.
 
 Sources: ``vllm/utils/serial_utils.py`` and ``routed_experts_capturer.py`` of vLLM 0.33; ``srt/state_capturer`` of
 SGLang 0.5.23; ``MoeRouteInfoManager`` of LightLLM's main branch, August 2026; NeMo-RL's ``routed_experts_codec.py``;
-FastDeploy's ``RoutingReplayConfig.postprocess`` (#7390, #7960), which counts one value more than there are experts.
+FastDeploy's ``RoutingReplayConfig.postprocess`` (#7390, #7960), which counts one value more than the experts.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ ENCODINGS: Final[tuple[str, ...]] = get_args(Encoding)
 FIELD: Final = "routed_experts"
 """The name that every engine gives to the field."""
 _NPY_HEADER_NBYTES_MAX: Final = 256
-"""Of a ``.npy`` that numpy writes for three dimensions: magic, version, length and text, a multiple of 64."""
+"""Header of a ``.npy`` that numpy writes for three dimensions: magic, version, length and text, a multiple of 64."""
 _NPY_MAGIC: Final = b"\x93NUMPY\x01\x00"
 _NPY_TEXT = re.compile(
     rb"\{'descr': '([^']{1,8})', 'fortran_order': (True|False), 'shape': \((\d{1,12}), (\d{1,12}), (\d{1,12})\), \} *\n"
@@ -57,7 +57,7 @@ Shape = tuple[int, int]
 
 
 def encode(routes: Routes, encoding: str = "kvroute") -> Any:
-    """``routes`` in ``encoding``: a JSON object or a string, ``None`` where :func:`refusal` says why not."""
+    """``routes`` in ``encoding``: a JSON object or a string; ``None`` if :func:`refusal` gives a reason."""
     if refusal(routes, encoding) is not None:
         return None
     if encoding == "kvroute":
@@ -76,10 +76,10 @@ def encode(routes: Routes, encoding: str = "kvroute") -> Any:
 def decode(given: Any, spec: AuxBlockDataSpec, encoding: str = "kvroute", start: int = 0) -> Routes:
     """The routes that are ``given`` in ``encoding``, for the routers of ``spec``, from position ``start``.
 
-    Raises :class:`RowError` for anything else, whatever it is, that names the field, what was wanted and what came. The
-    memory that it takes is a fixed multiple of the size of what was given, whatever shape that claims to have.
-    kvroute's own object says its start itself. An answer of FastDeploy may end with a row for the last sampled token,
-    which no forward pass has read, and which is whatever the slot held: only the caller knows; slice it off.
+    Raises :class:`RowError` for anything else, naming the field, what was wanted and what came. The memory used is a
+    fixed multiple of the size of ``given``, whatever shape it claims. kvroute's own object has its start. An answer of
+    FastDeploy may end with a row for the last sampled token, which no forward pass has read: it has the slot's old
+    content. Only the caller knows whether it is there; slice it off.
     """
     _check(encoding)
     layout = Layout.of(spec)
@@ -100,7 +100,7 @@ def decode(given: Any, spec: AuxBlockDataSpec, encoding: str = "kvroute", start:
 
 
 def refusal(routes: Routes, encoding: str) -> str | None:
-    """Why ``routes`` cannot be told in ``encoding``, in one line; ``None`` when they can."""
+    """Why ``routes`` cannot be expressed in ``encoding``, in one line; ``None`` if they can."""
     _check(encoding)
     if encoding == "kvroute":
         return None
@@ -128,7 +128,7 @@ def _missing(routes: Routes) -> str:
 
 
 def _all_ones(dtype: np.dtype[Any]) -> Any:
-    """The id whose bits are all ones: -1 where it is signed."""
+    """The id whose bits are all ones: -1 if it is signed."""
     return np.array(-1).astype(dtype)
 
 
@@ -168,7 +168,7 @@ def _npy(ids: NDArray[Any]) -> str:
 
 
 def _npy_ids(given: Any, dtype: np.dtype[Any], shape: Shape) -> NDArray[Any]:
-    """The header is read here, by its text: numpy's own reader would make room for whatever shape that claims."""
+    """Parse the header's text here: numpy's own reader would allocate memory for any shape that it claims."""
     file = from_base64(FIELD, given)
     if file[: len(_NPY_MAGIC)] != _NPY_MAGIC:
         raise RowError(FIELD, "a .npy of version 1.0", repr(file[:8]))
@@ -212,7 +212,7 @@ def _envelope(ids: NDArray[Any]) -> str:
 
 
 def _envelope_ids(given: Any, dtype: np.dtype[Any], shape: Shape) -> NDArray[Any]:
-    """A wider dtype than the model needs is read too: NeMo-RL falls back to one where it does not know the model."""
+    """Accepts a wider dtype than the model needs: NeMo-RL uses one for models that it does not know."""
     head = _NEMO_HEAD.match(given) if isinstance(given, str) else None
     if head is None:
         got = repr(given[:40]) if isinstance(given, str) else type(given).__name__
@@ -226,11 +226,11 @@ def _envelope_ids(given: Any, dtype: np.dtype[Any], shape: Shape) -> NDArray[Any
 
 @dataclass(frozen=True, slots=True)
 class _Foreign:
-    """How an engine tells routes. ``dtypes`` are those of ids, each with the most experts that it is taken for.
+    """How an engine expresses routes. ``dtypes`` are those of ids, each with the largest number of experts for it.
 
-    ``dense``: every layer of the model has a place; else the routed ones. ``masked``: what is missing is all ones in
-    binary; else it cannot be told. ``pack`` makes an answer of ids ``[n, layers, top_k]``; ``unpack`` takes them out of
-    one, for the model's dtype and shape, or raises :class:`RowError`.
+    ``dense``: every layer of the model has a place; else the routed ones. ``masked``: missing cells are all ones in
+    binary; else they cannot be expressed. ``pack`` makes a container of ids ``[n, layers, top_k]``; ``unpack`` reads
+    them from one, for the model's dtype and shape, or raises :class:`RowError`.
     """
 
     name: str

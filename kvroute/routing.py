@@ -1,4 +1,4 @@
-"""The rows of Mixture-of-Experts routing: their specs, and what makes a row sound.
+"""The specs of the rows of Mixture-of-Experts routing, from numbers or from a model's configuration.
 
 A routing row holds, for one token, the ids of the experts that each MoE layer chose: *logical* ids, as the router emits
 them, before any expert-parallel load balancer maps them to physical copies. Shared experts are never among them.
@@ -24,7 +24,7 @@ ROUTING = "routing"
 
 _EXPERTS_MAX = 1 << 32
 SPECS_KEPT = 64
-"""Specs that are remembered: every ``Routes`` asks for one, and a process has those of a few models."""
+"""Specs that are cached: every ``Routes`` asks for one, and a process has those of a few models."""
 
 
 def routing_spec(
@@ -35,7 +35,7 @@ def routing_spec(
     ``layer_ids`` are the decoder layers that have routed experts, counted from 0 among all ``num_layers`` and strictly
     increasing. No id is set aside as a sentinel: 256 experts fit ``uint8``, because validity is a bit beside the row.
 
-    Raises :class:`SpecError` for anything that cannot be.
+    Raises :class:`SpecError` for invalid values.
 
     >>> spec = routing_spec(num_experts=256, top_k=8, layer_ids=range(3, 61), num_layers=61, block_tokens=64)
     >>> spec.row_shape, spec.dtype, spec.row_nbytes
@@ -66,12 +66,12 @@ def _routing_spec(
 
 
 def weights_version_spec(block_tokens: int) -> AuxBlockDataSpec:
-    """One ``uint32`` a token: the weights version that computed it, so that a rollout across an update stays honest."""
+    """One ``uint32`` per token: the weights version that computed it, so that a rollout may cross an update."""
     return AuxBlockDataSpec("weights_version", row_shape=(), dtype="uint32", block_tokens=block_tokens)
 
 
 def logprob_spec(block_tokens: int) -> AuxBlockDataSpec:
-    """One ``float32`` a token: the log probability of the *next* token as the sampler saw it."""
+    """One ``float32`` per token: the log probability of the *next* token in the sampler."""
     return AuxBlockDataSpec("logprob", row_shape=(), dtype="float32", block_tokens=block_tokens)
 
 
@@ -106,12 +106,12 @@ def _layer_ids(layer_ids: Iterable[int], num_layers: int) -> tuple[int, ...]:
 
 
 class TransformersConfig(Protocol):
-    """A configuration object of the transformers library; nothing but its attributes is used."""
+    """A configuration object of the transformers library; only its attributes are used."""
 
     model_type: str
 
 
-# The names in use, most telling first. Names that are both there must agree.
+# The names in use, the clearest first. If several are there they must agree.
 _NUM_EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts", "num_routed_experts")
 _TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k", "top_k_experts")
 _NUM_LAYERS = ("num_hidden_layers", "n_layers", "n_layer", "num_layers")
@@ -153,8 +153,8 @@ def routing_spec_from_hf(
     """The routing spec of a model in the Hugging Face format.
 
     ``config`` is a transformers configuration object, the content of a ``config.json`` as a mapping, or the path of
-    that file or of its directory. Multimodal configurations are read at their text model. Layers are counted as the
-    decoder counts them; layers for multi-token prediction are not among them.
+    that file or of its directory. Multimodal configurations are read at their text model. Layers are counted as in the
+    decoder, without layers for multi-token prediction.
 
     A path costs one file read. Raises :class:`SpecError` for a model without routed experts, and for one whose layers
     do not all have the same number of experts and top-k.
@@ -169,7 +169,7 @@ def routing_spec_from_hf(
             raise SpecError(f"config {switch}", "a model with routed experts", False)
     experts_at = _Fields(fields.get("ffn_config")) if fields.has("ffn_config") else fields  # DBRX
     num_experts = experts_at.one("number of experts", _NUM_EXPERTS)
-    # LongCat's router also chooses among experts that compute nothing, and its routes name them.
+    # LongCat's router can also choose experts that compute nothing, and its routes name them.
     num_experts += fields.integer("zero_expert_num", 0)
     if num_experts < 2:
         raise SpecError("config number of experts", "at least 2: a Mixture-of-Experts", num_experts)
@@ -202,7 +202,7 @@ def _text_fields(config: object) -> _Fields:
 def _num_layers(fields: _Fields) -> int:
     if fields.get("model_type") == "longcat_flash":  # each decoder layer counts twice in its num_hidden_layers
         return _integer("config num_layers", fields.get("num_layers"), 1, 1 << 20)
-    for name in ("layers_block_type", "hybrid_override_pattern"):  # Nemotron-H: what else it says does not count
+    for name in ("layers_block_type", "hybrid_override_pattern"):  # Nemotron-H: its other fields do not count
         if isinstance(kinds := fields.get(name), Sequence):
             return len(kinds)
     for name in _NUM_LAYERS:
@@ -212,7 +212,7 @@ def _num_layers(fields: _Fields) -> int:
 
 
 def _moe_layers(fields: _Fields, num_layers: int) -> list[int]:
-    """The decoder layers that have routed experts, by the first rule that the configuration states."""
+    """The decoder layers that have routed experts, by the first rule whose field the configuration has."""
     for name, rule in _RULES:
         if not fields.has(name):
             continue
@@ -234,7 +234,7 @@ def _by_mlp_kind(_fields: _Fields, kinds: Sequence[str], num_layers: int) -> lis
 
 
 def _by_block_kind(_fields: _Fields, kinds: Sequence[str], _num_layers: int) -> list[int] | None:
-    if not _MOE_KINDS & set(kinds):  # the kinds of attention, as most hybrid models mean it
+    if not _MOE_KINDS & set(kinds):  # the kinds of attention, in most hybrid models
         return None
     return [i for i, kind in enumerate(kinds) if kind in _MOE_KINDS]
 
@@ -279,7 +279,7 @@ def _by_dense_first(fields: _Fields, _first: int, num_layers: int) -> list[int]:
 
 _Rule = Callable[[_Fields, Any, int], list[int] | None]
 
-# Which field says where the experts are, the most explicit first. Without any of them every layer has experts.
+# Fields that say which layers have experts, the most explicit first. Without any of them every layer has experts.
 _RULES: tuple[tuple[str, _Rule], ...] = (
     ("mlp_layer_types", _by_mlp_kind),
     ("layers_block_type", _by_block_kind),

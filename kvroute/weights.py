@@ -1,4 +1,4 @@
-"""A name for the weights of a model on this machine, for namespaces: rows of other weights never meet under a key."""
+"""A name for the weights of a model on this machine, for namespaces: rows of different weights never share a key."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ SAMPLE_NBYTES: Final = 4096
 
 
 def weights_digest(model: str, revision: str = "") -> str:
-    """32 hex digits: other files, or files of another size or time of change, or at another place, have others.
+    """32 hex digits that change with the path, and with the files, their sizes and their times of change.
 
-    Of each file of weights in the directory ``model``, 16 places of 4 KiB are read. A ``model`` that is no directory is
-    told by its name and revision. Hosts with copies of their own want a name of their own choice to meet.
+    Reads 4 KiB at 16 places of each file of weights in the directory ``model``. A ``model`` that is not a directory is
+    identified by its name and revision. Hosts with separate copies need a chosen name to share rows.
     """
     digest, home = hashlib.blake2b(f"{model}@{revision}".encode(), digest_size=16), Path(model)
     for path in sorted(p for p in home.iterdir() if p.suffix in SUFFIXES) if home.is_dir() else ():

@@ -1,15 +1,15 @@
-"""What a block's KV says about the computation that made it, where nobody kept an origin beside that KV.
+"""An identity of a block's computation from its KV, for KV that is kept without an origin.
 
-Somebody else's store keeps KV and cannot keep eight bytes beside it: then these bytes are drawn from the KV itself. The
+Another project's store keeps KV but no eight bytes beside it: so these bytes are computed from the KV itself. The
 *fold* of a block is a number over all of K and V of the last layer; the *witness* of a block chains its fold to the
 witness of the block before, so that it stands for the whole prefix. It is taken when rows are stored, and is the origin
 under which they are stored; it is taken again from KV that was loaded, and rows of another origin do not land.
 
-One word of KV that differs is always seen: each word goes through a permutation of the 64-bit numbers that is its
-place's own, and the results are added up, over the heads of all tensor-parallel ranks too. Two changes that cancel have
-about one chance in 2^48: a change in a word's upper bits alone, as of its last bfloat16, spreads over 48 bits before it
-is summed. No witness sees what the last router chose: K and V of its layer are computed before. Pure: numbers in,
-numbers out.
+A change of one word of KV is always seen: each word goes through a permutation of the 64-bit numbers that depends on
+its place, and the results are added up, also over the heads of all tensor-parallel ranks. Two changes cancel with a
+chance of about one in 2^48: a change in a word's upper bits alone, for example of its last bfloat16, spreads over 48
+bits before the sum. No witness shows the last router's choice: K and V of its layer are computed before. Pure: numbers
+in, numbers out.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from numpy.typing import NDArray
 from cache_manager.errors import InvalidInputError
 
 UNKNOWN: Final = 0
-"""The witness of a block whose KV, or the KV before it, nobody has seen. No rows are of this origin."""
+"""The witness of a block whose KV, or the KV before it, was not seen. No row has this origin."""
 ROOT: Final = 1
-"""What the first block of a sequence is chained to."""
+"""The predecessor's witness for the first block of a sequence."""
 WORD_NBYTES: Final = 8
 
 _GOLDEN: Final = 0x9E3779B97F4A7C15
@@ -55,7 +55,7 @@ def fold_keys(first: int, words: int) -> NDArray[np.uint64]:
 def fold_reference(blocks: NDArray[Any], first_word: int = 0) -> NDArray[np.uint64]:
     """The folds ``[n]`` of blocks ``[n, ...]`` of K and V, in their logical order; a block has whole 8-byte words.
 
-    ``first_word`` is the number of a block's first word in the layer: of heads that other ranks have come first.
+    ``first_word`` is the number of a block's first word in the layer: above 0 if other ranks have earlier heads.
     """
     rows = np.ascontiguousarray(blocks).reshape(len(blocks), math.prod(blocks.shape[1:])).view(np.uint8)
     if rows.shape[1] % WORD_NBYTES:
@@ -65,8 +65,8 @@ def fold_reference(blocks: NDArray[Any], first_word: int = 0) -> NDArray[np.uint
 
 
 def folded(words: NDArray[np.uint64], keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The folds ``[n]`` of ``words [n, w]``, whose numbers have the ``keys [2, w]``; on numpy."""
-    mixed = words * keys[0]  # arrays wrap around without a word
+    """The folds ``[n]`` of ``words [n, w]`` with the ``keys [2, w]`` of their places; in numpy."""
+    mixed = words * keys[0]  # arrays wrap around without a warning
     mixed ^= mixed >> np.uint64(32)
     mixed *= keys[1]
     folds: NDArray[np.uint64] = mixed.sum(1, dtype=np.uint64)
@@ -76,7 +76,7 @@ def folded(words: NDArray[np.uint64], keys: NDArray[np.uint64]) -> NDArray[np.ui
 def chained(before: int, fold: int) -> int:
     """The witness of a block whose predecessor has the witness ``before``: XXH3-64 of both, little-endian.
 
-    :data:`UNKNOWN` stays unknown, and nothing known becomes it.
+    :data:`UNKNOWN` stays unknown, and a known witness never becomes unknown.
 
     >>> hex(chained(ROOT, 5)), chained(UNKNOWN, 5)
     ('0x8ab1ee8ed781d41e', 0)
@@ -90,8 +90,8 @@ def chained(before: int, fold: int) -> int:
 class Run:
     """Successive blocks of one sequence, and the block before them, -1 for none.
 
-    ``tokens`` says for how many of their tokens KV has come, where the last block may be a part; else all are full.
-    Where rows are in the KV, the first of these has position ``start``, and they are the ``token_ids``.
+    ``tokens`` is the number of their tokens whose KV has come, if the last block may be partial; 0: all are full. If
+    rows are in the KV, the first of these tokens has position ``start``, and they are ``token_ids``.
     """
 
     before: int

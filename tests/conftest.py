@@ -2,7 +2,7 @@
 (longer runs), and hunt, by which planted faults are found. KVROUTE_EXAMPLES is a factor of how many examples are drawn.
 
 SharedMemory regions of a run lie in a directory of that run, so that runs beside each other, and the workers of one,
-neither see nor reap each other's. A thread that a failed test left running does not keep the run from its end.
+neither see nor reap each other's. A thread that a failed test left running does not block the end of the run.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(scope="session", autouse=True)
 def no_thread_is_left() -> Iterator[None]:
-    """Goal: a worker that has to be ended at once fails the run too. Method: the last of all fixtures looks."""
+    """Goal: a worker that has to be ended at once fails the run too. Method: the last of all fixtures checks."""
     yield
     assert _threads_left() == []
 
@@ -70,6 +70,6 @@ def pytest_sessionfinish(exitstatus: int) -> Iterator[None]:
 
 
 def _threads_left() -> list[str]:
-    """Those that would keep this process from its end."""
+    """The threads that would keep this process from ending."""
     main = threading.main_thread()
     return [thread.name for thread in threading.enumerate() if thread is not main and not thread.daemon]

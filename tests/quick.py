@@ -40,7 +40,7 @@ def touched(files: Iterable[Path]) -> list[str]:
 
 
 def _module(file: Path) -> str:
-    """What an import calls it; support modules go by their own name."""
+    """The name under which a file is imported; support modules have their own name."""
     parts = file.with_suffix("").parts
     if parts[:2] in (("tests", "support"), ("tests", "faults")):
         parts = parts[2:]

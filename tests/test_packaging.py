@@ -1,4 +1,4 @@
-"""What a distribution says of itself. `make dist` builds one, and CI runs that."""
+"""The metadata of a distribution. `make dist` builds one, and CI runs that."""
 
 from __future__ import annotations
 

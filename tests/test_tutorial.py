@@ -1,4 +1,4 @@
-"""The tutorial of the life-cycle kit is what a reader sees who types it."""
+"""The tutorial of the life-cycle kit shows the output that a reader gets."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def prove(where: Path, adapter: str, *arguments: str) -> tuple[int, str]:
 
 
 def repair(where: Path) -> None:
-    """What the page's diff says."""
+    """The changes of the page's diff."""
     lines = DIFF.partition("@@\n")[2].splitlines(keepends=True)
     was, now = ("".join(line[1:] for line in lines if line[0] in side) for side in (" -", " +"))
     text = (where / "paged.py").read_text()
@@ -47,7 +47,7 @@ def repair(where: Path) -> None:
 
 
 def test_the_bug_is_found_and_its_story_is_the_page_s(files: Path) -> None:
-    """Goal: the story is true. Method: the page's command, and what its last line says, tell it again."""
+    """Goal: the story is true. Method: the page's command, and the command in its last line, print it again."""
     assert prove(files, "prove_paged:Mine") == (1, CONSOLE[0][1])
     assert prove(files, "prove_paged:Mine", "--seed", "0", "--examples", "1", "--steps", "50") == (1, CONSOLE[0][1])
 
@@ -62,7 +62,7 @@ def test_the_repair_repairs_it(files: Path, seed: int) -> None:
 
 
 def test_what_the_repaired_manager_does_not_keep_is_found(files: Path) -> None:
-    """Goal: the page says what is left. Method: the repair with the first adapter, and with salts."""
+    """Goal: the page names the faults that remain. Method: the repair with the first adapter, and with salts."""
     repair(files)
     status, told = prove(files, "prove_paged:Mine")
     assert (status, told.partition(":")[0]) == (1, "held_is_found")

@@ -19,7 +19,7 @@ __distribution__ = "kvroute"  # an index has another package of this name: `impo
 
 
 def __getattr__(name: str) -> Any:
-    """ZeroMQ is imported by who uses it."""
+    """Import ZeroMQ only when it is used."""
     if name not in ("ZmqLink", "ZmqSettings"):
         raise AttributeError(name)
     return getattr(import_module(f"transfer.zmq_{name[3:].lower()}"), name)

@@ -1,4 +1,4 @@
-"""What a node has met so far."""
+"""Counts of a node so far."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import Any
 
 @dataclass(slots=True)
 class Counters:
-    """Every number only grows, but for those ``in_flight``, which are of this moment; ``link`` are the link's own.
+    """Every number only grows, except those ``in_flight``, which are current; ``link`` has the link's own counters.
 
     Of offers: ``early_pulls`` came before their offer; ``late_messages`` for a transfer that had ended,
-    ``unknown_transfers`` for one that never was, ``stranger_messages`` without a hello. ``slow_peers`` were cut off, as
-    they let a lease end.
+    ``unknown_transfers`` for one that never existed, ``stranger_messages`` came without a hello. ``slow_peers`` were
+    cut off because they let a lease end.
 
-    Of pulls: ``duplicate_records`` were in place already, ``corrupt_records`` failed a check and were asked for again,
+    Of pulls: ``duplicate_records`` were in place already, ``corrupt_records`` failed a check and were requested again,
     ``postponed_records`` came for a busy block.
 
     Of both: ``foreign_messages`` came from a peer that has no part in the transfer, ``stale_messages`` belong to an
-    epoch that is over, ``bad_messages`` are none. ``forgotten_peers`` were the idlest of too many.
-    ``engine_errors`` are those of sinks, whose records are missing, and of ``notify``.
+    epoch that is over, ``bad_messages`` are not valid messages. ``forgotten_peers`` were the idlest of too many.
+    ``engine_errors`` were raised by sinks, whose records are missing, or by ``notify``.
     """
 
     offered: int = 0

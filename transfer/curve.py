@@ -1,4 +1,4 @@
-"""The CURVE key pair of a deployment: who has it is a peer, and what peers say to each other is encrypted.
+"""The CURVE key pair of a deployment: a process that has it is a peer, and peers' messages are encrypted.
 
 ``NAME.key_secret`` is a certificate of ``zmq.auth``, for its owner alone: the pair is refused when anyone else may read
 it. Every peer has the same file.
@@ -15,7 +15,7 @@ from typing import Final
 
 from cache_manager.errors import ConfigError
 
-SECRET_SUFFIX: Final = ".key_secret"  # noqa: S105 - a file name's end, no secret
+SECRET_SUFFIX: Final = ".key_secret"  # noqa: S105 - a file name's suffix, not a secret
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _Z85 = re.compile(rb"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
 
@@ -29,7 +29,7 @@ class CurveKeys:
 
 
 def make_keys(directory: Path, name: str) -> Path:
-    """Write a new pair to ``DIRECTORY/NAME.key_secret`` (0600); an existing file is left and refused."""
+    """Write a new pair to ``DIRECTORY/NAME.key_secret`` (0600); an existing file is refused and left unchanged."""
     import zmq
 
     if not _NAME.fullmatch(name):
@@ -48,7 +48,7 @@ def make_keys(directory: Path, name: str) -> Path:
 
 
 def read_keys(path: Path) -> CurveKeys:
-    """The pair in ``path``, which nobody but its owner may be able to read."""
+    """The pair in ``path``, a file that only its owner may be able to read."""
     from zmq.auth import load_certificate
 
     try:

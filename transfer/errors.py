@@ -14,14 +14,14 @@ class LocalProtocolError(TransferError):
 
 
 class RemoteProtocolError(TransferError):
-    """The other side sent something that is no message, or none that may come now; nothing was changed.
+    """The other side sent bytes that are not a message, or a message that may not come now; nothing was changed.
 
-    What decodes bytes raises it; sessions and links count it and go on.
+    Decoders raise it; sessions and links count it and go on.
     """
 
 
 class IncompatiblePeerError(TransferError):
-    """The two sides do not mean the same by their rows: no transfer between them can be right."""
+    """The two sides' rows have different meanings: no transfer between them can be right."""
 
     def __init__(self, field: str, wanted: object, got: object) -> None:
         super().__init__(f"peer's {field}: wanted {wanted}, got {got}")
@@ -35,7 +35,7 @@ class NodeClosedError(TransferError):
 
 
 class NodeFullError(TransferError):
-    """A bound of a node, or of who lends by it, is reached; nothing was changed, try again later."""
+    """A limit of a node, or of a lender over it, is reached; nothing was changed, try again later."""
 
     def __init__(self, field: str, wanted: int, got: object) -> None:
         super().__init__(f"{field}: wanted at most {wanted}, got {got}")

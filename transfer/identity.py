@@ -14,7 +14,7 @@ from transfer.messages import FIELDS_MAX, BootId, Hello, Part, Space, decode, en
 
 
 def part_of(name: str, layout: RecordLayout, *, replicated: bool = False) -> Part:
-    """A part whose records have ``layout``. ``replicated``: every rank of a model has the same ones."""
+    """A part whose records have ``layout``. ``replicated``: every rank of a model has the same records."""
     fields = {
         f"{spec.name}.{key}"[:64]: canonical_json(value).decode()[:512]
         for spec in layout.specs
@@ -29,7 +29,8 @@ def part_of(name: str, layout: RecordLayout, *, replicated: bool = False) -> Par
 class Identity:
     """One side of a transfer: its boot id, the namespace of its rows, and the parts that each of its blocks has.
 
-    The order of ``parts`` counts: sessions know a part by its place. :class:`ConfigError` for what no peer would take.
+    The order of ``parts`` counts: sessions identify a part by its index. :class:`ConfigError` for an identity that no
+    peer would accept.
     """
 
     boot_id: BootId
@@ -51,8 +52,8 @@ class Identity:
 
 
 def check_peer(own: Identity, space: Space, parts: Sequence[Part]) -> None:
-    """Raise :class:`IncompatiblePeerError`, which names the field and both values, unless rows of a peer with these
-    mean the same as one's own. Where every part is replicated, rank and world may differ.
+    """Raise :class:`IncompatiblePeerError`, which names the field and both values, unless a peer with these has rows of
+    the same meaning. If every part is replicated, rank and world may differ.
     """
     scope = ("model", "weights_version", "salt", "rank", "world")
     for name in scope[:3] if all(part.replicated for part in own.parts) else scope:

@@ -9,13 +9,13 @@ from cache_manager.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class TransferLimits:
-    """How long, how often, how much. Both sides have their own; only ``lease_s`` is told to the peer.
+    """Times, counts and sizes. Both sides have their own; only ``lease_s`` is told to the peer.
 
-    ``lease_s``: a transfer whose peer is silent for so long is over; no offer and no pull lasts longer than
-    ``lease_max_s``. ``retry_s``: decode asks again when nothing has come for so long, at most ``retries_max`` times in
-    a row. ``early_s``: a pull that comes before its offer waits so long for it. ``resend_s``: what the link refused is
-    handed to it again after so long, then after twice as long, up to ``retry_s``. ``records_nbytes_max``: the size of
-    one message (a record that is larger goes alone); smaller messages arrive while the next are made, and the first of
+    ``lease_s``: a transfer whose peer is silent for this time is over; no offer and no pull lasts longer than
+    ``lease_max_s``. ``retry_s``: decode asks again after this time without a message, at most ``retries_max`` times in
+    a row. ``early_s``: a pull that comes before its offer waits this long for it. ``resend_s``: a message that the link
+    refused is tried again after this time, then after twice as long, up to ``retry_s``. ``records_nbytes_max``: the
+    size of one message (a larger record goes alone); smaller messages arrive while the next are made, and the first of
     an attempt is the smallest. ``remembered_max``: ids of ended transfers.
     """
 

@@ -1,36 +1,37 @@
-"""What a session's messages travel by."""
+"""The port that carries a session's messages."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import NewType, Protocol
+
+import msgspec
 
 from cache_manager.record import Buffer
 
 Peer = NewType("Peer", bytes)
-"""The name that the link gives the other end: never taken from a message, and kept over that peer's restart."""
+"""The name that the link gives the other end: never taken from a message, and kept across that peer's restart."""
 
 
-@dataclass(frozen=True, slots=True)
-class Arrival:
-    """A message that came. The views in ``bulk`` are valid until ``release`` was called, which is called once."""
+def _nothing() -> None: ...
+
+
+class Arrival(msgspec.Struct, frozen=True):
+    """A message that came. The views in ``bulk`` are valid until the one call of ``release``."""
 
     peer: Peer
     control: Buffer
     bulk: Sequence[memoryview] = ()
-    release: Callable[[], None] = lambda: None
+    release: Callable[[], None] = _nothing
 
 
-@dataclass(frozen=True, slots=True)
-class PeerFound:
-    """The link can reach ``peer`` from now on. A link whose peers are there from the start need not say so."""
+class PeerFound(msgspec.Struct, frozen=True):
+    """The link can reach ``peer`` from now on. A link whose peers are there from the start need not report it."""
 
     peer: Peer
 
 
-@dataclass(frozen=True, slots=True)
-class PeerLost:
+class PeerLost(msgspec.Struct, frozen=True):
     """The link can no longer reach ``peer``; it may come back under the same name."""
 
     peer: Peer
@@ -40,20 +41,20 @@ Came = Arrival | PeerFound | PeerLost
 
 
 class Link(Protocol):
-    """One endpoint that carries messages; owned by one thread, but for :meth:`wake`.
+    """One endpoint that carries messages; owned by one thread, except for :meth:`wake`.
 
-    * :meth:`send` takes the whole message or answers ``False`` (full, or no such peer: nothing was sent). The link
-      keeps references to the buffers of ``bulk`` until it has sent them or lost the peer; one that changes meanwhile
-      arrives changed.
-    * :meth:`poll` waits at most ``timeout_s`` for something to happen and answers what came, at most ``limit`` items.
-    * Messages may be lost, doubled or come late as far as sessions care; they are never mixed or cut.
+    * :meth:`send` takes the whole message or returns ``False`` (full, or no such peer: nothing was sent). The link
+      keeps references to the buffers of ``bulk`` until it has sent them or lost the peer; a buffer that changes
+      meanwhile arrives changed.
+    * :meth:`poll` waits at most ``timeout_s`` for an event and returns what came, at most ``limit`` items.
+    * Messages may be lost, duplicated or late; they are never mixed or cut.
 
-    Whatever a peer sends, no method raises because of it.
+    No message of a peer makes a method raise.
     """
 
     @property
     def address(self) -> str:
-        """Where others connect to; empty when nobody can."""
+        """The address for other processes; empty if none can connect."""
 
     def connect(self, address: str) -> Peer:
         """The peer at ``address``, which need not be there yet; the same peer for the same address."""
@@ -63,10 +64,10 @@ class Link(Protocol):
     def poll(self, timeout_s: float, limit: int = 64) -> list[Came]: ...
 
     def cut(self, peer: Peer) -> None:
-        """Break the connection by which ``peer`` came, with what waits for it; harmless when there is none."""
+        """Break the connection by which ``peer`` came, and drop messages for it; harmless when there is none."""
 
     def wake(self) -> None:
         """Make :meth:`poll` return soon; the one method that any thread may call."""
 
     def close(self, linger_s: float = 0.5) -> None:
-        """Send what can be sent in ``linger_s``, then let go of every buffer. Harmless the second time."""
+        """Send what can be sent in ``linger_s``, then release every buffer. Harmless the second time."""

@@ -1,17 +1,16 @@
-"""What prefill (P) and decode (D) say to each other: a fixed prefix, then one MessagePack array.
+"""The messages between prefill (P) and decode (D): a fixed prefix, then one MessagePack array.
 
-The prefix is looked at before anything is decoded, every length has a bound, and bytes that are no message raise
+The prefix is checked before anything is decoded, every length has a limit, and bytes that are not a message raise
 :class:`RemoteProtocolError` and nothing else. ``docs/protocol.md`` has the byte table. Pure: bytes in, values out.
 
-Payloads of records travel in bulk frames beside it, small ones copied together, as a frame costs more than a copy. The
-law: frames hold whole payloads, in the order of the entries, and nothing else. As many frames as entries means one
-payload each.
+Payloads of records travel in bulk frames beside it, small ones copied together, because a frame costs more than a copy.
+The law: frames hold only whole payloads, in the order of the entries. As many frames as entries means one payload each.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
 from itertools import groupby
 from typing import Annotated, Final, NewType
@@ -34,10 +33,10 @@ BLOCKS_MAX: Final = 16_384
 """Blocks of one transfer: a million tokens in blocks of 64."""
 
 RECORD_NBYTES_MAX: Final = 256 << 20
-"""Of a record's payload; no bulk frame is larger."""
+"""Bytes of a record's payload; no bulk frame is larger."""
 
 JOINED_NBYTES_MAX: Final = 128 << 10
-"""Payloads up to this size are copied together; larger ones are sent from where they lie."""
+"""Payloads up to this size are copied together; larger ones are sent without a copy."""
 
 ENTRIES_MAX: Final = 1024
 """Records of one message."""
@@ -50,7 +49,7 @@ TransferId = NewType("TransferId", bytes)
 """16 random bytes, drawn by the prefill side for one request; see :func:`~transfer.node.new_transfer`."""
 
 BootId = NewType("BootId", bytes)
-"""16 random bytes, made when a process starts: a restarted peer has another one."""
+"""16 random bytes, drawn when a process starts: a restarted peer has another one."""
 
 _Id = Annotated[bytes, Meta(min_length=16, max_length=16)]
 _Version = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
@@ -64,7 +63,7 @@ _Header = Annotated[bytes, Meta(min_length=HEADER_NBYTES_MIN, max_length=HEADER_
 
 
 class Outcome(Enum):
-    """How an offer ended; the last two: there never was one, or it is another peer's."""
+    """How an offer ended; the last two: it never existed, or it belongs to another peer."""
 
     ACKED = "acked"
     ABORTED = "aborted"
@@ -78,7 +77,7 @@ class Part(msgspec.Struct, frozen=True, array_like=True):
     """One kind of record that every block has: peers exchange blocks only when their parts are equal.
 
     ``nbytes`` is the size of one record's payload, ``fingerprint`` that of its layout. ``replicated``: every rank of a
-    model has the same records. ``fields`` says in words what the fingerprint digests, for refusals.
+    model has the same records. ``fields`` is the fingerprint's input in words, for refusals.
     """
 
     name: Annotated[str, Meta(min_length=1, max_length=64)]
@@ -90,7 +89,7 @@ class Part(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Space(msgspec.Struct, frozen=True, array_like=True):
-    """A :class:`~cache_manager.keys.Namespace` as peers tell it; ``salt`` is a digest, as a salt may be a secret."""
+    """A peer's :class:`~cache_manager.keys.Namespace`; ``salt`` is a digest, because a salt may be a secret."""
 
     model: Annotated[str, Meta(max_length=MODEL_MAX)]
     weights_version: _Version
@@ -111,7 +110,7 @@ class Range(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Entry(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """One record of a :class:`Records`: its packed header; the payload is in the bulk, at the same place."""
+    """One record of a :class:`Records`: its packed header; the payload is in the bulk, at the same index."""
 
     part: _PartIndex
     index: _Index
@@ -129,7 +128,7 @@ _Parts = Annotated[list[Part], Meta(min_length=1, max_length=PARTS_MAX)]
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """D's first message: who it is and what it takes."""
+    """D's first message: its identity and parts."""
 
     boot_id: _Id
     namespace: Space
@@ -137,7 +136,7 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag=1):
 
 
 class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """P's answer: who it is, and after how long a silence it gives a transfer up. ``to`` is the run that said hello."""
+    """P's answer: its identity, and after how many silent ms it gives a transfer up. ``to`` is the run of the hello."""
 
     boot_id: _Id
     namespace: Space
@@ -147,7 +146,7 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=2):
 
 
 class Refuse(msgspec.Struct, frozen=True, array_like=True, tag=3):
-    """P's other answer: in what they differ. The field ``hello`` asks for a hello first, as after P's restart."""
+    """P's other answer: how the two differ. The field ``hello`` asks for a hello first, as after P's restart."""
 
     field: _Text
     wanted: _Text
@@ -172,7 +171,7 @@ class Renew(msgspec.Struct, frozen=True, array_like=True, tag=5, gc=False):
 
 
 class Ack(msgspec.Struct, frozen=True, array_like=True, tag=6, gc=False):
-    """D will ask for nothing more: it has in place what it does not do without."""
+    """D will ask for nothing more: every record is in place or given up."""
 
     boot_id: _Id
     transfer: _Id
@@ -187,7 +186,7 @@ class Abort(msgspec.Struct, frozen=True, array_like=True, tag=7, gc=False):
 
 
 class Records(msgspec.Struct, frozen=True, array_like=True, tag=8):
-    """Records of a transfer; their payloads, in order, are in the bulk frames: one each, or several whole ones."""
+    """Records of a transfer; their payloads, in order, are in the bulk frames: one or several whole ones per frame."""
 
     transfer: _Id
     epoch: _Epoch
@@ -203,20 +202,20 @@ class Absent(msgspec.Struct, frozen=True, array_like=True, tag=9):
 
 
 class Gone(msgspec.Struct, frozen=True, array_like=True, tag=10, gc=False):
-    """P has nothing (more) for this peer under that id; so an ack is answered, too."""
+    """P has nothing (more) for this peer under that id; also the answer to an ack."""
 
     transfer: _Id
     outcome: Outcome
 
 
 class Bye(msgspec.Struct, frozen=True, array_like=True, tag=11, gc=False):
-    """The run ends; what it owned or offered is over."""
+    """The run ends; its offers and pulls are over."""
 
     boot_id: _Id
 
 
 class Later(msgspec.Struct, frozen=True, array_like=True, tag=12, gc=False):
-    """P may have more of what the epoch asked for: it is still to be offered, or to be computed."""
+    """P may have more of the wanted records later: they are still to be offered, or to be computed."""
 
     transfer: _Id
     epoch: _Epoch
@@ -226,12 +225,13 @@ OfTransfer = Pull | Renew | Ack | Abort
 ToOffers = Hello | OfTransfer
 ToPulls = Welcome | Refuse | Records | Absent | Gone | Later
 Message = ToOffers | ToPulls | Bye
+TO_OFFERS: Final = (Hello, Pull, Renew, Ack, Abort)  # a tuple: `isinstance` of a union takes ten times as long
 
 KINDS: Final[tuple[type[Message], ...]] = (
     Hello, Welcome, Refuse, Pull, Renew, Ack, Abort, Records, Absent, Gone, Bye, Later,
 )  # fmt: skip
-_DECODERS: Final = {kind.__struct_config__.tag: msgspec.msgpack.Decoder(kind) for kind in KINDS}
 _PREFIXES: Final = {kind: PREFIX.pack(MAGIC, MAJOR, kind.__struct_config__.tag, 0) for kind in KINDS}
+_DECODERS: Final = {_PREFIXES[kind]: msgspec.msgpack.Decoder(kind).decode for kind in KINDS}
 _encoder = msgspec.msgpack.Encoder()
 
 
@@ -244,31 +244,32 @@ def encode(message: Message) -> bytes:
 
 def decode(frame: Buffer) -> Message:
     """The message in a control frame, or :class:`RemoteProtocolError`, whatever the bytes are."""
-    nbytes = frame.nbytes if isinstance(frame, memoryview) else len(frame)
+    nbytes = len(frame) if isinstance(frame, bytes) else nbytes_of(frame)
     if not PREFIX.size < nbytes <= CONTROL_NBYTES_MAX:
         raise RemoteProtocolError(f"frame: wanted {PREFIX.size + 1} to {CONTROL_NBYTES_MAX} bytes, got {nbytes}")
-    raw = memoryview(frame)
-    magic, major, kind, reserved = PREFIX.unpack_from(raw)
-    if magic != MAGIC:
-        raise RemoteProtocolError(f"magic: wanted {MAGIC!r}, got {magic!r}")
-    if major != MAJOR:
-        raise RemoteProtocolError(f"protocol: wanted {MAJOR}, got {major}")
-    decoder = _DECODERS.get(kind)
-    if decoder is None or reserved:
+    raw = bytes(frame)  # slices of bytes are cheaper than views
+    if (body_of := _DECODERS.get(raw[: PREFIX.size])) is None:
+        magic, major, kind, reserved = PREFIX.unpack_from(raw)
+        if magic != MAGIC:
+            raise RemoteProtocolError(f"magic: wanted {MAGIC!r}, got {magic!r}")
+        if major != MAJOR:
+            raise RemoteProtocolError(f"protocol: wanted {MAJOR}, got {major}")
         raise RemoteProtocolError(f"kind, reserved: wanted a known kind and 0, got {kind}, {reserved}")
     try:
-        message: Message = decoder.decode(raw[PREFIX.size :])
+        message: Message = body_of(raw[PREFIX.size :])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise RemoteProtocolError(f"body of kind {kind}: {error}") from error
+        raise RemoteProtocolError(f"body of kind {raw[5]}: {error}") from error
     return message
 
 
-def join(payloads: Sequence[Buffer]) -> tuple[Buffer, ...]:
-    """The frames for ``payloads``: small neighbours share one, which is a copy unless it is of one payload."""
+def join(payloads: Sequence[Buffer], together: Callable[[Sequence[Buffer]], Buffer] = b"".join) -> tuple[Buffer, ...]:
+    """The frames for ``payloads``: small neighbours share one, which is a copy by ``together`` unless it is of one."""
+    if len(payloads) == 1:
+        return tuple(payloads)
     frames: list[Buffer] = []
     for small, run in groupby(payloads, lambda payload: nbytes_of(payload) <= JOINED_NBYTES_MAX):
         each = list(run)
-        frames += [b"".join(each)] if small and len(each) > 1 else each
+        frames += [together(each)] if small and len(each) > 1 else each
     return tuple(frames)
 
 
@@ -277,10 +278,10 @@ def nbytes_of(buffer: Buffer) -> int:
 
 
 def split(frames: Sequence[memoryview], nbytes: Sequence[int]) -> Sequence[memoryview]:
-    """Views of the payloads in ``frames``, which are to have the sizes ``nbytes``, all positive.
+    """Views of the payloads in ``frames``, which must have the sizes ``nbytes``, all positive.
 
-    :class:`RemoteProtocolError` unless frames end where payloads do. With one frame for each, sizes are the caller's to
-    check: one that is wrong is then wrong alone.
+    :class:`RemoteProtocolError` unless frames end where payloads do. With one frame for each, the caller checks sizes:
+    then a wrong one spoils no other.
     """
     if len(frames) == len(nbytes):
         return frames

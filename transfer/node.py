@@ -1,7 +1,7 @@
-"""A process's end of all its transfers: it lends blocks and borrows them, asks without waiting, and is polled.
+"""A process's end of all its transfers: it lends and borrows blocks, never waits, and is polled.
 
-A node has one thread, which owns its link, its offers and its pulls, and outlives whatever peers send. What the engine
-asks for comes to it as commands. Every public method but ``close`` returns at once and may be called by any thread.
+A node has one thread, which owns its link, its offers and its pulls, and survives every message of peers. The engine's
+requests come to it as commands. Every public method but ``close`` returns at once and may be called by any thread.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Final, NamedTuple, ParamSpec, TypeVar
+from dataclasses import replace
+from typing import Any, Final, NamedTuple, TypeVar, TypeVarTuple
+
+import msgspec
 
 from cache_manager.errors import BlockBusyError, KVRouteError
 from cache_manager.keys import Namespace
@@ -25,15 +27,15 @@ from transfer.errors import LocalProtocolError, NodeClosedError, NodeFullError, 
 from transfer.identity import Identity
 from transfer.limits import TransferLimits
 from transfer.link import Arrival, Came, Link, PeerFound
-from transfer.messages import Bye, Outcome, Records, ToOffers, TransferId, decode, encode
+from transfer.messages import TO_OFFERS, Bye, Outcome, Records, TransferId, decode, encode
 from transfer.offers import Offers
 from transfer.pulls import Pulls
 
 ARRIVALS_MAX: Final = 64
-"""Taken from the link before anything else gets its turn."""
+"""Most items taken from the link before other work gets its turn."""
 
 COMMANDS_MAX: Final = 4096
-"""Calls that may wait for the thread."""
+"""Most calls that may wait for the thread."""
 
 SENDS_A_TURN: Final = 16
 TURN_MAX_S: Final = 0.25
@@ -41,23 +43,22 @@ CLOSE_S: Final = 10.0
 
 log = logging.getLogger(__name__)
 _T = TypeVar("_T")
-_P = ParamSpec("_P")
+_Ts = TypeVarTuple("_Ts")
 
 
 def new_transfer() -> TransferId:
-    """An id for an offer, which may be drawn in another process than the node's."""
+    """An id for an offer; it may be drawn in another process than the node's."""
     return TransferId(secrets.token_bytes(16))
 
 
 class _Command(NamedTuple):
-    """What an engine's thread asks of the node's: one of its verbs, and of what, the transfer first."""
+    """A request to the node's thread: one of its verbs, and the arguments, the transfer first."""
 
     verb: Callable[..., list[Action]]
     said: tuple[Any, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class _Guarded:
+class _Guarded(msgspec.Struct, frozen=True):
     """A sink whose errors cost one record each."""
 
     sink: BlockSink
@@ -68,7 +69,7 @@ class _Guarded:
             return self.sink.install(part, index, header, payload)
         except BlockBusyError:
             raise
-        except Exception:  # noqa: BLE001 - whatever the engine's code does; counted and logged
+        except Exception:  # noqa: BLE001 - the engine's code may raise anything; counted and logged
             self.failed("sink")
             return False
 
@@ -94,8 +95,8 @@ class Node:
         self._counters = Counters()
         self._offers, self._pulls = Offers(identity, limits, self._counters), Pulls(identity, limits, self._counters)
         self._notify = notify
-        self._ended: deque[Release | Finished] = deque()  # bounded by what is in flight, while the engine polls
-        self._lock = threading.Lock()  # for what the engine's threads touch, below
+        self._ended: deque[Release | Finished] = deque()  # bounded by the transfers in flight, if the engine polls
+        self._lock = threading.Lock()  # for the fields below, which the engine's threads use
         self._commands: deque[_Command] = deque()
         self._lent: set[TransferId] = set()
         self._pulled: set[TransferId] = set()
@@ -127,9 +128,8 @@ class Node:
     ) -> None:
         """Lend ``blocks`` to the puller of ``transfer``; ``is_open``: more come by :meth:`grow`, until :meth:`seal`.
 
-        :class:`Release` is told once; it also comes, with a detail, when there was no room. Raises
-        :class:`LocalProtocolError` for an id that is being lent, :class:`NodeFullError` or :class:`NodeClosedError`;
-        then there will be none.
+        :class:`Release` comes once; if there was no room it comes with a detail. Raises :class:`LocalProtocolError` for
+        an id that is being lent, :class:`NodeFullError` or :class:`NodeClosedError`; then no :class:`Release` comes.
         """
         said = transfer, tuple(blocks), time.monotonic(), is_open, lease_s
         self._submit(_Command(self._offers.offer, said), self._lent)
@@ -148,17 +148,17 @@ class Node:
         self._submit(_Command(self._offers.withdraw, (transfer,)))
 
     def pull(self, transfer: TransferId, address: str, wanted: Sequence[WantedBlock], sink: BlockSink) -> None:
-        """Pull what is ``wanted`` of the node at ``address`` into ``sink``, until :class:`Finished` is told.
+        """Pull ``wanted`` blocks from the node at ``address`` into ``sink``, until :class:`Finished` comes.
 
         ``address`` comes from the operator or the engine's hand-over, never from a peer's message. The offer may come
-        later than the pull, and its blocks later still. Whatever cannot be begun is told as a :class:`Finished` with a
+        later than the pull, and its blocks later still. A pull that cannot begin ends with a :class:`Finished` with a
         reason. Raises :class:`LocalProtocolError` for a transfer that is being pulled, :class:`NodeFullError` or
-        :class:`NodeClosedError`, and then there will be none.
+        :class:`NodeClosedError`; then no :class:`Finished` comes.
         """
         self._submit(_Command(self._begin_pull, (transfer, tuple(wanted), address, sink)), self._pulled)
 
     def abort(self, transfer: TransferId, why: str) -> None:
-        """Give a pull up; harmless when it has ended. Its :class:`Finished` comes as ever."""
+        """Give a pull up; harmless when it has ended. Its :class:`Finished` comes as always."""
         log.debug("pull %s aborted: %s", transfer.hex(), why)
         self._submit(_Command(self._pulls.abort, (transfer,)))
 
@@ -167,11 +167,11 @@ class Node:
         self._submit(_Command(self._reset, (namespace,)))
 
     def poll(self) -> list[Release | Finished]:
-        """What ended since the last call."""
+        """The transfers that ended since the last call."""
         return [self._ended.popleft() for _ in range(len(self._ended))]
 
     def close(self, linger_s: float = 0.5) -> bool:
-        """End everything, at the latest after ``linger_s`` and a margin; ``poll`` then has the rest.
+        """End everything, at the latest after ``linger_s`` and a margin; ``poll`` then returns the last ends.
 
         ``False``: the thread did not end. Blocks that ``poll`` does not report must not be touched, and a sink may
         still be called.
@@ -186,8 +186,8 @@ class Node:
         return not self._thread.is_alive()
 
     def _submit(self, command: _Command, new: set[TransferId] | None = None) -> None:
-        """Have the thread do ``command``; it begins a transfer that must be ``new`` there."""
-        # First: a fork may not wait for a lock, as it may be held.
+        """Have the thread do ``command``; with ``new``, it begins a transfer that must not be in there."""
+        # First: a forked child must not wait for a lock that may be held for ever.
         if not self.alive:
             raise NodeClosedError(f"the node is closed, has ended or was forked; {self.last_error or 'no error'}")
         with self._lock:
@@ -218,11 +218,11 @@ class Node:
             self._attempt(self._link.close, self._linger_s)
 
     def _once(self, timeout_s: float) -> float:
-        """One round; how long the next may wait for something to happen."""
+        """One round; returns how long the next may wait for an event."""
         came = self._attempt(self._link.poll, timeout_s, ARRIVALS_MAX)
-        if came is None:  # the link itself failed: no faster than this
+        if came is None:  # the link itself failed: pause before the next try
             time.sleep(TURN_MAX_S)
-        self._commands_now()  # first: a message may be about what the engine asked for just before
+        self._commands_now()  # first: a message may concern the engine's latest request
         for item in came or ():
             self._attempt(self._arrived, item)
         due_s = self._attempt(self._turn)
@@ -245,7 +245,7 @@ class Node:
             self._act(actions)
 
     def _undone(self, command: _Command, why: str) -> list[Action]:
-        """What cannot be had is told by ``poll``, and no peer waits for blocks that will not come."""
+        """A failed command ends its transfer: ``poll`` reports it, and no peer waits for blocks that will not come."""
         verb, (transfer, *said) = command
         if verb == self._begin_pull:
             missing = tuple(Missing(part, block.index, Reason.ABORTED) for block in said[0] for part in block.parts)
@@ -271,7 +271,7 @@ class Node:
             except RemoteProtocolError as error:
                 self._counters.bad_messages += 1
                 if self._logs("bad"):
-                    log.warning("%r and perhaps others send what is no message: %s", item.peer[:80], error)
+                    log.warning("%r and perhaps others send invalid messages: %s", item.peer[:80], error)
             finally:
                 item.release()
         elif isinstance(item, PeerFound):
@@ -285,15 +285,16 @@ class Node:
         message, peer = decode(arrival.control), arrival.peer
         if arrival.bulk and not isinstance(message, Records):
             raise RemoteProtocolError(f"{type(message).__name__}: wanted no bulk, got {len(arrival.bulk)} frames")
-        if isinstance(message, ToOffers) or (isinstance(message, Bye) and self._offers.greeted(peer, message.boot_id)):
+        if isinstance(message, TO_OFFERS) or (isinstance(message, Bye) and self._offers.greeted(peer, message.boot_id)):
             return self._offers.receive(peer, message, now_s)
         return self._pulls.receive(peer, message, arrival.bulk, now_s)
 
     def _turn(self) -> float:
-        """Do what is due, and a bounded part of what can be sent; when the next turn is wanted, at the latest."""
+        """Do what is due, and send a bounded number of messages; returns when the next turn is due."""
         now_s = time.monotonic()
-        self._act(self._offers.tick(now_s))
-        self._act(self._pulls.tick(now_s))
+        for session in (self._offers, self._pulls):
+            if session.next_due_s() <= now_s:
+                self._act(session.tick(now_s))
         for _ in range(SENDS_A_TURN):
             if (send := self._offers.next_records()) is None:
                 return min(self._offers.next_due_s(), self._pulls.next_due_s())
@@ -314,7 +315,7 @@ class Node:
 
     def _send(self, send: Send) -> None:
         if not self._link.send(send.peer, encode(send.message), send.bulk):
-            session = self._pulls if isinstance(send.message, ToOffers) else self._offers
+            session = self._pulls if isinstance(send.message, TO_OFFERS) else self._offers
             session.unsent(send, time.monotonic())
 
     def _tell(self, ended: Release | Finished) -> None:
@@ -323,18 +324,18 @@ class Node:
         self._ended.append(ended)
         try:
             self._notify()
-        except Exception:  # noqa: BLE001 - as above
+        except Exception:  # noqa: BLE001 - as for sinks
             self._engine_failed("notify")
 
     def _engine_failed(self, what: str) -> None:
-        """The engine's code has raised: its error stops nothing that the thread is in the middle of."""
+        """The engine's code has raised: its error does not stop the thread's work."""
         self._counters.engine_errors += 1
         if self._logs(what):
             log.exception("the engine's %s failed; further errors are counted", what)
 
-    def _attempt(self, act: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T | None:
+    def _attempt(self, act: Callable[[*_Ts], _T], *args: *_Ts) -> _T | None:
         try:
-            return act(*args, **kwargs)
+            return act(*args)
         except Exception as error:
             self._counters.errors += 1
             self.last_error = f"{type(error).__name__}: {error}"
@@ -343,7 +344,7 @@ class Node:
             return None
 
     def _logs(self, kind: str) -> bool:
-        """Whether this is the first of its kind, which is written to the log: others are counted only."""
+        """Whether this is the first of its kind, which is logged; later ones are only counted."""
         first = kind not in self._logged
         self._logged.add(kind)
         return first

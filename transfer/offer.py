@@ -1,7 +1,7 @@
-"""One offer: its life as a table, and what is kept for it.
+"""One offer: its life as a table, and its data.
 
 The law: an offer's blocks are released once, after an ack, an abort, a reset or the end of its lease. Until it is
-sealed, a block that it has not is on its way; from then on it is absent.
+sealed, a block that it lacks is still to come; after that the block is absent.
 
     OPEN ------ blocks may still be added
     SEALED ---- every block is there
@@ -16,15 +16,17 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final
 
-from cache_manager.keys import KEY_NBYTES, BlockKey
-from cache_manager.record import Buffer
+from cache_manager.keys import KEY_NBYTES
+from cache_manager.record import HEADER_NBYTES_MAX, HEADER_NBYTES_MIN, Buffer
 from transfer.actions import OfferedBlock, Send
 from transfer.errors import LocalProtocolError
+from transfer.kept import KeptBuffers
 from transfer.link import Peer
 from transfer.messages import (
     BLOCKS_MAX,
     CONTROL_NBYTES_MAX,
     ENTRIES_MAX,
+    JOINED_NBYTES_MAX,
     Entry,
     Part,
     Place,
@@ -35,10 +37,17 @@ from transfer.messages import (
 )
 
 ENTRY_NBYTES_MAX: Final = 64
-"""Of an entry in a message beside its header, with a share of what is in the message once."""
+"""Bytes of an entry in a message beside its header, with a share of the message's fixed part."""
 
 FIRST_MESSAGE: Final = 8
 """The first message of an attempt is this much smaller than the largest; each is twice the one before."""
+
+VALID_NBYTES_MAX: Final = HEADER_NBYTES_MAX - HEADER_NBYTES_MIN
+"""Of the valid bits of one record."""
+
+PACKED_MAX: Final = 1024
+"""Records that are summed when their blocks are added, of one addition: a node does nothing else meanwhile. The others
+are summed when they are sent."""
 
 Owner = tuple[Peer, bytes]
 """A peer and its run."""
@@ -65,31 +74,37 @@ TRANSITIONS: Final[dict[State, dict[Event, State]]] = {
 
 @dataclass(slots=True, eq=False)
 class Offer:
-    """What is kept for an offer. Times are monotonic seconds."""
+    """The data of an offer. Times are monotonic seconds."""
 
     id: TransferId
     expires_s: float
     expires_max_s: float
     state: State = State.OPEN
     blocks: dict[int, OfferedBlock] = field(default_factory=dict)
-    owner: Owner | None = None  # who pulled it first
+    packed: dict[tuple[int, int], Entry] = field(default_factory=dict)  # of small records: packed before a peer waits
+    owner: Owner | None = None  # the peer that pulled it first
     epoch: int = 0
     message_nbytes: int = 0
-    wanted: deque[tuple[int, int]] = field(default_factory=deque)  # (part, index) there and not sent in this epoch
-    later: dict[int, tuple[BlockKey, int]] = field(default_factory=dict)  # wanted in this epoch, and still to come
+    wanted: deque[tuple[int, int]] = field(default_factory=deque)  # (part, index) of records to send in this epoch
+    later: dict[int, tuple[bytes, int]] = field(default_factory=dict)  # wanted in this epoch, still to come
 
     def grow(self, blocks: Iterable[OfferedBlock]) -> list[Place]:
-        """Add blocks; what was wanted of them under another key, and so is absent."""
+        """Add blocks; returns the wanted records that turn out absent, because they were wanted under another key."""
         self.apply(Event.GROW)
         absent: list[Place] = []
+        packs = PACKED_MAX
         for block in blocks:
             self.blocks[block.index] = block
+            for part, record in enumerate(block.records):
+                if packs and record is not None and record.nbytes <= JOINED_NBYTES_MAX:
+                    self.packed[part, block.index] = Entry(part, block.index, record.pack())
+                    packs -= 1
             if (asked := self.later.pop(block.index, None)) is not None:
                 self._want(block.index, *asked, absent)
         return absent
 
     def seal(self) -> list[Place]:
-        """No more blocks come; what was wanted of those that did not, and so is absent."""
+        """No more blocks come; returns the wanted records that are absent for that reason."""
         self.apply(Event.SEAL)
         absent: list[Place] = []
         later, self.later = self.later, {}
@@ -98,22 +113,22 @@ class Offer:
         return absent
 
     def want(self, pull: Pull) -> list[Place]:
-        """Begin the epoch of ``pull``; what it asks for and is not there."""
+        """Begin the epoch of ``pull``; returns the wanted records that are absent."""
         self.epoch, self.message_nbytes = pull.epoch, 0
         self.wanted.clear()
         self.later.clear()
-        asked: dict[int, tuple[BlockKey, int]] = {}  # who asks for a block twice gets it once
+        asked: dict[int, tuple[bytes, int]] = {}  # a block that is asked for twice is sent once
         for wanted in pull.wanted:
-            for at in range(min(len(wanted.keys) // KEY_NBYTES, BLOCKS_MAX - wanted.start)):
-                key = BlockKey(wanted.keys[at * KEY_NBYTES : (at + 1) * KEY_NBYTES])
-                asked[wanted.start + at] = key, wanted.parts
+            start, parts, keys = wanted.start, wanted.parts, wanted.keys
+            for at, index in enumerate(range(start, min(start + len(keys) // KEY_NBYTES, BLOCKS_MAX))):
+                asked[index] = keys[at * KEY_NBYTES : (at + 1) * KEY_NBYTES], parts
         absent: list[Place] = []
         for index, (key, parts) in asked.items():
             self._want(index, key, parts, absent)
         return absent
 
-    def _want(self, index: int, key: BlockKey, parts: int, absent: list[Place]) -> None:
-        """Queue what is wanted of a block, or add it to ``absent``."""
+    def _want(self, index: int, key: bytes, parts: int, absent: list[Place]) -> None:
+        """Queue the wanted records of a block, or add them to ``absent``."""
         block = self.blocks.get(index)
         if block is None and self.state is State.OPEN:
             self.later[index] = key, parts
@@ -126,7 +141,7 @@ class Offer:
                 else:
                     absent.append(Place(part, index))
 
-    def take(self, message_nbytes_max: int) -> Send:
+    def take(self, message_nbytes_max: int, kept: KeptBuffers) -> Send:
         """Records that fit one message, of those that are wanted, taken to be sent."""
         assert self.owner is not None, "nobody pulled it"
         assert self.wanted, "nothing is wanted"
@@ -141,17 +156,17 @@ class Offer:
             nbytes += record.nbytes
             if entries and nbytes > self.message_nbytes:
                 break
-            header = record.pack()
-            control_nbytes += len(header) + ENTRY_NBYTES_MAX
+            entry = self.packed.get((part, index)) or Entry(part, index, record.pack())
+            control_nbytes += len(entry.header) + ENTRY_NBYTES_MAX
             if control_nbytes > CONTROL_NBYTES_MAX:
                 break
             self.wanted.popleft()
-            entries.append(Entry(part, index, header))
+            entries.append(entry)
             bulk.append(record.payload)
-        return Send(self.owner[0], Records(self.id, self.epoch, entries), join(bulk))
+        return Send(self.owner[0], Records(self.id, self.epoch, entries), join(bulk, kept.together))
 
     def take_back(self, records: Records) -> None:
-        """The link refused what :meth:`take` answered just before."""
+        """The link refused the result of the last :meth:`take`."""
         assert self.epoch == records.epoch, "the link refuses at once: nothing can have come between"
         self.wanted.extendleft((e.part, e.index) for e in reversed(records.entries))
 
@@ -174,8 +189,11 @@ def check_blocks(blocks: Sequence[OfferedBlock], parts: Sequence[Part], there: C
         if len(block.records) != len(parts):
             raise LocalProtocolError(f"block {block.index}: wanted {len(parts)} records, got {len(block.records)}")
         for part, record in zip(parts, block.records, strict=True):
-            if record is not None and (record.fingerprint, record.nbytes, record.key) != (
-                *(part.fingerprint, part.nbytes),
-                block.key,
-            ):
+            if record is None:
+                continue
+            if (record.fingerprint, record.nbytes, record.key) != (part.fingerprint, part.nbytes, block.key):
                 raise LocalProtocolError(f"block {block.index}: wanted a {part.name} record of its key, got another")
+            if len(record.valid) % 8 or not 0 < len(record.valid) <= VALID_NBYTES_MAX:  # no header could be made of it
+                raise LocalProtocolError(
+                    f"block {block.index}: wanted words of valid bits, got {len(record.valid)} bytes"
+                )

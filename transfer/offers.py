@@ -1,9 +1,10 @@
-"""All offers of one process: who may have them, what is sent next, and when they end.
+"""All offers of one process: which peer may have them, what is sent next, and when they end.
 
-An offer belongs to the run that pulled it first; no other gets a byte of it or ends it. What comes after the end is
-answered and counted, and changes nothing. A pull that comes before its offer waits for it. One offer: ``offer.py``.
+An offer belongs to the run that pulled it first; no other run gets a byte of it or ends it. A message after the end is
+answered and counted, and changes nothing. A pull that comes before its offer waits for it. One offer is in
+``offer.py``.
 
-Sans-IO: no clock, thread, socket or randomness. Times are monotonic seconds of the caller's clock, ids come in.
+Sans-IO: no clock, thread, socket or randomness. Times are monotonic seconds of the caller's clock; ids are arguments.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from transfer.actions import Action, Cut, OfferedBlock, Release, Send
 from transfer.counters import Counters
 from transfer.errors import IncompatiblePeerError, LocalProtocolError, NodeFullError
 from transfer.identity import Identity, check_peer
+from transfer.kept import KeptBuffers
 from transfer.limits import TransferLimits
 from transfer.link import Peer
 from transfer.offer import Event, Offer, Owner, State, check_blocks
@@ -35,8 +37,9 @@ class _Early(NamedTuple):
 
 class Offers:
     """A node calls :meth:`receive` for what arrives, :meth:`tick` when :meth:`next_due_s` has come (often is fine),
-    acts on what they answer, and then sends what :meth:`next_records` has until there is no more. Whatever a peer
-    sends, no method raises because of it. :class:`LocalProtocolError` is for mistakes of this side; it changes nothing.
+    does the actions that they return, and then sends the messages of :meth:`next_records` until there is none. No
+    message of a peer makes a method raise. :class:`LocalProtocolError` is for mistakes of this side; nothing has
+    changed then.
     """
 
     def __init__(self, identity: Identity, limits: TransferLimits, counters: Counters) -> None:
@@ -44,13 +47,14 @@ class Offers:
         self.limits = limits
         self.counters = counters
         self._offers: dict[wire.TransferId, Offer] = {}
-        self._early: OrderedDict[wire.TransferId, _Early] = OrderedDict()  # the one whose time ends first is the first
+        self._early: OrderedDict[wire.TransferId, _Early] = OrderedDict()  # in the order in which their waits end
         self._ended: OrderedDict[wire.TransferId, tuple[wire.Outcome, Owner | None]] = OrderedDict()
-        self._runs: OrderedDict[Peer, bytes] = OrderedDict()  # of who said hello; the peer heard last at the end
-        self._ready: OrderedDict[wire.TransferId, None] = OrderedDict()  # with something to send
-        self._stalled: list[wire.TransferId] = []  # those whose records the link refused, to be tried again
+        self._runs: OrderedDict[Peer, bytes] = OrderedDict()  # run of each greeted peer; the one heard last at the end
+        self._ready: OrderedDict[wire.TransferId, None] = OrderedDict()  # offers with records to send
+        self._stalled: list[wire.TransferId] = []  # offers whose records the link refused, to be tried again
         self._resend_s = math.inf
         self._look_s = math.inf  # nothing ends before
+        self._kept = KeptBuffers()
 
     # ---------------------------------------------------------------- the engine's side
 
@@ -70,7 +74,7 @@ class Offers:
         """Lend ``blocks`` to the peer that pulls ``transfer`` within ``lease_s``.
 
         ``is_open``: more blocks come, until :meth:`seal`. Raises :class:`LocalProtocolError` for an id that is not new,
-        or blocks that do not have the session's parts, and :class:`NodeFullError`.
+        or blocks without the session's parts, and :class:`NodeFullError`.
         """
         if len(transfer) != 16 or transfer in self._ended or transfer in self._offers:
             raise LocalProtocolError(f"transfer: wanted 16 bytes that are new, got {transfer.hex()}")
@@ -96,7 +100,7 @@ class Offers:
         return self._grown(found, found.grow(blocks))
 
     def seal(self, transfer: wire.TransferId, now_s: float) -> list[Action]:
-        """No more blocks come: what is wanted beyond them is absent. Harmless when the offer has ended."""
+        """No more blocks come: other wanted blocks are absent. Harmless when the offer has ended."""
         found = self._open(transfer, now_s)
         return [] if found is None else self._grown(found, found.seal())
 
@@ -138,8 +142,8 @@ class Offers:
     # ---------------------------------------------------------------- the link's side
 
     def receive(self, peer: Peer, message: wire.ToOffers | wire.Bye, now_s: float) -> list[Action]:
-        """What to do about a message; nothing of it is kept but a pull that is early."""
-        actions = self._expire(now_s)
+        """The actions for a message; only an early pull is kept."""
+        actions = self._expire(now_s) if self._look_s <= now_s else []
         match message:
             case wire.Hello():
                 return actions + self._on_hello(peer, message)
@@ -149,14 +153,14 @@ class Offers:
                 return actions + self._on_transfer_message((peer, message.boot_id), message, now_s)
 
     def tick(self, now_s: float) -> list[Action]:
-        """End what has outlived its lease; links that were full may be tried again."""
+        """End offers that have outlived their leases, and retry refused records."""
         if self._resend_s <= now_s:
             for transfer in self._stalled:
                 if (found := self._offers.get(transfer)) and found.wanted:
                     self._ready[transfer] = None
             self._stalled.clear()
             self._resend_s = math.inf
-        return self._expire(now_s)
+        return self._expire(now_s) if self._look_s <= now_s else []
 
     def next_due_s(self) -> float:
         """When :meth:`tick` has something to do, at the earliest."""
@@ -167,9 +171,9 @@ class Offers:
         while self._ready:
             found = self._offers[next(iter(self._ready))]
             if not (found.owner and self.greeted(*found.owner)):
-                del self._ready[found.id]  # lost: it will say hello and pull again
+                del self._ready[found.id]  # the peer was lost: it will say hello and pull again
                 continue
-            send = found.take(self.limits.records_nbytes_max)
+            send = found.take(self.limits.records_nbytes_max, self._kept)
             if found.wanted:
                 self._ready.move_to_end(found.id)
             else:
@@ -180,7 +184,7 @@ class Offers:
         return None
 
     def unsent(self, send: Send, now_s: float) -> None:
-        """The link refused ``send``. Records are tried again after a :meth:`tick`; for anything else the peer asks."""
+        """The link refused ``send``. Records are tried again after a :meth:`tick`; for others the peer asks again."""
         self.counters.sends_refused += 1
         message = send.message
         if isinstance(message, wire.Records):
@@ -189,14 +193,14 @@ class Offers:
             self.counters.records_sent -= len(message.entries)
             self._ready.pop(found.id, None)
             self._stalled.append(found.id)
-            self._resend_s = now_s + self.limits.resend_s
+            self._resend_s = min(self._resend_s, now_s + self.limits.resend_s)  # another peer's records may wait, too
 
     def peer_lost(self, peer: Peer) -> None:
         """The link lost ``peer``: it has to say hello again. Its offers stay until their leases end."""
         self._runs.pop(peer, None)
 
     def greeted(self, peer: Peer, boot_id: bytes) -> bool:
-        """Whether ``peer`` is remembered by a hello of the run ``boot_id``."""
+        """Whether ``peer`` has said hello for the run ``boot_id``, and is remembered."""
         return self._runs.get(peer) == boot_id
 
     def _on_hello(self, peer: Peer, hello: wire.Hello) -> list[Action]:
@@ -226,7 +230,7 @@ class Offers:
 
     def _on_transfer_message(self, who: Owner, message: wire.OfTransfer, now_s: float) -> list[Action]:
         peer, run = who
-        if not self.greeted(peer, run):
+        if self._runs.get(peer) != run:  # not greeted
             self.counters.stranger_messages += 1
             return [Send(peer, wire.Refuse("hello", "a hello of this run first", type(message).__name__, run))]
         self._runs.move_to_end(peer)
@@ -245,7 +249,7 @@ class Offers:
                 return self._on_pull(found, who, message)
             case wire.Pull():
                 self.counters.stale_messages += 1
-            case wire.Ack():  # also of who wanted nothing, and so has not pulled
+            case wire.Ack():  # also from a peer that wanted nothing, and so has not pulled
                 found.owner = who
                 return self._end(found, wire.Outcome.ACKED)
             case wire.Abort():
@@ -253,7 +257,7 @@ class Offers:
         return []
 
     def _on_pull(self, found: Offer, who: Owner, pull: wire.Pull) -> list[Action]:
-        """Its first pull makes a peer the owner of an offer."""
+        """The first pull of an offer makes its peer the owner."""
         self.counters.pulled += found.owner is None
         found.owner = who
         absent = found.want(pull)
@@ -271,7 +275,7 @@ class Offers:
         if ended is not None:
             self.counters.late_messages += 1
             return [] if isinstance(message, wire.Abort) else [Send(who[0], wire.Gone(transfer, ended))]
-        if isinstance(message, wire.Pull):  # its offer may come: the pull waits for it, for a bounded time
+        if isinstance(message, wire.Pull):  # its offer may still come: the pull waits a bounded time
             self.counters.early_pulls += early is None
             until_s = early.until_s if early else now_s + self.limits.early_s
             self._early[transfer] = _Early(who, message, until_s)
@@ -299,13 +303,11 @@ class Offers:
 
     def _expire(self, now_s: float) -> list[Action]:
         actions: list[Action] = []
-        if now_s < self._look_s:
-            return actions
         while self._early and next(iter(self._early.values())).until_s <= now_s:
             actions += self._end_early()
         for found in [o for o in self._offers.values() if o.expires_s <= now_s]:
             actions += self._end(found, wire.Outcome.EXPIRED)
-            if found.owner is not None:  # the link may still have messages for it, which it does not read
+            if found.owner is not None:  # the link may still hold messages that the peer does not read
                 self.counters.slow_peers += 1
                 actions.append(Cut(found.owner[0]))
         waits = [early.until_s for early in list(self._early.values())[:1]]
@@ -313,13 +315,13 @@ class Offers:
         return actions
 
     def _end_early(self, outcome: wire.Outcome = wire.Outcome.UNKNOWN) -> list[Action]:
-        """The pull that has waited longest waits no longer."""
+        """End the wait of the pull that has waited longest."""
         transfer, early = self._early.popitem(last=False)
         self.counters.unknown_transfers += outcome is wire.Outcome.UNKNOWN
         return [Send(early.owner[0], wire.Gone(transfer, outcome))] if self.greeted(*early.owner) else []
 
     def _end(self, found: Offer, outcome: wire.Outcome, *, tell: bool = True, detail: str = "") -> list[Action]:
-        """The offer is over. Its owner is told unless it knows."""
+        """End the offer; its owner is told unless it knows already."""
         found.apply(Event.END)
         del self._offers[found.id]
         self._ready.pop(found.id, None)

@@ -1,18 +1,18 @@
-"""One pull as the decode side sees it: its life as a table, and what is kept for it.
+"""One pull on the decode side: its life as a table, and its data.
 
 The law: the ack follows the last installation, and every wanted record ends as installed or as missing with a reason.
 
-    PULLING -- something wanted is neither in place nor given up
-    ACKING --- all settled, and the engine told; prefill has not said yet that it knows
-    ENDED ---- over
+    PULLING -- a wanted record is neither in place nor given up ACKING --- all settled, and the engine told; prefill has
+    not confirmed yet ENDED ---- over
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final
+
+import msgspec
 
 from cache_manager.errors import BlockBusyError, RecordError
 from cache_manager.keys import BlockKey
@@ -33,7 +33,7 @@ class State(StrEnum):
 class Event(StrEnum):
     ALL_SETTLED = "every wanted record was settled"
     FAIL = "fail"
-    GIVE_UP = "prefill knows, or nobody can tell"
+    GIVE_UP = "prefill has confirmed, or cannot be reached"
 
 
 TRANSITIONS: Final[dict[State, dict[Event, State]]] = {
@@ -47,19 +47,21 @@ Place = tuple[int, int]
 
 
 def places_of(wanted: Sequence[WantedBlock], parts: int) -> dict[Place, BlockKey]:
-    """The records of ``wanted`` with their keys; :class:`LocalProtocolError` for what cannot be wanted."""
+    """The records of ``wanted`` with their keys; :class:`LocalProtocolError` for invalid blocks or parts."""
     keys: dict[Place, BlockKey] = {}
+    every = set(range(parts))
+    for block in wanted:
+        if not 0 <= block.index < BLOCKS_MAX or not block.parts or not every.issuperset(block.parts):
+            raise LocalProtocolError(f"wanted: wanted some of {parts} parts of a block below {BLOCKS_MAX}, got {block}")
+        for part in block.parts:
+            keys[part, block.index] = block.key
     if len({b.index for b in wanted}) != len(wanted):
         raise LocalProtocolError("wanted: wanted each index once, got one twice")
-    for block in wanted:
-        if not 0 <= block.index < BLOCKS_MAX or not block.parts or not set(block.parts) <= set(range(parts)):
-            raise LocalProtocolError(f"wanted: wanted some of {parts} parts of a block below {BLOCKS_MAX}, got {block}")
-        keys.update(((part, block.index), block.key) for part in block.parts)
     return keys
 
 
 def payloads_of(records: Records, bulk: Sequence[memoryview], parts: Sequence[Part]) -> Sequence[memoryview]:
-    """The payloads of the entries of ``records``; :class:`RemoteProtocolError` for bulk that is not theirs."""
+    """The payloads of the entries of ``records``; :class:`RemoteProtocolError` for bulk that does not fit them."""
     try:
         sizes = [parts[entry.part].nbytes for entry in records.entries]
     except IndexError as error:
@@ -67,23 +69,22 @@ def payloads_of(records: Records, bulk: Sequence[memoryview], parts: Sequence[Pa
     return split(bulk, sizes)
 
 
-@dataclass(slots=True, eq=False)
-class Pulling:
-    """What is kept for a pull. Times are monotonic seconds."""
+class Pulling(msgspec.Struct, eq=False):
+    """The data of a pull. Times are monotonic seconds."""
 
     id: TransferId
     peer: Peer
     sink: BlockSink
-    outstanding: dict[Place, BlockKey]  # of what is not settled
+    outstanding: dict[Place, BlockKey]  # keys of records that are not settled
     due_s: float
     spoken_s: float
-    give_up_s: float  # however much prefill promises
+    give_up_s: float  # even if prefill promises more
     state: State = State.PULLING
     epoch: int = 0
     retries: int = 0  # in a row
-    asked: bool = False  # the message that the state asks for is with the link
+    asked: bool = False  # the link has taken the message that the state needs
     installed: int = 0
-    missing: list[Missing] = field(default_factory=list)
+    missing: list[Missing] = []
 
     def apply(self, event: Event) -> None:
         """The one place where a pull changes its state."""
@@ -92,7 +93,7 @@ class Pulling:
         self.state = after
 
     def next_message(self, boot_id: BootId, now_s: float) -> Pull | Ack | Renew:
-        """What the state asks for, taken to be sent: a pull begins the next epoch; where all was said, a renewal."""
+        """The message that the state needs, to be sent: a pull begins the next epoch; a renewal if all was sent."""
         self.spoken_s = now_s
         if self.asked:
             return Renew(boot_id, self.id)
@@ -103,7 +104,7 @@ class Pulling:
         return Pull(boot_id, self.id, self.epoch, self._wants())
 
     def take(self, records: Records, payloads: Sequence[memoryview], parts: Sequence[Part], counters: Counters) -> bool:
-        """Have the records installed that are wanted and sound; whether any was settled."""
+        """Install the records that are wanted and sound; whether any was settled."""
         before = len(self.outstanding)
         for entry, payload in zip(records.entries, payloads, strict=True):
             place, part = (entry.part, entry.index), parts[entry.part]
@@ -120,7 +121,7 @@ class Pulling:
                 continue
             try:
                 placed = self.sink.install(*place, header, payload)
-            except BlockBusyError:  # asked for again with the next epoch
+            except BlockBusyError:  # requested again in the next epoch
                 counters.postponed_records += 1
                 continue
             del self.outstanding[place]
@@ -133,7 +134,7 @@ class Pulling:
         return len(self.outstanding) < before
 
     def give_up(self, absent: Absent, counters: Counters) -> bool:
-        """Settle what prefill does not have; whether that was anything."""
+        """Settle the records that prefill does not have; whether there were any."""
         places = {(entry.part, entry.index) for entry in absent.entries} & self.outstanding.keys()
         for place in places:
             del self.outstanding[place]
@@ -142,12 +143,13 @@ class Pulling:
         return bool(places)
 
     def _wants(self) -> list[Range]:
-        """What is missing: neighbouring blocks of which the same parts are wanted are one range."""
+        """The outstanding records: neighbouring blocks with the same wanted parts are one range."""
         blocks: dict[int, tuple[BlockKey, int]] = {}
         for (part, index), key in self.outstanding.items():
             blocks[index] = key, blocks.get(index, (key, 0))[1] | 1 << part
         ranges: list[tuple[int, int, list[bytes]]] = []
-        for index, (key, parts) in sorted(blocks.items()):
+        for index in sorted(blocks):
+            key, parts = blocks[index]
             if ranges and ranges[-1][0] + len(ranges[-1][2]) == index and ranges[-1][1] == parts:
                 ranges[-1][2].append(key)
             else:

@@ -1,12 +1,12 @@
-"""All pulls of one process: asks for records, checks them, has them installed once, says so.
+"""All pulls of one process: they request records, check them, install them once, and report.
 
 A record is handed out for installation at most once, after its header, key, size and sum were found right. One pull is
 in ``pull.py``.
 
-An *epoch* is one attempt: when nothing has come for ``retry_s``, or the other side has lost sight of this one, decode
-asks anew for what is still missing. A record of an older epoch is as good as any.
+An *epoch* is one attempt: when nothing has come for ``retry_s``, or the other side has forgotten this one, decode asks
+anew for the missing records. A record of an older epoch is as good as any.
 
-Sans-IO: no clock, thread, socket or randomness. Times are monotonic seconds of the caller's clock, ids come in.
+Sans-IO: no clock, thread, socket or randomness. Times are monotonic seconds of the caller's clock; ids are arguments.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ from transfer.pull import Event, Pulling, State, payloads_of, places_of
 
 RENEWALS_A_LEASE: Final = 3
 RENEW_S_MIN: Final = 0.02
-"""However short a lease the other side claims to have."""
+"""Shortest renewal interval, whatever lease the other side claims."""
 
 
 @dataclass(slots=True, eq=False)
 class _Peer:
-    """Where this side stands with a peer."""
+    """This side's state with a peer."""
 
-    boot_id: bytes | None = None  # the prefill run that welcomed us; None: not (or no longer) welcomed
+    boot_id: bytes | None = None  # the prefill run that sent a welcome; None: none yet, or lost
     renew_s: float = math.inf
     hello_s: float = -math.inf  # when the last hello was sent
     pulls: dict[wire.TransferId, Pulling] = field(default_factory=dict)
-    again_s: float = math.inf  # when what the link refused is tried again
-    pause_s: float = 0.0  # before that; twice as long each time
+    again_s: float = math.inf  # when refused messages are tried again
+    pause_s: float = 0.0  # the pause before that; twice as long each time
 
 
 class Pulls:
     """A node calls :meth:`receive` for what arrives and :meth:`tick` when :meth:`next_due_s` has come (often is fine),
-    and acts on what they answer, in order. Whatever a peer sends, :meth:`receive` raises :class:`RemoteProtocolError`
-    at most. :class:`LocalProtocolError` is for mistakes of this side.
+    and does the actions that they return, in order. Whatever a peer sends, :meth:`receive` raises at most
+    :class:`RemoteProtocolError`. :class:`LocalProtocolError` is for mistakes of this side.
     """
 
     def __init__(self, identity: Identity, limits: TransferLimits, counters: Counters) -> None:
@@ -55,10 +55,10 @@ class Pulls:
         self.limits = limits
         self.counters = counters
         self._pulls: dict[wire.TransferId, Pulling] = {}
-        self._acking = 0  # of these, those that have finished for the engine
+        self._acking = 0  # how many of these the engine knows to be finished
         self._peers: dict[Peer, _Peer] = {}  # of pulls in flight, and a few more
         self._ended: OrderedDict[wire.TransferId, None] = OrderedDict()
-        self._look_s = math.inf  # nothing is due before
+        self._look_s = math.inf  # nothing is due before this time
 
     # ---------------------------------------------------------------- the engine's side
 
@@ -70,9 +70,9 @@ class Pulls:
     def pull(
         self, peer: Peer, transfer: wire.TransferId, wanted: Sequence[WantedBlock], sink: BlockSink, now_s: float
     ) -> list[Action]:
-        """Begin to pull what is ``wanted`` from ``peer``. Nothing wanted is fine: prefill learns that it may let go.
+        """Begin to pull ``wanted`` blocks from ``peer``. No blocks are fine: prefill may then release the offer.
 
-        Raises :class:`LocalProtocolError` for an id that was pulled before, an index given twice or a part that is not,
+        Raises :class:`LocalProtocolError` for an id that was pulled before, an index given twice or an invalid part,
         and :class:`NodeFullError`.
         """
         if len(transfer) != 16 or transfer in self._pulls or transfer in self._ended:
@@ -112,9 +112,8 @@ class Pulls:
     def receive(
         self, peer: Peer, message: wire.ToPulls | wire.Bye, bulk: Sequence[memoryview], now_s: float
     ) -> list[Action]:
-        """What to do about a message; what it brings is installed when this returns.
-
-        :class:`RemoteProtocolError`, and nothing was changed, for bulk that is not that of the message.
+        """The actions for a message; its records are installed when this returns. :class:`RemoteProtocolError`, and no
+        change, for bulk that does not fit the message.
         """
         match message:
             case wire.Bye() | wire.Welcome() | wire.Refuse():
@@ -140,7 +139,7 @@ class Pulls:
                 return self._on_pull_message(pull, message, payloads, now_s)
 
     def tick(self, now_s: float) -> list[Action]:
-        """Ask again, renew leases, give up: whatever is due."""
+        """Ask again, renew leases and give up, as far as due."""
         actions: list[Action] = []
         if now_s < self._look_s:
             return actions
@@ -161,8 +160,8 @@ class Pulls:
         return self._look_s
 
     def unsent(self, send: Send, now_s: float) -> None:
-        """The link refused ``send``, which is said before anything else; it is tried again when the peer is found, or
-        after a pause that grows.
+        """The link refused ``send``; report this before any other event. It is tried again when the peer is found, or
+        after a growing pause.
         """
         self.counters.sends_refused += 1
         message, known = send.message, self._peers.get(send.peer)
@@ -182,7 +181,7 @@ class Pulls:
             self._look_s = min(self._look_s, known.again_s)
 
     def peer_found(self, peer: Peer, now_s: float) -> list[Action]:
-        """The link can reach ``peer``: what it refused is said now."""
+        """The link can reach ``peer``: send the refused messages now."""
         known = self._peers.get(peer)
         if known is None or known.again_s == math.inf:
             return []
@@ -190,9 +189,9 @@ class Pulls:
         return [a for p in list(known.pulls.values()) if not p.asked for a in self._send_next(p, now_s)]
 
     def peer_lost(self, peer: Peer) -> None:
-        """The link lost ``peer``: it is greeted again, and what is missing asked for again, when that is due."""
+        """The link lost ``peer``: greet it again, and ask for missing records again, when that is due."""
         if known := self._peers.get(peer):
-            known.boot_id, known.renew_s = None, math.inf
+            known.boot_id, known.renew_s, known.hello_s = None, math.inf, -math.inf
 
     def _on_welcome(self, known: _Peer, welcome: wire.Welcome, now_s: float) -> list[Action]:
         if known.boot_id == welcome.boot_id:
@@ -216,12 +215,11 @@ class Pulls:
         if known.boot_id is None:
             return []  # a hello is on its way
         self.peer_lost(peer)
-        known.hello_s = -math.inf
         return self._greet(peer, known, now_s) if known.pulls else []
 
     def _refused(self, known: _Peer, detail: str) -> list[Action]:
         self.counters.refusals += 1
-        known.boot_id, known.renew_s = None, math.inf
+        known.boot_id, known.renew_s, known.hello_s = None, math.inf, -math.inf  # no hello is on its way
         return self._fail_all(list(known.pulls.values()), Reason.REFUSED, detail)
 
     def _on_pull_message(
@@ -248,13 +246,13 @@ class Pulls:
         return []
 
     def _settled(self, pull: Pulling, now_s: float) -> list[Action]:
-        """Something was settled: the last of it makes the ack."""
+        """Records were settled: after the last one comes the ack."""
         pull.retries = 0
         pull.due_s = now_s + self.limits.retry_s
         return [] if pull.outstanding else self._settle(pull, now_s)
 
     def _settle(self, pull: Pulling, now_s: float) -> list[Action]:
-        """Everything is settled: the engine is told now, prefill until it says that it heard."""
+        """Everything is settled: tell the engine now, and tell prefill until it confirms."""
         pull.apply(Event.ALL_SETTLED)
         pull.asked = False
         self._acking += 1
@@ -271,7 +269,7 @@ class Pulls:
         return self._send_next(pull, now_s)
 
     def _send_next(self, pull: Pulling, now_s: float) -> list[Action]:
-        """The message that the pull's state asks for: a hello before all, a renewal where all was said."""
+        """The message that the pull's state needs: a hello first, a renewal if all was sent."""
         known = self._peers[pull.peer]
         if known.boot_id is None:
             return self._greet(pull.peer, known, now_s)
@@ -284,7 +282,7 @@ class Pulls:
         return [Send(peer, self.identity.hello())]
 
     def _known(self, peer: Peer) -> _Peer:
-        """Where this side stands with ``peer``; of too many, one that nothing is pulled from is forgotten."""
+        """The state with ``peer``; of too many peers, one without pulls is forgotten."""
         if peer not in self._peers:
             if len(self._peers) >= self.limits.peers_max:
                 idle = next((p for p, known in self._peers.items() if not known.pulls), None)
@@ -299,7 +297,7 @@ class Pulls:
         return [action for pull in pulls for action in self._fail(pull, reason, detail)]
 
     def _fail(self, pull: Pulling, reason: Reason, detail: str) -> list[Action]:
-        """The pull is over before its end; prefill is told unless it knows. Where all was in place, it is done."""
+        """The pull ends early; prefill is told unless it knows. If all was settled, the pull is just done."""
         if pull.state is State.ACKING:
             self._close(pull, Event.GIVE_UP)
             return []
@@ -318,7 +316,7 @@ class Pulls:
         return Finished(pull.id, pull.installed, tuple(pull.missing), reason, detail)
 
     def _close(self, pull: Pulling, event: Event) -> None:
-        """Nothing more is said about this pull."""
+        """No more messages are sent for this pull."""
         self._acking -= pull.state is State.ACKING
         pull.apply(event)
         del self._pulls[pull.id], self._peers[pull.peer].pulls[pull.id]

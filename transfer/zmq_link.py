@@ -1,6 +1,6 @@
 """Messages over ZeroMQ: a ROUTER that serves, and a DEALER for every server that is connected to.
 
-Bulk travels in frames of its own. One thread owns the endpoint: all but :meth:`ZmqLink.wake` is called by it.
+Bulk travels in frames of its own. One thread owns the endpoint: only it may call methods, except :meth:`ZmqLink.wake`.
 """
 
 from __future__ import annotations
@@ -25,24 +25,22 @@ from transfer.zmq_settings import ZmqSettings, check_address
 from transfer.zmq_sockets import EVENTS_MAX, Socket, dealer, events, monitored
 
 FRAMES_MAX: Final = ENTRIES_MAX + 1
-"""Of a message: control and bulk."""
+"""Frames of a message: control and bulk."""
 
 ZERO_COPY_NBYTES: Final = 256 << 10
-"""Bulk frames from this size on are sent from where they lie; smaller ones are copied, which is cheaper."""
+"""Bulk frames from this size on are sent without a copy; smaller ones are copied, which is cheaper."""
 
-_LAST: Final = int(zmq.NOBLOCK)  # as numbers: the library's flags cost more than a small copy
+_LAST: Final = int(zmq.NOBLOCK)  # plain ints: the library's flags cost more than a small copy
 _MORE: Final = int(zmq.NOBLOCK | zmq.SNDMORE)
-_EVENTS: Final = int(zmq.EVENTS)
-_POLLIN: Final = int(zmq.POLLIN)
 
 
 @dataclass(slots=True)
 class ZmqCounters:
-    """What a link has met since it was made.
+    """Counts of a link since it was made.
 
     ``dropped_messages`` had too many frames or none; ``evicted_connections`` were the idlest of too many,
-    ``cut_connections`` sent what nobody may or did not read; ``refused_keys`` are not ours. ``connections`` are those
-    of this moment.
+    ``cut_connections`` sent forbidden messages or did not read; ``refused_keys`` are not ours. ``connections`` is the
+    present number.
     """
 
     received_messages: int = 0
@@ -56,6 +54,7 @@ class ZmqCounters:
 
 @dataclass(slots=True)
 class _Server:
+    peer: Peer
     socket: Socket
     monitor: Socket
     connected: bool = False
@@ -70,8 +69,8 @@ class _Server:
 class ZmqLink:
     """A :class:`~transfer.link.Link`; it binds when it is made, or raises :class:`~cache_manager.errors.ConfigError`.
 
-    A peer that we connected to is named by its address, one that connected to us by the routing id it chose. A message
-    that is sent to a peer which is not connected is not taken.
+    A peer that we connected to is named by its address, a peer that connected to us by the routing id it chose. A
+    message to a peer that is not connected is not taken.
     """
 
     def __init__(self, settings: ZmqSettings | None = None) -> None:
@@ -81,12 +80,13 @@ class ZmqLink:
         self._closed = False
         self._identity = settings.identity or b"K" + secrets.token_bytes(15)
         self._servers: dict[Peer, _Server] = {}
+        self._at: dict[Any, _Server] = {}  # by socket, and by monitor
         self._news: list[PeerFound | PeerLost] = []
         self._uses = itertools.count(1)
         self._counters = ZmqCounters()
         self._server: ZmqServer | None = None
         self._context = zmq.Context()
-        self._context.set(zmq.MAX_SOCKETS, 4 * settings.servers_max + 64)  # three each, and those on their way out
+        self._context.set(zmq.MAX_SOCKETS, 4 * settings.servers_max + 64)  # three each, and some that are closing
         self._wakes = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._waking = threading.Lock()
         self._poller = zmq.Poller()
@@ -95,7 +95,7 @@ class ZmqLink:
             try:
                 self._server = ZmqServer(self._context, settings, settings.bind)
                 self.address = self._server.address
-                for socket in self._server.sockets:
+                for socket in self._server.sockets:  # in this order they are looked at, who came and went first
                     self._poller.register(socket, zmq.POLLIN)
             except BaseException:
                 self.close(0)
@@ -111,19 +111,20 @@ class ZmqLink:
     def connect(self, address: str) -> Peer:
         """The peer at ``address``, which need not be there yet.
 
-        :class:`TransferError` when ``servers_max`` others are connected (one that is not makes room), or when ZeroMQ
-        cannot: it has an address for nobody, or no descriptor left.
+        :class:`TransferError` when ``servers_max`` others are connected (an unconnected one makes room), or when ZeroMQ
+        cannot connect: it cannot parse the address, or no descriptor is left.
         """
         self._open()
         peer = Peer(b"server " + address.encode() if isinstance(address, str) else b"")
-        if peer not in self._servers:
+        if (server := self._servers.get(peer)) is None:
             check_address(address, "address", curve=self.settings.keys is not None)
             if len(self._servers) >= self.settings.servers_max:
                 self._forget_server()
-            server = self._servers[peer] = self._connected(address)
-            self._poller.register(server.socket, zmq.POLLIN)
-            self._poller.register(server.monitor, zmq.POLLIN)
-        self._servers[peer].used = next(self._uses)
+            server = self._servers[peer] = self._connected(peer, address)
+            for socket in (server.monitor, server.socket):
+                self._poller.register(socket, zmq.POLLIN)
+                self._at[socket] = server
+        server.used = next(self._uses)
         return peer
 
     def send(self, peer: Peer, control: bytes, bulk: Sequence[Buffer] = ()) -> bool:
@@ -132,7 +133,7 @@ class ZmqLink:
         server = self._servers.get(peer)
         if server is not None:
             server.used = next(self._uses)
-            if not server.connected:  # ZeroMQ tells of a loss before it stops taking messages for who was lost
+            if not server.connected:  # ZeroMQ reports a loss before it stops taking messages for the lost peer
                 return False
             return _sent(server.socket, (control, *bulk))
         routing_id = None if self._server is None else self._server.routing_id(peer)
@@ -142,22 +143,21 @@ class ZmqLink:
 
     def poll(self, timeout_s: float, limit: int = 64) -> list[Came]:
         self._open()
-        ready = dict(self._poller.poll(0 if self._news else max(int(timeout_s * 1000 + 0.999), 0)))
-        if ready.pop(self._wakes, None):
-            with contextlib.suppress(BlockingIOError):
-                os.eventfd_read(self._wakes)
         came: list[Came] = []
-        if ready and self._server is not None:
-            self._poll_server(self._server, ready, came, limit)
-        for peer, server in list(self._servers.items()) if ready else ():
-            if server.monitor in ready:
-                self._watch(peer, server)
-            if server.socket in ready:
-                self._take(server.socket, peer, came, limit)
-        # What a peer said before it was lost comes first.
-        room = max(limit - len(came), 0)
-        came += self._news[:room]
-        del self._news[:room]
+        for source, _ in zmq.zmq_poll(self._poller.sockets, 0 if self._news else max(int(timeout_s * 1000 + 0.999), 0)):
+            if (server := self._at.get(source)) is not None:
+                if source is server.socket:
+                    self._take(source, server.peer, came, limit)
+                else:
+                    self._watch(server)
+            elif source == self._wakes:
+                os.eventfd_read(self._wakes)
+            elif self._server is not None:
+                self._poll_server(self._server, source, came, limit)
+        if self._news:  # messages of a peer come before its loss
+            room = max(limit - len(came), 0)
+            came += self._news[:room]
+            del self._news[:room]
         return came
 
     def cut(self, peer: Peer) -> None:
@@ -165,10 +165,12 @@ class ZmqLink:
             self._server.cut_off(peer)
 
     def wake(self) -> None:
-        with self._waking:  # against close: the number may be another file's a moment later
+        with self._waking:  # against close: the descriptor may be another file's a moment later
             if self._wakes >= 0:
-                with contextlib.suppress(BlockingIOError):  # so often that it wakes anyway
+                try:
                     os.eventfd_write(self._wakes, 1)
+                except BlockingIOError:  # so often that it wakes anyway
+                    return
 
     def close(self, linger_s: float = 0.5) -> None:
         if self._closed:
@@ -185,8 +187,9 @@ class ZmqLink:
             os.close(self._wakes)
             self._wakes = -1
         self._servers.clear()
+        self._at.clear()
 
-    def _connected(self, address: str) -> _Server:
+    def _connected(self, peer: Peer, address: str) -> _Server:
         with contextlib.ExitStack() as undo:
             try:
                 socket = dealer(self._context, self.settings, self._identity, address)
@@ -197,27 +200,31 @@ class ZmqLink:
             except zmq.ZMQError as error:
                 raise TransferError(f"connect: {error}") from error
             undo.pop_all()
-        return _Server(socket, monitor)
+        return _Server(peer, socket, monitor)
 
     def _open(self) -> None:
         if self._closed or os.getpid() != self._pid:
             raise TransferError("the ZeroMQ link is closed, or was made before a fork")
 
-    def _poll_server(self, server: ZmqServer, ready: dict[Any, int], came: list[Came], limit: int) -> None:
-        if server.zap in ready:
-            server.admit()
-        if server.monitor in ready:
+    def _poll_server(self, server: ZmqServer, source: Socket, came: list[Came], limit: int) -> None:
+        if source is server.socket:
+            self._take(source, None, came, limit)
+        elif source is server.monitor:
             self._lose(server.watch())
-        if server.socket in ready:
-            self._take(server.socket, None, came, limit)
+        else:
+            server.admit()
 
     def _take(self, socket: Socket, peer: Peer | None, came: list[Came], limit: int) -> None:
         """Add the messages that are there to ``came``, up to ``limit``; a client's starts with its routing id."""
-        while len(came) < limit and int(socket.getsockopt(_EVENTS)) & _POLLIN:
-            frames = [frame := socket.recv(_LAST, copy=False)]
+        more = True  # the poller has said so
+        while more and len(came) < limit:
+            try:
+                frames = [frame := socket.recv(_LAST, copy=False)]
+            except zmq.Again:  # its connection has just gone
+                return
             while frame.more:
                 frame = socket.recv(copy=False)
-                if len(frames) <= FRAMES_MAX + 1:  # the rest is only taken out of the queue
+                if len(frames) <= FRAMES_MAX + 1:  # further frames are only removed from the queue
                     frames.append(frame)
             self._counters.received_messages += 1
             sender = peer
@@ -225,7 +232,8 @@ class ZmqLink:
                 lost: list[Peer] = []
                 named = frames.pop(0).bytes
                 sender = self._server.sender(named, frames[0], lost) if frames else None
-                self._lose(lost)
+                if lost:
+                    self._lose(lost)
             if sender is None or len(frames) > FRAMES_MAX:
                 self._counters.dropped_messages += 1
                 if sender is not None:
@@ -233,14 +241,15 @@ class ZmqLink:
             else:
                 control, *bulk = frames
                 came.append(Arrival(sender, control.bytes, [frame.buffer for frame in bulk], frames.clear))
+            more = bool(zmq.zmq_poll([(socket, zmq.POLLIN)], 0))  # the socket's own option costs five times as much
 
-    def _watch(self, peer: Peer, server: _Server) -> None:
+    def _watch(self, server: _Server) -> None:
         for event, _ in events(server.monitor):
             was, server.connected = server.connected, event == zmq.EVENT_HANDSHAKE_SUCCEEDED
             if server.connected:
-                self._news.append(PeerFound(peer))
+                self._news.append(PeerFound(server.peer))
             elif was:
-                self._lose([peer])
+                self._lose([server.peer])
 
     def _lose(self, peers: list[Peer]) -> None:
         self._counters.lost_peers += len(peers)
@@ -253,11 +262,12 @@ class ZmqLink:
         server = self._servers.pop(min(idle)[1])
         for socket in (server.monitor, server.socket):
             self._poller.unregister(socket)
+            del self._at[socket]
         server.close(0)
 
 
 def _sent(socket: Socket, frames: Sequence[Buffer]) -> bool:
-    """Whether the whole message was taken; else nothing of it."""
+    """Whether the whole message was taken; otherwise no part of it was."""
     left = len(frames)
     for frame in frames:
         left -= 1
@@ -268,5 +278,5 @@ def _sent(socket: Socket, frames: Sequence[Buffer]) -> bool:
                 raise TransferError(f"send: {error}") from error
             if left == len(frames) - 1:
                 return False
-            # The peer went away within the message: the rest is taken and dropped, as the whole will be.
+            # The peer went away within the message: later frames are taken and dropped, like the whole.
     return True

@@ -1,8 +1,8 @@
-"""The serving half of a ZeroMQ link: a ROUTER, who is connected to it, and whom it lets in.
+"""The serving half of a ZeroMQ link: a ROUTER, its connections, and the admission of clients.
 
-ZeroMQ has no limit for connections. Of too many, one that has not said anything yet makes room, the oldest first, and
-then the one that was silent longest. The file descriptors are libzmq's: one is touched only by way of a duplicate that
-was seen to be a connection of our listener, so that a number which has been used again is left alone.
+ZeroMQ has no limit for connections. Of too many, one that has not sent a message yet makes room, the oldest first, and
+then the one that was silent longest. The file descriptors belong to libzmq: the code touches one only through a
+duplicate that is checked to be a connection of our listener, so that a reused number is left alone.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ log = logging.getLogger(__name__)
 
 
 class ZmqServer:
-    """A bound ROUTER and its connections by file descriptor; who spoke by one can be answered."""
+    """A bound ROUTER and its connections by file descriptor; a client that has sent a message can be answered."""
 
     def __init__(self, context: zmq.Context[Socket], settings: ZmqSettings, address: str) -> None:
         self.settings = settings
         self.refused_keys = 0
         self.evicted = 0
         self.cut = 0
-        self._silent: OrderedDict[int, None] = OrderedDict()  # those that said nothing yet, the oldest first
-        self._spoke: OrderedDict[int, Peer] = OrderedDict()  # the others, the one heard last at the end
-        self._clients: dict[Peer, tuple[int, bytes]] = {}  # who is at which of them, and how the ROUTER names it
-        self._cut: set[int] = set()  # shut down, and not seen to be gone yet
-        self._file: tuple[str, int] | None = None  # of an ipc address, which ZeroMQ leaves behind
+        self._silent: OrderedDict[int, None] = OrderedDict()  # connections without a message yet, the oldest first
+        self._spoke: OrderedDict[int, Peer] = OrderedDict()  # the other connections, the one heard last at the end
+        self._clients: dict[Peer, tuple[int, bytes]] = {}  # each peer's descriptor and routing id
+        self._cut: set[int] = set()  # shut down, but their end is not reported yet
+        self._file: tuple[str, int] | None = None  # the file of an ipc address, which ZeroMQ leaves behind
         self.zap: Socket | None = None
-        if settings.keys is not None:  # bind ZAP first: nobody enters unchecked
+        if settings.keys is not None:  # bind ZAP first: no client enters unchecked
             self.zap = context.socket(zmq.ROUTER)
             self.zap.bind("inproc://zeromq.zap.01")
         self.socket = router(context, settings)
@@ -52,30 +52,30 @@ class ZmqServer:
 
     @property
     def sockets(self) -> tuple[Socket, ...]:
-        """Those to poll."""
-        return (self.socket, self.monitor) if self.zap is None else (self.socket, self.monitor, self.zap)
+        """The sockets to poll, in the order in which they are to be read."""
+        return (self.monitor, self.socket) if self.zap is None else (self.zap, self.monitor, self.socket)
 
     @property
     def connections(self) -> int:
         return len(self._silent) + len(self._spoke)
 
     def routing_id(self, peer: Peer) -> bytes | None:
-        """How the ROUTER names ``peer``, if that is connected."""
+        """The routing id of ``peer``, if it is connected."""
         return self._clients.get(peer, (0, None))[1]
 
     def sender(self, routing_id: bytes, frame: zmq.Frame, lost: list[Peer]) -> Peer | None:
-        """Who sent ``frame``, noted as somebody who can be answered; ``None`` for one that speaks an ancient ZMTP."""
+        """The sender of ``frame``, noted as a peer that can be answered; ``None`` if it speaks an ancient ZMTP."""
         try:
             fd = int(frame.get(zmq.SRCFD))
-        except zmq.ZMQError:  # ZMTP 1 and 2 have no handshake that says anything
+        except zmq.ZMQError:  # ZMTP 1 and 2 have no handshake with a descriptor
             return None
         peer = Peer(b"client " + routing_id)
         if self._spoke.get(fd) == peer:
             self._spoke.move_to_end(fd)
             return peer
         if fd not in self._silent:
-            lost += self.watch()  # its arrival was reported before its message, but not seen yet
-        if fd in self._silent:  # else it has gone already: heard, but not noted
+            lost += self.watch()  # its connection was reported before its message, but not read yet
+        if fd in self._silent:  # otherwise it has gone already: its message counts, but it cannot be answered
             del self._silent[fd]
             if (before := self._clients.get(peer)) is not None:  # restarted, and the old connection is still there
                 del self._spoke[before[0]]
@@ -85,7 +85,7 @@ class ZmqServer:
         return peer
 
     def watch(self) -> list[Peer]:
-        """Note who came and who went; the peers that went."""
+        """Note new and lost connections; returns the peers that were lost."""
         lost = []
         for event, fd in events(self.monitor):
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
@@ -101,7 +101,7 @@ class ZmqServer:
         return lost
 
     def _make_room(self) -> list[Peer]:
-        """Shut the idlest connection down if there are too many; the peer that is lost by that."""
+        """Shut the idlest connection down if there are too many; returns the peer lost by that, if any."""
         if self.connections < self.settings.connections_max:
             return []
         self.evicted += 1
@@ -114,7 +114,7 @@ class ZmqServer:
         return [peer]
 
     def cut_off(self, peer: Peer) -> None:
-        """Shut the connection of ``peer`` down for what came by it, or did not; once, until it is gone."""
+        """Shut the connection of ``peer`` down, because it sent forbidden messages or none; once, until it is gone."""
         fd, _ = self._clients.get(peer, (-1, b""))
         if fd >= 0 and fd not in self._cut:
             self.cut += 1
@@ -122,7 +122,7 @@ class ZmqServer:
 
     def _shut_down(self, fd: int) -> None:
         self._cut.add(fd)
-        with suppress(OSError), system.socket(fileno=os.dup(fd)) as duplicate:  # an error: it has just gone by itself
+        with suppress(OSError), system.socket(fileno=os.dup(fd)) as duplicate:  # an error: it has just closed by itself
             name = duplicate.getsockname()
             end = f":{name[1]}" if isinstance(name, tuple) else f"//{name}"
             duplicate.getpeername()  # an error: the listener itself
@@ -130,7 +130,7 @@ class ZmqServer:
                 duplicate.shutdown(system.SHUT_RDWR)
 
     def admit(self) -> None:
-        """Answer ZAP requests (RFC 27): a client that has our key comes in."""
+        """Answer ZAP requests (RFC 27): a client with our key is admitted."""
         assert self.zap is not None
         assert self.settings.keys is not None
         for _ in range(EVENTS_MAX):
@@ -154,6 +154,6 @@ class ZmqServer:
             socket.close(linger=linger_ms)
         if self._file is not None:
             with suppress(OSError):
-                if os.lstat(self._file[0]).st_ino == self._file[1]:  # not another server's by now
+                if os.lstat(self._file[0]).st_ino == self._file[1]:  # still ours
                     os.unlink(self._file[0])
         self._clients.clear()

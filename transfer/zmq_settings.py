@@ -1,4 +1,4 @@
-"""What a ZeroMQ link can be told, and the addresses it takes. Pure."""
+"""The settings of a ZeroMQ link, and the addresses it accepts. Pure."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _TCP = re.compile(r"tcp://(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9.*_-]{1,253}):([0-9]{1,5
 
 @dataclass(frozen=True, slots=True)
 class ZmqSettings:
-    """One endpoint; :class:`ConfigError` names what cannot be.
+    """One endpoint; :class:`ConfigError` names an invalid setting.
 
-    ``bind`` makes it a server as well: ``ipc:///path`` or ``tcp://127.0.0.1:PORT`` (port ``*``: any that is free). An
+    ``bind`` makes it a server as well: ``ipc:///path`` or ``tcp://127.0.0.1:PORT`` (port ``*``: any free one). An
     address that other machines reach needs ``keys``, which all peers have. ``identity`` names a client to its servers;
-    the default is 16 random bytes, which no peer can guess. Of more than ``connections_max`` clients the idlest makes
-    room, of ``servers_max`` servers one that is not connected.
+    the default is 16 random bytes, which no peer can guess. Beyond ``connections_max`` clients the idlest makes room,
+    beyond ``servers_max`` servers one that is not connected.
     """
 
     bind: str | None = None
@@ -52,11 +52,11 @@ def check_address(address: str, field: str, *, curve: bool) -> None:
     if match is None or (match[2] != "*" and int(match[2]) >= 65_536):
         raise ConfigError(field, "ipc:///PATH or tcp://HOST:PORT", repr(address)[:80])
     if not curve and not is_loopback(match[1].strip("[]")):
-        raise ConfigError(field, "an address of this machine alone where there are no CURVE keys", repr(address))
+        raise ConfigError(field, "an address of this machine alone, without CURVE keys", repr(address))
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches ``host``; a name other than ``localhost`` may be anything.
+    """Whether only this machine reaches ``host``; a name other than ``localhost`` counts as reachable.
 
     >>> is_loopback("127.0.0.1"), is_loopback("::1"), is_loopback("0.0.0.0"), is_loopback("*"), is_loopback("eth0")
     (True, True, False, False, False)

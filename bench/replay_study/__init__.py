@@ -1,4 +1,4 @@
-"""How far a trainer's probabilities are from its engine's, with replay and without.
+"""How far a trainer's probabilities are from its engine's, with and without replay.
 
-``python -m bench.replay_study --help`` says how it is run; ``bench/results`` has what it found on an H100 and an H200.
+``python -m bench.replay_study --help`` says how to run it; ``bench/results`` has its results on an H100 and an H200.
 """

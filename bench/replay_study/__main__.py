@@ -1,17 +1,16 @@
-"""The command line of the study: run it, or show what an earlier run found."""
+"""The command line of the study: run it, or print an earlier run's results."""
 
 from __future__ import annotations
 
 import argparse
 import platform
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Final
 
 import torch
-from rich.console import Console
 
 from bench.replay_study.report import print_results
 from bench.replay_study.results import Results
@@ -23,7 +22,7 @@ RESULTS: Final = "replay-study.json"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; the exit status is 0, or 2 where it could not be started as asked."""
+    """Run one command; the exit status is 0, or 2 if it could not be run."""
     parser = argparse.ArgumentParser(
         prog="python -m bench.replay_study",
         description="mismatch of a trainer and its engine, without replay, R2 and R3",
@@ -36,10 +35,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--seed", type=int, default=0, metavar="N", help="of weights, prompts and samples (0)")
     add("--learning-rate", type=float, metavar="R", help="of policy gradient (as the scale says)")
     add("--trainer-dtype", default="float32", choices=("float32", "bfloat16"), help="(float32)")
-    add("--without", choices=PHASES[1:], help="a phase that is left out (none)")
+    add("--without", choices=PHASES[1:], help="a phase to leave out (none)")
     add("--out", type=Path, default=Path("replay-study"), metavar="DIR", help="for the numbers")
-    add("--from", type=Path, dest="found", metavar="FILE", help="show what an earlier run wrote there")
-    args, console = parser.parse_args(arguments), Console(width=None if sys.stdout.isatty() else 120)
+    add("--from", type=Path, dest="found", metavar="FILE", help="print the results that an earlier run wrote there")
+    args = parser.parse_args(arguments)
     name = args.scale or ("half-billion" if args.device == "cuda" else "small")
     scale = SCALES[name]
     if args.minutes is not None and not args.minutes > 0:
@@ -51,31 +50,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
     phases = tuple(phase for phase in PHASES if phase != args.without)
     try:
         if args.found is not None:
-            print_results(Results.read(args.found), console)
+            print_results(Results.read(args.found), print)
         else:
             options = Options(scale, args.device, args.minutes, args.seed, args.trainer_dtype, phases)
-            replay_study(options, name, args.out, console)
+            replay_study(options, name, args.out)
     except (KVRouteError, OSError) as error:
         sys.stderr.write(f"{parser.prog}: {error}\n")
         return 2
     return 0
 
 
-def replay_study(options: Options, name: str, out: Path, console: Console) -> Results:
+def replay_study(options: Options, name: str, out: Path, say: Callable[[str], object] = print) -> Results:
     """Run the study; write its numbers to ``out`` and print them."""
     if options.device == "cpu":
-        torch.set_num_threads(1)  # more would spend their time waiting for each other: the matrices are small
+        torch.set_num_threads(1)  # more threads would wait for each other: the matrices are small
     out.mkdir(parents=True, exist_ok=True)
     setting = _setting(options, name)
-    console.print(f"scale {name} on {setting['hardware']}: engine in bfloat16, trainer in {options.trainer_dtype}")
-    results = Study(options, setting, out / RESULTS, console.print).run()
-    console.print(f"{results.seconds:.0f} seconds; numbers: {out / RESULTS}")
-    print_results(results, console)
+    say(f"scale {name} on {setting['hardware']}: engine in bfloat16, trainer in {options.trainer_dtype}")
+    results = Study(options, setting, out / RESULTS, say).run()
+    say(f"{results.seconds:.0f} seconds; numbers: {out / RESULTS}")
+    print_results(results, say)
     return results
 
 
 def _setting(options: Options, name: str) -> dict[str, Any]:
-    """Where and with which sizes: what a reader of the numbers must know."""
+    """The machine, versions and sizes, for readers of the numbers."""
     import transformers
 
     cuda = options.device == "cuda"

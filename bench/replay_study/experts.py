@@ -1,8 +1,8 @@
 """The experts of a layer as two batched matrix products.
 
-Transformers' own loop launches a dozen kernels an expert and waits for the device at each: 24 layers of 64 experts
-spend seconds on it. Here each expert's tokens are padded to those of the busiest, which costs arithmetic instead: at
-most ``experts / top_k`` times as much, because a token goes to ``top_k`` different experts.
+Transformers' own loop launches a dozen kernels an expert and waits for the device at each: with 24 layers of 64 experts
+this takes seconds. Here each expert's tokens are padded to the number of the busiest expert, which costs arithmetic
+instead: at most ``experts / top_k`` times as much, because a token goes to ``top_k`` different experts.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ PADDED: Final = "kvroute_padded"
 
 
 def install() -> str:
-    """Make :func:`padded_experts` known to transformers; its name there. Again is harmless."""
+    """Register :func:`padded_experts` with transformers; returns its name there. May be called again."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     ALL_EXPERTS_FUNCTIONS[PADDED] = padded_experts
@@ -28,7 +28,7 @@ def padded_experts(
     top_k_index: torch.Tensor,  # [tokens, top_k] int64, no expert twice in a row
     top_k_weights: torch.Tensor,  # [tokens, top_k]
 ) -> torch.Tensor:
-    """What the experts make of ``states``: ``[tokens, hidden]``. Waits for the device once, to know the busiest."""
+    """The experts' output for ``states``: ``[tokens, hidden]``. Waits for the device once, to find the largest load."""
     assert experts.has_gate, "the study's families have gated experts"
     assert not experts.has_bias, "without a bias"
     assert not experts.is_transposed, "of matrices [out, in]"
@@ -39,7 +39,7 @@ def padded_experts(
     width = int(load.max())
     # The place of each (token, expert) in the padded batch [count, width].
     place = by_expert * width + torch.arange(len(order), device=device) - (load.cumsum(0) - load)[by_expert]
-    # Padding reads some token too, each time another; nobody reads what becomes of it.
+    # Padding reads some token too, each place another; its result is never read.
     token_at = torch.arange(count * width, device=device) % tokens
     token_at[place] = order // top_k
     given = states.index_select(0, token_at).view(count, width, -1)

@@ -1,7 +1,7 @@
-"""How far one policy is from another on the tokens that one of them sampled, and their routes from each other.
+"""How far two policies, and their routes, are from each other on tokens that one of them sampled.
 
-``behaviour`` is the engine's distribution, which the tokens were drawn from; ``policy`` the trainer's. With
-``d = log policy(token) - log behaviour(token)`` of a sampled token:
+``behaviour`` is the engine's distribution, from which the tokens were drawn; ``policy`` the trainer's. With ``d = log
+policy(token) - log behaviour(token)`` of a sampled token:
 
 * ``kl``: KL(behaviour || policy), summed over the whole vocabulary and averaged over tokens: no estimate.
 * ``k3``: the mean of ``exp(d) - 1 - d``, which estimates the same from the sampled tokens alone, as trainers do
@@ -43,7 +43,7 @@ def measure(
     used: torch.Tensor,  # [..., layers, top_k] the experts in the trainer's pass
     rolled: torch.Tensor,  # [..., layers, top_k] the experts in the engine's
 ) -> dict[str, float]:
-    """The figures of one batch, by the names above, and ``tokens``: means over so many sampled ones."""
+    """The figures of one batch, by the names above; ``tokens`` is the number of sampled tokens in the means."""
     d = log_ratios(policy, behaviour, tokens).double()
     behaviour, policy = behaviour.double(), policy.double()
     different = differing_routes(used, rolled)

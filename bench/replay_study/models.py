@@ -1,4 +1,4 @@
-"""The models of a study: the trainer's in float32, and the engine's, which is the same in bfloat16."""
+"""The models of a study: the trainer's in float32, and the engine's, a copy in bfloat16."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from cache_manager.spec import AuxBlockDataSpec
 from kvroute.routing import routing_spec_from_hf
 
 ROUTES_BLOCK_TOKENS = 8
-"""Of the spec that routes are made with; nothing that is measured depends on it."""
+"""The block size in the spec of the routes; no measurement depends on it."""
 
 
 def build_trained(scale: Scale, family: str, seed: int, device: torch.device) -> Any:
-    """The trainer's model with weights drawn from ``seed``: float32, every parameter wants its gradient."""
+    """The trainer's model with weights drawn from ``seed``: float32, with gradients for every parameter."""
     if scale.shape is None:
         from paged_engine.models import build_model
 
@@ -31,7 +31,7 @@ def build_trained(scale: Scale, family: str, seed: int, device: torch.device) ->
 
 
 def build_engines(trained: Any) -> Any:
-    """The engine's copy of ``trained``, ready for :func:`load_weights`: parameters in bfloat16, buffers as they were.
+    """The engine's copy of ``trained``, ready for :func:`load_weights`: parameters in bfloat16, buffers unchanged.
 
     Rotary frequencies and the routers' biases are buffers, which engines keep in float32 too.
     """

@@ -1,13 +1,11 @@
-"""The findings as tables for people. Whatever was found is printed."""
+"""The results as tables. Every result is printed."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
-from rich.console import Console
-from rich.table import Table
-
+from bench.harness import Table
 from bench.replay_study.results import Interval, Results, by_origin, difference, over_steps, ratio
 from bench.replay_study.trainer import Mode
 
@@ -40,22 +38,23 @@ STEPS = (
 )
 
 
-def print_results(results: Results, console: Console) -> None:
-    """All tables, and a sentence for each family."""
-    learned = _table("Supervised learning", "model", "weights", "parameters", "steps", "loss", "before", "reward after")
+def print_results(results: Results, say: Callable[[str], object]) -> None:
+    """Print all tables, and a sentence for each family."""
+    columns = ("model", "weights", "parameters", "steps", "loss", "reward before", "after")
+    learned = Table("Supervised learning", columns)
     for each in results.learned:
         cells = (str(each.seed), f"{each.parameters:,}", str(each.steps))
         rewards = (f"{number:.3f}" for number in (each.loss, each.reward_before, each.reward_after))
-        learned.add_row(each.family, *cells, *rewards)
-    console.print(learned)
-    console.print(f"by chance the reward is {results.setting['chance']:.3f}")
+        learned.row(each.family, *cells, *rewards)
+    say(learned.text() + "\n")
+    say(f"by chance the reward is {results.setting['chance']:.3f}")
     for when in TITLES:
-        console.print(_mismatch(results, when))
-    for sentence in (*verdicts(results), *_reinforced(results, console)):
-        console.print(sentence)
-    console.print("d = log p(trainer) - log p(engine) of a sampled token; ± is a 95 % interval", style="dim")
+        say(_mismatch(results, when).text() + "\n")
+    for sentence in (*verdicts(results), *_reinforced(results, say)):
+        say(sentence)
+    say("d = log p(trainer) - log p(engine) of a sampled token; ± is a 95 % interval")
     if not results.complete:
-        console.print("[yellow]the study was cut off: this is what it had[/]")
+        say("the study was interrupted: these are its results so far")
 
 
 def verdicts(results: Results) -> Iterator[str]:
@@ -72,37 +71,29 @@ def verdicts(results: Results) -> Iterator[str]:
         yield f"{family}: R3 leaves {mean:.0f} % of the KL ({bounds}): {words} halved"
 
 
-def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title)
-    for number, column in enumerate(columns):
-        table.add_column(column, justify="right" if number else "left")
-    return table
-
-
 def _mismatch(results: Results, when: str) -> Table:
-    table = _table(TITLES[when], "model", "what", *(NAMES[mode.value] for mode in Mode))
+    table = Table(TITLES[when], ["model", "what", *(NAMES[mode.value] for mode in Mode)])
     for family in dict.fromkeys(m.family for m in results.measured):
         for number, (figure, label) in enumerate(LABELS.items()):
             values = [by_origin(results, family, when, mode.value, figure) for mode in Mode]
             cells = [shown(Interval.of(each) if each else None, figure) for each in values]
-            table.add_row("" if number else family, label, *cells)
-        table.add_section()
+            table.row("" if number else family, label, *cells)
     return table
 
 
-def _reinforced(results: Results, console: Console) -> Iterator[str]:
-    """Print the table of policy gradient; a sentence each on how it differs with replay, on the same prompts."""
+def _reinforced(results: Results, say: Callable[[str], object]) -> Iterator[str]:
+    """Print the table of policy gradient; yields for each mode a sentence on its difference, on the same prompts."""
     modes = list(dict.fromkeys(run.mode for run in results.runs if run.steps))
     by_mode = {mode: [run for run in results.runs if run.mode == mode and run.steps] for mode in modes}
     heads = []
     for mode, runs in by_mode.items():
         counts = sorted({len(run.steps) for run in runs})
-        heads.append(f"{NAMES[mode]}\n{len(runs)} seeds, {'-'.join(map(str, counts))} steps")
-    table = _table("Policy gradient: means over seeds", "what", *heads)
+        heads.append(f"{NAMES[mode]}: {len(runs)} seeds, {'-'.join(map(str, counts))} steps")
+    table = Table("Policy gradient: means over seeds", ["what", *heads])
     for label, figure, steps in STEPS:
-        table.add_row(label, *(shown(over_steps(runs, figure, steps), figure) for runs in by_mode.values()))
+        table.row(label, *(shown(over_steps(runs, figure, steps), figure) for runs in by_mode.values()))
     if modes:
-        console.print(table)
+        say(table.text() + "\n")
     for mode in modes:
         found = difference(results, mode, "reward", slice(-ENDS, None)) if mode != Mode.NONE else None
         if found is not None:

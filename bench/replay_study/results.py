@@ -1,6 +1,6 @@
-"""What a study found, as numbers, and what they come to: means with intervals, and whether replay halves the mismatch.
+"""The results of a study: numbers, means with intervals, and whether replay halves the mismatch.
 
-They are written whenever there is more: a run that is cut off keeps what it has.
+They are written after every step, so that an interrupted run keeps its results.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ NORMAL_975: Final = 1.960
 
 @dataclass(frozen=True, slots=True)
 class Learned:
-    """Supervised learning of one model: mean rewards of rollouts before and after, and its last losses' mean."""
+    """Supervised learning of one model: mean rewards of rollouts before and after, and the mean of its last losses."""
 
     family: str
     seed: int
@@ -60,7 +60,7 @@ class Step:
     """One step of policy gradient: rollouts, then an update.
 
     ``kl`` is the k3 estimate of the mismatch between engine and trainer before the update, ``moved`` that of the update
-    itself, ``clip_fraction`` the share of tokens that the clip took out of it.
+    itself, ``clip_fraction`` the share of tokens that the clip left out of it.
     """
 
     step: int
@@ -96,14 +96,14 @@ class Results:
     complete: bool = False
 
     def write(self, path: Path) -> None:
-        """Replace ``path`` by these results, whole or not at all."""
+        """Replace ``path`` with these results, atomically."""
         part = path.with_suffix(".part")
         part.write_text(json.dumps({"format": FORMAT, **asdict(self)}, indent=1) + "\n", encoding="utf-8")
         os.replace(part, path)
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """What :meth:`write` wrote; :class:`InvalidInputError` for anything else."""
+        """Read a file of :meth:`write`; :class:`InvalidInputError` for anything else."""
         try:
             found = json.loads(path.read_text(encoding="utf-8"))
             if found.pop("format") != FORMAT:
@@ -147,7 +147,7 @@ class Interval:
 
 
 def by_origin(results: Results, family: str, when: str, mode: str, figure: str) -> list[float]:
-    """A figure for each origin of chance: for each model, or for each batch where there is but one model."""
+    """A figure for each independent sample: for each model, or for each batch if there is only one model."""
     found = [m for m in results.measured if (m.family, m.when, m.mode) == (family, when, mode)]
     one_model = len({m.seed for m in found}) == 1
     groups: dict[tuple[int, int], list[float]] = {}
@@ -157,9 +157,9 @@ def by_origin(results: Results, family: str, when: str, mode: str, figure: str) 
 
 
 def ratio(results: Results, family: str, mode: str) -> Interval | None:
-    """The logarithm of the KL in ``mode`` over that without replay, batch by batch; ``None`` where one of them is none.
+    """The logarithm of the KL in ``mode`` over that without replay, batch by batch; ``None`` if all pairs have a zero.
 
-    The mismatch is at least halved where all of the interval is below ``log(0.5)``.
+    The mismatch is at least halved if the whole interval is below ``log(0.5)``.
     """
     sides = (by_origin(results, family, "before", name, "kl") for name in (mode, "none"))
     logs = [math.log(with_it / without) for with_it, without in zip(*sides, strict=False) if with_it and without]
@@ -174,7 +174,7 @@ def over_steps(runs: Sequence[Run], figure: str, steps: slice) -> Interval | Non
 
 
 def difference(results: Results, mode: str, figure: str, steps: slice) -> Interval | None:
-    """A figure of policy gradient in ``mode`` less that without replay, seed by seed: both had the same prompts."""
+    """A figure of policy gradient in ``mode`` minus that without replay, seed by seed, on the same prompts."""
     found = {(run.mode, run.seed): over_steps([run], figure, steps) for run in results.runs}
     pairs = [(mine, found.get(("none", seed))) for (name, seed), mine in found.items() if name == mode]
     differences = [with_it.mean - without.mean for with_it, without in pairs if with_it and without]

@@ -1,7 +1,7 @@
-"""Rollouts: what an engine sampled, the distributions it sampled from, and the experts that it used.
+"""Rollouts: the tokens that an engine sampled, the distributions, and the experts that it used.
 
-A whole batch runs at once over transformers' own cache. What is handed out are :class:`~kvroute.routes.Routes`, one a
-sequence, in which the row of the last sampled token is absent: no pass read it.
+A whole batch runs at once with transformers' own cache. Each sequence has its :class:`~kvroute.routes.Routes`, without
+a row for the last sampled token, which no pass read.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class Rollouts:
 
     tokens: torch.Tensor  # [batch, sequence] int64, on the trainer's device
     prompt_tokens: int
-    behaviour: torch.Tensor  # [batch, answer, vocabulary] float32 log-probabilities that were sampled from
-    routes: tuple[Routes, ...]  # of the positions [0, sequence - 1) of each sequence
+    behaviour: torch.Tensor  # [batch, answer, vocabulary] float32 log-probabilities at sampling
+    routes: tuple[Routes, ...]  # positions [0, sequence - 1) of each sequence
 
     @property
     def answers(self) -> torch.Tensor:
@@ -37,14 +37,14 @@ class Rollouts:
         """The engine's experts as a trainer's targets: ``[batch, sequence - 1, layers, top_k]`` int64, none missing."""
         batch, tokens = len(self.tokens), self.tokens.shape[1] - 1
         targets = padded(self.routes, torch.ones(batch, tokens, dtype=torch.bool))
-        assert bool((targets >= 0).all()), "an engine of the study hands out every row"
+        assert bool((targets >= 0).all()), "the study's engine returns every row"
         return targets.to(self.tokens.device)
 
 
 class Rollout:
-    """Samples an answer of ``length`` tokens to each prompt at temperature 1, with the weights that ``model`` has.
+    """Samples an answer of ``length`` tokens to each prompt at temperature 1, with the current weights of ``model``.
 
-    ``seed`` decides what is drawn; the same prompt twice is two samples.
+    ``seed`` decides the draws; the same prompt twice gives two samples.
     """
 
     def __init__(self, model: Any) -> None:

@@ -1,4 +1,4 @@
-"""The sizes behind the name of a scale, and what the user may choose besides."""
+"""The sizes of each named scale, and the user's options."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TrainerDtype = Literal["float32", "bfloat16"]
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The sizes of a Qwen3-MoE that is made for the study; every layer is routed."""
+    """The sizes of a Qwen3-MoE made for the study; every layer is routed."""
 
     layers: int
     hidden: int
@@ -52,7 +52,7 @@ class Reinforcement:
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """One size of the study. Without a ``shape`` the models are those of ``kvroute demo``. With one, it is that model.
+    """One size of the study. With a ``shape`` the model has that shape, else models are those of ``kvroute demo``.
 
     Each figure of the mismatch is a mean over ``weights`` models, each learnt from its own seed, times ``draws``
     batches of rollouts of ``measured`` prompts.
@@ -95,10 +95,10 @@ SCALES: Final[dict[str, Scale]] = {
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """How ``scale`` is run.
+    """How to run ``scale``.
 
-    With ``minutes`` learning gets a third of them at most, and policy gradient takes as many steps as fit into what is
-    left. Without the first of ``phases`` there is nothing to measure.
+    With ``minutes`` learning gets a third of them at most, and policy gradient takes as many steps as fit into the
+    rest. The first of ``phases`` is always needed.
     """
 
     scale: Scale

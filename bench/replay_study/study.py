@@ -1,4 +1,4 @@
-"""The study itself: learn, measure the mismatch in every mode, then reinforce with replay and without."""
+"""The study itself: learn, measure the mismatch in every mode, then reinforce with and without replay."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from bench.replay_study.task import Tokens
 from bench.replay_study.trainer import Mode, Scored, Trainer, Update, replayed
 
 LEARNING_SHARE = 1 / 3
-"""Of ``--minutes``."""
+"""The share of ``--minutes`` for learning."""
 WARM_UP, LAST_RATE = 0.1, 0.1
-"""Supervised learning: the share of its steps in which the rate rises, and what it has fallen to at the end."""
+"""Supervised learning: the share of its steps in which the rate rises, and the rate's share left at the end."""
 LOSSES_KEPT = 10
 State = dict[str, torch.Tensor]
 
 
 class Study:
-    """One run. ``results`` grow as it goes, and are written to ``path`` each time; ``say`` hears what was done."""
+    """One run. ``results`` grow with it, and are written to ``path`` each time; ``say`` gets a line for each step."""
 
-    def __init__(self, options: Options, setting: dict[str, Any], path: Path, say: Callable[[str], None]) -> None:
+    def __init__(self, options: Options, setting: dict[str, Any], path: Path, say: Callable[[str], object]) -> None:
         self._options = options
         self._scale = options.scale
         self._device = torch.device(options.device)
@@ -42,7 +42,7 @@ class Study:
         self.results = Results(setting)
 
     def run(self) -> Results:
-        """Do it all. Without ``minutes`` everything but the seconds is the same for the same options."""
+        """Run all phases. Without ``minutes`` everything except the seconds is the same for the same options."""
         scale = self._scale
         for family in scale.families:
             for seed in range(self._options.seed, self._options.seed + scale.weights):
@@ -109,7 +109,7 @@ class Study:
         rolled = rollouts.rolled()
         native = side.trainer.score(rollouts, None)
         for mode in Mode:
-            # In R2 the old policy's pass is the one that records: it replays nothing, and differs in nothing.
+            # In R2 the old policy's pass records and replays nothing, so it equals the pass without replay.
             old = side.trainer.score(rollouts, rolled) if mode is Mode.R3 else native
             self._keep(family, seed, draw, "before", mode, rollouts, old, rolled)
             fresh = side.again(start)
@@ -136,7 +136,7 @@ class Study:
             run = Run(r.family, mode.value, seed)
             self.results.runs.append(run)
             self._reinforce(run, mode, steps, seconds)
-            if number == 0:  # the others are compared with it, step by step
+            if number == 0:  # the other runs are compared with the first, step by step
                 steps = max(1, len(run.steps))
 
     def _seconds_left(self) -> float:
@@ -145,7 +145,7 @@ class Study:
         return 60 * self._options.minutes - (time.perf_counter() - self._started)
 
     def _reinforce(self, run: Run, mode: Mode, steps: int, seconds: float) -> None:
-        gc.collect()  # what the run before has left: it would not fit beside this one
+        gc.collect()  # the run before and this one would not fit together
         scale, started = self._scale, time.perf_counter()
         trained = build_trained(scale, run.family, 0, self._device)
         trained.load_state_dict(self._starts[run.seed % len(self._starts)])
@@ -188,7 +188,7 @@ class Study:
     ) -> Update:
         r = self._scale.reinforcement
         rewards = self._rewards(rollouts).reshape(-1, r.samples)
-        # GRPO: how much better than the other answers to the same prompt, in their standard deviations.
+        # GRPO: how much better than the other answers to the same prompt, in standard deviations.
         gains = (rewards - rewards.mean(1, keepdims=True)) / (rewards.std(1, keepdims=True) + 1e-6)
         return trainer.reinforce(
             rollouts,
@@ -201,7 +201,7 @@ class Study:
         )
 
     def _prompts(self, count: int, *seed: int) -> Tokens:
-        """``count`` prompts, each as often as it gets samples, one beside the other."""
+        """``count`` prompts, each repeated for its samples, side by side."""
         prompts = self._scale.task.prompts(count, np.random.default_rng(seed))
         return np.repeat(prompts, self._scale.reinforcement.samples, axis=0)
 
@@ -223,12 +223,12 @@ class _Side:
         self.trainer = self._trainer()
 
     def roll(self, prompts: Tokens, length: int, seed: int) -> Rollouts:
-        """Rollouts with the trainer's weights of this moment."""
+        """Rollouts with the trainer's current weights."""
         load_weights(self._engines, self.trained)
         return self._rollout(prompts, length, seed)
 
     def again(self, start: State) -> Trainer:
-        """The model with the weights of ``start`` and an optimizer that has seen nothing."""
+        """The model with the weights of ``start`` and a new optimizer."""
         self.trained.load_state_dict(start)
         return self._trainer()
 
@@ -247,5 +247,5 @@ def _state(model: Any) -> State:
 
 
 def _seed(*parts: int) -> int:
-    """One seed of several numbers."""
+    """One seed from several numbers."""
     return int(np.random.SeedSequence(parts).generate_state(1)[0])

@@ -1,7 +1,7 @@
-"""A task that can be made up and judged in a moment: put symbols in the order that the prompt asks for.
+"""A task that is cheap to make and to judge: put symbols in the order that the prompt asks for.
 
-A prompt is ``BEGIN, order, symbol * length, ANSWER``; its answer is the same symbols in that order. Every prompt and
-every answer is as long as any other, so that batches have no padding.
+A prompt is ``BEGIN, order, symbol * length, ANSWER``; its answer is the same symbols in that order. All prompts have
+one length, and all answers, so that batches have no padding.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Tokens = NDArray[np.int64]
 
 
 class Token(IntEnum):
-    """The tokens that are no symbols; the first three of them name orders."""
+    """The tokens that are not symbols; the first three of them name orders."""
 
     ASCENDING = 0
     DESCENDING = 1
@@ -78,8 +78,8 @@ class Task:
     def demonstrations(self, count: int, errors: float, draw: np.random.Generator) -> Tokens:
         """Prompts with answers ``[count, sequence_tokens]`` in which a share ``errors`` of the symbols is drawn anew.
 
-        A policy that has learnt from them is right about as often as they are, and unsure of every symbol: it leaves
-        something for reinforcement to do.
+        A policy that has learnt from them is right about as often as they are, and unsure of every symbol, so
+        reinforcement can improve it.
         """
         prompts = self.prompts(count, draw)
         answers = self.answers(prompts)

@@ -1,8 +1,8 @@
-"""The trainer's side: supervised steps, log-probabilities of what an engine sampled, and the policy-gradient update.
+"""The trainer's side: supervised steps, log-probabilities of sampled tokens, and the policy-gradient update.
 
-Replay forces the experts of a pass; the router's weights of these experts come from its current scores all the same, so
-that it keeps its gradient. ``R2`` replays what the trainer itself chose when it computed the old log-probabilities,
-``R3`` what the engine chose when it sampled (arXiv 2510.11370, 2507.18071).
+Replay forces the experts of a pass; the weights of these experts still come from the router's current scores, so that
+it keeps its gradient. ``R2`` replays the trainer's own choices when it computed the old log-probabilities, ``R3`` the
+engine's choices when it sampled (arXiv 2510.11370, 2507.18071).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kvroute.replay.transformers import recorded, replay
 
 GRADIENT_NORM_MAX = 1.0
 BALANCE_WEIGHT = 0.01
-"""Of the routers' load-balancing loss in supervised learning, for the families that have one."""
+"""The weight of the routers' load-balancing loss in supervised learning, for families that have one."""
 
 
 class Mode(StrEnum):
@@ -37,7 +37,7 @@ class Mode(StrEnum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Scored:
-    """What a pass without gradient found."""
+    """The result of a pass without gradient."""
 
     log_probs: torch.Tensor  # [batch, answer, vocabulary] float32
     used: torch.Tensor  # [batch, sequence - 1, layers, top_k] int64: the experts of that pass
@@ -47,8 +47,8 @@ class Scored:
 class Update:
     """The means over one batch's optimizer steps.
 
-    ``clip_fraction`` is the share of tokens whose gradient the clip took away, ``moved`` the k3 estimate of how far the
-    policy is from the old one at each step, before the step is taken.
+    ``clip_fraction`` is the share of tokens whose gradient was clipped, ``moved`` the k3 estimate of the policy's
+    distance from the old one before each step.
     """
 
     loss: float
@@ -75,7 +75,7 @@ class Trainer:
         )
 
     def learn(self, tokens: torch.Tensor, prompt_tokens: int, learning_rate: float) -> torch.Tensor:
-        """One supervised step on the answers of ``tokens`` ``[batch, sequence]``; the loss, on the device."""
+        """One supervised step on the answers of ``tokens`` ``[batch, sequence]``; returns the loss, on the device."""
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate
         balanced = hasattr(self.model.config, "router_aux_loss_coef")
@@ -92,7 +92,7 @@ class Trainer:
 
     @torch.no_grad()
     def score(self, rollouts: Rollouts, routes: torch.Tensor | None) -> Scored:
-        """Log-probabilities of the rollouts, on experts ``[batch, sequence - 1, layers, top_k]`` if they are given."""
+        """Log-probabilities of the rollouts, with experts ``[batch, sequence - 1, layers, top_k]`` if given."""
         log_probs, used = [], []
         with RoutingCapture(self.model, self._spec) as capture:
             for part in torch.split(torch.arange(len(rollouts.tokens), device=self.device), self._micro_batch):

@@ -1,4 +1,4 @@
-"""What a forward pass asks of a block manager: room for the next tokens, their slots, and that they can be found.
+"""What a forward pass asks of a block manager: room for the next tokens, their slots, and their publication.
 
 For one sequence and any number of tokens, or (``..._batch``) for one more token of each of many, as a decode step does:
 its arrays have one element a sequence, and only the sequences that need a block, or have filled one, cost Python.
@@ -12,13 +12,12 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from numpy import count_nonzero as count
 
 from cache_manager.blocks import AuxBlocks
 from cache_manager.errors import BlockStateError, InvalidInputError, TransferProcessError
 from cache_manager.keys import Tokens
 from cache_manager.manager.pool import BlockPool
-from cache_manager.manager.sequence import Ints, Sequence, Sequences
+from cache_manager.manager.sequence import UNKNOWN, Ints, Sequence, Sequences
 from cache_manager.numbers import integers
 from cache_manager.step import PADDING
 
@@ -35,14 +34,14 @@ class Passes:
         self._sequences = Sequences(aux.block_tokens, sequences_max)
 
     def append(self, owner: str, total_tokens: int) -> bool:
-        """Make room so that the sequence can hold ``total_tokens``; ``False`` when there is none, nothing changed.
+        """Make room so that the sequence can hold ``total_tokens``; ``False`` when there is none: nothing changed.
 
-        A block that would be written and that others use too is copied first (copy-on-write).
+        A shared block that would be written is copied first (copy-on-write).
         """
         return self._append(self._sequences.ready(owner), total_tokens)
 
     def _append(self, s: Sequence, total: int) -> bool:
-        size, pool, done = self._tokens, self._pool, self._sequences.computed_at[s.row]
+        size, pool, done = self._tokens, self._pool, self._sequences.computed(s)
         have, wanted = len(s.blocks), -(-total // size)
         shared = [i for i in range(done // size, min(wanted, have)) if pool.others_use(s.blocks[i])]
         if not (n := len(shared) + max(0, wanted - have)):
@@ -64,26 +63,25 @@ class Passes:
     def append_batch(self, seqs: Any) -> Ints:
         """:meth:`append` of one token to each of ``seqs`` ``[n]``, in their order: its slot ``[n]``, -1 for no room.
 
-        Raises before anything is changed if one is not on the device, waits for the store, or is given twice. Where a
-        copy raises, those before it have their room.
+        Raises before anything is changed if one is not on the device, waits for the store, or is given twice. If a copy
+        raises, the sequences before it keep their room.
         """
         all_ = self._sequences
-        rows = all_.ready_rows(seqs)
-        done = all_.computed.take(rows)
-        slots: Ints = all_.offset.take(rows) + done
-        if count(unknown := done >= all_.limit.take(rows)):  # one in block_tokens needs a block, and one after a fork
+        rows, _ = all_.ready_rows(seqs)
+        slots: Ints = all_.next.take(rows)
+        if rows.size and slots.item(slots.argmin()) < 0:  # one in block_tokens needs a block, and one after a fork
             new: list[int] = []
             try:
-                for i in np.flatnonzero(unknown).tolist():
-                    s, at = all_.by_row[int(rows[i])], int(done[i])
-                    slots[i] = self._next_slot(s, at, new)
+                for i in np.flatnonzero(slots < 0).tolist():
+                    slots[i] = self._next_slot(all_.by_row[int(rows[i])], new)
             finally:
                 self._pool.begin(new)
         return slots
 
-    def _next_slot(self, s: Sequence, done: int, new: list[int]) -> int:
+    def _next_slot(self, s: Sequence, new: list[int]) -> int:
         """The slot of its next token, or -1; a block that it is given for that is one of the ``new``."""
-        column = done // self._tokens
+        all_, size, done = self._sequences, self._tokens, self._sequences.computed(s)
+        column = done // size
         if column < len(s.blocks):
             room = self._append(s, done + 1)
         elif room := bool(fresh := self._pool.choose(1)):
@@ -92,13 +90,13 @@ class Passes:
             new += fresh
         if not room:
             return PADDING
-        self._sequences.limit[s.row] = (column + 1) * self._tokens
-        self._sequences.offset[s.row] = first = (s.blocks[column] - column) * self._tokens
-        return first + done
+        s.offset, all_.edge[s.row] = (s.blocks[column] - column) * size, (s.blocks[column] + 1) * size
+        all_.next[s.row] = slot = s.offset + done
+        return slot
 
     def slots(self, owner: str, start: int, stop: int) -> Ints:
-        """Device slots of the tokens ``[start, stop)``, to be written; :class:`BlockStateError` if one of their blocks
-        is shared, or can be found by key: what is only to be read is in :meth:`table`."""
+        """Device slots at which to write the tokens ``[start, stop)``; :class:`BlockStateError` if one of their blocks
+        is shared, or can be found by key. Reads go by :meth:`table`."""
         s, size = self._sequences.ready(owner), self._tokens
         most = len(s.blocks) * size
         if not 0 <= start <= stop <= most:
@@ -115,7 +113,7 @@ class Passes:
         Full blocks among them can be found by later sequences from here on.
         """
         s, size = self._sequences.ready(owner), self._tokens
-        done, total, most = self._sequences.computed_at[s.row], len(tokens), len(s.blocks) * size
+        done, total, most = self._sequences.computed(s), len(tokens), len(s.blocks) * size
         if not done <= total <= most:
             raise InvalidInputError("tokens", f"{done} to {most} tokens", total)
         filling = self._sequences.filling[s.row]
@@ -125,35 +123,42 @@ class Passes:
         for column in range(full):
             self._full(s, done // size + column, ids[column * size : (column + 1) * size].tobytes())
         filling[: ids.size - full * size] = ids[full * size :]
-        self._sequences.computed[s.row] = total
+        self._sequences.place(s, total)
 
     def publish_batch(self, seqs: Any, tokens: Any) -> None:
         """:meth:`publish` of one more token of each of ``seqs`` ``[n]``, after :meth:`append_batch`; ``tokens [n]``."""
         all_, size = self._sequences, self._tokens
-        rows = all_.ready_rows(seqs)
+        rows, ends = all_.ready_rows(seqs)
         ids = integers(tokens, "tokens", "one integer for each sequence", n=rows.size)
-        done = all_.computed.take(rows)
-        left = all_.limit.take(rows) - done  # in the block of the next token, where that is known
-        if count(short := left <= 0):
-            owner = f"owner {all_.by_row[int(rows[int(np.argmax(short))])].owner!r}"
+        slots = all_.next.take(rows)
+        left = all_.edge.take(rows) - slots  # in the block of the next token, where that is known
+        if (least := left.item(left.argmin()) if rows.size else size) <= 0:
+            owner = f"owner {all_.by_row[int(rows[left.argmin()])].owner!r}"
             raise BlockStateError(owner, "append_batch() before it is written", "no room of its own for a token")
-        all_.filling.reshape(-1)[(rows + 1) * size - left] = ids
-        all_.computed[rows] = done + 1
-        for row in rows[left == 1].tolist():
-            self._full(all_.by_row[row], all_.computed_at[row] // size - 1, all_.filling[row].tobytes())
+        all_.filled[ends - left] = ids
+        slots += 1
+        full: list[Sequence] = []
+        if least == 1:
+            full = [all_.by_row[row] for row in rows[left == 1].tolist()]
+            slots[left == 1] = [UNKNOWN + all_.computed(s) + 1 for s in full]
+        all_.next[rows] = slots  # of all at once, whatever becomes of what follows
+        for s in full:
+            all_.edge[s.row] = UNKNOWN
+            self._full(s, all_.computed(s) // size - 1, all_.filling[s.row].tobytes())
 
     def _full(self, s: Sequence, column: int, ids: bytes) -> None:
-        """The sequence's block ``column`` is full of ``ids``: it is found by key.
+        """The sequence's block ``column`` is full of ``ids``: let a key find it.
 
-        Not one of a sequence from before a reset: its KV is of other weights than the keys would say.
+        But not for a sequence from before a reset: its KV is of older weights than the key would say. Nor behind a
+        block whose key is missing, as after a call that a signal ended: the key would name another prefix.
         """
-        if self._caching and s.base is self.aux.keys:
+        if self._caching and s.base is self.aux.keys and len(s.keys) == column:
             self._pool.publish(s.add(column, ids), s.blocks[column])
 
     def _moved(self, taken: list[int], move: Callable[..., None], *given: Any) -> bool:
-        """Whether blocks were moved; if not, the device blocks ``taken`` for it come back, what was cached there lost.
+        """Whether blocks were moved; if not, the blocks ``taken`` for them are free again, their cached content lost.
 
-        A process that moves blocks for this one, and is lost, counts as no room now. What else a move raises is raised.
+        The loss of a process that moves blocks counts as no room now. Other errors of a move are raised.
         """
         try:
             move(*given)

@@ -1,8 +1,8 @@
-"""Which device blocks are free, which are cached, who has the others, and who gets the next one.
+"""Which device blocks are free, cached or in use, and which one is given out next.
 
-A block is *had* by sequences, its readers; or *free*; or *cached*: nobody has it, and a key finds it; or *away*: nobody
-has it, and a forward pass in flight still writes its KV, or it is kept from being given away. Several blocks may have
-the content of one key: it is found at any of them.
+A block is *in use* by sequences, its readers; or *free*; or *cached*: unused, and found by a key; or *away*: unused,
+but a forward pass in flight still writes its KV, or a holder keeps it. Several blocks may have the content of one key:
+it is found at any of them.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class BlockPool:
         self.readers = [0] * aux.device_blocks
         self._free = list(range(aux.device_blocks - 1, -1, -1))  # the last one is given first
         self._away: list[int] = []
-        self.kept: dict[str, list[int]] = {}  # from being given away, by who keeps them
+        self.kept: dict[str, list[int]] = {}  # from being given away, by holder
         self._blocks: dict[BlockKey, list[int]] = {}  # where each key is found, the earliest first
-        self._keys: dict[int, BlockKey] = {}  # of all of these
+        self._keys: dict[int, BlockKey] = {}  # of each of these blocks
         self._cached: OrderedDict[int, None] = OrderedDict()  # the one released longest ago first
 
     @property
@@ -37,7 +37,7 @@ class BlockPool:
         return len(self._free) + len(self._cached)
 
     def others_use(self, block: int) -> bool:
-        """Whether anybody but one sequence may read the block, now or when it is found by key: it is not written."""
+        """Whether more than one sequence may read the block, now or later by its key: then it must not be written."""
         return self.readers[block] > 1 or block in self._keys
 
     def match(self, keys: Sequence[BlockKey]) -> list[int]:
@@ -57,7 +57,7 @@ class BlockPool:
         return found
 
     def publish(self, key: BlockKey, block: int) -> None:
-        """A block that is had is found by ``key`` from here on."""
+        """A block in use is found by ``key`` from here on."""
         if block not in self._keys:
             self._keys[block] = key
             self._blocks.setdefault(key, []).append(block)
@@ -66,7 +66,7 @@ class BlockPool:
     # ---------------------------------------------------------------- giving
 
     def choose(self, n: int, without: Collection[int] = ()) -> list[int]:
-        """``n`` blocks to :meth:`take`, free ones first, then cached ones, oldest first; none where there are fewer.
+        """``n`` blocks to :meth:`take`, free ones first, then cached ones, oldest first; none if there are fewer.
 
         Blocks ``without`` are about to be shared.
         """
@@ -77,10 +77,11 @@ class BlockPool:
         return chosen if len(chosen) == n else []
 
     def take(self, chosen: Sequence[int]) -> Sequence[int]:
-        """Give a sequence the blocks that were chosen just now; they are to :meth:`begin` a new life."""
+        """Give a sequence the blocks that were chosen just now; the caller then calls :meth:`begin`."""
         for block in chosen:
             if (key := self._keys.pop(block, None)) is None:
-                assert self._free.pop() == block, "a block that choose() has not named"
+                free = self._free.pop()
+                assert free == block, "a block that choose() has not named"
             else:
                 del self._cached[block]
                 blocks = self._blocks[key]
@@ -92,11 +93,12 @@ class BlockPool:
         return chosen
 
     def begin(self, blocks: Sequence[int]) -> None:
-        """Blocks that were taken begin a new life, those of a decode step in one call."""
-        assert self._aux.renew(blocks).all(), "a block that nobody had was not given out"
+        """Blocks that were taken begin a new life; a decode step does this in one call."""
+        lives = self._aux.renew(blocks)
+        assert lives.all(), "a block without holders was not given out"
 
     def share(self, blocks: Iterable[int]) -> None:
-        """A further sequence has these blocks, which somebody has or a key finds."""
+        """One more sequence uses these blocks, which are in use or cached."""
         for block in blocks:
             self.readers[block] += 1
             self._cached.pop(block, None)
@@ -104,7 +106,7 @@ class BlockPool:
     # ---------------------------------------------------------------- getting back
 
     def let_go(self, blocks: Sequence[int]) -> None:
-        """A sequence has these blocks no longer, in token order: each is cached if a key finds it."""
+        """A sequence stops using these blocks, in token order: an unused one is cached if a key finds it."""
         for block in reversed(blocks):  # a chain loses its tail before its head
             self.readers[block] -= 1
             if not self.readers[block]:
@@ -112,10 +114,10 @@ class BlockPool:
         self._come_back()
 
     def _come_back(self) -> None:
-        """Blocks that are away are cached or free, but those that are still written, or kept."""
+        """Blocks that are away become cached or free, except those still written or kept."""
         if not self._away:
             return
-        away, self._away = [*dict.fromkeys(b for b in self._away if not self.readers[b])], []  # it may have come twice
+        away, self._away = [*dict.fromkeys(b for b in self._away if not self.readers[b])], []  # listed twice, perhaps
         kept = {block for blocks in self.kept.values() for block in blocks}
         for block, written in zip(away, self._aux.writing(away).tolist(), strict=True):
             if written or block in kept:
@@ -132,9 +134,9 @@ class BlockPool:
             found.clear()
 
     def assert_consistent(self, read: Iterable[int]) -> None:
-        """Raise ``AssertionError`` unless every block is free, cached, away or had, once.
+        """Raise ``AssertionError`` unless every block is free, cached, away or in use, once.
 
-        ``read`` are the blocks of all sequences on the device, as often as they have them.
+        ``read`` are the blocks of all sequences on the device, each once for every sequence that uses it.
         """
         found = [(key, block) for key, blocks in self._blocks.items() for block in blocks]
         assert sorted(found) == sorted((key, block) for block, key in self._keys.items()), "keys and blocks disagree"

@@ -16,7 +16,8 @@ from cache_manager.numbers import count_in_range, integers
 from cache_manager.stored import RestoreJob
 
 Ints = NDArray[np.int64]
-NOTHING: Final[tuple[bytes, Ints]] = b"", np.empty(0, np.int64)
+NOTHING: Final[tuple[bytes, Ints, Ints]] = b"", np.empty(0, np.int64), np.empty(0, np.int64)
+UNKNOWN: Final = -(1 << 62)
 
 
 class Phase(Enum):
@@ -29,10 +30,10 @@ class Phase(Enum):
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """A sequence. ``row`` is its number: arrays have what a decode step needs.
+    """A sequence. ``row`` is its number, and its index in the arrays of :class:`Sequences`.
 
-    ``base`` is the key chain that was current when it began, ``chain`` the same under its salt: after a reset they are
-    old ones, and its blocks are found by no key any more.
+    ``base`` is the key chain that was current when it began, ``chain`` the same under its salt: after a reset both are
+    old, and no key finds its blocks any more.
     """
 
     owner: str
@@ -42,8 +43,9 @@ class Sequence:
     phase: Phase = Phase.READY
     keys: list[BlockKey] = field(default_factory=list)  # of its first full blocks
     asked: tuple[list[BlockKey], bytes] = ([], b"")  # keys by which it was admitted, and the token ids they are of
-    job: RestoreJob | None = None  # which it waits for
+    job: RestoreJob | None = None  # the job that it waits for
     row: int = -1
+    offset: int = 0  # of the slot of its next token, where that is known, from how many are computed
 
     def ready(self) -> Sequence:
         if self.phase is not Phase.READY:
@@ -52,7 +54,7 @@ class Sequence:
         return self
 
     def of(self, ids: Ints) -> list[BlockKey]:
-        """The keys of the blocks of these tokens, from the first block on, that of a partial last one too."""
+        """The keys of the blocks of these tokens, from the first block on, with that of a partial last block."""
         keys = self.chain.keys(ids)
         if (rest := ids[len(keys) * self.chain.block_tokens :]).size:
             keys.append(self.chain.key(keys[-1] if keys else None, rest))
@@ -76,9 +78,10 @@ class Sequence:
 class Sequences:
     """Up to ``rows_max`` sequences, by owner and by number.
 
-    By number, so that a decode step costs no Python for each: ``computed`` tokens have KV and rows, ``filling`` has the
-    ids of those in a block that is not full. Up to ``limit`` the next token's slot is ``offset`` and ``computed``: its
-    block is known to be this sequence's alone. ``computed_at`` is for one element at a time.
+    By number, so that a decode step costs no Python for each: ``next`` is the slot of the next token in a block that is
+    known to be the sequence's alone and ends at ``edge``. Where none is known, both are negative: ``next`` is then
+    ``UNKNOWN`` and how many of its tokens are computed.
+    ``filled`` has the ids of the tokens in a block that is not full, ``block_tokens`` places for each sequence.
     """
 
     def __init__(self, block_tokens: int, rows_max: int) -> None:
@@ -86,9 +89,9 @@ class Sequences:
         self.by_owner: dict[str, Sequence] = {}
         self.by_row: dict[int, Sequence] = {}
         self.free_rows = list(range(rows_max - 1, -1, -1))
-        self.computed, self.limit, self.offset = (np.zeros(rows_max, np.int64) for _ in range(3))
+        self.next, self.edge = np.zeros(rows_max, np.int64), np.zeros(rows_max, np.int64)
         self.filling = np.zeros((rows_max, block_tokens), "<i8")
-        self.computed_at = self.computed.data  # an element of a memoryview costs a third of an array's
+        self.filled = self.filling.reshape(-1)
         self._last = NOTHING  # what ready_rows() was asked, and answered
 
     def __iter__(self) -> Iterator[Sequence]:
@@ -103,13 +106,14 @@ class Sequences:
         """The sequence, on the device and waiting for nothing; raises otherwise."""
         return self[owner].ready()
 
-    def ready_rows(self, rows: Any) -> Ints:
+    def ready_rows(self, rows: Any) -> tuple[Ints, Ints]:
         """``rows`` as an array: numbers of sequences that are :meth:`ready`, each once; raises otherwise.
 
+        And the ends of their places in ``filled``.
         A decode step asks twice for the same ones, and the next step mostly too: the last answer is kept.
         """
         if type(rows) is np.ndarray and rows.dtype == np.int64 and rows.ndim == 1 and rows.tobytes() == self._last[0]:
-            return self._last[1]
+            return self._last[1:]
         found = integers(rows, "seqs", "a flat sequence of numbers")
         for row in (each := found.tolist()):
             if (s := self.by_row.get(row)) is None:
@@ -117,28 +121,37 @@ class Sequences:
             s.ready()
         if (n := len(set(each))) != len(each):
             raise InvalidInputError("seqs", "each sequence once", f"{len(each) - n} of them again")
-        self._last = found.tobytes(), found
-        return found
+        self._last = found.tobytes(), found, (found + 1) * self.filling.shape[1]
+        return self._last[1:]
 
     def check_new(self, owner: str) -> None:
-        """:class:`InvalidInputError` for what names no owner, :class:`BlockStateError` for one that has a sequence."""
+        """:class:`InvalidInputError` for an invalid owner, :class:`BlockStateError` for one that has a sequence."""
         if not isinstance(owner, str) or not owner:
             raise InvalidInputError("owner", "a non-empty string", repr(owner))
         if owner in self.by_owner:
             raise BlockStateError(f"owner {owner!r}", "an owner without a sequence", "one that has one")
 
     def add(self, s: Sequence, computed: int) -> None:
-        """The sequence is there; the caller has looked whether there is a number left."""
+        """Add the sequence; the caller has checked that a number is left."""
         s.row = self.free_rows.pop()
         self.by_owner[s.owner] = self.by_row[s.row] = s
-        self.computed[s.row] = computed
-        self.enter(s, s.phase)
+        self.place(s, computed)
 
     def remove(self, s: Sequence) -> None:
-        self.enter(s, s.phase)
+        self._last = NOTHING
         del self.by_owner[s.owner], self.by_row[s.row]
         self.free_rows.append(s.row)
 
+    def computed(self, s: Sequence) -> int:
+        """How many of its tokens have KV and rows."""
+        slot = self.next.item(s.row)
+        return slot - (s.offset if slot >= 0 else UNKNOWN)
+
+    def place(self, s: Sequence, computed: int) -> None:
+        """So many of its tokens are computed; nothing is known of the next slot."""
+        self.next[s.row], self.edge[s.row] = UNKNOWN + computed, UNKNOWN
+
     def enter(self, s: Sequence, phase: Phase) -> None:
         """The sequence is in another phase, or has other blocks: nothing is known of its next slot."""
-        s.phase, self.limit[s.row], self._last = phase, 0, NOTHING
+        s.phase, self._last = phase, NOTHING
+        self.place(s, self.computed(s))

@@ -1,4 +1,4 @@
-"""Where rows live in memory: of one process (heap), or of several (shared) with views for those that only read."""
+"""Where rows live in memory: of one process (heap), or of several (shared) with views for processes that only read."""
 
 from typing import Literal
 

@@ -1,8 +1,8 @@
 """Names, locks and orphans of shared regions.
 
 Every process that uses a region holds ``flock(LOCK_SH)`` on its file for as long as it has it mapped; the kernel drops
-the lock when the process ends, however it ends. So ``LOCK_EX`` can be had exactly when nobody uses the region, whatever
-became of pids. Three rules make removal free of races:
+the lock when the process ends, however it ends. So ``LOCK_EX`` can be taken exactly when no process uses the region,
+whatever happened to pids. Three rules make removal free of races:
 
 * a region gets its name when it is whole and locked; a creator that is killed before leaves nothing;
 * only the owner and a holder of ``LOCK_EX`` unlink a region;
@@ -50,10 +50,10 @@ class RegionInfo:
 
 
 def unnamed_file() -> int:
-    """The descriptor of a new, empty, locked file that goes with its last descriptor and mapping, until it is named."""
+    """A descriptor of a new, empty, locked file, which vanishes with its last use until it gets a name."""
     try:
         fd = os.open(DIRECTORY, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)  # nobody else can have it open
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)  # no other process can have it open
     except OSError as error:
         raise RegionError(f"no region could be made in {DIRECTORY}: {error.strerror}") from error
     return fd
@@ -77,11 +77,11 @@ def give_name(fd: int, name: str) -> None:
 
 
 def lock_shared(fd: int) -> bool:
-    """Whether ``fd`` is now locked by this process and still has a name; False when its remover was first."""
+    """Whether ``fd`` is now locked by this process and still has a name; False if it was removed first."""
     for _ in range(_LOCK_TRIES_MAX):
         try:
             fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:  # somebody is looking whether the region is an orphan: that takes microseconds
+        except BlockingIOError:  # another process checks whether the region is an orphan: microseconds
             time.sleep(_LOCK_PAUSE_MS / 1000)
             continue
         except OSError as error:

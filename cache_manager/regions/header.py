@@ -32,14 +32,14 @@ SPECS_OFFSET: Final = 192
 
 @dataclass(frozen=True, slots=True)
 class RegionHeader:
-    """What never changes in a region: its random name, and from its layout and blocks where its arrays lie."""
+    """What never changes in a region: its random name, and where its arrays lie (by layout and blocks)."""
 
     uuid: bytes
     extent: Extent
 
 
 def extent_of(layout: RecordLayout, blocks: int) -> Extent:
-    """Where the arrays of ``blocks`` blocks lie behind a header; :class:`InvalidInputError` if that gets too long."""
+    """Where the arrays of ``blocks`` blocks lie behind a header; :class:`InvalidInputError` if that is too long."""
     nbytes = align(SPECS_OFFSET + len(_specs(layout)), PAGE_NBYTES)
     if nbytes > HEADER_NBYTES_MAX:
         raise InvalidInputError("region layout", f"specs of at most {HEADER_NBYTES_MAX} bytes as JSON", nbytes)
@@ -47,7 +47,7 @@ def extent_of(layout: RecordLayout, blocks: int) -> Extent:
 
 
 def pack_header(header: RegionHeader) -> bytes:
-    """The bytes ``[extent.header_nbytes]`` at the start of a region; its namespace is zero and not sound."""
+    """The bytes ``[extent.header_nbytes]`` at the start of a region; its namespace is zeros, which no namespace is."""
     extent, specs = header.extent, _specs(header.extent.layout)
     fields = (len(specs), extent.blocks, extent.nbytes, extent.layout.fingerprint, header.uuid)
     body = _FIXED.pack(MAGIC, VERSION, *fields).ljust(CRC_OFFSET, b"\0")

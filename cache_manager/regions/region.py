@@ -1,4 +1,4 @@
-"""What regions of both kinds are: three arrays in one mapping, and an end that pulls no memory from under a view.
+"""What regions of both kinds share: three arrays in one mapping, and a close that takes no memory from a view.
 
 The byte layout is described in ``docs/format.md``, section "region".
 """
@@ -111,7 +111,7 @@ class MappedRegion:
 class HeapRegion(MappedRegion):
     """A region that no other process sees; forked children inherit a copy.
 
-    The arrays are zero at first, page-backed already, in huge pages where there are any. Raises :class:`NoSpaceError`
+    The arrays start as zeros, with every page present, in huge pages if there are any. Raises :class:`NoSpaceError`
     when the machine, a cgroup or the process's address space has no room.
     """
 
@@ -120,11 +120,11 @@ class HeapRegion(MappedRegion):
     def __init__(self, layout: RecordLayout, blocks: int) -> None:
         extent = Extent(layout, blocks, header_nbytes=0)
         room.require_memory(extent.nbytes)
-        # An anonymous mapping rather than np.zeros: it is page-aligned and refuses to go while a view of it is alive.
+        # An anonymous mapping rather than np.zeros: it is page-aligned and refuses to close while a view is alive.
         memory = room.map_memory(-1, extent.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         room.ask_for_huge_pages(memory)
         room.populate(memory, write=True)
         super().__init__(extent, memory)
 
     def renew(self, namespace: bytes) -> None:
-        """See :class:`~cache_manager.ports.Region`; no other process can look, so there is nothing to tell."""
+        """See :class:`~cache_manager.ports.Region`; nothing to do, because no other process can look."""

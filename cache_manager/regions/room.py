@@ -52,7 +52,7 @@ def no_tmpfs_space(directory: Path, nbytes: int) -> NoSpaceError:
 
 
 def map_memory(fd: int, nbytes: int, *, flags: int = mmap.MAP_SHARED, writable: bool = True) -> mmap.mmap:
-    """A mapping of ``nbytes`` of ``fd`` (-1: of nothing), which keeps a duplicate of ``fd`` until it goes."""
+    """A mapping of ``nbytes`` of ``fd`` (-1: anonymous), which keeps a duplicate of ``fd`` until it is closed."""
     try:
         return mmap.mmap(fd, nbytes, flags, mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0))
     except OSError as error:
@@ -60,7 +60,7 @@ def map_memory(fd: int, nbytes: int, *, flags: int = mmap.MAP_SHARED, writable: 
 
 
 def ask_for_huge_pages(memory: mmap.mmap) -> None:
-    """Let the pages of ``memory`` that are not there yet be huge, where the kernel has any: small ones do."""
+    """Ask for huge pages for the part of ``memory`` that is not there yet; without them small pages do."""
     with contextlib.suppress(OSError):
         memory.madvise(mmap.MADV_HUGEPAGE)
 

@@ -59,7 +59,7 @@ class SharedRegion(MappedRegion):
 
     @classmethod
     def create(cls, layout: RecordLayout, blocks: int, *, tier: TierName, namespace: bytes) -> SharedRegion:
-        """A new region under a name nobody else can have, zero, and backed by memory to the last page.
+        """A new region of zeros under a name of its own, backed by memory to the last page.
 
         ``tier`` says whose blocks it mirrors; ``namespace`` is :attr:`Namespace.fingerprint`, and changes with
         :meth:`renew`. Removes orphans first. Raises :class:`NoSpaceError` with the numbers when ``/dev/shm``, a cgroup,
@@ -110,7 +110,7 @@ class SharedRegion(MappedRegion):
     def namespace(self) -> bytes | None:
         """Fingerprint of the namespace that the rows belong to now, read from the region at each call.
 
-        None if the owner died while it was changing it.
+        None if the owner died while changing it.
         """
         memory = self._mapped()
         for _ in range(_NAMESPACE_TRIES_MAX):
@@ -145,7 +145,7 @@ def _allocate(name: str, fd: int, nbytes: int) -> mmap.mmap:
     try:
         os.ftruncate(fd, nbytes)
         memory = room.map_memory(fd, nbytes)
-        os.posix_fallocate(fd, 0, nbytes)  # a touch of what is not there would be a SIGBUS
+        os.posix_fallocate(fd, 0, nbytes)  # a touch of a page that is not there would be a SIGBUS
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.ENOMEM):
             raise RegionError(f"region {name}: allocate {nbytes} bytes: {error.strerror}") from error

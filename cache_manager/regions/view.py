@@ -14,7 +14,6 @@ from cache_manager.numbers import integers
 from cache_manager.publish import GENERATION_SHIFT, Rows, gather, require_ordered_stores, window_of
 from cache_manager.regions.header import pack_namespace
 from cache_manager.regions.shared import SharedRegion
-from cache_manager.spec import RecordLayout
 
 GENERATION_END: Final = 1 << (64 - GENERATION_SHIFT)
 
@@ -22,9 +21,9 @@ GENERATION_END: Final = 1 << (64 - GENERATION_SHIFT)
 class RegionView:
     """A shared region attached to by name, read-only, for a process that does not own it.
 
-    A block's row is handed out only if it was written for the generation that the caller names. What is of another
-    namespace than the one attached to is missing, until :meth:`follow` tells the view of a weight update. Rows stay
-    readable when the owner has died or closed the region. Reads from any thread; :meth:`close` it when no thread reads.
+    A block's row is handed out only if it was written for the generation that the caller names. Rows of another
+    namespace than at attach are missing, until :meth:`follow` tells the view of a weight update. Rows stay readable
+    when the owner has died or closed the region. Reads from any thread; :meth:`close` it when no thread reads.
     """
 
     __slots__ = ("_namespace", "_region")
@@ -32,8 +31,8 @@ class RegionView:
     def __init__(self, name: str, *, namespace: bytes | None = None) -> None:
         """``namespace`` is the :attr:`Namespace.fingerprint` that the region is expected to have.
 
-        Raises :class:`RegionMissingError` when there is no such region, :class:`RegionMismatchError` when it is not a
-        sound one or of another namespace, and :class:`RegionError` on a machine that does not order stores.
+        Raises :class:`RegionMissingError` when there is no such region, :class:`RegionMismatchError` when it is damaged
+        or of another namespace, and :class:`RegionError` on a machine that does not order stores.
         """
         require_ordered_stores("RegionView")
         self._region: SharedRegion | None = SharedRegion.attach(name)
@@ -43,15 +42,6 @@ class RegionView:
             wanted = "a sound one" if namespace is None else namespace.hex()
             raise RegionMismatchError(name, "namespace", wanted, "none" if found is None else found.hex())
         self._namespace = found
-
-    @property
-    def layout(self) -> RecordLayout:
-        """The specs of the rows, as the region has them."""
-        return self._attached().layout
-
-    @property
-    def blocks(self) -> int:
-        return self._attached().blocks
 
     def read(
         self,
@@ -78,7 +68,7 @@ class RegionView:
         return Rows.of(region.layout.specs[index], rows, bits, window)
 
     def generations(self, blocks: Sequence[int] | NDArray[Any]) -> NDArray[np.int64]:
-        """Which life each block is in ``[n]``, as far as the owner has come."""
+        """Which life each block is in now, ``[n]``."""
         region = self._attached()
         ids, _ = _pairs(region, blocks, np.zeros(len(blocks), np.int64))
         return (region.words[ids] >> np.uint64(GENERATION_SHIFT)).astype(np.int64)
@@ -88,11 +78,11 @@ class RegionView:
 
         Until the owner has renewed the region for it, every row is missing.
         """
-        pack_namespace(namespace)  # refuses what is no fingerprint
+        pack_namespace(namespace)  # raises for anything but a fingerprint
         self._namespace = namespace
 
     def close(self) -> None:
-        """Let go of the region; a second call does nothing."""
+        """Detach from the region; a second call does nothing."""
         if self._region is not None:
             self._region.close()
             self._region = None

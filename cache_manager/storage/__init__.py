@@ -39,8 +39,8 @@ BUILT_IN: Final = {
 def open_store(url: str) -> StorageBackend:
     """The store at ``url``, ready for use; the caller closes it.
 
-    Raises :class:`ConfigError` for a scheme, parameter or value that cannot be, :class:`StorageError` when the store
-    is there but cannot be used. An adapter is imported when its scheme is first asked for.
+    Raises :class:`ConfigError` for an invalid scheme, parameter or value, :class:`StorageError` when the store is there
+    but cannot be used. An adapter is imported when its scheme is first asked for.
     """
     parsed = StoreUrl.parse(url)
     opener: StoreOpener = opener_of(parsed.scheme, BUILT_IN, GROUP, "store scheme")
@@ -48,7 +48,7 @@ def open_store(url: str) -> StorageBackend:
 
 
 def opener_of(scheme: str, built_in: Mapping[str, EntryPoint], group: str, field: str) -> Any:
-    """What stands for ``scheme`` in ``built_in`` or among the entry points of ``group``, imported."""
+    """The object for ``scheme`` in ``built_in`` or among the entry points of ``group``, imported."""
     entry = built_in.get(scheme) or next(iter(entry_points(group=group, name=scheme)), None)
     if entry is None:
         known = sorted({*built_in, *(e.name for e in entry_points(group=group))})

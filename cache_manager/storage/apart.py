@@ -1,8 +1,8 @@
 """A store in a process of its own: one that hangs, crashes or is killed costs an error, never a hang.
 
-The process is killed *and reaped* before anybody hears that it is lost, so nothing of it touches memory from then on. A
-call that it was asked may have been done or not; one that was answered was. A thread starts another process after a
-pause; pauses grow until a call succeeds, and calls meanwhile fail at once.
+The process is killed *and reaped* before a caller hears that it is lost, so it touches no memory from then on. An
+unanswered call may have been done or not; an answered one was done. A thread starts another process after a pause;
+pauses grow until a call succeeds, and calls meanwhile fail at once.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from cache_manager.storage.url import StoreUrl
 logger = logging.getLogger(__name__)
 
 KEYS_MAX: Final = 500
-"""Of one call. So many calls of this many stay under 2048 transfers, which is what one peer of Mooncake bears."""
+"""Keys of one call. ``CALLS_MAX`` such calls stay under 2048 transfers, which is what one peer of Mooncake bears."""
 PAGE_NBYTES: Final = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class ApartSettings:
-    """Limits. A question that is not answered within ``call_s`` ends the process, and with it all that it was asked; a
-    call asks no further one when ``call_s`` is over."""
+    """Limits. A question that is not answered within ``call_s`` ends the process, and with it all its open questions; a
+    call asks no further question after ``call_s``."""
 
     call_s: float = 30.0
     set_up_s: float = 60.0
@@ -72,20 +72,20 @@ def open_apart_store(url: StoreUrl) -> ApartStore:
 
 @dataclass(slots=True)
 class Slot:
-    """A channel to the process and its part of the arena, at ``at``. Whoever took it asks one question at a time."""
+    """A channel to the process and its part of the arena, at ``at``, for one question at a time."""
 
     number: int
     at: int
     asked: Child | None = None
-    """The process whose the bytes are, until it has answered or is gone."""
+    """The process that may use the bytes, until it has answered or is gone."""
 
 
 class Apart:
-    """The process of the moment, ``python -m module``, with the store at ``url`` ("" for none). Any thread asks.
+    """The current process, ``python -m module``, with the store at ``url`` ("" for none). Any thread may ask it.
 
-    It is started here: raises what opening the store raises, and :class:`StorageError` where no process can be.
-    ``opens`` is what the process is told to open, where that is not the URL. ``counts``: ``lost_calls``, ``restarts``,
-    ``bypassed`` (calls while there was no process), and what the process has counted. A store that says that it is
+    The constructor starts it: raises what opening the store raises, and :class:`StorageError` if no process can be
+    started. ``opens`` is what the process opens, if that is not the URL. ``counts``: ``lost_calls``, ``restarts``,
+    ``bypassed`` (calls while there was no process), and the process's own counts. A store that reports itself
     unavailable is opened anew in another process.
     """
 
@@ -99,14 +99,14 @@ class Apart:
         self._lock = threading.Lock()  # guards the counts and the next three; never held over a wait
         self._child: Child | None = None
         self._cause = ""
-        self._stuck: list[Slot] = []  # of processes that are not gone yet
+        self._stuck: list[Slot] = []  # used by processes that are not gone yet
         self._newest: Child | None = None  # its store may not be open yet
         self._pause_s = s.restart_pause_s
         self._closing = threading.Event()
         self.guard = OpenCheck(f"apart:{url}", self._lock)
         self.slot_nbytes = align(-(-s.arena_nbytes // CALLS_MAX), PAGE_NBYTES)
         self.arena_nbytes = CALLS_MAX * self.slot_nbytes
-        self._slots: LifoQueue[Slot] = LifoQueue()  # the one that was used last is in the processor's cache
+        self._slots: LifoQueue[Slot] = LifoQueue()  # the slot that was used last is in the processor's cache
         for number in range(CALLS_MAX):
             self._slots.put(Slot(number, number * self.slot_nbytes))
         self._fd = os.memfd_create("kvroute-arena", os.MFD_CLOEXEC)
@@ -122,18 +122,18 @@ class Apart:
             if self._newest is not None:
                 self._newest.kill()
             os.close(self._fd)
-            if isinstance(error, RuntimeError | TimeoutError):  # no thread is left; or the kernel keeps the process
+            if isinstance(error, RuntimeError | TimeoutError):  # no thread to be had; or the kernel keeps the process
                 raise StorageError(f"{url}: no process can be started: {error}") from error
             raise
 
     @property
     def pid(self) -> int | None:
-        """The process of the moment; ``None`` while there is none that takes calls."""
+        """The current process's id; ``None`` while none takes calls."""
         child = self._child
         return None if child is None else child.pid
 
     def check(self) -> Child:
-        """The process that is asked now; :class:`StoreUnavailableError` while there is none."""
+        """The process that takes calls now; :class:`StoreUnavailableError` while there is none."""
         self.guard.check()
         if (child := self._child) is None:
             self.count(bypassed=1)
@@ -142,9 +142,9 @@ class Apart:
 
     @contextmanager
     def slot(self) -> Iterator[Slot]:
-        """A slot of the arena, within the block. Another call has it when what was asked of it is answered, or the
+        """A slot of the arena, for the ``with`` block. Another call gets it after the last question is answered, or the
         process that was asked is gone."""
-        self.check()  # before a slot is waited for and filled
+        self.check()  # before waiting for a slot and filling it
         try:
             slot = self._slots.get(timeout=self.settings.call_s + self.settings.close_s)
         except Empty:
@@ -159,10 +159,10 @@ class Apart:
                     self._stuck.append(slot)
 
     def call(self, slot: Slot, what: str, *takes: object, reaped: bool = False) -> Any:
-        """Ask, with what lies in the slot, and wait: ``call_s``, and until a process that is lost is reaped.
+        """Ask, with the slot's content, and wait: up to ``call_s``, then until a lost process is reaped.
 
         Raises what the store raised, :class:`StoreUnavailableError` when the process is lost or not there. With
-        ``reaped`` it waits as long as it takes, so that nothing touches what the call names.
+        ``reaped`` that wait has no limit, so that nothing touches the memory that the call names.
         """
         child = self.check()
         try:
@@ -208,8 +208,8 @@ class Apart:
             self.counts.update(by)
 
     def close(self) -> None:
-        """End the process: its store is closed within ``close_s``, if it can be. A call in flight may be told that the
-        store was closed. Idempotent; nothing in a forked child."""
+        """End the process; its store is closed first, if that takes at most ``close_s``. A call in flight may raise
+        :class:`StoreClosedError`. Idempotent; does nothing in a forked child."""
         if not self.guard.close():
             return
         self._closing.set()
@@ -228,7 +228,7 @@ class Apart:
             os.close(self._fd)
 
     def _keep(self, opened: Future[None]) -> None:
-        """Start one process after another until this is closed; ``opened`` is told of the first."""
+        """Start one process after another until this is closed; ``opened`` gets the result of the first."""
         while not self._closing.is_set():
             cause = ""
             try:
@@ -260,9 +260,9 @@ class Apart:
         except OSError as error:
             raise StorageError(f"{self.url}: no process can be started: {error}") from error
         try:
-            if self._closing.is_set():  # whoever closes may have seen the one before
+            if self._closing.is_set():  # close() may have seen only the process before
                 raise StoreClosedError(f"{self.url}: the store was closed meanwhile")
-            slot = Slot(0, 0)  # nobody else asks this process yet
+            slot = Slot(0, 0)  # no other thread asks this process yet
             opened = self._ask(child, slot, self.settings.set_up_s, "open", self.opens, self.arena_nbytes)
         except (KVRouteError, LostError) as error:
             child.kill()
@@ -288,12 +288,12 @@ class ApartStore(ClosingStore):
 
     @property
     def record_nbytes_max(self) -> int:
-        """A record fits a slot of the arena; the store's own bound, where that is less."""
+        """The largest payload: as a slot of the arena or the store allows, whichever is less."""
         return self.apart.record_nbytes_max
 
     @property
     def counters(self) -> Mapping[str, int]:
-        """What has been met so far, by name; see :class:`Apart`."""
+        """Counts so far, by name; see :class:`Apart`."""
         with self.apart._lock:
             return Counter(self.apart.counts)
 
@@ -304,14 +304,15 @@ class ApartStore(ClosingStore):
         stored: dict[BlockKey, RecordHeader | None] = {}
         parts = 0
         for part in self._parts([header.key for header in headers], [payload.nbytes for payload in flats]):
-            with self._room([flats[i].nbytes for i in part]) as (slot, places):
+            with self.apart.slot() as slot:
+                places = self._places(slot, [flats[i].nbytes for i in part])
                 for i, at in zip(part, places, strict=True):
                     memory[at : at + flats[i].nbytes] = flats[i]
                 answer = self.apart.call(slot, "put", [headers[i] for i in part], places, replace)
             for i, each in zip(part, answer, strict=True):
                 stored[headers[i].key] = headers[part[each]] if isinstance(each, int) else each
             parts += 1
-        if parts > 1:  # a later part may have taken the room of an earlier one's
+        if parts > 1:  # a later part may have taken the room of an earlier part
             there = dict(zip(stored, self.contains(list(stored)), strict=True))
             stored = {key: header for key, header in stored.items() if there[key]}
         return [stored.get(header.key) for header in headers]
@@ -320,7 +321,8 @@ class ApartStore(ClosingStore):
         memory, found = self.apart.memory, list[RecordHeader | Absence]([Absence.MISS] * len(keys))
         for part in self._parts(keys, [buffer.nbytes for buffer in buffers]):
             sizes = [buffers[i].nbytes for i in part]
-            with self._room(sizes) as (slot, places):
+            with self.apart.slot() as slot:
+                places = self._places(slot, sizes)
                 answer = self.apart.call(slot, "get", [keys[i] for i in part], places, sizes)
                 for i, at, each in zip(part, places, answer, strict=True):
                     found[i] = each
@@ -345,18 +347,16 @@ class ApartStore(ClosingStore):
     def close(self) -> None:
         self.apart.close()
 
-    @contextmanager
-    def _room(self, sizes: Sequence[int]) -> Iterator[tuple[Slot, list[int]]]:
-        """A slot, and a place in it for each size and its margin."""
-        with self.apart.slot() as slot:
-            margin = self.apart.margin_nbytes
-            *places, end = accumulate([align(size + margin) for size in sizes], initial=slot.at)
-            assert end <= slot.at + self.apart.slot_nbytes, f"{sum(sizes)} bytes for a slot"
-            yield slot, places
+    def _places(self, slot: Slot, sizes: Sequence[int]) -> list[int]:
+        """A place in a slot for each size and its margin."""
+        margin = self.apart.margin_nbytes
+        *places, end = accumulate([align(size + margin) for size in sizes], initial=slot.at)
+        assert end <= slot.at + self.apart.slot_nbytes, f"{sum(sizes)} bytes for a slot"
+        return places
 
     def _parts(self, keys: Sequence[BlockKey], sizes: Sequence[int] | None = None) -> Iterator[list[int]]:
-        """Which records go together: as many as a call and a slot bear, each key once; without those that no slot
-        holds."""
+        """Which records go together: as many as fit a call and a slot, each key once; records larger than a slot are
+        left out."""
         self.apart.check()
         apart, give_up_s = self.apart, time.monotonic() + self.apart.settings.call_s
         part: dict[BlockKey, int] = {}

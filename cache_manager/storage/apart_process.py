@@ -1,6 +1,6 @@
 """A store's own process: ``python -m cache_manager.storage.apart_process``.
 
-Here a store may hang, crash or hold the interpreter's lock: who asks waits with a deadline, kills this process and
+Here a store may hang, crash or hold the interpreter's lock: the engine waits with a deadline, kills this process and
 starts another. Questions and answers are MessagePack, never pickle; records lie in the arena, which both processes map.
 """
 
@@ -21,7 +21,7 @@ from cache_manager.record import RecordHeader
 from cache_manager.storage import open_store
 
 CALLS_MAX: Final = 4
-"""Calls at a time: each has a channel and a slot of the arena."""
+"""Calls at a time; each has a channel and a slot of the arena."""
 
 
 CALLS: Final[dict[str, tuple[Any, Any]]] = {  # what a question takes, and what its answer gives
@@ -35,12 +35,12 @@ CALLS: Final[dict[str, tuple[Any, Any]]] = {  # what a question takes, and what 
     "close": (tuple[()], Any),
     "copy": (tuple[str, str, list[int], list[int]], Any),  # regions, blocks: cache_manager.transfer_manager
 }
-"""``put`` answers, key by key, the number of the offered header that is stored now, the header of another record that
-is, or nothing."""
+"""``put`` answers, key by key, the number of the offered header if that is stored now, or the header of the other
+record that is, or nothing."""
 
 
 class Failure(msgspec.Struct, frozen=True):
-    """An exception: its type's name in :mod:`cache_manager.errors`, its message, and its fields as far as they fit."""
+    """An exception: its type's name in :mod:`cache_manager.errors`, its message, and its fields."""
 
     kind: str
     message: str
@@ -62,7 +62,7 @@ class Failure(msgspec.Struct, frozen=True):
 
 
 Answer = tuple[Any, Failure | None, dict[str, int]]
-"""What a call gives, why it gives nothing, and what the process has counted since its last answer."""
+"""The result of a call, or why there is none, and what the process has counted since its last answer."""
 
 encode: Final = msgspec.msgpack.encode
 _QUESTION: Final = msgspec.msgpack.Decoder(tuple[str, msgspec.Raw])
@@ -74,7 +74,7 @@ _ANSWERS: Final = {
 
 
 def decode(what: str, body: bytes) -> Answer:
-    """``msgspec.MsgspecError`` or ``UnicodeDecodeError`` when it is no answer to such a question."""
+    """The answer; ``msgspec.MsgspecError`` or ``UnicodeDecodeError`` if ``body`` is not one to ``what``."""
     return _ANSWERS[what].decode(body)
 
 
@@ -82,7 +82,7 @@ class Process:
     """Answers questions by methods of its own and of its store."""
 
     margin_nbytes = 0
-    """Free bytes of the arena that it wants behind each payload."""
+    """Free bytes of the arena that the store needs behind each payload."""
 
     def __init__(self) -> None:
         self.store: Any = None
@@ -104,7 +104,7 @@ class Process:
         return bound, self.margin_nbytes
 
     def opened(self, url: str) -> Any:
-        """What has the calls of a ``StorageBackend``, or ``None``."""
+        """An object with the calls of a ``StorageBackend``, or ``None``."""
         return open_store(url) if url else None
 
     def put(self, headers: list[RecordHeader], places: list[int], replace: bool) -> list[int | RecordHeader | None]:

@@ -16,7 +16,7 @@ _T = TypeVar("_T")
 def chunks(
     items: Iterable[_T], nbytes: Callable[[_T], int], room_nbytes: int, items_max: float = math.inf
 ) -> Iterator[list[_T]]:
-    """``items`` in lists of at most ``items_max`` that have at most ``room_nbytes`` together, or one item.
+    """``items`` in lists of at most ``items_max`` items and ``room_nbytes`` bytes; a larger item has a list of its own.
 
     >>> list(chunks([3, 1, 1, 9, 2], nbytes=int, room_nbytes=4))
     [[3, 1], [1], [9], [2]]
@@ -35,7 +35,7 @@ def chunks(
 
 
 def one_each(answers: list[_T], asked: Sequence[object]) -> list[_T]:
-    """``answers``, which have to be one for each that was ``asked``: by position they would be taken for others'."""
+    """``answers``; raises unless there is one for each key ``asked``: answers are matched to keys by position."""
     if len(answers) != len(asked):
         raise StorageError(f"the backend answered {len(answers)} of {len(asked)} keys")
     return answers

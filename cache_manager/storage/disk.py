@@ -9,9 +9,9 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from cache_manager.record import Buffer
 
@@ -22,14 +22,14 @@ Room = memoryview | bytearray
 
 
 class Space(NamedTuple):
-    """What a file system has: bytes in all, and those that this user may still take."""
+    """Room of a file system: bytes that this user may still take, and all bytes."""
 
     free_nbytes: int
     total_nbytes: int
 
 
 class Disk:
-    """The calls through which the bytes of a store reach its files and come back; tests have others, which fail."""
+    """The calls that write and read the files of a store; tests use others, which fail."""
 
     def pwritev(self, fd: int, buffers: Sequence[Buffer], offset: int) -> int:
         return os.pwritev(fd, buffers, offset)
@@ -60,7 +60,7 @@ class Disk:
 def open_regular(path: Path | str, flags: int, *, mode: int = 0o644, dir_fd: int | None = None) -> int:
     """A descriptor of a regular file, created with ``mode`` if ``flags`` say so; ``OSError`` for anything else.
 
-    A store's directory may be a stranger's: a link is not followed, and a pipe, which could be waited for, is not.
+    A store's directory may be another user's: links are not followed, and pipes, which could block, are refused.
     """
     fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, mode, dir_fd=dir_fd)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
@@ -71,21 +71,20 @@ def open_regular(path: Path | str, flags: int, *, mode: int = 0o644, dir_fd: int
 
 def write_all(disk: Disk, fd: int, buffers: Sequence[Buffer], offset: int, nbytes: int) -> None:
     """Write every byte of ``buffers`` (``nbytes`` in all), in as many calls as it takes; ``OSError`` if that fails."""
-    rest, left = buffers, nbytes
-    while left:
-        moved = disk.pwritev(fd, rest if len(rest) <= IOV_MAX else rest[:IOV_MAX], offset + nbytes - left)
-        if moved <= 0:
-            raise OSError(errno.EIO, "a write moved nothing")
-        left -= moved
-        if left:
-            rest = _after(rest, moved)
+    if _moved(disk.pwritev, fd, buffers, offset, nbytes) < nbytes:
+        raise OSError(errno.EIO, "a write moved nothing")
 
 
 def read_all(disk: Disk, fd: int, buffers: Sequence[Room], offset: int, nbytes: int) -> int:
     """Fill ``buffers`` (``nbytes`` in all), in as many calls as it takes; fewer bytes only where the file ends."""
-    rest, left = buffers, nbytes
+    return _moved(disk.preadv, fd, buffers, offset, nbytes)
+
+
+def _moved(call: Callable[[int, Sequence[Any], int], int], fd: int, rest: Sequence[Any], at: int, nbytes: int) -> int:
+    """How many bytes the calls have moved, until all or none."""
+    left = nbytes
     while left:
-        moved = disk.preadv(fd, rest if len(rest) <= IOV_MAX else rest[:IOV_MAX], offset + nbytes - left)
+        moved = call(fd, rest if len(rest) <= IOV_MAX else rest[:IOV_MAX], at + nbytes - left)
         if moved <= 0:
             break
         left -= moved
@@ -94,7 +93,7 @@ def read_all(disk: Disk, fd: int, buffers: Sequence[Room], offset: int, nbytes: 
     return nbytes - left
 
 
-def _after(buffers: Sequence[Buffer] | Sequence[Room], nbytes: int) -> list[memoryview]:
+def _after(buffers: Sequence[Buffer], nbytes: int) -> list[memoryview]:
     """What is left of ``buffers`` without their first ``nbytes``."""
     rest: list[memoryview] = []
     for buffer in buffers:

@@ -1,7 +1,7 @@
-"""What every store asks before it touches a lock: is it open, and is this the process that opened it?
+"""The check of every store before it touches a lock: is it open, and is this the process that opened it?
 
-A forked child has its parent's locks as they were at the fork, held by threads that it does not have. So the question
-comes before any lock, in every method, and once more under the lock where another thread may close meanwhile.
+A forked child has its parent's locks as they were at the fork, held by threads that it does not have. So every method
+checks before any lock, and once more under the lock where another thread may close meanwhile.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from cache_manager.errors import StoreClosedError
 
 
 class OpenCheck:
-    """Whether calls may go on; ``name`` is what messages begin with. ``with check:`` holds ``lock`` and asks again."""
+    """Whether calls may go on; messages begin with ``name``. ``with check:`` holds ``lock`` and checks again."""
 
     __slots__ = ("_lock", "_name", "_open", "_pid")
 
@@ -47,7 +47,7 @@ class OpenCheck:
         return self._open and os.getpid() == self._pid
 
     def close(self) -> bool:
-        """No call begins from here on; whether that is new."""
+        """No call begins from here on; ``False`` if that was so before."""
         if not self.closable:
             return False
         with self._lock:

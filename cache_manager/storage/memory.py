@@ -34,7 +34,7 @@ def open_memory_store(url: StoreUrl) -> MemoryStore:
 
 
 def prefaulted(nbytes: int) -> mmap.mmap:
-    """Anonymous memory whose every page is there already, on huge pages where the kernel has them."""
+    """Anonymous memory with every page present, on huge pages where the kernel has them."""
     try:
         memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, OverflowError, ValueError) as error:
@@ -59,7 +59,7 @@ class MemoryStore(ClosingStore):
         self._slab = memoryview(self._memory)[_SKEW_NBYTES:]
         self._index: OrderedDict[BlockKey, tuple[RecordHeader, memoryview]] = OrderedDict()
         self._free: list[memoryview] = []  # slots that were used before
-        self._fresh = 0  # bytes of the slab that were never used start here
+        self._fresh = 0  # where the unused bytes of the slab start
         self._record_nbytes = 0  # 0: no record yet
         self._slot_nbytes = 0
         self._evicted = 0
@@ -77,7 +77,7 @@ class MemoryStore(ClosingStore):
             for header, payload in zip(headers, payloads, strict=True):
                 key = header.key
                 if header.payload_nbytes != self._record_nbytes:
-                    continue  # larger than the store: _admit let no other size through
+                    continue  # larger than the store: _admit raised for other sizes
                 entry = index.get(key)
                 if entry is not None:
                     index.move_to_end(key)
@@ -127,7 +127,7 @@ class MemoryStore(ClosingStore):
         self._guard.check()
 
     def usage(self) -> Mapping[str, int]:
-        """Beside the port's four: what was evicted."""
+        """The port's four, and ``evicted_records``."""
         with self._guard:
             used = len(self._index) * self._slot_nbytes
             return {
@@ -145,7 +145,7 @@ class MemoryStore(ClosingStore):
         with self._lock:
             self._index.clear()
             self._free.clear()
-            del self._slab, self._memory  # the memory goes with the last view of it
+            del self._slab, self._memory  # the memory is freed with the last view of it
 
     def _admit(self, nbytes: int) -> None:
         """Take the first record's size as the slot size; any other size that would fit is an error."""

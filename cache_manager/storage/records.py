@@ -13,19 +13,18 @@ from cache_manager.keys import BlockKey
 from cache_manager.ports import Absence, BoundedBackend, RecordCounters, StorageBackend, UnsummedBackend
 from cache_manager.record import Buffer, RecordHeader, checksum
 from cache_manager.spec import RecordLayout
-from cache_manager.storage.batch import is_sound, one_each
+from cache_manager.storage.batch import one_each
 
 ORIGIN_MAX: Final = (1 << 64) - 1
 
 
 class RecordStore:
-    """Records of one layout in a storage backend: what comes out is what went in, or an :class:`Absence`.
+    """Records of one layout in a storage backend: a read returns the record that was put, or an :class:`Absence`.
 
-    A record that fails its checks, also when it is read once more, is counted as ``corrupt``, deleted from the backend
-    and reported as ``Absence.CORRUPT``: it does not come back, and the same key can be stored anew. Where the backend
-    cannot delete it, that is counted too, and it is found corrupt again. One bad record fails its own key only. Every
-    method may be called from several threads. :class:`ConfigError` for a layout whose records the backend could never
-    store.
+    A record that fails its checks twice is counted as ``corrupt``, deleted from the backend and reported as
+    ``Absence.CORRUPT``: it does not come back, and the same key can be stored anew. If the backend cannot delete it,
+    that is counted too, and the record is found corrupt again. One bad record fails its own key only. Every method may
+    be called from several threads. :class:`ConfigError` for a layout whose records the backend could never store.
     """
 
     def __init__(self, backend: StorageBackend, layout: RecordLayout) -> None:
@@ -38,7 +37,7 @@ class RecordStore:
         self._fingerprint = layout.fingerprint
         self._nbytes = layout.nbytes
         self._valid_nbytes = 8 * layout.valid_words * len(layout.specs)
-        # Bits of the bitmap that stand for no row, because a spec's words hold more bits than a block has tokens.
+        # Unused bits of the bitmap: a spec's words may hold more bits than a block has tokens.
         width, rows = 64 * layout.valid_words, layout.block_tokens
         unused = (1 << width) - (1 << rows)
         self._no_row = sum(unused << width * i for i in range(len(layout.specs)))
@@ -68,11 +67,11 @@ class RecordStore:
         *,
         replace: bool = False,
     ) -> list[RecordHeader | None]:
-        """Seal and store records; the header of what is stored under each key now, ``None`` where nothing is.
+        """Seal and store records; the header of the record now stored under each key, or ``None``.
 
-        That is the offered record, or the one that was there: :class:`StorageBackend` says which stays. The payloads
-        have been copied when this returns. :class:`RecordError` when one does not fit the layout (nothing is stored
-        then) and :class:`StorageError` when the backend fails.
+        That is the offered record, or the older one: :class:`StorageBackend` says which stays. The payloads have been
+        copied when this returns. :class:`RecordError` when one does not fit the layout (nothing is stored then) and
+        :class:`StorageError` when the backend fails.
         """
         fingerprint, nbytes = self._fingerprint, self._nbytes
         for field, wanted, sizes in (
@@ -103,7 +102,7 @@ class RecordStore:
         return answers
 
     def get_into(self, keys: Sequence[BlockKey], buffers: Sequence[memoryview]) -> list[RecordHeader | Absence]:
-        """Fill each buffer (``layout.nbytes`` long) with the verified record of its key, or say why not.
+        """Fill each buffer (``layout.nbytes`` long) with the verified record of its key, or return why not.
 
         After an :class:`Absence` the buffer's content means nothing. :class:`RecordError` when a buffer does not fit
         the layout (nothing is read then) and :class:`StorageError` when the backend fails.
@@ -111,37 +110,45 @@ class RecordStore:
         for _, buffer in zip(keys, buffers, strict=True):
             if buffer.nbytes != self._nbytes:
                 raise RecordError("buffer size", self._nbytes, buffer.nbytes)
-        found = self._read(keys, buffers)
-        if torn := [i for i, header in enumerate(found) if header is Absence.CORRUPT]:
+        found, torn = self._read(keys, buffers)
+        if torn:
             # What was read may be gone by now, and another record be there: what goes has to be corrupt twice.
             again: list[RecordHeader | Absence] = [Absence.MISS] * len(torn)
+            twice: list[int] = []
             try:
-                again = self._read([keys[i] for i in torn], [buffers[i] for i in torn])
+                again, twice = self._read([keys[i] for i in torn], [buffers[i] for i in torn])
             except StorageError:
                 if len(torn) == len(keys):
                     raise
             for i, header in zip(torn, again, strict=True):
                 found[i] = header
-        hits = sum(type(header) is RecordHeader for header in found)
-        bad = [key for key, header in zip(keys, found, strict=True) if header is Absence.CORRUPT]
-        self._count(hits=hits, misses=len(found) - hits - len(bad), corrupt=len(bad))
-        if bad:
-            self._quarantine(bad)
+            torn = [torn[i] for i in twice]
+        misses = found.count(Absence.MISS)
+        self._count(hits=len(found) - misses - len(torn), misses=misses, corrupt=len(torn))
+        if torn:
+            self._quarantine([keys[i] for i in torn])
         return found
 
-    def _read(self, keys: Sequence[BlockKey], buffers: Sequence[memoryview]) -> list[RecordHeader | Absence]:
-        """Each record verified in its buffer."""
+    def _read(
+        self, keys: Sequence[BlockKey], buffers: Sequence[memoryview]
+    ) -> tuple[list[RecordHeader | Absence], list[int]]:
+        """Each record verified in its buffer, and which ones are corrupt."""
         found = one_each(getattr(self.backend, self._get)(keys, buffers), keys)
-        fingerprint, valid_nbytes, no_row = self._fingerprint, self._valid_nbytes, self._no_row
+        fingerprint, nbytes, valid_nbytes, no_row = self._fingerprint, self._nbytes, self._valid_nbytes, self._no_row
+        torn, miss = [], Absence.MISS  # looked up once: that takes as long as what is done with a record here
         for i, (header, key, buffer) in enumerate(zip(found, keys, buffers, strict=True)):
-            if isinstance(header, RecordHeader) and not (
-                header.fingerprint == fingerprint
-                and len(header.valid) == valid_nbytes
-                and not (no_row and int.from_bytes(header.valid, "little") & no_row)
-                and is_sound(header, key, buffer)
+            if header is not miss and (
+                not isinstance(header, RecordHeader)
+                or header.key != key
+                or header.fingerprint != fingerprint
+                or header.payload_nbytes != nbytes
+                or len(header.valid) != valid_nbytes
+                or (no_row and int.from_bytes(header.valid, "little") & no_row)
+                or checksum(buffer) != header.payload_xxh3
             ):
-                found[i] = Absence.CORRUPT  # another key's, another layout's, not whole, or rows more than a block has
-        return found
+                found[i] = Absence.CORRUPT  # another key's or layout's, not whole, or rows more than a block has
+                torn.append(i)
+        return found, torn
 
     def _quarantine(self, keys: Sequence[BlockKey]) -> None:
         try:
@@ -154,11 +161,11 @@ class RecordStore:
         return one_each(self.backend.contains(keys), keys)
 
     def usage(self) -> Mapping[str, int]:
-        """The backend's own account; see :class:`StorageBackend`."""
+        """The backend's own numbers; see :class:`StorageBackend`."""
         return self.backend.usage()
 
     def flush(self) -> None:
-        """Return when every record put before is on stable storage, as far as the backend has any."""
+        """Return when every record put before is on stable storage, if the backend has any."""
         self.backend.flush()
 
     def close(self) -> None:

@@ -1,9 +1,9 @@
-"""A storage backend made of others: the first tier that has a record answers, and the tiers before it learn of it.
+"""A storage backend made of others: the first tier that has a record answers, and the tiers before it get a copy.
 
-Law: what a deletion has named is in no tier when it returns, and no promotion brings it back. Nothing else is kept in
-step: where a tier was away or made room, an older record of a key may answer, which is whole and says its origin.
+Law: a deleted record is in no tier when the deletion returns, and no promotion brings it back. Nothing else is kept in
+step: if a tier was away or made room, an older record of a key may answer, which is whole and names its origin.
 
-No thread, no queue, no pause: a tier says at once that it is down while it is, as ``mooncake:`` and ``apart:`` do.
+No thread, no queue, no pause: a tier that is down has to fail at once, as ``mooncake:`` and ``apart:`` do.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ def open_tiered_store(url: StoreUrl) -> TieredStore:
 
 
 class Tier:
-    """One tier, and what it has done."""
+    """One tier, and its counts."""
 
     def __init__(self, name: str, backend: StorageBackend) -> None:
         self.name, self.backend = name, backend
-        self.usage = backend.usage()  # as it answered last
+        self.usage = backend.usage()  # its last answer
         self.counts, self._lock = Counter[str](), threading.Lock()  # which guards the counts
 
     def ask(self, what: str, left: Sequence[int], call: Callable[[], list[_T] | None], errors: Errors) -> dict[int, _T]:
-        """The backend's answers for the positions ``left``; where it failed none, and in ``errors`` why."""
+        """The backend's answers for the positions ``left``; if it failed, none, and ``errors`` says why."""
         try:
             answers = call() if left else None
             return {} if answers is None else dict(zip(left, one_each(answers, left), strict=True))
@@ -69,12 +69,12 @@ class Tier:
 
 
 class TieredStore(ClosingStore):
-    """A ``StorageBackend`` over named tiers, the one that is asked first in front. It owns and closes them.
+    """A ``StorageBackend`` over named tiers, asked from the first to the last. It owns and closes them.
 
-    ``put`` writes to every tier; but where one keeps a record of another origin, that is the answer, and no later tier
-    is offered this one. ``get_into`` asks the tiers in turn for what is still missing, verifies it, and puts what a
-    later tier had into the earlier ones. :class:`StorageError` when no tier answered, and from ``delete`` and ``flush``
-    when one could not: what it was to delete it may have when it works again.
+    ``put`` writes to every tier; but if one keeps a record of another origin, that is the answer, and later tiers are
+    not offered the new one. ``get_into`` asks the tiers in turn for the records still missing, verifies them, and puts
+    a later tier's records into the earlier ones. :class:`StorageError` if no tier answered, and from ``delete`` and
+    ``flush`` if any failed: that tier may still have the records when it works again.
     """
 
     def __init__(self, tiers: Mapping[str, StorageBackend]) -> None:
@@ -82,7 +82,7 @@ class TieredStore(ClosingStore):
             raise ConfigError("tiered: store tiers", "2 or more", len(tiers))
         self._open = OpenCheck("tiered store", threading.Lock())
         self._deleting = threading.Lock()  # held over the calls of a deletion, and over those of a promotion
-        self._deletions = 0  # that have begun
+        self._deletions = 0  # begun so far
         self._tiers = [Tier(name, backend) for name, backend in tiers.items()]
 
     def put(
@@ -119,7 +119,7 @@ class TieredStore(ClosingStore):
                     found[i] = Absence.CORRUPT
                     bad.append(keys[i])
             tier.count(hits=len(hits), corrupt=len(bad))
-            if bad:  # a copy that cannot be deleted is found bad again
+            if bad:  # if this fails, the copy is found bad again
                 tier.ask("failed_writes", range(len(bad)), partial(tier.backend.delete, bad), {})
             self._promote(self._tiers[:depth], hits, buffers, deletions)
         _raise(errors, len(self._tiers))
@@ -130,7 +130,8 @@ class TieredStore(ClosingStore):
     def _promote(
         self, fronts: list[Tier], hits: dict[int, RecordHeader], buffers: Sequence[memoryview], deletions: int
     ) -> None:
-        """Put what was read into the tiers in front, unless a deletion has begun since; it waits for no other call."""
+        """Put records that were read into the tiers in front, unless a deletion has begun since; waits for no other
+        call."""
         if not hits or not self._deleting.acquire(blocking=False):
             return
         try:
@@ -170,9 +171,9 @@ class TieredStore(ClosingStore):
         _raise(errors)
 
     def usage(self) -> Mapping[str, int]:
-        """Sums over the tiers, in which a record counts once a copy, and each tier's own, ``tier0_records`` and so on,
-        with its ``hits``, ``written``, ``promoted``, ``corrupt``, ``failed_reads`` and ``failed_writes``, all records.
-        ``stale_tiers`` did not answer: theirs are older numbers."""
+        """Sums over the tiers, which count every copy of a record, and each tier's own numbers, ``tier0_records`` and
+        so on, with its ``hits``, ``written``, ``promoted``, ``corrupt``, ``failed_reads`` and ``failed_writes``, all in
+        records. ``stale_tiers`` did not answer: their numbers are older."""
         self._open.check()
         total = Counter(stale_tiers=0)
         for depth, tier in enumerate(self._tiers):
@@ -192,7 +193,7 @@ class TieredStore(ClosingStore):
 
 
 def _raise(errors: Mapping[str, StorageError], count_min: int = 1) -> None:
-    """Raise what went wrong as one, if it is so much; nobody is to be asked soon where one says so."""
+    """Raise the failures of ``count_min`` tiers or more as one error; that of a record before any other."""
     if len(errors) >= count_min:
         if about := [error for error in errors.values() if isinstance(error, RecordError)]:
             raise about[0]

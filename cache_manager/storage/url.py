@@ -1,10 +1,10 @@
 """A store's URL, taken apart: ``scheme:path?name=value&...``.
 
-A URL may hold others, ``scheme:url,url`` or ``scheme:?name=value&...,url,url``. A comma divides where a scheme follows
-it; one that does not divide there is written ``%2C``.
+A URL may hold others, ``scheme:url,url`` or ``scheme:?name=value&...,url,url``. A comma divides if a scheme follows it;
+a comma of a URL's own before a scheme is written ``%2C``.
 
-The adapter named by the scheme reads its own parameters from here; whatever it does not know is a
-:class:`ConfigError`, so that a misspelt ``quota`` never turns into a default. Pure: text in, values out.
+The adapter named by the scheme reads its own parameters from here; an unknown one is a :class:`ConfigError`, so that a
+misspelt ``quota`` never turns into a default. Pure: text in, values out.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _MEASURE = re.compile(r"([0-9]{1,18})([A-Za-z]*)")
 class StoreUrl:
     """The parts of a store's URL; ``path`` is percent-decoded, ``parameters`` are as written.
 
-    ``tiers`` are the texts of the URLs that it holds; they are its path then.
+    ``tiers`` are the texts of the URLs that it holds, if any; its path is then all of them.
 
     >>> url = StoreUrl.parse("file:///var/lib/kvroute?quota=1GiB")
     >>> url.scheme, url.path, url.nbytes("quota", default=0)
@@ -47,7 +47,7 @@ class StoreUrl:
 
     @classmethod
     def parse(cls, text: str) -> StoreUrl:
-        """:class:`ConfigError` for text that is no URL, or that names a parameter twice or without a value."""
+        """:class:`ConfigError` for text that is not a URL, or that names a parameter twice or without a value."""
         if not isinstance(text, str):
             raise ConfigError("store", "a URL such as file:///var/lib/kvroute", repr(text))
         own, held, tiers = text, "", tuple[str, ...]()

@@ -1,4 +1,4 @@
-"""What every ``StorageBackend`` has to do, as a test class: subclass it, say how to make one, and run pytest.
+"""The contract of every ``StorageBackend``, as a test class: subclass it, say how to make one, and run pytest.
 
 .. code-block:: python
 
@@ -6,8 +6,8 @@
         def make_backend(self, directory: Path, capacity_nbytes: int) -> StorageBackend:
             return MyStore(directory, capacity_nbytes)
 
-A record's bytes are a function of its number and origin (:mod:`cache_manager.testing.records`); what a key may hold is
-worked out from origins and specs (:mod:`cache_manager.testing.origins`). Needs ``pytest`` and ``hypothesis``.
+A record's bytes are a function of its number and origin, and what a key may hold is computed from origins and specs
+(:mod:`cache_manager.testing.records`). Needs ``pytest`` and ``hypothesis``.
 """
 
 from __future__ import annotations
@@ -29,20 +29,39 @@ from cache_manager.record import RecordHeader
 from cache_manager.spec import AuxBlockDataSpec, RecordLayout
 from cache_manager.storage.records import RecordStore
 from cache_manager.testing.faults import FaultyStore
-from cache_manager.testing.origins import NUMBERS, Content, after, contents, held, offer, race, together
-from cache_manager.testing.records import LAYOUT, ORIGIN, get, header_of, key_of, payload_of, put, valid_of
+from cache_manager.testing.records import (
+    BOTH,
+    FIRST,
+    LAYOUT,
+    NUMBERS,
+    ORIGIN,
+    SECOND,
+    Content,
+    after,
+    get,
+    header_of,
+    held,
+    key_of,
+    offer,
+    payload_of,
+    put,
+    race,
+    together,
+    valid_of,
+)
 
 CAPACITY_NBYTES = 1 << 20
 FEW_NBYTES = 128 << 10
 KEYS = 24
 
 numbers = st.lists(st.integers(0, KEYS - 1), max_size=8)
+contents = st.builds(Content, st.integers(1, 3), st.sampled_from((FIRST, SECOND, BOTH)))
 offers = st.lists(st.tuples(st.integers(0, 5) | st.integers(0, KEYS - 1), contents), max_size=8)
 
 
 class StorageMachine(RuleBasedStateMachine):
-    """Any sequence of calls, against what each key may hold. ``roomy``: nothing may be missing for want of room.
-    ``contract.exact``: a key holds the record that was answered last; otherwise any that was put and not deleted."""
+    """Any sequence of calls, against what each key may hold. ``roomy``: no record may be missing for lack of room.
+    ``contract.exact``: a key holds the record answered last; otherwise any that was put and not deleted."""
 
     contract: StorageContract
     open_backend: Callable[[], StorageBackend]
@@ -143,7 +162,7 @@ class StorageContract:
 
     @contextmanager
     def rival(self, backend: StorageBackend) -> Iterator[StorageBackend]:
-        """Another writer's backend of the same records; the very same one where one object serves all threads."""
+        """Another writer's backend of the same records; the same object if one object serves all threads."""
         yield backend
 
     @contextmanager
@@ -167,7 +186,7 @@ class StorageContract:
             run_state_machine_as_test(type("Machine", (StorageMachine,), its), settings=self.machine_settings)
 
     def test_a_record_that_cannot_be_stored_harms_no_other(self) -> None:
-        """One larger than the store is refused; a payload of another length than its header says is an error."""
+        """A record larger than the store is refused; a payload of another length than in its header is an error."""
         with self._store() as (backend, store):
             large = 2 * backend.usage()["capacity_nbytes"]
             headers = [header_of(1), header_of(2, large), header_of(3)]
@@ -239,7 +258,7 @@ class StorageContract:
                 for _ in range(60):
                     wanted = [int(n) for n in rng.integers(0, 60, size=6)]
                     if seed % 2:
-                        assert any(put(store, wanted))  # one that was there may make room for another
+                        assert any(put(store, wanted))  # an older record may make room for a new one
                     for n, answer in zip(wanted, get(store, wanted), strict=True):
                         assert answer in (payload_of(n), Absence.MISS)
                     if seed == 0:
@@ -264,14 +283,14 @@ class StorageContract:
             assert (counters.stored, counters.kept, counters.conflicts, counters.refused) == (1, 1, 1, 0)
 
     @pytest.mark.parametrize("replace", [False, True])
-    def test_two_writers_of_the_same_keys_leave_one_whole_record_of_which_both_were_told(self, replace: bool) -> None:
-        """Each key ends with one whole record; without ``replace`` everybody is told the first writer's."""
+    def test_two_writers_of_the_same_keys_leave_one_whole_record(self, replace: bool) -> None:
+        """Each key ends with one whole record; without ``replace`` both writers are told the first writer's."""
         with self._store() as (backend, _), self.rival(backend) as rival:
             rounds = self.race_rounds if replace else 6
             answers = race([backend, rival], rounds, replace=replace)
             for n, found in enumerate(held(backend, range(NUMBERS))):
                 content = found if isinstance(found, Content) else None
                 told = [answer for of_one in answers for answer in of_one[n]]
-                assert content in told  # where one of several places was away, either may have been told first
+                assert content in told  # if one of several places was away, either may have been told first
                 if self.exact:
                     assert content in {of_one[n][-1] for of_one in answers} if replace else {*told} == {content}

@@ -1,4 +1,4 @@
-"""Faults for tests of stores: a real one, wrapped so that it fails the way the world fails."""
+"""Faults for tests of stores: a real store, wrapped so that it fails as real disks and networks do."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cache_manager.storage.guard import ClosingStore
 
 
 class FaultyStore(ClosingStore):
-    """A storage backend that fails, corrupts or interleaves when told to; otherwise the one it wraps."""
+    """A storage backend that fails, corrupts or interleaves on demand; otherwise it passes calls on."""
 
     def __init__(self, backend: StorageBackend) -> None:
         self.backend = backend

@@ -15,7 +15,7 @@ class KVBlocksContract(ABC):
 
     @abstractmethod
     def kv(self) -> KVBlocks:
-        """A new one, of 4 blocks in each tier at least."""
+        """A new object with at least 4 blocks in each tier."""
 
     def test_what_is_filled_in_is_taken_out(self) -> None:
         """Goal: a block's bytes come back whole, in the order of the blocks. Method: fill three, take them reversed."""
@@ -25,7 +25,8 @@ class KVBlocksContract(ABC):
         np.testing.assert_array_equal(taken(kv, [3, 0, 2]), given[::-1])
 
     def test_a_copy_is_in_place_when_it_returns_whatever_becomes_of_its_source(self) -> None:
-        """Goal: every pair of tiers, one source with two targets. Method: go there and back, written over meanwhile."""
+        """Goal: every pair of tiers, a source with two targets. Method: copy there and back, the source overwritten
+        meanwhile."""
         tiers: tuple[TierName, ...] = ("device", "host")
         for there in tiers:
             kv = self.kv()
@@ -45,7 +46,7 @@ class KVBlocksContract(ABC):
 
 
 def content(kv: KVBlocks, n: int) -> NDArray[np.uint8]:
-    """``[n, spec.block_nbytes]``, each block another."""
+    """``[n, spec.block_nbytes]``, different in each block."""
     return np.random.default_rng(7).integers(0, 256, (n, kv.spec.block_nbytes), np.uint8)
 
 

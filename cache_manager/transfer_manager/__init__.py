@@ -15,8 +15,8 @@ MODULE: Final = "cache_manager.transfer_manager.process"
 class CacheTransferManager:
     """A process beside the engine that copies blocks between shared regions.
 
-    It is started here; :class:`StorageError` where no process can be. One that is lost is killed and reaped; another
-    one is started after a pause. The regions are the engine's and stay. Safe from several threads.
+    The constructor starts it; :class:`StorageError` if no process can be started. A lost process is killed and reaped,
+    and another is started after a pause. The regions belong to the engine and stay. Safe from several threads.
     """
 
     def __init__(self, settings: ApartSettings | None = None) -> None:
@@ -24,14 +24,14 @@ class CacheTransferManager:
 
     @property
     def pid(self) -> int | None:
-        """The process of the moment; ``None`` while there is none."""
+        """The current process's id; ``None`` while there is none."""
         return self._apart.pid
 
     def copy(self, source: SharedRegion, target: SharedRegion, sources: Ints, targets: Ints) -> None:
         """Copy whole records, pairwise; a source may serve several targets. Every byte is in place on return.
 
-        Raises :class:`TransferProcessError` when the process failed it, is lost or is not there. The targets' bytes
-        mean nothing then, and nobody touches either region for it any more.
+        Raises :class:`TransferProcessError` if the process failed, is lost or is not there. The targets' bytes then
+        mean nothing, and the process touches neither region for this call any more.
         """
         try:
             self._apart.ask("copy", source.name, target.name, sources.tolist(), targets.tolist(), reaped=True)

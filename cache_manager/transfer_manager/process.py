@@ -1,8 +1,8 @@
 """The cache-transfer process: ``python -m cache_manager.transfer_manager.process``.
 
-It copies records between shared regions, and asks a store, when its engine says so, and decides nothing: which blocks
-may be touched, and what becomes readable, is the engine's business. Copies have a thread of their own, so that a slow
-store does not hold up a swap.
+It copies records between shared regions, and asks a store, when its engine says so. The engine decides which blocks may
+be touched and which rows become readable. Copies have a thread of their own, so that a slow store does not hold up a
+swap.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from cache_manager.storage import apart_process
 
 
 class Process(apart_process.Process):
-    """A store's process that copies, too."""
+    """A store's process that also copies."""
 
     def copy(self, source: str, target: str, sources: list[int], targets: list[int]) -> None:
         regions = _region(source), _region(target)

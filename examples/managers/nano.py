@@ -1,10 +1,10 @@
-"""A block manager of the well-known small design, and its adapter for the life-cycle kit.
+"""A block manager of nano-vllm's design, and its adapter for the life-cycle kit.
 
-The design is nano-vllm's: a list of blocks with a count of holders each, a deque of those that nobody holds, and a
-table from the chained hash of a block's tokens to the block. A block that nobody holds keeps its content until the
-deque hands it out again, so that it may be found until then. The code is of this repository, and departs from its model
-in one point: a block may be found from :meth:`NanoManager.publish` on, which the engine calls when the KV is there, and
-not from its allocation on.
+The design is a list of blocks with a count of holders each, a deque of blocks without holders, and a table from the
+chained hash of a block's tokens to the block. A block without holders keeps its content, and can be found, until the
+deque hands it out again. The code was written for this repository, and differs from nano-vllm in one point: a block can
+be found only after :meth:`NanoManager.publish`, which the engine calls when the KV is there, and not from its
+allocation on.
 
     cd examples/managers && kvroute prove nano:Nano
 """
@@ -20,7 +20,7 @@ Key = tuple[int, tuple[int, ...]]
 
 
 class Block:
-    """Of ``size`` tokens. ``key`` and ``tokens`` say what may be found in it, once it is full and computed."""
+    """A block of ``size`` tokens. ``key`` and ``tokens`` are set when it is full and computed, and can be found."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -30,15 +30,15 @@ class Block:
 
 
 class NanoManager:
-    """``blocks`` blocks of ``size`` tokens; a sequence is known by its name.
+    """``blocks`` blocks of ``size`` tokens; a sequence is identified by its name.
 
-    A method that answers "no room" has changed nothing. Nothing raises, but for a name that is not there.
+    A method that returns "no room" has changed nothing. Only unknown names raise.
     """
 
     def __init__(self, blocks: int, size: int) -> None:
         self.size = size
         self.blocks = [Block(number) for number in range(blocks)]
-        self.unheld: deque[int] = deque(range(blocks))  # handed out from the left; the longest unheld stands there
+        self.unheld: deque[int] = deque(range(blocks))  # handed out from the left, the longest unheld first
         self.by_key: dict[int, int] = {}
         self.tables: dict[str, list[int]] = {}
         self.roots: dict[str, int] = {}  # what comes before a sequence's first block: its salt, and the weights
@@ -47,7 +47,7 @@ class NanoManager:
     # ---------------------------------------------------------------- what an engine calls
 
     def allocate(self, name: str, tokens: Sequence[int], upto: int, salt: str = "") -> int | None:
-        """Blocks for the cached prefix of ``tokens`` and ``upto`` tokens more; how many were cached, or no room."""
+        """Take blocks for the cached prefix of ``tokens`` and ``upto`` more; how many were cached, or ``None``."""
         root = self.root(salt)
         found = self.find(tokens, root)
         cached = len(found) * self.size
@@ -61,7 +61,7 @@ class NanoManager:
         return cached
 
     def append(self, name: str, upto: int) -> bool:
-        """Blocks for the first ``upto`` tokens; whether there was room."""
+        """Take blocks for the first ``upto`` tokens; returns whether there was room."""
         need = self.blocks_for(upto) - len(self.tables[name])
         if need > self.available():
             return False
@@ -84,10 +84,10 @@ class NanoManager:
         self.roots.pop(name, None)
 
     def reset(self) -> None:
-        """New weights. What sequences of before still publish is found by nobody who comes later."""
+        """New weights. Later sequences do not find blocks that earlier sequences still publish."""
         self.generation += 1
 
-    # ---------------------------------------------------------------- the parts
+    # ---------------------------------------------------------------- parts
 
     def available(self) -> int:
         """How many blocks could be handed out now."""
@@ -100,7 +100,7 @@ class NanoManager:
         return hash((salt, self.generation))
 
     def keys(self, tokens: Sequence[int], root: int) -> Iterator[Key]:
-        """The key and the tokens of each full block; a key says what comes before its block too."""
+        """The key and the tokens of each full block; a key also covers the tokens before its block."""
         key = root
         for start in range(0, len(tokens) - self.size + 1, self.size):
             part = tuple(tokens[start : start + self.size])
@@ -121,7 +121,7 @@ class NanoManager:
         return block.tokens == part
 
     def take(self) -> int:
-        """The block that was unheld the longest, with nothing to be found in it."""
+        """The block that was unheld the longest; it is no longer found under its key."""
         block = self.blocks[self.unheld.popleft()]
         self.forget(block)
         block.holders = 1
@@ -140,7 +140,7 @@ class NanoManager:
             self.unheld.append(number)
 
     def forget(self, block: Block) -> None:
-        """Nothing is found in ``block``. A twin, which was computed beside it, takes its place."""
+        """``block`` is no longer found. Another block with the same key takes its place."""
         if block.key is not None and self.by_key.get(block.key) == block.number:
             del self.by_key[block.key]
             for twin in self.blocks:

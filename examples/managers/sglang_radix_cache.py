@@ -1,10 +1,10 @@
 """SGLang's own radix tree and paged allocator (0.5.23), for the life-cycle kit, with routing rows beside them; CPU.
 
-Every method calls what SGLang's scheduler calls, on SGLang's own ``Req``: the tree is asked, the match is locked, pages
-are given out (``alloc_for_extend``, ``alloc_for_decode``), chunks are published (``checkpoint_kv_cache``), and the end
-publishes the rest and frees what is left (``release_kv_cache``). A batch is the fields that these functions read.
-The rows go through :class:`kvroute.integrations.sglang.rows.RoutedRows`, and land late, as with overlap scheduling: a
-pass is over only when something is read that it, or a later one, has written.
+Every method calls what SGLang's scheduler calls, on SGLang's own ``Req``: the tree is searched, the match is locked,
+pages are given out (``alloc_for_extend``, ``alloc_for_decode``), chunks are published (``checkpoint_kv_cache``), and
+the end publishes the rest and frees the remaining pages (``release_kv_cache``). A batch has only the fields that these
+functions read. The rows go through :class:`kvroute.integrations.sglang.rows.RoutedRows`, and land late, as with overlap
+scheduling: a pass counts as over only when a row is read that it, or a later one, has written.
 
     cd examples/managers && PYTHONPATH=../../tests/sglang/cpu kvroute prove sglang_radix_cache:Sglang
 """
@@ -14,13 +14,12 @@ from __future__ import annotations
 import logging
 from array import array
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from sglang.srt.managers.schedule_batch import FINISH_LENGTH, Req
 from sglang.srt.mem_cache.allocation import alloc_for_decode, alloc_for_extend
 from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator
@@ -35,7 +34,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from cache_manager.keys import Namespace
 from cache_manager.testing.life import BlockManagerAdapter, CanaryKV
 from kvroute.connector.versions import AS_LOADED
-from kvroute.integrations.sglang.rows import RoutedRows
+from kvroute.integrations.sglang.rows import Launched, RoutedRows
 from kvroute.integrations.sglang.settings import Settings
 from kvroute.routing import routing_spec
 
@@ -72,27 +71,14 @@ class Sglang(BlockManagerAdapter):
         )
         self.reqs: dict[str, Req] = {}
         self.rows = RoutedRows(SPEC, len(self.blocks) + 1, Namespace("the kit's", AS_LOADED), SETTINGS)
-        self.passes: deque[tuple[int, NDArray[Any], NDArray[Any]]] = deque()  # launched, and not over
+        self.passes: deque[Launched] = deque()  # not over yet
         self.last: dict[str, int] = {}  # the last pass of a request
         self.weights = 0
-        for name in ("alloc_extend", "alloc_decode"):
-            setattr(self.allocator, name, self._told(getattr(self.allocator, name)))
-
-    def _told(self, alloc: Callable[..., Any]) -> Callable[..., Any]:
-        """As kvroute's hooks in SGLang: the pages that are given out begin new lives."""
-
-        def told(*args: Any) -> Any:
-            slots = alloc(*args)
-            if slots is not None:
-                self.rows.given(slots)
-            return slots
-
-        return told
 
     # ---------------------------------------------------------------- as the scheduler does
 
     def admit(self, seq: str, tokens: Sequence[int], chunk: int, salt: str) -> int | None:
-        """``PrefillAdder``: the match is locked before it is asked what else can be had."""
+        """``PrefillAdder``: the match is locked before free pages are counted."""
         req = Req(seq, "", array("q", tokens), SamplingParams(), cache_salt=salt or None)
         req.init_next_round_input(self.tree)
         cached, req.lock = int(req.prefix_len), self.tree.lock(req.last_node)
@@ -118,7 +104,7 @@ class Sglang(BlockManagerAdapter):
             alloc_for_decode(self._batch(req, seq_lens=lens, seq_lens_cpu=lens), 1)
         return True
 
-    def commit(self, seq: str, tokens: Sequence[int]) -> None:  # noqa: ARG002 - the request knows
+    def commit(self, seq: str, tokens: Sequence[int]) -> None:  # noqa: ARG002 - in the request
         """``process_batch_result_prefill``: a chunk is published when its pass is launched or over."""
         req = self.reqs[seq]
         if req.prefix_len < req.extend_end:
@@ -126,7 +112,7 @@ class Sglang(BlockManagerAdapter):
             checkpoint_kv_cache(req, self.tree)
 
     def free(self, seq: str) -> None:
-        """``_handle_finish_state_updated_req``; a prompt that is aborted while a chunk runs publishes nothing more."""
+        """``_handle_finish_state_updated_req``; an abort during a chunk of the prompt publishes nothing more."""
         req = self.reqs.pop(seq, None)
         if req is not None:
             self.last.pop(seq, None)
@@ -135,7 +121,7 @@ class Sglang(BlockManagerAdapter):
             release_kv_cache(req, self.tree, checkpoint=prefilled)
 
     def reset(self) -> bool:
-        """``Scheduler.flush_cache``, after an update of the weights: refused while a request is there."""
+        """``Scheduler.flush_cache``, after an update of the weights: refused while there are requests."""
         if self.reqs:
             return False
         self.weights += 1
@@ -167,7 +153,7 @@ class Sglang(BlockManagerAdapter):
         )
 
     def _batch(self, req: Req, **more: Any) -> Any:
-        """What is read of a ``ScheduleBatch``."""
+        """The fields that are read of a ``ScheduleBatch``."""
         return SimpleNamespace(
             reqs=[req],
             device="cpu",
@@ -183,26 +169,26 @@ class Sglang(BlockManagerAdapter):
     # ---------------------------------------------------------------- rows
 
     def write_rows(self, seq: str, start: int, rows: Sequence[int | None]) -> None:
-        """A pass is launched; where it makes no rows, nothing comes of it."""
-        self.rows.launched += 1
-        self.rows.weights.computes()
-        self.last[seq] = self.rows.launched
+        """A pass is launched; if it makes no rows, it never ends."""
+        slots = self.pool.req_to_token[self.reqs[seq].kv.req_pool_idx, start : start + len(rows)]
+        made = [0 if row is None else row for row in rows]
+        launched = self.rows.launch(
+            slots.to(torch.int64, copy=True), torch.tensor(made, dtype=torch.int32).reshape(-1, 1, 1)
+        )
+        self.last[seq] = launched.number
         if None not in rows:
-            slots = self.pool.req_to_token[self.reqs[seq].kv.req_pool_idx, start : start + len(rows)]
-            ids = np.array(rows, np.int32).reshape(-1, 1, 1)
-            self.passes.append((self.rows.launched, slots.numpy().astype(np.int64), ids))
+            self.passes.append(launched)
 
     def read_rows(self, seq: str, start: int, stop: int) -> Sequence[int | None]:
-        while self.passes and self.passes[0][0] <= self.last.get(seq, 0):
-            number, slots, ids = self.passes.popleft()
-            self.rows.write(number, self.rows.weights.version, slots, ids)
+        while self.passes and self.passes[0].number <= self.last.get(seq, 0):
+            self.passes.popleft().finalize()
         size = self.block_tokens
         pages = np.array(self.table(seq), np.int64)[:, None]
         routes, _, _ = self.rows.routes((pages * size + np.arange(size)).reshape(-1)[:stop], start)
         found = zip(routes.ids[:, 0, 0].tolist(), routes.known.all(axis=1).tolist(), strict=True)
         return [row if known else None for row, known in found]
 
-    # ---------------------------------------------------------------- what there is to see
+    # ---------------------------------------------------------------- inspection
 
     def table(self, seq: str) -> Sequence[int]:
         kv, size = self.reqs[seq].kv, self.block_tokens
@@ -213,13 +199,13 @@ class Sglang(BlockManagerAdapter):
         return int(self.allocator.available_size() + self.tree.evictable_size()) // self.block_tokens
 
     def free_ids(self) -> Sequence[int]:
-        """The allocator's, and pages of the tree that no request has."""
+        """The allocator's free pages, and pages of the tree that no request has."""
         held = {page for seq in self.reqs for page in self.table(seq)}
         cached = [slot // self.block_tokens for slot in self.tree.all_values_flatten().tolist()[:: self.block_tokens]]
         return [*self.allocator.get_all_free_pages().tolist(), *(page for page in cached if page not in held)]
 
     def check(self) -> None:
-        """The tree's own check is for when nothing runs."""
+        """The tree's own check is valid only when nothing runs."""
         if not self.reqs:
             self.tree.sanity_check()
 
@@ -228,6 +214,6 @@ class Sglang(BlockManagerAdapter):
 
 
 class SglangLostStep(Sglang):
-    """As :class:`Sglang`, for an engine that may lose a step that it has scheduled. SGLang is none: it breaks this."""
+    """As :class:`Sglang`, for an engine that may lose a scheduled step. SGLang loses none, so this adapter fails."""
 
     capabilities = (*Sglang.capabilities, "lost_step")

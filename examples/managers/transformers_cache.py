@@ -1,7 +1,7 @@
 """The block manager of transformers' continuous batching (5.23), for the life-cycle kit: one full-attention layer, CPU.
 
 Every method calls what transformers' own scheduler, batch processor and offloading manager call, in their order; where
-they evict and try again, so does the adapter. The cache's tensors are there and stay empty: the kit keeps the KV.
+they evict and try again, so does the adapter. The cache's tensors stay empty: the kit keeps the KV.
 
     cd examples/managers && kvroute prove transformers_cache:Transformers
 """
@@ -52,13 +52,13 @@ class Transformers(BlockManagerAdapter):
         self.cache = PagedAttentionCache(MODEL, config, "cpu", types.SimpleNamespace(tp_size=1), torch.float16)
         self.allocator: Any = self.cache.cache_allocators[KIND]
         if self.allocator.blocks_per_sector != 1 or not self.cache.use_prefix_sharing:
-            raise RuntimeError("a sector is to be a block, and prefixes to be shared")
+            raise RuntimeError("wanted one block a sector, and shared prefixes")
         self.steps: dict[str, FutureRequestState] = {}
 
     # ---------------------------------------------------------------- as the scheduler does
 
     def admit(self, seq: str, tokens: Sequence[int], chunk: int, salt: str) -> int | None:  # noqa: ARG002 - has none
-        """``Scheduler._infer_request_tokens``, and the rest of its loop. A refused request gives its hit back here."""
+        """``Scheduler._infer_request_tokens``, and the rest of its loop. Here a refused request frees its hit."""
         state = RequestState(seq, list(tokens))
         state.position_offset = self.cache.search_prefix_match(seq, list(tokens))
         state.status = RequestStatus.PREFILLING
@@ -73,7 +73,7 @@ class Transformers(BlockManagerAdapter):
         return self._schedule(state, upto - state.position_offset)
 
     def commit(self, seq: str, tokens: Sequence[int]) -> None:
-        """``ContinuousBatchProcessor.update_batch``: the blocks that the pass has filled may be found."""
+        """``ContinuousBatchProcessor.update_batch``: the blocks that the pass has filled can be found."""
         step = self.steps[seq]
         step.state.position_offset = len(tokens)
         self.cache.mark_complete_blocks(step.state, step.complete_blocks)
@@ -84,7 +84,7 @@ class Transformers(BlockManagerAdapter):
         self.steps.pop(seq, None)
 
     def fork(self, parent: str, child: str) -> bool:
-        """``ContinuousBatchProcessor``: the cache is forked, the copies are made, then there is a child."""
+        """``ContinuousBatchProcessor``: the cache is forked, the copies are made, then the child is added."""
         pairs: dict[str, tuple[list[int], list[int]]] = {KIND: ([], [])}
         origin = self.steps[parent].state
         self.cache.pool.try_to_free_sectors()
@@ -99,7 +99,7 @@ class Transformers(BlockManagerAdapter):
         return True
 
     def _schedule(self, state: RequestState, length: int) -> bool:
-        """Room for ``length`` tokens more. Cached blocks are given up before a request is refused."""
+        """Room for ``length`` more tokens. Cached blocks are evicted before a request is refused."""
         self.cache.pool.try_to_free_sectors()
         fits = self.cache.can_store_request_tokens(state, length)
         if not fits and self.cache.evict_cached_blocks():
@@ -112,14 +112,14 @@ class Transformers(BlockManagerAdapter):
     def _step(self, state: RequestState, length: int) -> FutureRequestState:
         return FutureRequestState(state, True, self.cache.count_new_complete_blocks(state, length), length)
 
-    # ---------------------------------------------------------------- what there is to see
+    # ---------------------------------------------------------------- inspection
 
     def table(self, seq: str) -> Sequence[int]:
         found: list[int] = self.allocator.block_table[seq]
         return found
 
     def slots(self, seq: str, start: int, stop: int) -> Sequence[tuple[int, int]]:
-        """The write indices that the forward pass is given. A block has rows for its keys before those for values."""
+        """The write indices of the forward pass. In a block the rows for keys come before those for values."""
         rows = self.allocator.get_write_indices(seq, start, stop - start)
         return [divmod(row, self.allocator.block_physical_stride) for row in rows]
 
@@ -132,13 +132,13 @@ class Transformers(BlockManagerAdapter):
         return [*pool.free_sectors, *opened, *self.allocator.ledger.cached_blocks]
 
     def ref_counts(self) -> dict[int, int]:
-        """A count of one is not written down."""
+        """The ledger does not store a count of one."""
         held = {block for table in self.allocator.block_table.values() for block in table}
         return {**dict.fromkeys(held, 1), **self.allocator.ledger.shared_ref_counts}
 
 
 class TransformersCacheReset(Transformers):
-    """New weights, and ``PagedAttentionCache.reset``, which is meant for when nothing runs."""
+    """New weights, and ``PagedAttentionCache.reset``, which may be called only when nothing runs."""
 
     capabilities = (*Transformers.capabilities, "reset")
 
@@ -171,7 +171,7 @@ class TransformersPause(Transformers):
 
 
 class TransformersClearedSession(Transformers):
-    """As :class:`TransformersSession`, with the flag that is there for it, ``clear_ledgers``."""
+    """As :class:`TransformersSession`, with the flag ``clear_ledgers``."""
 
     capabilities = (*Transformers.capabilities, "reset")
 
@@ -183,14 +183,14 @@ class TransformersClearedSession(Transformers):
 
 
 class TransformersOffload(Transformers):
-    """With ``OffloadingManager``: a victim's blocks go to five blocks of the CPU, and come back."""
+    """With ``OffloadingManager``: a victim's blocks are swapped to five blocks on the CPU and back."""
 
     capabilities = (*Transformers.capabilities, "swap")
     host_blocks = range(5)
 
     def __init__(self, kv: CanaryKV) -> None:
         super().__init__(kv)
-        # Its constructor wants pinned memory, which a machine without a GPU has not; these are the fields it sets.
+        # Its constructor needs pinned memory, which a machine without a GPU lacks; these are the fields it sets.
         self.offload: Any = OffloadingManager.__new__(OffloadingManager)
         self.offload.cache, self.offload.scheduler, self.offload._compute_stream = self.cache, None, None
         self.offload._cpu_pool = CachePool(len(self.host_blocks), 1, num_reserved_sectors=0)
@@ -200,7 +200,7 @@ class TransformersOffload(Transformers):
         self.offload._request_id_to_cpu_blocks = {}
 
     def preempt(self, seq: str) -> bool:
-        """``OffloadingManager.offload_requests``, for a victim that fits: others are computed again."""
+        """``OffloadingManager.offload_requests``, for a victim that fits; other victims are computed again."""
         state, table = self.steps[seq].state, list(self.table(seq))
         if len(table) > self.free_host_blocks():
             return False
@@ -211,7 +211,7 @@ class TransformersOffload(Transformers):
         return True
 
     def resume(self, seq: str) -> bool:
-        """The scheduler allocates blocks anew, as far as tokens are computed; then they are restored."""
+        """The scheduler allocates new blocks for the computed tokens; then they are restored."""
         state, sources = self.steps[seq].state, list(self.table(seq))
         if not self._schedule(state, 0):
             return False

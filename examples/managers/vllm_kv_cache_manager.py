@@ -1,7 +1,7 @@
 """vLLM's ``KVCacheManager`` (v1; 0.32 and 0.33), without an engine, for the life-cycle kit: one group of layers, CPU.
 
-The calls are those of vLLM's scheduler. The manager lets a block be found from the moment on in which the step is
-scheduled that fills it; the scheduler runs every step that it has scheduled, so that nobody reads it before.
+The calls are those of vLLM's scheduler. The manager lets a block be found as soon as the step that fills it is
+scheduled; the scheduler runs every scheduled step, so that no request reads the block before.
 
     cd examples/managers && kvroute prove vllm_kv_cache_manager:Vllm
 """
@@ -76,7 +76,7 @@ class Vllm(BlockManagerAdapter):
             self.manager.free(request)
 
     def reset(self) -> bool:
-        """Refused while a sequence is there: the scheduler preempts them first where it is asked to."""
+        """Refused while there are sequences; on request the scheduler preempts them first."""
         return bool(self.manager.reset_prefix_cache())
 
     def table(self, seq: str) -> list[int | None]:
@@ -93,7 +93,7 @@ class Vllm(BlockManagerAdapter):
 
 
 class VllmWindow(Vllm):
-    """Sliding-window attention of four tokens: blocks that are behind it are given back while the sequence runs."""
+    """Sliding-window attention of four tokens: blocks behind the window are freed while the sequence runs."""
 
     spec = SlidingWindowSpec(**LAYER, sliding_window=4)
     window = 4
@@ -104,6 +104,6 @@ class VllmWindow(Vllm):
 
 
 class VllmLostStep(Vllm):
-    """As :class:`Vllm`, for an engine that may not run a step that it has scheduled. vLLM is none: it breaks this."""
+    """As :class:`Vllm`, for an engine that may lose a scheduled step. vLLM loses none, so this adapter fails."""
 
     capabilities = (*Vllm.capabilities, "lost_step")

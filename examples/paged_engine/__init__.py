@@ -1,5 +1,4 @@
-"""A demonstration: a small paged engine with kvroute embedded, its judge, its demos and its two HTTP servers.
+"""A demonstration: a small paged engine with kvroute embedded, a judge of its rows, two demos and two HTTP servers.
 
-It runs small models of transformers with seeded weights, so what they say makes no sense. Nothing of the product
-imports it.
+It runs small transformers models with seeded weights, so their text makes no sense. The product does not import it.
 """

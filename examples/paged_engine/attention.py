@@ -1,18 +1,18 @@
 """Attention over a paged KV cache, plugged into transformers' attention interface.
 
 A forward pass carries one flat row of tokens, ``[1, tokens]``, that belong to several sequences: whole prompts, chunks
-of prompts and single decode tokens side by side. Everything that attention must know about them is one
-:class:`PagedBatch`, handed to the model's ``forward`` as the keyword ``paged``; transformers passes it down to every
-attention layer unread. There is no other state. transformers prepares no mask for an attention it does not know, so
-the only mask made is the one of a sequence's own chunk: causal, and cut to the layer's window if it has one. Keys and
+of prompts and single decode tokens side by side. All that attention needs to know about them is in one
+:class:`PagedBatch`, passed to the model's ``forward`` as the keyword ``paged``; transformers passes it on to every
+attention layer unread. There is no other state. transformers prepares no mask for an attention that it does not know,
+so the only mask is that of a sequence's own chunk: causal, and limited to the layer's window if it has one. Keys and
 values behind a window stay in the cache.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from dataclasses import dataclass, replace
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -20,19 +20,19 @@ from torch.nn import functional
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from cache_manager.errors import InvalidInputError
-from paged_engine.kv import PagedKV
+from paged_engine.kv import KVShape, PagedKV
 
 ATTENTION: Final = "kvroute_paged"
 """The name under which :func:`paged_attention` is registered with transformers."""
 _WITHOUT_EFFECT: Final = frozenset({"position_ids", "use_cache", "output_attentions", "output_router_logits"})
-"""Keywords that models hand to every attention and that change nothing of what it computes."""
+"""Keywords that models pass to every attention and that do not change its result."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Reach:
-    """How a layer attends: to the last ``window`` positions or to all, with ``sinks`` or without.
+    """How a layer attends: to the last ``window`` positions or to all, with or without ``sinks``.
 
-    A sink is one more logit of a head's softmax, without a value.
+    A sink is one more logit in a head's softmax, without a value.
     """
 
     scaling: float
@@ -45,14 +45,14 @@ class Reach:
         key: torch.Tensor,  # [batch, kv_heads, context, k_dim]
         value: torch.Tensor,  # [batch, kv_heads, context, v_dim]
     ) -> torch.Tensor:
-        """The output ``[batch, heads, tokens, v_dim]`` of the last tokens of a context, each of which sees its past."""
+        """The output ``[batch, heads, tokens, v_dim]`` of the last tokens of a context; each sees its past."""
         batch, heads, tokens, _ = query.shape
         context = key.shape[2]
         at = torch.arange(context, device=query.device)
         seen = at <= (queries := at[context - tokens :, None])  # bool [tokens, context]
         if self.window is not None:
             seen &= at > queries - self.window
-        if self.sinks is not None:  # a key of zeros, whose logit is what the mask adds, with a value of zeros
+        if self.sinks is not None:  # a key and a value of zeros: the mask adds the logit
             mask = query.new_zeros(batch, heads, tokens, context).masked_fill(~seen, -torch.inf)
             logits = self.sinks.to(query.dtype)[:, None, None].expand(batch, heads, tokens, 1)
             seen = torch.cat([mask, logits], dim=-1)
@@ -62,23 +62,11 @@ class Reach:
         )
 
 
-class Paged(Protocol):
-    """The tokens of a forward pass, and the cache that they read and write.
-
-    ``attend`` puts keys and values ``[1, kv_heads, tokens, dim]`` into the cache and answers ``[1, tokens, heads,
-    v_dim]`` for queries ``[1, heads, tokens, k_dim]``.
-    """
-
-    def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, reach: Reach
-    ) -> torch.Tensor: ...
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class PagedBatch:
-    """One forward pass: chunks of sequences, back to back, then padding; and the paged cache they read and write.
+    """One forward pass: chunks of sequences, back to back, then padding; and the paged cache that they use.
 
-    A chunk is how many tokens it has, and the slots of positions ``[0, stop)`` of its sequence, its own included.
+    A chunk is its number of tokens, and the slots of positions ``[0, stop)`` of its sequence, its own included.
     """
 
     kv: PagedKV
@@ -88,9 +76,9 @@ class PagedBatch:
 
     @classmethod
     def of(cls, kv: PagedKV, spans: Sequence[tuple[int, torch.Tensor]], *, multiple_of: int = 1) -> PagedBatch:
-        """The batch of ``spans``: of each sequence the first position to compute, and the slots of ``[0, stop)``.
+        """The batch of ``spans``: for each sequence the first position to compute, and the slots of ``[0, stop)``.
 
-        It is padded to a multiple of ``multiple_of`` tokens, and lies where the cache does.
+        It is padded to a multiple of ``multiple_of`` tokens, and is on the cache's device.
         """
         given = [(start, context.to(kv.device.device)) for start, context in spans]
         slots = torch.cat([context[start:] for start, context in given])
@@ -105,6 +93,7 @@ class PagedBatch:
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, reach: Reach
     ) -> torch.Tensor:
+        """Put keys and values ``[1, kv_heads, tokens, dim]`` into the cache; returns ``[1, tokens, heads, v_dim]``."""
         (keys, values), written, first = self.kv.layer(layer), len(self.slots), 0
         keys[self.slots] = key[0, :, :written].transpose(0, 1)
         values[self.slots] = value[0, :, :written].transpose(0, 1)
@@ -115,6 +104,47 @@ class PagedBatch:
             out[:, tokens] = reach.attend(query[:, :, tokens], *cached).transpose(1, 2)
             first += count
         return out
+
+
+class EachToItself:
+    """In place of a batch: every token sees only itself. It records the KV shape of each layer."""
+
+    def __init__(self) -> None:
+        self.shapes: list[tuple[int, KVShape]] = []
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, reach: Reach
+    ) -> torch.Tensor:
+        self.shapes.append((layer, KVShape(1, key.shape[1], key.shape[3], value.shape[3], key.dtype)))
+        parts = zip(*(each.split(1, dim=2) for each in (query, key, value)), strict=True)
+        return torch.cat([reach.attend(*alone) for alone in parts], dim=2).transpose(1, 2).contiguous()
+
+
+def kv_shape(model: nn.Module) -> KVShape:
+    """The shape of the keys and values of ``model``, which is run to find it and to check that the engine supports it.
+
+    In two passes every token sees only itself, and one token's embedding is NaN. NaN in another token's logits has
+    bypassed the block tables, and would silently be wrong: through a recurrent state, a convolution, another attention.
+    Raises :class:`InvalidInputError`, with the model's name, for such a model, and if its attention is not the paged
+    one or differs in shape between layers.
+    """
+    named, tokens = f"model {type(model).__name__}", torch.arange(4, device=next(model.parameters()).device)[None]
+    for spoilt in (0, 3):
+        found, given = EachToItself(), model.get_input_embeddings()(tokens).clone()  # type: ignore[operator]
+        given[0, spoilt] = torch.nan
+        with torch.inference_mode():
+            logits = model(inputs_embeds=given, position_ids=tokens, use_cache=False, paged=found).logits[0]
+        if not found.shapes:
+            raise InvalidInputError(named, f"_attn_implementation {ATTENTION}", model.config._attn_implementation)  # type: ignore[union-attr]
+        if bool(logits[tokens[0] != spoilt].isnan().any()):
+            wanted = "tokens that depend on each other by paged attention alone"
+            raise InvalidInputError(named, wanted, "another way: a recurrent state, or another attention")
+    layers, shapes = [layer for layer, _ in found.shapes], [shape for _, shape in found.shapes]
+    if sorted(layers) != list(range(len(layers))):
+        raise InvalidInputError(named, "paged attention in layers 0, 1 and so on, once in each", sorted(layers))
+    if different := set(shapes) - {shapes[0]}:
+        raise InvalidInputError(named, f"keys and values as in layer 0 in all layers: {shapes[0]}", different.pop())
+    return replace(shapes[0], layers=len(layers))
 
 
 def paged_attention(
@@ -128,14 +158,14 @@ def paged_attention(
     sliding_window: int | None = None,
     s_aux: torch.Tensor | None = None,
     dropout: float = 0.0,
-    paged: Paged | None = None,
+    paged: PagedBatch | EachToItself | None = None,
     **more: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention output ``[1, tokens, heads, v_dim]``; the keys and values of this step are in the cache afterwards.
 
-    Padding neither reads nor writes the cache; its output is zero. Without ``paged`` it is plain attention over the one
-    sequence given: the same arithmetic, unpaged. Raises :class:`InvalidInputError` for a layer that attends in a way of
-    which nothing is known here.
+    Padding neither reads nor writes the cache; its output is zero. Without ``paged`` this is plain attention over the
+    one sequence given: the same arithmetic, unpaged. Raises :class:`InvalidInputError` for a layer with an unknown kind
+    of attention.
     """
     more |= {"dropout": dropout or None, "attention_mask": attention_mask}  # a paged batch has its own causality
     more["is_causal=False"] = None if getattr(module, "is_causal", True) else True

@@ -1,4 +1,4 @@
-"""What the servers are asked, checked before anything is done with it, and how they answer: JSON, or events of it."""
+"""The servers' requests, checked before they are used, and their answers: JSON, or a stream of JSON events."""
 
 from __future__ import annotations
 
@@ -15,23 +15,13 @@ from paged_engine.request import SAMPLES_MAX, Request
 from paged_engine.sequence import Handover
 
 DRAW: Final = "completion"
-"""What sampling noise depends on beside the seed: the same seed draws the same tokens on every server."""
-NEUTRAL: Final[dict[str, tuple[Any, ...]]] = {
-    **dict.fromkeys(("top_p", "best_of"), (1,)),
-    **dict.fromkeys(("frequency_penalty", "presence_penalty"), (0,)),
-    **dict.fromkeys(("logit_bias", "stream_options"), ({},)),
-    "echo": (False,),
-    "logprobs": (),
-    "suffix": ("",),
-    "stop": ("", []),
-}
-"""OpenAI's parameters that nothing is done with, and their values (or null) that ask for nothing."""
+"""Sampling noise depends on this and the seed: the same seed draws the same tokens on every server."""
 
 
 class Handed(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What prefill answers when it has begun, and a request for decode has as ``handover``.
+    """Prefill's answer when it has begun, which a request for decode has as ``handover``.
 
-    ``transfer`` is 32 hex digits, or null where the blocks could not be lent.
+    ``transfer`` is 32 hex digits, or null if the blocks could not be lent.
     """
 
     transfer: Annotated[str, Meta(pattern="^[0-9a-f]{32}$")] | None
@@ -41,9 +31,9 @@ class Handed(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     prompt_tokens: int
 
     def taken(self, mine: Handed, prefills: tuple[str, ...]) -> tuple[Handover | None, str]:
-        """What decode takes over, or none and why it computes the prompt itself. ``mine``: what decode would say.
+        """What decode takes over, or ``None`` and why it computes the prompt itself. ``mine``: decode's own values.
 
-        Raises :class:`InvalidInputError` for one that is not of this request, or of none of the ``prefills``.
+        Raises :class:`InvalidInputError` if it belongs to another request, or is from none of the ``prefills``.
         """
         if self.transfer is None:
             return None, "computed here: prefill could not lend it"
@@ -52,14 +42,14 @@ class Handed(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             raise InvalidInputError("handover.address", known, repr(self.address)[:80])
         if self.prompt_tokens != mine.prompt_tokens:
             raise InvalidInputError("handover.prompt_tokens", mine.prompt_tokens, self.prompt_tokens)
-        for name in ("model", "weights_version"):  # an update that one of the two has not seen yet
+        for name in ("model", "weights_version"):  # an update that has not reached both yet
             if (wanted := getattr(mine, name)) != (got := getattr(self, name)):
                 return None, f"computed here: {name}: wanted {wanted}, got {got}"
         return Handover(bytes.fromhex(self.transfer), self.address), ""
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A request, as OpenAI has it; from ``ignore_eos`` on the keys are vLLM's and kvroute's own."""
+    """A request in OpenAI's form; from ``ignore_eos`` on the keys are vLLM's and kvroute's own."""
 
     prompt: Annotated[str, Meta(min_length=1)] | Annotated[list[Annotated[int, Meta(ge=0, lt=512)]], Meta(min_length=1)]
     model: str | None = None
@@ -68,13 +58,12 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     seed: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] = 0
     n: Annotated[int, Meta(ge=1, le=SAMPLES_MAX)] = 1
     stream: bool = False
-    user: str | None = None
     ignore_eos: bool = False
     return_routed_experts: bool = False
     handover: Handed | None = None
 
     def request(self, request_id: str, model: str) -> Request:
-        """What the engine is asked; :class:`InvalidInputError` names the field. A long text takes a while."""
+        """The engine's request; :class:`InvalidInputError` names the field. Encoding a long text takes time."""
         if self.model not in (None, model):
             raise InvalidInputError("model", model, repr(self.model))
         prompt = text.encode(self.prompt) if isinstance(self.prompt, str) else self.prompt
@@ -84,13 +73,9 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 def parse(body: bytes) -> Completion:
-    """The request that ``body`` is. :class:`InvalidInputError` says in one line what is wrong."""
+    """Decode ``body``. :class:`InvalidInputError` says in one line what is wrong."""
     try:
-        given = msgspec.json.decode(body, type=dict[str, Any])
-        for name in NEUTRAL.keys() & given.keys():
-            if (value := given.pop(name)) is not None and value not in NEUTRAL[name]:
-                raise InvalidInputError(name, " or ".join(map(repr, (*NEUTRAL[name], None))), repr(value)[:80])
-        return msgspec.convert(given, Completion)
+        return msgspec.json.decode(body, type=Completion)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidInputError("body", "a completion as JSON", str(error)[:200]) from error
 
@@ -100,7 +85,7 @@ def answer_of(value: Any) -> web.Response:
 
 
 class Stream:
-    """An answer in events: tokens as they come, then the whole answer with its routes, without what has been said."""
+    """An answer in events: tokens as they come, then the rest of the answer with its routes."""
 
     def __init__(self, http: web.Request, request_id: str) -> None:
         self._http, self._id = http, request_id
@@ -112,7 +97,7 @@ class Stream:
         return self._response.prepared
 
     async def say(self, sample: int, generated: tuple[int, ...]) -> None:
-        """What fails before a token has come is still an answer with a status of its own."""
+        """A failure before the first token can still be answered with its own status."""
         if len(generated) > len(self._said.get(sample, ())):
             choice = self._new(sample, generated, text.decode_whole) | {"finish_reason": None}
             await self._send({"id": self._id, "object": "text_completion", "choices": [choice]})

@@ -1,6 +1,6 @@
-"""``kvroute demo-pd``: the demo's conversations through prefill and decode, a process each.
+"""``kvroute demo-pd``: the demo's conversations through prefill and decode, in two processes.
 
-Every row that comes back is judged against a run of one process that crossed nothing.
+Every row returned is judged against a run in one process, without transfers.
 """
 
 from __future__ import annotations
@@ -14,12 +14,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from rich.console import Console
-
 from cache_manager.errors import KVRouteError
 from kvroute.routes import Routes
 from paged_engine.bodies import DRAW
-from paged_engine.demo import Driver, SampleId, Tell, terminal
+from paged_engine.demo import Driver, SampleId
 from paged_engine.options import Options
 from paged_engine.processes import Pair
 from paged_engine.request import FinishReason, Output
@@ -29,20 +27,22 @@ from paged_engine.workload import ABORT_AFTER_TOKENS, Conversation, conversation
 class DemoPD(Driver):
     """One run: serve, end, judge."""
 
+    title = "kvroute demo-pd"
+
     def run(self) -> int:
+        """The exit status."""
         options, outputs = self.options, dict[SampleId, Output]()
         sizes = {"--device-blocks": options.engine.device_blocks, "--host-blocks": options.engine.host_blocks}
         flags = {"--model": options.model, "--seed": options.seed, **sizes}
         with ExitStack() as stack:
             directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvroute-demo-pd-")))
             pair = stack.enter_context(Pair(directory, [str(each) for flag in flags.items() for each in flag]))
-            stack.enter_context(self.progress)
-            starting = self.tell("starting two processes", 1)
+            self.say("starting two processes")
             pair.wait_ready()
-            starting(1)
-            asking, tell = conversations(options.requests, options.seed), self.tell("serving", options.requests)
+            self.say("serving")
+            asking = conversations(options.requests, options.seed)
             with ThreadPoolExecutor(len(asking)) as clients:
-                gone = sum(clients.map(lambda each: _talk(pair, each, outputs, tell), asking))
+                gone = sum(clients.map(lambda each: _talk(pair, each, outputs), asking))
             returned = pair.wait_quiet()
             prefill, decode = pair.prefill.counters(), pair.decode.counters()
             statuses = pair.end()
@@ -51,16 +51,15 @@ class DemoPD(Driver):
         more = {name: count + prefill["traffic"][name] for name, count in decode["traffic"].items()} | decode["decode"]
         more |= {"store": "none", "tokens_match": tokens_match, "clients_left": decode["http"]["left"]}
         more |= {"blocks_returned": returned, "exit_statuses": statuses}
-        return self.conclude("kvroute demo-pd", outputs, verdict, more, gone=gone)
+        return self.conclude(outputs, verdict, more, gone=gone)
 
 
-def _talk(pair: Pair, conversation: Conversation, outputs: dict[SampleId, Output], tell: Tell) -> bool:
-    """One client, in a thread of its own: each turn when the one before was answered. Whether it went away."""
+def _talk(pair: Pair, conversation: Conversation, outputs: dict[SampleId, Output]) -> bool:
+    """One client, in its own thread: each turn when the one before was answered. Returns whether it disconnected."""
     while not conversation.done:
         request = conversation.ask()
         asked = {name: getattr(request, name) for name in ("prompt", "max_tokens", "temperature", "seed", "n")}
         body = asked | {"return_routed_experts": True}
-        tell(1)
         if conversation.gives_up:
             _go_away(pair, body)
             return True
@@ -88,16 +87,6 @@ def _go_away(pair: Pair, body: dict[str, Any]) -> None:
     connection.close()
 
 
-def demo_pd(options: Options, console: Console) -> int:
-    """Run the demo, print its summary, write the JSON; the exit status."""
-    options.prepare()
-    console.print(
-        f"{options.model}, a small model with weights of seed {options.seed}: {options.requests} requests through "
-        f"prefill and decode, two processes on loopback, {options.engine.device_blocks} device blocks each"
-    )
-    return DemoPD(options, console).run()
-
-
 def main(**flags: Any) -> int:
-    """``kvroute demo-pd``."""
-    return demo_pd(Options(**flags), terminal())
+    """``kvroute demo-pd``; the exit status."""
+    return DemoPD(Options(**flags)).run()

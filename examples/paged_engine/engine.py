@@ -1,17 +1,15 @@
 """A small continuous-batching engine over a transformers Mixture-of-Experts model, with kvroute embedded.
 
 Each :meth:`Engine.step` is one forward pass over a flat batch of tokens of several sequences. The rows that the pass
-produces, expert ids and the weights version, are committed to the blocks that its keys and values went to, and follow
-them from there: through prefix reuse, copy-on-write, swapping and the store.
+produces, expert ids and the weights version, are committed to the blocks of its keys and values, and follow these
+through prefix reuse, copy-on-write, swapping and the store.
 
 An engine belongs to one thread, and on a GPU to the stream that was current when it was made.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Tokens
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Protocol, Self
 
 import numpy as np
@@ -29,17 +27,15 @@ from cache_manager.publish import Rows
 from cache_manager.spec import align
 from cache_manager.step import PADDING
 from cache_manager.storage import open_store
-from kvroute.capture.canary import canary_spec
 from kvroute.capture.capture import RoutingCapture
 from kvroute.config import RoutingReplayConfig
 from kvroute.journal import RequestJournal
 from kvroute.rollout.manager import RoutingReplayManager
 from kvroute.routes import Routes
 from kvroute.routing import routing_spec_from_hf, weights_version_spec
-from paged_engine.attention import PagedBatch
+from paged_engine.attention import PagedBatch, kv_shape
 from paged_engine.kv import PagedKV
 from paged_engine.models import BATCH_MULTIPLE
-from paged_engine.probe import kv_shape
 from paged_engine.request import EngineConfig, FinishReason, Output, Request
 from paged_engine.scheduler import Scheduler, Work
 from paged_engine.sequence import Sequence, State
@@ -50,20 +46,11 @@ if TYPE_CHECKING:
 STORE_WAIT_S: Final = 0.05
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
-    """Part of a forward pass: it computes the positions ``[start, len(tokens))`` of a sequence that begins so."""
-
-    owner: str  # request id, "#", number of the sample
-    tokens: Tokens[int]
-    start: int
-
-
 class Observer(Protocol):
     """Sees every forward pass. Its methods may call :meth:`Engine.abort`, and nothing else of the engine."""
 
-    def begin(self, spans: Tokens[Span]) -> None:
-        """The pass over ``spans``, back to back and then padding, is about to run."""
+    def begin(self, work: list[Work]) -> None:
+        """The pass over ``work`` (its items back to back, then padding) is about to run."""
 
     def end(self) -> None:
         """The pass has run; its rows are not committed yet."""
@@ -73,13 +60,12 @@ class Engine:
     """Generates for requests over ``config.device_blocks`` KV blocks, and hands out routes with every sample.
 
     ``namespace`` must name the weights: with a ``store``, KV and rows that an earlier engine of the same namespace
-    stored are reused; it stays the caller's.
+    stored are reused; the caller closes the store. ``replay`` says whether rows are captured, which rows a hit needs,
+    where the routes of finished samples are stored, and which block store the engine opens itself. Without ``replay``
+    rows come only with the output.
 
-    ``replay`` says whether rows are captured, which rows a hit needs, where the routes of finished samples are stored,
-    and where blocks are, in a store that the engine opens itself. Without it rows come with the output alone.
-
-    Raises :class:`InvalidInputError` for a model without routers, and by its name for one whose tokens know of each
-    other by more than paged attention (:func:`~paged_engine.probe.kv_shape`): recurrent state is in no block.
+    Raises :class:`InvalidInputError` for a model without routers, and for one whose tokens depend on each other by more
+    than paged attention (:func:`~paged_engine.attention.kv_shape`): recurrent state is in no block.
     """
 
     def __init__(
@@ -94,14 +80,13 @@ class Engine:
     ) -> None:
         self.config, self._model, self._observer = config, model, observer
         on = replay if replay is not None and replay.enable_routing_replay else None
-        self._debug, self._captures = on is not None and on.debug_mode, on is not None or replay is None
-        spec = routing_spec_from_hf(model.config, config.block_tokens)  # type: ignore[arg-type]
-        self.spec = canary_spec(spec) if self._debug else spec
+        self._captures = on is not None or replay is None
+        self.spec = routing_spec_from_hf(model.config, config.block_tokens)  # type: ignore[arg-type]
         self._positions_max: int = model.config.max_position_embeddings  # type: ignore[union-attr, assignment]
         self.rollouts: RoutingReplayManager | None = None
         with ExitStack() as opened:
             if on is not None:
-                self.rollouts = opened.enter_context(RoutingReplayManager(on.fitted(spec), self.spec))
+                self.rollouts = opened.enter_context(RoutingReplayManager(on, self.spec))
                 if on.block_store and store is not None:
                     raise ConfigError("block_store", "'', as the engine was given a store", repr(on.block_store))
                 store = opened.enter_context(open_store(on.block_store)) if on.block_store else store
@@ -139,7 +124,7 @@ class Engine:
         self._arrivals += 1
 
     def check_room(self, request: Request) -> None:
-        """Raise :class:`InvalidInputError` when the request is too long to run ever, even alone."""
+        """Raise :class:`InvalidInputError` when the request is too long to run even alone."""
         longest = len(request.prompt) + request.max_tokens
         room = min(self.config.capacity_tokens, self._positions_max)
         if longest > room:
@@ -149,14 +134,14 @@ class Engine:
     def abort(self, request_id: str) -> None:
         """End every sample of a request now, whatever it is doing, also during a forward pass; idempotent.
 
-        The next :meth:`step` answers what was generated, with the routes of what had been computed.
+        The next :meth:`step` returns what was generated, with the routes of all computed tokens.
         """
         for sequence in self.scheduler.of(request_id):
             self._finish(sequence, FinishReason.ABORT)
 
     @property
     def busy(self) -> bool:
-        """Whether :meth:`step` has anything left to do or to answer."""
+        """Whether :meth:`step` has anything left to do or to return."""
         return bool(self.scheduler.unfinished or self._done)
 
     @property
@@ -172,9 +157,9 @@ class Engine:
         return outputs
 
     def step(self) -> list[Output]:
-        """One forward pass, and the samples that have ended since the last call.
+        """Run one forward pass, and return the samples that have ended since the last call.
 
-        The store is not waited for while there is anything to compute, and ``STORE_WAIT_S`` at most when there is not.
+        It waits for the store only when there is nothing to compute, ``STORE_WAIT_S`` at most.
         """
         if work := self._plan():
             self._compute(work)
@@ -191,7 +176,7 @@ class Engine:
         return done
 
     def reset(self, *, weights_version: int) -> None:
-        """The model's weights have changed: what is unfinished is computed again with them, and goes on from there.
+        """The model's weights have changed: unfinished sequences are computed again with them, and go on from there.
 
         Call it between steps. The rows that its tokens were sampled with are kept.
         """
@@ -199,15 +184,15 @@ class Engine:
         self.manager.reset(weights_version=weights_version)
 
     def drain(self) -> bool:
-        """Wait until the store has everything that is to be stored, ``config.jobs.close_s`` at most; whether it has."""
+        """Wait until the store has everything to be stored, ``config.jobs.close_s`` at most; returns whether it has."""
         return self.manager.drain(self.config.jobs.close_s)
 
     def close(self) -> None:
-        """Give the blocks back and take the hooks off the model; unfinished requests are aborted, others stored.
+        """Free the blocks and remove the model's hooks; unfinished requests are aborted, others stored.
 
-        Raises :class:`BlockStateError` when the store does not end what it is doing within ``config.jobs.close_s``: the
-        blocks are still its then, and closing can be tried again. What ``replay`` stores is durable when this returns;
-        :class:`StorageError` says what is not.
+        Raises :class:`BlockStateError` when the store's jobs do not end within ``config.jobs.close_s``: they still use
+        the blocks then, and closing can be tried again. All that ``replay`` stores is durable when this returns;
+        :class:`StorageError` names what is not.
         """
         for sequence in self.scheduler.unfinished:
             self.abort(sequence.request.id)
@@ -228,7 +213,7 @@ class Engine:
     def _capturing(self) -> RoutingCapture | LaunchedCapture:
         """Hooks that bring rows to the host, or on a GPU one launch at the end of a pass."""
         device = next(self._model.parameters()).device
-        if device.type != "cuda" or self._debug:
+        if device.type != "cuda":
             return RoutingCapture(self._model, self.spec)
         from kvroute.capture.launched import LaunchedCapture  # needs Triton
 
@@ -242,13 +227,12 @@ class Engine:
         contexts = [self._context(w) for w in work]
         tokens = [t for w in work for t in w.sequence.tokens[w.start : w.stop]]
         size = align(len(tokens), BATCH_MULTIPLE)
-        slots, positions = np.full(size, PADDING), np.zeros(size, np.int64)
+        slots = np.full(size, PADDING)
         slots[: len(tokens)] = np.concatenate([context[w.start :] for w, context in zip(work, contexts, strict=True)])
-        positions[: len(tokens)] = np.concatenate([np.arange(w.start, w.stop) for w in work])
         begin = self.aux.begin_step
-        with self._capture.step(begin, slots, positions) if self._capture else begin(slots) as step:
+        with self._capture.step(begin, slots) if self._capture else begin(slots) as step:
             if self._observer:
-                self._observer.begin([Span(w.sequence.owner, w.sequence.tokens[: w.stop], w.start) for w in work])
+                self._observer.begin(work)
             with torch.inference_mode():
                 found = self._forward(work, contexts, tokens)
                 logits = (found.float() if found.dtype is torch.bfloat16 else found).cpu().numpy()
@@ -261,7 +245,7 @@ class Engine:
                 self._advance(item, row)
 
     def _context(self, item: Work) -> NDArray[np.int64]:
-        """Device slots ``[stop]`` of everything that the tokens of ``item`` attend to, themselves included."""
+        """Device slots ``[stop]`` of all tokens that those of ``item`` attend to, themselves included."""
         self.manager.slots(item.sequence.owner, item.start, item.stop)  # refuses a block that others use
         blocks, size = np.asarray(self.manager.table(item.sequence.owner), np.int64), self.config.block_tokens
         return (blocks[:, None] * size + np.arange(size)).reshape(-1)[: item.stop]
@@ -281,7 +265,7 @@ class Engine:
         return logits
 
     def _advance(self, item: Work, logits: NDArray[Any]) -> None:
-        """The sequence has KV and rows up to ``item.stop`` now; sample if that was its last token."""
+        """The sequence has KV and rows up to ``item.stop`` now; sample if this was its last token."""
         sequence = item.sequence
         sequence.computed = item.stop
         self.manager.publish(sequence.owner, sequence.tokens[: item.stop])
@@ -305,7 +289,7 @@ class Engine:
         return children
 
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
-        """Collect the routes while the blocks are still held, store what is worth it, give the blocks back."""
+        """Collect the routes while the blocks are still held, store blocks of finished samples, free the blocks."""
         lost_some = sequence.journal is not None
         routes = self._remember(sequence).routes() if lost_some else self._held(sequence).bind(sequence.tokens)
         if sequence.state is State.RUNNING and reason is not FinishReason.ABORT:
@@ -317,11 +301,11 @@ class Engine:
         self._done.append(done)
 
     def _losing(self, sequence: Sequence) -> None:
-        """What the sequence's blocks hold is about to go: keep the rows that its tokens were sampled with."""
+        """The sequence is about to lose its blocks: keep the rows that its tokens were sampled with."""
         self._remember(sequence).discard_unsettled()
 
     def _remember(self, sequence: Sequence) -> RequestJournal:
-        """Tell the sequence's journal what its blocks hold, and which tokens were sampled with that."""
+        """Record the rows of the sequence's blocks in its journal, and which tokens were sampled with them."""
         journal = sequence.journal = sequence.journal or RequestJournal(self.spec)
         journal.record(self._held(sequence))
         if sequence.generated:

@@ -1,9 +1,9 @@
-"""One engine goes on where another has stopped: prefill lends the blocks of a prompt as it fills them, decode fetches.
+"""Prefill and decode as two engines: prefill lends the blocks of a prompt as it fills them, decode fetches them.
 
-The id of a transfer is drawn when the first chunk of a prompt is admitted. Decode is told of it then, gives the
-sequence its blocks like any other, what its own prefix cache has included, and fetches the rest while prefill computes:
-after the last chunk one block is left. Whatever did not come is computed here, from the first gap on, so that rows and
-KV are decode's own; so is the last token of the prompt, whose logits the first sampled token comes from.
+The id of a transfer is drawn when the first chunk of a prompt is admitted. Then decode gets it, allocates the
+sequence's blocks as usual, takes hits from its own prefix cache, and fetches the rest while prefill computes: after the
+last chunk one block is left. Blocks that did not come are computed here, from the first gap on, so that rows and KV are
+decode's own; so is the last token of the prompt, whose logits give the first sampled token.
 
 Rows and KV are lent from copies, so prefill keeps no block for it.
 """
@@ -26,7 +26,7 @@ from transfer.link import Link
 
 
 class PeerEngine(Engine):
-    """An :class:`Engine` beside one end of a crossing over ``link``, which it owns."""
+    """An :class:`Engine` with one end of a crossing over ``link``, which it owns."""
 
     def __init__(self, *args: Any, link: Link, limits: TransferLimits | None = None, **more: Any) -> None:
         super().__init__(*args, **more)
@@ -57,24 +57,24 @@ class PrefillEngine(PeerEngine):
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
         self.lent: dict[bytes, str] = {}
-        """Transfers that decode may still ask for, and the requests that they are of."""
+        """Transfers that decode may still ask for, and their requests."""
         self._waiting: dict[str, Callable[[bytes | None], None]] = {}
-        self._filling: dict[str, tuple[bytes, int]] = {}  # by owner: as what, and how many blocks so far
+        self._filling: dict[str, tuple[bytes, int]] = {}  # by owner: transfer id, and how many blocks so far
 
     def lend(self, request: Request, told: Callable[[bytes | None], None]) -> None:
-        """Queue a prompt; whatever the request says about its end, one token is generated.
+        """Queue a prompt; one token is generated, whatever limits the request has.
 
-        ``told`` hears in a step, when the first chunk is admitted, what the blocks are lent as; ``None`` where they
-        cannot be. A request that is too long as a whole is refused all the same: no decode could finish it.
+        ``told`` is called in a step, when the first chunk is admitted, with the transfer id; ``None`` if the blocks
+        cannot be lent. A request that is too long as a whole is refused: no decode could finish it.
         """
         self.check_room(request)
-        self.add(replace(request, max_tokens=1, n=1, stop_tokens=frozenset(), stop_sequences=()))
+        self.add(replace(request, max_tokens=1, n=1, stop_tokens=frozenset()))
         self._waiting[request.id] = told
 
     def _plan(self) -> list[Work]:
         for ended in self.crossing.poll():
             if isinstance(ended, Release) and (request_id := self.lent.pop(ended.transfer, None)) is not None:
-                self.abort(request_id)  # nobody wants more of it; most have ended long ago
+                self.abort(request_id)  # no longer wanted; most have ended before
         work = super()._plan()
         for sequence in (item.sequence for item in work):
             if (told := self._waiting.pop(sequence.request.id, None)) is not None:
@@ -90,7 +90,7 @@ class PrefillEngine(PeerEngine):
         super()._advance(item, logits)
 
     def _fill(self, sequence: Sequence, computed: int) -> bool:
-        """Lend what has been ``computed`` and was not lent before: full blocks, and the last one. Whether it can be."""
+        """Lend the new full blocks of the ``computed`` tokens, and the last block; whether that was possible."""
         transfer, first = self._filling[sequence.owner]
         size, last = self.config.block_tokens, computed >= len(sequence.request.prompt)
         stop = -(-computed // size) if last else max(first, computed // size)
@@ -119,9 +119,9 @@ class PrefillEngine(PeerEngine):
 
 @dataclass(slots=True)
 class Crossed:
-    """Of prompts that were handed over: how many, what came, and how many of their tokens were computed here as well.
+    """Prompts that were handed over: how many, what came, and how many of their tokens were computed here as well.
 
-    The last token of each is computed here always, and does not count.
+    The last token of each is always computed here, and does not count.
     """
 
     handovers: int = 0
@@ -131,7 +131,7 @@ class Crossed:
 
 
 class DecodeEngine(PeerEngine):
-    """Takes prompts over. Blocks that a fetch may still write to are held, by the transfer's name, until it is over."""
+    """Takes prompts over. Blocks that a fetch may still write are held under the transfer's id until it is over."""
 
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
@@ -176,7 +176,7 @@ class DecodeEngine(PeerEngine):
         self.crossing.borrower.fetch(handover.transfer, handover.address, first, blocks, lives, tokens - first * size)
 
     def _land(self, came: Came) -> None:
-        """Nothing more lands: the sequence runs with what is there, or has been told to end or to begin anew."""
+        """The fetch is over: the sequence runs with what came, unless it has ended or was reset meanwhile."""
         sequence, first = self._under_way.pop(came.transfer)
         self.manager.release(came.transfer.hex())
         self.crossed.transferred_blocks += len(came.kv)
@@ -195,6 +195,6 @@ class DecodeEngine(PeerEngine):
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
         handover = sequence.handover
         if sequence.state is State.LANDING and handover and handover.transfer in self._under_way:
-            with suppress(KVRouteError):  # of a node that is closed
+            with suppress(KVRouteError):  # the node is closed
                 self.crossing.node.abort(TransferId(handover.transfer), "aborted")  # prefill need not go on
         super()._finish(sequence, reason)

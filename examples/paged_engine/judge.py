@@ -1,13 +1,13 @@
-"""The judge of the demo. It trusts nothing of kvroute: it looks at the model's routers itself.
+"""The judge of the demo. It does not rely on kvroute: it hooks the model's routers itself.
 
-While the engine runs, the checker's own hooks keep every top-k aside at the moment it is computed, under a digest of
-the exact tokens up to and including the one that was routed. A row that comes out at the end must equal, bit for bit,
-one that was computed for its prefix. Rows of prefixes that were never computed under these eyes (an earlier process
-left them in the store) are judged against a second run of the sequence, by transformers alone.
+While the engine runs, the checker's own hooks record every top-k when it is computed, under a digest of the exact
+tokens up to and including the one that was routed. Every row in the output must equal, bit for bit, one that was
+recorded for its prefix. Rows of prefixes that the checker never saw computed (an earlier process left them in the
+store) are judged against a second run of the sequence, by transformers alone.
 
-Where it knows whose rows they are it asks for more: a token is sampled with what was computed by then, so a position
-that was computed again later, perhaps with other weights, must come out as it was *first* computed for that sample, and
-a prompt as it was computed with the weights of the first sampled token.
+If it knows the sample of the rows it checks more: a token is sampled with the rows computed by then, so a position that
+was computed again later, perhaps with other weights, must have the row that was *first* computed for that sample, and a
+prompt the rows of the weights that sampled the first token.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from numpy.typing import NDArray
 from torch import nn
 
 if TYPE_CHECKING:
-    from paged_engine.engine import Span
     from paged_engine.request import Output
+    from paged_engine.scheduler import Work
 
 PASS_MULTIPLE: Final = 16
 """Second runs are padded at the end to this multiple, so that float32 sums go in the same order; see the models."""
@@ -33,7 +33,7 @@ PASS_MULTIPLE: Final = 16
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What became of the rows of some sequences; verdicts add up.
+    """Counts of the rows of some sequences; verdicts can be added.
 
     ``rows_judged_by_recompute`` are rows that only a second run could judge. Of ``compared`` (row, layer) pairs, the
     second run chose the same set of experts in ``agreed``.
@@ -55,7 +55,7 @@ class Verdict:
 
 
 class RouterWatch:
-    """Own hooks on the router modules of a transformers model: each layer's ids of the pass since :meth:`take`."""
+    """Hooks on the router modules of a transformers model: each layer's ids of the pass since :meth:`take`."""
 
     def __init__(self, model: nn.Module) -> None:
         routers = []
@@ -72,11 +72,14 @@ class RouterWatch:
 
         return hook
 
+    def forget(self) -> None:
+        for calls in self._ids:
+            calls.clear()
+
     def take(self) -> NDArray[np.int32]:
         """Ids ``[tokens, layers, top_k]`` of the one pass since the last take."""
         seen = [list(calls) for calls in self._ids]
-        for calls in self._ids:
-            calls.clear()
+        self.forget()
         tokens = [[len(ids) for ids in calls] for calls in seen]
         if len(tokens[0]) != 1 or not tokens[0][0] or any(each != tokens[0] for each in tokens):
             raise AssertionError(f"routers routed {tokens} tokens in one pass")
@@ -88,7 +91,7 @@ class RouterWatch:
 
 
 class Checker:
-    """Keeps every top-k aside and judges routes against them. It outlives engines and models: attach it to each."""
+    """Records every top-k and judges routes against them. It outlives engines and models: attach it to each."""
 
     def __init__(self) -> None:
         self._witnessed: list[dict[bytes, set[bytes]]] = [{}]  # one for each update of the weights
@@ -98,7 +101,7 @@ class Checker:
         self._spans: list[tuple[str, tuple[int, ...], int]] = []
 
     def attach(self, model: nn.Module) -> None:
-        """Watch ``model`` from now on, and no other."""
+        """Watch only ``model`` from now on."""
         self.detach()
         self._watch = RouterWatch(model)
 
@@ -107,12 +110,14 @@ class Checker:
             self._watch.close()
             self._watch = None
 
-    def begin(self, spans: Sequence[Span]) -> None:
-        """A forward pass over ``spans``, back to back, is about to run."""
-        self._spans = [(span.owner, tuple(span.tokens), span.start) for span in spans]
+    def begin(self, work: Sequence[Work]) -> None:
+        """A forward pass over ``work``, back to back, is about to run."""
+        if self._watch is not None:
+            self._watch.forget()  # passes by others in between
+        self._spans = [(each.sequence.owner, tuple(each.sequence.tokens[: each.stop]), each.start) for each in work]
 
     def end(self) -> None:
-        """The pass has run: file what its routers chose. What follows the spans in the batch is padding."""
+        """The pass has run: record its routers' choices. The tokens after the work in the batch are padding."""
         if self._watch is None:
             raise AssertionError("the checker is attached to no model")
         rows = iter(self._watch.take())
@@ -125,12 +130,12 @@ class Checker:
                     self._differently.add((owner, position))
 
     def weights_changed(self) -> None:
-        """What is computed from here on is computed with other weights."""
+        """From here on passes use other weights."""
         self._witnessed.append({})
 
     @property
     def rows_computed_differently(self) -> int:
-        """Positions of all samples that were computed again with another result than the first time."""
+        """Positions, over all samples, whose second computation had another result."""
         return len(self._differently)
 
     @property
@@ -146,10 +151,10 @@ class Checker:
         *,
         owned: bool = False,
     ) -> Verdict:
-        """The verdict on one sample's routes, of which ``expected`` rows should be there: all but the last token's.
+        """The verdict on one sample's routes, which should have ``expected`` rows: all but the last token's.
 
-        ``again`` are the ids ``[>= expected, layers, top_k]`` that a second run chose; without one, a row that nobody
-        saw is wrong. ``owned``: the sample is of the engine that was watched, and its rows must be those that its
+        ``again`` are the ids ``[>= expected, layers, top_k]`` of a second run; without one, a row that was never
+        recorded is wrong. ``owned``: the sample is of the engine that was watched, and its rows must be those that its
         tokens were sampled with.
         """
         ids, valid = np.asarray(output.routes.ids).astype(np.int32), np.asarray(output.routes.valid)
@@ -169,7 +174,7 @@ class Checker:
         return Verdict(expected, wrong, missing, judged_by_recompute, same.size, int(np.count_nonzero(same)))
 
     def _sampled_with(self, digest: bytes, position: int, of: Output | None) -> set[bytes]:
-        """The rows that may come out of ``position``: none if nobody saw any."""
+        """The rows that are right at ``position``: empty if none was recorded."""
         if of is not None:
             prompt, first = len(of.request.prompt), self._first.get(f"{of.request.id}#{of.sample}", {})
             if position >= prompt and position in first:

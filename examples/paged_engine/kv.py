@@ -19,9 +19,9 @@ from paged_engine.request import EngineConfig
 
 @dataclass(frozen=True, slots=True)
 class KVShape:
-    """What one token's keys and values are, in every attention layer of a model: see ``kv_shape``.
+    """The shape of one token's keys and values, the same in every attention layer of a model: see ``kv_shape``.
 
-    Latent attention hands over expanded heads.
+    Latent attention passes expanded heads.
     """
 
     layers: int
@@ -49,11 +49,11 @@ class KVShape:
 class PagedKV:
     """Device and host KV blocks of one model, a :class:`~cache_manager.ports.KVBlocks`.
 
-    Content of a block that nobody wrote is undefined. Device blocks lie on ``device``, the CPU if not given.
+    The content of a block that was never written is undefined. Device blocks are on ``device``, by default the CPU.
     """
 
     def __init__(self, shape: KVShape, config: EngineConfig, device: torch.device | None = None) -> None:
-        row = (config.block_tokens, shape.layers, shape.width)  # of both: [blocks, block_tokens, layers, width]
+        row = (config.block_tokens, shape.layers, shape.width)  # both tiers: [blocks, block_tokens, layers, width]
         self.shape, self.spec = shape, shape.spec(config.block_tokens)
         self.device = torch.zeros((config.device_blocks, *row), dtype=shape.dtype, device=device)
         self.host = torch.zeros((config.host_blocks, *row), dtype=shape.dtype)
@@ -64,7 +64,7 @@ class PagedKV:
         split = shape.heads * shape.k_dim
         return slots[:, :split].unflatten(1, (shape.heads, -1)), slots[:, split:].unflatten(1, (shape.heads, -1))
 
-    # ---------------------------------------------------------------- KVBlocks: where rows go, KV goes
+    # ---------------------------------------------------------------- KVBlocks: KV moves where rows move
 
     def copy(self, source: TierName, target: TierName, sources: NDArray[np.int64], targets: NDArray[np.int64]) -> None:
         tiers = {"device": self.device, "host": self.host}

@@ -1,12 +1,12 @@
-"""Small Mixture-of-Experts models, built on the spot from transformers' own classes.
+"""Small Mixture-of-Experts models, built from transformers' own classes.
 
 The modelling code is transformers', unmodified; only the sizes are ours and the weights come from a seed, so that two
 processes with the same name and seed hold the same model and nothing is downloaded. Weights and activations are
 float64: the order in which a batch is summed then changes logits by about 1e-15, far below the gaps that decide a
-top-k or an argmax, so tokens and routes do not depend on how requests were batched. Some modelling code goes through
-float32 all the same: norms and the softmax of routers, which round each token by itself, and DeepSeek's router, whose
-float32 product is summed in an order that depends on the number of tokens in the batch. :data:`BATCH_MULTIPLE` keeps
-that order fixed.
+top-k or an argmax, so tokens and routes do not depend on how requests were batched. Some modelling code still uses
+float32: norms and the softmax of routers, which round each token separately, and DeepSeek's router, whose float32
+product is summed in an order that depends on the number of tokens in the batch. :data:`BATCH_MULTIPLE` keeps that order
+fixed.
 """
 
 from __future__ import annotations
@@ -31,57 +31,27 @@ ROUTER_STD: Final = 0.3
 WEIGHT_STD: Final = 0.08
 
 _COMMON: Final[dict[str, Any]] = {
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_attention_heads": 4,
-    "max_position_embeddings": POSITIONS_MAX,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-    "pad_token_id": 2,
+    "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_experts_per_tok": 4,
+    "max_position_embeddings": POSITIONS_MAX, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2,
     "tie_word_embeddings": False,
-}
+}  # fmt: skip
 MODELS: Final[dict[str, dict[str, Any]]] = {
     "qwen3_moe": {
-        "num_hidden_layers": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "moe_intermediate_size": 32,
-        "num_experts": 16,
-        "num_experts_per_tok": 4,
-        "norm_topk_prob": True,
+        "num_hidden_layers": 4, "num_key_value_heads": 2, "head_dim": 16, "moe_intermediate_size": 32,
+        "num_experts": 16, "norm_topk_prob": True,
     },
     "deepseek_v3": {  # a dense first layer, latent attention with keys wider than values, group-limited top-k
-        "num_hidden_layers": 4,
-        "num_key_value_heads": 4,
-        "q_lora_rank": 32,
-        "kv_lora_rank": 32,
-        "v_head_dim": 16,
-        "qk_rope_head_dim": 8,
-        "qk_nope_head_dim": 16,
-        "n_routed_experts": 16,
-        "num_experts_per_tok": 4,
-        "n_shared_experts": 1,
-        "n_group": 4,
-        "topk_group": 2,
-        "first_k_dense_replace": 1,
-        "moe_intermediate_size": 32,
-        "num_mtp_layers": 0,
+        "num_hidden_layers": 4, "num_key_value_heads": 4, "q_lora_rank": 32, "kv_lora_rank": 32, "v_head_dim": 16,
+        "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "moe_intermediate_size": 32, "n_routed_experts": 16,
+        "n_shared_experts": 1, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1, "num_mtp_layers": 0,
     },
-    "olmoe": {
-        "num_hidden_layers": 3,
-        "num_key_value_heads": 4,
-        "intermediate_size": 32,
-        "num_experts": 16,
-        "num_experts_per_tok": 4,
-    },
+    "olmoe": {"num_hidden_layers": 3, "num_key_value_heads": 4, "intermediate_size": 32, "num_experts": 16},
     "mixtral": {
-        "num_hidden_layers": 3,
-        "num_key_value_heads": 2,
-        "intermediate_size": 64,
-        "num_local_experts": 8,
+        "num_hidden_layers": 3, "num_key_value_heads": 2, "intermediate_size": 64, "num_local_experts": 8,
         "num_experts_per_tok": 2,
     },
-}
+}  # fmt: skip
+"""Our sizes, by the name of the family."""
 
 
 def build_model(name: str, *, seed: int, vocab_size: int, dtype: torch.dtype = torch.float64) -> nn.Module:
@@ -100,7 +70,7 @@ def build_model(name: str, *, seed: int, vocab_size: int, dtype: torch.dtype = t
 def ready(model: nn.Module, *, seed: int, dtype: torch.dtype = torch.float64) -> nn.Module:
     """``model``, one of transformers' with routers, with weights drawn from ``seed`` and ready for paged attention.
 
-    The weights are drawn in float64 and rounded to ``dtype``; in anything narrower, tokens and routes depend on how
+    The weights are drawn in float64 and rounded to ``dtype``; with a narrower ``dtype`` tokens and routes depend on how
     requests were batched.
     """
     config: Any = model.config
@@ -114,7 +84,7 @@ def ready(model: nn.Module, *, seed: int, dtype: torch.dtype = torch.float64) ->
             weight.fill_(1.0)
         else:
             weight.normal_(0.0, ROUTER_STD if id(weight) in routers else WEIGHT_STD, generator=generator)
-    # Buffers stay float32 at least, as engines keep them: rotary frequencies would lose too much.
+    # Buffers stay float32 at least, as in other engines: rotary frequencies would lose too much precision.
     model = model.to(torch.promote_types(dtype, torch.float32))
     for weight in model.parameters():
         weight.data = weight.data.to(dtype)
@@ -122,7 +92,7 @@ def ready(model: nn.Module, *, seed: int, dtype: torch.dtype = torch.float64) ->
 
 
 def weights_digest(model: nn.Module) -> str:
-    """16 hex digits that stand for every weight of ``model``: part of the namespace, so that models never meet."""
+    """16 hex digits, a digest of every weight of ``model``: in the namespace, so that models never share keys."""
     digest = hashlib.blake2b(digest_size=8)
     for name, tensor in sorted(model.state_dict().items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())

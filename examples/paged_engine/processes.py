@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import socket
 import subprocess
@@ -23,11 +22,11 @@ ASK_S: Final = 300.0
 
 
 class ServerError(KVRouteError):
-    """A server did not do what was wanted of it; the message has the end of its log."""
+    """A server failed; the message has the end of its log."""
 
 
 class Server:
-    """One process on loopback: ``kvroute COMMAND FLAGS``. ``start`` may be called again when it has ended."""
+    """One process on loopback: ``kvroute COMMAND FLAGS``. ``start`` may be called again after it has ended."""
 
     def __init__(self, command: str, directory: Path, flags: list[str]) -> None:
         self.command, self._log = command, directory / f"{command}.log"
@@ -41,12 +40,8 @@ class Server:
             nothing = subprocess.DEVNULL
             self.process = subprocess.Popen(argv, stdin=nothing, stdout=log, stderr=log)  # noqa: S603 - this Python
 
-    @property
-    def log(self) -> str:
-        return self._log.read_text(errors="replace")[-3000:]
-
     def ask(self, path: str, body: object | None = None) -> tuple[int, Any]:
-        """Status and JSON of an answer; status 0 when nobody answers."""
+        """Status and JSON of an answer; status 0 without an answer."""
         given = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
         request = urllib.request.Request(self.url + path, data=given)  # noqa: S310 - our own http URL
         try:
@@ -61,12 +56,12 @@ class Server:
     def counters(self) -> dict[str, Any]:
         status, found = self.ask("/counters")
         if status != 200:
-            raise ServerError(f"{self.command}: /counters answered {status}:\n{self.log}")
+            raise self._failed(f"/counters answered {status}")
         return dict(found)
 
     @property
     def quiet(self) -> bool:
-        """Whether it holds nothing for anybody."""
+        """Whether no block is held and no request is in flight."""
         found = self.counters()
         return found["free"] == found["of"] and not found["http"]["in_flight"]
 
@@ -75,21 +70,21 @@ class Server:
 
     def _ready(self) -> bool:
         if (status := self.process.poll()) is not None:
-            raise ServerError(f"{self.command} ended with status {status}:\n{self.log}")
+            raise self._failed(f"ended with status {status}")
         return self.ask("/healthz")[0] == 200
 
+    def _failed(self, how: str) -> ServerError:
+        return ServerError(f"{self.command}: {how}:\n{self._log.read_text(errors='replace')[-3000:]}")
+
     def end(self) -> int:
-        """SIGTERM; the exit status. One that does not end in time is killed, and has status -9."""
+        """Send SIGTERM; returns the exit status. A process that does not end in time is killed: status -9."""
         if self.process.poll() is None:
-            self.send(signal.SIGTERM)
+            self.process.send_signal(signal.SIGTERM)
         try:
             return self.process.wait(END_S)
         except subprocess.TimeoutExpired:
             self.kill()
             return -9
-
-    def send(self, number: int) -> None:
-        os.kill(self.process.pid, number)
 
     def kill(self) -> None:
         self.process.kill()
@@ -97,7 +92,7 @@ class Server:
 
 
 class Pair:
-    """Prefill and decode with the same flags, started together; they are gone when the block is left."""
+    """Prefill and decode with the same flags, started together; they end with the block."""
 
     kind = Server
 
@@ -115,14 +110,14 @@ class Pair:
         self.decode.wait_ready()
 
     def complete(self, body: dict[str, Any]) -> tuple[int, Any]:
-        """Two calls, as a client makes them. Where prefill does not answer, decode computes the prompt."""
+        """Two calls, as a client makes them. If prefill does not answer, decode computes the prompt."""
         status, handover = self.prefill.ask("/v1/completions", body)
         if 400 <= status < 500:
             return status, handover
         return self.decode.ask("/v1/completions", body | ({"handover": handover} if status == 200 else {}))
 
     def wait_quiet(self) -> bool:
-        """Whether every block has come back within a while."""
+        """Wait until every block is free again; returns whether that happened in time."""
         try:
             until(lambda: self.prefill.quiet and self.decode.quiet, "all blocks are back", END_S)
         except ServerError:
@@ -141,7 +136,7 @@ class Pair:
 
 
 def until(true: Callable[[], bool], what: str, within_s: float) -> None:
-    """Return when it is ``true``; :class:`ServerError` when it is not within a while."""
+    """Return as soon as ``true()`` holds; :class:`ServerError` if it does not in time."""
     deadline_s = time.monotonic() + within_s
     while not true():
         if time.monotonic() > deadline_s:
@@ -153,7 +148,7 @@ _HELD: list[socket.socket] = []
 
 
 def hold_port() -> int:
-    """A port that nobody else is given until this process ends; a server that is told it can bind it."""
+    """A port reserved until this process ends; a server that gets its number can still bind it."""
     held = socket.socket()
     held.bind(("127.0.0.1", 0))
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -1,4 +1,4 @@
-"""What goes into the engine and what comes out of it."""
+"""The engine's configuration, requests and outputs."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class EngineConfig:
 
     ``step_tokens`` is the most tokens that one forward pass computes; a longer prompt is computed in chunks.
     ``sequences_max`` bounds the sequences that run at once. With ``caching=False`` nothing is reused or stored.
-    ``memory`` says where rows lie: in the heap, or in SharedMemory that other processes can attach. ``jobs`` bounds
-    what the store is asked to do at once, ``restore_wait_s`` how long a sequence waits for it before it is computed.
+    ``memory`` says where rows lie: in the heap, or in SharedMemory that other processes can attach. ``jobs`` bounds the
+    store's concurrent jobs, ``restore_wait_s`` how long a sequence waits for the store before it is computed.
     """
 
     block_tokens: int = 16
@@ -53,10 +53,9 @@ class EngineConfig:
 class Request:
     """A prompt and how to continue it, in ``n`` samples that share the prompt's blocks.
 
-    ``temperature`` 0 takes the likeliest token. Otherwise the noise depends on ``seed``, ``draw`` (``id``, if that is
-    empty), the sample's number and the position, and on nothing else: the same request draws the same tokens in every
-    batch and every engine. A sample stops after ``max_tokens`` tokens, at a token of ``stop_tokens``, or when it ends
-    with one of ``stop_sequences``.
+    ``temperature`` 0 takes the likeliest token. Otherwise the noise depends only on ``seed``, ``draw`` (``id``, if that
+    is empty), the sample's number and the position: the same request draws the same tokens in every batch and every
+    engine. A sample stops after ``max_tokens`` tokens, or at a token of ``stop_tokens``.
     """
 
     id: str
@@ -66,7 +65,6 @@ class Request:
     temperature: float = 0.0
     seed: int = 0
     stop_tokens: frozenset[int] = frozenset()
-    stop_sequences: tuple[tuple[int, ...], ...] = ()
     draw: str = ""
 
     def __post_init__(self) -> None:
@@ -76,7 +74,6 @@ class Request:
             ("max_tokens", self.max_tokens >= 1, "1 or more"),
             ("n", 1 <= self.n <= SAMPLES_MAX, f"1 to {SAMPLES_MAX} samples"),
             ("temperature", 0.0 <= self.temperature < float("inf"), "a finite number of 0 or more"),
-            ("stop_sequences", all(self.stop_sequences), "sequences of at least one token"),
         ):
             if not true:
                 raise InvalidInputError(f"request {self.id} {name}", wanted, repr(getattr(self, name))[:80])
@@ -94,11 +91,11 @@ class FinishReason(Enum):
 class Output:
     """One finished sample.
 
-    ``tokens`` are those that were generated; ``routes`` cover the positions ``[0, computed)`` of prompt and tokens
-    together, and are bound to them. Of a sample that ended by itself that is all but the last token: it was sampled,
-    but no forward pass read it. An aborted sample has the routes of what had been computed, which may be nothing.
-    ``note`` says why a prompt that another engine had computed was computed again, if it was. ``rollout`` tells where
-    the routes are stored, in an engine that stores them.
+    ``tokens`` are the generated ones; ``routes`` cover the positions ``[0, computed)`` of prompt and tokens together,
+    and are bound to them. For a sample that ended by itself these are all but the last token, which was sampled but
+    never read by a forward pass. An aborted sample has the routes of the computed positions, perhaps none. ``note``
+    says why a prompt that another engine had computed was computed again, if so. ``rollout`` is the future of the
+    routes' handle, in an engine that stores them.
     """
 
     request: Request

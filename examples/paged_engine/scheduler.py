@@ -1,30 +1,29 @@
-"""Decides which tokens the next forward pass computes, and who has to make room.
+"""Decides which tokens the next forward pass computes, and which sequences are preempted.
 
-Sequences are served in order of arrival: those that run get a token each or the next chunk of their prompt, then those
-that were swapped out come back, then new ones are admitted, until the step's budget of tokens is spent. When a running
-sequence needs a block and there is none, the latest arrival among the running ones is preempted: swapped out to host
-blocks, or dropped and computed again later when the host is full too. The earliest arrival is therefore never
-preempted for another, so that something always finishes. A sequence whose prompt another engine computes is given its
-blocks in its turn and then waits beside the others, until what is on its way to them has come.
+Sequences are served in order of arrival: running ones get a token each or the next chunk of their prompt, then swapped
+ones return, then new ones are admitted, until the step's budget of tokens is spent. When a running sequence needs a
+block and none is free, the latest arrival among the running ones is preempted: swapped out to host blocks, or dropped
+and computed again later when the host is full too. The earliest arrival is therefore never preempted for another, so
+that something always finishes. A sequence whose prompt another engine computes gets its blocks in its turn, and then
+waits beside the others until the transfer to these blocks is over.
 
-A new sequence of which the store may have something is restored first, and the store is never waited for: the others
-are computed meanwhile, and it is found done by the plan of some later step. A store that takes longer than
-``restore_wait_s`` is given up on, and the sequence is computed instead.
+If the store may have blocks of a new sequence, these are restored first. The scheduler never waits for the store: other
+sequences are computed meanwhile, and a later step's plan finds the restore done. If the store takes longer than
+``restore_wait_s``, the sequence is computed instead.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from cache_manager.manager import BlockManager
 from paged_engine.request import EngineConfig
 from paged_engine.sequence import Sequence, State
 
 
-@dataclass(frozen=True, slots=True)
-class Work:
+class Work(NamedTuple):
     """The tokens ``[start, stop)`` of a sequence are to be computed."""
 
     sequence: Sequence
@@ -35,7 +34,7 @@ class Work:
 class Scheduler:
     """The sequences that have not ended, and the plan of each step.
 
-    ``losing`` hears of a sequence whose blocks, and all that was computed of it, are about to go.
+    ``losing`` is called with a sequence that is about to lose its blocks and all that was computed of it.
     """
 
     def __init__(self, config: EngineConfig, manager: BlockManager, losing: Callable[[Sequence], None]) -> None:
@@ -43,9 +42,9 @@ class Scheduler:
         self._sequences: dict[str, Sequence] = {}
         self._preempted = 0
         self.dropped = 0
-        """Preemptions that found no room on the host: all that was computed is computed again."""
+        """Preemptions without room on the host: the whole sequence is computed again."""
         self.given_up = 0
-        """Sequences that did not wait for the store any longer."""
+        """Sequences that stopped waiting for the store."""
 
     @property
     def unfinished(self) -> tuple[Sequence, ...]:
@@ -56,7 +55,7 @@ class Scheduler:
         return [s for s in self._sequences.values() if s.request.id == request_id]
 
     def add(self, sequence: Sequence) -> None:
-        """Take a sequence into care: a new one that waits, or a fork that runs already."""
+        """Add a sequence: a new one that waits, or a fork that runs already."""
         self._sequences[sequence.owner] = sequence
 
     def counts(self) -> dict[State, int]:
@@ -64,24 +63,24 @@ class Scheduler:
         return {state: len(self._in(state)) for state in State}
 
     def finish(self, sequence: Sequence) -> None:
-        """The sequence ends; its blocks go back."""
+        """The sequence ends; its blocks are freed."""
         sequence.become(State.FINISHED)
         self._manager.free(sequence.owner)
         del self._sequences[sequence.owner]
 
     def drop_all(self) -> None:
-        """Give up all that has been computed, and all that is on its way."""
+        """Drop everything that has been computed, and all transfers and restores in flight."""
         for sequence in self._in(State.RUNNING, State.SWAPPED, State.RESTORING, State.LANDING):
             self._drop(sequence)
 
     def plan(self) -> list[Work]:
-        """The next step's work, with the blocks it needs already there; at most ``step_tokens`` tokens."""
+        """The next step's work, with its blocks already allocated; at most ``step_tokens`` tokens."""
         self._take_in_restored()
         work: list[Work] = []
         budget, before = self._config.step_tokens, self._preempted
 
         def give(sequence: Sequence) -> int:
-            """The budget behind the sequence's next chunk."""
+            """The budget left after the sequence's next chunk."""
             stop = min(len(sequence.tokens), sequence.computed + budget)
             work.append(Work(sequence, sequence.computed, stop))
             return budget - (stop - sequence.computed)
@@ -116,16 +115,16 @@ class Scheduler:
                 self.given_up += 1
 
     def _resume(self, sequence: Sequence, budget: int) -> bool:
-        """Swap in, if the blocks that the next chunk needs are there too."""
+        """Swap in, if there are blocks for the next chunk too."""
         stop = min(len(sequence.tokens), sequence.computed + budget)
         needed = -(-stop // self._config.block_tokens)
         if needed > self._manager.free_device_blocks or not self._manager.resume(sequence.owner):
             return False
         sequence.become(State.RUNNING)
-        return self._manager.append(sequence.owner, stop)  # the copy of a shared block may fail: it runs later then
+        return self._manager.append(sequence.owner, stop)  # the copy of a shared block may fail: then it runs later
 
     def _admit(self, sequence: Sequence) -> bool:
-        """Give it blocks; it runs then, or waits for the store or another engine to fill some of them."""
+        """Allocate its blocks; it then runs, or waits for the store or another engine to fill some of them."""
         ask = not sequence.store_gave_nothing and sequence.handover is None
         admission = self._manager.begin_allocate(sequence.owner, sequence.tokens, restore=ask)
         if admission is None:
@@ -139,7 +138,7 @@ class Scheduler:
         return True
 
     def _make_room(self, sequence: Sequence, budget: int) -> bool:
-        """Blocks for its next chunk, whoever has to go; ``False`` when it goes itself or has to wait for a while."""
+        """Get blocks for its next chunk by preemption; ``False`` if it was preempted itself or has to wait."""
         stop = min(len(sequence.tokens), sequence.computed + budget)
         while not self._manager.append(sequence.owner, stop):
             victims = [s for s in self._in(State.RUNNING, State.RESTORING) if s.rank >= sequence.rank]

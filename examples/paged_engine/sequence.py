@@ -1,8 +1,8 @@
 """One sample on its way through the engine.
 
 The law: a sequence holds device blocks when RUNNING, RESTORING or LANDING, host blocks when SWAPPED, and none when
-WAITING or FINISHED. It is computed only when RUNNING. Others go on while a RESTORING one waits for the store, and a
-LANDING one for rows and KV that another engine computes.
+WAITING or FINISHED. It is computed only when RUNNING. A RESTORING one waits for the store, a LANDING one for rows and
+KV of another engine; others go on meanwhile.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ NEXT: dict[State, set[State]] = {
 
 @dataclass(frozen=True, slots=True)
 class Handover:
-    """Another engine computes the prompt: as what its blocks are lent, and where."""
+    """Another engine computes the prompt: the transfer id and the address of its blocks."""
 
     transfer: bytes
     address: str
@@ -59,12 +59,12 @@ class Sequence:
     give_up_s: float = 0.0
     """While RESTORING: when to stop waiting for the store."""
     store_gave_nothing: bool = False
-    """The store was given up on once, and is not asked again."""
+    """The wait for the store ended once without result; the store is not asked again."""
     handover: Handover | None = None
     note: str = ""
-    """Why a part of what was handed over was computed again."""
+    """Why a part of the handed-over prompt was computed again."""
     journal: RequestJournal | None = None
-    """The rows from before something was lost, if something ever was."""
+    """The rows from before the first loss of blocks, if there was one."""
     owner: str = field(init=False)
 
     def __post_init__(self) -> None:
@@ -72,7 +72,7 @@ class Sequence:
 
     @property
     def rank(self) -> tuple[int, int]:
-        """Who goes first: the lower one. The highest is the first to be preempted."""
+        """The lowest rank is served first; the highest is preempted first."""
         return self.arrival, self.sample
 
     @property
@@ -80,7 +80,7 @@ class Sequence:
         return tuple(self.tokens[len(self.request.prompt) :])
 
     def become(self, state: State) -> None:
-        """Change the state; a change that the table does not allow is a bug. Who waits again has nothing any more."""
+        """Change the state; a change that the table does not allow is a bug. A sequence that waits again is empty."""
         if state not in NEXT[self.state]:
             raise AssertionError(f"{self.owner}: {state.name} after {self.state.name}")
         self.state = state
@@ -88,10 +88,10 @@ class Sequence:
             self.computed, self.handover = 0, None
 
     def sample_from(self, logits: NDArray[Any]) -> FinishReason | None:
-        """Append the token that ``logits [vocabulary]`` of the last one lead to; why the sample ends with it, if so.
+        """Append the token sampled from ``logits [vocabulary]`` of the last one; returns why the sample ends with it.
 
         Gumbel noise on the scaled logits draws from their softmax; it is a function of seed, request, sample and
-        position, so the batch that the token was computed in cannot show.
+        position, so it does not depend on the batch.
         """
         request = self.request
         if request.temperature:
@@ -100,7 +100,6 @@ class Sequence:
             random = np.random.Generator(np.random.Philox(key=int.from_bytes(key, "little")))
             logits = logits / request.temperature + random.gumbel(size=logits.size)
         self.tokens.append(token := int(logits.argmax()))
-        generated = self.generated
-        if token in request.stop_tokens or any(generated[-len(s) :] == s for s in request.stop_sequences):
+        if token in request.stop_tokens:
             return FinishReason.STOP
-        return FinishReason.LENGTH if len(generated) >= request.max_tokens else None
+        return FinishReason.LENGTH if len(self.generated) >= request.max_tokens else None

@@ -1,9 +1,8 @@
-"""Two small HTTP servers: prefill computes prompts and lends their blocks, decode goes on from them.
+"""Two small HTTP servers: prefill computes prompts and lends their blocks, decode continues from them.
 
-What ``POST /v1/completions`` of prefill answers, as soon as it has begun, is what decode's takes as ``handover``;
-without one decode computes the prompt itself. ``GET /healthz`` and ``/counters`` are for whoever looks after them. Both
-run small models with seeded weights. A process whose engine fails ends with the cause, so that whatever started it can
-start it again.
+Prefill answers ``POST /v1/completions`` as soon as it has begun, and decode takes this answer as ``handover``; without
+one decode computes the prompt itself. ``GET /healthz`` and ``/counters`` are for operators. Both run small models with
+seeded weights. A process whose engine fails ends with the cause, so that its supervisor can restart it.
 """
 
 from __future__ import annotations
@@ -46,9 +45,9 @@ REQUEST_S: Final = 300.0
 DRAIN_S: Final = 10.0
 """How long requests have to finish after SIGTERM; then they are aborted."""
 STALLED_S: Final = 60.0
-"""An engine whose step takes longer is not well."""
+"""If a step takes longer, the engine is unhealthy."""
 IDLE_S: Final = 0.02
-"""Pause of an engine with nothing to do: transfers are still looked after."""
+"""Pause of an engine with nothing to do: it still polls transfers."""
 WAITING_S: Final = 0.002
 """Pause of an engine whose sequences all wait for something outside."""
 ABORTED: Final = "the request was aborted: the server is ending"
@@ -57,10 +56,9 @@ LIMITS: Final = TransferLimits(retry_s=1.0, retries_max=3)
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The flags of ``kvroute prefill`` and ``kvroute decode``.
+    """The flags of ``kvroute prefill`` and ``kvroute decode``; the command line has checked each separately.
 
-    ``peers`` are addresses of transfers: prefill's own, or those of the prefills that decode may fetch from, and no
-    other.
+    ``peers`` are addresses of transfers: prefill's own, or those of the only prefills that decode may fetch from.
     """
 
     role: Literal["prefill", "decode"]
@@ -84,17 +82,17 @@ class EngineFailedError(KVRouteError):
 
 @dataclass(frozen=True, slots=True)
 class _Begun:
-    """A prompt is being computed, and lent as this."""
+    """A prompt is being computed, and lent under this id."""
 
     transfer: bytes | None
 
 
-_Event = _Begun | tuple[int, tuple[int, ...]] | Output | Exception | None
-"""What a request hears: what it is lent as, what a sample has generated so far, its end, a failure, the end of all."""
+_Event = _Begun | tuple[int, tuple[int, ...]] | Output | None
+"""Events of a request: its transfer id, the tokens of a sample so far, a sample's end, the end of all samples."""
 
 
 class Server:
-    """One of the two, around an engine in a thread of its own."""
+    """One of the two, with its engine in a separate thread."""
 
     def __init__(self, settings: Settings) -> None:
         torch.set_num_threads(1)
@@ -103,7 +101,8 @@ class Server:
         self.failure: EngineFailedError | None = None
         self._draining = self._over = False
         self._stepped_at_s = time.monotonic()
-        self._asked: dict[str, asyncio.Queue[_Event]] = {}  # as many events as steps
+        self._asked: dict[str, asyncio.Queue[_Event | EngineFailedError]] = {}  # as many events as steps
+        self._left: list[str] = []  # requests whose clients have left
         model = build_model(settings.model, seed=settings.seed, vocab_size=text.VOCAB_SIZE)
         self._model = f"{settings.model}/{weights_digest(model)}"
         config = EngineConfig(device_blocks=settings.device_blocks, host_blocks=settings.host_blocks, memory="shared")
@@ -121,15 +120,14 @@ class Server:
     # ---------------------------------------------------------------- the engine
 
     async def _drive(self) -> None:
-        """Step the engine, and tell every request what has become of it, until all is over."""
+        """Step the engine, and queue the events of every request, until the server ends."""
         try:
             while not self._over:
                 steps = self.engine.steps
-                events = await self._loop.run_in_executor(self._thread, self._step)
-                self._stepped_at_s = time.monotonic()
-                for request_id, event in events:
+                for request_id, event in await self._loop.run_in_executor(self._thread, self._step):
                     if request_id in self._asked:
                         self._asked[request_id].put_nowait(event)
+                self._stepped_at_s = time.monotonic()
                 if self.engine.steps == steps:
                     await asyncio.sleep(WAITING_S if self.engine.busy else IDLE_S)
         except Exception as error:
@@ -140,7 +138,9 @@ class Server:
             self._ended.set()
 
     def _step(self) -> list[tuple[str, _Event]]:
-        """In the engine's thread."""
+        """Runs in the engine's thread. A failure here, also of an abort, is a failure of the engine."""
+        while self._left:
+            self.engine.abort(self._left.pop())
         outputs = self.engine.step()
         unfinished = self.engine.scheduler.unfinished
         events: list[tuple[str, _Event]] = [(s.request.id, (s.sample, s.generated)) for s in unfinished if s.generated]
@@ -154,14 +154,19 @@ class Server:
             raise self.failure
         await self._loop.run_in_executor(self._thread, add)
 
+    async def _hear(self, request: Request) -> _Event:
+        """The next event of a request; :class:`EngineFailedError` if the engine has failed."""
+        if isinstance(event := await self._asked[request.id].get(), EngineFailedError):
+            raise event
+        return event
+
     # ---------------------------------------------------------------- requests
 
     async def _complete(self, http: web.Request) -> web.StreamResponse:
         if (http.content_length or 0) > BODY_MAX_NBYTES:
             raise web.HTTPRequestEntityTooLarge(BODY_MAX_NBYTES, http.content_length or 0)
         async with asyncio.timeout(BODY_S):
-            sent = await http.read()  # before it counts: one who never ends it takes no place
-        body = parse(sent)
+            body = parse(await http.read())  # before it is counted: an endless body takes no place
         request = await asyncio.to_thread(body.request, f"cmpl-{secrets.token_hex(16)}", self.settings.model)
         if self._draining or self.http["in_flight"] >= REQUESTS_MAX:
             why = "the server is ending" if self._draining else f"{REQUESTS_MAX} requests are in flight already"
@@ -174,15 +179,15 @@ class Server:
                     return await self._prefill(self.engine, request)
                 return await self._decode(self.engine, http, body, request)
         except BaseException:
-            self._thread.submit(self.engine.abort, request.id)  # nobody waits for it any more
+            self._left.append(request.id)
             raise
         finally:
             self.http["in_flight"] -= 1
             del self._asked[request.id]
 
-    def _handed(self, request: Request, transfer: str | None) -> Handed:
+    def _handed(self, request: Request, transfer: bytes | None) -> Handed:
         return Handed(
-            transfer=transfer,
+            transfer=transfer.hex() if transfer else None,
             address=self.engine.crossing.address,
             prompt_tokens=len(request.prompt),
             model=self._model,
@@ -195,14 +200,10 @@ class Server:
         def tell(transfer: bytes | None) -> None:
             self._loop.call_soon_threadsafe(asked.put_nowait, _Begun(transfer))
 
-        await self._add(lambda: engine.lend(request, tell))
-        event = await asked.get()
-        if isinstance(event, Exception):
-            raise event
-        if not isinstance(event, _Begun):
+        await self._add(partial(engine.lend, request, tell))
+        if not isinstance(event := await self._hear(request), _Begun):
             raise web.HTTPServiceUnavailable(reason=ABORTED)
-        transfer = event.transfer.hex() if event.transfer else None
-        return answer_of(msgspec.to_builtins(self._handed(request, transfer)))
+        return answer_of(msgspec.to_builtins(self._handed(request, event.transfer)))
 
     async def _decode(
         self, engine: DecodeEngine, http: web.Request, body: Completion, request: Request
@@ -213,9 +214,7 @@ class Server:
         await self._add(partial(engine.take_over, request, handover) if handover else partial(engine.add, request))
         stream, outputs = Stream(http, request.id) if body.stream else None, list[Output]()
         try:
-            while (event := await self._asked[request.id].get()) is not None:
-                if isinstance(event, Exception):
-                    raise event
+            while (event := await self._hear(request)) is not None:
                 if isinstance(event, Output):
                     outputs.append(event)
                 elif isinstance(event, tuple) and stream is not None:
@@ -226,7 +225,7 @@ class Server:
             if stream is None or not stream.begun:
                 raise
             return await stream.end({"error": {"message": str(error)}, "choices": []})
-        answer = await asyncio.to_thread(self._answer, body, request, outputs, note)  # to encode rows is work
+        answer = await asyncio.to_thread(self._answer, body, request, outputs, note)  # encoding rows takes time
         return answer_of(answer) if stream is None else await stream.end(answer)
 
     def _answer(self, body: Completion, request: Request, outputs: list[Output], note: str) -> dict[str, Any]:
@@ -246,40 +245,40 @@ class Server:
 
     async def _healthz(self, _: web.Request) -> web.Response:
         ago_s, node = time.monotonic() - self._stepped_at_s, self.engine.crossing.node
-        why = "the server is ending" if self._draining else ""
-        why = f"the engine has been in one step for {ago_s:.0f} s" if ago_s > STALLED_S else why
-        why = why if node.alive else f"the transfer node has ended: {node.last_error}"
-        if why:
-            raise web.HTTPServiceUnavailable(reason=why)
+        for bad, why in (
+            (not node.alive, f"the transfer node has ended: {node.last_error}"),
+            (ago_s > STALLED_S, f"the engine has been in one step for {ago_s:.0f} s"),
+            (self._draining, "the server is ending"),
+        ):
+            if bad:
+                raise web.HTTPServiceUnavailable(reason=why)
         return answer_of({"status": "live"})
 
     async def _counters(self, _: web.Request) -> web.Response:
-        """What this process has done, and what it holds."""
-        engine, nodes = self.engine, self.engine.crossing.node.counters
-        found: dict[str, Any] = {"http": self.http, "transfers": asdict(nodes)}
+        """What this process has done, and what it holds. Prefill lends copies, and holds no block for them."""
+        engine, settings = self.engine, self.settings
+        done = asdict(engine.crossed) if isinstance(engine, DecodeEngine) else {"lent": len(engine.lent)}
+        found = {"http": self.http, "transfers": asdict(engine.crossing.node.counters), settings.role: done}
         found["traffic"] = findings.traffic(engine)
         found["free"] = {"device": engine.manager.free_device_blocks, "host": engine.manager.free_host_blocks}
-        found["of"] = {"device": self.settings.device_blocks, "host": self.settings.host_blocks}
-        if isinstance(engine, DecodeEngine):
-            found["decode"] = asdict(engine.crossed)
-        else:
-            found["prefill"] = {"lent": len(engine.lent)}  # copies: no block is held for them
+        found["of"] = {"device": settings.device_blocks, "host": settings.host_blocks}
         return answer_of(found)
 
     @web.middleware
     async def _in_words(
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
-        """Every failure is an answer of one line that says what it was; a client that leaves is none."""
+        """Every failure gets an answer of one line that says what it was, except a client that leaves."""
         self.http["requests"] += (asked := request.method == "POST")
         try:
             response = await handler(request)
             self.http["answered"] += asked
             return response
-        except (ConnectionError, asyncio.CancelledError) as error:
+        except ConnectionError:
             self.http["left"] += 1
-            if isinstance(error, ConnectionError):
-                return web.Response(status=499)  # nobody is there to read it
+            return web.Response(status=499)  # it will not be read
+        except asyncio.CancelledError:
+            self.http["left"] += 1
             raise
         except web.HTTPException as error:
             status, said = error.status, error.reason
@@ -290,17 +289,16 @@ class Server:
         except KVRouteError as error:
             status, said = 500, str(error)
         self.http["refused" if status < 500 else "failed"] += asked
-        error_of = {"message": " ".join(said.split()), "code": status}
-        return web.json_response({"error": error_of}, status=status)
+        return web.json_response({"error": {"message": " ".join(said.split()), "code": status}}, status=status)
 
     # ---------------------------------------------------------------- life
 
     def end(self) -> None:
-        """As SIGTERM does; from any thread."""
+        """End as after SIGTERM; may be called from any thread."""
         self._loop.call_soon_threadsafe(self._ended.set)
 
     async def serve(self, *, signals: bool = True) -> int:
-        """Serve until :meth:`end`, finish what is in flight, give everything back. 1 when the engine has failed."""
+        """Serve until :meth:`end`, finish requests in flight, free everything. Returns 1 when the engine has failed."""
         self._loop, self._ended = asyncio.get_running_loop(), asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT) if signals else ():
             self._loop.add_signal_handler(number, self._ended.set)
@@ -316,8 +314,7 @@ class Server:
             await self._ended.wait()
             self._draining = True
             await _until(lambda: not self._cares, DRAIN_S)
-            for request_id in self._asked:
-                self._thread.submit(self.engine.abort, request_id)
+            self._left += self._asked
             await _until(lambda: not self.http["in_flight"], DRAIN_S / 2)
         except OSError as error:
             at = f"{self.settings.host}:{self.settings.port} ({error.strerror})"
@@ -335,7 +332,7 @@ class Server:
 
     @property
     def _cares(self) -> bool:
-        """Whether somebody still needs this process."""
+        """Whether requests or lent blocks still need this process."""
         lent = isinstance(self.engine, PrefillEngine) and bool(self.engine.lent)
         return self.failure is None and bool(self.http["in_flight"] or lent)
 
@@ -346,7 +343,7 @@ class Server:
         except Exception:
             if self.failure is None:
                 raise
-            logger.exception("the engine that has failed cannot be closed either")
+            logger.exception("the failed engine cannot be closed either")
 
     def _say(self, what: str) -> None:
         sys.stdout.write(f"kvroute {self.settings.role}: {what}\n")
@@ -354,22 +351,16 @@ class Server:
 
 
 async def _until(true: Callable[[], bool], within_s: float) -> None:
-    """Returns when it is ``true``, or the time is over."""
+    """Returns as soon as ``true()`` holds, or the time is over."""
     end_s = time.monotonic() + within_s
     while not true() and time.monotonic() < end_s:
         await asyncio.sleep(0.02)
 
 
-def prefill(**flags: Any) -> int:
-    """``kvroute prefill``."""
-    return _serve(Settings("prefill", **flags))
-
-
-def decode(**flags: Any) -> int:
-    """``kvroute decode``."""
-    return _serve(Settings("decode", **flags))
-
-
-def _serve(settings: Settings) -> int:
+def _serve(role: Literal["prefill", "decode"], **flags: Any) -> int:
+    """``kvroute prefill`` and ``kvroute decode``: serve until SIGTERM; the exit status."""
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    return asyncio.run(Server(settings).serve())
+    return asyncio.run(Server(Settings(role, **flags)).serve())
+
+
+prefill, decode = partial(_serve, "prefill"), partial(_serve, "decode")

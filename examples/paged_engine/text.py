@@ -18,20 +18,20 @@ SPECIAL: Final = ("<|begin|>", "<|end|>", "<|pad|>", "<|user|>", "<|assistant|>"
 BEGIN, END, PAD, USER, ASSISTANT = range(len(SPECIAL))
 
 
-def _resource(name: str) -> str:
-    return (files("paged_engine") / name).read_text(encoding="utf-8")
-
-
 @cache
+def _parts(name: str, between: str) -> tuple[str, ...]:
+    whole = (files("paged_engine") / name).read_text(encoding="utf-8")
+    return tuple(part.strip() for part in whole.split(between) if part.strip())
+
+
 def paragraphs() -> tuple[str, ...]:
     """The packaged prose, a paragraph each."""
-    return tuple(p.strip() for p in _resource("corpus.txt").split("\n\n") if p.strip())
+    return _parts("corpus.txt", "\n\n")
 
 
-@cache
 def questions() -> tuple[str, ...]:
     """Questions about the prose, one line each."""
-    return tuple(line for line in _resource("questions.txt").splitlines() if line)
+    return _parts("questions.txt", "\n")
 
 
 @cache
@@ -60,7 +60,7 @@ def decode(tokens: Sequence[int]) -> str:
 
 
 def decode_whole(tokens: Sequence[int]) -> str:
-    """As :func:`decode`, without what further tokens may still make another character of."""
+    """As :func:`decode`, without a last character that further tokens may still complete."""
     return decode(tokens).rstrip("\ufffd")
 
 
@@ -70,5 +70,5 @@ def opening(system: str) -> list[int]:
 
 
 def turn(question: str) -> list[int]:
-    """The tokens of one user turn, up to where the assistant is to speak."""
+    """The tokens of one user turn, up to the beginning of the assistant's answer."""
     return [USER, *encode(question), END, ASSISTANT]

@@ -1,4 +1,4 @@
-"""Who talks to the engine: conversations of several turns that share system prompts and repeat their history."""
+"""The demo's clients: conversations of several turns that share system prompts and repeat their history."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ TURNS = 4
 NEW_TOKENS_MAX = 32
 SYSTEM_PROMPTS = 3
 ABORT_AFTER_TOKENS = 4
-"""An impatient client goes away when its answer has this many tokens."""
+"""An impatient client disconnects when its answer has this many tokens."""
 
 
 @dataclass(slots=True)
 class Conversation:
     """One client: it asks, waits for the answer, and asks again with everything so far as the prompt.
 
-    Every third turn wants two samples; odd conversations sample with noise. One client in four goes away in the middle
-    of its last answer, for which it wants one.
+    Every third turn asks for two samples; odd conversations sample with noise. One client in four disconnects in the
+    middle of its last answer, for which it asks for one sample.
     """
 
     number: int
@@ -36,7 +36,7 @@ class Conversation:
 
     @property
     def samples(self) -> int:
-        """How many samples the next turn wants."""
+        """How many samples the next turn asks for."""
         return 2 if (self.number + self.turn) % 3 == 0 and not self.gives_up else 1
 
     @property

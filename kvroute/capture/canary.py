@@ -1,7 +1,7 @@
-"""The position canary: rows whose content says where they belong, to find out who moves rows to the wrong place.
+"""The position canary: rows whose content says where they belong, to find code that moves rows to the wrong place.
 
-With ``debug_mode`` the engine stores, in place of expert ids, numbers that no two (position, layer, k) share. A stale,
-shifted or foreign row then shows itself by its value on every hop.
+With ``debug_mode`` the engine stores, in place of expert ids, numbers that no two (position, layer, k) share. The value
+of a stale, shifted or foreign row then gives it away on every hop.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ CANARY_OF = "canary_of"
 def canary_spec(spec: AuxBlockDataSpec) -> AuxBlockDataSpec:
     """The spec of canary rows for the routing ``spec``: the same shape, ``uint32``, and a fingerprint of its own.
 
-    Its ``num_experts`` is 2**32, so that whatever is true of a routing row is true of a canary row.
+    Its ``num_experts`` is 2**32, so that a canary row passes every check of a routing row.
 
     >>> from kvroute.routing import routing_spec
     >>> real = routing_spec(num_experts=8, top_k=2, layer_ids=(1, 2), num_layers=3, block_tokens=16)
@@ -54,9 +54,9 @@ def canary_rows(spec: AuxBlockDataSpec, positions: NDArray[Any]) -> NDArray[Any]
 
 
 def check_canary(spec: AuxBlockDataSpec, routes: Routes) -> None:
-    """``AssertionError`` that names the first row of ``routes`` that is not the canary of its position, and its origin.
+    """``AssertionError`` names the first row of ``routes`` that is not the canary of its position, and its origin.
 
-    Missing rows are not looked at: a row that is not there is in no wrong place.
+    Missing rows are not checked.
     """
     if CANARY_OF not in spec.attrs:
         raise RowError(f"{spec.name} spec", "a canary spec", "one of expert ids")

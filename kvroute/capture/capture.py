@@ -13,7 +13,6 @@ from torch import nn
 
 from cache_manager.spec import AuxBlockDataSpec
 from cache_manager.step import Step
-from kvroute.capture.canary import CANARY_OF, canary_rows
 from kvroute.capture.errors import CaptureError
 from kvroute.capture.hooks import Hooks, Values
 from kvroute.checks import check_ids
@@ -53,10 +52,8 @@ class RoutingCapture:
     """Holds the top-k ids of the last forward pass of ``model`` and turns them into routing rows.
 
     During a forward pass each router's hook only keeps a reference to its ids: nothing is copied. :meth:`rows` checks
-    and copies them; :meth:`clear` makes ready for the next pass. The model's results are not changed. One capture
-    serves one forward pass at a time; it is not thread-safe.
-
-    With a spec made by ``canary_spec`` the rows hold position canaries instead of ids, after the same checks.
+    and copies them; :meth:`clear` prepares for the next pass. The model's results are not changed. One capture serves
+    one forward pass at a time; it is not thread-safe.
 
     Raises :class:`CaptureError` when the model's layers with routers are not ``spec.attrs["layer_ids"]``.
     """
@@ -66,7 +63,6 @@ class RoutingCapture:
         self.layer_ids: tuple[int, ...] = spec.attrs["layer_ids"]
         if tuple(sorted(found)) != self.layer_ids:
             raise CaptureError("layers with a router", list(self.layer_ids), sorted(found))
-        self._num_experts: int = spec.attrs.get(CANARY_OF, spec.attrs["num_experts"])
         self._kept = Hooks([Values(spec.name, self.layer_ids, spec.row_shape[1], _INTEGERS)])
         self._hooks = [found[layer].register_forward_hook(self._kept.hook(layer)) for layer in self.layer_ids]
 
@@ -79,29 +75,21 @@ class RoutingCapture:
         """
         return self._kept.taken()[0]
 
-    def rows(self, positions: NDArray[Any] | None = None) -> NDArray[Any]:
+    def rows(self) -> NDArray[Any]:
         """The rows ``[tokens, layers, top_k]`` of the forward pass since the last :meth:`clear`, in the spec's dtype.
 
         Tokens are in the order of the model's flattened input (``[batch, sequence]``: batch by batch); ids within a
-        row are in the router's order. The array is a copy that belongs to the caller. ``positions`` ``[tokens]`` is
-        needed for canary rows only.
+        row are in the router's order. The array is a copy that belongs to the caller.
 
         Raises :class:`CaptureError` as :attr:`topk_ids` does, and ``RowError``, naming the token and the layer, for an
         id outside ``[0, num_experts)`` or twice in a row. On an accelerator this waits for the pass.
         """
         ids = torch.stack(self.topk_ids, dim=1).cpu().numpy()
-        check_ids(ids, self._num_experts, self.layer_ids)
-        if CANARY_OF not in self.spec.attrs:
-            return self.spec.rows(ids, tokens=len(ids))
-        if positions is None or len(positions) != len(ids):
-            got = "none" if positions is None else len(positions)
-            raise CaptureError("positions", f"{len(ids)} positions, for a canary spec", got)
-        return canary_rows(self.spec, positions)
+        check_ids(ids, self.spec.attrs["num_experts"], self.layer_ids)
+        return self.spec.rows(ids, tokens=len(ids))
 
     @contextmanager
-    def step(
-        self, begin: Callable[..., Step], slots: NDArray[Any], positions: NDArray[Any] | None = None
-    ) -> Iterator[Step]:
+    def step(self, begin: Callable[..., Step], slots: NDArray[Any]) -> Iterator[Step]:
         """A step of ``begin``, a ``begin_step``, at ``slots [tokens]``, around one forward pass.
 
         Leaving writes the pass's :meth:`rows` and commits; an exception, also one of ``rows``, commits nothing.
@@ -109,15 +97,15 @@ class RoutingCapture:
         self.clear()
         with begin(slots) as step:
             yield step
-            step.write(self.spec.name, self.rows(positions))
+            step.write(self.spec.name, self.rows())
         self.clear()
 
     def clear(self) -> None:
-        """Forget the last forward pass and let go of its tensors."""
+        """Forget the last forward pass and release its tensors."""
         self._kept.clear()
 
     def close(self) -> None:
-        """Take the hooks off the model and forget the last pass; again is harmless."""
+        """Take the hooks off the model and forget the last pass; a second call is harmless."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()

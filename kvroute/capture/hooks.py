@@ -1,7 +1,7 @@
-"""What routers said in one pass: once each, and in memory of their own. The law of every capture.
+"""The routers' values of one pass: one call each, and memory of its own for each. The law of every capture.
 
-A hook keeps a reference and launches nothing. A router that was not called, or twice, or that writes where another has
-written, fails the pass: its rows are not handed out.
+A hook keeps a reference and launches nothing. A router that is not called, or is called twice, or writes to another
+router's memory, fails the pass: its rows are not handed out.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from kvroute.capture.errors import CaptureError
 MISSED: Final = "a call in each pass"
 ONCE: Final = "one call a pass"
 OWN: Final = "values in memory of their own"
-"""What a :class:`CaptureError` says that it wanted."""
+"""The ``wanted`` of a :class:`CaptureError`."""
 
 Looks = tuple[list[torch.Size], list[torch.dtype], list[tuple[int, ...]]]
-"""The shape, the dtype and the strides of each layer's values: what is compared at each pass."""
+"""The shape, dtype and strides of each layer's values, which are compared at each pass."""
 
 
 class Values(NamedTuple):
-    """What the routers of some layers say: ``[tokens, width]`` each, all in one of these dtypes."""
+    """The values of some layers' routers: ``[tokens, width]`` each, all in one of these dtypes."""
 
     name: str
     layer_ids: tuple[int, ...]
@@ -35,20 +35,20 @@ class Values(NamedTuple):
 
 
 class Form(NamedTuple):
-    """What a pass's values look like, checked; their addresses are another matter."""
+    """The checked looks of a pass's values, without their addresses."""
 
     looks: Looks
-    tokens: int  # the fewest that one layer has
+    tokens: int  # of the layer with the fewest
     strides: NDArray[np.int64]  # [layers, 2]: elements from token to token, from value to value
-    extents: list[int]  # [layers]: bytes from the first value to behind the last of so many tokens
+    extents: list[int]  # [layers]: bytes from the first value to the end of the last, for ``tokens``
     dtypes: tuple[torch.dtype, ...]  # of each spec's values
 
 
 class Hooks:
-    """Callbacks for routers, and what they kept since :meth:`clear`. Not thread-safe."""
+    """Callbacks for routers, and the values that they kept since :meth:`clear`. Not thread-safe."""
 
     def __init__(self, values: Sequence[Values], whole: Callable[[], None] | None = None) -> None:
-        """``whole`` is called when the last router of a pass was."""
+        """``whole`` is called after the last router of a pass."""
         self._values, self._whole = tuple(values), whole
         self._names = [(each.name, layer) for each in self._values for layer in each.layer_ids]
         self._index = {name: i for i, name in enumerate(self._names)}
@@ -58,14 +58,14 @@ class Hooks:
         self.calls = [0] * len(self._names)
         self._form: Form | None = None
         self._seen: tuple[Form, NDArray[np.int64]] | None = None
-        self._places: list[int] = []  # their addresses
-        self._apart = 0  # tokens for which those are known to be in memory of their own
+        self._places: list[int] = []  # addresses of the values
+        self._apart = 0  # tokens up to which these are known not to overlap
 
     def hook(self, layer_id: int, name: str | None = None) -> Callable[..., None]:
         """A callback for the router of a layer that keeps its last argument, ``[tokens, width]``.
 
-        Of a tuple ``(logits, weights, ids, ...)``, as transformers' routers answer, it keeps the ids: so it is a
-        forward hook too. ``name`` is of the values, the first ones' if not given.
+        Of a tuple ``(logits, weights, ids, ...)``, the answer of transformers' routers, it keeps the ids: so it also
+        works as a forward hook. ``name`` is the name of the values, by default of the first.
         """
         at = (self._names[0][0] if name is None else name, layer_id)
         if at not in self._index:
@@ -88,16 +88,21 @@ class Hooks:
         return keep
 
     def clear(self) -> None:
-        """Forget what was kept, as after a pass that failed."""
+        """Forget the kept values, for example after a failed pass."""
         self._kept[:] = [None] * len(self._kept)
         self.calls[:] = [0] * len(self.calls)
 
-    def taken(self, tokens: int | None = None) -> tuple[list[torch.Tensor], Form, NDArray[np.int64]]:
-        """The values of a pass, ``[tokens or more, width]`` each, not copied; ``None``: of as many tokens each.
+    def once(self) -> list[torch.Tensor] | None:
+        """What the routers said, as they said it; ``None`` unless each was called once."""
+        kept: Any = self._kept  # called once each: none is None
+        return kept if self.calls == self._once else None
 
-        With them what they look like, and their addresses ``[layers]``: the same two objects as long as nothing of
-        that changes. Raises :class:`CaptureError`, naming the layer, unless every router was called once and its values
-        fit, and no two layers' values of so many tokens have bytes in common.
+    def taken(self, tokens: int | None = None) -> tuple[list[torch.Tensor], Form, NDArray[np.int64]]:
+        """The values of a pass, ``[tokens or more, width]`` each, not copied; ``None``: all of the same number.
+
+        With their looks and their addresses ``[layers]``: the same two objects as long as neither changes. Raises
+        :class:`CaptureError`, naming the layer, unless every router was called once and its values fit, and no two
+        layers' values of these tokens share bytes.
         """
         sources, form = self._checked(tokens)
         tokens = form.tokens if tokens is None else tokens
@@ -110,11 +115,11 @@ class Hooks:
         return sources, *self._seen
 
     def _checked(self, tokens: int | None) -> tuple[list[torch.Tensor], Form]:
-        """What the hooks kept, each ``[tokens, width]``, and what it looks like; engines repeat the looks."""
+        """The kept values, each ``[tokens, width]``, and their looks, which repeat from pass to pass."""
         if self.calls != self._once:
             (_, layer), calls = next((p, n) for p, n in zip(self._names, self.calls, strict=True) if n != 1)
             raise CaptureError(f"router of layer {layer}", ONCE if calls else MISSED, f"{calls} calls")
-        kept: Any = self._kept  # called once each: none is None
+        kept: Any = self._kept  # every router was called: no entry is None
         sources: list[torch.Tensor] = list(kept)
         before, looks = self._form, _looks(sources)
         if before is None or looks != before.looks:
@@ -142,9 +147,9 @@ class Hooks:
         return sources, self._form
 
     def _check_apart(self, sources: list[torch.Tensor], tokens: int) -> None:
-        """Whether the first ``tokens`` values of each lie in memory of their own."""
+        """Raise :class:`CaptureError` if the first ``tokens`` values of two layers overlap."""
         assert self._seen is not None
-        ends = 0  # of what was looked at: each lies behind the other, as an allocator lays them
+        ends = 0  # of the sources so far: an allocator lays one after the other
         for place, extent in sorted(zip(self._places, self._seen[0].extents, strict=True)):
             if place < ends:
                 break
@@ -153,7 +158,7 @@ class Hooks:
             return
         if (pair := overlapping([source[:tokens] for source in sources])) is not None:
             first, second = (self._names[i][1] for i in pair)
-            raise CaptureError(f"router of layer {second}", OWN, f"a buffer that is used again: that of layer {first}")
+            raise CaptureError(f"router of layer {second}", OWN, f"the buffer of layer {first}, used again")
 
 
 def _looks(sources: list[torch.Tensor]) -> Looks:
@@ -161,8 +166,8 @@ def _looks(sources: list[torch.Tensor]) -> Looks:
 
 
 def overlapping(tensors: Sequence[torch.Tensor]) -> tuple[int, int] | None:
-    """Two of ``tensors`` ``[tokens, width]`` that have bytes in common, by index; layers side by side have none."""
-    before: list[tuple[int, int]] = []  # where the last byte of one lies, and which it is
+    """The indices of two ``tensors`` ``[tokens, width]`` that share bytes; layers of one interleaved tensor do not."""
+    before: list[tuple[int, int]] = []  # the end of each one's memory, and its index
     for address, i in sorted((t.data_ptr(), i) for i, t in enumerate(tensors) if t.numel()):
         before = [(end, j) for end, j in before if end > address]
         for _, j in before:

@@ -17,19 +17,19 @@ PORTABLE_AND_MAPPED: Final = 3
 class RegistrationError(KVRouteError):
     """The driver refused to register host memory: a small memlock limit, or a container that forbids it.
 
-    ``RoutingCapture`` needs none: it brings the same rows by a copy.
+    ``RoutingCapture`` needs no registration: it copies the same rows.
     """
 
 
 _users: dict[tuple[int, int], int] = {}
-"""Captures that use a registered range, by its start and end: the last one gives it back."""
+"""Numbers of captures that use a registered range, by its start and end: the last one ends the registration."""
 _using: Final = threading.Lock()
 
 
 class HostRows:
-    """The rows ``[blocks, record_nbytes]`` uint8 of ``region`` as a ``tensor`` that ``device`` reaches.
+    """The rows ``[blocks, record_nbytes]`` uint8 of ``region`` as a ``tensor`` that ``device`` can write.
 
-    Close it before the region. Raises :class:`RegistrationError` where the driver refuses.
+    Close it before the region. Raises :class:`RegistrationError` if the driver refuses.
     """
 
     def __init__(self, region: Region, device: torch.device) -> None:
@@ -49,7 +49,7 @@ class HostRows:
         self.tensor: torch.Tensor | None = torch.from_numpy(region.rows)
 
     def close(self) -> None:
-        """Take the registration back, once the device is done; again is harmless."""
+        """Wait for the device and end the registration; a second call is harmless."""
         self.tensor = None
         given, self._registered = self._registered, (0, 0)
         if given == (0, 0):

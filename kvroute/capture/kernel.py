@@ -1,10 +1,10 @@
 """Capture in one launch: every layer's values of every token, narrowed, checked and stored at their slots.
 
-Needs Triton. The specification is ``naive.capture_rows``, of the same signature but for ``group``.
+Needs Triton. The specification is ``naive.capture_rows``, of the same signature except for ``group``.
 """
 # Triton's language is not the Python that mypy knows.
 # mypy: ignore-errors
-# ruff: noqa: N803, N806  (constants of the compiled program are written and asked as such)
+# ruff: noqa: N803, N806 (constants of the compiled program are upper case)
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ import triton.language as tl
 from kvroute.capture.plan import LAYERS_MAX, NOTHING, Check, Plan, alignment
 
 GROUP_TOKENS = 8
-"""Rows of so many neighbours are whole lines of 128 bytes where a row has a multiple of 16."""
+"""So many neighbouring rows fill whole lines of 128 bytes if a row's bytes are a multiple of 16."""
 GROUPED_FROM = 2048
 STORE_NBYTES = 16
-"""What a thread stores at once, at most."""
+"""The most bytes that a thread stores at once."""
 CPU_PROGRAMS = 2
 
 _LAYERS_MAX = tl.constexpr(LAYERS_MAX)
@@ -34,7 +34,8 @@ _TARGETS = {"uint8": tl.uint8, "uint16": tl.uint16, "int32": tl.int32, "uint32":
 
 @triton.jit
 def _places(slots, slots_end, first, tokens, index, EACH: tl.constexpr, GROUP: tl.constexpr):
-    """Token and slot of each of ``index``, ``EACH`` of which belong to one token: whether there is one, and is stored.
+    """Token and slot of each of ``index``, ``EACH`` of which belong to a token; whether there is one, and whether it is
+    stored.
 
     A slot of -1 is padding.
     """
@@ -46,9 +47,9 @@ def _places(slots, slots_end, first, tokens, index, EACH: tl.constexpr, GROUP: t
 
 @triton.jit
 def _sources(table, token, layer, inside, SOURCE: tl.constexpr):
-    """A layer's first value of a token, the elements to the next one, and whether there are any.
+    """A pointer to a token's first value in a layer, the elements to the next one, and whether there are any.
 
-    None of it waits for the slots: padding has values too.
+    These loads do not wait for the slots: padding has values too.
     """
     address = tl.load(table + layer * 3, mask=inside, other=0)
     by_token = tl.load(table + layer * 3 + 1, mask=inside, other=0)
@@ -75,7 +76,7 @@ def _store(
     SOURCE: tl.constexpr,
     TARGET: tl.constexpr,
 ):
-    """One spec's rows of a group of tokens, side by side: rows of neighbours leave in whole lines of memory."""
+    """One spec's rows of a group of tokens, side by side: so neighbouring rows are written in whole lines of memory."""
     EACH: tl.constexpr = L * K // WIDTH
     word = tl.arange(0, triton.next_power_of_2(GROUP * EACH))
     token, slot, inside, used = _places(slots, slots_end, first, tokens, word, EACH, GROUP)
@@ -85,7 +86,7 @@ def _store(
     k = (lane % K)[:, None] + near
     value = tl.load(source[:, None] + k * by_k[:, None], mask=there[:, None], other=0)
     at = (slot // BLOCK_TOKENS) * RECORD + (slot % BLOCK_TOKENS) * ROW
-    # The hint makes stores of several values a thread: a bus wants them side by side.
+    # With the hint a thread stores several values at once, which the bus transfers faster.
     row = (rows + tl.multiple_of(at, ALIGN)).to(tl.pointer_type(TARGET), bitcast=True)
     tl.store((row + lane)[:, None] + near, value.to(TARGET), mask=(used & there)[:, None])
 
@@ -107,7 +108,7 @@ def _check(
     SOURCE: tl.constexpr,
     EXPERTS: tl.constexpr,
 ):
-    """What is bad in one spec's rows of a group of tokens, row by row; the rest is as for ``_store``."""
+    """Count the bad values in one spec's rows of a group of tokens, row by row; other arguments as for ``_store``."""
     row = tl.arange(0, triton.next_power_of_2(GROUP * L))
     token, slot, inside, used = _places(slots, slots_end, first, tokens, row, L, GROUP)
     layer = row % L
@@ -118,7 +119,7 @@ def _check(
     there = there & used
     if EXPERTS > 0:
         any_id = 0 * missing
-        for k in tl.static_range(K):  # the compiled program loads each value once, however often it stands here
+        for k in tl.static_range(K):  # the compiled program loads each value once
             value = tl.load(source + k * by_k, mask=there, other=0)
             ranged += (there & ((value < 0) | (value >= EXPERTS))).to(tl.int32)
             any_id |= (value != 0).to(tl.int32)
@@ -188,10 +189,10 @@ def _capture_all(table, slots, rows, checks, bad, slots_end, tokens, SPECS: tl.c
 
 
 class Launch:
-    """The launch for passes of one look, whose values come in the dtypes ``sources``, a spec each.
+    """The launch for passes with one look; a spec's values have its dtype in ``sources``.
 
-    ``group`` tokens are stored together, by as many programs as the device has processors; one by one by a program
-    each. It is compiled at the first call, and for one buffer ``rows`` at ``address``: always call it with the same.
+    With ``group`` 1 a program stores one token; else as many programs as the device has processors store groups of
+    tokens. It is compiled at the first call, for the one buffer ``rows`` at ``address``: always pass the same.
     """
 
     def __init__(self, plan: Plan, sources: Sequence[torch.dtype], address: int, device: torch.device, group: int):
@@ -220,7 +221,7 @@ class Launch:
         checks: torch.Tensor,  # [7] int32 that the device reaches
         bad: torch.Tensor,  # [>= tokens] int32 that the device reaches
     ) -> None:
-        """The launch alone: nothing is looked up, allocated or waited for, so that a CUDA graph can hold it."""
+        """Only the launch, without look-ups, allocations or waits, so that a CUDA graph can hold it."""
         tokens = len(slots)
         if not tokens:
             return
@@ -229,17 +230,17 @@ class Launch:
         given = (table, slots, rows, checks, bad, slots_end, tokens, *self.constants)
         if self._compiled is None:
             self._compiled = _capture_all[grid](*given, num_warps=self.warps)
-        else:  # without Triton's look at each argument
+        else:  # without Triton's check of each argument
             self._compiled[grid](*given)
 
 
 def group_of(tokens: int) -> int:
-    """How many tokens a program takes at once in passes of so many: whole lines of memory, where all are busy."""
+    """How many tokens a program takes at once in passes of ``tokens``: whole memory lines if all programs are busy."""
     return GROUP_TOKENS if tokens >= GROUPED_FROM else 1
 
 
 def source_words(source: torch.Tensor | None) -> tuple[int, int, int]:
-    """A source's line of the pointer table; one of zeros for a layer that was not recorded."""
+    """A source's line of the pointer table; zeros for a layer that was not recorded."""
     return (0, 0, 0) if source is None else (source.data_ptr(), source.stride(0), source.stride(1))
 
 
@@ -253,7 +254,7 @@ def capture_rows(
     bad: torch.Tensor,
     group: int = 1,
 ) -> None:
-    """As ``naive.capture_rows``: the table is made and sent each time. ``LayerCapture`` keeps what does not change."""
+    """As ``naive.capture_rows``: makes and sends the table each time. ``LayerCapture`` reuses an unchanged one."""
     device = slots.device
     words = [source_words(source) for layers in sources for source in layers]
     dtypes = [next((s.dtype for s in layers if s is not None), torch.int32) for layers in sources]

@@ -1,4 +1,4 @@
-"""Captures the passes of a transformers model by one launch at the end of each, in CUDA graphs too. Needs Triton."""
+"""Captures each pass of a transformers model by one launch at its end, in CUDA graphs too. Needs Triton."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class LaunchedCapture:
     Hooks on the routers keep references; a hook on the model launches when the forward is over, at slots that the
     device reads in the host's memory. A CUDA graph of the forward holds that launch, so each replay stores rows, at the
     slots of its own :meth:`step`. A bad row is missing and counted in ``bad_rows``; the first of a pass is logged by
-    name. Close it before the region. ``stream`` is the one that passes run on; without it the whole device is waited
-    for. Raises what :class:`LayerCapture` raises.
+    name. Close it before the region. ``stream`` is the one that passes run on; without it each step waits for the whole
+    device. Raises what :class:`LayerCapture` raises.
     """
 
     def __init__(
@@ -55,13 +55,11 @@ class LaunchedCapture:
         self._hooks.append(model.register_forward_hook(self._launch, with_kwargs=True))
 
     @contextmanager
-    def step(
-        self, begin: Callable[..., Step], slots: NDArray[np.int64], _positions: NDArray[np.int64] | None = None
-    ) -> Iterator[Step]:
+    def step(self, begin: Callable[..., Step], slots: NDArray[np.int64]) -> Iterator[Step]:
         """A step of ``begin``, a ``begin_step``, at ``slots [tokens]`` (negative: padding), around one forward pass.
 
-        A pass may have more tokens than ``slots``: they are padding. Leaving waits for the device and commits; an
-        exception commits nothing. Raises :class:`CaptureError`, and commits nothing, for a pass that was not captured.
+        Tokens of the pass beyond ``slots`` are padding. Leaving waits for the device and commits; an exception commits
+        nothing. Raises :class:`CaptureError`, and commits nothing, for a pass that was not captured.
         """
         step = begin(slots, in_place=True)
         try:
@@ -70,12 +68,12 @@ class LaunchedCapture:
             self._wait()
             if self._failed is not None:
                 raise self._failed
-            if self._layers.launched < len(slots):  # a graph of before the hooks, say
+            if self._layers.launched < len(slots):  # for example a graph captured before the hooks
                 wanted = f"a launch of {len(slots)} tokens or more at the end of the pass"
                 raise CaptureError("pass", wanted, self._layers.launched or "none")
             verdict = self._layers.verdict(len(slots))
         except BaseException:
-            self._wait()  # a device that still writes must not meet the blocks' next life
+            self._wait()  # the device must not write into the blocks' next life
             step.abort()
             raise
         if verdict.keep is not None:
@@ -85,7 +83,7 @@ class LaunchedCapture:
         step.commit(None if verdict.keep is None else {self._name: verdict.keep})
 
     def close(self) -> None:
-        """Take the hooks off the model and let go of the region; again is harmless."""
+        """Take the hooks off the model and release the region; a second call is harmless."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -103,7 +101,7 @@ class LaunchedCapture:
         self._used = len(slots)
 
     def _launch(self, _model: nn.Module, given: tuple[Any, ...], named: dict[str, Any], _output: Any) -> None:
-        """The forward is over. What fails here must not fail the pass: its rows are missing then."""
+        """The forward is over. An error here must not fail the pass: its rows are then missing."""
         tokens = named["input_ids"] if "input_ids" in named else given[0]
         try:
             self._layers.commit(self._slots[: tokens.numel()])
@@ -115,7 +113,7 @@ class LaunchedCapture:
             return
         if self._stream is None:
             torch.cuda.synchronize(self._device)
-        elif not self._stream.query():  # engines wait for logits or tokens themselves, mostly
+        elif not self._stream.query():  # mostly engines wait for logits or tokens themselves
             self._stream.synchronize()
 
 

@@ -1,7 +1,7 @@
 """Capture of a whole forward pass by one launch, straight into the device tier's region. Needs Triton.
 
 During the pass the hooks keep references and launch nothing; ``commit`` launches once. In a CUDA graph the launch is
-part of the graph, and the tensors that the hooks were given at capture time are those of every replay.
+part of the graph, and every replay reads the tensors that the hooks got at capture time.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from kvroute.capture.plan import NOTHING, Check, Plan, check_words
 GRAPHS_MAX: Final = 128
 RING: Final = 8
 RING_PART: Final = 4
-"""Tables that are waited for at once, before the ring comes to them again."""
+"""Tables per wait: one wait frees so many before the ring reuses them."""
 REASONS: Final = {
     Check.RANGE: "an id that is no expert",
     Check.DUPLICATE: "an expert twice",
@@ -37,10 +37,10 @@ REASONS: Final = {
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Verdict:
-    """What the launch found in the rows that it stored since the verdict before."""
+    """The launch's findings in the rows that it stored since the last verdict."""
 
     keep: NDArray[np.bool_] | None  # [tokens] for ``step.commit``; None: every row is sound
-    counts: Mapping[Check, int]  # of what was bad; empty when nothing was
+    counts: Mapping[Check, int]  # of bad values; empty if all are sound
     first: str  # the first bad row: what, token and layer
 
 
@@ -48,16 +48,16 @@ _SOUND: Final = Verdict(None, MappingProxyType({}), "")
 
 
 class LayerCapture:
-    """Captures rows of some of ``region``'s specs (all) from tensors that the routers' callbacks hand over.
+    """Captures rows of some of ``region``'s specs (all) from tensors that the routers' callbacks deliver.
 
-    ``hook(layer_id, name)`` answers a callback for one layer, as :meth:`Hooks.hook` does; ``commit(slots)`` stores what
+    ``hook(layer_id, name)`` returns a callback for one layer, as :meth:`Hooks.hook` does; ``commit(slots)`` stores what
     they kept in one launch, and ``clear()`` forgets it. Meant for a step begun with ``in_place=True``: ``wrote(name)``
     for each of ``names``, and once the launch has completed ``step.commit(capture.verdict(tokens).keep)``.
 
-    A capture serves one stream and at most two launches in flight; micro-batches that overlap have one each. It
-    keeps a registration of the region's memory: close it before the region.
+    A capture serves one stream and at most two launches in flight; overlapping micro-batches need one each. It keeps a
+    registration of the region's memory: close it before the region.
 
-    Raises :class:`CaptureError` for specs that do not fit, and ``RegistrationError`` where the driver refuses.
+    Raises :class:`CaptureError` for specs that do not fit, and ``RegistrationError`` if the driver refuses.
     """
 
     def __init__(
@@ -78,16 +78,16 @@ class LayerCapture:
         self._sent_words = self._sent.numpy()
         self._sent_tables: list[torch.Tensor] = list(self._sent)
         self._tables: list[torch.Tensor] = list(torch.empty_like(self._sent, device=self._device))
-        self._tables_used = RING  # those before are for launches outside of graphs, in turn
+        self._tables_used = RING  # the first RING serve launches outside graphs, in turn
         self._turn = 0
         self._copied: list[torch.cuda.Event | None] = [None] * (RING // RING_PART)
-        self._addresses: NDArray[np.int64] | None = None  # of the table whose turn it is, as it is on the device
+        self._addresses: NDArray[np.int64] | None = None  # in the current table on the device
         self._launches: dict[tuple[tuple[torch.dtype, ...], int], kernel.Launch] = {}
-        self._words, self._flags = self._checks.numpy(), self._bad.numpy()  # as the host sees them
-        self._found = self._words[: Check.TOKENS]  # what was bad
+        self._words, self._flags = self._checks.numpy(), self._bad.numpy()  # the host's view
+        self._found = self._words[: Check.TOKENS]  # counts of bad values
         self._seen = self._found.copy()
         self._before: NDArray[np.bool_] | None = None
-        self._held: list[list[torch.Tensor]] = []  # what graphs read
+        self._held: list[list[torch.Tensor]] = []  # tensors that graphs read
         streams: Any = torch.cuda  # its Stream is untyped
         self._upload: torch.cuda.Stream | None = streams.Stream(self._device) if on_gpu else None
         self._uploading = False
@@ -95,12 +95,12 @@ class LayerCapture:
         self._rows = HostRows(region, self._device)
 
     def commit(self, slots: torch.Tensor) -> None:
-        """Store the rows of the pass at ``slots [tokens]`` int64 (negative: padding), on the stream at hand.
+        """Store the rows of the pass at ``slots [tokens]`` int64 (negative: padding), on the current stream.
 
-        ``slots`` may be pinned host memory: the launch reads them across the bus. The pass may have had more tokens:
-        the others are padding. Hooks are ready for the next pass at once. Raises :class:`CaptureError`, and stores
-        nothing, for a layer that was not recorded or recorded twice, for tensors that do not fit, and for two layers in
-        the same memory.
+        ``slots`` may be pinned host memory: the launch reads them across the bus. Tokens of the pass beyond ``slots``
+        are padding. Hooks are ready for the next pass at once. Raises :class:`CaptureError`, and stores nothing, for a
+        layer that was not recorded or recorded twice, for tensors that do not fit, and for two layers in the same
+        memory.
         """
         try:
             if slots.dtype != torch.int64 or slots.dim() != 1 or not slots.is_contiguous():
@@ -121,25 +121,25 @@ class LayerCapture:
         launch(table, slots, rows, self._slots_end, self._checks, self._bad)
 
     def expect(self) -> None:
-        """A pass begins, and nobody will see whether it launches: a graph's replay, say. See :attr:`launched`."""
+        """A pass begins whose launch Python cannot see, for example a graph's replay. See :attr:`launched`."""
         self._words[Check.TOKENS] = 0
 
     @property
     def launched(self) -> int:
-        """The tokens of the last launch that has completed since :meth:`expect`, padding too; 0: there was none."""
+        """The tokens, with padding, of the last launch completed since :meth:`expect`; 0: none."""
         return int(self._words[Check.TOKENS])
 
     def verdict(self, tokens: int) -> Verdict:
-        """What was bad in the rows of the last completed launch, of ``tokens`` tokens.
+        """The bad rows of the last completed launch, of ``tokens`` tokens.
 
-        Call it after each launch has completed, before the one after the next is launched. Where the next is in flight
-        already, its bad rows may be told now: then they are told at the next call again.
+        Call it after each launch has completed, before the second launch after it. If the next launch is already in
+        flight, its bad rows may be reported now, and again at the next call.
         """
         now = self._found.copy()
         if self._before is None and now.tobytes() == self._seen.tobytes():
             return _SOUND
         bad = self._flags != 0
-        self._flags[bad] = 0  # and no others: the launch in flight may just be raising them
+        self._flags[bad] = 0  # not all: a launch in flight may be setting others
         counts = {check: int(now[check] - self._seen[check]) for check in REASONS if now[check] != self._seen[check]}
         first = ""
         if (number := int(now[Check.FIRST])) != NOTHING:
@@ -185,7 +185,7 @@ class LayerCapture:
             self._uploading = False
 
     def close(self) -> None:
-        """Wait for the device and let go of the region; again is harmless."""
+        """Wait for the device and release the region; a second call is harmless."""
         self._held.clear()
         self._rows.close()
 
@@ -197,7 +197,7 @@ class LayerCapture:
 
 
 def _dtypes(of_rows: str) -> tuple[torch.dtype, ...]:
-    """What values may come in."""
+    """The dtypes of values that fit rows of this dtype."""
     return tuple(dtype for dtype in kernel.SOURCES if (dtype == torch.float32) == (of_rows == "float32"))
 
 

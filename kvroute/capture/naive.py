@@ -1,6 +1,6 @@
 """The specification of the capture launch: the same signature as ``kernel.capture_rows``, a plain loop in torch.
 
-Every value that the kernel writes and every count that it makes is what this makes, byte by byte.
+The kernel writes the same values and makes the same counts, byte by byte.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ def capture_rows(
     plan: Plan,
     slots_end: int,  # blocks * block_tokens of the device tier's region
     checks: torch.Tensor,  # [7] int32: see Check
-    bad: torch.Tensor,  # [>= tokens] int32: more than before if a row of the token is bad
+    bad: torch.Tensor,  # [>= tokens] int32: set to 1 if a row of the token is bad
 ) -> None:
-    """Store each token's values at its slot, narrowed to the rows' dtype, and count what is bad among them.
+    """Store each token's values at its slot, narrowed to the rows' dtype, and count the bad ones.
 
     A row of a layer that was not recorded keeps its bytes; a bad id is stored as its low bits. Padding is neither
     stored nor checked, a slot outside the buffer is counted and not stored.

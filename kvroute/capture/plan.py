@@ -18,23 +18,23 @@ LAYERS_MAX: Final = 128
 TOP_K_MAX: Final = 16
 SPECS_MAX: Final = 8
 DTYPES: Final = ("uint8", "uint16", "int32", "uint32", "float32")
-"""Of rows. Ids come as int16, int32 or int64, floating-point values as float32."""
+"""Dtypes of rows. Routers give ids as int16, int32 or int64, floating-point values as float32."""
 
 
 class Check(IntEnum):
     """The places of the check words ``int32 [7]``. Counts only ever grow; FIRST counts down from its start."""
 
     RANGE = 0  # ids outside [0, num_experts)
-    DUPLICATE = 1  # ids that stand once more in their row
+    DUPLICATE = 1  # ids that occur again later in their row
     MISSING = 2  # rows of a layer that was not recorded
-    ZERO = 3  # rows of several ids that are zero throughout
+    ZERO = 3  # rows of several ids that are all zero
     SLOT = 4  # tokens whose slot is not in the buffer
     FIRST = 5  # the smallest number of a bad row, (token * specs + spec) * LAYERS_MAX + layer
     TOKENS = 6  # of the last launch
 
 
 NOTHING: Final = np.iinfo(np.int32).max
-"""What FIRST holds while no row was bad."""
+"""The value of FIRST while no row is bad."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class SpecPlan:
     dtype: str
     offset: int  # bytes from the record's beginning to the spec's first row
     row_nbytes: int
-    experts: int  # ids are in [0, experts), each once in a row; 0: not ids, and nothing is checked
+    experts: int  # ids are in [0, experts), each once in a row; 0: not ids, so not checked
 
     @property
     def layers(self) -> int:
@@ -101,7 +101,7 @@ def check_words() -> NDArray[np.int32]:
 
 
 def alignment(plan: SpecPlan, record_nbytes: int, base: int) -> int:
-    """What every row's address is a multiple of, 16 at most."""
+    """The largest power of two, at most 16, that divides every row's address."""
     return math.gcd(16, plan.row_nbytes, plan.offset, record_nbytes, base)
 
 

@@ -1,10 +1,11 @@
-"""The ids of one step of an engine whose routers call back with them, checked for what was not recorded.
+"""The ids of one step of an engine whose routers call back with them; unrecorded ids are recognised.
 
 For engines that give every router one hook (vLLM's ``set_capture_fn``), on any device and without Triton.
 """
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Final
 
 import torch
@@ -15,7 +16,7 @@ from kvroute.capture.hooks import MISSED, ONCE, OWN, Hooks, Values
 
 NOTHING = -1  # no expert has this id
 OTHERS = "a router had other tokens than the step"
-NONE = "a router's ids are no integers"
+NONE = "a router's ids are not integers"
 INTEGERS: Final = (torch.int32, torch.int64, torch.int16, torch.uint16, torch.uint8, torch.int8, torch.uint32)
 REASONS: Final = {
     MISSED: "a router's hook was not called: the model was compiled before it was bound",
@@ -25,16 +26,17 @@ REASONS: Final = {
 
 
 class StepIds:
-    """What the routers of ``spec``'s layers chose in the step at hand; ``hook(layer_id)`` is a router's callback.
+    """The choices of the routers of ``spec``'s layers in the current step; ``hook(layer_id)`` is a router's callback.
 
-    The hooks keep references. Beside a device, the last one of a pass brings them together in a buffer on that device:
-    one launch, which a CUDA graph replays without Python. The buffer is emptied when a step begins, so that a pass that
-    nobody recorded is seen as such: its ids are :data:`NOTHING`.
+    The hooks keep references. Beside a device, the last one of a pass stacks them into a buffer on that device: one
+    launch, which a CUDA graph replays without Python. The buffer is emptied when a step begins, so that a pass without
+    a recording is recognised: its ids are :data:`NOTHING`.
     """
 
     def __init__(self, spec: AuxBlockDataSpec, max_tokens: int, device: torch.device) -> None:
         values = Values(spec.name, spec.attrs["layer_ids"], spec.row_shape[1], INTEGERS)
-        self._passes = 0  # that a hook of this step has brought together in the buffer
+        self._row_shape = spec.row_shape
+        self._passes = 0  # of this step, stacked into the buffer
         self._buffer: torch.Tensor | None = None
         if device.type != "cpu":
             self._buffer = torch.full((max_tokens, *spec.row_shape), NOTHING, dtype=torch.int32, device=device)
@@ -42,7 +44,7 @@ class StepIds:
         self.hook = self._hooks.hook
 
     def begin(self) -> None:
-        """A step begins: what was recorded before, by a warm-up say, is discarded."""
+        """A step begins: earlier recordings, for example of a warm-up, are discarded."""
         self._hooks.clear()
         self._passes = 0
         if self._buffer is not None:
@@ -51,14 +53,16 @@ class StepIds:
     def take(self, tokens: int) -> torch.Tensor | str:
         """The ids ``[tokens, layers, top_k]`` of the step, or why there are none.
 
-        Beside a device they are the buffer's, there once that is done with what was launched, until the next step
-        begins. Otherwise the hooks are ready for the next step.
+        Beside a device they are in the buffer, complete when the device has done the launched work, until the next step
+        begins. On a CPU the hooks are then ready for the next step.
         """
         if self._buffer is not None:
             if self._passes > 1 or (self._passes and any(self._hooks.calls)):
-                return REASONS[ONCE]  # the buffer has some of one pass and some of another
+                return REASONS[ONCE]  # the buffer mixes two passes
             return self._buffer[:tokens] if tokens <= len(self._buffer) else "the step has more tokens than were said"
         try:
+            if (ids := self._plain(tokens)) is not None:
+                return ids
             found, *_ = self._hooks.taken()
         except CaptureError as error:
             wanted = str(error.wanted)
@@ -67,6 +71,20 @@ class StepIds:
             self._hooks.clear()
         return torch.stack(found, 1) if len(found[0]) == tokens else OTHERS
 
+    def _plain(self, tokens: int) -> torch.Tensor | None:
+        """The ids of a pass in which all is as usual: one call of each router, with integers ``[tokens, top_k]`` that
+        lie apart, each in one piece. ``None``: look closer."""
+        if (kept := self._hooks.once()) is None:
+            return None
+        try:
+            ids = torch.stack(kept, 1)
+        except (RuntimeError, TypeError):
+            return None
+        nbytes = tokens * self._row_shape[1] * ids.element_size()
+        places = sorted([each.data_ptr() for each in kept if each.is_contiguous() and each.dtype is ids.dtype])
+        apart = len(places) == len(kept) and all(after - place >= nbytes for place, after in pairwise(places))
+        return ids if apart and ids.shape == (tokens, *self._row_shape) and ids.dtype in INTEGERS else None
+
     def _bring_together(self) -> None:
         if self._buffer is None:
             return
@@ -74,7 +92,7 @@ class StepIds:
         try:
             found, *_ = self._hooks.taken()
         except CaptureError:
-            return  # the buffer says so
+            return  # then the buffer stays NOTHING
         finally:
             self._hooks.clear()
         if len(found[0]) <= len(self._buffer):
@@ -82,7 +100,7 @@ class StepIds:
 
 
 def _narrow(ids: torch.Tensor) -> torch.Tensor:
-    """Ids as int32; those that are none stay such."""
+    """Ids as int32; invalid ones stay invalid."""
     return (ids.clamp(NOTHING, torch.iinfo(torch.int32).max) if ids.dtype == torch.int64 else ids).to(torch.int32)
 
 

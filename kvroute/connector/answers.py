@@ -1,9 +1,9 @@
 """The client's end: the routes of an answer, from an engine's own object or from the JSON of an OpenAI server.
 
 Beside an answer goes ``{"kvroute": {"rollouts": {name: handle}, "unseen": {name: spans}, "missing": {name: gaps},
-"error": {name: text}}}``. A name is what the engine calls a request: the id that it was given, behind ``<i>_`` where it
-is one of several completions. Many requests may have a name, one after the other. What is found by a name is an
-answer's only if its token hashes say so.
+"error": {name: text}}}``. A name is the engine's name of a request: its id, after ``<i>_`` if it is one of several
+completions. Several requests may have one name, one after the other. Routes found by a name belong to an answer only if
+their token hashes say so.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ UNSEEN: Final = "unseen"
 MISSING: Final = "missing"
 ERROR: Final = "error"
 START: Final = "start"
-"""What a request may say under :data:`FIELD`: the position of the first row that its answer is to have."""
+"""A request's option under :data:`FIELD`: the position of the first row in its answer."""
 WHOLE: Final = {"text_completion": "text_completion", "chat.completion.chunk": "chat.completion"}
-"""What a stream's chunks call themselves, and a whole answer."""
+"""The ``object`` of a stream's chunks, and of the whole answer."""
 POLL_S: Final = 0.01
 
 
 def routes(output: Any, index: int = 0, *, rollouts: RolloutStore | None = None, wait_s: float = 5.0) -> Routes:
     """The routes of completion ``index`` of ``output``: a ``RequestOutput``, or the response of the OpenAI server.
 
-    They cover the tokens that were given to the model, which the last one never was; where the request has said a
-    ``start``, from that position on: :meth:`Routes.merge` puts them behind those of an earlier turn. Where ``output``
-    has token ids, the hashes that the engine has left with the routes say that they are of these tokens, and they are
-    bound to the prompt and to exactly the tokens that have rows. Else they are bound as the engine has bound them.
+    They cover the tokens that the model read, which is all but the last; if the request named a ``start``, from that
+    position on: :meth:`Routes.merge` joins them to those of an earlier turn. If ``output`` has token ids, the hashes
+    that the engine left with the routes prove that they are of these tokens, and the routes are bound to the prompt and
+    to exactly the tokens that have rows. Else they keep the engine's binding.
 
-    ``rollouts`` is the store that the engine was configured to leave routes in. It is the only way to routes of an
-    answer without a handle: of a stream, of the second and later prompts of a list, of a request that the front end has
-    ended (a stop string). Routes of these very tokens are waited for up to ``wait_s`` seconds. An error that came with
-    the answer ends that at once.
+    ``rollouts`` is the store that the engine was configured to leave routes in. An answer without a handle has its
+    routes only there: a stream, the second and later prompts of a list, a request that the front end has ended (a stop
+    string). The call waits up to ``wait_s`` seconds for routes of these tokens; an error in the answer ends the wait at
+    once.
 
-    Raises :class:`RowError` when there are none, for those of other tokens, and for anything that is no sound handle.
+    Raises :class:`RowError` if there are none, if they are of other tokens, and for an unsound handle.
     """
     asked = _Asked.of(output, index)
     if (told := asked.told_of(LEFT)) is not None:
@@ -69,9 +69,9 @@ def routes(output: Any, index: int = 0, *, rollouts: RolloutStore | None = None,
 
 
 def unseen(output: Any, index: int = 0) -> tuple[tuple[int, int], ...]:
-    """The positions ``[start, stop)`` at which nothing proves what the last router chose, with ``witness="flagged"``.
+    """The positions ``[start, stop)`` at which the last router's choice is not proved, with ``witness="flagged"``.
 
-    Their KV was loaded and their rows went by that KV, in which the last layer's choice cannot be seen.
+    Their KV was loaded and their rows were matched by that KV, which does not show the last layer's choice.
     """
     asked = _Asked.of(output, index)
     spans = asked.told_of(UNSEEN) or ()
@@ -79,16 +79,16 @@ def unseen(output: Any, index: int = 0) -> tuple[tuple[int, int], ...]:
 
 
 def missing(output: Any, index: int = 0) -> tuple[tuple[int, int, str], ...]:
-    """The positions ``[start, stop)`` whose rows another engine lent and which did not come, and why.
+    """The positions ``[start, stop)`` whose rows another engine lent but which did not come, and why.
 
-    The routes say which rows are missing, whatever the reason; here are the reasons that the engine knows.
+    The routes say which rows are missing for any reason; this gives the reasons that the engine knows.
     """
     gaps = _Asked.of(output, index).told_of(MISSING) or ()
     return tuple((int(start), int(stop), str(why)) for start, stop, why in gaps)
 
 
 def _left(asked: _Asked, rollouts: RolloutStore, wait_s: float) -> Routes:
-    """The routes that the engine has left in the store, or leaves there while they are waited for."""
+    """The routes that the engine has left in the store, or leaves there during the wait."""
     if asked.tokens is None or not asked.names:
         wanted = "an answer with an id and token ids, by which rollouts of a name are told apart"
         got = "none: see return_token_ids, of responses enable_response_messages, of a stream gathered(chunks)"
@@ -102,7 +102,7 @@ def _left(asked: _Asked, rollouts: RolloutStore, wait_s: float) -> Routes:
             found = rollouts.get(handle)
             if isinstance(found, Absence):
                 why: str | None = found.value
-            elif (stop := found[0].stop) < len(asked.tokens) - 1:  # an earlier request may have said the same so far
+            elif (stop := found[0].stop) < len(asked.tokens) - 1:  # perhaps of an earlier request that began alike
                 why = f"rows of the first {stop} tokens, of {len(asked.tokens) - 1} that have some"
             elif (why := asked.refusal(found[0])) is None:
                 return asked.own(found[0])
@@ -115,28 +115,28 @@ def _left(asked: _Asked, rollouts: RolloutStore, wait_s: float) -> Routes:
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """What an answer says of the completion that is asked for."""
+    """The parts of an answer about the wanted completion."""
 
     index: int
-    names: tuple[str, ...]  # that its request can have in the engine; none where the answer has no id
+    names: tuple[str, ...]  # its request's possible names in the engine; none where the answer has no id
     tokens: list[int] | None
-    prompt: int  # how many of the tokens are the prompt's
+    prompt: int  # how many of the tokens are the prompt
     told: Mapping[str, Any]
 
     @classmethod
     def of(cls, output: Any, index: int) -> Self:
-        """Raises :class:`RowError` for a part of an answer, and where it has no completion of this index."""
+        """Raises :class:`RowError` for a part of an answer, and for an index without a completion."""
         _refuse_parts(output)
         told = _mapping(_mapping(field_of(output, "kv_transfer_params")).get(FIELD))
         request = field_of(output, "request_id") or field_of(output, "id")
-        if meta := _mapping(field_of(output, "meta_info")):  # SGLang's, whose completions are answers of their own
+        if meta := _mapping(field_of(output, "meta_info")):  # SGLang: each completion is an answer of its own
             told, request = _mapping(next(filter(None, reversed(meta.get(FIELD) or ())), None)), meta.get("id")
             prompt, answered, names = (
                 field_of(output, "prompt_token_ids"),
                 field_of(output, "output_ids"),
                 [str(request)],
             )
-        elif field_of(output, "object") == "response":  # of several turns each is a request of its own
+        elif field_of(output, "object") == "response":  # each of several turns is a request of its own
             prompt, answered = _tokens_of(output, "input_messages"), _tokens_of(output, "output_messages")
             names = [f"{request}_0"]
         else:
@@ -159,7 +159,7 @@ class _Asked:
         return _mapping(self.told.get(LEFT))
 
     def told_of(self, kind: str) -> Any:
-        """What came with the answer of this kind. An answer without an id can have it of one request only."""
+        """The entry of this kind in the answer. Without an id, an answer can have it for one request only."""
         told = self.told.get(kind)
         if not isinstance(told, Mapping):
             return told
@@ -167,7 +167,7 @@ class _Asked:
         return next((told[name] for name in names if name in told), None)
 
     def refusal(self, found: Routes) -> str | None:
-        """Why routes are not this answer's, in words; ``None`` when they are, or it has no token ids."""
+        """Why routes do not belong to this answer, in words; ``None`` if they do, or if it has no token ids."""
         if self.tokens is None:
             return None
         theirs = {count: digest for count, digest in found.token_hashes if count <= len(self.tokens)}
@@ -178,7 +178,7 @@ class _Asked:
         return None if rows in theirs else f"rows of tokens that nothing says to be the first {rows} of this answer"
 
     def own(self, found: Routes) -> Routes:
-        """``found`` without rows of tokens that were not answered, and bound to what was."""
+        """``found`` without rows of tokens that are not in the answer, bound to the answer's tokens."""
         if self.tokens is None:
             return found
         rows = self._rows(found)
@@ -192,29 +192,29 @@ class _Asked:
 
 
 def _names(request: str, index: int, prompts: Mapping[int, Any], *, lists: bool) -> Iterator[str]:
-    """The names that the engine can have for completion ``index`` of an answer whose choices have these prompts.
+    """The engine's possible names for completion ``index`` of an answer whose choices have these prompts.
 
-    A server that is given a ``lists`` of prompts makes a request of each, with the number of the prompt behind the id,
-    and numbers all choices in one row. It does not say how many completions a prompt has: ``n`` divides the number of
-    choices that follow each other with the same prompt, where all choices are there.
+    A server with ``lists`` of prompts makes a request of each, with the prompt's number after the id, and numbers all
+    choices in one sequence. It does not say how many completions a prompt has: if all choices are there, ``n`` divides
+    the number of successive choices with the same prompt.
     """
     if len(prompts) > 1 and sorted(prompts) == list(range(len(prompts))):
         runs = gcd(*(len(list(run)) for _, run in groupby(prompts[i] for i in range(len(prompts)))))
         counts = [n for n in range(runs, 0, -1) if runs % n == 0]
     else:
-        counts = list(range(1, max(index, 1) + 2))  # the last stands for every larger one
+        counts = list(range(1, max(index, 1) + 2))  # the last stands for every larger n
     for n in counts:
         prompt, number = divmod(index, n)
         child = f"{number}_" if n > 1 else ""
         if prompt == 0:
             yield f"{child}{request}"
         if lists:
-            yield f"{child}{request}-{prompt}"  # of completions
-            yield f"{child}{request}_{prompt}"  # of chats
+            yield f"{child}{request}-{prompt}"  # a completion
+            yield f"{child}{request}_{prompt}"  # a chat
 
 
 def _refuse_parts(output: Any) -> None:
-    """Raise :class:`RowError` for a part of an answer: what a stream sends."""
+    """Raise :class:`RowError` for a part of an answer, as a stream sends it, and for a server's error in its place."""
     kind, event = field_of(output, "object"), field_of(output, "type")
     whole = field_of(output, "usage") is not None or "kv_transfer_params" in (
         output if isinstance(output, Mapping) else dir(output)
@@ -224,16 +224,18 @@ def _refuse_parts(output: Any) -> None:
         raise RowError("routes", wanted, f"a chunk of a stream, {kind}")
     if isinstance(event, str) and event.startswith("response."):
         raise RowError("routes", "a whole answer: the response of response.completed", f"an event of a stream, {event}")
+    if isinstance(output, Mapping) and output.get("error"):
+        error = _mapping(output["error"])
+        raise RowError("routes", "an answer", f"the server's error: {error.get('message') or output['error']}")
 
 
 def gathered(chunks: Iterable[Any]) -> dict[str, Any]:
-    """The answer that ``chunks`` are the stream of, completions or a chat; :func:`routes` takes it.
+    """The answer in a stream of ``chunks``, completions or a chat; :func:`routes` takes it.
 
-    ``chunks`` are all of one stream in order, JSON or a client's objects, without the ``[DONE]`` behind them. The
-    answer has the id, and of each choice its tokens and why it ended. No chunk has a handle: the store has the routes.
-
+    ``chunks`` are all chunks of one stream in order, JSON or a client's objects, without the final ``[DONE]``. The
+    answer has the id, and for each choice its tokens and why it ended. No chunk has a handle: the store has the routes.
     Raises :class:`RowError` for no chunk, for chunks of several answers or without token ids (``return_token_ids``),
-    and for an error of the server's.
+    and for a server's error.
     """
     answer: dict[str, Any] = {"kv_transfer_params": None}
     choices: dict[int, dict[str, Any]] = {}
@@ -245,11 +247,11 @@ def gathered(chunks: Iterable[Any]) -> dict[str, Any]:
             raise RowError("chunk.object", f"one of {sorted(WHOLE)}, with an id", field_of(chunk, "object"))
         if answer.setdefault("id", request) != request:
             raise RowError("chunk.id", answer["id"], request)
-        answer |= {"object": kind} | _said(chunk, "prompt_token_ids")
+        answer |= {"object": kind} | _present(chunk, "prompt_token_ids")
         for each in answers_of(chunk):
             index = field_of(each, "index")
             choice = choices.setdefault(index, {"index": index, "token_ids": None})
-            choice |= _said(each, "prompt_token_ids", "finish_reason", "stop_reason")
+            choice |= _present(each, "prompt_token_ids", "finish_reason", "stop_reason")
             if (tokens := field_of(each, "token_ids")) is not None:
                 choice["token_ids"] = [*(choice["token_ids"] or ()), *tokens]
     if not choices:
@@ -260,7 +262,7 @@ def gathered(chunks: Iterable[Any]) -> dict[str, Any]:
     return answer | {"choices": [choices[index] for index in sorted(choices)]}
 
 
-def _said(of: Any, *names: str) -> dict[str, Any]:
+def _present(of: Any, *names: str) -> dict[str, Any]:
     return {name: value for name in names if (value := field_of(of, name)) is not None}
 
 
@@ -270,7 +272,7 @@ def _prompt_of(output: Any, choice: Any) -> Any:
 
 
 def _tokens_of(response: Any, name: str) -> Any:
-    """The token ids of a response's messages of that name, where it was asked for them and has one turn."""
+    """The token ids of a response's messages of that name, if the request asked for them and it has one turn."""
     messages: Sequence[Any] = field_of(response, name) or ()
     return field_of(messages[0], "tokens") if len(messages) == 1 else None
 
@@ -281,7 +283,7 @@ def answers_of(output: Any) -> Sequence[Any]:
 
 
 def field_of(of: Any, name: str) -> Any:
-    """A field of an object or of JSON; ``None`` where there is none."""
+    """A field of an object or of JSON; ``None`` if there is none."""
     return of.get(name) if isinstance(of, Mapping) else getattr(of, name, None)
 
 

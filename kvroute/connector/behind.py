@@ -1,4 +1,4 @@
-"""A thread that does what waits, for a device or for a store, so that nobody who schedules or launches has to."""
+"""A thread for calls that wait for a device or a store, so that threads that schedule or launch need not wait."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Final
 logger = logging.getLogger(__name__)
 
 PENDING_MAX: Final = 16
-"""What a worker has under way at most behind its device."""
+"""The most calls that a worker has under way behind its device."""
 
 
 class Behind:
-    """Does calls one by one, in the order in which they were put, on a thread of its own, which keeps no process alive.
+    """Does calls one by one, in the order of :meth:`put`, on a daemon thread of its own.
 
-    With ``room`` for so many calls :meth:`put` waits for some; 0: whoever puts bounds them. What a call raises is
-    logged and given to ``on_failure``, on that thread; the next call is done, whatever that does.
+    With ``room`` for so many calls :meth:`put` waits when it is full; with 0 the callers bound them. A call's exception
+    is logged and given to ``on_failure``, on that thread; then the next call is done, whatever ``on_failure`` raises.
     """
 
     def __init__(self, name: str, on_failure: Callable[[Exception], object] = bool, room: int = 0) -> None:
@@ -28,11 +28,11 @@ class Behind:
         self._thread.start()
 
     def put(self, call: Callable[[], object]) -> None:
-        """Do this when all that was put before is done."""
+        """Do this after all calls put before."""
         self._calls.put(call)
 
     def settle(self, timeout_s: float) -> bool:
-        """Wait until all that was put is done; whether it is. Nothing is to be done once it was closed."""
+        """Wait until all calls put so far are done; whether they are. After a close there are none."""
         if not self._thread.is_alive():
             return True
         done = threading.Event()
@@ -43,7 +43,7 @@ class Behind:
         return done.wait(timeout_s)
 
     def close(self, timeout_s: float) -> bool:
-        """:meth:`settle`, and end the thread. It ends with the process where a call never comes to an end."""
+        """:meth:`settle`, and end the thread. If a call never ends, the thread ends with the process."""
         if settled := self.settle(timeout_s):
             self._calls.put(None)
             self._thread.join(timeout_s)
@@ -53,13 +53,13 @@ class Behind:
         while (call := self._calls.get()) is not None:
             try:
                 call()
-            except Exception as error:  # there is nobody to raise it to
+            except Exception as error:  # no caller is left to raise it to
                 logger.exception("rows are lost")
                 try:
                     self._on_failure(error)
-                except Exception:  # without this thread callers of put would wait for ever
+                except Exception:  # the thread goes on, or callers of put would wait for ever
                     logger.exception("what was left half done could not be undone")
-            del call  # a thread without work keeps nothing alive
+            del call  # an idle thread keeps no object alive
 
 
 __all__ = ["PENDING_MAX", "Behind"]

@@ -1,26 +1,9 @@
-"""Rows cross from the engine that computed a prompt to the one that goes on from it, over one node in each worker.
+"""Rows cross from the engine that computed a prompt to the engine that goes on from it, over one node in each worker.
 
-A :class:`Lender` offers what blocks of given lives hold, from copies, so that no engine keeps a block for it. A
-:class:`Borrower` fetches into blocks of given lives. KV is a second part of a block, for engines that nothing else
-brings it to. What binds rows to KV is the transfer: it is drawn for one computation of one prompt, is lent from the
-very lives whose KV goes over, and is fetched once. The law, whatever fails:
-
-| what happens | decode's rows of the prompt |
-|---|---|
-| prefill ends before it has offered all | missing: ``timeout`` or ``gone``; what had come stays |
-| prefill ends when all was fetched | all there |
-| decode ends | nothing of it is left at prefill when the lease is over, at the latest |
-| an id is fetched a second time, by whomever | missing: nobody knows whose KV came the second time |
-| the prompt is computed again (preempted, KV that failed to load) | all there, of the second computation: a new id |
-| a block is given out again while its rows are lent | all there: they are a copy |
-| a landing block is given out again | nothing of the transfer is in it: it has another life |
-| weights reset at prefill, or at decode | missing: ``gone: reset``, ``reset``, or a refusal that names the field |
-| weights change at prefill and KV is kept | missing: they have no one name; prefill says so in its answer |
-| KV came, rows did not | missing, with the reason; decode waits for them up to a limit before it goes on |
-| rows came, KV did not | they are dropped with the block, and computed here with it |
-| copies that nobody fetches fill ``lent_nbytes_max`` | missing: ``gone``; what is lent already stays |
-| a request is aborted while it waits | its fetch ends at once, and its blocks are free |
-| prefill hangs | missing after that limit; what comes later still lands until the request has ended |
+A :class:`Lender` offers copies of the content of blocks in given lives, so that no engine keeps a block for it. A
+:class:`Borrower` fetches into blocks of given lives. KV is a second part of a block, for engines without another mover
+of KV. The transfer binds rows to KV: its id is drawn for one computation of one prompt, it is lent from the same lives
+whose KV goes over, and it is fetched once. ``docs/prefill-decode.md`` has a table of failures.
 """
 
 from __future__ import annotations
@@ -62,9 +45,9 @@ from transfer.errors import NodeFullError
 from transfer.link import Link
 
 LEASE_S: Final = 300.0
-"""How long rows are lent at most before somebody asks for them: a decode engine may have a queue."""
+"""How long rows are lent at most before decode asks for them: a decode engine may have a queue."""
 LENT_NBYTES_MAX: Final = 4 << 30
-"""Of copies, rows and KV, that are lent and not fetched yet: what is more is refused."""
+"""Bytes of copies, rows and KV, that are lent and not fetched yet: copies beyond this limit are refused."""
 LIMITS: Final = TransferLimits()
 ROWS: Final = 0
 KV: Final = 1
@@ -72,10 +55,10 @@ KV: Final = 1
 
 @dataclass(frozen=True, slots=True)
 class Came:
-    """A fetch is over: nothing of it lands from here on.
+    """A fetch is over: none of its records lands from here on.
 
-    ``kv`` are the places of blocks in the request whose KV is there; ``why`` says of others, and of those whose rows
-    did not all come, why not.
+    ``kv`` are the indices of the request's blocks whose KV is there; ``why`` has the reason for the other blocks, and
+    for blocks whose rows did not all come.
     """
 
     transfer: bytes
@@ -84,9 +67,9 @@ class Came:
 
 
 def link_of(address: str, keys: str = "") -> Link:
-    """A ZeroMQ link that lends at ``address``. With ``keys``, a secret key file that all peers have, other hosts too.
+    """A ZeroMQ link that lends at ``address``. With ``keys``, a secret key file of all peers, also for other hosts.
 
-    Raises :class:`ConfigError` that names what cannot be.
+    Raises :class:`ConfigError` for an invalid one.
     """
     from transfer import ZmqLink, ZmqSettings  # ZeroMQ is loaded where rows are lent
     from transfer.curve import read_keys
@@ -95,7 +78,7 @@ def link_of(address: str, keys: str = "") -> Link:
 
 
 class Crossing:
-    """Both ends beside the ``blocks`` of one engine, over one node of ``link``, which it owns.
+    """Both ends beside the ``blocks`` of one engine, over one node of ``link``. It owns the node.
 
     With ``kv`` a block has two parts, its rows and its KV. Copies of at most ``lent_nbytes_max`` bytes are lent at a
     time. All but :meth:`close` return at once.
@@ -124,13 +107,13 @@ class Crossing:
         return self.node.address
 
     def follow(self) -> None:
-        """The blocks' weights may be others now: nothing of earlier ones goes out, or comes in, any more."""
+        """The blocks' weights may have changed: from here on no record of earlier weights goes out or comes in."""
         if self._blocks.namespace != self._namespace:
             self._namespace = self._blocks.namespace
             self.node.reset(self._namespace)
 
     def poll(self) -> list[Release | Came]:
-        """What is over since the last call: what was sent, and what came."""
+        """The transfers that ended since the last call: sent ones and received ones."""
         ended = self.borrower.refused()
         for each in self.node.poll():
             ended.append(self.borrower.ended(each) if isinstance(each, Finished) else each)
@@ -143,7 +126,7 @@ class Crossing:
 
 
 class Lender:
-    """Offers what device blocks hold, as steps fill them: rows, and KV where there is a port for it."""
+    """Offers the content of device blocks as steps fill them: rows, and KV if there is a port for it."""
 
     def __init__(
         self, blocks: AuxBlocks, node: Node, kv: KVBlocks | None = None, lent_nbytes_max: int = LENT_NBYTES_MAX
@@ -151,13 +134,13 @@ class Lender:
         self._blocks, self._node, self._kv = blocks, node, kv
         self._block_nbytes = blocks.layout.nbytes + (RecordLayout((kv.spec,)).nbytes if kv else 0)
         self._lent_nbytes_max = lent_nbytes_max
-        self._lent: dict[TransferId, int] = {}  # the bytes of each until it is released
+        self._lent: dict[TransferId, int] = {}  # bytes of each transfer until it is released
         self._open: set[TransferId] = set()
         self._lock = threading.Lock()
 
     @property
     def lent_nbytes(self) -> int:
-        """Of the copies that are lent."""
+        """Bytes of the copies that are lent."""
         with self._lock:
             return sum(self._lent.values())
 
@@ -173,18 +156,18 @@ class Lender:
     ) -> None:
         """Offer ``blocks``, in these ``lives``, as the request's blocks ``first`` and on; copied when this returns.
 
-        They have so many ``tokens`` from the start of the first one. ``last``: there will be no more. No blocks, and
-        not the last: they will come. What a block does not hold is absent.
+        They hold ``tokens`` tokens from the start of the first one. ``last``: no more blocks follow. No blocks without
+        ``last``: all are still to come. Rows that a block lacks are absent.
 
-        Raises :class:`KVRouteError` where the node takes nothing more, or copies would fill more than
-        ``lent_nbytes_max``: then nothing of the transfer is lent any more, and decode is told.
+        Raises :class:`KVRouteError` if the node takes no more, or copies would exceed ``lent_nbytes_max``: then the
+        whole transfer is withdrawn, and decode is told.
         """
         name, nbytes = TransferId(transfer), len(blocks) * self._block_nbytes
         try:
             if self.lent_nbytes + nbytes > self._lent_nbytes_max:
                 raise NodeFullError("lent_nbytes_max", self._lent_nbytes_max, self.lent_nbytes + nbytes)
             offered = self._offered(transfer, first, blocks, lives, tokens)
-            with self._lock:  # another thread may hear that the offer has ended
+            with self._lock:  # another thread may learn that the offer has ended
                 if name not in self._open:
                     self._node.offer(name, offered, is_open=not last, lease_s=LEASE_S)
                 else:
@@ -199,7 +182,7 @@ class Lender:
             raise
 
     def withdraw(self, transfer: bytes, why: str) -> None:
-        """The computation is not the one that goes over; harmless when nothing is on offer."""
+        """Lend no more of a computation that does not go over; harmless when nothing is on offer."""
         self._open.discard(TransferId(transfer))
         self._node.withdraw(TransferId(transfer), why)
 
@@ -231,7 +214,7 @@ class Lender:
         origins, now = self._blocks.origins(ids), self._blocks.generations(ids).tolist()
         found: list[OfferedRecord | None] = []
         for i, (key, count) in enumerate(zip(blocks, counts, strict=True)):
-            raw[i, count * (kv.spec.block_nbytes // self._blocks.block_tokens) :] = 0  # behind them is somebody else's
+            raw[i, count * (kv.spec.block_nbytes // self._blocks.block_tokens) :] = 0  # the rest is of other KV
             valid = ((1 << count) - 1).to_bytes(8 * layout.valid_words, "little")
             record = OfferedRecord(key, layout.fingerprint, lives[i], origins[i], valid, raw[i].data)
             found.append(record if origins[i] and now[i] == lives[i] else None)
@@ -239,7 +222,7 @@ class Lender:
 
 
 class Borrower:
-    """Fetches what another engine has lent into device blocks, each in the life that it has now."""
+    """Fetches lent records into device blocks, each in the life that it has now."""
 
     def __init__(self, blocks: AuxBlocks, node: Node, kv: KVBlocks | None = None) -> None:
         self._blocks, self._node, self._kv = blocks, node, kv
@@ -255,10 +238,10 @@ class Borrower:
         lives: Sequence[int],
         tokens: int,
     ) -> None:
-        """Begin to fetch the request's blocks ``first`` and on into ``blocks``: ``tokens`` from the start of these.
+        """Begin to fetch the request's blocks ``first`` and on into ``blocks``: ``tokens`` from their start.
 
-        Where others bring the KV, it is that of this transfer from here on. Nothing to fetch is fine: prefill then
-        learns that it may let go. Whatever cannot be begun is told by :meth:`Crossing.poll`, like any end.
+        If another mover brings the KV, that KV counts as this transfer's from here on. No blocks are fine: prefill then
+        learns that it may release the offer. A fetch that cannot begin ends like any other, by :meth:`Crossing.poll`.
         """
         counts = counts_of(len(blocks), tokens, self._blocks.block_tokens)
         landing = _Fetch(self._blocks, self._kv, transfer, first, blocks, list(lives), counts)
@@ -279,12 +262,12 @@ class Borrower:
             self._refused.append(landing.nothing(str(error)))
 
     def give_up(self, blocks: set[int]) -> None:
-        """Nothing that is on its way to these blocks is of use. A fetch of which all are given up is over at once."""
+        """Drop records on their way to these blocks. A fetch whose blocks are all given up is over at once."""
         for landing in list(self._under_way.values()):
             if now := blocks.intersection(landing.ids):
                 landing.given_up |= now
                 if landing.given_up.issuperset(landing.ids):
-                    with suppress(KVRouteError):  # a node that takes nothing now, or is closed, ends it by itself
+                    with suppress(KVRouteError):  # a full or closed node ends the fetch by itself
                         self._node.abort(TransferId(landing.transfer), "its blocks are given up")
 
     def refused(self) -> list[Release | Came]:
@@ -303,7 +286,7 @@ class Borrower:
 
 @dataclass(slots=True, eq=False)
 class _Fetch:
-    """One fetch: the node's thread installs, and the engine's thread looks at what came when it is over."""
+    """One fetch: the node's thread installs, and the engine's thread reads the result when it is over."""
 
     rows: AuxBlocks
     kv: KVBlocks | None
@@ -322,17 +305,17 @@ class _Fetch:
         self.keys, self.ids = list(self.blocks), list(self.blocks.values())
 
     def nothing(self, why: str) -> Came:
-        """What there is to say of a fetch that has not begun."""
+        """The result of a fetch that has not begun."""
         return Came(self.transfer, frozenset(), dict.fromkeys(range(self.first, self.first + len(self.blocks)), why))
 
     def origin(self, at: int) -> int:
-        """What names the KV that others bring into a block beside this transfer."""
+        """The origin of the KV that another mover brings into a block beside this transfer."""
         return int.from_bytes(place_of(self.transfer, self.first + at)[:8], "little") or 1
 
     def install(self, part: int, index: int, header: RecordHeader, payload: memoryview) -> bool:
         """For the node; see :class:`transfer.node.BlockSink`."""
         at = index - self.first
-        assert 0 <= at < len(self.ids), f"block {index} was not asked for"
+        assert 0 <= at < len(self.ids), f"block {index} was not requested"
         if self.ids[at] in self.given_up:
             return False
         return self._put_kv(at, header, payload) if part == KV else self._put_rows(at, header, payload)
@@ -351,7 +334,7 @@ class _Fetch:
         return True
 
     def _put_kv(self, at: int, header: RecordHeader, payload: memoryview) -> bool:
-        assert self.kv is not None, "a part that nobody asked for"
+        assert self.kv is not None, "a part that was not requested"
         wanted = (1 << self.counts[at]) - 1
         if int.from_bytes(header.valid, "little") & wanted != wanted or not header.origin:
             return False
@@ -364,13 +347,13 @@ class _Fetch:
 
 
 def place_of(transfer: bytes, index: int) -> BlockKey:
-    """What both sides call a block of a transfer whose KV others bring: their ranks may have other names for it."""
+    """The name on both sides of a transfer's block whose KV another mover brings: their ranks may differ in keys."""
     text = transfer + index.to_bytes(8, "little")
     return BlockKey(hashlib.blake2b(text, digest_size=KEY_NBYTES, person=b"kvroute.lent").digest())
 
 
 def counts_of(blocks: int, tokens: int, size: int) -> list[int]:
-    """How many tokens each of successive ``blocks`` of ``size`` has, where all have so many ``tokens``."""
+    """How many of ``tokens`` tokens each of ``blocks`` successive blocks of ``size`` has."""
     return [max(0, min(size, tokens - i * size)) for i in range(blocks)]
 
 

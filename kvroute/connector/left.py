@@ -1,4 +1,4 @@
-"""The routes that a scheduler leaves for clients: in its answers and in a rollout store, bound to their very tokens."""
+"""The routes that a scheduler leaves for clients: in its answers and in a rollout store, bound to their tokens."""
 
 from __future__ import annotations
 
@@ -22,29 +22,29 @@ from kvroute.routes import Routes
 logger = logging.getLogger(__name__)
 
 SIBLINGS_MAX: Final = 1024
-"""Requests with several completions of which some are done and others are not."""
+"""Most requests with several completions of which only some are done."""
 CUTS_MAX: Final = 1024
-"""Last tokens of a request at each of which its front end may have ended it before it knew of the others."""
+"""How many last tokens the front end may have cut off, because it ended the request before it saw them."""
 
 
 class Tokens(NamedTuple):
-    """What a request that is done has read and said."""
+    """The tokens of a finished request."""
 
-    ids: Sequence[int]  # the prompt's, then those that were sampled
-    prompt: int  # how many of them are the prompt's
-    cut: bool = False  # its front end may have answered fewer: it was aborted, or has stop strings
+    ids: Sequence[int]  # of the prompt, then the sampled ones
+    prompt: int  # how many of them are the prompt
+    cut: bool = False  # the front end may have answered fewer: an abort, or stop strings
 
     def counts(self, stop: int, start: int = 0) -> list[int]:
-        """Of how many first tokens the hashes are wanted beside rows of the positions ``[start, stop)``."""
+        """The counts of first tokens to hash, beside rows of the positions ``[start, stop)``."""
         first = max(self.prompt, stop - CUTS_MAX + 1) if self.cut else stop
         return [count for count in {start or stop, self.prompt, stop, *range(first, stop)} if count <= stop]
 
 
 def settled(routes: Routes, by_kv: NDArray[np.bool_], *, flagged: bool) -> tuple[Routes, list[list[int]]]:
-    """The answer where rows ``by_kv`` ``[n]`` were matched by KV, which cannot prove the last router's choice.
+    """Settle rows ``by_kv`` ``[n]`` that were matched by KV, which cannot prove the last router's choice.
 
-    The routes, without what that router chose there or, where the operator wants it ``flagged``, with it; and then the
-    positions ``[start, stop)`` at which it is taken on trust.
+    Returns the routes, without that router's choice there, and no positions; or, if the operator wants it ``flagged``,
+    with it, and the positions ``[start, stop)`` at which it is not proved.
     """
     if not (trusted := by_kv & routes.known[:, -1]).any():
         return routes, []
@@ -55,35 +55,39 @@ def settled(routes: Routes, by_kv: NDArray[np.bool_], *, flagged: bool) -> tuple
 
 
 class LeftRoutes:
-    """Puts routes into a store, which it owns, and says what goes to the client beside an answer. Of any thread."""
+    """Puts routes into a store, which it owns, and makes the client's data beside an answer. Any thread may call it."""
 
     def __init__(self, store: RolloutStore) -> None:
         self._store = store
-        self._near = isinstance(store, (ResponseRollouts, LocalRollouts))  # else others are asked
         self._lock = threading.Lock()
         self._siblings: OrderedDict[str, dict[str, dict[str, Any]]] = OrderedDict()
 
     def has_room(self, name: str) -> bool:
-        """Whether nothing is left under this name, as far as that is known without asking anybody."""
+        """Whether this process knows, without asking a store elsewhere, that nothing is left under this name."""
         try:
-            return self._near and self._store.find(name) is None
+            near = self._store
+            return isinstance(near, ResponseRollouts) or (isinstance(near, LocalRollouts) and not near.has(name))
         except KVRouteError:
             return False
 
     def make_room(self, name: str, group: str | None) -> None:
-        """A request of this name begins: what an earlier one has left under it is neither found nor told any more.
+        """A request of this name begins: remove the routes, and the told data, of an earlier one.
 
-        Its tokens may be the same and its weights others. An answer without a handle is looked for by its name as soon
-        as a front end has ended it, which is before the engine knows.
+        The earlier one may have the same tokens but other weights. A client may look for routes by the name as soon as
+        a front end has ended the request, which is before the engine knows.
         """
-        with self._lock:
-            for told in self._siblings.get(group or "", {}).values():
-                told.pop(name, None)
+        self.untell(name, group)
         try:
             if (left := self._store.find(name)) is not None:
                 self._store.delete(left)
         except KVRouteError as error:
             logger.warning("a rollout %s that may be of an earlier request cannot be deleted: %s", name, error)
+
+    def untell(self, name: str, group: str | None) -> None:
+        """Drop the data of the request of this name from its group."""
+        with self._lock:
+            for told in self._siblings.get(group or "", {}).values():
+                told.pop(name, None)
 
     def leave(
         self,
@@ -94,23 +98,23 @@ class LeftRoutes:
         unseen: Sequence[Sequence[int]],
         gaps: Sequence[Gap] = (),
     ) -> dict[str, Any]:
-        """What goes to the client whose request ``name`` has these routes.
+        """The client's data for request ``name`` with these routes.
 
-        ``tokens`` says what they are bound to. All that one ``group`` of requests has is told with each of them. Raises
+        The routes are bound to ``tokens``. Each request of a ``group`` gets the data of the whole group so far. Raises
         what the store raises.
         """
         if tokens is not None:
-            routes = routes.bind(tokens.ids, tokens.counts(routes.stop, routes.start))
+            routes = routes.bind(np.asarray(tokens.ids), tokens.counts(routes.stop, routes.start))
         handle = self._store.put(name, routes).to_json()
         said = {LEFT: handle, UNSEEN: unseen, MISSING: [list(gap) for gap in gaps]}
-        return self._told(name, {kind: each for kind, each in said.items() if each}, group)
+        return self._client_data(name, {kind: each for kind, each in said.items() if each}, group)
 
     def fail(self, name: str, error: KVRouteError, group: str | None) -> dict[str, Any]:
-        """What goes to the client whose request ``name`` has no routes."""
+        """The client's data for request ``name`` without routes."""
         logger.warning("request %s has no routes: %s", name, error)
-        return self._told(name, {ERROR: str(error)}, group)
+        return self._client_data(name, {ERROR: str(error)}, group)
 
-    def _told(self, name: str, said: dict[str, Any], group: str | None) -> dict[str, Any]:
+    def _client_data(self, name: str, said: dict[str, Any], group: str | None) -> dict[str, Any]:
         with self._lock:
             found = {} if group is None else self._siblings.setdefault(group, {})
             for kind, each in said.items():

@@ -1,4 +1,4 @@
-"""What is counted and timed in an engine's processes, on its way to an exporter. Pure, but for the clock."""
+"""Counts and times from an engine's processes, for an exporter. Pure, except for the clock."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ METRICS: Final[Mapping[str, tuple[str, tuple[str, ...]]]] = {
     MISSING: ("Tokens whose rows are missing, by cause.", ("cause",)),
     SECONDS: ("Seconds of a persist, a restore, a transfer, and of an answer's wait for its rows.", ("what",)),
 }
-"""The name of each metric, what it says, and its labels beside the engine's own."""
+"""By name of each metric: its help text, and its labels beside the engine's own."""
 WHAT: Final = ("persist", "restore", "transfer", "answer")
 BUCKETS_S: Final = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 
 EVERY_S: Final = 1.0
-"""Counters are looked at so often at most: there are a hundred."""
+"""Shortest time between two readings of the counters: there are a hundred."""
 CAUSES_MAX: Final = 32
 """Causes that have a label of their own; later ones are ``other``."""
 TIMES_MAX: Final = 4096
-"""Times that wait to be taken; older ones are dropped."""
+"""Most times that wait to be taken; older ones are dropped."""
 
 Taken = dict[str, dict[str, Any]]
-"""By metric: of counters what they have grown by, by their labels joined with ``/``; of times a list by ``what``."""
+"""By metric: the growth of counters, by labels joined with ``/``; lists of times, by ``what``."""
 
 
 class Meter:
-    """``look()`` gives the counters of each tier as they stand, a number or a dataclass of numbers by name."""
+    """``look()`` returns the present counters of each tier, a number or a dataclass of numbers by name."""
 
     def __init__(self, look: Callable[[], Mapping[str, Any]]) -> None:
         self._look, self._missing, self._causes = look, Counter[str](), set[str]()
@@ -44,7 +44,7 @@ class Meter:
         self._times.append((what, seconds))
 
     def miss(self, cause: str, tokens: int) -> None:
-        """``cause`` in words; details behind a colon are left out."""
+        """Count ``tokens`` without rows; ``cause`` in words, without the details after a colon."""
         cause = cause.partition(":")[0]
         if cause not in self._causes and len(self._causes) >= CAUSES_MAX:
             cause = "other"
@@ -52,7 +52,7 @@ class Meter:
         self._missing[cause] += tokens
 
     def take(self) -> Taken | None:
-        """What has happened since the last time; ``None`` where that was a moment ago, or nothing has."""
+        """What has happened since the last call; ``None`` if that was less than ``EVERY_S`` ago, or nothing has."""
         if (now_s := time.monotonic()) < self._next_s:
             return None
         self._next_s = now_s + EVERY_S
@@ -68,7 +68,7 @@ class Meter:
 
 
 def merged(first: Taken, second: Taken) -> Taken:
-    """What was taken at two times or in two processes."""
+    """The sum of two takes, of two times or processes."""
     found = {name: dict(each) for name, each in first.items()}
     for name, each in second.items():
         of = found.setdefault(name, {})
@@ -78,7 +78,7 @@ def merged(first: Taken, second: Taken) -> Taken:
 
 
 def _flat(of: Any, *names: str) -> list[tuple[str, int]]:
-    """The whole numbers in ``of``, by tier and name; what is true of a moment is none of them."""
+    """The whole numbers in ``of``, by tier and name, without numbers of the moment (``in_flight``)."""
     if is_dataclass(of) and not isinstance(of, type):
         of = asdict(of)
     if isinstance(of, Mapping):

@@ -1,9 +1,9 @@
-"""Rows as one more layer of paged KV: whatever moves the KV of a block moves its rows with it, without knowing of them.
+"""Rows as one more layer of paged KV: any mover of a block's KV moves its rows too, without knowing about them.
 
 A page has, for each token of a block, a sum, the name of the weights and the row. The sum covers the row, the name, the
-token, its position and the K and V that the last layer has of it. So a page that comes back says of each row that it is
-of these weights, of this token at this place, and of the computation that made the KV beside it. Rows of which that
-does not hold are missing, and so are those that were not captured: their sum is zero.
+token, its position and the token's K and V in the last layer. So a page that comes back proves for each row that it is
+of these weights, of this token at this position, and of the computation that made the KV beside it. Rows without this
+proof are missing, as are rows that were not captured: their sum is zero.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from kvroute.connector.witness import GATHER_NBYTES_MAX, folded_on_device, keys_
 from kvroute.witness import WORD_NBYTES, Run, fold_keys, folded
 
 NAME: Final = "model.kvroute.{}.rows"
-"""The layer's name has one integer, as vLLM wants it: the first that is no layer of the model."""
+"""The layer's name has one integer, as vLLM requires: the first number that no layer of the model has."""
 
 NO_ROW: Final = "KV that was loaded came without a row"
 OTHER_WEIGHTS: Final = "rows that came with KV are of other weights, or of weights of another name"
 OTHER_KV: Final = "rows that came with KV are not of this token, position and KV"
 
 _STORED: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-"""By the bytes of an id: its lower bits are the row's, whatever the sign."""
+"""By the bytes of an id: the lower bits are the id, whatever the sign."""
 _FRONT: Final = 2  # words before a row: its sum, and the name of its weights
-_BESIDE: Final = 3  # words that the sum covers and no page has: the token, its position, the fold of its KV
+_BESIDE: Final = 3  # words that the sum covers but a page does not hold: the token, its position, the fold of its KV
 _NOTHING: Final = -1  # no token has this id
 
 
 def page_name(spec: AuxBlockDataSpec) -> str:
-    """What an engine calls the layer of a model whose rows ``spec`` describes."""
+    """The engine's name for the layer of rows that ``spec`` describes."""
     return NAME.format(spec.attrs["num_layers"])
 
 
@@ -50,10 +50,10 @@ def name_word(namespace: bytes) -> int:
 
 
 class StepTokens:
-    """What a pass was given: the ids of its tokens and their positions, on the device where it computes.
+    """The token ids and positions of a pass, on the device where it computes.
 
     The model calls :meth:`saw`, whose copies a CUDA graph replays without Python. :meth:`begin` empties the buffer, so
-    that a pass of which nobody saw the tokens is known as such.
+    that a pass whose tokens were not seen is recognised.
     """
 
     def __init__(self, max_tokens: int, device: torch.device | None = None) -> None:
@@ -64,36 +64,36 @@ class StepTokens:
         self._held.fill_(_NOTHING)
 
     def saw(self, token_ids: torch.Tensor | None, positions: torch.Tensor) -> None:
-        """A pass begins: its tokens ``[n]`` at ``positions`` ``[n]``. Embeddings, which have no ids, are nothing."""
+        """A pass begins: its tokens ``[n]`` at ``positions`` ``[n]``. Embeddings, which have no ids, are ignored."""
         most = self._held.shape[1]
         if token_ids is not None and token_ids.shape == positions.shape == (len(token_ids),) and len(token_ids) <= most:
             self._held[0, : len(token_ids)].copy_(token_ids)
             self._held[1, : len(token_ids)].copy_(positions)
 
     def first(self, tokens: int) -> torch.Tensor:
-        """Ids and positions int64 ``[2, tokens]`` of the step's first tokens; negative where nobody saw any."""
+        """Ids and positions int64 ``[2, tokens]`` of the step's first tokens; negative if not seen."""
         if tokens > self._held.shape[1]:
             return torch.full((2, tokens), _NOTHING, dtype=torch.int64, device=self._held.device)
         return self._held[:, :tokens]
 
 
 class Look(NamedTuple):
-    """What lies at slots ``[T]``, in host memory, there when the device is done, and what it ought to be of."""
+    """The content of slots ``[T]``, in host memory when the device is done, with the expected tokens and positions."""
 
     slots: NDArray[np.int64]
     token_ids: NDArray[np.int64]
     positions: NDArray[np.int64]
     pages: torch.Tensor  # uint8 [T, token_nbytes]
-    kv: torch.Tensor  # int64 [T], the folds of the K and V beside
+    kv: torch.Tensor  # int64 [T], the folds of the K and V beside them
 
 
 class Pages:
     """The pages ``uint8 [blocks, 1, tokens, token_nbytes]`` on the engine's device, which stay the engine's.
 
-    ``kv`` is the last layer's KV ``[blocks, heads, tokens, values]``, where ``[block, :, offset]`` is what one token
-    has; or, of ``tokens * values`` values, those numbered ``places`` int64 ``[tokens, values]``. ``seen`` is told by
-    the model which tokens it computes. Raises :class:`ConfigError` for other shapes, and for tokens whose KV is no
-    whole 8-byte words.
+    ``kv`` is the last layer's KV ``[blocks, heads, tokens, values]``, where ``[block, :, offset]`` is one token's; with
+    ``places`` int64 ``[tokens, values]`` a token has the values of those numbers among the ``tokens * values`` of a
+    head. The model tells ``seen`` which tokens it computes. Raises :class:`ConfigError` for other shapes, and for
+    tokens whose KV is not whole 8-byte words.
     """
 
     def __init__(
@@ -125,14 +125,14 @@ class Pages:
         """Rows ``ids [T, layers, top_k]`` at ``slots`` int64 ``[T]`` (negative: padding), both on the pages' device.
 
         They are of the tokens that the model has seen since the step began, of the KV that lies there now, and of the
-        weights that ``namespace``, a fingerprint, names. Rows with an id that is none are missing, those not to
-        ``keep`` bool ``[T]`` and those of tokens that nobody saw, and without ``ids`` or a ``namespace`` all. What lay
-        there before is gone in any case. Waits for nothing.
+        weights that ``namespace``, a fingerprint, names. Missing are rows with an invalid id, rows without ``keep``
+        bool ``[T]``, rows of tokens that were not seen, and, without ``ids`` or a ``namespace``, all rows. The old rows
+        there are gone in any case. Waits for nothing.
         """
         if not len(slots):
             return
         spec, packed = self._spec, torch.zeros(len(slots), self._words, dtype=torch.int64, device=slots.device)
-        # To leave padding out, the device would have to say how much there is: it writes what one token writes, again.
+        # Leaving padding out would need its number from the device: instead padding repeats the write of one token.
         real = slots >= 0
         one = real.int().argmax(keepdim=True)
         blocks, offsets = self._at(torch.where(real, slots, slots[one]))
@@ -151,7 +151,7 @@ class Pages:
         self.cache[blocks, 0, offsets] = torch.where(real.any(), rows, self.cache[blocks, 0, offsets])
 
     def forget(self) -> None:
-        """Nothing that lies there is a row any more. Waits for nothing."""
+        """Forget every row in the pages. Waits for nothing."""
         self.cache[..., :WORD_NBYTES] = 0
 
     def _at(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -174,7 +174,7 @@ class Pages:
         return folded_on_device(kv.flatten(1).view(torch.int64), self._kv_keys)
 
     def look(self, runs: Sequence[Run], without: Iterable[int] = ()) -> Look:
-        """At the KV of ``runs``, which has come, for :meth:`rows`; blocks ``without`` got none."""
+        """Look at the loaded KV of ``runs``, for :meth:`rows`; blocks ``without`` got none."""
         size, parts = self._spec.block_tokens, []
         for run in runs:
             at = np.arange(len(run.token_ids))
@@ -183,16 +183,15 @@ class Pages:
         return self.get(*each[:, ~np.isin(each[0] // size, list(without))])
 
     def get(self, slots: NDArray[np.int64], token_ids: NDArray[np.int64], positions: NDArray[np.int64]) -> Look:
-        """What lies at ``slots [T]``, which ought to be of these tokens at these positions."""
+        """The content of ``slots [T]``, with the tokens and positions that it should be of."""
         blocks, offsets = self._at(torch.from_numpy(slots).to(self.cache.device, non_blocking=True))
         pages, kv = to_host(self.cache[blocks, 0, offsets]), to_host(self._folds(blocks, offsets))
         return Look(slots, token_ids, positions, pages, kv)
 
     def rows(self, look: Look, namespace: bytes) -> tuple[NDArray[Any], NDArray[np.bool_], dict[str, int]]:
-        """The rows ``[T, layers, top_k]`` that were looked at, which of them are there and sound, and what is not.
+        """The rows ``[T, layers, top_k]`` of a look, which are there and sound, and counts of the others by reason.
 
-        Sound are those of their tokens and positions, of the KV beside them and of the weights that ``namespace``
-        names. What is not is counted by reason.
+        A sound row is of its token and position, of the KV beside it and of the weights that ``namespace`` names.
         """
         raw, spec, first = np.ascontiguousarray(look.pages.numpy()), self._spec, _FRONT * WORD_NBYTES
         packed = raw.view(np.uint64)

@@ -1,6 +1,6 @@
 """The scheduler's end: generations, keys, how much of a hit has rows, and the routes of requests that finish.
 
-A step costs a look at each request of it, and more only for blocks that were given out, loaded or filled.
+A step costs a look at each of its requests, and more only for blocks that were given out, loaded or filled.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -22,10 +22,11 @@ from cache_manager.keys import BlockKey, Namespace
 from cache_manager.ports import StorageBackend
 from kvroute.connector.answers import FIELD, START
 from kvroute.connector.ends import End, Ends
+from kvroute.connector.fills import Fills, Request
 from kvroute.connector.left import LeftRoutes, Tokens
 from kvroute.connector.meter import Meter
 from kvroute.connector.settings import Engine, Handshake, StepMeta
-from kvroute.connector.tickets import Asked, Tickets
+from kvroute.connector.tickets import Tickets
 from kvroute.connector.versions import Versions
 from kvroute.rollout import open_rollouts
 from kvroute.witness import Run
@@ -33,46 +34,23 @@ from kvroute.witness import Run
 logger = logging.getLogger(__name__)
 
 SENT_MAX: Final = 4
-"""Steps of a request that are remembered; more are not under way at once."""
-
-
-class Request(Asked, Protocol):
-    """A request as its scheduler has it, under vLLM's names; another engine's has properties of these names.
-
-    Its tokens are asked for where rows are in the KV, or are lent or fetched.
-    """
-
-    @property
-    def block_hashes(self) -> Sequence[bytes]:
-        """Of its full blocks, in order; each stands for all tokens up to the end of its block."""
-        ...
+"""Steps that are remembered; the first of them stands for all earlier ones."""
 
 
 @dataclass(slots=True, eq=False)
 class _State:
-    """A request from when it is matched, and again when it was preempted."""
+    """A request from its match on, begun anew after a preemption."""
 
     request: Request
-    first: int  # leading blocks that were hit here
-    later: bool  # KV from outside comes beside steps
+    first: int  # leading blocks that were hits here
+    later: bool  # KV from outside comes between steps
     kept: list[End]  # rows that were kept when it was preempted
-    done: int = -1  # leading tokens, of whole blocks, whose rows were hit, are loaded or are stored; -1: not admitted
+    admitted: bool = False
     load: Run | None = None  # KV from outside, until the worker knows all of it
     keys: list[BlockKey] = field(default_factory=list)  # of its full blocks, where there is a store
-    sent: deque[tuple[int, int, int]] = field(default_factory=lambda: deque(maxlen=SENT_MAX))
-    """The last steps to a late worker: number, start, tokens."""
-
-    def steps(self) -> list[tuple[int, int]]:
-        """The last steps to a late worker: the number of each, and the first position that it may write."""
-        steps, rejected, after = list[tuple[int, int]](), 0, self.request.num_computed_tokens
-        for number, start, n in reversed(self.sent):
-            rejected += max(0, start + n - after)  # drafts, that was not known yet: it began so much earlier
-            steps.append((number, start - rejected))
-            after = start
-        return [*steps[:-1], (steps[-1][0], 0)] if steps else []  # before the first one others may have written
 
     def come(self, size: int) -> Run:
-        """What has come of a load: all of it, or what lies before the first block that could not be loaded."""
+        """The part of a load that has come: all of it, or the part before the first block that could not be loaded."""
         assert self.load is not None
         load = self.load
         tokens = max(0, min(load.tokens, self.request.num_computed_tokens - load.start))
@@ -80,20 +58,20 @@ class _State:
 
 
 class Ended(NamedTuple):
-    """What :meth:`SchedulerRows.finished` wants to know of a request that has ended."""
+    """Facts about an ended request, for :meth:`SchedulerRows.finished`."""
 
-    tokens: int  # that have rows at most: nobody will ever compare rows with KV that has not come
-    steps: Sequence[tuple[int, int]]  # that computed some, or joined it: number, and the first position it may write
-    why: Mapping[int, str]  # of blocks whose rows were lent by another engine and did not all come
+    tokens: int  # tokens that may have rows: no later ones, because rows of KV that has not come are never compared
+    steps: Sequence[tuple[int, int]]  # that computed or joined it: number, and the first position each may write
+    why: Mapping[int, str]  # by block whose rows another engine lent and did not all come
     kept: Sequence[End]  # rows that were kept when it was preempted
 
 
 class SchedulerRows:
-    """Says what becomes of blocks, and reads rows of requests that are done.
+    """Tells the worker what becomes of blocks, and reads the rows of finished requests.
 
     The scheduler calls :meth:`given` for all blocks that its pool gives out, :meth:`matched` and :meth:`admitted` for a
     request that it admits, :meth:`step` for each step and :meth:`finished` while the request still has its blocks.
-    ``blocks_of`` answers the blocks ``[first, last)`` of the request with an id.
+    ``blocks_of(id, first, last)`` returns the blocks ``[first, last)`` of a request.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -104,14 +82,16 @@ class SchedulerRows:
         settings = engine.settings
         self.weights = Versions(engine.namespace, settings.weights_version, self._renamed, named=bool(settings.weights))
         self.blocks_of: Callable[[str, int, int], list[int]] = lambda *_: []
-        self.meter = Meter(dict)  # of times; what is counted is counted by the worker
+        self.meter = Meter(dict)  # for times; the worker has the counts
+        self.followed = False  # whether changes of weights reach this object; set by an engine whose core reports them
         self._late = False
-        self._steps = 0  # that were sent
+        self._steps = 0  # sent so far
+        self._sent: deque[tuple[int, dict[str, int]]] = deque(maxlen=SENT_MAX)  # the last: number, tokens by request
         self._reader: StorageBackend | None = None
         self._ends: Ends | None = None
         if settings.rollouts:
             self._ends = Ends(engine, LeftRoutes(open_rollouts(settings.rollouts)), self.feed)
-        self._rooms: dict[str, Future[None]] = {}  # by request that has not been admitted
+        self._rooms: dict[str, Future[None]] = {}  # by request not yet admitted
         self._requests: dict[str, _State] = {}
         # Since the last step was sent:
         self._given: dict[int, None] = {}
@@ -119,12 +99,13 @@ class SchedulerRows:
         self._loads: list[_State] = []
         self._landed: list[_State] = []
         self._tickets = Tickets(engine.tokens, lambda: self.feed.generations)
-        self._unseen = np.zeros(engine.blocks, np.int64)  # lives of blocks whose rows went by their KV,
-        self._front = np.zeros(engine.blocks, np.int64)  # and of how many of their tokens
+        self._fills: Fills | None = None
+        if settings.store:
+            self._fills = Fills(engine.blocks, engine.tokens, lambda *of: self.blocks_of(*of))
         kvroute.preload()
 
     def attach(self, worker: Handshake) -> None:
-        """This worker has the rows. Raises :class:`RegionMissingError` where its region cannot be reached."""
+        """This worker has the rows. Raises :class:`RegionMissingError` if its region cannot be reached."""
         assert worker.region is not None, "of the rank that has rows"
         self._late, self._tickets.address = worker.late, worker.address
         self.view = kvroute.RegionView(worker.region, namespace=self.keys.namespace.fingerprint)
@@ -132,24 +113,24 @@ class SchedulerRows:
             self._ends.attach(self.view, late=worker.late)
 
     def given(self, blocks: Iterable[int]) -> None:
-        """The pool has given these blocks out: whatever is in them is of an earlier life."""
+        """The pool has given these blocks out: their content is of an earlier life."""
         self._given.update(dict.fromkeys(blocks))
 
     # ---------------------------------------------------------------- admission
 
     def arrived(self, request_id: str, name: str, group: str | None = None) -> None:
-        """A request has come that will be :meth:`finished` under this ``name``; before it can have an answer."""
+        """A request has come that will be :meth:`finished` under this ``name``; it has no answer yet."""
         if self._ends is not None:
             self._rooms[request_id] = self._ends.make_room(name, group)
 
     def ready(self, request_id: str) -> bool:
-        """Whether the request may be :meth:`matched`: what an earlier one has left under its name is gone."""
+        """Whether the request may be :meth:`matched`: the routes that an earlier one left under its name are gone."""
         if (room := self._rooms.get(request_id)) is not None and room.done():
             del self._rooms[request_id]
         return request_id not in self._rooms
 
     def matched(self, request: Request, local: int, found: int, *, later: bool) -> int:
-        """How many of ``found`` tokens to take from outside, beyond ``local`` ones: as many as have rows."""
+        """How many of the ``found`` tokens to load from outside, after ``local`` ones: as many as have rows."""
         size, before = self.engine.tokens, self._requests.get(request.request_id)
         self._requests[request.request_id] = _State(request, local // size, later, before.kept if before else [])
         if not found or not self.engine.gate or not self.engine.settings.store:
@@ -173,25 +154,28 @@ class SchedulerRows:
     def admitted(
         self, request: Request, blocks: list[int], external: int, *, lends: bool = False, ticket: Any = None
     ) -> None:
-        """The request has these blocks now; the KV of ``external`` tokens is loaded into some.
+        """The request has these blocks now; the KV of ``external`` tokens is loaded into some of them.
 
-        ``lends``: another engine goes on from its prompt. ``ticket`` is what prefill's answer had, where that is us.
+        ``lends``: another engine goes on from its prompt. ``ticket`` is that of prefill's answer, if this engine goes
+        on from one.
         """
         state, size = self._requests[request.request_id], self.engine.tokens
         self._joined.append(blocks)
-        if state.done >= 0:  # the second call for a load that came later; what has not come by now does not come
+        if state.admitted:  # the second call for a load that came later; what has not come by now does not come
             if state not in self._landed:
                 state.load = None
             return
         first = state.first
         last = first + external // size
-        state.done = last * size
+        state.admitted = True
+        if self._fills is not None:
+            self._fills.admitted(request, last * size, loaded=external > 0)
         if self.engine.transfer:
             if lends:
                 self._tickets.lend(request)
             if external or ticket is not None:
                 self._tickets.fetch(request, ticket, first, external, blocks)
-        elif external:  # a part of a block has no key: its rows come in pages or not at all
+        elif external:  # a partial block has no key: its rows come in pages or not at all
             partial, start = self.engine.pages and external % size > 0, first * size
             tokens = list(request.all_token_ids[start : start + external]) if self.engine.pages else []
             state.load = Run(
@@ -202,7 +186,7 @@ class SchedulerRows:
             self._loads.append(state)
 
     def loaded(self, request_id: str) -> None:
-        """The KV that was to come later has come, in all ranks; before the request's blocks are anybody else's."""
+        """The later KV has come, in all ranks; call it before the request's blocks are given to another one."""
         state = self._requests.get(request_id)
         if state is not None and state.load is not None and state not in (*self._loads, *self._landed):
             self._landed.append(state)
@@ -211,35 +195,36 @@ class SchedulerRows:
 
     def step(self, scheduled: Mapping[str, int], inner: Any = None) -> StepMeta:
         """What the worker has to know of a step that computes so many tokens of each request."""
-        mixed, store = self.weights.mixed, self.engine.settings.store
-        if given := list(self._given):
+        mixed, loads = self.weights.mixed, self._loads
+        if self._given:
+            given, self._given = list(self._given), {}
             if self._ends is not None:
                 self._ends.given(given, self._steps + 1)
             self.feed.renew(given)
-            self._given.clear()
-        loads, self._loads = self._still(self._loads), []
+        if loads:
+            loads, self._loads = self._still(loads), []
         for state in loads:
             if state.keys and state.load is not None:
                 blocks = state.load.blocks
                 self.feed.restore(dict(zip(state.keys, blocks, strict=False)))
-                if self.engine.unseen:
-                    self._unseen[blocks], self._front[blocks] = self.feed.generations[blocks], self.engine.tokens
+                if self._fills is not None:
+                    self._fills.by_kv(blocks, self.feed.generations[blocks])
         before = self.feed.take()
         if scheduled or loads:
             self.weights.computes()
-        full = self._filled(scheduled) if store and not mixed else []
-        joined, self._joined = self._joined, []
         self._steps += 1
-        meta = StepMeta(inner, before, self.feed.take(), self._steps, sum(scheduled.values()), self.weights.version)
-        meta.full = full
+        tokens = sum(scheduled.values())
+        full = self._filled(self._fills, scheduled, tokens) if self._fills is not None else ()
+        joined, self._joined = self._joined, []
+        meta = StepMeta(inner, before, self.feed.take(), self._steps, tokens, self.weights.version, full=full)
         if self.engine.pages:
             meta.namespace = b"" if mixed else self.keys.namespace.fingerprint
         if loads:
             meta.joined = joined
-            for state in loads:
-                if state.load is not None and not state.later:
-                    meta.loads.append(state.load)
-                    state.load = None
+            now = [state for state in loads if not state.later]
+            meta.loads = [state.load for state in now if state.load is not None]
+            for state in now:
+                state.load = None
         if self._landed:
             landed, self._landed = self._still(self._landed), []
             meta.landed = [run for state in landed if (run := state.come(self.engine.tokens)).blocks]
@@ -248,40 +233,39 @@ class SchedulerRows:
         if self.engine.transfer:
             meta.lends = self._tickets.fills(scheduled, self.blocks_of, mixed=mixed)
             meta.withdrawn, meta.fetches = self._tickets.withdrawn(), self._tickets.fetches()
-        for name, tokens in scheduled.items() if self._late else ():
-            if (running := self._requests.get(name)) is not None:
-                running.sent.append((meta.number, running.request.num_computed_tokens, tokens))
+        if self._late:
+            self._sent.append((meta.number, dict(scheduled)))
         return meta
 
+    def _steps_of(self, request: Request) -> list[tuple[int, int]]:
+        """The last steps sent to a late worker for this request: number, and the first position that each may write.
+
+        Rejected drafts only make a step begin later than stated here.
+        """
+        steps, at = list[tuple[int, int]](), request.num_computed_tokens
+        for number, tokens in reversed(self._sent):
+            if (n := tokens.get(request.request_id, 0)) > 0:
+                at -= n
+                steps.append((number, at))
+        return [*steps[:-1], (steps[-1][0], 0)] if steps else []  # earlier steps may have written, too
+
     def _still(self, states: Iterable[_State]) -> list[_State]:
-        """Those that have not ended or begun again, and wait for KV."""
+        """The states that wait for KV and have neither ended nor begun again."""
         return [each for each in states if each.load and self._requests.get(each.request.request_id) is each]
 
-    def _filled(self, scheduled: Mapping[str, int]) -> list[Run]:
-        """The blocks that this step completes; they are to be stored. Drafts that may fail have no hashes."""
-        size, full, runs = self.engine.tokens, dict[BlockKey, int](), list[Run]()
-        for name, tokens in scheduled.items():
-            state = self._requests.get(name)
-            # tokens are computed again after KV has failed to load; else nothing is done until a block is full
-            if state is None or 0 <= (ahead := state.request.num_computed_tokens - state.done) < size - tokens:
-                continue
-            request, at = state.request, state.done + ahead
-            if ahead < 0:  # it had been loaded, and is computed here now
-                for i, block in enumerate(self.blocks_of(name, at // size, state.done // size)):
-                    self._front[block] = min(self._front[block], 0 if i else at % size)
-            first = min(state.done, at) // size
-            last = min((at + tokens) // size, len(request.block_hashes))
-            if last > first:
-                held = self.blocks_of(name, max(0, first - 1), last)
-                runs.append(run := Run(held[0], held[1:]) if first else Run(-1, held))
-                full |= zip(self._keys(request, first, last), run.blocks, strict=True)
-                state.done = last * size
+    def _filled(self, fills: Fills, scheduled: Mapping[str, int], tokens: int) -> list[Run]:
+        """The blocks that this step completes; they are to be stored."""
+        full, runs = dict[BlockKey, int](), list[Run]()
+        for request, first, last in fills.step(scheduled, tokens, stores=not self.weights.mixed):
+            held = self.blocks_of(request.request_id, max(0, first - 1), last)
+            runs.append(run := Run(held[0], held[1:]) if first else Run(-1, held))
+            full |= zip(self._keys(request, first, last), run.blocks, strict=True)
         if full and self.engine.settings.writes:
             self.feed.persist(full)
         return runs
 
     def told(self, why: Mapping[str, Mapping[int, str]]) -> None:
-        """The worker waits no more for what these requests fetch."""
+        """The worker has ended its wait for these requests' fetches."""
         for name, blocks in why.items():
             if name in self._requests:
                 self._tickets.came(name, blocks)
@@ -289,23 +273,25 @@ class SchedulerRows:
     # ---------------------------------------------------------------- the end
 
     def ticket(self, request: Request) -> dict[str, Any] | None:
-        """What goes to decode beside the answer to a request that was lent; before :meth:`forget`."""
+        """The ticket for decode beside a lent request's answer; call it before :meth:`forget`."""
         prompt = request.all_token_ids[: request.num_prompt_tokens]
         return self._tickets.ticket(request.request_id, prompt, mixed=self.weights.mixed)
 
     def forget(self, request_id: str) -> Ended:
-        """The request has ended, in whatever way; for :meth:`finished`."""
+        """The request has ended, in whatever way; for :meth:`finished` or :meth:`unanswered`."""
         self._rooms.pop(request_id, None)
         state, why = self._requests.pop(request_id, None), self._tickets.end(request_id)
+        if self._fills is not None:
+            self._fills.ended(request_id)
         if state is None:
             return Ended(sys.maxsize, [], why, [])
         tokens = sys.maxsize if state.load is None else state.load.start
-        return Ended(tokens, state.steps(), why, state.kept)
+        return Ended(tokens, self._steps_of(state.request), why, state.kept)
 
     def preempted(self, request: Request) -> None:
-        """The request is about to lose its blocks, and begins again later: rows that tokens were sampled with are kept.
+        """The request is about to lose its blocks, and begins again later: keep the rows that tokens were sampled with.
 
-        The last token of a request was not read, and what is computed of a prompt without an answer is nothing yet.
+        The last token was not read by the model, and a prompt without an answer has no such rows yet.
         """
         name, said = request.request_id, len(request.all_token_ids) - request.num_prompt_tokens
         stop = min(len(request.all_token_ids) - 1, request.num_computed_tokens) if said > 0 else 0
@@ -313,20 +299,20 @@ class SchedulerRows:
         if self._ends is None or state is None or stop <= max((each.stop for each in state.kept), default=0):
             return
         blocks = self.blocks_of(name, 0, -(-stop // self.engine.tokens))
-        self._ends.keep(end := self._end(name, blocks, 0, stop, state.steps()))
+        self._ends.keep(end := self._end(name, blocks, 0, stop, self._steps_of(request)))
         state.kept.append(end)
 
     def _end(self, name: str, blocks: Sequence[int], start: int, stop: int, steps: Sequence[tuple[int, int]]) -> End:
-        """Rows of the positions ``[start, stop)``, of which steps that wrote none are not waited for."""
-        ids, size = np.array(blocks, np.int64), self.engine.tokens
+        """The end with rows of the positions ``[start, stop)``, without steps that wrote none of them."""
+        size = self.engine.tokens
+        stop = max(0, min(stop, len(blocks) * size))
+        ids = np.array(blocks[: -(-stop // size)], np.int64)  # later blocks have no rows to keep
         lives = self.feed.generations[ids]
-        stop = max(0, min(stop, len(ids) * size))
         wrote = [(number, first) for number, first in steps if first < stop] or [(self._steps, 0)]
         weights = self.weights
         end = End(name, ids, lives, min(start, stop), stop, wrote, weights.changes, weights.version, weights.mixed)
-        if self.engine.unseen:
-            by_kv = np.arange(size) < np.where(self._unseen[ids] == lives, self._front[ids], 0)[:, None]
-            end.by_kv = by_kv.reshape(-1)[:stop]
+        if self._fills is not None and self.engine.unseen:
+            end.by_kv = self._fills.tokens_by_kv(ids, lives)[:stop]
         return end
 
     def finished(
@@ -340,35 +326,40 @@ class SchedulerRows:
         ended: Ended | None = None,
         start: Any = 0,
     ) -> Future[dict[str, Any]] | None:
-        """What goes to the client beside the answer; ``blocks`` are still the request's, ``tokens`` were computed.
+        """The client's data beside the answer; ``blocks`` are still the request's, ``tokens`` were computed.
 
-        It is there when the rows have been left, which a thread of ours does: nothing is waited for here.
+        A thread of kvroute leaves the rows and then completes the future; this call does not wait.
 
-        ``name`` is what the client calls it, and what a rollout store finds it by. ``of`` are its tokens: routes that
-        are not bound to them are handed out with answers that have no token ids only. With what :meth:`forget` said no
-        step is waited for that has written nothing of this. Each of a ``group`` of requests, the completions of one
-        prompt, is told with all that are done, for engines that send on what comes with the last one only. Rows before
-        ``start`` the client has already; an answer with another one than a position of its prompt has an error.
+        ``name`` is the client's name for the request, by which a rollout store finds it. ``of`` are its tokens: routes
+        not bound to them are handed out only with answers that have no token ids. With ``ended``, the result of
+        :meth:`forget`, the wait skips steps that wrote none of these rows. Each of a ``group`` of requests, the
+        completions of one prompt, gets the data of all that are done, for engines that send on only the last one's
+        data. The client already has rows before ``start``; if that is no position of the prompt, the answer has an
+        error.
         """
         if self._ends is None:
             return None
-        most = of.prompt if of else tokens
+        ended, most = ended or Ended(sys.maxsize, [], {}, []), of.prompt if of else tokens
         if not isinstance(start, int) or isinstance(start, bool) or not 0 <= start <= most:
             error = RowError(f"{FIELD}.{START}", f"a position of the prompt, from 0 to {most}", repr(start))
-            return self._ends.refused(name, error, group)
-        ended = ended or Ended(sys.maxsize, [], {}, [])
+            return self._ends.refused(name, error, group, ended.kept)
         end = self._end(name, blocks, start, min(tokens, ended.tokens), ended.steps)
         end.group, end.of, end.why, end.kept = group, of, ended.why, ended.kept
         begun_s, answer = time.monotonic(), self._ends.begin(end)
         answer.add_done_callback(lambda _: self.meter.took("answer", time.monotonic() - begun_s))
         return answer
 
+    def unanswered(self, ended: Ended) -> None:
+        """The request has ended, without an answer about its rows."""
+        if self._ends is not None:
+            self._ends.drop(ended.kept)
+
     def reset(self) -> None:
-        """The pool has forgotten all blocks: nothing from before is readable, in no tier."""
+        """The pool has forgotten all blocks: no earlier row is readable, in any tier."""
         self.weights.forgotten()
 
     def _renamed(self, namespace: Namespace) -> None:
-        """Rows are of this namespace from here on; there are none yet, or they are to be forgotten."""
+        """Rows are of this namespace from here on; earlier ones, if any, are forgotten."""
         if self._ends is not None:
             self._ends.forgotten()
         self.keys = kvroute.KeyChain(namespace, self.engine.layout)
@@ -382,4 +373,4 @@ class SchedulerRows:
                 each.close()
 
 
-__all__ = ["Ended", "Request", "SchedulerRows"]
+__all__ = ["Ended", "SchedulerRows"]

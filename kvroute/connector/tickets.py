@@ -1,7 +1,7 @@
-"""What a scheduler says of rows that cross to another engine: which are lent and fetched, and what answers say of it.
+"""The scheduler's part of rows that cross to another engine: which are lent and fetched, and the tickets in answers.
 
-A *ticket* is what prefill's answer has for decode, ``kv_transfer_params["kvroute"]["transfer"]`` in vLLM: it goes with
-what the inner connector says there, by the same hands.
+A *ticket* in prefill's answer tells decode where the rows are, ``kv_transfer_params["kvroute"]["transfer"]`` in vLLM:
+it goes beside the inner connector's parameters, on the same way.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from kvroute.routes.token_hash import token_hash
 
 TRANSFER: Final = "transfer"
-"""The ticket's name among what goes with an answer."""
+"""The ticket's key in the data beside an answer."""
 MIXED: Final = "prefill's weights have changed and its KV was kept: its rows have no one name"
 NO_TICKET: Final = "prefill's answer has no ticket for its rows: is kvroute there, with the same carrier?"
 
@@ -30,14 +30,14 @@ class Ticket(msgspec.Struct, frozen=True, omit_defaults=True):
 
     id: str = ""  # of the transfer, 16 bytes as hex
     address: str = ""  # where prefill's worker lends
-    tokens: int = 0  # of the prompt,
+    tokens: int = 0  # number of the prompt's tokens,
     digest: str = ""  # and their hash, as hex
     why: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Lend:
-    """To the worker: the step fills these blocks of a prompt, its ``first`` and on; ``tokens`` from their start."""
+    """To the worker: the step fills these blocks of a prompt, from its ``first`` on; ``tokens`` from their start."""
 
     transfer: bytes
     first: int
@@ -49,7 +49,7 @@ class Lend:
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """To the worker: KV comes into these blocks of a request, its ``first`` and on, and their rows by this transfer."""
+    """To the worker: KV comes into these blocks of a request, its ``first`` and on; this transfer brings their rows."""
 
     request: str
     transfer: bytes
@@ -61,7 +61,7 @@ class Fetch:
 
 
 class Asked(Protocol):
-    """As much of a request as is looked at here."""
+    """The part of a request that is read here."""
 
     request_id: str
     num_computed_tokens: int
@@ -82,23 +82,23 @@ class _Lent:
 
 
 class Tickets:
-    """The scheduler's part of the crossing. ``lives`` are of all blocks, as the feed has them."""
+    """The scheduler's part of the crossing. ``lives()`` returns the generations of all blocks, from the feed."""
 
     def __init__(self, tokens: int, lives: Callable[[], NDArray[Any]]) -> None:
-        self.address = ""  # of this engine's worker
+        self.address = ""  # where this engine's worker lends
         self._size, self._lives = tokens, lives
         self._lent: dict[str, _Lent] = {}
         self._withdrawn: list[bytes] = []
         self._fetches: list[tuple[str, Ticket, int, list[int], int]] = []  # since the last step was sent
-        self._why: dict[str, dict[int, str]] = {}  # by request, of its blocks
+        self._why: dict[str, dict[int, str]] = {}  # by request and block
 
     def lend(self, request: Asked) -> None:
-        """The request has got blocks, and what it computes of its prompt is for another engine."""
-        self.end(request.request_id)  # preempted: it is another computation
+        """The request has got blocks, and computes its prompt for another engine."""
+        self.end(request.request_id)  # after a preemption this is another computation
         self._lent[request.request_id] = _Lent(request, secrets.token_bytes(16))
 
     def fetch(self, request: Asked, given: Any, first: int, external: int, blocks: Sequence[int]) -> None:
-        """KV of ``external`` tokens is brought into the request's blocks from ``first`` on; ``given`` is its ticket."""
+        """KV of ``external`` tokens comes into the request's blocks from ``first`` on; ``given`` is its ticket."""
         name, start, prompt = request.request_id, first * self._size, list(request.all_token_ids)
         stop = min(start + external, len(prompt) - 1)  # the last token is computed here again, for its logits
         held = list(blocks[first : -(-stop // self._size)]) if stop > start else []
@@ -106,7 +106,7 @@ class Tickets:
             ticket = Ticket(why=NO_TICKET) if given is None else msgspec.convert(given, Ticket)
             why = ticket.why or self._refusal(ticket, prompt)
         except (msgspec.ValidationError, ValueError) as error:
-            why = f"a ticket that is none: {error}"
+            why = f"an invalid ticket: {error}"
         if not why:
             self._fetches.append((name, ticket, first, held, max(0, stop - start)))
         elif held:
@@ -114,7 +114,7 @@ class Tickets:
 
     def _refusal(self, ticket: Ticket, prompt: Sequence[int]) -> str:
         if len(bytes.fromhex(ticket.id)) != 16:
-            return f"a ticket that is none: id of {len(ticket.id) // 2} bytes, not 16"
+            return f"an invalid ticket: id of {len(ticket.id) // 2} bytes, not 16"
         if ticket.tokens != len(prompt):
             return f"prompt: prefill's has {ticket.tokens} tokens, decode's {len(prompt)}"
         if ticket.digest != (digest := token_hash(prompt).hex()):
@@ -122,7 +122,7 @@ class Tickets:
         return ""
 
     def fetches(self) -> list[Fetch]:
-        """What the next step begins to fetch; the blocks' lives are known by now."""
+        """The fetches that begin with the next step; the blocks' lives are known by now."""
         lives, asked, self._fetches = self._lives(), self._fetches, []
         return [
             Fetch(name, bytes.fromhex(t.id), t.address, first, held, lives[held].tolist(), tokens)
@@ -132,13 +132,13 @@ class Tickets:
     def fills(
         self, scheduled: Mapping[str, int], blocks_of: Callable[[str, int, int], list[int]], *, mixed: bool
     ) -> list[Lend]:
-        """What a step that computes so many tokens of each request fills of what is lent."""
+        """The lent blocks that a step fills, which computes ``scheduled`` tokens of each request."""
         lends, size, lives = list[Lend](), self._size, self._lives()
         for name, tokens in scheduled.items() if self._lent else ():
             if (lent := self._lent.get(name)) is None:
                 continue
             start, prompt = lent.request.num_computed_tokens, lent.request.num_prompt_tokens
-            if start < min(lent.blocks * size, prompt) or mixed:  # what was lent is computed again, or must not go out
+            if start < min(lent.blocks * size, prompt) or mixed:  # lent blocks are computed again, or must not go out
                 self._withdrawn.append(lent.transfer)
                 lent.transfer, lent.blocks, lent.whole = secrets.token_bytes(16), 0, False
             if lent.whole or mixed:
@@ -153,12 +153,12 @@ class Tickets:
         return lends
 
     def withdrawn(self) -> list[bytes]:
-        """Of which the worker has not been told."""
+        """Withdrawn transfers that the worker has not been told of."""
         found, self._withdrawn = self._withdrawn, []
         return found
 
     def ticket(self, name: str, tokens: Sequence[int], *, mixed: bool) -> dict[str, Any] | None:
-        """What the request's answer has for decode; ``None`` where nothing of it is lent. ``tokens`` are its prompt."""
+        """The ticket in the request's answer; ``None`` if the request is not lent. ``tokens`` are its prompt."""
         if (lent := self._lent.pop(name, None)) is None:
             return None
         if mixed or not lent.whole:
@@ -168,18 +168,18 @@ class Tickets:
         return {TRANSFER: msgspec.to_builtins(given)}
 
     def came(self, name: str, why: Mapping[int, str]) -> None:
-        """The request's fetch is over, or is not waited for any more: what did not come, by its blocks."""
+        """The request's fetch is over, or the wait for it is: ``why`` has the reasons for missing blocks."""
         self._why[name] = dict(why)
 
     def end(self, name: str) -> Mapping[int, str]:
-        """The request has ended, or begins again: what has no ticket is not lent any more. See :func:`gaps_of`."""
+        """The request has ended, or begins again: withdraw what has no ticket. Returns reasons for :func:`gaps_of`."""
         if (lent := self._lent.pop(name, None)) is not None:
             self._withdrawn.append(lent.transfer)
         return self._why.pop(name, {})
 
 
 def gaps_of(missing: Sequence[tuple[int, int]], why: Mapping[int, str], size: int) -> list[Gap]:
-    """Why rows at the ``missing`` positions are, as far as that is known of their blocks of ``size`` tokens."""
+    """The known reasons for ``missing`` positions, by their blocks of ``size`` tokens."""
     found = list[Gap]()
     for start, stop in missing if why else ():
         for at in range(start // size, -(-stop // size)):

@@ -1,4 +1,4 @@
-"""The worker's part of the crossing: what steps fill is lent, and what comes is waited for up to a limit."""
+"""The worker's part of the crossing: it lends the blocks that steps fill, and waits for fetches up to a limit."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from kvroute.connector.tickets import Fetch, Lend
 logger = logging.getLogger(__name__)
 
 LATE_S: Final = 1.0
-"""How long a request whose KV has come waits at most for rows that are on their way; they may land until it ends."""
+"""How long a request whose KV has come waits at most for its rows; later ones may land until the request ends."""
 LATE: Final = f"they were not here {LATE_S} s after their KV"
 
 
 class Transfers:
-    """Lends and fetches rows of ``blocks`` as a scheduler says; ``miss(reason, tokens)`` counts what does not come.
+    """Lends and fetches rows of ``blocks`` as a scheduler says; ``miss(reason, tokens)`` counts rows that do not come.
 
-    :meth:`expect` and :meth:`arrived` are called by the thread that launches steps, :meth:`begin` and :meth:`lend` by
-    the one that writes their rows.
+    The thread that launches steps calls :meth:`expect` and :meth:`arrived`, the one that writes their rows
+    :meth:`begin` and :meth:`lend`.
     """
 
     def __init__(self, blocks: AuxBlocks, settings: Settings, miss: Callable[[str, int], None], meter: Meter) -> None:
@@ -36,18 +36,18 @@ class Transfers:
         self.not_lent = 0
         """Blocks whose rows could not be lent."""
         self._blocks, self._miss, self._meter = blocks, miss, meter
-        self._since_s: dict[bytes, float] = {}  # by transfer that is under way
+        self._since_s: dict[bytes, float] = {}  # begin of each transfer under way
         self._under_way: dict[bytes, Fetch] = {}
-        self._waiting: dict[str, float] = {}  # requests whose KV has come, and until when they wait for rows
-        self._why: dict[str, Mapping[int, str]] = {}  # of which the scheduler has not been told
+        self._waiting: dict[str, float] = {}  # requests whose KV has come, with the end of their wait for rows
+        self._why: dict[str, Mapping[int, str]] = {}  # not yet told to the scheduler
 
     def expect(self, step: StepMeta) -> None:
-        """A step begins: from now on its requests wait for what it fetches."""
+        """A step begins: from now on its requests wait for its fetches."""
         self._under_way |= {fetch.transfer: fetch for fetch in step.fetches}
         self._since_s |= {fetch.transfer: time.monotonic() for fetch in step.fetches}
 
     def begin(self, step: StepMeta) -> None:
-        """The step's blocks are in the lives that it means."""
+        """Begin the step's fetches, when its blocks are in the lives that it means."""
         self.crossing.follow()
         for transfer in step.withdrawn:
             self.crossing.lender.withdraw(transfer, "it is computed again")
@@ -56,7 +56,7 @@ class Transfers:
             self.crossing.borrower.fetch(each.transfer, each.address, each.first, keys, each.lives, each.tokens)
 
     def lend(self, step: StepMeta) -> None:
-        """The step's rows are written."""
+        """Lend the step's blocks, when their rows are written."""
         for each in step.lends:
             try:
                 keys = self._keys(each)
@@ -67,13 +67,13 @@ class Transfers:
                 self.not_lent += len(each.blocks)
 
     def _keys(self, of: Lend | Fetch) -> dict[BlockKey, int]:
-        """Names for a transfer's blocks, which say nothing of tokens: its ticket does."""
+        """Names for a transfer's blocks, independent of tokens: the ticket has the tokens' hash."""
         places = range(of.first, of.first + len(of.blocks))
         names = [self._blocks.keys.adopt(of.transfer + at.to_bytes(4, "little")) for at in places]
         return dict(zip(names, of.blocks, strict=True))
 
     def arrived(self, requests: AbstractSet[str], failed: AbstractSet[str]) -> set[str]:
-        """Which requests may go on, of these whose KV has come, or has ``failed`` to, and of those that waited."""
+        """Which may go on, of ``requests``, whose KV has come or has ``failed`` to, and of those that waited."""
         for each in self.crossing.poll():
             if isinstance(each, Came) and (fetch := self._under_way.pop(each.transfer, None)):
                 self._meter.took("transfer", time.monotonic() - self._since_s.pop(each.transfer))
@@ -90,7 +90,7 @@ class Transfers:
         return go
 
     def told(self) -> dict[str, Mapping[int, str]]:
-        """What did not come, by request and by its blocks, as far as it was not said before."""
+        """Reasons for rows that did not come, by request and block, each returned once."""
         told, self._why = self._why, {}
         return told
 

@@ -1,4 +1,4 @@
-"""The worker's end: the rows, their life, and where a witness of the KV is taken and compared."""
+"""The worker's end: the rows, their life, and the KV's witnesses, which it takes and compares."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch import distributed
 import kvroute
 from cache_manager.stored import AnyJob, RestoreJob
 from kvroute.capture.step_ids import StepIds
-from kvroute.checks import valid_rows
+from kvroute.checks import unsound, valid_rows
 from kvroute.connector.behind import PENDING_MAX, Behind
 from kvroute.connector.meter import Meter
 from kvroute.connector.pages import Look, Pages
@@ -29,10 +29,10 @@ from kvroute.witness import Run
 logger = logging.getLogger(__name__)
 
 RESTORE_S: Final = 30.0
-"""How long a step waits at most for all rows of KV that it loads; those that have not come are missing then."""
+"""How long a step waits at most for the rows of KV that it loads; rows that have not come by then are missing."""
 NO_IDS: Final = "ids that no router can choose, or KV that could not be loaded"
 NO_SLOTS: Final = "the engine did not say where a step's tokens are"
-NO_CARRIER: Final = "KV that was loaded and whose rows nothing brings: no store, or a part of a block"
+NO_CARRIER: Final = "nothing brings the rows of KV that was loaded: no store, or a part of a block"
 OTHER: Final = "rows of other KV than was loaded"
 NO_ANSWER: Final = f"the store of rows has not answered within {RESTORE_S} s"
 NOT_RESTORED: Final = {
@@ -44,7 +44,7 @@ NOT_RESTORED: Final = {
 
 
 class _Come(NamedTuple):
-    """KV that was loaded, as far as it says something about its rows."""
+    """KV that was loaded, with its pages and folds, if any."""
 
     runs: Sequence[Run]
     page: Look | None
@@ -54,13 +54,13 @@ class _Come(NamedTuple):
 class WorkerRows:
     """Applies what the scheduler says, and writes a step's rows when it is over. Nothing here raises inside a step.
 
-    ``kv_caches`` are the layers' KV by name, as :func:`witnessing` wants them; ``pages`` are among them where rows go
-    into the KV. The routers call the hooks of :attr:`ids`. Each step is :meth:`begin`, its slots in :attr:`slots`
-    (int64 ``[tokens]``, negative: padding; copied when they are set), and :meth:`end`; one that computes nothing has no
-    slots. Blocks whose KV could not be loaded are named to :meth:`fail` before it. See :func:`part_of` for ``joined``.
+    ``kv_caches`` are the layers' KV by name, as :func:`witnessing` needs them; ``pages`` are among them if rows go into
+    the KV. The routers call the hooks of :attr:`ids`. Each step is :meth:`begin`, its slots in :attr:`slots` (int64
+    ``[tokens]``, negative: padding; copied when they are set), and :meth:`end`; a step that computes nothing has no
+    slots. Blocks whose KV could not be loaded are given to :meth:`fail` before it. See :func:`part_of` for ``joined``.
 
-    Both calls launch what they want of the device and wait for nothing. What is then to be done on the host is done at
-    once on a CPU; if ``late``, as beside any other device, it is done behind the device, on a thread of its own.
+    Both calls launch work on the device and wait for nothing. On a CPU the host's part is done at once; if ``late``,
+    the default beside any other device, a thread of its own does it behind the device.
     """
 
     def __init__(
@@ -75,6 +75,7 @@ class WorkerRows:
         assert engine.pages == (pages is not None)
         self.engine, self.pages = engine, pages
         settings, self._device = engine.settings, next(iter(kv_caches.values())).device
+        self._on_cpu = self._device.type == "cpu"  # asked for once: it takes as long as a small array
         self.store = kvroute.open_store(settings.opens) if settings.store else None
         self.blocks = kvroute.AuxBlocks(
             engine.layout.specs,
@@ -91,24 +92,26 @@ class WorkerRows:
             self.witness = KvWitness(self.blocks, folder, engine.blocks)
         self.meter = Meter(self._counters)
         self.transfers = Transfers(self.blocks, settings, self._miss, self.meter) if engine.transfer else None
+        self._experts: int = engine.spec.attrs["num_experts"]
         self.ids = StepIds(engine.spec, engine.max_tokens, self._device)
-        self.missing: Counter[str] = Counter()  # tokens without rows, by reason
-        self._failed_jobs = False  # of the store, some
+        self.missing: Counter[str] = Counter()  # numbers of tokens without rows, by reason
+        self._failed_jobs = False  # whether a job of the store has failed
         self._slots: torch.Tensor | None = None
         self._behind: Behind | None = None
-        if self._device.type != "cpu" if late is None else late:
+        if not self._on_cpu if late is None else late:
             self._behind = Behind("kvroute-behind", self._lose, PENDING_MAX)
         self._lost: Exception | None = None
         self._step: StepMeta | None = None
+        self._begun = False  # on the host
         self._failed: set[int] = set()  # blocks whose KV has not come, in the step at hand
         self._failed_untold: set[int] = set()
         kvroute.preload()
 
     @property
     def slots(self) -> torch.Tensor | None:
-        """Where the tokens of the step at hand are; an engine may use its own memory of them again before the end.
+        """Where the tokens of the current step are; the engine may reuse its own memory of them before the end.
 
-        Outside of a step there are none: an engine that captures a graph says some.
+        Outside a step they are ignored: an engine that captures a graph sets some.
         """
         return self._slots
 
@@ -117,7 +120,7 @@ class WorkerRows:
         self._slots = None if slots is None or self._step is None else slots.clone()
 
     def handshake(self, inner: Any = None) -> Handshake:
-        """What the scheduler has to know before the first request."""
+        """The message for the scheduler before the first request."""
         region: Any = self.blocks.region("device")
         address = self.transfers.crossing.address if self.transfers else ""
         return Handshake(inner, region.name, self._behind is not None, address)
@@ -125,18 +128,22 @@ class WorkerRows:
     # ---------------------------------------------------------------- a step, as it is launched
 
     def begin(self, step: StepMeta) -> None:
-        """A step begins: what has become of blocks until now."""
+        """A step begins: what has become of blocks until now. Unless that hurries, the host hears of it at the end."""
+        if self._step is not None and not self._begun:  # its end never came
+            self._then(partial(self._begin_on_host, self._step, None))
         self._step, self._slots = step, None
         self.ids.begin()
         if self.pages:
             self.pages.seen.begin()
         if self.transfers:
             self.transfers.expect(step)
-        if step.before or step.landed or step.fetches or step.withdrawn:
-            self._then(partial(self._begun, step, self._look(step.landed)))
+        if begun := bool(step.joined or step.landed or step.fetches or step.withdrawn):
+            self._then(partial(self._begin_on_host, step, self._look(step.landed)))
+        self._begun = begun
 
     def fail(self, blocks: set[int]) -> None:
-        """The KV of these blocks could not be loaded. A connector says so once; the scheduler is told, too."""
+        """The KV of these blocks could not be loaded; a connector says so once. :meth:`failures` tells the
+        scheduler."""
         if blocks:
             self._failed |= blocks
             self._failed_untold |= blocks
@@ -144,16 +151,16 @@ class WorkerRows:
                 self.transfers.crossing.borrower.give_up(blocks)
 
     def failures(self) -> set[int]:
-        """The blocks of which the scheduler has not been told."""
+        """The failed blocks that the scheduler has not been told of."""
         untold, self._failed_untold = self._failed_untold, set()
         return untold
 
     def arrived(self, requests: AbstractSet[str], failed: AbstractSet[str] = frozenset()) -> set[str]:
-        """The KV of these ``requests`` has come, or has ``failed`` to: which go on now, of all that wait for rows."""
+        """The KV of these ``requests`` has come, or has ``failed`` to: which of all that wait for rows go on now."""
         return self.transfers.arrived(requests, failed) if self.transfers else set(requests)
 
     def told(self, inner: Any = None) -> Any:
-        """What the scheduler has to know after a step, beside what the ``inner`` connector says."""
+        """The message for the scheduler after a step, beside the ``inner`` connector's."""
         return Told(inner, why) if self.transfers and (why := self.transfers.told()) else inner
 
     def end(self) -> None:
@@ -163,7 +170,7 @@ class WorkerRows:
         if step is None:
             return
         redone: list[int] = []
-        if failed:  # what was computed from KV that had not come will be computed again
+        if failed:  # tokens computed from KV that had not come will be computed again
             redone = [block for table in step.joined if not failed.isdisjoint(table) for block in table]
         ids: torch.Tensor | str = NO_SLOTS
         if (slots := self._slots) is not None:
@@ -174,53 +181,56 @@ class WorkerRows:
                     blocks = torch.tensor(redone).to(slots.device, non_blocking=True)
                     keep = ~torch.isin(slots.div(self.engine.tokens, rounding_mode="floor"), blocks)
                 self.pages.put(slots, None if isinstance(ids, str) else ids, step.namespace, keep)
-            if self._device.type != "cpu":  # else both are this step's own
+            if not self._on_cpu:  # else both are this step's own
                 slots, ids = to_host(slots), ids if isinstance(ids, str) else to_host(ids)
         elif self.pages and step.tokens:
             self.pages.forget()
         come, full = self._look(step.loads, failed), None
         if self.witness and step.full:
             full = self.witness.look(step.full)
-        self._then(partial(self._ended, step, come, failed, slots, ids, redone, full))
+        begun, self._begun = self._begun, True
+        self._then(partial(self._end_on_host, step, begun, come, failed, slots, ids, redone, full))
 
     def _look(self, runs: Sequence[Run], without: Collection[int] = ()) -> _Come | None:
-        """Look at the KV of these blocks, which was loaded; blocks ``without`` got none."""
+        """Look at the loaded KV of these blocks; blocks ``without`` got none."""
         if not runs:
             return None
         page = self.pages.look(runs, without) if self.pages else None
         return _Come(runs, page, self.witness.look(runs) if self.witness else None)
 
     def _then(self, call: Callable[[], None]) -> None:
-        """Do this when the device has done what was launched until now: on a CPU at once."""
+        """Do this when the device has done the work launched until now: on a CPU at once."""
         if self._behind is None:
             call()
             return
         if self._lost is not None and self.engine.settings.strict:
             raise self._lost
-        if self._device.type != "cpu":
-            done = torch.Event(self._device, blocking=True)
-            done.record()
+        if not self._on_cpu:
+            done = torch.cuda.Event(blocking=True) if self._device.type == "cuda" else torch.Event(self._device)
+            done.record()  # on CUDA the thread behind sleeps; torch.Event ignores ``blocking``, and spins
             call = partial(_after, done, call)
         self._behind.put(call)
 
     def _lose(self, error: Exception) -> None:
-        """A step's work on the host has failed: what is in its blocks is unknown."""
+        """A step's work on the host has failed: the state of its blocks is unknown, so forget all rows."""
         self._lost = error
         self.blocks.forget()
 
     # ---------------------------------------------------------------- and on the host, behind the device
 
-    def _begun(self, step: StepMeta, landed: _Come | None) -> None:
-        self.blocks.apply(step.before)
+    def _begin_on_host(self, step: StepMeta, landed: _Come | None) -> None:
+        if step.before:
+            self.blocks.apply(step.before)
         if self.transfers:
             self.transfers.begin(step)
         if landed:
             self._land()
             self._compare(landed, step.namespace)
 
-    def _ended(
+    def _end_on_host(
         self,
         step: StepMeta,
+        begun: bool,
         come: _Come | None,
         failed: Collection[int],
         slots: torch.Tensor | None,
@@ -228,21 +238,28 @@ class WorkerRows:
         redone: Sequence[int],
         full: torch.Tensor | None,
     ) -> None:
-        if come:
-            self._land()
-        if failed:
-            self.blocks.forget(sorted(failed))
-        if come:
-            self._compare(come, step.namespace)  # before the step counts as over: who sees that believes what was there
-        if slots is not None:
-            self._write(slots, ids, step, redone)
-        elif step.tokens:  # whatever it has written over, a draft's row say, must not stay
-            self._miss(NO_SLOTS, step.tokens)
-            self.blocks.forget()
-        if self.transfers:
-            self.transfers.lend(step)
-        if self._behind is not None:
-            self.blocks.renew([self.engine.clock], [step.number])
+        try:
+            if not begun and step.before:
+                self._begin_on_host(step, None)
+            if come:
+                self._land()
+            if failed:
+                self.blocks.forget(sorted(failed))
+            if come:
+                self._compare(come, step.namespace)  # before the step counts as over: then its rows are trusted
+            if slots is not None:
+                self._write(slots, ids, step, redone)
+            elif step.tokens:  # rows that it overwrote, for example a draft's, must not stay
+                self._miss(NO_SLOTS, step.tokens)
+                self.blocks.forget()
+            if self.transfers:
+                self.transfers.lend(step)
+        except BaseException:
+            self.blocks.forget()  # before the step counts as over, so that its rows are missing
+            raise
+        finally:
+            if self._behind is not None:
+                self.blocks.renew([self.engine.clock], [step.number])
         if full is not None and self.witness:
             self.witness.name(step.full, full)
         if step.after:
@@ -252,27 +269,26 @@ class WorkerRows:
                 self._tell(job)
 
     def _write(self, at: torch.Tensor, given: torch.Tensor | str, step: StepMeta, redone: Sequence[int]) -> None:
-        """The ids of the tokens ``at`` these slots, or why there are none; those of blocks ``redone`` are no rows."""
+        """Write the ids of the tokens ``at`` these slots, if they were ``given``; blocks ``redone`` get no rows."""
         slots = at.numpy()
         if isinstance(given, str):
             self._miss(given, int(np.count_nonzero(slots >= 0)))
             self.blocks.write_step(slots, {})
             return
         spec, ids = self.engine.spec, given.numpy()
-        keep = valid_rows(spec, ids)
+        wrong = unsound(ids, self._experts)
         if redone:
-            keep &= ~np.isin(slots // self.engine.tokens, redone)
-        kept = None
-        if np.count_nonzero(keep) < keep.size and (bad := int(np.count_nonzero(~keep & (slots >= 0)))):
-            self._miss(NO_IDS, bad)
-            kept = keep
-        written = {spec.name: ids.astype(spec.dtype, copy=False)}  # ids that do not fit are not kept
-        if step.version is not None:  # else the rows have none, whatever was there before
+            again = np.isin(slots // self.engine.tokens, redone)
+            wrong = again if wrong is None else wrong | again
+        if wrong is not None:
+            self._miss(NO_IDS, int(np.count_nonzero(wrong & (slots >= 0))))
+        written = {spec.name: ids.astype(spec.dtype, copy=False)}  # ids that do not fit are not written
+        if step.version is not None:  # without one the rows have none, and old labels go
             written[VERSION] = np.full(slots.size, step.version, np.uint32)
-        self.blocks.write_step(slots, written, kept)
+        self.blocks.write_step(slots, written, None if wrong is None else ~wrong)
 
     def _land(self) -> None:
-        """Wait for rows that are on their way from the store; not for what was given up before."""
+        """Wait for rows that are on their way from the store, but not for cancelled jobs."""
         give_up_s = time.monotonic() + RESTORE_S
         for job in self.blocks.jobs:
             if not isinstance(job, RestoreJob) or job.cancelled:
@@ -284,7 +300,7 @@ class WorkerRows:
                 self._miss(NO_ANSWER, len(job.blocks) * self.engine.tokens)
 
     def _compare(self, come: _Come, namespace: bytes) -> None:
-        """KV has come, and so have the rows that the store or its pages have for it: those of other KV are missing."""
+        """KV has come with its rows, from the store or in pages: make rows of other KV missing."""
         if self.pages and come.page:
             ids, good, lost = self.pages.rows(come.page, namespace)
             sound = good & valid_rows(self.engine.spec, ids)
@@ -292,7 +308,7 @@ class WorkerRows:
             for reason, tokens in lost.items():
                 self._miss(reason, tokens)
             self.blocks.write_step(come.page.slots, {self.engine.spec.name: ids}, sound)
-        else:  # only the store's have come, of whole blocks
+        else:  # only the store brings rows, for whole blocks
             size = self.engine.tokens if self.store else 0
             self._miss(NO_CARRIER, sum(max(0, run.tokens - size * len(run.blocks)) for run in come.runs))
         if self.witness and come.folds is not None:
@@ -301,7 +317,7 @@ class WorkerRows:
     # ---------------------------------------------------------------- what is counted, and the end
 
     def _tell(self, job: AnyJob) -> None:
-        """Count what a job that has landed did not do, and what it took."""
+        """Count the time of a landed job, and the blocks that it did not bring."""
         self.meter.took(job.name, time.monotonic() - job.begun_s)
         if job.failure is not None and not self._failed_jobs:
             self._failed_jobs = True
@@ -318,12 +334,12 @@ class WorkerRows:
         self.meter.miss(reason, tokens)
 
     def _counters(self) -> dict[str, Any]:
-        """The counters of each tier, as they stand."""
+        """The present counters of each tier."""
         node = self.transfers and self.transfers.crossing.node.counters
         return {"blocks": self.blocks.counters, "store": self.blocks.store_counters or {}, "transfer": node or {}}
 
     def settle(self) -> None:
-        """Wait until all that was to be done on the host is done, or for :data:`RESTORE_S`."""
+        """Wait until the host's part of all steps is done, at most :data:`RESTORE_S`."""
         if self._behind is not None:
             self._behind.settle(RESTORE_S)
 
@@ -341,7 +357,7 @@ class WorkerRows:
             self.store.close()
 
 
-def _after(done: torch.Event, call: Callable[[], None]) -> None:
+def _after(done: torch.Event | torch.cuda.Event, call: Callable[[], None]) -> None:
     done.synchronize()
     call()
 
@@ -354,10 +370,10 @@ def part_of(
     divided: bool,
     pages: Pages | None = None,
 ) -> WorkerRows | OtherRank | None:
-    """What a tensor-parallel rank has: the first one the rows, since routers of all ranks choose the same.
+    """The part of a tensor-parallel rank: the first one has the rows, because the routers of all ranks choose the same.
 
-    Where ranks have ``divided`` the heads of the KV, the others fold theirs for the witness; else the first has all of
-    it. ``group`` are all ranks, on the device of the KV.
+    If ranks have ``divided`` the heads of the KV, the others fold theirs for the witness; else the first has all heads.
+    ``group`` are all ranks, on the device of the KV.
     """
     rank, folds = distributed.get_rank(group), divided and distributed.get_world_size(group) > 1
     joined = partial(distributed.all_reduce, group=group) if folds else None

@@ -1,1 +1,1 @@
-"""kvroute inside engines that nobody here wrote; nothing of an engine is imported before it is used."""
+"""kvroute inside other projects' engines; no engine is imported before it is used."""

@@ -1,1 +1,1 @@
-"""Routes in the form each trainer takes them. One module a trainer; import the one in use, most of them need torch."""
+"""Routes in the form that each trainer takes. One module per trainer; import only the one in use: most need torch."""

@@ -1,8 +1,8 @@
 """Routes for Megatron-core's own ``RouterReplay``: the routers of *this* model, by layer number, in its token order.
 
 Megatron keeps its replay objects in one global list, in the order of their construction. That list also holds the
-routers of multi-token prediction, whose layer numbers start again at 1, and of every model that was built and thrown
-away; so nothing here reads it. The model is walked instead, and each router is known by its ``layer_number``.
+routers of multi-token prediction, whose layer numbers start again at 1, and of every model that was built and dropped;
+so this module ignores it. It walks the model instead, and knows each router by its ``layer_number``.
 
     with schedule(model):                                   # one pipeline schedule, forward only or not
         for batch in micro_batches:
@@ -11,7 +11,7 @@ away; so nothing here reads it. The model is walked instead, and each router is 
             backward(model)                                 # before the backward pass recomputes
             loss.backward()
 
-Works for Megatron-core 0.16 and later, and for the class that verl puts in its place: neither is imported here.
+Works for Megatron-core 0.16 and later, and for verl's own class: neither is imported here.
 """
 
 from __future__ import annotations
@@ -29,8 +29,7 @@ from numpy.typing import NDArray
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from kvroute.replay.errors import ReplayError
-from kvroute.replay.rows import checked_ids, replaying
+from kvroute.replay.rows import ReplayError, checked_ids, replaying
 from kvroute.routes import Routes, Split, shard_packed, shard_padded
 from kvroute.routes.fill import Filler, Missing
 from kvroute.routes.shards import Side
@@ -39,7 +38,7 @@ Model = nn.Module | Sequence[nn.Module]
 """A model, or the chunks of a virtual pipeline."""
 
 _HOOKS: WeakKeyDictionary[nn.Module, RemovableHandle] = WeakKeyDictionary()
-"""Of routers with installed rows: what counts their tokens."""
+"""The hooks that count tokens, on routers with installed rows."""
 _SCHEDULED: WeakSet[nn.Module] = WeakSet()
 """Routers inside a schedule."""
 
@@ -48,7 +47,7 @@ def layer_ids(model: Model) -> tuple[int, ...]:
     """The layers, counted from 0 over the whole model, whose routers this rank has; increasing.
 
     Raises :class:`ReplayError` when there are none: the model was built without ``moe_enable_routing_replay``; and when
-    two routers have one layer number, which would give one of them another's routes.
+    two routers have the same layer number: one would get the other's routes.
     """
     return tuple(_routers(model))
 
@@ -63,15 +62,15 @@ def packed(
     pad: Filler = "spread",
     ep: int = 1,
 ) -> torch.Tensor:
-    """What this rank's routers see of a packed batch: ``[local tokens, layers, top_k]`` int64, for :func:`install`.
+    """This rank's routers' rows of a packed batch: ``[local tokens, layers, top_k]`` int64, for :func:`install`.
 
-    ``layers`` are :func:`layer_ids`: pipeline stages need no description, the model has what it has. ``split`` is this
-    rank's place in the token-wise groups. Padding is spread over the experts of ``ep`` ranks, each row with distinct
-    ids: a padding row that names one expert ``top_k`` times breaks the dispatcher's count, and one that names the first
-    ``top_k`` every time overloads one rank.
+    ``layers`` are :func:`layer_ids`: the model itself says which its pipeline stage has. ``split`` is this rank's place
+    in the token-wise groups. Padding is spread over the experts of ``ep`` ranks, each row with distinct ids: a padding
+    row that names one expert ``top_k`` times breaks the dispatcher's count, and one that names the first ``top_k``
+    every time overloads one rank.
 
-    Raises ``RowError`` naming the position, and the layer, of what is missing, unless ``missing`` says how to spell it,
-    and for unlike samples; :class:`ReplayError` for a router on a layer that is dense to the routes.
+    Raises ``RowError`` naming the position and layer of a missing row, unless ``missing`` says how to spell it, and for
+    unlike samples; :class:`ReplayError` for a router on a layer that is dense in the routes.
     """
     layers = _layers_of(model, routes, split)
     return torch.from_numpy(shard_packed(routes, tokens, split, layers, "int64", missing, pad=pad, ep=ep))
@@ -89,7 +88,7 @@ def padded(
     pad: Filler = "spread",
     ep: int = 1,
 ) -> torch.Tensor:
-    """As :func:`packed`, of a batch ``[sequence, batch]`` padded to ``width`` on its ``side``.
+    """As :func:`packed`, for a batch ``[sequence, batch]`` padded to ``width`` on its ``side``.
 
     The rows are in the order in which a router flattens ``[sequence, batch, hidden]``: the sequence outermost.
     """
@@ -108,8 +107,8 @@ def install(
     """Make the next forward pass of ``model`` use the experts in ``rows``; ``layers`` are those of :func:`layer_ids`.
 
     Each router also keeps its rows in a first-in-first-out list for the recomputation of the backward pass, one entry
-    for each call; see :func:`backward` and :func:`schedule`. Where ``replay_mask`` is False the router chooses for
-    itself; only verl's class knows that, elsewhere every row has to be there.
+    for each call; see :func:`backward` and :func:`schedule`. If ``replay_mask`` is False the router chooses for itself;
+    only verl's class supports that, others need every row.
 
     Raises :class:`ReplayError`, with nothing installed, for rows that do not fit; for an id outside the experts, -1
     included (Megatron would gather out of bounds); for an id twice in a row (its dispatcher would lose a token); and
@@ -140,7 +139,7 @@ def install(
 
 
 def backward(model: Model) -> None:
-    """From here on, recomputations use the installed rows once each, in the order of their installation."""
+    """From here on, recomputations use each installed row once, in the order of installation."""
     _set_action(_routers(model), "REPLAY_BACKWARD")
 
 
@@ -155,12 +154,12 @@ def clear(model: Model) -> None:
 
 @contextmanager
 def schedule(model: Model) -> Iterator[None]:
-    """Keep the rows of one pipeline schedule to itself: nothing is left of earlier ones, nor for later ones.
+    """Keep the rows of one pipeline schedule apart from those of earlier and later ones.
 
-    Raises :class:`ReplayError` inside another schedule of the same routers, whose rows it would forget.
+    Raises :class:`ReplayError` inside another schedule of the same routers: it would forget that one's rows.
 
-    A forward-only pass, a schedule without recomputation and a failed one all leave entries behind. The next backward
-    pass would take them for its own, and use another micro-batch's routes.
+    A forward-only pass, a schedule without recomputation and a failed one all leave entries behind, which the next
+    backward pass would use in place of its own micro-batch's routes.
     """
     routers = list(_routers(model).values())
     if not _SCHEDULED.isdisjoint(routers):
@@ -174,33 +173,8 @@ def schedule(model: Model) -> Iterator[None]:
         clear(model)
 
 
-@contextmanager
-def record(model: Model) -> Iterator[None]:
-    """Within the block the routers choose for themselves and remember what they chose last; see :func:`recorded`."""
-    routers = _routers(model)
-    _set_action(routers, "RECORD")
-    try:
-        yield
-    finally:
-        for router in routers.values():
-            router.router_replay.clear_router_replay_action()
-
-
-def recorded(model: Model) -> torch.Tensor:
-    """The experts of the last recorded forward pass, ``[local tokens, layers, top_k]`` int64: R2's rows.
-
-    Raises :class:`ReplayError` for a layer that recorded nothing.
-    """
-    chosen = []
-    for layer, router in _routers(model).items():
-        if (ids := router.router_replay.get_recorded_indices()) is None:
-            raise ReplayError(f"router of layer {layer}", "a forward pass inside record()", "none")
-        chosen.append(ids)
-    return torch.stack(chosen, dim=1).to(torch.int64)
-
-
 def _layers_of(model: Model, routes: Sequence[Routes], split: Split) -> tuple[int, ...]:
-    """:func:`layer_ids`, all of which the routes have to know as layers with a router."""
+    """:func:`layer_ids`, all of which have to be layers with a router in the routes."""
     if split.pp != 1:
         raise ReplayError("split", "pp=1: the model has the layers of its stage and no others", f"pp={split.pp}")
     layers = layer_ids(model)
@@ -212,7 +186,7 @@ def _layers_of(model: Model, routes: Sequence[Routes], split: Split) -> tuple[in
 
 
 def _count(router: nn.Module, inputs: tuple[Any, ...]) -> None:
-    """Before a router's forward pass: as many tokens as the rows that it is about to take, or nothing is chosen."""
+    """Before a router's forward pass: raise unless it has as many tokens as the rows that it is about to use."""
     replay: Any = router.router_replay
     action = getattr(replay.router_replay_action, "name", "")
     queue = replay.replay_backward_list
@@ -238,7 +212,7 @@ def _layer_of(path: str, router: Any) -> int:
 
 def _set_action(routers: dict[int, Any], name: str) -> None:
     for router in routers.values():
-        # The actions are an enumeration beside the class, of which verl has one of its own.
+        # The actions are an enumeration beside the class; verl has its own.
         actions = sys.modules[type(router.router_replay).__module__].RouterReplayAction
         router.router_replay.set_router_replay_action(actions[name])
 

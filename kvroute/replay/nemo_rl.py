@@ -1,8 +1,8 @@
-"""Routes for NeMo-RL, whose Megatron policy asks the router where a row is -1, and for NeMo-Automodel's own replay.
+"""Routes for NeMo-RL, whose Megatron policy lets the router choose for a row of -1, and for NeMo-Automodel's replay.
 
-NeMo-RL carries one row a token in a signed dtype: -1 for a row that was not captured, or a layer of it, and
-``0 .. top_k - 1`` for the last token and for padding. It accepts the routed layers only, or every layer of the model,
-by their number.
+NeMo-RL carries one row per token in a signed dtype: -1 for a row, or a layer of it, that was not captured, and ``0 ..
+top_k - 1`` for the last token and for padding. It accepts either the routed layers only or every layer of the model,
+and tells them apart by number.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from kvroute.replay.errors import ReplayError
-from kvroute.replay.rows import check_batch, checked_ids, counted, cut, read_rows, replaying
+from kvroute.replay.rows import ReplayError, check_batch, checked_ids, counted, cut, read_rows, replaying
 from kvroute.routes import Routes
 
 if TYPE_CHECKING:
@@ -54,9 +53,9 @@ def automodel(model: nn.Module, rows: torch.Tensor) -> Iterator[None]:
     """Within the block, the gates of a NeMo-Automodel model use ``rows`` ``[tokens, routed layers, top_k]``.
 
     Tokens are the flattened ``[batch, sequence]``; layers are the model's gates in the order of their layer, found by
-    walking the model and not in Automodel's list of every gate that was ever built. Automodel replays every row: none
-    may be missing. The same rows serve the recomputation of activation checkpointing, so the backward pass belongs in
-    the block too.
+    walking the model, not in Automodel's list of all gates ever built. Automodel replays every row: none may be
+    missing. The same rows serve the recomputation of activation checkpointing, so the backward pass belongs in the
+    block too.
 
     Raises :class:`ReplayError` for rows that do not fit, and for a model that was built without
     ``enable_routing_replay``.

@@ -1,23 +1,22 @@
-"""Routes for prime-rl: bytes with their shape and dtype, one row a token, every layer of the model.
+"""Routes for prime-rl: bytes with their shape and dtype, one row per token, every layer of the model.
 
-prime-rl asserts as many rows as tokens and replays them all, so a hole, a row or a layer of one, is an error unless it
-is spelled. What it adds itself, it fills with zeros; the row of the
-last token is given distinct experts here, because a row of zeros sends the token to expert 0 ``top_k`` times.
+prime-rl asserts as many rows as tokens and replays them all, so a hole, a missing row or layer of one, is an error
+unless ``missing`` spells it. prime-rl's own filling is zeros; here the row of the last token has distinct experts,
+because a row of zeros sends the token to expert 0 ``top_k`` times.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from kvroute.replay.errors import ReplayError
-from kvroute.replay.rows import cut, read_rows
+from kvroute.replay.rows import ReplayError, cut, read_rows
 from kvroute.routes import Routes
 from kvroute.routes.fill import Missing
 
 
 def routed_experts(routes: Routes, tokens: int, *, missing: Missing = "error") -> dict[str, Any]:
     """``TrainingSample.routed_experts``: ``data`` (bytes in C order), ``shape`` ``[tokens, num_layers, top_k]``,
-    ``dtype`` uint8, or uint16 where the model has more than 256 experts.
+    ``dtype`` uint8, or uint16 if the model has more than 256 experts.
 
     The fields of prime-rl's ``RoutedExperts``, by their names.
     """

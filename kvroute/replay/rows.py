@@ -1,4 +1,4 @@
-"""Which rows of a sequence a trainer is given, and what every batch and every id is checked for."""
+"""Which rows of a sequence a trainer gets, and the checks of every batch and every id."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from cache_manager.errors import InvalidInputError
 from kvroute.checks import whole
-from kvroute.replay.errors import ReplayError
 from kvroute.routes import Routes
-from kvroute.routes.fill import Missing
+from kvroute.routes.fill import Missing, Plan
 from kvroute.routes.layout import check_alike
 from kvroute.routes.spans import UNKNOWN, by_position
 
@@ -19,15 +19,20 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+
+class ReplayError(InvalidInputError):
+    """Routes that a trainer must not get, or a model that cannot take routes; nothing was replayed."""
+
+
 MISSING: Final = -1
-"""All ids of a missing row in a layer, where a router then chooses for itself."""
+"""Every id of a missing row in a layer: the router then chooses for itself."""
 
 
 def replaying(chunks: Sequence[nn.Module], layer_of: Callable[[str, Any], int], what: str, flag: str) -> dict[int, Any]:
     """The modules with a replay object by layer id, in increasing order, without those of multi-token prediction.
 
-    ``layer_of`` says a module's layer by its name and itself. :class:`ReplayError` for two of ``what`` in one layer,
-    and where there are none: the model was built without ``flag``.
+    ``layer_of(name, module)`` returns a module's layer. :class:`ReplayError` for two of ``what`` in one layer, and if
+    there are none: the model was built without ``flag``.
     """
     found: dict[int, tuple[str, Any]] = {}
     for number, chunk in enumerate(chunks):
@@ -44,12 +49,12 @@ def replaying(chunks: Sequence[nn.Module], layer_of: Callable[[str, Any], int], 
 
 
 def read_rows(tokens: int, field: str = "tokens") -> int:
-    """How many of ``tokens`` tokens were read by a forward pass and have a row: all but the last, of one at least."""
+    """How many of ``tokens`` tokens (at least one) were read by a forward pass and have a row: all but the last."""
     return whole(field, tokens, 1, error=ReplayError) - 1
 
 
 def counted(field: str, tokens: int) -> int:
-    """``tokens``, unless that cannot be a number of them."""
+    """``tokens``; :class:`ReplayError` if that is not a number of tokens."""
     return whole(field, tokens, error=ReplayError)
 
 
@@ -65,8 +70,8 @@ def checked_ids(
 ) -> torch.Tensor:
     """``given`` as int64; :class:`ReplayError` unless all rows are of ``layers`` and name distinct experts.
 
-    That is ``top_k`` of them, in ``[0, experts)``, as far as those are known. ``missing`` takes a row of -1, too; rows
-    that are ``free`` have to be in range, but not distinct.
+    That is ``top_k`` of them, in ``[0, experts)``, if these are given. ``missing`` also accepts rows of -1; rows that
+    are ``free`` have to be in range, but not distinct.
     """
     import torch
 
@@ -93,16 +98,22 @@ def checked_ids(
 
 
 def of_turn(routes: Routes, held: int, tokens: int, dtype: str, missing: Missing = "error") -> NDArray[Any]:
-    """The rows ``[held, tokens - 1)`` of all layers, for a trainer that has the first ``held`` from earlier turns."""
+    """The rows ``[held, tokens - 1)`` of all layers, for a trainer that has the first ``held`` from earlier turns.
+
+    ``routes`` need not have those.
+    """
     if not counted("held", held) < counted("tokens", tokens):
         raise ReplayError("held", f"rows of earlier turns, fewer than {tokens} tokens", held)
-    return routes.materialize(tokens - 1, "all", dtype, missing)[held:]
+    plan = Plan(routes.layout, "all", np.dtype(dtype), 1, missing, "zero")
+    rows = np.empty((tokens - 1 - held, len(plan.layers), routes.top_k), plan.dtype)
+    plan.fill(rows, routes, held, missing)
+    return rows
 
 
 def versions(routes: Routes, tokens: int) -> list[int]:
-    """The weights version of each row that ``tokens`` tokens have, in order; a row that is not there has none.
+    """The weights version of each row of ``tokens`` tokens, in order; missing rows are left out.
 
-    :class:`ReplayError` names the first row whose version nobody knows, and says where there is no row at all.
+    :class:`ReplayError` names the first row whose version is unknown, or the position that has no row.
     """
     kept = cut(routes, read_rows(tokens))
     found = by_position(kept.weights_versions, kept.start, kept.stop)[kept.some]
@@ -116,12 +127,12 @@ def versions(routes: Routes, tokens: int) -> list[int]:
 
 
 def cut(routes: Routes, tokens: int) -> Routes:
-    """``routes`` without the rows behind ``tokens`` tokens, as a trainer that truncates a response has them."""
+    """``routes`` without the rows after ``tokens`` tokens, as for a trainer that truncates a response."""
     return routes.slice(routes.start, max(routes.start, min(routes.stop, tokens)))
 
 
 def check_batch(routes: Sequence[Routes], **counts: Sequence[int]) -> None:
-    """Raise unless there are samples, as many of each of ``counts``, and all samples are of one model.
+    """Raise unless there are samples, as many numbers in each of ``counts``, and all samples are of one model.
 
     :class:`ReplayError` names the counts; ``RowError`` the sample, the field and both values.
     """

@@ -1,7 +1,7 @@
-"""Routes for SkyRL: arrays of the captured prefix, every layer of the model, in the narrowest dtype SkyRL knows.
+"""Routes for SkyRL: arrays of the captured prefix, every layer of the model, in the narrowest of SkyRL's dtypes.
 
-SkyRL fills what lies behind the prefix itself, with ``0 .. top_k - 1``, and masks it. A hole *inside* the prefix, a row
-or a layer of one, has no spelling, so it is an error here, or the prefix ends there.
+SkyRL itself fills the positions after the prefix with ``0 .. top_k - 1``, and masks them. A hole *inside* the prefix, a
+missing row or layer of one, cannot be marked, so it is an error here, or the prefix ends there.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ from typing import Any, Literal
 
 from numpy.typing import NDArray
 
-from kvroute.replay.errors import ReplayError
-from kvroute.replay.rows import check_batch, of_turn, read_rows
+from kvroute.replay.rows import ReplayError, check_batch, of_turn, read_rows
 from kvroute.routes import Routes
 
 
@@ -22,11 +21,11 @@ def rollout_expert_indices(
     """``GeneratorOutput["rollout_expert_indices"]``: an array ``[rows, num_layers, top_k]`` for each sample.
 
     ``rows`` are the positions from 0 on that have a row, at most ``tokens[i] - 1``. The dtype is the one that SkyRL
-    insists on: uint8 where the *largest id in the array* is below 256, else int16, else int32. The arrays are new, in C
+    requires: uint8 if the *largest id in the array* is below 256, else int16, else int32. The arrays are new, in C
     order and writable.
 
-    Raises :class:`ReplayError` for a sample without a whole first row, and for a hole with rows behind it unless
-    ``holes`` is ``"cut"``: then the prefix ends at the hole, and the rows behind it are lost to the trainer.
+    Raises :class:`ReplayError` for a sample without a whole first row, and for a hole with rows after it unless
+    ``holes`` is ``"cut"``: then the prefix ends at the hole, and the trainer does not get the later rows.
     """
     check_batch(routes, tokens=tokens)
     if holes not in ("error", "cut"):
@@ -35,9 +34,9 @@ def rollout_expert_indices(
 
 
 def delta(routes: Routes, held: int, tokens: int) -> NDArray[Any]:
-    """What ``RoutedExpertTrace.record_generation`` takes for one turn: the rows ``[held, tokens - 1)``, complete.
+    """The argument of ``RoutedExpertTrace.record_generation`` for one turn: the rows ``[held, tokens - 1)``, complete.
 
-    ``held`` is the trace's ``prompt_start``: the rows that it has from earlier turns, which stay as they were sampled.
+    ``held`` is the trace's ``prompt_start``: the number of rows from earlier turns, which stay as they were sampled.
     ``tokens`` counts prompt and generated tokens up to the end of this turn.
     """
     return _narrowed(of_turn(routes, held, tokens, "int32"))

@@ -1,8 +1,8 @@
-"""Routes for slime and miles: whole samples, or handles of which each rank reads its own part when it needs it.
+"""Routes for slime and miles: whole samples, or handles from which each rank reads its own part on demand.
 
 slime ships every sample's routes, of all layers, to every rank. Its replay list also takes objects with a method
-``materialize_for_routing_replay(stage)``; :class:`LazyMicroBatch` makes those, one a router, so that a rank reads the
-tokens of its context and sequence part and the layers of its pipeline stage, and nothing else.
+``materialize_for_routing_replay(stage)``; :class:`LazyMicroBatch` makes those, one per router, so that a rank reads
+only the tokens of its context and sequence part and the layers of its pipeline stage.
 
     cut = slime.split(tp, tp_rank, cp, cp_rank)
     read = lambda layers: fetch_shard(store, handles, tokens, cut, layers=layers)
@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from kvroute.replay.errors import ReplayError
-from kvroute.replay.rows import read_rows, versions
+from kvroute.replay.rows import ReplayError, read_rows, versions
 from kvroute.routes import Routes
 from kvroute.routes.fill import Missing
 from kvroute.routes.split import Cut, Split
@@ -32,8 +31,8 @@ if TYPE_CHECKING:
 
 Read = Callable[[tuple[int, ...]], NDArray[Any]]
 """``read(layers)``: this rank's rows of one micro-batch, ``[local tokens, layers, top_k]``, of exactly these layers in
-this order, from a rollout store by way of ``fetch_shard(..., layers=layers)``, say. It may raise; nothing is kept then,
-and the next layer asks again."""
+this order, for example from a rollout store by ``fetch_shard(..., layers=layers)``. If it raises, nothing is kept, and
+the next layer asks again."""
 
 PAD_MULTIPLE: Final = 128
 """slime's default ``data_pad_size_multiplier``."""
@@ -42,7 +41,7 @@ PAD_MULTIPLE: Final = 128
 def sample(routes: Routes, tokens: int, *, missing: Missing = "error") -> torch.Tensor:
     """slime's ``Sample.rollout_routed_experts``: int32 ``[tokens - 1, num_layers, top_k]``, dense layers zeros.
 
-    slime adds the last row and padding itself. A hole, a row or a layer of one, is an error: slime has no word for it.
+    slime adds the last row and padding itself. A hole, a row or a layer of one, is an error: slime cannot mark it.
     """
     import torch
 
@@ -50,7 +49,7 @@ def sample(routes: Routes, tokens: int, *, missing: Missing = "error") -> torch.
 
 
 def miles_sample(routes: Routes, tokens: int, *, missing: Missing = "error") -> NDArray[np.int32]:
-    """miles' ``rollout_routed_experts``: int32, no other, ``[tokens - 1, num_layers, top_k]``.
+    """miles' ``rollout_routed_experts``: always int32, ``[tokens - 1, num_layers, top_k]``.
 
     miles reads a row of -1 as padding and gives it the experts ``0 .. top_k - 1``; it does not ask the router. So a
     hole is an error unless ``missing`` says otherwise.
@@ -59,7 +58,7 @@ def miles_sample(routes: Routes, tokens: int, *, missing: Missing = "error") -> 
 
 
 def weight_versions(routes: Routes, tokens: int) -> list[str]:
-    """``Sample.weight_versions``: the versions that computed the rows, each time that they change."""
+    """``Sample.weight_versions``: the versions that computed the rows, one entry per change."""
     return [str(version) for version, _ in groupby(versions(routes, tokens))]
 
 
@@ -86,9 +85,9 @@ def split(
 class LazyMicroBatch:
     """The routes of one micro-batch on one rank, read when the first of its routers asks, for one pass at a time.
 
-    ``layers`` are the rank's routed layers, counted from 0, in any order: ``read`` is asked for just these. The rows
-    are held until every one of them has had its own; then they are forgotten, and the backward pass reads them again.
-    Not thread-safe. Raises :class:`ReplayError` for a layer that is given twice.
+    ``layers`` are the rank's routed layers, counted from 0, in any order: ``read`` gets just these. The rows are held
+    until every layer has asked for its own; then they are forgotten, and the backward pass reads them again. Not
+    thread-safe. Raises :class:`ReplayError` for a layer that is given twice.
     """
 
     def __init__(self, read: Read, layers: Sequence[int], *, device: torch.device | str = "cpu") -> None:
@@ -98,7 +97,7 @@ class LazyMicroBatch:
             raise ReplayError("layers", "each layer once", self._layers)
         self._device = device
         self._rows: NDArray[Any] | None = None  # [local tokens, layers, top_k]
-        self._owed: set[int] = set()  # of the pass in progress, the layers that have not asked yet
+        self._owed: set[int] = set()  # layers that have not asked yet in the current pass
         self._stage: str | None = None
 
     def layer(self, layer: int) -> LazyLayer:
@@ -107,8 +106,8 @@ class LazyMicroBatch:
             raise ReplayError("layer", f"one of {list(self._layers)}", layer)
         return LazyLayer(self, layer)
 
-    def begin_pass(self, stage: str) -> None:  # noqa: ARG002  # slime's signature: the stage whose rows may go
-        """slime begins another pass: rows that an interrupted one has left are forgotten."""
+    def begin_pass(self, stage: str) -> None:  # noqa: ARG002  # slime's signature: the stage whose rows may be dropped
+        """slime begins another pass: forget the rows of an interrupted one."""
         self.close()
 
     def rows(self, layer: int, stage: str) -> torch.Tensor:
@@ -128,13 +127,13 @@ class LazyMicroBatch:
         return ids.to(self._device)
 
     def close(self) -> None:
-        """Forget everything; slime is done with the micro-batch. Again is harmless."""
+        """Forget all rows; slime is done with the micro-batch. A second call is harmless."""
         self._rows, self._stage = None, None
         self._owed.clear()
 
 
 class LazyLayer:
-    """What one router's replay list holds for one micro-batch instead of a tensor."""
+    """An entry of a router's replay list, for one micro-batch, in place of a tensor."""
 
     def __init__(self, micro_batch: LazyMicroBatch, layer: int) -> None:
         self._micro_batch = micro_batch

@@ -1,9 +1,9 @@
 """Forces recorded routes on a transformers Mixture-of-Experts model, without touching its code.
 
-Only the selection is replayed. Each router computes its scores as it always does; inside the router's own ``forward``
-the one top-k over its experts answers the recorded ids, with values gathered from the scores at hand. What the family
-does next (normalisation, scaling, bias) is its own code, so the weights are the current router's and carry their
-gradient. A missing row, or layer of a row (all -1), takes the router's own choice, bit for bit.
+Only the selection is replayed. Each router computes its scores as always; inside the router's own ``forward`` the one
+top-k over its experts returns the recorded ids, with values gathered from the present scores. The family's next steps
+(normalisation, scaling, bias) are its own code, so the weights are the current router's and carry their gradient. A
+missing row, or layer of a row (all -1), takes the router's own choice, bit for bit.
 
 R3 replays what the rollout routed: targets made by :func:`padded` or :func:`packed` from ``Routes``. R2 replays what
 the trainer itself routed when it computed the old log probabilities: targets made by :func:`recorded` from a
@@ -15,7 +15,7 @@ the trainer itself routed when it computed the old log probabilities: targets ma
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
 from typing import Any, Final
@@ -27,14 +27,13 @@ from torch.overrides import TorchFunctionMode
 
 from cache_manager.spec import AuxBlockDataSpec
 from kvroute.capture.capture import RoutingCapture, find_routers
-from kvroute.replay.errors import ReplayError
-from kvroute.replay.rows import checked_ids
+from kvroute.replay.rows import ReplayError, checked_ids
 from kvroute.routes import Routes, Split, shard_packed, shard_padded
 from kvroute.routes.shards import Side
 from kvroute.routing import routing_spec_from_hf
 
 _WHOLE: Final = Split()
-_NUMBERS = count()  # of replays in this process: tells the targets of one micro-batch from another's
+_NUMBERS = count()  # numbers of replays in this process: they distinguish the targets of micro-batches
 
 
 def padded(
@@ -45,11 +44,11 @@ def padded(
     """Targets ``[batch, width, layers, top_k]`` int64 for ``input_ids`` ``[batch, width]`` with this attention mask.
 
     The mask says how many tokens each sample has, prompt and response, and on which side they are padded: one for the
-    whole batch. The last sampled token, padding and everything that the routes lack, a row or a layer of it, are
-    :data:`MISSING`. ``layers`` are the model's routed layers only, in order. ``split`` is this rank's part of the
-    columns, where tokens are sharded.
+    whole batch. The last sampled token, padding and all rows and layers that the routes lack are :data:`MISSING`.
+    ``layers`` are the model's routed layers only, in order. ``split`` is this rank's part of the columns, if tokens are
+    sharded.
 
-    Raises :class:`ReplayError` for a mask that is not that of such a batch, ``RowError`` for unlike samples.
+    Raises :class:`ReplayError` for a mask that does not fit such a batch, ``RowError`` for unlike samples.
     """
     tokens, width, side = _padding(torch.as_tensor(mask), len(routes))
     return torch.from_numpy(
@@ -69,7 +68,7 @@ def _padding(mask: torch.Tensor, samples: int) -> tuple[list[int], int, Side]:
     if not bool(right.all()) and not bool(left.all()):
         strange = ~(right | left)
         sample = int((strange if bool(strange.any()) else ~(right if bool(right[0]) else left)).int().argmax())
-        wanted = "tokens side by side, padded on the side that all samples are padded on"
+        wanted = "tokens side by side, padded on the same side in all samples"
         raise ReplayError(f"mask of sample {sample}", wanted, there[sample].int().tolist())
     return counts[:, 0].tolist(), mask.shape[1], "right" if bool(right.all()) else "left"
 
@@ -77,13 +76,13 @@ def _padding(mask: torch.Tensor, samples: int) -> tuple[list[int], int, Side]:
 def packed(routes: Sequence[Routes], tokens: Sequence[int], split: Split = _WHOLE) -> torch.Tensor:
     """Targets ``[sum(tokens), layers, top_k]`` int64 of samples laid end to end in one row of tokens.
 
-    With a ``split``, of this rank's part of them, each sample padded as the split says.
+    With a ``split``, only this rank's part of them, each sample padded as the split says.
     """
     return torch.from_numpy(shard_packed(routes, tokens, split, missing="minus1", pad="minus1"))
 
 
 def recorded(capture: RoutingCapture) -> torch.Tensor:
-    """Targets ``[tokens, layers, top_k]`` int64 of the forward pass that ``capture`` has just seen, on its device.
+    """Targets ``[tokens, layers, top_k]`` int64 of the last forward pass of ``capture``, on its device.
 
     A copy: clearing the capture does not change them. Raises ``CaptureError`` as ``RoutingCapture.topk_ids`` does.
     """
@@ -96,18 +95,16 @@ def replay(
     targets: torch.Tensor,  # [..., layers, top_k] any integer dtype; -1 = the router's own choice
     *,
     spec: AuxBlockDataSpec | None = None,
-    routers: Mapping[int, nn.Module] | None = None,
 ) -> Iterator[None]:
     """Within the block, every routed layer of ``model`` uses the experts that ``targets`` names.
 
     The leading axes of ``targets`` are the model's flattened tokens, ``[batch, sequence]`` batch by batch. Every
     forward pass inside the block takes the same targets, so the block is one micro-batch: with gradient checkpointing
-    its backward pass too, because the recomputation routes again. A recomputation (``use_reentrant=False``) that finds
-    no replay or another micro-batch's is an error, never a silent mix.
+    its backward pass too, because the recomputation routes again. A recomputation (``use_reentrant=False``) without a
+    replay, or with another micro-batch's, is an error, never a silent mix.
 
-    ``spec`` (by default ``routing_spec_from_hf(model.config)``) says which layers route among how many experts;
-    ``routers`` names the router of each layer where ``find_routers`` cannot. Leaving the block leaves the model as it
-    was. Not for ``torch.compile``, nor for kernels that fuse the router with the experts.
+    ``spec`` (by default ``routing_spec_from_hf(model.config)``) says which layers route among how many experts. Leaving
+    the block leaves the model as it was. Not for ``torch.compile``, nor for kernels that fuse router and experts.
 
     Raises :class:`ReplayError` for targets that do not fit the model, for a token count that is not the batch's, and
     for a router that does not select by exactly one ``torch.topk`` over its experts.
@@ -115,7 +112,7 @@ def replay(
     if spec is None:
         config: Any = model.config
         spec = routing_spec_from_hf(config, block_tokens=1)
-    found = find_routers(model) if routers is None else dict(routers)
+    found = find_routers(model)
     layer_ids = spec.attrs["layer_ids"]
     if tuple(sorted(found)) != layer_ids:
         raise ReplayError("layers with a router", list(layer_ids), sorted(found))
@@ -148,7 +145,7 @@ class _Forced:
         self._num_experts = num_experts
         self._any_missing = any_missing
         self._number = torch.tensor(number)
-        self._shadowed = vars(router).get("forward")  # somebody's own forward on this one module, as accelerate sets
+        self._shadowed = vars(router).get("forward")  # an own forward of this one module, as accelerate sets
         self._forward: Callable[..., Any] = router.forward
 
     def install(self) -> None:
@@ -175,7 +172,7 @@ class _Forced:
 
 
 class _Selection(TorchFunctionMode):
-    """Answers the top-k over all experts with given ids; everything else is computed as asked."""
+    """Replaces the ids of the top-k over all experts by given ones; all other functions run unchanged."""
 
     def __init__(self, ids: torch.Tensor, any_missing: bool, num_experts: int, where: str) -> None:
         super().__init__()
@@ -184,8 +181,8 @@ class _Selection(TorchFunctionMode):
         self._any_missing = any_missing
         self._num_experts = num_experts
         self._where = where
-        # Group-limited routers blank out the groups that they do not choose. A recorded expert may be in one of those
-        # once the router has drifted: its score is the one before the blanks.
+        # Group-limited routers blank the groups that they do not choose. After a drift of the router a recorded expert
+        # may be in one of those: its score is the one before the blanks.
         self._blanked: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def __torch_function__(

@@ -1,9 +1,9 @@
 """Routes for verl: the agent loop's output, the padded batch, and the engine's jagged tensors.
 
-verl takes every layer of the model, dense ones included, as int16. A row that is not there reads as zeros, and verl
-replays whatever it is given but for the last row of each sequence, so a hole is an error here unless it is spelled:
-with distinct experts (``missing="spread"``), or with :func:`replay_mask`, which leaves the token to the router. A row
-that lacks a layer is a hole.
+verl takes every layer of the model, dense ones included, as int16. A missing row would read as zeros, and verl replays
+every row except the last of each sequence, so a hole is an error here unless it is spelled: with distinct experts
+(``missing="spread"``), or with :func:`replay_mask`, which leaves the token to the router. A row that lacks a layer is a
+hole.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvroute.replay.errors import ReplayError
-from kvroute.replay.rows import check_batch, counted, of_turn, read_rows, versions
+from kvroute.replay.rows import ReplayError, check_batch, counted, of_turn, read_rows, versions
 from kvroute.routes import Routes
 from kvroute.routes.fill import Missing
 
@@ -26,8 +25,8 @@ if TYPE_CHECKING:
 def agent_loop(routes: Routes, prompt: int, response: int, *, missing: Missing = "error") -> NDArray[np.int16]:
     """``AgentLoopOutput.routed_experts`` of one sample: int16 ``[prompt + response - 1, num_layers, top_k]``.
 
-    ``prompt`` and ``response`` are its tokens. verl adds the last row itself, as zeros. A response that was cut is
-    given the rows of what is left of it.
+    ``prompt`` and ``response`` are its tokens. verl adds the last row itself, as zeros. A response that was cut gets
+    the rows of its remaining tokens.
     """
     rows = read_rows(counted("prompt", prompt) + counted("response", response))
     return routes.materialize(rows, "all", "int16", missing)
@@ -36,14 +35,14 @@ def agent_loop(routes: Routes, prompt: int, response: int, *, missing: Missing =
 def delta(routes: Routes, held: int, tokens: int, *, missing: Missing = "error") -> NDArray[np.int16]:
     """``TokenOutput.routed_experts`` of a generation that resumes: int16, the rows ``[held, tokens - 1)``.
 
-    ``held`` are the rows that verl has of the attempts before, ``tokens`` all tokens at the end of this one: so many
-    rows as this attempt has tokens, which is what verl keeps of a resumed generation whatever it is given.
+    ``held`` is the number of rows that verl has from earlier attempts, ``tokens`` that of all tokens at the end of this
+    one. The result has as many rows as this attempt has tokens: verl keeps just those of a resumed generation.
     """
     return of_turn(routes, held, tokens, "int16", missing)
 
 
 def global_steps(routes: Routes, prompt: int, response: int) -> dict[str, int]:
-    """Of ``extra_fields``: the weights versions that computed a sample's rows: the last, the least and the largest."""
+    """For ``extra_fields``: the weights versions that computed a sample's rows: the last, the least and the largest."""
     found = versions(routes, counted("prompt", prompt) + counted("response", response))
     return {"global_steps": found[-1], "min_global_steps": min(found), "max_global_steps": max(found)}
 
@@ -60,7 +59,7 @@ def padded(
     """``DataProto.batch["routed_experts"]``: int16 ``[batch, prompt_length + response_length, num_layers, top_k]``.
 
     Prompts are padded on their left to ``prompt_length``, responses on their right to ``response_length``, as verl's
-    ``input_ids`` are. Padding and the last row are zeros, which verl leaves out.
+    ``input_ids`` are. Padding and the last row are zeros, which verl ignores.
     """
     import torch
 
@@ -74,7 +73,7 @@ def padded(
             wanted = f"at most {prompt_length} and {response_length} tokens"
             raise ReplayError(f"sample {i}", wanted, f"{prompt} and {response}")
         left = prompt_length - prompt
-        part.materialize(rows, "all", "int16", missing, out=batch[i, left : left + rows])
+        batch[i, left : left + rows] = part.materialize(rows, "all", "int16", missing)
     return torch.from_numpy(batch)
 
 
@@ -94,9 +93,9 @@ def jagged(routes: Sequence[Routes], tokens: Sequence[int], *, missing: Missing 
 
 
 def replay_mask(routes: Sequence[Routes], tokens: Sequence[int]) -> torch.Tensor:
-    """``set_router_replay_data(replay_mask=...)``: jagged bool ``[batch, tokens[i]]``, False where no whole row is.
+    """``set_router_replay_data(replay_mask=...)``: jagged bool ``[batch, tokens[i]]``, False without a whole row.
 
-    One bit is for all layers of a token: where a layer is missing the router chooses in all of them. Goes with rows
+    One bit is for all layers of a token: if a layer is missing, the router chooses in all of them. Use it with rows
     whose holes are spelled in any way; the last row of each sample is False.
     """
     import torch

@@ -1,4 +1,4 @@
-"""Where the routes of finished rollouts wait for trainers: a store is opened by its URL, and handed on by handles.
+"""Where the routes of finished rollouts wait for trainers: a URL opens a store, and handles find routes in it.
 
 ===============================================  =====================================================================
 ``file:///dir?layers=1&part=64KiB&sync=put``     :class:`~kvroute.rollout.local.LocalRollouts`: a directory
@@ -42,8 +42,8 @@ BUILT_IN: Final = {name: EntryPoint(name, f"kvroute.rollout.{opener}", GROUP) fo
 def open_rollouts(url: str) -> RolloutStore:
     """The rollout store at ``url``, ready for use; the caller closes it.
 
-    Raises :class:`ConfigError` for a scheme, parameter or value that cannot be, ``StorageError`` when the store is
-    there but cannot be used. An adapter is imported when its scheme is first asked for.
+    Raises :class:`ConfigError` for an invalid scheme, parameter or value, ``StorageError`` when the store is there but
+    cannot be used. An adapter is imported when its scheme is first asked for.
     """
     parsed = StoreUrl.parse(url)
     try:
@@ -59,7 +59,6 @@ __all__ = [
     "Absence",
     "RolloutCounters",
     "RolloutHandle",
-    "RolloutOpener",
     "RolloutStore",
     "fetch_shard",
     "open_rollouts",

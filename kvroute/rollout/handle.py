@@ -1,7 +1,7 @@
-"""A handle: what a trainer gets instead of the rows, and fetches them with; and how a store cuts them, as its URL says.
+"""A handle, with which a trainer fetches the rows; and how a store cuts them into parts, as its URL says.
 
-It says which put of which rollout it stands for, and how the rows are cut into parts, so that a rank of a trainer knows
-by itself which parts it needs. A few hundred bytes of JSON. Pure: no I/O.
+A handle names one put of one rollout, and says how the rows are cut into parts, so that a trainer's rank knows which
+parts it needs. A few hundred bytes of JSON. Pure: no I/O.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from kvroute.routes.wire import FIXED_NBYTES, HEADER_NBYTES_MAX, Extent, Header
 FORMAT: Final = "kvroute.rollout/3"
 PUT_ID_NBYTES: Final = 16
 PART_NBYTES: Final = 64 << 10
-"""Of a part at most, where nothing else is said."""
+"""The default largest size of a part."""
 LAYERS_MAX: Final = 1024
-"""Of a part: all layers of any model."""
+"""In a part: all layers of any model."""
 PART_NBYTES_MIN: Final = 64
 PART_NBYTES_MAX: Final = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class CutSettings:
-    """A part has ``layers`` of the layers, or as many as there are, and ``part_nbytes`` at most.
+    """A part has at most ``layers`` layers and ``part_nbytes`` bytes.
 
-    With one layer, or as many as a stage has, a rank of pipeline parallelism reads its layers and nothing else.
+    With one layer, or as many as a stage has, a rank of pipeline parallelism reads only its layers.
     """
 
     PARAMETERS: ClassVar[tuple[str, ...]] = ("layers", "part")
@@ -68,8 +68,8 @@ class CutSettings:
 class RolloutHandle(Extent, frozen=True, kw_only=True, omit_defaults=True):
     """One put of one rollout. ``put_id`` is 32 lower-case hex digits, new for every put.
 
-    ``store`` is the scheme of the store that it was put to. ``inline`` is the record itself, where that store keeps
-    none. ``header_nbytes`` are those of a record before its parts.
+    ``store`` is the scheme of the store that it was put to. ``inline`` is the record itself, if that store keeps none.
+    ``header_nbytes`` is the size of a record before its parts.
     """
 
     format: Literal["kvroute.rollout/3"] = FORMAT
@@ -81,7 +81,7 @@ class RolloutHandle(Extent, frozen=True, kw_only=True, omit_defaults=True):
 
     @classmethod
     def of(cls, store: str, header: Header, header_nbytes: int) -> Self:
-        """The handle of a stored record; its name is what :attr:`name` says."""
+        """The handle of a stored record, whose name is :attr:`name`."""
         put_id, _, rollout_id = header.name.partition(" ")
         fields = {name: getattr(header, name) for name in Extent.__struct_fields__}
         return cls(store=store, rollout_id=rollout_id, put_id=put_id, header_nbytes=header_nbytes, **fields)
@@ -90,8 +90,7 @@ class RolloutHandle(Extent, frozen=True, kw_only=True, omit_defaults=True):
     def from_json(cls, given: str | bytes | Mapping[str, Any]) -> Self:
         """The handle that :meth:`to_json` was called on, from its text or its content.
 
-        Raises :class:`InvalidInputError` naming the field for anything that cannot be one; nothing is allocated for
-        what it claims.
+        Raises :class:`InvalidInputError` naming the field for anything else; no memory is allocated for claimed sizes.
         """
         try:
             if isinstance(given, (str, bytes)):
@@ -110,7 +109,7 @@ class RolloutHandle(Extent, frozen=True, kw_only=True, omit_defaults=True):
         return f'{head[:-1]},"inline":"{b64encode_as_string(self.inline)}"}}' if self.inline else head
 
     def check(self) -> None:
-        """Raise :class:`InvalidInputError` unless the fields, each possible by itself, are possible together."""
+        """Raise :class:`InvalidInputError` unless the fields, each valid by itself, fit together."""
         checked_id(self.rollout_id, "rollout handle rollout_id")
         super().check()
         if self.part_tokens > 1 and self.grid.part_nbytes > PART_NBYTES_MAX:
@@ -119,5 +118,5 @@ class RolloutHandle(Extent, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def name(self) -> str:
-        """What the record is called that this handle is of."""
+        """The name of the handle's record."""
         return f"{self.put_id} {self.rollout_id}"

@@ -1,4 +1,4 @@
-"""What rollouts are called: FastDeploy's ids, made from request ids that clients choose, and safe as names of files.
+"""Names of rollouts: FastDeploy's ids, made from request ids that clients choose, and safe as file names.
 
 Pure: no I/O.
 """
@@ -12,7 +12,7 @@ from urllib.parse import quote
 from cache_manager.errors import InvalidInputError
 
 NAME_NBYTES_MAX: Final = 200
-"""Of a rollout id as the name of a directory."""
+"""Bytes of a rollout id as the name of a directory."""
 
 _REQUEST = re.compile(
     r"chatcmpl-(?P<user>.+)-[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}(_(?P<sample>[0-9]{1,6}))?",
@@ -22,14 +22,12 @@ _TURN = re.compile(r"(?P<prefix>.*:.*):(?P<turn>[0-9]{1,9}):(?P<segment>[^:]*)",
 
 
 def rollout_id_of(request_id: str, sample: int = 0) -> str:
-    """The rollout id of a request, as FastDeploy has it: what the client gave as ``user``.
+    """The rollout id of a request, as in FastDeploy: the client's ``user``.
 
-    A request id that begins with ``chatcmpl-`` has to be ``chatcmpl-<user>-<uuid4>``, with ``_<n>`` behind it or not;
-    any other is a rollout id as it stands. Samples after the first get ``_<sample>``: FastDeploy has one id for all
-    samples of a request, so that the last one would replace the others.
-
-    :class:`InvalidInputError` for what is neither; FastDeploy takes a request without a user for one whose user is the
-    first field of its UUID.
+    A request id that begins with ``chatcmpl-`` has to be ``chatcmpl-<user>-<uuid4>``, with or without a final ``_<n>``;
+    any other is a rollout id itself. Samples after the first get ``_<sample>``: FastDeploy has one id for all samples
+    of a request, so that the last one would replace the others. :class:`InvalidInputError` for other ids; FastDeploy
+    uses the first field of the UUID as user of a request without one.
 
     >>> rollout_id_of("chatcmpl-xxx_xxx_epoch_15:2:2:1-d9f16c5c-65f6-4815-b44d-14e2c581907c_0")
     'xxx_xxx_epoch_15:2:2:1'
@@ -41,14 +39,15 @@ def rollout_id_of(request_id: str, sample: int = 0) -> str:
         match = _REQUEST.fullmatch(request_id)
         if match is None:
             raise InvalidInputError(
-                "request id", "chatcmpl-<user>-<uuid4>, with _<n> behind it or not", repr(request_id)
+                "request id", "chatcmpl-<user>-<uuid4>, with or without a final _<n>", repr(request_id)
             )
         found = match["user"]
     return checked_id(f"{found}_{sample}" if sample else found)
 
 
 def previous_turn(rollout_id: str) -> str | None:
-    """The id of the turn before, of ``<data>:<generation>:<turn>:<segment>``; ``None`` for a first turn, or another id.
+    """The id of the turn before, if it is ``<data>:<generation>:<turn>:<segment>``; ``None`` for first turns and
+    others.
 
     >>> previous_turn("task_15:2:3:1"), previous_turn("task_15:2:0:1"), previous_turn("req-1")
     ('task_15:2:2:1', None, None)
@@ -60,20 +59,20 @@ def previous_turn(rollout_id: str) -> str | None:
 
 
 def checked_id(rollout_id: str, field: str = "rollout id") -> str:
-    """``rollout_id``, or :class:`InvalidInputError`: text that is not empty and not too long as a name of a file."""
+    """``rollout_id``, or :class:`InvalidInputError`: text that is not empty and not too long for a file name."""
     if not isinstance(rollout_id, str) or not rollout_id:
         raise InvalidInputError(field, "text that is not empty", repr(rollout_id))
     try:
         nbytes = len(rollout_id.encode())
     except UnicodeEncodeError as error:
         raise InvalidInputError(field, "text that UTF-8 can hold", repr(rollout_id)) from error
-    if nbytes > NAME_NBYTES_MAX or len(file_name(rollout_id)) > NAME_NBYTES_MAX:
+    if nbytes > NAME_NBYTES_MAX or (3 * nbytes > NAME_NBYTES_MAX and len(file_name(rollout_id)) > NAME_NBYTES_MAX):
         raise InvalidInputError(field, f"at most {NAME_NBYTES_MAX} bytes, percent-encoded", f"{nbytes} bytes")
     return rollout_id
 
 
 def file_name(rollout_id: str) -> str:
-    """A name for a directory that is different for every id and leads nowhere else: clients choose ids.
+    """A directory name that differs for every id and cannot leave the parent directory: clients choose ids.
 
     >>> file_name("task:1:0:0"), file_name("../../etc"), file_name("..")
     ('task:1:0:0', '%2E.%2F..%2Fetc', '%2E.')

@@ -3,11 +3,11 @@
 ::
 
     DIR/<rollout id, percent-encoded>.routes      the record of the last whole put
-    DIR/.<rollout id, percent-encoded>.partial    what a running or killed writer has so far
+    DIR/.<rollout id, percent-encoded>.partial the unfinished record of a running or killed writer
 
-A put is written into the second file and renamed to the first when it is whole. The second one is also the lock:
-its holder (``flock``) may change what the rollout's name stands for. What a killed writer has left is overwritten
-by the next put of that rollout, or removed with it.
+A put is written into the second file and renamed to the first when it is whole. The second one is also the lock: only
+its holder (``flock``) may change the first. The next put of the rollout overwrites what a killed writer has left; a
+delete removes it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import fcntl
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
@@ -26,21 +26,21 @@ from cache_manager.record import Buffer
 from cache_manager.storage.disk import Disk, open_regular, read_all, write_all
 from cache_manager.storage.url import StoreUrl
 from kvroute.rollout.handle import CutSettings, RolloutHandle
-from kvroute.rollout.ids import file_name
-from kvroute.rollout.parts import GoneError, Parts, PartStore, Read, header_of, parts_behind_header
+from kvroute.rollout.ids import checked_id, file_name
+from kvroute.rollout.parts import GoneError, Parts, PartStore, Read, Record, header_of, parts_behind_header
 
 LOCK_S: Final = 30.0
 """How long a writer waits for another one of the same rollout."""
 LOCK_POLL_S: Final = 0.002
-UNSYNCED_MAX: Final = 1024
-"""Puts that wait for a flush; one more flushes first."""
+UNSYNCED_MAX: Final = 16384
+"""Puts that wait for a flush; one more syncs the oldest, which the system has probably written long ago."""
 
 
 class LocalRollouts(PartStore):
     """A ``RolloutStore`` in a directory, which is made if it is not there.
 
-    ``sync`` says that a put returns when it is on the disk; without it :meth:`flush` and :meth:`close` see to that.
-    Safe from several threads, and from several processes that share the directory.
+    With ``sync`` a put returns when it is on the disk; without it :meth:`flush` and :meth:`close` sync. Safe from
+    several threads, and from several processes that share the directory.
     """
 
     scheme = "file"
@@ -57,21 +57,39 @@ class LocalRollouts(PartStore):
         with _translated(self.directory):
             self.directory.mkdir(parents=True, exist_ok=True)
 
-    def _write(self, handle: RolloutHandle, record: Sequence[Buffer]) -> RolloutHandle:
+    def has(self, rollout_id: str) -> bool:
+        """Whether a record is left under this id, sound or not: one look at the directory, without opening a file.
+
+        :class:`KVRouteError` for an invalid id, a closed store, and an unreadable directory.
+        """
+        self._check_open()
+        place = self._place(checked_id(rollout_id))
+        try:
+            os.lstat(place)
+        except FileNotFoundError:
+            return False
+        except OSError as error:
+            raise StorageError(f"rollouts at {place}: {error}") from error
+        return True
+
+    def _write(self, handle: RolloutHandle, record: Record) -> RolloutHandle:
         place = self._place(handle.rollout_id)
-        with _translated(place), self._alone(place) as (fd, partial):
-            write_all(self._disk, fd, record, 0, sum(map(len, record)))
-            if self._sync:
-                self._disk.sync(fd)
-            os.replace(partial, place)
+        with self._lock:
+            full = len(self._unsynced) >= UNSYNCED_MAX and place not in self._unsynced
+            oldest = next(iter(self._unsynced)) if full else None
+        if oldest is not None:  # before anything of this put can be read
+            self._sync_file(oldest)
+        with _translated(place):
+            with self._alone(place, becomes=True) as fd:
+                write_all(self._disk, fd, record, 0, sum(map(len, record)))
+                if self._sync:
+                    self._disk.sync(fd)
             if self._sync:
                 self._sync_path(self.directory)
         if not self._sync:
             with self._lock:
+                self._unsynced.pop(place, None)
                 self._unsynced[place] = None
-                full = len(self._unsynced) > UNSYNCED_MAX
-            if full:
-                self._flush()
         return handle
 
     @contextmanager
@@ -87,33 +105,43 @@ class LocalRollouts(PartStore):
         place = self._place(handle.rollout_id)
         with _translated(place), self._alone(place), suppress(GoneError, InvalidInputError):
             with self._reading(place) as read:
-                header, _ = header_of(read)  # a damaged one may be of another put, and stays
+                header, _ = header_of(read)  # a damaged record may be of another put, and stays
             if header.name == handle.name:
                 os.unlink(place)
 
     @contextmanager
-    def _alone(self, place: str) -> Iterator[tuple[int, str]]:
-        """The empty file that may become ``place``, while nobody else changes that name; who fails leaves none."""
+    def _alone(self, place: str, *, becomes: bool = False) -> Iterator[int]:
+        """The empty partial file, which then ``becomes`` the file at ``place``, or is removed, as after a failure.
+
+        No other writer changes ``place`` meanwhile.
+        """
         directory, name = os.path.split(place)
         partial = f"{directory}/.{name.removesuffix('.routes')}.partial"
         while True:
             fd = open_regular(partial, os.O_WRONLY | os.O_CREAT)
             try:
                 _lock(fd)
-                if _is_called(fd, partial):  # else it was renamed or removed while this one waited
-                    os.ftruncate(fd, 0)
-                    try:
-                        yield fd, partial
-                    finally:
-                        if _is_called(fd, partial):
-                            os.unlink(partial)
-                    return
+                if (found := _called(fd, partial)) is None:  # it was renamed or removed during the wait
+                    continue
+                try:
+                    if found.st_size:  # a truncation makes ext4 write the file at its close
+                        os.ftruncate(fd, 0)
+                    yield fd
+                    if becomes:
+                        os.replace(partial, place)
+                except BaseException:
+                    with suppress(FileNotFoundError):
+                        os.unlink(partial)
+                    raise
+                if not becomes:
+                    os.unlink(partial)
+                return
             finally:
                 os.close(fd)
 
     @contextmanager
     def _reading(self, place: str) -> Iterator[Read]:
-        """Reads a file, which stays the same whatever becomes of its name."""
+        """Read a file, which stays the same even if its name changes."""
         with _translated(place):
             fd = open_regular(place, os.O_RDONLY)
             try:
@@ -135,20 +163,26 @@ class LocalRollouts(PartStore):
 
     def _flush(self) -> None:
         with self._lock:
-            places, self._unsynced = list(self._unsynced), {}
+            places = list(self._unsynced)
+        for place in places:
+            self._sync_file(place)
+        with _translated(self.directory):
+            self._sync_path(self.directory)
+
+    def _sync_file(self, place: str) -> None:
+        """Sync one put. A put meanwhile waits for the next flush, as does a file that cannot be synced."""
+        with self._lock:
+            self._unsynced.pop(place, None)
         try:
-            with _translated(self.directory):
-                for place in places:
-                    with suppress(FileNotFoundError):  # deleted meanwhile
-                        self._sync_path(place)
-                self._sync_path(self.directory)
+            with _translated(place), suppress(FileNotFoundError):  # deleted meanwhile
+                self._sync_path(place)
         except BaseException:
             with self._lock:
-                self._unsynced |= dict.fromkeys(places)
+                self._unsynced.setdefault(place)
             raise
 
     def _sync_path(self, path: str | Path) -> None:
-        """Of a directory its entries, of a file its bytes."""
+        """Sync a directory's entries, or a file's bytes."""
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             self._disk.sync(fd)
@@ -169,17 +203,17 @@ def _lock(fd: int) -> None:
             time.sleep(LOCK_POLL_S)
 
 
-def _is_called(fd: int, path: str) -> bool:
-    """Whether ``path`` is the name of this open file."""
+def _called(fd: int, path: str) -> os.stat_result | None:
+    """The status of this open file, if ``path`` is still its name."""
     try:
-        return os.path.samestat(os.fstat(fd), os.lstat(path))
+        return found if os.path.samestat(found := os.fstat(fd), os.lstat(path)) else None
     except FileNotFoundError:
-        return False
+        return None
 
 
 @contextmanager
 def _translated(path: str | Path) -> Iterator[None]:
-    """``OSError`` becomes :class:`StorageError`, and :class:`GoneError` where there is no such file."""
+    """``OSError`` becomes :class:`StorageError`, or :class:`GoneError` if there is no such file."""
     try:
         yield
     except OSError as error:

@@ -1,10 +1,10 @@
 """Rollouts as objects in a Mooncake pool.
 
 The header of a rollout's record and every part are objects of their own, named by the put and a number. They are
-written before anybody learns the put's id, and never change; the header proves the parts. A pointer, an object of fixed
-size under the rollout's name, says which put is the last one: that of the largest number. A number has one of few
-places, taken by the first writer; the pointer before goes when the next one is there. A caller that has a handle needs
-no pointer.
+written before any reader learns the put's id, and never change; the header proves the parts. A pointer, an object of
+fixed size under the rollout's name, names a put; the pointer with the largest number names the last one. A number has
+one of few places, which the first writer takes; the old pointer is removed when the next one is there. A caller with a
+handle needs no pointer.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from itertools import pairwise
 from typing import Final
 
 import msgspec
@@ -25,25 +26,26 @@ from cache_manager.storage.batch import chunks
 from cache_manager.storage.mooncake import open_mooncake_store
 from cache_manager.storage.url import StoreUrl
 from kvroute.rollout.handle import CutSettings, RolloutHandle
-from kvroute.rollout.parts import GoneError, Parts, PartStore, Read
+from kvroute.rollout.parts import GoneError, Parts, PartStore, Read, Record
+from kvroute.routes.parts import Range
 
 POINTER_NBYTES: Final = 4096
 BATCH_NBYTES: Final = 8 << 20
-"""Of the records of one call."""
+"""Bytes of the records of one call."""
 SCOPE: Final = b"rollouts"
 """The first bytes of every key here; a block's key begins with the digest of its namespace and layout."""
 FINGERPRINT: Final = hashlib.blake2b(b"kvroute.rollout/3", digest_size=16).digest()
 """The layout of every record here."""
 PLACES: Final = 64
-"""Of a rollout's pointers; all but one are free, unless many writers put it at once or removing one failed."""
+"""Places of a rollout's pointers; all but one are free, unless many writers put it at once or removing one failed."""
 LAYERS: Final = 4
-"""Of a part, where nothing else is said: every object costs the pool's master memory and a caller time."""
+"""The default number of layers in a part: every object costs the pool's master memory and a caller time."""
 HEADER: Final = -1
-"""The number of the record that is no part."""
+"""The number of the header's record, which is not a part."""
 
 
 class Pointer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Which put was the last one, unless another pointer has a larger number."""
+    """Names the last put, unless another pointer has a larger number."""
 
     number: int
     handle: RolloutHandle
@@ -58,8 +60,9 @@ class MooncakeRollouts(PartStore):
         self.backend = backend
         super().__init__("the rollout store", cut)
 
-    def _write(self, handle: RolloutHandle, record: Sequence[Buffer]) -> RolloutHandle:
-        header, *parts = record
+    def _write(self, handle: RolloutHandle, record: Record) -> RolloutHandle:
+        header, body = record
+        parts: list[Buffer] = [body[a:b] for a, b in pairwise(handle.grid.starts(0, handle.grid.parts))]
         keys = keys_of(handle, [*range(len(parts)), HEADER])
         try:
             for batch in chunks(zip(keys, [*parts, header], strict=True), lambda each: len(each[1]), BATCH_NBYTES):
@@ -68,33 +71,37 @@ class MooncakeRollouts(PartStore):
                     raise StorageError(f"rollout {handle.rollout_id}: no room for {lost} of {len(batch)} parts")
             before = self._point(handle)
         except BaseException:
-            with suppress(StorageError):  # as far as the backend still answers
+            with suppress(StorageError):  # if the backend still answers
                 self.backend.delete(keys)
             raise
         if before is not None:
-            with suppress(StorageError):  # nobody finds it any more; the pool evicts it
-                place = pointers_of(handle.rollout_id)[before.number % PLACES]
-                self.backend.delete([place, *keys_of(before.handle, [*range(before.handle.grid.parts), HEADER])])
+            key, earlier = before[0], before[1].handle
+            with suppress(StorageError):  # it is not found any more; the pool evicts it
+                self.backend.delete([key, *keys_of(earlier, [*range(earlier.grid.parts), HEADER])])
         return handle
 
     def _find(self, rollout_id: str) -> RolloutHandle | None:
-        pointer = self._pointer(rollout_id)
-        return None if pointer is None else pointer.handle
+        pointers = self._pointers(rollout_id)
+        return pointers[-1][1].handle if pointers else None
 
     @contextmanager
     def _opened(self, handle: RolloutHandle) -> Iterator[tuple[Read, Parts]]:
         (header,) = self._load(handle, [HEADER], [handle.header_nbytes])
 
-        def parts(numbers: Sequence[int]) -> Iterator[tuple[int, Buffer]]:
-            for batch in chunks(numbers, handle.grid.nbytes_of, BATCH_NBYTES):
-                yield from zip(batch, self._load(handle, batch, map(handle.grid.nbytes_of, batch)), strict=True)
+        def parts(runs: Sequence[Range]) -> Iterator[tuple[Range, Buffer]]:
+            starts = ((run, handle.grid.starts(*run)) for run in runs)
+            sizes = {n: b - a for run, at in starts for n, (a, b) in zip(range(*run), pairwise(at), strict=True)}
+            for batch in chunks(sizes, sizes.__getitem__, BATCH_NBYTES):
+                content = self._load(handle, batch, map(sizes.__getitem__, batch))
+                yield from (((n, n + 1), each) for n, each in zip(batch, content, strict=True))
 
         yield lambda at, nbytes: header[at : at + nbytes], parts
 
     def _delete(self, handle: RolloutHandle) -> None:
-        last = self._pointer(handle.rollout_id)
-        pointers = pointers_of(handle.rollout_id) if last is not None and last.handle.put_id == handle.put_id else []
-        self.backend.delete([*pointers, *keys_of(handle, [*range(handle.grid.parts), HEADER])])
+        pointers = self._pointers(handle.rollout_id)
+        # Those that were seen, and no others: a put just now has another place.
+        seen = [key for key, _ in pointers] if pointers and pointers[-1][1].handle.put_id == handle.put_id else []
+        self.backend.delete([*seen, *keys_of(handle, [*range(handle.grid.parts), HEADER])])
 
     def _flush(self) -> None:
         self.backend.flush()
@@ -105,7 +112,7 @@ class MooncakeRollouts(PartStore):
     # ---------------------------------------------------------------- records
 
     def _load(self, handle: RolloutHandle, numbers: Sequence[int], sizes: Iterable[int]) -> list[bytearray]:
-        """Records of a rollout; its header says whether they are the right ones."""
+        """Records of a rollout; the rollout's header proves them."""
         room = [bytearray(nbytes) for nbytes in sizes]
         found = self.backend.get_into(keys_of(handle, numbers), [memoryview(each) for each in room])
         if Absence.CORRUPT in found:
@@ -114,8 +121,8 @@ class MooncakeRollouts(PartStore):
             raise GoneError(f"rollout {handle.rollout_id}: not all parts are there")
         return room
 
-    def _pointer(self, rollout_id: str) -> Pointer | None:
-        """The pointer of the largest number. One that is damaged is counted, and removed."""
+    def _pointers(self, rollout_id: str) -> list[tuple[BlockKey, Pointer]]:
+        """The pointers by their numbers, with their keys. One that is damaged is counted, and removed."""
         places = pointers_of(rollout_id)
         keys = [key for key, there in zip(places, self.backend.contains(places), strict=True) if there]
         room = [bytearray(POINTER_NBYTES) for _ in keys]
@@ -127,17 +134,17 @@ class MooncakeRollouts(PartStore):
             try:
                 if isinstance(header, Absence):
                     raise InvalidInputError("pointer", "a record", header.value)
-                pointers.append(_unpacked(page, rollout_id))
+                pointers.append((key, _unpacked(page, rollout_id)))
             except InvalidInputError:
                 self._count(corrupt=1)
-                with suppress(StorageError):  # it is found damaged again, then
+                with suppress(StorageError):  # then it is found damaged again
                     self.backend.delete([key])
-        return max(pointers, key=lambda pointer: pointer.number, default=None)
+        return sorted(pointers, key=lambda each: each[1].number)
 
-    def _point(self, handle: RolloutHandle) -> Pointer | None:
+    def _point(self, handle: RolloutHandle) -> tuple[BlockKey, Pointer] | None:
         """Make this the put that is found by its rollout's name; the pointer before."""
-        before, places = self._pointer(handle.rollout_id), pointers_of(handle.rollout_id)
-        first = 0 if before is None else before.number + 1
+        pointers, places = self._pointers(handle.rollout_id), pointers_of(handle.rollout_id)
+        first = pointers[-1][1].number + 1 if pointers else 0
         for number in range(first, first + PLACES):
             page = _packed(Pointer(number, handle))
             header = _header(places[number % PLACES], page)
@@ -145,7 +152,7 @@ class MooncakeRollouts(PartStore):
             if stored is None:
                 raise StorageError(f"rollout {handle.rollout_id}: no room for a record of {POINTER_NBYTES} bytes")
             if stored.payload_xxh3 == header.payload_xxh3:  # else another writer was here first
-                return before
+                return pointers[-1] if pointers else None
         raise StorageError(f"rollout {handle.rollout_id} has {PLACES} pointers; delete it first")
 
 
@@ -167,7 +174,7 @@ def _key(kind: bytes, name: bytes) -> BlockKey:
 
 def _header(key: BlockKey, content: Buffer) -> RecordHeader:
     xxh3 = checksum(content)
-    return RecordHeader(key, FINGERPRINT, 0, xxh3 or 1, b"", len(content), xxh3)  # equal content is of one origin
+    return RecordHeader(key, FINGERPRINT, 0, xxh3 or 1, b"", len(content), xxh3)  # equal content has the same origin
 
 
 def _packed(pointer: Pointer) -> bytes:

@@ -1,8 +1,8 @@
-"""Routes as NeMo-RL's policy workers take them by reference: ``nemo_rl.routed_experts_ref.v1``.
+"""Routes by reference for NeMo-RL's policy workers: ``nemo_rl.routed_experts_ref.v1``.
 
-A reference is a few hundred bytes of JSON. It names an actor, which answers the rows of a sample, or ranges of them, as
-int16 ``[tokens, layers, top_k]``; -1 says that a row is not known. This actor speaks that for routes of kvroute: what
-:func:`reference` puts into it is its own until NeMo-RL retires the weights version that the rows are for.
+A reference is a few hundred bytes of JSON. It names an actor, which returns the rows of a sample, or ranges of them, as
+int16 ``[tokens, layers, top_k]``, -1 for an unknown row. This actor does that for routes of kvroute: it keeps the rows
+of :meth:`References.put` until NeMo-RL retires the weights version that they are for.
 """
 
 from __future__ import annotations
@@ -37,22 +37,22 @@ class Source:
         key = _key(ref)
         if key in self._objects or key[0] <= self._retired:
             raise ValueError(f"wanted a new one for weights after version {self._retired}, got {key}")
-        self._objects[key] = ray.put(rows), rows.shape  # the actor's own, whatever becomes of the caller
+        self._objects[key] = ray.put(rows), rows.shape  # owned by the actor, even if the caller ends
 
     def get_ref(self, ref: Mapping[str, Any]) -> dict[str, Any]:
-        """The object, which the worker reads from the store of its own node."""
+        """The object's reference; the worker reads the object from the store of its own node."""
         found, shape = self._found(ref)
         nbytes = 2 * int(np.prod(shape, dtype=np.int64))
         return {"object_ref": found, "shape": list(shape), "dtype": "int16", "nbytes": nbytes}
 
     def get_ranges(self, refs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """The rows of each reference, end to end, and no others."""
+        """Only the rows of these references, end to end."""
         rows = [ray.get(self._found(ref)[0])[ref["offset"] : ref["offset"] + ref["length"]] for ref in refs]
         values = np.concatenate(rows)
         return {"values": values, "shape": list(values.shape), "dtype": "int16", "nbytes": values.nbytes}
 
     def retire_through(self, target_weight_version: int) -> dict[str, int]:
-        """Forget what is for weights of this version and before; nothing of them is taken any more."""
+        """Forget the rows for weights up to this version; refuse further ones."""
         self._retired = max(self._retired, target_weight_version)
         old = [key for key in self._objects if key[0] <= self._retired]
         nbytes = sum(2 * int(np.prod(self._objects.pop(key)[1], dtype=np.int64)) for key in old)
@@ -67,7 +67,7 @@ class Source:
 
 
 class References:
-    """Makes references; the actor behind them lives as long as this object, and is told to the ``run``'s registry."""
+    """Makes references; their actor lives as long as this object, and is registered with the ``run``."""
 
     def __init__(self, run: str | None = None) -> None:
         self.instance = uuid.uuid4().hex
@@ -81,10 +81,10 @@ class References:
     def put(
         self, routes: Routes, tokens: int, *, request_id: str, task: int, rollout: int, weights_version: int
     ) -> dict[str, Any]:
-        """The reference of a sample of ``tokens`` tokens, whose last row, and all that are missing, say -1.
+        """The reference of a sample of ``tokens`` tokens; its last row and all missing rows are -1.
 
-        ``weights_version`` is the one that the rows are trained for. :class:`InvalidInputError` for more experts than
-        int16 names, and for a reference that there is.
+        ``weights_version`` is that of the training step that uses the rows. :class:`InvalidInputError` for more experts
+        than int16 can name, and for an existing reference.
         """
         if routes.layout.num_experts > 1 << 15:
             raise InvalidInputError("num_experts", f"at most {1 << 15}", routes.layout.num_experts)
@@ -105,7 +105,7 @@ class References:
         }
         try:
             ray.get(self.source.put.remote(ref, rows))
-        except ValueError as error:  # what an actor raises has to cross by pickle, which ours do not
+        except ValueError as error:  # an actor's error crosses by pickle, which ours do not support
             raise InvalidInputError("reference", "one that can be put", error) from error
         return ref
 

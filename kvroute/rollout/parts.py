@@ -1,7 +1,7 @@
-"""What every rollout store here does: rows become a record, and what comes back is proved part by part.
+"""The common part of the rollout stores: it makes records of rows, and verifies each part that is read.
 
-A store of its own says where a record's header and parts lie: four methods, which raise ``StorageError`` when they
-fail, :class:`GoneError` for what is not there, and ``InvalidInputError`` for what is damaged.
+A store adds where a record's header and parts lie: four methods, which raise ``StorageError`` when they fail,
+:class:`GoneError` for missing data, and ``InvalidInputError`` for damaged data.
 """
 
 from __future__ import annotations
@@ -9,10 +9,9 @@ from __future__ import annotations
 import os
 import threading
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
-from itertools import groupby
 from typing import ClassVar, Final
 
 from msgspec.structs import replace as with_fields
@@ -30,47 +29,44 @@ from kvroute.routes.wire import FIXED_NBYTES, Header, header_nbytes, record, unp
 
 
 class GoneError(StorageError):
-    """What was asked for is not there."""
+    """The requested data is not there."""
 
 
+Record = tuple[bytes, memoryview]
+"""The bytes of a header, and of all parts behind it."""
 Read = Callable[[int, int], Buffer]
-"""So many bytes at an offset of a record, fewer at its end."""
+"""``(offset, nbytes)``: that many bytes of a record, fewer at its end."""
 BATCH_NBYTES: Final = 16 << 20
-"""Of parts that are read at once."""
+"""Bytes of parts that are read at once."""
 
 
-Parts = Callable[[Sequence[int]], Iterable[tuple[int, Buffer]]]
-"""The numbers and bytes of the parts of a record with these numbers."""
+Parts = Callable[[Sequence[Range]], Iterable[tuple[Range, Buffer]]]
+"""The bytes of runs of parts ``[first, stop)`` of a record, whole or run by shorter run."""
 
 
 def parts_behind_header(handle: RolloutHandle, read: Callable[[list[Range]], Sequence[Buffer]]) -> Parts:
-    """Of a record whose parts lie behind its header; parts side by side are one range.
-
-    ``read`` answers so many bytes at several offsets.
-    """
+    """Of a record whose parts lie behind its header. ``read`` answers so many bytes at several offsets."""
     grid, first = handle.grid, handle.header_nbytes
+    most = max(1, BATCH_NBYTES // grid.part_nbytes)
 
-    def parts(numbers: Sequence[int]) -> Iterator[tuple[int, Buffer]]:
-        for batch in chunks(numbers, grid.nbytes_of, BATCH_NBYTES):
-            runs = [[n for _, n in run] for _, run in groupby(enumerate(batch), lambda each: each[1] - each[0])]
-            wanted = [(first + grid.offset_of(run[0]), sum(map(grid.nbytes_of, run))) for run in runs]
-            for run, content in zip(runs, read(wanted), strict=True):
-                view, at = memoryview(content), 0
-                for number in run:
-                    yield number, view[at : (at := at + grid.nbytes_of(number))]
+    def parts(runs: Sequence[Range]) -> Iterator[tuple[Range, Buffer]]:
+        shorter = ((at, min(at + most, stop)) for start, stop in runs for at in range(start, stop, most))
+        for batch in chunks(shorter, grid.nbytes_of, BATCH_NBYTES):
+            wanted = [(first + grid.starts(run[0], run[0])[0], grid.nbytes_of(run)) for run in batch]
+            yield from zip(batch, read(wanted), strict=True)
 
     return parts
 
 
 def header_of(read: Read) -> tuple[Header, int]:
-    """A record's header, and how many bytes it has; :class:`InvalidInputError` names the first thing that is wrong."""
+    """A record's header, and how many bytes it has; :class:`InvalidInputError` names the first wrong field."""
     fixed = read(0, FIXED_NBYTES)
     nbytes = header_nbytes(fixed)
     return unpack(fixed, read(FIXED_NBYTES, nbytes)), FIXED_NBYTES + nbytes
 
 
 class PartStore(ABC):
-    """A ``RolloutStore`` but for where things lie. ``name`` is for messages."""
+    """A ``RolloutStore`` except for where records lie. ``name`` is for messages."""
 
     scheme: ClassVar[str]
 
@@ -79,15 +75,15 @@ class PartStore(ABC):
         self._cut = cut or CutSettings()
         self._closed = False
         self._counting = threading.Lock()
-        self._counters = RolloutCounters()
+        self._counts: Counter[str] = Counter()
 
     @abstractmethod
-    def _write(self, handle: RolloutHandle, record: Sequence[Buffer]) -> RolloutHandle:
-        """Store header and parts, make it the put that is found, and answer the handle; or leave nothing and raise."""
+    def _write(self, handle: RolloutHandle, record: Record) -> RolloutHandle:
+        """Store a record, make it the put that is found, and answer the handle; or leave nothing and raise."""
 
     @abstractmethod
     def _opened(self, handle: RolloutHandle) -> AbstractContextManager[tuple[Read, Parts]]:
-        """One stored record, for as long as it is read: bytes of its header, and its parts."""
+        """One stored record, open for the ``with`` block: readers of its header and of its parts."""
 
     @abstractmethod
     def _find(self, rollout_id: str, /) -> RolloutHandle | None: ...
@@ -95,8 +91,8 @@ class PartStore(ABC):
     @abstractmethod
     def _delete(self, handle: RolloutHandle) -> None: ...
 
-    def _flush(self) -> None:  # noqa: B027 - most have nothing to do
-        """Nothing to wait for, unless a store has stable storage."""
+    def _flush(self) -> None:  # noqa: B027 - most stores have nothing to do
+        """Does nothing, unless a store has stable storage."""
 
     def _close(self) -> None:  # noqa: B027
         """Called once."""
@@ -106,7 +102,7 @@ class PartStore(ABC):
     @property
     def counters(self) -> RolloutCounters:
         with self._counting:
-            return self._counters
+            return RolloutCounters(**self._counts)
 
     def put(self, rollout_id: str, routes: Routes) -> RolloutHandle:
         self._check_open()
@@ -117,7 +113,7 @@ class PartStore(ABC):
             packed = header.pack()
             handle = RolloutHandle.of(self.scheme, header, len(packed))
             handle.check()
-            handle = self._write(handle, [packed, *parts])
+            handle = self._write(handle, (packed, parts))
         except BaseException:
             self._count(put_failures=1)
             raise
@@ -142,13 +138,13 @@ class PartStore(ABC):
         self, handle: RolloutHandle, layers: Sequence[int] | None = None, spans: Sequence[Range] | None = None
     ) -> list[Routes] | Absence:
         self._check_open()
-        grid, (chosen, rows) = handle.grid, _wanted(handle, layers, spans)
-        numbers = grid.needed(chosen, rows)
+        chosen, rows = _wanted(handle, layers, spans)
         try:
             with self._opened(handle) as (read, parts):
                 header = _checked(handle, *header_of(read))
                 # Only now is the handle known to be one that was put, and what it claims made room for.
-                ids = header.ids(parts(numbers), chosen, rows)
+                needed = header.grid.needed(chosen, rows)
+                ids = header.ids(parts(needed), chosen, rows)
             found = [Routes.of_record(header, each, first, chosen) for each, (first, _) in zip(ids, rows, strict=True)]
         except GoneError:
             self._count(misses=1)
@@ -156,7 +152,7 @@ class PartStore(ABC):
         except InvalidInputError:
             self._count(corrupt=1)
             return Absence.CORRUPT
-        self._count(hits=1, get_nbytes=handle.header_nbytes + sum(map(grid.nbytes_of, numbers)))
+        self._count(hits=1, get_nbytes=handle.header_nbytes + sum(map(header.grid.nbytes_of, needed)))
         return found
 
     def delete(self, handle: RolloutHandle) -> None:
@@ -182,7 +178,7 @@ class PartStore(ABC):
 
     def _count(self, **by: int) -> None:
         with self._counting:
-            self._counters = replace(self._counters, **{k: getattr(self._counters, k) + n for k, n in by.items()})
+            self._counts.update(by)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -192,7 +188,7 @@ class PartStore(ABC):
 def _wanted(
     handle: RolloutHandle, layers: Sequence[int] | None, spans: Sequence[Range] | None
 ) -> tuple[tuple[int, ...], tuple[Range, ...]]:
-    """Indices of the layers with these ids, and ranges of rows; :class:`InvalidInputError` for what there is not."""
+    """Indices of the layers with these ids, and ranges of rows; :class:`InvalidInputError` if there are none."""
     layer_ids, start, stop = handle.layout.layer_ids, handle.start, handle.stop
     asked = set(layer_ids if layers is None else layers)
     chosen = tuple(i for i, layer in enumerate(layer_ids) if layer in asked)
@@ -206,7 +202,7 @@ def _wanted(
 
 
 def _checked(handle: RolloutHandle, header: Header, nbytes: int) -> Header:
-    """``header``, if it is of this very put; ``GoneError`` if of another one, else ``InvalidInputError``."""
+    """``header``, if it is of this put; ``GoneError`` if of another put of the rollout, else ``InvalidInputError``."""
     found, told = RolloutHandle.of(handle.store, header, nbytes), with_fields(handle, inline=b"")
     if found != told:
         if found.rollout_id == handle.rollout_id and found.put_id != handle.put_id:

@@ -1,14 +1,14 @@
-"""Rollouts as Ray objects, one a record, owned by a named actor.
+"""Rollouts as Ray objects, one per record, owned by a named actor.
 
-The owner is the lease. Objects live as long as the actor has them, whatever becomes of the process that put them;
-deleting a rollout, putting it again, or ending the actor (``ray.kill(ray.get_actor(NAME, namespace="kvroute"))``) gives
-their memory back. A rank asks the owner for the parts that it needs, and these alone cross between nodes, as an object
-that the rank reads from the memory of its own node.
+The actor's ownership keeps objects alive, even if the process that put them ends; deleting a rollout, putting it again,
+or ending the actor (``ray.kill(ray.get_actor(NAME, namespace="kvroute"))``) gives their memory back. A rank asks the
+owner for the parts that it needs; only these cross between nodes, as an object that the rank reads from its own node's
+memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from itertools import accumulate
 from typing import Any, Final
@@ -22,7 +22,7 @@ from cache_manager.errors import StorageError
 from cache_manager.record import Buffer
 from cache_manager.storage.url import StoreUrl
 from kvroute.rollout.handle import CutSettings, RolloutHandle
-from kvroute.rollout.parts import GoneError, Parts, PartStore, Read, parts_behind_header
+from kvroute.rollout.parts import GoneError, Parts, PartStore, Read, Record, parts_behind_header
 from kvroute.routes.parts import Range
 
 NAMESPACE: Final = "kvroute"
@@ -35,14 +35,14 @@ class Owner:
         self._last: dict[str, tuple[str, Any]] = {}  # a handle's JSON, and the reference to the record
 
     def put(self, rollout_id: str, handle: str, record: NDArray[np.uint8]) -> None:
-        # The caller of ray.put owns the object: the caller's array is its own, and gone with it.
+        # The caller of ray.put owns the object: one made by the client would be gone with it.
         self._last[rollout_id] = handle, ray.put(record)
 
     def find(self, rollout_id: str) -> str | None:
         return self._last.get(rollout_id, (None,))[0]
 
     def read(self, rollout_id: str, handle: str, ranges: list[Range]) -> NDArray[np.uint8] | None:
-        """So many bytes at each offset, end to end; ``None`` where that put is not there."""
+        """The bytes of each range (offset, nbytes), end to end; ``None`` if that put is not there."""
         found, reference = self._last.get(rollout_id, (None, None))
         if found != handle:
             return None
@@ -55,10 +55,10 @@ class Owner:
 
 
 class RayRollouts(PartStore):
-    """A ``RolloutStore`` in the cluster that this process is connected to; else it connects to the one of this machine.
+    """A ``RolloutStore`` in the Ray cluster that this process is connected to, or else in this machine's.
 
-    ``name`` is that of the owner, which is started where there is none, and outlives this store. A call that takes
-    longer than ``timeout_s`` is a ``StorageError``. Rollouts whose owner has ended are misses.
+    ``name`` is that of the owner, which is started if there is none, and outlives this store. A call that takes longer
+    than ``timeout_s`` is a ``StorageError``. Rollouts whose owner has ended are misses.
     """
 
     scheme = "ray"
@@ -75,7 +75,7 @@ class RayRollouts(PartStore):
         options = {"name": self._owner_name, "namespace": NAMESPACE, "lifetime": "detached", "get_if_exists": True}
         return ray.remote(num_cpus=0)(Owner).options(**options).remote()
 
-    def _write(self, handle: RolloutHandle, record: Sequence[Buffer]) -> RolloutHandle:
+    def _write(self, handle: RolloutHandle, record: Record) -> RolloutHandle:
         self._ask("put", handle.rollout_id, handle.to_json(), np.frombuffer(b"".join(record), np.uint8))
         return handle
 
@@ -104,12 +104,12 @@ class RayRollouts(PartStore):
             try:
                 return ray.get(getattr(self._owner, what).remote(*values), timeout=self._timeout_s)
             except ActorDiedError:
-                self._owner = self._started()  # for the next call; what the old one had is gone
+                self._owner = self._started()  # for the next call; the old one's rollouts are gone
                 raise
 
     @contextmanager
     def _translated(self) -> Iterator[None]:
-        """Ray's errors become ``StorageError``, and :class:`GoneError` where the owner, or an object, is no more."""
+        """Ray's errors become ``StorageError``, or :class:`GoneError` if the owner, or an object, is gone."""
         try:
             yield
         except (RayError, ConnectionError, RuntimeError) as error:

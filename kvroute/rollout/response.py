@@ -1,8 +1,8 @@
-"""Rollouts that nobody stores: the handle carries the rows, and goes into the answer to the request."""
+"""Rollouts without a store: the handle carries the rows, and goes into the answer to the request."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from msgspec.structs import replace
@@ -10,11 +10,11 @@ from msgspec.structs import replace
 from cache_manager.record import Buffer
 from cache_manager.storage.url import StoreUrl
 from kvroute.rollout.handle import LAYERS_MAX, CutSettings, RolloutHandle
-from kvroute.rollout.parts import GoneError, Parts, PartStore, Read, parts_behind_header
+from kvroute.rollout.parts import GoneError, Parts, PartStore, Read, Record, parts_behind_header
 
 
 class ResponseRollouts(PartStore):
-    """A ``RolloutStore`` that keeps nothing: ``find`` answers ``None``, and deleting changes nothing.
+    """A ``RolloutStore`` that keeps nothing: ``find`` returns ``None``, and deleting changes nothing.
 
     The record is ``handle.inline``.
     """
@@ -24,7 +24,7 @@ class ResponseRollouts(PartStore):
     def __init__(self) -> None:
         super().__init__("the rollout store", CutSettings(LAYERS_MAX))
 
-    def _write(self, handle: RolloutHandle, record: Sequence[Buffer]) -> RolloutHandle:
+    def _write(self, handle: RolloutHandle, record: Record) -> RolloutHandle:
         return replace(handle, inline=b"".join(record))
 
     @contextmanager

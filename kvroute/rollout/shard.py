@@ -1,4 +1,4 @@
-"""What one rank of a trainer fetches: the rows of its tokens, in the layers of its pipeline stage, and nothing else."""
+"""The fetch of one rank of a trainer: only the rows of its tokens, in the layers of its pipeline stage."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ def fetch_shard(
 ) -> NDArray[Any]:
     """:func:`~kvroute.routes.shard_packed` of rollouts in a store: ``[local tokens, layers, top_k]``.
 
-    ``layers`` are layer ids, in the order of the result; if not given, those of the stage that have a router.
+    ``layers`` are layer ids, in the order of the result; by default those of the stage that have a router.
     ``tokens[i]`` is how many tokens sequence ``i`` has. Raises :class:`RowError` for a rollout that is not there, and
-    :class:`InvalidInputError` for a stage without routed layers, and a layer that is given and is none.
+    :class:`InvalidInputError` for a stage without routed layers, and for a given layer without a router.
     """
     if len(handles) != len(tokens) or not handles:
         raise InvalidInputError("tokens", f"one number for each of {len(handles)} handles, at least one", len(tokens))
@@ -51,9 +51,9 @@ def fetch_shard(
     parts = []
     for i, handle in enumerate(handles):
         mine = [(max(s.start, handle.start), min(s.stop, handle.stop)) for s in shards if s.sequence == i]
-        # A rank that has no token of this sequence, or padding only, still says what its rows would look like.
+        # A rank without tokens of this sequence, or with padding only, still needs the layout of its rows.
         spans = [span for span in mine if span[0] < span[1]] or [(handle.start, handle.start)]
-        # Nor is a stage whose layers are all missing one without routers.
+        # A stage whose layers are all missing is not a stage without routers.
         layout = handle.layout
         lost = set(stage).isdisjoint(layout.layer_ids) and not set(stage).isdisjoint(layout.missing_layers)
         found = store.get(handle, layout.layer_ids[:1] if lost else stage, spans)

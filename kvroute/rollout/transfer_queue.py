@@ -2,7 +2,7 @@
 
 The rows stay in another rollout store; a cell of the column is a handle's JSON. A rank that takes a batch from the
 queue finds its handles there (:func:`handles_of`) and fetches its share by them. The key of a row is the rollout's id.
-Other columns of a row are others': deleting a rollout empties its cell, and the trainer clears the row when it likes.
+A row's other columns belong to others: deleting a rollout empties its cell, and the trainer clears the row itself.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import transfer_queue
 
-from cache_manager.errors import ConfigError, StorageError
+from cache_manager.errors import ConfigError, StorageError, StoreClosedError
 from cache_manager.ports import Absence
 from cache_manager.storage.url import StoreUrl
 from kvroute.rollout import open_rollouts
@@ -29,15 +29,15 @@ PARTITION: Final = "rollouts"
 
 
 class QueueRollouts:
-    """A ``RolloutStore`` that keeps rows in ``rows``, which it owns and closes, and finds them by the queue.
+    """A ``RolloutStore`` that keeps rows in the store ``rows``, which it owns and closes, and finds them by the queue.
 
-    The process is connected to the queue of its Ray cluster (``transfer_queue.init()``), else it is here. One process
-    at a time deletes rollouts of an id: a put of another process just then may not be found by that id.
+    It connects the process to the queue of its Ray cluster (``transfer_queue.init()``) if need be. One process at a
+    time deletes rollouts of an id: another process's put at that moment may not be found by that id.
     """
 
     def __init__(self, rows: RolloutStore, partition: str = PARTITION, column: str = COLUMN) -> None:
         self.rows, self._partition, self._column = rows, partition, column
-        self._deleting = threading.Lock()
+        self._deleting, self._closed = threading.Lock(), False
         with _translated():
             transfer_queue.init()
 
@@ -57,7 +57,8 @@ class QueueRollouts:
         return handle
 
     def find(self, rollout_id: str) -> RolloutHandle | None:
-        self.rows.flush()  # raises where the store is closed
+        if self._closed:
+            raise StoreClosedError(f"the rollouts of {self._partition} are closed")
         key = checked_id(rollout_id)
         with _translated():
             try:
@@ -82,6 +83,7 @@ class QueueRollouts:
 
     def close(self) -> None:
         """Close the store of the rows; the queue is its cluster's."""
+        self._closed = True
         self.rows.close()
 
     def _tell(self, rollout_id: str, text: str) -> None:
@@ -90,9 +92,9 @@ class QueueRollouts:
 
 
 def handles_of(batch: Mapping[str, Any], column: str = COLUMN) -> list[RolloutHandle | None]:
-    """The handles of a batch's samples, in order, from the ``TensorDict`` that a queue answers; ``None``: it has none.
+    """The handles of a batch's samples, in order, from a queue's ``TensorDict``; ``None`` for a sample without one.
 
-    Raises :class:`InvalidInputError` for a cell that is no handle.
+    Raises :class:`InvalidInputError` for a cell that is not a handle.
     """
     cells = batch[column]
     cells = cells.tolist() if hasattr(cells, "tolist") else list(cells)
@@ -101,7 +103,7 @@ def handles_of(batch: Mapping[str, Any], column: str = COLUMN) -> list[RolloutHa
 
 @contextmanager
 def _translated() -> Iterator[None]:
-    """What a queue fails with, which may be anything, becomes ``StorageError``."""
+    """Any exception of a queue becomes ``StorageError``."""
     try:
         yield
     except Exception as error:

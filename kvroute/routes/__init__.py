@@ -1,8 +1,8 @@
-"""What the trainer gets: the experts that each token's MoE layers chose, what is missing masked and never guessed.
+"""Routes for the trainer: the experts that each token's MoE layers chose; missing ones are masked, never guessed.
 
 Left imports right: ``routes`` -> ``union``, ``fill``, ``wire`` -> ``cells`` -> ``layout``, ``spans``; ``shards`` ->
-``fill``, ``split``. ``layout`` says what rows of a model look like; ``parts`` how they are cut for a store; ``split``
-which of them a rank has.
+``fill``, ``split``. ``layout`` describes a model's rows; ``parts`` how they are cut for a store; ``split`` which of
+them a rank has.
 """
 
 from kvroute.routes.layout import Layout

@@ -19,16 +19,16 @@ Mask = NDArray[np.bool_]
 """``[n]``: which rows are known; or ``[n, layers]``: which cells."""
 
 Gap = tuple[int, int | None]
-"""A position, and the first layer that is missing there; no layer: nothing of its row is known."""
+"""A position, and the first layer that is missing there; ``None``: the whole row is missing."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Cells:
-    """What :class:`~kvroute.routes.Routes` are made of; its docstring says what each field is."""
+    """The fields of :class:`~kvroute.routes.Routes`, whose docstring explains them."""
 
     layout: Layout
     ids: NDArray[Any]  # [n, layers, top_k]  uint8 | uint16 | uint32
-    mask: Mask  # [n] where every row is whole or missing, else [n, layers]; read-only
+    mask: Mask  # [n] if every row is whole or missing, else [n, layers]; read-only
     start: int
     weights_versions: tuple[WeightsSpan, ...]
     token_hashes: tuple[TokenHash, ...]
@@ -45,7 +45,7 @@ class Cells:
         checked: bool,
         own: bool = False,
     ) -> None:
-        """Check all fields, the ids' values unless ``checked``, and take them: as copies, unless they are its own."""
+        """Check all fields, the ids' values unless ``checked``, and set them: as copies, unless ``own``."""
         shape = (len(layout.layer_ids), layout.top_k)
         if ids.ndim != 3 or ids.dtype.kind not in "iu" or ids.shape[1:] != shape:
             wanted = f"integers [n, {shape[0]} layers as in layer_ids, {shape[1]}]"
@@ -63,7 +63,7 @@ class Cells:
         self._take(layout, ids, mask if own else mask.copy(), start, versions, joined_hashes(token_hashes))
 
     def _take(self, layout: Layout, ids: NDArray[Any], mask: Mask, *more: Any) -> None:
-        """Take over checked fields, in their order; what is not known is all ones."""
+        """Take over checked fields, in their order; ids of unknown cells are all ones."""
         if mask.ndim == 2 and ((there := some(mask)) == mask.all(axis=1)).all():
             mask = there
         ids.flags.writeable = mask.flags.writeable = False
@@ -71,7 +71,7 @@ class Cells:
             object.__setattr__(self, name, value)
 
     def _with(self, **fields: Any) -> Self:
-        """These with other fields, which were checked before; arrays are taken over."""
+        """These cells with other fields, which were checked before; arrays are taken over."""
         made = object.__new__(type(self))
         made._take(*(fields[name] if name in fields else getattr(self, name) for name in Cells.__slots__))
         return made
@@ -85,12 +85,12 @@ class Cells:
 
     @property
     def known(self) -> NDArray[np.bool_]:
-        """Which cells are there, bool ``[n, layers]``, read-only."""
+        """Which cells are known, bool ``[n, layers]``, read-only."""
         return np.broadcast_to(self.mask[:, None], self.ids.shape[:2]) if self.mask.ndim == 1 else self.mask
 
     @property
     def some(self) -> NDArray[np.bool_]:
-        """Of which rows anything is known, bool ``[n]``."""
+        """Which rows have a known cell, bool ``[n]``."""
         return some(self.mask)
 
     @property
@@ -100,7 +100,7 @@ class Cells:
 
     @property
     def end(self) -> int:
-        """The position after the last row of which anything is known; 0 when there is none."""
+        """The position after the last row with a known cell; 0 if there is none."""
         there = self.some
         if len(there) and there[-1]:
             return self.stop
@@ -120,19 +120,19 @@ class Cells:
     def first_gap(self, stop: int, start: int = 0, layers: Sequence[int] | None = None) -> Gap | None:
         """The first position in ``[start, stop)`` at which one of ``layers`` (all routed ones) is missing, and which.
 
-        The layer is ``None`` where nothing of the row is known; of ``layers`` those without a router do not count.
+        The layer is ``None`` if the whole row is missing; ``layers`` without a router are ignored.
         """
         if start >= stop:
             return None
         if not self.start <= start < self.stop:
             return start, None
         layout, at = self.layout, slice(start - self.start, min(stop, self.stop) - self.start)
-        chosen = layout.routed_layers if layers is None else layers
-        lost = [n for n in layout.missing_layers if n in chosen]
-        there = self.mask[at]
+        chosen, lost, there = layout.routed_layers if layers is None else layers, list[int](), self.mask[at]
+        if layout.missing_layers:
+            lost = [n for n in layout.missing_layers if n in chosen]
         if there.ndim == 2:
             there = there[:, [n in chosen for n in layout.layer_ids]].all(axis=1) & some(there)
-        if not lost and there.all():
+        if not lost and np.count_nonzero(there) == len(there):
             return None if stop <= self.stop else (self.stop, None)
         row = 0 if lost else int(there.argmin())
         here = self.known[at][row]
@@ -141,12 +141,12 @@ class Cells:
 
 
 def some(mask: Mask) -> NDArray[np.bool_]:
-    """Of which rows anything is known: bool ``[n]``."""
+    """Which rows have a known cell: bool ``[n]``."""
     return mask if mask.ndim == 1 else np.logical_or.reduce(mask, axis=1)
 
 
 def blank(ids: NDArray[Any], mask: Mask) -> None:
-    """Make the ids ``[n, layers, top_k]`` of what is not known all ones, in place."""
+    """Make the ids ``[n, layers, top_k]`` of unknown cells all ones, in place."""
     if not mask.all():
         ids[~mask] = np.iinfo(ids.dtype).max
 
@@ -162,7 +162,7 @@ def check_known(layout: Layout, ids: NDArray[Any], mask: Mask, start: int) -> No
 
 
 def lacking(gap: Gap, wanted: str) -> RowError:
-    """What a caller hears of the first ``gap`` in what it ``wanted``."""
+    """The error for the first ``gap`` in what a caller ``wanted``."""
     position, layer = gap
     if layer is None:
         return RowError(f"row {position}", wanted, "none")

@@ -1,10 +1,9 @@
-"""Routes as the arrays that trainers take: absolute positions, their layer axis, their dtype, their word for "missing".
+"""Routes as trainers' arrays: with absolute positions, the trainer's layer axis, dtype and word for "missing".
 
-Trainers spell a row that is not there in five incompatible ways. Zeros are the dangerous one: a router that gathers
-them sends the token to one expert ``top_k`` times, so nothing here makes zeros unless they are asked for, but for dense
-layers. A cell that is not known, of a layer that a row lacks, is spelled as the whole row would be. The spread ids
-follow the padding that keeps expert-parallel ranks balanced: consecutive ids go to consecutive *ranks*, and are
-distinct within a row.
+Trainers spell a missing row in five incompatible ways. Zeros are the dangerous one: a router that gathers them sends
+the token to one expert ``top_k`` times, so this module makes zeros only on request and for dense layers. An unknown
+cell, of a layer that a row lacks, is spelled as in a missing row. The spread ids keep expert-parallel ranks balanced:
+consecutive ids go to consecutive *ranks*, and are distinct within a row.
 """
 
 from __future__ import annotations
@@ -30,10 +29,10 @@ _Slices = list[tuple[slice, slice]]
 
 
 class Plan:
-    """How rows of one model become rows of ``layers`` and ``dtype``: which layers go where, and what fills the rest.
+    """How rows of one model become rows of ``layers`` and ``dtype``: which layers go where, and how holes are filled.
 
-    Made once for many pieces of one array, or for many sequences. Raises :class:`RowError` for a layer that is not
-    there, for a spelling that there is not, and for a dtype that cannot hold it or the ids.
+    Made once for many pieces of one array, or for many sequences. Raises :class:`RowError` for a layer or a spelling
+    that does not exist, and for a dtype that cannot hold the spelling or the ids.
     """
 
     def __init__(
@@ -46,6 +45,8 @@ class Plan:
             raise RowError("ep", f"a divisor of {experts} experts", ep)
         self.layers = layout.chosen(layers)
         self.dtype, self._experts, self._top_k, self._ep = dtype, experts, layout.top_k, ep
+        self.missing, self.pad = missing, pad
+        self._of = layout, _columns(self.layers, layout.layer_ids, layout.missing_layers)
         for name, word, words in (("missing", missing, ("error", *FILLERS)), ("pad", pad, FILLERS)):
             if word not in words:
                 raise RowError(name, ", ".join(words), repr(word))
@@ -53,10 +54,9 @@ class Plan:
                 raise RowError("dtype", "a signed integer, for rows of -1", dtype)
 
     def fill(self, out: NDArray[Any], routes: Cells, first: int, missing: Missing) -> None:
-        """Put positions ``first ..`` into ``out`` ``[n, layers, top_k]``; what is not there as ``missing`` says.
+        """Put positions ``first ..`` into ``out`` ``[n, layers, top_k]``; missing cells as ``missing`` says.
 
-        :class:`RowError` naming the first such position, and layer, when that is ``"error"``; ``out`` is as it was
-        then.
+        If that is ``"error"``, :class:`RowError` names the first such position and layer; ``out`` is then unchanged.
         """
         last = first + len(out)
         if missing == "error" and (gap := routes.first_gap(last, first, self.layers)) is not None:
@@ -68,7 +68,10 @@ class Plan:
         if (a, b) != (first, last):
             self.filler(out[: a - first], missing, first)
             self.filler(out[b - first :], missing, b)
-        copies, dense, lacks = _columns(self.layers, routes.layout.layer_ids, routes.layout.missing_layers)
+        layout, columns = self._of
+        if routes.layout is not layout and routes.layout != layout:
+            columns = _columns(self.layers, routes.layout.layer_ids, routes.layout.missing_layers)
+        copies, dense, lacks = columns
         here, at = out[a - first : b - first], slice(a - routes.start, b - routes.start)
         for to, of in copies:
             here[:, to] = routes.ids[at, of]
@@ -83,7 +86,7 @@ class Plan:
             known, there = routes.known[at], np.zeros(here.shape[:2], np.bool_)
             for to, of in copies:
                 there[:, to] = known[:, of]
-            for to, _ in dense:  # not spelled, but in a row of which nothing is known
+            for to, _ in dense:  # zeros, except in a row without a known cell
                 there[:, to] = known.any(axis=1, keepdims=True)
         holes = np.flatnonzero(~there.reshape(len(there), -1).all(axis=1))
         filled = np.empty((len(holes), *here.shape[1:]), self.dtype)
@@ -91,11 +94,11 @@ class Plan:
         here[holes] = filled if there.ndim == 1 else np.where(there[holes][..., None], here[holes], filled)
 
     def filler(self, out: NDArray[Any], missing: Missing, positions: int | NDArray[np.int64]) -> None:
-        """Fill ``out`` ``[n, layers, top_k]`` with rows that are not there: of ``positions``, or from that one on.
+        """Fill ``out`` ``[n, layers, top_k]`` with missing rows: at ``positions``, or from that position on.
 
-        The spread ids visit every rank once before any twice: ``a`` counts choices; rank ``a % ep`` gets it, and among
-        that rank's experts it is their turn's. As ``a`` runs through ``num_experts`` values every expert comes once, so
-        ``top_k`` consecutive ones are distinct.
+        The spread ids visit every rank once before any twice: ``a`` counts choices; rank ``a % ep`` gets it, and its
+        experts take turns. As ``a`` runs through ``num_experts`` values every expert comes once, so ``top_k``
+        consecutive ones are distinct.
         """
         if not len(out):
             return
@@ -113,7 +116,7 @@ class Plan:
 def _columns(
     layers: tuple[int, ...], layer_ids: tuple[int, ...], missing_layers: tuple[int, ...]
 ) -> tuple[_Slices, _Slices, bool]:
-    """Where the chosen ``layers`` are in routes of ``layer_ids``: pairs of slices, of places in the array and there.
+    """Where the chosen ``layers`` are in routes of ``layer_ids``: pairs of slices, in the array and in the routes.
 
     First those to copy, then the dense ones; and whether one of ``layers`` is a missing one.
     """
@@ -124,17 +127,15 @@ def _columns(
 
 
 def _slices(pairs: Sequence[tuple[int, int]]) -> _Slices:
-    """``pairs`` of places as few pairs of slices: runs in which both step by a constant."""
-    found: list[list[tuple[int, int]]] = []
-    for to, of in pairs:
-        run = found[-1] if found else []
-        step = (to - run[-1][0], of - run[-1][1]) if run else (0, 0)
-        if min(step) > 0 and (len(run) == 1 or step == (run[1][0] - run[0][0], run[1][1] - run[0][1])):
-            run.append((to, of))
-        else:
-            found.append([(to, of)])
-    return [tuple(_slice([pair[i] for pair in run]) for i in (0, 1)) for run in found]  # type: ignore[misc]
-
-
-def _slice(places: Sequence[int]) -> slice:
-    return slice(places[0], places[-1] + 1, places[1] - places[0] if len(places) > 1 else 1)
+    """``pairs`` of places as few pairs of slices: runs in which both go up by a constant, as where every other layer
+    has a router."""
+    found, left = _Slices(), np.array(pairs, np.int64).reshape(-1, 2)
+    while len(left):
+        steps = np.diff(left, axis=0)
+        same = (steps > 0).all(axis=1) & (steps == steps[:1]).all(axis=1)
+        n = 1 + (len(same) if same.all() else int(same.argmin()))
+        by = steps[0] if n > 1 else np.ones(2, np.int64)
+        to, of = (slice(*each) for each in np.stack([left[0], left[n - 1] + 1, by], axis=1).tolist())
+        found.append((to, of))
+        left = left[n:]
+    return found

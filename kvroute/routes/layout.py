@@ -1,4 +1,4 @@
-"""What rows of a model look like: which layers they are of, among how many experts, and how many are chosen."""
+"""The layout of a model's rows: their layers, the number of experts, and how many of them a layer chooses."""
 
 from __future__ import annotations
 
@@ -19,10 +19,9 @@ _MODEL: Final = ("routed_layers", "num_experts", "num_layers", "top_k")
 
 
 class Layout(msgspec.Struct, frozen=True, cache_hash=True, forbid_unknown_fields=True):
-    """A layer of the model is in ``layer_ids`` (its ids are there), in ``missing_layers`` (it has a router, and no ids
-    are there), or dense. All others are in neither.
-
-    Raises :class:`SpecError` and :class:`RowError` for what no model has.
+    """A layer of the model is in ``layer_ids`` (its ids are there), in ``missing_layers`` (it has a router, but no ids
+    here), or dense: then it is in neither. Raises :class:`SpecError` and :class:`RowError` for fields that no model
+    has.
     """
 
     layer_ids: tuple[int, ...]
@@ -32,7 +31,7 @@ class Layout(msgspec.Struct, frozen=True, cache_hash=True, forbid_unknown_fields
     missing_layers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        # The spec's own checks say what layers, experts and top-k can be.
+        # The spec checks layers, experts and top-k.
         spec = routing_spec(self.num_experts, self.top_k, self.layer_ids, self.num_layers, block_tokens=1)
         plain = {**spec.attrs, "top_k": spec.row_shape[1]}
         if lost := self.missing_layers:
@@ -57,14 +56,14 @@ class Layout(msgspec.Struct, frozen=True, cache_hash=True, forbid_unknown_fields
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """The narrowest unsigned one that holds every id."""
+        """The narrowest unsigned dtype that holds every id."""
         return np.dtype(id_dtype(self.num_experts))
 
     def only(self, layer_ids: tuple[int, ...]) -> Layout:
-        """This layout with ids of these of the routed layers; the others of them are missing."""
+        """This layout with ids of these routed layers only; the other routed layers are missing."""
         if layer_ids == self.layer_ids:
             return self
-        missing = tuple(n for n in self.routed_layers if n not in layer_ids)
+        missing = tuple(sorted(set(self.routed_layers).difference(layer_ids)))
         return Layout(layer_ids, self.num_experts, self.num_layers, self.top_k, missing)
 
     def check_model(self, given: Layout, what: str = "routes", why: str = "as the model has") -> None:
@@ -83,7 +82,7 @@ class Layout(msgspec.Struct, frozen=True, cache_hash=True, forbid_unknown_fields
 
 
 def _distinct(field: str, layers: Iterable[int], num_layers: int, but: Sequence[int] = ()) -> tuple[int, ...]:
-    """In time and words that an error of a hostile record cannot make long."""
+    """``layers``, distinct and in range; a hostile record makes neither this check nor its error long."""
     given = tuple(layers)
     sound = all(isinstance(layer, (int, np.integer)) and 0 <= layer < num_layers for layer in given)
     if not sound or len(set(given)) < len(given) or not set(given).isdisjoint(but):
@@ -95,4 +94,5 @@ def _distinct(field: str, layers: Iterable[int], num_layers: int, but: Sequence[
 def check_alike(layouts: Sequence[Layout], what: str = "sample") -> None:
     """Raise :class:`RowError` that names ``what``, the field and both values unless ``layouts`` are of one model."""
     for i, other in enumerate(layouts):
-        layouts[0].check_model(other, f"{what} {i}", f"as {what} 0 has")
+        if other is not layouts[0]:
+            layouts[0].check_model(other, f"{what} {i}", f"as {what} 0 has")

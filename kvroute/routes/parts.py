@@ -1,4 +1,4 @@
-"""How rows are cut into parts, so that a rank reads its layers and its tokens and little else. Pure.
+"""How rows are cut into parts, so that a rank reads little more than its layers and its tokens. Pure.
 
 ::
 
@@ -23,19 +23,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cache_manager.record import Buffer
+from kvroute.routes.spans import runs
 
 Range = tuple[int, int]
 """Indices ``[start, stop)``, of rows or of layers."""
 
 PART_NBYTES_LEAST: Final = 2 << 10
-"""A part is not made smaller so that ranks read less; one of few rows, or of an operator who says so, is."""
+"""Parts are not made smaller to let ranks read less; only few rows, or an operator's setting, make smaller ones."""
 
 
 @dataclass(frozen=True, slots=True)
 class Grid:
     """``rows`` x ``layers`` cells of ``cell_nbytes``, the ids of one token in one layer.
 
-    A part has ``part_layers`` of the layers (the last group may have fewer) and ``part_tokens`` rows.
+    A part has ``part_layers`` layers (the last group may have fewer) and ``part_tokens`` rows.
     """
 
     rows: int
@@ -46,10 +47,10 @@ class Grid:
 
     @classmethod
     def fit(cls, rows: int, layers: int, cell_nbytes: int, *, part_layers: int, part_nbytes: int) -> Grid:
-        """As many tokens a part as ``part_nbytes`` have room for, one at least, and twice the root of ``rows`` at most.
+        """As many tokens per part as fit ``part_nbytes``, at least one and at most twice the root of ``rows``.
 
-        A rank reads a part too much where its tokens end, and the sums of all parts: a root's worth of both. A part of
-        less than :data:`PART_NBYTES_LEAST` is not worth its sum. Whoever has all layers in one part reads all of it.
+        A rank reads up to one part too much where its tokens end, and the sums of all parts: the root balances both. A
+        part of less than :data:`PART_NBYTES_LEAST` is not worth its sum. Parts of all layers have no such limit.
         """
         part_layers = min(part_layers, layers)
         row_nbytes = part_layers * cell_nbytes
@@ -59,7 +60,7 @@ class Grid:
 
     @property
     def bands(self) -> int:
-        """Parts that the tokens of one group of layers are cut into."""
+        """How many parts the tokens of one group of layers are cut into."""
         return -(-self.rows // self.part_tokens)
 
     @property
@@ -68,66 +69,78 @@ class Grid:
 
     @property
     def part_nbytes(self) -> int:
-        """Of the largest part."""
+        """Bytes of the largest part."""
         return self.part_tokens * self.part_layers * self.cell_nbytes
 
     @property
     def nbytes(self) -> int:
-        """Of all parts."""
+        """Bytes of all parts."""
         return self.rows * self.layers * self.cell_nbytes
 
-    def ranges(self, part: int) -> tuple[Range, Range]:
-        """The rows and the layers of a part."""
-        group, band = divmod(part, self.bands)
-        row, layer = band * self.part_tokens, group * self.part_layers
-        return (row, min(row + self.part_tokens, self.rows)), (layer, min(layer + self.part_layers, self.layers))
+    def starts(self, first: int, stop: int) -> list[int]:
+        """Bytes before each of the parts ``[first, stop)``, and before the one behind them."""
+        group, band = np.divmod(np.arange(first, stop + 1), self.bands or 1)
+        layer = np.minimum(group * self.part_layers, self.layers)
+        width = np.minimum(self.part_layers, self.layers - layer)
+        starts: list[int] = ((self.rows * layer + band * self.part_tokens * width) * self.cell_nbytes).tolist()
+        return starts
 
-    def nbytes_of(self, part: int) -> int:
-        (a, b), (first, last) = self.ranges(part)
-        return (b - a) * (last - first) * self.cell_nbytes
+    def nbytes_of(self, run: Range) -> int:
+        """Of the parts ``[first, stop)``."""
+        first, stop = (self.starts(part, part)[0] for part in run)
+        return stop - first
 
-    def offset_of(self, part: int) -> int:
-        """Bytes of the parts before ``part``."""
-        (a, _), (first, last) = self.ranges(part)
-        return (self.rows * first + a * (last - first)) * self.cell_nbytes
-
-    def needed(self, layers: Sequence[int], rows: Sequence[Range]) -> list[int]:
-        """The parts that hold the given layers (increasing indices) of the given ranges of rows, in order."""
-        bands = {band for a, b in rows if a < b for band in range(a // self.part_tokens, -(-b // self.part_tokens))}
-        groups = sorted({layer // self.part_layers for layer in layers})
-        return [group * self.bands + band for group in groups for band in sorted(bands)]
+    def needed(self, layers: Sequence[int], rows: Sequence[Range]) -> tuple[Range, ...]:
+        """The parts that hold the given layers (indices) of the given ranges of rows: runs of those side by side."""
+        groups, bands = np.zeros(-(-self.layers // self.part_layers), np.bool_), np.zeros(self.bands, np.bool_)
+        groups[[layer // self.part_layers for layer in layers]] = True
+        for a, b in rows:
+            if a < b:
+                bands[a // self.part_tokens : -(-b // self.part_tokens)] = True
+        return runs((groups[:, None] & bands).reshape(-1))
 
     # ---------------------------------------------------------------- bytes
 
-    def cut(self, cells: NDArray[Any]) -> list[memoryview]:
-        """The bytes of each part: its cells, row by row; ``cells`` are as :func:`cells_of` has them."""
-        parts = list[memoryview]()
-        for first in range(0, self.layers, self.part_layers):
-            group = np.ascontiguousarray(cells[:, first : first + self.part_layers])
-            copy = group.reshape(-1).view(np.uint8).data  # which the parts share
-            nbytes = self.part_tokens * group.shape[1] * self.cell_nbytes
-            parts += [copy[at : at + nbytes] for at in range(0, len(copy), nbytes)]
-        return parts
+    def cut(self, cells: NDArray[Any]) -> memoryview:
+        """The bytes of all parts, one after another, each row by row; ``cells`` are as :func:`cells_of` has them.
+
+        Where a part has all layers they are those of ``cells``, whose memory this shares.
+        """
+        body, width, groups = cells, self.part_layers, self.layers // self.part_layers
+        if groups > 1 or groups * width < self.layers:
+            body, full = np.empty(cells.size, cells.dtype), groups * width
+            alike = cells[:, :full].reshape(self.rows, groups, width).swapaxes(0, 1)
+            body[: alike.size].reshape(alike.shape)[...] = alike
+            body[alike.size :].reshape(self.rows, self.layers - full)[...] = cells[:, full:]
+        return body.reshape(-1).view(np.uint8).data
 
     def paste(
         self,
-        part: int,
+        run: Range,
         content: Buffer,
-        cells: Sequence[NDArray[Any]],  # one [stop - start, len(layers)] for each range, as cells_of has them
+        cells: Sequence[NDArray[Any]],  # one [stop - start, len(layers)] for each range, from cells_of
         layers: Sequence[int],
         rows: Sequence[Range],
     ) -> None:
-        """Put what a part has of the wanted layers and rows where it belongs."""
-        (a, b), (first, last) = self.ranges(part)
-        left, right = bisect_left(layers, first), bisect_left(layers, last)
-        mine = [layer - first for layer in layers[left:right]]
-        for (start, stop), target in zip(rows, cells, strict=True):
-            low, high = max(a, start), min(b, stop)
-            if low >= high:
-                continue
-            source = np.frombuffer(content, target.dtype).reshape(b - a, last - first)[low - a : high - a]
-            there = source if len(mine) == last - first else source[:, mine]
-            target[low - start : high - start, left:right] = there
+        """Put what the parts ``[first, stop)`` have of the wanted layers and rows where it belongs."""
+        part, at = run[0], 0
+        while part < run[1]:  # one group of layers after another
+            group, band = divmod(part, self.bands)
+            part = min(run[1], (group + 1) * self.bands)
+            a, b = band * self.part_tokens, min(self.rows, (part - group * self.bands) * self.part_tokens)
+            first, last = group * self.part_layers, min((group + 1) * self.part_layers, self.layers)
+            size = (b - a) * (last - first)
+            block = np.frombuffer(content, cells[0].dtype, size, at).reshape(b - a, last - first)
+            at += size * self.cell_nbytes
+            left, right = bisect_left(layers, first), bisect_left(layers, last)
+            mine = None if right - left == last - first else [layer - first for layer in layers[left:right]]
+            for (start, stop), target in zip(rows, cells, strict=True):
+                low, high = max(a, start), min(b, stop)
+                if low < high:
+                    there = (
+                        block[low - a : high - a] if right - left == last - first else block[low - a : high - a, mine]
+                    )
+                    target[low - start : high - start, left:right] = there
 
 
 def cells_of(ids: NDArray[Any]) -> NDArray[Any]:

@@ -1,4 +1,4 @@
-"""What the trainer gets: the experts that each token's MoE layers chose, what is missing masked and never guessed."""
+"""Routes for the trainer: the experts that each token's MoE layers chose; missing ones are masked, never guessed."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 from pybase64 import b64encode_as_string
 
 from cache_manager.errors import RowError
+from cache_manager.publish import Rows
 from cache_manager.spec import AuxBlockDataSpec
 from kvroute.checks import whole
 from kvroute.routes import spans, wire
 from kvroute.routes.cells import Cells, Mask, blank, check_known, lacking
 from kvroute.routes.fill import FILLERS, Filler, Missing, Plan
 from kvroute.routes.layout import Layers, Layout
-from kvroute.routes.spans import UNKNOWN, RowsLike, WeightsSpan
+from kvroute.routes.spans import UNKNOWN, WeightsSpan
 from kvroute.routes.token_hash import TokenHash, check_tokens, joined_hashes, token_hash, token_hashes
 from kvroute.routes.union import of_one_sequence, union
 
@@ -26,16 +27,16 @@ JSON_FORMAT: Final = "kvroute.routes/4"
 class Routes(Cells):
     """The routing rows of the tokens at positions ``start .. start + n - 1`` of one sequence.
 
-    ``ids[i, l, k]`` is the k-th expert that layer ``layer_ids[l]`` chose for position ``start + i``; it means something
-    where ``known[i, l]``, and is all ones in binary elsewhere. The dtype is the narrowest unsigned one for
-    ``num_experts``; the arrays are read-only copies that belong to the routes.
+    ``ids[i, l, k]`` is the k-th expert that layer ``layer_ids[l]`` chose for position ``start + i``; it is valid if
+    ``known[i, l]``, and all ones in binary otherwise. The dtype is the narrowest unsigned one for ``num_experts``; the
+    arrays are read-only copies that belong to the routes.
 
     ``valid`` may be given as bool ``[n]`` or, cell by cell, ``[n, layers]``. The attribute is always ``[n]``: whether
     *all* layers of ``layer_ids`` are known. A layer of the model is in ``layer_ids``, or in ``missing_layers`` (it has
-    a router, and no row here knows what that chose), or dense.
+    a router, but no row here has its choices), or dense.
 
-    ``weights_versions`` are increasing ``(start, stop, version)`` by position; where there is none, none is known.
-    ``token_hashes`` ``(n, hash)`` say what the first ``n`` tokens of the sequence are: :meth:`bind`, :meth:`validate`.
+    ``weights_versions`` are increasing ``(start, stop, version)`` by position; others are unknown. ``token_hashes``
+    ``(n, hash)`` identify the first ``n`` tokens of the sequence: :meth:`bind`, :meth:`validate`.
 
     Raises :class:`RowError` for arrays that do not fit, and for a known cell that no router can have chosen: an id
     outside ``[0, num_experts)`` or twice in one layer; the error names the position and the layer id.
@@ -73,38 +74,39 @@ class Routes(Cells):
     def from_rows(
         cls,
         spec: AuxBlockDataSpec,
-        rows: RowsLike,
+        rows: Rows,
         start: int = 0,
         *,
-        weights_version: int | RowsLike | None = None,
+        weights_version: int | Rows | None = None,
         checked: bool = False,
         missing_layers: Iterable[int] = (),
     ) -> Routes:
-        """Routes of what ``AuxBlocks.read`` answered for ``spec``; ``start`` is the position of the first row.
+        """Routes of rows that ``AuxBlocks.read`` returned for ``spec``; ``start`` is the position of the first row.
 
-        ``missing_layers`` are those of other pipeline stages: they have a router, and are not in ``spec``.
+        ``missing_layers`` are those of other pipeline stages: they have a router, but are not in ``spec``.
 
         ``weights_version`` is one version for all rows, or the rows of a ``weights_version`` spec for the same
         positions. ``checked=True`` promises that every valid row was checked when it was written, as
-        ``RoutingCapture`` does: then it costs one copy. Else :class:`RowError` names a row that no router can have
-        chosen.
+        ``RoutingCapture`` does: then the call costs one copy. Else :class:`RowError` names a row that no router can
+        have chosen.
         """
         layout = Layout.of(spec, missing_layers)
         ids, valid = np.asarray(rows.values), np.asarray(rows.valid)
         if ids.shape[1:] != spec.row_shape:
             raise RowError(f"{spec.name} rows", f"shape (n, {', '.join(map(str, spec.row_shape))})", ids.shape)
-        versions = np.full(len(ids), UNKNOWN)
+        spanned: tuple[WeightsSpan, ...] = ()
         if isinstance(weights_version, (int, np.integer)):
-            versions[:] = whole("weights_version", weights_version, error=RowError)
+            version = whole("weights_version", weights_version, error=RowError)
+            spanned = ((start, start + len(ids), version),) if len(ids) else ()
         elif weights_version is not None:
             told, there = np.asarray(weights_version.values), np.asarray(weights_version.valid)
             if told.shape != (len(ids),) or there.shape != (len(ids),) or told.dtype.kind not in "iu":
                 raise RowError("weights_version rows", f"integers [{len(ids)}]", f"{told.dtype} {told.shape}")
-            if there.dtype != np.bool_:  # integers would be taken for indices
+            if there.dtype != np.bool_:  # integers would act as indices
                 raise RowError("weights_version valid", f"bool [{len(ids)}]", f"{there.dtype} {there.shape}")
-            versions[there] = told[there]
+            spanned = spans.from_positions(np.where(there, told.astype(np.int64), UNKNOWN), start)
         made = object.__new__(cls)
-        made._settle(layout, ids, valid, start, spans.from_positions(versions, start), (), checked=checked)
+        made._settle(layout, ids, valid, start, spanned, (), checked=checked)
         return made
 
     @classmethod
@@ -117,9 +119,9 @@ class Routes(Cells):
         weights_versions: Iterable[WeightsSpan] = (),
         token_hashes: Iterable[TokenHash] = (),
     ) -> Routes:
-        """The routes of these fields, whose known ids were checked when they were written; the rest is checked here.
+        """The routes of these fields, whose known ids were checked when they were written; all else is checked here.
 
-        Arrays are taken over where they have the right dtype. Ids that no router can have chosen would get through.
+        Arrays of the right dtype are taken over. Ids that no router can have chosen would pass unnoticed.
         """
         made = object.__new__(cls)
         made._settle(layout, ids, mask, start, weights_versions, token_hashes, checked=True, own=True)
@@ -134,7 +136,7 @@ class Routes(Cells):
 
     @property
     def missing_layers(self) -> tuple[int, ...]:
-        """The layers that have a router, and no ids here."""
+        """The layers that have a router, but no ids here."""
         return self.layout.missing_layers
 
     @property
@@ -178,21 +180,19 @@ class Routes(Cells):
     def merge(self, *others: Routes, tokens: ArrayLike | None = None) -> Routes:
         """The union of these routes and ``others``, parts of one sequence in any order, by position and layer.
 
-        A cell that several parts know must be the same in all of them, and a row of the same weights version as far as
-        that is known; so merging a part once more changes nothing. Positions between the parts are missing.
+        A cell known in several parts must be the same in all of them, and a row's known weights versions must be equal;
+        so merging a part again changes nothing. Positions between the parts are missing.
 
-        Parts that each add something are merged only when something shows that they are of one sequence
-        (:mod:`kvroute.routes.union` has the rule): ``tokens`` ``[n]``, which this binds all of them to; or token
-        hashes, where both are bound; or else the last row of the part that ends first, which the other must have too.
-        The result has the token hashes that are known to be those of the whole.
+        Parts that each add cells are merged only with a proof that they are of one sequence
+        (:mod:`kvroute.routes.union` has the rule): ``tokens`` ``[n]``, to which this binds all of them, or token
+        hashes. The result has the token hashes that hold for the whole.
 
         :class:`RowError` names position and layer where two parts differ; and parts of another model or other tokens.
         """
-        hashes = of_one_sequence((self, *others), tokens)
-        return union((self, *others))._with(token_hashes=hashes)
+        return union((self, *others), token_hashes=of_one_sequence((self, *others), tokens))
 
     def without(self, layers: Iterable[int], at: ArrayLike | None = None) -> Routes:
-        """These routes, without what they know of the layers with these ids in the rows ``at`` bool ``[n]`` (all).
+        """These routes without the cells of the layers with these ids, in the rows ``at`` bool ``[n]`` (default: all).
 
         :class:`RowError` for a layer without a router.
         """
@@ -208,7 +208,7 @@ class Routes(Cells):
     def slice(self, start: int, stop: int) -> Routes:
         """The routes of the *positions* ``[start, stop)``, sharing memory; they must lie inside these routes.
 
-        A token hash of more than ``stop + 1`` tokens says nothing about a sequence cut off there, and goes.
+        A token hash of more than ``stop + 1`` tokens says nothing about a sequence cut off there, and is dropped.
         """
         if not self.start <= start <= stop <= self.stop:
             raise RowError("slice", f"positions inside [{self.start}, {self.stop}]", f"[{start}, {stop})")
@@ -226,9 +226,9 @@ class Routes(Cells):
     def bind(self, tokens: ArrayLike, counts: Iterable[int] | None = None) -> Routes:
         """These routes, bound to ``tokens`` ``[n]``, the ids of the sequence from position 0; memory is shared.
 
-        There must be a token for every position up to :attr:`stop`; one more is usual, as the last token that was
-        sampled has no row. With ``counts`` they are bound to so many first tokens each, and to nothing else.
-        :class:`RowError` for too few tokens, and when the routes are bound to as many other tokens already.
+        There must be a token for every position up to :attr:`stop`; one more is usual, because the last sampled token
+        has no row. With ``counts`` they are bound only to hashes of that many first tokens each. :class:`RowError` for
+        too few tokens, and if the routes are already bound to other tokens of the same number.
         """
         if (count := len(np.asarray(tokens))) < self.stop:
             raise RowError("tokens", f"{self.stop} or more, one for every position", count)
@@ -240,10 +240,10 @@ class Routes(Cells):
     ) -> None:
         """Raise :class:`RowError` unless these routes are sound and are what a trainer needs for a sequence.
 
-        Always: shapes, ids in range, distinct in each layer. With ``tokens`` ``[n]``: every token hash is that of so
-        many first tokens, one covers the last row, and no row lies beyond them. With ``rows``: the rows of all
+        Always: shapes, ids in range, distinct in each layer. With ``tokens`` ``[n]``: every token hash matches its
+        number of first tokens, one covers the last row, and no row lies beyond them. With ``rows``: the rows of all
         positions ``[0, rows)`` are there, in every routed layer. With ``loss_mask`` ``[n]``: for each position ``t``
-        with a loss, the row ``t - 1``, which its log probability was computed with, is there.
+        with a loss, the row ``t - 1``, with which its log probability was computed, is there.
         """
         check_known(self.layout, self.ids, self.mask, self.start)
         if tokens is not None:
@@ -269,23 +269,19 @@ class Routes(Cells):
         required: int | None = None,
         pad: Filler | None = None,
         ep: int = 1,
-        out: NDArray[Any] | None = None,
     ) -> NDArray[Any]:
-        """The ids of the positions ``[0, rows)`` as a trainer takes them: ``[rows, layers, top_k]`` of ``dtype``.
+        """The ids of the positions ``[0, rows)`` for a trainer: ``[rows, layers, top_k]`` of ``dtype``.
 
         Row ``i`` is position ``i``, whatever :attr:`start` is. A sequence of ``n`` tokens has ``n - 1`` rows: the last
         sampled token was never read. ``layers``: ``"all"`` gives each of :attr:`num_layers` layers a place, dense ones
         ids of 0; ``"moe"`` gives :attr:`routed_layers` only; a sequence of layer ids gives those, in that order.
 
-        ``missing`` spells the cells that are not known, and the rows that are not there in all layers: ``"error"``
-        refuses them, ``"zero"``, ``"minus1"``, ``"arange"`` (``0 .. top_k - 1``), or ``"spread"``, distinct ids that go
-        round the ``ep`` expert parallel ranks first. With ``required``, that is for positions before it; from there on
-        a row that is not there is spelled as ``pad`` has it (``missing``, if that is not given).
+        ``missing`` spells unknown cells, and missing rows in all layers: ``"error"`` refuses them, ``"zero"``,
+        ``"minus1"``, ``"arange"`` (``0 .. top_k - 1``), or ``"spread"``, distinct ids that visit each of the ``ep``
+        expert-parallel ranks before any twice. With ``required``, that holds for positions before it; from there on a
+        missing row is spelled as ``pad`` says (default: ``missing``). The result is new, in C order and writable.
 
-        The result is new, in C order and writable; or it is ``out``, of that shape and dtype, which may be a view.
-
-        Raises :class:`RowError` naming the first position, and the layer, that is missing, and for a dtype that cannot
-        hold the ids.
+        Raises :class:`RowError` naming the first missing position and layer, and for a dtype that cannot hold the ids.
         """
         needed = rows = whole("rows", rows, error=RowError)
         if required is not None and (needed := whole("required", required, error=RowError)) > rows:
@@ -295,11 +291,7 @@ class Routes(Cells):
                 raise RowError("pad", f"a spelling for the rows [{needed}, {rows}): " + ", ".join(FILLERS), None)
             pad = "zero" if missing == "error" else missing
         plan = Plan(self.layout, layers, np.dtype(dtype), ep, missing, pad)
-        shape = (rows, len(plan.layers), self.top_k)
-        if out is None:
-            out = np.empty(shape, plan.dtype)
-        elif out.shape != shape or out.dtype != plan.dtype:
-            raise RowError("out", f"{plan.dtype} of shape {shape}", f"{out.dtype} of shape {out.shape}")
+        out = np.empty((rows, len(plan.layers), self.top_k), plan.dtype)
         plan.fill(out[:needed], self, 0, missing)
         plan.fill(out[needed:], self, needed, pad)
         return out
@@ -307,15 +299,14 @@ class Routes(Cells):
     # ---------------------------------------------------------------- outside memory
 
     def to_bytes(self) -> bytes:
-        """These routes as one record that says all about itself, with checksums: :mod:`kvroute.routes.wire`."""
+        """These routes as one self-describing record with checksums: :mod:`kvroute.routes.wire`."""
         header, parts = wire.record(self)
-        return b"".join((header.pack(), *parts))
+        return b"".join((header.pack(), parts))
 
     @classmethod
     def from_bytes(cls, data: bytes | bytearray | memoryview) -> Routes:
-        """The routes of a record, however its parts are cut.
-
-        Raises :class:`RowError` for anything else, whatever it is, and when one bit has changed.
+        """The routes of a record, however its parts are cut. Raises :class:`RowError` for anything else, also if one
+        bit has changed.
         """
         made = cls.of_record(*wire.read(data))
         made.validate()
@@ -327,9 +318,8 @@ class Routes(Cells):
     ) -> Routes:
         """The routes of the rows of a record from ``first`` on, whose ``ids`` ``[n, layers, top_k]`` these are.
 
-        ``layers`` are indices of the record's layers (``None``: all of them); its others are missing ones. The ids are
-        taken over, and known to be those that were written; :class:`RowError` for a header that says of them what
-        cannot be.
+        ``layers`` are indices of the record's layers (``None``: all of them); its other layers become missing. The ids
+        are taken over, and known to be those that were written; :class:`RowError` for a header that does not fit them.
         """
         layout, mask = header.layout, header.mask[first : first + len(ids)]
         if layers is not None:
@@ -346,7 +336,7 @@ class Routes(Cells):
 
     @classmethod
     def from_json(cls, encoded: Mapping[str, Any]) -> Routes:
-        """The routes that :meth:`to_json` was given. :class:`RowError` for anything else, whatever it is."""
+        """The routes of an object of :meth:`to_json`. :class:`RowError` for anything else."""
         if not isinstance(encoded, Mapping) or set(encoded) != {"format", "record"}:
             got = sorted(map(str, encoded)) if isinstance(encoded, Mapping) else type(encoded).__name__
             raise RowError("routes", f"an object of {JSON_FORMAT}, with format and record", got)

@@ -1,4 +1,4 @@
-"""A rank's rows of a batch of sequences: where :mod:`kvroute.routes.split` says they are, filled as trainers want."""
+"""A rank's rows of a batch of sequences: at the positions of :mod:`kvroute.routes.split`, filled as trainers want."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvroute.checks import whole
 from kvroute.routes.cells import Cells
 from kvroute.routes.fill import Filler, Missing, Plan
 from kvroute.routes.layout import Layers, Layout, check_alike
-from kvroute.routes.split import TAIL, Split, places
+from kvroute.routes.split import TAIL, Shard, Split, places
 
 Side = Literal["left", "right"]
 Order = Literal["sequence", "batch"]
@@ -31,26 +31,20 @@ def shard_packed(
     pad: Filler = "spread",
     ep: int = 1,
 ) -> NDArray[Any]:
-    """The rows ``[local tokens, layers, top_k]`` that one rank sees of a packed batch, in C order.
+    """One rank's rows ``[local tokens, layers, top_k]`` of a packed batch, in C order.
 
-    ``tokens[i]`` is how many tokens sequence ``i`` has; its first ``tokens[i] - 1`` rows are needed, and spelled as
-    ``missing`` says where they are not there. The row of the last token, if it is not there, and of all padding is
-    spelled as ``pad`` says. ``layers`` are cut to those of the pipeline stage: ``"all"`` gives the stage's layers,
-    ``"moe"`` those of them with experts; a sequence of layer ids is taken as it is.
+    ``tokens[i]`` is how many tokens sequence ``i`` has; its first ``tokens[i] - 1`` rows are needed; missing ones are
+    spelled as ``missing`` says. A missing row of the last token, and all padding, is spelled as ``pad`` says.
+    ``layers`` are cut to those of the pipeline stage: ``"all"`` gives the stage's layers, ``"moe"`` those of them with
+    experts; a sequence of layer ids is used unchanged.
 
-    Raises :class:`RowError` for what is missing when ``missing`` is ``"error"``, naming the sequence, the position and
+    Raises :class:`RowError` for a missing row when ``missing`` is ``"error"``, naming the sequence, the position and
     the layer; and for sequences of unlike layers, experts or top-k.
     """
     plan = _plan(parts, tokens, split, layers, dtype, ep, missing, pad)
     shards = split.packed(tokens)
     out = np.empty((places(shards), len(plan.layers), parts[0].layout.top_k), plan.dtype)
-    at = 0
-    for sequence, start, stop in shards:
-        here = out[at : (at := at + stop - start)]
-        if sequence == TAIL:
-            plan.filler(here, pad, start)
-        else:
-            _fill(plan, here, parts[sequence], sequence, tokens[sequence], start, missing, pad)
+    _place(plan, out, parts, tokens, shards)
     return out
 
 
@@ -68,10 +62,10 @@ def shard_padded(
     pad: Filler = "spread",
     ep: int = 1,
 ) -> NDArray[Any]:
-    """The rows that one rank sees of a padded batch ``[batch, width]``, padded on its ``side``.
+    """One rank's rows of a padded batch ``[batch, width]``, padded on its ``side``.
 
-    ``order="sequence"`` gives ``[local width, batch, layers, top_k]``, which is what a router of Megatron flattens;
-    ``"batch"`` gives ``[batch, local width, layers, top_k]``, as transformers models do. The rest is as in
+    ``order="sequence"`` gives ``[local width, batch, layers, top_k]``, which a router of Megatron flattens; ``"batch"``
+    gives ``[batch, local width, layers, top_k]``, as transformers models need. Other arguments are as in
     :func:`shard_packed`; here context and sequence parallelism cut the columns, padding included.
     """
     for name, word, words in (("side", side, get_args(Side)), ("order", order, get_args(Order))):
@@ -86,36 +80,34 @@ def shard_padded(
     for i, (count, mine) in enumerate(zip(tokens, out.swapaxes(0, 1) if order == "sequence" else out, strict=True)):
         if whole(f"tokens of sequence {i}", count) > width:
             raise InvalidInputError(f"tokens of sequence {i}", f"{width} at most, the width of the batch", count)
-        left, at = width - count if side == "left" else 0, 0
-        for _, start, stop in columns:
-            here = mine[at : (at := at + stop - start)]
-            _fill(plan, here, parts[i], i, count, start - left, missing, pad)
+        left = width - count if side == "left" else 0
+        _place(plan, mine, parts, tokens, [Shard(i, start - left, stop - left) for _, start, stop in columns])
     return out
 
 
-def _fill(
-    plan: Plan,
-    out: NDArray[Any],
-    routes: Cells,
-    sequence: int,
-    tokens: int,
-    first: int,
-    missing: Missing,
-    pad: Filler,
+def _place(
+    plan: Plan, out: NDArray[Any], parts: Sequence[Cells], tokens: Sequence[int], shards: Sequence[Shard]
 ) -> None:
-    """Put positions ``first ..`` of a sequence of ``tokens`` tokens into ``out``; what is none of them is padding."""
-    begin = min(max(-first, 0), len(out))
-    needed = min(max(tokens - 1 - first, begin), len(out))
-    # Routes may go on behind the tokens that the trainer has kept; those rows are not its.
-    end = min(max(tokens - first, needed), len(out))
-    try:
-        plan.fill(out[begin:needed], routes, first + begin, missing)
-    except RowError as error:
-        raise RowError(f"sequence {sequence} {error.field}", error.wanted, error.got) from error
-    if needed - begin < len(out):
-        plan.filler(out[:begin], pad, first)
-        plan.fill(out[needed:end], routes, first + needed, pad)
-        plan.filler(out[end:], pad, first + end)
+    """Put the positions of ``shards`` into ``out``, one after another; positions without a token are padding."""
+    at = 0
+    for sequence, first, stop in shards:
+        here = out[at : (at := at + stop - first)]
+        if sequence == TAIL:
+            plan.filler(here, plan.pad, first)
+            continue
+        routes, count = parts[sequence], tokens[sequence]
+        begin = min(max(-first, 0), len(here))
+        needed = min(max(count - 1 - first, begin), len(here))
+        # Routes may go on after the tokens that the trainer has kept; those rows do not belong to it.
+        end = min(max(count - first, needed), len(here))
+        try:
+            plan.fill(here[begin:needed], routes, first + begin, plan.missing)
+        except RowError as error:
+            raise RowError(f"sequence {sequence} {error.field}", error.wanted, error.got) from error
+        if needed - begin < len(here):
+            plan.filler(here[:begin], plan.pad, first)
+            plan.fill(here[needed:end], routes, first + needed, plan.pad)
+            plan.filler(here[end:], plan.pad, first + end)
 
 
 def _plan(
@@ -128,7 +120,7 @@ def _plan(
     asked = (parts[0].layout, split, wanted, np.dtype(dtype), *more)
     try:
         return _plan_of(*asked)
-    except TypeError:  # one cannot be hashed: the plan itself says what cannot be
+    except TypeError:  # an argument cannot be hashed: the plan itself raises for it
         return _plan_of.__wrapped__(*asked)
 
 

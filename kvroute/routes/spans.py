@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,17 +18,7 @@ WeightsSpan = tuple[int, int, int]
 """Positions ``[start, stop)`` and the weights version that computed their rows."""
 
 UNKNOWN = -1
-"""A position without a known version, where versions lie in an array."""
-
-
-class RowsLike(Protocol):
-    """Rows with their valid mask, as ``AuxBlocks.read`` answers them."""
-
-    @property
-    def values(self) -> NDArray[Any]: ...  # [n, *row_shape]
-
-    @property
-    def valid(self) -> NDArray[np.bool_]: ...  # [n]
+"""The entry of a position without a known version, in an array of versions."""
 
 
 def runs(mask: NDArray[np.bool_]) -> tuple[Span, ...]:
@@ -54,7 +44,7 @@ def checked_versions(versions: Iterable[WeightsSpan], start: int, stop: int) -> 
 
 
 def clipped(versions: Iterable[WeightsSpan], start: int, stop: int) -> tuple[WeightsSpan, ...]:
-    """What ``versions`` say of the positions ``[start, stop)``."""
+    """The part of ``versions`` about the positions ``[start, stop)``."""
     cut = ((max(a, start), min(b, stop), version) for a, b, version in versions)
     return tuple(span for span in cut if span[0] < span[1])
 
@@ -68,7 +58,7 @@ def by_position(spans: Iterable[WeightsSpan], start: int, stop: int) -> NDArray[
 
 
 def from_positions(versions: NDArray[Any], start: int) -> tuple[WeightsSpan, ...]:
-    """The ranges of equal versions, the first of which is that of position ``start``; not of :data:`UNKNOWN` ones."""
+    """The ranges of equal versions, without :data:`UNKNOWN` ones; ``versions[0]`` is that of position ``start``."""
     bounds = [0, *(np.flatnonzero(np.diff(versions)) + 1).tolist(), len(versions)]
     found = ((start + a, start + b, int(versions[a])) for a, b in pairwise(bounds) if a < b)
     return tuple(span for span in found if span[2] != UNKNOWN)

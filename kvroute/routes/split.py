@@ -1,14 +1,13 @@
-"""Which positions and layers one rank of a trainer has, as Megatron cuts them; arithmetic alone.
+"""Which positions and layers one rank of a trainer has, with Megatron's cuts; pure arithmetic.
 
 The order is fixed. Every sequence is padded at its end to a multiple of ``align``. Context parallelism cuts each one
 into ``2 cp`` chunks of which rank ``r`` takes chunks ``r`` and ``2 cp - 1 - r`` (zigzag: so that causal attention costs
 every rank the same), or takes the ``r``-th part of all sequences end to end (contiguous). Every rank's buffer is padded
-to a multiple of ``tail_align``; where sequences are cut end to end, behind the last of them and before the cut, as
-slime does. Sequence parallelism gives each tensor-parallel rank an equal part of that. Pipeline parallelism cuts
-layers: each stage sees those that it has, dense ones counted. Expert parallelism cuts nothing: ids name experts of the
-whole model.
+to a multiple of ``tail_align``; with contiguous cuts the padding comes after the last sequence and before the cut, as
+in slime. Sequence parallelism gives each tensor-parallel rank an equal part of that. Pipeline parallelism cuts layers:
+each stage sees its own, dense ones counted. Expert parallelism cuts nothing: ids name experts of the whole model.
 
-A cut is a list of spans, so a rank can ask a store for its positions and its layers and for nothing else.
+A cut is a list of spans, so a rank can ask a store for just its positions and its layers.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ from kvroute.checks import whole
 Cut = Literal["zigzag", "contiguous"]
 
 TAIL: Final = -1
-"""The sequence of a span that is padding of the whole buffer and belongs to none."""
+"""The ``sequence`` of a span that is padding of the whole buffer."""
 
 
 class Shard(NamedTuple):
-    """Positions ``[start, stop)`` of sequence number ``sequence``; behind its tokens they are padding."""
+    """Positions ``[start, stop)`` of sequence number ``sequence``; those after its tokens are padding."""
 
     sequence: int
     start: int
@@ -38,11 +37,10 @@ class Shard(NamedTuple):
 class Split:
     """The sizes of a trainer's parallel groups and one rank's place in each.
 
-    ``sp`` says whether sequence parallelism is on: each of ``tp`` ranks then holds its part of the tokens. ``align`` is
-    what every sequence is padded to a multiple of; unset it is ``tp * cp``, twice that for zigzag with ``cp > 1``, as
-    verl and SkyRL have it (slime: ``2 * cp`` where ``cp > 1``, and ``tail_align=tp * data_pad_size_multiplier``).
-
-    Pipeline stages have equal shares of the layers; a rank with others says which ``layers`` it has.
+    ``sp`` says whether sequence parallelism is on: each of ``tp`` ranks then holds its part of the tokens. Every
+    sequence is padded to a multiple of ``align``; the default is ``tp * cp``, twice that for zigzag with ``cp > 1``, as
+    in verl and SkyRL (slime: ``2 * cp`` if ``cp > 1``, and ``tail_align=tp * data_pad_size_multiplier``). Pipeline
+    stages have equal shares of the layers; a rank with another share passes its ``layers``.
     """
 
     tp: int = 1
@@ -70,7 +68,7 @@ class Split:
 
     @property
     def sequence_align(self) -> int:
-        """What every sequence of a packed batch is padded to a multiple of."""
+        """Every sequence of a packed batch is padded to a multiple of this."""
         zigzag = self.layout == "zigzag" and self.cp > 1
         return self.align or self.tp * self.cp * (1 + zigzag)
 
@@ -90,7 +88,7 @@ class Split:
     # ---------------------------------------------------------------- positions
 
     def packed(self, tokens: Sequence[int]) -> list[Shard]:
-        """What this rank sees of a packed batch of sequences of ``tokens`` tokens, in order.
+        """This rank's part of a packed batch of sequences of ``tokens`` tokens, in order.
 
         >>> Split(cp=2).packed([5, 3])
         [Shard(sequence=0, start=0, stop=2), Shard(sequence=0, start=6, stop=8), Shard(sequence=1, start=0, stop=1), \
@@ -115,7 +113,7 @@ Shard(sequence=1, start=3, stop=4)]
         return self._scattered(mine)
 
     def columns(self, width: int) -> list[Shard]:
-        """What this rank sees of a padded batch ``[batch, width]``: its columns, as shards of a sequence 0."""
+        """This rank's columns of a padded batch ``[batch, width]``, as shards of a sequence 0."""
         whole("width", width)
         if self.cp == 1:
             mine = [Shard(0, 0, width)]
@@ -153,7 +151,7 @@ Shard(sequence=1, start=3, stop=4)]
 
 
 def places(shards: Sequence[Shard]) -> int:
-    """How many positions they have together."""
+    """How many positions ``shards`` have together."""
     return sum([stop - start for _, start, stop in shards])
 
 

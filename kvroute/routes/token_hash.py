@@ -1,4 +1,4 @@
-"""What binds routes to the tokens that they belong to: hashes of the first tokens of a sequence."""
+"""Hashes of the first tokens of a sequence, which bind routes to their tokens."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TOKEN_HASH_NBYTES: Final = 16
 
 
 def token_hash(tokens: ArrayLike) -> bytes:
-    """The 16 bytes that stand for ``tokens`` ``[n]``: BLAKE2b of their ids, 8 bytes each, little endian.
+    """The hash of ``tokens`` ``[n]``, 16 bytes: BLAKE2b of their ids, 8 bytes each, little endian.
 
     >>> token_hash([1, 2, 3]).hex()
     '2433db8a68579e7a195c621964573b5b'
@@ -47,7 +47,7 @@ def token_hashes(tokens: ArrayLike, counts: Iterable[int]) -> tuple[TokenHash, .
 
 
 def joined_hashes(hashes: Iterable[TokenHash]) -> tuple[TokenHash, ...]:
-    """``hashes`` in order of their counts, each once; :class:`RowError` when two of as many tokens differ."""
+    """``hashes`` in order of their counts, each once; :class:`RowError` if two hashes of the same count differ."""
     found: dict[int, bytes] = {}
     for entry in hashes:
         count, digest = entry if isinstance(entry, tuple) and len(entry) == 2 else (None, None)
@@ -59,7 +59,7 @@ def joined_hashes(hashes: Iterable[TokenHash]) -> tuple[TokenHash, ...]:
 
 
 def check_tokens(hashes: tuple[TokenHash, ...], tokens: NDArray[Any], end: int) -> None:
-    """Raise :class:`RowError` unless each hash is that of so many first ``tokens`` ``[n]``, and one is of ``end``.
+    """Raise :class:`RowError` unless each hash matches its count of first ``tokens`` ``[n]``, and one covers ``end``.
 
     ``hashes`` are in order of their counts.
     """

@@ -1,14 +1,13 @@
-"""Several parts of one sequence's routes made one, by absolute position and layer.
+"""Joins several parts of one sequence's routes, by absolute position and layer.
 
-A row at position ``p`` is made of the tokens ``[0, p]``. So two parts are of one sequence when their tokens are the
-same up to the end of the part that ends first, and nothing less shows it:
+A row at position ``p`` depends on the tokens ``[0, p]``. So two parts are of one sequence if their tokens are the same
+up to the end of the part that ends first. Two things prove that:
 
-* ``tokens``: every part's hashes are of these tokens, and the caller says that its rows are, too;
-* both parts are bound: both have the same hash of as many first tokens, or more, as the one that ends first has rows;
-* one of them is not bound: both have the last row of the one that ends first, and it is the same.
+* ``tokens``: every part's hashes match these tokens, and the caller vouches for its rows;
+* both parts have the same hash of at least as many first tokens as the part that ends first has rows.
 
-Rows alone prove little, as equal tokens behind other ones are often routed alike. That is why they do not count where
-hashes could say it. A part that adds nothing to the others needs no proof, and does not bind the others.
+Equal rows prove nothing, because equal tokens after different ones are often routed alike. A part that adds no cell
+needs no proof, and does not bind the others.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from numpy.typing import ArrayLike, NDArray
 from cache_manager.errors import RowError
 from kvroute.routes.cells import Cells, Mask, some
 from kvroute.routes.layout import check_alike
-from kvroute.routes.spans import UNKNOWN, WeightsSpan, by_position, checked_versions, clipped, from_positions
+from kvroute.routes.spans import UNKNOWN, by_position, from_positions
 from kvroute.routes.token_hash import TokenHash, check_tokens, joined_hashes, token_hash
 
 C = TypeVar("C", bound=Cells)
@@ -31,9 +30,9 @@ C = TypeVar("C", bound=Cells)
 
 
 def of_one_sequence(parts: Sequence[Cells], tokens: ArrayLike | None = None) -> tuple[TokenHash, ...]:
-    """The token hashes of the union of ``parts``; :class:`RowError` unless they are shown to be of one sequence.
+    """The token hashes of the union of ``parts``; :class:`RowError` unless they are proved to be of one sequence.
 
-    Only whether there are rows is looked at: :func:`union` compares those that two parts have.
+    This looks only at which rows exist: :func:`union` compares rows that two parts have.
     """
     check_alike([part.layout for part in parts], "part")
     every = joined_hashes(each for part in parts for each in part.token_hashes)
@@ -46,41 +45,23 @@ def of_one_sequence(parts: Sequence[Cells], tokens: ArrayLike | None = None) -> 
     found, hashes = [longest], dict(longest.token_hashes)
     while waiting:
         for i, part in enumerate(waiting):
-            shown = _shown(part, found, hashes)
+            shown = max((n for n, digest in part.token_hashes if hashes.get(n) == digest), default=0)
             if shown >= part.end or not _adds(part, found):
-                # What it says of tokens further on is so of the whole, if that says nothing of them itself.
+                # Its hashes of later tokens hold for the whole if the whole has none of its own there.
                 goes_on = shown >= max((longest.end, *hashes))
                 found.append(waiting.pop(i))
                 hashes |= {count: digest for count, digest in part.token_hashes if goes_on or count <= shown}
                 break
         else:
             end = waiting[0].end
-            wanted = (
-                f"parts of one sequence: merge(..., tokens=...), or the hash of the first {end} tokens or more in "
-                f"both, or, of routes that are not bound, row {end - 1} in both"
-            )
-            raise RowError("routes", wanted, f"rows up to position {end - 1} that nothing ties to the others")
+            wanted = f"parts of one sequence: merge(..., tokens=...), or in both the hash of {end} first tokens or more"
+            raise RowError("routes", wanted, f"rows up to position {end - 1} without a tie to the others")
     return tuple(sorted(hashes.items()))
 
 
 def _extent(part: Cells) -> tuple[int, int, int]:
     cells = int(np.count_nonzero(part.mask)) * (len(part.layout.layer_ids) if part.mask.ndim == 1 else 1)
     return part.end, cells, max((count for count, _ in part.token_hashes), default=0)
-
-
-def _shown(part: Cells, found: Sequence[Cells], hashes: dict[int, bytes]) -> int:
-    """Of how many first tokens ``part`` is shown to have the same as ``found``, which end no earlier."""
-    shared = max((count for count, digest in part.token_hashes if hashes.get(count) == digest), default=0)
-    if part.token_hashes and hashes:
-        return shared
-    mine = _layers_at(part, part.end - 1)
-    return part.end if any(mine & _layers_at(other, part.end - 1) for other in found) else shared
-
-
-def _layers_at(part: Cells, position: int) -> set[int]:
-    """The layers that are known at a position."""
-    there = part.known[position - part.start].tolist() if part.start <= position < part.stop else ()
-    return {n for n, known in zip(part.layout.layer_ids, there, strict=False) if known}
 
 
 def _adds(part: Cells, found: Sequence[Cells]) -> bool:
@@ -98,42 +79,41 @@ def _adds(part: Cells, found: Sequence[Cells]) -> bool:
 # The union ------------------------------------------------------------------------------------------------------------
 
 
-def union(parts: Sequence[C]) -> C:
-    """The union of ``parts`` that are of one sequence, in new memory, with the token hashes of the first.
+def union(parts: Sequence[C], **fields: Any) -> C:
+    """The union of ``parts`` of one sequence, in new memory, with the ``fields`` given, else the first part's hashes.
 
-    A cell that several parts know must be the same in all of them, computed by one weights version as far as the
-    versions are known: :class:`RowError` names the position, and the layer, of the first that differs. Positions
-    between the parts are missing. One pass over the bytes; only rows that two parts have are compared.
+    A cell known in several parts must be the same in all of them, with equal weights versions if they are known:
+    :class:`RowError` names the position and layer of the first that differs. Positions between the parts are missing.
+    One pass over the bytes; only rows that two parts have are compared.
     """
     check_alike([part.layout for part in parts], "part")
     layout = parts[0].layout
-    layout = layout.only(tuple(sorted({layer for part in parts for layer in part.layout.layer_ids})))
+    if len(given := {part.layout.layer_ids for part in parts}) > 1:
+        layout = layout.only(tuple(sorted({layer for layers in given for layer in layers})))
     ordered = sorted((p for p in parts if len(p.ids)), key=lambda p: p.start) or [min(parts, key=lambda p: p.start)]
     cellwise = any(p.mask.ndim == 2 or p.layout.layer_ids != layout.layer_ids for p in parts)
     start, stop = ordered[0].start, max(p.stop for p in ordered)
     ids = np.empty((stop - start, len(layout.layer_ids), layout.top_k), layout.dtype)
     mask = np.zeros(ids.shape[: 1 + cellwise], np.bool_)
-    told: tuple[WeightsSpan, ...] = ()
-    reached = 0  # what is before it has been filled
+    versions = np.full(stop - start, UNKNOWN) if any(p.weights_versions for p in ordered) else None
+    reached = 0  # positions before it are filled
     for part in ordered:
         its_ids, its = _in_columns(part, layout.layer_ids) if cellwise else (part.ids, part.mask)
-        first = part.start - start
-        ids[reached:first] = np.iinfo(ids.dtype).max
-        both = min(max(reached - first, 0), len(its))  # how many of its rows are there already
-        here, rest = slice(first, first + both), slice(first + both, first + len(its))
-        middle = part.start + both
+        first, last = part.start - start, part.stop - start
+        if reached < first:
+            ids[reached:first] = np.iinfo(ids.dtype).max
+        both = min(max(reached - first, 0), len(its))  # how many of its rows exist already
+        here, rest = slice(first, first + both), slice(first + both, last)
+        if versions is not None:
+            told = by_position(part.weights_versions, part.start, part.stop)
+            _settle(versions[here], some(mask[here]), told[:both], some(its[:both]), part.start)
+            versions[rest] = told[both:]
         if both:
-            versions = by_position(told, part.start, middle)
-            its_versions = by_position(part.weights_versions, part.start, middle)
-            _settle(versions, some(mask[here]), its_versions, some(its[:both]), part.start)
-            settled = from_positions(versions, part.start)
-            told = (*clipped(told, start, part.start), *settled, *clipped(told, middle, start + reached))
             _join(ids[here], mask[here], its_ids[:both], its[:both], layout.layer_ids, part.start)
         ids[rest], mask[rest] = its_ids[both:], its[both:]
-        told += clipped(part.weights_versions, max(middle, start + reached), part.stop)
-        reached = max(reached, rest.stop)
-    told = checked_versions(told, start, stop)
-    return parts[0]._with(layout=layout, ids=ids, mask=mask, start=start, weights_versions=told)
+        reached = max(reached, last)
+    known = () if versions is None else from_positions(versions, start)
+    return parts[0]._with(layout=layout, ids=ids, mask=mask, start=start, weights_versions=known, **fields)
 
 
 def _in_columns(part: Cells, layer_ids: tuple[int, ...]) -> tuple[NDArray[Any], Mask]:
@@ -155,7 +135,7 @@ def _join(
     layer_ids: tuple[int, ...],
     start: int,
 ) -> None:
-    """Put ``new_ids`` into ``ids`` and ``mask``, which have rows of the same positions, from ``start`` on."""
+    """Put ``new_ids`` into ``ids`` and ``mask`` of the same positions, from ``start`` on."""
     twice = mask & new
     same = np.array_equal(ids, new_ids) if twice.all() else np.array_equal(ids[twice], new_ids[twice])
     if not same:

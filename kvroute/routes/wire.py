@@ -1,26 +1,28 @@
-"""Routes outside memory: one record, whether it is sent, stored, or told in JSON. It says all about itself.
+"""Routes outside memory: one self-describing record, to be sent, stored, or put into JSON.
 
 All integers are little endian:
 
 | offset | bytes | what |
 |---:|---:|---|
 | 0 | 8 | ``KVROUTES`` |
-| 8 | 2 | version, 3 |
+| 8 | 2 | version, 4 |
 | 10 | 2 | 0 |
 | 12 | 4 | ``h``, bytes of the header |
 | 16 | 16 | XXH3-128, most significant byte first, of the 16 bytes before and of the header |
 | 32 | h | the header: one line of JSON with its keys sorted and no white space, then spaces up to a multiple of 64 |
-| 32 + h | | the parts, one after another: of each the cells row by row, the ids in C order |
+| 32 + h | | the parts, one after another: their cells row by row, the ids in C order |
 
-:class:`Header` says what its fields are, :class:`~kvroute.routes.parts.Grid` which cells a part has. The ids of what is
-missing are all ones in binary. Pure: bytes in, values out.
+:class:`Header` explains the header's fields, :class:`~kvroute.routes.parts.Grid` says which cells a part has. The ids
+of missing cells are all ones in binary. Pure: bytes in, values out.
 """
 
 from __future__ import annotations
 
 import binascii
+import math
 import struct
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from typing import Annotated, Any, Final, Self
 
 import msgspec
@@ -32,37 +34,39 @@ from pybase64 import b64decode, b64encode_as_string
 
 from cache_manager.errors import RowError
 from cache_manager.record import Buffer, checksum
-from kvroute.routes.cells import Cells, Mask, some
+from kvroute.routes.cells import Cells, Mask
 from kvroute.routes.layout import Layout
 from kvroute.routes.parts import Grid, Range, cells_of
-from kvroute.routes.spans import WeightsSpan, runs
+from kvroute.routes.spans import WeightsSpan
 
 MAGIC: Final = b"KVROUTES"
-VERSION: Final = 3
+VERSION: Final = 4
 ROWS_MAX: Final = 1 << 24
 """Positions that one record may claim to have."""
+STOP_MAX: Final = 1 << 62
 IDS_MAX: Final = 1 << 36
 HEADER_NBYTES_MAX: Final = 64 << 20
 SUM_NBYTES: Final = 8
 _FIXED = struct.Struct("<8sHHI")
 FIXED_NBYTES: Final = _FIXED.size + 16
 
-UnknownSpan = tuple[int, int, int]
-"""A layer id, and positions ``[start, stop)`` of which other layers are known, but not this one."""
-
 
 class Extent(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Which rows a record has, of the positions ``[start, start + rows)``, and how :class:`Grid` cuts them."""
 
     layout: Layout
-    rows: Annotated[int, Meta(ge=0, le=ROWS_MAX)]
-    start: Annotated[int, Meta(ge=0, lt=1 << 62)]
+    rows: Annotated[int, Meta(ge=0)]
+    start: Annotated[int, Meta(ge=0)]
     part_layers: Annotated[int, Meta(ge=1)]
-    part_tokens: Annotated[int, Meta(ge=1)]
+    part_tokens: Annotated[int, Meta(ge=1, le=STOP_MAX)]
 
     def check(self) -> None:
-        """Raise :class:`RowError` unless the fields are possible together; nothing is made room for."""
+        """Raise :class:`RowError` unless the fields fit together; allocates no memory for them."""
         layers = len(self.layout.layer_ids)
+        if self.rows > ROWS_MAX or self.stop > STOP_MAX:
+            raise RowError(
+                "rows", f"at most {ROWS_MAX}, of positions before {STOP_MAX}", f"{self.rows} from {self.start}"
+            )
         if self.part_layers > layers:
             raise RowError("part_layers", f"1 to {layers}", self.part_layers)
         if (ids := self.rows * layers * self.layout.top_k) > IDS_MAX:
@@ -83,40 +87,45 @@ class Extent(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 class Header(Extent, frozen=True, kw_only=True):
     """Everything but the ids.
 
-    ``sums`` are the XXH3-64 of the parts, 8 bytes each. ``valid`` has one bit a row, lowest bit first: whether anything
-    of it is known; it is empty where that is so of all. ``unknown`` are ``(layer id, start, stop)``: where other layers
-    of a row are known but not this one, maximal and in order. ``name`` is for who keeps the record.
+    ``sums`` are the XXH3-64 of the parts, 8 bytes each. ``turns`` are the increasing indices at which known becomes
+    unknown or back, beginning with known: of rows, or with ``by_cell`` of all rows of the first layer, then of the
+    next. ``name`` is for the store that keeps the record.
     """
 
     sums: bytes
-    valid: bytes = b""
-    unknown: tuple[UnknownSpan, ...] = ()
+    turns: tuple[Annotated[int, Meta(ge=0, lt=IDS_MAX)], ...] = ()
+    by_cell: bool = False
     weights_versions: tuple[WeightsSpan, ...] = ()
     token_hashes: tuple[tuple[int, bytes], ...] = ()
     name: str = ""
 
     @classmethod
-    def of(cls, routes: Cells, grid: Grid, parts: Iterable[Buffer], name: str = "") -> Self:
-        """The header of routes whose ``parts`` are these, all of them in order."""
-        there = routes.some
-        return cls(
+    def of(cls, routes: Cells, grid: Grid, parts: Buffer, name: str = "") -> Self:
+        """The header of routes whose ``parts`` are these, one after another; :class:`RowError` for too many rows."""
+        laid = routes.mask.T.reshape(-1)
+        turns = () if laid.all() else np.flatnonzero(np.diff(laid, prepend=True)).tolist()
+        made = cls(
             layout=routes.layout,
             rows=grid.rows,
             start=routes.start,
             part_layers=grid.part_layers,
             part_tokens=grid.part_tokens,
-            sums=b"".join(checksum(part).to_bytes(SUM_NBYTES, "little") for part in parts),
-            valid=b"" if there.all() else np.packbits(there, bitorder="little").tobytes(),
-            unknown=_unknown(routes.mask, routes.layout.layer_ids, routes.start),
+            sums=np.array(_sums(grid, (0, grid.parts), parts), "<u8").tobytes(),
+            turns=tuple(turns),
+            by_cell=routes.mask.ndim == 2,
             weights_versions=routes.weights_versions,
             token_hashes=routes.token_hashes,
             name=name,
         )
+        made.check()
+        return made
 
     def pack(self) -> bytes:
-        """The record's bytes before its parts."""
+        """The record's bytes before its parts; :class:`RowError` for more than one can be."""
         text = msgspec.json.encode(self, order="sorted")
         text += b" " * (-(FIXED_NBYTES + len(text)) % 64)
+        if len(text) > HEADER_NBYTES_MAX:
+            raise RowError("routes", f"what is known in fewer turns: a header of {HEADER_NBYTES_MAX} bytes", len(text))
         fixed = _FIXED.pack(MAGIC, VERSION, 0, len(text))
         return b"".join((fixed, _sum(fixed, text), text))
 
@@ -124,85 +133,58 @@ class Header(Extent, frozen=True, kw_only=True):
         super().check()
         if len(self.sums) != SUM_NBYTES * self.grid.parts:
             raise RowError("routes record sums", f"{SUM_NBYTES * self.grid.parts} bytes", len(self.sums))
-        if self.valid and len(self.valid) != -(-self.rows // 8):
-            raise RowError("routes record valid", f"{-(-self.rows // 8)} bytes, or none", len(self.valid))
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """Of an id, little endian."""
+        """The dtype of an id, little endian."""
         return self.layout.dtype.newbyteorder("<")
 
     @property
     def mask(self) -> Mask:
-        """What is known, ``[rows]`` or ``[rows, layers]``; :class:`RowError` for unknown cells that cannot be.
+        """What is known, ``[rows]`` or ``[rows, layers]``; :class:`RowError` for invalid turns."""
+        shape = (len(self.layout.layer_ids), self.rows) if self.by_cell else (self.rows,)
+        lengths = np.diff(np.array((0, *self.turns, math.prod(shape))))
+        if self.turns and not (lengths[1:] > 0).all():
+            raise RowError("routes.turns", f"increasing numbers below {math.prod(shape)}", str(self.turns)[:200])
+        return np.ascontiguousarray(np.repeat(np.arange(len(lengths)) % 2 == 0, lengths).reshape(shape).T)
 
-        The work is one pass over the mask, whatever the spans claim.
-        """
-        there = np.ones(self.rows, np.bool_)
-        if self.valid:
-            bits = np.frombuffer(self.valid, np.uint8)
-            there = np.unpackbits(bits, count=self.rows, bitorder="little").astype(np.bool_)
-        if not self.unknown:
-            return there
-        place = {layer: i for i, layer in enumerate(self.layout.layer_ids)}
-        known, before = np.repeat(there[:, None], len(place), axis=1), (-1, 0)
-        for layer, a, b in self.unknown:
-            if layer not in place or not self.start <= a < b <= self.stop or (layer, a) < before:
-                wanted = f"increasing (layer of {tuple(place)}, start, stop) inside [{self.start}, {self.stop})"
-                raise RowError("routes.unknown", wanted, (layer, a, b))
-            known[a - self.start : b - self.start, place[layer]] = False
-            before = layer, b
-        if _unknown(known, tuple(place), self.start) != tuple(self.unknown):
-            raise RowError("routes.unknown", "the unknown cells of rows of which something is known", "others")
-        return known
-
-    def check_part(self, part: int, content: Buffer) -> None:
-        """Raise :class:`RowError` unless ``content`` is the part of this number, by its length and its sum."""
-        wanted, nbytes = self.grid.nbytes_of(part), memoryview(content).nbytes
-        if nbytes != wanted:
-            raise RowError(f"routes record part {part}", f"{wanted} bytes", nbytes)
-        told = int.from_bytes(self.sums[SUM_NBYTES * part : SUM_NBYTES * (part + 1)], "little")
-        if (found := checksum(content)) != told:
-            raise RowError(f"routes record part {part} checksum", f"{told:016x}", f"{found:016x}")
+    def check_parts(self, run: Range, content: Buffer) -> None:
+        """Raise :class:`RowError` unless ``content`` is the parts ``[first, stop)``, by its length and their sums."""
+        if (nbytes := memoryview(content).nbytes) != (wanted := self.grid.nbytes_of(run)):
+            raise RowError(f"routes record parts [{run[0]}, {run[1]})", f"{wanted} bytes", nbytes)
+        told, found = np.frombuffer(self.sums, "<u8")[slice(*run)].tolist(), _sums(self.grid, run, content)
+        if told != found:
+            at = next(i for i, pair in enumerate(zip(told, found, strict=True)) if pair[0] != pair[1])
+            raise RowError(f"routes record part {run[0] + at} checksum", f"{told[at]:016x}", f"{found[at]:016x}")
 
     def ids(
-        self, parts: Iterable[tuple[int, Buffer]], layers: Sequence[int], rows: Sequence[Range]
+        self, parts: Iterable[tuple[Range, Buffer]], layers: Sequence[int], rows: Sequence[Range]
     ) -> list[NDArray[Any]]:
         """The ids of these layers (increasing indices), ``[n, layers, top_k]`` for each range of rows, in new memory.
 
-        ``parts`` are the numbers and bytes of those that :meth:`Grid.needed` names. :class:`RowError` for one that is
-        not as it was written.
+        ``parts`` are runs of those that :meth:`Grid.needed` names, and their bytes. :class:`RowError` for a part that
+        is not as it was written.
         """
         grid = self.grid
         found = [np.empty((b - a, len(layers), self.layout.top_k), self.dtype) for a, b in rows]
         cells = [cells_of(ids) for ids in found]
-        for part, content in parts:
-            self.check_part(part, content)
-            grid.paste(part, content, cells, layers, rows)
+        for run, content in parts:
+            self.check_parts(run, content)
+            grid.paste(run, content, cells, layers, rows)
         return found
 
 
-def record(routes: Cells, grid: Grid | None = None, name: str = "") -> tuple[Header, list[Buffer]]:
-    """The header of ``routes``, and the parts of ``grid`` (one of everything); whole parts share memory."""
+def record(routes: Cells, grid: Grid | None = None, name: str = "") -> tuple[Header, memoryview]:
+    """The header of ``routes``, and the parts of ``grid`` (one of everything) one after another."""
     if grid is None:
         rows, layers, top_k = routes.ids.shape
         grid = Grid(rows, layers, top_k * routes.ids.itemsize, layers, max(rows, 1))
-    cells = cells_of(routes.ids.astype(routes.ids.dtype.newbyteorder("<"), copy=False))
-    parts: list[Buffer] = [*grid.cut(cells)]
+    parts = grid.cut(cells_of(routes.ids.astype(routes.ids.dtype.newbyteorder("<"), copy=False)))
     return Header.of(routes, grid, parts, name), parts
 
 
-def _unknown(mask: Mask, layer_ids: Sequence[int], start: int) -> tuple[UnknownSpan, ...]:
-    """The unknown cells of rows of which something is known, as maximal ranges, layer by layer."""
-    if mask.ndim == 1:
-        return ()
-    there = some(mask)
-    found = ((layer, runs(there & ~mask[:, i])) for i, layer in enumerate(layer_ids))
-    return tuple((layer, start + a, start + b) for layer, ranges in found for a, b in ranges)
-
-
 def header_nbytes(fixed: Buffer) -> int:
-    """Of the header behind the first :data:`FIXED_NBYTES` bytes of a record; else :class:`RowError`."""
+    """Bytes of the header after the first :data:`FIXED_NBYTES` bytes of a record; else :class:`RowError`."""
     if len(fixed) < FIXED_NBYTES:
         raise RowError("routes record", f"{FIXED_NBYTES} bytes or more", len(fixed))
     magic, version, zero, nbytes = _FIXED.unpack_from(fixed)
@@ -214,9 +196,8 @@ def header_nbytes(fixed: Buffer) -> int:
 
 
 def unpack(fixed: Buffer, text: Buffer) -> Header:
-    """The header of the first bytes of a record, and of the :func:`header_nbytes` behind them.
-
-    :class:`RowError` for anything else, whatever it is, and when one bit has changed.
+    """The header in the first bytes of a record and the :func:`header_nbytes` after them. :class:`RowError` for
+    anything else, also if one bit has changed.
     """
     if (nbytes := header_nbytes(fixed)) != len(text):
         raise RowError("routes record header", f"{nbytes} bytes", len(text))
@@ -239,21 +220,25 @@ def read(data: Buffer) -> tuple[Header, NDArray[Any]]:
     grid = header.grid
     if len(view) != first + grid.nbytes:
         raise RowError("routes record", f"{first + grid.nbytes} bytes", len(view))
-    at = (first + grid.offset_of(part) for part in range(grid.parts))
-    parts = ((part, view[a : a + grid.nbytes_of(part)]) for part, a in enumerate(at))
-    return header, header.ids(parts, range(grid.layers), [(0, grid.rows)])[0]
+    return header, header.ids([((0, grid.parts), view[first:])], range(grid.layers), [(0, grid.rows)])[0]
 
 
 def from_base64(field: str, text: Any) -> bytes:
-    """The bytes that ``text`` is the base64 of, in its one spelling; :class:`RowError` for anything else."""
+    """The bytes of the base64 ``text``, which has one valid spelling; :class:`RowError` for anything else."""
     try:
         found = b64decode(text, validate=True)
     except (binascii.Error, ValueError, TypeError) as error:
         raise RowError(field, "base64", error) from error
-    # The last character may have bits that say nothing; they have to be zero.
+    # The last character may have unused bits; they have to be zero.
     if b64encode_as_string(found[-(len(found) % 3 or 3) :]) != text[-4:]:
-        raise RowError(field, "bytes, encoded as base64 has it", repr(text[-4:]))
+        raise RowError(field, "bytes, in base64's one spelling", repr(text[-4:]))
     return found
+
+
+def _sums(grid: Grid, run: Range, content: Buffer) -> list[int]:
+    """The sums of the parts ``[first, stop)``, whose bytes these are."""
+    starts, view = grid.starts(*run), memoryview(content)
+    return [checksum(view[a - starts[0] : b - starts[0]]) for a, b in pairwise(starts)]
 
 
 def _sum(*parts: Buffer) -> bytes:

@@ -1,7 +1,7 @@
-"""``kvroute verify``: what routed experts anybody's server hands out, judged row by row.
+"""``kvroute verify``: the routed experts that any server hands out, judged row by row.
 
-The server is asked over HTTP and has kvroute or not. ``asking`` asks, ``judging`` judges, ``weights`` knows what is
-right.
+The server is asked over HTTP, and may or may not have kvroute. ``asking`` asks, ``judging`` judges, ``weights``
+computes the right rows.
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ LONGEST: Final = 512
 COLUMNS: Final = ("right", "wrong", "missing", "unjudged")
 
 
-def main(*, url: str, model: Path, rollouts: str, requests: int, longest: int | None, new: int, seed: int) -> int:
-    """``kvroute verify``; 1 where a row is wrong or a request has no answer."""
+def main(
+    *, url: str, model: Path, rollouts: str, requests: int, longest: int | None, new: int, seed: int, dtype: str
+) -> int:
+    """``kvroute verify``; 1 if a row is wrong or a request has no answer."""
     spec = routing_spec_from_hf(model, block_tokens=1)
     vocabulary, context = _limits(model)
     longest = min(LONGEST, context - 2 * new) if longest is None else longest
@@ -42,7 +44,7 @@ def main(*, url: str, model: Path, rollouts: str, requests: int, longest: int | 
         raise ServerError("routed_experts", wanted, NOTHING)
     from kvroute.verify.weights import Weights
 
-    weights, by = Weights.where_they_fit(model, spec)
+    weights, by = Weights.where_they_fit(model, spec, dtype)
     found = judge(answers, spec, weights)
     sys.stdout.write(f"{server.url}: {server.engine}, {len(told)} requests, judged by {by}\n")
     sys.stdout.write(report(found, failed))
@@ -50,14 +52,14 @@ def main(*, url: str, model: Path, rollouts: str, requests: int, longest: int | 
 
 
 def _limits(model: Path) -> tuple[int, int]:
-    """How many token ids there are, and how many tokens the model takes."""
+    """The number of token ids, and the model's largest number of tokens."""
     config = json.loads((model / "config.json" if model.is_dir() else model).read_text())
     fields = {**config, **config.get("text_config", {})}
     return int(fields.get("vocab_size", 1000)), int(fields.get("max_position_embeddings", 1 << 20))
 
 
 def report(found: Findings, failed: list[ServerError]) -> str:
-    """A table of rows, what is wrong with the wrong ones, and the shortest prompt that shows one."""
+    """A table of rows, the faults of wrong ones, and the shortest prompt that shows one."""
     lines = [f"{'rows':<22}" + "".join(f"{column:>10}" for column in COLUMNS)]
     for what, count in found.rows.items():
         lines.append(f"{what:<22}" + "".join(f"{count[column]:>10,}" for column in COLUMNS))

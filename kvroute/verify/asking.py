@@ -1,4 +1,4 @@
-"""A server is asked, and its answers are read: SGLang's ``/generate`` or the OpenAI completions of vLLM."""
+"""Asks a server and reads its answers: SGLang's ``/generate`` or the OpenAI completions of vLLM."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ AT_ONCE: Final = 4
 """Requests that are sent together."""
 WAIT_S: Final = 600
 HEAD: Final = 4
-"""Prompts that begin alike have one part in so many of the longest prompt in common."""
+"""Prompts with a common head share 1/HEAD of the longest prompt's length."""
 
 Ids = NDArray[np.int32]
 Mask = NDArray[np.bool_]
@@ -36,12 +36,12 @@ NOTHING: Final = "neither routed_experts nor a handle of kvroute's"
 
 
 class ServerError(MismatchError):
-    """The server gave no answer that can be read."""
+    """The server gave no readable answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A prompt, what it is asked for, and how many completions are wanted."""
+    """A prompt, the kind of question, and how many completions are wanted."""
 
     what: str
     prompt: tuple[int, ...]
@@ -50,12 +50,12 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One completion. ``tokens`` are the prompt's and the answer's; the last one has no row."""
+    """One completion. ``tokens`` are those of the prompt and of the answer; the last one has no row."""
 
     what: str
     prompt: int
     tokens: tuple[int, ...]
-    ids: Ids  # [tokens - 1, layers, top_k]  sorted; below 0 where nothing came
+    ids: Ids  # [tokens - 1, layers, top_k]  sorted; below 0 for cells that did not come
     refused: str = ""  # why no row came
 
     @property
@@ -94,7 +94,7 @@ class Server:
             return ServerError("answer", f"one of {self.engine}'s", repr(error))
 
     def _generated(self, asked: Question) -> Iterator[tuple[Sequence[int], Any, int, Any]]:
-        """Tokens of each completion, the answer that has its routes, its number there, and SGLang's own field."""
+        """For each completion: its tokens, the answer with its routes, its number there, and the engine's own field."""
         sampling = {"max_new_tokens": self.new, "n": asked.n, "temperature": float(asked.n > 1), "ignore_eos": True}
         body = {"input_ids": list(asked.prompt), "sampling_params": sampling, "return_routed_experts": True}
         found = self._sent("/generate", body)
@@ -138,9 +138,9 @@ class Server:
 
 
 def rows_of(told: object, spec: AuxBlockDataSpec, due: int) -> Ids:
-    """An engine's own field as it is, unjudged: ids ``[rows, layers, top_k]`` of the layers with a router.
+    """An engine's own field, not yet judged: ids ``[rows, layers, top_k]`` of the layers with a router.
 
-    vLLM's is a ``.npy``, SGLang's the bytes of int32. Raises :class:`RowError` for what is no array of such rows.
+    vLLM's is a ``.npy``, SGLang's the bytes of int32. Raises :class:`RowError` for anything but an array of such rows.
     """
     content, (moe, top_k), every = from_base64(FIELD, told), spec.row_shape, spec.attrs["num_layers"]
     try:
@@ -157,10 +157,10 @@ def rows_of(told: object, spec: AuxBlockDataSpec, due: int) -> Ids:
 
 
 def played(server: Server, requests: int, longest: int, vocabulary: int) -> Iterator[list[Answer] | ServerError]:
-    """Everything that a server is asked: ``requests`` of prompts of at most ``longest`` tokens, by the server's seed.
+    """Ask a server everything: ``requests`` prompts of at most ``longest`` tokens, chosen by the server's seed.
 
-    In turns prompts with a common head, further turns behind their answers, several completions of one prompt and long
-    prompts; at the end the first ones again, when the server may have put their KV away and brought it back.
+    In turns prompts with a common head, further turns after their answers, several completions of one prompt and long
+    prompts; at the end the first ones again, whose KV the server may have put away and brought back by then.
     """
     source, first, asked = random.Random(server.seed), list[Question](), 0  # noqa: S311 - no secret
 

@@ -1,7 +1,7 @@
-"""Each row that came is right, wrong, missing or cannot be judged. Pure: no server, no model.
+"""Judges each row: right, wrong, missing or unjudged. Pure: no server, no model.
 
-With weights a pass of theirs says what a row is. Without, rows are compared with those that came first for the same
-tokens, and with what no router can choose.
+With weights a forward pass gives the right rows. Without, rows are compared with the first ones that came for the same
+tokens, and checked for choices that no router can make.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ OTHER: Final = "other experts"
 
 @dataclass(frozen=True, slots=True)
 class Wrong:
-    """A row that is wrong: of which answer, where, what was wanted and what came."""
+    """A wrong row: its answer, its place, the wanted and the received experts."""
 
     answer: Answer
     position: int
     layer: int
-    wanted: tuple[int, ...]  # -1: what came says by itself that it is wrong
+    wanted: tuple[int, ...]  # -1: the row is impossible by itself
     got: tuple[int, ...]
     fault: str
 
 
 @dataclass(slots=True)
 class Findings:
-    """Rows by what was asked and what they were found to be, and wrong ones by fault; ``shortest``: of all prompts."""
+    """Rows by kind of question and verdict, and wrong ones by fault; ``shortest``: one of the shortest prompt."""
 
     rows: dict[str, Counter[str]] = field(default_factory=dict)
     faults: Counter[str] = field(default_factory=Counter)
@@ -57,7 +57,7 @@ class Findings:
 
 
 def judge(answers: Sequence[Answer], spec: AuxBlockDataSpec, weights: Weights | None) -> Findings:
-    """Every row of every answer, which are in the order in which they came."""
+    """Judge every row of the answers, which are in the order in which they came."""
     found, earlier, marked = Findings(), _Earlier(), list[tuple[Answer, Ids, Mask, Mask, Names]]()
     for answer in answers:
         impossible = _impossible(answer, spec)
@@ -70,7 +70,7 @@ def judge(answers: Sequence[Answer], spec: AuxBlockDataSpec, weights: Weights | 
             wanted = weights.routed(answer.tokens[:-1])
             differs = answer.known & (answer.ids != wanted).any(axis=2)
             close = weights.close(answer.ids, differs) & differs if differs.any() else differs
-            # What a row's later layers choose stands on a choice that was as good.
+            # A row's later layers follow from a choice that was equally good.
             wrong = (differs & ~np.logical_or.accumulate(close, axis=1)).any(axis=1) | (impossible != "")
             unsure = differs.any(axis=1) & ~wrong
         marked.append((answer, wanted, differs, wrong, impossible))
@@ -88,7 +88,7 @@ def judge(answers: Sequence[Answer], spec: AuxBlockDataSpec, weights: Weights | 
 
 
 class _Earlier:
-    """The first sound row that came for each prefix."""
+    """The first sound row for each prefix."""
 
     def __init__(self) -> None:
         self._rows: dict[bytes, Ids] = {}
@@ -106,7 +106,7 @@ class _Earlier:
 
 
 def _impossible(answer: Answer, spec: AuxBlockDataSpec) -> Names:
-    """What is wrong with each row by itself ``[due]``: nothing, or what no router chooses."""
+    """The fault of each row by itself ``[due]``: empty, or why no router can have chosen it."""
     ids, known = answer.ids, answer.known
     found = np.full(len(ids), "", "U16")
     found[(((ids[..., 1:] == ids[..., :-1]).any(axis=2)) & known).any(axis=1)] = TWICE
@@ -119,7 +119,7 @@ def _impossible(answer: Answer, spec: AuxBlockDataSpec) -> Names:
 def _name(
     answer: Answer, wanted: Ids, differs: Mask, wrong: Mask, impossible: Names, elsewhere: set[bytes], found: Findings
 ) -> None:
-    """What each wrong row is; the one of the shortest prompt is kept. ``elsewhere`` are the rows of all answers."""
+    """Name each wrong row's fault; keep the one of the shortest prompt. ``elsewhere`` are the rows of all answers."""
     own = {row.tobytes() for row in wanted}
     for at in np.flatnonzero(wrong).tolist():
         row = answer.ids[at].tobytes()

@@ -1,4 +1,4 @@
-"""What transformers' own forward pass of a checkpoint routes, on this machine."""
+"""The right routes: those of transformers' own forward pass of a checkpoint, on this machine."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from cache_manager.spec import AuxBlockDataSpec
 from kvroute.capture.capture import find_routers
 from kvroute.verify.asking import Ids, Mask
 
-NOISE: Final = {torch.float32: 2**-14, torch.float16: 2**-9, torch.bfloat16: 2**-6}
-"""How much of a router's input may be rounding in an engine that computes in such numbers."""
+NOISE: Final = {"float32": 2**-14, "float16": 2**-9, "bfloat16": 2**-6}
+"""The relative rounding of a router's input in an engine that computes in this dtype."""
 DRAWS: Final = 32
 HEADROOM: Final = 1.25
-"""So many times the weights have to be free."""
+"""Free memory must be so many times the weights."""
 
 
 class Weights:
-    """A checkpoint, computed in float32 where there is memory for that, else as it is."""
+    """A checkpoint, computed in float32 if there is memory for that, else in its own dtype."""
 
-    def __init__(self, home: Path, spec: AuxBlockDataSpec, dtype: torch.dtype, computed: torch.dtype) -> None:
-        self._noise = NOISE.get(dtype, NOISE[torch.bfloat16])
+    def __init__(self, home: Path, spec: AuxBlockDataSpec, noise: float, computed: torch.dtype) -> None:
+        self._noise = noise
         self._model: Any = AutoModelForCausalLM.from_pretrained(home, dtype=computed).eval()
         self._routers = find_routers(self._model)
         if tuple(self._routers) != spec.attrs["layer_ids"]:
@@ -37,17 +37,23 @@ class Weights:
             router.register_forward_hook(self._listener(layer))
 
     @classmethod
-    def where_they_fit(cls, home: Path, spec: AuxBlockDataSpec) -> tuple[Self | None, str]:
-        """Weights to judge by, or none, and what judges in words."""
+    def where_they_fit(cls, home: Path, spec: AuxBlockDataSpec, served: str) -> tuple[Self | None, str]:
+        """Weights to judge by, or ``None``, and the judge in words. The server computes in the dtype ``served``.
+
+        ``auto``: in the checkpoint's dtype, or in bfloat16 if that is float32, as in vLLM.
+        """
         nbytes = sum(each.stat().st_size for each in home.glob("*.safetensors")) if home.is_dir() else 0
         if not nbytes:
             return None, f"equal prefixes and what no router chooses: there are no weights (*.safetensors) in {home}"
         dtype = getattr(AutoConfig.from_pretrained(home), "dtype", None) or torch.float32
+        if served == "auto":
+            served = "float16" if dtype is torch.float16 else "bfloat16"
         lines = Path("/proc/meminfo").read_text().splitlines()
         free = next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
         for computed, wanted in ((torch.float32, nbytes * 4 // dtype.itemsize), (dtype, nbytes)):
             if wanted * HEADROOM < free:
-                return cls(home, spec, dtype, computed), f"a pass of {home} in {str(computed).removeprefix('torch.')}"
+                by = f"a pass of {home} in {str(computed).removeprefix('torch.')}, choices by rounding in {served}"
+                return cls(home, spec, NOISE[served], computed), by
         return (
             None,
             f"equal prefixes and what no router chooses: {nbytes >> 20:,} MiB of weights, {free >> 20:,} are free",
@@ -68,7 +74,7 @@ class Weights:
         return np.sort(found.numpy().astype(np.int32), axis=2)
 
     def close(self, ids: Ids, at: Mask) -> Mask:
-        """Whether some input of a router that differs by rounding from that of the last pass chooses these experts."""
+        """Whether a router's input that differs by rounding from that of the last pass chooses these experts."""
         found, self._listening = np.zeros_like(at), False
         noise = torch.Generator().manual_seed(0)
         try:

@@ -1,4 +1,4 @@
-"""What several files of examples start from; others have fixtures of these names of their own."""
+"""Fixtures that several test files share; other test files define their own fixtures of these names."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Blocks that an engine owns, against a model that is a dictionary a life; devices, stores, moves and feeds come late.
+"""Blocks that an engine owns, against a model: one dictionary for each life. Devices, stores, moves and feeds are late.
 
 Method: rows carry a canary. An engine gives blocks out, writes, copies, stores and resets as it likes, correctly or
-not, also while the bytes of a move are copied. A device writes the rows of in-place steps whenever it gets to it, in
-the order of the steps. After every rule every block is read for the life that the scheduler knows, and has exactly the
-rows of the model; and what has left under an origin is all that there ever is under it.
+not, also while the bytes of a move are copied. A device writes the rows of in-place steps at any time, in the order of
+the steps. After every rule every block is read for the life that the scheduler knows, and has exactly the rows of the
+model; and no more rows are ever found under an origin than those that were handed out under it.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from canary import canary_rows
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 
+from cache_manager.feed import BlockFeed
 from cache_manager.regions.view import RegionView
 
 ROW = "a_row_read_is_the_row_written_or_missing"
@@ -43,7 +44,7 @@ class BlocksMachine(BlocksStored):
         self.deliver()
         self.learn(blocks)
         assert self.filling or not self.engine.read("routing", blocks).valid.any(), ROW
-        if bad:  # ids that are none, and generations that are not larger
+        if bad:  # invalid ids, and generations that are not larger
             assert self.engine.renew([DEVICE, -1, blocks[0]], [9, 9, self.known[blocks[0]]]).tolist() == [0, 0, 0]
 
     @rule(blocks=SOME)
@@ -51,6 +52,16 @@ class BlocksMachine(BlocksStored):
         self.feed.renew(blocks)
         self.feed.take()
         self.lost = True
+
+    @rule(blocks=SOME)
+    def a_scheduler_starts_anew(self, blocks) -> None:
+        """Beside a living worker: generations begin anew, and older ones no longer count."""
+        self.feed, self.lost = BlockFeed(blocks=DEVICE), False
+        self.known = [0] * DEVICE
+        for tier in SIZES:
+            self.given[tier].clear()
+        self.forget_all()
+        self.renew(blocks, bad=False)
 
     @rule()
     def a_batch_comes_twice(self) -> None:
@@ -80,7 +91,7 @@ class BlocksMachine(BlocksStored):
 
     @rule(data=st.data(), in_place=st.booleans(), at_once=st.booleans(), whole=st.sampled_from((True,) * 5 + (False,)))
     def begin_step(self, data, in_place, at_once, whole) -> None:
-        """``whole``: the slots are integers; others are refused, and so is one step too many."""
+        """``whole``: the slots are integers; slots of another type are refused, and so is one step too many."""
         slots = data.draw(st.lists(st.integers(-2, END), max_size=6))
         if data.draw(st.booleans()):  # a whole block, as a prefill does, in any token order
             slots = data.draw(st.permutations(slots_of(data.draw(BLOCK))))
@@ -90,8 +101,8 @@ class BlocksMachine(BlocksStored):
 
     @rule(data=st.data(), whole=st.booleans(), some=st.booleans())
     def a_step_at_once(self, data, whole, some) -> None:
-        """In one call, which takes a way of its own where nothing else is under way: of a whole block or of some slots,
-        all of which are kept or only some."""
+        """A step in one call, which has its own fast path when no other step is open. It covers a whole block or some
+        slots; all of the slots are kept, or only some."""
         at = slots_of(data.draw(BLOCK)) if whole else data.draw(st.lists(st.integers(-1, END - 1), max_size=4))
         kept = data.draw(st.lists(st.booleans(), min_size=len(at), max_size=len(at))) if some else [True] * len(at)
         self.serial += 1
@@ -102,18 +113,24 @@ class BlocksMachine(BlocksStored):
             step.rows, step.written = {slot: row.tobytes() for slot, row in zip(at, rows, strict=True)}, True
             self.land(step, step.real, {slot for slot, wanted in zip(at, kept, strict=True) if wanted})
 
-    @rule(block=BLOCK, twice=st.booleans(), renewed=st.booleans())
-    def a_step_follows_a_late_device(self, block, twice, renewed) -> None:
-        """Over the same block, which may not have been given out when the device was sent, or not since."""
+    @rule(block=BLOCK, twice=st.booleans(), renewed=st.booleans(), ended=st.booleans())
+    def a_step_follows_a_late_device(self, block, twice, renewed, ended) -> None:
+        """Two steps over the same block, which may not have been given out before the device was sent, or not since.
+        The device may write, and its step may have ``ended``, after the other step's rows were copied and before they
+        are committed."""
         self.room(2)
-        self.begin(slots_of(block) + slots_of(block)[:1] * twice, in_place=True)
+        late = self.begin(slots_of(block) + slots_of(block)[:1] * twice, in_place=True)
         if renewed:
             self.renew([block], bad=False)
-        self.fill(block)
+        step = self.begin(slots_of(block))
+        self.write(step)
+        if ended:
+            self.end(late, commit=False)
+        self.end(step, commit=True)
 
     @rule(block=BLOCK, commit=st.booleans(), second=st.sampled_from(("fill", "twice", "refuse")))
     def a_pass_is_followed_by_another(self, block, commit, second) -> None:
-        """In one life: what had left after the first pass is not what the second one makes, or loses."""
+        """Two passes in one life: rows handed out after the first are not those that the second makes, or loses."""
         self.room()
         step = self.begin(slots_of(block))
         self.write(step)
@@ -159,7 +176,7 @@ class BlocksMachine(BlocksStored):
         full=st.booleans(),
     )
     def move(self, data, kind, fed, meanwhile, full) -> None:
-        """``meanwhile`` something becomes of a source or target, when bytes have been copied; a source is ``full``."""
+        """``meanwhile`` a source or target changes, after bytes have been copied; a source is ``full``."""
         source, target = TIERS[kind]
         targets = data.draw(st.lists(st.integers(0, SIZES[target] - 1), min_size=1, max_size=2, unique=True))
         pairs = [(data.draw(st.integers(0, SIZES[source] - 1)), t) for t in targets]
@@ -173,7 +190,23 @@ class BlocksMachine(BlocksStored):
             self.renew([min(pairs[0][0], DEVICE - 1)], bad=False)
             self.fill(min(pairs[0][0], DEVICE - 1))
         blocks = [s for s, _ in pairs if source == "device"] + [t for t in targets if target == "device"]
-        one = data.draw(st.sampled_from(blocks))
+        self.moved(kind, pairs, rows, data.draw(st.sampled_from(blocks)), meanwhile, bad=bad, fed=fed)
+
+    @rule(kind=st.sampled_from(tuple(TIERS)), ends=st.permutations(range(DEVICE)), meanwhile=st.sampled_from(MEANWHILE))
+    def something_becomes_of_a_block_in_motion(self, kind, ends, meanwhile) -> None:
+        """Of the target if it is on the device, else of the source, which is full."""
+        s, t = ends[0] % SIZES[TIERS[kind][0]], ends[1] % SIZES[TIERS[kind][1]]
+        self.room(3)
+        self.renew(ends[:2], bad=False)
+        self.fill(ends[0])
+        if kind == "swap_in":
+            self.moved("swap_out", [(ends[0], s)], None, ends[0], None, bad=False, fed=False)
+        self.moved(kind, [(s, t)], None, s if kind == "swap_out" else t, meanwhile, bad=False, fed=False)
+
+    def moved(self, kind, pairs, rows, one, meanwhile, *, bad, fed) -> None:
+        """``pairs`` are moved, and ``meanwhile`` happens to the device block ``one``."""
+        source, target = TIERS[kind]
+        targets = [t for _, t in pairs]
         to, before = (self.feed if fed else self.engine), self.engine.counters.bad_moves_dropped
         if bad:
             getattr(to, kind)(*((pairs, rows) if kind == "copy" else (pairs,)))
@@ -220,12 +253,12 @@ class BlocksMachine(BlocksStored):
         assert self.engine.counters.bad_moves_dropped == before + dropped
         for t, (s, life, had, came, begun) in took.items():
             if self.lives[target][t] is not begun:
-                continue  # its life is another one: nothing has arrived
+                continue  # its life has changed: nothing has arrived
             now = self.lives[source][s]
             changed = now is not life or any(now.rows.get(o) != row for o, row in had.items())
             if not self.engine.read("routing", [t], tier=target).valid.any():
                 changed |= s in in_a_pass  # which has ended meanwhile
-            # Of a source that has changed everything stays away.
+            # Nothing of a source that has changed arrives.
             self.lives[target][t].rows = {} if changed else came
             self.lives[target][t].computed = True
 
@@ -252,7 +285,7 @@ class BlocksMachine(BlocksStored):
 
     @rule(n=st.integers(0, 3), source=BLOCK, block=BLOCK, meanwhile=st.none() | st.sampled_from(MEANWHILE))
     def a_restore_comes_late(self, n, source, block, meanwhile) -> None:
-        """Something becomes of the block while the store is read."""
+        """The block changes while the store is read."""
         self.renew([source], bad=False)
         self.fill(source)
         self.end_jobs()

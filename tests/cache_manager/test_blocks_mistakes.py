@@ -1,4 +1,4 @@
-"""AuxBlocks by example: what an engine does wrong is dropped and counted, or raised in a strict set."""
+"""AuxBlocks by example: a mistake of the engine is dropped and counted, or raised in a strict set."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cache_manager.feed import BlockFeed
 
 
 def test_a_mistake_inside_a_forward_pass_is_dropped_counted_and_logged_once(house, caplog) -> None:
-    """Goal: nothing raises there. Method: each mistake; what is good beside it lands."""
+    """Goal: a set that is not strict never raises. Method: each mistake; the valid rows of the same call land."""
     engine = house.engine
     engine.renew([0])
     mistakes = (
@@ -34,7 +34,8 @@ def test_a_mistake_inside_a_forward_pass_is_dropped_counted_and_logged_once(hous
 
 
 def test_what_a_strict_set_raises_names_the_blocks() -> None:
-    """Goal: who debugs an engine sees which block it was. Method: bad ids, old lives, sources never given out."""
+    """Goal: an error names the block, for those who debug an engine. Method: bad ids, old lives, sources never given
+    out."""
     engine = House(strict=True).engine
     engine.renew([0, 1], [5, 7])
     for call, message in (
@@ -108,9 +109,9 @@ CALLS = {
 
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
-def test_what_is_none_is_a_typed_error_or_dropped_and_gives_nothing_out(call) -> None:
-    """Goal: no raw error, and no block but those that were named begins a life or gets rows. Method: each argument of
-    each call, given what is no such thing; strict and not."""
+def test_invalid_arguments_are_typed_errors_or_dropped_and_give_nothing_out(call) -> None:
+    """Goal: no raw error, and only the named blocks begin a life or get rows. Method: each argument of each call gets
+    values of the wrong kind; strict and not."""
     for strict in (True, False):
         house = House(strict=strict)
         house.gate.open()

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from waiting import until_it_waits
 
 from cache_manager.blocks import AuxBlocks
-from cache_manager.errors import ConfigError, FeedGapError, InvalidInputError
-from cache_manager.feed import BlockFeed
+from cache_manager.errors import ConfigError, FeedGapError, InvalidInputError, KVRouteError
+from cache_manager.feed import BlockFeed, Renew
 from cache_manager.keys import Namespace
 from cache_manager.spec import AuxBlockDataSpec
 from cache_manager.storage import open_store
@@ -37,14 +37,15 @@ def fill(engine: AuxBlocks, block: int, who: str) -> np.ndarray:
 
 
 def state(engine: AuxBlocks) -> tuple[object, ...]:
-    """What a batch that is refused must not change."""
+    """The state that a refused batch must not change."""
     regions = [engine.region(tier) for tier in ("device", "host")]
     return tuple(array.tobytes() for r in regions for array in (r.words, r.valid, r.rows)), engine.namespace
 
 
 @pytest.mark.parametrize("strict", [False, True])
 def test_a_gap_forgets_all_rows_and_goes_on(strict: bool) -> None:
-    """Goal: nobody knows what the lost operations were. Method: lose one of three batches; then go on as if not."""
+    """Goal: after a gap no row is trusted, as the lost operations are unknown. Method: lose one of three batches;
+    continue as if none were lost."""
     with new_engine(strict=strict) as engine:
         feed = BlockFeed(blocks=BLOCKS)
         feed.renew(range(BLOCKS))
@@ -71,8 +72,44 @@ def test_a_gap_forgets_all_rows_and_goes_on(strict: bool) -> None:
         assert not engine.read("routing", [3], generations=feed.generations[[3]]).valid.any()
 
 
+@pytest.mark.parametrize("how", ["lost", "interrupted", "refused"])
+def test_rows_after_a_lost_batch_are_not_those_of_an_older_life(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Goal: a reader of a block's old life never gets the rows of the next one. Method: the batch that gives the block
+    out again is lost, ends with a signal's exception, or has an operation before it that a strict set refuses; then a
+    step writes into the block."""
+    with new_engine(strict=how == "refused") as engine:
+        feed = BlockFeed(blocks=BLOCKS)
+        feed.renew([0])
+        engine.apply(feed.take())
+        fill(engine, 0, "old")
+        if how == "refused":
+            feed.copy([(1, 1)])
+        feed.renew([0])
+        again = feed.take()
+        if how == "interrupted":
+            with monkeypatch.context() as patch:
+                patch.setattr(Renew, "do", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+                with pytest.raises(KeyboardInterrupt):
+                    engine.apply(again)
+        elif how == "refused":
+            with pytest.raises(KVRouteError):
+                engine.apply(again)
+        else:
+            feed.renew([1])
+            engine.apply(feed.take())
+        with contextlib.suppress(KVRouteError):  # of a strict set, to which no such life was announced
+            fill(engine, 0, "new")
+        for life in (1, 2):
+            assert not engine.read("routing", [0], generations=[life]).valid.any()
+        feed.renew([0])
+        engine.apply(feed.take())
+        rows = fill(engine, 0, "later")
+        assert (engine.read("routing", [0], generations=feed.generations[[0]]).values == rows).all()
+
+
 def test_an_operation_that_cannot_be_done_is_counted_and_the_others_are_done() -> None:
-    """Goal: one mistake costs what it is about. Method: a persist without a store, between two good operations."""
+    """Goal: one mistake costs only its own operation. Method: a persist without a store, between two good
+    operations."""
     with new_engine() as engine:
         feed = BlockFeed(blocks=BLOCKS)
         feed.renew([0])
@@ -118,7 +155,7 @@ ONE, TWO = np.array([1], "<i8").tobytes(), np.array([1, 2], "<i8").tobytes()
     ids=range(16),
 )
 def test_bytes_that_no_feed_made_are_refused_and_change_nothing(packed: bytes) -> None:
-    """Goal: a typed error before anything is done. Method: each way to be wrong, behind a good operation."""
+    """Goal: a typed error before anything is done. Method: each kind of mistake, after a valid operation."""
     with new_engine(store=open_store("memory:")) as engine:
         feed = BlockFeed(blocks=BLOCKS)
         feed.renew(range(BLOCKS))
@@ -133,9 +170,9 @@ def test_bytes_that_no_feed_made_are_refused_and_change_nothing(packed: bytes) -
         assert engine.counters.feed_gaps == 0, "the next batch is still the next"
 
 
-def test_what_a_batch_changes_it_changes_under_the_lock() -> None:
-    """Goal: two threads that bring batches never both do one. Method: a batch comes while another thread has the lock;
-    the number of the next one is as it was until it lets go."""
+def test_all_changes_of_a_batch_are_made_under_the_lock() -> None:
+    """Goal: of two threads that apply batches, never both apply the same one. Method: a batch comes while another
+    thread has the lock; the number of the next batch does not change until that thread releases it."""
     with new_engine() as engine:
         feed = BlockFeed(blocks=BLOCKS)
         feed.renew([0])
@@ -187,9 +224,9 @@ def test_any_bytes_are_a_batch_or_a_typed_error(packed: bytes) -> None:
 
 
 def test_a_scheduler_that_is_started_anew_is_heard() -> None:
-    """Goal: what it says is done, and nothing from before counts. Method: a second feed beside a living worker, whose
-    numbers and generations begin anew; then the first one's last batch comes again."""
-    with new_engine() as engine:
+    """Goal: a new feed's operations are applied, older ones no longer count, and no mistake is counted. Method: a
+    second feed beside a living worker, strict, whose numbers and generations begin anew."""
+    with new_engine(strict=True) as engine:
         before, feed = BlockFeed(blocks=BLOCKS), BlockFeed(blocks=BLOCKS)
         before.renew([0, 1])
         before.renew([0])

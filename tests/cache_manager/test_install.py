@@ -36,7 +36,7 @@ def write(engine: AuxBlocks, block: int, offsets: list[int], who: str, *, open_s
 
 
 def rows(engine: AuxBlocks, block: int) -> list[str | None]:
-    """Who wrote each row of the block, by the canary; ``None`` where it is missing in every spec."""
+    """The writer of each row of the block, by the canary; ``None`` where it is missing in every spec."""
     found: list[str | None] = []
     for o in range(4):
         seen = set()
@@ -82,8 +82,8 @@ def test_a_row_lands_beside_its_own_kv_and_on_no_other_row(
 ) -> None:
     """Goal: the rows of the KV that is really used win. Method: some rows are there, others are in a step in flight.
 
-    P's KV is in the first ``bound`` tokens, where it was named before; whatever D computed there is D's. Where it was
-    not named, it is P's as far as the rows go, unless D has begun to compute.
+    P's KV is in the first ``bound`` tokens if it was named before; what D computed there is D's. If it was not named,
+    the KV is P's for as many tokens as there are rows, unless D has begun to compute.
     """
     header, payload = exported(sent)
     with new_blocks() as d:
@@ -145,7 +145,7 @@ def test_rows_of_another_origin_get_no_place_beside_the_kv_that_came() -> None:
 
 
 def test_kv_that_is_copied_over_what_was_to_come_gets_none_of_its_rows() -> None:
-    """Goal: the same for a copy. Method: name the KV of P, copy half a block of D's over it, then P's rows come."""
+    """Goal: as above, for a copy. Method: name the KV of P, copy half a block of D's over it, then P's rows come."""
     header, payload = exported(range(4))
     with new_blocks() as d:
         life, _ = renewed(d), renewed(d, 3)
@@ -158,8 +158,8 @@ def test_kv_that_is_copied_over_what_was_to_come_gets_none_of_its_rows() -> None
 
 @pytest.mark.parametrize("then", ["given out", "named otherwise"])
 def test_what_was_to_come_for_other_kv_does_not_come(then: str) -> None:
-    """Goal: KV that came once says nothing of KV that is there now. Method: KV of P comes; the block is given out, or
-    its KV says another name; D computes a token behind what had come; then P's rows come."""
+    """Goal: KV that came once proves nothing about the KV that is there now. Method: KV of P comes; the block is given
+    out, or its KV gets another name; D computes a token after the received ones; then P's rows come."""
     header, payload = exported(range(4))
     with new_blocks() as d:
         life = renewed(d)
@@ -184,7 +184,7 @@ def test_a_row_that_a_device_may_still_write_is_not_filled() -> None:
         d.reset(weights_version=2)
         assert d.install(D_BLOCK, renewed(d), header, payload) == 1
         d.region("device").rows[D_BLOCK, : SPECS[0].row_nbytes * 3] = (
-            0xEE  # what the device writes late need not be sound
+            0xEE  # the late writes of the device need not be sound
         )
         assert step.commit() == 0
         for spec in SPECS:
@@ -193,8 +193,8 @@ def test_a_row_that_a_device_may_still_write_is_not_filled() -> None:
 
 @pytest.mark.parametrize("after", ["renew", "reset", "never given out"])
 def test_what_comes_for_another_life_is_dropped(after: str) -> None:
-    """Goal: KV and rows are of the life that they were asked for. Method: another life, an older namespace's key, and a
-    block that nobody was given."""
+    """Goal: KV and rows land only in the life that they were requested for. Method: another life, an older namespace's
+    key, and a block that was never given out."""
     header, payload = exported(range(4))
     with new_blocks() as d:
         life, block = renewed(d), D_BLOCK
@@ -260,8 +260,8 @@ def test_a_record_of_another_layout_is_an_error_and_changes_nothing() -> None:
 
 @pytest.mark.parametrize("whole", [True, False])
 def test_an_export_is_a_snapshot_of_its_rows_and_of_nothing_else(whole: bool) -> None:
-    """Goal: whatever becomes of the block, nobody sees it, nor what was in the block before. Method: another tenant's
-    rows, a record of all or of the first two rows, steps and a reset over the block; then the bytes."""
+    """Goal: an export shows neither later changes of the block nor its earlier content. Method: another tenant's rows,
+    a record of all or of the first two rows, steps and a reset over the block; then the bytes."""
     with new_blocks() as p:
         renewed(p, P_BLOCK)
         write(p, P_BLOCK, [0, 1, 2, 3], "X")
@@ -269,6 +269,7 @@ def test_an_export_is_a_snapshot_of_its_rows_and_of_nothing_else(whole: bool) ->
         write(p, P_BLOCK, [0, 1, 2, 3] if whole else [0, 1, 2], "P")
         step = write(p, P_BLOCK, [3], "X", open_step=True) if not whole else None
         key = p.keys.key(None, [1, 2, 3, 4] if whole else [1, 2])
+        assert p.export({key: P_BLOCK}, [life - 1]) == [None], "another life's rows, which do not count"
         (record,) = p.export({key: P_BLOCK}, [life], [4 if whole else 2])
         before = record.seal()
         assert p.in_flight == (step is not None), "an export keeps nothing"

@@ -1,4 +1,4 @@
-"""Jobs by example: what a slow, hung, failing or full store does to those who do not wait for it, in any thread."""
+"""Jobs by example: what a slow, hung, failing or full store does to callers that do not wait for it, in any thread."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import threading
 import numpy as np
 import pytest
 from blocks_house import SPEC, TOKENS, House, slots
+from gate import until
 from kv import SlotKV
 
 from cache_manager.blocks import AuxBlocks
@@ -32,8 +33,8 @@ def full():
 
 
 def test_a_job_too_many_is_refused_and_changes_nothing() -> None:
-    """Goal: full is a normal result. Method: fill the queue by number, with a store that hangs; who waits is not
-    queued, and his rows are stored."""
+    """Goal: full is a normal result. Method: fill the queue by number, with a store that hangs; a caller that waits is
+    not queued, and its rows are stored."""
     house = House(jobs=JobLimits(threads_max=1, jobs_max=2))
     house.engine.renew(range(4))
     for block in range(4):
@@ -45,6 +46,23 @@ def test_a_job_too_many_is_refused_and_changes_nothing() -> None:
     (key, lives) = house.engine.keys.key(None, [3]), house.engine.generations([3])
     assert house.engine.persist({key: 3}, lives) == {key: house.engine.origins([3])[0]}
     house.close()
+
+
+def test_close_waits_for_a_call_of_another_thread() -> None:
+    """Goal: the set is not closed while a call uses it. Method: a thread's ``persist`` at a store that hangs, and a
+    close."""
+    house, answers = House(jobs=JobLimits(close_s=0.05)), []
+    lives = house.engine.renew([0])
+    house.fill(0, "mine")
+    thread = threading.Thread(target=lambda: answers.append(house.engine.persist({house.key: 0}, lives)), daemon=True)
+    thread.start()
+    until(lambda: house.gate.waiting == 1, "the call never came to the store")
+    with pytest.raises(BlockStateError, match="1 jobs"):
+        house.engine.close()
+    house.gate.open()
+    thread.join(60)
+    house.engine.close()
+    assert [[key for key, origin in each.items() if origin] for each in answers] == [[house.key]]
 
 
 def test_bytes_in_flight_are_bounded_but_one_job_always_fits() -> None:
@@ -78,8 +96,8 @@ def test_the_kv_that_is_copied_counts_among_the_bytes_in_flight() -> None:
 
 
 def test_nothing_is_pinned_while_a_store_hangs(full) -> None:
-    """Goal: a store that hangs costs a thread and the bytes of its copies. Method: every block of jobs that hang is
-    written, given out, moved, and brought back to life meanwhile."""
+    """Goal: a store that hangs costs only a thread and the memory of its copies. Method: every block of jobs that hang
+    is written, given out, moved, and brought back to life meanwhile."""
     engine = full.engine
     for block in range(3):
         assert full.begin_persist(block, block) is not None
@@ -99,7 +117,7 @@ def test_nothing_is_pinned_while_a_store_hangs(full) -> None:
 
 @pytest.mark.parametrize("cancelled", ["queued", "at the store"])
 def test_a_cancelled_job_brings_nothing(house, cancelled: str) -> None:
-    """Method: cancel before a thread has taken it, which is over at once, or while the store reads."""
+    """Method: cancel a job before a thread has taken it, which ends it at once, or while the store reads."""
     engine = house.engine
     house.store_block(0)
     engine.renew([1, 2])
@@ -119,7 +137,7 @@ def test_a_cancelled_job_brings_nothing(house, cancelled: str) -> None:
 
 
 def test_an_answer_names_the_origin_that_is_stored(house) -> None:
-    """Goal: nothing is said to be stored that is not. Method: two blocks of one key, then a store without room."""
+    """Goal: no record is reported as stored that is not. Method: two blocks of one key, then a store without room."""
     engine = house.engine
     house.store_block(0)
     (first,) = engine.origins([0])
@@ -155,7 +173,7 @@ def test_what_a_reader_needs_decides_whether_a_record_will_do() -> None:
 
 @pytest.mark.parametrize("call", ["put", "get_into"])
 def test_a_store_that_answers_fewer_keys_than_it_was_asked_for_has_failed(house, call: str) -> None:
-    """Goal: a store without a contract costs itself. Method: it answers nothing, in the background."""
+    """Goal: a store that breaks the contract harms only itself. Method: in the background, it answers for no key."""
     house.store_block(0)
     house.engine.renew([1])
     setattr(house.store, call, lambda *_, **__: [])

@@ -1,4 +1,4 @@
-"""The life-cycle kit on managers of a page: what it must find, and that it finds nothing where there is nothing."""
+"""The life-cycle kit on managers of a page: it must find each fault, and report none in a sound manager."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from cache_manager.testing.life import (
     prove,
     replay,
 )
-from cache_manager.testing.life.shorten import ALL
-from cache_manager.testing.life.summary import check_exercised, summary, unexercised
+from cache_manager.testing.life.command import summary
+from cache_manager.testing.life.machine import ALL, unexercised
 from kvroute.cli import FAILED, USAGE, main
 
 
@@ -51,8 +51,8 @@ class TestStoring(BlockManagerMachine):
 
 @pytest.mark.parametrize("fault", FAULTS + REPORTED, ids=lambda fault: fault.__name__)
 def test_a_fault_is_found_by_its_invariant_and_told_shortly(fault) -> None:
-    """Goal: each invariant can break, and its story is short and comes again. Method: a manager with that one fault;
-    the manager that it was planted in lives through the story."""
+    """Goal: each invariant can break, and its story is short and can be replayed. Method: a manager with that one
+    fault; the manager without the fault passes the same story."""
     program = check_found(fault, (fault.breaks, *fault.also))
     assert fault in REPORTED or len(program) <= 9
     sound = next(manager for manager in fault.__mro__ if manager.__module__ == Plain.__module__)
@@ -94,10 +94,10 @@ def test_a_run_that_exercised_nothing_fails() -> None:
         def admit(self, seq, tokens, chunk, salt):
             return None
 
-    counts = prove(Refusing, examples=3)
+    machine = type("Machine", (BlockManagerMachine,), {"adapter": Refusing, "examples": 3})
     with pytest.raises(AssertionError, match="nothing was exercised"):
-        check_exercised(Refusing, counts)
-    assert "not claimed   refusal_is_honest, broken" in summary(Refusing, counts)
+        machine().test_life_of_blocks()
+    assert "not claimed   refusal_is_honest, broken" in summary(Refusing, prove(Refusing, examples=3))
 
     class NeverHits(Sharing):
         finds_held = False
@@ -106,11 +106,11 @@ def test_a_run_that_exercised_nothing_fails() -> None:
             return []
 
     missing = unexercised(NeverHits, prove(NeverHits, examples=60, steps=30, seed=1))
-    assert missing == ["prefix: no admission hit anything"]
+    assert missing == ["prefix: it was never exercised"]
 
 
 class SaltIsABoolean(Sharing):
-    """Knows whether there is a salt, and not which."""
+    """Knows whether there is a salt, but not its value."""
 
     breaks = "salts_apart"
 
@@ -194,7 +194,7 @@ ODD = {
 
 @pytest.mark.parametrize(("wrong", "said"), ODD.values(), ids=ODD)
 def test_an_answer_of_the_wrong_kind_is_named(wrong, said) -> None:
-    """Goal: a user's first mistakes are told in one line, and not as a broken invariant of blocks."""
+    """Goal: a user's first mistakes are reported in one line, and not as a broken invariant of blocks."""
     with pytest.raises(InvalidInputError, match=said) as caught:
         prove(type("Wrong", (Plain,), dict(wrong)))
     assert "\n" not in str(caught.value)
@@ -237,9 +237,11 @@ def test_the_command_line(capsys) -> None:
     for wrong in ("tiny_managers", "no_such_module:Plain", "tiny_managers:Block", "tiny_faults:FAULTS"):
         assert main(["prove", wrong]) == USAGE
         assert "wanted MODULE:ADAPTER" in capsys.readouterr().err
+    assert main(["prove", "tiny_managers:Shared"]) == USAGE
+    assert re.search(r"got tiny_managers:Shared; tiny_managers has .*\bSharing\b", capsys.readouterr().err)
 
 
-def test_the_page_lists_what_there_is() -> None:
+def test_the_page_lists_every_capability_and_invariant() -> None:
     """Goal: the page is complete. Method: its rows are the capabilities and the invariants."""
     page = (Path(__file__).parents[2] / "docs" / "concepts" / "life-cycle-kit.md").read_text()
     rows = [f"| `{name}` | {what} |" for name, what in CAPABILITIES.items()]
@@ -247,7 +249,7 @@ def test_the_page_lists_what_there_is() -> None:
     assert [line for line in page.splitlines() if line.startswith("| `")] == rows
 
 
-def test_the_page_of_proofs_tells_what_was_planted() -> None:
+def test_the_page_of_proofs_lists_the_planted_faults() -> None:
     """Goal: its table is true. Method: its rows name faults that are there, and all of the reported ones."""
     page = (Path(__file__).parents[2] / "docs" / "proofs.md").read_text()
     told = set(re.findall(r"^\|[^|]+\| `(\w+)` \|", page.partition("## What was planted")[2], flags=re.MULTILINE))

@@ -1,4 +1,4 @@
-"""The block manager by example: what it promises that no machine says in so few words, and wrong calls."""
+"""The block manager by example: promises that are clearer here than in a state machine, and wrong calls."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def forks(house: House, n: int) -> list[str]:
 
 
 def test_what_is_published_is_found_by_its_own_tokens(house) -> None:
-    """Goal: keys that were made at admission are those of no other tokens. Method: the first block, then the second,
-    comes out other than it was asked for; the prompt as asked, and what was really computed, are asked for next."""
+    """Goal: keys made at admission stand for no other tokens. Method: the first block, then the second, is computed
+    with other tokens than were requested; the requested prompt and the computed one are requested next."""
     for n, other in enumerate(([7, *PROMPT[1:]], [*PROMPT[:5], 7, *PROMPT[6:]])):
         asked, computed = ([8 * n + 100 + t for t in tokens] for tokens in (PROMPT, other))
         assert house.manager.allocate("a", asked) is not None
@@ -56,7 +56,8 @@ def test_a_complete_block_takes_the_place_of_one_that_misses_rows(house) -> None
 
 
 def test_a_block_that_is_given_out_begins_a_new_life(house) -> None:
-    """Goal: nobody reads rows of an earlier owner, by whatever way. Method: every block, free and cached ones."""
+    """Goal: no sequence reads rows of a block's earlier owner, by any call. Method: every block, free and cached
+    ones."""
     house.run("a", PROMPT)
     before = house.aux.generations(range(8))
     house.manager.free("a")
@@ -113,8 +114,8 @@ def test_a_block_that_others_use_cannot_be_written(house) -> None:
     assert house.manager.slots("a", 10, 12).size == 2
 
 
-def test_blocks_that_are_held_are_given_to_nobody(house) -> None:
-    """Goal: what something outside writes to gets no other owner. Method: hold a sequence's last blocks, found by
+def test_held_blocks_are_not_given_out(house) -> None:
+    """Goal: a block that is written from outside gets no other owner. Method: hold a sequence's last blocks, found by
     key or not, end it, ask for all blocks; let them go."""
     house.run("a", PROMPT)
     house.manager.hold("a", "holder", 1)
@@ -129,7 +130,7 @@ def test_blocks_that_are_held_are_given_to_nobody(house) -> None:
     assert house.manager.free_device_blocks == house.aux.device_blocks
 
 
-def test_of_those_that_share_a_block_the_last_one_keeps_it(house) -> None:
+def test_the_last_holder_of_a_shared_block_keeps_it(house) -> None:
     owners = forks(house, 5)
     tail = house.manager.table("s0")[2]
     assert house.decode(owners, [10, 11, 12, 13, 14]) == [True] * 5
@@ -143,7 +144,7 @@ def test_of_those_that_share_a_block_the_last_one_keeps_it(house) -> None:
 
 @pytest.mark.parametrize("change", ["preempt", "free", "fork"])
 def test_the_same_numbers_are_judged_anew_when_a_sequence_has_changed(house, change) -> None:
-    """Goal: an answer from before is not kept too long. Method: the very same array before and after a change."""
+    """Goal: a cached answer is not kept too long. Method: the very same array before and after a change."""
     for i in range(3):
         house.run(f"s{i}", [i, 1])
     seqs = np.array([house.manager.sequence(f"s{i}") for i in range(3)])
@@ -233,8 +234,8 @@ def test_a_flipped_bit_is_a_miss_and_is_counted(house) -> None:
 
 
 def test_blocks_that_are_kept_come_back_once(house: House) -> None:
-    """Goal: no block goes to two sequences. Method: kept blocks are shared and given up again, then all is forgotten,
-    before the holder lets go; and a holder asks twice, whose first blocks would be forgotten."""
+    """Goal: no block goes to two sequences. Method: held blocks are shared and given up again, then everything is
+    forgotten before the holder releases them; and a holder asks twice, which would lose track of its first blocks."""
     manager = house.manager
     house.run("a", PROMPT)
     manager.hold("a", "mover")

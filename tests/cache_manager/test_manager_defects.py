@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 
+import numpy as np
 import pytest
 from canary import canary_rows
 from house import LIMITS, PROMPT, SPEC, House
 
+from cache_manager.blocks import AuxBlocks
 from cache_manager.errors import BlockBusyError, TransferProcessError
+from cache_manager.keys import Namespace
+from cache_manager.manager import BlockManager
+from cache_manager.manager.sequence import Sequence
 
 
 @pytest.fixture
@@ -46,7 +52,8 @@ def test_what_a_pass_writes_is_neither_swapped_nor_shared(house, computed, in_pl
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("reset", [False, True])
 def test_blocks_that_a_pass_writes_are_given_out_when_it_has_ended(house, in_place, reset) -> None:
-    """Goal: nobody gets a block whose KV is still written. Method: a request dies in mid-step; ask for all blocks."""
+    """Goal: a block whose KV is still written is not given out. Method: a request ends in mid-step; ask for all
+    blocks."""
     house.manager.allocate("dead", PROMPT)
     step = house.aux.begin_step(house.manager.slots("dead", 0, 10), in_place=in_place)
     if reset:
@@ -84,7 +91,8 @@ def test_a_fork_of_any_number_of_sequences_goes_on_under_its_own_tokens(before: 
 
 def test_a_parent_and_its_child_are_found_by_keys_of_their_own() -> None:
     """Goal: what the child appends is no part of the parent's prefix. Method: both fill two further blocks with tokens
-    of their own, in turns; each is found by its own tokens, and a mixture is found as far as it is the same."""
+    of their own, in turns; each is found by its own tokens, and a mixture of both is found up to the first
+    difference."""
     house = House(device=16, host=0)
     start, tokens = PROMPT[:4], {"a": [*PROMPT[:4]], "child": [*PROMPT[:4]]}
     house.run("a", start)
@@ -105,7 +113,8 @@ def test_a_parent_and_its_child_are_found_by_keys_of_their_own() -> None:
 
 
 def test_a_duplicate_takes_over_when_the_first_of_a_group_ends(house) -> None:
-    """Goal: the key outlives the block that it was found at. Method: two of a group run; the first ends, is evicted."""
+    """Goal: the key outlives the block that it was found at. Method: two of a group run; the first ends and is
+    evicted."""
     for owner in "ab":
         house.manager.allocate(owner, PROMPT[:4])
     for owner in "ab":
@@ -134,8 +143,8 @@ def test_a_chain_loses_its_tail_before_its_head(house) -> None:
 @pytest.mark.parametrize("when", ["fail_next", "fail_after"])
 @pytest.mark.parametrize("call", ["append", "preempt", "resume"])
 def test_a_move_that_a_lost_process_fails_is_no_room_now(when, call) -> None:
-    """Goal: False, and every block is where it was. Method: a KV whose copy fails at once, or half way; then the same
-    call again. The kit does the same with what is raised."""
+    """Goal: the call answers False, and every block is where it was. Method: a KV whose copy fails at once, or half
+    way; then the same call again. The kit tests the same with exceptions."""
     tokens = list(range(100, 114))
     house = House(device=8, host=4)
     house.run("a", tokens)
@@ -179,7 +188,8 @@ def test_what_has_come_back_is_found_under_its_own_keys(house) -> None:
 
 
 def test_a_sequence_from_before_a_reset_there_and_back_is_not_found(house) -> None:
-    """Goal: KV of other weights under no key of these. Method: reset A to B to A in mid-sequence, then publish."""
+    """Goal: KV of other weights is found under no key of these weights. Method: reset A to B to A in mid-sequence, then
+    publish."""
     house.manager.allocate("a", PROMPT)
     house.manager.reset(weights_version=1)
     house.manager.reset(weights_version=0)
@@ -193,7 +203,8 @@ def test_a_sequence_from_before_a_reset_there_and_back_is_not_found(house) -> No
 
 @pytest.mark.parametrize("required", [None, ()])
 def test_a_reset_around_the_manager_is_noticed(required) -> None:
-    """Goal: what it finds is what aux still has. Method: reset aux itself, there and back; one sequence is swapped."""
+    """Goal: the manager finds only blocks whose rows aux still has. Method: reset aux itself, there and back; one
+    sequence is swapped."""
     house = House(device=8, required=required)
     house.run("a", PROMPT)
     house.manager.free("a")
@@ -211,7 +222,8 @@ def test_a_reset_around_the_manager_is_noticed(required) -> None:
 
 
 def test_a_store_with_too_much_to_do_is_asked_for_nothing() -> None:
-    """Goal: a limit on what waits. Method: one more sequence is stored, and one more admitted, than jobs may be."""
+    """Goal: waiting jobs are limited. Method: one more sequence is stored, and one more admitted, than jobs are
+    allowed."""
     house = House(device=12, shut=True)
     for n in range(LIMITS.jobs_max + 1):
         house.run(f"a{n}", [100 * n + i for i in range(9)])
@@ -269,3 +281,53 @@ def test_a_swap_costs_what_it_moves_whatever_else_there_is() -> None:
             sys.setprofile(None)
         house.close()
     assert calls[0] == calls[1]
+
+
+# ---------------------------------------------------------------- calls that end early, interpreters without asserts
+
+
+def test_no_key_names_a_block_behind_one_whose_key_is_missing(monkeypatch) -> None:
+    """Goal: a prompt hits KV of its own prefix only. Method: a signal ends the call that would have let a key find a
+    full block; the next block fills; a prompt of the blocks around the missing one is admitted."""
+    blocks = AuxBlocks([SPEC], blocks=8, namespace=Namespace("m", 1))
+    manager, size = BlockManager(blocks), SPEC.block_tokens
+    tokens = list(range(3 * size + 1))
+
+    def decode(at: int) -> None:
+        seqs = np.array([manager.sequence("a")])
+        blocks.write_step(manager.append_batch(seqs), {"routing": canary_rows(SPEC, [("a", at)])})
+        manager.publish_batch(seqs, np.array(tokens[at : at + 1]))
+
+    manager.allocate("a", tokens[: 2 * size - 1])
+    slots = manager.slots("a", 0, 2 * size - 1)
+    blocks.write_step(slots, {"routing": canary_rows(SPEC, [("a", at) for at in range(2 * size - 1)])})
+    manager.publish("a", tokens[: 2 * size - 1])
+    with monkeypatch.context() as patch:
+        patch.setattr(type(manager._pool), "publish", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(Sequence, "add", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            decode(2 * size - 1)
+    assert manager.computed("a") == 2 * size
+    for at in range(2 * size, 3 * size):
+        decode(at)
+    manager.free("a")
+    skipped = [*tokens[:size], *tokens[2 * size :]]
+    assert manager.allocate("b", skipped).cached_tokens == size
+
+
+def test_blocks_are_given_out_once_where_python_runs_without_asserts() -> None:
+    """Goal: ``python -O`` gives no block to two sequences. Method: two sequences in such an interpreter."""
+    asked = """
+import numpy as np
+from cache_manager.blocks import AuxBlocks
+from cache_manager.keys import Namespace
+from cache_manager.manager import BlockManager
+from cache_manager.spec import AuxBlockDataSpec
+
+blocks = AuxBlocks([AuxBlockDataSpec("rows", (1,), "uint8", 4)], blocks=8, namespace=Namespace("m", 1))
+manager = BlockManager(blocks)
+a, b = (manager.allocate(owner, [seed + i for i in range(8)]).blocks for owner, seed in (("a", 0), ("b", 50)))
+print(len({*a, *b}), blocks.generations([*a, *b]).min())
+"""
+    ran = subprocess.run([sys.executable, "-O", "-c", asked], capture_output=True, text=True, timeout=60, check=True)
+    assert ran.stdout.split() == ["4", "1"]

@@ -1,4 +1,4 @@
-"""Rows belong to the computation that made the KV, whatever two engines, their store and its failures do.
+"""Rows belong to the computation that made the KV, whatever the two engines and their failing store do.
 
 Method: every computation of a token draws a salt. Its KV is a digest of the salt and its row a canary of that KV, so
 that a row beside the KV of another computation shows itself, as on hardware where equal prefixes make unequal rows. Two
@@ -50,7 +50,7 @@ class OriginMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.store = PlannedStore(open_store("memory:?capacity=1MiB"))
-        self.kept: list[tuple[int, np.ndarray]] = []  # KV that somebody else keeps, and the origin beside it
+        self.kept: list[tuple[int, np.ndarray]] = []  # KV that an outside store keeps, and the origin beside it
         self.version = self.salt = 0
         self.open: list[tuple[int, object]] = []
         self.crossing: list[Crossing] = []
@@ -131,7 +131,7 @@ class OriginMachine(RuleBasedStateMachine):
             self.move(side, fail, ("device", block), ("device", to), lambda aux: aux.copy([(block, to)], limit))
 
     def move(self, side, fail, source, target, call) -> None:
-        """KV goes along whatever is being written; rows where no step in flight writes the target."""
+        """KV is always moved; rows are moved only where no step in flight writes the target."""
         house = self.sides[side]
         house.kv.fail_next = StorageError if fail else None
         written = target[0] == "device" and house.aux.writing([target[1]])[0]
@@ -143,7 +143,7 @@ class OriginMachine(RuleBasedStateMachine):
         house.kv.fail_next = None
 
     def attempt(self, call) -> Any:
-        """Do it, or see it fail: then nothing has changed, which the invariant looks at."""
+        """Do it, or let it fail; after a failure nothing has changed, which the invariant checks."""
         try:
             return call()
         except StorageError:
@@ -161,7 +161,7 @@ class OriginMachine(RuleBasedStateMachine):
 
     @rule(side=SIDE, block=BLOCK)
     def keep(self, side, block) -> None:
-        """Somebody else keeps the block's KV, as it is now, beside its origin."""
+        """An outside store keeps the block's KV, as it is now, beside its origin."""
         house = self.sides[side]
         (origin,) = house.aux.origins([block])
         if origin:
@@ -261,7 +261,7 @@ class OriginMachine(RuleBasedStateMachine):
         if sender.aux.namespace != receiver.aux.namespace:
             return
         if not sender.kv.device[source, :tokens].any(axis=-1).all():
-            return  # nobody sends KV that was not computed
+            return  # KV that was not computed is never sent
         limit = None if tokens == TOKENS else [tokens]
         (record,) = sender.aux.export({sender.key(n): source}, [life], limit)
         if record is not None:
@@ -272,7 +272,7 @@ class OriginMachine(RuleBasedStateMachine):
                 (named,) = origins_of(receiver.aux, [sink])
                 assert named in (header.origin, before or header.origin), "KV that came has the name it came under"
                 receiver.kv.device[sink, :tokens] = sender.kv.device[source, :tokens]
-                if before != header.origin:  # what is behind them is of no computation that this origin names
+                if before != header.origin:  # the tokens behind them are of no computation that this origin names
                     receiver.kv.device[sink, tokens:] = 0
 
     @precondition(lambda self: self.crossing)
@@ -282,7 +282,7 @@ class OriginMachine(RuleBasedStateMachine):
         if not again:
             self.crossing.remove(crossing)
         aux = self.sides[crossing.side].aux
-        if origins_of(aux, [crossing.block])[0]:  # else nobody has said what KV is there: see `install`
+        if origins_of(aux, [crossing.block])[0]:  # else it is not known which KV is there: see `install`
             aux.install(crossing.block, crossing.generation, crossing.header, crossing.payload)
 
     # ---------------------------------------------------------------- what must hold
@@ -306,8 +306,7 @@ class OriginMachine(RuleBasedStateMachine):
 
     @invariant()
     def an_origin_names_one_computation(self) -> None:
-        """What two blocks, a block and the store, or a block and what somebody else keeps, have under one origin is the
-        same as far as both have it."""
+        """Two holders of one origin (blocks, the store, an outside store) agree wherever both have content."""
         named: dict[int, list] = {}
         for origin, digests in (*((header.origin, kv) for header, _, _, kv in self.stored()), *self.kept):
             known = named.setdefault(origin, [None] * TOKENS)

@@ -1,7 +1,7 @@
-"""An origin that was handed out ends: what a step writes or commits from then on is another computation's.
+"""An origin ends when it is handed out: rows that a step writes or commits later belong to another computation.
 
-Somebody keeps KV beside the number that `origins` has answered. Rows of a later pass over the same block, in the same
-life, must not come back beside it.
+An outside store keeps KV beside the number that `origins` has answered. Rows of a later pass over the same block, in
+the same life, must not come back beside it.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from origins_of import origins_of
 
 
 def test_what_leaves_while_a_step_is_in_flight_is_not_what_the_step_commits(house) -> None:
-    """Goal: KV of before the pass has another name than the rows after it. Method: a block with rows is computed again;
-    in mid-pass its origin is asked, and its old rows cross to another process."""
+    """Goal: KV from before the pass has another name than the rows from after it. Method: a block with rows is computed
+    again; in mid-pass its origin is requested, and its old rows cross to another process."""
     engine = house.engine
     (life,) = engine.renew([0]).tolist()
     house.fill(0, "first")
@@ -31,8 +31,8 @@ def test_what_leaves_while_a_step_is_in_flight_is_not_what_the_step_commits(hous
 
 
 def test_late_rows_land_beside_no_kv_that_was_computed_here(house) -> None:
-    """Goal: a name that has ended says nothing of who has computed. Method: one token's KV has come; the next one is
-    computed here and its row rejected; the origin is asked; then rows of both come."""
+    """Goal: an origin that has ended does not prove who computed the rows. Method: one token's KV has come; the next
+    one is computed here and its row rejected; the origin is asked; then rows of both come."""
     sender, engine = House(), house.engine
     lives = sender.engine.renew([2])
     sender.fill(2, "P")

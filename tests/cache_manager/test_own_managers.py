@@ -1,4 +1,4 @@
-"""The life-cycle kit on kvroute's own managers: what it proves of others' it proves of ours."""
+"""The life-cycle kit on kvroute's own managers: it proves of them what it proves of other managers."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ def test_a_key_passes_to_the_duplicate_with_rows() -> None:
 
 @pytest.mark.parametrize("adapter", [own_managers.Stored, own_managers.Behind])
 def test_what_was_stored_comes_back_after_a_restart(adapter) -> None:
-    """Goal: the kit sees a restore, and its rows. Method: a story; settling is nothing where nothing is behind."""
+    """Goal: the kit sees a restore, and its rows. Method: a story; settling does nothing where no work is pending."""
     settle = [("settle", False)] * 6
     story = [("admit", "a", [0] * 4, 14, "", True, False), ("persist", "a", False), *settle, ("restart",)]
     story += [("admit", "b", [0, 0, 0, 0, 1], 14, "", True, False), *settle, ("step", "b", [1], 14, True, False)]
     counts = replay(adapter, [*story, ("free", "b", False), ("finish",)])
-    assert counts["restarts"] == 1
-    assert counts["blocks restored"] == 2
-    assert counts["rows read"] > 0
+    assert counts["restart"] == 1
+    assert counts["store"] == 2
+    assert counts["rows"] > 0

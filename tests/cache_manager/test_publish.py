@@ -57,7 +57,7 @@ def every_order(reader: int, writer: int) -> Iterator[list[Who]]:
 
 @pytest.mark.parametrize("what", WORK)
 def test_every_order_of_loads_and_stores(what: str) -> None:
-    """Goal: no order makes a wrong row valid, and none loses a row that nobody touches. Method: all orders of a copy's
+    """Goal: no order makes a wrong row valid, and none loses a row that is not written. Method: all orders of a copy's
     four loads and of the stores of one piece of work; a retry comes after."""
     before, work, stores = WORK[what]
     for turns in every_order(4, stores):
@@ -97,8 +97,8 @@ def test_every_order_of_a_retry_and_a_second_piece_of_work(second: str) -> None:
 
 @pytest.mark.parametrize("change", ["rewrite", "begin", "clear"])
 def test_a_block_that_never_holds_still_has_no_valid_row_and_ends(change: str) -> None:
-    """Goal: the number of tries is bounded and giving up is said. Method: one of two blocks changes after each load of
-    bytes; the other is read whole."""
+    """Goal: the number of tries is bounded, and giving up is reported. Method: one of two blocks changes after each
+    load of bytes; the other is read whole."""
     memory = region_with(EVERY)
     writer, region = Writer(memory), WatchedRegion.over(memory)
 

@@ -1,4 +1,4 @@
-"""``AuxBlocks.read`` while the block that is read changes hands: between any two looks of the reader."""
+"""``AuxBlocks.read`` while the block that is read changes hands: between any two loads of the reader."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ CHANGES = {
 @pytest.mark.parametrize("memory", ["heap", "shared"])
 @pytest.mark.parametrize("look", [1, 2])
 def test_rows_that_are_gone_when_a_read_ends_are_not_handed_out(look: int, change, memory) -> None:
-    """Goal: a read for a generation hands out what is there when it ends, though its copy was whole before. Method: as
-    above; most of these leave the block in its generation."""
+    """Goal: a read for a generation hands out only what is still valid when it ends, though its copy was whole before.
+    Method: as above; most of these leave the block in its generation."""
     with AuxBlocks([SPEC], blocks=2, namespace=Namespace("m", 1), memory=memory) as engine:
         lives = engine.renew([0, 1])
         engine.write_step(np.arange(8), {"routing": np.concatenate([ROWS, ROWS])})
@@ -57,8 +57,8 @@ def test_rows_that_are_gone_when_a_read_ends_are_not_handed_out(look: int, chang
 
 
 def test_where_stores_are_not_ordered_the_own_process_reads_under_its_lock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Goal: rows can be read on aarch64 hosts, too. Method: say that this is one; a read that is beside nobody, and one
-    in another process's way, which is refused."""
+    """Goal: rows can be read on aarch64 hosts, too. Method: pretend that this host is one; the owner reads, and a view,
+    as another process has one, is refused."""
     monkeypatch.setattr(publish, "STORES_ARE_ORDERED", False)
     with AuxBlocks([SPEC], blocks=2, namespace=Namespace("m", 1), memory="shared") as engine:
         lives = engine.renew([0, 1])

@@ -84,7 +84,8 @@ def test_keys_do_not_depend_on_the_integer_type(tokens) -> None:
 
 
 def test_no_salt_is_taken_for_the_blocks_behind_it() -> None:
-    """Goal: a hostile salt reaches no other tenant. Method: a salt made of the bytes that follow none."""
+    """Goal: a hostile salt reaches no other tenant. Method: a salt made of the very bytes that the encoding has behind
+    an absent salt."""
 
     def part(tag: bytes, value: bytes) -> bytes:
         return bytes([len(tag)]) + tag + len(value).to_bytes(8, "little") + value

@@ -1,14 +1,9 @@
-"""``kvroute demo-pd`` as a person runs it: two processes, and every row that crossed is right."""
+"""The judge of ``kvroute demo-pd``, which ``.ci/run`` runs as a person does; its servers: tests/serving."""
 
 from __future__ import annotations
 
 import io
-import json
 from dataclasses import replace
-from pathlib import Path
-
-from nursery import ENGINE, nursery
-from rich.console import Console
 
 from cache_manager.keys import Namespace
 from kvroute.routes import Routes
@@ -18,29 +13,11 @@ from paged_engine.engine import Engine
 from paged_engine.options import Options
 from paged_engine.workload import conversations
 
-NUMBERS = {"transferred_rows", "transferred_blocks", "handovers", "clients_left", "swapped_out_rows", "cow_rows"}
-
-
-def test_every_row_that_crossed_is_right(tmp_path: Path) -> None:
-    """Goal: the promise holds across processes. Method: the demo itself, small, and its numbers."""
-    report = tmp_path / "numbers.json"
-    argv = ["-m", "kvroute.cli", "demo-pd", "--requests", "8", "--json", str(report)]
-    ran = nursery(*ENGINE).run(argv, timeout=280)
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    assert "every row is right" in ran.stdout
-    found = json.loads(report.read_text())
-    assert all(found[happened] > 0 for happened in NUMBERS), found
-    assert (found["ok"], found["tokens_match"], found["blocks_returned"]) == (True, True, True)
-    assert (found["rows_wrong"], found["rows_missing"], found["rows_judged_by_recompute"]) == (0, 0, 0)
-    assert found["recompute_agreement"] == 1.0
-    assert found["exit_statuses"] == [0, 0]
-
 
 def test_the_judge_sees_a_tampered_and_a_missing_row() -> None:
-    """Goal: the judgement can fail. Method: true answers, of which one row is changed and one taken away, and one
-    token."""
+    """Goal: the judge can fail. Method: true answers with one row changed, one row removed, or one token changed."""
     options = Options(requests=1)
-    run = Driver(options, Console(file=io.StringIO()))
+    run = Driver(options, io.StringIO())
     request = replace(conversations(1, 0)[0].ask(), draw=DRAW)
     with Engine(run.build(), options.plain_engine, Namespace("m", weights_version=0)) as engine:
         engine.add(request)

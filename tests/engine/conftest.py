@@ -26,13 +26,8 @@ def qwen() -> nn.Module:
     return _model("qwen3_moe")
 
 
-@pytest.fixture(params=["qwen3_moe", "deepseek_v3"])
-def model(request: pytest.FixtureRequest) -> nn.Module:
-    """The models that the engine promises to run: one plain, one with a dense first layer and latent attention."""
-    return _model(request.param)
-
-
 @pytest.fixture(params=["qwen3_moe", "deepseek_v3", "olmoe", "mixtral", "afmoe", "gpt_oss"])
 def any_model(request: pytest.FixtureRequest) -> nn.Module:
-    """Those, and other routers; the last two have windows, and gpt-oss sinks."""
+    """Models: a plain one, one with a dense first layer and latent attention, other routers; windows, and gpt-oss
+    sinks."""
     return _model(request.param)

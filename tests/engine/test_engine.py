@@ -9,7 +9,7 @@ import pytest
 from engine_runs import NAMESPACE, PLAIN, TIGHT, Hook, assert_empty, assert_same, judged, requests_of, run
 from torch import nn
 
-from cache_manager.errors import ConfigError, InvalidInputError
+from cache_manager.errors import InvalidInputError
 from paged_engine import text
 from paged_engine.demo import move_routers
 from paged_engine.engine import Engine
@@ -19,11 +19,11 @@ from paged_engine.request import EngineConfig, FinishReason, Output, Request
 from paged_engine.sequence import State
 
 
-def test_swap_prefix_cache_and_copy_on_write_change_no_token_and_no_row(model: nn.Module) -> None:
+def test_swap_prefix_cache_and_copy_on_write_change_no_token_and_no_row(qwen: nn.Module) -> None:
     """Goal: pressure is invisible. Method: the same requests with and without, every way of moving a row used."""
-    with Engine(model, PLAIN, NAMESPACE) as engine:
+    with Engine(qwen, PLAIN, NAMESPACE) as engine:
         plain = run(engine, requests_of())
-    with Engine(model, TIGHT, NAMESPACE) as engine:
+    with Engine(qwen, TIGHT, NAMESPACE) as engine:
         tight = run(engine, requests_of())
         blocks, rows = engine.manager.counters, engine.aux.counters
     assert_same(plain, tight)
@@ -35,11 +35,10 @@ def test_swap_prefix_cache_and_copy_on_write_change_no_token_and_no_row(model: n
         assert output.routes.weights_versions == ((0, len(output.routes), 3),)
 
 
-@pytest.mark.parametrize(
-    "change", [{"device_blocks": 32}, *({"device_blocks": 300, "step_tokens": n} for n in (2, 15, 17, 256))]
-)
+@pytest.mark.parametrize("change", [{"device_blocks": 32}, {"device_blocks": 300, "step_tokens": 15}])
 def test_neither_a_full_host_nor_a_step_s_budget_shows(qwen: nn.Module, change: dict[str, int]) -> None:
-    """Goal: what is dropped or cut into chunks comes out the same. Method: no host blocks; budgets around a block."""
+    """Goal: sequences that are dropped or cut into chunks give the same results. Method: no host blocks; budgets around
+    a block."""
     with Engine(qwen, PLAIN, NAMESPACE) as engine:
         plain = run(engine, requests_of(6, max_tokens=12))
     with Engine(qwen, replace(TIGHT, host_blocks=0, **change), NAMESPACE) as engine:
@@ -49,8 +48,8 @@ def test_neither_a_full_host_nor_a_step_s_budget_shows(qwen: nn.Module, change: 
 
 
 def test_a_request_may_have_more_samples_than_the_manager_s_tables_began_with(qwen: nn.Module) -> None:
-    """Goal: one request ends no engine, however often its forks make a table grow. Method: twenty samples at once, each
-    of which is what it is as a request's first ones."""
+    """Goal: one request ends no engine, however often its forks make a table grow. Method: twenty samples at once; each
+    equals the same sample of a smaller request."""
     request = replace(requests_of(2)[1], n=20, max_tokens=4, temperature=0.8)
     with Engine(qwen, EngineConfig(device_blocks=400), NAMESPACE) as engine:
         outputs = run(engine, [request])
@@ -60,7 +59,7 @@ def test_a_request_may_have_more_samples_than_the_manager_s_tables_began_with(qw
     assert_same(few, {key: outputs[key] for key in few})
 
 
-def test_a_sample_stops_at_a_token_a_sequence_or_its_length(qwen: nn.Module) -> None:
+def test_a_sample_stops_at_a_token_or_its_length(qwen: nn.Module) -> None:
     """Method: let it run once, then ask it to stop at what it said."""
     request = replace(requests_of(2)[1], n=1)
     with Engine(qwen, PLAIN, NAMESPACE) as engine:
@@ -68,12 +67,11 @@ def test_a_sample_stops_at_a_token_a_sequence_or_its_length(qwen: nn.Module) -> 
         stop = next(i for i, t in enumerate(said) if t not in said[:i] and i > 3)
         asked = [
             replace(request, stop_tokens=frozenset({said[stop]})),
-            replace(request, stop_sequences=((said[stop - 1], said[stop]),)),
             replace(request, max_tokens=stop + 1),
         ]
         found = [run(engine, [each])["r1", 0] for each in asked]
-    assert [o.tokens for o in found] == [said[: stop + 1]] * 3
-    assert [o.reason for o in found] == [FinishReason.STOP, FinishReason.STOP, FinishReason.LENGTH]
+    assert [o.tokens for o in found] == [said[: stop + 1]] * 2
+    assert [o.reason for o in found] == [FinishReason.STOP, FinishReason.LENGTH]
     assert {len(o.routes) for o in found} == {len(request.prompt) + stop}
 
 
@@ -88,7 +86,7 @@ def test_noise_depends_on_seed_request_sample_and_nothing_else(qwen: nn.Module) 
     assert alone["r1", 0].tokens != other["r1", 0].tokens
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_abort_at_any_time_leaves_nothing_behind(qwen: nn.Module, seed: int) -> None:
     """Goal: an abort is safe in every state, also while a pass runs. Method: abort at random, look at every block."""
     draw, requests = random.Random(seed), requests_of(8)
@@ -252,17 +250,9 @@ def test_rows_are_those_that_the_tokens_were_sampled_with() -> None:
         output.routes.validate(output.sequence, rows=len(output.sequence) - 1)
 
 
-@pytest.mark.parametrize(
-    "broken", [{"block_tokens": 12}, {"block_tokens": 0}, {"device_blocks": 0}, {"host_blocks": -1}, {"step_tokens": 0}]
-)
-def test_a_config_that_cannot_be_names_its_field(broken: dict[str, int]) -> None:
-    with pytest.raises(ConfigError, match=next(iter(broken))):
-        EngineConfig(**broken)
-
-
 def test_a_request_that_cannot_run_is_refused_and_changes_nothing(qwen: nn.Module) -> None:
     fields: list[dict[str, object]] = [{"id": ""}, {"prompt": ()}, {"max_tokens": 0}, {"n": 0}, {"temperature": -1.0}]
-    for broken in (*fields, {"stop_sequences": ((),)}):
+    for broken in fields:
         with pytest.raises(InvalidInputError, match=next(iter(broken))):
             replace(Request("r", (1,), 1), **broken)
     with Engine(qwen, TIGHT, NAMESPACE) as engine:

@@ -15,8 +15,8 @@ from kvroute.routing import routing_spec_from_hf
 
 
 def test_tokens_beyond_the_slots_are_padding(qwen: nn.Module) -> None:
-    """Goal: a pass that is padded, as graphs are, writes where it was told and nowhere else. Method: eight tokens at
-    eight slots, then eight others at two."""
+    """Goal: a padded pass, as graphs have it, writes only at the given slots. Method: eight tokens at eight slots, then
+    eight others at two."""
     spec = routing_spec_from_hf(qwen.config, 4)
     with AuxBlocks([spec], blocks=3, namespace=Namespace("tests", weights_version=1), memory="shared") as blocks:
         blocks.renew(range(3))
@@ -33,8 +33,8 @@ def test_tokens_beyond_the_slots_are_padding(qwen: nn.Module) -> None:
 
 
 def test_a_pass_of_fewer_tokens_than_slots_leaves_no_rows(qwen: nn.Module) -> None:
-    """Goal: a launch that has not written every slot is not taken for one that has. Method: six slots with rows of a
-    pass; then a pass of four tokens for the six; then one of six again."""
+    """Goal: a launch that has not written every slot is recognised. Method: six slots with rows of a pass; then a pass
+    of four tokens for the six; then one of six again."""
     spec, slots = routing_spec_from_hf(qwen.config, 4), np.arange(6)
     with AuxBlocks([spec], blocks=2, namespace=Namespace("tests", weights_version=1), memory="shared") as blocks:
         blocks.renew(range(2))

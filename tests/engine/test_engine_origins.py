@@ -1,9 +1,10 @@
-"""Every row that an engine hands out is of the pass that made the KV in use, whatever has become of either.
+"""Every row that an engine hands out is of the pass that made the KV in use, whatever happened to either since.
 
 Method: noise is drawn for every token of every pass and added to its embedding, as on hardware where a batch decides
 the last bits: the same prefix gets other KV and other routes each time it is computed. The judge hooks the model, not
 kvroute: it notes which experts each pass chose, under the bytes of V that the pass made in layer 0. After every step it
-looks at the KV that a sequence would attend to, in the engine's own tensors, and wants the routes of just that pass.
+looks at the KV that a sequence would attend to, in the engine's own tensors, and requires the routes of exactly that
+pass.
 """
 
 from __future__ import annotations
@@ -189,9 +190,9 @@ def test_rows_are_of_the_pass_that_made_the_kv_whatever_the_store_loses(required
 
 
 def test_rows_that_cross_are_of_the_pass_that_made_the_kv_that_crossed() -> None:
-    """Goal: a decode engine never has rows of prefill's pass beside KV of its own, nor the other way about. Method:
-    prompts cross that decode has computed, in part, too; prefill has lost rows of some blocks, so that decode computes
-    them behind blocks that have come."""
+    """Goal: a decode engine never has rows of prefill's pass beside KV of its own, nor the reverse. Method: prompts
+    cross of which decode has computed parts itself; prefill has lost rows of some blocks, so that decode computes them
+    behind blocks that have come."""
     noisy, rng = NoisyModel(), random.Random(11)
     judge, room, namespace = Judge(noisy), replace(TIGHT, device_blocks=40), Namespace("noisy", weights_version=3)
     binding, connecting = ZmqLink(ZmqSettings(bind="tcp://127.0.0.1:*")), ZmqLink(ZmqSettings())

@@ -7,14 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from torch import nn
 
 from cache_manager.errors import ConfigError, InvalidInputError, StorageError
 from cache_manager.keys import Namespace
 from cache_manager.storage import open_store
-from kvroute.capture.canary import canary_rows
 from kvroute.config import RoutingReplayConfig
 from kvroute.rollout.local import LocalRollouts
 from kvroute.rollout.shard import fetch_routes
@@ -66,7 +64,7 @@ def test_off_captures_nothing(qwen: nn.Module, tmp_path: Path) -> None:
     """Goal: ``enable_routing_replay: false`` is off. Method: the same tokens, no rows, no hooks, no directory."""
     with Engine(qwen, CONFIG, NAMESPACE) as engine:
         wanted = run(engine, requests())
-    off = RoutingReplayConfig(local_store_dir=str(tmp_path / "rollouts"), debug_mode=True)
+    off = RoutingReplayConfig(local_store_dir=str(tmp_path / "rollouts"))
     with Engine(qwen, CONFIG, NAMESPACE, replay=off) as engine:
         assert not any(module._forward_hooks for module in qwen.modules())
         outputs = run(engine, requests())
@@ -75,38 +73,11 @@ def test_off_captures_nothing(qwen: nn.Module, tmp_path: Path) -> None:
     assert not (tmp_path / "rollouts").exists()
 
 
-def test_debug_mode_carries_positions_through_swaps_and_forks(qwen: nn.Module, tmp_path: Path) -> None:
-    """Goal: ``debug_mode`` finds who moves rows to a wrong place. Method: an engine under pressure, whose rows are all
-    canaries of their own positions at the end; then one whose blocks are changed behind its back."""
-    tight = EngineConfig(device_blocks=24, host_blocks=20)
-    with Engine(qwen, tight, NAMESPACE, replay=on(tmp_path, debug_mode=True)) as engine:
-        outputs = run(engine, requests(n=3))
-        for output in outputs:
-            assert np.array_equal(output.routes.ids, canary_rows(engine.spec, np.arange(len(output.routes))))
-            assert output.rollout is not None
-            assert output.rollout.result().layout.num_experts == 1 << 32
-    engine = Engine(qwen, CONFIG, NAMESPACE, replay=on(tmp_path, debug_mode=True))
-    engine.add(requests(n=1)[0])
-    engine.step()
-    (sequence,) = engine.scheduler.unfinished
-    table = engine.manager.table(sequence.owner)
-    read = engine.manager.read
-    engine.manager.read = (
-        lambda name, _owner, start, stop: engine.aux.read(  # type: ignore[method-assign]
-            name, [table[1], table[0], *table[2:]], start, stop
-        )
-    )
-    with pytest.raises(AssertionError, match=r"at position 0 layer . lies the row of position 16"):
-        engine.abort(sequence.request.id)
-    engine.manager.read = read  # type: ignore[method-assign]
-    engine.abort(sequence.request.id)
-    engine.close()
-
-
 def test_required_says_which_rows_a_hit_needs(qwen: nn.Module, tmp_path: Path) -> None:
-    """Goal: ``required`` drives. Method: engines whose rows are forgotten in mid-run store what they may, and the next
-    ones go on from that: with nothing required KV without rows is stored and is a hit, whose rows are missing; else it
-    is neither, and what an engine that requires less has stored gives way to whole blocks."""
+    """Goal: ``required`` decides. Method: engines whose rows are forgotten in mid-run store what they are allowed to,
+    and the next engines continue from that store. With nothing required, KV without rows is stored and is a hit whose
+    rows are missing. Otherwise it is neither stored nor a hit, and such records of an engine that requires less are
+    replaced by whole blocks."""
 
     def served(required: list[str] | None, *, forgets: bool = False) -> tuple[int, bool, tuple[int, ...]]:
         replay = on(tmp_path, required=required, block_store=f"file://{tmp_path}/blocks")
@@ -156,7 +127,7 @@ def test_a_request_that_names_no_rollout_is_refused_at_once(qwen: nn.Module, tmp
 
 def test_a_closed_store_costs_no_answer(qwen: nn.Module, tmp_path: Path) -> None:
     """Goal: a sample that ends is answered, and its blocks are given back once. Method: the manager of a running engine
-    is closed; its requests end, with their routes, and their tickets say what became of the rollouts."""
+    is closed; its requests end, with their routes, and their tickets report what happened to the rollouts."""
     with Engine(qwen, CONFIG, NAMESPACE, replay=on(tmp_path)) as engine:
         assert engine.rollouts is not None
         engine.rollouts.close()

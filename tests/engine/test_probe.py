@@ -11,12 +11,11 @@ from torch import nn
 
 from cache_manager.errors import InvalidInputError
 from cache_manager.keys import Namespace
-from paged_engine.attention import ATTENTION, paged_attention
+from paged_engine.attention import ATTENTION, kv_shape, paged_attention
 from paged_engine.engine import Engine
-from paged_engine.probe import kv_shape
 from paged_engine.request import EngineConfig
 
-ANOTHER_WAY = "tokens that know of each other by paged attention alone"
+ANOTHER_WAY = "tokens that depend on each other by paged attention alone"
 REFUSED = {
     "gemma4_text": ("Gemma4ForCausalLM", "keys and values as in layer 0 in all layers"),
     "jamba": ("JambaForCausalLM", ANOTHER_WAY),
@@ -28,7 +27,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_an_engine_runs_a_family_or_refuses_it_by_name(family: str) -> None:
-    """Goal: no family is run wrong without a word. Method: an engine of each; those with a state are refused when it is
+    """Goal: no family is run wrongly and silently. Method: an engine of each; those with a state are refused when it is
     made, and the model is as it was."""
     model = model_of(family, seed=0)
     if family not in REFUSED:
@@ -53,8 +52,8 @@ def test_a_model_with_another_attention_is_refused(qwen: nn.Module) -> None:
 
 @pytest.mark.parametrize("asked", [{"softcap": 50.0}, {"dropout": 0.1}, {"indices": 1}, {"attention_mask": 1}, {}])
 def test_attention_that_is_asked_for_more_than_it_knows_refuses(asked: dict[str, Any]) -> None:
-    """Goal: nothing that changes what attention computes is passed over. Method: keywords of other families, and a
-    layer that looks both ways."""
+    """Goal: no option that changes attention is ignored. Method: keywords of other families, and a layer with
+    bidirectional attention."""
     query, layer = torch.zeros(1, 2, 3, 4), nn.Linear(1, 1)
     layer.is_causal = bool(asked)
     given = {"attention_mask": None, "scaling": 1.0, "position_ids": torch.zeros(1), "softcap": None, **asked}

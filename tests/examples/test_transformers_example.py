@@ -1,8 +1,7 @@
 """transformers' continuous batching with kvroute embedded, on a CPU: every row of every request judged.
 
-The judge is an independent forward of the same weights (``salted_moe``). The scenarios run twice: with attention as
-usual, where a row depends on all tokens before it; and with routes and KV that depend on a salt drawn for each token of
-each pass, where only the rows of the very pass that made the KV in use are right.
+The judge is an independent forward of the same weights (``salted_moe``), whose routes and KV depend on a salt that is
+drawn for each token of each pass: only the rows of the very pass that made the KV in use are right.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ SCENARIOS: dict[str, tuple[dict[str, Any], list[list[int]], int, dict[str, int]]
 
 @pytest.mark.parametrize("scenario", list(SCENARIOS))
 def test_every_row_is_of_the_pass_that_made_its_kv(moe: SaltedMoe, scenario: str) -> None:
-    """Goal: no row is wrong or missing, whatever becomes of blocks. Method: the scenarios above, judged row by row."""
+    """Goal: no row is wrong or missing, whatever happens to blocks. Method: the scenarios above, judged row by row."""
     engine_of, asked, due, happened = SCENARIOS[scenario]
     with served(moe, **engine_of) as engine:
         engine.ask(asked)
@@ -69,8 +68,8 @@ def test_the_next_turn_hits_generated_blocks(moe: SaltedMoe) -> None:
 
 
 def test_cancelled_requests_leave_their_blocks_to_others(moe: SaltedMoe) -> None:
-    """Goal: nobody reads what a cancelled request left. Method: two that decode without end are cancelled, twice, and
-    others are given their blocks."""
+    """Goal: no request reads rows that a cancelled one left. Method: two requests that decode without end are
+    cancelled, twice, and others get their blocks."""
     with served(moe, new=1000, num_blocks=24, max_batch_tokens=64) as engine:
         for turn in range(2):
             engine.hold(passes=15, until=lambda: engine.manager.cancel_queue.qsize() == 2)
@@ -121,7 +120,7 @@ def test_new_weights_in_the_middle_of_a_request() -> None:
 
 
 def test_a_block_that_the_engine_hits_wrongly_has_no_rows(moe: SaltedMoe) -> None:
-    """Goal: KV of old weights, which transformers hits in a second session when nobody evicts it, comes without rows.
+    """Goal: KV of old weights, which transformers hits in a second session when it is not evicted, comes without rows.
     Method: the weights change and kvroute is told, but the engine keeps its idle blocks."""
     with served(moe, num_blocks=64, max_batch_tokens=256) as engine:
         engine.ask(prompts([20], shared=24))
@@ -182,7 +181,7 @@ def test_the_judge_sees_rows_in_another_place(moe: SaltedMoe, monkeypatch: pytes
 
 
 def test_a_fork_that_is_not_followed_has_missing_rows(moe: SaltedMoe, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Goal: a hook that is forgotten makes rows missing, not wrong. Method: copies of blocks are not told."""
+    """Goal: a forgotten hook makes rows missing, not wrong. Method: copies of blocks are not reported."""
     monkeypatch.setattr(example.EmbeddedRoutes, "_copied", lambda _self, copy, *pairs: copy(*pairs))
     with served(moe, returns=2, num_blocks=64, max_batch_tokens=128) as engine:
         engine.ask(prompts([13]))
@@ -242,6 +241,6 @@ def test_what_is_not_followed_is_refused(unfit: dict[str, Any]) -> None:
 
 
 def test_the_example_runs_as_it_is_written(capsys: pytest.CaptureFixture[str]) -> None:
-    """Goal: what the docs tell to run works. Method: its main."""
+    """Goal: the command in the docs works. Method: its main."""
     example.main()
     assert capsys.readouterr().out.count("33 + 12 tokens Routes(positions 0..43, 3 of 3 layers") == 4

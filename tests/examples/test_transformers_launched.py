@@ -15,7 +15,6 @@ import kvroute
 launched = partial(example.EmbeddedRoutes, memory="shared", launched=True)
 
 
-@pytest.mark.parametrize("moe", [True], indirect=True, ids=["salted"])
 def test_chunks_prefixes_forks_and_swaps(moe: SaltedMoe) -> None:
     """Goal: every row is that of the pass that made the KV beside it. Method: answers in twos to prompts with a common
     prefix, longer than a pass, with so few blocks that requests are swapped out."""
@@ -30,7 +29,7 @@ def test_chunks_prefixes_forks_and_swaps(moe: SaltedMoe) -> None:
 
 @pytest.mark.parametrize("lost", [1, -1], ids=["a router's hook", "the model's hook"])
 def test_a_pass_without_its_launch_has_no_rows(lost: int) -> None:
-    """Goal: where a launch was not made, as in a graph of before, nothing that lies at the slots is taken for rows, and
+    """Goal: where a launch was not made, as in an older graph, the old bytes at the slots are not taken for rows, and
     the engine goes on. Method: a hook is lost after the first request."""
     with served(SaltedMoe(salted=True), embed=launched, new=4, num_blocks=16, max_batch_tokens=64) as engine:
         engine.ask(prompts([9]))

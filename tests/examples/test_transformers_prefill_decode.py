@@ -1,4 +1,5 @@
-"""Two engines of transformers' continuous batching, prefill and decode: every row judged, and of the very KV it is by.
+"""Two engines of transformers' continuous batching, prefill and decode: every row is judged, and belongs to the KV
+beside it.
 
 The judge is that of ``test_transformers_example``: with salts the KV in decode's blocks tells which pass made it, and
 only that pass's rows are right.
@@ -55,9 +56,8 @@ def test_decode_has_the_rows_of_the_kv_that_prefill_made(two: tuple[Served, Serv
 
 
 def test_what_does_not_come_is_computed(two: tuple[Served, Served]) -> None:
-    """Goal: decode answers whatever prefill has. Method: a ticket that was used, one of another prompt, and one of an
-    engine that has closed.
-    """
+    """Goal: decode always answers, whatever state prefill is in. Method: a ticket that was used, one of another prompt,
+    and one of an engine that has closed."""
     first, second = two
     asked = prompts([33, 40, 50], seed=2)
     used, other, late = prefilled(first, asked)
@@ -73,7 +73,7 @@ def test_what_does_not_come_is_computed(two: tuple[Served, Served]) -> None:
 
 
 def test_the_example_runs() -> None:
-    """Goal: what the page says works. Method: run it, with a prefill process of its own."""
+    """Goal: the command on the page works. Method: run it, with a prefill process of its own."""
     path = EXAMPLE.with_name("transformers_prefill_decode.py")
     ran = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, timeout=240)
     assert ran.returncode == 0, ran.stderr[-2000:]

@@ -1,4 +1,5 @@
-"""What an adversary found: each a way to a wrong row, a lost record or a stuck block, and the call that ends it now."""
+"""What an adversary found: each is a way to a wrong row, a lost record or a stuck block, and the call that now prevents
+it."""
 
 from __future__ import annotations
 
@@ -61,7 +62,7 @@ def in_a_forked_child(call: Callable[[], object]) -> bytes:
 def test_a_slot_buffer_that_is_used_again_changes_no_step_in_flight(aux: AuxBlocks) -> None:
     """Goal: engines keep one slot array for all steps. Method: refill it between begin and a commit with rejections.
 
-    Rows used to become readable at the slots of the *next* step, where nobody had written.
+    Rows used to become readable at the slots of the *next* step, which were unwritten.
     """
     aux.renew([0, 1, 2])
     slots = np.arange(8)
@@ -92,7 +93,7 @@ def test_numpy_scalars_are_integers(integer: Any) -> None:
 
 
 def test_a_chain_goes_on_from_its_own_keys_only() -> None:
-    """Goal: no key that mixes two namespaces. Method: a parent from before a reset, and one that is none."""
+    """Goal: no key that mixes two namespaces. Method: a parent key from before a reset, and an invalid parent."""
     layout = RecordLayout((SPEC,))
     before, after = KeyChain(Namespace("m", 1), layout), KeyChain(Namespace("m", 2), layout)
     for parent in (before.keys([1, 2, 3, 4])[0], b""):
@@ -129,7 +130,7 @@ def test_a_forked_child_cannot_write_the_parents_rows(begun: str) -> None:
         aux.read("routing", [0])
 
 
-def test_a_forked_child_of_a_file_store_is_refused_and_harms_nobody(tmp_path: Path) -> None:
+def test_a_forked_child_of_a_file_store_is_refused_and_changes_nothing(tmp_path: Path) -> None:
     """Goal: two writers behind one lock. Method: a child that puts, and one that closes."""
     with opened(tmp_path) as store:
         assert all(put(store, [1]))
@@ -152,7 +153,7 @@ def test_a_forked_child_of_a_file_store_is_refused_and_harms_nobody(tmp_path: Pa
 
 
 def test_a_removed_lock_file_lets_no_second_writer_in(tmp_path: Path) -> None:
-    """Goal: an operator who takes the lock file for a leftover loses nothing. Method: remove it, open again.
+    """Goal: an operator who removes the lock file by mistake loses nothing. Method: remove it, open again.
 
     The lock is the directory's own.
     """

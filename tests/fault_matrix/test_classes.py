@@ -44,7 +44,7 @@ def test_processes_with_other_hash_seeds_agree_on_every_key() -> None:
 
 
 @pytest.mark.parametrize("call", ["persist", "restore"])
-def test_a_slow_store_holds_up_nobody_else(call: str) -> None:
+def test_a_slow_store_delays_no_other_request(call: str) -> None:
     """Goal: no convoy behind one slow look-up. Method: a store that waits until others have done everything."""
     store = FaultyStore(open_store("memory:"))
     with make_aux(store) as aux:
@@ -78,7 +78,7 @@ def test_a_slow_store_holds_up_nobody_else(call: str) -> None:
 
 @pytest.mark.parametrize("memory", ["heap", "shared"])
 def test_rows_handed_out_are_the_readers_own(memory: str) -> None:
-    """Goal: what was read never changes. Method: give the block away, overwrite, reset and close; look again."""
+    """Goal: rows that were read never change. Method: give the block away, overwrite, reset and close; look again."""
     aux = make_aux(memory=memory)
     write(aux, 0, "a")
     read = aux.read("routing", [0])

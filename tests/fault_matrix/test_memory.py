@@ -95,7 +95,7 @@ def test_r09_a_full_store_refuses_and_does_not_grow() -> None:
 
 
 def test_r10_one_bad_release_harms_no_later_call() -> None:
-    """Fault: release what was never held, then three healthy rounds. kvroute: the rounds know nothing of it."""
+    """Fault: release what was never held, then three healthy rounds. kvroute: the rounds are not affected."""
     store = MemoryStore(1 << 20)
     with make_aux(store) as aux:
         store.delete([key(aux, 77)])

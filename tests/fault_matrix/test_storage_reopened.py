@@ -1,4 +1,4 @@
-"""Faults R19 to R22: what is found by who opens a store again, with other rows in mind or after damage."""
+"""Faults R19 to R22: what a reopened store finds, with another row layout or after damage."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ def counts(node: Node, messages: int) -> None:
 
 
 def first_pull(server: Server, part: Part = PART) -> Pull:
-    """The pull of a decode node, who is welcomed if it says hello."""
+    """The pull of a decode node, which gets a welcome if it says hello."""
     message = server.hear()
     while not isinstance(message, Pull):
         if isinstance(message, Hello):
@@ -109,7 +109,7 @@ def no_message(frame: bytes) -> bool:
 
 
 def malformed(good: bytes) -> list[list[bytes]]:
-    """Messages that are none, each by one mistake; ``good`` would be one."""
+    """Invalid messages, each with one mistake; ``good`` is a valid one."""
     _, _, kind, _ = PREFIX.unpack_from(good)
     body = good[PREFIX.size :]
     kinds = (b"KVRX", MAJOR, kind), (MAGIC, MAJOR - 1, kind), (MAGIC, MAJOR + 1, kind), (MAGIC, MAJOR, 200)
@@ -159,7 +159,7 @@ def test_r17_r23_any_frames_to_prefill_are_counted(prefill: Node) -> None:
 
 
 def test_any_frames_to_decode_are_counted(prefill: Node) -> None:
-    """Goal: the same for what a server says. Method: in the middle of a pull, whose end it then tells."""
+    """Goal: as above, for frames from a server. Method: in the middle of a pull, which the server then ends."""
     with contextlib.closing(Server()) as server, node_of(ZmqLink()) as pulling:
 
         @examples(60)

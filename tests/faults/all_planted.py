@@ -1,4 +1,4 @@
-"""Every planted fault, in the order of ``docs/invariants.md``, and those that a developer's run plants."""
+"""Every planted fault, and those that a developer's run plants."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ OTHERS: Final = 6
 def chosen() -> list[Fault]:
     """Faults whose file, test or list differs from ``main`` or is not committed, and six others by the commit.
 
-    All of them where git does not tell what has changed.
+    All of them where git cannot tell what has changed.
     """
     try:
         head = _git("rev-parse", "HEAD")[0]

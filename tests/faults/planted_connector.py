@@ -9,11 +9,15 @@ from planted import Fault
 IDS = "tests/kvroute/test_step_ids.py::"
 PAGES = "tests/kvroute/test_pages.py::"
 ENDS = "tests/kvroute/test_connector.py::"
+FILLS = "tests/kvroute/test_connector_fills.py::"
+CORE = "tests/kvroute/test_vllm_core.py::"
 ENDS_LATE = "tests/kvroute/test_connector_ends.py::"
 LATE = "tests/kvroute/test_connector_late.py::"
 ENDED = "tests/kvroute/test_connector_late.py::"
 WORKER = "tests/kvroute/test_connector_late.py::"
 VERSIONS = "tests/kvroute/test_connector_versions.py::"
+MACHINE = "tests/kvroute/test_connector_machine.py::"
+SCHEDULED = "test_every_row_is_that_of_its_tokens_whatever_the_scheduler_does"
 
 
 def _fault(name: str, file: str, before: str, after: str, where: str, claim: str) -> Fault:
@@ -28,7 +32,7 @@ CONNECTOR_FAULTS = [
         "ids of the pass before stay on the device",
         before="            self._buffer.fill_(NOTHING)\n",
         after="            pass\n",
-        claim="test_a_layer_that_nobody_recorded_is_seen",
+        claim="test_a_layer_that_was_not_recorded_is_detected",
     ),
     _law(
         "layers that share memory are taken",
@@ -50,7 +54,7 @@ CONNECTOR_FAULTS = [
         "torch.where(real.any(), rows, self.cache[blocks, 0, offsets])",
         "rows",
         PAGES,
-        "test_padding_and_ids_that_are_none_leave_no_row",
+        "test_padding_and_invalid_ids_leave_no_row",
     ),
     _fault(
         "a page is believed beside any KV",
@@ -74,7 +78,7 @@ CONNECTOR_FAULTS = [
         "        self._held.fill_(_NOTHING)\n",
         "        pass\n",
         PAGES,
-        "test_a_token_that_nobody_saw_has_no_row",
+        "test_a_token_that_the_model_never_got_has_no_row",
     ),
     _fault(
         "pages are of the weights that an engine began with",
@@ -94,27 +98,59 @@ CONNECTOR_FAULTS = [
     ),
     _fault(
         "a block of which one token is computed again counts as computed",
-        "connector/scheduler.py",
+        "connector/fills.py",
         "min(self._front[block], 0 if i else at % size)",
         "0",
         ENDED,
         "test_a_token_that_is_computed_again_is_whole",
     ),
     _fault(
+        "a request is looked at when its block has been full for a step",
+        "connector/fills.py",
+        "max(1, filling.done + self._size - at - n)",
+        "max(1, filling.done + self._size - at - n + 1)",
+        FILLS,
+        "test_no_block_is_found_later_than_it_is_full",
+    ),
+    _fault(
+        "ids of routers that share memory are taken at once",
+        "capture/step_ids.py",
+        "all(after - place >= nbytes for",
+        "all(after - place >= 0 for",
+        IDS,
+        "test_routers_that_share_memory_are_refused",
+    ),
+    _fault(
         "an answer does not wait for a late device",
         "connector/ends.py",
-        "return self._through() >= max((number for number, _ in end.steps), default=0)",
-        "return self._through() >= 0",
+        "return through >= max((number for number, _ in end.steps), default=0)",
+        "return through >= 0",
         ENDS_LATE,
-        "test_nobody_waits_for_a_worker_that_is_behind",
+        "test_no_request_waits_for_a_worker_that_is_behind",
     ),
     _fault(
         "answers that waited go out without what they waited for",
         "integrations/vllm/core.py",
-        "        _bring(sent.outputs)\n",
-        "",
-        "tests/kvroute/test_vllm_core.py::",
-        "test_answers_of_a_step_that_wait_go_out_together",
+        "            _bring(output, each.value)\n        if told:",
+        "            pass\n        if told:",
+        CORE,
+        "test_answers_of_a_step_go_out_as_the_core_says",
+    ),
+    _fault(
+        "an answer waits for another of its step",
+        "integrations/vllm/core.py",
+        "            outputs = [left.pop",
+        "            if len(told) < len(left):\n                return\n            outputs = [left.pop",
+        CORE,
+        "test_answers_of_a_step_go_out_as_the_core_says",
+    ),
+    _fault(
+        "a connector inside another one hears nothing of weights",
+        "integrations/vllm/core.py",
+        "config.instance_id == of.instance_id or config.model_config is of.model_config",
+        "config is of",
+        CORE,
+        "test_calls_of_the_core_about_weights_are_seen",
     ),
     _fault(
         "blocks are given out again before their rows are read",
@@ -122,7 +158,7 @@ CONNECTOR_FAULTS = [
         "                self._ends.given(given, self._steps + 1)\n",
         "                pass\n",
         ENDS_LATE,
-        "test_nobody_waits_for_a_worker_that_is_behind",
+        "test_no_request_waits_for_a_worker_that_is_behind",
     ),
     _fault(
         "what is computed again takes the place of what a token was sampled with",
@@ -135,8 +171,8 @@ CONNECTOR_FAULTS = [
     _fault(
         "rows of other weights take the place of those that were lost",
         "connector/ends.py",
-        "if kept.weights == end.weights else []",
-        "if kept.weights >= 0 else []",
+        "if kept.weights == end.weights and not kept.mixed else []",
+        "if not kept.mixed else []",
         ENDS_LATE,
         "test_rows_that_could_not_be_kept",
     ),
@@ -159,8 +195,8 @@ CONNECTOR_FAULTS = [
     _fault(
         "a step whose drafts were rejected is not waited for",
         "connector/scheduler.py",
-        "rejected += max(0, start + n - after)",
-        "rejected += 0",
+        "                at -= n\n",
+        "                pass\n",
         ENDED,
         "test_a_step_that_began_before_it_was_thought_to_is_waited_for",
     ),
@@ -191,11 +227,19 @@ CONNECTOR_FAULTS = [
     _fault(
         "rows of a store are there before they are compared",
         "connector/worker.py",
-        "        if come:\n            self._compare(come, step.namespace)  # before the step counts as over",
-        "        if self._behind is not None:\n            self.blocks.renew([self.engine.clock], [step.number])\n"
-        "        if come:\n            self._compare(come, step.namespace)  #",
+        "            if come:\n                self._compare(come, step.namespace)  # before the step counts as over",
+        "            if self._behind:\n                self.blocks.renew([self.engine.clock], [step.number])\n"
+        "            if come:\n                self._compare(come, step.namespace)  #",
         ENDED,
         "test_an_aborted_request_waits_for_the_comparison_of_what_it_loads",
+    ),
+    _fault(
+        "blocks that a request has hit are named before they are filled",
+        "connector/fills.py",
+        "            names = [name for name, n in scheduled.items() if n > 1 or name in due] + names\n",
+        "            names += [name for name, n in scheduled.items() if n > 1]\n",
+        "tests/kvroute/test_connector_fills.py::",
+        "test_no_block_is_found_later_than_it_is_full",
     ),
     _fault(
         "what a step left half done is readable",
@@ -208,7 +252,7 @@ CONNECTOR_FAULTS = [
     _fault(
         "rows that were computed from KV that did not come are kept",
         "connector/worker.py",
-        "keep &= ~np.isin(slots // self.engine.tokens, redone)",
+        "wrong = again if wrong is None else wrong | again",
         "pass",
         ENDS,
         "test_what_was_computed_from_kv_that_did_not_come_is_computed_again",
@@ -232,8 +276,8 @@ CONNECTOR_FAULTS = [
     _fault(
         "rows over KV of other weights are stored",
         "connector/scheduler.py",
-        "self._filled(scheduled) if store and not mixed else []",
-        "self._filled(scheduled) if store else []",
+        "stores=not self.weights.mixed",
+        "stores=True",
         VERSIONS,
         "test_rows_of_mixed_weights_are_not_stored",
     ),
@@ -260,5 +304,45 @@ CONNECTOR_FAULTS = [
         "np.full(slots.size, step.version + 1, np.uint32)",
         VERSIONS,
         "test_an_answer_of_two_weights_has_two_versions",
+    ),
+    _fault(
+        "what was kept of a request that has no rows stays for ever",
+        "connector/ends.py",
+        "self.drop((end, *end.kept))",
+        "self.drop((end,))",
+        ENDS_LATE,
+        "test_what_was_kept_of_a_request_is_let_go_at_its_end",
+    ),
+    _fault(
+        "rows that were not written when all was forgotten are taken",
+        "connector/ends.py",
+        "min((start for number, start in end.steps if number > through), default=end.stop)",
+        "end.stop",
+        MACHINE,
+        SCHEDULED,
+    ),
+    _fault(
+        "KV that stays over an update counts as one version's",
+        "connector/versions.py",
+        "        self.mixed = not self._empty\n",
+        "        self.mixed = False\n",
+        MACHINE,
+        SCHEDULED,
+    ),
+    _fault(
+        "rows that a preempted request's tokens were sampled with are not kept",
+        "connector/scheduler.py",
+        "        state.kept.append(end)\n",
+        "        pass\n",
+        MACHINE,
+        SCHEDULED,
+    ),
+    _fault(
+        "a row of the weights that came before a preemption takes the place of an older one",
+        "connector/ends.py",
+        "if kept.weights == end.weights and not kept.mixed else []",
+        "if kept.weights == end.weights else []",
+        ENDS_LATE,
+        "test_a_forgetting_loses_only_the_rows_of_the_last_steps",
     ),
 ]

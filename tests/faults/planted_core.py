@@ -9,7 +9,6 @@ from planted_origins import LANDS, ORIGIN_FAULTS, ROW
 MACHINE = "tests/cache_manager/test_blocks_machine.py::TestBlocksHeap"
 BLOCKS = "tests/cache_manager/test_blocks.py::"
 KEYS = "tests/cache_manager/test_vocabulary.py::"
-MOVED = "test_what_changes_in_mid_move_does_not_arrive"
 REFUSED = "tests/cache_manager/test_refused_steps.py::"
 
 FENCE = "a step lands where no device may still write"
@@ -69,37 +68,37 @@ CORE_FAULTS = [
         "        republish(self.region, self.generations)\n",
         "        pass\n",
         MACHINE,
-        ROW,
+        "the_books_are_in_order",
     ),
     Fault(
         "a fork copies more rows than it may",
         "moves.py",
         "                valid &= limits[good]\n",
         "                pass\n",
-        MACHINE,
-        ROW,
+        BLOCKS + "test_a_copy_brings_the_first_rows_that_it_may",
+        "test_a_copy_brings_the_first_rows_that_it_may",
     ),
     Fault(
         "a block in motion may be written",
         "table.py",
         "        return given & ~self.fenced(ids) if self.fences else given\n",
         "        return given\n",
-        "tests/cache_manager/test_blocks.py::test_what_changes_in_mid_move_does_not_arrive",
-        "test_what_changes_in_mid_move_does_not_arrive",
+        MACHINE,
+        "a step writes what it may, and no other",
     ),
     Fault(
         "a block into which bytes are copied is given out",
         "blocks.py",
         "                good[good] = ~table.fenced(ids[good])\n",
         "                pass\n",
-        BLOCKS + MOVED,
-        MOVED,
+        MACHINE,
+        "an_old_generation_never_becomes_valid",
     ),
     Fault(
         "a move that has failed keeps its blocks",
         "moves.py",
-        "        fence.over = True  # at once",
-        "        pass  # at once",
+        "        fence.over = True  # in one instruction",
+        "        pass  # in one instruction",
         BLOCKS + "test_a_move_that_fails_brings_nothing_and_keeps_nothing",
         "test_a_move_that_fails_brings_nothing_and_keeps_nothing",
     ),
@@ -136,6 +135,14 @@ CORE_FAULTS = [
         "(found := claim.mine)",
         BLOCKS + "test_a_step_in_place_waits_for_the_device_of_the_one_before_it",
         "test_a_step_in_place_waits_for_the_device_of_the_one_before_it",
+    ),
+    Fault(
+        "a step keeps what it copies to where a device may still write",
+        "table.py",
+        "            claim.mine = self._outside_fences(claim)\n",
+        "            pass\n",
+        MACHINE,
+        FENCE,
     ),
     Fault(
         "a block that a device still writes is filled",

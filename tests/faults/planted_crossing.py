@@ -68,13 +68,13 @@ CROSSING_FAULTS = [
         "record if origins[i] and now[i] == lives[i] else None",
         "record if origins[i] else None",
         KV,
-        "test_what_was_given_out_again_before_it_was_lent_is_absent",
+        "test_a_block_given_out_again_before_it_was_lent_is_absent",
     ),
     _fault(
         "what lies behind a prompt goes with its last block",
         "crossing.py",
         "            raw[i, count * (kv.spec.block_nbytes // self._blocks.block_tokens) :] = 0"
-        "  # behind them is somebody else's\n",
+        "  # the rest is of other KV\n",
         "",
         KV,
         "test_blocks_cross_as_they_are_filled",

@@ -81,7 +81,7 @@ MEMORY_FAULTS = [
     Fault(
         "bits of rows that a block has not are taken",
         "storage/records.py",
-        '                and not (no_row and int.from_bytes(header.valid, "little") & no_row)\n',
+        '                or (no_row and int.from_bytes(header.valid, "little") & no_row)\n',
         "",
         "tests/storage/test_quarantine.py::test_a_record_that_says_more_rows_than_a_block_has_is_set_aside",
         "test_a_record_that_says_more_rows_than_a_block_has_is_set_aside",

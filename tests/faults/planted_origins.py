@@ -1,4 +1,4 @@
-"""Faults in what belongs to which computation: origins, restores beside KV, installations and exports."""
+"""Faults in how rows and KV are assigned to computations: origins, restores beside KV, installations and exports."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ ORIGIN_FAULTS = [
         "table.py",
         "        self.carry_origin(fence.ids[arrived], origins[arrived])\n",
         "",
-        BLOCKS + "test_a_backup_leaves_the_source_as_it_is",
-        "test_a_backup_leaves_the_source_as_it_is",
+        MACHINE,
+        "rows of no origin",
     ),
     Fault(
         "a restored block is written under the origin that it came with",

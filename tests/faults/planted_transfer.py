@@ -7,6 +7,7 @@ from planted import Fault
 SESSIONS = "tests/transfer/test_sessions.py"
 ENDS = "tests/transfer/test_sessions_ends.py"
 IDENTITY = "tests/transfer/test_identity.py"
+KEPT = "tests/transfer/test_kept.py"
 WORLD = "tests/simulation/test_transfer_simulation.py::test_every_claim_holds_under_every_fault"
 HELD = "kv_lent_by_reference_is_held_until_acknowledged_or_expired"
 SETTLED = "every wanted record is in place or missing"
@@ -52,6 +53,14 @@ TRANSFER_FAULTS = tuple(
             "test_replicated_rows_cross_between_unequal_ranks",
         ),
         (
+            "a message is put together in memory that another is sent from",
+            "kept.py",
+            "                buffer.append(buffer.pop())",
+            "                len(buffer)",
+            KEPT,
+            "test_what_is_sent_is_not_written_over",
+        ),
+        (
             "an ack of another peer counts",
             "offers.py",
             "        if found.owner not in (None, who):",
@@ -81,7 +90,7 @@ TRANSFER_FAULTS = tuple(
             "            case wire.Pull() if message.epoch > found.epoch:",
             "            case wire.Pull() if message.epoch:",
             SESSIONS,
-            "test_what_is_said_twice_or_late_changes_nothing",
+            "test_repeated_and_late_messages_change_nothing",
         ),
         (
             "a record that is not settled is forgotten",

@@ -44,7 +44,7 @@ SOAK_ROWS, SOAK_S = 10_000_000, 60.0
 
 
 def judged(aux: Any, batch: Pass, slots: Any) -> int:
-    """How many of the step's rows that can be read differ from what the routers chose; missing ones are wrong too."""
+    """How many of the step's rows differ from what the routers chose; missing rows count as wrong too."""
     rows = aux.read("routing", range(BLOCKS))
     used = slots >= 0
     wrong = (rows.values[slots[used]] != batch.wanted()[used]).any(axis=(1, 2)) | ~rows.valid[slots[used]]
@@ -116,7 +116,7 @@ def test_random_steps_in_graphs_with_resets_in_flight() -> None:
         batches = [Pass(model, tokens) for tokens in SOAK_TOKENS]
         graphs = [graph_with(batch) for batch in batches]
         capture.ready()
-        assert capture.verdict(max(TOKENS)).keep is None  # the warm-up's rows: nobody has a step for them
+        assert capture.verdict(max(TOKENS)).keep is None  # the warm-up's rows: no step was begun for them
         stream, until = torch.cuda.Stream(), time.monotonic() + SOAK_S
         while rows < SOAK_ROWS and time.monotonic() < until:
             pick = int(rng.integers(len(batches)))
@@ -166,7 +166,7 @@ def test_a_late_device_writes_among_no_new_lifes_rows() -> None:
             keep_all(capture, old)
             capture.commit(on_device)
             done = torch.cuda.current_stream().record_event()
-            engine.renew([0])  # given to somebody else while the device still has to write it
+            engine.renew([0])  # given to another owner while the device still has to write it
             new = before[:64] ^ 1
             engine.write_step(slots[:64], {"routing": new})
             assert not done.query(), "the device was to be late"

@@ -1,4 +1,4 @@
-"""The capture launch compiles for a GPU, which needs none; the interpreter takes programs that no GPU does."""
+"""The capture launch compiles for a GPU, which needs no GPU; the interpreter accepts programs that a GPU does not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A command that lacks a package says which part of kvroute brings it, and that no more than that is wanted."""
+"""A command that lacks a package names the part of kvroute that brings it, and needs no other part."""
 
 from __future__ import annotations
 
@@ -43,22 +43,23 @@ def ran(where: Path, without: list[str], *arguments: str) -> subprocess.Complete
 def test_a_missing_package_is_named_with_its_part(
     tmp_path: Path, without: str, arguments: tuple[str, ...], said: str
 ) -> None:
-    """Goal: nobody installs torch for want of Hypothesis. Method: each part's package alone is not there."""
+    """Goal: no user installs torch when only Hypothesis is missing. Method: each part's package alone is not there."""
     found = ran(tmp_path, [without], *arguments)
     assert found.stderr.strip().splitlines()[-1] == said
     assert found.returncode == USAGE
 
 
 def test_a_package_of_the_users_own_is_not_sought_in_kvroute(tmp_path: Path) -> None:
-    """Method: an adapter's module that imports what is not there."""
+    """Method: an adapter's module that imports a missing package."""
     (tmp_path / "managers.py").write_text("import a_package_of_mine\n")
     found = ran(tmp_path, [], "prove", "managers:Adapter")
     assert found.stderr.strip() == "kvroute prove: needs a_package_of_mine; no part of kvroute brings it"
 
 
 def test_prove_wants_no_torch() -> None:
-    """Goal: as it is said, ``testing`` is all that it wants. Method: a manager is proved where no other part is."""
-    without = ["torch", "transformers", "tokenizers", "rich", "matplotlib", "aiohttp", "triton"]
+    """Goal: ``kvroute prove`` needs only ``testing``, as documented. Method: a manager is proved where no other part is
+    installed."""
+    without = ["torch", "transformers", "tokenizers", "matplotlib", "aiohttp", "triton"]
     found = ran(SUPPORT, without, "prove", "tiny_managers:Plain", "--examples", "20")
     assert "operations" in found.stdout, found.stderr
     assert found.returncode == (FAILED if "not proved" in found.stdout else 0)
@@ -67,12 +68,12 @@ def test_prove_wants_no_torch() -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("fsck", "file:///no/such"), "kvroute fsck: /no/such: there is no store, and none"),
+        (("fsck", "file:///no/such"), "kvroute fsck: /no/such: there is no store; a writer makes one"),
         (("prove",), "kvroute prove: adapter: wanted MODULE:ADAPTER, or --invariants, which lists what is claimed"),
         (("verify", "--url", "x", "--model", "/no/such"), "kvroute verify: config: wanted a readable JSON file at"),
     ],
 )
-def test_a_mistake_is_told_in_one_line(tmp_path: Path, arguments: tuple[str, ...], said: str) -> None:
+def test_a_mistake_is_reported_in_one_line(tmp_path: Path, arguments: tuple[str, ...], said: str) -> None:
     found = ran(tmp_path, [], *arguments)
     assert (found.returncode, found.stdout) == (USAGE, "")
     assert found.stderr.startswith(said)

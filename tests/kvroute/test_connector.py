@@ -38,9 +38,8 @@ def test_every_row_is_that_of_its_tokens(what: list[tuple[list[int], list[int]]]
 @examples(20)
 @given(st.integers(0, 19), st.integers(1, 20), st.booleans())
 def test_ids_that_no_expert_has_cost_their_own_row_only(lost: int, n: int, late: bool) -> None:
-    """Goal: what was not captured is missing, what was is there. Method: one token's ids are -1, which the rows' dtype
-    does not have; the other rows of the step were refused with it before.
-    """
+    """Goal: rows that were not captured are missing, all others are there. Method: one token's ids are -1, which the
+    rows' dtype does not have; the other rows of the step were refused with it before."""
     toy = Toy(late=late)
     toy.loses, tokens = {lost}, [i % 5 for i in range(n)]
     found = routes(toy.ask("r", tokens))
@@ -51,10 +50,9 @@ def test_ids_that_no_expert_has_cost_their_own_row_only(lost: int, n: int, late:
 
 @pytest.mark.parametrize("late", [False, True])
 def test_another_engine_gets_the_rows_of_the_kv_that_it_loads(tmp_path: Path, late: bool) -> None:
-    """Goal: rows of loaded KV, without what the last router chose there or with a word about it; those that the engine
-    computed are whole. Method: a second engine with the first one's KV and store of rows; then KV of which a bit has
-    changed.
-    """
+    """Goal: rows of loaded KV come without the last router's choice, or with it if a setting says so; rows that the
+    engine computed are whole. Method: a second engine with the first one's KV and store of rows; then KV of which a bit
+    has changed."""
     tokens, kept = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5], dict[bytes, Any]()
     first = Toy(kept=kept, late=late, store=f"file://{tmp_path}")
     first.ask("a", tokens[:8])
@@ -95,9 +93,8 @@ def test_another_engine_gets_the_rows_of_the_kv_that_it_loads(tmp_path: Path, la
 def test_what_was_computed_from_kv_that_did_not_come_is_computed_again(
     tmp_path_factory: Any, fails: set[int], pages: bool, chunks: list[int], later: bool, late: bool
 ) -> None:
-    """Goal: no row of a wrong computation, and nothing lost for those who come later. Method: loads of some blocks
-    fail; every row is right in the end, and so it is for who is served from the same blocks.
-    """
+    """Goal: no row of a wrong computation, and no row lost for later requests. Method: loads of some blocks fail; every
+    row is right in the end, also for requests that hit the same blocks."""
     tokens, kept = [i * i % 7 for i in range(18)], dict[bytes, Any]()
     said = {} if pages else {"store": f"file://{tmp_path_factory.mktemp('rows')}", "witness": "flagged"}
     first = Toy(kept=kept, pages=pages, late=late, **said)
@@ -115,10 +112,9 @@ def test_what_was_computed_from_kv_that_did_not_come_is_computed_again(
 
 @pytest.mark.parametrize("later", [False, True])
 def test_what_is_computed_here_is_whole_whatever_was_loaded_before(tmp_path: Path, later: bool) -> None:
-    """Goal: only positions whose KV came from outside lose what the last router chose. Method: an engine loads two
-    blocks, of which the second fails and is computed again; then the blocks of another that loaded both are taken by
-    others, and the same prompt is computed with no KV outside.
-    """
+    """Goal: only positions whose KV came from outside lose the last router's choice. Method: an engine loads two
+    blocks, of which the second fails and is computed again; then the blocks of another engine, which loaded both, are
+    given to other requests, and the same prompt is computed without KV from outside."""
     tokens, kept = list(range(11)), dict[bytes, Any]()
     first = Toy(kept=kept, store=f"file://{tmp_path}")
     first.ask("a", tokens)
@@ -162,7 +158,7 @@ def test_kv_that_is_wrong_in_one_rank_alone_has_no_rows(tmp_path: Path, later: b
 
 
 def test_a_row_that_was_not_captured_is_missing_in_other_engines_pages() -> None:
-    """Goal: a page says that a row is not there. Method: two tokens are lost; a second engine loads the KV."""
+    """Goal: a page marks a row as missing. Method: two tokens are lost; a second engine loads the KV."""
     tokens, kept = list(range(11)), dict[bytes, Any]()
     first, other = Toy(kept=kept, pages=True), Toy(kept=kept, pages=True)
     first.loses = {1, 6}
@@ -208,8 +204,7 @@ def test_pages_say_what_their_rows_are_of(later: bool, late: bool) -> None:
 
 def test_after_new_weights_nothing_is_readable(tmp_path: Path) -> None:
     """Goal: keys and memory of earlier weights are gone, and rows of the new ones are there. Method: a reset of both
-    ends; the store has nothing either; every row is looked at.
-    """
+    ends; the store has nothing either; every row is checked."""
     tokens, kept = list(range(9)), dict[bytes, Any]()
     toy = Toy(kept=kept, store=f"file://{tmp_path}")
     toy.ask("a", tokens)

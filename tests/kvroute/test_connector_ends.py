@@ -1,4 +1,5 @@
-"""Requests end off the thread that schedules: it waits for nobody, and what is given out again is read before."""
+"""Requests end off the scheduling thread: it never waits, and the rows of a block are read before it is given out
+again."""
 
 from __future__ import annotations
 
@@ -51,7 +52,7 @@ def of(told: Future[dict[str, Any]], store: RolloutStore | None = None) -> Route
     return routes({"kv_transfer_params": told.result(60)}, rollouts=store)
 
 
-def test_nobody_waits_for_a_worker_that_is_behind(start: Callable[..., Toy]) -> None:
+def test_no_request_waits_for_a_worker_that_is_behind(start: Callable[..., Toy]) -> None:
     """Goal: the scheduler goes on, and gives blocks out again; both requests have their own rows. Method: a worker is
     held up while one request ends and another is computed in its blocks, under a version that came meanwhile.
     """
@@ -90,7 +91,7 @@ def test_without_room_for_a_copy_rows_are_missing(start: Callable[..., Toy], mon
 
 
 class Stuck:
-    """A rollout store whose first put goes on when it is told to."""
+    """A rollout store whose first put waits until the test releases it."""
 
     def __init__(self, store: Any) -> None:
         self._store, self._puts = store, 0
@@ -108,15 +109,16 @@ class Stuck:
 
 
 @pytest.fixture
-def stuck(start: Callable[..., Toy], tmp_path: Path) -> tuple[Toy, Stuck]:
-    """An engine whose rollout store does not come back from its first put."""
+def stuck(start: Callable[..., Toy], tmp_path: Path) -> Iterator[tuple[Toy, Stuck]]:
+    """An engine whose rollout store does not return from its first put until the test is over."""
     toy = start(rollouts=f"file://{tmp_path}", weights_version=1)
     assert toy.scheduler._ends is not None
     toy.scheduler._ends._left._store = store = Stuck(open_rollouts(f"file://{tmp_path}"))  # type: ignore[assignment]
-    return toy, store
+    yield toy, store
+    store.go.set()
 
 
-def test_nobody_waits_for_a_store(stuck: tuple[Toy, Stuck]) -> None:
+def test_no_thread_of_the_engine_waits_for_a_store(stuck: tuple[Toy, Stuck]) -> None:
     """Goal: requests are computed and done while a store is stuck, and their rows are those of their blocks then.
     Method: three, one after the other in the same blocks; all are forgotten before the store goes on.
     """
@@ -154,9 +156,9 @@ def test_a_name_is_used_again_when_its_rows_are_gone(stuck: tuple[Toy, Stuck]) -
 
 
 def test_a_store_that_stays_stuck_bounds_what_waits(stuck: tuple[Toy, Stuck], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Goal: a limit, said to the client; nothing of an older request under a newer one's name. Method: room for the
-    ends of two names, and three end; then the first name comes again and is not waited for any longer.
-    """
+    """Goal: a limit, which the client is told of; no rows of an older request under a newer one's name. Method: room
+    for the ends of two names, and three end; then the first name comes again, and the older request of that name is no
+    longer waited for."""
     toy, store = stuck
     monkeypatch.setattr(ends, "ENDS_MAX", 2)
     monkeypatch.setattr(ends, "LATE_S", 0.01)
@@ -177,18 +179,18 @@ def test_a_store_that_stays_stuck_bounds_what_waits(stuck: tuple[Toy, Stuck], mo
 
 
 def test_an_answer_comes_whatever_happens(start: Callable[..., Toy], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Goal: no client waits for ever. Method: what makes routes of rows raises what nobody expects."""
+    """Goal: no client waits for ever. Method: the code that makes routes of rows raises an unexpected error."""
     toy = start()
     compute(toy, FIRST)
-    monkeypatch.setattr(Routes, "from_rows", lambda *_, **__: 1 // 0)
+    monkeypatch.setattr(ends, "_labels", lambda _: 1 // 0)
     with pytest.raises(RowError, match="ZeroDivisionError"):
         of(end(toy, FIRST))
 
 
-def test_an_answer_comes_where_not_even_a_failure_can_be_told(
+def test_an_answer_comes_even_if_the_failure_cannot_be_reported(
     start: Callable[..., Toy], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Goal: as above. Method: what says that there are no routes raises, too."""
+    """Goal: as above. Method: the code that reports missing routes raises, too."""
     toy = start()
     compute(toy, FIRST)
     for at in ("leave", "fail"):
@@ -198,9 +200,9 @@ def test_an_answer_comes_where_not_even_a_failure_can_be_told(
 
 
 def test_a_client_gets_the_rows_that_it_lacks(start: Callable[..., Toy]) -> None:
-    """Goal: a conversation's turn is sent once. Method: the second turn of one is asked for from where the first
-    ends, in the middle of a block; what came is put together, and with another conversation's first turn it is not.
-    """
+    """Goal: each turn of a conversation is sent once. Method: the rows of the second turn are requested from the end of
+    the first on, in the middle of a block; both are merged, and merging with another conversation's first turn is
+    refused."""
     toy, both = start(), [*FIRST, 7, *SECOND]
     toy.ask("first", FIRST)
     first = routes({"kv_transfer_params": told_from(toy, FIRST, 0).result(60)})
@@ -225,7 +227,8 @@ def told_from(toy: Toy, tokens: list[int], at: Any) -> Future[dict[str, Any]]:
 
 @pytest.mark.parametrize("wrong", [-1, 7, True, "3", 2.0, None])
 def test_a_start_that_is_no_position_of_the_prompt_is_refused(start: Callable[..., Toy], wrong: Any) -> None:
-    """Goal: the client hears what was wanted. Method: values of other kinds, and beyond the prompt's six tokens."""
+    """Goal: the error tells the client what was wanted. Method: values of other kinds, and beyond the prompt's six
+    tokens."""
     toy = start()
     toy.ask("r", FIRST)
     with pytest.raises(RowError, match=f"kvroute.start: wanted a position of the prompt, from 0 to 6, got {wrong!r}"):
@@ -237,7 +240,7 @@ SAID = [*FIRST, 7, 2, 8]
 
 
 def preempted(toy: Toy, read: int) -> Asked:
-    """The engine has read so many tokens of a request, sampled one more, and takes its blocks away."""
+    """The engine has computed a number of tokens of a request, sampled one more, and takes its blocks away."""
     request = admitted(toy, SAID, [5, 2, 3])
     request.all_token_ids, request.num_prompt_tokens = SAID[: read + 1], 4
     computed(toy, request, read)
@@ -262,9 +265,9 @@ def again(toy: Toy, blocks: list[int]) -> Routes:
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("happens", ["reset", "changed", "nothing"])
 def test_a_token_keeps_the_row_that_it_was_sampled_with(start: Callable[..., Toy], late: bool, happens: str) -> None:
-    """Goal: an answer whose request is computed again by other weights has, of what was read before, the rows of then.
-    Method: two preemptions; behind the first the weights change, and all KV is forgotten or kept; blocks come again.
-    """
+    """Goal: when a request is computed again by other weights, its earlier tokens keep the rows of the first
+    computation. Method: two preemptions; after the first the weights change, and all KV is forgotten or kept; blocks
+    come again."""
     toy = start(late=late, weights_version=1)
     preempted(toy, 6)
     toy.worker.settle()
@@ -303,10 +306,11 @@ def test_rows_that_could_not_be_kept(
     assert judge(again(toy, [5, 2, 3]), SAID, [int(changed)] * 9) == due
 
 
-def test_of_what_is_forgotten_only_the_last_steps_are_lost(start: Callable[..., Toy]) -> None:
-    """Goal: a reset does not wait for the worker, and loses no more than it has not written. Method: a request's second
-    step is held up, it is preempted, and all is forgotten for other weights.
-    """
+@pytest.mark.parametrize("before", [False, True])
+def test_a_forgetting_loses_only_the_rows_of_the_last_steps(start: Callable[..., Toy], before: bool) -> None:
+    """Goal: a reset does not wait for the worker, loses only rows that the worker has not written, and marks lost rows
+    as missing. Method: a request's second step is held up, it is preempted after other weights have come or ``before``,
+    and all is forgotten."""
     toy = start(late=True, weights_version=1)
     request = admitted(toy, SAID, [5, 2, 3])
     request.all_token_ids, request.num_prompt_tokens = SAID[:7], 4
@@ -317,15 +321,50 @@ def test_of_what_is_forgotten_only_the_last_steps_are_lost(start: Callable[..., 
         request.num_computed_tokens += n
         if go is None:
             toy.worker.settle()
-    toy.scheduler.preempted(request)
+    if before:
+        toy.scheduler.preempted(request)
     toy.weights = 1
     toy.scheduler.weights.changed(2)
+    if not before:
+        toy.scheduler.preempted(request)
     toy.scheduler.reset()
     assert go is not None
     go.set()
     found = again(toy, [5, 2, 3])
     assert judge(found, SAID, [0] * 4 + [1] * 5) == {"right": 7, "missing": 2}
     assert found.weights_versions == ((0, 4, 1), (6, 9, 2))
+
+
+@pytest.mark.parametrize("ends_as", ["nobody asks", "refused", "too many", "behind", "asked from behind it"])
+def test_what_was_kept_of_a_request_is_let_go_at_its_end(
+    start: Callable[..., Toy], monkeypatch: pytest.MonkeyPatch, ends_as: str
+) -> None:
+    """Goal: spare blocks that keep the rows of a preempted request's tokens are free again, however the request ends.
+    Method: the rows are copied to spare blocks, since the worker is behind; then each way to end."""
+    toy = start(late=True)
+    go, house = held(toy), toy.scheduler._ends
+    assert house is not None
+    spares = len(house._spares)
+    preempted(toy, 4 if ends_as == "asked from behind it" else 6)
+    request = admitted(toy, SAID, [5, 2, 3])
+    toy.worker.begin(toy.scheduler.step({}))
+    toy.worker.end()
+    request.num_computed_tokens = 0
+    assert len(house._spares) < spares
+    ended, of_it = toy.scheduler.forget("r"), Tokens([*SAID, 5], 4)
+    if ends_as == "nobody asks":
+        toy.scheduler.unanswered(ended)
+    else:
+        monkeypatch.setattr(ends, "ENDS_MAX", 0 if ends_as == "too many" else 9)
+        monkeypatch.setattr(ends, "LATE_S", 0.01 if ends_as == "behind" else 60.0)
+        if ends_as == "asked from behind it":
+            go.set()
+        begin = {"refused": -1, "asked from behind it": 4}.get(ends_as, 0)
+        told = toy.scheduler.finished("r", [5, 2, 3], len(SAID), of_it, ended=ended, start=begin)
+        assert told is not None
+        assert told.result(60)
+    assert (len(house._spares), house._unread) == (spares, {})
+    go.set()
 
 
 def test_nothing_is_kept_of_a_prompt_without_an_answer(start: Callable[..., Toy]) -> None:

@@ -1,4 +1,5 @@
-"""What a scheduler leaves for clients: bound to the request's tokens, and never an earlier request's."""
+"""Rollouts that a scheduler leaves for clients: bound to the request's tokens, and never those of an earlier
+request."""
 
 from __future__ import annotations
 
@@ -50,7 +51,7 @@ def told_of(begun: Future[dict[str, Any]] | None) -> dict[str, Any]:
 
 
 def answered(tokens: list[int], **more: Any) -> dict[str, Any]:
-    """What a front end that has ended request ``r`` by itself answers: the toy's prompts are all that has rows."""
+    """The answer of a front end that has ended request ``r`` by itself: only the toy's prompt tokens have rows."""
     said = {"prompt_token_ids": tokens[:3], "token_ids": [*tokens[3:], 7]}
     return {"id": "r", "choices": [{"index": 0, **said}], "kv_transfer_params": None, **more}
 
@@ -58,9 +59,9 @@ def answered(tokens: list[int], **more: Any) -> dict[str, Any]:
 def test_rows_of_older_weights_are_not_those_of_the_same_tokens_again(
     engine: Callable[..., Toy], store: RolloutStore
 ) -> None:
-    """Goal: greedy decoding says the same again in a second epoch, under the same id. Method: an engine
-    has left a rollout; another has new weights and is asked again; its front end answers first.
-    """
+    """Goal: a second epoch with the same id and, by greedy decoding, the same tokens does not get the first epoch's
+    rows. Method: an engine has left a rollout; another one with new weights gets the same request; its front end
+    answers first."""
     engine(weights_version=1).ask("r", TOKENS)
     engine(weights_version=1).ask("of another", TOKENS)
     assert routes(answered(TOKENS), rollouts=store, wait_s=0).weights_versions == ((0, 6, 1),)
@@ -93,7 +94,18 @@ def test_a_request_without_routes_leaves_no_older_ones(
         routes(answered(TOKENS), rollouts=store, wait_s=0)
 
 
-def test_a_store_that_fails_when_a_request_comes_is_told(
+def test_a_name_without_a_rollout_is_ready_at_once(engine: Callable[..., Toy]) -> None:
+    """Goal: a request does not wait for a look-up in the store. Method: a new name, and one that was left before."""
+    toy = engine()
+    toy.ask("r", TOKENS)
+    toy.scheduler.arrived("new", "new")
+    assert toy.scheduler.ready("new")
+    assert not toy.scheduler._ends._left.has_room("r")  # type: ignore[union-attr]
+    arrive(toy, "r")
+    assert toy.scheduler._ends._left.has_room("r")  # type: ignore[union-attr]
+
+
+def test_a_store_that_fails_when_a_request_comes_is_reported(
     engine: Callable[..., Toy], caplog: pytest.LogCaptureFixture
 ) -> None:
     """Goal: the request is served. Method: a store that was closed; an id that no rollout can have."""
@@ -111,7 +123,7 @@ def test_a_store_that_fails_when_a_request_comes_is_told(
         routes(answered(TOKENS, **told))
 
 
-def test_each_of_a_group_is_told_with_all_that_are_done(engine: Callable[..., Toy]) -> None:
+def test_each_member_of_a_group_is_reported_with_all_that_are_done(engine: Callable[..., Toy]) -> None:
     """Goal: vLLM sends on what comes with the last completion only. Method: two of one request, one of another."""
     toy = engine()
     toy.ask("before", TOKENS)

@@ -1,4 +1,4 @@
-"""Rows that a load does not bring are counted by reason, and said once."""
+"""Rows that a load does not bring are counted by reason, and logged once."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _as_it_is(_: Path) -> Iterator[dict[str, Any]]:
 
 
 def _without_the_second(rows: Path) -> Iterator[dict[str, Any]]:
-    """The worker reads another store than the scheduler asks, with one block."""
+    """The worker reads another store, with one block, than the scheduler."""
     fewer = rows.with_name("fewer")
     first = Toy(kept={}, store=f"file://{fewer}", witness="off")
     first.ask("a", ASKED[:TOKENS])
@@ -52,7 +52,7 @@ def _without_the_second(rows: Path) -> Iterator[dict[str, Any]]:
 
 
 def _with_a_bit_changed(rows: Path) -> Iterator[dict[str, Any]]:
-    """In the payload of each record, after the worker has opened the store; the scheduler asks a copy."""
+    """Damage in the payload of each record, after the worker has opened the store; the scheduler reads a copy."""
     yield {"reader": f"file://{shutil.copytree(rows, rows.with_name('copy'))}?mode=read"}
     ((_, extent, served),) = read_extents(StoreDirectory.existing(rows), Disk())
     assert extent is not None
@@ -79,9 +79,8 @@ def test_a_restore_that_misses_says_why(
     late: bool,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Goal: rows due are rows right and rows missing, and the missing ones have a reason. Method: KV of two blocks is
-    loaded, beside a step or in one, by an engine whose scheduler was told that their rows are there.
-    """
+    """Goal: every due row is right or missing, and a missing one has a reason. Method: KV of two blocks is loaded,
+    beside a step or in one, by an engine whose scheduler was told that their rows are there."""
     kept, rows = there
     harming = harm(rows)
     said = {"store": f"file://{rows}?mode=read", "witness": "off", **next(harming)}
@@ -101,10 +100,10 @@ def test_a_restore_that_misses_says_why(
     toy.close()
 
 
-def test_a_store_that_fails_or_does_not_answer_is_said(
+def test_a_store_that_fails_or_does_not_answer_is_the_reason_given(
     there: tuple[dict[bytes, Any], Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Goal: as above. Method: the disk fails each read; then the store answers nothing at all."""
+    """Goal: as above. Method: the disk fails each read; then the store never answers."""
     kept, rows = there
     monkeypatch.setattr(worker, "RESTORE_S", 0.1)
     go = threading.Event()
@@ -171,5 +170,5 @@ def test_an_engine_that_reads_a_store_starts_before_its_writer(tmp_path: Path) -
     ],
 )
 def test_a_reader_of_files_may_come_before_their_writer(reader: str, wanted: str) -> None:
-    """Goal: engines start in any order. Method: the URL that the scheduler opens, for what an operator says."""
+    """Goal: engines start in any order. Method: the URL that the scheduler opens, for each setting of an operator."""
     assert Settings(store="file:///rows?ttl=6h", reader=reader).reads == wanted

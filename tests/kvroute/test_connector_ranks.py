@@ -1,4 +1,4 @@
-"""Tensor-parallel ranks of a connector, each in a process of its own: the witness that comes of their folds."""
+"""Tensor-parallel ranks of a connector, each in a process of its own: the witness made of their folds."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_what_the_first_rank_sees_is_of_all_ranks(tmp_path: Path, damaged: bool)
     """Goal: a witness is that of the whole KV, and another one where a rank has other KV. Method: two processes over
     gloo, with one of two heads each; a bit of the second block in the second rank.
     """
-    context = multiprocessing.get_context("forkserver")  # which imports once what every rank would take seconds for
+    context = multiprocessing.get_context("forkserver")  # imports once what would take each rank seconds
     context.set_forkserver_preload(["torch.distributed", "kvroute.connector.worker", "kvroute.witness"])
     ranks = [context.Process(target=rank_of, args=(rank, tmp_path, damaged)) for rank in range(2)]
     for rank in ranks:

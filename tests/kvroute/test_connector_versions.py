@@ -1,4 +1,4 @@
-"""The weights version that a row has is that of the weights that made it, or it has none; stores meet accordingly."""
+"""A row has the version of the weights that made it, or none; stores keep versions apart accordingly."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TOKENS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
 
 
 def updated(toy: Toy, weights: int, *told: int) -> None:
-    """The engine has other weights, and hears of it; of their version too, if it is ``told``."""
+    """The engine gets other weights and is notified; it is given their version too, if ``told``."""
     toy.weights = weights
     toy.scheduler.weights.changed(*told)
 
@@ -63,9 +63,8 @@ def test_an_answer_of_two_weights_has_two_versions(late: bool) -> None:
 
 @pytest.mark.parametrize("late", [False, True])
 def test_a_rejected_draft_leaves_no_version(late: bool) -> None:
-    """Goal: a version goes with the row that it was written for. Method: two drafts of known weights are rejected; what
-    is computed in their place is of weights that nobody named.
-    """
+    """Goal: a version goes with the row that it was written for. Method: two drafts of known weights are rejected; the
+    tokens computed in their place are of weights without a known version."""
     toy, right = Toy(late=late, weights_version=0), [3, 1, 4, 2, 6]
     request = admitted(toy, [3, 1, 4, 7, 7], [5, 2])
     computed(toy, request, 5)
@@ -102,9 +101,8 @@ def test_rows_of_mixed_weights_are_in_no_page() -> None:
 
 def test_rows_of_mixed_weights_are_not_stored(tmp_path: Path) -> None:
     """Goal: no engine finds rows that stand on KV of other weights. Method: an update with KV kept. An engine of the
-    first weights meets what was stored before it, and nothing of after it; one of the second weights meets nothing
-    until all KV was forgotten, and then what is computed.
-    """
+    first weights hits what was stored before the update, and nothing stored after it; one of the second weights hits
+    nothing until all KV was forgotten, and then what is computed from there on."""
     kept, store, other = dict[bytes, Any](), f"file://{tmp_path}", [1, *TOKENS]
 
     def hits(tokens: list[int], **said: Any) -> int:
@@ -132,9 +130,8 @@ def test_rows_of_mixed_weights_are_not_stored(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("name", "hits"), [("", 0), ("run-7", 8)])
 def test_a_version_is_shared_by_engines_whose_weights_have_a_name(tmp_path: Path, name: str, hits: int) -> None:
-    """Goal: name and version together say which weights there are. Method: two engines that were told the same, over
-    one store, which have named their weights or not.
-    """
+    """Goal: name and version together identify the weights. Method: two engines with the same version over one store,
+    with and without a name of the weights."""
     kept, said = dict[bytes, Any](), {"store": f"file://{tmp_path}", "weights": name, "witness": "flagged"}
     for loaded in (0, hits):
         toy = Toy(kept=kept, **said)
@@ -185,10 +182,9 @@ asks = st.tuples(prompts, st.lists(st.integers(1, 5), max_size=4), st.sampled_fr
 @given(st.lists(st.tuples(st.sampled_from(FORGETS), asks), min_size=1, max_size=8), st.booleans(), st.booleans())
 def test_no_version_is_false_whatever_happens(tmp_path_factory: Any, what: Any, named: bool, late: bool) -> None:
     """Goal: every row is of the weights of the KV beside it, and a version that it has is theirs. Method: any order of
-    updates, of which somebody tells or nobody, between and inside of requests, pauses, resets and restarts over one
-    store and one place for KV, which forgets nothing; the KV says which weights made it. Who has given a version keeps
-    the one promise that is asked for: no silent change before the next step but in a pause.
-    """
+    updates, announced or not, between and inside of requests, pauses, resets and restarts over one store and one place
+    for KV, which forgets nothing; the KV says which weights made it. A caller that gives a version keeps the one
+    required promise: no unannounced change before the next step, except in a pause."""
     kept, numbers, steps, told = dict[bytes, Any](), count(1), 0, -1
     said = {"store": f"file://{tmp_path_factory.mktemp('rows')}", "weights": "m" if named else "", "witness": "flagged"}
     toy = Toy(kept=kept, late=late, **said)
@@ -242,7 +238,7 @@ def test_no_version_is_false_whatever_happens(tmp_path_factory: Any, what: Any, 
 
 
 def test_a_version_stands_until_something_may_have_changed_the_weights() -> None:
-    """Goal: what is right is still labelled. Method: each call alone, behind a step or behind the version itself."""
+    """Goal: a right row still has its version. Method: each call alone, behind a step or behind the version itself."""
     cases: list[tuple[Callable[[Versions], object], bool, bool]] = [
         (lambda _: None, True, True),  # (what happens, the version stands before a step, and after one)
         (lambda v: v.forgotten(), True, False),
@@ -263,9 +259,8 @@ def test_a_version_stands_until_something_may_have_changed_the_weights() -> None
 
 
 def test_names_of_versions() -> None:
-    """Goal: an engine's name of a version is a number or none. Method: numbers, what is none, what a row cannot hold;
-    and what an operator may say.
-    """
+    """Goal: an engine's name of a version is read as a number, or as no version. Method: numbers, texts that are no
+    numbers, numbers that a row cannot hold; and the settings of an operator."""
     assert [version_of(name) for name in ("0", "17", "4294967294")] == [0, 17, AS_LOADED - 1]
     assert [version_of(name) for name in ("default", "", "-1", "1.5", "²", "4294967295")] == [None] * 6
     assert Settings.of({"weights_version": 3}).weights_version == 3

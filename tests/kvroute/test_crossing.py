@@ -1,4 +1,5 @@
-"""Rows cross from a prefill engine to a decode engine, beside KV that others bring: the law of ``crossing``."""
+"""Rows cross from a prefill engine to a decode engine, beside KV that other software brings: the rules of
+``crossing``."""
 
 from __future__ import annotations
 
@@ -43,9 +44,8 @@ from transfer import TransferLimits
 def test_decode_answers_with_the_rows_of_the_kv_that_it_was_given(
     prompt: list[int], chunks: list[int], said: list[int], late: bool, cached: bool
 ) -> None:
-    """Goal: every row of the answer is there, of whoever made its KV, the last and partial block included. Method: any
-    prompt in any chunks, some of it in decode's own cache; prefill's rows differ from decode's.
-    """
+    """Goal: every row of the answer is there, from the engine that made its KV, the last and partial block included.
+    Method: any prompt in any chunks, some of it in decode's own cache; prefill's rows differ from decode's."""
     with two(late=late) as (first, second):
         local = 0
         if cached:
@@ -62,10 +62,9 @@ def test_decode_answers_with_the_rows_of_the_kv_that_it_was_given(
             assert not each.worker.missing
 
 
-def test_prefill_that_ends_before_anybody_asks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Goal: decode answers, with what it computed. Method: SIGKILL between the ticket and the fetch; then another
-    prefill engine, of which all rows come.
-    """
+def test_prefill_that_ends_before_the_fetch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Goal: decode answers with the rows that it computed. Method: SIGKILL between the ticket and the fetch; then
+    another prefill engine, from which all rows come."""
     monkeypatch.setattr(transfers, "LATE_S", 0.3)
     with sides() as (first, second):
         ticket = first.ask(name="p", tokens=PROMPT, lends=True)["ticket"]
@@ -88,9 +87,8 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("chunks", [[4, 7], [4, 4, 3], [9, 2]])
 @pytest.mark.usefixtures("hasty")
 def test_prefill_that_ends_in_the_middle_of_a_prompt(chunks: list[int]) -> None:
-    """Goal: what had come stays, and the rest is missing. Method: decode fetches by a ticket that it has when the first
-    chunk is computed; prefill is killed when that is here, while it waits for the second.
-    """
+    """Goal: rows that have arrived stay, and the rest is missing. Method: decode gets its ticket and fetches when the
+    first chunk is computed; prefill is killed after that chunk has arrived, while decode waits for the second."""
     with sides() as (first, second):
         ticket = first.ask(name="p", tokens=PROMPT, chunks=chunks, lends=True, early=True)["ticket"]
         landed = chunks[0] // 4 * 4
@@ -101,7 +99,8 @@ def test_prefill_that_ends_in_the_middle_of_a_prompt(chunks: list[int]) -> None:
 
 
 def test_prefill_that_ends_when_all_was_fetched() -> None:
-    """Goal: what is here is here. Method: SIGKILL when the rows have landed, before decode's first step."""
+    """Goal: rows that have landed outlive prefill. Method: SIGKILL when the rows have landed, before decode's first
+    step."""
     with sides() as (first, second):
         ticket = first.ask(name="p", tokens=PROMPT, lends=True)["ticket"]
         second.between = lambda: first.kill()
@@ -109,10 +108,9 @@ def test_prefill_that_ends_when_all_was_fetched() -> None:
 
 
 def test_prefill_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Goal: decode goes on without rows; what comes before its end is in its answer, what comes later lands nowhere.
+    """Goal: decode goes on without rows; rows that come before its end are in its answer, later rows land nowhere.
     Method: prefill is stopped; it goes on in the middle of one answer, and behind the end of another one, when that
-    one's blocks are another prompt's.
-    """
+    one's blocks are another prompt's."""
     monkeypatch.setattr(transfers, "LATE_S", 0.2)
     with sides() as (first, second):
         ticket = first.ask(name="p", tokens=PROMPT, lends=True)["ticket"]
@@ -142,7 +140,8 @@ def test_prefill_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("hasty")
 def test_decode_that_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Goal: what nobody fetches any more is not kept. Method: decode is killed before it fetches, and while it does."""
+    """Goal: offers that are no longer fetched are not kept. Method: decode is killed before it fetches, and while it
+    does."""
     monkeypatch.setattr(crossing, "LEASE_S", 5.0)
     monkeypatch.setattr(crossing, "LIMITS", TransferLimits(lease_s=5.0))
     with two() as (first, _):
@@ -161,16 +160,15 @@ def test_decode_that_ends(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _fetched_by(first: Toy, decode: Side) -> None:
-    """Another side fetches the first chunk of what is being computed."""
+    """Another side fetches the first chunk of a prompt that is being computed."""
     first.between = lambda: None
     decode.tell(name="d", tokens=PROMPT, brought=len(PROMPT), ticket=early_ticket(first))
     until(lambda: lent(first).counters.records_sent > 0)
 
 
 def test_an_id_that_is_used_again() -> None:
-    """Goal: a second fetch brings nothing, whoever asks, and says so. Method: the same ticket twice at one decode
-    engine, then at another.
-    """
+    """Goal: a second fetch by any engine brings nothing, and reports that. Method: the same ticket twice at one decode
+    engine, then at another."""
     with two() as (first, second):
         third = Toy(carrier="transfer")
         ticket = handed_over(first, PROMPT)
@@ -185,7 +183,7 @@ def test_an_id_that_is_used_again() -> None:
 
 @pytest.mark.parametrize("late", [False, True])
 def test_blocks_that_are_given_out_again_while_they_are_lent(late: bool) -> None:
-    """Goal: what is lent is a copy. Method: prefill computes other prompts over the blocks before decode asks."""
+    """Goal: prefill lends a copy. Method: prefill computes other prompts over the blocks before decode asks."""
     with two(late=late) as (first, second):
         ticket = handed_over(first, PROMPT)
         for i in range(4):
@@ -243,9 +241,8 @@ def test_weights_of_another_version_are_refused_by_name() -> None:
 
 
 def test_kv_of_two_weights_is_not_lent() -> None:
-    """Goal: nobody gives rows of two versions one name. Method: prefill's weights change and its KV stays, before a
-    prompt and in the middle of one; then a reset.
-    """
+    """Goal: rows of two versions never get one name. Method: prefill's weights change and its KV stays, before a prompt
+    and in the middle of one; then a reset."""
     with two() as (first, second):
         first.ask("before", [1, 2, 3])
         first.between = lambda: first.scheduler.weights.changed()
@@ -276,9 +273,8 @@ def test_rows_that_were_not_captured_are_missing_alone() -> None:
 @examples(20)
 @given(st.sets(st.integers(0, 2), min_size=1), st.booleans())
 def test_rows_came_and_their_kv_did_not(fails: set[int], late: bool) -> None:
-    """Goal: rows of KV that is not there are not handed out. Method: rows have landed; then blocks of KV fail, and
-    decode computes from the first of them on.
-    """
+    """Goal: rows are not handed out where their KV is missing. Method: rows have landed; then blocks of KV fail, and
+    decode computes from the first of them on."""
     with two(late=late) as (first, second):
         ticket = handed_over(first, PROMPT)
         second.unbrought = set(fails)
@@ -322,9 +318,8 @@ def test_a_prompt_that_is_computed_again_is_lent_anew(chunks: list[int]) -> None
 
 
 def test_kv_that_fails_to_load_at_prefill_is_lent_anew() -> None:
-    """Goal: as above, in the same blocks. Method: prefill's first block is lent; then its KV is found not to have come,
-    and the prompt is computed again from there on.
-    """
+    """Goal: as above, in the same blocks. Method: prefill's first block is lent; then it turns out that its KV has not
+    come, and the prompt is computed again from there on."""
     with two() as (first, second):
         old = list[Any]()
 

@@ -1,4 +1,4 @@
-"""Blocks of rows and KV between two engines that nothing else brings KV to, and ranks that are not alike."""
+"""Blocks of rows and KV between two engines without another KV transfer, and between unequal numbers of ranks."""
 
 from __future__ import annotations
 
@@ -137,9 +137,8 @@ def test_blocks_cross_as_they_are_filled(
 
 
 def test_what_lands_in_another_life_is_dropped(halves: tuple[Half, Half]) -> None:
-    """Goal: neither rows nor KV of a transfer are written into a block that is somebody else's by now. Method: one of
-    three landing blocks is given out again before prefill has anything to send.
-    """
+    """Goal: neither rows nor KV of a transfer are written into a block that has been given to another request. Method:
+    one of three landing blocks is given out again before prefill has anything to send."""
     first, second = halves
     tokens, transfer = list(range(12)), secrets.token_bytes(16)
     lives = second.rows.renew([3, 4, 5]).tolist()
@@ -158,10 +157,9 @@ def test_what_lands_in_another_life_is_dropped(halves: tuple[Half, Half]) -> Non
     first.ended()
 
 
-def test_what_was_given_out_again_before_it_was_lent_is_absent(halves: tuple[Half, Half]) -> None:
-    """Goal: rows and KV go out of the lives that were meant. Method: one of three blocks is another prompt's by the
-    time when they are lent.
-    """
+def test_a_block_given_out_again_before_it_was_lent_is_absent(halves: tuple[Half, Half]) -> None:
+    """Goal: rows and KV are sent only from the intended lives of blocks. Method: one of three blocks belongs to another
+    prompt when they are lent."""
     first, second = halves
     tokens, transfer = list(range(12)), secrets.token_bytes(16)
     lives = first.rows.renew([0, 1, 2]).tolist()
@@ -224,9 +222,9 @@ def test_a_fetch_that_is_given_up_as_a_whole_is_over(halves: tuple[Half, Half]) 
 
 
 def test_lent_copies_are_bounded_by_their_bytes() -> None:
-    """Goal: rows and KV that nobody fetches fill no more memory than was said. Method: room for two blocks and a half;
-    the prompt that does not fit is refused whole, also where it was begun, and decode is told; what ends makes room.
-    """
+    """Goal: rows and KV that are not fetched take no more memory than configured. Method: room for two blocks and a
+    half; a prompt that does not fit is refused whole, also when its transfer has begun, and decode is told; a transfer
+    that ends makes room."""
     second = Half()
     nbytes = second.block_nbytes
     first = Half(lent_nbytes_max=nbytes * 5 // 2)

@@ -1,4 +1,4 @@
-"""Tickets go through the hands of clients: whatever becomes of them, decode answers with rows of its own tokens."""
+"""Tickets pass through clients: whatever clients do to them, decode answers with rows of its own tokens."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from toy_pair import ALL, OWN, PROMPT, handed_over, taken, two
     )
 )
 def test_whatever_a_client_sends_as_a_ticket(ticket: Any) -> None:
-    """Goal: what a client sends ends nothing, and brings nothing. Method: anything that JSON can be."""
+    """Goal: an invalid ticket neither ends a process nor brings rows. Method: any JSON value."""
     toy = TOYS[0] if TOYS else Toy(carrier="transfer")
     TOYS[:] = [toy]
     toy.cached.clear()

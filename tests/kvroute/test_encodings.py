@@ -1,4 +1,4 @@
-"""Routes in answers: they come back as they were, a changed byte is noticed, nothing missing becomes a zero."""
+"""Routes in answers: they decode to the same routes, a changed byte is noticed, no missing row becomes a zero."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def through(encoding: str, told: Any, routes: Routes) -> Routes:
 
 
 def unversioned(routes: Routes) -> Routes:
-    """Without versions, and with a column for each layer that has a router: what other encodings can say."""
+    """Without versions, and with a column for each layer that has a router: what the other encodings can express."""
     layers, there = routes.routed_layers, np.isin(routes.routed_layers, routes.layer_ids)
     ids, known = np.zeros((len(routes), len(layers), routes.top_k), int), np.zeros((len(routes), len(layers)), bool)
     ids[:, there], known[:, there] = routes.ids, routes.known
@@ -71,7 +71,8 @@ def unversioned(routes: Routes) -> Routes:
 @pytest.mark.parametrize("encoding", ENCODINGS)
 @given(given_routes=routes())
 def test_every_encoding_comes_back_or_is_refused(encoding: str, given_routes: Routes) -> None:
-    """Goal: never wrong, never silent. Method: what is not refused decodes to the same routes, with missing rows."""
+    """Goal: never wrong, never silent. Method: an encoding that is not refused decodes to the same routes, missing rows
+    included."""
     told, why = encode(given_routes, encoding), refusal(given_routes, encoding)
     refused = encoding in UNMASKED and not given_routes.complete
     refused |= given_routes.num_experts > EXPERTS_MAX.get(encoding, 1 << 32)
@@ -88,7 +89,8 @@ def test_a_changed_answer_is_an_error_or_has_one_spelling(
 ) -> None:
     """Goal: hostile text costs an error and nothing else. Method: the answer with characters changed, cut or added.
 
-    Without a checksum a changed id can be another expert's: then what is decoded is told as exactly that text.
+    Without a checksum a changed id can be another expert's: then the decoded routes are exactly those of the changed
+    text.
     """
     told = encode(given_routes, encoding)
     assume(told is not None)
@@ -110,7 +112,8 @@ def test_a_changed_answer_is_an_error_or_has_one_spelling(
 @pytest.mark.parametrize("rows", [1 << 40, 1 << 24, 1000])
 @pytest.mark.parametrize("encoding", ENCODINGS)
 def test_a_huge_claim_costs_nothing(encoding: str, rows: int) -> None:
-    """Goal: bounded memory. Method: answers that claim many rows and bring few; what decoding allocates is traced."""
+    """Goal: bounded memory. Method: answers that claim many rows and contain few; the memory that decoding allocates is
+    traced."""
     routes = Routes(np.array([[[1, 0]]]), np.array([True]), (1,), num_experts=4, num_layers=2)
     told = encode(routes, encoding)
     claimed: Any = {
@@ -150,13 +153,13 @@ def _npy(header: str, body: bytes, version: bytes = b"\x01\x00") -> str:
         (b64encode(b"\x93NUMPY\x01\x00\xff\xff").decode(), "header of at most"),
     ],
 )
-def test_a_npy_of_something_else_names_what_it_is(told: str, message: str) -> None:
+def test_a_npy_of_another_array_is_refused_and_the_difference_named(told: str, message: str) -> None:
     spec = routing_spec(num_experts=4, top_k=2, layer_ids=(1,), num_layers=2, block_tokens=8)
     with pytest.raises(RowError, match=message.replace("|", r"\|")):
         decode(told, spec, "vllm")
 
 
-# As each engine's own clients read them: of an answer, the model's experts, layers and top-k.
+# As each engine's own clients read an answer, given the model's experts, layers and top-k.
 def test_what_is_missing_is_named() -> None:
     valid = np.array([True, False, False, True])
     ids = np.tile([[0, 1]], (4, 1, 1))
@@ -196,7 +199,7 @@ def golden_routes() -> dict[str, Routes]:
 @pytest.mark.parametrize("name", golden_routes())
 @pytest.mark.parametrize("encoding", ENCODINGS)
 def test_the_bytes_are_those_of_the_golden_file(encoding: str, name: str) -> None:
-    """Goal: a format is not changed by accident. Method: files that were written once and are read and written here."""
+    """Goal: a format is not changed by accident. Method: stored files, which are read and written again here."""
     routes = golden_routes()[name]
     golden = json.loads((GOLDEN / f"{encoding}-{name}.json").read_text())
     assert as_json(encode(routes, encoding)) == golden

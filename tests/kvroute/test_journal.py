@@ -1,4 +1,5 @@
-"""The journal against an engine that forgets: what comes out is what every token was sampled with, or missing."""
+"""The journal against an engine that forgets: it returns the row that each token was sampled with, or marks it
+missing."""
 
 from __future__ import annotations
 
@@ -34,8 +35,8 @@ class ForgetfulEngine(RuleBasedStateMachine):
 
     A row's content says its position and the computation that made it, and every loss begins a new computation. The
     oracle looks at the moment of sampling itself: it notes which computation made the KV when a token is drawn. The
-    engine tells the journal nothing then; it records what it holds when it is about to lose it, as the real one does.
-    A row that goes from the blocks before anybody recorded it is lost.
+    engine tells the journal nothing then; it records what it holds when it is about to lose it, as the real one does. A
+    row that leaves the blocks before it was recorded is lost.
     """
 
     def __init__(self) -> None:
@@ -47,7 +48,7 @@ class ForgetfulEngine(RuleBasedStateMachine):
         self.versions = {0: 0}  # computation -> weights version
         self.held: dict[int, int] = {}  # position -> computation, where the blocks have a row
         self.computed = 0
-        self.sampled: dict[int, int | None] = {}  # the oracle; None: lost before anybody recorded it
+        self.sampled: dict[int, int | None] = {}  # the oracle; None: lost before it was recorded
         self.told: set[int] = set()  # positions whose row of this computation the journal has been told
         self.client: Routes | None = None
 
@@ -90,14 +91,14 @@ class ForgetfulEngine(RuleBasedStateMachine):
     @precondition(lambda self: self.computed > 0)
     @rule(data=st.data())
     def lose_rows(self, data: st.DataObject) -> None:
-        """Rows go and KV stays: a store that gave KV without rows, an evicted record."""
+        """Rows disappear and KV stays: a store that gave KV without rows, an evicted record."""
         start = data.draw(st.integers(0, self.computed - 1))
         for position in range(start, data.draw(st.integers(start + 1, self.computed))):
             was_there = self.held.pop(position, None) is not None
             if was_there and position not in self.told and self.sampled.get(position) == self.computation:
                 self.sampled[position] = None
 
-    # What may reach the journal besides
+    # Other calls that may reach the journal
 
     @precondition(lambda self: self.computed > 0)
     @rule(data=st.data())
@@ -116,15 +117,15 @@ class ForgetfulEngine(RuleBasedStateMachine):
         delta = self.journal.routes(start=have, stop=max(have, min(have + count, self.journal.settled)))
         self.client = delta if self.client is None else self.client.merge(delta)
 
-    # What is claimed
+    # The claims
 
     @invariant()
     def the_journal_keeps_its_word(self) -> None:
-        """All claims about what it would say if the engine told it now."""
+        """All claims about the journal's answer if the engine recorded its rows now."""
         journal = copy.deepcopy(self.journal)
         self.flush(journal)
         self.rows_are_those_that_tokens_were_sampled_with(journal)
-        if self.client is not None:  # what a client has never changes
+        if self.client is not None:  # routes that a client holds never change
             assert rows_of(self.client) == rows_of(journal.routes(stop=self.client.stop))
 
     def rows_are_those_that_tokens_were_sampled_with(self, journal: RequestJournal) -> None:
@@ -165,7 +166,7 @@ class ForgetfulEngine(RuleBasedStateMachine):
 
 
 TestForgetfulEngine = ForgetfulEngine.TestCase
-TestForgetfulEngine.settings = examples(60, stateful_step_count=30)
+TestForgetfulEngine.settings = examples(200, stateful_step_count=30)
 
 
 def journal_of(*parts: tuple[Routes, list[int]]) -> RequestJournal:
@@ -177,7 +178,7 @@ def journal_of(*parts: tuple[Routes, list[int]]) -> RequestJournal:
 
 
 def test_rows_of_a_prompt_that_is_computed_again_before_the_first_token_are_not_kept() -> None:
-    """Goal: no row of a computation that was given up stands in for one that is missing. Found by the machine."""
+    """Goal: no row of an abandoned computation replaces a missing one. Found by the machine."""
     journal = RequestJournal(SPEC)
     journal.record(SHAPE.routes(0, [True] * 5, versions=((0, 5, 1),)))
     journal.discard_unsettled()
@@ -197,8 +198,9 @@ def test_a_history_that_was_tokenised_anew_is_refused_and_changes_nothing() -> N
     assert (journal.settled, journal.routes()) == (4, SHAPE.whole(4).bind([5, 6, 7, 8, 9]))
 
 
-def test_what_cannot_be_is_refused_and_changes_nothing() -> None:
-    journal = RequestJournal(SPEC, tokens_max=8)
+def test_what_cannot_be_is_refused_and_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvroute.journal.TOKENS_MAX", 8)
+    journal = RequestJournal(SPEC)
     journal.record(SHAPE.whole(3))
     for wrong in (Shape(num_experts=301).whole(3), Shape(layer_ids=(0, 4)).whole(3), SHAPE.whole(9)):
         with pytest.raises(RowError, match="routes"):

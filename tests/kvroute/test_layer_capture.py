@@ -56,7 +56,8 @@ def stepped(aux: kvroute.AuxBlocks, capture: LayerCapture, slots: list[int], *gi
 
 
 def test_a_step_that_the_device_wrote(aux: kvroute.AuxBlocks, capture: LayerCapture) -> None:
-    """Goal: what the routers chose is what is read. Method: two passes, with padding, with more rows than tokens."""
+    """Goal: the rows that are read are the routers' choices. Method: two passes, with padding, with more rows than
+    tokens."""
     kept: dict[int, tuple[Any, float]] = {}
     for number, slots in enumerate(([0, -1, 9], [1, 8, 2, 3])):
         chosen, logprobs = ids(6, number), torch.randn(6, 1)
@@ -76,7 +77,7 @@ def test_a_bad_row_is_missing_and_named(aux: kvroute.AuxBlocks, capture: LayerCa
     chosen[1, 2] = 5
     verdict = stepped(aux, capture, [0, 1, 2], chosen)
     assert (verdict.counts, verdict.first) == ({Check.DUPLICATE: 1}, "routing, token 2, layer 3: an expert twice")
-    again = capture.verdict(3)  # a launch in flight may have been told of too early
+    again = capture.verdict(3)  # a launch in flight may have been reported too early
     assert verdict.keep is not None
     assert again.keep is not None
     assert (verdict.keep.tolist(), again.keep.tolist()) == (keep, keep)
@@ -120,15 +121,15 @@ def test_a_pass_that_does_not_fit_stores_nothing(
 def test_layers_side_by_side_in_one_buffer_are_captured(
     axes: tuple[int, ...], aux: kvroute.AuxBlocks, capture: LayerCapture
 ) -> None:
-    """Goal: a buffer with a place for every layer is nothing to refuse. Method: layer by layer, and token by token."""
+    """Goal: a buffer with a place for every layer is accepted. Method: layer by layer, and token by token."""
     chosen = ids(2).permute(axes).contiguous().permute(axes)
     assert stepped(aux, capture, [0, 1], chosen).keep is None
     assert aux.read("routing", [0], 0, 2).values.tolist() == chosen.transpose(0, 1).tolist()
 
 
 def test_layers_that_meet_when_a_pass_is_longer(aux: kvroute.AuxBlocks) -> None:
-    """Goal: what is known of a pass's memory is not believed for a longer one. Method: layers two tokens apart, first
-    one token of each, then three from the same addresses."""
+    """Goal: knowledge of one pass's memory is not applied to a longer pass. Method: layers two tokens apart, first one
+    token of each, then three from the same addresses."""
     with LayerCapture(aux.region("device"), 16, "cpu", names=["routing"]) as capture:
         for tokens, fits in ((1, True), (1, True), (3, False), (1, True)):
             capture.hook(1)(FLAT[:6].view(3, 2))

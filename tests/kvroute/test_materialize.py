@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from numpy.typing import NDArray
 from sample_routes import SHAPES, Shape, cells_of, cellwise, shapes
 
 from cache_manager.errors import RowError
@@ -18,7 +17,7 @@ SHAPE = SHAPES[2]  # dense layers first; 256 experts
 
 
 def spelled(shape: Shape, missing: str, position: int, layer: int, ep: int) -> list[int]:
-    """The ids of one layer of a row that is not there, by the words of the reference."""
+    """The ids of one layer of a missing row, as the reference defines them."""
     k, experts = shape.top_k, shape.num_experts
     if missing == "zero":
         return [0] * k
@@ -83,14 +82,10 @@ def test_every_row_layer_and_hole_is_where_and_what_was_asked_for(want: dict[str
     assert made.tolist() == expected(want)
     assert made.flags.c_contiguous
     assert made.flags.writeable
-    room = np.full((want["rows"], 2, *made.shape[1:]), 77, want["dtype"])
-    assert routes.materialize(want["rows"], **how, out=room[:, 0]) is not None
-    assert np.array_equal(room[:, 0], made)
-    assert (room[:, 1] == 77).all()
 
 
 def test_the_last_sampled_token_has_no_row() -> None:
-    """Goal: the off-by-one of every trainer is said, not guessed. Method: n - 1 rows of n tokens, both ways."""
+    """Goal: the off-by-one of every trainer is reported, not guessed. Method: n - 1 rows of n tokens, both ways."""
     routes = SHAPE.whole(5)
     assert len(routes.materialize(5)) == 5
     with pytest.raises(RowError, match="row 5"):
@@ -116,11 +111,3 @@ def test_spread_rows_are_distinct_and_load_every_rank_alike(ep: int) -> None:
         per_expert = np.bincount(ids.ravel(), minlength=32)
         assert per_rank.max() - per_rank.min() == 0
         assert per_expert.max() - per_expert.min() == 0
-
-
-def test_a_failed_call_leaves_the_callers_array_alone() -> None:
-    room: NDArray[np.int32] = np.full((6, 8, 8), 5, np.int32)
-    for how in ({"missing": "error"}, {"missing": "zero", "required": 2, "pad": "nan"}):
-        with pytest.raises(RowError):
-            SHAPE.whole(4).materialize(6, **how, out=room)  # type: ignore[arg-type]
-        assert (room == 5).all()

@@ -1,4 +1,4 @@
-"""What is counted in an engine, on its way to Prometheus; the dashboard and the page name what there is."""
+"""Counters of an engine on their way to Prometheus; the dashboard and the page name only metrics that exist."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Counters:
     pulls_in_flight: int = 0
 
 
-def test_what_is_taken_is_what_has_grown(monkeypatch) -> None:
+def test_take_returns_the_counters_that_have_grown(monkeypatch) -> None:
     """Goal: each count and time is taken once, causes are few. Method: a meter that is taken three times."""
     monkeypatch.setattr(meter, "EVERY_S", 0.0)
     node = Counters()
@@ -52,7 +52,7 @@ def test_it_is_taken_now_and_then_only() -> None:
 
 
 def test_the_dashboard_asks_for_what_is_exported() -> None:
-    """Goal: no panel is empty for a name that does not exist. Method: metrics, labels and their values by name."""
+    """Goal: no panel is empty because its metric does not exist. Method: metrics, labels and their values by name."""
     dashboard = json.loads((DOCS / "grafana.json").read_text())
     asked = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
     events = {each.name for kind in (AuxCounters, RecordCounters) for each in fields(kind)}
@@ -69,7 +69,7 @@ def test_the_dashboard_asks_for_what_is_exported() -> None:
 
 
 def test_the_page_has_every_cause_and_every_time() -> None:
-    """Goal: who reads a cause finds a remedy. Method: the constants that name causes are rows of the page."""
+    """Goal: every cause has a remedy on the page. Method: the constants that name causes are rows of the page."""
     page = (DOCS / "missing-rows.md").read_text()
     causes = [worker.NO_IDS, worker.NO_SLOTS, worker.NO_CARRIER, worker.NO_ANSWER, *worker.NOT_RESTORED.values()]
     causes += [pages.NO_ROW, pages.OTHER_WEIGHTS, pages.OTHER_KV, worker.OTHER]

@@ -1,4 +1,4 @@
-"""An index has other packages called transfer and cache_manager: kvroute says so, and goes no further."""
+"""Package indexes have other packages called transfer and cache_manager: kvroute reports them and stops."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 @pytest.mark.parametrize("name", ["cache_manager", "transfer"])
 @pytest.mark.parametrize("kind", ["a file", "a package"])
 def test_a_foreign_package_is_named_at_import(tmp_path: Path, name: str, kind: str) -> None:
-    """Goal: no half of somebody else's code runs. Method: a module of that name is found first."""
+    """Goal: kvroute never runs with parts of another package. Method: a module of that name is found first."""
     place = tmp_path / f"{name}.py" if kind == "a file" else tmp_path / name / "__init__.py"
     place.parent.mkdir(exist_ok=True)
     place.write_text("raise AssertionError('this ran')\n")

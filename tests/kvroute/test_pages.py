@@ -1,4 +1,4 @@
-"""Rows in pages of paged KV: a row that comes out is the row that went in, or it is missing."""
+"""Rows in pages of paged KV: a row that is read is the row that was written, or it is missing."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Held:
     def get(
         self, slots: NDArray[Any] = ALL, *, namespace: bytes = MINE, **other: Any
     ) -> tuple[NDArray[Any], NDArray[np.bool_], dict[str, int]]:
-        """What there is for the tokens that these slots have, or for other ones."""
+        """The rows found for the tokens of these slots, or for other tokens."""
         said = {"token_ids": self.tokens[slots], "positions": self.at[slots], **other}
         return self.pages.rows(self.pages.get(slots, **said), namespace)
 
@@ -133,9 +133,9 @@ def test_a_changed_byte_is_a_missing_row(seed: int, spec: Any, turned: bool, dat
 
 @given(seeds, st.sampled_from(SPECS), st.data())
 def test_a_row_of_another_token_position_or_weights_is_missing(seed: int, spec: Any, data: st.DataObject) -> None:
-    """Goal: a page proves what its rows are of. Method: ask for other tokens, positions or weights than it was written
-    for, at some slots; those rows are missing, by their reason, and no other.
-    """
+    """Goal: a page proves which tokens, positions and weights its rows belong to. Method: ask for other tokens,
+    positions or weights than it was written for, at some slots; those rows are missing, by their reason, and no
+    other."""
     held, ids = full(seed, spec)
     assert held.get()[1].all()
     some = np.array(sorted(data.draw(st.sets(st.sampled_from(ALL.tolist()), min_size=1))))
@@ -172,7 +172,7 @@ def test_pages_beside_the_kv_of_others_have_no_rows(seed: int, pages: bool) -> N
 
 
 @given(seeds)
-def test_a_token_that_nobody_saw_has_no_row(seed: int) -> None:
+def test_a_token_that_the_model_never_got_has_no_row(seed: int) -> None:
     """Goal: a row whose token is not known is no row. Method: a pass over embeddings, one of fewer tokens than slots,
     one of tokens with several positions each, and one of more tokens than were said.
     """
@@ -196,10 +196,9 @@ def test_a_token_that_nobody_saw_has_no_row(seed: int) -> None:
 
 
 @given(seeds, st.sampled_from(SPECS))
-def test_padding_and_ids_that_are_none_leave_no_row(seed: int, spec: Any) -> None:
-    """Goal: a page says of each token whether its row is there, whatever a device finds. Method: a step of padding
-    alone, over pages that are full; then one whose tokens have one id each that no expert has.
-    """
+def test_padding_and_invalid_ids_leave_no_row(seed: int, spec: Any) -> None:
+    """Goal: a page marks each token's row as present or missing, whatever slots and ids a step has. Method: a step of
+    padding alone, over pages that are full; then one whose tokens have one id each that no expert has."""
     held, ids = full(seed, spec)
     held.put(np.full(3, -1), ids[:3])
     found, good, _ = held.get()
@@ -213,7 +212,7 @@ def test_padding_and_ids_that_are_none_leave_no_row(seed: int, spec: Any) -> Non
 
 
 def test_a_step_without_slots_leaves_no_row() -> None:
-    """Goal: a page of which nobody knows whether it was written over is not believed. Method: such a step."""
+    """Goal: a page that may have been overwritten is not trusted. Method: a step whose slots are unknown."""
     toy, (held, _) = Toy(), full(1, SPECS[0])
     toy.worker.pages = held.pages
     admitted(toy, [3, 1, 4], [5])

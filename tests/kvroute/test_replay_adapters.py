@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from itertools import product
 from typing import Any
 
@@ -12,12 +13,13 @@ import torch
 from adapters import WHOLE
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 from routes_of import expert_rows, made_routes
 
 from cache_manager.errors import InvalidInputError, KVRouteError, RowError
 from kvroute import fetch_shard, open_rollouts
 from kvroute.replay import nemo_rl, prime_rl, skyrl, slime, transformers, verl
-from kvroute.replay.errors import ReplayError
+from kvroute.replay.rows import ReplayError
 from kvroute.routes import Routes, Split, shard_packed, shard_padded
 
 LAYERS, NUM_LAYERS, EXPERTS, TOP_K = (1, 2, 3), 4, 16, 4
@@ -42,7 +44,8 @@ def make(trainer: str, routes: Routes, **missing: str) -> Any:
 
 @pytest.mark.parametrize("trainer", sorted(MADE))
 def test_a_whole_sample(trainer: str) -> None:
-    """Goal: each token's row at its place, on an axis of all layers. Method: ids that say whose they are."""
+    """Goal: each token's row at its place, on an axis of all layers. Method: ids that encode their position and
+    layer."""
     rows, dtype = MADE[trainer]
     got = torch.as_tensor(make(trainer, made_routes(7, 4)))
     assert got.shape == (rows, NUM_LAYERS, TOP_K)
@@ -170,7 +173,7 @@ def test_a_lazy_micro_batch_holds_one_pass_at_a_time() -> None:
     batch.begin_pass("forward")
     handles[0].materialize_for_routing_replay("backward")
     assert len(reads) == 4
-    handles[1].materialize_for_routing_replay("forward")  # nobody says that the backward pass was given up
+    handles[1].materialize_for_routing_replay("forward")  # no call reports that the backward pass was given up
     assert len(reads) == 5
     batch.close()
     batch.close()
@@ -202,7 +205,6 @@ REFUSED: list[tuple[str, Any, list[Any]]] = [
     ("required", lambda w: SAMPLE.materialize(4, required=w, pad="zero"), [-1, 5, 1.5]),
     ("dtype", lambda w: SAMPLE.materialize(4, dtype=w), ["float32", "bool"]),
     ("dtype", lambda w: SAMPLE.materialize(4, dtype="uint8", missing=w), ["minus1"]),
-    ("out", lambda w: SAMPLE.materialize(4, out=w), [np.empty((4, 4, 4), np.int64)]),
     ("missing", lambda w: shard_packed([SAMPLE], [5], WHOLE_BATCH, missing=w), ["zeros", ["zero"], {}]),
     ("pad", lambda w: shard_packed([SAMPLE], [5], WHOLE_BATCH, pad=w), ["error", "arrange", ["zero"]]),
     ("ep", lambda w: shard_packed([SAMPLE], [5], WHOLE_BATCH, ep=w), [[1], 3]),
@@ -252,9 +254,20 @@ REFUSED: list[tuple[str, Any, list[Any]]] = [
 
 @pytest.mark.parametrize(("field", "call", "wrong"), REFUSED, ids=[f"{i} {each[0]}" for i, each in enumerate(REFUSED)])
 def test_words_and_counts_that_cannot_be_are_refused_by_field(field: str, call: Any, wrong: list[Any]) -> None:
-    """Goal: no misspelled word and no impossible count means something else in silence. Method: each, in each call."""
+    """Goal: a misspelled word or an impossible count is never silently accepted. Method: each, in each call."""
     for word in wrong:
         with pytest.raises(InvalidInputError) as refused:
             call(word)
         assert refused.value.field == field
         assert str(refused.value).startswith(f"{field}: wanted ")
+
+
+@pytest.mark.parametrize("delta", [verl.delta, skyrl.delta])
+def test_a_turn_is_made_of_the_rows_that_it_has(delta: Callable[..., NDArray[Any]]) -> None:
+    """Goal: an answer that omits the rows that the trainer holds is used as a delta. Method: routes from the held rows
+    on, beside the whole; with a later start the first row that is not there is named."""
+    whole = delta(SAMPLE, 2, 5)
+    assert np.array_equal(delta(SAMPLE.slice(2, 4), 2, 5), whole)
+    assert np.array_equal(whole, delta(SAMPLE, 0, 5)[2:])
+    with pytest.raises(RowError, match="row 2: wanted a row for each of the positions"):
+        delta(SAMPLE.slice(3, 4), 2, 5)

@@ -1,4 +1,4 @@
-"""Every adapter, of routes that lack rows, layers of rows, and layers: each cell is right, or missing in its words."""
+"""Every adapter, for routes that lack rows, layers of rows, or layers: each cell is right, or marked as missing."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sample_routes import SHAPES, Cells, Shape, cells_of, cellwise
 from cache_manager.errors import KVRouteError, RowError
 from kvroute import fetch_shard, open_rollouts
 from kvroute.replay import nemo_rl, skyrl, slime, transformers, verl
-from kvroute.replay.errors import ReplayError
+from kvroute.replay.rows import ReplayError
 from kvroute.routes import Routes, Split
 
 SMALL = SHAPES[1:4]  # all routed, dense first, every other one; ids that each trainer's dtype holds
@@ -137,8 +137,8 @@ def test_the_router_is_asked_where_a_layer_is_missing(sample: tuple[Shape, Route
 def test_stores_and_shards_give_no_missing_layer_away(
     sample: tuple[Shape, Routes, int], missing: Any, data: st.DataObject
 ) -> None:
-    """Goal: a rank reads its layers, and what the rollout lacks is missing to it. Method: a stage of the pipeline, or
-    layers in an order of the caller's, by way of a store that is asked for these layers only."""
+    """Goal: a rank reads its layers, and layers that the rollout lacks are missing for it. Method: a stage of the
+    pipeline, or layers in an order of the caller's, by way of a store that is asked for these layers only."""
     shape, routes, tokens = sample
     known, store = cells_of(shape, routes), open_rollouts("response:")
     handle = store.put("r", routes)
@@ -190,8 +190,8 @@ BATCHES: dict[str, Callable[[list[Routes]], Any]] = {
 @pytest.mark.parametrize("field", sorted(UNLIKE))
 @pytest.mark.parametrize("adapter", sorted(BATCHES))
 def test_unlike_samples_are_no_batch(adapter: str, field: str) -> None:
-    """Goal: no sample is read by another's layout. Method: a second sample of another model, by every adapter; one that
-    lacks a layer is of the same model."""
+    """Goal: no sample is read with another sample's layout. Method: a second sample of another model, by every adapter;
+    one that lacks a layer is of the same model."""
     first, other = ONE.whole(4), UNLIKE[field].whole(4)
     wanted, got = getattr(first, field), getattr(other, field)
     with pytest.raises(RowError) as refused:

@@ -13,7 +13,7 @@ from torch import nn
 
 from cache_manager.errors import KVRouteError
 from kvroute.capture.capture import RoutingCapture, find_routers
-from kvroute.replay.errors import ReplayError
+from kvroute.replay.rows import ReplayError
 from kvroute.replay.transformers import packed, padded, recorded, replay
 from kvroute.routes import Routes
 from kvroute.routing import routing_spec_from_hf
@@ -84,8 +84,8 @@ def test_replay_of_recorded_routes_is_bit_exact(tiny_moe: Any) -> None:
 
 
 def test_a_drifted_replay_keeps_the_current_weights_and_their_gradient(tiny_moe: Any) -> None:
-    """Goal: the selection is recorded, the weights are now. Method: experts drawn at random; the weights are the
-    family's formula over all current scores, and so is their gradient with respect to those scores."""
+    """Goal: the selection is the recorded one, the weights are current. Method: experts drawn at random; the weights
+    are the family's formula over all current scores, and so is their gradient with respect to those scores."""
     targets = random_targets(tiny_moe, TOKENS.numel())
     with replay(tiny_moe.model, targets), RouterCalls(tiny_moe.model) as calls:
         _, gradients = loss_and_gradients(tiny_moe)
@@ -210,8 +210,8 @@ def test_a_recomputation_without_or_with_other_routes_is_an_error(build_moe: Any
 
 
 def test_the_model_is_left_as_it_was(build_moe: Any) -> None:
-    """Goal: clean removal, whatever ends the block. Method: look at the modules, also with a forward of somebody's
-    own on one of them, and after an error inside the model."""
+    """Goal: clean removal, whatever ends the block. Method: look at the modules, also with a user's own forward on one
+    of them, and after an error inside the model."""
     tiny = build_moe("qwen3_moe")
     routers = find_routers(tiny.model)
     own = routers[1].forward
@@ -251,7 +251,7 @@ def test_targets_that_no_router_can_have_chosen_are_refused(qwen: Any, change: A
 
 
 def test_a_router_that_answers_no_ids_is_an_error(build_moe: Any) -> None:
-    """Goal: what cannot be checked is refused. Method: Llama 4's router answers scores and logits."""
+    """Goal: a model that cannot be checked is refused. Method: Llama 4's router answers scores and logits."""
     tiny = build_moe("llama4_text", num_local_experts=4, interleave_moe_layer_step=2)
     targets = random_targets(tiny, TOKENS.numel())
     with (

@@ -1,4 +1,4 @@
-"""Routes: what is known comes out, what is not is said, and nothing stale or unsound gets through."""
+"""Routes: known rows are returned, missing ones are marked, and stale or unsound ones are refused."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SPEC = routing_spec(SHAPE.num_experts, SHAPE.top_k, SHAPE.layer_ids, SHAPE.num_l
 
 
 def told(routes: Routes) -> Cells:
-    """What ``routes`` say, cell by cell, in their own ids."""
+    """The content of ``routes``, cell by cell, in their own ids."""
     known = np.argwhere(routes.known).tolist()
     return {(routes.start + i, routes.layer_ids[j]): routes.ids[i, j].tolist() for i, j in known}
 
@@ -42,7 +42,7 @@ def of_shapes(draw: st.DrawFn) -> tuple[Shape, Routes]:
 
 
 @given(of_shapes())
-def test_what_is_known_is_told_and_nothing_else(made: tuple[Shape, Routes]) -> None:
+def test_only_known_cells_have_ids(made: tuple[Shape, Routes]) -> None:
     """Goal: the masks are one thing. Method: walk the cells, beside valid, complete, missing and the gaps."""
     shape, routes = made
     known = told(routes)
@@ -159,8 +159,8 @@ def test_what_does_not_fit_is_refused_by_name(change: dict[str, Any], message: s
 
 
 def test_a_layout_of_very_many_layers_is_looked_at_in_their_number() -> None:
-    """Goal: few bytes of JSON cost little; they cost seconds and megabytes of text. Method: half of 2^20 layers, which
-    the square of their number would hold up for hours; and a layer too many."""
+    """Goal: few bytes of JSON cost little time and memory; they once cost seconds and megabytes of text. Method: half
+    of 2^20 layers, which the square of their number would hold up for hours; and a layer too many."""
     n = 1 << 19
     layout = Layout(tuple(range(n)), 4, 2 * n, 1, tuple(range(n, 2 * n)))
     assert len(layout.routed_layers) == 2 * n
@@ -172,7 +172,7 @@ def test_a_layout_of_very_many_layers_is_looked_at_in_their_number() -> None:
 @pytest.mark.parametrize("value", [300, -1, 70_000, None])
 def test_only_known_cells_are_checked_and_each_of_them_is(value: int | None) -> None:
     """Goal: nothing wraps around silently. Method: an id beyond the experts, below 0, beyond the dtype, or twice in a
-    layer, named with position and layer where it is known; memory of what is not known holds anything."""
+    layer, named with position and layer if the cell is known; the memory of missing cells may hold anything."""
     ids, known = SHAPE.ids(range(5)), np.ones((5, 2), bool)
     ids[1, 0], known[1, 0] = 7_000_000, False
     ids[3, 1, 0] = ids[3, 1, 1] if value is None else value
@@ -250,7 +250,7 @@ def test_routes_are_bound_to_their_tokens() -> None:
     tokens = list(range(100, 111))
     bound = SHAPE.whole(10).bind(tokens)
     bound.validate(tokens)
-    bound.validate([*tokens, 7])  # what was generated since
+    bound.validate([*tokens, 7])  # tokens generated since
     with pytest.raises(RowError, match="hash of the first 11 tokens"):
         bound.validate([*tokens[:4], 0, *tokens[5:]])
     with pytest.raises(RowError, match="tokens: wanted 11 or more"):

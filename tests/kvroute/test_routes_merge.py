@@ -1,4 +1,5 @@
-"""Parts of one sequence, in any order, any number of times: its rows come out, or an error says where they differ."""
+"""Parts of one sequence, in any order, any number of times: merging returns its rows, or an error names where they
+differ."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ from sample_routes import Cells, Shape, cells_of, cellwise, masks, shapes, witho
 
 from cache_manager.errors import RowError
 from kvroute.routes import Routes
+from kvroute.routes.token_hash import token_hashes
 
 SHAPE = Shape()
 LENGTH = 24
@@ -34,8 +36,8 @@ def parts_of_one(draw: st.DrawFn, length: int = 4) -> tuple[Shape, list[Routes]]
 
 @given(parts_of_one(), st.randoms(use_true_random=False))
 def test_merging_is_the_union_whatever_the_order(given_parts: tuple[Shape, list[Routes]], shuffler: Any) -> None:
-    """Goal: what any part knows is there, once, by one version. Method: a dictionary of cells; other orders; one by
-    one, as a trainer adds deltas as they come; every part once more."""
+    """Goal: the result has every row that any part has, once, with one version. Method: a dictionary of cells; other
+    orders; one by one, as a trainer adds deltas as they come; every part once more."""
     shape, parts = given_parts
     merged = parts[0].merge(*parts[1:], tokens=TOKENS)
     expected: Cells = {}
@@ -49,7 +51,7 @@ def test_merging_is_the_union_whatever_the_order(given_parts: tuple[Shape, list[
     there = [p for p in parts if len(p)]
     if there:
         assert (merged.start, merged.stop) == (min(p.start for p in there), max(p.stop for p in there))
-    for position in range(merged.start, merged.stop):  # a version is known when some part knew it
+    for position in range(merged.start, merged.stop):  # a version is known if any part has it
         known = {v for p in there for a, b, v in p.weights_versions if a <= position < b}
         rows = [p for p in there if p.start <= position < p.stop and p.some[position - p.start]]
         sure = {v for p in rows for a, b, v in p.weights_versions if a <= position < b}
@@ -76,7 +78,7 @@ def test_cutting_and_joining_gives_the_whole_back(given_part: tuple[Shape, list[
 
 @given(masks(2), st.integers(0, 11), st.sampled_from([1, -1]))
 def test_a_row_that_differs_is_named_with_position_and_layer(mask: Any, at: int, order: int) -> None:
-    """Goal: two parts never contradict each other in silence. Method: change one known cell of one part."""
+    """Goal: a contradiction between two parts is always reported. Method: change one known cell of one part."""
     one = without_layers(SHAPE, mask, ())
     if not len(known := np.argwhere(mask)):
         return
@@ -98,7 +100,7 @@ def test_a_row_of_other_weights_is_a_conflict_even_with_equal_ids() -> None:
     old = SHAPE.routes(0, [True] * 4, versions=((0, 4, 1),))
     new = SHAPE.routes(2, [True] * 4, versions=((2, 6, 2),))
     with pytest.raises(RowError, match="weights version of row 2: wanted 1, got 2"):
-        old.merge(new)
+        old.merge(new, tokens=TOKENS)
     holed = SHAPE.routes(0, [True, True, False, False], versions=((0, 4, 1),))
     assert holed.merge(new, tokens=TOKENS).weights_versions == ((0, 2, 1), (2, 6, 2))
     ids, layout = SHAPE.ids(range(3)), (SHAPE.num_experts, SHAPE.num_layers)
@@ -108,6 +110,20 @@ def test_a_row_of_other_weights_is_a_conflict_even_with_equal_ids() -> None:
     )
     with pytest.raises(RowError, match="weights version of row 0: wanted 0, got 1"):
         first.merge(second, tokens=range(4))
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_parts_are_tied_by_the_longest_head_that_is_equal(same: bool) -> None:
+    """Goal: rows come together where their tokens are known to be the same, and nowhere else. Method: two parts with
+    hashes of two heads; the longer ones are equal, or only the shorter ones."""
+    whole = SHAPE.routes(0, [False, True] * 4)._with(token_hashes=token_hashes(TOKENS, (2, 5)))
+    tokens = TOKENS if same else [*TOKENS[:2], *TOKENS]
+    head = SHAPE.routes(0, [True] * 4)._with(token_hashes=token_hashes(tokens, (2, 5)))
+    if same:
+        assert whole.merge(head).known[:4].all()
+    else:
+        with pytest.raises(RowError, match="hash of the first 5 tokens"):
+            whole.merge(head)
 
 
 def test_parts_of_other_models_are_refused() -> None:

@@ -1,6 +1,6 @@
-"""Parts are merged when something shows that they are of one sequence, and refused when nothing does.
+"""Parts are merged when there is proof that they are of one sequence, and refused otherwise.
 
-The worst case throughout: rows say nothing, as those of two prompts are equal at every position.
+The worst case throughout: rows prove nothing, as those of two prompts are equal at every position.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ TOKENS = PROMPT + ANSWER  # the last one has no row
 
 
 def prefill(prompt: list[int]) -> Routes:
-    """What prefill answers at one token: rows of the prompt, bound to it, whatever it has sampled."""
+    """Prefill's answer at one token: rows of the prompt, bound to the prompt, whatever token was sampled."""
     return SHAPE.whole(len(prompt)).bind(prompt)
 
 
 def decode(known_from: int = len(PROMPT)) -> Routes:
-    """What decode answers: the prompt's last row or none of it, and its own; bound to the prompt and to all tokens."""
+    """Decode's answer: the prompt's last row or none of the prompt, and its own rows; bound to the prompt and to all
+    tokens."""
     rows = np.arange(len(TOKENS) - 1) >= known_from
     return SHAPE.routes(0, rows).bind(TOKENS[:-1])._with(token_hashes=hashes(len(PROMPT), len(TOKENS) - 1))
 
@@ -40,8 +41,8 @@ def hashes(*counts: int) -> tuple[tuple[int, bytes], ...]:
 @pytest.mark.parametrize("known_from", [9, 10])
 @pytest.mark.parametrize("length", [8, 9, 10, 11])
 def test_another_prompts_rows_are_refused(length: int, known_from: int, order: int) -> None:
-    """Goal: no row of another prompt at the last step. Method: prefill of a prompt that is one shorter, as long, one
-    longer; decode lacks the prompt's rows, but for the last or not even that; rows that agree by luck."""
+    """Goal: merging brings no row of another prompt. Method: prefill of a prompt that is one shorter, as long, one
+    longer; decode has only the last of the prompt's rows, or none; rows that agree by luck."""
     other = prefill([*PROMPT[:4], *range(300, 296 + length)])
     parts = [other, decode(known_from)][::order]
     with pytest.raises(RowError, match=f"{UNTIED}|hash of the first 10 tokens"):
@@ -52,23 +53,19 @@ def test_another_prompts_rows_are_refused(length: int, known_from: int, order: i
     verl.agent_loop(right, len(PROMPT), len(ANSWER), missing="error")
 
 
-def test_rows_of_unbound_parts_tie_them_by_the_last_row_of_the_first_to_end() -> None:
-    """Goal: what has no hashes is joined where rows say so. Method: overlaps that do and do not have that row; a shared
-    beginning, as of a system prompt, says nothing of what comes behind."""
-    whole, at = SHAPE.whole(12), np.arange(12)
-    early = whole.slice(0, 6)
-    assert early.merge(whole.slice(5, 12)) == whole.slice(5, 12).merge(early) == whole
-    with pytest.raises(RowError, match=UNTIED):
-        SHAPE.routes(0, (at < 4) | (at == 8)).merge(SHAPE.routes(0, (at != 8) & (at < 11)))
-    lacks = SHAPE.routes(0, np.stack([at < 6, at < 5], axis=1))
-    with pytest.raises(RowError, match=UNTIED):  # of its last row it has a layer that the other lacks
-        lacks.merge(SHAPE.routes(5, np.stack([at[5:] > 5, at[5:] > 0], axis=1)))
-    lacks.merge(SHAPE.routes(5, np.stack([at[5:] > 0, at[5:] > 5], axis=1)))
+def test_equal_rows_tie_nothing() -> None:
+    """Goal: rows alone prove nothing. Method: unbound parts of one sequence, which share rows, and one bound part."""
+    whole = SHAPE.whole(12)
+    parts = whole.slice(0, 6), whole.slice(3, 12)
+    for one, other in (parts, parts[::-1], (parts[0].bind(TOKENS[:6]), parts[1])):
+        with pytest.raises(RowError, match=UNTIED):
+            one.merge(other)
+        assert one.merge(other, tokens=TOKENS) == whole.bind(TOKENS)._with(token_hashes=one.bind(TOKENS).token_hashes)
 
 
-def test_what_adds_nothing_changes_nothing_and_binds_nobody() -> None:
-    """Goal: rows are bound to nothing that was not shown. Method: a prompt's first rows, bound to all of its tokens,
-    beside rows that another prompt may have made."""
+def test_a_part_that_adds_nothing_changes_nothing_and_binds_no_other() -> None:
+    """Goal: rows are bound only to tokens for which there is proof. Method: a prompt's first rows, bound to all of its
+    tokens, beside rows that another prompt may have made."""
     whole, bound = SHAPE.whole(12), SHAPE.whole(5).bind(PROMPT)
     assert whole.merge(bound) == bound.merge(whole) == whole
     with pytest.raises(RowError, match="a hash of the tokens"):
@@ -78,16 +75,18 @@ def test_what_adds_nothing_changes_nothing_and_binds_nobody() -> None:
 
 
 def test_a_hash_of_fewer_tokens_than_rows_does_not_bind_them() -> None:
-    """Goal: validate means every row. Method: an unbound part that goes on behind a bound one, tied by a row."""
-    joined = SHAPE.whole(5).bind(TOKENS[:5]).merge(SHAPE.whole(4, start=4))
-    assert [count for count, _ in joined.token_hashes] == [5]
+    """Goal: validate means every row. Method: routes that go on behind the tokens that they are bound to."""
+    further = SHAPE.whole(8)._with(token_hashes=hashes(5))
     with pytest.raises(RowError, match="a hash of 8 tokens or more, as there are rows, got of 5"):
-        joined.validate(TOKENS)
-    joined.bind(TOKENS).validate(TOKENS)
+        further.validate(TOKENS)
+    further.bind(TOKENS).validate(TOKENS)
+    for wrong in ([0.5] * 8, [TOKENS], [None] * 8):
+        with pytest.raises(RowError, match=r"tokens: wanted (integers \[n\]|8 or more)"):
+            SHAPE.whole(8).bind(wrong)  # type: ignore[arg-type]
 
 
 @given(st.data())
-def test_whatever_is_merged_is_of_one_sequence(data: st.DataObject) -> None:
+def test_merged_parts_are_of_one_sequence(data: st.DataObject) -> None:
     """Goal: never another prompt's rows. Method: parts of two sequences of tokens that differ from some position on and
     have equal rows, each bound to its own; what is merged is all of one of them, and bound to that alone."""
     differ = data.draw(st.integers(0, 8))

@@ -12,7 +12,6 @@ from experts_seen import Seen
 from torch import nn
 
 from cache_manager.errors import RowError
-from kvroute.capture.canary import canary_rows, canary_spec
 from kvroute.capture.capture import RoutingCapture, find_routers
 from kvroute.capture.errors import CaptureError
 from kvroute.routing import routing_spec, routing_spec_from_hf
@@ -22,7 +21,8 @@ HALF = r"router of layer 3: wanted a call in each pass, got 0 calls"
 
 
 def test_rows_are_what_the_experts_computed_with(tiny_moe: Any) -> None:
-    """Goal: the captured row is the routing that was really used. Method: the experts' own arguments, all families."""
+    """Goal: the captured row is the routing that the experts really got. Method: the experts' own arguments, all
+    families."""
     spec = routing_spec_from_hf(tiny_moe.config, block_tokens=16)
     seen = Seen(tiny_moe.model)
     with RoutingCapture(tiny_moe.model, spec) as capture:
@@ -67,7 +67,6 @@ def set_at(token: int, k: int, value: int | None) -> Any:
     return change
 
 
-@pytest.mark.parametrize("canary", [False, True])
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
@@ -79,17 +78,17 @@ def set_at(token: int, k: int, value: int | None) -> Any:
     ],
 )
 def test_ids_that_no_router_can_choose_are_found(
-    qwen: Any, change: Any, error: Any, message: str, canary: bool, monkeypatch: pytest.MonkeyPatch
+    qwen: Any, change: Any, error: Any, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Goal: H12 and H17, for canary rows too. Method: one layer's router answers something else."""
+    """Goal: H12 and H17. Method: one layer's router answers something else."""
     router, spec = find_routers(qwen.model)[3], routing_spec_from_hf(qwen.config, 16)
     whole = router.forward
     monkeypatch.setattr(router, "forward", lambda hidden: (*whole(hidden)[:2], change(whole(hidden)[2])))
     monkeypatch.setattr(qwen.model.model.layers[3].mlp.experts, "forward", lambda hidden, *_: hidden)
-    with RoutingCapture(qwen.model, canary_spec(spec) if canary else spec) as capture:
+    with RoutingCapture(qwen.model, spec) as capture:
         qwen.forward(TOKENS)
         with pytest.raises(error, match=message):
-            capture.rows(np.arange(14))
+            capture.rows()
 
 
 def test_a_spec_of_other_layers_is_refused(qwen: Any) -> None:
@@ -130,29 +129,9 @@ def test_models_that_cannot_be_read_by_name_are_refused(model: Any, message: str
 
 
 def test_a_router_that_does_not_say_its_ids_is_refused() -> None:
-    """Goal: a router that answers no ids fails the pass, instead of being stored as something else."""
+    """Goal: a router that answers no ids fails the pass; other values are never stored as ids."""
     model = nn.ModuleDict({"layers": nn.ModuleList([block()])})
     spec = routing_spec(num_experts=4, top_k=2, layer_ids=(0,), num_layers=1, block_tokens=16)
     message = r"Router: wanted an answer \(logits, weights, ids\)"
     with RoutingCapture(model, spec), pytest.raises(CaptureError, match=message):
         find_routers(model)[0](torch.zeros(1, 4))
-
-
-def test_canary_rows_say_where_they_belong(qwen: Any) -> None:
-    """Goal: the debug mode's rows are told apart by value. Method: a canary capture of two chunks of one sequence."""
-    real = routing_spec_from_hf(qwen.config, 16)
-    spec, rows = canary_spec(real), []
-    assert (spec.row_shape, spec.dtype, spec.name) == (real.row_shape, "uint32", "routing")
-    with RoutingCapture(qwen.model, spec) as capture:
-        for start, stop in (0, 4), (4, 7):
-            capture.clear()
-            qwen.forward(TOKENS[:1, start:stop])
-            rows.append(capture.rows(np.arange(start, stop)))
-        for positions, got in (None, "none"), (np.arange(2), "2"):
-            with pytest.raises(CaptureError, match=f"positions: wanted 3 positions, for a canary spec, got {got}"):
-                capture.rows(positions)
-    assert np.array_equal(np.concatenate(rows), canary_rows(spec, np.arange(7)))
-    assert len(np.unique(rows[0])) == rows[0].size
-    for wrong in [-1], [1 << 31], [0.5]:
-        with pytest.raises(RowError, match="positions"):
-            canary_rows(spec, np.array(wrong))

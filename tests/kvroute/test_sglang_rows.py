@@ -1,15 +1,15 @@
-"""The rows of SGLang's slots: no pass writes into a page that was given out after it was launched.
+"""The rows of SGLang's slots: changes of pages while passes run are applied to their rows when these passes are over.
 
-An engine of a few pages with late passes, requests that end while a pass still writes for them, pages that go to the
-host and back, and pages that a linker or a storage of somebody else keeps. Every pass has a salt, and so has the KV of
-each token: a row is right beside KV of its salt.
+An engine of a few pages with late passes and lost ones, requests that end while a pass still writes for them, pages
+that go to the host and back, and pages that a store of ours, a linker or a storage that knows no rows keeps. Every pass
+has a salt, and so has the KV of each token: a row is right beside KV of its salt.
 """
 
 from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -18,8 +18,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cache_manager.keys import Namespace
+from cache_manager.spec import AuxBlockDataSpec
 from cache_manager.testing.faults import FaultyStore
-from kvroute import open_store, routing_spec
+from kvroute import ConfigError, open_store, routing_spec
 from kvroute.connector.answers import FIELD, routes
 from kvroute.connector.left import Tokens
 from kvroute.connector.witness import KvFolder
@@ -27,15 +28,22 @@ from kvroute.integrations.sglang.rows import WHY, Launched, RoutedRows
 from kvroute.integrations.sglang.settings import Settings, settings_of
 
 PAGE, PAGES, HOST = 4, 7, 5
-KEYS = ["one" * 8, "other" * 8]  # of pages that somebody else keeps
+KEYS = ["one" * 8, "other" * 8]  # of pages that another storage keeps
 SPEC = routing_spec(num_experts=250, top_k=2, layer_ids=[1, 2], num_layers=3, block_tokens=PAGE)
 
 
-def made(kept: torch.Tensor | None = None, **settings: Any) -> RoutedRows:
-    """With ``kept`` int64 ``[PAGES + 1, PAGE]``, the KV of slots, it is bound to rows of a store."""
-    rows = RoutedRows(SPEC, PAGES + 1, Namespace("m", 1), Settings(strict=True, store="memory:", **settings))
-    rows.attach(host_pages=HOST, folder=None if kept is None else KvFolder([kept]))
-    return rows
+@dataclass
+class Salts:
+    """The KV of blocks where kvroute stores it, too."""
+
+    memory: torch.Tensor
+    spec: ClassVar = AuxBlockDataSpec("kv", (8,), "uint8", PAGE)
+
+    def take(self, blocks: Any, into: Any) -> None:
+        into[:] = self.memory.numpy()[blocks].view(np.uint8)
+
+    def fill(self, blocks: Any, given: Any) -> None:
+        self.memory[blocks] = torch.from_numpy(np.ascontiguousarray(given).view(np.int64))
 
 
 def ids_of(salts: list[int]) -> torch.Tensor:
@@ -44,21 +52,45 @@ def ids_of(salts: list[int]) -> torch.Tensor:
     return torch.cat([one * 0, one.expand(-1, 2, 1)], dim=1).expand(-1, 3, 1).repeat(1, 1, 2) + torch.tensor([0, 100])
 
 
+class Request(list[int]):
+    """A request's slots, and the last pass that it needs: SGLang asks for its rows after that pass."""
+
+    last = 0
+
+
 @dataclass
 class Engine:
-    """Pages, KV and passes as SGLang has them; ``kv`` and ``host`` are the salts of slots."""
+    """Pages, KV and passes as SGLang has them; the KV of a slot, in ``memory`` or ``host_memory``, is its salt."""
 
-    rows: RoutedRows
+    tier: str = "host"
+    settings: dict[str, Any] = field(default_factory=dict)
     memory: torch.Tensor = field(default_factory=lambda: torch.zeros(PAGES + 1, PAGE, dtype=torch.int64))
-    others: dict[str, list[int]] = field(default_factory=dict)  # the KV of pages that somebody else keeps, by key
+    host_memory: torch.Tensor = field(default_factory=lambda: torch.zeros(HOST, PAGE, dtype=torch.int64))
+    others: dict[str, torch.Tensor] = field(default_factory=dict)  # the KV of pages that another storage keeps, by key
     coming: list[tuple[str, int]] = field(default_factory=list)  # keys and pages, until the next pass is launched
     free: list[int] = field(default_factory=lambda: list(range(1, PAGES + 1)))
-    free_host: list[int] = field(default_factory=lambda: list(range(1, HOST)))
-    kv: dict[int, int] = field(default_factory=dict)
-    host: dict[int, list[int | None]] = field(default_factory=dict)
-    running: list[list[int]] = field(default_factory=list)  # the slots of each request
+    free_host: list[int] = field(default_factory=lambda: list(range(HOST)))
+    host: list[int] = field(default_factory=list)  # pages with KV
+    running: list[Request] = field(default_factory=list)
     passes: list[Launched] = field(default_factory=list)
+    kept: list[tuple[Any, int]] = field(default_factory=list)  # jobs, and pages that are held until they have begun
     salt: int = 0
+
+    def __post_init__(self) -> None:
+        store = "memory:" if self.tier not in ("none", "host") else ""
+        self.rows = RoutedRows(SPEC, PAGES + 1, Namespace("m", 1), Settings(strict=True, store=store, **self.settings))
+        folder = {"linker": KvFolder([self.memory]), "storage": KvFolder([self.host_memory])}.get(self.tier)
+        kv, host_pages = Salts(self.memory) if self.tier == "ours" else None, len(self.host_memory)
+        self.rows.attach(kv=kv, folder=folder, host_pages=host_pages * (self.tier in ("host", "storage")))
+
+    def request(self, pages: list[int] | None = None) -> Request:
+        """A new one, whose first pages came from elsewhere."""
+        self.running.append(made := Request(all_slots(pages or []).tolist()))
+        made.last = self.rows.launched + 1
+        return made
+
+    def pages(self, pages: list[int], *, host: bool = False) -> Any:
+        return self.rows.pages_of(all_slots(pages), host=host)
 
     def allocate(self, slots: list[int], n: int) -> list[int] | None:
         """``n`` further slots of a request, as ``alloc_extend`` gives them out."""
@@ -72,101 +104,112 @@ class Engine:
             else:
                 self.free += sorted({slot // PAGE for slot in found if slot % PAGE == 0})
                 return None
-        self.rows.given(torch.tensor(found))
         return found
 
-    def launch(self, wanted: list[tuple[list[int], int]]) -> None:
+    def launch(self, *wanted: tuple[Request, int]) -> None:
         self.salt = self.salt % 99 + 1
         slots = list[int]()
         for request, n in wanted:
             if (more := self.allocate(request, n)) is not None:
-                request += more
+                request.extend(more)
+                request.last = self.rows.launched + 1
                 slots += more
         for key, page in self.coming:
-            self.fill({page * PAGE + i: salt for i, salt in enumerate(self.others[key])})
+            self.memory[page] = self.others[key]
         self.coming.clear()
-        self.fill(dict.fromkeys(slots, self.salt))
-        self.rows.launched += 1
-        ids = ids_of([self.salt] * len(slots))
-        self.passes.append(
-            Launched(self.rows.launched, self.salt, torch.tensor(slots, dtype=torch.int64), ids, self.rows)
-        )
-
-    def fill(self, kv: dict[int, int]) -> None:
-        self.kv |= kv
-        for slot, salt in kv.items():
-            self.memory[slot // PAGE, slot % PAGE] = salt
+        self.memory.view(-1)[slots] = self.salt
+        self.rows.weights.version = self.salt
+        slots += [0] * (self.salt % 3)  # padding
+        self.passes.append(self.rows.launch(torch.tensor(slots, dtype=torch.int64), ids_of([self.salt] * len(slots))))
 
     def end(self) -> None:
-        self.passes.pop(0).finalize()
+        if self.passes:
+            self.passes.pop(0).finalize()
 
-    def offload(self, request: list[int], key: str) -> None:
-        """A linker keeps the first page, and what it has under the key of other KV is overwritten."""
-        if len(request) >= PAGE and not any(request[0] // PAGE == page for _, page in self.coming):
-            self.others[key] = [self.kv[request[0] + i] for i in range(PAGE)]
-            self.rows.settle()
-            self.rows.keep([key], np.array([request[0] // PAGE]))
+    def offload(self, request: Request, key: str) -> None:
+        """A linker keeps the first page, and overwrites what it has under a key of other KV; our own store keeps it."""
+        page = request[0] // PAGE
+        if len(request) >= PAGE and page not in {page for _, page in self.coming}:
+            self.others[key] = self.memory[page].clone()
+            self.kept.append((self.rows.keep([key], np.array([page])), page))
 
     def load(self, key: str) -> None:
-        """A linker fills a page before the next pass is launched."""
-        if self.free and key in self.others:
+        """A linker fills a page before the next pass is launched, and ours does so now."""
+        if self.free and self.tier == "ours":
             page = self.free.pop(0)
-            self.rows.given(all_slots([page]))
-            self.rows.loaded([key], self.rows.pages_of(all_slots([page])))
+            if self.rows.fill([key], self.pages([page])):
+                self.request([page])
+            else:
+                self.free.append(page)
+        elif self.free and key in self.others:
+            page = self.free.pop(0)
+            self.rows.loaded([key], self.pages([page]))
             self.coming.append((key, page))
-            self.running.append(all_slots([page]).tolist())
+            self.request([page])
 
     def store(self, key: str) -> None:
         """A storage keeps a page of the host."""
         if self.host:
-            page = next(iter(self.host))
-            self.others[key] = [salt or 0 for salt in self.host[page]]
-            self.rows.keep([key], self.rows.pages_of(all_slots([page]), host=True))
+            self.others[key] = self.host_memory[self.host[0]].clone()
+            self.rows.keep([key], self.pages(self.host[:1], host=True))
 
     def prefetch(self, key: str) -> None:
-        """It fills one."""
+        """A storage fills a page of the host."""
         if self.free_host and key in self.others:
-            page = self.free_host.pop(0)
-            self.host[page] = list(self.others[key])
-            self.rows.prefetched([key], all_slots([page]))
+            self.host.append(page := self.free_host.pop(0))
+            self.host_memory[page] = self.others[key]
+            self.rows.loaded([key], self.pages([page], host=True))
 
-    def finish(self, request: list[int]) -> None:
-        """Its pages are given up; a pass that was launched may still write for it."""
-        self.running.remove(request)
-        self.free += sorted({slot // PAGE for slot in request})
+    def run(self, *wanted: tuple[Request, int]) -> None:
+        """Launch a pass, and end all passes."""
+        self.launch(*wanted)
+        while self.passes:
+            self.end()
 
-    def back_up(self, request: list[int]) -> None:
+    def computed(self) -> Request:
+        """A request of a page, whose pass is over."""
+        self.run((made := self.request(), PAGE))
+        return made
+
+    def persisted(self) -> None:
+        assert all(job.wait(10) for job in self.rows.aux.jobs)
+
+    def finish(self, request: Request, *, soon: bool = False) -> None:
+        """A request's pages are given up, to be given out ``soon``; a pass may still write. Some pages may be held."""
+        self.kept = [(begun, page) for begun, page in self.kept if not begun]
+        pages = {slot // PAGE for slot in request}
+        if not pages & {page for _, page in self.kept}:
+            self.running = [each for each in self.running if each is not request]
+            self.free = [*sorted(pages), *self.free] if soon else [*self.free, *sorted(pages)]
+
+    def back_up(self, request: Request) -> None:
         whole = [slot // PAGE for slot in request[PAGE - 1 :: PAGE]][: len(self.free_host)]
         if whole:
             host = [self.free_host.pop(0) for _ in whole]
-            for page, there in zip(whole, host, strict=True):
-                self.host[there] = [self.kv[page * PAGE + i] for i in range(PAGE)]
-            self.rows.backed_up(all_slots(whole), all_slots(host))
+            self.host += host
+            self.host_memory[host] = self.memory[whole]
+            self.rows.copied(self.pages(whole), self.pages(host, host=True))
 
     def bring_back(self, wanted: int) -> None:
-        host = list(self.host)[:wanted]
+        host = self.host[:wanted]
         if host and len(self.free) >= len(host):
             pages = [self.free.pop(0) for _ in host]
-            slots = all_slots(pages)
-            self.rows.given(slots)
-            self.rows.brought_back(all_slots(host), slots)
-            self.fill({p * PAGE + i: s for p, h in zip(pages, host, strict=True) for i, s in enumerate(self.host[h])})
-            self.running.append(slots.tolist())
+            self.rows.copied(self.pages(host, host=True), self.pages(pages))
+            self.memory[pages] = self.host_memory[host]
+            self.request(pages)
 
     def evict_host(self) -> None:
         if self.host:
-            page = next(iter(self.host))
-            del self.host[page]
-            self.free_host.append(page)
+            self.free_host.append(self.host.pop(0))
 
     def check(self, *, complete: bool) -> int:
-        """Rows that are right, of all requests; with ``complete`` none that a pass has written may be missing."""
+        """How many rows are right, of requests that may have ended; none is wrong, with ``complete`` none missing."""
         right = 0
         for request in self.running:
+            if request.last > self.rows.ended:
+                continue
             found = self.rows.routes(np.array(request, np.int64), 0)[0]
-            coming = {page for _, page in self.coming}
-            salts = np.array([-1 if slot // PAGE in coming else self.kv[slot] for slot in request])
-            there = found.valid
+            salts, there = self.memory.view(-1)[request].numpy(), found.valid
             assert (found.ids[there][:, :, 0] == salts[there][:, None]).all(), "a row of other KV"
             versions = {at: version for start, stop, version in found.weights_versions for at in range(start, stop)}
             assert all(versions[at] == salts[at] for at in np.flatnonzero(there)), "a label of other weights"
@@ -176,47 +219,50 @@ class Engine:
 
 
 def all_slots(pages: list[int]) -> torch.Tensor:
-    return torch.tensor([page * PAGE + i for page in pages for i in range(PAGE)])
+    return torch.tensor([page * PAGE + i for page in pages for i in range(PAGE)], dtype=torch.int64)
 
 
-@given(seed=st.integers(0, 1 << 32), tier=st.sampled_from(["none", "host", "storage", "linker"]), rows=st.booleans())
-def test_a_row_is_of_the_pass_that_made_the_kv_or_missing(seed: int, tier: str, rows: bool) -> None:
+TIERS = {
+    "none": [],
+    "host": ["back_up", "bring_back", "evict_host"],
+    "storage": ["back_up", "bring_back", "evict_host", "store", "prefetch"],
+    "linker": ["offload", "load"] * 2,
+    "ours": ["offload", "load"] * 2,
+}
+
+
+@given(seed=st.integers(0, 1 << 32), tier=st.sampled_from(sorted(TIERS)), rows=st.booleans(), loses=st.booleans())
+def test_a_row_is_of_the_pass_that_made_the_kv_or_missing(seed: int, tier: str, rows: bool, loses: bool) -> None:
     """Method: KV comes back under few keys, so that a key has rows of one computation and KV of another."""
-    source, kept = random.Random(seed), torch.zeros(PAGES + 1, PAGE, dtype=torch.int64)
-    foreign = tier in ("storage", "linker")
-    engine = Engine(made(kept if foreign else None, rows=rows, witness="flagged"), kept)
-    kinds = ["launch", "launch", "end", "finish", "check"]
-    kinds += {"none": [], "linker": ["offload", "load"] * 2}.get(tier, ["out", "in", "evict"])
-    kinds += ["store", "prefetch"] if tier == "storage" else []
+    source = random.Random(seed)
+    engine = Engine(tier, {"rows": rows, "witness": "flagged"})
+    kinds = ["launch", "launch", "end", "finish", "check", *TIERS[tier], *(["lose"] * loses)]
     for _ in range(60):
         kind = source.choice(kinds)
         running = engine.running
         if kind == "launch":
-            new = [[]] if source.random() < 0.5 else []
-            wanted = [(r, source.randint(1, 6)) for r in [*source.sample(running, len(running) // 2), *new]]
-            engine.running += new
-            engine.launch(wanted)
+            old = source.sample(running, len(running) // 2)
+            new = [engine.request()] if source.random() < 0.5 else []
+            engine.launch(*((request, source.randint(1, 6)) for request in [*old, *new]))
             engine.running = [request for request in engine.running if request]
-        elif kind == "end" and engine.passes:
-            engine.end()
-        elif kind == "finish" and running:
-            engine.finish(source.choice(running))
-        elif kind == "out" and running:
-            engine.back_up(source.choice(running))
-        elif kind == "in":
+        elif kind in ("end", "evict_host"):
+            getattr(engine, kind)()
+        elif kind == "lose" and engine.passes:
+            engine.passes.pop(0)
+        elif kind in ("finish", "back_up") and running:
+            getattr(engine, kind)(source.choice(running))
+        elif kind == "bring_back":
             engine.bring_back(source.randint(1, 3))
-        elif kind == "evict":
-            engine.evict_host()
         elif kind == "offload" and running:
             engine.offload(source.choice(running), source.choice(KEYS))
         elif kind in ("load", "store", "prefetch"):
             getattr(engine, kind)(source.choice(KEYS))
-        engine.check(complete=False)
+        if not engine.coming:
+            engine.check(complete=tier in ("none", "host", "ours") and rows and not loses)
         if len(engine.passes) > 2:
             engine.end()
-    while engine.passes:
-        engine.end()
-    engine.check(complete=tier == "none")
+    engine.run()
+    engine.check(complete=tier in ("none", "host", "ours") and rows and not loses)
     engine.rows.aux.assert_consistent()
 
 
@@ -226,22 +272,17 @@ def test_rows_go_by_kv_that_others_keep(tier: str, odd: str, monkeypatch: pytest
     """Goal: they land beside KV of their own computation, are missing beside other KV and without their store, and the
     answer says why."""
     store = FaultyStore(open_store("memory:"))
-    stores = [store]  # which is opened once, however often KV is said to go elsewhere
-    monkeypatch.setattr("kvroute.integrations.sglang.rows.open_store", lambda _: stores.pop())
-    kept = torch.zeros(PAGES + 1, PAGE, dtype=torch.int64)
-    engine = Engine(made(kept), kept)
-    engine.rows.attach(host_pages=HOST, folder=KvFolder([kept]))
-    engine.running.append(request := [])
-    engine.launch([(request, PAGE)])
-    engine.end()
+    monkeypatch.setattr("kvroute.integrations.sglang.rows.open_store", lambda _: store)
+    engine = Engine(tier)
+    engine.launch((request := engine.request(), PAGE))
     if tier == "storage":
         engine.back_up(request)
         engine.store(KEYS[0])
         engine.evict_host()
     else:
         engine.offload(request, KEYS[0])
-    for job in engine.rows.aux.jobs:
-        assert job.wait(10)
+    engine.end()
+    engine.persisted()
     engine.finish(request)
     if odd == "other KV":
         engine.others[KEYS[0]][2] += 1
@@ -250,102 +291,90 @@ def test_rows_go_by_kv_that_others_keep(tier: str, odd: str, monkeypatch: pytest
     if tier == "storage":
         engine.prefetch(KEYS[0])
         engine.bring_back(1)
-        engine.back_up(engine.running[0])  # what is not compared yet is not named after what has come
     else:
         engine.load(KEYS[0])
     (loaded,) = engine.running
-    before, _, gaps = engine.rows.routes(np.array(loaded), 0)
-    assert not before.known.any(), "nobody has compared yet"
-    engine.running.append(more := [])
-    engine.launch([(more, 1)])
-    engine.end()
+    engine.run((engine.request(), 1))
     found, unseen, gaps = engine.rows.routes(np.array(loaded), 0)
     assert (found.known.tolist(), unseen) == ([[not odd, False]] * PAGE, [])  # the last router is behind all KV
     assert gaps == ([(0, PAGE, WHY)] if odd else [])
-    assert engine.rows.stored([KEYS[0]]) == (odd != "other KV")  # which nobody loads a second time
+    assert engine.rows.stored([KEYS[0]]) == (odd != "other KV")  # which is not loaded a second time
 
 
-def test_pages_that_went_to_the_host_before_their_pass_was_over_have_its_rows_when_it_is() -> None:
-    engine = Engine(made())
-    engine.running.append(request := [])
-    engine.launch([(request, 2 * PAGE)])
-    engine.back_up(request)
-    engine.end()
-    engine.finish(request)
-    engine.bring_back(2)
+def test_a_page_that_is_filled_while_a_pass_still_writes_for_a_dead_request_keeps_what_came() -> None:
+    engine = Engine("ours")
+    engine.offload(engine.computed(), KEYS[0])
+    engine.persisted()
+    engine.launch((dead := engine.request(), PAGE))
+    engine.finish(dead, soon=True)
+    engine.load(KEYS[0])
+    assert engine.running[-1] == dead
+    engine.run()
     assert engine.check(complete=True) == 2 * PAGE
 
 
 @pytest.mark.parametrize("again", ["the page", "the host's page"])
-def test_what_follows_to_the_host_goes_where_pages_are_still_what_they_were(again: str) -> None:
-    """Method: a page is on its way while its pass runs; it, or its page of the host, is another's when that is over."""
-    engine = Engine(made())
-    old: list[int] = []
-    new: list[int] = []
-    engine.running += [old, new]
-    engine.launch([(old, PAGE)])
-    engine.end()
+def test_what_goes_to_the_host_while_its_pass_runs_has_its_rows_when_that_is_over(again: str) -> None:
+    """Method: meanwhile the page, or its page of the host, is given to another request."""
+    engine = Engine("host")
+    old, new = engine.computed(), engine.request()
     if again == "the page":
         engine.back_up(old)
-    engine.launch([(new, PAGE)])
+    engine.launch((new, PAGE))
     engine.back_up(new)
     if again == "the page":
-        engine.finish(new)
-        engine.free = [new[0] // PAGE, *(page for page in engine.free if page != new[0] // PAGE)]
+        engine.finish(new, soon=True)
         engine.bring_back(1)  # the old one's rows, into the new one's page
     else:
         engine.evict_host()
         engine.free_host = engine.free_host[::-1]
         engine.back_up(old)
-        engine.finish(old)
-        engine.free = engine.free[::-1]
-        third: list[int] = []
-        engine.running.append(third)
-        engine.launch([(third, PAGE)])
-    while engine.passes:
-        engine.end()
+        engine.finish(old, soon=True)
+        engine.launch((engine.request(), PAGE))
+    engine.run()
     while engine.host:
         engine.bring_back(1)
-        engine.check(complete=False)
+        engine.run()
+        engine.check(complete=True)
         engine.evict_host()
-    assert engine.check(complete=False) >= PAGE
+    assert engine.check(complete=True) >= 2 * PAGE
 
 
-def test_a_whole_page_that_is_another_s_when_passes_are_over_is_found_by_its_kv() -> None:
-    """Goal: rows that went to the host while another pass ran keep their KV's origin; they were lost. Method: the page
-    is given out again before that pass is over; its copy goes to a storage, and comes back."""
-    kept = torch.zeros(PAGES + 1, PAGE, dtype=torch.int64)
-    engine = Engine(made(kept), kept)
-    old, other, new = list[int](), list[int](), list[int]()
-    engine.running += [old, other, new]
-    engine.launch([(old, PAGE)])
-    engine.end()
-    engine.launch([(other, 1)])
+def test_what_happens_behind_a_pass_that_never_ends_happens_before_the_next() -> None:
+    """Method: a page goes to the host behind such a pass, and is given to another request with the next."""
+    engine = Engine("host")
+    old, new = engine.computed(), engine.request()
+    engine.launch((engine.request(), 1))
+    engine.passes.clear()
     engine.back_up(old)
-    engine.finish(old)
-    engine.free = engine.free[::-1]
-    engine.launch([(new, PAGE)])
-    assert new == old
-    while engine.passes:
-        engine.end()
-    engine.store(KEYS[0])
-    for job in engine.rows.aux.jobs:
-        assert job.wait(10)
-    engine.evict_host()
-    engine.prefetch(KEYS[0])
+    engine.finish(old, soon=True)
+    engine.run((new, PAGE))
     engine.bring_back(1)
-    engine.launch([(other, 1)])
-    engine.end()
-    found = engine.rows.routes(np.array(engine.running[-1]), 0)[0]
-    assert found.known.tolist() == [[True, False]] * PAGE  # the last router is behind all KV
+    engine.run()
+    assert engine.check(complete=False) == 2 * PAGE
+
+
+@pytest.mark.parametrize("comes", [False, True])
+def test_a_request_whose_pass_never_ended_has_no_rows_of_before(comes: bool) -> None:
+    """Method: its page is begun by such a pass, or comes from the host behind one; SGLang asks all the same."""
+    engine = Engine("host")
+    old = engine.computed()
+    engine.back_up(old)
+    engine.finish(old, soon=True)
+    engine.launch((engine.request(), PAGE))
+    engine.passes.clear()
+    if comes:
+        engine.finish(engine.running[-1], soon=True)
+        engine.bring_back(1)
+    assert engine.running[-1] == old
+    assert not engine.rows.routes(np.array(old), 0)[0].known.any()
 
 
 def test_an_answer_has_both_fields() -> None:
     """Goal: SGLang's field in its layout, with -1 for what is missing, and routes that say the same."""
-    engine = Engine(made())
-    engine.running.append(request := [])
-    engine.launch([(request, 6)])
-    engine.end()
+    engine = Engine("none")
+    request = engine.request()
+    engine.run((request, 6))
     request += engine.allocate(request, 1) or []  # a token that no pass has computed
     tokens = list(range(8))
     field, told = engine.rows.answer("id", np.array(request), 2, Tokens(tokens, 5))
@@ -361,9 +390,7 @@ def test_an_answer_has_both_fields() -> None:
     found.validate(tokens)
 
 
-def test_settings_that_are_none_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvroute import ConfigError
-
+def test_invalid_settings_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"wanted those of docs/settings\.md, got .*unknown field `stor`"):
         settings_of({"linker": "KvrouteLinker", "linker_extra_config": {"stor": "x"}})
     monkeypatch.setenv("KVROUTE_SGLANG", '{"weights": 3}')

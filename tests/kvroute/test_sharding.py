@@ -1,4 +1,4 @@
-"""What a rank sees: all tokens once over all ranks, in the order in which trainers cut their own token ids."""
+"""The part of each rank: all tokens once over all ranks, in the order in which trainers cut their own token ids."""
 
 from __future__ import annotations
 
@@ -156,8 +156,8 @@ def test_a_padded_batch_is_cut_by_columns(tokens: list[int], split: Split, side:
 
 @pytest.mark.parametrize("ep", [1, 2, 4])
 def test_padding_of_a_shard_loads_every_expert_rank_alike(ep: int) -> None:
-    """Goal: what a shard's caller says of its ranks and layers reaches the padding. Method: a sequence of nothing but
-    padding, beside the same rows materialised; other ranks and other layers first, whose plans are kept."""
+    """Goal: the ranks and layers that a shard's caller gives apply to the padding, too. Method: a sequence of nothing
+    but padding, beside the same rows materialised; other ranks and other layers first, whose plans are kept."""
     shape = Shape(layer_ids=(0, 1, 2), num_experts=32, num_layers=3, top_k=6)
     empty = shape.routes(0, [])
     for other in (8 // ep, ep):
@@ -174,7 +174,8 @@ def test_padding_of_a_shard_loads_every_expert_rank_alike(ep: int) -> None:
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("layers", ["all", "moe"])
 def test_stages_together_are_the_whole(shape: Shape, layers: Any) -> None:
-    """Goal: dense-first layers shift nobody (verl 5037, slime 810). Method: stages side by side against no stages."""
+    """Goal: dense-first layers shift no layer's rows (verl 5037, slime 810). Method: stages side by side against no
+    stages."""
     pp = next(n for n in (4, 3, 2) if shape.num_layers % n == 0)
     routes = shape.whole(6)
     whole = shard_packed([routes], [7], Split(), layers)

@@ -1,4 +1,4 @@
-"""The ids of a step are those that the routers called back with, or there is a reason why there are none."""
+"""The ids of a step are those that the routers called back with, or there are none, with a reason."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ BESIDE = pytest.mark.parametrize("beside", [False, True])
 @BESIDE
 @given(steps=st.lists(st.integers(1, 16), min_size=1, max_size=4), seed=st.integers(0, 99))
 def test_each_step_has_its_own_ids(beside: bool, steps: list[int], seed: int) -> None:
-    """Goal: nothing of one step is in the next. Method: steps of any lengths, layers in any order."""
+    """Goal: ids of one step never appear in the next. Method: steps of any lengths, layers in any order."""
     ids, random = made(beside), np.random.default_rng(seed)
     for tokens in steps:
         ids.begin()
@@ -48,7 +48,7 @@ def test_each_step_has_its_own_ids(beside: bool, steps: list[int], seed: int) ->
 @BESIDE
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.uint16, torch.int32, torch.uint32, torch.int64])
 def test_ids_are_integers_of_any_size(dtype: torch.dtype, beside: bool) -> None:
-    """Goal: kernels that route inside say what they chose in two bytes. Method: each dtype, and one that is none."""
+    """Goal: kernels that route inside report their choices in two bytes. Method: each dtype, and an unsupported one."""
     ids = made(beside)
     ids.begin()
     call(ids, 1, dtype=dtype)
@@ -56,11 +56,11 @@ def test_ids_are_integers_of_any_size(dtype: torch.dtype, beside: bool) -> None:
     ids.begin()
     call(ids, 1, dtype=torch.float32)
     found = ids.take(1)
-    assert found == "a router's ids are no integers" if isinstance(found, str) else (found == NOTHING).all()
+    assert found == "a router's ids are not integers" if isinstance(found, str) else (found == NOTHING).all()
 
 
 @BESIDE
-def test_a_layer_that_nobody_recorded_is_seen(beside: bool) -> None:
+def test_a_layer_that_was_not_recorded_is_detected(beside: bool) -> None:
     """Goal: no silent zeros, with or without Python in the step. Method: one layer's hook is not called, after a step
     in which all were.
     """
@@ -73,8 +73,8 @@ def test_a_layer_that_nobody_recorded_is_seen(beside: bool) -> None:
 
 
 @BESIDE
-def test_what_was_called_before_a_step_is_not_of_it(beside: bool) -> None:
-    """Goal: an engine that warms up leaves nothing behind. Method: a pass outside of any step, and half a one."""
+def test_ids_from_before_a_step_are_not_part_of_it(beside: bool) -> None:
+    """Goal: an engine that warms up leaves nothing behind. Method: a pass outside of any step, and half a pass."""
     ids = made(beside)
     call(ids, 3, (1, 3, 1))
     ids.begin()
@@ -99,19 +99,30 @@ def test_what_does_not_fit_the_step_has_a_reason(calls: list[tuple[int, int]], r
     assert "more tokens" in beside.take(17)
 
 
-def test_routers_that_share_memory_are_refused() -> None:
-    """Goal: a router that uses a buffer again has overwritten a layer. Method: both layers hand over one tensor."""
-    ids, beside, buffer = made(False), made(True), torch.zeros((2, 2), dtype=torch.int32)
-    for layer in 1, 3:
-        ids.hook(layer)(buffer)
-        beside.hook(layer)(buffer)
+@pytest.mark.parametrize("apart", [0, 1])
+def test_routers_that_share_memory_are_refused(apart: int) -> None:
+    """Goal: a router that uses a buffer again has overwritten a layer. Method: both layers hand over one tensor, or
+    the second one what lies a token behind the first."""
+    ids, beside, buffer = made(False), made(True), torch.zeros((3, 2), dtype=torch.int32)
+    for layer, first in (1, 0), (3, apart):
+        ids.hook(layer)(buffer[first : first + 2])
+        beside.hook(layer)(buffer[first : first + 2])
     assert "memory" in ids.take(2)
     assert (beside.take(2) == NOTHING).all()  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize("other", [torch.bool, torch.int64, torch.float32])
+def test_routers_say_ids_of_one_dtype(other: torch.dtype) -> None:
+    """Goal: values that are no ids are not used as ids. Method: the second layer's values are of another dtype."""
+    ids = made(False)
+    call(ids, 2, [1])
+    call(ids, 2, [3], value=1, dtype=other)
+    assert isinstance(ids.take(2), str)
+
+
 @pytest.mark.parametrize("second", [[1, 3], [1]])
 def test_two_passes_of_a_step_have_no_ids(second: list[int]) -> None:
-    """Goal: no row of another pass. Method: a second pass of fewer tokens, or half a one."""
+    """Goal: no step gets rows of another pass. Method: a second pass of fewer tokens, or half a pass."""
     ids = made(True)
     ids.begin()
     call(ids, 4)
@@ -122,8 +133,8 @@ def test_two_passes_of_a_step_have_no_ids(second: list[int]) -> None:
     assert ids.take(4).tolist() == [[[1, 5], [3, 5]]] * 4  # type: ignore[union-attr]
 
 
-def test_wide_ids_that_are_none_stay_such() -> None:
-    """Goal: no id is cut to one that there is. Method: 64 bits, of which the lower 32 are an expert's."""
+def test_invalid_wide_ids_stay_invalid() -> None:
+    """Goal: no id is cut to a valid one. Method: ids of 64 bits, of which the lower 32 are an expert's id."""
     ids = made(True)
     ids.begin()
     for layer in (1, 3):

@@ -93,9 +93,8 @@ def serving(engine: Engine) -> Iterator[str]:
 
 
 def verify(url: str, model: Path, *more: str) -> int:
-    return main(
-        ["verify", "--url", url, "--model", str(model), "--requests", "16", "--longest", "48", "--new", "4", *more]
-    )
+    least = ["--requests", "16", "--longest", "48", "--new", "4", "--dtype", "float32"]
+    return main(["verify", "--url", url, "--model", str(model), *least, *more])
 
 
 def none(rows: np.ndarray, _number: int, _earlier: list[np.ndarray]) -> np.ndarray:
@@ -103,7 +102,7 @@ def none(rows: np.ndarray, _number: int, _earlier: list[np.ndarray]) -> np.ndarr
 
 
 def late(change: Any) -> Any:
-    """The fault, in the twelfth answer and later: those that were asked before."""
+    """The fault, in the twelfth answer and later: answers to prompts that were sent before."""
     return lambda rows, number, earlier: change(rows.copy(), earlier) if number >= 12 else rows
 
 
@@ -159,7 +158,8 @@ def test_a_planted_fault_is_found_and_named(
 
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
 def test_right_rows_are_right(kind: str, checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Goal: no false alarm. Method: a sound server, judged by weights and by itself: nothing is wrong or missing."""
+    """Goal: no false alarm. Method: a sound server, judged by its weights and by its own answers: nothing is wrong or
+    missing."""
     with serving(Engine(kind, none)) as url:
         assert verify(url, checkpoint) == 0
         *_, whole = capsys.readouterr().out.splitlines()
@@ -181,6 +181,20 @@ def test_close_choices_are_not_judged(checkpoint: Path, capsys: pytest.CaptureFi
     with serving(engine) as url:
         assert verify(url, checkpoint) == 0
     assert " 0 " in capsys.readouterr().out.splitlines()[-1]
+
+
+def test_a_server_that_computes_in_fewer_bits_is_not_called_wrong(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Goal: no false alarm for a float32 checkpoint that vLLM serves as it does by default. Method: a server whose
+    model is the checkpoint in bfloat16, asked without ``--dtype`` and with that of the checkpoint.
+    """
+    engine = Engine("vllm", none)
+    engine.model.to(torch.bfloat16)
+    with serving(engine) as url:
+        assert verify(url, checkpoint, "--dtype", "auto") == 0
+        assert int(capsys.readouterr().out.splitlines()[-1].split()[-1]) > 0  # unjudged, and not counted as right
+        assert verify(url, checkpoint) == FAILED
 
 
 def test_what_does_not_come_is_missing(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -24,7 +24,7 @@ TOKENS = [*PROMPT, *ANSWER]
 
 
 def made(rows: int, seed: int = 0) -> kvroute.Routes:
-    """Routes of so many tokens, other ones for each seed."""
+    """Routes of ``rows`` tokens, different for each seed."""
     ids = np.argsort(np.random.default_rng(seed).random((rows, 2, 4)), axis=-1)[:, :, :2]
     return kvroute.Routes(ids, np.ones(rows, np.bool_), layer_ids=(0, 1), num_experts=4, num_layers=2)
 
@@ -32,7 +32,8 @@ def made(rows: int, seed: int = 0) -> kvroute.Routes:
 def left(
     store: RolloutStore, name: str, tokens: list[int], seed: int = 0, *, cut: bool = False, prompt: int = len(PROMPT)
 ) -> Any:
-    """An engine has left the routes of these tokens, the last of which was sampled only; what it tells the client."""
+    """An engine has left the routes of these tokens, the last of which was sampled only; returns the engine's message
+    to the client."""
     return LeftRoutes(store).leave(name, made(len(tokens) - 1, seed), Tokens(tokens, prompt, cut), None, ())
 
 
@@ -72,9 +73,8 @@ def test_a_response_brings_its_routes() -> None:
 
 
 def test_a_handle_of_other_tokens_is_refused(store: RolloutStore) -> None:
-    """Goal: a handle proves nothing about the tokens that came with it. Method: one token is another; one is gone;
-    routes that an engine bound to nothing.
-    """
+    """Goal: a handle proves nothing about the tokens that came with it. Method: one token is changed; one is missing;
+    routes that an engine bound to no tokens."""
     told = left(store, "r", TOKENS)
     for tokens, why in (([8, 9, 1, 11], "the hash of the first 6 differs"), (ANSWER[:2], "to be the first 4")):
         with pytest.raises(kvroute.RowError, match=why):
@@ -86,7 +86,7 @@ def test_a_handle_of_other_tokens_is_refused(store: RolloutStore) -> None:
 
 
 def test_a_handle_wants_its_store(store: RolloutStore) -> None:
-    """Goal: an answer whose routes cannot be read says why. Method: no store; a rollout that is gone."""
+    """Goal: an answer whose routes cannot be read gives the reason. Method: no store; a rollout that is gone."""
     told = left(store, "r", TOKENS)
     with pytest.raises(kvroute.RowError, match="kind file"):
         routes(answered(kv_transfer_params=told))
@@ -98,9 +98,8 @@ def test_a_handle_wants_its_store(store: RolloutStore) -> None:
 
 
 def test_an_error_in_the_answer_ends_the_search(store: RolloutStore) -> None:
-    """Goal: the engine's own word, at once. Method: errors of this request, of all and of a sibling; the store has
-    a rollout of these tokens, of an earlier request.
-    """
+    """Goal: the engine's own error is reported at once. Method: errors of this request, of all and of a sibling; the
+    store has a rollout of these tokens, of an earlier request."""
     left(store, "r", TOKENS)
     ours = LeftRoutes(store).fail("r", kvroute.RowError("rows", "a", "b"), None)
     for told in (ours, {"kvroute": {"error": "rows: wanted a, got b"}}):
@@ -117,13 +116,12 @@ def test_an_error_in_the_answer_ends_the_search(store: RolloutStore) -> None:
         routes(both, 0, rollouts=store, wait_s=60)
 
 
-# What is found by its name -----------------------------------------------------------------------------------------
+# Routes found by name -------------------------------------------------------------------------------------------------
 
 
 def test_routes_that_were_left_are_waited_for(store: RolloutStore) -> None:
-    """Goal: the engine puts a request's routes when its front end has answered already. Method: they come late, behind
-    those of an earlier request of the same id, which are read once.
-    """
+    """Goal: routes are found though the engine stores them after its front end has answered. Method: they come late,
+    behind those of an earlier request of the same id, which are read once."""
     left(store, "1_cmpl-1-0", [1, 2, 3, 4], seed=1)
     answer = answered("cmpl-1", (PROMPT, ANSWER), (PROMPT, ANSWER))
     put = threading.Thread(target=lambda: (time.sleep(0.3), left(store, "1_cmpl-1-0", TOKENS)), daemon=True)
@@ -141,9 +139,8 @@ def test_routes_that_were_left_are_waited_for(store: RolloutStore) -> None:
 
 @pytest.mark.parametrize("tokens", [[40, 41, 42, 43, 50, 51, 52, 53], [*PROMPT, 8, 9, 1, 1, 1], [*PROMPT, 8, 9]])
 def test_what_another_request_of_the_id_has_left_is_not_handed_out(store: RolloutStore, tokens: list[int]) -> None:
-    """Goal: a retry or a restart meets no rows of another request. Method: other prompt; the same prompt, sampled
-    otherwise; fewer tokens of the same sequence.
-    """
+    """Goal: a retry or a restart gets no rows of another request. Method: other prompt; the same prompt, sampled
+    otherwise; fewer tokens of the same sequence."""
     left(store, "r", tokens, cut=True)
     with pytest.raises(kvroute.RowError, match="got r: rows of "):
         routes(answered(), rollouts=store, wait_s=0)
@@ -151,9 +148,8 @@ def test_what_another_request_of_the_id_has_left_is_not_handed_out(store: Rollou
 
 @pytest.mark.parametrize("more", [0, 1, 3, 900])
 def test_a_cut_answer_has_the_rows_of_its_own_tokens(store: RolloutStore, more: int) -> None:
-    """Goal: the engine had gone on when it heard that the front end had ended the request. Method: so many tokens more;
-    the answer cut anywhere; a token of it is another.
-    """
+    """Goal: routes are found though the engine computed further tokens before it heard that the front end had ended the
+    request. Method: some tokens more; the answer cut anywhere; one of its tokens changed."""
     rest = [t % 97 for t in range(more)]
     left(store, "r", [*TOKENS, *rest], cut=True)
     for n in range(1, len(ANSWER) + 1):
@@ -204,7 +200,8 @@ def test_each_completion_of_a_list_of_prompts_is_found(store: RolloutStore, n: i
 
 
 def test_handles_of_one_prompt_say_nothing_of_another() -> None:
-    """Goal: vLLM sends what a connector says of the first prompt only. Method: its handles; the error of the second."""
+    """Goal: of a connector's messages vLLM sends only that of the first prompt. Method: its handles; the error of the
+    second."""
     with closing(open_rollouts("response:")) as inline:
         both = LeftRoutes(inline)
         both.leave("0_cmpl-x-0", made(4, 0), Tokens([*PROMPT, 20, 30], 3), "group", ())
@@ -218,7 +215,8 @@ def test_handles_of_one_prompt_say_nothing_of_another() -> None:
 
 @pytest.mark.parametrize("name", ["5_1", "12_7_0", "2026_step", "0_1", "7_abc-12345678", "error", "rollouts", "a_b"])
 def test_ids_that_look_like_a_child_s_are_the_client_s(store: RolloutStore, name: str) -> None:
-    """Goal: nobody guesses what an id means. Method: a client's ids with a handle, by name, with two children."""
+    """Goal: the client never guesses the meaning of an id. Method: a client's ids with a handle, by name, with two
+    children."""
     output = {"request_id": name, "prompt_token_ids": PROMPT, "outputs": [{"index": 0, "token_ids": ANSWER}]}
     told = left(store, name, TOKENS)
     assert len(routes({**output, "kv_transfer_params": told}, rollouts=store)) == 6
@@ -230,7 +228,8 @@ def test_ids_that_look_like_a_child_s_are_the_client_s(store: RolloutStore, name
 
 
 def test_a_response_of_the_other_api_is_bound_where_it_says_its_tokens(store: RolloutStore) -> None:
-    """Goal: ``/v1/responses`` binds or says why not. Method: with a handle, with and without messages; by name."""
+    """Goal: ``/v1/responses`` binds routes or gives the reason why not. Method: with a handle, with and without
+    messages; by name."""
     told = left(store, "resp_1_0", TOKENS)
     plain = {"id": "resp_1", "object": "response", "kv_transfer_params": told, "output": []}
     assert routes(plain, rollouts=store) == made(6).bind(TOKENS, [3, 6])
@@ -250,7 +249,7 @@ def test_a_response_of_the_other_api_is_bound_where_it_says_its_tokens(store: Ro
 
 
 def chunk(index: int, tokens: list[int] | None, kind: str = "text_completion", **more: Any) -> dict[str, Any]:
-    """A chunk of a stream, as vLLM sends it: what was not set is not there."""
+    """A chunk of a stream, as vLLM sends it: unset fields are absent."""
     return {"id": "cmpl-x", "object": kind, "choices": [{"index": index, "text": "", "token_ids": tokens}], **more}
 
 
@@ -285,14 +284,23 @@ def test_a_stream_is_gathered(store: RolloutStore, chunks: list[dict[str, Any]],
     for each in chunks:
         with pytest.raises(kvroute.RowError, match=r"gathered\(chunks\)"):
             routes(each, rollouts=store, wait_s=0)
-    with pytest.raises(kvroute.RowError, match=r"gathered\(chunks\)"):  # of a stream whose every chunk says its usage
+    with pytest.raises(kvroute.RowError, match=r"gathered\(chunks\)"):  # of a stream whose every chunk has its usage
         routes({**chunks[3], "usage": {"completion_tokens": 5}}, chunks[3]["choices"][0]["index"], rollouts=store)
     with pytest.raises(kvroute.RowError, match="rollouts="):
         routes(answer)
 
 
-def test_what_is_no_stream_is_refused() -> None:
-    """Goal: an answer that is gathered is whole. Method: nothing, another answer's chunk, no token ids, an error."""
+def test_an_error_in_place_of_an_answer_is_told() -> None:
+    """Goal: a client gets the server's error. Method: vLLM's two forms of an error's body."""
+    body = {"error": {"message": "EngineCore encountered an issue.", "type": "InternalServerError", "code": 500}}
+    for error in (body, {"error": "EngineCore encountered an issue."}):
+        with pytest.raises(kvroute.RowError, match="got the server's error: EngineCore encountered an issue"):
+            routes(error)
+
+
+def test_chunks_that_are_not_one_stream_are_refused() -> None:
+    """Goal: an answer gathered from a stream is whole. Method: nothing, another answer's chunk, no token ids, an
+    error."""
     other = {**COMPLETIONS[2], "id": "cmpl-y"}
     bare = {"id": "cmpl-x", "object": "text_completion", "choices": [{"index": 0, "text": "a"}]}
     for chunks, why in (

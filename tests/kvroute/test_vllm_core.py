@@ -1,10 +1,11 @@
-"""Answers that wait for what goes with them leave vLLM's engine core together; a core's calls are heard by its rows."""
+"""Answers that wait for their routes leave vLLM's engine core; the rows are notified of a core's calls."""
 
 from __future__ import annotations
 
 import queue
 import threading
-from concurrent.futures import Future
+from collections.abc import Callable
+from copy import copy, deepcopy
 from inspect import signature
 from types import SimpleNamespace
 from typing import Any
@@ -12,11 +13,20 @@ from typing import Any
 import msgspec
 import pytest
 
+from cache_manager.errors import ConfigError
 from cache_manager.keys import Namespace
+from kvroute.connector.ends import Answer
 from kvroute.connector.versions import Versions
-from kvroute.integrations.vllm.core import HEARD, answering, heard
+from kvroute.integrations.vllm.core import HEARD, answering, check_followed, heard, hears
 
-Told = Future[dict[str, Any]]
+
+class Rows:
+    """The part of a scheduler's rows that a core sees."""
+
+    followed = False
+
+    def __init__(self, weights: Versions) -> None:
+        self.weights = weights
 
 
 class Output(msgspec.Struct):
@@ -33,32 +43,38 @@ class Outputs(msgspec.Struct):
     weight_version: str | None = None
 
 
-def test_answers_of_a_step_that_wait_go_out_together() -> None:
-    """Goal: hundreds of answers of one step are a message, not hundreds, and others do not wait. Method: three wait, of
-    which one is ready before it is asked, and one does not; stats and finished requests go with that one, and once.
-    """
-    told: list[Told] = [Future() for _ in range(3)]
-    told[1].set_result({"kvroute": "rows of 1"})
+def test_answers_of_a_step_go_out_as_the_core_says() -> None:
+    """Goal: hundreds of answers of one step are a few messages, and none waits for another that is not ready. Method:
+    four wait, of which one is ready before the core checks it, two become ready together, and one comes last; a fifth
+    waits for nothing; stats and finished requests go with that one, and once."""
+    told = [Answer() for _ in range(4)]
+
+    def tell(*which: int) -> None:
+        for i in which:
+            told[i].value = {"kvroute": f"rows of {i}"}
+        for i in which:
+            told[i].tell()
+
+    tell(1)
     outputs = [Output(str(i), {"kvroute": each, "inner": i}) for i, each in enumerate(told)]
     sent = Outputs([*outputs, Output("other")], "stats", {"gone"}, "7")
     made: queue.Queue[tuple[int, Outputs]] = queue.Queue()
     by_client, _ = answering(lambda _: ({3: sent}, True))(SimpleNamespace(output_queue=made))
     assert [each.request_id for each in by_client[3].outputs] == ["other"]
     assert (by_client[3].scheduler_stats, by_client[3].finished_requests) == ("stats", {"gone"})
-    for i in (2, 0):
+    for which in ([1], [0, 2], [3]):
+        tell(*(i for i in which if not told[i].done()))
+        client, late = made.get_nowait()
+        assert (client, late.scheduler_stats, late.finished_requests, late.weight_version) == (3, None, None, "7")
+        assert [each.kv_transfer_params for each in late.outputs] == [
+            {"kvroute": f"rows of {i}", "inner": i} for i in which
+        ]
         assert made.empty()
-        told[i].set_result({"kvroute": f"rows of {i}"})
-    client, late = made.get_nowait()
-    assert (client, late.scheduler_stats, late.finished_requests, late.weight_version) == (3, None, None, "7")
-    assert [each.kv_transfer_params for each in late.outputs] == [
-        {"kvroute": f"rows of {i}", "inner": i} for i in range(3)
-    ]
-    assert made.empty()
 
 
 def test_an_engine_without_a_queue_waits_in_its_step() -> None:
     """Goal: an answer in the process of its client is whole when its step is over. Method: another thread brings it."""
-    told, sent = Told(), Outputs([])
+    told, sent = Answer(), Outputs([])
     sent.outputs.append(Output("a", {"kvroute": told}))
     threading.Timer(0.01, told.set_result, [{"kvroute": "rows"}]).start()
     answering(lambda _: ({0: sent}, True))(SimpleNamespace())
@@ -78,29 +94,34 @@ def test_an_engine_without_a_queue_waits_in_its_step() -> None:
         ([("pause_scheduler", "keep"), ("set_weight_version", "6"), ("resume_scheduler",)], 6),
     ],
 )
-@pytest.mark.parametrize("inside", [False, True])
-def test_what_a_core_is_told_of_weights_is_heard(
-    calls: list[tuple[Any, ...]], version: int | None, inside: bool
+@pytest.mark.parametrize(
+    "copied", [copy, deepcopy, lambda of: SimpleNamespace(instance_id="", model_config=of.model_config)]
+)
+def test_calls_of_the_core_about_weights_are_seen(
+    calls: list[tuple[Any, ...]], version: int | None, copied: Callable[[Any], Any]
 ) -> None:
-    """Goal: a version stands as long as nobody may have changed the weights. Method: calls of a core, which go on to
-    itself with their signature; the same calls of a core with another connector, and of one without a scheduler yet.
-    Ours is the scheduler's connector, or ``inside`` it among others.
-    """
+    """Goal: a version is valid as long as no call may have changed the weights. Method: calls of a core, which go on to
+    itself with their signature; the same calls of another core, and of one without a configuration yet. The connector
+    of ours has a copy of its configuration, from whatever connector is around it."""
     weights, went = Versions(Namespace("m", 5), 5, lambda _: None, named=True), []
 
     def call(core: Any, told: str = "") -> None:
         went.append((core, told))
 
-    ours = SimpleNamespace(connector=SimpleNamespace(_scheduler_rows=SimpleNamespace(weights=weights)))
-    if inside:
-        ours.connector = SimpleNamespace(sub_connectors=[SimpleNamespace(), ours.connector])
-    for core in (SimpleNamespace(), SimpleNamespace(scheduler=SimpleNamespace(connector=None)), ours):
-        for name, *told in calls if core is not ours else ():
+    ours, other = (SimpleNamespace(vllm_config=SimpleNamespace(instance_id=i, model_config=object())) for i in "ab")
+    hears(copied(ours.vllm_config), rows := Rows(weights))
+    for core in (SimpleNamespace(), other):
+        for name, *told in calls:
             heard(HEARD[name], call)(core, *told)
     assert weights.version == 5
     for name, *told in calls:
         wrapped = heard(HEARD[name], call)
         assert signature(wrapped) == signature(call)
-        wrapped(SimpleNamespace(scheduler=ours), *told)
+        wrapped(ours, *told)
     assert weights.version == version
     assert len(went) == 3 * len(calls)
+    answering(lambda _: (None, True))(other)
+    with pytest.raises(ConfigError, match="kv_connector"):
+        check_followed(rows)
+    answering(lambda _: (None, True))(ours)
+    check_followed(rows)

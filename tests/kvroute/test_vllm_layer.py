@@ -1,4 +1,4 @@
-"""Where vLLM's models have a layer of rows: what an operator gets who says nothing, and what is said no to."""
+"""When vLLM's models have a layer of rows: the default without settings, and the settings that are refused."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvroute.routing import routing_spec
 
 
 def engine(connector: str, *, drafts: bool = False, window: int | None = None) -> Any:
-    """What is asked of vLLM's configuration."""
+    """The fields that are read from vLLM's configuration."""
     return SimpleNamespace(
         kv_transfer_config=SimpleNamespace(kv_connector=connector),
         speculative_config=SimpleNamespace() if drafts else None,
@@ -37,10 +37,9 @@ def engine(connector: str, *, drafts: bool = False, window: int | None = None) -
         ("OffloadingConnector", False),
     ],
 )
-def test_an_operator_who_says_nothing_gets_the_layer_where_it_was_seen_to_work(connector: str, layer: bool) -> None:
+def test_by_default_the_layer_is_used_with_connectors_known_to_move_it(connector: str, layer: bool) -> None:
     """Goal: the default loses least and changes no engine that could break by it. Method: connectors, with and without
-    a store, drafts, a sliding window; what is said aloud is done with any connector.
-    """
+    a store, drafts, a sliding window; an explicit setting is followed with any connector."""
     said = Settings()
     assert wants_pages(said, engine(connector)) == layer
     assert not wants_pages(said, engine(connector, drafts=True))

@@ -1,4 +1,4 @@
-"""Other weights have another name."""
+"""Different weights have different names."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvroute.weights import weights_digest
 
 
 def test_a_digest_names_the_files(tmp_path: Path) -> None:
-    """Goal: equal for the very same files only. Method: change a byte, the time, the name, and back."""
+    """Goal: names are equal for the very same files only. Method: change a byte, the time, the name, and back."""
     home = tmp_path / "model"
     home.mkdir()
     file = home / "model.safetensors"
@@ -33,5 +33,5 @@ def test_a_digest_names_the_files(tmp_path: Path) -> None:
     assert weights_digest(str(home)) != before
 
 
-def test_a_name_is_told_by_name_and_revision() -> None:
+def test_a_hub_name_is_digested_by_name_and_revision() -> None:
     assert weights_digest("org/model", "a") != weights_digest("org/model", "b") != weights_digest("org/other", "b")

@@ -106,7 +106,7 @@ def test_of_several_layers_each_counts(seed: int) -> None:
 
 @pytest.mark.parametrize("shape", [(4,), (0, 3, 8), (4, 1, 3)])
 def test_kv_without_whole_words_is_refused(shape: tuple[int, ...]) -> None:
-    """Goal: nothing is left out of a fold. Method: KV without blocks, and blocks of nine bytes."""
+    """Goal: no byte is left out of a fold. Method: KV without blocks, and blocks of nine bytes."""
     with pytest.raises(ConfigError, match="whole 8-byte words"):
         KvFolder([torch.zeros(shape, dtype=torch.uint8)])
     with pytest.raises(InvalidInputError, match="whole words"):
@@ -178,9 +178,8 @@ def test_rows_land_beside_their_own_kv_only(seed: int, n: int, data: st.DataObje
 
 
 def test_a_witness_is_of_one_life_and_of_a_known_prefix() -> None:
-    """Goal: nothing is claimed about KV that nobody saw. Method: the same KV behind a block in the life in which it was
-    seen, in another life, and behind one never seen; and the same prefix in other blocks.
-    """
+    """Goal: nothing is claimed about KV that was not seen. Method: the same KV behind a block in the life in which it
+    was seen, in another life, and behind one never seen; and the same prefix in other blocks."""
     worker = Worker(open_store("memory:"))
     worker.kv[:] = 1
     worker.rows.renew(range(POOL))
@@ -208,7 +207,8 @@ def test_what_has_no_rows_is_not_refused() -> None:
 
 
 def test_which_layers_witness() -> None:
-    """Goal: the last layer, all for 8-bit KV, none where routers are behind the last KV. Method: names as vLLM has."""
+    """Goal: the last layer is folded, all layers for 8-bit KV, none where routers are behind the last KV. Method: names
+    as vLLM has."""
     wide = {f"model.layers.{i}.self_attn.attn": torch.zeros(2, 1, 2, 8) + i for i in (0, 2, 1)}
     assert [float(kv.max()) for kv in witnessing(wide, [0, 1, 2])] == [2.0]
     narrow = {name: kv.to(torch.float8_e4m3fn) for name, kv in wide.items()}

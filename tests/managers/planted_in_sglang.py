@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-import torch
+import numpy as np
 from finding import Planted
 from sglang_radix_cache import Sglang
 
@@ -29,27 +30,26 @@ def planted(reports: str, *claims: str) -> Callable[[Callable[[Any], None]], Non
 
 @planted("-", "rows_follow_kv", "reset_forgets")
 def renews_rows_once(manager: Any) -> None:
-    """The rows are told when a page is given out first, and not when it is given out again."""
-    given, size, seen = manager.rows.given, manager.block_tokens, set()
+    """The rows of a page are forgotten when its first life begins, and not when it is given out again."""
+    renew, seen = manager.rows._renew, set()
 
-    def first(slots: Any) -> None:
-        new = [slot for slot in slots.tolist() if slot // size not in seen]
-        seen.update(slot // size for slot in new)
-        given(torch.tensor(new, dtype=torch.int64))
+    def first(pages: Any) -> None:
+        renew(np.array([page for page in pages.tolist() if page not in seen], np.int64))
+        seen.update(pages.tolist())
 
-    manager.rows.given = first
+    manager.rows._renew = first
 
 
 @planted("-", "rows_follow_kv")
-def takes_every_late_pass(manager: Any) -> None:
-    """A pass that ends late also writes rows into pages that were given out after its launch."""
-    settle = manager.rows.settle
+def forgets_lost_passes(manager: Any) -> None:
+    """A pass that never comes to an end begins no lives."""
+    end = manager.rows.end
 
-    def settled() -> None:
-        settle()
-        manager.rows._given_at[:] = 0
+    def ended(over: Any) -> None:
+        manager.rows._flight = deque([over])
+        end(over)
 
-    manager.rows.settle = settled
+    manager.rows.end = ended
 
 
 @planted("vllm#42571", "given_once", "none_free_and_held", "content_survives", "no_block_lost", "no_unexpected_error")

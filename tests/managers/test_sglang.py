@@ -27,5 +27,6 @@ def test_a_page_is_published_before_it_is_computed() -> None:
 
 @pytest.mark.parametrize("fault", PLANTED, ids=lambda fault: fault.name)
 def test_a_planted_fault_is_found(fault: Planted) -> None:
-    """Goal: what was found nowhere else was looked for. Method: a fault in SGLang's classes, or in the rows'."""
+    """Goal: the kit would find other faults, too, if SGLang had them. Method: a fault in SGLang's classes, or in the
+    rows'."""
     check_found(fault.adapter, fault.claims)

@@ -51,10 +51,10 @@ class TestTransformersOffload(BlockManagerMachine):
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
-def test_what_the_page_of_proofs_tells_is_so(
+def test_the_stories_of_the_page_of_proofs_are_true(
     adapter: type[BlockManagerAdapter], invariant: str, story: list[Operation]
 ) -> None:
-    """Goal: docs/proofs.md is true of this version. Method: its stories. Where one is none any more
+    """Goal: docs/proofs.md is true of this version. Method: its stories. If a story no longer breaks anything,
     transformers was repaired, and the page has to say so."""
     with pytest.raises(InvariantBroken, match=invariant):
         replay(adapter, story)
@@ -62,5 +62,6 @@ def test_what_the_page_of_proofs_tells_is_so(
 
 @pytest.mark.parametrize("fault", PLANTED, ids=lambda fault: fault.name)
 def test_a_planted_fault_is_found(fault: Planted) -> None:
-    """Goal: what was found nowhere else was looked for. Method: a fault planted in transformers' own classes."""
+    """Goal: the kit would find other faults, too, if transformers had them. Method: a fault planted in transformers'
+    own classes."""
     check_found(fault.adapter, fault.claims)

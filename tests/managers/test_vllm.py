@@ -31,5 +31,6 @@ def test_a_block_is_found_before_it_is_computed() -> None:
 
 @pytest.mark.parametrize("fault", PLANTED, ids=lambda fault: fault.name)
 def test_a_planted_fault_is_found(fault: Planted) -> None:
-    """Goal: what was found nowhere else was looked for. Method: a fault planted in vLLM's own block pool."""
+    """Goal: the kit would find other faults, too, if vLLM had them. Method: a fault planted in vLLM's own block
+    pool."""
     check_found(fault.adapter, fault.claims)

@@ -1,4 +1,4 @@
-"""What the region tests start, and that nothing of it stays."""
+"""Processes that the region tests start, and a check that none of them stays."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def squatted() -> Iterator[tuple[str, Path]]:
 
 @pytest.fixture(scope="session", autouse=True)
 def nothing_is_left_in_shared_memory() -> Iterator[None]:
-    """Goal: the tests of this directory clean up. Method: no region that nobody uses is new when they have ended."""
+    """Goal: the tests of this directory clean up. Method: after the tests there is no new region without a user."""
     before = {info.name for info in list_regions()}
     yield
     assert [info.name for info in list_regions() if info.name not in before and not info.in_use] == []

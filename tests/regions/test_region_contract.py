@@ -1,4 +1,4 @@
-"""What every Region promises, asked of both of them."""
+"""The contract of every Region, tested with both kinds."""
 
 from __future__ import annotations
 

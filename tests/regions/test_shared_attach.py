@@ -55,7 +55,7 @@ def test_a_region_of_another_namespace_or_mode_is_not_mapped(region: SharedRegio
 def test_a_header_that_is_sound_but_does_not_fit_is_not_mapped(
     region: SharedRegion, at: int, raw: bytes, field: str
 ) -> None:
-    """Goal: no size and no spec is believed. Method: write a header with a right sum and one wrong field."""
+    """Goal: no size and no spec is trusted unchecked. Method: write a header with a right sum and one wrong field."""
     header = bytearray((DIRECTORY / region.name).read_bytes()[:4096])
     header[at : at + len(raw)] = raw
     header[CRC_OFFSET : CRC_OFFSET + 4] = zlib.crc32(header[:CRC_OFFSET]).to_bytes(4, "little")
@@ -95,7 +95,7 @@ def test_the_header_lies_byte_by_byte_as_documented(region: SharedRegion) -> Non
 
 
 def test_a_region_that_was_removed_before_the_lock_is_missing(region: SharedRegion) -> None:
-    """Goal: nobody keeps a file that a reaper has taken the name of. Method: remove it between open and lock."""
+    """Goal: attach never keeps a file whose name a reaper has removed. Method: remove it between open and lock."""
     fd = os.open(DIRECTORY / region.name, os.O_RDONLY)
     try:
         assert lock_shared(fd)
@@ -116,7 +116,7 @@ def test_a_region_that_was_cut_or_grew_is_not_mapped(nbytes: int) -> None:
 
 @pytest.mark.parametrize("writable", [False, True])
 @pytest.mark.parametrize("kind", ["link", "directory", "pipe", "socket", "foreign", "empty"])
-def test_what_is_not_a_region_is_neither_mapped_nor_followed(
+def test_a_file_that_is_not_a_region_is_neither_mapped_nor_followed(
     region: SharedRegion, squatted: tuple[str, Path], kind: str, writable: bool
 ) -> None:
     """Goal: a squatter gains nothing. Method: each kind of file under a name that fits; a link to a good region."""
@@ -140,7 +140,7 @@ def test_what_is_not_a_region_is_neither_mapped_nor_followed(
 
 
 @pytest.mark.parametrize("name", ["", "x", "../etc/passwd", "kvroute-0-abc-host", f"kvroute-0-{'a' * 32}-host/../x", 3])
-def test_what_cannot_be_a_name_is_refused(name: Any) -> None:
+def test_an_invalid_name_is_refused(name: Any) -> None:
     with pytest.raises(InvalidInputError) as caught:
         SharedRegion.attach(name)
     assert caught.value.field == "region name"

@@ -1,4 +1,4 @@
-"""Shared regions of killed processes: who removes them, and who must not."""
+"""Shared regions of killed processes: which processes remove them, and which must not."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ wait()
     assert not (DIRECTORY / name).exists()
 
 
-def test_a_region_is_not_reaped_while_anyone_has_it_mapped(child: Start) -> None:
+def test_a_region_is_not_reaped_while_a_process_has_it_mapped(child: Start) -> None:
     """Goal: a reader survives its owner. Method: kill the owner, create, read on; kill the reader, create."""
     owner = child(OWNER)
     (name,) = owner.heard()
@@ -58,7 +58,8 @@ def test_a_region_is_not_reaped_while_anyone_has_it_mapped(child: Start) -> None
 
 
 def test_a_creator_killed_halfway_leaves_nothing(child: Start) -> None:
-    """Goal: what has a name is whole. Method: stop a creator where it would name its region, look, and kill it."""
+    """Goal: a region that has a name is complete. Method: stop a creator where it would name its region, look, and kill
+    it."""
     before = names()
     creator = child("""
 def stop_before_it_is_named(event, args):

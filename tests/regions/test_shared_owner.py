@@ -1,4 +1,4 @@
-"""Shared regions among real processes: who sees what, and when a name goes."""
+"""Shared regions among real processes: which process sees which changes, and when a name is removed."""
 
 from __future__ import annotations
 
@@ -64,7 +64,8 @@ say(os.path.exists(path))
 
 
 def test_a_namespace_that_is_being_changed_is_read_again(region: SharedRegion) -> None:
-    """Goal: never half of one and half of another; an owner that died in between is nobody's. Method: write half."""
+    """Goal: no reader gets half of one namespace and half of another; if the owner died in between, there is none.
+    Method: write half."""
     other = pack_namespace(b"another--of--16b")
     with SharedRegion.attach(region.name) as reader:
         assert reader.namespace == NAMESPACE

@@ -1,4 +1,4 @@
-"""No room is an error with numbers, never a signal, and leaves nothing."""
+"""Lack of room is an error with numbers, never a signal, and leaves no file behind."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_more_than_dev_shm_has_is_refused_with_the_numbers_and_leaves_nothing() 
 
 
 def private_dev_shm(options: str = "size=8m") -> tuple[str, ...]:
-    """A command before another that gives it a file system of its own for regions."""
+    """A command prefix that gives a command its own file system for regions."""
     inside = ("sh", "-c", f'mount -t tmpfs -o {options} tmpfs {DIRECTORY} && exec "$0" "$@"')
     for command in (("unshare", "-m", *inside), ("unshare", "-r", "-m", *inside)):
         try:

@@ -66,7 +66,7 @@ def test_rows_of_the_generations_asked_for_and_no_others(data: st.DataObject, to
 
 def test_after_a_weight_update_nothing_older_is_readable(shared: SharedRegion) -> None:
     """Goal: rows of another namespace are missing even where block and generation are those asked for. Method: renew
-    without a new life, which no table does; then follow, before the next renewal and after it."""
+    without a new life, which no table does; then ``follow``, before the next renewal and after it."""
     writer = Writer(shared)
     writer.begin_lives(IDS)
     writer.rewrite(IDS, EVERY)
@@ -87,7 +87,7 @@ def test_after_a_weight_update_nothing_older_is_readable(shared: SharedRegion) -
         assert view.read("long", IDS, generations=ones).valid.all()
 
 
-# ---- what cannot be asked --------------------------------------------------------------------------------------------
+# ---- requests that are refused ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -135,6 +135,6 @@ def test_a_view_outlives_its_owner() -> None:
         RegionView(owner.name)
     view.close()
     view.close()
-    for ask in (lambda: view.read("long", ids, generations=[1, 1]), lambda: view.layout):
+    for ask in (lambda: view.read("long", ids, generations=[1, 1]), lambda: view.generations(ids)):
         with pytest.raises(RegionError, match="closed"):
             ask()

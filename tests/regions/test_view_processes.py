@@ -64,7 +64,7 @@ def count(owner: Child) -> tuple[int, int, list[np.ndarray]]:
             for spec in ("long", "short"):
                 found, is_wrong = judge(view.read(spec, IDS, generations=generations), generations)
                 valid, bad, reads = valid + found, bad + is_wrong, reads + 1
-            # What a scheduler would have been told: the generations of now, which may be those of a moment ago.
+            # What a scheduler would know: the current generations, or those of a moment ago.
             generations = (view._attached().words >> np.uint64(16)).astype(np.int64)
         owner.tell()
         rounds, *lives = owner.heard()

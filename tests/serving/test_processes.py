@@ -36,7 +36,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkedPair]:
 
 @pytest.fixture(autouse=True)
 def _well_before_and_after(cluster: ForkedPair, plain: Plain) -> Iterator[None]:
-    """Whatever a test does: afterwards the two work together again and hold nothing."""
+    """After each test the two servers work together again and hold no blocks."""
     yield
     for server in (cluster.prefill, cluster.decode):
         if server.process.poll() is not None:
@@ -97,8 +97,8 @@ def test_decode_always_answers(cluster: ForkedPair, plain: Plain, disturbed: str
 
 @pytest.mark.parametrize("how", ["killed", "stopped", "restarted"])
 def test_prefill_is_killed_during_a_transfer(cluster: ForkedPair, plain: Plain, how: str) -> None:
-    """Goal: a fetch that will never end does. Method: prefill is stopped when decode is asked, and killed or left so,
-    or another one has its address by then; decode computes the prompt and says why."""
+    """Goal: a fetch ends even if prefill never answers. Method: prefill is stopped when decode is asked, and killed or
+    left so, or another one has its address by then; decode computes the prompt and reports why."""
     body = completion(200)
     asked = prefilled(cluster, body)
     cluster.prefill.send(signal.SIGSTOP)
@@ -127,7 +127,7 @@ def test_the_same_identity_again(cluster: ForkedPair, plain: Plain) -> None:
 
 @pytest.mark.parametrize("when", ["under load", "during a transfer"])
 def test_decode_is_killed_during_a_transfer(cluster: ForkedPair, plain: Plain, when: str) -> None:
-    """Goal: prefill holds no block for who has died, and what had been answered was right. Method: SIGKILL."""
+    """Goal: prefill holds no block for a dead decode, and earlier answers were right. Method: SIGKILL."""
     bodies = [completion(300 + number, max_tokens=24) for number in range(8)]
     if when == "under load":
         answers = cluster.load(bodies, cluster.decode.kill)
@@ -148,8 +148,8 @@ def test_decode_is_killed_during_a_transfer(cluster: ForkedPair, plain: Plain, w
     until(lambda: cluster.prefill.quiet, "prefill has its blocks back", DEADLINE_S)
 
 
-def test_what_was_killed_leaves_shared_memory_that_can_be_reaped(cluster: ForkedPair) -> None:
-    """Goal: /dev/shm is clean. Method: SIGKILL of both engines; the regions of theirs that stay are found orphaned."""
+def test_shared_memory_of_a_killed_process_can_be_reaped(cluster: ForkedPair) -> None:
+    """Goal: /dev/shm is clean. Method: SIGKILL of both engines; their regions that remain are found orphaned."""
     regions = shm(cluster)
     cluster.prefill.kill()
     cluster.decode.kill()
@@ -157,7 +157,7 @@ def test_what_was_killed_leaves_shared_memory_that_can_be_reaped(cluster: Forked
     assert not any(region.exists() for region in regions)
 
 
-def test_sigterm_finishes_what_is_in_care(cluster: ForkedPair, plain: Plain) -> None:
+def test_sigterm_finishes_requests_in_flight(cluster: ForkedPair, plain: Plain) -> None:
     """Goal: a clean end. Method: SIGTERM to both with requests in flight: all answered, status 0, /dev/shm clean."""
     regions = shm(cluster)
     bodies = [completion(900 + number, max_tokens=24) for number in range(4)]
@@ -188,31 +188,39 @@ def test_sigterm_aborts_what_takes_too_long(cluster: ForkedPair) -> None:
 BROKEN = """
 import sys
 from paged_engine import engine
-from paged_engine.servers import Settings, _serve
+from paged_engine.servers import decode
 
-forward = engine.Engine._forward
+method = sys.argv[2]
+works = getattr(engine.Engine, method)
 
-def broken(self, work, contexts, tokens):
-    if self.steps == 3:
+def broken(self, *args):
+    if method == "abort" or self.steps == 3:
         raise IndexError("index 16 is out of bounds")
-    return forward(self, work, contexts, tokens)
+    return works(self, *args)
 
-engine.Engine._forward = broken
-sys.exit(_serve(Settings("decode", port=int(sys.argv[1]))))
+setattr(engine.Engine, method, broken)
+sys.exit(decode(port=int(sys.argv[1])))
 """
 
 
-def test_a_process_whose_engine_fails_ends_with_the_cause(tmp_path: Path) -> None:
-    """Goal: what cannot work does not live on. Method: a pass raises; the request is told the cause, the process ends
-    with status 1 and the cause. It answered /healthz with 200 and every request with 503 for good."""
+@pytest.mark.parametrize("method", ["_forward", "abort"])
+def test_a_process_whose_engine_fails_ends_with_the_cause(tmp_path: Path, method: str) -> None:
+    """Goal: a process that can no longer work ends. Method: a pass raises; the request gets the cause, and the process
+    ends with status 1 and the cause. Formerly it answered /healthz with 200 and every request with 503 for ever. Or an
+    abort raises, for a client that leaves: formerly the error was not reported, and its blocks stayed."""
     port, log = hold_port(), tmp_path / "log"
     with log.open("w") as out:
-        child = nursery(*ENGINE).start(["-c", BROKEN, str(port)], stdout=out, stderr=out)
+        child = nursery(*ENGINE).start(["-c", BROKEN, str(port), method], stdout=out, stderr=out)
     until(lambda: "seeded weights at" in log.read_text(), "it listens", DEADLINE_S)
-    asked = urllib.request.Request(f"http://127.0.0.1:{port}/v1/completions", json.dumps(completion(1)).encode())
-    with pytest.raises(urllib.error.HTTPError) as refused:
-        urllib.request.urlopen(asked, timeout=DEADLINE_S)  # noqa: S310 - our own server
-    said = json.loads(refused.value.read())["error"]["message"]
-    assert (refused.value.code, said) == (500, "the engine has failed: IndexError: index 16 is out of bounds")
+    body = json.dumps(completion(1, max_tokens=700, ignore_eos=True, stream=method == "abort")).encode()
+    asked = urllib.request.Request(f"http://127.0.0.1:{port}/v1/completions", body)
+    if method == "abort":
+        with urllib.request.urlopen(asked, timeout=DEADLINE_S) as answer:  # noqa: S310 - our own server
+            assert answer.readline().startswith(b"data: {")
+    else:
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            urllib.request.urlopen(asked, timeout=DEADLINE_S)  # noqa: S310 - our own server
+        said = json.loads(refused.value.read())["error"]["message"]
+        assert (refused.value.code, said) == (500, "the engine has failed: IndexError: index 16 is out of bounds")
     assert child.wait(DEADLINE_S) == 1
     assert "kvroute decode: the engine has failed: IndexError: index 16 is out of bounds" in log.read_text()

@@ -1,4 +1,4 @@
-"""Prefill and decode in this process, over HTTP: right answers, refusals that say why, nothing left behind."""
+"""Prefill and decode in this process, over HTTP: right answers, refusals with a reason, nothing left behind."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.xdist_group("servers")  # its servers take seconds to s
 
 
 class Served(processes.Server):
-    """A server in a thread of this process; asked as one that is a process of its own."""
+    """A server in a thread of this process; it is used like a server in its own process."""
 
     def __init__(self, server: Server) -> None:
         self.server, self.url, self.command = server, server.url, server.settings.role
@@ -65,7 +65,8 @@ class Both(processes.Pair):
 @pytest.fixture(scope="module")
 def both() -> Iterator[Both]:
     sizes = {"port": 0, "device_blocks": 48, "host_blocks": 16}
-    with ExitStack() as stack:
+    with pytest.MonkeyPatch.context() as patched, ExitStack() as stack:
+        patched.setattr(servers, "DRAIN_S", 1.0)  # prompts that were not fetched are waited for at the end
         prefill = stack.enter_context(served(Settings("prefill", peers=["tcp://127.0.0.1:*"], **sizes)))
         address = prefill.server.engine.crossing.address
         yield Both(prefill, stack.enter_context(served(Settings("decode", peers=[address], **sizes))))
@@ -134,8 +135,8 @@ def test_a_stream_adds_up_to_the_answer(both: Both) -> None:
 
 
 def test_a_client_that_goes_away_is_forgotten(both: Both, caplog: pytest.LogCaptureFixture) -> None:
-    """Goal: nothing is computed for nobody, and a disconnect is not an error. Method: close the connection after the
-    first event; blocks come back, and nothing is logged. It wrote a traceback."""
+    """Goal: no tokens are computed for a client that has gone, and a disconnect is not an error. Method: close the
+    connection after the first event; blocks come back, and nothing is logged. Formerly a traceback was."""
     before = both.decode.counters()["http"]["left"]
     asked = connection(both.decode)
     with caplog.at_level(logging.INFO):
@@ -159,24 +160,22 @@ def test_a_client_that_goes_away_is_forgotten(both: Both, caplog: pytest.LogCapt
         ({"max_tokens": 0}, 400, "$.max_tokens"),
         ({"max_tokens": 10_000}, 400, "wanted prompt and max_tokens of at most 768 tokens together"),
         ({"temperature": -1}, 400, "$.temperature"),
-        ({"top_p": 0.5}, 400, "top_p: wanted 1 or None, got 0.5"),
-        ({"top_p": 1.0, "presence_penalty": 0, "stop": None}, 200, ""),
         ({"n": 65}, 400, "$.n"),
-        ({"logprobs": 3}, 400, "logprobs: wanted None, got 3"),
         ({"frobnicate": 3}, 400, "unknown field `frobnicate`"),
-        ({"user": "x" * (2 << 20)}, 413, ""),
+        ({"model": "x" * (2 << 20)}, 413, ""),
     ],
 )
 def test_a_bad_request_is_one_line_that_names_the_field(
     both: Both, change: dict[str, Any], status: int, said: str
 ) -> None:
-    """Goal: a client's mistake is a 4xx, and OpenAI's parameters at neutral values are none; they were refused."""
+    """Goal: a client's mistake is a 4xx."""
     found, answer = both.prefill.ask("/v1/completions", completion(1) | change)
     assert found == status, answer
-    assert status == 200 or (said in answer["error"]["message"] and "\n" not in answer["error"]["message"])
+    assert said in answer["error"]["message"]
+    assert "\n" not in answer["error"]["message"]
 
 
-def test_what_is_no_request_is_refused(both: Both) -> None:
+def test_an_invalid_request_is_refused(both: Both) -> None:
     for body in (b"", b"{", b"[]", b"\xff\xff", b"[" * 50_000, b'{"model":' + b"[" * 100_000):
         assert both.decode.ask("/v1/completions", body)[0] == 400
     assert both.decode.ask("/v1/chat", b"{}")[0] == 404
@@ -184,7 +183,8 @@ def test_what_is_no_request_is_refused(both: Both) -> None:
 
 
 def test_a_compressed_body_is_read_or_refused(both: Both) -> None:
-    """Goal: invalid gzip is 400; it was 500. A body of a few bytes that swells is refused as a long one."""
+    """Goal: invalid gzip is answered with 400; it was 500. A small body that decompresses to a long one is refused as
+    such."""
     sent = json.dumps(completion(1)).encode()
     for body, status in ((gzip.compress(sent), 200), (b"no gzip", 400), (gzip.compress(b" " * (64 << 20)), 413)):
         asked = connection(both.prefill)
@@ -195,8 +195,8 @@ def test_a_compressed_body_is_read_or_refused(both: Both) -> None:
 
 
 def test_bodies_that_never_end_take_no_place(both: Both, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Goal: unfinished bodies shut nobody out; 64 did. Method: more of them than requests are taken at once; others are
-    answered meanwhile, and they are told in time."""
+    """Goal: unfinished bodies do not block other clients; formerly 64 did. Method: more of them than the limit of
+    concurrent requests; other requests are answered meanwhile, and the unfinished ones get an error in time."""
     monkeypatch.setattr(servers, "BODY_S", 3.0)
     address, head = urlsplit(both.decode.url), b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{"
     opened = [socket.create_connection((address.hostname, address.port or 0)) for _ in range(servers.REQUESTS_MAX + 8)]
@@ -208,9 +208,9 @@ def test_bodies_that_never_end_take_no_place(both: Both, monkeypatch: pytest.Mon
         each.close()
 
 
-def test_a_long_text_holds_nobody_up(both: Both, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Goal: tokenising is not done where everything else is answered; a long text froze it for minutes. Method: a
-    tokenizer that waits until somebody else has been answered."""
+def test_a_long_text_delays_no_other_request(both: Both, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Goal: tokenising does not run in the thread that answers requests; a long text froze that for minutes. Method: a
+    tokenizer that waits until another request has been answered."""
     answered, encode = threading.Event(), text.encode
 
     def slow(given: str) -> list[int]:
@@ -227,7 +227,7 @@ def test_a_long_text_holds_nobody_up(both: Both, monkeypatch: pytest.MonkeyPatch
 
 
 def test_decode_connects_to_configured_prefills_only(both: Both) -> None:
-    """Goal: an address never comes from a message. Method: handovers that name others, or do not fit."""
+    """Goal: an address is never taken from a message. Method: handovers that name others, or do not fit."""
     body = completion(1)
     status, handover = both.prefill.ask("/v1/completions", body)
     assert status == 200
@@ -243,7 +243,7 @@ def test_decode_connects_to_configured_prefills_only(both: Both) -> None:
 
 
 def test_counters_add_up(both: Both) -> None:
-    """Goal: every counter has its denominator. Method: sums over all that this module has asked."""
+    """Goal: every counter has its denominator. Method: sums over all requests of this module."""
     both.right(completion(41))
     for each in (both.prefill, both.decode):
         found = each.counters()
@@ -253,7 +253,7 @@ def test_counters_add_up(both: Both) -> None:
     assert found["decode"]["transferred_rows"] > 0
 
 
-def test_what_is_wrong_is_told_by_its_flag(both: Both) -> None:
+def test_a_wrong_flag_is_named(both: Both) -> None:
     taken = both.prefill.server.engine.crossing.address
     with pytest.raises(ConfigError, match=taken):
         Server(Settings("prefill", port=0, peers=[taken]))

@@ -18,7 +18,7 @@ class _Loaded:
 
 
 class FileLinker(UnifiedCacheLinker):
-    """A file a page in the folder ``home``; what is to be loaded is read when the pass begins."""
+    """A file a page in the folder ``home``; pages to load are read when the pass begins."""
 
     layer_done_counter = _Loaded()
 

@@ -1,4 +1,4 @@
-"""One SGLang engine in a process of its own, asked what a plan says; each answer is a line of JSON in ``out``.
+"""One SGLang engine in a process of its own, which runs a plan; each answer is a line of JSON in ``out``.
 
 ``python serve.py PLAN`` where PLAN is the path of a JSON object: ``model``, ``options`` of the engine, ``do`` (a list
 of ``[scenario, verb, arguments]``) and ``out``.
@@ -36,7 +36,7 @@ FIXED: dict[str, Any] = {
 
 
 class Asked:
-    """Puts questions to the engine, and writes down what comes."""
+    """Sends requests to the engine, and writes down the answers."""
 
     def __init__(self, engine: Any, out: Any) -> None:
         self.engine, self.out = engine, out
@@ -88,7 +88,7 @@ class Asked:
         raise TimeoutError("the cache was not flushed")
 
     def change(self, _: str, home: str) -> None:
-        """One bit of the last number, of the last layer's V, of the page that somebody has kept longest in ``home``."""
+        """One bit of the last number, of the last layer's V, of the oldest page in ``home``."""
         page = min(
             (path for path in Path(home).iterdir() if path.stat().st_size > 1000), key=lambda at: at.stat().st_mtime
         )

@@ -104,7 +104,7 @@ def ours(store: Path, **extra: Any) -> dict[str, Any]:
 
 
 def theirs(tier: str, home: Path) -> dict[str, Any]:
-    """Options of an engine whose KV is kept by somebody else, in the folder ``home``."""
+    """Options of an engine whose KV is kept by a linker or a storage without rows, in the folder ``home``."""
     home.mkdir(exist_ok=True)
     if tier == "linker of others":
         return linked("FileLinker", "file_linker", home=str(home))
@@ -158,8 +158,8 @@ def test_scenarios(serve: Serve, model: Models, tmp_path: Path, tier: str) -> No
 
 
 @pytest.mark.parametrize("tier", ["linker of others", "storage"])
-def test_rows_go_by_kv_that_somebody_else_keeps(serve: Serve, model: Models, tmp_path: Path, tier: str) -> None:
-    """Goal: KV of a linker or a storage that knows no rows has its own rows beside it, or none, and says why.
+def test_rows_follow_kv_that_another_component_keeps(serve: Serve, model: Models, tmp_path: Path, tier: str) -> None:
+    """Goal: KV of a linker or a storage that knows no rows has its own rows beside it, or none with a reason.
 
     Method: engines on one folder of KV. Stock SGLang fills it, and loads what it has evicted. With kvroute, KV without
     rows is no hit; with rows it is one, until a bit of the last layer of one page is another, and then none again. In
@@ -227,6 +227,6 @@ def test_weights_change(serve: Serve, model: Models, tmp_path: Path) -> None:
 
 
 def test_what_is_not_followed_is_refused_by_name(serve: Serve, model: Models) -> None:
-    """Goal: no engine runs that would lose rows without a word. Method: a linker that keeps KV, and no store."""
+    """Goal: an engine that would lose rows silently does not start. Method: a linker that keeps KV, and no store."""
     with pytest.raises(AssertionError, match="a store for the rows of KV that is loaded"):
         serve(model("qwen3_moe"), [], **SMALL | linked("FileLinker", "file_linker"))

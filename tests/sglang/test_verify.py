@@ -69,7 +69,8 @@ def test_what_is_handed_out_over_http(
     with running(engine_environment(plugins, kvroute=who == "kvroute"), tmp_path / "log", options) as url:
         told = []
         for by in home, home / "config.json":
-            status = main(["verify", "--url", url, "--model", str(by), "--longest", "120", "--seed", str(len(told))])
+            asked = ["--longest", "120", "--seed", str(len(told)), "--dtype", "float32"]
+            status = main(["verify", "--url", url, "--model", str(by), *asked])
             assert status == (FAILED if who == "stock" else 0), capsys.readouterr().out
             told.append(capsys.readouterr().out)
     for found in told:

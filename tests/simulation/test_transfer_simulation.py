@@ -55,10 +55,9 @@ def seeds() -> range:
 
 @pytest.mark.timeout(0 if STEPS > 200_000 else 900)
 def test_every_claim_holds_under_every_fault(taken: Counter[tuple[str, str]]) -> None:
-    """Goal: all invariants of transfers, whatever goes wrong and when. Method: seeded runs in virtual time; every claim
+    """Goal: all invariants of transfers hold, whatever fails and when. Method: seeded runs in virtual time; every claim
     is checked after every step, and at the end of each run everything has come back. Then: each kind of fault, each way
-    to end and each transition of the tables really happened.
-    """
+    to end and each transition of the tables really happened."""
     happened: Counter[str] = Counter()
     for seed in seeds():
         world = World(seed)

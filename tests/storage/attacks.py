@@ -1,4 +1,5 @@
-"""The file store's trials by the thousand: ``python -m tests.storage.attacks`` runs them all and says what it counted.
+"""The file store's trials by the thousand: ``python -m tests.storage.attacks`` runs them all and prints what it
+counted.
 
 A store is judged by its outside, so that every store with a directory passes the same trials. CI runs a slice of each
 (:mod:`tests.storage.test_attacks`). Every trial has a seed, so that one that fails can be run again.

@@ -19,9 +19,8 @@ from faulty_disk import FaultyDisk
 
 from cache_manager.errors import StoreClosedError, StoreLockedError
 from cache_manager.ports import Absence
-from cache_manager.storage.file import Sync
-from cache_manager.testing.origins import Content, held, offer, together
-from cache_manager.testing.records import BOTH, get, key_of, payload_of, put
+from cache_manager.storage.file import Sync, fsck
+from cache_manager.testing.records import BOTH, Content, get, held, key_of, offer, payload_of, put, together
 from tests.storage.stores import Known, opened, reading
 
 # Processes that are killed.
@@ -69,8 +68,8 @@ def kill_me() -> None:
 def kills(scratch: Path, seed: int, lives: int = 11, records: int = 1500) -> int:
     """Lives of one store that are killed at a byte or a moment; how many records they had acknowledged.
 
-    Each puts new records in batches, replaces some of its own and deletes some. What was acknowledged is as it was
-    acknowledged; what was on its way is before or after; nothing is torn.
+    Each puts new records in batches, replaces some of its own and deletes some. Acknowledged operations are kept; each
+    record of an operation in progress at the kill is as before or as after it; no record is torn.
     """
     rng = np.random.default_rng((4, seed))
     known, total = Known(), 0
@@ -104,7 +103,7 @@ def kills(scratch: Path, seed: int, lives: int = 11, records: int = 1500) -> int
             total += 1
             n, origin = (-done - 1, 0) if done < 0 else ((done - 1) // 2, 2 - done % 2)
             known.may[n], known.certain[n] = {origin}, origin
-        for n in range(first, first + records):  # what was on its way when it ended
+        for n in range(first, first + records):  # the operation in progress when it ended
             step = known.certain.get(n, 0)
             following = {0: [1], 1: [2] if n % 3 == 0 else [], 2: []}[step] if n not in known.certain or step else []
             known.may[n].update(following)
@@ -145,6 +144,7 @@ def beside(scratch: Path, seed: int, lasts_s: float = 3.0) -> int:
             while time.monotonic() < until_s:
                 answers = held(reader, range(60))
                 assert Absence.CORRUPT not in answers
+                assert checks % 10 or len(fsck(scratch / "s").extents) <= 3  # locks no other process out
                 checks += 1
     finally:
         os.kill(pid, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Small file stores for tests, judged by their outside: what was put, acknowledged, flushed, deleted, and is read."""
+"""Small file stores for tests, judged from outside, by what was put, acknowledged, flushed, deleted and read."""
 
 from __future__ import annotations
 
@@ -10,16 +10,19 @@ from typing import Any
 
 from cache_manager.keys import BlockKey
 from cache_manager.ports import Absence
+from cache_manager.spec import AuxBlockDataSpec, RecordLayout
 from cache_manager.storage.disk import Disk
 from cache_manager.storage.file import FileReader, FileStore
 from cache_manager.storage.file.directory import StoreDirectory
 from cache_manager.storage.file.fsck import read_extents
 from cache_manager.storage.records import RecordStore
-from cache_manager.testing.origins import Content, held, offer
-from cache_manager.testing.records import BOTH, LAYOUT
+from cache_manager.testing.records import BOTH, LAYOUT, Content, get, held, key_of, offer, payload_of
 
 SMALL_NBYTES = 64 << 10
 """Of an extent: a dozen records."""
+PER_EXTENT = 11
+"""Records of the tests in a small extent."""
+OTHER = RecordLayout((AuxBlockDataSpec("other", row_shape=(40, 8), dtype="uint8", block_tokens=80),))
 MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None  # noqa: S108 - names below it are mkdtemp's
 """A file system whose syncs cost nothing; a killed process leaves the same behind on any."""
 
@@ -91,7 +94,7 @@ class Known:
             self.certain.pop(n, None)
 
     def put(self, store: RecordStore, wanted: Sequence[int], origin: int, *, replace: bool = True) -> list[int]:
-        """Offer whole records; the origins that are said to be stored, 0 for none."""
+        """Offer whole records; the origins that are reported as stored, 0 for none."""
         self.offered(wanted, origin)
         told = offer(store.backend, [(n, Content(origin, BOTH)) for n in wanted], replace=replace)
         answers = [0 if each is None else each.origin for each in told]
@@ -104,7 +107,7 @@ class Known:
             self.certain.pop(n, None)
 
     def judge(self, store: RecordStore, wanted: Sequence[int], *, corrupt: bool = False) -> set[int]:
-        """Read; which are there. ``corrupt``: what is not certain may be that."""
+        """Read, and return which are there. ``corrupt``: records that may be missing may also be corrupt."""
         there = set()
         for n, answer in zip(wanted, held(store, wanted), strict=True):
             if isinstance(answer, Content):
@@ -114,3 +117,19 @@ class Known:
             assert corrupt or answer is not Absence.CORRUPT, f"{n} is corrupt"
             assert n not in self.certain or (isinstance(answer, Content) and answer.origin == self.certain[n])
         return there
+
+
+def there(store: RecordStore, wanted: Sequence[int]) -> set[int]:
+    """Which of these are there; each that is has to be right."""
+    answers = get(store, wanted)
+    assert all(answer in (payload_of(n), Absence.MISS) for n, answer in zip(wanted, answers, strict=True))
+    return {n for n, answer in zip(wanted, answers, strict=True) if answer is not Absence.MISS}
+
+
+def put_others(store: RecordStore, wanted: Sequence[int]) -> int:
+    """How many records of another layout are stored."""
+    payload, valid = bytes(OTHER.nbytes), b"\xff" * 8 + b"\xff\xff" + bytes(6)
+    keys = [key_of(1000 + n) for n in wanted]
+    others, count = RecordStore(store.backend, OTHER), len(keys)
+    answers = others.put(keys, [payload] * count, [valid] * count, [0] * count, [1] * count)
+    return sum(answer is not None for answer in answers)

@@ -9,7 +9,6 @@ import random
 import signal
 import subprocess
 import sys
-import textwrap
 import threading
 import time
 from collections.abc import Iterator
@@ -85,7 +84,7 @@ def again(store: ApartStore) -> None:
     until(lambda: store.apart.pid is not None, WAIT_S)
 
 
-def test_a_store_that_cannot_be_opened_says_so_as_it_would_here(tmp_path: Path) -> None:
+def test_a_store_that_cannot_be_opened_raises_the_same_error_as_here(tmp_path: Path) -> None:
     for url in ("nosuch:x", f"file://{tmp_path}?quota=many", "memory:?capacity=1MiB,memory:"):
         with pytest.raises(ConfigError):
             open_store(f"apart:{url}")
@@ -97,7 +96,8 @@ def test_a_store_that_cannot_be_opened_says_so_as_it_would_here(tmp_path: Path) 
 
 
 def test_errors_of_the_store_arrive_with_their_types_and_fields(store: ApartStore) -> None:
-    """Goal: callers see what they would see here. Method: a store that another process has; the store lives on."""
+    """Goal: callers see the same as with a store in their own process. Method: a store that another process has; it
+    lives on."""
     with pytest.raises(StorageError) as found:
         apart(store.apart.url)
     assert type(found.value).__name__ == "StoreLockedError"
@@ -122,7 +122,7 @@ def test_a_record_that_no_slot_of_the_arena_holds_is_refused_at_once() -> None:
         assert store.get_into([key_of(1)], [memoryview(bytearray(LAYOUT.nbytes))]) == [Absence.MISS]
 
 
-def test_what_a_later_part_of_a_batch_has_evicted_is_not_said_to_be_stored() -> None:
+def test_a_record_evicted_by_a_later_part_of_its_batch_is_not_reported_as_stored() -> None:
     """Method: a batch in four parts for a store that has room for one."""
     with apart("memory:?capacity=40000", arena_nbytes=128 << 10) as store:
         numbers = range(28)
@@ -228,7 +228,7 @@ def test_while_it_cannot_start_calls_are_refused_with_the_cause(store: ApartStor
 
 
 def test_a_process_that_cannot_be_started_is_tried_again(store: ApartStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A bug that was found: a machine without a descriptor for a moment ended the thread that brings it back."""
+    """A bug that was found: a moment without free file descriptors ended the thread that restarts the process."""
     starts, real = itertools.count(), subprocess.Popen
 
     def popen(*arguments: Any, **options: Any) -> subprocess.Popen[bytes]:
@@ -246,7 +246,7 @@ def test_a_process_that_cannot_be_started_is_tried_again(store: ApartStore, monk
 def test_a_machine_without_room_for_a_process_or_thread_is_a_storage_error(
     url: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """And a process that says nothing is ended."""
+    """And a process that never answers is ended."""
     silent = tmp_path / "silent"
     silent.write_text("#!/bin/sh\nexec sleep 600\n")
     silent.chmod(0o700)
@@ -273,7 +273,7 @@ def ours() -> list[str]:
 
 
 def test_closing_while_it_is_started_again(url: str) -> None:
-    """Whatever the new process has come to, close ends it; a call that waited for it is told."""
+    """Close ends the new process at any stage of its start; a call that waited for it gets an error."""
     for pause_s in (0.0, 0.2, 0.5):
         store = apart(url, restart_pause_s=0.001)
         pid = end(store.apart.pid)
@@ -307,7 +307,7 @@ def test_closing_while_the_process_is_lost_raises_nothing(url: str) -> None:
 
 
 def test_a_fork_ends_no_process_of_its_parent(store: ApartStore) -> None:
-    """Method: a forked child asks, and closes, as leaving a ``with`` there would."""
+    """Method: a forked child calls the store, and closes it, as the end of a ``with`` block would."""
     pid, child = store.apart.pid, os.fork()
     if not child:
         try:
@@ -320,27 +320,6 @@ def test_a_fork_ends_no_process_of_its_parent(store: ApartStore) -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
     assert store.usage()["records"] == 0
     assert store.apart.pid == pid
-
-
-def test_a_killed_parent_leaves_no_process_and_the_store_can_be_opened(url: str) -> None:
-    script = textwrap.dedent(
-        """
-        import sys, time
-        from cache_manager.storage.apart import Apart
-        print(Apart(sys.argv[1]).pid, flush=True)
-        time.sleep(600)
-        """
-    )
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    with subprocess.Popen(
-        [sys.executable, "-P", "-c", script, url], stdout=subprocess.PIPE, text=True, env=environment
-    ) as parent:
-        assert parent.stdout is not None
-        pid = int(parent.stdout.readline())
-        parent.kill()
-        parent.wait()
-    until(lambda: gone(pid), WAIT_S)
-    open_store(url).close()
 
 
 def test_a_command_too_large_for_a_frame_is_sent_in_parts(store: ApartStore) -> None:
@@ -365,8 +344,9 @@ def test_a_full_arena_is_waited_for_until_the_deadline(url: str) -> None:
         assert store.counters["lost_calls"] >= 1
         again(store)
         with ExitStack() as lent:
-            rooms = [lent.enter_context(store._room([1000, 64])) for _ in range(CALLS_MAX)]
-            ranges = sorted((at, at + n) for _, places in rooms for at, n in zip(places, (1000, 64), strict=True))
+            slots = [lent.enter_context(store.apart.slot()) for _ in range(CALLS_MAX)]
+            rooms = [store._places(slot, [1000, 64]) for slot in slots]
+            ranges = sorted((at, at + n) for places in rooms for at, n in zip(places, (1000, 64), strict=True))
             assert all(end <= then for (_, end), (then, _) in itertools.pairwise(ranges))
             assert all(at % 64 == 0 for at, _ in ranges)
             assert ranges[-1][1] <= store.apart.arena_nbytes
@@ -378,8 +358,8 @@ def test_a_full_arena_is_waited_for_until_the_deadline(url: str) -> None:
 def test_a_slot_is_lent_again_when_the_process_that_may_write_it_is_gone(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Goal: no other record lies where a call that was given up may still write. Method: a kernel that does not let go
-    of a process that was killed, as one in a file system that hangs."""
+    """Goal: memory that an abandoned call may still write gets no other record. Method: a killed process that the
+    kernel cannot end, as one that waits for a hanging file system."""
     with apart(url, call_s=0.2, close_s=0.2) as store:
         pid = end(store.apart.pid, signal.SIGSTOP)
         with monkeypatch.context() as away:

@@ -31,7 +31,7 @@ def test_a_reader_beside_a_writer_reads_whole_records(tmp_path: Path) -> None:
     assert beside(tmp_path, 0, lasts_s=0.5) > 0
 
 
-# What the store before this one failed.
+# Tests that the previous store failed.
 
 
 class StaleDisk(FaultyDisk):
@@ -66,8 +66,8 @@ def everybody_serves(directory: Path, wanted: set[int]) -> None:
 
 @pytest.mark.parametrize("harm", ["flip", "cut", "remove"])
 def test_no_file_and_no_page_is_a_single_point_of_failure(tmp_path: Path, harm: str) -> None:
-    """Goal: what is no record costs no record. Method: bits of the first page of each file and of its last,
-    one after the other, and each file that holds no records cut or removed."""
+    """Goal: damage outside of records costs no record. Method: bits of the first page of each file and of its last, one
+    after the other, and each file that holds no records cut or removed."""
     with opened(tmp_path / "s") as store:
         assert all(put(store, range(40)))
     records = {path.name for path in files(tmp_path / "s")}
@@ -138,6 +138,6 @@ def test_a_sparse_file_of_terabytes_takes_no_other_with_it(tmp_path: Path, own: 
 
 @pytest.mark.parametrize("seed", [11, 30, 42, 54])
 def test_a_slot_that_holds_a_record_is_not_given_to_another(tmp_path: Path, seed: int) -> None:
-    """A bug that was found: the disk failed when a replaced record was to go, and the slot of the new one was taken for
-    free, so that a later put said that a record was stored which was not."""
+    """A bug that was found: the disk failed during the removal of a replaced record, and the slot of the new one was
+    treated as free, so that a later put reported a record as stored that was not."""
     faults(tmp_path, seed)

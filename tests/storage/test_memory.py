@@ -34,17 +34,6 @@ def test_the_least_recently_used_record_makes_room() -> None:
     backend.close()
 
 
-def test_the_slot_of_a_deleted_record_is_used_again() -> None:
-    backend = MemoryStore(3 * LAYOUT.nbytes)
-    store = RecordStore(backend, LAYOUT)
-    put(store, [1, 2, 3])
-    backend.delete([key_of(1), key_of(2)])
-    put(store, [4, 5])
-    assert store.contains([key_of(n) for n in (3, 4, 5)]) == [True] * 3
-    assert backend.usage()["evicted_records"] == 0
-    backend.close()
-
-
 def test_a_record_of_another_size_is_an_error_that_changes_nothing() -> None:
     backend = MemoryStore(1 << 20)
     store = RecordStore(backend, LAYOUT)
@@ -86,7 +75,7 @@ class Torn(MemoryStore):
 
 
 def test_a_bad_record_that_cannot_be_read_once_more_costs_no_other_one() -> None:
-    """It is a miss, and stays: it was found bad only once. Alone in its batch, the failure is told."""
+    """The record is a miss, and is kept: it was found bad only once. Alone in its batch, the failure is reported."""
     backend = Torn(8 * LAYOUT.nbytes)
     store = RecordStore(backend, LAYOUT)
     put(store, range(2))

@@ -16,8 +16,7 @@ from cache_manager.record import RecordHeader, pack_header
 from cache_manager.storage.apart import ApartStore
 from cache_manager.storage.mooncake import LOOKS, MooncakeStore
 from cache_manager.storage.records import RecordStore
-from cache_manager.testing.origins import Content, held, offer
-from cache_manager.testing.records import BOTH, LAYOUT, get, header_of, key_of, payload_of, put
+from cache_manager.testing.records import BOTH, LAYOUT, Content, get, header_of, held, key_of, offer, payload_of, put
 from tests.storage.mooncake_stores import CALM_MS, name_of, opened
 
 Found = list[RecordHeader | Absence]
@@ -29,7 +28,8 @@ LONG_LEASE = pytest.mark.parametrize("master", [60_000], indirect=True)
 def test_a_damaged_object_is_a_counted_miss_and_can_be_stored_anew(calm: MooncakeStore, owner: Owner) -> None:
     """Every offset class: header, bitmap, payload; a cut, an addition, another key's record, another version, junk.
 
-    The store's own answer is the same, whoever sums: rollouts ask it, too."""
+    The store answers the same whichever code computes the checksum: rollouts use it, too.
+    """
     whole = [payload_of(n) + pack_header(header_of(n)) for n in range(20)]
     start = LAYOUT.nbytes
 
@@ -68,9 +68,11 @@ def test_a_damaged_object_is_a_counted_miss_and_can_be_stored_anew(calm: Mooncak
 def test_a_record_that_changes_while_it_is_read_is_read_again(
     looks: int, second: str, calm: MooncakeStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Goal: what is replaced just then is not taken for damaged, and a look that fails costs no record that was found.
+    """Goal: a record that is being replaced is not treated as damaged, and a failing look costs no record that was
+    found.
 
-    Method: the payload that comes is another one for a few looks, or the next look fails."""
+    Method: the payload that comes is another one for a few looks, or the next look fails.
+    """
     put(RecordStore(calm, LAYOUT), [1, 2])
     real, asked = ApartStore.get_into, itertools.count()
 
@@ -92,7 +94,7 @@ def test_a_record_that_changes_while_it_is_read_is_read_again(
 
 
 def test_a_record_that_others_read_can_be_deleted_and_replaced(master: Master, owner: Owner) -> None:
-    """Goal: a lease keeps no record that was denied. Method: another process leases it on and on."""
+    """Goal: a lease keeps no record that was denied. Method: another process renews its lease again and again."""
     backend, other = opened(master, timeout_ms=CALM_MS), opened(master, timeout_ms=CALM_MS)
     old, new = Content(1, BOTH), Content(2, BOTH)
     assert offer(backend, [(1, old), (2, old)], replace=False) == [old, old]

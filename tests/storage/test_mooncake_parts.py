@@ -1,4 +1,4 @@
-"""The parts of the Mooncake store that decide: what a code means, what a URL may say, how the master is asked."""
+"""The deciding parts of the Mooncake store: the meaning of codes, the options of a URL, the requests to the master."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_a_url_that_cannot_be_names_the_field(url: str, field: str) -> None:
 
 
 def test_an_admin_port_that_says_nothing_is_an_error_in_time() -> None:
-    """Method: it takes the connection, and that is all."""
+    """Method: the master accepts the connection and never answers."""
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         server.listen()

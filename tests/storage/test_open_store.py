@@ -43,16 +43,12 @@ def test_a_file_store_is_in_the_directory_of_its_url(tmp_path: Path, name: str) 
         ("redis://host/1", "store scheme: wanted one of apart, file, memory.* got 'redis'"),
         ("memory:?capacity=64MB", r"memory: store parameter capacity: wanted a positive whole number .* got '64MB'"),
         ("memory:?capacity=0", "store parameter capacity: wanted a positive"),
-        ("memory:?capacity=-1", "store parameter capacity: wanted a positive"),
-        ("memory:?capacity=1.5GiB", "store parameter capacity: wanted a positive"),
         ("memory:?capacity=", "store parameter: wanted name=value, got 'capacity='"),
-        ("memory:?capacity", "store parameter: wanted name=value"),
         ("memory:?size=1MiB", "memory: store parameter: wanted one of capacity, got 'size'"),
         ("memory:?capacity=1MiB&capacity=2MiB", "store parameter capacity: wanted one value"),
         ("memory:///path", "memory: store path: wanted none"),
         ("memory:#x", "store: wanted a URL without '#'"),
         ("file:", "file: store path: wanted file:///absolute/path, got 'file:'"),
-        ("file:relative", "file: store path"),
         ("file://host/dir", "file: store path"),
         ("file:///a%00b", "file: store path"),
         (
@@ -64,15 +60,8 @@ def test_a_file_store_is_in_the_directory_of_its_url(tmp_path: Path, name: str) 
         ("tiered:", "tiered: store tiers: wanted URLs"),
         ("tiered:memory:", "tiered: store tiers: wanted 2 or more, got 1"),
         ("tiered:memory:,redis://h", "store scheme: wanted one of .*, got 'redis'"),
-        ("tiered:tiered:memory:,memory:", "tiered: store tiers: wanted 2 or more, got 1"),
         ("tiered:/dir,memory:", "tiered: store tiers: wanted URLs"),
         ("tiered:?pause_ms=1,memory:,memory:", "tiered: store parameter: wanted one of .* got 'pause_ms'"),
-        (
-            "tiered:memory:?capacity=1MiB,memory:?quota=1",
-            "memory: store parameter: wanted one of capacity, got 'quota'",
-        ),
-        ("memory:memory:", "memory: store path: wanted none"),
-        ("file:file:///x", "file: store path"),
     ],
 )
 def test_a_url_that_cannot_be_is_a_config_error(url: str, message: str) -> None:

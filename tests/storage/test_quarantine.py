@@ -1,4 +1,4 @@
-"""What is set aside is what was read, and not what has come under the same key since."""
+"""Only the record that was read is set aside, not one that was put under the same key since."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_a_torn_read_does_not_delete_the_record_that_came_after(tmp_path: Path, 
 @pytest.mark.parametrize("kind", ["memory", "file"])
 def test_a_record_that_says_more_rows_than_a_block_has_is_set_aside(tmp_path: Path, kind: str) -> None:
     """Goal: bits that stand for no row are never taken into a region's words. Method: a backend has a record whose sums
-    are sound, with one such bit in the words of one spec; then a record that says every row that there is."""
+    are sound, with one such bit in the words of one spec; then a record in which every row is marked as present."""
     tokens, width = LAYOUT.block_tokens, 64 * LAYOUT.valid_words
     assert tokens < width, "there are bits that stand for no row"
     every = sum(((1 << tokens) - 1) << width * spec for spec in range(len(LAYOUT.specs)))

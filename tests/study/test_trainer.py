@@ -1,4 +1,4 @@
-"""Engine and trainer of the study: rows and probabilities belong to the tokens they are said to belong to."""
+"""Engine and trainer of the study: rows and probabilities belong to the right tokens."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def step(trainer: Trainer, rollouts: Rollouts, old: torch.Tensor, sign: float = 
 
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 def test_an_update_follows_the_advantage(sign: float) -> None:
-    """Goal: what was better becomes likelier, what was worse less likely. Method: one batch, all of one advantage."""
+    """Goal: better answers become likelier, worse ones less likely. Method: one batch, all of one advantage."""
     scale, _, rollout, trainer = sides("tiny", "qwen3_moe")
     rollouts = rolled_out(scale, rollout)
     old = trainer.score(rollouts, None).log_probs
@@ -118,8 +118,9 @@ def test_rollouts_depend_on_their_seed_and_on_nothing_else() -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("spread", [False, True])
 def test_padded_experts_are_the_loop(family: str, spread: bool) -> None:
-    """Goal: padding changes no value and no gradient, with experts that nobody chose too. Method: the same two experts
-    for every token, or random ones; answers and the gradients of states, scores and weights against transformers'."""
+    """Goal: padding changes no value and no gradient, also with experts that no token chose. Method: the same two
+    experts for every token, or random ones; answers and the gradients of states, scores and weights against
+    transformers'."""
     install()
     model = build_trained(SCALES["small"], family, 0, CPU)
     experts: Any = [module for name, module in model.named_modules() if name.endswith(".experts")][-1]

@@ -58,7 +58,7 @@ class House:
         return bool(read.valid.all()) and np.array_equal(read.values, rows)
 
     def device_writes(self, at: np.ndarray, rows: np.ndarray) -> None:
-        """What a device does that was given the slots."""
+        """The writes of a device that was given the slots."""
         (region, *_) = places(self.engine.region("device"))
         for slot, row in zip(at.tolist(), rows, strict=True):
             region[slot // TOKENS, slot % TOKENS] = row.reshape(-1).view(np.uint8)
@@ -94,7 +94,7 @@ class House:
 
     @contextmanager
     def when_copied(self, happens: Callable[[], object], tier: TierName = "device") -> Iterator[None]:
-        """Something happens once in the body: when a move has copied bytes of a block into the tier."""
+        """Within the body something happens once, when a move has copied bytes of a block into the tier."""
         left = [happens]
         region = self.engine.region(tier)
         watch_rows(region, lambda: left and left.pop()())

@@ -1,4 +1,4 @@
-"""What a model of an engine's blocks knows: dictionaries of rows, one a life, and what is in flight."""
+"""The state of a model of an engine's blocks: dictionaries of rows, one a life, and what is in flight."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Life:
     """What was written for one life of a block, or since everything in it was forgotten."""
 
     rows: dict[int, bytes] = field(default_factory=dict)
-    computed: bool = False  # somebody has said what its KV is: nothing is restored beside it
+    computed: bool = False  # its KV was named: nothing is restored beside it
 
 
 @dataclass(eq=False)
@@ -132,13 +132,15 @@ class BlocksModel(RuleBasedStateMachine):
         self.engine.apply(self.last)
 
     def find_gap(self) -> None:
-        """A batch comes: where one was lost before it, nothing is known of any block."""
+        """A batch comes: where one was lost before it, nothing is known of any block, nor in which life it is."""
         if self.lost:
             self.lost = False
+            self.known = [0] * DEVICE
+            self.given["device"].clear()
             self.forget_all()
 
     def learn(self, blocks: list[int]) -> None:
-        """The worker has heard that blocks were given out; into which bytes are being copied, it has refused."""
+        """The worker learns that blocks were given out; it refuses those into which bytes are being copied."""
         for b in set(blocks) - self.filling:
             self.known[b] = int(self.feed.generations[b])
             self.given["device"].add(b)
@@ -172,7 +174,7 @@ class BlocksModel(RuleBasedStateMachine):
     # ---------------------------------------------------------------- steps
 
     def the_device_writes(self) -> None:
-        """Whatever has become of the blocks: nobody can tell it."""
+        """Whatever happened to the blocks: the pass does not notice it."""
         (rows,) = places(self.engine.region("device"))
         for slot, row in self.device.popleft().rows.items():
             rows[slot // TOKENS, slot % TOKENS] = np.frombuffer(row, np.uint8)
@@ -199,14 +201,14 @@ class BlocksModel(RuleBasedStateMachine):
             real = call(at) if call else self.engine.begin_step(at, in_place=in_place)
         except (BlockBusyError, SlotError):
             assert refused
-        assert self.engine.counters.bad_writes_dropped == before + dropped
+        assert self.engine.counters.bad_writes_dropped == before + dropped, "a step writes what it may, and no other"
         for slot, life in touched.items():  # a pass writes its KV, whatever becomes of its rows
             for step in self.steps:
                 step.lives.pop(slot, None)
             life.rows.pop(slot % TOKENS, None)
             life.computed = True
         for block in {slot // TOKENS for slot in touched if slot not in lives}:
-            self.forget("device", block)  # what is copied there comes to nothing, too
+            self.forget("device", block)  # copies into these blocks are lost, too
             self.lives["device"][block].computed = True
         lives = {slot: self.lives["device"][slot // TOKENS] for slot in lives}
         if real is None or (call and refused):

@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 
 from cache_manager.keys import Namespace
 from paged_engine import text
-from paged_engine.engine import Engine, Span
+from paged_engine.engine import Engine
 from paged_engine.judge import Checker, SecondRun, Verdict
 from paged_engine.models import build_model
 from paged_engine.request import EngineConfig, Output, Request
+from paged_engine.scheduler import Work
 
 PLAIN = EngineConfig(device_blocks=300, caching=False)
 TIGHT = EngineConfig(device_blocks=40, host_blocks=20)
@@ -54,11 +55,11 @@ def assert_empty(engine: Engine) -> None:
 class Hook:
     """An observer made of two functions."""
 
-    on_begin: Callable[[Sequence[Span]], None] = field(default=lambda _: None)
+    on_begin: Callable[[Sequence[Work]], None] = field(default=lambda _: None)
     on_end: Callable[[], None] = field(default=lambda: None)
 
-    def begin(self, spans: Sequence[Span]) -> None:
-        self.on_begin(spans)
+    def begin(self, work: Sequence[Work]) -> None:
+        self.on_begin(work)
 
     def end(self) -> None:
         self.on_end()

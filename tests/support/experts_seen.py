@@ -1,4 +1,4 @@
-"""What reached the experts of a model, watched from the other side than capture and replay do."""
+"""The inputs of a model's experts, watched independently of capture and replay."""
 
 from __future__ import annotations
 

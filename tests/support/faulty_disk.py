@@ -30,11 +30,8 @@ class FaultyDisk(Disk):
         self.call_nbytes_max: int | None = None  # every transfer is cut to this
         self.read_errno: int | None = None
         self.allocate_errno: int | None = None
-        self.truncate_errno: int | None = None
         self.sync_errno: int | None = None
-        self.size_errno: int | None = None
-        self.space_now: Space | None = None  # what the file system is said to have
-        self.space_errno: int | None = None
+        self.space_now: Space | None = None  # what the file system is reported to have
         self.syncs = 0
 
     def pwritev(self, fd: int, buffers: Sequence[Buffer], offset: int) -> int:
@@ -61,7 +58,6 @@ class FaultyDisk(Disk):
         self.disk.allocate(fd, nbytes)
 
     def truncate(self, fd: int, nbytes: int) -> None:
-        _raise(self.truncate_errno)
         self.disk.truncate(fd, nbytes)
 
     def sync(self, fd: int) -> None:
@@ -70,11 +66,9 @@ class FaultyDisk(Disk):
         self.disk.sync(fd)
 
     def size(self, fd: int) -> int:
-        _raise(self.size_errno)
         return self.disk.size(fd)
 
     def space(self, fd: int) -> Space:
-        _raise(self.space_errno)
         return self.space_now or self.disk.space(fd)
 
 
@@ -84,7 +78,7 @@ def _raise(number: int | None) -> None:
 
 
 class VolatileDisk(FaultyDisk):
-    """Remembers what a power cut could take back: what sectors were since their file was synced, and new names."""
+    """Remembers what a power cut could undo: earlier contents of sectors since their file was synced, and new names."""
 
     SECTOR_NBYTES = 512
 

@@ -28,7 +28,8 @@ class Planted:
 
 
 def check_found(adapter: type[BlockManagerAdapter], claims: Collection[str]) -> list[Operation]:
-    """Found by one of ``claims``, in a short story, which is one again when its operations are played: the answer."""
+    """Assert that one of ``claims`` finds the fault, in a short story that breaks a claim again when replayed; return
+    the finding."""
     with pytest.raises(InvariantBroken) as caught:
         prove(adapter, examples=EXAMPLES, steps=STEPS, seed=SEED)
     assert caught.value.name in claims, caught.value

@@ -1,4 +1,4 @@
-"""A block manager with everything it needs, for tests by example: rows and KV are told apart by whose they are."""
+"""A block manager with everything it needs, for tests by example: the content of rows and KV names their owner."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class House:
         return bool(read.valid.all()) and np.array_equal(read.values, canary_rows(SPEC, [(who, p) for p in range(n)]))
 
     def state(self) -> tuple[object, ...]:
-        """What a call that is refused must not change."""
+        """The state that a refused call must not change."""
         manager = self.manager
         tables = {owner: (manager.table(owner), manager.computed(owner)) for owner in manager.owners}
         return tables, manager.free_device_blocks, manager.free_host_blocks

@@ -30,7 +30,7 @@ class SlotKV:
         self.copies: list[tuple[str, str, list[tuple[int, int]]]] = []
 
     def write(self, slots: Sequence[int], digests: Sequence[bytes]) -> None:
-        """What a forward pass does."""
+        """Writes the KV that a forward pass would write."""
         flat = self.device.reshape(-1, NBYTES)
         for slot, digest in zip(slots, digests, strict=True):
             flat[slot] = np.frombuffer(digest, np.uint8)

@@ -146,7 +146,7 @@ class Master:
 
 
 class Owner:
-    """A process that lends a segment to the pool, and does with the pool what it is told."""
+    """A process that lends a segment to the pool, and runs commands on the pool."""
 
     def __init__(self, master: Master) -> None:
         self.broken = False
@@ -169,7 +169,7 @@ class Owner:
         return json.loads(self.process.stdout.readline())
 
     def segment(self, file: Path, nbytes: int) -> None:
-        """Lend so much; what was in a segment lent before is gone."""
+        """Lend a segment of this size; the content of an earlier segment is lost."""
         assert self.ask("segment", str(file), nbytes) == 0
 
     def signal(self, number: int) -> None:
@@ -205,9 +205,9 @@ def running_owner(master: Master, file: Path, nbytes: int) -> Iterator[Owner]:
 
 
 class Pools:
-    """Masters, each with an owner, that tests share; one that a test has broken is given to no other.
+    """Masters, each with an owner, that tests share; a master that a test has broken is not used again.
 
-    An owner that lends another segment takes back all that an earlier test has left in the pool.
+    When an owner lends another segment, everything that an earlier test left in the pool is gone.
     """
 
     def __init__(self) -> None:

@@ -108,13 +108,13 @@ class Nursery:
             return subprocess.CompletedProcess(list(arguments), status, out.read(), err.read())
 
     def close(self) -> None:
-        """Forks no more; what was born lives on."""
+        """Forks no more; processes already forked live on."""
         self._socket.close()
         self._process.wait()
 
 
 def _without_pytest(environment: Mapping[str, str]) -> dict[str, str]:
-    """What the caller of the tests wants of pytest is not for children that run it."""
+    """Pytest options of the outer run must not reach children that run pytest."""
     return {name: value for name, value in environment.items() if not name.startswith("PYTEST_")}
 
 
@@ -164,6 +164,8 @@ def _become(request: dict[str, Any]) -> None:
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["env"])
+    sys.dont_write_bytecode = bool(os.environ.get("PYTHONDONTWRITEBYTECODE"))
+    sys.pycache_prefix = os.environ.get("PYTHONPYCACHEPREFIX") or None
     first = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     sys.path[:] = [*first, *(path for path in sys.path if path not in first)]
     if request["warn"]:

@@ -1,4 +1,4 @@
-"""A child that does what it is asked, to be asked by tests: ``python -m odd_child``."""
+"""A child process that does what tests request: ``python -m odd_child``."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ class PlannedStore(FaultyStore):
 
 
 class KV(SlotKV):
-    """KV that cannot be filled in when told so: the first half has been then."""
+    """KV whose filling fails on demand, after the first half has been filled."""
 
     fill_fails = False
 

@@ -160,7 +160,7 @@ class Gated(BlockManagerAdapter):
         assert self.manager.drain(60.0)
 
     def reset(self):
-        """There and back: what is forgotten does not come again with a version that was there before."""
+        """A version changes and returns: forgotten blocks do not come back with the earlier version."""
         self.version = self.version + 1 if self.store else 1 - self.version
         self.manager.reset(weights_version=self.version)
         return True

@@ -1,6 +1,6 @@
 """Rollouts of each family after every way a row can travel, beside what transformers alone routes.
 
-The small engine makes them. It refuses models whose tokens know of each other by more than paged attention.
+The small engine makes them. It refuses models whose tokens depend on each other by more than paged attention.
 
     python rollouts.py FOLDER FAMILY ...
 
@@ -65,7 +65,7 @@ def rollouts(family: str, folder: Path) -> list[Rollout]:
 
 
 def load(file: Path) -> list[Rollout]:
-    """What the script has written for one family."""
+    """The rollouts that the script has written for one family."""
     with np.load(file) as stored:
         return [
             Rollout(

@@ -1,4 +1,5 @@
-"""transformers' continuous batching with the example's rows embedded, and a witness of what each request ended with."""
+"""transformers' continuous batching with the example's rows embedded, and a witness of the KV that each request ended
+with."""
 
 from __future__ import annotations
 
@@ -75,7 +76,7 @@ class Served:
         return {*names, *(f"{name}__child#{i}" for name in names for i in children)}
 
     def hold(self, passes: int, until: Callable[[], bool]) -> None:
-        """After so many passes more, do not begin another until it is so; before any request is asked."""
+        """After this many further passes, begin no other until the condition holds; call this before any request."""
         self._held.clear()
         self._hold_at, self._until = self._passes + passes, until
 

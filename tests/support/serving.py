@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -72,6 +73,9 @@ class Forked(processes.Server):
         with self._log.open("ab") as log:
             born = nursery(*ENGINE).start(["-m", "kvroute.cli", self.command, *self._flags], stdout=log, stderr=log)
         self.process: Any = born
+
+    def send(self, number: int) -> None:
+        os.kill(self.process.pid, number)
 
     def end(self) -> int:
         if self.process.poll() is None:

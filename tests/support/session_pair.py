@@ -1,4 +1,4 @@
-"""A prefill and a decode session face to face: what one says the other hears, unless the test comes between."""
+"""A prefill and a decode session face to face: each receives the other's messages, unless the test intervenes."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ class Pair:
                     self.finished.append(action)
 
     def talk(self) -> None:
-        """Until nobody has anything to say."""
+        """Until neither side has a message to send."""
         while True:
             while self._queue:
                 sender, send = self._queue.popleft()

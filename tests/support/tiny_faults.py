@@ -217,7 +217,7 @@ class Lies(Plain):
 
 
 class GivesTwice(HitStaysFree):
-    """The same fault, of a manager that shows nobody its free blocks."""
+    """The same fault, in a manager that does not show its free blocks."""
 
     breaks = "given_once"
     also = ("ids_are_blocks",)

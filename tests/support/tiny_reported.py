@@ -15,7 +15,8 @@ from cache_manager.testing.life import MoveFailed
 
 
 class CopiesOutTooLate(Sharing):
-    """The copy to the host is made when the next sequence is admitted: its source is somebody else's by then."""
+    """The copy to the host is made when the next sequence is admitted: its source belongs to another sequence by
+    then."""
 
     breaks = "content_survives"
     late: tuple[tuple[int, int], ...] = ()

@@ -49,7 +49,7 @@ class Asked:
 
 
 class Sum:
-    """Of what two ranks have, each in a thread of its own."""
+    """The sum over two ranks, each in a thread of its own."""
 
     def __init__(self) -> None:
         self._parts = [torch.zeros(0, dtype=torch.int64)] * 2
@@ -122,6 +122,7 @@ class Toy:
         self.loaded, self.weights = 0, 0
         self.between: Callable[[], object] = lambda: None
         self.waiting: Callable[[], object] = lambda: None  # done while a request waits for rows
+        self.held: list[threading.Event] = []  # what the worker's host waits for
 
     def ask(
         self,
@@ -213,7 +214,7 @@ class Toy:
         request.num_computed_tokens, self.unbrought = computed, set()
 
     def hear(self) -> None:
-        """What the worker says after a step."""
+        """The worker's report after a step."""
         if (told := self.worker.told()) is not None:
             self.scheduler.told(told.why)
 
@@ -270,6 +271,8 @@ class Toy:
             self.worker.blocks.poll()
 
     def close(self) -> None:
+        for go in self.held:  # a test that has failed leaves nothing to wait for
+            go.set()
         self.threads.shutdown()
         self.worker.settle()
         self.scheduler.close()
@@ -300,7 +303,7 @@ def admitted(toy: Toy, tokens: list[int], blocks: list[int], external: int = 0, 
 
 
 def begun(toy: Toy, n: int, ended: Ended | None = None) -> Future[dict[str, Any]]:
-    """What a client will be told of the one request, of which so many tokens were computed."""
+    """What a client will be told about the one request, of which this many tokens were computed."""
     told = toy.scheduler.finished("r", toy.table, n, ended=ended)
     assert told is not None
     return told
@@ -314,6 +317,7 @@ def seen(toy: Toy, n: int, ended: Ended | None = None) -> Any:
 def held(toy: Toy) -> threading.Event:
     """The worker's host is behind its device, until the event is set."""
     go = threading.Event()
+    toy.held.append(go)
     assert toy.worker._behind is not None
     toy.worker._behind.put(lambda: go.wait(60) and None)
     return go

@@ -1,4 +1,4 @@
-"""A prefill and a decode engine whose rows of the same tokens differ, and the judge of what the second one answers."""
+"""A prefill and a decode engine whose rows of the same tokens differ, and the judge of the second one's answers."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def handed_over(first: Toy, tokens: list[int], chunks: list[int] | tuple[int, ..
 
 
 def makers(tokens: int, said: int, local: int = 0) -> list[int]:
-    """Who computed the rows of a prompt and of what was said behind it; decode computes a prompt's last token again."""
+    """Which engine computed the rows of a prompt and of its answer; decode computes a prompt's last token again."""
     return [DECODE] * local + [PREFILL] * (tokens - 1 - local) + [DECODE] * (said + 1)
 
 
@@ -53,7 +53,7 @@ def sides() -> Iterator[tuple[Side, Toy]]:
 
 
 def taken(second: Toy, ticket: Any, prompt: list[int] = PROMPT, name: str = "d") -> tuple[Counter[str], list[str]]:
-    """What becomes of decode's answer: its rows, which are judged, and the reasons for those that are missing."""
+    """The verdict on decode's answer: its rows, judged, and the reasons for the missing ones."""
     answer = second.ask(name, prompt, brought=len(prompt), ticket=ticket, more=SAID)
     found = routes(answer)
     gaps = missing(answer)

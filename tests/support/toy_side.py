@@ -1,7 +1,8 @@
 """A prefill or a decode engine in a process of its own, told line by line: ``python -m toy_side JSON``.
 
-The argument is what :class:`toy_engine.Toy` is told, and its weights. Each line is what ``Toy.ask`` is asked. A request
-with ``early`` answers twice: its ticket when the first chunk is computed, and the whole when a line comes after that.
+The argument has the arguments of :class:`toy_engine.Toy`, and its weights. Each line has the arguments of ``Toy.ask``.
+A request with ``early`` answers twice: its ticket when the first chunk is computed, and the whole when a line comes
+after that.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ def _state(task: Path) -> str:
 
 
 def early_ticket(toy: Toy) -> dict[str, Any]:
-    """What another side can fetch by what this one computes at this moment."""
+    """The ticket by which another side can fetch the prompt that this one computes at this moment."""
     (lent,) = toy.scheduler._tickets._lent.values()
     tokens = lent.request.all_token_ids
     digest = token_hash(tokens).hex()
@@ -101,7 +102,7 @@ def main() -> None:
         print(json.dumps(told), flush=True)
 
     def early() -> None:
-        """Between two chunks of a prompt, once: what another side can fetch by."""
+        """Once, between two chunks of a prompt: the ticket by which another side can fetch."""
         toy.between = lambda: None
         answer({"ticket": early_ticket(toy)})
         sys.stdin.readline()

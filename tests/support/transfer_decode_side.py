@@ -178,7 +178,7 @@ class DecodeSide:
             self.world.happened["landing blocks given away"] += 1
             request.given_away = True
             self.engine.end(request)
-            self.admit()  # somebody else has them at once
+            self.admit()  # another request gets them at once
             return
         elif request.pull:
             self.act(self.session.abort(request.pull))

@@ -172,7 +172,7 @@ class Engine:
             self.requests.remove(request)
 
     def churn(self, dice: random.Random) -> None:
-        """Somebody else uses unheld blocks, with rows and KV of their own, and is gone again."""
+        """Other requests use unheld blocks, with their own rows and KV, and end again."""
         for block in self.unheld()[: dice.randint(1, 3)]:
             self.aux.renew([block])
             with self.aux.begin_step(range(block * TOKENS, block * TOKENS + TOKENS)) as step:

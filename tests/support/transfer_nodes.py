@@ -1,4 +1,4 @@
-"""A prefill and a decode node over real sockets in one process, and waiting for what they tell."""
+"""A prefill and a decode node over real sockets in one process, and waiting for their notices."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ class PrefillSide:
     def __init__(self, world: World) -> None:
         self.world, self.dice = world, world.dice
         self.offers: dict[TransferId, Offered] = {}
-        self.known: list[Offered] = []  # what the router may ask decode for
+        self.known: list[Offered] = []  # requests that the router may send to decode
         self.start()
 
     def start(self) -> None:
@@ -95,7 +95,7 @@ class PrefillSide:
         offered = Offered(transfer, tokens, request.version, prompt, 0.0, whole)
         offered.rest, offered.open = blocks, dice.random() < 0.4
         self.drawn.append(offered)
-        if dice.random() < 0.3:  # decode hears of it first
+        if dice.random() < 0.3:  # decode is told of it first
             self.known = [*self.known[-7:], offered]
         else:
             self.lend(offered)

@@ -31,7 +31,7 @@ SPACE = identity_of(1).space
 
 
 def ranges(request: int, blocks: int, parts: int = 1) -> list[Range]:
-    """What a pull asks for to have the first ``blocks`` blocks."""
+    """The request of a pull for the first ``blocks`` blocks."""
     return [Range(0, parts, b"".join(key_of(request, i) for i in range(blocks)))]
 
 
@@ -57,7 +57,7 @@ def wanted(request: int, blocks: int, start: int = 0) -> list[WantedBlock]:
 
 
 class CanarySink:
-    """Landing blocks of one request. ``wrong`` counts rows of somebody else, ``twice`` records that came again."""
+    """Landing blocks of one request. ``wrong`` counts rows of another request, ``twice`` records that came again."""
 
     def __init__(self, request: int) -> None:
         self.request = request

@@ -80,7 +80,7 @@ class World:
     def stay_down(self) -> None:
         if self.dice.random() < 0.5:
             self.now_s += 1.0
-            self.eve.poll(0.0)  # what was on its way there is lost
+            self.eve.poll(0.0)  # messages in flight to it are lost
 
     # ---------------------------------------------------------------- a third peer
 
@@ -167,7 +167,7 @@ class World:
             tokens, version = request.tokens, request.version
             for p, slot in enumerate(self.decode.engine.slots(request, range(len(request.blocks) * TOKENS))):
                 kv = self.decode.engine.kv[slot // TOKENS].tobytes()[slot % TOKENS * 8 : slot % TOKENS * 8 + 8]
-                # rows_are_of_the_pass_that_made_the_kv: whose KV is there says whose row has to be.
+                # rows_are_of_the_pass_that_made_the_kv: the engine that made the KV has to be that of the row.
                 author = "P" if kv == row_of(KV, "P", tokens[: p + 1], version) else "D"
                 if p < request.prompt and p not in request.own | request.again and p // TOKENS in request.rows_alone:
                     author = "P"  # its KV has not come, or never will: nothing of this position is used
@@ -181,7 +181,7 @@ class World:
                     claim(name, author == "P", f"KV {p} of {request}")
 
     def quiescent_means_nothing_in_flight(self) -> None:
-        """Faults end, time passes, nobody asks for anything new: everything comes to its end."""
+        """Faults end, time passes, no new requests come: everything comes to its end."""
         self.network.faults = Faults()
         for _ in range(120):
             self.now_s += 0.9
@@ -246,7 +246,7 @@ class World:
         self.decode.crash()
 
     def run(self, steps: int) -> None:
-        calm = self.dice.random() < 0.4  # runs in which nobody crashes, resets or sleeps
+        calm = self.dice.random() < 0.4  # runs in which no side crashes, resets or sleeps
         names = [name for name, _ in self.ACTIONS]
         weights = [0.0 if calm and name in self.RARE else weight for name, weight in self.ACTIONS]
         try:

@@ -14,7 +14,7 @@ GIVE_UP_S = 60.0
 def until_it_waits(thread: threading.Thread) -> bool:
     """Returns True when ``thread`` sleeps in the kernel and stays at the same instruction, False when it has ended.
 
-    Whoever asks lets go of the interpreter between two looks, so that a thread which only wants that goes on.
+    The caller releases the interpreter between two looks, so that a thread which waits only for that goes on.
     """
     give_up_s, before = time.monotonic() + GIVE_UP_S, None
     while thread.is_alive():

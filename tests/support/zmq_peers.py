@@ -1,4 +1,4 @@
-"""A raw DEALER and a raw ROUTER, which say what they are told: the other end of a transfer, as an enemy has it."""
+"""A raw DEALER and a raw ROUTER, which send what a test tells them: a hostile other end of a transfer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PATIENCE_S = 60.0
 
 
 class Client:
-    """A DEALER that says what it is told, and hears what comes."""
+    """A DEALER that sends what it is told, and receives messages."""
 
     def __init__(
         self,
@@ -37,7 +37,7 @@ class Client:
         return self.hear()
 
     def hear_out(self) -> None:
-        """Returns when the server has acted on everything that was said: it answers in order."""
+        """Returns when the server has acted on every message sent: it answers in order."""
         answer = self.hello()
         while not (isinstance(answer, (Welcome, Refuse)) and answer.to == self.boot_id):
             answer = self.hear()
@@ -69,7 +69,7 @@ def clients(address: str, count: int = 1) -> Iterator[list[Client]]:
 
 
 class Server:
-    """A ROUTER that hears what comes, and says what it is told to whoever it heard last."""
+    """A ROUTER that receives messages, and sends what it is told to the peer that it heard last."""
 
     def __init__(self) -> None:
         self.boot_id = secrets.token_bytes(16)

@@ -1,4 +1,4 @@
-"""Routes against trainers that no package index has: slime, prime-rl and NeMo-RL, from checkouts of their repositories.
+"""Routes against trainers that no package index has, from checkouts: slime, prime-rl, NeMo-RL and xtuner.
 
 Their code runs as it stands, on a CPU, in the environment of ``make test-trainers``. Nothing of it is kept here, so no
 test can run it by itself; docs/concepts/replay.md says which revisions were run, and what was seen.
@@ -11,7 +11,6 @@ Each check prints a line that counts what it compared; the first difference ends
 from __future__ import annotations
 
 import argparse
-import ast
 import os
 import sys
 import typing
@@ -30,28 +29,16 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
 import mcore
 from routes_of import expert_rows, made_routes
+from sources import code_of
 
 from kvroute import fetch_shard, open_rollouts
 from kvroute.encodings import encode
 from kvroute.replay import nemo_rl, prime_rl, slime
-from kvroute.routes import shard_packed
+from kvroute.routes import Split, shard_packed
 
 LAYERS, NUM_LAYERS = (1, 2, 3), 4
 TOKENS = [9, 6]
 ROUTES = [made_routes(i, n - 1) for i, n in enumerate(TOKENS)]
-
-
-def code_of(path: Path, *wanted: str, **known: Any) -> dict[str, Any]:
-    """These functions and classes of a module whose imports a CPU cannot have; ``known`` are the names that they use.
-
-    A function inside a class is found too, and becomes one of its own.
-    """
-    found = [n for n in ast.walk(ast.parse(path.read_text())) if getattr(n, "name", None) in wanted]
-    assert len(found) == len(wanted), f"{path} has {[getattr(n, 'name', None) for n in found]}"
-    annotated = ast.parse("from __future__ import annotations").body
-    names = {"torch": torch, **known}
-    exec(compile(ast.Module([*annotated, *found], []), str(path), "exec"), names)  # noqa: S102 - the trainer's own code
-    return names
 
 
 def seen(routes: int, rows: Any, tokens: int) -> int:
@@ -65,7 +52,8 @@ def seen(routes: int, rows: Any, tokens: int) -> int:
 
 
 def slime_samples(_root: Path) -> str:
-    """Its own check of a batch, and what it reads out of an answer of SGLang, whole and from a later row on."""
+    """Its own check of a batch, and the routes that it reads from an answer of SGLang, whole and from a later row
+    on."""
     data = import_module("slime.observability.rollout_data_utils")
     sample_of = import_module("slime.utils.types").Sample
     args = Namespace(num_layers=NUM_LAYERS, moe_router_topk=mcore.TOP_K, moe_layer_freq=[0, 1, 1, 1])
@@ -255,15 +243,69 @@ def nemo_rl_routers(root: Path) -> str:
     return f"{cells} cells"
 
 
+def nemo_rl_ranks(root: Path) -> str:
+    """Its cut of a packed batch for context parallelism beside the shard that a rank reads by itself, padding too."""
+    cut = code_of(root / "nemo_rl/distributed/model_utils.py", "_get_tokens_on_this_cp_rank")
+    shard = code_of(root / "nemo_rl/models/megatron/data.py", "_shard_routed_experts_for_cp", **cut)
+    cells, ranks = 0, 0
+    for cp in (1, 2, 4):
+        align = 2 * cp if cp > 1 else 1
+        ends, padded = np.cumsum([0, *TOKENS]), np.cumsum([0, *(-(-n // align) * align for n in TOKENS)])
+        for rank in range(cp):
+            given = nemo_rl.batch(ROUTES, TOKENS, 10), None, *map(torch.tensor, (TOKENS, ends, padded)), rank, cp
+            mine = shard["_shard_routed_experts_for_cp"](*given)[1][0]
+            split = Split(cp=cp, cp_rank=rank, align=align)
+            assert torch.equal(
+                mine, torch.from_numpy(shard_packed(ROUTES, TOKENS, split, LAYERS, "int8", pad="arange"))
+            )
+            cells, ranks = cells + mine.shape[0] * mine.shape[1], ranks + 1
+    return f"{cells} cells on {ranks} ranks"
+
+
+# xtuner ---------------------------------------------------------------------------------------------------------------
+
+
+def xtuner_samples(root: Path) -> str:
+    """Samples behind references, and one of padding, through its worker; then layer by layer through its router."""
+    objects = {i: slime.sample(routes, n).numpy() for i, (routes, n) in enumerate(zip(ROUTES, TOKENS, strict=True))}
+    freed: list[int] = []
+    free = SimpleNamespace(free=lambda ref, **_: freed.append(ref))
+    ray = SimpleNamespace(ObjectRef=int, get=objects.get, internal=free)
+    worker = code_of(
+        root / "xtuner/v1/rl/trainer/worker.py", "_add_rollout_routed_experts", ray=ray, np=np, BaseComposeConfig=str
+    )
+    router_of = code_of(
+        root / "xtuner/v1/module/router/greedy.py",
+        "GreedyRouter", nn=torch.nn, F=torch.nn.functional, os=os, RouterProtocol=object,
+    )["GreedyRouter"]  # fmt: skip
+    model = Namespace(n_routed_experts=mcore.EXPERTS, num_hidden_layers=NUM_LAYERS, num_experts_per_tok=mcore.TOP_K)
+    actor = Namespace(config=Namespace(model_cfg=model, free_rollout_routed_experts_in_worker=True), sp_mesh=None)
+    context = Namespace(input_ids=torch.zeros(1, sum(TOKENS) - len(TOKENS) + 3), rollout_routed_experts=None)
+    worker["_add_rollout_routed_experts"](actor, context, [*objects, torch.zeros(3, 1, 1)])
+    assert freed == list(objects)
+    counted = torch.histc
+    torch.histc = lambda ids, **more: counted(ids.float(), **more)  # a CPU counts no integers
+    router = router_of(n_routed_experts=mcore.EXPERTS, num_experts_per_tok=mcore.TOP_K)
+    rows = context.rollout_routed_experts
+    used = torch.stack(
+        [router(torch.randn(len(rows), mcore.EXPERTS), rows[:, layer])["topk_ids"] for layer in LAYERS], dim=1
+    )
+    torch.histc = counted
+    ends = np.cumsum([0, *(n - 1 for n in TOKENS)])
+    cells = sum(seen(i, used[ends[i] : ends[i + 1]], n) for i, n in enumerate(TOKENS))
+    return f"{cells} cells"
+
+
 CHECKS: dict[str, tuple[tuple[str, ...], tuple[Callable[[Path], str], ...]]] = {
     "slime": ((".",), (slime_samples, slime_ranks)),
     "prime-rl": (("src",), (prime_rl_batches,)),
-    "nemo-rl": ((".",), (nemo_rl_strings, nemo_rl_routers)),
+    "nemo-rl": ((".",), (nemo_rl_strings, nemo_rl_routers, nemo_rl_ranks)),
+    "xtuner": ((".",), (xtuner_samples,)),
 }
 
 
 def ready(name: str, root: Path) -> None:
-    """What the trainers take for granted and these checks do without."""
+    """Stand-ins for modules that the trainers need and these checks do not."""
     sys.path[:0] = [str(root / each) for each in CHECKS[name][0]]
     if name == "prime-rl":
         import typing_extensions

@@ -20,7 +20,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 EXPERTS, TOP_K, HIDDEN = 16, 4, 32
 
-# What Megatron takes for granted on a GPU, and a router on a CPU can do without.
+# Parts that Megatron expects on a GPU, and a router on a CPU does not need.
 torch.cuda.current_device = lambda: torch.device("cpu")
 moe_utils.te_general_gemm = None  # the name is missing where TransformerEngine is
 tensor_parallel.get_cuda_rng_tracker().fork = lambda *_: contextlib.nullcontext()
@@ -30,8 +30,8 @@ tensor_parallel.get_cuda_rng_tracker().fork = lambda *_: contextlib.nullcontext(
 def rank_of(rank: int = 0, world: int = 1, tp: int = 1, pp: int = 1, cp: int = 1) -> Iterator[None]:
     """This process as one rank of a world, in Megatron's own groups, without the other ranks.
 
-    The backend is torch's fake one: groups and ranks are real, nothing is sent, no thread is started. What is tested
-    here only asks for its rank and cuts its own part.
+    The backend is torch's fake one: groups and ranks are real, nothing is sent, no thread is started. The tested code
+    only reads its rank and cuts its own part.
     """
     dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
     try:
@@ -107,7 +107,8 @@ class Stage(nn.Module):
 
 
 class Used:
-    """What each router of a model sent where, watched from outside: sorted ids ``[tokens, top_k]`` by layer."""
+    """The experts to which each router of a model sent each token, watched from outside: sorted ids ``[tokens, top_k]``
+    by layer."""
 
     def __init__(self, model: nn.Module) -> None:
         self.experts: dict[int, list[torch.Tensor]] = {}

@@ -15,13 +15,13 @@ from routes_of import made_routes
 from torch import nn
 
 from kvroute.replay import nemo_rl
-from kvroute.replay.errors import ReplayError
+from kvroute.replay.rows import ReplayError
 
 EXPERTS, TOP_K, HIDDEN = 16, 4, 8
 
 
 def gates(**changes: Any) -> MoEConfig:
-    """What Automodel's gates are made of."""
+    """The arguments from which Automodel's gates are made."""
     made = MoEConfig(
         n_routed_experts=EXPERTS, n_shared_experts=0, n_activated_experts=TOP_K, n_expert_groups=1, n_limited_groups=1,
         train_gate=True, gate_bias_update_factor=0.0, aux_loss_coeff=0.0, score_func="softmax", route_scale=1.0,
@@ -91,7 +91,7 @@ def test_the_gates_use_the_rollouts_experts(changes: dict[str, Any]) -> None:
 
 def test_gates_of_another_model_are_left_alone() -> None:
     """Goal: Automodel's list has the gates of every model. Method: two models; Automodel refuses three rows for six
-    gates; by walking the model only its own are addressed, and the other goes on choosing."""
+    gates; kvroute walks the model and addresses only that model's gates, and the other model goes on choosing."""
     RouterReplay.clear_registry()
     other, model = Model(), Model()
     hidden = torch.randn(6, HIDDEN)

@@ -1,27 +1,25 @@
-"""What miles makes of the routes it is given: its sample, its answers from SGLang, its cut, its replay list."""
+"""Routes in miles: its sample, its answers from SGLang, its cut, its replay list."""
 
 from __future__ import annotations
 
-import ast
-import inspect
 from argparse import Namespace
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import mcore
-import miles.backends.megatron_utils as backend
 import numpy as np
 import pytest
 import torch
 from miles.backends.megatron_utils.replay_utils import get_register_replay_list_func
 from miles.backends.training_utils import cp_utils, parallel
-from miles.rollout.generate_utils.generate_endpoint_utils import get_rollout_topk_from_response
+from miles.backends.training_utils.data import DataIterator
+from miles.rollout.generate_utils.openai_endpoint_utils import compute_samples_from_openai_records
 from miles.rollout.generate_utils.sample_utils import merge_samples
+from miles.rollout.session.session_types import SessionRecord
 from miles.utils.replay_base import RoutingReplayManager
 from miles.utils.types import Sample
 from routes_of import expert_rows, made_routes
+from sources import code_of, installed
 
 from kvroute.encodings import encode
 from kvroute.replay import slime
@@ -33,30 +31,37 @@ MULTIPLE = 4
 
 @pytest.fixture(autouse=True)
 def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What miles takes for granted on a GPU: a current device (mcore has one), and memory to pin."""
+    """Things that miles expects on a GPU: a current device (mcore has one), and memory to pin."""
     plain = torch.empty_like
     monkeypatch.setattr(torch, "empty_like", lambda like, pin_memory=False, **more: plain(like, **more))  # noqa: ARG005
 
 
 def fill_replay_data() -> Callable[..., None]:
     """``MegatronTrainRayActor._fill_replay_data`` as miles has it; the rest of its module wants CUDA."""
-    module = ast.parse(Path(inspect.getfile(backend)).with_name("actor.py").read_text())
-    (found,) = [n for n in ast.walk(module) if isinstance(n, ast.FunctionDef) and n.name == "_fill_replay_data"]
-    names = {"torch": torch, "slice_with_cp": cp_utils.slice_with_cp, "get_parallel_state": parallel.get_parallel_state}
-    exec(compile(ast.Module([found], []), "actor.py", "exec"), names)  # noqa: S102 - the trainer's own code
-    return names["_fill_replay_data"]  # type: ignore[return-value]
+    names = {"slice_with_cp": cp_utils.slice_with_cp, "get_parallel_state": parallel.get_parallel_state}
+    actor = installed("miles") / "backends" / "megatron_utils" / "actor.py"
+    return code_of(actor, "_fill_replay_data", **names)["_fill_replay_data"]  # type: ignore[no-any-return]
 
 
-class Batches:
-    """miles' data iterator of one micro-batch."""
-
-    def __init__(self, **columns: Any) -> None:
-        self.columns = columns
-
-    def reset(self) -> None: ...
-
-    def get_next(self, names: list[str]) -> dict[str, Any]:
-        return {name: self.columns.get(name) for name in names}
+def micro_batch(samples: list[Sample]) -> DataIterator:
+    """The output of miles' rollout manager for samples, for the one rank of data parallelism, as one micro-batch."""
+    named = code_of(
+        installed("miles") / "ray" / "rollout.py",
+        *("_convert_samples_to_train_data", "_split_train_data_by_dp"),
+        Sample=Sample,
+        ray=SimpleNamespace(put=dict),
+        Box=dict,
+    )
+    manager = SimpleNamespace(
+        args=Namespace(use_dynamic_global_batch_size=False, balance_data=False),
+        custom_convert_samples_to_train_data_func=None,
+        _post_process_rewards=lambda of: ([1.0] * len(of), [1.0] * len(of)),
+    )
+    data = named["_convert_samples_to_train_data"](manager, samples)
+    (mine,) = named["_split_train_data_by_dp"](manager, data, 1)
+    mine["tokens"] = [torch.tensor(tokens) for tokens in mine["tokens"]]
+    mine["rollout_routed_experts"] = [torch.from_numpy(rows) for rows in mine["rollout_routed_experts"]]
+    return DataIterator(mine, micro_batch_size=len(samples))
 
 
 @pytest.fixture
@@ -81,7 +86,8 @@ def sample(routes: Routes, tokens: int, response: int) -> Sample:
 
 
 def test_a_sample_has_a_row_less_than_tokens() -> None:
-    """Goal: miles' own count. Method: its validation, of what fits and of a row too few; its cut at the end."""
+    """Goal: miles' own count. Method: its validation, of the right number of rows and of one too few; its cut at the
+    end."""
     made = sample(versioned(made_routes(1, 9)), 10, 4)
     assert made.weight_versions == ["3", "5"]
     made.strip_last_output_tokens(2, SimpleNamespace(decode=str))
@@ -98,22 +104,33 @@ def versioned(routes: Routes) -> Routes:
     return Routes(routes.ids, routes.valid, routes.layer_ids, 16, 4, weights_versions=spans)
 
 
-def test_turns_are_merged_to_the_rows_of_the_last() -> None:
-    """Goal: rows of a conversation. Method: miles merges two turns of one sequence, the second with an observation."""
-    whole = versioned(made_routes(2, 14))
-    turns = [sample(whole, 8, 3), sample(whole, 15, 4)]
-    merged = merge_samples(turns, SimpleNamespace(decode=str))
-    assert np.array_equal(merged.rollout_routed_experts[:, 1:], expert_rows(2, np.arange(14), LAYERS, 16, 4))
-    assert merged.weight_versions == ["3", "5", "3", "5"]
+def record(routes: Routes, prompt: int, end: int, version: str) -> SessionRecord:
+    """A turn of a session, as miles' proxy keeps what SGLang answered: token ``i`` is called ``i``."""
+    meta = {
+        "routed_experts": encode(routes.slice(0, end - 1), "sglang"),
+        "output_token_logprobs": [(0.0, token) for token in range(prompt, end)],
+        "weight_version": version,
+    }
+    choice = {"meta_info": meta, "finish_reason": "stop"}
+    request = {"input_ids": list(range(prompt))}
+    return SessionRecord(
+        timestamp=0.0, method="POST", path="/", request=request, response={"choices": [choice]}, status_code=200
+    )
 
 
-def test_an_answer_as_sglang_has_it_is_the_sample() -> None:
-    """Goal: the encoding is SGLang's. Method: miles reads it out of an answer."""
-    routes = made_routes(3, 6)
-    answer = {"meta_info": {"routed_experts": encode(routes, "sglang")}}
+def test_a_session_becomes_one_sample_with_the_rows_of_its_last_turn() -> None:
+    """Goal: rows of a conversation, encoded as SGLang has them. Method: miles makes samples of two answers, the second
+    behind an observation, and merges them."""
+    whole, decoder = made_routes(2, 14), SimpleNamespace(decode=str)
     args = Namespace(num_layers=4, moe_router_topk=4)
-    rows = get_rollout_topk_from_response(args, answer, Namespace(tokens=[0] * 7), "routed_experts")
-    assert np.array_equal(rows, slime.miles_sample(routes, 7))
+    turns = compute_samples_from_openai_records(
+        args, Sample(), [record(whole, 5, 8, "3"), record(whole, 11, 15, "5")], decoder, list(range(15))
+    )
+    assert np.array_equal(turns[0].rollout_routed_experts, slime.miles_sample(whole, 8))
+    merged = merge_samples(turns, decoder)
+    merged.validate()
+    assert np.array_equal(merged.rollout_routed_experts[:, 1:], expert_rows(2, np.arange(14), LAYERS, 16, 4))
+    assert merged.weight_versions == ["3", "5"]
 
 
 @pytest.mark.parametrize("cp", [1, 2])
@@ -136,12 +153,10 @@ def test_ranks_replay_what_the_rollout_chose(rank: Callable[..., None], tp: int,
                 args=Namespace(qkv_format="thd", data_pad_size_multiplier=MULTIPLE, sequence_parallel=tp > 1),
                 model=[chunk],
             )
-            rows = [torch.from_numpy(slime.miles_sample(r, n)) for r, n in zip(routes, tokens, strict=True)]
-            column = {manager.data_key: rows}
-            batch = Batches(tokens=[torch.zeros(n) for n in tokens], **column)
+            batch = micro_batch([sample(r, n, 4) for r, n in zip(map(versioned, routes), tokens, strict=True)])
             register = get_register_replay_list_func(manager)
             with mcore.rank_of():
-                fill_replay_data()(actor, [batch], [1], column, manager.data_key, replays, register)
+                fill_replay_data()(actor, [batch], [1], batch.rollout_data, manager.data_key, replays, register)
             split = slime.split(tp, t, cp, c, sequence_parallel=tp > 1, data_pad_size_multiplier=MULTIPLE)
             shard = torch.from_numpy(shard_packed(routes, tokens, split, LAYERS))
             topk = manager.get_topk_fn(lambda scores, k: torch.topk(scores, k), return_probs=False)

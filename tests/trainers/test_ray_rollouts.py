@@ -48,7 +48,7 @@ class TestRayRollouts(RolloutContract):
         for each in (handle, other):
             whole = [(0, each.header_nbytes + each.grid.nbytes)]
             records.append(ray.get(owner.read.remote(each.rollout_id, each.to_json(), whole)).copy())
-        part, (first, second) = handle.grid.nbytes_of(0), (handle.header_nbytes, other.header_nbytes)
+        part, (first, second) = handle.grid.nbytes_of((0, 1)), (handle.header_nbytes, other.header_nbytes)
         records[0][first : first + part] = records[1][second : second + part]
         ray.get(owner.put.remote(handle.rollout_id, handle.to_json(), records[0]))
         return handle
@@ -124,7 +124,7 @@ def test_nemo_rl_takes_references() -> None:
 
 
 def test_where_there_is_no_cluster_the_store_says_so() -> None:
-    """Goal: a failure is told in words. Method: a store is opened on a machine without a cluster."""
+    """Goal: a failure has a readable error. Method: a store is opened on a machine without a cluster."""
     ray.shutdown()
     with pytest.raises(StorageError, match="the rollout store ray:x: ConnectionError: Could not find"):
         open_rollouts("ray:x")

@@ -1,4 +1,4 @@
-"""What the small engine rolled out, swapped, stored and handed over, in the real routers of every trainer."""
+"""Rollouts that the small engine swapped, stored and handed over, in the real routers of every trainer."""
 
 from __future__ import annotations
 
@@ -96,8 +96,8 @@ def test_megatron(made: list[Rollout]) -> None:
 
 
 def test_verl(made: list[Rollout]) -> None:
-    """Goal: from the agent loop's output on, all is verl's. Method: its queue's form of each sample, its alignment and
-    its engine."""
+    """Goal: from the agent loop's output on, all code is verl's. Method: its queue's form of each sample, its alignment
+    and its engine."""
     kept = []
     for rollout in made:
         prompt, response = len(rollout.tokens) - 5, 5
@@ -121,7 +121,8 @@ def test_verl(made: list[Rollout]) -> None:
 
 
 def test_skyrl(made: list[Rollout]) -> None:
-    """Goal: from the generator's output on, all is SkyRL's. Method: its collation, its layout and its installation."""
+    """Goal: from the generator's output on, all code is SkyRL's. Method: its collation, its layout and its
+    installation."""
     indices = skyrl.rollout_expert_indices([r.routes for r in made], [len(r.tokens) for r in made])
     batch = preprocess.convert_prompts_responses_to_batch_tensors(
         0,

@@ -82,7 +82,7 @@ def test_a_url_without_one_store_of_rows_is_refused(url: str) -> None:
 
 
 @pytest.mark.usefixtures("queue")
-def test_a_put_that_nobody_could_find_is_a_failure(tmp_path: Path) -> None:
+def test_a_put_that_cannot_be_found_is_a_failure(tmp_path: Path) -> None:
     """Goal: no rows without a handle. Method: the queue ends; the rows of a put are gone again, earlier ones stay."""
     store = open_rollouts(f"tq:file://{tmp_path}")
     handle = store.put("x", routes_of(1))

@@ -1,9 +1,10 @@
-"""What verl makes of the routes it is given: its agent loop, its batches, its engine and its own replay class."""
+"""Routes in verl: its agent loop, its batches, its engine and its own replay class."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import mcore
@@ -12,8 +13,12 @@ import pytest
 import ranks
 import torch
 from routes_of import expert_rows, made_routes
-from tensordict import TensorDict
-from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
+from verl import DataProto
+from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput, AgentLoopWorker
+from verl.trainer.ppo import metric_utils
 from verl.utils.megatron import router_replay_patch as patch
 from verl.utils.megatron import router_replay_utils as engine
 from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
@@ -30,19 +35,19 @@ def rows_of(sample: int, rows: int) -> torch.Tensor:
     return torch.from_numpy(expert_rows(sample, np.arange(rows), LAYERS, 16, 4))
 
 
-def output(routed_experts: Any, prompt: int, response: int) -> dict[str, Any]:
-    """The agent loop's output for a sample, as verl puts it into its queue."""
+def loop_output(routed_experts: Any, prompt: int, response: int) -> AgentLoopOutput:
+    """The agent loop's output for a sample."""
     return AgentLoopOutput(
         prompt_ids=[1] * prompt,
         response_ids=[2] * response,
         response_mask=[1] * response,
         routed_experts=routed_experts,
         metrics=AgentLoopMetrics(),
-    ).as_dict()
+    )
 
 
 async def resumed(whole: Routes, cuts: list[int], *, deltas: bool) -> TokenOutput:
-    """What verl's client makes of a generation that was aborted and resumed, its tokens ending at ``cuts``."""
+    """The output of verl's client for a generation that was aborted and resumed, at the tokens ``cuts``."""
     served: list[int] = cuts[:1]
 
     class Server:
@@ -87,24 +92,31 @@ def numbered(*lengths: int) -> torch.Tensor:
     return torch.nested.as_nested_tensor([torch.arange(n) for n in lengths], layout=torch.jagged)
 
 
+class Worker(AgentLoopWorker):
+    """verl's worker that makes a batch of what agent loops put out, without its servers."""
+
+    def __init__(self, prompt_length: int, response_length: int) -> None:
+        words = Tokenizer(WordLevel({"pad": 0, "token": 1}, unk_token="token"))  # noqa: S106 - no password
+        self.tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="pad")  # noqa: S106
+        self.rollout_config = SimpleNamespace(prompt_length=prompt_length, response_length=response_length)
+        self.processor = self.reward_loop_worker_handles = self.mm_processor_kwargs = None
+        self.distillation_enabled = False
+
+    async def batch(self, routes: list[Routes], samples: list[tuple[int, int]]) -> DataProto:
+        made = []
+        for part, (prompt, response) in zip(routes, samples, strict=True):
+            out = loop_output(verl.agent_loop(part, prompt, response), prompt, response)
+            made.append(await self._agent_loop_postprocess(out, validate=False, raw_prompt=""))
+        return self._postprocess(made)
+
+
 def test_the_padded_batch_becomes_the_jagged_one() -> None:
-    """Goal: one meaning of both forms. Method: verl takes the padding off, and aligns the jagged one; they agree."""
-    routes, prompts, responses = [made_routes(1, 8), made_routes(2, 4)], [5, 2], [4, 3]
-    whole = [p + r for p, r in zip(prompts, responses, strict=True)]
-    width, room = 6, 5
-    attention = torch.zeros(2, width + room, dtype=torch.int64)
-    for i, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
-        attention[i, width - prompt : width + response] = 1
-    data = TensorDict(
-        {
-            "input_ids": torch.arange(22).view(2, 11),
-            "attention_mask": attention,
-            "response_mask": attention[:, width:],
-            "position_ids": attention.cumsum(dim=1) - 1,
-            "routed_experts": verl.padded(routes, prompts, responses, width, room),
-        },
-        batch_size=2,
-    )
+    """Goal: one meaning of every form. Method: verl's worker pads the agent loop's output, which equals our padded
+    batch; verl removes the padding, and aligns the jagged batch; they agree."""
+    routes, samples, room = [made_routes(1, 8), made_routes(2, 4)], [(5, 4), (2, 3)], (6, 5)
+    (prompts, responses), whole = zip(*samples, strict=True), [sum(sample) for sample in samples]
+    data = asyncio.run(Worker(*room).batch(routes, samples)).to_tensordict()
+    assert torch.equal(data["routed_experts"], verl.padded(routes, prompts, responses, *room))
     unpadded = left_right_2_no_padding(data)["routed_experts"]
     aligned = engine.align_r3_router_replay_data(verl.jagged(routes, whole), numbered(*whole))
     for got, other, sample, tokens in zip(unpadded.unbind(), aligned.unbind(), (1, 2), whole, strict=True):
@@ -120,7 +132,7 @@ def stage() -> Iterator[mcore.Stage]:
 
 
 def test_holes_are_left_to_the_router(stage: mcore.Stage) -> None:
-    """Goal: verl has no word for a hole but its mask. Method: holes spelled as zeros under our mask: those tokens go
+    """Goal: verl's only way to mark a hole is its mask. Method: holes spelled as zeros under our mask: those tokens go
     where the router sends them, with top_k experts, and the others where the rollout sent them."""
     hidden = torch.randn(9, 1, mcore.HIDDEN)
     own = [mcore.chosen(routing_map) for _, routing_map in stage(hidden)]
@@ -135,3 +147,14 @@ def test_holes_are_left_to_the_router(stage: mcore.Stage) -> None:
         used = mcore.chosen(routing_map)
         assert torch.equal(used[native], own[index][native])
         assert torch.equal(used[replayed], rows_of(1, 8)[replayed, index].sort(dim=1).values)
+
+
+def test_its_load_balance_counts_the_experts_of_the_responses() -> None:
+    """Goal: verl's own metrics read our padded batch. Method: its counts beside the rollouts' rows."""
+    rows = verl.padded([made_routes(1, 8), made_routes(2, 4)], [5, 2], [4, 3], 6, 5)
+    mask = torch.tensor([[1, 1, 1, 1, 0], [1, 1, 1, 0, 0]])
+    counts = metric_utils._compute_rollout_moe_load_counts(rows, mask, 16)
+    wanted = torch.cat([rows_of(1, 8)[5:], rows_of(2, 4)[2:]])
+    for index, layer in enumerate(LAYERS):
+        assert torch.equal(counts[layer], torch.bincount(wanted[:, index].flatten().long(), minlength=16))
+    assert metric_utils.compute_rollout_moe_load_balance_metrics(rows, mask, 16)

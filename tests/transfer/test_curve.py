@@ -1,4 +1,4 @@
-"""CURVE: who has not our key gets nothing; a key that others may read is no key."""
+"""CURVE: a peer without our key gets nothing; a key file that others may read is refused."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ class TestZmqTcpCurve(LinkContract):
 def result_of(
     prefill: Node, keys: CurveKeys | None, request: int, limits: TransferLimits = QUICK
 ) -> tuple[Finished, CanarySink]:
-    """What a decode node with ``keys`` gets of an offer of three blocks; ``HASTY`` where it is to get nothing."""
+    """The rows that a decode node with ``keys`` gets of an offer of three blocks; ``HASTY`` where it should get
+    none."""
     decode = Node(ZmqLink(ZmqSettings(keys=keys)), identity_of(2), limits)
     transfer, sink = lend(prefill, request, 3), CanarySink(request)
     try:
@@ -53,7 +54,7 @@ def result_of(
 
 
 def test_our_key_gets_rows_and_others_nothing(tmp_path: Path) -> None:
-    """Goal: whoever has not our key gets not one message through, nor costs who has it anything.
+    """Goal: a peer without our key gets no message through, and does not disturb peers that have it.
 
     Method: a pull with our key, one with another key that knows ours for the server's, one without any, garbage in
     handshakes; then ours again.
@@ -127,7 +128,8 @@ def test_messages_are_not_readable_on_the_way(tmp_path: Path) -> None:
 
 
 def test_key_files_are_private_and_never_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Goal: only its owner has a pair, and nothing writes over one. Method: by the command, by its names and modes."""
+    """Goal: only its owner can read a key pair, and no command overwrites one. Method: by the command, by its names and
+    modes."""
     assert main(["keys", str(tmp_path / "new" / "keys"), "p"]) == 0
     secret = tmp_path / "new" / "keys" / "p.key_secret"
     assert str(secret) in (said := capsys.readouterr().out)

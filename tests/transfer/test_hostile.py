@@ -113,7 +113,8 @@ def garbage(rng: random.Random) -> list[bytes]:
 
 
 def test_garbage_in_messages(prefill: PeerProcess) -> None:
-    """Goal: 20,000 messages of nonsense from many identities: served all the same, tables exactly bounded."""
+    """Goal: 20,000 messages of nonsense from many identities: good clients are served all the same, tables are exactly
+    bounded."""
     serves(prefill)
     before = resident_nbytes(prefill.pid)
     rng = random.Random(4)
@@ -158,7 +159,7 @@ def test_ten_thousand_connections_of_garbage(prefill: PeerProcess) -> None:
 
 
 def test_frames_of_impossible_length(prefill: PeerProcess) -> None:
-    """Goal: a frame that says it has 2**62 bytes is not waited for and not allocated; its sender is cut off."""
+    """Goal: a frame that says it has 2**62 bytes is neither waited for nor allocated; its sender is disconnected."""
     for header in (
         b"\x02" + struct.pack(">Q", 1 << 62),
         b"\x02" + struct.pack(">Q", (1 << 20) + 1),
@@ -187,7 +188,8 @@ def test_heartbeats_that_ask_for_our_death(prefill: PeerProcess) -> None:
 
 
 def test_forged_and_replayed_messages_end_nothing(prefill: PeerProcess) -> None:
-    """Goal: only the run that pulled a transfer ends it, once. Method: strangers who know its id, and its own echo."""
+    """Goal: only the run that pulled a transfer ends it, once. Method: strangers that know its id, and its own messages
+    repeated."""
     transfer = bytes.fromhex(prefill.ask("offer", request=1, blocks=2))
     want = ranges(1, 2)
     with clients(prefill.address, 3) as (owner, thief, mimic):

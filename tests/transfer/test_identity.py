@@ -1,4 +1,4 @@
-"""Who may exchange rows: what two sides have to agree about, and what a refusal says."""
+"""Which sides may exchange rows: the fields on which they have to agree, and the text of a refusal."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cache_manager.spec import AuxBlockDataSpec, RecordLayout
 from transfer.actions import Reason
 from transfer.errors import IncompatiblePeerError
 from transfer.identity import Identity, check_peer, part_of
-from transfer.messages import Hello, Pull, Records, Welcome
+from transfer.messages import Hello, Pull, Records, TransferId, Welcome
 
 
 def part(at: int, **changed: Any) -> tuple[Any, ...]:
@@ -48,15 +48,24 @@ def test_peers_that_do_not_mean_the_same_refuse(parts: Any, namespace: Namespace
     assert not any(isinstance(message, (Pull, Records)) for message in pair.said)
     with pytest.raises(IncompatiblePeerError, match=field):
         check_peer(Identity(P_RUN, NAMESPACE, PARTS), space(namespace), parts)
-    pair = Pair(lose=lambda message: isinstance(message, Hello))  # decode looks at the welcome, too
+    pair = Pair(lose=lambda message: isinstance(message, Hello))  # decode checks the welcome, too
     pair.pull(1)
     pair.hear(D, P, Welcome(P_RUN, space(namespace), list(parts), 1000, D_RUN))
     assert pair.result.reason is Reason.REFUSED
 
 
+def test_each_pull_from_a_peer_that_refuses_is_refused_at_once() -> None:
+    """Goal: every request learns why its rows do not come, before it is answered. Method: pulls one after another."""
+    pair = Pair(d_namespace=OTHER)
+    for number in range(3):
+        pair.pull(1, transfer=TransferId(bytes([number]) * 16))
+        assert [each.reason for each in pair.finished] == [Reason.REFUSED] * (number + 1)
+
+
 @pytest.mark.parametrize("replicated", [True, False])
 def test_replicated_rows_cross_between_unequal_ranks(replicated: bool) -> None:
-    """Goal: rows that every rank has are fetched from any rank; where one part is not, ranks have to be equal."""
+    """Goal: rows that every rank has are fetched from any rank; if some part is not on every rank, ranks have to be
+    equal."""
     parts = tuple(msgspec.structs.replace(part, replicated=replicated or part is PARTS[0]) for part in PARTS)
     pair = Pair(d_parts=parts, d_namespace=Namespace("m", 1, rank=1, world=2))
     pair.prefill.identity = Identity(P_RUN, Namespace("m", 1, rank=3, world=8), parts)
@@ -67,7 +76,8 @@ def test_replicated_rows_cross_between_unequal_ranks(replicated: bool) -> None:
 
 
 def test_a_part_says_what_its_layout_is() -> None:
-    """Goal: a refusal for another layout shows what differs, not fingerprints; what no peer takes is no identity."""
+    """Goal: a refusal for another layout shows the differing fields, not fingerprints; an identity that no peer would
+    accept is refused."""
     mine, theirs = (
         part_of("rows", RecordLayout((AuxBlockDataSpec("r", (2, 4), "uint8", 16, attrs={"num_experts": n}),)))
         for n in (128, 256)

@@ -1,4 +1,4 @@
-"""The link in memory: what it promises, and that its faults are those that it was asked for."""
+"""The link in memory: its contract, and that only the requested faults happen."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def pair(faults: Faults = Faults(), seed: int = 1, **options) -> tuple[Network, 
 
 
 def test_a_buffer_is_read_when_it_is_delivered() -> None:
-    """Goal: who changes a buffer too early is found out."""
+    """Goal: a sender that changes a buffer too early is detected."""
     _, a, b = pair()
     buffer = bytearray(b"before")
     a.send(b.name, b"c", [buffer])
@@ -25,7 +25,7 @@ def test_a_buffer_is_read_when_it_is_delivered() -> None:
     assert bytes(b.poll(0.0)[0].bulk[0]) == b"after!"
 
 
-def test_a_crash_tells_the_others_and_forgets_its_own() -> None:
+def test_a_crash_is_reported_to_peers_and_drops_the_messages_of_the_crashed() -> None:
     now = [0.0]
     network, a, b = pair(Faults(delay=1.0, delay_s=5.0), clock=lambda: now[0])
     b.connect("loopback://a")
@@ -100,5 +100,4 @@ class TestLoopback(LinkContract):
     def lose(self, client: Link) -> None:
         self.between.crash("client")
 
-    @pytest.mark.skip("an inbox that is full loses messages, as a faulty network may")
-    def test_a_full_link_says_so_and_loses_nothing(self, server: Link, client: Link) -> None: ...
+    test_a_full_link_says_so_and_loses_nothing = None  # type: ignore[assignment]  # a full inbox loses, as a network may

@@ -1,4 +1,4 @@
-"""Messages: what comes out is what went in, and bytes that are no message are one error and nothing else."""
+"""Messages: decoding returns what was encoded, and bytes that are no message are one error and nothing else."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def test_the_largest_messages_fit_a_frame(largest) -> None:
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_every_list_has_a_bound(kind) -> None:
-    """Goal: nobody makes this side hold more than a frame's worth. Method: look at the types."""
+    """Goal: no peer can make this side hold more than a frame's worth. Method: look at the types."""
     bounded = msgspec.inspect.ListType | msgspec.inspect.BytesType | msgspec.inspect.StrType
     for field in msgspec.structs.fields(kind):
         info = msgspec.inspect.type_info(field.type)
@@ -164,7 +164,7 @@ def test_every_list_has_a_bound(kind) -> None:
 
 
 def test_the_byte_table_is_the_code() -> None:
-    """Goal: docs/protocol.md tells the truth. Method: its tables against prefix, kinds, fields and enums."""
+    """Goal: docs/protocol.md is true. Method: its tables against prefix, kinds, fields and enums."""
     text = DOC.read_text()
     rows = re.findall(r"^\| (\d+) \| `(\w+)` \| (P|D|both) \| (.*?) \|", text, flags=re.MULTILINE)
     documented = [(int(kind), name, re.findall(r"`(\w+)`", fields)) for kind, name, _, fields in rows]
@@ -195,7 +195,8 @@ def test_joined_payloads_come_apart_as_they_were(sizes: list[tuple[bool, int]]) 
 
 @given(st.lists(st.binary(max_size=60), max_size=8), st.lists(st.integers(1, 20), min_size=1, max_size=12))
 def test_frames_end_where_payloads_do_or_are_refused(frames: list[bytes], sizes: list[int]) -> None:
-    """Goal: whatever frames come, a payload is a whole one of its entry's size, at its place, or nothing is.
+    """Goal: whatever frames come, either every payload is whole, of its entry's size and at its place, or there is
+    none.
 
     Method: the cuts that sizes allow, found here by walking over the bytes, against what is answered.
     """

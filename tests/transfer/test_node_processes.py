@@ -1,6 +1,7 @@
 """Nodes in two processes that are stopped, killed and started again.
 
-What has to cross has a lease and retries that outlast a machine which stands still; what has to end, has short ones.
+Transfers that have to complete get a lease and retries that outlast a machine which stands still; those that have to
+end get short ones.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def crosses(prefill: PeerProcess, decode: PeerProcess) -> str:
 
 
 def test_decode_stopped_for_longer_than_the_lease(tmp_path: Path) -> None:
-    """Goal: a stopped decode costs prefill one lease; what it says afterwards is late, counted, refused.
+    """Goal: a stopped decode costs prefill one lease; its later messages are late, counted and refused.
 
     Method: SIGSTOP right after the pull was asked for, SIGCONT when prefill has released.
     """
@@ -97,10 +98,11 @@ def test_prefill_killed_during_transfers_and_restarted_at_its_address(tmp_path: 
 
 
 def test_decode_killed_during_transfers_and_restarted_with_its_identity(tmp_path: Path) -> None:
-    """Goal: kill -9 of decode: its leases end, a new run under its name gets nothing of the old, and what is its own.
+    """Goal: kill -9 of decode: its leases end, a new run under its name gets nothing of the old run's transfers, and
+    all of its own.
 
     Method: the second process has the same identity, asks for a transfer of the first, then for one of its own. Each
-    offer is pulled before the next is made: what nobody has pulled when its lease ends belongs to nobody.
+    offer is pulled before the next is made: an offer that was not pulled when its lease ends has no owner.
     """
     limits = {"lease_s": 3.0, "retry_s": 0.2, "retries_max": 300}
     with contextlib.ExitStack() as ending:

@@ -1,7 +1,8 @@
-"""Nodes over real sockets in one process: what crosses, what ends early, what is full, what is left."""
+"""Nodes over real sockets in one process: complete transfers, early ends, full tables, and what remains."""
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import threading
@@ -85,11 +86,12 @@ def test_a_sink_that_fails_costs_that_record_only(tmp_path: Path) -> None:
         assert decode.alive
 
 
-def test_what_cannot_begin_is_told_and_releases(tmp_path: Path) -> None:
-    """Goal: no room, a mistake, an offer or a pull begun twice: each is said where the caller looks, nothing hangs."""
+def test_a_transfer_that_cannot_begin_is_reported_and_released(tmp_path: Path) -> None:
+    """Goal: no room, a mistake, an offer or a pull begun twice: each is reported where the caller looks, nothing
+    hangs."""
     with nodes(tmp_path, p_limits=replace(QUICK, transfers_max=1)) as (prefill, decode):
         first = lend(prefill, 1, 1)
-        prefill.seal(first)  # as it was from the start: a mistake that does not end it
+        prefill.seal(first)  # with its blocks from the start: a mistake that does not end it
         second = lend(prefill, 2, 1)
         with pytest.raises(LocalProtocolError, match="not lent"):
             prefill.offer(first)
@@ -105,8 +107,8 @@ def test_what_cannot_begin_is_told_and_releases(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("address", [None, 7, b"tcp://127.0.0.1:9", ["ipc:///x"], "tcp://x y", "tcp://127.0.0.1:*"])
-def test_a_pull_from_what_is_no_address_is_told(tmp_path: Path, address: object) -> None:
-    """Goal: every pull ends, whatever a client's hand-over has for an address. Method: values that JSON can be."""
+def test_a_pull_from_an_invalid_address_is_refused(tmp_path: Path, address: object) -> None:
+    """Goal: every pull ends, whatever a client's hand-over has for an address. Method: JSON values of every kind."""
     with nodes(tmp_path) as (prefill, decode):
         transfer = lend(prefill, 1, 2)
         decode.pull(transfer, address, wanted(1, 2), CanarySink(1))  # type: ignore[arg-type]
@@ -120,9 +122,8 @@ def test_a_pull_from_what_is_no_address_is_told(tmp_path: Path, address: object)
 
 @pytest.mark.parametrize("garbage", [b"GET / HTTP/1.1\r\n\r\n", b"KVRT\x03\x04\x00\x00" + b"\xdb" + b"\xff" * 60_000])
 def test_hostile_lines_in_the_log_are_bounded(tmp_path: Path, caplog: pytest.LogCaptureFixture, garbage: bytes) -> None:
-    """Goal: who sends garbage does not fill the log, under however many names. Method: 300 of it under 30 names that
-    have line breaks in them; each is counted, and one short line is written.
-    """
+    """Goal: a peer that sends garbage does not fill the log, whatever number of names it uses. Method: 300 such
+    messages under 30 names that have line breaks in them; each is counted, and one short line is written."""
     with nodes(tmp_path) as (prefill, _):
         for n in range(30):
             with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
@@ -132,15 +133,14 @@ def test_hostile_lines_in_the_log_are_bounded(tmp_path: Path, caplog: pytest.Log
                     socket.send(garbage)
                 until(lambda: prefill.counters.bad_messages, (10 * n + 10).__eq__)
         (line,) = [record.getMessage() for record in caplog.records]
-        assert "what is no message" in line
+        assert "send invalid messages" in line
         assert len(line) < 500
         assert "\n" not in line
 
 
 def test_the_first_pull_to_a_peer_waits_for_its_connection_alone(tmp_path: Path) -> None:
-    """Goal: a greeting that was refused before the link was connected is not said a pause later. Method: pauses and
-    retries that are longer than any patience, and two peers that are met for the first time.
-    """
+    """Goal: a greeting that was refused before the link was connected is sent again without a pause. Method: pauses and
+    retries that are longer than any patience, and two peers that are met for the first time."""
     patient = TransferLimits(lease_s=36_000, lease_max_s=360_000, retry_s=36_000, resend_s=36_000)
     for n in range(2):
         with nodes(tmp_path, patient) as (prefill, decode):
@@ -150,7 +150,7 @@ def test_the_first_pull_to_a_peer_waits_for_its_connection_alone(tmp_path: Path)
 
 
 def test_a_callback_that_fails_costs_no_block(tmp_path: Path) -> None:
-    """Goal: what ends several offers at once tells of each, though ``notify`` raises at the first."""
+    """Goal: when several offers end at once, each is reported, though ``notify`` raises at the first."""
 
     def fails() -> None:
         raise RuntimeError("a bug of the engine")
@@ -165,10 +165,11 @@ def test_a_callback_that_fails_costs_no_block(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("address", ["ipc://{}/p", "tcp://127.0.0.1:*"])
 def test_a_peer_that_never_reads_keeps_no_block(tmp_path: Path, address: str) -> None:
-    """Goal: large records for a peer that pulls and then reads nothing come back after the lease, with it connected.
+    """Goal: large records for a peer that pulls and then reads nothing are released after the lease, though the peer
+    stays connected.
 
-    Method: who is cut off as slow has held buffers for a lease after the transfer's end. It is greeted before the
-    lease begins.
+    Method: a peer that is cut off as slow has held buffers for a lease after the transfer's end. It is greeted before
+    the lease begins.
     """
     part = Part("kv", b"k" * 16, 1 << 20, 64)
     link = ZmqLink(ZmqSettings(bind=address.format(tmp_path)))
@@ -210,8 +211,9 @@ def test_peers_that_mean_other_rows_are_refused(tmp_path: Path) -> None:
         released(prefill, {again})
 
 
-def test_a_full_queue_is_said_at_once(tmp_path: Path) -> None:
-    """Goal: commands are bounded and nothing is held of the one too many. Method: keep the thread busy in a sink."""
+def test_a_full_queue_is_an_error_at_once(tmp_path: Path) -> None:
+    """Goal: the number of commands is bounded, and nothing of a refused command is held. Method: keep the thread busy
+    in a sink."""
     blocked, go_on = threading.Event(), threading.Event()
 
     class Slow(CanarySink):
@@ -240,7 +242,7 @@ def test_a_full_queue_is_said_at_once(tmp_path: Path) -> None:
     assert prefill.close()
 
 
-def test_close_ends_what_is_in_flight_and_tells(tmp_path: Path) -> None:
+def test_close_ends_transfers_in_flight_and_reports_them(tmp_path: Path) -> None:
     """Goal: after close every offer is released and every pull done, and calls are refused."""
     prefill = Node(ZmqLink(ZmqSettings(bind=f"ipc://{tmp_path}/p")), identity_of(1), QUICK)
     decode = Node(ZmqLink(), identity_of(2), QUICK)
@@ -259,45 +261,33 @@ def test_close_ends_what_is_in_flight_and_tells(tmp_path: Path) -> None:
     assert prefill.close()
 
 
-def test_a_forked_child_is_told(tmp_path: Path) -> None:
-    """Goal: a fork has neither thread nor socket; its calls say so and its close does not touch the parent's."""
-    prefill = Node(ZmqLink(ZmqSettings(bind=f"ipc://{tmp_path}/p")), identity_of(1), QUICK)
-
-    def child() -> None:
-        try:
-            lend(prefill, 1, 1)
-        except NodeClosedError:
-            os._exit(0 if prefill.close() and not prefill.alive else 1)
-        os._exit(2)
-
-    process = multiprocessing.get_context("fork").Process(target=child)
-    process.start()
-    process.join(PATIENCE_S)
-    assert process.exitcode == 0
-    transfer = lend(prefill, 1, 1)
-    assert prefill.close()
-    assert [r.transfer for r in prefill.poll()] == [transfer]
-
-
-def test_a_fork_while_a_lock_is_held_is_told(tmp_path: Path) -> None:
-    """Goal: a child forked while the node's thread holds a lock of its own is refused, and does not wait for it."""
+def test_a_forked_child_gets_an_error_from_every_call(tmp_path: Path) -> None:
+    """Goal: a fork has neither thread nor socket; its calls say so, its close does not touch the parent's, and neither
+    waits for a lock that the parent's thread held just then. Method: fork with the lock held.
+    """
     with nodes(tmp_path) as (prefill, decode):
 
         def child() -> None:
-            try:
-                decode.pull(TransferId(bytes(16)), prefill.address, wanted(1, 1), CanarySink(1))
-            except NodeClosedError:
-                os._exit(0)
-            os._exit(2)
+            for call in (
+                lambda: lend(prefill, 1, 1),
+                lambda: decode.pull(TransferId(bytes(16)), prefill.address, wanted(1, 1), CanarySink(1)),
+            ):
+                with contextlib.suppress(NodeClosedError):
+                    call()
+                    os._exit(2)
+            os._exit(0 if prefill.close() and not prefill.alive else 1)
 
         process = multiprocessing.get_context("fork").Process(target=child)
-        with decode._lock:  # as the thread holds it for a moment: a fork may come in that moment
+        with prefill._lock, decode._lock:  # as the node's threads hold them for a moment
             process.start()
         process.join(PATIENCE_S)
         if process.is_alive():
             process.kill()
             process.join()
         assert process.exitcode == 0
+        transfer = lend(prefill, 1, 1)
+        assert prefill.close()
+        assert [r.transfer for r in prefill.poll()] == [transfer]
 
 
 def test_nodes_leave_nothing_behind(tmp_path: Path) -> None:

@@ -1,6 +1,9 @@
-"""Prefill and decode sessions face to face, by example: what crosses, epochs, and what is damaged, lost or refused."""
+"""Prefill and decode sessions face to face, by example: complete transfers, epochs, and messages that are damaged, lost
+or refused."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import msgspec
 import pytest
@@ -17,6 +20,7 @@ from session_pair import (
     blocks,
     bulk_of,
     hello,
+    key,
     payload,
     pulled,
     record,
@@ -26,14 +30,18 @@ from session_pair import (
 )
 
 from cache_manager.errors import BlockBusyError
+from cache_manager.record import HEADER_NBYTES_MAX, OfferedRecord
 from transfer.actions import Missing, OfferedBlock, Reason
 from transfer.errors import RemoteProtocolError
+from transfer.kept import KeptBuffers
 from transfer.limits import TransferLimits
-from transfer.messages import Ack, Entry, Later, Message, Outcome, Pull, Records, Refuse, TransferId, Welcome
+from transfer.messages import Ack, Entry, Later, Message, Outcome, Pull, Range, Records, Refuse, TransferId, Welcome
+from transfer.offer import PACKED_MAX, Offer
 
 
 def test_a_transfer_crosses() -> None:
-    """Goal: what is there comes, what is not is absent; the ack follows the last installation, and ends the offer."""
+    """Goal: rows that prefill has arrive, others are reported absent; the ack follows the last installation, and ends
+    the offer."""
     pair = Pair()
     pair.offer(blocks(5, without=((1, 3),)))
     pair.place = lambda *_: not pair.finished and not any(isinstance(message, Ack) for message in pair.said)
@@ -43,6 +51,7 @@ def test_a_transfer_crosses() -> None:
     assert pair.result.reason is None
     assert pair.outcomes == [Outcome.ACKED]
     assert pair.prefill.in_flight == pair.decode.in_flight == 0
+    assert (pair.decode.counters.done, pair.decode.counters.failed) == (1, 0)
 
 
 def test_a_block_with_another_owner_is_missing_and_a_busy_one_asked_for_again() -> None:
@@ -64,8 +73,8 @@ def test_a_block_with_another_owner_is_missing_and_a_busy_one_asked_for_again() 
 
 
 @given(st.lists(st.booleans(), max_size=40), st.integers(0, 5))
-def test_whatever_is_lost_all_of_it_arrives_once_or_is_missing(lost: list[bool], n: int) -> None:
-    """Goal: losses cost time and no rows. Method: lose what Hypothesis says, then nothing."""
+def test_under_any_loss_each_record_arrives_once_or_is_missing(lost: list[bool], n: int) -> None:
+    """Goal: losses cost time and no rows. Method: lose the messages that Hypothesis chooses, then none."""
     losses = iter(lost)
     pair = Pair(lose=lambda _: next(losses, False))
     pair.offer(blocks(n))
@@ -78,8 +87,9 @@ def test_whatever_is_lost_all_of_it_arrives_once_or_is_missing(lost: list[bool],
     assert any(lost) or pair.result.complete
 
 
-def test_what_is_said_twice_or_late_changes_nothing() -> None:
-    """Goal: doubled records and welcomes start no epoch; an older pull is not heard. Method: all is said again."""
+def test_repeated_and_late_messages_change_nothing() -> None:
+    """Goal: doubled records and welcomes start no epoch; an older pull is ignored. Method: every message is sent
+    again."""
     pair, doubled = Pair(), list[Message]()
 
     def lose(message: Message) -> bool:
@@ -120,9 +130,8 @@ def test_a_record_of_an_older_epoch_is_as_good_as_any() -> None:
 
 
 def test_a_damaged_record_is_asked_for_again() -> None:
-    """Goal: only what is proved is installed. Method: wrong bytes, headers, places, sizes and frames; then the truth.
-    Bulk that is cut elsewhere than records end costs the message and nothing else.
-    """
+    """Goal: only verified records are installed. Method: wrong bytes, headers, places, sizes and frames; then the
+    truth. Bulk that is cut elsewhere than records end costs the message and nothing else."""
     pair = pulled(TransferLimits(retry_s=2))
     (message,) = [m for m in pair.said if isinstance(m, Records)]
     good, counters = bulk_of(message), pair.decode.counters
@@ -154,8 +163,7 @@ def test_a_damaged_record_is_asked_for_again() -> None:
 
 def test_what_the_link_refuses_is_sent_again() -> None:
     """Goal: a full link costs nothing but time. Method: refuse a hello, a pull and records, once each; a hello that was
-    refused before the link was connected is said as soon as it is.
-    """
+    refused before the link was connected is sent as soon as it is."""
     pair = Pair()
     pair.offer(blocks(2))
     (first,) = pair.decode.pull(P, T, wanted(2), pair, 0.0)
@@ -184,8 +192,9 @@ def test_what_the_link_refuses_is_sent_again() -> None:
     assert pair.result.complete
 
 
-def test_a_hello_said_again_that_the_link_refuses_is_said_promptly() -> None:
-    """Goal: a peer that came back waits for no retry. Method: prefill knows us no more, and our hello is refused."""
+def test_a_repeated_hello_that_the_link_refuses_is_sent_again_promptly() -> None:
+    """Goal: a restarted peer is greeted without waiting for a retry. Method: prefill no longer knows us, and our hello
+    is refused."""
     pair = pulled()
     (hello,) = pair.decode.receive(P, Refuse("hello", "one", "none", D_RUN), [], 0.5)
     pair.decode.unsent(hello, 0.5)
@@ -193,7 +202,7 @@ def test_a_hello_said_again_that_the_link_refuses_is_said_promptly() -> None:
 
 
 def test_an_unreachable_peer_is_tried_with_a_pause_of_its_own_that_grows() -> None:
-    """Goal: a peer that is not there costs little, and no other peer waits. Method: refuse all for one of two."""
+    """Goal: an absent peer costs little, and no other peer waits. Method: refuse every message to one of two."""
     pair = Pair()
     for peer, name in ((P, T), (E, TransferId(bytes(16)))):
         (first,) = pair.decode.pull(peer, name, wanted(1), pair, 0.0)
@@ -208,8 +217,8 @@ def test_an_unreachable_peer_is_tried_with_a_pause_of_its_own_that_grows() -> No
     assert 4 <= tries <= 12
 
 
-def test_who_asks_for_a_block_a_thousand_times_gets_it_once() -> None:
-    """Goal: what a peer says cannot make this side hold more than it offered."""
+def test_a_block_asked_for_a_thousand_times_is_sent_once() -> None:
+    """Goal: no message of a peer can make this side hold more than it offered."""
     pair = Pair()
     pair.offer(blocks(1))
     pair.hear(P, D, hello())
@@ -263,9 +272,8 @@ def test_an_open_offer_is_answered_as_its_blocks_come() -> None:
 
 
 def test_a_pull_before_its_offer_waits_for_it() -> None:
-    """Goal: an id that prefill does not know yet is "later", for a bounded time however often the pull is said again.
-    Method: pull first and offer within the time; then ask often, and never offer.
-    """
+    """Goal: an id that prefill does not know yet is "later", for a bounded time, however often the pull is repeated.
+    Method: pull first and offer within the time; then ask often, and never offer."""
     pair = Pair()
     pair.pull(3)
     assert isinstance(pair.said[-1], Later)
@@ -283,9 +291,8 @@ def test_a_pull_before_its_offer_waits_for_it() -> None:
 
 
 def test_a_slow_prefill_outlasts_every_retry_but_not_the_lease() -> None:
-    """Goal: a pull waits for an offer that grows, and no longer than its own ``lease_max_s``, whatever prefill says.
-    Method: prefill adds nothing; then, only ``Later`` is heard of a prefill that never ends it.
-    """
+    """Goal: a pull waits for an offer that grows, and no longer than its own ``lease_max_s``, whatever prefill answers.
+    Method: prefill adds nothing; then a prefill that never ends the offer sends only ``Later``."""
     pair = Pair()
     pair.offer(blocks(1), is_open=True)
     pair.pull(2)
@@ -309,7 +316,7 @@ def test_a_slow_prefill_outlasts_every_retry_but_not_the_lease() -> None:
 
 
 @pytest.mark.parametrize("end", ["withdraw", "reset", "crash"])
-def test_an_open_offer_that_ends_is_told(end: str) -> None:
+def test_the_end_of_an_open_offer_is_reported(end: str) -> None:
     """Goal: decode does not wait for blocks that will not come. Method: prefill ends it, or starts anew."""
     pair = Pair()
     pair.offer(blocks(1), is_open=True)
@@ -325,14 +332,33 @@ def test_an_open_offer_that_ends_is_told(end: str) -> None:
     assert (pair.result.reason, pair.result.installed) == (Reason.GONE, 2)
 
 
+def test_a_large_offer_does_not_hold_the_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Goal: adding blocks sums a bounded number of records; the others are trusted and sent. Method: count the sums."""
+    sums, pack, one = [], OfferedRecord.pack, blocks(1)[0]
+    monkeypatch.setattr(OfferedRecord, "pack", lambda record: sums.append(1) or pack(record))
+    offer, count = Offer(T, 0.0, 0.0, owner=(D, D_RUN)), PACKED_MAX
+    offer.grow(OfferedBlock(i, one.key, one.records) for i in range(count))
+    assert len(sums) == PACKED_MAX
+    offer.want(Pull(D_RUN, T, 1, [Range(0, 3, one.key * count)]))
+    sent = []
+    while offer.wanted:
+        message = offer.take(LIMITS.records_nbytes_max, KeptBuffers()).message
+        assert isinstance(message, Records)
+        sent += [(entry.part, entry.index, entry.header) for entry in message.entries]
+    headers = [pack(record) for record in one.records if record is not None]
+    assert sent == [(part, index, headers[part]) for index in range(count) for part in (0, 1)]
+    assert len(sums) == 2 * count, "no record is summed twice"
+
+
 def test_wrong_calls_change_nothing() -> None:
-    """Goal: a mistake of the engine is said, and costs nothing that is under way. Method: each, then a pull of all."""
+    """Goal: a mistake of the engine is reported, and harms no transfer in flight. Method: each, then a pull of all."""
     pair, other = Pair(), TransferId(bytes(16))
     pair.offer(blocks(2), is_open=True)
     ours, bad = pair.prefill, OfferedBlock(5, blocks(1)[0].key, blocks(2)[1].records)  # records of another key
+    odd = [OfferedBlock(5, key(5), (replace(record(0, 5), valid=bytes(n)), None)) for n in (0, 7, HEADER_NBYTES_MAX)]
     for call in (
         *(lambda n=n, o=o: ours.offer(n, o, 0.0) for n, o in ((T, []), (b"short", []), (other, 2 * blocks(1)))),
-        *(lambda o=o: ours.grow(T, o, 0.0) for o in (blocks(1), [blocks(5)[4]] * 2, [bad])),
+        *(lambda o=o: ours.grow(T, o, 0.0) for o in (blocks(1), [blocks(5)[4]] * 2, [bad], *([o] for o in odd))),
         lambda: ours.grow(other, [], 0.0),
         *(
             lambda n=n, w=w: pair.decode.pull(P, n, w, pair, 0.0)

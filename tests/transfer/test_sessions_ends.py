@@ -1,4 +1,4 @@
-"""Prefill and decode sessions face to face, by example: whose a transfer is, and how it ends on both sides."""
+"""Prefill and decode sessions face to face, by example: which peer owns a transfer, and how it ends on both sides."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from session_pair import (
 
 import transfer.offer
 import transfer.pull
-from transfer.actions import Reason, Release, Send
+from transfer.actions import OfferedBlock, Reason, Release, Send
 from transfer.limits import TransferLimits
 from transfer.messages import (
     Absent,
@@ -56,7 +56,7 @@ NEXT = TransferId(b"the transfer id2")
 
 @pytest.mark.parametrize("table", [transfer.offer, transfer.pull], ids=lambda t: t.__name__)
 def test_every_life_can_end_and_an_end_is_final(table: Any) -> None:
-    """Goal: no state is a trap, none is out of reach. Method: walk the table."""
+    """Goal: every state can be reached and left. Method: walk the table."""
     transitions = table.TRANSITIONS
     ends = {state for state, row in transitions.items() if not row}
 
@@ -80,7 +80,7 @@ def test_a_restarted_decode_owns_nothing_of_its_old_run() -> None:
     pair = pulled()
     pair.hear(P, D, hello(E_RUN))  # the same name, another run
     assert pair.prefill.receive(D, Ack(E_RUN, T), 1.0) == [Send(D, Gone(T, Outcome.FOREIGN))]
-    (refuse,) = pair.prefill.receive(D, Ack(D_RUN, T), 1.0)  # a late one of the old run
+    (refuse,) = pair.prefill.receive(D, Ack(D_RUN, T), 1.0)  # a late message of the old run
     assert isinstance(refuse.message, Refuse)
     assert refuse.message.field == "hello"
     pair.do(P, pair.prefill.tick(LIMITS.lease_s))
@@ -97,7 +97,7 @@ def test_a_restarted_prefill_is_greeted_again_and_has_nothing() -> None:
 
 
 def test_after_another_welcome_what_is_missing_is_asked_for_again() -> None:
-    """Goal: a prefill that greets anew has forgotten what it owed. Method: a pull, then another run's welcome."""
+    """Goal: a prefill that greets anew has forgotten its transfers. Method: a pull, then another run's welcome."""
     pair = pulled()
     (pull,) = pair.decode.receive(P, Welcome(E_RUN, space(), list(PARTS), 1000, D_RUN), [], 0.0)
     assert isinstance(pull.message, Pull)
@@ -108,9 +108,8 @@ def test_after_another_welcome_what_is_missing_is_asked_for_again() -> None:
 
 
 def test_a_peer_that_lets_a_lease_end_is_cut_off() -> None:
-    """Goal: the link keeps nothing for who does not read. Method: it pulls and is silent; nobody pulls the other. A
-    message that comes at the very moment is late, counted and refused.
-    """
+    """Goal: the link keeps nothing for a peer that does not read. Method: a peer pulls one offer and is silent; the
+    other offer is never pulled. A message that comes at the very moment is late, counted and refused."""
     pair = pulled()
     pair.offer(blocks(1), TransferId(bytes(16)))
     actions = pair.prefill.receive(D, Ack(D_RUN, T), LIMITS.lease_s)
@@ -145,7 +144,8 @@ def test_decode_renews_while_it_waits() -> None:
 
 @pytest.mark.parametrize(("welcomed_s", "lease_ms"), [(6.25, 1_200), (2.25, 1_200), (7.75, 600), (0.25, 1)])
 def test_a_pull_whose_prefill_is_silent_ends_once_and_does_not_babble(welcomed_s: float, lease_ms: int) -> None:
-    """Goal: whatever lease prefill tells, however late, decode asks with a bound. Method: only a welcome is heard."""
+    """Goal: whatever lease prefill announces, however late, decode asks at a bounded rate. Method: decode receives only
+    a welcome."""
     decode, actions = Pair().decode, list[Any]()
     actions += decode.pull(P, T, wanted(2), Pair(), 0.0)
     now_s = 0.0
@@ -162,8 +162,9 @@ def test_a_pull_whose_prefill_is_silent_ends_once_and_does_not_babble(welcomed_s
 
 
 @pytest.mark.parametrize("end", [Bye(P_RUN), Refuse("parts", "others", "these", D_RUN)])
-def test_who_has_gone_is_owed_no_renewal(end: Message) -> None:
-    """Goal: no busy loop. Method: a welcomed peer says that it is over, and is pulled from again; nobody answers."""
+def test_no_renewal_is_sent_to_a_peer_that_has_gone(end: Message) -> None:
+    """Goal: no busy loop. Method: a welcomed peer reports that the transfer is over, and is pulled from again; it never
+    answers."""
     pair = pulled()
     pair.hear(D, P, end)
     pair.decode.pull(P, NEXT, wanted(1), pair, pair.now_s)
@@ -214,7 +215,7 @@ def test_a_reference_used_again_gives_no_row_of_the_next_tenant(end: str) -> Non
 
     def tenant(block: Any) -> list[Any]:
         memory[:] = block.records[0].payload
-        return [replace(block, index=0, records=(replace(block.records[0], payload=memory), None))]
+        return [OfferedBlock(0, block.key, (replace(block.records[0], payload=memory), None))]
 
     pair.offer(tenant(first))
     pair.pull(1, parts=(0,))
@@ -240,7 +241,8 @@ def test_a_reference_used_again_gives_no_row_of_the_next_tenant(end: str) -> Non
 
 
 def test_an_id_is_used_once() -> None:
-    """Goal: no entry is overwritten, no block leaks. Method: a session refuses what it knows, in flight or ended."""
+    """Goal: no entry is overwritten, no block leaks. Method: a session refuses ids that it knows, in flight or
+    ended."""
     pair = Pair()
     pair.offer(blocks(1))
     for _ in range(2):
@@ -281,10 +283,9 @@ KINDS = [Hello, Welcome, Pull, Records, Renew, Ack, Absent, Gone, Later]
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize("after", [0, 1], ids=["from the first", "but the first"])
-def test_whatever_is_never_heard_both_sides_end(kind: type[Message], after: int) -> None:
-    """Goal: no lost notice hangs anybody. Method: lose every message of one kind, or every further one; half an hour
-    later nobody holds anything, each side has been told once, and what is not reported missing is there.
-    """
+def test_both_sides_end_whichever_message_is_always_lost(kind: type[Message], after: int) -> None:
+    """Goal: no lost notice hangs either side. Method: lose every message of one kind, or every further one; half an
+    hour later neither side holds anything, each has been told once, and every block not reported missing is there."""
     heard = 0
 
     def lose(message: Message) -> bool:
@@ -312,7 +313,7 @@ def test_whatever_is_never_heard_both_sides_end(kind: type[Message], after: int)
 
 
 def test_full_tables_are_an_answer() -> None:
-    """Goal: nothing grows without a bound. Method: fill each table; of peers, who owns nothing makes room."""
+    """Goal: nothing grows without a bound. Method: fill each table; of peers, one that owns nothing makes room."""
     pair = Pair(TransferLimits(transfers_max=2, peers_max=2, remembered_max=2))
     names = [TransferId(bytes([i]) * 16) for i in range(8)]
     for name in names[:2]:
@@ -360,7 +361,7 @@ def test_early_pulls_are_bounded_and_of_their_peer() -> None:
 
 
 def test_a_pull_that_waits_for_its_offer_ends_with_a_reset() -> None:
-    """Goal: nobody of other weights owns the offer that comes. Method: reset prefill while a pull waits."""
+    """Goal: a peer with other weights never owns a later offer. Method: reset prefill while a pull waits."""
     pair = Pair()
     pair.pull(1)
     pair.do(P, pair.prefill.reset(OTHER))

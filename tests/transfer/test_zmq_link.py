@@ -1,4 +1,4 @@
-"""The ZeroMQ link: the contract over ipc and TCP, and what only sockets have."""
+"""The ZeroMQ link: the contract over ipc and TCP, and cases that only sockets have."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ NONE = ["", "tcp://127.0.0.1", "ipc://relative", "ipc://@abstract", "inproc://x"
 
 @pytest.mark.parametrize("address", [*OPEN, *NONE, "ipc:///" + "x" * 200])
 def test_an_address_that_cannot_be_is_named(address: str, tmp_path: Path, made: Any) -> None:
-    """Goal: off this machine nothing is said in the clear, by either side. Method: bind and connect without keys."""
+    """Goal: neither side sends anything unencrypted to another machine. Method: bind and connect without keys."""
     what = "wanted an address of this machine alone" if address in OPEN else "wanted"
     with pytest.raises(ConfigError, match=f"bind: {what}"):
         ZmqSettings(bind=address)
@@ -151,7 +151,7 @@ def test_links_leave_no_descriptor_thread_or_file(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
-def test_too_many_frames_end_the_connection_and_cost_nobody_else(made: Any) -> None:
+def test_too_many_frames_end_only_their_own_connection(made: Any) -> None:
     """Goal: a message of too many frames is dropped and counted, and its sender cut off; a good one is served."""
     server, client = made(bind="tcp://127.0.0.1:*"), made()
     there, _ = meet(server, client)
@@ -165,9 +165,10 @@ def test_too_many_frames_end_the_connection_and_cost_nobody_else(made: Any) -> N
 
 
 def test_of_too_many_connections_the_idlest_makes_room(made: Any) -> None:
-    """Goal: connections are bounded, whoever speaks stays, and a newcomer is let in though idle peers fill the seats.
+    """Goal: connections are bounded, an active peer stays, and a newcomer is accepted though idle peers fill the table.
 
-    Method: a speaker, seven peers that greeted once and are silent, forty that say nothing at all, then a newcomer.
+    Method: an active peer, seven peers that greeted once and are silent, forty that send nothing at all, then a
+    newcomer.
     """
     server, client = made(bind="tcp://127.0.0.1:*", connections_max=8), made()
     host, port = server.address.removeprefix("tcp://").split(":")
@@ -185,7 +186,8 @@ def test_of_too_many_connections_the_idlest_makes_room(made: Any) -> None:
 
 
 def test_a_restarted_client_takes_its_name_over(made: Any) -> None:
-    """Goal: the same identity from a new process is heard at once, though the old connection is still open."""
+    """Goal: messages of the same identity from a new process are received at once, though the old connection is still
+    open."""
     server, old, new = made(bind="tcp://127.0.0.1:*"), made(identity=b"decode-0"), made(identity=b"decode-0")
     (_, before), (_, after) = meet(server, old), meet(server, new)
     assert before == after
@@ -197,9 +199,9 @@ def test_a_restarted_client_takes_its_name_over(made: Any) -> None:
 
 
 def test_a_server_that_returns_is_found_again(tmp_path: Path, made: Any) -> None:
-    """Goal: one connect serves for a server's whole life and the next one's; nothing is taken for it in between, also
-    where ZeroMQ would. Method: the server is back, and ZeroMQ ready to send, before this end has been told so.
-    """
+    """Goal: one connect serves for a server's whole life and the next one's; in between no message for it is accepted,
+    also where ZeroMQ would accept one. Method: the server is back, and ZeroMQ ready to send, before this end has been
+    told so."""
     bind, client = f"ipc://{tmp_path}/p", made()
     there, _ = meet(server := made(bind=bind), client)
     server.close()
@@ -215,7 +217,7 @@ def test_a_server_that_returns_is_found_again(tmp_path: Path, made: Any) -> None
 
 
 def test_idle_servers_make_room(tmp_path: Path, made: Any) -> None:
-    """Goal: addresses of servers that are gone do not pile up; connected ones are never dropped."""
+    """Goal: addresses of servers that are gone do not accumulate; connected ones are never dropped."""
     client = made(servers_max=4)
     for n in range(20):
         client.connect(f"ipc://{tmp_path}/none{n}")

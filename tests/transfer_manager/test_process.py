@@ -1,4 +1,4 @@
-"""The cache-transfer process: what it copies, and what becomes of a copy when it is killed or stopped.
+"""The cache-transfer process: its copies, and the result of a copy when the process is killed or stopped.
 
 How its process begins and ends is that of ``tests/storage/test_apart.py``.
 """
@@ -92,7 +92,7 @@ def test_a_copy_moves_these_records_and_nothing_else(shared: Shared, process: Ca
 def test_what_cannot_be_copied_is_refused_and_costs_the_process_nothing(
     shared: Shared, process: CacheTransferManager
 ) -> None:
-    """Blocks that are not there, records of another layout, a region that is gone: nothing is written."""
+    """Blocks that do not exist, records of another layout, a region that is gone: nothing is written."""
     device, host = shared
     pid, before = process.pid, host.rows.copy()
     foreign, lost = region("host", rows=8), region("host")
@@ -128,9 +128,9 @@ def test_a_lost_process_fails_its_copies_and_another_takes_over(shared: Shared, 
         process.copy(*shared, ids(1), ids(1))
 
 
-def test_killed_in_the_middle_of_a_copy_it_writes_no_more_when_that_is_told() -> None:
-    """Goal: memory that is the engine's again stays so. Method: kills while 64 MiB arrive, and what is written here
-    afterwards is still there a moment later."""
+def test_a_process_killed_in_the_middle_of_a_copy_writes_nothing_after_the_report() -> None:
+    """Goal: a killed copy never writes into memory that the engine has taken back. Method: kills while 64 MiB arrive,
+    and what is written here afterwards is still there a moment later."""
     layout = RecordLayout((AuxBlockDataSpec("kv", (1 << 16,), "uint8", 32),))
     one, other = (SharedRegion.create(layout, 32, tier="host", namespace=NAMESPACE.fingerprint) for _ in range(2))
     every, torn, rng = np.arange(32), 0, random.Random(3)
@@ -202,7 +202,7 @@ def test_a_manager_whose_kv_it_copies_outlives_it(process: CacheTransferManager,
                 assert np.array_equal(rows.values, canary_rows(ROW, [("row", each) for each in digests]))
 
         def under(what: str) -> bool:
-            """Whether the next move goes well; the process is dead then, and another one is there after it."""
+            """Whether the next move succeeds: the process is dead at that moment, and is replaced afterwards."""
             if dies == what:
                 end(process.pid, signal.SIGSTOP)
                 end(process.pid)

@@ -5,9 +5,12 @@ Where vLLM is not installed, as in the project's own environment, nothing here i
 
 from __future__ import annotations
 
+import atexit
 import importlib.util
 import os
+import shutil
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -30,6 +33,11 @@ if not collect_ignore_glob:
         VLLM_NO_USAGE_STATS="1",
     )
     sys.path.insert(0, str(HERE))
+    # Engines leave sockets and files behind: all of it goes with the session, but for what was compiled.
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir(), "kvroute-torchinductor")))
+    os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix="kvroute-vllm-")
+    SESSION = os.getpid()  # and no process that is forked from it
+    atexit.register(lambda: os.getpid() == SESSION and shutil.rmtree(tempfile.tempdir, ignore_errors=True))
 
 
 @pytest.fixture(scope="session")
@@ -80,3 +88,32 @@ def engine(tmp_path: Path) -> Iterator[Engines]:
     engines = Engines()
     yield engines
     engines.stop()
+
+
+# The far end.
+
+
+@pytest.fixture(scope="session")
+def homes(model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Checkpoints of one shape: A, and B which is A with another embedding; the first layer is dense."""
+    import updates
+
+    first, other = (model("qwen3_moe_dense_first", seed) for seed in (0, 1))
+    return {"A": first, "B": updates.with_embedding_of(first, other, tmp_path_factory.mktemp("B") / "home")}
+
+
+@pytest.fixture(scope="session")
+def judge(homes: dict[str, Path]) -> Any:
+    from far_judge import Judge
+
+    return Judge(homes)
+
+
+@pytest.fixture
+def start(homes: dict[str, Path], tmp_path: Path) -> Iterator[Any]:
+    """Starts engines in processes of their own."""
+    from far_start import Engines
+
+    engines = Engines(homes, tmp_path)
+    yield engines
+    engines.close()

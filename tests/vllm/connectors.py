@@ -10,7 +10,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.example_connector import Examp
 
 
 class FailingConnector(ExampleConnector):
-    """Loads rubbish into the third block of its first load, and says so."""
+    """Loads rubbish into the third block of its first load, and reports it."""
 
     failures: ClassVar[int] = 0
 

@@ -23,13 +23,15 @@ from kvroute.connector.scheduler import SchedulerRows
 from kvroute.connector.worker import WorkerRows
 from kvroute.integrations.vllm import routes
 
-# What imports have left is never looked through again: an engine's start and end do so ten times, a second each.
+# Objects that imports left are excluded from collection: an engine's start and end collect ten times, a second each.
 gc.collect()
 gc.freeze()
 gc.freeze = gc.unfreeze = lambda: None
 
 MODULE = "kvroute.integrations.vllm"
 BLOCK = 32  # what vLLM's attention kernels for CPUs want
+LATENT: dict[str, Any] = {"attention_config": {"backend": "CPU_MLA"}}
+"""Latent attention on any CPU: where there is AMX, vLLM would take kernels that want blocks of 32 and bfloat16."""
 
 
 @dataclass(frozen=True)

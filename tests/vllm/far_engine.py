@@ -1,4 +1,5 @@
-"""A stock engine of vLLM in processes of its own, which does what it reads: ``python -m far_engine JSON``.
+"""A stock engine of vLLM in processes of its own, which carries out the commands that it reads: ``python -m far_engine
+JSON``.
 
 The argument has ``front`` (``"LLM"`` or ``"AsyncLLM"``), its ``arguments`` and the URL of the ``rollouts`` store, or
 none. Each line has ``asks``, ``acts`` or both. An ask is one request: its ``prompt``, ``sampling``, the caller's ``id``
@@ -28,7 +29,7 @@ WAIT_S = 3.0
 
 
 def answer_of(output: Any, rollouts: RolloutStore | None) -> dict[str, Any]:
-    """An answer as JSON, with the routes of each completion or the words in which they were refused."""
+    """An answer as JSON, with the routes of each completion or the text of the error."""
     found: list[dict[str, Any]] = []
     for each in output.outputs:
         told: dict[str, Any] = {"tokens": list(each.token_ids), "ended": each.stop_reason or each.finish_reason}
@@ -124,8 +125,11 @@ ACTS: dict[str, Any] = {
     "reset": lambda llm, **given: llm.reset_prefix_cache(**given),
     "swap": lambda llm, home: llm.collective_rpc("put", args=(home,)),  # updates.Embedding
     "version": lambda llm, given: llm.update_weight_version(given),
+    "abort": lambda llm, name: llm.abort(name),
+    "sleep": lambda _, seconds: asyncio.sleep(seconds),
+    "signal": lambda _, pids, number: asyncio.to_thread(lambda: [os.kill(pid, number) for pid in pids]),
 }
-"""Calls of vLLM's own, as a trainer makes them around an update; ``swap`` is the update."""
+"""Calls of vLLM's own, as a trainer makes them around an update, ``swap``; and what else may happen meanwhile."""
 
 ACTS_OFFLINE: dict[str, Any] = {
     "reset": lambda llm, **given: llm.reset_prefix_cache(**given),
@@ -150,7 +154,7 @@ def main() -> None:
 
     torch.set_num_threads(1)
     out = os.dup(1)
-    os.dup2(2, 1)  # what vLLM prints while it starts is no answer
+    os.dup2(2, 1)  # output that vLLM prints while it starts is no answer
     given = json.loads(sys.argv[1])
     arguments = given["arguments"]
     arguments["kv_transfer_config"] = KVTransferConfig(**arguments["kv_transfer_config"])
@@ -167,7 +171,7 @@ def main() -> None:
     try:
         serve_answers(vllm.__version__, answer)
     finally:
-        engine.close()  # who asked is gone; once more is harmless
+        engine.close()  # the client is gone; once more is harmless
 
 
 if __name__ == "__main__":

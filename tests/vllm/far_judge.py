@@ -1,14 +1,15 @@
-"""Who judges at the far end: transformers, of every layer of every row, as routes have it and as each trainer gets it.
+"""The judge at the far end: transformers judges every layer of every row, in routes and as each trainer gets it.
 
-Nothing here asks kvroute what is right. A row is right when a float32 forward pass of the weights over the very tokens
-of the answer gives its experts what the row says; of a pass in whose midst the weights changed, the old weights up to
-some token and the new ones behind it, over the keys and values that the old ones left.
+No verdict here depends on kvroute. A row is right when a float32 forward pass of the weights over the very tokens of
+the answer gives its experts what the row says; of a pass in whose midst the weights changed, the old weights up to some
+token and the new ones behind it, over the keys and values that the old ones left.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -60,7 +61,7 @@ class Weights:
 
 @dataclass
 class Tally:
-    """Of cells, which are a row's layers: how many were due, and what became of them.
+    """Counts of cells, one for each layer of a row: how many were due, and their verdicts.
 
     ``missing`` counts by reason, ``wrong`` by where: in ``routes``, at a trainer, or in a label that is false.
     """
@@ -150,7 +151,7 @@ class Judge:
     def _cut(
         self, tokens: Sequence[int], ids: Ids, known: Mask, made: Mask, before: str, after: str, over: int | None
     ) -> tuple[int, Ids]:
-        """Where the weights changed, and what is routed from there: the cut that explains most rows."""
+        """Where the weights changed, and what is routed from there: the cut that explains the most rows."""
         due, there = len(tokens) - 1, known.any(axis=1)
         if over is not None:
             tries: Sequence[int] = [over]
@@ -187,7 +188,7 @@ class Judge:
     ) -> Tally:
         """One completion: its routes, their labels, and what every trainer gets of them.
 
-        ``labels``: whose weights each version is, of those that somebody has given; any other is false.
+        ``labels``: whose weights each version is, for the versions that were given; any other is false.
         """
         told = answer["completions"][index]
         tokens = [*answer["prompt"], *told["tokens"]]
@@ -263,3 +264,27 @@ class Judge:
             else:
                 wrong += int((~(rows[:, at] == 0).all(axis=-1) & ~is_word[:, at]).sum())
         return right, words, wrong, lost
+
+
+@contextmanager
+def verdict(what: str, tally: Tally) -> Iterator[Tally]:
+    """Prints the counts before it asserts anything; nothing may be wrong, and every cell is accounted for."""
+    print(f"\n{what}: {tally}")
+    assert tally.right + sum(tally.missing.values()) + tally.wrong["routes"] == tally.due
+    yield tally
+    assert not tally.wrong, tally
+
+
+def summed(tallies: Sequence[Tally]) -> Tally:
+    return sum(tallies, Tally())
+
+
+def of_all(judge: Judge, answers: Sequence[Mapping[str, Any]], *weights: str | None, **more: Any) -> Tally:
+    """Of every completion of every answer."""
+    return summed(
+        [
+            judge.judge(answer, *weights, index=index, **more)  # type: ignore[arg-type]
+            for answer in answers
+            for index in range(len(answer["completions"]))
+        ]
+    )

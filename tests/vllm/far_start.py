@@ -1,9 +1,10 @@
-"""Engines of vLLM in processes of their own, for the far end: how one starts, what it is asked, how it ends."""
+"""Engines of vLLM in processes of their own, for the far end: how one starts, how requests are sent, how it ends."""
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -38,19 +39,31 @@ class Engine:
         self.peer, self.ended = peer, False
 
     def do(self, asks: Sequence[Mapping[str, Any]] = (), acts: Sequence[Any] = (), **more: Any) -> Any:
-        """The answers to ``asks`` in their order, and with ``acts`` what those answered too."""
+        """The answers to ``asks`` in their order, and with ``acts`` the answers of those too."""
         found = self.peer.ask({"asks": asks, "acts": acts, **more})
         return (found["answers"], found["done"]) if acts else found["answers"]
 
     def counter(self, name: str) -> float:
         return float(self.peer.ask({"counters": True}).get(f"vllm:{name}", 0))
 
-    def kill(self) -> None:
-        """Without a word, with all of its processes."""
-        self.ended = True
+    @property
+    def pids(self) -> list[int]:
+        """Of all of its processes."""
         front = psutil.Process(self.peer.pid)
-        for each in (*front.children(recursive=True), front):
-            each.kill()
+        return [each.pid for each in (*front.children(recursive=True), front)]
+
+    def signal(self, number: int) -> None:
+        for pid in self.pids:
+            os.kill(pid, number)
+
+    def kill(self) -> None:
+        """Kills it without warning, with all of its processes."""
+        self.signal(signal.SIGKILL)
+        self.killed()
+
+    def killed(self) -> None:
+        """It was killed: no more requests are sent to it."""
+        self.ended = True
         self.peer.close()
 
     def end(self) -> None:

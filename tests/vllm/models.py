@@ -1,4 +1,4 @@
-"""Tiny Mixture-of-Experts models of five families with seeded weights, and what transformers says of their routing."""
+"""Tiny Mixture-of-Experts models of five families with seeded weights, and their routing by transformers."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ def assert_right(engine: Engine, outputs: Sequence[Any], home: Path) -> None:
 
 @pytest.fixture(scope="module")
 def stored(model: Model, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """KV and rows of the prompts, which an engine that has ended has left."""
+    """KV and rows of the prompts, left by an engine that has ended."""
     home = tmp_path_factory.mktemp("stored")
     engine = Engine(model("qwen3_moe"), "KvrouteExampleConnector", **settings(home))
     try:
@@ -110,7 +110,7 @@ def stored(model: Model, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def start(engine: Start, model: Model, stored: Path, tmp_path: Path) -> Callable[..., tuple[Engine, Ahead, Path]]:
-    """An engine over a copy of what was left, as it is after a restart; where that is."""
+    """An engine over a copy of these files, as after a restart, and the path of the copy."""
 
     def made(connector: str, **arguments: Any) -> tuple[Engine, Ahead, Path]:
         home = shutil.copytree(stored, tmp_path / "home")

@@ -1,4 +1,5 @@
-"""Speculative decoding, in a process of its own: its proposer brings numba, after which that makes no other engine."""
+"""Speculative decoding, in a process of its own: its proposer loads numba, after which a process can make no other
+engine."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ import connectors
 import pytest
 import torch
 import vllm
-from engines import BLOCK, MODULE, Engine, prompts
+from engines import BLOCK, LATENT, MODULE, Engine, prompts
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1 import supports_hma
@@ -90,7 +90,7 @@ def alone(engine: Engine, asked: list[list[int]] = ASKED) -> list[Any]:
 
 
 def test_hits_from_outside_bring_rows_after_a_restart(engine: Start, model: Model, shared: Shared) -> None:
-    """Goal: KV that comes back has its rows, and KV without rows is computed again, no more of it than that.
+    """Goal: KV that comes back has its rows, and only KV without rows is computed again.
 
     Method: an engine stores both; after a weight update it finds nothing; another engine over the same files finds all;
     one record of rows is deleted, and the hit ends before that block.
@@ -140,9 +140,8 @@ def test_windows_beside_full_attention(engine: Start, model: Model) -> None:
 
 
 def test_a_model_whose_windows_drop_kv_is_refused(engine: Start, model: Model) -> None:
-    """Goal: no row of KV that is given up. Method: windows in all layers, of which vLLM keeps no more; one that holds
-    all that a request may have is as good as none.
-    """
+    """Goal: no row is handed out of KV that was given up. Method: windows in all layers, of which vLLM keeps no more;
+    one that holds all that a request may have is as good as none."""
     with pytest.raises(kvroute.ConfigError, match="not SlidingWindowSpec"):
         engine(model("mixtral_with_windows"))
     within = engine(model("mixtral_with_windows"), max_model_len=64)
@@ -153,7 +152,7 @@ def test_deepseek_with_latent_attention(engine: Start, model: Model, tmp_path: P
     """Goal: MLA, a dense first layer, grouped routing. Method: one engine stores, another hits: vLLM has no prefix
     cache for MLA on a CPU. What was loaded is what was stored, byte for byte, and every row is transformers'.
     """
-    shared, arguments = Shared(tmp_path), {"block_size": 16, "num_gpu_blocks_override": 128}
+    shared, arguments = Shared(tmp_path), {"block_size": 16, "num_gpu_blocks_override": 128, **LATENT}
     first = engine(model("deepseek_v3"), **shared.arguments(), **arguments)
     before = alone(first)
     first.assert_right(before)
@@ -215,7 +214,7 @@ REFUSED: dict[str, Any] = {
         "window": {"attention_chunk_size": 64},
     },
     "KV of all tokens.*not RSWASpec": {"kv": RSWASpec, "window": {"rswa_window": 64}},
-    # looks at a window and keeps all: what is refused is the next thing
+    # attends to a window and keeps all KV: the next condition is the one refused
     "no pipeline": {"window": {"sliding_window": 64}, "parallel": {"pipeline_parallel_size": 2}},
     "a hash for each whole block": {"cache": {"hash_block_size": 16}},
     "no pipeline parallelism": {"parallel": {"pipeline_parallel_size": 2}},
@@ -230,7 +229,8 @@ REFUSED: dict[str, Any] = {
 
 @pytest.mark.parametrize("wanted", REFUSED)
 def test_what_is_not_followed_is_refused_by_name(model: Model, monkeypatch: pytest.MonkeyPatch, wanted: str) -> None:
-    """Goal: an engine that is not followed does not start. Method: vLLM's own configuration, one thing changed."""
+    """Goal: an engine with an unsupported configuration does not start. Method: vLLM's own configuration, one thing
+    changed."""
     changed = REFUSED[wanted]
     transfer = KVTransferConfig(
         kv_connector_module_path=MODULE,
@@ -276,7 +276,7 @@ def test_any_connector_can_be_the_inner_one(inner: str) -> None:
 
 
 def test_a_connector_that_vllm_does_not_know_is_named_as_ours() -> None:
-    """Goal: who misspells a name learns which there are. Method: vLLM's factory is asked for one that is none."""
+    """Goal: the error for a misspelled name lists the existing ones. Method: vLLM's factory gets an unknown name."""
     config = KVTransferConfig(kv_connector="KvrouteNixl", kv_connector_module_path=MODULE, kv_role="kv_both")
     wanted = "kv_connector: wanted KvrouteConnector, .*KvrouteNixlConnector, .*<module>:<class>, got KvrouteNixl$"
     with pytest.raises(kvroute.ConfigError, match=wanted):

@@ -1,4 +1,4 @@
-"""The far end: what a trainer has in its hands when stock vLLM has answered, judged by transformers alone.
+"""The far end: the rows that a trainer gets from stock vLLM, judged by transformers alone.
 
 Every engine here is stock vLLM in processes of its own (``far_engine``, forked: ``forked``), so that its front end runs
 ahead of its engine as it does for users: answers are there before requests are aborted, and caches live on while
@@ -8,8 +8,7 @@ is right or it is missing in that trainer's own words; and most of it is right.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,65 +16,17 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-import updates
 from engines import prompts
-from far_judge import Judge, Tally
+from far_judge import Judge, Tally, of_all, summed, verdict
 from far_start import STOPS, WORDS, Engines, ask, stopped
-from ports import hold_port
 
 import kvroute
 
-Model = Callable[..., Path]
-
-
-@pytest.fixture(scope="module")
-def homes(model: Model, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Checkpoints of one shape: A, and B which is A with another embedding; the first layer is dense."""
-    first, other = (model("qwen3_moe_dense_first", seed) for seed in (0, 1))
-    return {"A": first, "B": updates.with_embedding_of(first, other, tmp_path_factory.mktemp("B") / "home")}
-
-
-@pytest.fixture(scope="module")
-def judge(homes: dict[str, Path]) -> Judge:
-    return Judge(homes)
-
-
-@pytest.fixture
-def start(homes: dict[str, Path], tmp_path: Path) -> Iterator[Engines]:
-    engines = Engines(homes, tmp_path)
-    yield engines
-    engines.close()
-
-
-@contextmanager
-def verdict(what: str, tally: Tally) -> Iterator[Tally]:
-    """Says what was seen before anything is claimed of it; nothing may be wrong, and every cell is accounted for."""
-    print(f"\n{what}: {tally}")
-    assert tally.right + sum(tally.missing.values()) + tally.wrong["routes"] == tally.due
-    yield tally
-    assert not tally.wrong, tally
-
-
-def summed(tallies: Sequence[Tally]) -> Tally:
-    return sum(tallies, Tally())
-
-
-def of_all(judge: Judge, answers: Sequence[Mapping[str, Any]], *weights: str | None, **more: Any) -> Tally:
-    """Of every completion of every answer."""
-    return summed(
-        [
-            judge.judge(answer, *weights, index=index, **more)  # type: ignore[arg-type]
-            for answer in answers
-            for index in range(len(answer["completions"]))
-        ]
-    )
-
 
 def test_the_judge_sees_what_is_wrong(judge: Judge) -> None:
-    """Goal: this page can fail. Method: routes that transformers itself has made, right, moved by a token, of a prompt
-    that differs at its first token, of the other weights, under a label that is false, without a layer that is said to
-    be dense, and with one that is said to be missing.
-    """
+    """Goal: the tests of this file can fail. Method: routes that transformers itself has made, right, moved by a token,
+    of a prompt that differs at its first token, of the other weights, under a label that is false, without a layer that
+    is said to be dense, and with one that is said to be missing."""
     (tokens,) = prompts(99, 60)
     one, other = judge.weights["A"], judge.weights["B"]
     answer = {"prompt": tokens[:40], "completions": [{"tokens": tokens[40:]}]}
@@ -104,11 +55,11 @@ def test_the_judge_sees_what_is_wrong(judge: Judge) -> None:
 
 
 def test_ids_that_come_again_with_stop_strings(start: Engines, judge: Judge, tmp_path: Path) -> None:
-    """Goal: rows are of the answer's own tokens, whatever an earlier request of that id has left. Method: two epochs of
-    other prompts under the same ids, stop strings, a rollout store that persists; in the third all at once, the prompts
-    of the first, sampled otherwise, two completions of each. Then other weights, and the prompts of the second epoch:
-    answers of one token, whose rows are the prompt's, so that tokens alone do not tell them from what was left.
-    """
+    """Goal: rows are of the answer's own tokens, whatever rollout an earlier request of that id has left. Method: two
+    epochs of other prompts under the same ids, stop strings, a rollout store that persists; in the third all at once,
+    the prompts of the first, sampled otherwise, two completions of each. Then other weights, and the prompts of the
+    second epoch: answers of one token, whose rows are the prompt's, so that tokens alone do not tell them from what was
+    left."""
     engine = start("KvrouteConnector", {"rollouts": f"file://{tmp_path}/rollouts"})
     first, second = (engine.do(stopped(seed), alone=True) for seed in (1, 2))
     third = [{**each, "sampling": {**each["sampling"], "seed": 7, "n": 2}} for each in stopped(1)]
@@ -129,10 +80,10 @@ def test_ids_that_come_again_with_stop_strings(start: Engines, judge: Judge, tmp
 
 
 def test_a_restart_over_what_was_left(start: Engines, judge: Judge, tmp_path: Path) -> None:
-    """Goal: an engine that starts again over stores of KV, rows and rollouts hands out nothing of others. Method: LLM,
-    which counts its requests from 0 again; other prompts with stop strings under the old ids; then the old prompts,
-    whose KV comes from outside: with the defaults only the last router is missing, only where it came from outside.
-    """
+    """Goal: an engine that starts again over stores of KV, rows and rollouts hands out no rows of other requests.
+    Method: LLM, which counts its requests from 0 again; other prompts with stop strings under the old ids; then the old
+    prompts, whose KV comes from outside: with the defaults only the last router is missing, only where it came from
+    outside."""
     settings = {"store": f"file://{tmp_path}/rows", "rollouts": f"file://{tmp_path}/rollouts"}
     around: dict[str, Any] = {"front": "LLM", "extra": {"shared_storage_path": str(tmp_path / "kv")}}
     (tmp_path / "kv").mkdir()
@@ -158,12 +109,11 @@ TOLD = ["version", {}]
 
 
 def test_weights_that_change_in_the_midst(start: Engines, judge: Judge) -> None:
-    """Goal: no label is false, and no row is of weights that its neighbours do not explain. Method: weights are swapped
-    in place while requests run, in every way that vLLM has: paused and kept with or without its cache, running requests
-    begun again with or without the connector, a reset that vLLM refuses. Then the same prompts again, and what was
-    answered goes back as a prompt. Version 7 is given of the first weights; later ones have none, but those of the last
-    two updates, which vLLM is told.
-    """
+    """Goal: no version label is false, and the weights of each row are consistent with its neighbours. Method: weights
+    are swapped in place while requests run, in every way that vLLM has: paused and kept with or without its cache,
+    running requests begun again with or without the connector, a reset that vLLM refuses. Then the same prompts again,
+    and the answers go back as prompts. Version 7 is given of the first weights; later ones have none, but those of the
+    last two updates, which vLLM is told."""
     engine, labels = start("KvrouteConnector", {"weights_version": 7}), {7: "A"}
     updates: dict[str, tuple[list[Any], list[Any]]] = {
         "paused, cache kept": ([["pause", {"mode": "keep", "clear_cache": False}]], [["resume", {}]]),
@@ -212,10 +162,9 @@ SMALL = {"num_gpu_blocks_override": 16, "max_model_len": 256, "max_num_batched_t
 
 @pytest.mark.parametrize("store", [False, True])
 def test_preempted_requests_whose_kv_comes_back(start: Engines, judge: Judge, tmp_path: Path, store: bool) -> None:
-    """Goal: offloaded KV brings its rows, or they are missing and said so. Method: vLLM's own offloading with the
-    defaults, twelve requests that want three times the blocks that there are, twice; then the weights change, the
-    connector is told, and they come again: what comes back from the host must not be of the old weights.
-    """
+    """Goal: offloaded KV brings its rows, or they are marked missing. Method: vLLM's own offloading with the defaults,
+    twelve requests that want three times the blocks that there are, twice; then the weights change, the connector is
+    told, and they come again: KV that comes back from the host must not be of the old weights."""
     settings = {"store": f"file://{tmp_path}/rows"} if store else {}
     engine = start("KvrouteOffloadingConnector", settings, {**HOST, "offload_prompt_only": False}, **SMALL)
     asked = [ask(f"wave-{i}", prompt, max_tokens=80) for i, prompt in enumerate(prompts(71, *[40] * 12))]
@@ -233,70 +182,6 @@ def test_preempted_requests_whose_kv_comes_back(start: Engines, judge: Judge, tm
     tallies = [judge.judge(answer, "A", "B", over=answer["cached"]) for answer in engine.do(asked)]
     with verdict("after an update", summed(tallies)) as found:
         assert found.right > found.due * 0.5
-
-
-GIVE: dict[str, Any] = {
-    "do_remote_decode": True,
-    "do_remote_prefill": False,
-    "remote_engine_id": None,
-    "remote_block_ids": None,
-    "remote_host": None,
-    "remote_port": None,
-}
-
-
-def test_two_engines_over_nixl(start: Engines, judge: Judge) -> None:
-    """Goal: a decode engine's answer has every row of the prompt, of the KV that it was given, at any temperature; with
-    a ticket of another prompt, or of a prefill engine that is gone, it has what it computed. Method: prompts of several
-    chunks that end everywhere in a block or have a part in common, sampled at temperature 1, so that decode's first
-    token is not prefill's; all at once. Then tickets change places; then prefill is killed between its answers and the
-    fetches, and decode computes all of it.
-    """
-    pytest.importorskip("nixl")
-    asked = [*prompts(80, 10, 33, 1, shared=150), *prompts(81, 31, 32, 33, 64, 65)]
-    moved = {"kv_buffer_device": "cpu", "kv_load_failure_policy": "recompute"}
-    first, second = (
-        start(
-            "KvrouteNixlConnector",
-            {},
-            transfer=moved,
-            variables={"VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1", "VLLM_NIXL_SIDE_CHANNEL_PORT": str(hold_port())},
-            max_num_batched_tokens=96,
-        )
-        for _ in range(2)
-    )
-
-    def given(prefix: str, asked: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
-        more = {"temperature": 1.0, "max_tokens": 1, "extra_args": {"kv_transfer_params": GIVE}}
-        answers = first.do([ask(f"{prefix}{i}", p, **more) for i, p in enumerate(asked)])
-        return [answer["params"] for answer in answers]
-
-    def taken(prefix: str, asked: Sequence[Sequence[int]], params: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        return second.do(
-            [
-                ask(f"{prefix}{i}", p, temperature=1.0, extra_args={"kv_transfer_params": params[i]})
-                for i, p in enumerate(asked)
-            ]
-        )
-
-    with verdict("decode alone", of_all(judge, taken("d", asked, given("p", asked)))) as found:
-        assert found.right == found.due
-    others = prompts(82, 70, 71, 40, 100)
-    params = given("q", others)
-    tickets = [each["kvroute"] for each in params]
-    swapped = [{**each, "kvroute": tickets[i - 1]} for i, each in enumerate(params)]
-    answers = taken("e", others, swapped)
-    with verdict("tickets of other prompts", of_all(judge, answers)) as found:
-        assert found.right == len(others) * 20 * 3
-    for answer in answers:
-        ((start_at, stop, why),) = answer["completions"][0]["missing"]
-        assert (start_at, stop) == (0, len(answer["prompt"]) - 1)
-        assert why.startswith("prompt: ")
-    others = prompts(83, 70, 71)
-    params = given("r", others)
-    first.kill()
-    with verdict("prefill is gone", of_all(judge, taken("f", others, params))) as found:
-        assert found.right == found.due, "decode computes all"
 
 
 def damaged(file: Path, how: str, other: Path) -> None:

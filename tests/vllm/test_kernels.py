@@ -63,7 +63,8 @@ def inside(monkeypatch: pytest.MonkeyPatch) -> type[RoutesInside]:
 
 @pytest.mark.usefixtures("inside")
 def test_rows_of_a_kernel_that_routes_inside(engine: Start, model: Model) -> None:
-    """Goal: ids that no router ever chose. Method: a kernel that says what it chose; plain, and prefix hits."""
+    """Goal: rows of ids that were not chosen by a router of vLLM. Method: a kernel that reports its choice; plain, and
+    prefix hits."""
     made = engine(model("mixtral"))
     asked = prompts(50, 10, 33, 1, shared=100)
     for _ in range(2):
@@ -77,7 +78,7 @@ def test_rows_of_a_kernel_that_routes_inside(engine: Start, model: Model) -> Non
     assert not made.kept.missing
 
 
-def test_a_kernel_that_routes_inside_and_tells_nobody_is_refused(
+def test_a_kernel_that_routes_inside_without_reporting_is_refused(
     engine: Start, model: Model, inside: type[RoutesInside], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Goal: no engine all of whose rows are missing. Method: the same kernel, silent; it is named, with its layer."""
@@ -87,9 +88,8 @@ def test_a_kernel_that_routes_inside_and_tells_nobody_is_refused(
 
 
 def test_experts_that_do_without_a_runner_are_hooked() -> None:
-    """Goal: vLLM's third way, of experts with a callback of their own. Method: a module that is one for vLLM; and what
-    is none of the three.
-    """
+    """Goal: vLLM's third way, of experts with a callback of their own. Method: a module that vLLM accepts as such; and
+    one of none of the three kinds."""
 
     class Source(nn.Module):
         layer_id = 3

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import prompts
+from engines import LATENT, prompts
 
 from cache_manager.errors import ConfigError
 from kvroute.integrations.vllm import routes, unseen
@@ -50,7 +50,7 @@ def test_latent_attention(engine: Start, model: Model, tmp_path: Path) -> None:
     """Goal: the layer stands beside MLA's. Method: as above for DeepSeek-V3, whose bfloat16 flips some choices beside
     the reference: what was loaded has to be what the first engine computed, the last layer's choices too.
     """
-    arguments = {"dtype": "bfloat16", "block_size": 16, "num_gpu_blocks_override": 128}
+    arguments = {"dtype": "bfloat16", "block_size": 16, "num_gpu_blocks_override": 128, **LATENT}
     first = start(engine, model("deepseek_v3"), tmp_path / "kv", **arguments)
     before = [routes(first.ask([prompt])[0]) for prompt in ASKED]
     second = start(engine, model("deepseek_v3"), tmp_path / "kv", **arguments)
@@ -65,9 +65,8 @@ def test_latent_attention(engine: Start, model: Model, tmp_path: Path) -> None:
 
 
 def test_a_model_without_the_layer_is_refused(engine: Start, model: Model, tmp_path: Path) -> None:
-    """Goal: the operator who asks for a layer is told when there is none. Method: a store beside the layer; the error
-    names both conditions.
-    """
+    """Goal: an operator who requests a layer gets an error when there can be none. Method: a store beside the layer;
+    the error names both conditions."""
     with pytest.raises(ConfigError, match="no store, and a model with a layer of rows"):
         engine(
             model("qwen3_moe"),

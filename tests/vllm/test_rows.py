@@ -1,4 +1,4 @@
-"""Every row of every request equals transformers' own, whatever vLLM does to the request and its blocks."""
+"""Every row of every request equals transformers' own, whatever vLLM does with the request and its blocks."""
 
 from __future__ import annotations
 
@@ -58,9 +58,8 @@ def test_hits_of_the_same_step(qwen: Engine) -> None:
 
 
 def test_turns_that_hit_generated_blocks(qwen: Engine) -> None:
-    """Goal: rows of sampled tokens are hit like those of prompts, and go to a client once. Method: answer and question
-    go back twice, with the first position whose row the client lacks; what came is put together.
-    """
+    """Goal: rows of sampled tokens are hit like those of prompts, and are sent to a client once. Method: answer and
+    question go back twice, with the first position whose row the client lacks; what came is put together."""
     asked, there = prompts(4, 50, 50), list[Any]()
     for _ in range(3):
         start = there[0].stop if there else 0
@@ -95,7 +94,8 @@ def test_stop_strings(qwen: Engine) -> None:
 
 
 def test_an_aborted_request_leaves_nothing_wrong(qwen: Engine) -> None:
-    """Goal: abort in prefill and in decode. Method: abort after steps; its rows, and of who hits them."""
+    """Goal: abort in prefill and in decode. Method: abort after steps; check its rows, and those of requests that hit
+    its blocks."""
     core, asked = qwen.llm.llm_engine, prompts(7, 100, 60)
     sampling = SamplingParams(temperature=0, max_tokens=99, ignore_eos=True)
     for name, prompt, steps in (("gone-1", asked[0], 1), ("gone-2", asked[1], 9)):
@@ -110,7 +110,7 @@ def test_an_aborted_request_leaves_nothing_wrong(qwen: Engine) -> None:
 
 
 def test_rows_that_were_lost_are_missing(qwen: Engine) -> None:
-    """Goal: nothing takes the place of a row that was not captured. Method: one layer's hook forgets two steps."""
+    """Goal: a row that was not captured is missing, and not replaced. Method: one layer's hook forgets two steps."""
     calls = qwen.kept.ids._hooks.calls
     take, steps = qwen.kept.ids.take, iter(range(99))
 
@@ -130,7 +130,7 @@ def test_rows_that_were_lost_are_missing(qwen: Engine) -> None:
 
 
 def test_ids_that_no_router_chooses_are_missing(qwen: Engine) -> None:
-    """Goal: a kernel that answers zeros is seen. Method: one step's ids of all layers become zeros."""
+    """Goal: a kernel that answers zeros is detected. Method: one step's ids of all layers become zeros."""
     take, steps = qwen.kept.ids.take, iter(range(99))
 
     def zeros(tokens: int) -> Any:
@@ -162,7 +162,7 @@ def test_a_reset_makes_every_row_unreadable(qwen: Engine) -> None:
 
 
 def test_kvroute_is_not_loaded_for_clients() -> None:
-    """Goal: a client needs neither vLLM nor torch. Method: what a fresh interpreter has loaded."""
+    """Goal: a client needs neither vLLM nor torch. Method: the modules that a fresh interpreter has loaded."""
     import subprocess
     import sys
 

@@ -74,7 +74,7 @@ class Server:
         raise TimeoutError(self.url)
 
     def kill(self) -> None:
-        """The server, its engine and its workers, as a machine does that has no memory left."""
+        """Kills the server, its engine and its workers, as a machine without free memory does."""
         os.killpg(self.process.pid, signal.SIGKILL)  # a session of its own, which was started here
         self.process.wait()
 
@@ -155,11 +155,12 @@ def right(home: Path, answer: dict[str, Any], index: int = 0, **where: Any) -> i
 
 
 def quick_start(answer: dict[str, Any]) -> dict[str, Any]:
-    """What the page's own lines make of an answer: its names, after the first two examples."""
+    """The page's code that makes a model, reads an answer and feeds a trainer: the names of its first three
+    examples."""
     examples = re.findall(r"^```py\n(.*?)^```", PAGE.read_text(), flags=re.DOTALL | re.MULTILINE)
     Path("answer.json").write_text(json.dumps(answer))
     names: dict[str, Any] = {}
-    for code in examples[:2]:
+    for code in examples[:3]:
         exec(code, names)  # noqa: S102 (the page's own lines)
     return names
 
@@ -256,6 +257,7 @@ def test_the_server_answers_routes_and_survives_a_kill(
         assert again["choices"][0]["token_ids"] == answer["choices"][0]["token_ids"]
         assert unseen(again) == ((0, 96),)  # loaded from files that the first server wrote
         command = ["verify", "--url", second.url, "--model", str(home), "--rollouts", where, "--longest", "200"]
+        command += ["--dtype", "float32"]
         assert main(command) == 0, capsys.readouterr().out
         assert re.search(r"^all +[1-9][\d,]+ +0 +0 +0$", told := capsys.readouterr().out, re.MULTILINE), told
         told = second.metrics()

@@ -7,11 +7,11 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+import interpreter
 import pytest
 from test_server import running
 
 from bench.harness import ROOT
-from bench.peers import vllm_interpreter as interpreter
 from kvroute.cli import FAILED, main
 
 
@@ -20,9 +20,8 @@ from kvroute.cli import FAILED, main
 def test_stock_vllm(
     model: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], eager: bool
 ) -> None:
-    """Goal: stock vLLM's right rows are called right, and the loss that is known of it is found: a model that was
-    compiled on a CPU has no rows of its own. Method: its OpenAI server with Model Runner V2, in Triton's interpreter.
-    """
+    """Goal: right rows of stock vLLM are judged right, and its known loss is found: a model that was compiled on a CPU
+    has no rows of its own. Method: its OpenAI server with Model Runner V2, in Triton's interpreter."""
     home = model("qwen3_moe")
     backend = interpreter.written(tmp_path / "backend")
     for place in (ROOT / ".venv").glob("lib/python3*/site-packages/triton*"):  # the project's own environment has it
@@ -31,7 +30,8 @@ def test_stock_vllm(
     more = ("--enable-return-routed-experts", *(("--enforce-eager",) if eager else ()))
     environment = {**interpreter.ENVIRONMENT, "PYTHONPATH": search}
     with running(home, tmp_path / "log", *more, as_installed=True, environment=environment) as server:
-        status = main(["verify", "--url", server.url, "--model", str(home), "--requests", "16", "--longest", "100"])
+        asked = ["--requests", "16", "--longest", "100", "--dtype", "float32"]
+        status = main(["verify", "--url", server.url, "--model", str(home), *asked])
     told = capsys.readouterr().out
     assert status == (0 if eager else FAILED), told
     right, wrong = re.search(r"^all +([\d,]+) +([\d,]+) +0 +0$", told, re.MULTILINE).groups()

@@ -35,7 +35,7 @@ class Crossed:
 
     first: list[NDArray[Any]]  # rows of the pass that made the KV, of whole blocks, sorted
     second: list[NDArray[Any]]  # rows of the pass that made the stored rows
-    again: list[Any]  # answers with the KV of the first and what rows they were given
+    again: list[Any]  # answers with the KV of the first pass, and the rows that they were given
 
 
 def crossed(engine: Engine, kv: Path, layer: int, size: float) -> Crossed:
@@ -132,7 +132,7 @@ def test_rows_go_by_the_kv_that_they_are_beside(start: Any) -> None:
 
 
 def test_the_last_router_is_missing_where_no_kv_shows_it(start: Any) -> None:
-    """Goal: what no KV shows is not claimed. Method: noise in the last layer alone, with the defaults."""
+    """Goal: no choice is claimed that KV cannot prove. Method: noise in the last layer alone, with the defaults."""
     engine, kv = start("missing")
     found = crossed(engine, kv, LAYERS - 1, 0.2)
     assert wrong_and_there(found) == (0, 0)

@@ -29,7 +29,7 @@ def with_embedding_of(home: Path, other: Path, at: Path) -> Path:
 
 
 class Embedding:
-    """What a worker can do more (``worker_extension_cls``)."""
+    """Additional methods of a worker (``worker_extension_cls``)."""
 
     get_model: Any
 

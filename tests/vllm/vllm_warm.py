@@ -1,4 +1,4 @@
-"""What a nursery of vLLM's front ends has imported."""
+"""The imports of a nursery of vLLM's front ends."""
 
 from __future__ import annotations
 

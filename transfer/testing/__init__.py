@@ -1,1 +1,1 @@
-"""What any link has to do, as a test class for those who write one."""
+"""The contract of links, as a test class for authors of a link."""

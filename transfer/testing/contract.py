@@ -1,4 +1,4 @@
-"""What every ``Link`` has to do, as a test class: subclass it, say how to make one, and run pytest.
+"""The contract of every ``Link``, as a test class: subclass it, say how to make one, and run pytest.
 
 .. code-block:: python
 
@@ -6,8 +6,8 @@
         def make_server(self, directory: Path) -> Link: ...
         def make_client(self, directory: Path) -> Link: ...
 
-A message's bytes are a function of its number alone, so that one which was cut, mixed or overwritten is recognised by
-its content. The links under test lose nothing while both ends live. Needs ``pytest`` and ``numpy``.
+A message's bytes are a function of its number alone, so that a cut, mixed or overwritten one is recognised by its
+content. The links under test lose no message while both ends live. Needs ``pytest`` and ``numpy``.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def payload(number: int, nbytes: int) -> bytearray:
 
 
 def poll_until(link: Link, enough: Callable[[list[Came]], bool], *others: Link) -> list[Came]:
-    """What ``link`` answers until that is enough; the others are polled, too, and must have nothing."""
+    """The items of ``link`` until there are enough; the others are polled, too, and must have none."""
     came: list[Came] = []
     give_up_s = time.monotonic() + PATIENCE_S
     while not enough(came):
@@ -74,7 +74,7 @@ class LinkContract:
         link.close()
 
     def meet(self, server: Link, client: Link) -> tuple[Peer, Peer]:
-        """The server as the client names it, the client as the server does."""
+        """The client's name for the server, and the server's name for the client."""
         there = client.connect(server.address)
         give_up_s = time.monotonic() + PATIENCE_S
         while not client.send(there, b"hello"):
@@ -87,13 +87,13 @@ class LinkContract:
         return there, hello.peer
 
     def test_messages_arrive_whole_and_in_order_both_ways(self, server: Link, client: Link) -> None:
-        """Goal: control and bulk are the bytes that were sent. Method: sizes from nothing to what is not copied."""
+        """Goal: control and bulk are the bytes that were sent. Method: sizes from 0 to ones that are not copied."""
         there, here = self.meet(server, client)
         for sender, receiver, peer in ((client, server, there), (server, client, here)):
             for number in range(8):
                 bulk = [payload(100 * number + i, nbytes) for i, nbytes in enumerate(SIZES)]
                 if sender is client:
-                    bulk = []  # what clients say is small
+                    bulk = []  # clients' messages are small
                 give_up_s = time.monotonic() + PATIENCE_S
                 while not sender.send(peer, b"message %d" % number, [memoryview(b) for b in bulk]):
                     assert time.monotonic() < give_up_s
@@ -118,7 +118,7 @@ class LinkContract:
         kept.release()
 
     def test_a_full_link_says_so_and_loses_nothing(self, server: Link, client: Link) -> None:
-        """Goal: full is ``False``; what was taken arrives whole. Method: nobody reads until a send was refused."""
+        """Goal: full is ``False``; taken messages arrive whole. Method: no reads until a send is refused."""
         _, here = self.meet(server, client)
         taken = 0
         body = payload(7, 64 << 10)
@@ -139,8 +139,8 @@ class LinkContract:
         assert sorted(int(bytes(a.control)) for a in got) == list(range(taken)), "each once, in whatever order"
         assert server.send(here, b"again"), "room again"
 
-    def test_nobody_is_no_receiver(self, server: Link) -> None:
-        """Goal: a send to a peer that is not there is refused."""
+    def test_a_send_to_an_absent_peer_is_refused(self, server: Link) -> None:
+        """Goal: no message is taken for a peer that is not there. Method: send to a made-up name."""
         assert not server.send(Peer(b"nobody"), b"x", [b"y"])
 
     def test_connecting_twice_is_connecting_once(self, server: Link, client: Link) -> None:
@@ -173,15 +173,15 @@ class LinkContract:
         waker.join()
 
     def test_a_peer_that_goes_is_reported(self, server: Link, client: Link) -> None:
-        """Goal: a sender to a peer that went is told so. Method: the client closes."""
+        """Goal: a sender learns that its peer went. Method: the client closes."""
         _, here = self.meet(server, client)
         self.lose(client)
         came = poll_until(server, lambda came: PeerLost(here) in came)
         assert not arrivals(came)
-        assert not server.send(here, b"anybody?")
+        assert not server.send(here, b"hello?")
 
-    def test_close_ends_though_nobody_reads(self, server: Link, client: Link) -> None:
-        """Goal: what waits for a peer that does not read keeps no link open. Method: close, twice."""
+    def test_close_ends_while_the_peer_does_not_read(self, server: Link, client: Link) -> None:
+        """Goal: messages for a peer that does not read keep no link open. Method: close, twice."""
         _, here = self.meet(server, client)
         for number in range(4):
             server.send(here, b"x", [memoryview(payload(number, 1_000_000))])

@@ -1,8 +1,8 @@
-"""Links in memory that misbehave on purpose: what a test of sessions and nodes sends its messages by.
+"""Links in memory that misbehave on purpose, for tests of sessions and nodes.
 
 A :class:`Network` carries frames between its endpoints; one seed decides what it drops, doubles, delays (and so
 reorders), cuts and flips, and when it is full. Time is the caller's: nothing arrives before its time has come. Payloads
-are read only when they are delivered, as a zero-copy socket may: a buffer that is changed too early shows.
+are read only on delivery, as by a zero-copy socket: so a buffer that changes too early is noticed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ QUEUE_MAX = 1024
 
 @dataclass(frozen=True, slots=True)
 class Faults:
-    """Each is a probability for one message, but for ``delay_s``: the longest delay of a delayed message."""
+    """Each is a probability for one message, except ``delay_s``: the longest delay of a delayed message."""
 
     drop: float = 0.0
     duplicate: float = 0.0
@@ -49,10 +49,10 @@ class _Message:
 
 
 class Network:
-    """Endpoints by name, and everything on its way between them.
+    """Endpoints by name, and the messages on their way between them.
 
-    ``clock`` gives monotonic seconds; give one that stands still to decide yourself when time passes. ``happened``
-    counts each kind of fault. ``tap`` is called with (sender, receiver, control) of every message sent.
+    ``clock`` gives monotonic seconds; a fixed one lets the test decide when time passes. ``happened`` counts each kind
+    of fault. ``tap`` is called with (sender, receiver, control) of every message sent.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Network:
         self.faults = faults
         self.happened: Counter[str] = Counter()
         self.clock = clock
-        self._random = random.Random(seed)  # noqa: S311 - faults must come again under their seed
+        self._random = random.Random(seed)  # noqa: S311 - faults must repeat for a seed
         self._queue_max = queue_max
         self._tap = tap
         self._endpoints: dict[Peer, LoopbackLink] = {}
@@ -77,7 +77,7 @@ class Network:
         self.changed = threading.Condition()
 
     def endpoint(self, name: str) -> LoopbackLink:
-        """A link under ``name``; one that was there before is lost, with what was on its way to it."""
+        """A link under ``name``; an earlier one is lost, with the messages on their way to it."""
         peer = Peer(name.encode())
         with self.changed:
             if before := self._endpoints.get(peer):
@@ -94,7 +94,7 @@ class Network:
                 return
             link.open = False
             for _, _, message in self._flying:
-                if message.sender is link:  # its memory is gone; what the network has copied by now is not
+                if message.sender is link:  # its memory is gone, but not the network's copies
                     message.bulk = tuple(bytes(b) for b in message.bulk)
             for other in self._endpoints.values():
                 if peer in other.known:
@@ -103,7 +103,7 @@ class Network:
             self.changed.notify_all()
 
     def flying(self) -> int:
-        """Messages on their way, doubles included."""
+        """Messages on their way, with duplicates."""
         with self.changed:
             return len(self._flying)
 
@@ -135,7 +135,7 @@ class Network:
         return True
 
     def deliver(self) -> None:
-        """Hand over everything whose time has come."""
+        """Deliver all messages whose time has come."""
         now_s = self.clock()
         while self._flying and self._flying[0][0] <= now_s:
             _, _, message = heapq.heappop(self._flying)
@@ -152,7 +152,7 @@ class Network:
         return self._flying[0][0] if self._flying else None
 
     def drop_from(self, link: LoopbackLink) -> None:
-        """Nothing of ``link``'s is on its way any more."""
+        """Drop the messages of ``link`` that are on their way."""
         self._flying = [f for f in self._flying if f[2].sender is not link]
         heapq.heapify(self._flying)
         if self._endpoints.get(link.name) is link:
@@ -181,7 +181,7 @@ class Network:
 
 
 class LoopbackLink:
-    """An endpoint of a :class:`Network`; a :class:`transfer.link.Link` but for the faults that it is asked for."""
+    """An endpoint of a :class:`Network`; a :class:`transfer.link.Link`, except for the chosen faults."""
 
     def __init__(self, network: Network, name: Peer) -> None:
         self.name = name
@@ -219,7 +219,7 @@ class LoopbackLink:
         return came
 
     def cut(self, peer: Peer) -> None:
-        """Nothing to do: a delivered payload is a copy, whether it is read or not."""
+        """Does nothing: a delivered payload is a copy, whether it is read or not."""
 
     def wake(self) -> None:
         with self._network.changed:
@@ -227,7 +227,7 @@ class LoopbackLink:
             self._network.changed.notify_all()
 
     def close(self, linger_s: float = 0.5) -> None:  # noqa: ARG002 - memory has nothing to wait for
-        """Hand over what is due; the rest is lost."""
+        """Deliver due messages; the others are lost."""
         with self._network.changed:
             self._network.deliver()
             self._network.drop_from(self)

@@ -1,8 +1,8 @@
-"""A store's directory, held by its descriptor: one writer at a time, and what it has changed last.
+"""A store's directory, held by its descriptor: its one writer's lock, and a list of the latest changes.
 
 Everything is opened, renamed and removed through the descriptor. So a directory that is moved keeps its writer and its
-readers, and nobody who holds it ever touches what was made under its old name. A directory is a store when it holds an
-extent or the lock file; neither is needed.
+readers, and they never touch a directory made under the old name. A directory is a store if it holds an extent or the
+lock file; an empty directory may become one.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from cache_manager.storage.disk import open_regular
 LOCK_NAME: Final = "kvroute.lock"
 TEMP_SUFFIX: Final = ".tmp"
 CHANGES_MAX: Final = 500
-"""That the lock file holds; a reader that is further behind reads all heads."""
+"""Changes in the lock file; a reader that is further behind reads all heads."""
 _PID_NBYTES, _CHANGES_AT = 32, 40
 _CHANGE = struct.Struct("<4Q")  # its number, the extent's, first slot << 32 | slots, and all three xored
 _NAME = re.compile(r"extent-([0-9a-f]{8})\.kvr")
 _OPEN: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 Seen = tuple[bytes, int]
-"""Up to where a reader knows what a writer has changed: which opening of the store, and the number of the change."""
+"""The last change that a reader knows: which opening of the store, and the change's number."""
 Change = tuple[int, int, int]
 """Slots whose heads have changed: an extent's number, the first, how many; none, if extents have come or gone."""
 
@@ -64,7 +64,7 @@ class StoreDirectory:
     def existing(cls, path: Path) -> Self:
         """The directory of the store at ``path``; nothing is created or locked.
 
-        :class:`StoreMissingError` where there is none, :class:`StoreFormatError` where there is something else.
+        :class:`StoreMissingError` if there is none, :class:`StoreFormatError` if there is something else.
         """
         try:
             directory = cls(path)
@@ -81,7 +81,7 @@ class StoreDirectory:
         return open_regular(name, flags, mode=self.file_mode, dir_fd=self.fd)
 
     def names(self) -> list[str]:
-        return os.listdir(f"/proc/self/fd/{self.fd}")  # not by the descriptor: threads would share a place in it
+        return os.listdir(f"/proc/self/fd/{self.fd}")  # listdir(fd) would share one position among threads
 
     def is_in_place(self) -> bool:
         """Whether the directory is still the one at its path; else it was moved, removed or made anew."""
@@ -111,13 +111,13 @@ class StoreDirectory:
         return b""
 
     def changes(self, seen: Seen | None) -> tuple[Seen | None, list[Change] | None]:
-        """Up to where a reader that had ``seen`` something sees now, and the changes since; ``None``: nobody knows."""
+        """The last change now, and the changes since ``seen``; ``None``: unknown."""
         raw = self.read_lock()
         if len(raw) < _CHANGES_AT:
             return None, None
         opening, count = raw[_PID_NBYTES:_CHANGES_AT], (len(raw) - _CHANGES_AT) // _CHANGE.size
         found = np.frombuffer(raw, "<u8", 4 * count, _CHANGES_AT).reshape(-1, 4)
-        found = found[np.bitwise_xor.reduce(found, axis=1) == 0]  # others are being written
+        found = found[np.bitwise_xor.reduce(found, axis=1) == 0]  # the others are being written
         last = int(found[:, 0].max(initial=0))
         if seen is None or seen[0] != opening:
             return (opening, last), None
@@ -144,11 +144,11 @@ class LockedDirectory(StoreDirectory):
     its process id). New files have ``file_mode``; a new directory may also be searched by users who may read its files.
 
     The lock is ``flock`` on the directory itself: it ends with the process, however that ends, and no file of it can be
-    removed. A forked child lets go of it at once, so that it does not outlive the writer in a child.
+    removed. A forked child closes it at once, so that the lock does not outlive the writer in a child.
     """
 
     dirty = True  # names have changed since it was synced
-    _changes = 0  # told since opening
+    _changes = 0  # since opening
 
     def __init__(self, path: Path, file_mode: int) -> None:
         self.file_mode = file_mode
@@ -172,7 +172,7 @@ class LockedDirectory(StoreDirectory):
             raise StorageError(f"{path}: cannot open the store's directory: {error}") from error
 
     def tell(self, number: int, first: int = 0, count: int = 0) -> None:
-        """Let readers know of a :data:`Change`; ``OSError``."""
+        """Record a :data:`Change` for readers; ``OSError``."""
         self._changes += 1
         run, at = first << 32 | count, _CHANGES_AT + self._changes % CHANGES_MAX * _CHANGE.size
         change = _CHANGE.pack(self._changes, number, run, self._changes ^ number ^ run)
@@ -189,7 +189,7 @@ class LockedDirectory(StoreDirectory):
         self.dirty = True
 
     def close(self) -> None:
-        """Let the next writer in, also where somebody else still has our descriptor."""
+        """Let the next writer in, even if another process still has our descriptor."""
         if self.fd >= 0:
             fcntl.flock(self.fd, fcntl.LOCK_UN)
         super().close()

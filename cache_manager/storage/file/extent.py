@@ -1,12 +1,12 @@
 """The bytes of an extent: a first page, heads, payloads, and the first page once more.
 
-An extent belongs to one layout, so all of its records have one size, and where each lies is arithmetic. A slot is a
-head and a payload. A head says which record the payload is, and has a sum that the extent's identity is part of; a head
+An extent belongs to one layout, so all of its records have one size, and arithmetic says where each lies. A slot is a
+head and a payload. A head says which record the payload is, and has a sum that includes the extent's identity; a head
 of zeros is a free slot. The layout is in ``docs/format.md`` byte by byte.
 
-Where a slot is used its head is written as zeros, then the payload, then the head. So a head that is the same before
-and after its payload was read is that payload's, in any process. After a power cut any of these writes may be missing:
-then the payload is not the one of the head's sum.
+Where a slot is used its head, if it has one, is written as zeros, then the payload, then the head. So a head that is
+the same before and after its payload was read is that payload's, in any process. After a power cut any of these writes
+may be missing: then the payload is not the one of the head's sum.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from collections.abc import Container, Sequence
 from contextlib import suppress
 from functools import cached_property
 from itertools import pairwise
+from math import inf
 from typing import Any, Final
 
 import numpy as np
@@ -36,29 +37,32 @@ MAGIC: Final = b"KVREXTNT"
 SLOTS_MAX: Final = 1 << 20
 TICK_MAX: Final = 1 << 62
 EXTENTS_MAX: Final = 512
-"""Each has a descriptor open."""
+"""Each has an open descriptor."""
 FREE, TAKEN, USES_MAX = 255, 254, 3
-"""In place of a slot's uses: its head is zeros, on the disk too; it holds nothing that is served, and is not free."""
+"""In place of a slot's uses. FREE: its head is zeros, on the disk too. TAKEN: not free, and nothing in it is served."""
 KEY_AT: Final = 40
-"""Of a head."""
+"""Offset of the key in a head."""
 
 _PAGE = struct.Struct("<8sHHIQQQ16s")  # magic, version, zero, bitmap bytes, number, slots, payload bytes, fingerprint
 _SECTOR_NBYTES: Final = 512
 _HEAD_NBYTES: Final = 80  # without its bitmaps
 _HEAD_NBYTES_MAX: Final = 1 << 16
-_HEADS_NBYTES_MAX: Final = 1 << 28  # of an extent: what a page may make its reader read and hold
+_HEADS_NBYTES_MAX: Final = 1 << 28  # of an extent: a page may make its reader read and hold so much
 _PIECE_NBYTES: Final = 1 << 20
 _FACTORS: Final = np.cumprod(np.full(_HEAD_NBYTES_MAX // 4, 0x9E3779B97F4A7C15, np.uint64))
 _USED: Final = bytes([*range(1, USES_MAX + 1), USES_MAX, *range(USES_MAX + 1, 256)])
+_PASSED: Final = bytes([0, *range(USES_MAX), *range(USES_MAX + 1, 256)])
 
 Layout = tuple[bytes, int, int]
 """Fingerprint, bytes of a payload, bytes of its validity bitmaps: what all records of an extent have in common."""
 Heads = NDArray[np.uint8]
 """``[n, head_nbytes]``"""
+Run = tuple["Extent", int, int]
+"""An extent, the first of some slots in it that are neighbours, and how many."""
 
 
 class Shape:
-    """What an extent says of itself, and where everything in it lies; no slots where none can be."""
+    """What an extent's page says, and where everything in it lies; no slots if none fits."""
 
     def __init__(self, number: int, slots: int, layout: Layout) -> None:
         self.number, self.layout = number, layout
@@ -72,7 +76,7 @@ class Shape:
 
     @classmethod
     def within(cls, number: int, layout: Layout, nbytes: int) -> Shape:
-        """With as many slots as fit ``nbytes``; none where not even one does."""
+        """With as many slots as fit ``nbytes``, possibly none."""
         one = cls(number, 1, layout)
         shape = cls(number, max(nbytes - 2 * PAGE_NBYTES, 0) // (one.step + one.head_nbytes), layout)
         while shape.slots and shape.nbytes > nbytes:
@@ -108,9 +112,9 @@ class Shape:
 
 
 class Extent:
-    """An extent that is open: its heads as they are on the disk, those that are not sound or not served as zeros.
+    """An open extent: its heads as they are on the disk, with zeros for those that are damaged or not served.
 
-    Its file is closed when nobody uses it any more, so that a call may read in one that was dropped meanwhile.
+    Its file is closed with the last reference, so that a call may read in an extent that was dropped meanwhile.
     """
 
     def __init__(self, name: str, fd: int, shape: Shape) -> None:
@@ -118,7 +122,8 @@ class Extent:
         self.slots, self.head_nbytes = shape.slots, shape.head_nbytes
         self.ordinal = -1  # in an index
         self.used_at = 0  # when a record in it was used last, in calls
-        self.dirty = True  # was written since the last sync; of what is found nobody knows
+        self.lost = False  # heads that the disk did not give when they were asked for last
+        self.dirty = True  # written since the last sync; unknown for a file found
         self.raw = bytearray(shape.slots * shape.head_nbytes)
         self.heads: Heads = np.frombuffer(self.raw, np.uint8).reshape(shape.slots, -1)
         self.ticks, self.created_ms = _column(self.heads, 0), _column(self.heads, 8, "<i8")
@@ -128,6 +133,8 @@ class Extent:
         self.free_at = 0  # no slot before this one is free
         # tick, created (ms of a wall clock), generation, origin, payload's sum, key, bitmaps, sum
         self._head = struct.Struct(f"<QqQQQ32s{shape.layout[2]}sQ")
+        self._header = struct.Struct(f"<16xQQQ32s{shape.layout[2]}s8x")  # what a record's header has of it
+        self._factors = _FACTORS[: self.head_nbytes // 4 - 2]
         self._seed = np.uint64(checksum(shape.page))  # so that a head of another extent is not believed
 
     def __del__(self) -> None:
@@ -147,20 +154,34 @@ class Extent:
 
     # What is in memory.
 
-    def take_free(self, count: int) -> tuple[int, int] | None:
-        """The first of some neighbours that are free, ``count`` at most, and how many; they are taken."""
-        start = self.use_bytes.find(FREE, self.free_at)
-        if start < 0:
-            self.free_at = self.slots
+    def find(self, use: int, start: int, count: int) -> tuple[int, int] | None:
+        """The first run of slots with this use at or after ``start``: its first, and how many, ``count`` at most."""
+        first = self.use_bytes.find(use, start)
+        if first < 0:
             return None
-        some = self.use_bytes[start : start + count]
-        count = len(some) - len(some.lstrip(bytes([FREE])))
-        self.uses[start : start + count] = TAKEN
-        self.free_at = start + count
-        return start, count
+        some = self.use_bytes[first : first + count]
+        return first, len(some) - len(some.lstrip(bytes([use])))
+
+    def take_free(self, count: int) -> tuple[int, int] | None:
+        """Take a run of free neighbours, ``count`` at most: its first slot, and how many."""
+        run = self.find(FREE, self.free_at, count)
+        self.free_at = sum(run) if run else self.slots
+        if run:
+            self.use_bytes[run[0] : self.free_at] = bytes([TAKEN]) * run[1]
+        return run
+
+    def take_unused(self, start: int, count: int) -> tuple[int, int] | None:
+        """As ``take_free``, of records without a use left, from ``start`` on; records passed over lose one use."""
+        run = self.find(0, start, count)
+        stop = run[0] if run else self.slots
+        self.use_bytes[start:stop] = self.use_bytes[start:stop].translate(_PASSED)
+        if run:
+            self.forget(*run)
+        return run
 
     def release(self, start: int, count: int) -> None:
-        """Let slots that hold nothing be taken again."""
+        """Let slots that hold nothing, and have no heads on the disk, be taken again."""
+        self.heads[start : start + count] = 0
         self.uses[start : start + count] = FREE
         self.free_at = min(self.free_at, start)
 
@@ -170,12 +191,13 @@ class Extent:
         self.uses[start : start + len(heads)] = 1
 
     def forget(self, start: int, count: int = 1) -> None:
-        """Serve what is in slots no more."""
+        """Stop serving the records in slots."""
         self.heads[start : start + count, KEY_AT : KEY_AT + 32] = 0
         self.uses[start : start + count] = TAKEN
 
-    def use(self, start: int, count: int) -> None:
+    def use(self, start: int, count: int, call: int) -> None:
         """Count that records were asked for, or put again."""
+        self.used_at = call
         self.use_bytes[start : start + count] = self.use_bytes[start : start + count].translate(_USED)
 
     def headers(self, heads: bytearray) -> list[RecordHeader]:
@@ -183,7 +205,7 @@ class Extent:
         fingerprint, nbytes, _ = self.shape.layout
         return [
             RecordHeader(key, fingerprint, generation, origin, valid, nbytes, sum_)
-            for _, _, generation, origin, sum_, key, valid, _ in self._head.iter_unpack(heads)
+            for generation, origin, sum_, key, valid in self._header.iter_unpack(heads)
         ]
 
     def pack(self, headers: Sequence[RecordHeader], tick: int, created_ms: int) -> Heads:
@@ -198,7 +220,7 @@ class Extent:
         return heads
 
     def clean(self, heads: Heads) -> int:
-        """Turn the heads that are not sound into zeros, in place; how many of them were not zeros before."""
+        """Turn damaged heads into zeros, in place; how many of them were not zeros before."""
         damaged, piece = 0, _PIECE_NBYTES // self.head_nbytes
         for first in range(0, len(heads), piece):
             some = heads[first : first + piece]
@@ -210,12 +232,12 @@ class Extent:
         return damaged
 
     def _sums(self, heads: Heads) -> NDArray[np.uint64]:
-        """What the sums of heads have to be, ``[n]``: 32-bit words times powers of an odd constant, modulo 2^64.
+        """The right sums of heads, ``[n]``: 32-bit words times powers of an odd constant, modulo 2^64.
 
         It finds every change within one word and every pair of flipped bits.
         """
         words = heads[:, :-8].view("<u4").astype(np.uint64)
-        sums: NDArray[np.uint64] = np.add(words @ _FACTORS[: words.shape[1]], self._seed, dtype=np.uint64)
+        sums: NDArray[np.uint64] = np.dot(words, self._factors) + self._seed
         return sums
 
     # What is on the disk.
@@ -229,24 +251,38 @@ class Extent:
         read_all(disk, self.fd, [heads], PAGE_NBYTES + start * self.head_nbytes, len(heads))
         return heads
 
-    def load(self, disk: Disk) -> int:
-        """Read heads and serve what they say; those that the disk does not give are lost. How many were damaged."""
-        view = memoryview(self.raw)
-        pieces = [(at, _PIECE_NBYTES) for at in range(0, len(view), _PIECE_NBYTES)]
-        for at, nbytes in pieces:
-            some = view[at : at + nbytes]
+    def load(self, disk: Disk, start: int, heads: bytearray, failed_max: float = inf) -> int:
+        """Read heads; those that are not sound, or that the disk does not give, are zeros. How many were damaged.
+
+        When more than ``failed_max`` reads have failed, no more is asked for.
+        """
+        view, base, failed = memoryview(heads), PAGE_NBYTES + start * self.head_nbytes, 0
+        pieces = _cut(base, base + len(heads), _PIECE_NBYTES)
+        for at, stop in pieces:
+            some = view[at - base : stop - base]
             try:
-                read_all(disk, self.fd, [some], PAGE_NBYTES + at, len(some))
+                if failed <= failed_max:
+                    read_all(disk, self.fd, [some], at, len(some))
+                    continue
             except OSError:
-                if nbytes > PAGE_NBYTES:
-                    pieces += [(at + page, PAGE_NBYTES) for page in range(0, len(some), PAGE_NBYTES)]
-        damaged = self.clean(self.heads)
+                failed += 1
+                if len(some) > PAGE_NBYTES and failed <= failed_max:
+                    pieces += _cut(at, stop, PAGE_NBYTES)
+                    continue
+            some[:] = bytes(len(some))
+        self.lost |= failed > 0
+        return self.clean(np.frombuffer(heads, np.uint8).reshape(-1, self.head_nbytes))
+
+    def serve(self, disk: Disk, failed_max: float = inf) -> int:
+        """Serve what the disk has; how many heads were damaged."""
+        damaged = self.load(disk, 0, self.raw, failed_max)
         self.uses[self.ticks > 0] = 1
         return damaged
 
     def write(self, disk: Disk, start: int, heads: Heads, payloads: Sequence[Buffer]) -> None:
         """Write records into slots: zeros where there may be heads, payloads, heads; in memory nothing yet."""
-        self.write_heads(disk, start, np.zeros_like(heads))
+        if self.lost or self.packed(start, len(heads)).strip(b"\0"):
+            self.write_heads(disk, start, np.zeros_like(heads))
         pad = bytes(self.shape.step - self.shape.layout[1])
         vector = [part for payload in payloads for part in (payload, pad)] if pad else payloads
         write_all(disk, self.fd, vector, self.payload_at(start), len(heads) * self.shape.step)
@@ -254,7 +290,7 @@ class Extent:
 
     def write_heads(self, disk: Disk, start: int, heads: Heads) -> None:
         write_all(disk, self.fd, [heads.data], PAGE_NBYTES + start * self.head_nbytes, heads.nbytes)
-        self.dirty = True  # at last: a sync that is on its way may not see them
+        self.dirty = True  # last: a sync already under way may not see them
 
 
 def runs_of(slots: Sequence[int] | NDArray[np.int64]) -> list[tuple[int, int]]:
@@ -268,24 +304,32 @@ def runs_of(slots: Sequence[int] | NDArray[np.int64]) -> list[tuple[int, int]]:
     return [(int(found[start]), stop - start) for start, stop in pairwise(cuts) if stop > start]
 
 
+def _cut(start: int, stop: int, size: int) -> list[tuple[int, int]]:
+    """
+    >>> _cut(5, 12, 4)
+    [(5, 8), (8, 12)]
+    """
+    return list(pairwise([start, *range((start // size + 1) * size, stop, size), stop]))
+
+
 def _column(heads: Heads, at: int, dtype: str = "<u8") -> NDArray[Any]:
     """A field of each head, ``[n]``; a view."""
     return heads[:, at : at + 8].view(dtype)[:, 0]
 
 
 def make_extent(disk: Disk, directory: LockedDirectory, shape: Shape) -> Extent:
-    """A new extent; nothing is there when that fails with an ``OSError``."""
+    """A new extent; a failure leaves no file."""
     name = extent_name(shape.number)
     fd = directory.open(name + TEMP_SUFFIX, os.O_RDWR | os.O_CREAT | os.O_EXCL)
-    extent = Extent(name, fd, shape)
     try:
+        extent = Extent(name, fd, shape)
         disk.allocate(fd, shape.nbytes)
         for at in (0, shape.nbytes - PAGE_NBYTES):
             write_all(disk, fd, [shape.page], at, PAGE_NBYTES)
-        disk.sync(fd)  # so that no power cut leaves a file that does not say what it is
+        disk.sync(fd)  # so that no power cut leaves a file without its page
         directory.finish(name)
-    except OSError:
-        with suppress(OSError):  # the failure that is on its way out says more
+    except BaseException:
+        with suppress(OSError):  # the first failure says more
             directory.unlink(name + TEMP_SUFFIX)
         raise
     return extent
@@ -294,8 +338,8 @@ def make_extent(disk: Disk, directory: LockedDirectory, shape: Shape) -> Extent:
 def open_extents(
     disk: Disk, directory: StoreDirectory, flags: int, refused: dict[str, str], known: Container[str] = ()
 ) -> list[Extent]:
-    """The extents of a directory that are not known yet, by name, without their heads; ``refused`` gets why others are
-    none, or cannot be read now. :class:`StorageError` when the directory cannot be read."""
+    """The extents of a directory that are not known yet, by name, without their heads; ``refused`` gets why other files
+    are not extents, or cannot be read now. :class:`StorageError` when the directory cannot be read."""
     found: list[Extent] = []
     try:
         names = [name for name in sorted(directory.names()) if parse_name(name) is not None and name not in known]
@@ -316,7 +360,7 @@ def open_extents(
 
 
 def _open_extent(disk: Disk, fd: int, path: str) -> Extent:
-    """The extent in an open file, which is its own then, or closed; either page will do."""
+    """The extent in an open file, which it owns; the file is closed on failure. One good page of the two is enough."""
     try:
         return Extent(os.path.basename(path), fd, Shape.read(disk, fd, 0, path))
     except (StoreFormatError, OSError):

@@ -1,7 +1,7 @@
-"""What is in a file store, and is it sound? Every page and every head is looked at and, if asked for, every payload.
+"""What is in a file store, and is it sound? Every page and every head is read and, if asked for, every payload.
 
-Nothing is locked or written: a damaged record is a miss and its slot is used again, a damaged page has a copy. What a
-live writer changes meanwhile may be counted as it was or as it is.
+Nothing is locked or written: a damaged record is a miss and its slot is used again, a damaged page has a copy. Changes
+of a live writer may be counted or not.
 """
 
 from __future__ import annotations
@@ -9,13 +9,12 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
 
-from cache_manager.errors import StorageError, StoreMissingError
 from cache_manager.keys import SCOPE_NBYTES
 from cache_manager.record import checksum
 from cache_manager.storage.disk import Disk, read_all
@@ -39,8 +38,8 @@ class Share:
 
 @dataclass(slots=True)
 class ExtentReport:
-    """What one file holds. ``records`` are served; ``corrupt``, if payloads were read, are not those of their sums, or
-    the disk does not give them back; ``refused`` says why this is no extent."""
+    """What one file holds. ``records`` are served; ``corrupt``, if payloads were read, are those that do not match
+    their sums or that the disk cannot read; ``refused`` says why this is not an extent."""
 
     name: str
     nbytes: int = 0
@@ -70,7 +69,7 @@ class FsckReport:
         """The report for people: a line a namespace, a line an extent, and a verdict."""
         lines = [f"{'namespace':19}{'records':>15}{'nbytes':>15}{'age':>30}"]
         for each in self.namespaces:
-            ages = f"{_age(each.newest_s)} to {_age(each.oldest_s)}"
+            ages = f"{each.newest_s / 3600:,.1f} to {each.oldest_s / 3600:,.1f} h"
             lines.append(f"{each.namespace:19}{each.records:>15,}{each.nbytes:>15,}{ages:>30}")
         lines.append(f"{'extent':19}" + "".join(f"{name.replace('_', ' '):>15}" for name in _COLUMNS))
         for extent in self.extents:
@@ -79,6 +78,10 @@ class FsckReport:
         read = "" if self.payloads else " (payloads were not read: --payloads)"
         lines.append(f"{self.directory}: {'sound' if self.sound else 'not sound'}{read}")
         return "\n".join(lines) + "\n"
+
+    def to_json(self) -> str:
+        """The same as a JSON object."""
+        return json.dumps(asdict(self), indent=2) + "\n"
 
 
 def fsck(
@@ -94,7 +97,7 @@ def fsck(
     with closing(StoreDirectory.existing(directory)) as opened:
         for report, extent, served in read_extents(opened, disk):
             reports.append(report)
-            for local in served if extent is not None else ():
+            for local in served:
                 assert extent is not None
                 report.corrupt += payloads and not _is_sound(disk, extent, local)
                 scope = extent.key_of(local)[:SCOPE_NBYTES].hex()
@@ -106,13 +109,12 @@ def fsck(
 
 
 def read_extents(opened: StoreDirectory, disk: Disk) -> Iterator[tuple[ExtentReport, Extent | None, list[int]]]:
-    """What each file says, the extent if it is one, and which of its slots are served: older copies are not."""
+    """The report of each file, its extent if it is one, and which of its slots are served: older copies are not."""
     index, refused = KeyIndex(), dict[str, str]()
     damaged: dict[Extent, int] = {}
     for extent in open_extents(disk, opened, os.O_RDONLY, refused):
-        damaged[extent] = extent.load(disk)
-        index.join(extent)
-    index.load()
+        damaged[extent] = extent.serve(disk) + extent.lost
+    index.join(list(damaged))
     for name, why in refused.items():
         yield ExtentReport(name, refused=why), None, []
     for extent in index.extents:
@@ -126,27 +128,8 @@ def read_extents(opened: StoreDirectory, disk: Disk) -> Iterator[tuple[ExtentRep
         yield report, extent, served
 
 
-def stores_in(directory: Path) -> list[Path]:
-    """The store in ``directory``, or those below it; :class:`StoreMissingError` where there is none."""
-    found: list[Path] = []
-    for path in (directory, *(sorted(filter(Path.is_dir, directory.glob("*"))) if directory.is_dir() else ())):
-        with suppress(StorageError):
-            StoreDirectory.existing(path).close()
-            found.append(path)
-        if found == [directory]:
-            break
-    if not found:
-        raise StoreMissingError(f"{directory}: there is no store, and none in a directory below it")
-    return found
-
-
-def to_json(reports: Sequence[FsckReport]) -> str:
-    """A JSON array with an object for each store."""
-    return json.dumps([asdict(each) for each in reports], indent=2) + "\n"
-
-
 def _is_sound(disk: Disk, extent: Extent, local: int) -> bool:
-    """Whether a payload is its head's, or the head is another by now."""
+    """Whether a payload matches its head, or the head has changed by now."""
     nbytes, head = extent.shape.layout[1], extent.packed(local, 1)
     payload = bytearray(nbytes)
     try:
@@ -155,14 +138,3 @@ def _is_sound(disk: Disk, extent: Extent, local: int) -> bool:
     except OSError:
         return False
     return now != head or (whole and checksum(payload) == extent.headers(head)[0].payload_xxh3)
-
-
-def _age(seconds: float) -> str:
-    """
-    >>> _age(10_000.0), _age(-100.0)
-    ('2.8 h', '0 s')
-    """
-    for unit, one in (("days", 86_400), ("h", 3_600), ("min", 60)):
-        if seconds >= 2 * one:
-            return f"{seconds / one:.1f} {unit}"
-    return f"{max(seconds, 0):.0f} s"

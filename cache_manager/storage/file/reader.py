@@ -1,9 +1,9 @@
 """How records are found and read in the open extents of a store, for its writer and for readers beside it.
 
 Many readers at once, in any process, beside the one writer or none. A reader takes no lock and writes no byte. **What a
-writer's ``put`` has stored before a call, the call finds.** For that a key that is missing makes the reader ask, in one
-small read, what the writer has changed since it looked last, and it reads the heads that have changed. A record whose
-head is not the same after its payload was read is looked up again, or a miss: its slot was used again.
+writer's ``put`` has stored before a call, the call finds.** So when a key is missing, the reader asks in one small read
+what the writer has changed since its last look, and reads the heads that have changed. A record whose head has changed
+while its payload was read is looked up again, or a miss: its slot was used again.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
@@ -25,21 +25,20 @@ from cache_manager.ports import Absence
 from cache_manager.record import Buffer, RecordHeader
 from cache_manager.storage.disk import Disk, Room, read_all
 from cache_manager.storage.file.directory import Seen, StoreDirectory
-from cache_manager.storage.file.extent import FREE, KEY_AT, Extent, open_extents, runs_of
-from cache_manager.storage.file.index import KeyIndex, Place
+from cache_manager.storage.file.extent import FREE, Extent, open_extents, runs_of
+from cache_manager.storage.file.index import Found, KeyIndex
 from cache_manager.storage.guard import ClosingStore, OpenCheck
 
 _LOOKS_MAX: Final = 4
-
-Wanted = tuple[Extent, int, list[int], list[Room], bytearray]
-"""Neighbours that are read in one call: extent, first slot, positions in the call, room for bytes, and their heads."""
+_FAILED_MAX: Final = 16  # failed reads of heads in one look before it stops searching for the bad page
+_AGAIN_S: Final = 1.0  # until heads that the disk could not read are read again
 
 
 class Shelf(ClosingStore):
-    """What the writer and a reader have in common. ``lock`` guards everything in memory and is never held over I/O."""
+    """The part that the writer and a reader share. ``lock`` guards everything in memory and is never held over I/O."""
 
-    _quota_nbytes = 0  # of a reader, which has none
-    _looks = 0  # that have ended, of a reader
+    _quota_nbytes = 0  # a reader has none
+    _looks = 0  # ended looks, of a reader
 
     def __init__(self, path: Path, disk: Disk | None, ttl_s: float | None, clock: Callable[[], float]) -> None:
         if ttl_s is not None and not 0 < ttl_s < float("inf"):
@@ -48,22 +47,21 @@ class Shelf(ClosingStore):
         self.lock = threading.Lock()
         self.guard = OpenCheck(path, self.lock)
         self.index = KeyIndex()
-        self.calls = 0  # that have used records
+        self.calls = 0  # calls that used records
         self.failed_reads = 0
         self.refused: dict[str, str] = {}
-        """Files with an extent's name that are none, or cannot be read now, and why; they are left alone."""
+        """Files with an extent's name that are not extents, or cannot be read now, and why; they are left alone."""
         self._disk = disk or Disk()
         self._ttl_s, self._clock = ttl_s, clock
-        self._suspects: set[int] = set()  # ticks of records that the disk did not give back
+        self._suspects: set[int] = set()  # ticks of records that the disk could not read or sync
 
     def usage(self) -> Mapping[str, int]:
-        """Beside the port's four ``failed_reads``, that the disk did not give, and ``refused_files``."""
+        """The port's four, ``failed_reads`` of the disk, and ``refused_files``."""
         with self.guard:
-            extents = self.index.extents
-            used_nbytes = sum(extent.shape.nbytes for extent in extents)
+            used_nbytes = sum(extent.shape.nbytes for extent in self.index.extents)
             capacity_nbytes = self._quota_nbytes or used_nbytes
             return {
-                "records": sum(len(extent.served) for extent in extents),
+                "records": sum(len(extent.served) for extent in self.index.extents),
                 "used_nbytes": used_nbytes,
                 "free_nbytes": capacity_nbytes - used_nbytes,
                 "capacity_nbytes": capacity_nbytes,
@@ -71,128 +69,114 @@ class Shelf(ClosingStore):
                 "refused_files": len(self.refused),
             }
 
-    def fresh(self, places: list[Place | None]) -> list[Place | None]:
-        """``None`` instead of places whose records are too old. Held: lock.
+    def fresh(self, found: list[Found]) -> list[Found]:
+        """Without records that are too old. Held: lock.
 
-        As far in the future counts as too old: a clock that was set back says nothing about age.
+        A time as far in the future counts as too old: after a clock was set back, the age is unknown.
         """
         if self._ttl_s is None:
-            return places
+            return found
         now_ms, ttl_ms = self._clock() * 1000, self._ttl_s * 1000
-        return [p if p and abs(now_ms - p[0].created_ms[p[1]]) < ttl_ms else None for p in places]
+        return [
+            (at + first, extent, local + first, some)
+            for at, extent, local, count in found
+            for first, some in runs_of(np.flatnonzero(abs(now_ms - extent.created_ms[local : local + count]) < ttl_ms))
+        ]
 
     def contains(self, keys: Sequence[BlockKey]) -> list[bool]:
+        there = [False] * len(keys)
         with self.guard:
-            return [place is not None for place in self.fresh(self.index.find_all(keys))]
+            for at, _, _, count in self.fresh(self.index.find(keys)):
+                there[at : at + count] = [True] * count
+        return there
 
     def get_into(self, keys: Sequence[BlockKey], buffers: Sequence[memoryview]) -> list[RecordHeader | Absence]:
-        """Read records straight into the callers' buffers; neighbours that are asked for in their order in one call.
+        """Read records straight into the callers' buffers; neighbours asked for in order are read in one call.
 
-        A record whose head has changed while it was read is looked up again. One that the disk does not give back is a
-        miss, counted in ``failed_reads``, and is asked for again the next time.
+        A record whose head has changed while it was read is looked up again. One that the disk cannot read is a miss,
+        counted in ``failed_reads``, and read again the next time.
         """
         if len(keys) != len(buffers):
             raise ValueError(f"{len(keys)} keys and {len(buffers)} buffers")
-        found: list[RecordHeader | Absence] = [Absence.MISS] * len(keys)
-        wanted: Sequence[int] = range(len(keys))
+        found: list[RecordHeader | Absence | None] = [None] * len(keys)
+        left: Sequence[int] = range(len(keys))
         for look in range(_LOOKS_MAX):
-            changed: list[int] = []
-            looks = self._looks
+            looks, changed = self._looks, False
             with self.guard:
-                places = self.fresh(self.index.find_all([keys[i] for i in wanted] if look else keys))
-                runs = self._plan(wanted, places, buffers, found)
-            for run in runs:
-                self._read(run, found, changed)
-            missing = [] if look or None not in places else [i for i, place in enumerate(places) if place is None]
-            if not (missing or changed) or not self._looked_again(changed, looks):
+                self.calls += 1
+                runs = self.fresh(self.index.find([keys[i] for i in left] if look else keys))
+                heads = [extent.packed(local, count) for _, extent, local, count in runs]
+                for _, extent, local, count in runs:
+                    extent.use(local, count, self.calls)
+            for (at, extent, local, count), packed in zip(runs, heads, strict=True):
+                changed |= self._read(extent, local, packed, left[at : at + count], buffers, found)
+            if None not in found or (look and not changed) or not self._looked_again(changed, looks):
                 break
-            wanted = missing + changed
-        return found
+            left = [i for i, each in enumerate(found) if each is None]
+        return [each or Absence.MISS for each in found]
 
-    def _plan(
+    def _read(
         self,
+        extent: Extent,
+        local: int,
+        heads: bytearray,
         wanted: Sequence[int],
-        places: Sequence[Place | None],
         buffers: Sequence[memoryview],
-        found: list[RecordHeader | Absence],
-    ) -> list[Wanted]:
-        """What to read in which calls; ``found`` gets what no disk has to be asked. Held: lock."""
-        self.calls += 1
-        planned: list[tuple[Extent, int, list[int], list[Room]]] = []
-        positions, vector = list[int](), list[Room]()
-        last, after = None, -1  # the extent of the record before, and the slot behind it
-        for i, place in zip(wanted, places, strict=True):
-            if place is None:
-                continue
-            extent, local = place
-            if extent is not last:
-                last, after = extent, -1
-                extent.used_at = self.calls
-                nbytes = extent.shape.layout[1]
-                pad = bytearray(extent.shape.step - nbytes)
-            if buffers[i].nbytes != nbytes:
-                found[i] = Absence.CORRUPT
-                continue
-            if local != after:
-                positions, vector = [], []
-                planned.append((extent, local, positions, vector))
-            elif pad:
-                vector.append(pad)
-            positions.append(i)
-            vector.append(buffers[i])
-            after = local + 1
-        for extent, local, positions, _ in planned:
-            extent.use(local, len(positions))
-        return [(*run, run[0].packed(run[1], len(run[2]))) for run in planned]
+        found: list[RecordHeader | Absence | None],
+    ) -> bool:
+        """Read neighbours, whose heads were these, into the buffers that are ``wanted``, each alone where it must be.
 
-    def _read(self, run: Wanted, found: list[RecordHeader | Absence], changed: list[int]) -> None:
-        """Read what was planned; ``changed`` gets those whose heads are others by now."""
-        extent, local, positions, vector, heads = run
-        count, nbytes, shape = len(positions), extent.head_nbytes, extent.shape
-        wanted = (count - 1) * shape.step + shape.layout[1]
-        absence: Absence | None = None
+        Whether heads have changed meanwhile: these are not ``found``.
+        """
+        count, nbytes, step, size = len(wanted), extent.shape.layout[1], extent.shape.step, extent.head_nbytes
+        rooms = [buffers[i] for i in wanted]
+        vector: Sequence[Room] = rooms
+        absence: Absence | None = Absence.CORRUPT  # or the file was cut
+        fits = {room.nbytes for room in rooms} == {nbytes}
         try:
-            if read_all(self._disk, extent.fd, vector, extent.payload_at(local), wanted) < wanted:
-                absence = Absence.CORRUPT  # the file was cut
-            now = self._heads_now(extent, local, count)
+            if fits:
+                if pad := bytearray(step - nbytes):
+                    vector = [part for room in rooms for part in (room, pad)][:-1]
+                whole = count * step - len(pad)
+                if read_all(self._disk, extent.fd, vector, extent.payload_at(local), whole) == whole:
+                    absence, now = None, self._heads_now(extent, local, count)
         except OSError:
             absence = Absence.MISS  # for now
         if absence is None:
             same = now == heads
-            for k, (i, header) in enumerate(zip(positions, extent.headers(heads), strict=True)):
-                if same or now[k * nbytes : (k + 1) * nbytes] == heads[k * nbytes : (k + 1) * nbytes]:
+            for i, header, at in zip(wanted, extent.headers(heads), range(0, len(heads), size), strict=True):
+                if same or now[at : at + size] == heads[at : at + size]:
                     found[i] = header
-                else:
-                    changed.append(i)
-        elif count > 1:  # find out whose
-            rooms = vector[:: (len(vector) + count - 1) // count]
-            for k, (i, room) in enumerate(zip(positions, rooms, strict=True)):
-                self._read((extent, local + k, [i], [room], heads[k * nbytes : (k + 1) * nbytes]), found, changed)
-        else:
-            found[positions[0]] = absence
+            return not same
+        if count > 1:
+            each = ((local + k, heads[k * size : (k + 1) * size], [i]) for k, i in enumerate(wanted))
+            return sum(self._read(extent, *one, buffers, found) for one in each) > 0
+        found[wanted[0]] = absence
+        if fits:
             with self.lock:
                 self.failed_reads += absence is Absence.MISS
                 self._suspects.add(int.from_bytes(heads[:8], "little"))
+        return False
 
     def _heads_now(self, extent: Extent, local: int, count: int) -> bytearray:
         """The heads of slots whose payloads have just been read."""
         return extent.packed(local, count)
 
-    def _looked_again(self, changed: Sequence[int], looks: int) -> bool:  # noqa: ARG002 - a reader's
+    def _looked_again(self, changed: bool, looks: int) -> bool:  # noqa: ARG002 - a reader's
         """Whether to look up again what was missing, or has ``changed`` while it was read, after so many ``looks``."""
-        return bool(changed)
+        return changed
 
 
 class FileReader(Shelf):
     """A ``StorageBackend`` that only reads; ``put`` is :class:`StoreReadOnlyError`.
 
-    ``delete``, which is what a quarantine does, hides a record from this reader; its bytes are the writer's to judge.
-    ``ttl_s`` is the reader's own: no record that is older is served, whatever the writer keeps. A store that is made
-    anew at the same path is read from the next look on; one that was only moved is read on where it is. The room of
-    what the writer drops is free when the reader has looked.
+    ``delete``, which a quarantine calls, only hides a record from this reader. ``ttl_s`` is the reader's own: it serves
+    no older record, whatever the writer keeps. A store that is made anew at the same path is read from the next look
+    on; one that was only moved is read on in its new place. Room that the writer drops is free after the reader's next
+    look.
 
-    :class:`StoreMissingError` where there is no store, unless ``waits`` says that nothing is there until a writer makes
-    one; :class:`StoreFormatError` for something else.
+    :class:`StoreMissingError` where there is no store, unless ``waits``: then every read is a miss until a writer makes
+    one. :class:`StoreFormatError` for something else.
     """
 
     def __init__(
@@ -208,6 +192,7 @@ class FileReader(Shelf):
         self._directory: StoreDirectory | None = None
         self._looking = threading.Lock()  # one look at a time; taken before the other
         self._seen: Seen | None = None
+        self._lost_at = 0.0  # when the disk was asked last for heads that it had not given
         try:
             self._directory = StoreDirectory.existing(directory)
         except StoreMissingError:
@@ -220,7 +205,7 @@ class FileReader(Shelf):
         headers: Sequence[RecordHeader],
         payloads: Sequence[Buffer],
         *,
-        replace: bool = False,  # noqa: ARG002 - the port's
+        replace: bool = False,  # noqa: ARG002 - part of the port
     ) -> list[RecordHeader | None]:
         self.guard.check()
         if headers or payloads:
@@ -229,14 +214,13 @@ class FileReader(Shelf):
 
     def contains(self, keys: Sequence[BlockKey]) -> list[bool]:
         looks, found = self._looks, super().contains(keys)
-        return found if all(found) or not self._looked_again((), looks) else super().contains(keys)
+        return found if all(found) or not self._looked_again(False, looks) else super().contains(keys)
 
     def delete(self, keys: Sequence[BlockKey]) -> None:
         """Hide records from this reader, until it is opened anew or the writer stores them anew."""
         with self.guard:
-            for place in self.index.find_all(keys):
-                if place:
-                    place[0].forget(place[1])
+            for _, extent, local, count in self.index.find(keys):
+                extent.forget(local, count)
 
     def flush(self) -> None:
         self.guard.check()
@@ -252,86 +236,70 @@ class FileReader(Shelf):
     def _heads_now(self, extent: Extent, local: int, count: int) -> bytearray:
         return extent.read_heads(self._disk, local, count)
 
-    def _looked_again(self, changed: Sequence[int], looks: int) -> bool:  # noqa: ARG002 - what is missing, too
+    def _looked_again(self, changed: bool, looks: int) -> bool:  # noqa: ARG002 - what is missing, too
         """Look if the writer has changed anything; whether a look has ended since there were ``looks``, of any thread.
 
-        A caller that has a reason waits for another thread's look, which may be past what this one wants.
+        If there is news, a caller waits for a look of another thread, which may be past the heads that this one needs.
         """
-        if self._has_news():
-            with self._looking:
-                if self._has_news():
-                    self.guard.check()
-                    with suppress(StorageError):  # a miss is the truth about what can be read
-                        self._look()
-                    self._looks += 1  # now: who has missed a key meanwhile has to ask again
+        with self._looking:
+            self.guard.check()
+            with suppress(StorageError):  # a miss is the truth about what can be read
+                self._looks += self._look()  # now: who has missed a key meanwhile has to ask again
         return self._looks != looks
 
-    def _has_news(self) -> bool:
-        directory, there = self._directory, self.path.exists()
-        if directory is None or (there and not directory.is_in_place()):
-            return there
-        return directory.changes(self._seen)[1] != []
-
-    def _look(self) -> None:
-        """Let go of what was dropped, read on in what is there. Held: looking (or not yet shared)."""
+    def _look(self) -> bool:
+        """Let go of what was dropped, read on in what is there; whether there was anything. Held: looking."""
         if self._directory is None or not self._directory.is_in_place():
             with suppress(StorageError):  # it was moved, and no store is in its place
                 directory = StoreDirectory.existing(self.path)
                 with self.lock:
                     self.index, self._directory, self._seen = KeyIndex(), directory, None
         if self._directory is None:
-            return
+            return False
         seen, changes = self._directory.changes(self._seen)
         extents = {extent.shape.number: extent for extent in self.index.extents}
-        news: dict[Extent, list[NDArray[np.int64]]] = {}
-        for number, first, count in changes or ():
-            if extent := extents.get(number):
-                news.setdefault(extent, []).append(np.arange(first, min(first + count, extent.slots)))
+        lost = [extent for extent in extents.values() if extent.lost and abs(self._clock() - self._lost_at) >= _AGAIN_S]
+        if changes == [] and not lost:
+            return False
         if changes is None or not all(count for *_, count in changes):
-            opened = self._look_at_files(extents)
-            whole = [*extents.values(), *opened] if changes is None else opened
-            news.update((extent, [np.arange(extent.slots)]) for extent in whole)
+            self._look_at_files(extents.values())
+        if changes is None:
+            changes = [(number, 0, extent.slots) for number, extent in extents.items()]
+        runs = [(extent, first, count) for number, first, count in changes if (extent := extents.get(number))]
+        for extent in lost:
+            extent.lost, self._lost_at = False, self._clock()
+            runs.append((extent, 0, extent.slots))
+        news: dict[Extent, list[NDArray[np.int64]]] = {}
+        for extent, first, count in runs:
+            news.setdefault(extent, []).append(np.arange(first, min(first + count, extent.slots)))
         for extent, slots in news.items():
-            try:
-                for run in runs_of(np.unique(np.concatenate(slots))):
-                    self._read_on(extent, *run)
-            except OSError:
-                seen = None  # what is new there is looked for again
+            for run in runs_of(np.unique(np.concatenate(slots))):
+                self._read_on(extent, *run)
         self._seen = seen
+        return True
 
-    def _look_at_files(self, known: dict[int, Extent]) -> list[Extent]:
-        """Let go of extents that were dropped; those that have come, but for the first ones, which are read here."""
+    def _look_at_files(self, known: Collection[Extent]) -> None:
+        """Close dropped extents, serve new ones."""
         assert self._directory is not None
-        gone = [extent for extent in known.values() if not os.fstat(extent.fd).st_nlink]
-        names = {extent.name for extent in known.values() if extent not in gone}  # a new one may have its name
+        gone = [extent for extent in known if not os.fstat(extent.fd).st_nlink]
+        names = {extent.name for extent in known if extent not in gone}  # a new one may have its name
         opened = open_extents(self._disk, self._directory, os.O_RDONLY, self.refused, names)
-        for extent in () if known else opened:
-            extent.load(self._disk)
+        for extent in opened:
+            extent.serve(self._disk, _FAILED_MAX)
         with self.lock:
             for extent in gone:
                 self.index.leave(extent)
-            for extent in opened:
-                self.index.join(extent)
-            self.index.fit() if known else self.index.load()
-        return opened if known else []
+            self.index.join(opened)
 
     def _read_on(self, extent: Extent, first: int, count: int) -> None:
-        """Serve what is new in slots, but for records of which there are newer ones."""
-        heads = np.frombuffer(extent.read_heads(self._disk, first, count), np.uint8).reshape(count, -1)
-        extent.clean(heads)
+        """Serve what is new in slots, as far as the disk gives it; the writer takes an older copy's head away."""
+        raw = bytearray(count * extent.head_nbytes)
+        extent.load(self._disk, first, raw, _FAILED_MAX)
+        heads = np.frombuffer(raw, np.uint8).reshape(count, -1)
         ticks = heads[:, :8].view("<u8")[:, 0]
         with self.lock:
-            if extent.ordinal < 0:
-                return
-            changed = np.flatnonzero(extent.ticks[first : first + count] != ticks)
-            extent.heads[first + changed] = 0
-            extent.uses[first + changed] = FREE
-            for start, some in runs_of(changed[ticks[changed] > 0]):
-                keys = [BlockKey(head.tobytes()) for head in heads[start : start + some, KEY_AT : KEY_AT + 32]]
-                places = self.index.find_all(keys)
-                extent.hold(first + start, heads[start : start + some])
-                self.index.add_all(keys, extent, first + start)
-                for local, place in enumerate(places, first + start):
-                    if place:
-                        newer = place[0].ticks[place[1]] > extent.ticks[local]
-                        extent.forget(local) if newer else place[0].forget(place[1])
+            if extent.ordinal >= 0:
+                changed = np.flatnonzero(extent.ticks[first : first + count] != ticks)
+                extent.heads[first + changed] = heads[changed]
+                extent.uses[first + changed] = np.where(ticks[changed] > 0, 1, FREE)
+                self.index.add(extent, first + changed[ticks[changed] > 0])

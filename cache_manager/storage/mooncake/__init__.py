@@ -23,9 +23,9 @@ from cache_manager.storage.url import StoreUrl
 
 NATIVE: Final = "cache_manager.storage.mooncake.native"
 CLOSE_S: Final = 3.0
-"""For handing memory back; it is taken after."""
+"""Seconds to hand memory back; then the process is killed."""
 LOOKS: Final = 3
-"""A record that is no sound one is read so many times more: somebody may be replacing it."""
+"""Further reads of a damaged record: another writer may be replacing it."""
 
 
 def open_mooncake_store(url: StoreUrl) -> MooncakeStore:
@@ -34,14 +34,14 @@ def open_mooncake_store(url: StoreUrl) -> MooncakeStore:
 
 
 class MooncakeStore(ApartStore):
-    """A ``StorageBackend`` in a Mooncake pool that other processes, and KV caches, share.
+    """A ``StorageBackend`` in a Mooncake pool, shared with other processes and KV caches.
 
-    Of what the pool fails to deliver beside other records, a call says miss (or not stored), and counts it; when all
-    fail, :class:`StorageError` has the cause. After three such calls in a row, a missed deadline or a lost master,
-    another client is connected, and until then :class:`StoreUnavailableError` is raised at once. ``put`` answers the
-    header that the pool has, which it may evict at any time, and ``None`` where it has no room, or another writer is in
-    the middle of the key. A replacement is no single step: between removal and put, other writers may store theirs, and
-    the answer names it. ``usage`` is the whole pool's.
+    If the pool fails for some records of a call, these are misses (or not stored), and counted; if it fails for all,
+    :class:`StorageError` has the cause. After three such calls in a row, a missed deadline or a lost master, another
+    client is connected; until then :class:`StoreUnavailableError` is raised at once. ``put`` answers the header of the
+    record in the pool, which may evict it at any time, or ``None`` if there is no room or another writer is in the
+    middle of the key. A replacement takes two steps: between removal and put another writer may store its record, and
+    the answer names that one. ``usage`` is the whole pool's.
 
     ``counters`` besides those of :class:`Apart`: ``failed_reads``, ``failed_writes``, ``too_large``, ``refused`` (no
     room).
@@ -67,29 +67,28 @@ class MooncakeStore(ApartStore):
         return Apart(f"mooncake://{s.master}/{s.prefix}", limits, NATIVE, msgspec.json.encode(s).decode())
 
     def get_into(self, keys: Sequence[BlockKey], buffers: Sequence[memoryview]) -> list[RecordHeader | Absence]:
-        """Whole records only, summed where they are now: a transfer that the native client gave up may write into the
-        arena later."""
+        """Whole records only, checked in the caller's buffers: a transfer that the native client gave up may write into
+        the arena later."""
         return self.get_unsummed(keys, buffers, sums=True)
 
     def get_unsummed(
-        self, keys: Sequence[BlockKey], buffers: Sequence[memoryview], *, sums: bool = False, looks: int = LOOKS
+        self, keys: Sequence[BlockKey], buffers: Sequence[memoryview], *, sums: bool = False
     ) -> list[RecordHeader | Absence]:
         """For code that sums payloads, and looks once more itself."""
-        found = super().get_into(keys, buffers)
-        unsound = [
-            i
-            for i, (header, buffer) in enumerate(zip(found, buffers, strict=True))
-            if header is Absence.CORRUPT
-            or (sums and isinstance(header, RecordHeader) and checksum(buffer) != header.payload_xxh3)
-        ]
-        again: list[RecordHeader | Absence] = [Absence.MISS if looks else Absence.CORRUPT] * len(unsound)
-        if unsound and looks:
+        found, left = super().get_into(keys, buffers), list(range(len(keys)))
+        for look in range(LOOKS + 1):
+            for i in left:
+                header = found[i]
+                if sums and isinstance(header, RecordHeader) and checksum(buffers[i]) != header.payload_xxh3:
+                    found[i] = Absence.CORRUPT
+            left = [i for i in left if found[i] is Absence.CORRUPT]
+            if not left or look == LOOKS:
+                break
+            again: list[RecordHeader | Absence] = [Absence.MISS] * len(left)
             with suppress(StorageError):  # a look that fails costs no record that was found
-                again = self.get_unsummed(
-                    [keys[i] for i in unsound], [buffers[i] for i in unsound], sums=sums, looks=looks - 1
-                )
-        for i, header in zip(unsound, again, strict=True):
-            found[i] = header
+                again = super().get_into([keys[i] for i in left], [buffers[i] for i in left])
+            for i, header in zip(left, again, strict=True):
+                found[i] = header
         return found
 
     def close(self) -> None:

@@ -9,12 +9,12 @@ INVALID: Final = -600
 EXISTS: Final = -705
 LOST: Final = -800
 MISSES: Final = frozenset({-703, -704, -707, -712})
-"""Not there, not yet, or gone while it was read: an absence and no failure."""
+"""Not there, not yet there, or gone while it was read: an absence, not a failure."""
 BUGS: Final = frozenset({-10, -400, INVALID, -601})
-"""Arguments that the native side refuses; the caller has checked them before."""
+"""Arguments that the native side refuses, although the caller has checked them."""
 REFUSALS: Final = frozenset({FULL, EXISTS, -706})
 LATER: Final = frozenset({FULL, EXISTS})
-"""Of a put: it may succeed when it is made again."""
+"""A put with such a code may succeed when it is repeated."""
 MASTER: Final = frozenset({-900, -901})
 """Nothing works without the master."""
 
@@ -39,7 +39,7 @@ def is_failure(code: int) -> bool:
 
 
 def describe(code: int) -> str:
-    """For people.
+    """A code in words.
 
     >>> describe(-901)
     'code -901, RPC_TIMEOUT: the master does not answer'

@@ -1,6 +1,6 @@
-"""Asking the master without the native library: is it there, how full is the pool.
+"""Questions to the master without the native library: is it there, and how full is the pool?
 
-A socket's limit is for each of its calls; what bounds the whole is the deadline of the process that asks.
+A socket's limit is for each of its calls; the deadline of the asking process bounds the whole.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _GAUGES: Final = {
 
 
 def reach(address: tuple[str, int]) -> str:
-    """Connect and hang up; the local address that was used. A closed port would hold up a native set-up for long."""
+    """Connect and hang up; the local address that was used. A native set-up would wait long for a closed port."""
     try:
         with socket.create_connection(address, ASK_S) as connection:
             return str(connection.getsockname()[0])
@@ -30,7 +30,7 @@ def reach(address: tuple[str, int]) -> str:
 
 
 def pool_usage(admin: tuple[str, int]) -> dict[str, int]:
-    """Objects and bytes of the whole pool, those of all clients."""
+    """Objects and bytes of the whole pool, for all clients."""
     connection, where = HTTPConnection(*admin, timeout=ASK_S), f"Mooncake's admin port {admin[0]}:{admin[1]}"
     try:
         connection.request("GET", "/metrics")

@@ -1,13 +1,13 @@
 """The native Mooncake client, in a process of its own: ``python -m cache_manager.storage.mooncake.native``.
 
 The native library ends the process that misuses it, holds the interpreter's lock for seconds in set-up and close, hangs
-after ``fork`` and has no deadlines. Here it may (:mod:`cache_manager.storage.apart`). Only this module imports it.
+after ``fork`` and has no deadlines. In this process that does no harm (:mod:`cache_manager.storage.apart`). Only this
+module imports it.
 
 An object is a record as it lies in the arena: the payload, then its packed header, written into the margin behind it.
-An object's name is the key's; it is written once and never changed: a record that takes another's place is put when the
-older object has been removed, by force. A reader of the older one may just then get bytes of whatever took its memory,
-so that what is read counts when its sums are right, never because of a result code: its header's here, its payload's
-where it is used.
+An object is named by its key, written once and never changed: to replace a record, the older object is removed by
+force, then the new one is put. A reader of the older one may then get other bytes from its memory. So a read counts
+only if its sums are right, whatever the result code: the header's sum is checked here, the payload's where it is used.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ from cache_manager.storage.mooncake.settings import MooncakeSettings, native_env
 
 FORMAT: Final = 3
 HEADER_NBYTES_MAX: Final = 2048
-"""Of a record here: bits for 15,000 rows. The margin has room for two: of a record that is put, and of an older one."""
+"""Of a header here: bits for 15,000 rows. The margin has room for two: of a record that is put, and of an older one."""
 LOCAL_BUFFER_NBYTES: Final = 16 << 20
 FAILURES_MAX: Final = 3
-"""Calls in a row that fail altogether, before another client is wanted."""
+"""Calls in a row that fail for every record, before another client is connected."""
 LARGE_NBYTES: Final = 1 << 20
-"""Records above this are compared with the pool's size first: each one that it has no room for makes it evict."""
+"""Larger records are compared with the pool's size first: a record that the pool has no room for makes it evict."""
 BACK_OFF_S: Final = 0.01
 BACK_OFF_MAX_S: Final = 0.2
 DOCTOR: Final = "`kvroute doctor` says what is missing and how to install it"
 
 
 def connect(settings: MooncakeSettings) -> Any:
-    """A native client that is set up, with the memory that it lends, if it does; :class:`StorageError` says why not.
+    """A native client after set-up, with the memory that it lends, if any; :class:`StorageError` says why not.
 
-    The master is asked first without the native library, which would wait for long.
+    The master is asked first without the native library, which would wait long.
     """
     s = settings
     local = reach(parse_address(s.master, "mooncake: master"))
@@ -86,7 +86,7 @@ class Native:
         self._checked("", self._store.batch_is_exist([f"{settings.prefix}/probe/{uuid.uuid4().hex}"]))
 
     def put(self, headers: list[RecordHeader], places: list[int], replace: bool) -> list[int | RecordHeader | None]:
-        """Of records whose keys differ."""
+        """Put records with distinct keys."""
         todo = {i: pack_header(header) for i, header in enumerate(headers)}
         stored: dict[int, int | RecordHeader] = {}
         large = max((header.payload_nbytes for header in headers), default=0) > LARGE_NBYTES
@@ -112,19 +112,19 @@ class Native:
                 stored |= there
                 later = {i for i, code in zip(todo, codes, strict=True) if code in code_of.LATER} - there.keys()
                 todo = {i: packed for i, packed in todo.items() if i in later}
-                if todo and not removed:  # the pool is full, or somebody is in the middle of the key
+                if todo and not removed:  # the pool is full, or a writer is in the middle of the key
                     if time.monotonic() + pause_s > give_up_s:
                         break
                     time.sleep(pause_s)
                     pause_s = min(2 * pause_s, BACK_OFF_MAX_S)
         self.count(refused=len(todo))
-        if todo and not stored and not self._pool_nbytes():  # as it is for a while after its master is back
+        if todo and not stored and not self._pool_nbytes():  # as for a while after its master is back
             raise StorageError("the Mooncake pool has no memory: none of its owners is there, or back yet")
         return [stored.get(i) for i in range(len(headers))]
 
     @contextmanager
     def _alone(self, keys: list[BlockKey]) -> Iterator[None]:
-        """No other thread puts these keys meanwhile: the native client does not bear two puts of a name."""
+        """No other thread puts these keys meanwhile: the native client breaks on two puts of a name."""
         with self._changed:
             self._changed.wait_for(lambda: self._putting.isdisjoint(keys))
             self._putting |= {*keys}
@@ -138,9 +138,9 @@ class Native:
     def _settled(
         self, headers: list[RecordHeader], places: list[int], replace: bool, taken: list[int]
     ) -> tuple[dict[int, RecordHeader], bool]:
-        """What becomes of records whose names exist: the older one stays, and is the answer, or is removed.
+        """Decide about records whose names exist: the older one stays, and is the answer, or is removed.
 
-        And whether any was removed. One that somebody is writing, or that went meanwhile, is looked at again.
+        And whether any was removed. One that is being written, or went meanwhile, is tried again by the caller.
         """
         names, older, there = [self._name(headers[i].key) for i in taken], [], {}
         sizes = [headers[i].payload_nbytes for i in taken]
@@ -160,12 +160,12 @@ class Native:
                 header = unpack_header(self.memory[at : at + max(code, 0)])
             if header and header.key == headers[i].key and not takes_the_place(headers[i], header, replace=replace):
                 there[i] = header
-            elif code >= 0 or code == code_of.INVALID:  # to be replaced; or shorter than a record: none
+            elif code >= 0 or code == code_of.INVALID:  # to be replaced; or too short for a record
                 older.append(name)
         return there, bool(older) and not all(map(is_failure, self._store.batch_remove(older, True)))
 
     def _stored(self, names: list[str], places: list[int], sizes: list[int]) -> list[int]:
-        """In sessions: a plain put answers 0 for a name that exists, as if it had stored these bytes."""
+        """Put in sessions: a plain put answers 0 for a name that exists, as if it had stored these bytes."""
         from mooncake.store import ReplicateConfig
 
         codes = list(self._store.batch_put_session_start(names, sizes, ReplicateConfig()))
@@ -188,12 +188,12 @@ class Native:
             for i, code in zip(whole, ended, strict=True):
                 codes[i] = code
         finally:
-            if left := [names[i] for i in begun if codes[i] != 0]:  # else nobody could store them for a while
+            if left := [names[i] for i in begun if codes[i] != 0]:  # else no client could store them for a while
                 self._store.batch_put_session_revoke(left)
         return codes
 
     def get(self, keys: list[BlockKey], places: list[int], sizes: list[int]) -> list[RecordHeader | Absence]:
-        """Of records whose keys differ: the native side answers one of two equal names in a batch."""
+        """Get records with distinct keys: the native side answers only one of two equal names in a batch."""
         names, starts = list(map(self._name, keys)), [self._address + at for at in places]
         codes = self._store.batch_get_into(names, starts, [size + HEADER_NBYTES_MAX for size in sizes])
         found: list[RecordHeader | Absence] = []
@@ -212,7 +212,7 @@ class Native:
         return [code == 1 for code in self._checked("failed_reads", codes)]
 
     def delete(self, keys: list[BlockKey]) -> None:
-        """By force: a lease does not keep an object; one that is being written stays."""
+        """Remove by force: a lease does not keep an object; one that is being written stays."""
         codes = self._store.batch_remove(list(map(self._name, keys)), True)
         if left := sum(map(is_failure, self._checked("failed_writes", codes))):
             raise StorageError(f"the Mooncake pool failed to remove {left} of {len(keys)} records")
@@ -224,10 +224,10 @@ class Native:
         return pool_usage(self.settings.admin_address)
 
     def close(self) -> None:
-        """Nothing: the process ends. The native close would take a second, and be a crash beside a call."""
+        """Does nothing: the process ends. The native close would take a second, and crash beside a call."""
 
     def _pool_nbytes(self) -> int:
-        """What the pool has memory for; as much as the arena has where it does not say so."""
+        """Bytes of the pool's memory; of the arena's if the pool does not say."""
         with suppress(StorageError):
             return self.usage()["capacity_nbytes"]
         return len(self.memory)
@@ -245,7 +245,7 @@ class Native:
         return f"{self.settings.prefix}/{FORMAT}/{key.hex()}"
 
     def _checked(self, what: str, codes: list[int]) -> list[int]:
-        """The codes of a call; raises when none of them is an answer."""
+        """The codes of a call; raises if all of them are failures, or one is the master's."""
         failures = [code for code in codes if is_failure(code)]
         self.count(**{what: len(failures)})
         master = max(code_of.MASTER.intersection(failures), default=0)

@@ -1,4 +1,4 @@
-"""What a Mooncake store can be told, and how its URL spells it. Pure.
+"""The settings of a Mooncake store, and their names in its URL. Pure.
 
 ``mooncake://HOST:PORT/PREFIX?segment=1GiB&timeout_ms=3000``; ``docs/concepts/mooncake.md`` lists the parameters.
 """
@@ -37,11 +37,11 @@ def parse_address(text: str, field: str) -> tuple[str, int]:
 
 @dataclass(frozen=True, slots=True)
 class MooncakeSettings:
-    """One store's settings; :class:`ConfigError` names what cannot be.
+    """One store's settings; :class:`ConfigError` names an invalid one.
 
     ``segment_nbytes`` above 0 lends that much of this machine's memory to the pool, in a process of its own.
     ``timeout_ms`` is ``call_s`` of the process (:class:`cache_manager.storage.apart.ApartSettings`). A put that finds
-    the pool full, or somebody in the middle of its key, tries again for ``full_ms``.
+    the pool full, or another writer in the middle of its key, tries again for ``full_ms``.
     """
 
     master: str
@@ -49,7 +49,7 @@ class MooncakeSettings:
     segment_nbytes: int = 0
     arena_nbytes: int = 64 << 20
     admin: str = ""  # of the master; empty: port 9003 of its host
-    host: str = ""  # by which others reach this machine; empty: the address that the master is reached from
+    host: str = ""  # this machine's address for others; empty: the one used towards the master
     protocol: str = "tcp"
     devices: str = ""
     timeout_ms: int = 3_000
@@ -94,7 +94,7 @@ class MooncakeSettings:
 
 
 def native_environment(timeout_ms: int) -> dict[str, str]:
-    """Variables of the native client that are set unless the operator has set them: short waits."""
+    """Environment variables of the native client, for short waits; the operator's own values win."""
     seconds = str(max(-(-timeout_ms // 1000), 1))
     return {
         "MC_LOG_LEVEL": "ERROR",

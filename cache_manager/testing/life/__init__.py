@@ -1,4 +1,4 @@
-"""The life-cycle kit: a proof of any paged-KV block manager, by random lives and an oracle of its own.
+"""The life-cycle kit: it proves any paged-KV block manager by random lives and an independent oracle.
 
 Needs nothing of the manager but an adapter (:class:`BlockManagerAdapter`), and no package but the standard library.
 """
@@ -6,8 +6,7 @@ Needs nothing of the manager but an adapter (:class:`BlockManagerAdapter`), and 
 from cache_manager.testing.life.adapter import CAPABILITIES, BlockManagerAdapter
 from cache_manager.testing.life.canary import CanaryKV, MoveFailed
 from cache_manager.testing.life.invariants import INVARIANTS, InvariantBroken, Operation
-from cache_manager.testing.life.machine import BlockManagerMachine, prove
-from cache_manager.testing.life.shorten import replay
+from cache_manager.testing.life.machine import BlockManagerMachine, prove, replay
 
 __all__ = [
     "CAPABILITIES",

@@ -1,4 +1,4 @@
-"""The port: what the kit asks of a block manager. Six methods, and more for what the manager can do besides.
+"""The port: what the kit asks of a block manager. Six methods, and more for the manager's other capabilities.
 
 An adapter is a subclass of :class:`BlockManagerAdapter` for one manager. The kit makes a fresh one for every example
 and calls it as an engine's scheduler would; in between it plays the forward pass itself, by writing canaries at the
@@ -15,19 +15,19 @@ from cache_manager.testing.life.canary import CanaryKV
 CAPABILITIES: Final[Mapping[str, str]] = {
     "prefix": "admit() shares cached blocks: its answer may be more than 0",
     "salt": "equal tokens under different salts share nothing",
-    "fork": "fork(): a child begins with the blocks of its parent; who writes a shared one gets a copy first",
+    "fork": "fork(): a child begins with the blocks of its parent; a shared block is copied before a write",
     "swap": "preempt() and resume(): a sequence moves to host blocks and back",
-    "store": "persist(): full blocks go to a tier outside, and admit() may bring them back",
+    "store": "persist(): full blocks go to an outside tier, and admit() may bring them back",
     "reset": "reset(): new weights; nothing that was computed before is found again",
-    "restart": "restart(): the process begins anew, and has what the store has",
-    "abort": "free() while the sequence's step runs: the step's KV is still written, before anything else is",
+    "restart": "restart(): the process begins anew, with only the store's content",
+    "abort": "free() while the sequence's step runs: the step's KV is still written, before any other write",
     "lost_step": "free() of a sequence whose step never runs: the KV of its new slots is never written",
     "drafts": "grow() for draft tokens, commit() of the accepted ones only; the others' slots are written again",
     "rows": "write_rows() and read_rows(): auxiliary rows go wherever their KV goes",
-    "background": "admit() and persist() may leave work behind, which settle() brings on",
+    "background": "admit() and persist() may leave work behind, which settle() advances",
     "failing_moves": "a copy of blocks may raise MoveFailed, and then the operation has changed nothing",
 }
-"""What a manager may be able to do besides, by the name that an adapter lists in ``capabilities``."""
+"""Optional capabilities of a manager, by the names that an adapter lists in ``capabilities``."""
 
 METHODS: Final[Mapping[str, tuple[str, ...]]] = {
     "": ("admit", "grow", "commit", "free", "table", "free_blocks"),
@@ -48,29 +48,25 @@ class BlockManagerAdapter:
     A *sequence* has a name and tokens, and its first ``computed`` tokens have KV. The kit calls :meth:`admit`, or
     :meth:`grow`, writes canaries at :meth:`slots` of the positions that are computed next, gives their rows to
     :meth:`write_rows`, and calls :meth:`commit`. Pass every copy of blocks that the manager asks for to ``self.kv``, in
-    the order in which a device would do it. Where a scheduler would evict something and try again, so does the adapter.
+    the order in which a device would do it. If a scheduler would evict a block and try again, the adapter does so too.
 
-    An answer that says "no room" (``None`` or ``False``) and an exception that comes from ``MoveFailed`` both mean that
-    nothing has changed. Any other exception is a finding.
+    "No room" (``None`` or ``False``) and an exception caused by ``MoveFailed`` both mean that nothing has changed. Any
+    other exception is a finding.
     """
 
     capabilities: ClassVar[Collection[str]] = ()
     block_tokens: ClassVar[int] = 2
     blocks: ClassVar[Collection[int]] = range(8)
-    """The ids that the manager may hand out; a null block is none of them."""
+    """The ids that the manager may hand out, without a null block."""
     host_blocks: ClassVar[Collection[int]] = ()
     window: ClassVar[int | None] = None
-    """Sliding window, in tokens: KV further back is not asked for, and its entry of the table may be ``None``."""
-    slack: ClassVar[int] = 0
-    """How many blocks the manager keeps back when it admits or grows, such as a watermark."""
-    partial_hits: ClassVar[bool] = False
-    """Whether a hit may end inside a block."""
+    """Sliding window, in tokens: the kit does not check older KV, and its entry of the table may be ``None``."""
     finds_held: ClassVar[bool] = True
     """Whether a full block that a running sequence holds is found by an equal prefix."""
     hits_need_rows: ClassVar[bool] = False
-    """Whether a block without all of its rows is no hit."""
+    """Whether a block that lacks a row does not count as a hit."""
     unclaimed: ClassVar[Mapping[str, str]] = {}
-    """Invariants that the manager does not claim, by name, each with the reason; they are counted, and fail nothing."""
+    """Invariants that the manager does not claim, by name, with the reason; breaks are counted and fail no test."""
 
     def __init__(self, kv: CanaryKV) -> None:
         self.kv = kv
@@ -89,25 +85,25 @@ class BlockManagerAdapter:
         raise NotImplementedError
 
     def commit(self, seq: str, tokens: Sequence[int]) -> None:
-        """The KV of ``tokens``, which are all that are computed by now, is in place: full blocks may be found."""
+        """The KV of ``tokens``, all that are computed so far, is in place: full blocks may be found."""
         raise NotImplementedError
 
     def free(self, seq: str) -> None:
-        """End ``seq``: it has finished, was aborted, or is to be computed again. For an unknown name: nothing."""
+        """End ``seq``: it has finished, was aborted, or is to be computed again. Ignores an unknown name."""
         raise NotImplementedError
 
     def table(self, seq: str) -> Sequence[int | None]:
-        """The blocks of ``seq`` in token order, in the tier that it is in; ``None`` where the window has left one."""
+        """The blocks of ``seq`` in token order, in its present tier; ``None`` for a block that the window has left."""
         raise NotImplementedError
 
     def free_blocks(self) -> int:
-        """How many blocks a sequence could get now: free ones, and cached ones that nobody holds."""
+        """How many blocks a sequence could get now: free ones, and cached ones without a holder."""
         raise NotImplementedError
 
     # ---------------------------------------------------------------- with a default
 
     def slots(self, seq: str, start: int, stop: int) -> Sequence[tuple[int, int]]:
-        """(block, offset) of the positions ``[start, stop)``, to be written. Override it if the manager computes it."""
+        """(block, offset) to write for each position in ``[start, stop)``. Override it if the manager computes them."""
         table, size = self.table(seq), self.block_tokens
         blocks = [table[position // size] if position // size < len(table) else None for position in range(start, stop)]
         return [(-1 if block is None else block, at % size) for at, block in enumerate(blocks, start)]
@@ -148,38 +144,39 @@ class BlockManagerAdapter:
         raise NotImplementedError
 
     def restart(self) -> None:
-        """``restart``: begin anew with what the store has. There is no sequence, and the blocks' contents are lost."""
+        """``restart``: begin anew with what the store has. No sequence is left, and the blocks' contents are lost."""
         raise NotImplementedError
 
     def write_rows(self, seq: str, start: int, rows: Sequence[int | None]) -> None:
-        """``rows``: before a commit. ``rows[i] > 0`` is of position ``start + i``; ``None``: the pass made none."""
+        """``rows``: before a commit. ``rows[i] > 0`` is the row of position ``start + i``; ``None``: the pass made
+        none."""
         raise NotImplementedError
 
     def read_rows(self, seq: str, start: int, stop: int) -> Sequence[int | None]:
-        """``rows``: of the positions ``[start, stop)``, in whichever tier it is; ``None`` for one that is missing."""
+        """``rows``: the rows of the positions ``[start, stop)``, in whichever tier; ``None`` for a missing one."""
         raise NotImplementedError
 
     def waits(self, seq: str) -> bool:  # noqa: ARG002 - a default
-        """``background``: whether ``seq`` was admitted and waits; it can be freed, and nothing else be done with it."""
+        """``background``: whether ``seq`` was admitted and still waits: it can only be freed."""
         return False
 
     def settle(self) -> Mapping[str, int]:
-        """``background``: let one piece of work be done. The sequences that wait no longer, with how many of their
+        """``background``: finish one piece of work. Returns the sequences that stopped waiting, with how many of their
         first tokens need no computing now."""
         raise NotImplementedError
 
     # ---------------------------------------------------------------- more to look at, if you can
 
     def ref_counts(self) -> Mapping[int, int] | None:
-        """How many sequences hold each device block; blocks that nobody holds may be left out."""
+        """How many sequences hold each device block; blocks without a holder may be left out."""
         return None
 
     def free_ids(self) -> Sequence[int] | None:
-        """The device blocks that nobody holds, cached ones included."""
+        """The device blocks without a holder, cached ones included."""
         return None
 
     def check(self) -> None:
-        """The manager's own check of its books; raises what it likes."""
+        """The manager's own consistency check; may raise any exception."""
 
     def close(self) -> None:
         """The example has ended."""

@@ -3,7 +3,7 @@
 The KV of a token is a function of the salt, the tokens up to it, its position and the weights that each of them was
 computed with. A :class:`Content` is one value of that function: a node of a trie, so that no two can collide. The kit
 writes contents at the slots that a manager names, and follows the copies that it asks for; the manager never sees one.
-A stale, shifted, foreign or leaked block therefore shows by what it holds, whatever the manager believes.
+So a stale, shifted, foreign or leaked block is recognised by its content, whatever the manager believes.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ Pairs = Iterable[Sequence[int]]
 """(source, target) block ids; a numpy array ``[n, 2]`` will do."""
 
 
-class MoveFailed(RuntimeError):  # noqa: N818 - what has happened, in the reader's words
-    """Raised by the kit in the middle of a copy, on purpose. What the targets hold then means nothing."""
+class MoveFailed(RuntimeError):  # noqa: N818 - reads as an event
+    """Raised by the kit in the middle of a copy, on purpose. The targets' content then means nothing."""
 
 
 @dataclass(eq=False, slots=True)
 class Content:
-    """What the KV at one position is a function of; equal contents are one object."""
+    """The arguments of the function that gives one position's KV; equal contents are one object."""
 
     parent: Content | None
     salt: str
@@ -67,7 +67,7 @@ def beginning(salt: str) -> Content:
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """What is in one slot: a content, and the pass that computed it. ``serial`` > 0 differs for every token computed,
+    """The entry of one slot: a content, and the pass that computed it. ``serial`` > 0 differs for every token computed,
     and is the value of its row; ``row`` says whether there must be one."""
 
     content: Content
@@ -75,6 +75,10 @@ class Cell:
     line: int  # of the story
     serial: int
     row: bool
+
+    @property
+    def written(self) -> str:
+        return f"written in line {self.line} by {self.writer}"
 
 
 Block = list[Cell | None]
@@ -84,7 +88,7 @@ _COPIES = {"copy": "blocks copied", "swap_out": "blocks swapped out", "swap_in":
 class CanaryKV:
     """The engine's memory, as the kit keeps it. An adapter passes on the copies that its manager asks for.
 
-    With the capability ``failing_moves`` any of its calls but ``has`` may raise :class:`MoveFailed`.
+    With the capability ``failing_moves`` any of its calls may raise :class:`MoveFailed`.
     """
 
     def __init__(self, block_tokens: int) -> None:
@@ -102,13 +106,13 @@ class CanaryKV:
         return tier.get(block, self._empty)[offset]
 
     def write(self, block: int, offset: int, cell: Cell) -> None:
-        """What a forward pass does."""
+        """The write of a forward pass."""
         self.device.setdefault(block, list(self._empty))[offset] = cell
 
     # ---------------------------------------------------------------- what an adapter calls
 
     def copy(self, pairs: Pairs) -> None:
-        """Device blocks to device blocks, before somebody writes one that is shared."""
+        """Device blocks to device blocks, before a write to a shared one."""
         self._move("copy", pairs, self.device, self.device)
 
     def swap_out(self, pairs: Pairs) -> None:
@@ -120,27 +124,24 @@ class CanaryKV:
         self._move("swap_in", pairs, self.host, self.device)
 
     def put(self, key: Hashable, block: int, *, replace: bool = False) -> None:
-        """A device block to the store. What is stored under the key already stays, unless it is to be replaced."""
+        """A device block to the store. A block stored under the key stays, unless ``replace`` is set."""
         self.may_fail()
         self.counts["blocks stored"] += 1
         if replace or key not in self.stored:
             self.stored[key] = list(self.device.get(block, self._empty))
 
     def get(self, key: Hashable, block: int) -> bool:
-        """What the store has under ``key`` to a device block; whether it has any."""
+        """Load the stored block of ``key`` into a device block; ``False`` if there is none."""
         self._maybe_fail([block], self.device)
         if key not in self.stored:
             return False
-        self.counts["blocks restored"] += 1
+        self.counts["store"] += 1
         cells = self.stored[key]
         self.device[block] = [cell if cell is None or self.rows_return else replace(cell, row=False) for cell in cells]
         return True
 
-    def has(self, key: Hashable) -> bool:
-        return key in self.stored
-
     def may_fail(self) -> None:
-        """For whatever else an adapter has that can fail, such as a second store: raises when it is to."""
+        """For other parts of an adapter that can fail, such as a second store: raises when the kit wants a failure."""
         self._maybe_fail([], self.device)
 
     def _move(self, kind: str, pairs: Pairs, source: dict[int, Block], target: dict[int, Block]) -> None:
@@ -156,12 +157,12 @@ class CanaryKV:
     def _maybe_fail(self, targets: Sequence[int], tier: dict[int, Block]) -> None:
         if self.fail_next:
             self.fail_next, self.failed = False, True
-            self.counts["copies failed"] += 1
+            self.counts["failing_moves"] += 1
             for block in targets:
                 tier.pop(block, None)
             raise MoveFailed("the copy failed on purpose")
 
     def forget(self) -> None:
-        """The process ended: what is not in the store is lost."""
+        """The process ended: everything but the store is lost."""
         self.device.clear()
         self.host.clear()

@@ -6,52 +6,40 @@ import importlib
 import logging
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 from cache_manager.errors import InvalidInputError
 from cache_manager.testing.life import INVARIANTS, BlockManagerAdapter, InvariantBroken, prove
-from cache_manager.testing.life.summary import summary, unexercised
+from cache_manager.testing.life.machine import unexercised
 from cache_manager.testing.life.world import check_adapter
 
 
-def prove_adapter(where: str, *, examples: int, steps: int, seed: int) -> bool:
-    """Play random lives, and print what came of it; whether every invariant held.
+def main(adapter: str | None, *, invariants: bool, examples: int, steps: int, seed: int) -> int:
+    """``kvroute prove``: play random lives, and print the result; 1 if an invariant is broken or not proved.
 
-    Raises :class:`InvalidInputError` where ``where`` does not name an adapter that can be.
+    Raises :class:`InvalidInputError` if ``adapter`` names no usable adapter.
     """
-    adapter = find_adapter(where)
-    logging.disable(logging.ERROR)  # what the manager says of faults that are meant is not what the reader looks for
     out, start_s = sys.stdout, time.perf_counter()
-    try:
-        counts = prove(adapter, examples=examples, steps=steps, seed=seed)
-    except InvariantBroken as error:
-        out.write(f"{error}\n")
-        return False
-    finally:
-        logging.disable(logging.NOTSET)
-    missing = unexercised(adapter, counts)
-    out.write(f"{summary(adapter, counts)}\n  seed          {seed}, {time.perf_counter() - start_s:.1f} s\n")
-    for what in missing:
-        out.write(f"not proved: {what}\n")
-    if not missing:
-        out.write("every invariant held\n")
-    return not missing
-
-
-def main(adapter: str | None, *, invariants: bool, **budget: int) -> int:
-    """``kvroute prove``; 1 where something is wrong or not proved."""
     if invariants:
-        list_invariants()
+        out.writelines(f"{name}\n  {claim}\n" for name, claim in INVARIANTS.items())
         return 0
     if adapter is None:
         raise InvalidInputError("adapter", "MODULE:ADAPTER, or --invariants, which lists what is claimed", "none")
-    return 0 if prove_adapter(adapter, **budget) else 1
-
-
-def list_invariants() -> None:
-    """Print every invariant with its claim."""
-    for name, claim in INVARIANTS.items():
-        sys.stdout.write(f"{name}\n  {claim}\n")
+    found = find_adapter(adapter)
+    logging.disable(logging.ERROR)  # the manager's logs about intended faults would hide the result
+    try:
+        counts = prove(found, examples=examples, steps=steps, seed=seed)
+    except InvariantBroken as error:
+        out.write(f"{error}\n")
+        return 1
+    finally:
+        logging.disable(logging.NOTSET)
+    out.write(f"{summary(found, counts)}\n  seed          {seed}, {time.perf_counter() - start_s:.1f} s\n")
+    missing = unexercised(found, counts)
+    out.writelines(f"not proved: {what}\n" for what in missing)
+    out.write("" if missing else "every invariant held\n")
+    return 1 if missing else 0
 
 
 def find_adapter(where: str) -> type[BlockManagerAdapter]:
@@ -63,15 +51,33 @@ def find_adapter(where: str) -> type[BlockManagerAdapter]:
     if (here := str(Path.cwd())) not in sys.path:
         sys.path.insert(0, here)
     try:
-        found = getattr(importlib.import_module(module), name, None)
+        there = vars(importlib.import_module(module))
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
             raise
         raise InvalidInputError("adapter", wanted, f"no module {error.name}") from error
-    if not isinstance(found, type) or not issubclass(found, BlockManagerAdapter):
-        raise InvalidInputError("adapter", wanted, where)
+    classes = {of: each for of, each in there.items() if isinstance(each, type)}
+    adapters = {of: each for of, each in classes.items() if issubclass(each, BlockManagerAdapter)}
+    if (found := adapters.get(name)) is None:
+        others = ", ".join(sorted(of for of, each in adapters.items() if each is not BlockManagerAdapter))
+        raise InvalidInputError("adapter", wanted, f"{where}; {module} has {others or 'none'}")
     check_adapter(found)
     return found
 
 
-__all__ = ["find_adapter", "list_invariants", "main", "prove_adapter"]
+def summary(adapter: type[BlockManagerAdapter], counts: Counter[str]) -> str:
+    """A few lines for people: the counts of operations and events, and what the adapter does not claim."""
+    asked: Counter[str] = Counter()
+    happened: Counter[str] = Counter()
+    for name, n in counts.items():
+        if name.endswith(" operations"):
+            asked[name.removesuffix(" operations")] = n
+        elif n and name not in ("operations", "examples") and not name.startswith("unclaimed "):
+            happened[name] = n
+    lines = [f"{adapter.__name__}: {counts['operations']:,} operations in {counts['examples']:,} examples"]
+    for what, some in (("asked for    ", asked), ("happened     ", happened)):
+        lines.append(f"  {what} {', '.join(f'{name} {n:,}' for name, n in some.most_common())}")
+    lines.append(f"  capabilities  {', '.join(adapter.capabilities) or 'none'}")
+    for name, reason in adapter.unclaimed.items():
+        lines.append(f"  not claimed   {name}, broken {counts[f'unclaimed {name}']:,} times: {reason}")
+    return "\n".join(lines)

@@ -1,6 +1,6 @@
-"""The invariants, by name, and what it is when one is broken.
+"""The invariants, by name, and the error for a broken one.
 
-``docs/concepts/life-cycle-kit.md`` has for each a story that breaks it, and reports of managers that did."""
+``docs/concepts/life-cycle-kit.md`` has a story that breaks each, and reports of managers that did."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from collections.abc import Mapping
 from typing import Any, Final, TypeAlias
 
 Operation: TypeAlias = tuple[Any, ...]
-"""The name of an operation and its arguments: what a method ``do_...`` of :class:`Life` is called with."""
+"""The name of an operation and its arguments: the call of a method ``do_...`` of :class:`Life`."""
 
 INVARIANTS: Final[Mapping[str, str]] = {
     # accounting
     "no_block_lost": "Free and held blocks together are all blocks, after every operation.",
     "all_come_back": "When every sequence has ended all blocks are free, and one sequence can have them all.",
-    "none_free_and_held": "A block that somebody holds is not among the free ones, and none is free twice.",
-    "given_once": "A block that is handed out anew is held by nobody else.",
+    "none_free_and_held": "A held block is not among the free ones, and none is free twice.",
+    "given_once": "A block that is handed out anew is held by no other sequence.",
     "ref_count_is_holders": "The reference count of a block is the number of sequences that hold it.",
     "host_conserved": "Free and held host blocks together are all host blocks.",
-    "background_ends": "What ends in the background is what a sequence waits for.",
+    "background_ends": "Background work ends only for a sequence that waits for it.",
     # tables
     "ids_are_blocks": "A table names blocks of the pool, each at most once.",
     "table_covers": "A table reaches every position that is computed, or about to be.",
     "others_untouched": "An operation on one sequence changes the table of no other.",
     # content
-    "shared_not_written": "A block is written only while its writer is the only one who holds it.",
+    "shared_not_written": "A block is written only while its writer is its only holder.",
     "content_survives": "A sequence finds, at each position that it has computed, the KV of its own tokens, as long as "
     "it lives.",
-    "hit_is_its_prefix": "A hit hands over only blocks whose KV is that very prefix's.",
+    "hit_is_its_prefix": "A hit hands over only blocks whose KV is of that same prefix.",
     "hit_was_written": "A hit hands over no block whose KV was never computed.",
     "hit_leaves_one": "A hit is whole blocks, and leaves at least one token to compute.",
     "held_is_found": "A full block that a running sequence holds is found by an equal prefix.",
@@ -38,9 +38,9 @@ INVARIANTS: Final[Mapping[str, str]] = {
     # protocol
     "refusal_changes_nothing": "An operation that is refused, or whose copy fails, leaves tables, counts and free "
     "blocks as they were.",
-    "refusal_is_honest": "Nothing is refused for want of blocks while enough are free.",
+    "refusal_is_honest": "Nothing is refused for lack of blocks while enough are free.",
     "free_is_final": "A second free() of a sequence changes nothing.",
-    "copies_are_sound": "Copies go from blocks with an owner to distinct blocks that nobody else has.",
+    "copies_are_sound": "Copies go from blocks with an owner to distinct blocks that no other sequence has.",
     "no_unexpected_error": "A call that the protocol allows does not raise.",
     "own_check": "The manager's own check passes.",
 }

@@ -1,17 +1,18 @@
 """The life of sequences, as an engine's scheduler leads it, with every claim checked after every operation.
 
-An operation that makes no sense now, about a sequence that is not there say, does nothing: a program stays one when
-something is taken out of it.
+An operation that makes no sense now, for example about a sequence that is not there, does nothing: a program stays
+valid without some of its operations.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partialmethod
 from typing import Final
 
 from cache_manager.testing.life import claims
-from cache_manager.testing.life.canary import Cell, MoveFailed
+from cache_manager.testing.life.canary import Cell
 from cache_manager.testing.life.invariants import Operation
 from cache_manager.testing.life.world import Sequence, World, blocks
 
@@ -20,14 +21,14 @@ PAST_MAX: Final = 8
 
 
 class Life:
-    """Plays operations. Their names are the methods ``do_...``, which say what each of them is."""
+    """Plays operations, which are the methods ``do_...``."""
 
     def __init__(self, world: World) -> None:
-        self.world, self.manager = world, world.manager
+        self.world = world
         world.kv.watch = lambda kind, pairs: claims.check_copies(world, kind, pairs)
 
     def play(self, operation: Operation) -> None:
-        """One operation. Raises :class:`InvariantBroken` where a claim does not hold."""
+        """Play one operation. Raises :class:`InvariantBroken` if a claim does not hold."""
         self.world.program.append(operation)
         method: Callable[..., None] = getattr(self, f"do_{operation[0]}")
         method(*operation[1:])
@@ -36,8 +37,8 @@ class Life:
         if self.world.failure is None:
             self.world.ask("close")
         else:
-            with suppress(Exception):  # which is not what was found first
-                self.manager.close()
+            with suppress(Exception):  # the first finding counts
+                self.world.manager.close()
 
     # ---------------------------------------------------------------- parts of operations
 
@@ -48,41 +49,36 @@ class Life:
         self._see()
         claims.check_all(self.world, *touched)
 
-    def _refused(self, answer: object, needs: int | None, free: int | None) -> None:
-        """The operation was refused, or failed; ``needs`` blocks would have been enough, so many are ``free``."""
+    def _refused(self, needs: int | None = None, *, of_host: bool = False) -> None:
+        """The operation was refused, or a copy failed; with ``needs`` free blocks a refusal is a fault."""
         world = self.world
-        failed = isinstance(answer, MoveFailed)
-        world.tell(" -> the copy failed" if failed else " -> refused")
-        world.counts["refusals"] += not failed
+        if not world.kv.failed:
+            world.tell(" -> refused")
+            world.counts["refusals"] += 1
         self._see()
         claims.check_unchanged(world)
-        if not (failed or world.kv.failed or needs is None or free is None) and needs <= free:
+        free = world.before.host_free if of_host else world.before.free
+        if not (world.kv.failed or needs is None or free is None) and needs <= free:
             world.fail("refusal_is_honest", f"{needs} blocks were asked for at most, and {free} are free")
 
-    def _ready(self, name: str, more: int = 0) -> Sequence | None:
-        """The sequence, if it runs, and can have ``more`` tokens."""
+    def _ready(self, name: str, more: int = 0, capability: str = "") -> Sequence | None:
+        """The sequence, if it runs and can have ``more`` tokens, and if the manager is ``capability``."""
         world, sequence = self.world, self.world.live.get(name)
-        if sequence is None or sequence.swapped or sequence.waiting:
+        if sequence is None or sequence.swapped or sequence.waiting or (capability and not world.can(capability)):
             return None
         return sequence if len(sequence.tokens) + more <= world.capacity * world.size else None
 
     def _grow(self, sequence: Sequence, upto: int, *, fail: bool = False) -> bool:
-        """Have the manager make room for the positions below ``upto``."""
-        world, name = self.world, sequence.name
-        answer = world.call("grow", name, list(sequence.tokens), upto, fail=fail)
-        if answer is not True:
-            self._refused(answer, self._needs(sequence, upto), world.after.free - world.adapter.slack)
-            return False
-        self._see()
-        claims.check_fresh(world, name, sequence.computed // world.size)
-        return True
-
-    def _needs(self, sequence: Sequence, upto: int) -> int:
-        """How many blocks :meth:`BlockManagerAdapter.grow` may want: new ones, and copies of shared ones."""
-        world = self.world
-        table, holders = world.after.tables[sequence.name], world.holders(world.after)
-        shared = sum(len(holders.get(b, ())) > 1 for b in table[sequence.computed // world.size :] if b is not None)
-        return max(0, -(-upto // world.size) - len(table)) + shared
+        """Have the manager make room for the positions below ``upto``: by new blocks, and copies of shared ones."""
+        world, name, first = self.world, sequence.name, sequence.computed // self.world.size
+        if world.call("grow", name, list(sequence.tokens), upto, fail=fail):
+            self._see()
+            claims.check_fresh(world, name, first)
+            return True
+        table, holders = world.before.tables[name], world.holders(world.before)
+        shared = sum(block is not None and len(holders[block]) > 1 for block in table[first:])
+        self._refused(max(0, -(-upto // world.size) - len(table)) + shared)
+        return False
 
     def _forward(self, sequence: Sequence, upto: int, *, rows: bool = True) -> None:
         """The forward pass of the positions up to ``upto``: KV at their slots, and rows beside it."""
@@ -104,6 +100,7 @@ class Life:
     def _compute(self, sequence: Sequence, upto: int, *, rows: bool) -> None:
         self._forward(sequence, upto, rows=rows)
         self.world.call("commit", sequence.name, sequence.tokens[:upto])
+        self._end(sequence.name)
 
     def _drop(self, sequence: Sequence) -> None:
         world = self.world
@@ -119,12 +116,10 @@ class Life:
         if name in world.live or not tokens or len(tokens) > world.capacity * world.size:
             return
         salt = salt if world.can("salt") else ""
-        fails = ", the store fails" if fail and world.can("failing_moves") and world.can("store") else ""
-        world.begin(f"admit {name} {tokens}{f' under salt {salt!r}' if salt else ''}{fails}")
-        free = world.after.free - world.adapter.slack
+        world.begin(f"admit {name} {tokens}{f' under salt {salt!r}' if salt else ''}")
         cached = world.call("admit", name, list(tokens), chunk, salt, fail=fail)
-        if cached is None or isinstance(cached, MoveFailed):
-            self._refused(cached, -(-len(tokens) // world.size), free)
+        if cached is None:
+            self._refused(-(-len(tokens) // world.size))
             return
         sequence = world.live[name] = Sequence(name, list(tokens), salt)
         sequence.waiting = world.can("background") and bool(world.ask("waits", name))
@@ -132,8 +127,8 @@ class Life:
         world.tell(f" -> {blocks(world.after.tables[name])}, {cached} tokens cached")
         claims.check_hit(world, sequence, cached)
         claims.check_fresh(world, name, -(-cached // world.size))
-        world.counts["hits"] += cached > 0
-        world.counts["salted admissions"] += bool(salt)
+        world.counts["prefix"] += cached > 0
+        world.counts["salt"] += bool(salt)
         if world.adapter.finds_held and world.can("prefix"):
             claims.check_found(world, sequence, cached)
         if sequence.waiting:
@@ -143,20 +138,17 @@ class Life:
         upto = min(len(tokens), cached + chunk)
         world.tell(f", computes [{cached}, {upto})")
         self._compute(sequence, upto, rows=rows)
-        self._end(name)
 
     def do_step(self, name: str, more: list[int], chunk: int, rows: bool, fail: bool) -> None:
         """The next chunk of a prompt, or tokens that were decoded."""
-        world, sequence = self.world, self._ready(name, len(more))
+        sequence = self._ready(name, len(more))
         if sequence is None or sequence.computed == len(sequence.tokens) + len(more):
             return
         upto = min(len(sequence.tokens) + len(more), sequence.computed + chunk)
-        fails = ", a copy fails" if fail and world.can("failing_moves") else ""
-        world.begin(f"step {name}{f' + {more}' if more else ''} computes [{sequence.computed}, {upto}){fails}")
+        self.world.begin(f"step {name}{f' + {more}' if more else ''} computes [{sequence.computed}, {upto})")
         sequence.tokens += more
         if self._grow(sequence, upto, fail=fail):
             self._compute(sequence, upto, rows=rows)
-            self._end(name)
 
     def do_decode(self, names: list[str], token: int, rows: bool) -> None:
         """One more token of each of some sequences, in one step."""
@@ -168,8 +160,7 @@ class Life:
         for sequence in ready:
             if sequence.computed == len(sequence.tokens):
                 sequence.tokens.append(token)
-        upto = {sequence.name: sequence.computed + 1 for sequence in ready}
-        given = {sequence.name: sequence.tokens[: upto[sequence.name]] for sequence in ready}
+        given = {sequence.name: sequence.tokens[: sequence.computed + 1] for sequence in ready}
         answers = world.call("grow_batch", given)
         self._see()
         fits = [sequence for sequence, fit in zip(ready, answers, strict=True) if fit]
@@ -182,14 +173,14 @@ class Life:
             world.tell(f" -> room for {' and '.join(sequence.name for sequence in fits) or 'none'}")
             world.counts["refusals"] += 1
         for sequence in fits:
-            self._forward(sequence, upto[sequence.name], rows=rows)
+            self._forward(sequence, len(given[sequence.name]), rows=rows)
         world.call("commit_batch", {sequence.name: given[sequence.name] for sequence in fits})
         world.counts["sequences decoded together"] += len(fits) > 1
-        self._end(*upto)
+        self._end(*given)
 
     def do_draft(self, name: str, drafts: list[int], accepted: int) -> None:
-        """A step that computes draft tokens of which some, the last ones, are rejected."""
-        world, sequence = self.world, self._ready(name, len(drafts)) if self.world.can("drafts") else None
+        """A step that computes draft tokens, the last of which are rejected."""
+        world, sequence = self.world, self._ready(name, len(drafts), "drafts")
         if sequence is None or not drafts or sequence.computed != len(sequence.tokens):
             return
         start, keep = sequence.computed, min(accepted, len(drafts) - 1)
@@ -201,7 +192,7 @@ class Life:
         self._forward(sequence, start + len(drafts))
         del sequence.contents[start + keep :], sequence.tokens[start + keep :]
         world.call("commit", name, list(sequence.tokens))
-        world.counts["drafts rejected"] += 1
+        world.counts["drafts"] += 1
         self._end(name)
 
     def do_free(self, name: str, again: bool) -> None:
@@ -220,24 +211,12 @@ class Life:
 
     def do_recompute(self, name: str, chunk: int) -> None:
         """Preempted by recomputation: freed, and admitted again with all its tokens."""
-        sequence = self._ready(name)
-        if sequence is None:
-            return
-        self.world.begin(f"free {name}, to compute it again")
-        self._drop(sequence)
-        self._end()
-        self.do_admit(name, sequence.tokens, chunk, sequence.salt, True, False)
+        if (sequence := self._ready(name)) is not None:
+            self.do_free(name, False)
+            self.do_admit(name, sequence.tokens, chunk, sequence.salt, True, False)
 
-    def do_abort(self, name: str, more: list[int]) -> None:
-        """Freed while its step runs: the step's KV still lands, before anything else does."""
-        self._leave(name, more, "abort", "free {}{} while it computes [{}, {})")
-
-    def do_lose(self, name: str, more: list[int]) -> None:
-        """Freed after room was made for a step that never runs."""
-        self._leave(name, more, "lost_step", "free {}{}, its step [{}, {}) is lost")
-
-    def _leave(self, name: str, more: list[int], capability: str, text: str) -> None:
-        world, sequence = self.world, self._ready(name, len(more)) if self.world.can(capability) else None
+    def _leave(self, name: str, more: list[int], *, capability: str, text: str) -> None:
+        world, sequence = self.world, self._ready(name, len(more), capability)
         if sequence is None or sequence.computed == len(sequence.tokens) + len(more):
             return
         sequence.tokens += more
@@ -248,60 +227,59 @@ class Life:
         if capability == "abort":
             self._forward(sequence, upto)
         self._drop(sequence)
-        world.counts[f"{capability.replace('_', ' ')}s"] += 1
+        world.counts[capability] += 1
         self._end()
 
+    # Freed while its step runs: the step's KV still lands, before any other write.
+    do_abort = partialmethod(_leave, capability="abort", text="free {}{} while it computes [{}, {})")
+    # Freed after room was made for a step that never runs.
+    do_lose = partialmethod(_leave, capability="lost_step", text="free {}{}, its step [{}, {}) is lost")
+
     def do_fork(self, name: str, child: str) -> None:
-        """Parallel sampling, beams: the child goes on from what the parent has computed."""
-        world, parent = self.world, self._ready(name) if self.world.can("fork") else None
+        """Parallel sampling, beams: the child goes on from the parent's computed tokens."""
+        world, parent = self.world, self._ready(name, 0, "fork")
         if parent is None or not parent.computed or child in world.live:
             return
         world.begin(f"fork {name} as {child}")
-        answer = world.call("fork", name, child)
-        if answer is not True:
-            self._refused(answer, None, None)
+        if not world.call("fork", name, child):
+            self._refused()
             return
         contents = list(parent.contents)
         world.live[child] = Sequence(child, parent.tokens[: len(contents)], parent.salt, contents)
-        world.counts["forks"] += 1
+        world.counts["fork"] += 1
         self._end(child)
         world.tell(f" -> {blocks(world.after.tables[child])}")
 
     def do_swap(self, name: str, fail: bool) -> None:
-        """Preempted by swapping out; or back again, if it was."""
-        world, sequence = self.world, self.world.live.get(name) if self.world.can("swap") else None
-        if sequence is None or sequence.waiting:
+        """Preempted by swapping out; or swapped back in, if it was out."""
+        world, sequence = self.world, self.world.live.get(name)
+        if not world.can("swap") or sequence is None or sequence.waiting:
             return
-        method, table = "resume" if sequence.swapped else "preempt", world.after.tables[name]
-        world.begin(f"{method} {name}{', a copy fails' if fail and world.can('failing_moves') else ''}")
-        answer = world.call(method, name, fail=fail)
-        if answer is not True:
-            free = world.after.free - world.adapter.slack if sequence.swapped else world.after.host_free
-            self._refused(answer, len(table), free)
+        method = "resume" if sequence.swapped else "preempt"
+        world.begin(f"{method} {name}")
+        if not world.call(method, name, fail=fail):
+            self._refused(len(world.before.tables[name]), of_host=not sequence.swapped)
             return
         sequence.swapped = not sequence.swapped
-        world.counts["sequences resumed"] += not sequence.swapped
+        world.counts["swap"] += not sequence.swapped
         self._end(name)
         world.tell(f" -> {blocks(world.after.tables[name])}")
 
     def do_persist(self, name: str, fail: bool) -> None:
         """The full blocks are stored."""
-        world = self.world
-        if not world.can("store") or self._ready(name) is None:
-            return
-        world.begin(f"persist {name}{', the store fails' if fail and world.can('failing_moves') else ''}")
-        world.call("persist", name, fail=fail)
-        self._end()
+        if self._ready(name, 0, "store") is not None:
+            self.world.begin(f"persist {name}")
+            self.world.call("persist", name, fail=fail)
+            self._end()
 
     def do_settle(self, fail: bool) -> None:
-        """A piece of work in the background comes to its end."""
+        """A piece of background work ends."""
         world = self.world
         if not world.can("background"):
             return
-        world.begin(f"background work ends{', it fails' if fail and world.can('failing_moves') else ''}")
-        answer: Mapping[str, int] = world.call("settle", fail=fail)
-        if isinstance(answer, MoveFailed):
-            answer = {}
+        world.begin("background work ends")
+        world.counts["background"] += 1
+        answer: Mapping[str, int] = world.call("settle", fail=fail) or {}
         self._see()
         for name, cached in answer.items():
             sequence = world.live.get(name)
@@ -311,7 +289,6 @@ class Life:
             sequence.waiting = False
             world.tell(f" -> {name} has {cached} tokens cached")
             claims.check_hit(world, sequence, cached)
-            world.counts["waits ended"] += 1
         self._end(*answer)
 
     def do_reset(self, end_first: bool) -> None:
@@ -322,27 +299,25 @@ class Life:
         if end_first:
             self._end_all()
         world.begin("reset: new weights")
-        if world.call("reset") is True:
+        if world.call("reset"):
             world.version += 1
-            world.counts["resets"] += 1
+            world.counts["reset"] += 1
             self._end()
         else:
-            self._refused(False, None, None)
+            self._refused()
             if end_first:
                 world.fail("refusal_is_honest", "a reset was refused while no sequence was there")
 
     def do_restart(self) -> None:
-        """The process ends and begins anew; what the store has is all that it has."""
+        """The process ends and begins anew, with only the store's content."""
         world = self.world
         if world.can("restart"):
             self._end_all()
             world.begin("restart: what was not stored is lost")
             world.call("restart")
             world.kv.forget()
-            world.counts["restarts"] += 1
+            world.counts["restart"] += 1
             self._end()
-
-    # ---------------------------------------------------------------- the end of an example
 
     def _end_all(self) -> None:
         for name in list(self.world.live):
@@ -354,15 +329,13 @@ class Life:
         self._end_all()
         if world.after.free != world.capacity:
             world.fail("all_come_back", f"{world.after.free} of {world.capacity} blocks are free")
-        if world.adapter.slack or world.adapter.window is not None:
+        if world.adapter.window is not None:
             return
         world.begin(f"admit all: {full} new tokens, which need every block")
-        cached = world.call("admit", "all", [2] * full, full, "")
-        if cached is None:
+        if world.call("admit", "all", [2] * full, full, "") is None:
             self._see()
-            world.fail(
-                "all_come_back", f"a sequence of {world.capacity} blocks was refused, and {world.after.free} are free"
-            )
+            wanted = f"a sequence of {world.capacity} blocks"
+            world.fail("all_come_back", f"{wanted} was refused, and {world.after.free} are free")
             return
         world.live["all"] = Sequence("all", [2] * full, "")
         self._end("all")

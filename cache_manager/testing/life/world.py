@@ -1,4 +1,4 @@
-"""One example: a manager, the kit's memory of what must be where, and the story so far."""
+"""One example: a manager, the kit's record of the right contents, and the story so far."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Any, Final, TypeAlias
 
 from cache_manager.errors import InvalidInputError
 from cache_manager.testing.life.adapter import CAPABILITIES, METHODS, BlockManagerAdapter
-from cache_manager.testing.life.canary import CanaryKV, Content, MoveFailed, beginning
+from cache_manager.testing.life.canary import CanaryKV, Cell, Content, MoveFailed, beginning
 from cache_manager.testing.life.invariants import INVARIANTS, InvariantBroken, Operation
 
 Table: TypeAlias = list[int | None]
 
 
 def blocks(table: Table | None) -> str:
-    """A table as it is told: ``[b4 b1]``, with a dot for a block that the window has left."""
+    """A table as text: ``[b4 b1]``, with a dot for a block that the window has left."""
     if table is None:
         return "-"
     return "[" + " ".join("." if block is None else f"b{block}" for block in table) + "]"
@@ -26,7 +26,7 @@ def blocks(table: Table | None) -> str:
 
 @dataclass(eq=False, slots=True)
 class Sequence:
-    """A sequence as the kit knows it. ``contents`` are what its computed positions must hold."""
+    """A sequence as the kit knows it. ``contents`` are the right contents of its computed positions."""
 
     name: str
     tokens: list[int]
@@ -42,7 +42,7 @@ class Sequence:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What the manager says between two operations."""
+    """The manager's answers between two operations."""
 
     tables: dict[str, Table]
     free: int
@@ -53,17 +53,16 @@ class Snapshot:
 class World:
     """The manager of one example and what surrounds it: calls, snapshots, holders, failures.
 
-    ``counts`` collects what was exercised, over examples. ``before`` and ``after`` are the manager's own words around
-    the operation that runs.
+    ``counts`` collects what was exercised, over examples. ``before`` and ``after`` are the manager's answers around the
+    current operation.
     """
 
     def __init__(self, adapter: type[BlockManagerAdapter], counts: Counter[str]) -> None:
-        self.adapter, self.counts = adapter, counts
         check_adapter(adapter)
-        self.capabilities = frozenset(adapter.capabilities)
+        self.adapter, self.counts = adapter, counts
         self.size, self.capacity = adapter.block_tokens, len(adapter.blocks)
         self.live: dict[str, Sequence] = {}
-        self.past: list[list[int]] = []  # tokens of sequences that were there: their prefixes are asked for again
+        self.past: list[list[int]] = []  # tokens of ended sequences: their prefixes are asked for again
         self.version = self.serial = 0
         self.program: list[Operation] = []
         self.story: list[str] = []
@@ -75,14 +74,13 @@ class World:
         try:
             self.manager = adapter(self.kv)
         except Exception as error:
-            raise InvalidInputError(
-                f"{adapter.__name__}(kv)", "a manager with all its blocks free", repr(error)
-            ) from error
+            where = f"{adapter.__name__}(kv)"
+            raise InvalidInputError(where, "a manager with all its blocks free", repr(error)) from error
         self.before = self.after = self.look()
         counts["examples"] += 1
 
     def can(self, capability: str) -> bool:
-        return capability in self.capabilities
+        return capability in self.adapter.capabilities
 
     def beginning(self, salt: str) -> Content:
         return self._beginnings.setdefault(salt, beginning(salt))
@@ -106,44 +104,65 @@ class World:
         self.failure = InvariantBroken(name, what, list(self.program))
         raise self.failure
 
+    def told(self, error: InvariantBroken) -> InvariantBroken:
+        """The error, which has just happened, with the story: operations, tables before and after, and blocks."""
+        lines = [f"{error.name}: {INVARIANTS[error.name]}", f"  {error.what}", ""]
+        lines.append(f"{self.adapter.__name__}, {self.capacity} blocks of {self.size} tokens:")
+        lines += [f"  {number}. {line}" for number, line in enumerate(self.story, 1)]
+        lines += ["", f"  {'tables':<8}{'before line ' + str(len(self.story)):<30}after"]
+        for seq in sorted(self.before.tables.keys() | self.after.tables.keys()):
+            was, now = self.before.tables.get(seq), self.after.tables.get(seq)
+            lines.append(f"  {seq:<8}{blocks(was):<30}{blocks(now)}")
+        lines += [f"  {'free':<8}{self.before.free:<30}{self.after.free}", ""]
+        for host, tier, ids in (
+            ("", self.kv.device, self.adapter.blocks),
+            ("host ", self.kv.host, self.adapter.host_blocks),
+        ):
+            holders = self.holders(self.after, "host" if host else "device")
+            for block in ids:
+                cells = [(at, cell) for at, cell in enumerate(tier.get(block, [])) if cell is not None]
+                if not cells and block not in holders:
+                    continue
+                count = "" if host or self.after.refs is None else f", count {self.after.refs.get(block, 0)}"
+                lines.append(f"  {host}b{block}, held by {' and '.join(holders.get(block, ['nobody']))}{count}")
+                lines += [f"    [{at}] {cell.content}; {cell.written}" for at, cell in cells]
+        return InvariantBroken(error.name, error.what, error.program, "\n".join(lines).rstrip())
+
     # ---------------------------------------------------------------- asking the manager
 
     def ask(self, method: str, *arguments: Any) -> Any:
-        """The manager's answer, of the kind that :data:`ANSWERS` says; an exception is a finding, unless it is what
-        became of ``MoveFailed``.
+        """The manager's answer, of the kind that :data:`ANSWERS` says; an exception is a finding, unless ``MoveFailed``
+        caused it: then the answer is ``None``.
 
-        What the kit finds in the middle of a call, in its copies, is raised also where the manager has caught it.
-        Raises :class:`InvalidInputError` for an answer of another kind, which is the adapter's mistake.
+        A finding of the kit in the middle of a call, in its copies, is raised even if the manager has caught it. Raises
+        :class:`InvalidInputError` for an answer of another kind, which is the adapter's mistake.
         """
-        answer: Any = None
         try:
             answer = getattr(self.manager, method)(*arguments)
         except Exception as error:
             if self.failure is None:
-                answer = MoveFailed()
-                if not _on_purpose(error):
-                    self.fail("no_unexpected_error", f"{method}{_shown(arguments)} raised {error!r}")
-                    raise
+                if self.kv.failed and _on_purpose(error):
+                    return None
+                self.fail("no_unexpected_error", f"{method}({', '.join(map(repr, arguments))}) raised {error!r}")
+                raise
         if self.failure is not None:
             raise self.failure
-        return answer if isinstance(answer, MoveFailed) else self._read(method, answer, *arguments)
-
-    def _read(self, method: str, answer: Any, *arguments: Any) -> Any:
-        if method not in ANSWERS:
-            return answer
-        wanted, read = ANSWERS[method]
+        wanted, read = ANSWERS.get(method, ("", None))
         try:
-            return read(answer, *arguments)
+            return answer if read is None else read(answer, *arguments)
         except (TypeError, ValueError, AttributeError):
             where = f", after: {self.story[-1]}" if self.story else ""
             raise InvalidInputError(f"{self.adapter.__name__}.{method}()", wanted, f"{answer!r}{where}") from None
 
     def call(self, method: str, *arguments: Any, fail: bool = False) -> Any:
-        """Like :meth:`ask`, of a call that changes something; ``fail``: its first copy of blocks fails."""
+        """Like :meth:`ask`, for a call that changes something; ``fail``: its first copy of blocks fails."""
         self.kv.fail_next, self.kv.failed = fail and self.can("failing_moves"), False
-        answer = self.ask(method, *arguments)
-        self.kv.fail_next = False
-        return answer
+        try:
+            return self.ask(method, *arguments)
+        finally:
+            self.kv.fail_next = False
+            if self.kv.failed:
+                self.tell(" -> a copy failed")
 
     def look(self) -> Snapshot:
         return Snapshot(
@@ -154,7 +173,7 @@ class World:
         )
 
     def holders(self, seen: Snapshot, tier: str = "device") -> dict[int, list[str]]:
-        """Who holds each block of a tier."""
+        """The sequences that hold each block of a tier."""
         found: dict[int, list[str]] = {}
         for name, table in seen.tables.items():
             sequence = self.live.get(name)
@@ -164,10 +183,15 @@ class World:
                         found.setdefault(block, []).append(name)
         return found
 
-    @property
-    def busy(self) -> bool:
-        """Whether something is done in the background."""
-        return any(sequence.waiting for sequence in self.live.values())
+    def at(self, sequence: Sequence, position: int) -> tuple[int | None, Cell | None]:
+        """The block that the table names for a position, and the content of its slot."""
+        table, (entry, offset) = self.after.tables[sequence.name], divmod(position, self.size)
+        block = table[entry] if entry < len(table) else None
+        tier = self.kv.host if sequence.swapped else self.kv.device
+        return block, None if block is None else self.kv.cell(tier, block, offset)
+
+
+# -------------------------------------------------------------------- answers
 
 
 def _number(answer: Any, *_: Any) -> int:
@@ -186,10 +210,6 @@ def _done(answer: Any, *_: Any) -> bool:
     return bool(answer)
 
 
-def _grown(answer: Any, tokens: Mapping[str, Any]) -> list[bool]:
-    return [_done(done) for done, _ in zip(answer, tokens, strict=True)]
-
-
 def _blocks(answer: Any, *_: Any) -> Table:
     return [_room(block) for block in answer]
 
@@ -198,39 +218,45 @@ def _slots(answer: Any, _seq: str, start: int, stop: int) -> list[tuple[int, int
     return [(index(block), index(offset)) for (block, offset), _ in zip(answer, range(start, stop), strict=True)]
 
 
-def _counts(answer: Any, *_: Any) -> dict[Any, int]:
-    return {key: _number(n) for key, n in answer.items()}
-
-
 _IDS: Final = "a list of block ids"
-_DONE: Final = "True, or False where nothing was done", _done
 ANSWERS: Final[Mapping[str, tuple[str, Callable[..., Any]]]] = {
     "admit": ("a number of tokens, or None", _room),
-    **dict.fromkeys(("grow", "fork", "preempt", "resume", "reset", "waits"), _DONE),
+    **dict.fromkeys(
+        ("grow", "fork", "preempt", "resume", "reset", "waits"), ("True, or False where nothing was done", _done)
+    ),
     **dict.fromkeys(("free_blocks", "free_host_blocks"), ("a number of blocks", _number)),
     "table": (f"{_IDS}, None for one that the window has left", _blocks),
     "slots": ("a pair (block, offset) for each position", _slots),
-    "grow_batch": ("True or False for each sequence", _grown),
+    "grow_batch": (
+        "True or False for each sequence",
+        lambda answer, tokens: [_done(done) for done, _ in zip(answer, tokens, strict=True)],
+    ),
     "read_rows": ("a list of rows, None for one that is missing", _blocks),
-    "settle": ("a number of tokens by the name of each sequence that waits no longer", _counts),
+    "settle": (
+        "a number of tokens by the name of each sequence that waits no longer",
+        lambda answer: {name: _number(n) for name, n in answer.items()},
+    ),
     "free_ids": (f"{_IDS}, or None", lambda answer: None if answer is None else [index(block) for block in answer]),
     "ref_counts": (
         "a count by block id, or None",
-        lambda answer: None if answer is None else {index(b): n for b, n in _counts(answer).items() if n},
+        lambda answer: None if answer is None else {index(b): n for b, n in answer.items() if _number(n)},
     ),
 }
-"""What the methods answer, in words, and how the answer is read: what cannot be is a ``TypeError`` or its like."""
+"""The answers of the methods, in words, and how each is read: a wrong one raises ``TypeError`` or the like."""
 
 
 def check_adapter(adapter: type[BlockManagerAdapter]) -> None:
-    """:class:`InvalidInputError` for an adapter that lacks a method, or names what does not exist."""
+    """:class:`InvalidInputError` for an adapter that lacks a method, or names an unknown capability or invariant."""
     if not (isinstance(adapter, type) and issubclass(adapter, BlockManagerAdapter)):
         raise InvalidInputError("adapter", "a subclass of BlockManagerAdapter", repr(adapter))
-    _known("capabilities", adapter.capabilities, CAPABILITIES)
-    _known("unclaimed", adapter.unclaimed, INVARIANTS)
-    for name in ("blocks", "host_blocks"):
-        if not isinstance(found := getattr(adapter, name), Collection):
-            raise InvalidInputError(f"{adapter.__name__}.{name}", "a collection of block ids", repr(found))
+    for what, known in (("capabilities", CAPABILITIES), ("unclaimed", INVARIANTS)):
+        if isinstance(given := getattr(adapter, what), str):
+            raise InvalidInputError(what, "a tuple of names", repr(given))
+        if unknown := sorted(set(given) - set(known)):
+            raise InvalidInputError(what, f"some of {', '.join(known)}", ", ".join(unknown))
+    for what in ("blocks", "host_blocks"):
+        if not isinstance(found := getattr(adapter, what), Collection):
+            raise InvalidInputError(f"{adapter.__name__}.{what}", "a collection of block ids", repr(found))
     if not isinstance(adapter.block_tokens, int) or adapter.block_tokens < 1 or len(adapter.blocks) < 2:
         got = f"{len(adapter.blocks)} blocks of {adapter.block_tokens!r}"
         raise InvalidInputError("blocks", "two blocks of one token or more", got)
@@ -238,34 +264,18 @@ def check_adapter(adapter: type[BlockManagerAdapter]) -> None:
     if lacking := [f"{name}()" for name in needed if getattr(adapter, name) is getattr(BlockManagerAdapter, name)]:
         raise InvalidInputError(adapter.__name__, f"a method of its own: {', '.join(lacking)}", "none")
     for name in needed:
-        wanted, found = (signature(getattr(kind, name)) for kind in (BlockManagerAdapter, adapter))
+        wanted, own = (signature(getattr(kind, name)).parameters for kind in (BlockManagerAdapter, adapter))
         try:
-            found.bind(*wanted.parameters)
+            signature(getattr(adapter, name)).bind(*wanted)
         except TypeError:
-            names = (", ".join(each.parameters) for each in (wanted, found))
-            raise InvalidInputError(
-                f"{adapter.__name__}.{name}()", *(f"the parameters {each}" for each in names)
-            ) from None
+            told = (f"the parameters {', '.join(each)}" for each in (wanted, own))
+            raise InvalidInputError(f"{adapter.__name__}.{name}()", *told) from None
 
 
-def _known(what: str, given: Collection[str], known: Collection[str]) -> None:
-    if isinstance(given, str):
-        raise InvalidInputError(what, "a tuple of names", repr(given))
-    if unknown := sorted(set(given) - set(known)):
-        raise InvalidInputError(what, f"some of {', '.join(known)}", ", ".join(unknown))
-
-
-def _on_purpose(error: BaseException) -> bool:
-    """Whether ``error`` is what became of :class:`MoveFailed`."""
-    seen: set[int] = set()
-    at: BaseException | None = error
-    while at is not None and id(at) not in seen:
-        if isinstance(at, MoveFailed):
-            return True
-        seen.add(id(at))
-        at = at.__cause__ or at.__context__
-    return False
-
-
-def _shown(arguments: tuple[Any, ...]) -> str:
-    return f"({', '.join(map(repr, arguments))})"
+def _on_purpose(error: BaseException | None) -> bool:
+    """Whether :class:`MoveFailed` caused ``error``."""
+    seen: list[BaseException] = []
+    while error is not None and error not in seen and not isinstance(error, MoveFailed):
+        seen.append(error)
+        error = error.__cause__ or error.__context__
+    return isinstance(error, MoveFailed)

@@ -1,4 +1,4 @@
-"""kvroute inside SGLang, without a fork: its routed experts, right also where KV was loaded. See ``docs/sglang.md``.
+"""kvroute inside SGLang, without a fork: its routed experts are right even for loaded KV. See ``docs/sglang.md``.
 
 A client needs :func:`routes`, and neither SGLang nor torch.
 """

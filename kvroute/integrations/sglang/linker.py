@@ -1,4 +1,5 @@
-"""SGLang's external linker: KV pages and their rows in a store of kvroute, or rows beside a linker that keeps KV."""
+"""SGLang's external linker: it stores KV pages and rows in a store of kvroute, or rows beside a linker that keeps
+KV."""
 
 from __future__ import annotations
 
@@ -15,36 +16,78 @@ from cache_manager.errors import ConfigError, KVRouteError
 from cache_manager.spec import AuxBlockDataSpec
 from cache_manager.stored import PersistJob
 from kvroute.connector.witness import KvFolder
-from kvroute.integrations.sglang.capturer import capturer
-from kvroute.integrations.sglang.rows import RoutedRows, logger
+from kvroute.integrations.sglang.rows import RoutedRows, capturer, logger
+
+LAYOUTS = ("layer_first", "page_first", "page_first_direct")
+
+
+def _halves(pool: Any) -> list[Any]:
+    return [pool.k_buffer, pool.v_buffer] if hasattr(pool, "k_buffer") else [pool.kv_buffer]
+
+
+def _folder(layers: list[list[torch.Tensor]], value_nbytes: int) -> KvFolder:
+    """Folds ``[pages, ...]``: the last layer witnesses; all do if a value has 8 bits: one then proves too little."""
+    return KvFolder([each for layer in layers[0 if value_nbytes == 1 else -1 :] for each in layer])
+
+
+def host_folder(pool: Any) -> KvFolder:
+    """A folder of SGLang's pages on the host; :class:`ConfigError` for a layout whose layers are not separate."""
+    if pool.layout not in LAYOUTS:
+        raise ConfigError("hicache_mem_layout", " or ".join(LAYOUTS), pool.layout)
+    by_half = [half.unbind(0 if pool.layout == "layer_first" else 1) for half in _halves(pool)]
+    if pool.layout != "page_first_direct":  # slots
+        by_half = [[each.unflatten(0, (-1, pool.page_size)) for each in half] for half in by_half]
+    return _folder([list(layer) for layer in zip(*by_half, strict=True)], pool.dtype.itemsize)
 
 
 class PoolKV:
     """The KV of blocks: a page's keys and values, layer by layer."""
 
     def __init__(self, pool: Any, page: int) -> None:
-        halves = [pool.k_buffer, pool.v_buffer] if hasattr(pool, "k_buffer") else [pool.kv_buffer]
-        buffers = [each for layer in zip(*halves, strict=True) for each in layer]
-        # [slots, ...] each, as [pages, bytes of a page]
-        self._pages = [each.view(torch.uint8).reshape(each.shape[0] // page, -1) for each in buffers]
-        self._ends = np.cumsum([each.shape[1] for each in self._pages]).tolist()
-        shapes = [[str(each.dtype), *each.shape[1:]] for each in buffers]
-        self.spec = AuxBlockDataSpec("kv", (self._ends[-1] // page,), "uint8", page, {"buffers": shapes})
-        # What witnesses: the last layer; where it has 8 bits a value it tells too little, and all do.
-        self.folder = KvFolder(self._pages if buffers[0].element_size() == 1 else self._pages[-len(halves) :])
+        layers = [list(layer) for layer in zip(*_halves(pool), strict=True)]
+        shapes = [[str(each.dtype), *each.shape[1:]] for layer in layers for each in layer]
+        paged = [[each.view(torch.uint8).reshape(len(each) // page, -1) for each in layer] for layer in layers]
+        self._pages = [each for layer in paged for each in layer]
+        self._widths = [each.shape[1] for each in self._pages]
+        self.spec = AuxBlockDataSpec("kv", (sum(self._widths) // page,), "uint8", page, {"buffers": shapes})
+        self.folder = _folder(paged, layers[0][0].element_size())
 
     def take(self, blocks: NDArray[np.int64], into: NDArray[np.uint8]) -> None:
-        for pages, end in zip(self._pages, self._ends, strict=True):
-            into[:, end - pages.shape[1] : end] = pages[torch.from_numpy(blocks).to(pages.device)].cpu().numpy()
+        at = torch.from_numpy(blocks).to(self._pages[0].device)
+        into[:] = torch.cat([pages[at] for pages in self._pages], dim=1).cpu().numpy()
 
     def fill(self, blocks: NDArray[np.int64], given: NDArray[np.uint8]) -> None:
-        for pages, end in zip(self._pages, self._ends, strict=True):
-            part = torch.from_numpy(np.ascontiguousarray(given[:, end - pages.shape[1] : end]))
-            pages[torch.from_numpy(blocks).to(pages.device)] = part.to(pages.device)
+        at = torch.from_numpy(blocks).to(self._pages[0].device)
+        parts = torch.tensor(given, device=at.device).split(self._widths, dim=1)
+        for pages, part in zip(self._pages, parts, strict=True):
+            pages[at] = part
+
+
+class Offloads:
+    """Rows on their way to the store, the earliest first."""
+
+    def __init__(self, rows: RoutedRows) -> None:
+        self._rows = rows
+        self._kept: deque[list[PersistJob] | None] = deque()
+        self.clear = self._kept.clear
+
+    def put(self, transfer: Any) -> bool:
+        """Offload these pages, which SGLang holds until that is over; ``False`` if they may not be stored."""
+        self._kept.append(kept := self._rows.keep(transfer.keys, self._rows.pages_of(transfer.device_indices)))
+        return kept is not None
+
+    def over(self, *, stored: bool) -> int:
+        """How many have begun, and so are copied, or with ``stored`` how many are stored."""
+        self._rows.go_on()
+        each = (kept is None or (len(kept) > 0 and (not stored or kept[0].poll())) for kept in self._kept)
+        return [*each, False].index(False)
+
+    def pop(self) -> list[PersistJob] | None:
+        return self._kept.popleft()
 
 
 def _rows_and_kv(params: Any, components: Any) -> tuple[RoutedRows, PoolKV]:
-    """Of this process; :class:`ConfigError` where there are no rows, and for layers that forget tokens."""
+    """This process's rows and KV; :class:`ConfigError` if there are no rows, and for layers that forget tokens."""
     if (found := capturer()) is None:
         raise ConfigError("KvrouteLinker", "--enable-return-routed-experts, and the plugin of kvroute", "no rows")
     if (names := sorted(str(getattr(each, "name", each)) for each in components)) != ["FULL"]:
@@ -52,28 +95,46 @@ def _rows_and_kv(params: Any, components: Any) -> tuple[RoutedRows, PoolKV]:
     return found.rows, PoolKV(params.token_to_kv_pool_allocator.get_kvcache(), params.page_size)
 
 
-def beside(linker: Any, params: Any, components: Any) -> None:
-    """From here on rows are stored and loaded beside the KV that ``linker`` keeps; without rows KV is no hit."""
-    rows, kv = _rows_and_kv(params, components)
-    rows.attach(folder=kv.folder)
-    lookup, load, offload = linker.lookup, linker.load, linker.offload
+class Beside:
+    """Another project's linker, which keeps KV only, with rows beside it: KV without rows is not a hit.
 
-    def looked_up(rid: str, transfers: list[Any]) -> list[int]:
-        theirs: list[int] = lookup(rid, transfers)
-        stored = rows.stored(transfers[0].keys) if theirs and rows.settings.rows else len(transfers[0].keys)
+    No offload is over before that of its rows has begun: only then may SGLang give the pages out again.
+    """
+
+    def __init__(self, theirs: Any, params: Any, components: Any) -> None:
+        self._theirs = theirs
+        self._rows, kv = _rows_and_kv(params, components)
+        self._rows.attach(folder=kv.folder)
+        self._offloads = Offloads(self._rows)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._theirs, name)
+
+    def lookup(self, rid: str, transfers: list[Any]) -> list[int]:
+        theirs, keys = self._theirs.lookup(rid, transfers), transfers[0].keys
+        stored = self._rows.stored(keys) if theirs and self._rows.settings.rows else len(keys)
         return [pages for pages in theirs if pages <= stored]
 
-    def loaded(rid: str, transfers: list[Any]) -> bool:
-        if done := bool(load(rid, transfers)):
-            rows.loaded(transfers[0].keys, rows.pages_of(transfers[0].device_indices))
+    def load(self, rid: str, transfers: list[Any]) -> bool:
+        if done := bool(self._theirs.load(rid, transfers)):
+            self._rows.loaded(transfers[0].keys, self._rows.pages_of(transfers[0].device_indices))
         return done
 
-    def offloaded(transfers: list[Any], session_id: str | None = None) -> bool:
-        if done := bool(offload(transfers, session_id)):
-            rows.keep(transfers[0].keys, rows.pages_of(transfers[0].device_indices))
+    def offload(self, transfers: list[Any], session_id: str | None = None) -> bool:
+        if done := bool(self._theirs.offload(transfers, session_id)):
+            self._offloads.put(transfers[0])
         return done
 
-    linker.lookup, linker.load, linker.offload = looked_up, loaded, offloaded
+    def num_completed_offloads(self) -> int:
+        return min(int(self._theirs.num_completed_offloads()), self._offloads.over(stored=False))
+
+    def pop_completed_offload(self) -> bool:
+        self._offloads.pop()
+        return bool(self._theirs.pop_completed_offload())
+
+    def reset(self) -> None:
+        self._offloads.clear()
+        self._theirs.reset()
 
 
 class KvrouteLinker(UnifiedCacheLinker):  # type: ignore[misc]
@@ -89,21 +150,19 @@ class KvrouteLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self.rows.attach(kv=kv)
         self.forward_stream, self.layer_done_counter = forward_stream, self
         self.pools = {PoolName.KV: params.token_to_kv_pool_allocator.get_kvcache()}
-        self._offloads: deque[list[PersistJob]] = deque()
+        self._offloads = Offloads(self.rows)
 
     def set_consumer(self, index: int) -> None: ...
     def wait_until(self, layer: int) -> None: ...
 
     def lookup(self, rid: str, transfers: list[Any]) -> list[int]:
-        """Prefixes, in pages, that seem to be stored; only loading says whether they are sound."""
+        """Prefixes, in pages, that seem to be stored; only loading verifies them."""
         return list(range(1, self.rows.stored(transfers[0].keys) + 1))
 
     def load(self, rid: str, transfers: list[Any]) -> bool:
-        """Fill these pages; ``False``, and SGLang computes them, unless every one has come."""
-        keys, pages = transfers[0].keys, self.rows.pages_of(transfers[0].device_indices)
+        """Fill these pages; ``False`` unless every one has come: then SGLang computes them."""
         with torch.cuda.stream(self.forward_stream):  # behind the passes that may still write these slots
-            came = self.rows.fetch(keys, pages)
-        return len(came) == len(keys) and all(came.values())
+            return self.rows.fill(transfers[0].keys, self.rows.pages_of(transfers[0].device_indices))
 
     def start_layer_wise_loading(self) -> int:
         return -1
@@ -115,21 +174,15 @@ class KvrouteLinker(UnifiedCacheLinker):  # type: ignore[misc]
         return False
 
     def offload(self, transfers: list[Any], session_id: str | None = None) -> bool:
-        """The pages are held by SGLang until the offload is over."""
-        if not self.rows.weights.mixed:
-            pages = self.rows.pages_of(transfers[0].device_indices)
-            self._offloads.append(self.rows.keep(transfers[0].keys, pages))
-        return not self.rows.weights.mixed
+        return self._offloads.put(transfers[0])
 
     def num_completed_offloads(self) -> int:
-        """How many are over, the earliest first; the store works on copies, in threads."""
-        self.rows.go_on()
-        return [*(bool(begun) and begun[0].poll() for begun in self._offloads), False].index(False)
+        return self._offloads.over(stored=True)
 
     def pop_completed_offload(self) -> bool:
         """Whether the pages are stored now."""
         try:
-            return all(self._offloads.popleft()[0].result().values())
+            return all(origin for job in self._offloads.pop() or () for origin in job.result().values())
         except KVRouteError as error:
             logger.warning("pages were not stored: %s", error)
             return False
@@ -143,4 +196,4 @@ class KvrouteLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self.rows.close()
 
 
-__all__ = ["KvrouteLinker", "PoolKV", "beside"]
+__all__ = ["Beside", "KvrouteLinker", "PoolKV", "host_folder"]

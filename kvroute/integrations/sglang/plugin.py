@@ -1,36 +1,29 @@
-"""Where SGLang is listened to: its routers, its allocator, its answers and its weights, by SGLang's own hooks."""
+"""kvroute's hooks in SGLang, registered by SGLang's own means: on routers, caches, answers and weights."""
 
 from __future__ import annotations
 
-from typing import Any, Final
+from collections.abc import Callable
+from typing import Any
 
 from sglang.srt import runtime_context as context  # type: ignore[import-not-found]
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType  # type: ignore[import-not-found]
 
-from cache_manager.errors import ConfigError
 from cache_manager.keys import Namespace
 from kvroute.connector.versions import AS_LOADED, version_of
-from kvroute.integrations.sglang.capturer import Capturer, capturer
-from kvroute.integrations.sglang.rows import RoutedRows
+from kvroute.integrations.sglang.rows import Capturer, RoutedRows, capturer
 from kvroute.integrations.sglang.settings import settings_of_engine
 from kvroute.routing import routing_spec_from_hf
 from kvroute.weights import weights_digest
 
-ALLOCATORS: Final = ("TokenToKVPoolAllocator", "PagedTokenToKVPoolAllocator")
-
 
 def register_hooks() -> None:
     memory, managers = "sglang.srt.mem_cache", "sglang.srt.managers"
-    paged = f"{memory}.allocator.paged.PagedTokenToKVPoolAllocator"
     controller = f"{memory}.hybrid_cache.hybrid_cache_controller.HybridCacheController"
     parts = f"{managers}.scheduler_components"
     updater = f"{parts}.weight_updater.SchedulerWeightUpdaterManager.update_weights_from"
-    for place, hook in {
-        "sglang.srt.state_capturer.routed_experts.RoutedExpertsCapturer.create": _created,
-        f"{memory}.allocator.token.TokenToKVPoolAllocator.alloc": _given,
-        f"{paged}.alloc": _given,
-        f"{paged}.alloc_extend": _given,
-        f"{paged}.alloc_decode": _given,
+    create = "sglang.srt.state_capturer.routed_experts.RoutedExpertsCapturer.create"
+    HookRegistry.register(create, _created, HookType.AFTER)
+    after: dict[str, Callable[..., Any]] = {
         f"{controller}.__init__": _hosted,
         f"{controller}.write": _backed_up,
         f"{controller}.load": _brought_back,
@@ -40,16 +33,27 @@ def register_hooks() -> None:
         f"{managers}.scheduler.Scheduler.flush_cache": _flushed,
         f"{managers}.scheduler.Scheduler.handle_update_weight_version": _named,
         **{f"{updater}_{each}": _updated for each in ("disk", "distributed", "tensor", "ipc")},
-    }.items():
-        HookRegistry.register(place, hook, HookType.AFTER)
-    tree = f"{memory}.unified_radix_cache.UnifiedRadixCache"
-    HookRegistry.register(f"{tree}._handle_prefetch_result", _prefetched, HookType.BEFORE)
-    collect = f"{parts}.batch_result_processor.SchedulerBatchResultProcessor._maybe_collect_routed_experts"
-    HookRegistry.register(collect, _collects, HookType.BEFORE)
+    }
+    before: dict[str, Callable[..., Any]] = {
+        f"{memory}.unified_radix_cache.UnifiedRadixCache._handle_prefetch_result": _prefetched,
+        f"{parts}.batch_result_processor.SchedulerBatchResultProcessor._maybe_collect_routed_experts": _collects,
+    }
+    for kind, hooks in {HookType.AFTER: after, HookType.BEFORE: before}.items():
+        for place, hook in hooks.items():
+            HookRegistry.register(place, _followed(hook), kind)
+
+
+def _followed(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """The hook, called only if this process has rows: with the capturer, then SGLang's answer and arguments."""
+
+    def called(*args: Any, **named: Any) -> Any:
+        return None if (found := capturer()) is None else hook(found, *args, **named)
+
+    return called
 
 
 def _created(theirs: Any, *_: Any, model_config: Any, num_tokens: int, **__: Any) -> Capturer | None:
-    """In the place of ``RoutedExpertsCapturer.create``, where SGLang returns routed experts: of the first rank's."""
+    """Replaces the result of ``RoutedExpertsCapturer.create`` on the first rank, if SGLang returns routed experts."""
     if theirs is None or context.get_parallel().tp_rank:
         return None
     settings, page = settings_of_engine(), context.get_schedule().page_size
@@ -59,87 +63,73 @@ def _created(theirs: Any, *_: Any, model_config: Any, num_tokens: int, **__: Any
     return Capturer(theirs, RoutedRows(spec, -(-num_tokens // page) + 1, Namespace(name, AS_LOADED), settings))
 
 
-def _given(slots: Any, allocator: Any, *_: Any, **__: Any) -> None:
-    """Slots were given out."""
-    if slots is None or (found := capturer()) is None:
-        return
-    if type(allocator).__name__ not in ALLOCATORS:
-        raise ConfigError("SGLang's allocator", " or ".join(ALLOCATORS), type(allocator).__name__)
-    found.rows.given(slots)
+def _hosted(found: Capturer, _: Any, controller: Any, *__: Any, **___: Any) -> None:
+    """SGLang has pages on the host, and maybe a storage behind them."""
+    from kvroute.integrations.sglang.linker import host_folder
+
+    pool = getattr(controller.mem_pool_host, "anchor_entry", None)
+    pool = controller.mem_pool_host if pool is None else pool.host_pool
+    folder = host_folder(pool) if controller.enable_storage else None
+    found.rows.attach(folder=folder, host_pages=-(-pool.size // pool.page_size) + 1)
 
 
-def _hosted(_: Any, controller: Any, *__: Any, **___: Any) -> None:
-    """There are pages on the host, and maybe a storage behind them."""
-    from kvroute.integrations.sglang.linker import PoolKV
-
-    if (found := capturer()) is not None:
-        pool, kv = controller.mem_pool_host, controller.mem_pool_device_allocator.get_kvcache()
-        folder = PoolKV(kv, pool.page_size).folder if controller.enable_storage else None
-        found.rows.attach(folder=folder, host_pages=-(-pool.size // pool.page_size) + 1)
+def _backed_up(found: Capturer, host_slots: Any, _: Any, device_indices: Any, *__: Any, **___: Any) -> None:
+    if host_slots is not None:
+        found.rows.copied(found.rows.pages_of(device_indices), found.rows.pages_of(host_slots, host=True))
 
 
-def _backed_up(host_slots: Any, _: Any, device_indices: Any, *__: Any, **___: Any) -> None:
-    if host_slots is not None and (found := capturer()) is not None:
-        found.rows.backed_up(device_indices, host_slots)
+def _brought_back(found: Capturer, slots: Any, _: Any, host_indices: Any, *__: Any, **___: Any) -> None:
+    if slots is not None and len(slots):
+        found.rows.copied(found.rows.pages_of(host_indices, host=True), found.rows.pages_of(slots))
 
 
-def _brought_back(slots: Any, _: Any, host_indices: Any, *__: Any, **___: Any) -> None:
-    if slots is not None and len(slots) and (found := capturer()) is not None:
-        found.rows.brought_back(host_indices, slots)
-
-
-def _stored(_: Any, _controller: Any, host_slots: Any, _tokens: Any, keys: Any = None, *__: Any, **___: Any) -> None:
+def _stored(found: Capturer, *asked: Any, **_: Any) -> None:
     """Pages of the host go to the storage."""
-    if (found := capturer()) is not None and found.rows.witness is not None:
+    if found.rows.folder is not None:
+        _id, _controller, host_slots, _tokens, keys, *_more = asked
         found.rows.keep(keys, found.rows.pages_of(host_slots, host=True))
 
 
-def _found(hit: Any, controller: Any, *_: Any) -> Any:
-    """The storage has KV; what has no rows is cut off. Called by a thread of the controller's."""
-    if (found := capturer()) is None or found.rows.witness is None or not found.rows.settings.rows:
+def _found(found: Capturer, hit: Any, controller: Any, *_: Any) -> Any:
+    """The storage has KV: cut off the part without rows. The controller's thread calls it."""
+    if found.rows.folder is None or not found.rows.settings.rows:
         return hit
     keys, tokens = hit
     n = found.rows.stored(keys)
     return keys[:n], min(tokens, n * controller.page_size)
 
 
-def _prefetched(tree: Any, operation: Any) -> None:
+def _prefetched(found: Capturer, tree: Any, operation: Any) -> None:
     """Pages have come to the host from the storage."""
-    if (found := capturer()) is not None:
-        n, slots = operation.completed_tokens, tree.ongoing_prefetch[operation.handle].host_indices
-        found.rows.prefetched(operation.hash_value[: n // tree.page_size], slots[:n])
+    if n := operation.completed_tokens // tree.page_size if found.rows.folder is not None else 0:
+        slots = tree.ongoing_prefetch[operation.handle].host_indices[: n * tree.page_size]
+        found.rows.loaded(operation.hash_value[:n], found.rows.pages_of(slots, host=True))
 
 
-def _linked(linker: Any, _: Any, params: Any, *, components: Any, **__: Any) -> None:
-    """A linker that keeps KV only has rows beside it from here on."""
-    from kvroute.integrations.sglang.linker import KvrouteLinker, beside
+def _linked(_: Capturer, linker: Any, __: Any, params: Any, *, components: Any, **___: Any) -> Any:
+    """Give a linker that keeps KV only rows beside it."""
+    from kvroute.integrations.sglang.linker import Beside, KvrouteLinker
 
-    if capturer() is not None and not isinstance(linker, KvrouteLinker):
-        beside(linker, params, components)
-
-
-def _collects(_: Any, req: Any) -> None:
-    """A request is over, and its rows are about to be asked for."""
-    if (found := capturer()) is not None:
-        found.req = req
+    return linker if isinstance(linker, KvrouteLinker) else Beside(linker, params, components)
 
 
-def _updated(answer: Any, _: Any, asked: Any, *__: Any, **___: Any) -> None:
-    """Weights were updated, or half of them: what is computed from here on is of others."""
-    _changed(asked.weight_version if getattr(answer, "success", False) else None)
+def _collects(found: Capturer, _: Any, req: Any) -> None:
+    """A request is over, and SGLang is about to ask for its rows."""
+    found.req = req
 
 
-def _named(_: Any, _scheduler: Any, asked: Any, *__: Any) -> None:
-    _changed(asked.new_version)
+def _updated(found: Capturer, answer: Any, _: Any, asked: Any, *__: Any, **___: Any) -> None:
+    """Weights were updated, perhaps partly: later rows are of other weights."""
+    version = asked.weight_version if getattr(answer, "success", False) else None
+    found.rows.weights.changed(None if version is None else version_of(version))
 
 
-def _changed(version: str | None) -> None:
-    if (found := capturer()) is not None:
-        found.rows.weights.changed(None if version is None else version_of(version))
+def _named(found: Capturer, _: Any, __: Any, asked: Any, *___: Any) -> None:
+    found.rows.weights.changed(version_of(asked.new_version))
 
 
-def _flushed(done: Any, *_: Any, **__: Any) -> None:
-    if done and (found := capturer()) is not None:
+def _flushed(found: Capturer, done: Any, *_: Any, **__: Any) -> None:
+    if done:
         found.rows.weights.forgotten()
 
 

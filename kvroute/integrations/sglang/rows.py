@@ -1,17 +1,18 @@
-"""The rows of SGLang's tokens: what routers chose goes into blocks, one a page, and whole answers come out.
+"""The rows of SGLang's tokens: the routers' choices go into blocks, one per page, and whole answers come out.
 
-The law of lives: pages are given out by the allocator, forward passes are numbered as they are launched, and **a pass
-writes only pages that were given out before it was launched**. A pass ends late (overlap scheduling): by then a page
-may be another request's, whose KV was loaded. Both arrive here in the scheduler's thread, the allocator's answers as
-they are (on the device), and are looked at when rows are next written or read.
+The law of order: forward passes are numbered as they are launched, and end in that order, but late (overlap
+scheduling). Whatever SGLang does with pages meanwhile happens to their rows **when all passes launched before are
+over**, in SGLang's order. So a page's rows match its KV of that moment. A page begins a life with the pass that writes
+its first token, or with KV that comes into it from another place.
 """
 
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Final
 
 import numpy as np
@@ -21,8 +22,6 @@ from numpy.typing import NDArray
 from cache_manager.blocks import AuxBlocks
 from cache_manager.errors import KVRouteError
 from cache_manager.keys import BlockKey, Namespace
-from cache_manager.limits import JobLimits
-from cache_manager.ports import StorageBackend
 from cache_manager.spec import AuxBlockDataSpec
 from cache_manager.stored import PersistJob
 from kvroute import open_store
@@ -30,175 +29,170 @@ from kvroute.connector.answers import FIELD
 from kvroute.connector.left import LeftRoutes, Tokens, settled
 from kvroute.connector.tickets import Gap, gaps_of
 from kvroute.connector.versions import Versions
-from kvroute.connector.witness import KvFolder, KvWitness
+from kvroute.connector.witness import KvFolder
 from kvroute.integrations.sglang.settings import Settings
 from kvroute.rollout import open_rollouts
 from kvroute.routes import Routes
 from kvroute.routing import weights_version_spec
-from kvroute.witness import Run
+from kvroute.witness import ROOT, chained
 
 logger = logging.getLogger(__name__)
 
 MADE, BY_KV, GONE = range(3)
-"""A page's rows were made here; came from the store, by the KV beside them; or did not come for KV that was loaded."""
+"""A page's rows were made here; or came from the store, matched by the KV; or did not come for KV that was loaded."""
 WHY: Final = "the store has no rows of the KV that was loaded"
 GONE_MAX: Final = 1 << 16
 
 Ids = NDArray[np.int64]
+Origins = NDArray[np.uint64]
+
+
+@dataclass(eq=False)
+class Launched:
+    """A pass whose ids are not on the host yet; SGLang carries it to the pass's end."""
+
+    number: int
+    version: int | None
+    slots: torch.Tensor
+    ids: torch.Tensor
+    rows: RoutedRows
+    early: torch.Tensor | None = None  # the slots before the launch
+
+    @cached_property
+    def begun(self) -> Ids:
+        """The pages that begin a life with this pass, for callers before its end."""
+        slots = (self.slots if self.early is None else self.early).cpu().numpy()
+        begun: Ids = slots[slots % self.rows.page == 0] // self.rows.page
+        return begun
+
+    def map_device_tensors(self, copied: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self.slots, self.ids = copied(self.slots), copied(self.ids)
+
+    def finalize(self) -> None:
+        self.rows.end(self)
 
 
 class RoutedRows:
-    """The rows of ``pages`` pages, of the engine whose weights ``namespace`` names.
+    """The rows of ``pages`` pages, of the engine whose weights ``namespace`` names; page 0 is for padding.
 
-    SGLang's pages on the host are numbered behind those of the device.
+    SGLang's pages on the host are numbered after those of the device. The scheduler's thread calls it.
     """
 
     def __init__(self, spec: AuxBlockDataSpec, pages: int, namespace: Namespace, settings: Settings) -> None:
         self.spec, self.pages, self.page, self.settings = spec, pages, spec.block_tokens, settings
         self.layers = list(spec.attrs["layer_ids"])
-        self.launched = self.ended = 0
-        """Passes; they end in the order in which they were launched."""
-        self._given: list[tuple[int, Any]] = []  # slots that were given out and not looked at yet
-        self._given_at = np.zeros(pages, np.int64)  # how many passes had been launched when a page was given out last
+        self.launched = self.ended = 0  # passes
+        self._flight: deque[Launched] = deque()
+        self._late: list[tuple[int, Callable[[], None]]] = []  # calls to do when so many passes are over
+        self._filled = np.zeros(pages, np.int64)  # passes launched when a page was filled ahead of its turn
         self._left = LeftRoutes(open_rollouts(settings.rollouts)) if settings.rollouts else None
-        self._gone: set[BlockKey] = set()  # what the store has no rows of, for the KV that others keep
-        self._store: StorageBackend | None = None
+        self._gone: set[BlockKey] = set()  # keys without rows in the store, for KV that others keep
+        self._store = open_store(settings.store) if settings.store else None
         self.aux = self._made(namespace)
         self.weights = Versions(namespace, None, self._renamed, named=bool(settings.weights))
 
     def _made(self, namespace: Namespace, kv: Any = None, host_pages: int = 0) -> AuxBlocks:
-        pages = self.pages + host_pages
-        self._from = np.full(pages, MADE, np.int8)
-        self._keys: dict[int, str] = {}  # of pages of the host that a storage has filled
-        self._late: list[tuple[int, Callable[[], None]]] = []  # what is to be done when so many passes are over
-        self.witness: KvWitness | None = None
+        self._due = np.zeros(self.pages + host_pages, np.int64)  # passes after which a page has its new content
+        self.folder: KvFolder | None = None
+        self._folds_host = host_pages > 0
+        self._come = np.full(self.pages + host_pages, MADE, np.int8)
         return AuxBlocks(
             [self.spec, weights_version_spec(self.page)],
-            blocks=pages,
+            blocks=len(self._come),
             namespace=namespace,
             store=self._store,
             kv=kv,
             required=[self.spec.name] if self.settings.rows else [],
-            jobs=JobLimits(nbytes_max=self.settings.nbytes_max),
             strict=self.settings.strict,
         )
 
     def attach(self, *, kv: Any = None, folder: KvFolder | None = None, host_pages: int = 0) -> None:
-        """KV goes elsewhere and comes back from here on; called before the first pass.
+        """From here on KV goes to other places and comes back; called before the first pass.
 
-        To the store, with its rows, where ``kv``, a ``KVBlocks`` of one tier, is given; to a store of others, where
-        ``folder`` folds the KV of the device; to ``host_pages`` pages of the host.
+        With ``kv``, a ``KVBlocks`` of one tier, it goes to the store with its rows. With ``folder``, which folds the
+        KV, it goes to another store: from pages of the host if there are ``host_pages``, else from those of the device.
         """
         self.aux.close()
-        if self._store is None and (kv is not None or folder is not None):
-            self._store = open_store(self.settings.store)
         self.aux = self._made(self.aux.namespace, kv, host_pages)
-        if folder is not None:
-            self.witness = KvWitness(self.aux, folder, self.pages)
+        self.folder = folder
 
     def _renamed(self, namespace: Namespace) -> None:
+        """Called when there is no KV, or none that may be used again."""
+        self._late.clear()
         self.aux.reset(weights_version=namespace.weights_version)
 
-    # ---------------------------------------------------------------- lives
+    # ---------------------------------------------------------------- passes
 
-    def given(self, slots: Any) -> None:
-        """The allocator has given out these slots ``[n]``: whole pages, or the rest of some."""
-        self._given.append((self.launched, slots))
+    def launch(self, slots: torch.Tensor, ids: torch.Tensor, early: torch.Tensor | None = None) -> Launched:
+        """A pass is launched: ``ids`` int32 ``[T, layers of the model, top_k]`` are of the tokens at ``slots [T]``."""
+        self.weights.computes()
+        self.launched += 1
+        self._flight.append(Launched(self.launched, self.weights.version, slots, ids, self, early))
+        return self._flight[-1]
 
-    def settle(self) -> None:
-        """Begin the lives of all pages that have been given out."""
-        given, self._given = self._given, []
-        for launched, slots in given:
-            at = slots.cpu().numpy()
-            pages = at[at % self.page == 0] // self.page
-            self._renew(pages)
-            self._given_at[pages] = launched
-
-    def _renew(self, pages: Ids) -> None:
-        self.aux.renew(pages)
-        self._from[pages] = MADE
-        for page in pages.tolist() if self._keys else ():
-            self._keys.pop(page, None)
-
-    def write(self, number: int, version: int | None, slots: Ids, ids: NDArray[np.int32]) -> None:
-        """Pass ``number`` is over: ``ids [T, layers of the model, top_k]`` are of the tokens at ``slots [T]``."""
-        self.settle()
-        slots = np.where(self._given_at[slots // self.page] < number, slots, -1)
-        rows: dict[str, Any] = {self.spec.name: ids[:, self.layers].astype(self.spec.numpy_dtype)}
-        if version is not None:
-            rows["weights_version"] = np.full(len(slots), version, np.uint32)
-        self.aux.write_step(slots, rows)
-        self.ended = number
-        self.go_on()
+    def end(self, over: Launched) -> None:
+        """This pass is over, and with it earlier ones whose end was not reported: those have no rows."""
+        while self._flight and self._flight[0].number <= over.number:
+            each = self._flight.popleft()
+            slots = each.slots.cpu().numpy()
+            pages = slots // self.page
+            slots = np.where((pages > 0) & (self._filled[pages] < each.number), slots, -1)
+            self._renew(pages[(slots >= 0) & (slots % self.page == 0)])
+            if each is over:
+                ids = each.ids.cpu().numpy()[:, self.layers]
+                rows: dict[str, Any] = {self.spec.name: ids.astype(self.spec.numpy_dtype)}
+                if each.version is not None:
+                    rows["weights_version"] = np.full(len(slots), each.version, np.uint32)
+                self.aux.write_step(slots, rows)
+            self.ended = each.number
+            self.go_on()
 
     def go_on(self) -> None:
-        """Do what has waited for passes that are over, or for room."""
+        """Do the calls that waited for passes that are over now, or for room."""
         self.aux.poll()
         late, self._late = self._late, []
         for after, call in late:
-            self._then(after, call)
+            self._then(call, after)
 
-    def _then(self, after: int, call: Callable[[], None]) -> None:
-        """Do this when so many passes are over."""
+    def _then(self, call: Callable[[], None], after: int | None = None) -> None:
+        """Do this when ``after`` passes are over, by default all that were launched."""
+        after = self.launched if after is None else after
         if after <= self.ended:
             call()
         else:
             self._late.append((after, call))
 
-    # ---------------------------------------------------------------- the host's pages
+    def _renew(self, pages: Ids) -> None:
+        self.aux.renew(pages)
+        self._come[pages] = MADE
 
-    def backed_up(self, slots: Any, host_slots: Any) -> None:
-        """SGLang copies pages to pages of the host, behind all passes that were launched.
-
-        What those passes write follows when they are over, where both pages are still what they are.
-        """
-        pairs = np.stack([self.pages_of(slots), self.pages_of(host_slots, host=True)], axis=1)
-        self._renew(pairs[:, 1])
-        if self.launched > self.ended:
-            device = pairs[:, 0]  # what is whole goes by its KV, which may be another's when the passes are over
-            self._name(device[self.aux.complete(device) & (self._from[device] != GONE)])
-            self._copy(pairs)
-        self._then(self.launched, partial(self._follow, pairs, self._lives(pairs)))
-
-    def _follow(self, pairs: Ids, lives: Ids) -> None:
-        pairs = pairs[(self._lives(pairs) == lives).all(axis=1)]
-        self._name(pairs[:, 0])
-        self._copy(pairs)
-
-    def brought_back(self, host_slots: Any, slots: Any) -> None:
-        """SGLang copies pages of the host to pages that it has just given out."""
-        pairs = np.stack([self.pages_of(host_slots, host=True), self.pages_of(slots)], axis=1)
-        self._copy(pairs)
-        stored = {page: self._keys[host] for host, page in pairs.tolist() if host in self._keys}
-        self.loaded(list(stored.values()), np.array(list(stored), np.int64))
-
-    def prefetched(self, keys: Sequence[str], host_slots: Any) -> None:
-        """Pages of the host were filled with KV from a storage of others."""
-        pages = self.pages_of(host_slots, host=True)
-        self._renew(pages)
-        self._keys.update(zip(pages.tolist(), keys, strict=True))
-
-    def _copy(self, pairs: Ids) -> None:
-        self.aux.copy(pairs)
-        self._from[pairs[:, 1]] = self._from[pairs[:, 0]]
-
-    def _lives(self, pages: Ids) -> Ids:
-        return self.aux.generations(pages.reshape(-1)).reshape(pages.shape)
-
-    def pages_of(self, slots: Any, *, host: bool = False) -> Ids:
-        """The pages that these slots ``[n * page]`` fill, in the lives that they have now."""
-        self.settle()
+    def pages_of(self, slots: torch.Tensor, *, host: bool = False) -> Ids:
+        """The pages that these slots ``[n * page]`` fill."""
         pages: Ids = slots.cpu().numpy()[:: self.page] // self.page
         return pages + self.pages if host else pages
+
+    def copied(self, sources: Ids, targets: Ids) -> None:
+        """SGLang copies the KV of pages to pages that it has just given out, here or on the host."""
+
+        def copy() -> None:
+            self._renew(targets)
+            self.aux.copy(np.stack([sources, targets], axis=1))
+            self._come[targets] = self._come[sources]
+
+        self._due[targets] = self.launched
+        self._then(copy)
 
     # ---------------------------------------------------------------- the store
 
     def _adopted(self, keys: Sequence[str]) -> list[BlockKey]:
-        """What SGLang calls pages by: the hash of all tokens until their end."""
+        """Keys from SGLang's names of pages, which are hashes of all tokens up to a page's end."""
         return [self.aux.keys.adopt(str(each).encode()) for each in keys]
 
     def stored(self, keys: Sequence[str]) -> int:
-        """Of how many of these pages, from the first on, the rows seem to be stored; only loading says it for sure."""
+        """How many of these pages, from the first on, seem to have stored rows; only loading verifies that.
+
+        Any thread may ask.
+        """
         try:
             adopted = [] if self.weights.mixed else self._adopted(keys)
             there = zip(adopted, self.aux.stored(adopted), strict=True)
@@ -207,83 +201,114 @@ class RoutedRows:
             return 0
         return [*(each and key not in self._gone for key, each in there), False].index(False)
 
-    def keep(self, keys: Sequence[str], pages: Ids) -> list[PersistJob]:
-        """Store these pages when the passes that were launched are over: as long as they are what they are now.
+    def keep(self, keys: Sequence[str], pages: Ids) -> list[PersistJob] | None:
+        """Store these pages with their present content, when the passes launched so far are over.
 
-        The job is in the list when it has begun; with weights of which nobody knows what they are, nothing is stored.
+        SGLang holds pages of the device until the job has copied them; the job is in the list when it has begun. With
+        unknown weights nothing is stored: ``None``.
         """
+        if self.weights.mixed:
+            return None
         begun: list[PersistJob] = []
-        if not self.weights.mixed:
-            blocks = dict(zip(self._adopted(keys), pages.tolist(), strict=True))
-            self._then(self.launched, partial(self._persist, blocks, self._lives(pages), begun))
+        blocks = dict(zip(self._adopted(keys), pages.tolist(), strict=True))
+        self._then(partial(self._persist, blocks, self._origins_now(pages), begun))
         return begun
 
-    def _persist(self, blocks: dict[BlockKey, int], lives: Ids, begun: list[PersistJob]) -> None:
-        pages = np.array(list(blocks.values()), np.int64)
-        self._name(pages[self._lives(pages) == lives])
+    def _persist(
+        self, blocks: dict[BlockKey, int], origins: Origins | None, begun: list[PersistJob], lives: Ids | None = None
+    ) -> None:
+        if lives is None:
+            lives = self._named(np.array(list(blocks.values()), np.int64), origins)
         if (job := self.aux.begin_persist(blocks, lives)) is None:  # there is no room
-            self._late.append((self.ended, partial(self._persist, blocks, lives, begun)))
+            self._late.append((self.ended, partial(self._persist, blocks, origins, begun, lives)))
         else:
             begun.append(job)
 
-    def fetch(self, keys: Sequence[str], pages: Ids) -> dict[BlockKey, bool]:
-        """Fill these pages with rows, and where it is ours with KV; which have come, if the store could say."""
-        blocks = dict(zip(self._adopted(keys), pages.tolist(), strict=True))
-        try:
-            return {} if self.weights.mixed else self.aux.restore(blocks, self._lives(pages))
-        except KVRouteError as error:
-            logger.warning("pages were not loaded: %s", error)
-            return {}
+    def fill(self, keys: Sequence[str], pages: Ids) -> bool:
+        """Fill these pages, which were just given out, with KV and rows now; whether all have come."""
+        self._renew(pages)
+        self._filled[pages] = self.launched
+        came = self._restored(keys, pages)
+        return len(came) == len(keys) and all(came.values())
 
     def loaded(self, keys: Sequence[str], pages: Ids) -> None:
-        """KV that others keep comes into these pages of the device before the next pass reads it.
+        """KV kept by others has come to pages of the host, or comes to the device before the next pass reads it.
 
-        When that is over their rows come, by this very KV. A page that has none of it is no hit any more.
+        After that their rows come, matched by this KV. A page without rows is no longer a hit.
         """
-        if self.witness is not None and len(pages):
-            self._from[pages] = GONE
-            self._then(self.launched + 1, partial(self._arrive, np.array(keys, object), pages, self._lives(pages)))
 
-    def _arrive(self, keys: NDArray[Any], pages: Ids, lives: Ids) -> None:
-        now = self._lives(pages) == lives
-        self._name(pages[now])
-        if came := self.fetch(keys[now].tolist(), pages[now]):
-            self._from[pages[now][list(came.values())]] = BY_KV
+        def begin() -> None:
+            self._renew(pages)
+            self._come[pages] = GONE
+
+        self._due[pages] = self.launched
+        self._then(begin)
+        self._then(partial(self._arrive, keys, pages, self._origins_now(pages)), self.launched + (not self._folds_host))
+
+    def _arrive(self, keys: Sequence[str], pages: Ids, origins: Origins | None) -> None:
+        self._named(pages, origins)
+        if came := self._restored(keys, pages):
+            self._come[pages[list(came.values())]] = BY_KV
         if gone := {key for key, there in came.items() if not there}:
             logger.warning("%d pages have no rows: %s", len(gone), WHY)
             self._gone = gone | (self._gone if len(self._gone) < GONE_MAX else set())
 
-    def _name(self, pages: Ids) -> None:
-        """What is in these pages goes by their KV, where that is on the device and others keep it."""
-        runs = [Run(-1, [page]) for page in pages.tolist() if page < self.pages]
-        if self.witness is not None and runs:
-            folds = self.witness.look(runs)
-            if torch.cuda.is_available():
-                torch.cuda.current_stream().synchronize()
-            self.witness.name(runs, folds)
+    def _restored(self, keys: Sequence[str], pages: Ids) -> dict[BlockKey, bool]:
+        """Which keys have come, if the store could answer."""
+        blocks = dict(zip(self._adopted(keys), pages.tolist(), strict=True))
+        try:
+            return {} if self.weights.mixed else self.aux.restore(blocks, self.aux.generations(pages))
+        except KVRouteError as error:
+            logger.warning("pages were not loaded: %s", error)
+            return {}
+
+    def _named(self, pages: Ids, origins: Origins | None) -> Ids:
+        """Name the pages' origins by their KV, if others keep it. Returns the lives of the pages."""
+        lives = self.aux.generations(pages)
+        if self.folder is not None:
+            self.aux.name_origins(pages, lives, self._origins(pages) if origins is None else origins)
+        return lives
+
+    def _origins_now(self, pages: Ids) -> Origins | None:
+        """The origins of pages of the host, whose KV is there; the device's is there when the passes are over."""
+        return self._origins(pages) if self._folds_host else None
+
+    def _origins(self, pages: Ids) -> Origins:
+        assert self.folder is not None, "others keep the KV"
+        folds = self.folder.folds((pages - self.pages * self._folds_host).tolist())
+        if torch.cuda.is_available():
+            torch.cuda.current_stream().synchronize()
+        return np.array([chained(ROOT, fold) for fold in folds.numpy().view(np.uint64).tolist()], np.uint64)
 
     # ---------------------------------------------------------------- answers
 
     def routes(self, slots: Ids, start: int) -> tuple[Routes, list[list[int]], list[Gap]]:
         """The routes of a request's positions from ``start`` on; ``slots`` are those of all from position 0.
 
-        Then the positions where the last router is taken on trust, and why rows are missing, as far as that is known.
+        Also the positions at which the last router's choice is not proved, and the known reasons for missing rows.
         """
-        self.settle()
         pages = slots[:: self.page] // self.page
+        self._renew(pages[self._unsure(pages)])
         rows, versions = (self.aux.read(n, pages, start, len(slots)) for n in (self.spec.name, "weights_version"))
         found = Routes.from_rows(self.spec, rows, start, weights_version=versions)
-        unseen, come = list[list[int]](), self._from[pages]
-        if self.witness is not None and self.layers[-1] == self.spec.attrs["num_layers"] - 1:  # behind all KV
+        unseen, come = list[list[int]](), self._come[pages]
+        if self.folder is not None and self.layers[-1] == self.spec.attrs["num_layers"] - 1:  # behind all KV
             by_kv = np.repeat(come == BY_KV, self.page)[start : len(slots)]
             found, unseen = settled(found, by_kv, flagged=self.settings.witness == "flagged")
         why = dict.fromkeys(np.flatnonzero(come == GONE).tolist(), WHY)
         return found, unseen, gaps_of(found.missing, why, self.page)
 
-    def answer(self, rid: str, slots: Ids, start: int, tokens: Tokens) -> tuple[torch.Tensor, Any]:
-        """SGLang's own field int32 ``[n, layers of the model, top_k]``, and what kvroute says beside it.
+    def _unsure(self, pages: Ids) -> NDArray[np.bool_]:
+        """Which of these pages may have old rows: SGLang asks when passes are over, but some never came to an end."""
+        unsure: NDArray[np.bool_] = self._due[pages] > self.ended
+        for each in self._flight:
+            unsure |= np.isin(pages, each.begun) & (self._filled[pages] < each.number)
+        return unsure
 
-        Layers without a router are 0 in the field, as SGLang has them, and what is missing is -1, which is no expert.
+    def answer(self, rid: str, slots: Ids, start: int, tokens: Tokens) -> tuple[torch.Tensor, Any]:
+        """SGLang's own field int32 ``[n, layers of the model, top_k]``, and kvroute's data beside it.
+
+        Layers without a router are 0 in the field, as in SGLang; missing cells are -1, which is no expert.
         """
         field = np.zeros((max(0, len(slots) - start), self.spec.attrs["num_layers"], self.spec.row_shape[1]), np.int32)
         try:
@@ -303,21 +328,44 @@ class RoutedRows:
             self._store.close()
 
 
-@dataclass
-class Launched:
-    """A pass whose ids are not on the host yet, as SGLang carries it to where the pass ends."""
+class Capturer:
+    """Replaces SGLang's ``RoutedExpertsCapturer``: keeps its device buffer, without its buffer on the host."""
 
-    number: int
-    version: int | None
-    slots: torch.Tensor
-    ids: torch.Tensor
-    rows: RoutedRows
+    def __init__(self, theirs: Any, rows: RoutedRows) -> None:
+        self.theirs, self.rows, self.capture, self.destroy = theirs, rows, theirs.capture, rows.close
+        self.req: Any = None
+        """The request whose rows SGLang asks for next."""
+        theirs.destroy()
 
-    def map_device_tensors(self, copied: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        self.slots, self.ids = copied(self.slots), copied(self.ids)
+    def on_forward_end(
+        self, forward_batch: Any, *args: Any, no_copy_to_cpu: bool = False, **named: Any
+    ) -> Launched | None:
+        made = self.theirs.on_forward_end(forward_batch, *args, no_copy_to_cpu=True, **named)
+        early = forward_batch.out_cache_loc_virtual
+        early = forward_batch.out_cache_loc if early is None else early
+        launched = self.rows.launch(made.out_cache_loc, made.topk, early)
+        if no_copy_to_cpu:
+            return launched
+        launched.finalize()
+        return None
 
-    def finalize(self) -> None:
-        self.rows.write(self.number, self.version, self.slots.numpy(), self.ids.numpy())
+    def get_topk(self, req_pool_idx: int, seqlen: int, req_to_token_pool: Any, start_len: int = 0) -> torch.Tensor:
+        """SGLang's field of :attr:`req`, which is over; kvroute's data goes into SGLang's per-token information."""
+        slots = req_to_token_pool.req_to_token[req_pool_idx][: seqlen - 1].cpu().numpy().astype(np.int64)
+        req, said = self.req, list(self.req.output_ids_through_stop)
+        tokens = Tokens([*req.origin_input_ids, *said], len(req.origin_input_ids))
+        field, told = self.rows.answer(req.rid, slots, min(start_len, len(slots)), tokens)
+        if told is not None and said:
+            req.customized_info = (req.customized_info or {}) | {FIELD: [*(None for _ in said[1:]), told]}
+        return field
 
 
-__all__ = ["WHY", "Launched", "RoutedRows"]
+def capturer() -> Capturer | None:
+    """This process's capturer, or ``None``."""
+    from sglang.srt import runtime_context as context  # type: ignore[import-not-found]
+
+    found = context.get_resources().experts_capturer
+    return found if isinstance(found, Capturer) else None
+
+
+__all__ = ["WHY", "Capturer", "Launched", "RoutedRows", "capturer"]

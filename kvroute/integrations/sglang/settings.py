@@ -1,4 +1,4 @@
-"""What an operator may say, and which engines are followed."""
+"""The operator's settings, and the supported engines."""
 
 from __future__ import annotations
 
@@ -17,21 +17,20 @@ LINKER: Final = "KvrouteLinker"
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """``linker_extra_config`` of KvrouteLinker, or without it the JSON in the environment variable KVROUTE_SGLANG."""
 
-    store: str = ""  # URL of the store: of KV and rows with KvrouteLinker, of rows where others keep the KV
+    store: str = ""  # URL of the store: of KV and rows with KvrouteLinker, of rows if others keep the KV
     rollouts: str = "response:"  # URL of the rollout store where routes are left; "": nowhere
     weights: str = ""  # names the weights; by default a digest of where they are, their sizes, times and samples
-    rows: bool = True  # a page without all of its rows is neither stored nor a hit; false: it is, and they are missing
-    # The last router's choices for KV that others kept, which a comparison with the KV cannot vouch for.
+    rows: bool = True  # a page that lacks rows is neither stored nor a hit; false: it is both, and they are missing
+    # The last router's choices for KV that others kept, which a comparison with the KV cannot prove.
     witness: Literal["missing", "flagged"] = "missing"
-    nbytes_max: int = 1 << 30  # of copies of pages on their way to and from the store
     strict: bool = False  # mistakes of bookkeeping raise: for tests
-    untested: str = ""  # go on with this version of SGLang, which was not tested
+    untested: str = ""  # accept this untested version of SGLang
 
 
 def settings_of(linker: dict[str, Any] | None) -> Settings:
-    """From ``--unified-cache-external-linker-config``, where that is ours, or from the environment.
+    """From ``--unified-cache-external-linker-config``, if that names our linker, or from the environment.
 
-    Raises :class:`ConfigError` for what they cannot be.
+    Raises :class:`ConfigError` for invalid ones.
     """
     try:
         if linker is not None and linker.get("linker") == LINKER:
@@ -42,10 +41,7 @@ def settings_of(linker: dict[str, Any] | None) -> Settings:
 
 
 def settings_of_engine() -> Settings:
-    """Of the SGLang engine in this process, as it is configured.
-
-    Raises :class:`ConfigError` naming the first thing about it that is not followed.
-    """
+    """The settings of the SGLang engine in this process; :class:`ConfigError` names the first unsupported feature."""
     import sglang  # type: ignore[import-not-found]
     from sglang.srt import runtime_context as context  # type: ignore[import-not-found]
 

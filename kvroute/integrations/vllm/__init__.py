@@ -4,7 +4,7 @@ An engine finds ``KvrouteConnector`` here by its configuration (``kv_connector_m
 ``Kvroute<X>`` is that same connector around vLLM's own connector ``<X>``: ``KvrouteNixlConnector`` moves KV as
 ``NixlConnector`` does. ``Kvroute<module>:<X>`` wraps a connector that vLLM does not know by name.
 
-A client needs :func:`routes` and, of a stream, :func:`gathered`, and neither vLLM nor torch.
+A client needs :func:`routes` and, for a stream, :func:`gathered`, but neither vLLM nor torch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which engines are followed, as vLLM configures them, and which are refused by name."""
+"""Which of vLLM's configurations are supported; others are refused by name."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvroute.weights import weights_digest
 TESTED: Final = ("0.32", "0.33")
 """Versions of vLLM that rows were judged on: 0.32 by the tests, 0.33's Python over 0.32's native code by hand."""
 WHOLE_REQUESTS: Final = tuple(f"{each}Connector" for each in ("Nixl", "NixlPull", "NixlPush", "Mooncake", "MoRIIO"))
-"""Connectors that move a request's KV whole, from one engine to another: no hit is cut back, and rows go beside it."""
+"""Connectors that move a request's KV whole, from one engine to another: hits are not cut, and rows go beside it."""
 
 
 def settings_of(transfer: Any) -> Settings:
@@ -26,7 +26,7 @@ def settings_of(transfer: Any) -> Settings:
 def engine_of(config: Any, cache: Any, inner: str) -> Engine:
     """``config`` and ``cache`` are vLLM's ``VllmConfig`` and ``KVCacheConfig``.
 
-    Raises :class:`ConfigError` for what is not followed, :class:`SpecError` for a model without experts.
+    Raises :class:`ConfigError` for unsupported configurations, :class:`SpecError` for a model without experts.
     """
     settings, model = settings_of(config.kv_transfer_config), config.model_config
     refuse(config, cache, settings)
@@ -56,12 +56,12 @@ def engine_of(config: Any, cache: Any, inner: str) -> Engine:
         pages=pages,
         transfer=transfer,
         drafts=config.speculative_config is not None and not config.speculative_config.use_ngram(),
-        gate=settings.hits == "gate" or (settings.hits == "auto" and inner not in WHOLE_REQUESTS),
+        gate=inner not in WHOLE_REQUESTS,
     )
 
 
 def refuse(config: Any, cache: Any, settings: Settings) -> None:
-    """Raise :class:`ConfigError` naming the first thing about the engine that is not followed."""
+    """Raise :class:`ConfigError` naming the first unsupported feature of the engine."""
     import vllm  # type: ignore[import-not-found]
 
     model, parallel, kv = config.model_config, config.parallel_config, cache.kv_cache_groups[0].kv_cache_spec
@@ -89,9 +89,9 @@ def refuse(config: Any, cache: Any, settings: Settings) -> None:
 
 
 def _lossy(kv: Any, tokens_max: int) -> list[str]:
-    """What gives up KV of earlier tokens, and rows with it, among the specs of a KV cache group.
+    """The specs of a KV cache group that give up KV of earlier tokens, and their rows with it.
 
-    A full attention's spec keeps all, also where a layer looks at a window of it only.
+    A spec of full attention keeps all KV, even if a layer reads only a window of it.
     """
     from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec  # type: ignore[import-not-found]
 

@@ -17,24 +17,25 @@ from kvroute.integrations.vllm import core
 from kvroute.integrations.vllm.config import engine_of
 from kvroute.integrations.vllm.routers import hook
 
-Base: Any = object  # vLLM's classes, of which there are none here
+Base: Any = object  # vLLM's classes, unknown here
 SUFFIX = 9
-"""Characters that vLLM puts behind the id that a client gave, a hyphen and eight random ones, unless told not to."""
+"""Characters that vLLM appends to a client's id, a hyphen and eight random ones, unless that is turned off."""
 
 
 class RowsWithKV(Base):  # type: ignore[misc]
-    """Before a connector of vLLM in a class's bases: every call goes to that connector too, and its answers stand."""
+    """The base before one of vLLM's connectors: every call goes to that connector too, and its answers stand."""
 
     _scheduler_rows: SchedulerRows
-    _worker_rows: Any = None  # of the first rank, the only one that has any
+    _worker_rows: Any = None  # only the first rank has any
     _rank: Any = None
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self._engine = engine_of(vllm_config, kv_cache_config, type(self).inner)
         if role.name == "SCHEDULER":
-            core.follow()
             self._scheduler_rows = SchedulerRows(self._engine)
+            core.follow()
+            core.hears(vllm_config, self._scheduler_rows)
 
     # ---------------------------------------------------------------- in the worker's process
 
@@ -51,11 +52,11 @@ class RowsWithKV(Base):  # type: ignore[misc]
         if group.rank_in_group == 0:
             self._worker_rows = self._rank
             self._bind(self._rank.ids)
-        if not getattr(self._vllm_config, "use_v2_model_runner", True):  # which alone has no slots before its layers
-            setattr(self, "save_kv_layer", super().save_kv_layer)  # noqa: B010 - a call a layer less
+        if not getattr(self._vllm_config, "use_v2_model_runner", True):  # only V2 has no slots before its layers
+            setattr(self, "save_kv_layer", super().save_kv_layer)  # noqa: B010 - saves a call per layer
 
     def _bind(self, ids: Any) -> None:
-        """Hook what chooses in each layer; a draft model's layers are others."""
+        """Hook each layer's router, but not those of a draft model."""
         wanted, bound = self._engine.spec.attrs["layer_ids"], dict[Any, str]()
         for name, module in self._vllm_config.compilation_config.static_forward_context.items():
             layer = getattr(module, "layer_id", None)
@@ -65,7 +66,7 @@ class RowsWithKV(Base):  # type: ignore[misc]
                 raise ConfigError("routers", f"one of layer {layer}", f"{bound[layer]} and {name}")
             bound[layer] = name
         if len(bound) != len(wanted):
-            got = f"{sorted(bound)}; the experts of the others are not layers that vLLM knows by name"
+            got = f"{sorted(bound)}; vLLM has no named layer for the experts of the others"
             raise ConfigError("routers with a hook", f"layers {list(wanted)}", got)
 
     def get_handshake_metadata(self) -> Any:
@@ -102,7 +103,7 @@ class RowsWithKV(Base):  # type: ignore[misc]
             rows.fail(super().get_block_ids_with_load_errors())
         if self._rank:
             self._rank.end()
-        if rows and rows.pages:  # written by now, so that they are saved like any layer
+        if rows and rows.pages:  # rows are written by now and saved like any layer
             from vllm.model_executor.models import extract_hidden_states  # type: ignore[import-not-found]
 
             if rows.slots is not None and self.has_connector_metadata():
@@ -112,7 +113,8 @@ class RowsWithKV(Base):  # type: ignore[misc]
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         results = super().get_transfer_results(finished_req_ids)
-        if rows := self._worker_rows:  # a request whose KV has come waits a little for its rows, where they come later
+        rows = self._worker_rows
+        if rows and rows.transfers:  # a request whose KV has come waits a little for its rows, where they come later
             results.finished_recving = rows.arrived(results.finished_recving, results.failed_recving)
         return results
 
@@ -138,7 +140,7 @@ class RowsWithKV(Base):  # type: ignore[misc]
         super().bind_kv_cache_manager(kv_cache_manager)
         rows, pool = self._scheduler_rows, kv_cache_manager.block_pool
 
-        def get_new_blocks(give: Any, num_blocks: int) -> Any:  # the pool has one way out
+        def get_new_blocks(give: Any, num_blocks: int) -> Any:  # the pool's only exit
             blocks = give(num_blocks)
             rows.given(block.block_id for block in blocks)
             return blocks
@@ -146,7 +148,7 @@ class RowsWithKV(Base):  # type: ignore[misc]
         def blocks_of(name: str, first: int, last: int) -> list[int]:
             return [block.block_id for block in kv_cache_manager.get_blocks(name).blocks[0][first:last]]
 
-        def reset_prefix_cache(forget: Any) -> bool:  # a connector is told of a reset that was refused, too
+        def reset_prefix_cache(forget: Any) -> bool:  # vLLM tells connectors of refused resets, too
             if done := forget():
                 rows.reset()
             return bool(done)
@@ -167,18 +169,18 @@ class RowsWithKV(Base):  # type: ignore[misc]
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         if not self._scheduler_rows.ready(request.request_id):
-            return None, False  # to be asked again
+            return None, False  # vLLM asks again
         found, later = super().get_num_new_matched_tokens(request, num_computed_tokens) or (0, False)
-        if found is None:  # to be asked again
+        if found is None:  # vLLM asks again
             return None, later
-        # vLLM's example connector answers less than nothing for a request that has more blocks already
+        # vLLM's example connector answers a negative number for a request that already has more blocks
         found = self._scheduler_rows.matched(request, num_computed_tokens, max(0, found), later=later)
         return found, later and found > 0
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         given: Mapping[str, Any] = request.kv_transfer_params or {}
         lends, told = bool(given.get("do_remote_decode")), given.get(FIELD) if given.get("do_remote_prefill") else None
-        super().update_state_after_alloc(request, blocks, num_external_tokens)  # which notes that KV is fetched once
+        super().update_state_after_alloc(request, blocks, num_external_tokens)  # this marks the KV as fetched
         ticket = told.get(TRANSFER) if isinstance(told, Mapping) else told
         ids = list(blocks.get_block_ids()[0])
         self._scheduler_rows.admitted(request, ids, num_external_tokens, lends=lends, ticket=ticket)
@@ -192,6 +194,7 @@ class RowsWithKV(Base):  # type: ignore[misc]
             self._scheduler_rows.loaded(request)
 
     def build_connector_meta(self, scheduler_output: Any) -> StepMeta:
+        core.check_followed(self._scheduler_rows)
         inner = super().build_connector_meta(scheduler_output)
         return self._scheduler_rows.step(scheduler_output.num_scheduled_tokens, inner)
 
@@ -206,10 +209,10 @@ class RowsWithKV(Base):  # type: ignore[misc]
         rows, name, status = self._scheduler_rows, request.request_id, request.status.name
         ticket = rows.ticket(request) if keep and not status.endswith("ABORTED") else None
         ended, tokens = rows.forget(name), min(request.num_tokens - 1, request.num_computed_tokens)
-        if ticket is not None:  # who goes on from here has the rows, and answers with them
-            return keep, {**(params or {}), FIELD: ticket}
-        if status == "FINISHED_ERROR" or (status.endswith("ABORTED") and rows.engine.settings.rollouts == "response:"):
-            return keep, params
+        gone = status.endswith("ABORTED") and rows.engine.settings.rollouts == "response:"
+        if ticket is not None or status == "FINISHED_ERROR" or gone:
+            rows.unanswered(ended)
+            return keep, params if ticket is None else {**(params or {}), FIELD: ticket}  # who goes on has the rows
         stops = request.sampling_params is not None and bool(request.sampling_params.stop)
         of = Tokens(list(request.all_token_ids), request.num_prompt_tokens, stops or status.endswith("ABORTED"))
         client, group = _names_of(request)
@@ -218,7 +221,7 @@ class RowsWithKV(Base):  # type: ignore[misc]
         told = rows.finished(client, blocks, tokens, of, group=group, ended=ended, start=start)
         return keep, {**(params or {}), FIELD: told} if told else params  # the answer waits for it: core
 
-    # ---------------------------------------------------------------- in both, and in the front end's
+    # ---------------------------------------------------------------- in both, and in the front end
 
     def get_kv_connector_stats(self) -> Any:
         from kvroute.integrations.vllm.metrics import Stats
@@ -248,10 +251,10 @@ class RowsWithKV(Base):  # type: ignore[misc]
 
 
 def _names_of(request: Any) -> tuple[str, str | None]:
-    """What clients call a request, and what it has in common with the completions of the same prompt, if there are any.
+    """The client's name of a request, and the group of its prompt's completions, if it may be one of several.
 
-    The first is the id that they gave, behind ``<i>_`` if it is the i-th of several completions. The client knows
-    whether that beginning is its own. Nothing in the engine does: the group of such an id may have one member.
+    The name is the client's id, after ``<i>_`` if it is the i-th of several completions. Only the client knows whether
+    its own id begins like that: the group of such an id may have one member.
     """
     from vllm import envs  # type: ignore[import-not-found]
 
@@ -269,7 +272,7 @@ def connector_class(inner: str) -> type:
     module, _, name = inner.rpartition(":")
     made: dict[str, Any] = {"inner": name, "__module__": __name__}
     if inner == "Connector":
-        base, made["wait_for_layer_load"] = KVConnectorBase_V1, lambda *_: None  # of its calls the one not made above
+        base, made["wait_for_layer_load"] = KVConnectorBase_V1, lambda *_: None  # the one call without a default above
     elif module:
         base = getattr(import_module(module), name)
     elif inner in KVConnectorFactory._registry:

@@ -1,9 +1,10 @@
-"""What vLLM's engine core hears of weights, and when it answers. It asks no connector, so its methods are wrapped."""
+"""Wrappers of vLLM's engine core, which has no hooks: they pass on changes of weights, and delay answers."""
 
 from __future__ import annotations
 
 import logging
 import threading
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import wraps
@@ -11,6 +12,7 @@ from typing import Any, Final
 
 import msgspec
 
+from cache_manager.errors import ConfigError
 from kvroute.connector.answers import FIELD
 from kvroute.connector.versions import version_of
 
@@ -22,15 +24,17 @@ HARMLESS: Final = (
     "init_weight_transfer_engine",
     "shutdown_weight_transfer_engine",
 )
-"""Calls to all workers that leave the weights as they are. Any other may change them: a name says little, and a
-function nothing."""
+"""Calls to all workers that leave the weights as they are. Any other call may change them, whatever its name."""
 STEPS: Final = ("step", "step_with_batch_queue")
 
 
-def follow() -> None:
-    """Engine cores of this process tell the connector of their scheduler, where it is ours, what they are told.
+_HEARING: Final[list[tuple[Any, weakref.ref[Any]]]] = []
 
-    Called before the first has its methods taken for its loop; harmless when called again.
+
+def follow() -> None:
+    """Let the engine cores of this process pass on what they are told to the rows of :func:`hears`.
+
+    Call it before the first core's loop takes its methods; a second call is harmless.
     """
     from vllm.v1.engine.core import EngineCore, EngineCoreProc  # type: ignore[import-not-found]
 
@@ -42,27 +46,46 @@ def follow() -> None:
                 setattr(made, FIELD, True)
 
 
+def hears(config: Any, rows: Any) -> None:
+    """These ``rows`` belong to the engine core with this ``config``, or with the one that it is a copy of: their
+    connector may be inside another."""
+    _HEARING[:] = [*((other, each) for other, each in _HEARING if each() is not None), (config, weakref.ref(rows))]
+
+
 def heard(hear: Callable[..., None], call: Callable[..., Any]) -> Callable[..., Any]:
-    """``call``, of which ``hear`` is told first. Its signature stays: by that vLLM decodes what a client has sent."""
+    """``call``, after a call of ``hear``. The signature stays, because vLLM decodes a client's message by it."""
 
     @wraps(call)
     def wrapped(core: Any, *args: Any, **kwargs: Any) -> Any:
-        for rows in _rows_of(getattr(getattr(core, "scheduler", None), "connector", None)):
+        for rows in _rows_of(core):
             hear(rows.weights, *args, **kwargs)
         return call(core, *args, **kwargs)
 
     return wrapped
 
 
-def _rows_of(connector: Any) -> list[Any]:
-    """The rows of a scheduler's ``connector`` where it is ours, and of those inside it, as MultiConnector has."""
-    rows, inner = getattr(connector, "_scheduler_rows", None), getattr(connector, "sub_connectors", ())
-    return [*([] if rows is None else [rows]), *(found for each in inner for found in _rows_of(each))]
+def _rows_of(core: Any) -> list[Any]:
+    """The rows of a core. A copy of a configuration keeps its id; one made anew from it keeps the unchanged parts."""
+    found: list[Any] = []
+    of: Any = getattr(core, "vllm_config", None)
+    for config, each in _HEARING if of is not None else ():
+        same = config.instance_id == of.instance_id or config.model_config is of.model_config
+        if same and (rows := each()) is not None:
+            found.append(rows)
+    return found
+
+
+def check_followed(rows: Any) -> None:
+    """Raise :class:`ConfigError` for rows whose scheduler works without a core of this process that reports to them:
+    their versions could be wrong."""
+    if not rows.followed:
+        wanted = "a connector that gives those inside it vLLM's own configuration, or a copy"
+        raise ConfigError("kv_connector", wanted, "one with another: kvroute learns nothing about weights")
 
 
 def _set_weight_version(weights: Any, weight_version: str) -> None:
     if (version := version_of(weight_version)) is None:
-        logger.warning("weights version %r is no whole number: rows have no version", weight_version)
+        logger.warning("weights version %r is not a whole number: rows have no version", weight_version)
     weights.changed(version)
 
 
@@ -72,7 +95,7 @@ def _collective_rpc(weights: Any, method: Any, *_: Any, **__: Any) -> None:
 
 
 def _add_lora(weights: Any, lora_request: Any) -> None:
-    if lora_request.lora_int_id in weights.adapters:  # maybe other weights in the place of those that were there
+    if lora_request.lora_int_id in weights.adapters:  # maybe other weights replace the earlier ones
         weights.changed()
     weights.adapters.add(lora_request.lora_int_id)
 
@@ -87,46 +110,49 @@ HEARD: Final[dict[str, Callable[..., None]]] = {
 
 
 def answering(step: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """``step`` of an engine core whose answers go out when what goes with them is there.
+    """``step`` of an engine core: each answer goes out when its data is there, without waiting for other answers.
 
-    Those of one step that wait go to their client together, because it handles hundreds of messages much slower than
-    one with as many answers; others wait for none. An engine without a queue of answers is in the process of its
-    client, who waits here.
+    Answers told together go to their client together. An engine without a queue of answers runs in its client's
+    process, which waits here.
     """
 
     @wraps(step)
     def stepped(core: Any) -> Any:
+        for rows in _rows_of(core):
+            rows.followed = True
         by_client, executed = step(core)
         queue = getattr(core, "output_queue", None)
         for client, sent in (by_client or {}).items():
-            waiting = [each for each in sent.outputs if _awaited(each) is not None]
+            waiting = [each for each in sent.outputs if each.kv_transfer_params and _awaited(each) is not None]
             if queue is None:
-                _bring(waiting)
+                for each in waiting:
+                    _bring(each, _awaited(each).result())
             elif waiting:
                 ids = set(map(id, waiting))
                 sent.outputs = [each for each in sent.outputs if id(each) not in ids]
-                later = msgspec.structs.replace(sent, outputs=waiting, scheduler_stats=None, finished_requests=None)
-                _put_when_ready(queue, client, later)
+                later = msgspec.structs.replace(sent, outputs=[], scheduler_stats=None, finished_requests=None)
+                _put_when_ready(queue, client, later, waiting)
         return by_client, executed
 
     return stepped
 
 
-def _put_when_ready(queue: Any, client: int, sent: Any) -> None:
-    lock, awaited = threading.Lock(), [_awaited(each) for each in sent.outputs]
-    left = len(awaited)
+def _put_when_ready(queue: Any, client: int, sent: Any, outputs: list[Any]) -> None:
+    lock, left = threading.Lock(), {_awaited(each): each for each in outputs}
 
-    def ready(_: Any) -> None:
-        nonlocal left
+    def ready(answer: Any) -> None:
+        if answer not in left:  # it went out with another answer
+            return
         with lock:
-            left -= 1
-            if left:
-                return
-        _bring(sent.outputs)
-        queue.put_nowait((client, sent))
+            told = [each for each in left if each.value is not None]
+            outputs = [left.pop(each) for each in told]
+        for each, output in zip(told, outputs, strict=True):
+            _bring(output, each.value)
+        if told:
+            queue.put_nowait((client, msgspec.structs.replace(sent, outputs=outputs)))
 
-    for told in awaited:
-        told.add_done_callback(ready)
+    for each in list(left):
+        each.add_done_callback(ready)
 
 
 def _awaited(output: Any) -> Any:
@@ -134,6 +160,5 @@ def _awaited(output: Any) -> Any:
     return told if isinstance(told, Future) else None
 
 
-def _bring(outputs: list[Any]) -> None:
-    for output in outputs:
-        output.kv_transfer_params = {**output.kv_transfer_params, **_awaited(output).result()}
+def _bring(output: Any, told: Any) -> None:
+    output.kv_transfer_params = {**output.kv_transfer_params, **told}

@@ -18,7 +18,7 @@ OURS, INNER = "kvroute", "inner"
 
 
 class Stats(KVConnectorStats):  # type: ignore[misc]
-    """``data``: what a meter has taken, and what the connector ``inside`` says as its own class has it."""
+    """``data``: a meter's take, and the statistics of the connector ``inside`` in its own class."""
 
     data: dict[str, Any]
 
@@ -38,7 +38,7 @@ class Stats(KVConnectorStats):  # type: ignore[misc]
         return Stats(merged(self.data[OURS], other.data[OURS]), both)
 
     def reduce(self) -> dict[str, int | float]:
-        """For vLLM's log: tokens without rows alone; the rest is at ``/metrics``."""
+        """For vLLM's log: only tokens without rows; the rest is at ``/metrics``."""
         inside = self.data[INNER]
         mine = {f"tokens without rows ({why})": n for why, n in self.data[OURS].get(MISSING, {}).items()}
         return {**mine, **(inside.reduce() if inside and not inside.is_empty() else {})}
@@ -48,12 +48,12 @@ class Stats(KVConnectorStats):  # type: ignore[misc]
 
 
 class PromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
-    """Registered where vLLM registers its own."""
+    """kvroute's metrics, registered where vLLM registers its own."""
 
     def __init__(self, inner: Any, config: Any, types: Any, labels: list[str], engines: dict[int, list[Any]]) -> None:
         super().__init__(config, types, labels, engines)
         self._inner, self._metrics = inner, dict[str, Any]()
-        for earlier in list(REGISTRY._collector_to_names):  # an engine's that this process had, as vLLM does
+        for earlier in list(REGISTRY._collector_to_names):  # of an earlier engine in this process, as vLLM does
             if getattr(earlier, "_name", "").startswith(f"{OURS}:"):
                 REGISTRY.unregister(earlier)
         for name, (what, more) in METRICS.items():

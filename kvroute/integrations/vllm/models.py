@@ -1,9 +1,9 @@
 """vLLM's own models with one more layer of KV for rows; see :mod:`kvroute.connector.pages`.
 
-vLLM asks a model for its layers before it knows of any connector, so the layer is the model's. ``register`` is the
-entry point that vLLM calls in each of its processes (``vllm.general_plugins``); a class here is vLLM's own, and adds
-the layer when the connector's settings say so, which it then tells of the tokens that the model is given. Attribute
-access makes the class: vLLM's models are imported no earlier.
+vLLM asks a model for its layers before it knows any connector, so the layer belongs to the model. ``register`` is the
+entry point that vLLM calls in each of its processes (``vllm.general_plugins``); a class here extends vLLM's own: it
+adds the layer when the connector's settings say so, and tells the layer the tokens that the model gets. Attribute
+access makes the class: vLLM's models are not imported earlier.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ ARCHITECTURES: Final = {
     "OlmoeForCausalLM": "olmoe",
     "DeepseekV3ForCausalLM": "deepseek_v2",
 }
-"""Architectures with one uniform group of full or latent attention, and vLLM's modules that have them."""
+"""Architectures with one uniform group of full or latent attention, and their modules in vLLM."""
 
 LAYERED: Final = ("KvrouteExampleConnector", "KvrouteOffloadingConnector")
-"""Connectors, by the beginning of their names, that were seen to move the layer like any other."""
+"""Connectors, by the beginning of their names, that are known to move the layer like any other."""
 
 
 def register() -> None:
-    """Put the classes of this module in the place of vLLM's own; harmless when called again."""
+    """Replace vLLM's classes by those of this module; a second call is harmless."""
     from vllm import ModelRegistry  # type: ignore[import-not-found]
 
     for architecture in ARCHITECTURES:
@@ -52,7 +52,7 @@ def __getattr__(name: str) -> Any:
 
 
 def _init(base: Any) -> Any:
-    def __init__(self: Any, *, vllm_config: Any, prefix: str = "") -> None:  # noqa: N807 - it becomes a class's
+    def __init__(self: Any, *, vllm_config: Any, prefix: str = "") -> None:  # noqa: N807 - becomes a class's method
         base.__init__(self, vllm_config=vllm_config, prefix=prefix)
         if (transfer := vllm_config.kv_transfer_config) is not None and wants_pages(settings_of(transfer), vllm_config):
             self.kvroute_rows = _layer(vllm_config)
@@ -71,16 +71,16 @@ def _forward(base: Any) -> Any:
 
 
 def wants_pages(settings: Settings, config: Any) -> bool:
-    """Whether rows go into pages: because the operator says so, or because nothing else carries them.
+    """Whether rows go into pages: because the operator says so, or because they have no other carrier.
 
-    Raises :class:`ConfigError` where the operator says so and a draft model runs beside.
+    Raises :class:`ConfigError` if the operator says so and a draft model runs beside the model.
     """
     transfer = config.kv_transfer_config
     if settings.carrier in ("transfer", "connector") or (settings.carrier == "auto" and settings.store):
         return False
     if config.speculative_config is not None:
         if settings.carrier == "layer":
-            raise ConfigError("settings.carrier 'layer'", "no draft model, which would have the layer too", "one")
+            raise ConfigError("settings.carrier 'layer'", "no draft model: it would have the layer, too", "one")
         return False
     if settings.carrier == "auto":  # nothing else about the engine may change
         return transfer.kv_connector.startswith(LAYERED) and config.model_config.get_sliding_window() is None
@@ -88,7 +88,7 @@ def wants_pages(settings: Settings, config: Any) -> bool:
 
 
 def _layer(config: Any) -> Any:
-    """The layer, known to vLLM by its name; it computes nothing."""
+    """The layer, registered with vLLM by its name; it computes nothing."""
     import torch
     from torch import nn
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase  # type: ignore[import-not-found]
@@ -119,10 +119,10 @@ def _layer(config: Any) -> Any:
 
 
 def pages_of(config: Any, kv_caches: Mapping[str, Any], spec: AuxBlockDataSpec) -> Pages:
-    """The pages among a worker's layers of KV, each ``[blocks, heads, tokens, values]``, beside the last of those.
+    """The pages among a worker's layers of KV, each ``[blocks, heads, tokens, values]``, beside the last KV layer.
 
-    The first head says enough: it is there in the first rank, into however many the heads are divided. Of KV that keeps
-    eight bits of a value all heads of the rank are taken.
+    The first head proves enough, and is in the first rank however many ranks divide the heads. For KV of eight bits a
+    value all heads of the rank are used.
     """
     layers, name = config.compilation_config.static_forward_context, page_name(spec)
     *_, last = by_layer(each for each in kv_caches if each != name).values()
@@ -134,9 +134,9 @@ def pages_of(config: Any, kv_caches: Mapping[str, Any], spec: AuxBlockDataSpec) 
 
 
 def _places(layer: Any, kv: Any, dtype: Any) -> Any:
-    """Which values of a block each token has, int64 ``[tokens, values]``: the layer itself writes one after the other.
+    """Each token's places in a block, int64 ``[tokens, values]``: the layer itself writes one token after the other.
 
-    Attention on a CPU has K transposed or packed, as the processor likes it.
+    Attention on a CPU keeps K transposed or packed, depending on the processor.
     """
     import torch
 

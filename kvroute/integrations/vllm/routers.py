@@ -1,4 +1,4 @@
-"""Where a Mixture-of-Experts layer of vLLM hands out what it chose: its router, or a kernel that routes inside."""
+"""Hooks on the choices of vLLM's Mixture-of-Experts layers: on a router, or on a kernel that routes inside."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from cache_manager.errors import ConfigError
 def hook(name: str, layer: Any, capture: Callable[[Any], None]) -> bool:
     """Have ``capture`` called with the ids ``[tokens, top_k]`` that ``layer`` chooses in each pass.
 
-    ``False``: it chooses nothing. :class:`ConfigError` names a kernel that chooses and tells nobody: of its layer rows
-    could only be missing. The three ways are those of vLLM's ``bind_routed_experts_capturer``.
+    ``False``: the layer has no choice to make. :class:`ConfigError` names a kernel that does not reveal its choices:
+    its layer's rows would always be missing. The three ways are those of vLLM's ``bind_routed_experts_capturer``.
     """
     if hasattr(layer, "capture_fn"):  # experts that do without vLLM's runner
         layer.capture_fn = capture
@@ -22,8 +22,8 @@ def hook(name: str, layer: Any, capture: Callable[[Any], None]) -> bool:
     if experts is not None and getattr(method, "is_monolithic", False):
         kernel = getattr(getattr(getattr(method, "moe_kernel", None), "impl", None), "fused_experts", None)
         if kernel is None or not getattr(kernel, "supports_routing_replay_capture", bool)():
-            got = f"{type(method if kernel is None else kernel).__name__}, which routes inside and tells nobody"
-            wanted = "a kernel that says which experts it chose; --moe-backend may choose another"
+            got = f"{type(method if kernel is None else kernel).__name__}, which routes inside and does not say how"
+            wanted = "a kernel that says which experts it chose; --moe-backend selects another"
             raise ConfigError(f"experts of {name}", wanted, got)
         from vllm.model_executor.layers.fused_moe import routed_experts_capturer  # type: ignore[import-not-found]
 

@@ -1,4 +1,4 @@
-"""What a disk and a kill do to rollouts in a directory: nothing that was not whole is ever read."""
+"""Rollouts in a directory under disk errors and kills: an incomplete rollout is never read."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def store_at(directory: Path, disk: FaultyDisk | None = None, *, sync: bool = Fa
 
 
 def killed_in_a_put(directory: Path, set_up: Callable[[FaultyDisk, Callable[..., None]], None]) -> None:
-    """A child puts a second rollout of the id, and kills itself where ``set_up(disk, die)`` says."""
+    """A child puts a second rollout of the id, and kills itself at the point that ``set_up(disk, die)`` chooses."""
     pid = os.fork()
     if pid == 0:
         disk = FaultyDisk()
@@ -47,8 +47,8 @@ def killed_in_a_put(directory: Path, set_up: Callable[[FaultyDisk, Callable[...,
 
 @pytest.mark.parametrize("budget_nbytes", range(0, PUT_NBYTES, 75))
 def test_a_writer_killed_anywhere_leaves_the_put_before(tmp_path: Path, budget_nbytes: int) -> None:
-    """Goal: a kill costs the put and nothing else. Method: SIGKILL after so many bytes of a second put; what another
-    process finds then, and that its next put leaves no trace of the killed one."""
+    """Goal: a kill costs the put and nothing else. Method: SIGKILL after a number of bytes of a second put; check what
+    another process finds then, and that its next put leaves no trace of the killed one."""
     store = store_at(tmp_path)
     store.put("task:1:0:0", routes_of(1))
 
@@ -115,6 +115,30 @@ def test_a_sync_that_fails_is_reported_and_tried_again(tmp_path: Path) -> None:
     store.close()
 
 
+def test_puts_without_a_flush_are_synced_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Goal: what waits for a flush is bounded, and no put has to sync all earlier ones. Method: at most three wait; the
+    disk counts its syncs for puts that are new, repeated, deleted, or fail to sync."""
+    monkeypatch.setattr(local, "UNSYNCED_MAX", 3)
+    disk = FaultyDisk()
+    store = store_at(tmp_path, disk)
+    handles = [store.put(f"task:{i}:0:0", routes_of(1)) for i in range(3)]
+    assert disk.syncs == 0
+    store.put("task:0:0:0", routes_of(2))  # the newest now
+    store.put("task:3:0:0", routes_of(2))
+    assert disk.syncs == 1, "of task 1"
+    store.delete(handles[2])
+    store.put("task:4:0:0", routes_of(2))
+    assert disk.syncs == 1, "task 2 is gone"
+    disk.sync_errno = errno.EIO
+    with pytest.raises(StorageError, match="task:0:0:0"):
+        store.put("task:5:0:0", routes_of(2))
+    assert store.find("task:5:0:0") is None, "a put that failed leaves nothing"
+    disk.sync_errno = None
+    store.flush()
+    assert disk.syncs == 1 + 4, "tasks 0, 3 and 4, and the directory"
+    store.close()
+
+
 def test_a_read_error_is_a_failure_and_no_absence(tmp_path: Path) -> None:
     disk = FaultyDisk()
     store = store_at(tmp_path, disk)
@@ -127,8 +151,9 @@ def test_a_read_error_is_a_failure_and_no_absence(tmp_path: Path) -> None:
 
 @given(st.data())
 def test_every_byte_of_a_file_counts(data: st.DataObject) -> None:
-    """Goal: no byte is believed unsummed. Method: a bit of a file is another, or it is cut short; in a part that costs
-    the layer that the part is of and no other, and by the file's name it is found or not, but never another."""
+    """Goal: no byte is trusted without its checksum. Method: one bit of a file is flipped, or the file is cut short.
+    Damage in a part costs only that part's layer; a search by name finds the same rollout or none, but never
+    another."""
     with TemporaryDirectory() as name, closing(store_at(Path(name))) as store:
         handle = store.put("x", routes_of(1))
         file = Path(name) / "x.routes"
@@ -149,8 +174,8 @@ def test_every_byte_of_a_file_counts(data: st.DataObject) -> None:
 
 
 def test_a_file_of_another_rollout_is_damage(tmp_path: Path) -> None:
-    """Goal: foreign rows are never taken. Method: a whole file, sound in itself, in the place of another; as another
-    put of the same rollout it is a miss, and found."""
+    """Goal: rows of another rollout are never read. Method: a whole, valid file takes the place of another; in the
+    place of another put of the same rollout it is a miss, and then found."""
     store = store_at(tmp_path)
     handle, other = store.put("x", routes_of(1)), store.put("y", routes_of(2))
     shutil.copy(tmp_path / "y.routes", tmp_path / "x.routes")
@@ -164,8 +189,8 @@ def test_a_file_of_another_rollout_is_damage(tmp_path: Path) -> None:
 
 
 def test_a_writer_that_never_ends_costs_the_put_and_no_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Goal: no wait without a limit. Method: a stopped writer has the file of a rollout; a put and a delete say so, and
-    what is there is read; then it ends."""
+    """Goal: no wait without a limit. Method: a stopped writer holds the file of a rollout; a put and a delete report
+    that, and the stored rollout can be read; then the writer ends."""
     monkeypatch.setattr(local, "LOCK_S", 0.05)
     store = store_at(tmp_path)
     handle = store.put("x", routes_of(1))
@@ -181,7 +206,8 @@ def test_a_writer_that_never_ends_costs_the_put_and_no_engine(tmp_path: Path, mo
 
 @pytest.mark.parametrize("name", ["x.routes", ".x.partial"])
 def test_a_link_in_the_directory_is_not_followed(tmp_path: Path, name: str) -> None:
-    """Goal: a directory that others write to leads nowhere. Method: a file of a rollout is a link to another's."""
+    """Goal: a link in a directory that others write to is not followed. Method: a file of a rollout is a link to
+    another's."""
     store = store_at(tmp_path / "store")
     handle = store.put("x", routes_of(1))
     elsewhere = tmp_path / "elsewhere"

@@ -1,4 +1,4 @@
-"""Rollout ids, handles and URLs: what comes from clients and over wires."""
+"""Rollout ids, handles and URLs, as they come from clients and over the wire."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ids = st.text(min_size=1, max_size=60).filter(lambda text: max(text) < "\ud800" 
     ],
 )
 def test_a_request_id_says_which_rollout_it_is(request_id: str, rollout_id: str) -> None:
-    """Goal: FastDeploy's names. Method: its own vectors; ids that are not its stand for themselves."""
+    """Goal: names as FastDeploy makes them. Method: its own test vectors; ids of another form are used unchanged."""
     assert rollout_id_of(request_id) == rollout_id
 
 
@@ -83,7 +83,7 @@ def a_handle() -> RolloutHandle:
     ],
 )
 def test_a_handle_that_cannot_be_names_its_field(field: str, value: Any, message: str) -> None:
-    """Goal: a handle from the wire allocates nothing by itself. Method: one field at a time is what it cannot be."""
+    """Goal: a handle from the wire allocates nothing by itself. Method: one field at a time has an impossible value."""
     handle = json.loads(a_handle().to_json())
     assert RolloutHandle.from_json(handle) == a_handle() or handle["put_id"] != a_handle().put_id
     with pytest.raises(InvalidInputError, match=message):

@@ -62,7 +62,11 @@ class TestResponseRollouts(RolloutContract):
 
 @pytest.fixture(scope="module")
 def master(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Master]:
-    with running_master() as running, running_owner(running, tmp_path_factory.mktemp("pool") / "segment", 256 << 20):
+    # With a short lease a read on a busy core would become a miss.
+    with (
+        running_master(5_000) as running,
+        running_owner(running, tmp_path_factory.mktemp("pool") / "segment", 256 << 20),
+    ):
         yield running
 
 
@@ -83,11 +87,11 @@ class TestMooncakeRollouts(RolloutContract):
         return open_rollouts(self.master.url(prefix, layers=1, part="4KiB", arena="4MiB"))
 
     def damage(self, directory: Path, store: RolloutStore, handle: RolloutHandle) -> RolloutHandle:
-        """A part whose own checksum is right, and that is another put's."""
+        """A part whose own checksum is right, but which belongs to another put."""
         assert isinstance(store, MooncakeRollouts)
         other = store.put("another", routes_of(7))
         (part,), (foreign,) = keys_of(handle, [0]), keys_of(other, [0])
-        content = bytearray(other.grid.nbytes_of(0))
+        content = bytearray(other.grid.nbytes_of((0, 1)))
         (header,) = store.backend.get_into([foreign], [memoryview(content)])
         assert isinstance(header, RecordHeader)
         store.backend.delete([part])
@@ -97,8 +101,8 @@ class TestMooncakeRollouts(RolloutContract):
 
 
 def test_ranks_read_little_beside_their_rows(tmp_path: Path) -> None:
-    """Goal: all ranks together read what they need, wherever their spans end. Method: two rollouts of lengths that fit
-    nothing, every rank of pp x cp in turn, with the defaults; headers count."""
+    """Goal: all ranks together read what they need, wherever their spans end. Method: two rollouts whose lengths are
+    multiples of nothing, every rank of pp x cp in turn, with the defaults; headers count."""
     whole, tokens = (
         [routes_of(i, rows, top_k=8, experts=64) for i, rows in enumerate((20_011, 13_337))],
         [20_012, 13_338],

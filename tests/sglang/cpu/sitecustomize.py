@@ -1,4 +1,5 @@
-"""What SGLang's text path wants of packages that a CPU has not: its own kernels, and operators of torchvision."""
+"""Stand-ins for parts of packages that SGLang's text path needs and a CPU lacks: its own kernels, and operators of
+torchvision."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ class _Anything(type):
 class _Kernels(types.ModuleType):
     """In the place of ``sgl_kernel``, whose wheel is for CUDA, and of ``soundfile``, which its HTTP server imports.
 
-    Names can be imported; what they give has nothing in it.
+    Names can be imported, but the imported objects do nothing.
     """
 
     __version__ = "0.0.0"

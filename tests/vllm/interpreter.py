@@ -1,7 +1,7 @@
 """Lets vLLM's Model Runner V2 run on a CPU, through Triton's interpreter: only it has vLLM's own routed experts.
 
 vLLM takes Triton for usable on a CPU when it has a backend of that name; the interpreter needs none. So the backend
-that is written here can be found and can do nothing. For answers, never for times.
+that is written here can be found but does nothing. Use it for answers, never for timings.
 """
 
 from __future__ import annotations
@@ -21,20 +21,8 @@ class Backend(BaseBackend):
     def supports_target(target):
         return target.backend == "cpu"
 
-    def hash(self):
-        return "interpreted"
 
-    def get_module_map(self):
-        return {}
-
-    def load_dialects(self, context):
-        pass
-
-    def parse_options(self, options):
-        raise NotImplementedError("kernels are interpreted here")
-
-    def add_stages(self, stages, options, language=None):
-        raise NotImplementedError("kernels are interpreted here")
+Backend.__abstractmethods__ = frozenset()
 """
 
 _DRIVER = """
@@ -66,22 +54,13 @@ class Driver(DriverBase):
     def get_device_interface(self):
         return torch.cpu
 
-    def map_python_to_cpp_type(self, name):
-        return name
 
-    def clear_cache(self, cache):
-        pass
-
-    def get_benchmarker(self):
-        raise NotImplementedError("nothing is timed here")
-
-    def get_empty_cache_for_benchmark(self):
-        raise NotImplementedError("nothing is timed here")
+Driver.__abstractmethods__ = frozenset()
 """
 
 
 def written(directory: Path) -> Path:
-    """A directory for ``PYTHONPATH`` that has the backend and says so."""
+    """A directory for ``PYTHONPATH`` that has the backend and the metadata by which it is found."""
     package = directory / "interpreted_triton"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text("")

@@ -1,0 +1,104 @@
+"""Which blocks a step fills, so that they are stored, and of which tokens a block's rows went by KV from outside. Pure.
+
+A request that computes one token a step is looked at when its block can be full, and not in every step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvroute.connector.tickets import Asked
+
+
+class Request(Asked, Protocol):
+    """A request as its scheduler has it, under vLLM's names; another engine's has properties of these names.
+
+    Its tokens are asked for where rows are in the KV, or are lent or fetched.
+    """
+
+    @property
+    def block_hashes(self) -> Sequence[bytes]:
+        """Of its full blocks, in order; each stands for all tokens up to the end of its block."""
+        ...
+
+
+@dataclass(slots=True)
+class _Filling:
+    request: Request
+    done: int  # leading tokens, of whole blocks, whose rows were hit, are loaded or are stored
+    loaded: bool  # some of its KV comes from outside, and may fail to: it is looked at in every step
+    due: int = 0  # the step in which it is looked at
+
+
+class Fills:
+    """Of ``blocks`` blocks of ``size`` tokens each; ``blocks_of`` is that of :class:`SchedulerRows`."""
+
+    def __init__(self, blocks: int, size: int, blocks_of: Callable[[str, int, int], list[int]]) -> None:
+        self._size, self._blocks_of, self._step = size, blocks_of, 0
+        self._of: dict[str, _Filling] = {}
+        self._due: dict[int, list[str]] = {}  # requests, by step
+        self._lives: NDArray[np.int64] = np.zeros(blocks, np.int64)  # of blocks whose rows went by their KV,
+        self._front: NDArray[np.int64] = np.zeros(blocks, np.int64)  # and of how many of their tokens
+
+    def admitted(self, request: Request, done: int, *, loaded: bool) -> None:
+        """The request has blocks now, of which the first ``done`` tokens were hit here or are ``loaded``."""
+        filling = self._of[request.request_id] = _Filling(request, done, loaded)
+        self._look_at(filling, self._step + 1)
+
+    def ended(self, name: str) -> None:
+        self._of.pop(name, None)
+
+    def by_kv(self, blocks: Sequence[int], lives: NDArray[np.int64]) -> None:
+        """Rows come for these blocks, by their KV."""
+        self._lives[blocks], self._front[blocks] = lives, self._size
+
+    def tokens_by_kv(self, blocks: NDArray[np.int64], lives: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Which tokens of these blocks have rows that came by KV: ``[n * size]``."""
+        front = np.where(self._lives[blocks] == lives, self._front[blocks], 0)
+        return (np.arange(self._size) < front[:, None]).reshape(-1)
+
+    def step(self, scheduled: Mapping[str, int], tokens: int, *, stores: bool) -> Iterator[tuple[Request, int, int]]:
+        """The requests and their blocks ``[first, last)`` that a step of so many ``tokens`` completes.
+
+        Drafts that may fail have no hashes, and so are not among them. Where the step ``stores`` nothing they come
+        later, with those of another one.
+        """
+        self._step += 1
+        names = self._due.pop(self._step, [])
+        if tokens > len(scheduled):  # in the order of the step: a request may have hit blocks that one before it fills
+            due = set(names)
+            names = [name for name, n in scheduled.items() if n > 1 or name in due] + names
+        for name in dict.fromkeys(names):
+            if (filling := self._of.get(name)) is None:
+                continue
+            n, at, wait = scheduled.get(name, 0), filling.request.num_computed_tokens, 1
+            if n and stores:
+                # tokens are computed again after KV has failed to load; else nothing is done until a block is full
+                if not 0 <= at - filling.done < self._size - n and (full := self._filled(filling, at, n)):
+                    yield full
+                wait = 1 if filling.loaded else max(1, filling.done + self._size - at - n)
+            self._look_at(filling, self._step + wait)
+
+    def _look_at(self, filling: _Filling, step: int) -> None:
+        if not self._step < filling.due <= step:  # else it is looked at before
+            filling.due = step
+            self._due.setdefault(step, []).append(filling.request.request_id)
+
+    def _filled(self, filling: _Filling, at: int, n: int) -> tuple[Request, int, int] | None:
+        size, request, done = self._size, filling.request, filling.done
+        if at < done:  # it had been loaded, and is computed here now
+            for i, block in enumerate(self._blocks_of(request.request_id, at // size, done // size)):
+                self._front[block] = min(self._front[block], 0 if i else at % size)
+        first, last = min(done, at) // size, min((at + n) // size, len(request.block_hashes))
+        if last <= first:
+            return None
+        filling.done = last * size
+        return request, first, last
+
+
+__all__ = ["Fills", "Request"]

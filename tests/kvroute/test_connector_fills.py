@@ -1,0 +1,58 @@
+"""Which blocks a step fills: the same in the same step as when every request were looked at in every step."""
+
+from __future__ import annotations
+
+from budget import examples
+from hypothesis import given
+from hypothesis import strategies as st
+from toy_engine import Asked
+
+from kvroute.connector.fills import Fills
+
+SIZE = 4
+# What becomes of each request in a step: it ends and begins anew, its KV has failed, or it computes so many tokens.
+happens = st.one_of(st.sampled_from(["begins", "fails"]), st.integers(0, 2 * SIZE + 1), st.just(1), st.just(1))
+
+
+def all_of(request: Asked, done: int, n: int) -> tuple[int, int] | None:
+    """The blocks that a step of ``n`` tokens completes; earlier state is not used."""
+    at = request.num_computed_tokens
+    first, last = min(done, at) // SIZE, min((at + n) // SIZE, len(request.block_hashes))
+    return (first, last) if n and last > first and not 0 <= at - done < SIZE - n else None
+
+
+@examples(100)
+@given(st.lists(st.lists(happens, min_size=3, max_size=3), max_size=40), st.lists(st.booleans(), max_size=40))
+def test_no_block_is_found_later_than_it_is_full(steps: list[list[int | str]], skips: list[bool]) -> None:
+    """Goal: only a request that is looked at can fill a block. Method: three requests with and without loaded KV, in
+    steps of any tokens and steps that store nothing, against a look at each of them in each step."""
+    fills, done = Fills(256, SIZE, lambda _name, first, last: list(range(first, last))), dict[str, int]()
+    requests = {str(i): Asked(str(i), range(200)) for i in range(3)}
+
+    def begins(name: str) -> None:
+        hit = SIZE * (int(name) % 2)
+        requests[name].num_computed_tokens = done[name] = hit
+        fills.ended(name)
+        fills.admitted(requests[name], hit, loaded=bool(hit))
+
+    for name in requests:
+        begins(name)
+    for i, each in enumerate(steps):
+        scheduled, stores = dict[str, int](), not (i < len(skips) and skips[i])
+        for (name, request), what in zip(requests.items(), each, strict=True):
+            if what == "begins" or request.num_computed_tokens > 180:
+                begins(name)
+            elif what == "fails" and int(name) % 2:
+                request.num_computed_tokens = 0
+            elif isinstance(what, int) and what:
+                scheduled[name] = what
+        wanted = {name: found for name, n in scheduled.items() if (found := all_of(requests[name], done[name], n))}
+        tokens = sum(scheduled.values())
+        found = {request.request_id: (a, b) for request, a, b in fills.step(scheduled, tokens, stores=stores)}
+        assert found == (wanted if stores else {})
+        if tokens > len(scheduled):
+            assert list(found) == [name for name in scheduled if name in found]
+        if stores:
+            done |= {name: last * SIZE for name, (_, last) in wanted.items()}
+        for name, n in scheduled.items():
+            requests[name].num_computed_tokens += n

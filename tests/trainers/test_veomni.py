@@ -1,0 +1,113 @@
+"""Replay in a model of VeOmni's own, by verl's engine for it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from routes_of import expert_rows, made_routes
+from sources import code_of, installed
+from torch import nn
+from transformers import Qwen3MoeConfig
+from veomni.models.transformers.qwen3_moe.generated.patched_modeling_qwen3_moe_gpu import Qwen3MoeForCausalLM
+from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
+from verl.utils.veomni.router_replay import RouterReplayAction, VeOmniRouterReplay
+
+from kvroute.replay import verl
+
+LAYERS, EXPERTS, TOP_K = (0, 1, 2, 3), 16, 4
+SAMPLES = [(5, 4), (2, 3)]  # tokens of prompt and response
+ENGINE = code_of(
+    installed("verl") / "workers" / "engine" / "veomni" / "transformer_impl.py",
+    "_prepare_router_replay_inputs",
+    RouterReplayAction=RouterReplayAction,
+)
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    config = Qwen3MoeConfig(
+        vocab_size=64, hidden_size=32, moe_intermediate_size=16, num_hidden_layers=len(LAYERS), num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, num_experts=EXPERTS, num_experts_per_tok=TOP_K,
+    )  # fmt: skip
+    return Qwen3MoeForCausalLM._from_config(config, attn_implementation="eager")
+
+
+def run(model: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
+    """The logits, and the experts ``[tokens, layers, top_k]`` of one row of tokens: all samples and two of padding."""
+    used: list[torch.Tensor] = []
+    tokens = torch.arange(2 + sum(map(sum, SAMPLES)))[None]
+    hooks = [
+        layer.mlp.experts.register_forward_pre_hook(lambda _, given: used.append(given[1]))
+        for layer in model.model.layers
+    ]
+    with torch.no_grad():
+        logits = model(tokens, position_ids=tokens, use_cache=False).logits
+    for hook in hooks:
+        hook.remove()
+    return logits, torch.stack(used, dim=1)
+
+
+def arm(replay: VeOmniRouterReplay, rows: torch.Tensor | None) -> None:
+    """The preparation of a micro-batch by verl's engine, here padded by two tokens."""
+    engine = SimpleNamespace(_router_replay=replay, use_ulysses_sp=False)
+    ENGINE["_prepare_router_replay_inputs"](engine, {"routed_experts": rows}, {"pad_size": 2})
+
+
+def test_its_routers_use_the_rollouts_experts(model: Any) -> None:
+    """Goal: verl's engine without Megatron, from the agent loop's output on. Method: verl's queue's form of two
+    samples, its engine's preparation, its controller in VeOmni's hook; the last token of each sample and padding go
+    where the router says."""
+    kept = []
+    for i, (prompt, response) in enumerate(SAMPLES):
+        routes = made_routes(i, prompt + response - 1, layer_ids=LAYERS)
+        rows = verl.agent_loop(routes, prompt, response)
+        ids: dict[str, Any] = {"prompt_ids": [1] * prompt, "response_ids": [2] * response}
+        made = AgentLoopOutput(
+            **ids, response_mask=[1] * response, routed_experts=rows, metrics=AgentLoopMetrics()
+        ).as_dict()
+        kept.append(made["routed_experts"])
+    logits, own = run(model)
+    replay = VeOmniRouterReplay()
+    replay.install(model)
+    try:
+        replay.begin_replay()
+        arm(replay, torch.nested.as_nested_tensor(kept, layout=torch.jagged))
+        replayed, used = run(model)
+        assert replay.num_fired == replay.num_targets == len(LAYERS)
+    finally:
+        replay.uninstall()
+    at = 0
+    for i, (prompt, response) in enumerate(SAMPLES):
+        rows = prompt + response - 1
+        assert np.array_equal(used[at : at + rows].numpy(), expert_rows(i, np.arange(rows), LAYERS, EXPERTS, TOP_K))
+        at += rows + 1
+        assert torch.equal(used[at - 1, 0], own[at - 1, 0])  # the layers above read other hidden states
+    assert torch.equal(used[at:, 0], own[at:, 0])
+    assert not torch.equal(replayed, logits)
+    assert torch.equal(run(model)[0], logits), "nothing is left"
+
+
+def test_what_it_recorded_is_replayed_bit_by_bit(model: Any) -> None:
+    """Goal: R2 as verl has it. Method: record, let the routers drift, replay: the same experts; without drift the same
+    logits."""
+    replay = VeOmniRouterReplay()
+    replay.install(model)
+    try:
+        replay.begin_record()
+        arm(replay, None)
+        logits, own = run(model)
+        recorded = replay.take_recorded()
+        assert torch.equal(recorded.long(), own)
+        replay.begin_replay()
+        arm(replay, recorded[:-2])
+        assert torch.equal(run(model)[0], logits)
+        for layer in model.model.layers:
+            nn.init.normal_(layer.mlp.gate.weight)
+        arm(replay, recorded[:-2])
+        assert torch.equal(run(model)[1][:-2], own[:-2])
+    finally:
+        replay.uninstall()

@@ -1,0 +1,221 @@
+"""Failures between two live engines: stock vLLM in processes of their own, whose KV goes over NIXL.
+
+The table in ``docs/prefill-decode.md`` says what decode's rows of a prompt are then. Every row of every answer is
+judged by transformers, and what is missing has a reason. Engines are paused, reset, stopped and killed for real.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engines import prompts
+from far_judge import Judge, of_all, verdict
+from far_start import Engine, Engines, ask
+from ports import hold_port
+from waiting import until
+
+from bench.harness import PeerError
+from kvroute.connector.tickets import MIXED
+
+GIVE: dict[str, Any] = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+LAYERS = 3
+NAMED = {"weights": "tiny", "weights_version": 1}
+LABELS = {1: "A"}
+HANGS_S = 3
+"""How long a peer hangs: longer than rows are waited for, and shorter than NIXL gives it up."""
+
+Params = Sequence[Mapping[str, Any]]
+Prompts = Sequence[Sequence[int]]
+
+
+class Pair:
+    """A prefill and a decode engine. Each starts when it is first asked for, and anew after it was killed."""
+
+    def __init__(self, start: Engines) -> None:
+        self._start, self._running = start, dict[str, Engine]()
+
+    def __getitem__(self, role: str) -> Engine:
+        if role not in self._running or self._running[role].ended:
+            here = {"VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1", "VLLM_NIXL_SIDE_CHANNEL_PORT": str(hold_port())}
+            moved = {"kv_buffer_device": "cpu", "kv_load_failure_policy": "recompute"}
+            self._running[role] = self._start(
+                "KvrouteNixlConnector", NAMED, transfer=moved, variables=here, max_num_batched_tokens=96
+            )
+        return self._running[role]
+
+    def given(self, prefix: str, asked: Prompts) -> list[dict[str, Any]]:
+        """The tickets in prefill's answers, for decode."""
+        more = {"temperature": 1.0, "max_tokens": 1, "extra_args": {"kv_transfer_params": GIVE}}
+        answers = self["prefill"].do([ask(f"{prefix}{i}", p, **more) for i, p in enumerate(asked)])
+        return [answer["params"] for answer in answers]
+
+    def taken(
+        self, prefix: str, asked: Prompts, params: Params, acts: Sequence[Any] = (), after: int = 0, **more: Any
+    ) -> list[dict[str, Any]]:
+        """Decode's answers to what prefill has begun; ``acts`` once each of them has ``after`` tokens."""
+        asks = [
+            ask(f"{prefix}{i}", p, extra_args={"kv_transfer_params": params[i]}, **more) for i, p in enumerate(asked)
+        ]
+        found = self["decode"].do(asks, acts, after=after)
+        return found[0] if acts else found  # type: ignore[no-any-return]
+
+
+@pytest.fixture(scope="module")
+def pair(homes: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    pytest.importorskip("nixl")
+    engines = Engines(homes, tmp_path_factory.mktemp("nixl"))
+    yield Pair(engines)
+    engines.close()
+
+
+def why(answer: Mapping[str, Any]) -> str:
+    """The reason why the rows of the whole prompt are missing, which is the only gap of the answer."""
+    ((start, stop, reason),) = answer["completions"][0]["missing"]
+    assert (start, stop) == (0, len(answer["prompt"]) - 1)
+    return str(reason)
+
+
+def emptied(engine: Engine) -> None:
+    """The engine has no KV any more; vLLM refuses that while KV of an earlier request is still fetched."""
+    until(lambda: engine.do(acts=[["reset", {"reset_connector": True}]])[1] == [True])
+
+
+def test_tickets(pair: Pair, judge: Judge) -> None:
+    """Goal: a decode engine's answer has every row of the prompt, of the KV that it was given, at any temperature; with
+    a ticket of another prompt, a used ticket, or one of no engine, it has the rows that decode computed. Method:
+    prompts of several chunks that end everywhere in a block or have a part in common, sampled at temperature 1, so that
+    decode's first token is not prefill's; all at once. Then tickets change places, are used again, and name an address
+    where no engine lends, while the KV comes."""
+    asked = [*prompts(80, 10, 33, 1, shared=150), *prompts(81, 31, 32, 33, 64, 65)]
+    with verdict(
+        "decode alone", of_all(judge, pair.taken("d", asked, pair.given("p", asked), temperature=1.0), labels=LABELS)
+    ) as found:
+        assert found.right == found.due
+    others = prompts(82, 70, 71, 40, 100)
+    tickets = [each["kvroute"] for each in pair.given("q", others)]  # and no engine fetches what these lend
+    short = prompts(84, 20, 27, 30, 31)  # of no whole block, which decode would have when they come again
+    params = pair.given("u", short)
+    used = [each["kvroute"] for each in params]
+    with verdict(
+        "tickets before they are used again", of_all(judge, pair.taken("v", short, params), labels=LABELS)
+    ) as found:
+        assert found.right == found.due
+    lent = [each["kvroute"]["transfer"] for each in pair.given("n", short)]
+    nobodys = [{"transfer": {**each, "address": "tcp://127.0.0.1:1"}} for each in lent]
+    for which, asked, theirs, reason in (
+        ("of other prompts", others, [*tickets[-1:], *tickets[:-1]], "prompt: "),
+        ("used again", short, used, "pulled before"),
+        ("of no engine", short, nobodys, "s after their KV"),
+    ):
+        params = [{**each, "kvroute": theirs[i]} for i, each in enumerate(pair.given(f"{which}-q", asked))]
+        answers = pair.taken(f"{which}-e", asked, params)
+        with verdict(f"tickets {which}", of_all(judge, answers, labels=LABELS)) as found:
+            assert found.right == len(asked) * 20 * LAYERS
+        assert all(reason in why(answer) for answer in answers)
+
+
+def test_prefill_hangs_and_is_killed(pair: Pair, judge: Judge) -> None:
+    """Goal: whenever prefill stops or ends, decode answers, and no row is wrong. Method: prefill's processes are
+    stopped before the fetch and go on while decode waits; are stopped and then killed while it waits; are killed before
+    the fetch; and are killed when decode has all and generates. KV that does not come is computed, with its rows.
+    """
+    asked = prompts(40, 70, 33, 20, 100)
+    for what, number, acts in (
+        ("prefill hangs for a while", signal.SIGSTOP, [signal.SIGCONT]),
+        ("prefill is killed during the fetch", signal.SIGSTOP, [signal.SIGKILL]),
+        ("prefill is killed before the fetch", signal.SIGKILL, []),
+    ):
+        params = pair.given(what, asked)
+        prefill = pair["prefill"]
+        pids = prefill.pids
+        prefill.signal(number)
+        then = [["signal", {"pids": pids, "number": each}] for each in acts]
+        answers = pair.taken(f"{what}-", asked, params, [["sleep", {"seconds": HANGS_S}], *then] if then else [])
+        if signal.SIGKILL in (number, *acts):
+            prefill.killed()
+        with verdict(what, of_all(judge, answers, labels=LABELS)) as found:
+            assert found.right == found.due
+    params = pair.given("all", asked)
+    kill = ["signal", {"pids": pair["prefill"].pids, "number": signal.SIGKILL}]
+    answers = pair.taken("all-", asked, params, [kill], after=3, max_tokens=60)
+    pair["prefill"].killed()
+    with verdict("prefill is killed when all was fetched", of_all(judge, answers, labels=LABELS)) as found:
+        assert found.right == found.due
+
+
+def test_decode_is_killed(pair: Pair, judge: Judge) -> None:
+    """Goal: a decode engine that ends during its fetches costs prefill nothing. Method: prefill is stopped, so that
+    decode waits; decode is killed; prefill goes on, and another decode engine fetches from prefill then."""
+    asked = prompts(46, 70, 33, 20, 100)
+    params = pair.given("lost", asked)
+    prefill, decode = pair["prefill"], pair["decode"]
+    prefill.signal(signal.SIGSTOP)
+    with ThreadPoolExecutor(1) as beside:
+        waiting = beside.submit(pair.taken, "lost-", asked, params)
+        time.sleep(HANGS_S)
+        decode.signal(signal.SIGKILL)
+        with pytest.raises(PeerError):
+            waiting.result()
+    decode.killed()
+    prefill.signal(signal.SIGCONT)
+    answers = pair.taken("next-", asked, pair.given("next", asked))
+    with verdict("another decode engine", of_all(judge, answers, labels=LABELS)) as found:
+        assert found.right == found.due
+
+
+def test_new_weights(pair: Pair, judge: Judge, homes: dict[str, Path]) -> None:
+    """Goal: rows of a prompt are those of the weights that made its KV, under the version of these, or missing with the
+    reason. Method: prefill gets weights B as version 2 between its answers and the fetches, which keeps KV of A; after
+    a reset its KV is of B, which decode, at version 1 still, is given; decode gets B and version 2, too; and decode is
+    told version 3 during a fetch.
+    """
+    updated = [["swap", {"home": str(homes["B"])}], ["version", {"given": "2"}]]
+    labels = {**LABELS, 2: "B"}
+
+    def seen(what: str, params: Params, *weights: str, right: bool, acts: Sequence[Any] = ()) -> list[dict[str, Any]]:
+        answers = pair.taken(f"{what}-", asked, params, acts)
+        with verdict(what, of_all(judge, answers, *weights, labels=labels)) as found:
+            assert found.right == (found.due if right else len(asked) * 20 * LAYERS)
+        return answers
+
+    asked = prompts(41, 70, 33, 20, 100)
+    params = pair.given("before", asked)
+    pair["prefill"].do(acts=updated)
+    pair["prefill"].do([ask("further", prompts(39, 20)[0])])
+    seen("lent before the update", params, "A", right=True)
+    asked = prompts(42, 70, 33, 20, 100)
+    answers = seen("KV of two weights", pair.given("mixed", asked), "B", "A", right=False)
+    assert {why(answer) for answer in answers} == {MIXED}
+    emptied(pair["prefill"])
+    pair["prefill"].do(acts=updated[1:])
+    asked = prompts(43, 70, 33, 20, 100)
+    answers = seen("prefill is ahead", pair.given("ahead", asked), "B", "A", right=False)
+    reasons = {why(answer) for answer in answers}
+    assert "refused: namespace.weights_version: wanted 2, got 1" in reasons
+    emptied(pair["decode"])
+    pair["decode"].do(acts=updated)
+    asked = prompts(44, 70, 33, 20, 100)
+    seen("both have new weights", pair.given("both", asked), "B", right=True)
+    asked, labels[3] = prompts(45, 70, 33, 20, 100), "B"
+    params = pair.given("during", asked)
+    pids = pair["prefill"].pids
+    pair["prefill"].signal(signal.SIGSTOP)
+    acts = [
+        ["sleep", {"seconds": 1}],
+        ["version", {"given": "3"}],
+        ["signal", {"pids": pids, "number": signal.SIGCONT}],
+    ]
+    seen("decode is told a version during the fetch", params, "B", right=True, acts=acts)
