@@ -9,19 +9,48 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from functools import wraps
+from typing import Any, TypeVar, cast
 
 import numpy as np
 
 from cache_manager.blocks import AuxBlocks
-from cache_manager.errors import BlockStateError, InvalidInputError, TransferProcessError
+from cache_manager.errors import BlockBusyError, BlockStateError, InvalidInputError, KVRouteError, TransferProcessError
 from cache_manager.keys import Tokens
 from cache_manager.manager.pool import BlockPool
-from cache_manager.manager.sequence import UNKNOWN, Ints, Sequence, Sequences
+from cache_manager.manager.sequence import UNKNOWN, Ints, Phase, Sequence, Sequences
 from cache_manager.numbers import integers
 from cache_manager.step import PADDING
 
 logger = logging.getLogger(__name__)
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def whole(method: F) -> F:
+    """Mark a method that changes what a manager knows: if an exception ends it in the middle, as from a signal handler,
+    the next one begins with :meth:`Passes._rebuild`.
+
+    That needs each sequence to be right at every moment, with its blocks, phase, keys and tokens: they change together,
+    in statements without a call, between which no signal handler runs.
+    """
+
+    @wraps(method)
+    def marked(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._torn:
+            self._mend()
+        self._torn = self._inside = True
+        try:
+            answer = method(self, *args, **kwargs)
+        except KVRouteError:
+            self._torn = False  # it was refused, or undone
+            raise
+        finally:
+            self._inside = False
+        self._torn = False
+        return answer
+
+    return cast("F", marked)
 
 
 class Passes:
@@ -32,7 +61,25 @@ class Passes:
         self._counts: Counter[str] = Counter()
         self._pool = BlockPool(aux, self._counts)
         self._sequences = Sequences(aux.block_tokens, sequences_max)
+        self._torn = self._inside = False  # whether a call has begun and not come to its end; whether one runs
+        self._new: list[int] = []  # blocks of sequences whose lives have still to begin
 
+    def _mend(self) -> None:
+        """Put in order what an interrupted call has left; ``BlockBusyError`` in the middle of a call."""
+        if self._inside:
+            raise BlockBusyError("manager", "a call from outside its own calls", "a finaliser or a signal handler")
+        self._rebuild()
+        self._torn = False
+
+    def _rebuild(self) -> None:
+        """Make anew what follows from the sequences."""
+        self._sequences.rebuild()
+        tables = [s.blocks for s in self._sequences if s.phase is not Phase.SWAPPED]
+        self._pool.rebuild(block for table in tables for block in table)
+        self._pool.begin([block for block in dict.fromkeys(self._new) if self._pool.readers[block]])
+        self._new = []
+
+    @whole
     def append(self, owner: str, total_tokens: int) -> bool:
         """Make room so that the sequence can hold ``total_tokens``; ``False`` when there is none: nothing changed.
 
@@ -66,28 +113,35 @@ class Passes:
         Raises before anything is changed if one is not on the device, waits for the store, or is given twice. If a copy
         raises, the sequences before it keep their room.
         """
+        if self._torn:
+            self._mend()
         all_ = self._sequences
         rows, _ = all_.ready_rows(seqs)
         slots: Ints = all_.next.take(rows)
         if rows.size and slots.item(slots.argmin()) < 0:  # one in block_tokens needs a block, and one after a fork
-            new: list[int] = []
-            try:
-                for i in np.flatnonzero(slots < 0).tolist():
-                    slots[i] = self._next_slot(all_.by_row[int(rows[i])], new)
-            finally:
-                self._pool.begin(new)
+            self._new_slots(rows, slots)
         return slots
 
-    def _next_slot(self, s: Sequence, new: list[int]) -> int:
-        """The slot of its next token, or -1; a block that it is given for that is one of the ``new``."""
+    @whole
+    def _new_slots(self, rows: Ints, slots: Ints) -> None:
+        """The slots of those sequences, among ``rows [n]``, for which none is known in ``slots [n]``."""
+        try:
+            for i in np.flatnonzero(slots < 0).tolist():
+                slots[i] = self._next_slot(self._sequences.by_row[int(rows[i])])
+        finally:
+            self._pool.begin(self._new)
+            self._new = []
+
+    def _next_slot(self, s: Sequence) -> int:
+        """The slot of its next token, or -1; a block that it is given for that is one of the new."""
         all_, size, done = self._sequences, self._tokens, self._sequences.computed(s)
         column = done // size
         if column < len(s.blocks):
             room = self._append(s, done + 1)
         elif room := bool(fresh := self._pool.choose(1)):
             self._pool.take(fresh)
+            self._new += fresh  # first: a sequence reads no block of an older life
             s.blocks += fresh
-            new += fresh
         if not room:
             return PADDING
         s.offset, all_.edge[s.row] = (s.blocks[column] - column) * size, (s.blocks[column] + 1) * size
@@ -97,6 +151,8 @@ class Passes:
     def slots(self, owner: str, start: int, stop: int) -> Ints:
         """Device slots at which to write the tokens ``[start, stop)``; :class:`BlockStateError` if one of their blocks
         is shared, or can be found by key. Reads go by :meth:`table`."""
+        if self._torn:
+            self._mend()
         s, size = self._sequences.ready(owner), self._tokens
         most = len(s.blocks) * size
         if not 0 <= start <= stop <= most:
@@ -107,6 +163,7 @@ class Passes:
         slots: Ints = (np.array(blocks, np.int64)[:, None] * size + np.arange(size)).reshape(-1)
         return slots[start % size : start % size + stop - start]
 
+    @whole
     def publish(self, owner: str, tokens: Tokens) -> None:
         """The KV and the committed rows of ``tokens``, all that the sequence has computed so far, are in place.
 
@@ -119,14 +176,16 @@ class Passes:
         filling = self._sequences.filling[s.row]
         new = integers(tokens[done:], "tokens", "a flat sequence of integers")
         ids = np.concatenate((filling[: done % size], new)).astype("<i8", copy=False)
-        full = ids.size // size
-        for column in range(full):
-            self._full(s, done // size + column, ids[column * size : (column + 1) * size].tobytes())
-        filling[: ids.size - full * size] = ids[full * size :]
-        self._sequences.place(s, total)
+        full = [ids[at : at + size].tobytes() for at in range(0, ids.size - size + 1, size)]
+        left, all_ = ids[len(full) * size :], self._sequences
+        filling[: left.size], all_.next[s.row], all_.edge[s.row] = left, UNKNOWN + total, UNKNOWN
+        for column, each in enumerate(full, done // size):
+            self._full(s, column, each)
 
     def publish_batch(self, seqs: Any, tokens: Any) -> None:
         """:meth:`publish` of one more token of each of ``seqs`` ``[n]``, after :meth:`append_batch`; ``tokens [n]``."""
+        if self._torn:
+            self._mend()
         all_, size = self._sequences, self._tokens
         rows, ends = all_.ready_rows(seqs)
         ids = integers(tokens, "tokens", "one integer for each sequence", n=rows.size)
@@ -142,15 +201,22 @@ class Passes:
             full = [all_.by_row[row] for row in rows[left == 1].tolist()]
             slots[left == 1] = [UNKNOWN + all_.computed(s) + 1 for s in full]
         all_.next[rows] = slots  # of all at once, whatever becomes of what follows
+        if full:
+            self._all_full(full)
+
+    @whole
+    def _all_full(self, full: list[Sequence]) -> None:
         for s in full:
-            all_.edge[s.row] = UNKNOWN
-            self._full(s, all_.computed(s) // size - 1, all_.filling[s.row].tobytes())
+            self._sequences.edge[s.row] = UNKNOWN
+            ids = self._sequences.filling[s.row].tobytes()
+            self._full(s, self._sequences.computed(s) // self._tokens - 1, ids)
 
     def _full(self, s: Sequence, column: int, ids: bytes) -> None:
         """The sequence's block ``column`` is full of ``ids``: let a key find it.
 
         But not for a sequence from before a reset: its KV is of older weights than the key would say. Nor behind a
-        block whose key is missing, as after a call that a signal ended: the key would name another prefix.
+        block whose key is missing, as after a call that a signal ended: the key would name another prefix. The block
+        counts as computed already.
         """
         if self._caching and s.base is self.aux.keys and len(s.keys) == column:
             self._pool.publish(s.add(column, ids), s.blocks[column])

@@ -59,7 +59,7 @@ class BlockPool:
     def publish(self, key: BlockKey, block: int) -> None:
         """A block in use is found by ``key`` from here on."""
         if block not in self._keys:
-            self._keys[block] = key
+            self._keys[block] = key  # first: see rebuild()
             self._blocks.setdefault(key, []).append(block)
         assert self._keys[block] == key, f"block {block} is found by another key"
 
@@ -117,21 +117,40 @@ class BlockPool:
         """Blocks that are away become cached or free, except those still written or kept."""
         if not self._away:
             return
-        away, self._away = [*dict.fromkeys(b for b in self._away if not self.readers[b])], []  # listed twice, perhaps
+        away = [*dict.fromkeys(b for b in self._away if not self.readers[b])]  # one may be there twice
         kept = {block for blocks in self.kept.values() for block in blocks}
+        left: list[int] = []
+        free: list[int] = []
         for block, written in zip(away, self._aux.writing(away).tolist(), strict=True):
             if written or block in kept:
-                self._away.append(block)
+                left.append(block)
             elif block in self._keys:
                 self._cached[block] = None
             else:
-                self._free.append(block)
+                free.append(block)
+        self._away = left
+        self._free += free
 
     def forget(self) -> None:
         """After a reset: nothing is found by key, and what was only cached is free."""
         self._free += self._cached
-        for found in (self._blocks, self._keys, self._cached):
+        for found in (self._keys, self._blocks, self._cached):
             found.clear()
+
+    def rebuild(self, read: Iterable[int]) -> None:
+        """After a call that did not come to its end: sequences read these blocks, each once for every one of them.
+
+        ``_keys`` holds at each moment: a block gets a key when its content is in place, and loses it before it is given
+        out. All else follows.
+        """
+        counts = Counter(read)
+        self.readers = [counts[block] for block in range(len(self.readers))]
+        self._blocks = {}
+        for block, key in self._keys.items():
+            self._blocks.setdefault(key, []).append(block)
+        blocks = dict.fromkeys((*self._cached, *range(len(self.readers))))  # cached ones keep their order
+        self._free, self._away, self._cached = [], [b for b in blocks if not counts[b]], OrderedDict()
+        self._come_back()
 
     def assert_consistent(self, read: Iterable[int]) -> None:
         """Raise ``AssertionError`` unless every block is free, cached, away or in use, once.

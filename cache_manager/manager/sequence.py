@@ -131,11 +131,16 @@ class Sequences:
         if owner in self.by_owner:
             raise BlockStateError(f"owner {owner!r}", "an owner without a sequence", "one that has one")
 
-    def add(self, s: Sequence, computed: int) -> None:
-        """Add the sequence; the caller has checked that a number is left."""
+    def add(self, s: Sequence, computed: int, like: Sequence | None = None) -> None:
+        """Add the sequence, whose tokens are so far those of another one, if any.
+
+        The caller has checked that a number is left.
+        """
         s.row = self.free_rows.pop()
-        self.by_owner[s.owner] = self.by_row[s.row] = s
+        if like is not None:
+            self.filling[s.row] = self.filling[like.row]
         self.place(s, computed)
+        self.by_owner[s.owner] = self.by_row[s.row] = s
 
     def remove(self, s: Sequence) -> None:
         self._last = NOTHING
@@ -151,7 +156,20 @@ class Sequences:
         """So many of its tokens are computed; nothing is known of the next slot."""
         self.next[s.row], self.edge[s.row] = UNKNOWN + computed, UNKNOWN
 
-    def enter(self, s: Sequence, phase: Phase) -> None:
-        """The sequence is in another phase, or has other blocks: nothing is known of its next slot."""
-        s.phase, self._last = phase, NOTHING
+    def enter(self, s: Sequence, phase: Phase, blocks: list[int]) -> None:
+        """The sequence is in another phase, with other ``blocks``: nothing is known of its next slot."""
+        s.phase, s.blocks, self._last = phase, blocks, NOTHING
         self.place(s, self.computed(s))
+
+    def settle(self, s: Sequence, keys: list[BlockKey], computed: int) -> None:
+        """The sequence waits for the store no more: so many of its tokens are computed, with these ``keys``."""
+        s.phase, s.job, s.keys, self._last = Phase.READY, None, keys, NOTHING
+        self.next[s.row], self.edge[s.row] = UNKNOWN + computed, UNKNOWN  # no call between: see whole()
+
+    def rebuild(self) -> None:
+        """After a call that did not come to its end: ``by_owner`` and each sequence hold, all else follows."""
+        self._last = NOTHING
+        self.by_row = {s.row: s for s in self}
+        self.free_rows = [row for row in range(self.rows_max - 1, -1, -1) if row not in self.by_row]
+        for s in self:
+            self.place(s, self.computed(s))

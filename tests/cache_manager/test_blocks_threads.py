@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import gc
-import os
 import signal
 import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from types import FrameType
 
 import numpy as np
 import pytest
 from blocks_house import SPEC, TOKENS, House, slots
-from budget import FACTOR, scaled
+from budget import scaled
+from stopped import EVERY, is_stopped
 from waiting import until_it_waits
 
-import cache_manager
 from cache_manager.blocks import AuxBlocks
 from cache_manager.errors import BlockBusyError, BlockStateError
 from cache_manager.feed import BlockFeed
@@ -26,14 +24,8 @@ from cache_manager.keys import Namespace
 from cache_manager.regions.view import RegionView
 from cache_manager.spec import AuxBlockDataSpec
 
-HOME = os.path.dirname(cache_manager.__file__)
 WIDE = AuxBlockDataSpec("routing", (1 << 12,), "uint8", TOKENS)  # a copy takes long enough to be met
 CALLS = 150
-EVERY = 1 if FACTOR > 1 else 5  # place where a call can be interrupted
-
-
-class StoppedError(Exception):
-    """What a signal handler raises, such as a keyboard interrupt."""
 
 
 # ---------------------------------------------------------------- threads
@@ -130,29 +122,6 @@ def test_a_call_inside_another_is_refused_and_one_of_another_thread_waits(house)
 # ---------------------------------------------------------------- interrupted calls
 
 
-def _is_stopped(call: Callable[[], object], at: int) -> bool:
-    """Make a call during which something is raised where the interpreter runs signal handlers for the ``at``-th time in
-    our code: when a function has begun, or a call of a C function has ended. Returns whether there was such a place."""
-    places = 0
-
-    def profile(frame: FrameType, event: str, _: object) -> None:
-        nonlocal places
-        if event in ("call", "c_return") and frame.f_code.co_filename.startswith(HOME):
-            places += 1
-            if places == at:
-                sys.setprofile(None)
-                raise StoppedError
-
-    sys.setprofile(profile)
-    try:
-        call()
-    except StoppedError:
-        return True
-    finally:
-        sys.setprofile(None)
-    return places >= at
-
-
 def _calls(house: House) -> dict[str, Callable[[], object]]:
     engine = house.engine
     lives = engine.renew(range(5))
@@ -207,7 +176,7 @@ def test_a_call_that_is_interrupted_leaves_nothing_wrong_and_nothing_taken(name:
     while stopped:
         house = House()
         house.gate.open()
-        stopped = _is_stopped(_calls(house)[name], at)
+        stopped = is_stopped(_calls(house)[name], at)
         _check_what_is_left(house, f"{name}, interrupted at place {at}")
         at += EVERY
     assert at > EVERY + 1, "it was never interrupted"
@@ -229,7 +198,7 @@ def test_a_batch_that_is_interrupted_leaves_nothing_from_before_it(anew: bool) -
         feed.renew([5])
         feed.reset(at)
         batch = feed.take()
-        stopped = _is_stopped(lambda: house.engine.apply(batch), at)  # noqa: B023
+        stopped = is_stopped(lambda: house.engine.apply(batch), at)  # noqa: B023
         feed.renew([4])
         house.engine.apply(feed.take())
         assert house.engine.generations([4]).tolist() == feed.generations[[4]].tolist(), f"place {at}"
@@ -248,7 +217,7 @@ def test_after_a_reset_that_is_interrupted_regions_and_keys_are_of_one_namespace
     engine = house.engine
     while stopped:
         at += 1
-        stopped = _is_stopped(lambda: engine.reset(weights_version=at), at)  # noqa: B023
+        stopped = is_stopped(lambda: engine.reset(weights_version=at), at)  # noqa: B023
         engine.renew([0])
         found = {engine.region(tier).namespace for tier in ("device", "host")}
         assert found == {engine.namespace.fingerprint}, f"interrupted at place {at}"

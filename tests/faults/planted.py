@@ -31,6 +31,7 @@ class Fault:
 MANAGER = "tests/cache_manager/test_own_managers.py::TestGated"
 REQUESTS = "tests/cache_manager/test_manager.py"
 DEFECTS = "tests/cache_manager/test_manager_defects.py"
+INTERRUPTED = "tests/cache_manager/test_manager_interrupted.py"
 
 
 FAULTS = (
@@ -61,8 +62,8 @@ FAULTS = (
     Fault(
         "numbers of sequences that were asked about once are not looked at again",
         "manager/sequence.py",
-        "s.phase, self._last = phase, NOTHING",
-        "s.phase = phase",
+        "s.phase, s.blocks, self._last = phase, blocks, NOTHING",
+        "s.phase, s.blocks = phase, blocks",
         f"{REQUESTS}::test_the_same_numbers_are_judged_anew_when_a_sequence_has_changed",
         "test_the_same_numbers_are_judged_anew_when_a_sequence_has_changed",
     ),
@@ -154,6 +155,22 @@ FAULTS = (
         ":",
         f"{DEFECTS}::test_no_key_names_a_block_behind_one_whose_key_is_missing",
         "test_no_key_names_a_block_behind_one_whose_key_is_missing",
+    ),
+    Fault(
+        "a manager goes on with what an interrupted call has left",
+        "manager/passes.py",
+        "        self._torn = self._inside = True\n",
+        "        self._inside = True\n",
+        f"{INTERRUPTED}::test_a_call_that_is_interrupted_loses_no_block_and_mixes_no_content",
+        "test_a_call_that_is_interrupted_loses_no_block_and_mixes_no_content",
+    ),
+    Fault(
+        "a call in the middle of another puts a manager in order",
+        "manager/passes.py",
+        "        if self._inside:\n",
+        "        if False:\n",
+        f"{INTERRUPTED}::test_a_call_inside_another_is_refused",
+        "test_a_call_inside_another_is_refused",
     ),
     Fault(
         "rows beyond what a sequence computed are handed out",

@@ -1,0 +1,183 @@
+"""Calls of a block manager that an exception from a signal handler ends in the middle, and calls inside other calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+from house import House
+from kv import prefix_digest
+from stopped import EVERY, is_stopped
+
+from cache_manager.errors import BlockBusyError, StorageError
+
+SIZE = 4
+TOKENS = {name: [100 * n + i for i in range(11)] for n, name in enumerate("abdef")} | {
+    "c": [100 + i for i in range(11)]
+}
+"""Of each sequence; the first ones of c are those of b, of which it is a fork."""
+
+
+def _house(store=None) -> House:
+    """Sequences in each state: a computed in part, b and c of one partial block, d swapped out, f at a block's end."""
+    house = House(store, device=24, host=8)
+    house.run("a", TOKENS["a"][:7])
+    house.run("b", TOKENS["b"][:6])
+    house.manager.fork("b", "c")
+    house.run("d", TOKENS["d"][:9])
+    assert house.manager.preempt("d")
+    house.run("f", TOKENS["f"][:8])
+    return house
+
+
+@pytest.fixture
+def stored() -> Iterator[object]:
+    """A store that has the blocks of e."""
+    house = House(device=24)
+    house.run("e", TOKENS["e"][:9])
+    assert house.persist("e") == 2
+    yield house.store
+    house.close()
+
+
+def _batch(house: House) -> tuple[np.ndarray, list[str]]:
+    owners = ["a", "c", "f"]
+    return np.array([house.manager.sequence(owner) for owner in owners]), owners
+
+
+def _written(house: House) -> None:
+    """The next token of each of the batch has KV and rows, and is not published."""
+    seqs, owners = _batch(house)
+    slots = house.manager.append_batch(seqs)
+    for owner, slot in zip(owners, slots.tolist(), strict=True):
+        done = house.manager.computed(owner)
+        house.kv.write([slot], [prefix_digest(TOKENS[owner][: done + 1])])
+
+
+def _grown(house: House) -> None:
+    """All tokens of a have KV, and are not published."""
+    assert house.manager.append("a", 11)
+    done = house.manager.computed("a")
+    slots = house.manager.slots("a", done, 11).tolist()
+    house.kv.write(slots, [prefix_digest(TOKENS["a"][: at + 1]) for at in range(done, 11)])
+
+
+def _nothing(house: House) -> None: ...
+
+
+def _asked(house: House) -> None:
+    house.manager.begin_allocate("e", TOKENS["e"])
+    house.settle()
+
+
+CALLS: dict[str, tuple[Callable[[House], object], Callable[[House], object]]] = {
+    "allocate": (_nothing, lambda h: h.manager.allocate("new", [*TOKENS["a"][:4], 7, 8, 9, 10, 11])),
+    "restore": (_nothing, lambda h: h.manager.allocate("e", TOKENS["e"])),
+    "begin_allocate": (_nothing, lambda h: h.manager.begin_allocate("e", TOKENS["e"])),
+    "poll": (_asked, lambda h: h.manager.poll()),
+    "append": (_nothing, lambda h: h.manager.append("c", 10)),
+    "append_batch": (_nothing, lambda h: h.manager.append_batch(_batch(h)[0])),
+    "publish": (_grown, lambda h: h.manager.publish("a", TOKENS["a"])),
+    "publish_batch": (
+        _written,
+        lambda h: h.manager.publish_batch(
+            _batch(h)[0], [TOKENS[owner][h.manager.computed(owner)] for owner in _batch(h)[1]]
+        ),
+    ),
+    "fork": (_nothing, lambda h: h.manager.fork("a", "twin")),
+    "free": (_nothing, lambda h: [h.manager.free(owner) for owner in "abd"]),
+    "preempt": (_nothing, lambda h: h.manager.preempt("b")),
+    "resume": (_nothing, lambda h: h.manager.resume("d")),
+    "begin_persist": (_nothing, lambda h: h.manager.begin_persist("f")),
+    "reset": (_nothing, lambda h: h.manager.reset(weights_version=1)),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_that_is_interrupted_loses_no_block_and_mixes_no_content(name: str, stored) -> None:
+    """Goal: whatever a signal handler raises in the middle of a call, each sequence has its own KV, no key finds other
+    tokens, and every block comes back. Method: each call, interrupted at each possible place; sequences go on with
+    other tokens than before, others are admitted to what is cached, and all end."""
+    before, call = CALLS[name]
+    at, stopped = 1, True
+    while stopped:
+        house = _house(stored)
+        before(house)
+        stopped = is_stopped(lambda: call(house), at, without="storage")  # noqa: B023
+        _goes_on(house, f"{name}, interrupted at place {at}")
+        at += EVERY
+    assert at > EVERY + 1, "it was never interrupted"
+
+
+def _goes_on(house: House, when: str) -> None:
+    manager = house.manager
+    tokens = {owner: TOKENS[{"new": "a", "twin": "a"}.get(owner, owner)] for owner in manager.owners}
+    house.settle()
+    manager.poll()
+    for owner in sorted(manager.owners):
+        assert manager.resume(owner), when
+        done = manager.computed(owner)
+        assert house.has_kv_of(owner, tokens[owner][:done]), when
+        others = [*tokens[owner][:done], *(1000 + ord(owner[0]) + i for i in range(6))]
+        assert manager.append(owner, len(others)), when
+        house.compute(owner, others)
+        tokens[owner] = others
+    for owner in manager.owners:
+        assert house.has_kv_of(owner, tokens[owner]), when
+        manager.free(owner)
+    for n, prompt in enumerate((*TOKENS.values(), *tokens.values())):
+        assert manager.allocate(f"again {n}", [*prompt, 1]) is not None, when
+        done = manager.computed(f"again {n}")
+        assert house.has_kv_of(f"again {n}", prompt[:done]), when
+        manager.free(f"again {n}")
+    house.close()
+
+
+def test_an_admission_is_told_though_the_poll_that_brought_it_was_interrupted(stored) -> None:
+    """Goal: a request does not wait for ever. Method: a poll interrupted at each place, and another one."""
+    at, stopped = 1, True
+    while stopped:
+        house = _house(stored)
+        _asked(house)
+        came: list[object] = []
+        stopped = is_stopped(lambda: came.append(house.manager.poll()), at)  # noqa: B023
+        told = house.manager.poll() if stopped else came[0]
+        assert told["e"].restored_tokens in (0, 8), f"place {at}"
+        house.close()
+        at += 1
+
+
+def test_a_call_inside_another_is_refused(monkeypatch) -> None:
+    """Goal: a finaliser or a signal handler finds no manager half done. Method: a call from within a copy of KV."""
+    house, seen = House(device=24, host=8), []
+    house.run("a", TOKENS["a"])
+    copy = house.kv.copy
+
+    def calls(*given: object) -> None:
+        for call in (lambda: house.manager.free("a"), lambda: house.manager.append_batch([0])):
+            with pytest.raises(BlockBusyError, match="manager: wanted a call from outside its own calls"):
+                call()
+            seen.append(len(house.manager.owners))
+        copy(*given)
+
+    monkeypatch.setattr(house.kv, "copy", calls)
+    assert house.manager.preempt("a")
+    assert seen == [1, 1]
+    house.close()
+
+
+def test_a_refused_call_costs_nothing_that_is_cached(monkeypatch) -> None:
+    """Goal: only what was interrupted is put in order anew. Method: a call that is refused, and one whose store fails;
+    what was cached is found."""
+    house = House(device=24)
+    house.run("a", TOKENS["a"][:8])
+    house.manager.free("a")
+    rebuilt: list[int] = []
+    monkeypatch.setattr(house.manager, "_rebuild", lambda: rebuilt.append(1))
+    with pytest.raises(Exception, match="an owner with a sequence"):
+        house.manager.append("nobody", 3)
+    monkeypatch.setattr(house.aux, "restore", lambda *_: (_ for _ in ()).throw(StorageError("no")))
+    assert house.run("b", [*TOKENS["a"][:8], 1, 2, 3, 4, 5]) == 8
+    assert not rebuilt
+    house.close()

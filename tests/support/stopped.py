@@ -1,0 +1,44 @@
+"""Calls that an exception from a signal handler ends in the middle, at each place where that can happen."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from types import FrameType
+
+from budget import FACTOR
+
+import cache_manager
+
+HOME = os.path.dirname(cache_manager.__file__)
+EVERY = 1 if FACTOR > 1 else 5  # place where a call can be interrupted
+
+
+class StoppedError(Exception):
+    """What a signal handler raises, such as a keyboard interrupt."""
+
+
+def is_stopped(call: Callable[[], object], at: int, *, without: str = "no part") -> bool:
+    """Make a call during which something is raised where the interpreter runs signal handlers for the ``at``-th time in
+    our code, except in the part of this name: when a function has begun, or a call of a C function has ended. Returns
+    whether there was such a place."""
+    places = 0
+
+    def profile(frame: FrameType, event: str, _: object) -> None:
+        nonlocal places
+        file = frame.f_code.co_filename
+        if event in ("call", "c_return") and file.startswith(HOME) and not file.startswith(f"{HOME}/{without}/"):
+            places += 1
+            if places == at:
+                sys.setprofile(None)
+                raise StoppedError
+
+    sys.setprofile(profile)
+    try:
+        call()
+    except StoppedError:
+        return True
+    finally:
+        sys.setprofile(None)
+    return places >= at
