@@ -366,14 +366,16 @@ class AuxBlocks(Landing, Fed):
         """
         if not self._lock.closed:
             self._check_still()  # in a forked child this raises before any wait
-            self._end_jobs()
-            self._check_still(close=True)
+            self._land_jobs()
+            self._check_still(close=True)  # from here on no job begins
+        self._end_threads()
         self._give_back()
 
     def _check_still(self, *, close: bool = False) -> None:
         with self._lock:
-            if busy := self._moving() + (len(self.jobs) if close else 0):
-                raise BlockStateError("close", "nothing in flight", f"{busy} steps, moves or jobs")
+            moving, jobs = self._moving(), len(self.jobs) if close else 0
+            if moving or jobs:
+                raise BlockStateError("close", "nothing in flight", f"{moving} steps and moves, {jobs} jobs")
             self._lock.closed = close
 
     def _give_back(self) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import threading
+from contextlib import suppress
 
 import numpy as np
 import pytest
 from blocks_house import SPEC, TOKENS, House, slots
 from gate import until
 from kv import SlotKV
+from stopped import is_stopped
 
 from cache_manager.blocks import AuxBlocks
 from cache_manager.errors import BlockStateError, ConfigError, StorageError
@@ -218,6 +220,60 @@ def test_close_in_a_forked_child_does_not_wait_for_the_parents_jobs(full) -> Non
             os._exit(0 if "forked child" in str(error) else 2)
         os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_a_close_that_meets_a_job_of_another_thread_refuses_no_later_one(house) -> None:
+    """Goal: a close that could not be is as if it had never been asked for. Method: another thread begins a persist at
+    the moment when the threads are told to end; later jobs."""
+    engine = house.engine
+    lives = engine.renew([0])
+    house.fill(0, "mine")
+    house.gate.open()
+    assert house.begin_persist(0).wait(60)
+    house.gate.__init__()
+
+    def persists() -> None:
+        with suppress(BlockStateError):  # it may be closed
+            engine.persist({house.key: 0}, lives)
+
+    other = threading.Thread(target=persists, daemon=True)
+
+    def meets() -> None:
+        with engine._changed:
+            engine._changed.wait_for(lambda: engine._closing, 60)
+        other.start()
+        until(lambda: engine._lock.closed or engine.jobs != [], "the persist has not begun")
+
+    meeting = threading.Thread(target=meets, daemon=True)
+    meeting.start()
+    engine._threads.append(meeting)
+    try:
+        engine.close()
+    except BlockStateError:
+        assert house.begin_persist(0) is not None
+    house.gate.open()
+    other.join(60)
+
+
+def test_a_cancel_that_is_interrupted_can_be_asked_for_again(full) -> None:
+    """Goal: a queued job ends, wherever a signal handler raises in its cancel, and the threads go on. Method: at each
+    place; a second cancel, and a further job."""
+    engine, at, stopped = full.engine, 1, True
+    assert full.begin_persist(1, 1) is not None
+    full.settle()
+    while stopped:
+        job = full.begin_persist(0, 100 + at)
+        assert job is not None
+        stopped = is_stopped(job.cancel, at)
+        job.cancel()
+        assert job.wait(60), f"interrupted at place {at}"
+        assert job not in engine.jobs
+        at += 1
+    full.gate.open()
+    after = full.begin_persist(0, 99)
+    assert after is not None
+    assert after.wait(60)
+    assert all(after.result().values())
 
 
 @pytest.mark.parametrize(
