@@ -302,7 +302,7 @@ class AuxBlocks(Landing, Fed):
             generations = integers(generations, "generations", "one integer for each block")
             if generations.size < held.stop:
                 raise InvalidInputError("generations", f"one for each of {held.stop} blocks", generations.size)
-        if publish.STORES_ARE_ORDERED:
+        if publish.STORES_ARE_ORDERED and not self._lock.torn:  # else the lock may have to be mended first
             copied = self._gathered(table, index, ids)
         with self._lock:
             rows, bits, words = copied or publish.gather(table.region, index, ids, locked=True)
