@@ -44,6 +44,7 @@ class Fills:
         self._due: dict[int, list[str]] = {}  # requests, by step
         self._lives: NDArray[np.int64] = np.zeros(blocks, np.int64)  # of blocks whose rows went by their KV,
         self._front: NDArray[np.int64] = np.zeros(blocks, np.int64)  # and of how many of their tokens
+        self._came = False  # whether there were any
 
     def admitted(self, request: Request, done: int, *, loaded: bool) -> None:
         """The request has blocks now, of which the first ``done`` tokens were hit here or are ``loaded``."""
@@ -55,10 +56,12 @@ class Fills:
 
     def by_kv(self, blocks: Sequence[int], lives: NDArray[np.int64]) -> None:
         """Rows come for these blocks, by their KV."""
-        self._lives[blocks], self._front[blocks] = lives, self._size
+        self._lives[blocks], self._front[blocks], self._came = lives, self._size, True
 
-    def tokens_by_kv(self, blocks: NDArray[np.int64], lives: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Which tokens of these blocks have rows that came by KV: ``[n * size]``."""
+    def tokens_by_kv(self, blocks: NDArray[np.int64], lives: NDArray[np.int64]) -> NDArray[np.bool_] | None:
+        """Which tokens of these blocks have rows that came by KV: ``[n * size]``; ``None``: no row has ever come."""
+        if not self._came:
+            return None
         front = np.where(self._lives[blocks] == lives, self._front[blocks], 0)
         return (np.arange(self._size) < front[:, None]).reshape(-1)
 
@@ -73,7 +76,8 @@ class Fills:
         if tokens > len(scheduled):  # in the order of the step: a request may have hit blocks that one before it fills
             due = set(names)
             names = [*(name for name, n in scheduled.items() if n > 1 or name in due), *names]
-        found, looked = list[tuple[Request, int, int]](), list[tuple[_Filling, int, int]]()
+        found: list[tuple[Request, int, int]] = []
+        looked: list[tuple[_Filling, int, int]] = []
         for name in dict.fromkeys(names):
             if (filling := self._of.get(name)) is None:
                 continue
