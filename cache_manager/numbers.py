@@ -174,7 +174,10 @@ class Numbers:
 
     def cells_of(self, slots: Ints) -> tuple[Ints, Bits] | None:
         """The cells of ``slots``, each once, and the bits in each; ``None`` if a slot is given twice. Lock held."""
-        cells, bits = self.bit_by_bit(slots)
+        return self.each_once(slots, *self.bit_by_bit(slots))
+
+    def each_once(self, slots: Ints, cells: Ints, bits: Bits) -> tuple[Ints, Bits] | None:
+        """:meth:`cells_of` slots with these ``cells`` and ``bits``, which are the answer if no cell is there twice."""
         runs = slots.size > 1 and slots[1] == slots[0] + 1  # a prefill, if any, comes first
         if not runs and self.differ(cells):  # one row of each sequence, as decode has them
             return cells, bits

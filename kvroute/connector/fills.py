@@ -5,7 +5,7 @@ A request that computes one token a step is looked at when its block can be full
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -44,6 +44,7 @@ class Fills:
         self._due: dict[int, list[str]] = {}  # requests, by step
         self._lives: NDArray[np.int64] = np.zeros(blocks, np.int64)  # of blocks whose rows went by their KV,
         self._front: NDArray[np.int64] = np.zeros(blocks, np.int64)  # and of how many of their tokens
+        self._came = False  # whether there were any
 
     def admitted(self, request: Request, done: int, *, loaded: bool) -> None:
         """The request has blocks now, of which the first ``done`` tokens were hit here or are ``loaded``."""
@@ -55,34 +56,45 @@ class Fills:
 
     def by_kv(self, blocks: Sequence[int], lives: NDArray[np.int64]) -> None:
         """Rows come for these blocks, by their KV."""
-        self._lives[blocks], self._front[blocks] = lives, self._size
+        self._lives[blocks], self._front[blocks], self._came = lives, self._size, True
 
-    def tokens_by_kv(self, blocks: NDArray[np.int64], lives: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Which tokens of these blocks have rows that came by KV: ``[n * size]``."""
+    def tokens_by_kv(self, blocks: NDArray[np.int64], lives: NDArray[np.int64]) -> NDArray[np.bool_] | None:
+        """Which tokens of these blocks have rows that came by KV: ``[n * size]``; ``None``: no row has ever come."""
+        if not self._came:
+            return None
         front = np.where(self._lives[blocks] == lives, self._front[blocks], 0)
         return (np.arange(self._size) < front[:, None]).reshape(-1)
 
-    def step(self, scheduled: Mapping[str, int], tokens: int, *, stores: bool) -> Iterator[tuple[Request, int, int]]:
+    def step(self, scheduled: Mapping[str, int], tokens: int, *, stores: bool) -> list[tuple[Request, int, int]]:
         """The requests and their blocks ``[first, last)`` that a step of so many ``tokens`` completes.
 
         Drafts that may fail have no hashes, and so are not among them. Where the step ``stores`` nothing they come
-        later, with those of another one.
+        later, with those of another one; so they do after a call that has raised.
         """
-        self._step += 1
-        names = self._due.pop(self._step, [])
+        step, size = self._step + 1, self._size
+        names: Iterable[str] = self._due.get(step, ())
         if tokens > len(scheduled):  # in the order of the step: a request may have hit blocks that one before it fills
             due = set(names)
-            names = [name for name, n in scheduled.items() if n > 1 or name in due] + names
+            names = [*(name for name, n in scheduled.items() if n > 1 or name in due), *names]
+        found: list[tuple[Request, int, int]] = []
+        looked: list[tuple[_Filling, int, int]] = []
         for name in dict.fromkeys(names):
             if (filling := self._of.get(name)) is None:
                 continue
-            n, at, wait = scheduled.get(name, 0), filling.request.num_computed_tokens, 1
+            n, at, done, wait = scheduled.get(name, 0), filling.request.num_computed_tokens, filling.done, 1
             if n and stores:
                 # tokens are computed again after KV has failed to load; else nothing is done until a block is full
-                if not 0 <= at - filling.done < self._size - n and (full := self._filled(filling, at, n)):
-                    yield full
-                wait = 1 if filling.loaded else max(1, filling.done + self._size - at - n)
-            self._look_at(filling, self._step + wait)
+                if not 0 <= at - done < size - n and (full := self._filled(filling, at, n)):
+                    found.append(full)
+                    done = full[2] * size
+                wait = 1 if filling.loaded else max(1, done + size - at - n)
+            looked.append((filling, done, step + wait))
+        self._step = step
+        self._due.pop(step, None)
+        for filling, done, due_at in looked:
+            filling.done = done
+            self._look_at(filling, due_at)
+        return found
 
     def _look_at(self, filling: _Filling, step: int) -> None:
         if not self._step < filling.due <= step:  # else it is looked at before
@@ -95,10 +107,7 @@ class Fills:
             for i, block in enumerate(self._blocks_of(request.request_id, at // size, done // size)):
                 self._front[block] = min(self._front[block], 0 if i else at % size)
         first, last = min(done, at) // size, min((at + n) // size, len(request.block_hashes))
-        if last <= first:
-            return None
-        filling.done = last * size
-        return request, first, last
+        return (request, first, last) if first < last else None
 
 
 __all__ = ["Fills", "Request"]

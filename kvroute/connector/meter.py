@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
@@ -32,10 +33,14 @@ Taken = dict[str, dict[str, Any]]
 
 
 class Meter:
-    """``look()`` returns the present counters of each tier, a number or a dataclass of numbers by name."""
+    """``look()`` returns the present counters of each tier, a number or a dataclass of numbers by name.
+
+    Any thread may count; one at a time takes.
+    """
 
     def __init__(self, look: Callable[[], Mapping[str, Any]]) -> None:
         self._look, self._missing, self._causes = look, Counter[str](), set[str]()
+        self._counting = threading.Lock()  # guards the two: several threads miss tokens, another one takes
         self._before: dict[str, int] = {}
         self._times: deque[tuple[str, float]] = deque(maxlen=TIMES_MAX)
         self._next_s = 0.0
@@ -46,10 +51,11 @@ class Meter:
     def miss(self, cause: str, tokens: int) -> None:
         """Count ``tokens`` without rows; ``cause`` in words, without the details after a colon."""
         cause = cause.partition(":")[0]
-        if cause not in self._causes and len(self._causes) >= CAUSES_MAX:
-            cause = "other"
-        self._causes.add(cause)
-        self._missing[cause] += tokens
+        with self._counting:
+            if cause not in self._causes and len(self._causes) >= CAUSES_MAX:
+                cause = "other"
+            self._causes.add(cause)
+            self._missing[cause] += tokens
 
     def take(self) -> Taken | None:
         """What has happened since the last call; ``None`` if that was less than ``EVERY_S`` ago, or nothing has."""
@@ -62,7 +68,9 @@ class Meter:
         while self._times:
             what, seconds = self._times.popleft()
             times.setdefault(what, []).append(seconds)
-        missing, self._before, self._missing = dict(self._missing), counted, Counter()
+        with self._counting:
+            missing, self._missing = dict(self._missing), Counter()
+        self._before = counted
         taken: Taken = {EVENTS: grown, MISSING: missing, SECONDS: times}
         return taken if any(taken.values()) else None
 

@@ -255,7 +255,8 @@ class SchedulerRows:
 
     def _filled(self, fills: Fills, scheduled: Mapping[str, int], tokens: int) -> list[Run]:
         """The blocks that this step completes; they are to be stored."""
-        full, runs = dict[BlockKey, int](), list[Run]()
+        full: dict[BlockKey, int] = {}
+        runs: list[Run] = []
         for request, first, last in fills.step(scheduled, tokens, stores=not self.weights.mixed):
             held = self.blocks_of(request.request_id, max(0, first - 1), last)
             runs.append(run := Run(held[0], held[1:]) if first else Run(-1, held))
@@ -312,7 +313,8 @@ class SchedulerRows:
         weights = self.weights
         end = End(name, ids, lives, min(start, stop), stop, wrote, weights.changes, weights.version, weights.mixed)
         if self._fills is not None and self.engine.unseen:
-            end.by_kv = self._fills.tokens_by_kv(ids, lives)[:stop]
+            by_kv = self._fills.tokens_by_kv(ids, lives)
+            end.by_kv = None if by_kv is None else by_kv[:stop]
         return end
 
     def finished(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -94,6 +95,7 @@ class WorkerRows:
         self.transfers = Transfers(self.blocks, settings, self._miss, self.meter) if engine.transfer else None
         self._experts: int = engine.spec.attrs["num_experts"]
         self.ids = StepIds(engine.spec, engine.max_tokens, self._device)
+        self._counting = threading.Lock()  # guards the next: two threads count
         self.missing: Counter[str] = Counter()  # numbers of tokens without rows, by reason
         self._failed_jobs = False  # whether a job of the store has failed
         self._slots: torch.Tensor | None = None
@@ -328,9 +330,11 @@ class WorkerRows:
     def _miss(self, reason: str, tokens: int) -> None:
         if not tokens:
             return
-        if reason not in self.missing:
+        with self._counting:
+            first = reason not in self.missing
+            self.missing[reason] += tokens
+        if first:
             logger.warning("%d tokens have no rows: %s; further ones are counted", tokens, reason)
-        self.missing[reason] += tokens
         self.meter.miss(reason, tokens)
 
     def _counters(self) -> dict[str, Any]:

@@ -9,7 +9,7 @@ model; and no more rows are ever found under an origin than those that were hand
 from __future__ import annotations
 
 import numpy as np
-from blocks_model import BLOCK, DEVICE, END, MEANWHILE, SIZES, SOME, SPEC, TIERS, TOKENS, slots_of
+from blocks_model import BLOCK, DEVICE, END, MEANWHILE, SIZES, SOME, SPEC, STEPS_MAX, TIERS, TOKENS, slots_of
 from blocks_stored import BlocksStored
 from budget import examples
 from canary import canary_rows
@@ -105,6 +105,27 @@ class BlocksMachine(BlocksStored):
         slots; all of the slots are kept, or only some."""
         at = slots_of(data.draw(BLOCK)) if whole else data.draw(st.lists(st.integers(-1, END - 1), max_size=4))
         kept = data.draw(st.lists(st.booleans(), min_size=len(at), max_size=len(at))) if some else [True] * len(at)
+        self.at_once(at, kept, some=some)
+
+    @rule(
+        blocks=SOME,
+        offsets=st.permutations(range(TOKENS)),
+        renewed=st.booleans(),
+        what=st.none() | st.sampled_from(MEANWHILE),
+        which=BLOCK,
+    )
+    def steps_at_once_follow_each_other(self, blocks, offsets, renewed, what, which) -> None:
+        """One row in each of the same blocks, as decode has them: a step like the one before it is looked at less.
+        Something becomes of one of these blocks, or of another one, between the second step and the third one."""
+        self.room(STEPS_MAX)
+        if renewed:
+            self.renew(blocks, bad=False)
+        for n, offset in enumerate(offsets):
+            if n == 2 and what:
+                self.something_becomes_of(which, what)
+            self.at_once([block * TOKENS + offset for block in blocks], [True] * len(blocks))
+
+    def at_once(self, at, kept, *, some=False) -> None:
         self.serial += 1
         rows = canary_rows(SPEC, [(self.serial, n) for n in range(len(at))])
         mask = np.array(kept, np.bool_) if some else None

@@ -154,7 +154,8 @@ def test_an_answer_names_the_origin_that_is_stored(house) -> None:
 
 
 def test_what_a_reader_needs_decides_whether_a_record_will_do() -> None:
-    """Goal: two engines with different ``required`` on one store. Method: one stores less than the other needs."""
+    """Goal: two engines with different ``required`` on one store. Method: one stores less than the other needs, which
+    then stores all under the same key."""
     store = open_store("memory:")
     specs = [SPEC, AuxBlockDataSpec("logprob", (), "float32", TOKENS)]
     arguments = {"blocks": 2, "namespace": Namespace("m", 1), "store": store}
@@ -168,6 +169,11 @@ def test_what_a_reader_needs_decides_whether_a_record_will_do() -> None:
         assert reader.counters.absent_blocks_not_restored == 1
         writer.renew([1])
         assert writer.restore({key: 1}, [1]) == {key: True}
+        reader.renew([1])
+        reader.write_step(slots(1), {"routing": np.ones((TOKENS, 3, 2), np.uint8), "logprob": np.ones(TOKENS, "f4")})
+        assert reader.persist({key: 1}, [1]) == {key: reader.origins([1])[0]}
+        reader.renew([0])
+        assert reader.restore({key: 0}, [2]) == {key: True}
 
 
 # ---------------------------------------------------------------- stores without a contract

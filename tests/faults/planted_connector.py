@@ -107,8 +107,8 @@ CONNECTOR_FAULTS = [
     _fault(
         "a request is looked at when its block has been full for a step",
         "connector/fills.py",
-        "max(1, filling.done + self._size - at - n)",
-        "max(1, filling.done + self._size - at - n + 1)",
+        "max(1, done + size - at - n)",
+        "max(1, done + size - at - n + 1)",
         FILLS,
         "test_no_block_is_found_later_than_it_is_full",
     ),
@@ -147,8 +147,8 @@ CONNECTOR_FAULTS = [
     _fault(
         "a connector inside another one hears nothing of weights",
         "integrations/vllm/core.py",
-        "config.instance_id == of.instance_id or config.model_config is of.model_config",
-        "config is of",
+        "config.instance_id == other.instance_id or config.model_config is other.model_config",
+        "config is other",
         CORE,
         "test_calls_of_the_core_about_weights_are_seen",
     ),
@@ -236,8 +236,8 @@ CONNECTOR_FAULTS = [
     _fault(
         "blocks that a request has hit are named before they are filled",
         "connector/fills.py",
-        "            names = [name for name, n in scheduled.items() if n > 1 or name in due] + names\n",
-        "            names += [name for name, n in scheduled.items() if n > 1]\n",
+        "            names = [*(name for name, n in scheduled.items() if n > 1 or name in due), *names]\n",
+        "            names = [*names, *(name for name, n in scheduled.items() if n > 1)]\n",
         "tests/kvroute/test_connector_fills.py::",
         "test_no_block_is_found_later_than_it_is_full",
     ),

@@ -12,6 +12,7 @@ KEYS = "tests/cache_manager/test_vocabulary.py::"
 REFUSED = "tests/cache_manager/test_refused_steps.py::"
 
 FENCE = "a step lands where no device may still write"
+BOOKS = "the_books_are_in_order"
 
 CORE_FAULTS = [
     Fault(
@@ -29,6 +30,30 @@ CORE_FAULTS = [
         "",
         MACHINE,
         FENCE,
+    ),
+    Fault(
+        "what was known of a step's blocks holds after a change",
+        "lock.py",
+        "        table.latest = None\n",
+        "",
+        MACHINE,
+        BOOKS,
+    ),
+    Fault(
+        "what was known of a step's blocks holds in their next life",
+        "table.py",
+        "if latest is not None and not count(self.among(latest[1], ids)):",
+        "if latest is not None:",
+        MACHINE,
+        BOOKS,
+    ),
+    Fault(
+        "what was known of a step's blocks holds for other blocks",
+        "step.py",
+        "cells.tobytes() == latest[0]:",
+        "cells.size == latest[1].size:",
+        MACHINE,
+        BOOKS,
     ),
     Fault(
         "a restore lands whatever has become of its block",
@@ -68,7 +93,7 @@ CORE_FAULTS = [
         "        republish(self.region, self.generations)\n",
         "        pass\n",
         MACHINE,
-        "the_books_are_in_order",
+        BOOKS,
     ),
     Fault(
         "a fork copies more rows than it may",

@@ -24,6 +24,14 @@ JOB_FAULTS = [
         "KV of another prefix or of other weights",
     ),
     Fault(
+        "a record without rows that are required here stays",
+        "stored.py",
+        "each.valid != valid[i]]",
+        "each.valid == valid[i]]",
+        JOBS + "test_what_a_reader_needs_decides_whether_a_record_will_do",
+        "test_what_a_reader_needs_decides_whether_a_record_will_do",
+    ),
+    Fault(
         "a job of a block of another life is done",
         "stored.py",
         "    return ids, lives, live & ours\n",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from budget import examples
 from hypothesis import given
 from hypothesis import strategies as st
@@ -56,3 +57,26 @@ def test_no_block_is_found_later_than_it_is_full(steps: list[list[int | str]], s
             done |= {name: last * SIZE for name, (_, last) in wanted.items()}
         for name, n in scheduled.items():
             requests[name].num_computed_tokens += n
+
+
+def test_a_call_that_raises_loses_no_request() -> None:
+    """Goal: what a failed call was to look at is looked at with the next step. Method: three requests decode the last
+    token of a block, of which the second has no hashes at first."""
+    fills, requests = Fills(256, SIZE, lambda *_: []), [Asked(str(i), range(2 * SIZE)) for i in range(3)]
+    hashes, scheduled = requests[1].block_hashes, dict.fromkeys("012", 1)
+    for request in requests:
+        fills.admitted(request, 0, loaded=False)
+        request.num_computed_tokens = SIZE - 1
+    del requests[1].block_hashes
+    with pytest.raises(AttributeError):
+        list(fills.step(scheduled, 3, stores=True))
+    requests[1].block_hashes = hashes
+    for done in (1, 2):
+        found = [(request.request_id, *blocks) for request, *blocks in fills.step(scheduled, 3, stores=True)]
+        assert found == [(name, done - 1, done) for name in scheduled]
+        for request in requests:
+            request.num_computed_tokens += 1
+        for _ in range(SIZE - 1):
+            assert not list(fills.step(scheduled, 3, stores=True))
+            for request in requests:
+                request.num_computed_tokens += 1

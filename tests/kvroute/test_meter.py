@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
+from typing import Self
 
 from cache_manager.lock import AuxCounters
 from cache_manager.ports import RecordCounters
@@ -41,6 +44,41 @@ def test_take_returns_the_counters_that_have_grown(monkeypatch) -> None:
     assert second == {EVENTS: {"transfer/node.rows": 4}, MISSING: {}, SECONDS: {"persist": [1.0]}}
     both = merged(first, second)
     assert (both[EVENTS], both[SECONDS]) == ({"blocks/rows": 3, "transfer/node.rows": 4}, {"persist": [0.5, 1.0]})
+
+
+class Slowly(int):
+    """A number that takes a while to be added to another."""
+
+    def __new__(cls, n: int, begun: threading.Event, go: threading.Event) -> Self:
+        made = super().__new__(cls, n)
+        made.begun, made.go = begun, go
+        return made
+
+    def __radd__(self, other: int) -> int:
+        self.begun.set()
+        self.go.wait(10)
+        return other + int(self)
+
+
+def test_no_count_is_lost_between_threads(monkeypatch) -> None:
+    """Goal: tokens that two threads miss are counted, each once, whatever is taken meanwhile. Method: one thread is in
+    the middle of adding when another one adds to the same cause, and a third one takes."""
+    monkeypatch.setattr(meter, "EVERY_S", 0.0)
+    found, begun, go, taken = Meter(dict), threading.Event(), threading.Event(), []
+    found.miss("one", 1)
+    calls = [partial(found.miss, "one", Slowly(2, begun, go)), partial(found.miss, "one", 4)]
+    calls.append(lambda: taken.append(found.take()))
+    threads = [threading.Thread(target=call) for call in calls]
+    for thread in threads:
+        thread.start()
+        assert begun.wait(10)
+    for thread in threads[1:]:
+        thread.join(0.05)  # a thread that does not wait is done by then
+    go.set()
+    for thread in threads:
+        thread.join(10)
+    taken.append(found.take())
+    assert sum(each[MISSING]["one"] for each in taken if each) == 7
 
 
 def test_it_is_taken_now_and_then_only() -> None:

@@ -17,7 +17,15 @@ from cache_manager.errors import ConfigError
 from cache_manager.keys import Namespace
 from kvroute.connector.ends import Answer
 from kvroute.connector.versions import Versions
-from kvroute.integrations.vllm.core import HEARD, answering, check_followed, heard, hears
+from kvroute.integrations.vllm.core import (
+    HEARD,
+    answering,
+    check_alone,
+    check_followed,
+    heard,
+    hears,
+    hears_no_more,
+)
 
 
 class Rows:
@@ -125,3 +133,23 @@ def test_calls_of_the_core_about_weights_are_seen(
         check_followed(rows)
     answering(lambda _: (None, True))(ours)
     check_followed(rows)
+
+
+def test_two_cores_of_one_configuration_are_refused() -> None:
+    """Goal: rows never hear what was said to another core. Method: a second connector whose core has the configuration
+    of the first one's, a copy of it, or one made anew from it; then without the first one."""
+    config = SimpleNamespace(instance_id="c", model_config=object())
+    again = copy(config), SimpleNamespace(instance_id="d", model_config=config.model_config)
+    check_alone(config)
+    hears(config, first := Rows(Versions(Namespace("m", 5), 5, lambda _: None, named=True)))
+    for other in (config, *again):
+        with pytest.raises(ConfigError, match="a configuration of its own"):
+            check_alone(other)
+    check_alone(SimpleNamespace(instance_id="e", model_config=object()))
+    hears_no_more(first)
+    check_alone(config)
+    hears(config, second := Rows(first.weights))
+    heard(HEARD["set_weight_version"], lambda *_: None)(SimpleNamespace(vllm_config=config), "7")
+    assert (first.weights.version, second.followed) == (7, False)
+    del second  # a core that was dropped without its shutdown
+    check_alone(config)

@@ -33,6 +33,7 @@ class RowsWithKV(Base):  # type: ignore[misc]
         super().__init__(vllm_config, role, kv_cache_config)
         self._engine = engine_of(vllm_config, kv_cache_config, type(self).inner)
         if role.name == "SCHEDULER":
+            core.check_alone(vllm_config)
             self._scheduler_rows = SchedulerRows(self._engine)
             core.follow()
             core.hears(vllm_config, self._scheduler_rows)
@@ -245,9 +246,10 @@ class RowsWithKV(Base):  # type: ignore[misc]
 
     def shutdown(self) -> None:
         super().shutdown()
-        for rows in ("_scheduler_rows", "_worker_rows"):
-            if rows in self.__dict__:
-                self.__dict__.pop(rows).close()
+        for name in ("_scheduler_rows", "_worker_rows"):
+            if (rows := self.__dict__.pop(name, None)) is not None:
+                core.hears_no_more(rows)
+                rows.close()
 
 
 def _names_of(request: Any) -> tuple[str, str | None]:

@@ -46,10 +46,23 @@ def follow() -> None:
                 setattr(made, FIELD, True)
 
 
+def check_alone(config: Any) -> None:
+    """Raise :class:`ConfigError` if rows of this ``config``, or of one that it is a copy of, hear a core already: which
+    of two cores a change of weights is for could not be told."""
+    if any(each() is not None and _same(config, other) for other, each in _HEARING):
+        wanted = "one of kvroute in each engine core, and a configuration of its own for each core of a process"
+        raise ConfigError("kv_connector", wanted, f"a second one of configuration {config.instance_id}")
+
+
 def hears(config: Any, rows: Any) -> None:
     """These ``rows`` belong to the engine core with this ``config``, or with the one that it is a copy of: their
     connector may be inside another."""
     _HEARING[:] = [*((other, each) for other, each in _HEARING if each() is not None), (config, weakref.ref(rows))]
+
+
+def hears_no_more(rows: Any) -> None:
+    """The core of these ``rows`` has shut down."""
+    _HEARING[:] = [(config, each) for config, each in _HEARING if each() is not rows]
 
 
 def heard(hear: Callable[..., None], call: Callable[..., Any]) -> Callable[..., Any]:
@@ -65,14 +78,16 @@ def heard(hear: Callable[..., None], call: Callable[..., Any]) -> Callable[..., 
 
 
 def _rows_of(core: Any) -> list[Any]:
-    """The rows of a core. A copy of a configuration keeps its id; one made anew from it keeps the unchanged parts."""
-    found: list[Any] = []
+    """The rows of a core, if it has any yet."""
     of: Any = getattr(core, "vllm_config", None)
-    for config, each in _HEARING if of is not None else ():
-        same = config.instance_id == of.instance_id or config.model_config is of.model_config
-        if same and (rows := each()) is not None:
-            found.append(rows)
-    return found
+    found = [each() for config, each in _HEARING if of is not None and _same(config, of)]
+    return [rows for rows in found if rows is not None]
+
+
+def _same(config: Any, other: Any) -> bool:
+    """Whether both are of one core. A copy of a configuration keeps its id; one made anew from it keeps the unchanged
+    parts."""
+    return bool(config.instance_id == other.instance_id or config.model_config is other.model_config)
 
 
 def check_followed(rows: Any) -> None:

@@ -1,0 +1,46 @@
+"""What is under way over the blocks of a table: steps, and copies. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import numpy as np
+
+from cache_manager.numbers import Bits, Flags, Ints
+
+NO_INTS: Final[Ints] = np.empty(0, np.int64)
+
+
+@dataclass(slots=True, eq=False)
+class Claim:
+    """What a step in flight will write: rows at ``slots [n]``, in ``cells [m]``, each once, with their ``bits [m]``.
+
+    A device writes at ``reach``, which includes slots that were dropped from the step. The blocks of those are among
+    ``blocks``, in a generation that no block has.
+    """
+
+    step: Any
+    slots: Ints
+    cells: Ints
+    bits: Bits
+    in_place: bool
+    reach: Ints
+    blocks: Ints  # each once
+    generations: Ints  # of ``blocks``, at the beginning
+    mine: Flags | None = None  # which slots are still the step's; None: all
+    sealed: bool = False  # whether an origin of the blocks may have ended since the beginning
+
+    @property
+    def held(self) -> Ints:
+        """The slots that are still the step's."""
+        return self.slots if self.mine is None else self.slots[self.mine]
+
+
+@dataclass(slots=True, eq=False)
+class Fence:
+    """A copy into blocks ``ids [n]`` that runs without the lock, until it is ``over``."""
+
+    ids: Ints = field(default_factory=lambda: NO_INTS)
+    changes: Ints = field(default_factory=lambda: NO_INTS)  # of the blocks, at the beginning
+    over: bool = False
