@@ -232,7 +232,7 @@ class FileStore(Shelf):
                     older = self.index.find(keys) if again else []
                     extent.hold(start, heads)
                     extent.used_at = self.calls
-                    self.index.add(extent, np.arange(start, start + count))
+                    self.index.add_keys(extent, start, keys)
                     self._forget(older)
                 runs.pop(0)
                 at += count
@@ -256,7 +256,7 @@ class FileStore(Shelf):
         """Erase the heads of forgotten records, so that none comes back; ``OSError``. Held: writing."""
         while self._unsure:
             extent, start, count = self._unsure[-1]
-            extent.write_heads(self._disk, start, np.zeros((count, extent.head_nbytes), np.uint8))
+            extent.write_heads(self._disk, start, bytes(count * extent.head_nbytes))
             self._directory.tell(extent.shape.number, start, count)
             self._unsure.pop()
             extent.release(start, count)
