@@ -71,7 +71,7 @@ STORE_FAULTS = (
     Fault(
         "a slot is used again under its old head",
         "storage/file/extent.py",
-        'if self.lost or self.packed(start, len(heads)).strip(b"\\0"):',
+        'if self.lost or self.packed(start, len(payloads)).strip(b"\\0"):',
         "if False:",
         FILES + "::test_a_process_that_ends_at_any_byte_leaves_whole_records",
         "test_a_process_that_ends_at_any_byte_leaves_whole_records",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 from faulty_disk import FaultyDisk
@@ -12,8 +13,9 @@ from cache_manager.errors import ConfigError, StorageError
 from cache_manager.storage.disk import Space
 from cache_manager.storage.file import FileStore
 from cache_manager.storage.file.directory import LockedDirectory
+from cache_manager.storage.file.extent import EXTENTS_MAX
 from cache_manager.testing.records import key_of, put
-from tests.storage.stores import PER_EXTENT, SMALL_NBYTES, Clock, files, opened, put_others, reading, there
+from tests.storage.stores import MEMORY, PER_EXTENT, SMALL_NBYTES, Clock, files, opened, put_others, reading, there
 
 
 def test_the_quota_is_exact_and_extents_change_hands(tmp_path: Path) -> None:
@@ -31,6 +33,23 @@ def test_the_quota_is_exact_and_extents_change_hands(tmp_path: Path) -> None:
     with opened(tmp_path, quota_nbytes=2 * SMALL_NBYTES) as store:
         assert sum(path.stat().st_size for path in files(tmp_path)) <= 2 * SMALL_NBYTES
         assert store.usage()["records"] > 0
+
+
+def test_no_more_extents_are_made_than_can_be_opened_again() -> None:
+    """A bug that was found: a store with small extents made more of them than opening takes, and refused the newest.
+    Method: extents of one record, in a quota with room for more than 512 of them; then another layout's record."""
+    with TemporaryDirectory(dir=MEMORY) as scratch:
+        directory, options = Path(scratch), {"quota_nbytes": 16 << 20, "extent_nbytes": 1}
+        with opened(directory, **options) as store:
+            for first in range(0, 600, 100):
+                assert all(put(store, range(first, first + 100)))
+            assert len(files(directory)) == len(there(store, range(600))) == EXTENTS_MAX
+            assert put_others(store, [0]) == 1
+            stored = there(store, range(600))
+            assert len(stored) == EXTENTS_MAX - 1
+        with opened(directory, **options) as store:
+            assert there(store, range(600)) == stored
+            assert store.usage()["refused_files"] == 0
 
 
 def test_an_extent_that_cannot_be_removed_stops_no_puts_of_another_layout(

@@ -182,18 +182,19 @@ class Extent:
     def release(self, start: int, count: int) -> None:
         """Let slots that hold nothing, and have no heads on the disk, be taken again."""
         self.heads[start : start + count] = 0
-        self.uses[start : start + count] = FREE
+        self.use_bytes[start : start + count] = bytes([FREE]) * count
         self.free_at = min(self.free_at, start)
 
-    def hold(self, start: int, heads: Heads) -> None:
-        """Serve records in slots."""
-        self.heads[start : start + len(heads)] = heads
-        self.uses[start : start + len(heads)] = 1
+    def hold(self, start: int, heads: bytearray) -> None:
+        """Serve the records of packed heads in slots."""
+        at, count = start * self.head_nbytes, len(heads) // self.head_nbytes
+        self.raw[at : at + len(heads)] = heads
+        self.use_bytes[start : start + count] = b"\1" * count
 
     def forget(self, start: int, count: int = 1) -> None:
         """Stop serving the records in slots."""
         self.heads[start : start + count, KEY_AT : KEY_AT + 32] = 0
-        self.uses[start : start + count] = TAKEN
+        self.use_bytes[start : start + count] = bytes([TAKEN]) * count
 
     def use(self, start: int, count: int, call: int) -> None:
         """Count that records were asked for, or put again."""
@@ -208,16 +209,17 @@ class Extent:
             for generation, origin, sum_, key, valid in self._header.iter_unpack(heads)
         ]
 
-    def pack(self, headers: Sequence[RecordHeader], tick: int, created_ms: int) -> Heads:
-        """Heads for records, the first with ``tick``, the next with one more, and so on."""
+    def pack(self, headers: Sequence[RecordHeader], tick: int, created_ms: int) -> bytearray:
+        """Packed heads for records, the first with ``tick``, the next with one more, and so on."""
         pack = self._head.pack
         parts = [
             pack(at, created_ms, h.generation, h.origin, h.payload_xxh3, h.key, h.valid, 0)
             for at, h in enumerate(headers, tick)
         ]
-        heads = np.frombuffer(bytearray().join(parts), np.uint8).reshape(len(parts), -1)
+        packed = bytearray().join(parts)
+        heads = np.frombuffer(packed, np.uint8).reshape(len(parts), -1)
         _column(heads, self.head_nbytes - 8)[:] = self._sums(heads)
-        return heads
+        return packed
 
     def clean(self, heads: Heads) -> int:
         """Turn damaged heads into zeros, in place; how many of them were not zeros before."""
@@ -279,17 +281,18 @@ class Extent:
         self.uses[self.ticks > 0] = 1
         return damaged
 
-    def write(self, disk: Disk, start: int, heads: Heads, payloads: Sequence[Buffer]) -> None:
+    def write(self, disk: Disk, start: int, heads: bytearray, payloads: Sequence[Buffer]) -> None:
         """Write records into slots: zeros where there may be heads, payloads, heads; in memory nothing yet."""
-        if self.lost or self.packed(start, len(heads)).strip(b"\0"):
-            self.write_heads(disk, start, np.zeros_like(heads))
+        if self.lost or self.packed(start, len(payloads)).strip(b"\0"):
+            self.write_heads(disk, start, bytes(len(heads)))
         pad = bytes(self.shape.step - self.shape.layout[1])
         vector = [part for payload in payloads for part in (payload, pad)] if pad else payloads
-        write_all(disk, self.fd, vector, self.payload_at(start), len(heads) * self.shape.step)
+        write_all(disk, self.fd, vector, self.payload_at(start), len(payloads) * self.shape.step)
         self.write_heads(disk, start, heads)
 
-    def write_heads(self, disk: Disk, start: int, heads: Heads) -> None:
-        write_all(disk, self.fd, [heads.data], PAGE_NBYTES + start * self.head_nbytes, heads.nbytes)
+    def write_heads(self, disk: Disk, start: int, heads: bytes | bytearray) -> None:
+        """Write packed heads, or zeros."""
+        write_all(disk, self.fd, [heads], PAGE_NBYTES + start * self.head_nbytes, len(heads))
         self.dirty = True  # last: a sync already under way may not see them
 
 

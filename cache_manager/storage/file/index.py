@@ -27,6 +27,7 @@ _NBYTES: Final = 12
 _ENTRY: Final = np.dtype([("tag", "<u8"), ("slot", "<u4")])
 _TAG = struct.Struct("<24xQ")  # of a key
 _SLOT = struct.Struct("<8xI")  # of an entry
+_PACKED = struct.Struct("<8sI")  # an entry
 _PER_BUCKET: Final = 32
 _BUCKETS_MIN: Final = 1024
 
@@ -89,9 +90,19 @@ class KeyIndex:
 
     def add(self, extent: Extent, slots: NDArray[np.int64]) -> None:
         """Find what is in these slots; no other slot may have a record of these keys."""
-        buckets, entries = self._buckets, np.empty(len(slots), _ENTRY)
+        entries = np.empty(len(slots), _ENTRY)
         entries["tag"], entries["slot"] = extent.tags[slots], slots + (extent.ordinal << _BITS)
-        numbers, packed = (entries["tag"] >> np.uint64(self._shift)).tolist(), entries.tobytes()
+        self._enter((entries["tag"] >> np.uint64(self._shift)).tolist(), entries.tobytes())
+
+    def add_keys(self, extent: Extent, start: int, keys: Sequence[BlockKey]) -> None:
+        """As :meth:`add`, for the keys of neighbours: without arrays, whose code is rarely in a processor's cache."""
+        shift, tag_of, entry, slot = self._shift, _TAG.unpack, _PACKED.pack, start + (extent.ordinal << _BITS)
+        packed = b"".join([entry(key[24:], i) for i, key in enumerate(keys, slot)])
+        self._enter([tag_of(key)[0] >> shift for key in keys], packed)
+
+    def _enter(self, numbers: Sequence[int], packed: bytes) -> None:
+        """Put entries into the buckets of these numbers."""
+        buckets = self._buckets
         for which, at in zip(numbers, range(0, len(packed), _NBYTES), strict=True):
             if len(bucket := buckets[which]) >= 2 * _PER_BUCKET * _NBYTES:
                 old = dict.fromkeys(bucket[i : i + _NBYTES] for i in range(0, len(bucket), _NBYTES))

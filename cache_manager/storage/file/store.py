@@ -25,7 +25,16 @@ from cache_manager.spec import align
 from cache_manager.storage.disk import Disk
 from cache_manager.storage.file.clock import Clock
 from cache_manager.storage.file.directory import LockedDirectory, parse_name
-from cache_manager.storage.file.extent import PAGE_NBYTES, Extent, Layout, Run, Shape, make_extent, open_extents
+from cache_manager.storage.file.extent import (
+    EXTENTS_MAX,
+    PAGE_NBYTES,
+    Extent,
+    Layout,
+    Run,
+    Shape,
+    make_extent,
+    open_extents,
+)
 from cache_manager.storage.file.index import Found, KeyIndex
 from cache_manager.storage.file.reader import Shelf
 
@@ -223,7 +232,7 @@ class FileStore(Shelf):
                     older = self.index.find(keys) if again else []
                     extent.hold(start, heads)
                     extent.used_at = self.calls
-                    self.index.add(extent, np.arange(start, start + count))
+                    self.index.add_keys(extent, start, keys)
                     self._forget(older)
                 runs.pop(0)
                 at += count
@@ -247,7 +256,7 @@ class FileStore(Shelf):
         """Erase the heads of forgotten records, so that none comes back; ``OSError``. Held: writing."""
         while self._unsure:
             extent, start, count = self._unsure[-1]
-            extent.write_heads(self._disk, start, np.zeros((count, extent.head_nbytes), np.uint8))
+            extent.write_heads(self._disk, start, bytes(count * extent.head_nbytes))
             self._directory.tell(extent.shape.number, start, count)
             self._unsure.pop()
             extent.release(start, count)
@@ -301,7 +310,8 @@ class FileStore(Shelf):
             try:
                 room = self._room()
                 shape = Shape.within(0, layout, min(wanted, room))
-                if shape.slots and shape.nbytes >= least and (has or room >= wanted or not self._oldest(clock)):
+                fits = shape.slots and shape.nbytes >= least and len(self.index.extents) < EXTENTS_MAX
+                if fits and (has or room >= wanted or not self._oldest(clock)):
                     shape.number = max((parse_name(name) or 0 for name in self._directory.names()), default=0) + 1
                     self._join([make_extent(self._disk, self._directory, shape)])
                     self._directory.tell(shape.number)
