@@ -53,7 +53,7 @@ class LocalRollouts(PartStore):
         self._sync = sync
         self._disk = disk or Disk()
         self._lock = threading.Lock()
-        self._unsynced: dict[str, None] = {}
+        self._unsynced: dict[str, str] = {}  # the last put of each file, the oldest first
         with _translated(self.directory):
             self.directory.mkdir(parents=True, exist_ok=True)
 
@@ -89,7 +89,7 @@ class LocalRollouts(PartStore):
         if not self._sync:
             with self._lock:
                 self._unsynced.pop(place, None)
-                self._unsynced[place] = None
+                self._unsynced[place] = handle.put_id
         return handle
 
     @contextmanager
@@ -170,16 +170,14 @@ class LocalRollouts(PartStore):
             self._sync_path(self.directory)
 
     def _sync_file(self, place: str) -> None:
-        """Sync one put. A put meanwhile waits for the next flush, as does a file that cannot be synced."""
+        """Sync a file. It waits for a flush until that has succeeded, and longer if it was put again meanwhile."""
         with self._lock:
-            self._unsynced.pop(place, None)
-        try:
-            with _translated(place), suppress(FileNotFoundError):  # deleted meanwhile
-                self._sync_path(place)
-        except BaseException:
-            with self._lock:
-                self._unsynced.setdefault(place)
-            raise
+            put = self._unsynced.get(place)
+        with _translated(place), suppress(FileNotFoundError):  # deleted meanwhile
+            self._sync_path(place)
+        with self._lock:
+            if self._unsynced.get(place) == put:
+                self._unsynced.pop(place, None)
 
     def _sync_path(self, path: str | Path) -> None:
         """Sync a directory's entries, or a file's bytes."""
