@@ -28,7 +28,7 @@ from cache_manager.storage.batch import chunks
 from cache_manager.storage.mooncake import open_mooncake_store
 from cache_manager.storage.url import StoreUrl
 from kvroute.rollout.handle import CutSettings, RolloutHandle
-from kvroute.rollout.parts import GoneError, Parts, PartStore, Read, Record
+from kvroute.rollout.parts import GoneError, Parts, PartStore, Record
 from kvroute.routes.parts import Range
 
 POINTER_NBYTES: Final = 4096
@@ -89,8 +89,8 @@ class MooncakeRollouts(PartStore):
         return pointers[-1][1].handle if pointers else None
 
     @contextmanager
-    def _opened(self, handle: RolloutHandle) -> Iterator[tuple[Read, Parts]]:
-        (header,) = self._load(handle, [HEADER], [handle.header_nbytes])
+    def _opened(self, handle: RolloutHandle) -> Iterator[tuple[Buffer, Parts]]:
+        (head,) = self._load(handle, [HEADER], [handle.header_nbytes])
 
         def parts(runs: Sequence[Range]) -> Iterator[tuple[Range, Buffer]]:
             starts = ((run, handle.grid.starts(*run)) for run in runs)
@@ -99,7 +99,7 @@ class MooncakeRollouts(PartStore):
                 content = self._load(handle, batch, map(sizes.__getitem__, batch))
                 yield from (((n, n + 1), each) for n, each in zip(batch, content, strict=True))
 
-        yield lambda at, nbytes: header[at : at + nbytes], parts
+        yield head, parts
 
     def _delete(self, handle: RolloutHandle) -> None:
         pointers = self._pointers(handle.rollout_id)
