@@ -66,7 +66,7 @@ class LeftRoutes:
         """Whether this process knows, without asking a store elsewhere, that nothing is left under this name."""
         try:
             near = self._store
-            return isinstance(near, ResponseRollouts) or (isinstance(near, LocalRollouts) and not near.has(name))
+            return isinstance(near, ResponseRollouts) or (isinstance(near, LocalRollouts) and near.find(name) is None)
         except KVRouteError:
             return False
 

@@ -16,7 +16,7 @@ import fcntl
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
@@ -26,9 +26,12 @@ from cache_manager.record import Buffer
 from cache_manager.storage.disk import Disk, open_regular, read_all, write_all
 from cache_manager.storage.url import StoreUrl
 from kvroute.rollout.handle import CutSettings, RolloutHandle
-from kvroute.rollout.ids import checked_id, file_name
-from kvroute.rollout.parts import GoneError, Parts, PartStore, Read, Record, header_of, parts_behind_header
+from kvroute.rollout.ids import file_name
+from kvroute.rollout.parts import GoneError, Parts, PartStore, Record, parts_behind_header
+from kvroute.routes.wire import FIXED_NBYTES, header_nbytes, unpack
 
+Read = Callable[[int, int], bytearray]
+"""``(offset, nbytes)``: that many bytes of a file, fewer at its end."""
 LOCK_S: Final = 30.0
 """How long a writer waits for another one of the same rollout."""
 LOCK_POLL_S: Final = 0.002
@@ -53,24 +56,9 @@ class LocalRollouts(PartStore):
         self._sync = sync
         self._disk = disk or Disk()
         self._lock = threading.Lock()
-        self._unsynced: dict[str, None] = {}
+        self._unsynced: dict[str, str] = {}  # the last put of each file, the oldest first
         with _translated(self.directory):
             self.directory.mkdir(parents=True, exist_ok=True)
-
-    def has(self, rollout_id: str) -> bool:
-        """Whether a record is left under this id, sound or not: one look at the directory, without opening a file.
-
-        :class:`KVRouteError` for an invalid id, a closed store, and an unreadable directory.
-        """
-        self._check_open()
-        place = self._place(checked_id(rollout_id))
-        try:
-            os.lstat(place)
-        except FileNotFoundError:
-            return False
-        except OSError as error:
-            raise StorageError(f"rollouts at {place}: {error}") from error
-        return True
 
     def _write(self, handle: RolloutHandle, record: Record) -> RolloutHandle:
         place = self._place(handle.rollout_id)
@@ -89,24 +77,24 @@ class LocalRollouts(PartStore):
         if not self._sync:
             with self._lock:
                 self._unsynced.pop(place, None)
-                self._unsynced[place] = None
+                self._unsynced[place] = handle.put_id
         return handle
 
     @contextmanager
-    def _opened(self, handle: RolloutHandle) -> Iterator[tuple[Read, Parts]]:
-        with self._reading(self._place(handle.rollout_id)) as read:
-            yield read, parts_behind_header(handle, lambda ranges: [read(*each) for each in ranges])
+    def _opened(self, handle: RolloutHandle) -> Iterator[tuple[Buffer, Parts]]:
+        with self._reading(self._place(handle.rollout_id)) as (head, read):
+            yield head, parts_behind_header(handle, lambda ranges: [read(*each) for each in ranges])
 
     def _find(self, rollout_id: str) -> RolloutHandle:
-        with self._reading(self._place(rollout_id)) as read:
-            return RolloutHandle.of(self.scheme, *header_of(read))
+        with self._reading(self._place(rollout_id)) as (head, _):
+            return RolloutHandle.of(self.scheme, unpack(head), len(head))
 
     def _delete(self, handle: RolloutHandle) -> None:
         place = self._place(handle.rollout_id)
         with _translated(place), self._alone(place), suppress(GoneError, InvalidInputError):
-            with self._reading(place) as read:
-                header, _ = header_of(read)  # a damaged record may be of another put, and stays
-            if header.name == handle.name:
+            with self._reading(place) as (head, _):
+                name = unpack(head).name  # a damaged record may be of another put, and stays
+            if name == handle.name:
                 os.unlink(place)
 
     @contextmanager
@@ -140,19 +128,20 @@ class LocalRollouts(PartStore):
                 os.close(fd)
 
     @contextmanager
-    def _reading(self, place: str) -> Iterator[Read]:
-        """Read a file, which stays the same even if its name changes."""
+    def _reading(self, place: str) -> Iterator[tuple[Buffer, Read]]:
+        """The bytes before a record's parts, and what reads its file, which stays the same even if its name changes."""
         with _translated(place):
             fd = open_regular(place, os.O_RDONLY)
             try:
                 size = os.fstat(fd).st_size
 
-                def read(offset: int, nbytes: int) -> Buffer:
+                def read(offset: int, nbytes: int) -> bytearray:
                     room = bytearray(max(min(nbytes, size - offset), 0))
                     came = read_all(self._disk, fd, [room], offset, len(room))
                     return room if came == nbytes else room[:came]
 
-                yield read
+                fixed = read(0, FIXED_NBYTES)
+                yield bytes(fixed) + read(FIXED_NBYTES, header_nbytes(fixed)), read
             finally:
                 os.close(fd)
 
@@ -170,16 +159,14 @@ class LocalRollouts(PartStore):
             self._sync_path(self.directory)
 
     def _sync_file(self, place: str) -> None:
-        """Sync one put. A put meanwhile waits for the next flush, as does a file that cannot be synced."""
+        """Sync a file. It waits for a flush until that has succeeded, and longer if it was put again meanwhile."""
         with self._lock:
-            self._unsynced.pop(place, None)
-        try:
-            with _translated(place), suppress(FileNotFoundError):  # deleted meanwhile
-                self._sync_path(place)
-        except BaseException:
-            with self._lock:
-                self._unsynced.setdefault(place)
-            raise
+            put = self._unsynced.get(place)
+        with _translated(place), suppress(FileNotFoundError):  # deleted meanwhile
+            self._sync_path(place)
+        with self._lock:
+            if self._unsynced.get(place) == put:
+                self._unsynced.pop(place, None)
 
     def _sync_path(self, path: str | Path) -> None:
         """Sync a directory's entries, or a file's bytes."""

@@ -3,13 +3,15 @@
 The header of a rollout's record and every part are objects of their own, named by the put and a number. They are
 written before any reader learns the put's id, and never change; the header proves the parts. A pointer, an object of
 fixed size under the rollout's name, names a put; the pointer with the largest number names the last one. A number has
-one of few places, which the first writer takes; the old pointer is removed when the next one is there. A caller with a
-handle needs no pointer.
+one of few places, which the first writer takes; old pointers are removed when the next one is there. The first number
+is random: a process that still removes the pointers of an earlier life of the name would else remove the first of the
+next. A caller with a handle needs no pointer.
 """
 
 from __future__ import annotations
 
 import hashlib
+import secrets
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -26,7 +28,7 @@ from cache_manager.storage.batch import chunks
 from cache_manager.storage.mooncake import open_mooncake_store
 from cache_manager.storage.url import StoreUrl
 from kvroute.rollout.handle import CutSettings, RolloutHandle
-from kvroute.rollout.parts import GoneError, Parts, PartStore, Read, Record
+from kvroute.rollout.parts import GoneError, Parts, PartStore, Record
 from kvroute.routes.parts import Range
 
 POINTER_NBYTES: Final = 4096
@@ -38,6 +40,10 @@ FINGERPRINT: Final = hashlib.blake2b(b"kvroute.rollout/3", digest_size=16).diges
 """The layout of every record here."""
 PLACES: Final = 64
 """Places of a rollout's pointers; all but one are free, unless many writers put it at once or removing one failed."""
+NUMBERS: Final = 1 << 32
+"""First numbers."""
+LOOKS_MAX: Final = 8
+"""Looks at a rollout's pointers while other processes move them."""
 LAYERS: Final = 4
 """The default number of layers in a part: every object costs the pool's master memory and a caller time."""
 HEADER: Final = -1
@@ -63,7 +69,7 @@ class MooncakeRollouts(PartStore):
     def _write(self, handle: RolloutHandle, record: Record) -> RolloutHandle:
         header, body = record
         parts: list[Buffer] = [body[a:b] for a, b in pairwise(handle.grid.starts(0, handle.grid.parts))]
-        keys = keys_of(handle, [*range(len(parts)), HEADER])
+        keys = keys_of(handle)
         try:
             for batch in chunks(zip(keys, [*parts, header], strict=True), lambda each: len(each[1]), BATCH_NBYTES):
                 stored = self.backend.put([_header(*each) for each in batch], [content for _, content in batch])
@@ -74,10 +80,8 @@ class MooncakeRollouts(PartStore):
             with suppress(StorageError):  # if the backend still answers
                 self.backend.delete(keys)
             raise
-        if before is not None:
-            key, earlier = before[0], before[1].handle
-            with suppress(StorageError):  # it is not found any more; the pool evicts it
-                self.backend.delete([key, *keys_of(earlier, [*range(earlier.grid.parts), HEADER])])
+        with suppress(StorageError):  # they are not found any more; the pool evicts them
+            self.backend.delete([each for key, of in before for each in (key, *keys_of(of.handle))])
         return handle
 
     def _find(self, rollout_id: str) -> RolloutHandle | None:
@@ -85,8 +89,8 @@ class MooncakeRollouts(PartStore):
         return pointers[-1][1].handle if pointers else None
 
     @contextmanager
-    def _opened(self, handle: RolloutHandle) -> Iterator[tuple[Read, Parts]]:
-        (header,) = self._load(handle, [HEADER], [handle.header_nbytes])
+    def _opened(self, handle: RolloutHandle) -> Iterator[tuple[Buffer, Parts]]:
+        (head,) = self._load(handle, [HEADER], [handle.header_nbytes])
 
         def parts(runs: Sequence[Range]) -> Iterator[tuple[Range, Buffer]]:
             starts = ((run, handle.grid.starts(*run)) for run in runs)
@@ -95,13 +99,13 @@ class MooncakeRollouts(PartStore):
                 content = self._load(handle, batch, map(sizes.__getitem__, batch))
                 yield from (((n, n + 1), each) for n, each in zip(batch, content, strict=True))
 
-        yield lambda at, nbytes: header[at : at + nbytes], parts
+        yield head, parts
 
     def _delete(self, handle: RolloutHandle) -> None:
         pointers = self._pointers(handle.rollout_id)
         # Those that were seen, and no others: a put just now has another place.
         seen = [key for key, _ in pointers] if pointers and pointers[-1][1].handle.put_id == handle.put_id else []
-        self.backend.delete([*seen, *keys_of(handle, [*range(handle.grid.parts), HEADER])])
+        self.backend.delete([*seen, *keys_of(handle)])
 
     def _flush(self) -> None:
         self.backend.flush()
@@ -124,9 +128,12 @@ class MooncakeRollouts(PartStore):
     def _pointers(self, rollout_id: str) -> list[tuple[BlockKey, Pointer]]:
         """The pointers by their numbers, with their keys. One that is damaged is counted, and removed."""
         places = pointers_of(rollout_id)
-        keys = [key for key, there in zip(places, self.backend.contains(places), strict=True) if there]
-        room = [bytearray(POINTER_NBYTES) for _ in keys]
-        found = self.backend.get_into(keys, [memoryview(page) for page in room])
+        for _ in range(LOOKS_MAX):
+            keys = [key for key, there in zip(places, self.backend.contains(places), strict=True) if there]
+            room = [bytearray(POINTER_NBYTES) for _ in keys]
+            found = self.backend.get_into(keys, [memoryview(page) for page in room])
+            if Absence.MISS not in found:
+                break  # else one was removed meanwhile, and the next may be in a place that was empty
         pointers = []
         for key, header, page in zip(keys, found, room, strict=True):
             if header is Absence.MISS:
@@ -141,10 +148,10 @@ class MooncakeRollouts(PartStore):
                     self.backend.delete([key])
         return sorted(pointers, key=lambda each: each[1].number)
 
-    def _point(self, handle: RolloutHandle) -> tuple[BlockKey, Pointer] | None:
-        """Make this the put that is found by its rollout's name; the pointer before."""
+    def _point(self, handle: RolloutHandle) -> list[tuple[BlockKey, Pointer]]:
+        """Make this the put that is found by its rollout's name; the pointers before."""
         pointers, places = self._pointers(handle.rollout_id), pointers_of(handle.rollout_id)
-        first = pointers[-1][1].number + 1 if pointers else 0
+        first = pointers[-1][1].number + 1 if pointers else secrets.randbelow(NUMBERS)
         for number in range(first, first + PLACES):
             page = _packed(Pointer(number, handle))
             header = _header(places[number % PLACES], page)
@@ -152,13 +159,14 @@ class MooncakeRollouts(PartStore):
             if stored is None:
                 raise StorageError(f"rollout {handle.rollout_id}: no room for a record of {POINTER_NBYTES} bytes")
             if stored.payload_xxh3 == header.payload_xxh3:  # else another writer was here first
-                return pointers[-1] if pointers else None
+                return pointers
         raise StorageError(f"rollout {handle.rollout_id} has {PLACES} pointers; delete it first")
 
 
-def keys_of(handle: RolloutHandle, numbers: Sequence[int]) -> list[BlockKey]:
-    """The keys of the parts with these numbers; :data:`HEADER` is one of them."""
+def keys_of(handle: RolloutHandle, numbers: Sequence[int] | None = None) -> list[BlockKey]:
+    """The keys of the parts with these numbers; by default of all, and then of the :data:`HEADER`."""
     put_id = bytes.fromhex(handle.put_id)
+    numbers = [*range(handle.grid.parts), HEADER] if numbers is None else numbers
     return [_key(b"part", put_id + number.to_bytes(8, "little", signed=True)) for number in numbers]
 
 

@@ -22,7 +22,7 @@ SCHEMA: Final = "nemo_rl.routed_experts_ref.v1"
 NAMESPACE: Final = "nemo_rl_routed_experts"
 REGISTRY: Final = "nrl_routed_experts_registry_"
 
-Key = tuple[int, int, int, str]
+Key = tuple[int, int, int, int, str]
 
 
 class Source:
@@ -79,12 +79,21 @@ class References:
             ray.get(registry.register_store.remote(self.instance, self.source))
 
     def put(
-        self, routes: Routes, tokens: int, *, request_id: str, task: int, rollout: int, weights_version: int
+        self,
+        routes: Routes,
+        tokens: int,
+        *,
+        request_id: str,
+        task: int,
+        rollout: int,
+        weights_version: int,
+        attempt: int = 0,
     ) -> dict[str, Any]:
         """The reference of a sample of ``tokens`` tokens; its last row and all missing rows are -1.
 
-        ``weights_version`` is that of the training step that uses the rows. :class:`InvalidInputError` for more experts
-        than int16 can name, and for an existing reference.
+        ``weights_version`` is that of the training step that uses the rows; ``attempt`` counts repetitions of the
+        request, which NeMo-RL tells apart. :class:`InvalidInputError` for more experts than int16 can name, and for an
+        existing reference.
         """
         if routes.layout.num_experts > 1 << 15:
             raise InvalidInputError("num_experts", f"at most {1 << 15}", routes.layout.num_experts)
@@ -97,6 +106,7 @@ class References:
             "key": "routed_experts",
             "task_index": task,
             "rollout_index": rollout,
+            "attempt_index": attempt,
             "target_weight_version": weights_version,
             "offset": 0,
             "length": len(rows),
@@ -111,5 +121,5 @@ class References:
 
 
 def _key(ref: Mapping[str, Any]) -> Key:
-    numbers = (int(ref[name]) for name in ("target_weight_version", "task_index", "rollout_index"))
-    return (*numbers, str(ref["request_id"]))  # type: ignore[return-value]
+    version, task, rollout = (int(ref[name]) for name in ("target_weight_version", "task_index", "rollout_index"))
+    return version, task, rollout, int(ref.get("attempt_index", 0)), str(ref["request_id"])

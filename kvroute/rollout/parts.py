@@ -25,7 +25,7 @@ from kvroute.rollout.ids import checked_id
 from kvroute.rollout.port import RolloutCounters
 from kvroute.routes import Routes
 from kvroute.routes.parts import Range
-from kvroute.routes.wire import FIXED_NBYTES, Header, header_nbytes, record, unpack
+from kvroute.routes.wire import Header, record, unpack
 
 
 class GoneError(StorageError):
@@ -34,12 +34,8 @@ class GoneError(StorageError):
 
 Record = tuple[bytes, memoryview]
 """The bytes of a header, and of all parts behind it."""
-Read = Callable[[int, int], Buffer]
-"""``(offset, nbytes)``: that many bytes of a record, fewer at its end."""
 BATCH_NBYTES: Final = 16 << 20
 """Bytes of parts that are read at once."""
-
-
 Parts = Callable[[Sequence[Range]], Iterable[tuple[Range, Buffer]]]
 """The bytes of runs of parts ``[first, stop)`` of a record, whole or run by shorter run."""
 
@@ -56,13 +52,6 @@ def parts_behind_header(handle: RolloutHandle, read: Callable[[list[Range]], Seq
             yield from zip(batch, read(wanted), strict=True)
 
     return parts
-
-
-def header_of(read: Read) -> tuple[Header, int]:
-    """A record's header, and how many bytes it has; :class:`InvalidInputError` names the first wrong field."""
-    fixed = read(0, FIXED_NBYTES)
-    nbytes = header_nbytes(fixed)
-    return unpack(fixed, read(FIXED_NBYTES, nbytes)), FIXED_NBYTES + nbytes
 
 
 class PartStore(ABC):
@@ -82,8 +71,8 @@ class PartStore(ABC):
         """Store a record, make it the put that is found, and answer the handle; or leave nothing and raise."""
 
     @abstractmethod
-    def _opened(self, handle: RolloutHandle) -> AbstractContextManager[tuple[Read, Parts]]:
-        """One stored record, open for the ``with`` block: readers of its header and of its parts."""
+    def _opened(self, handle: RolloutHandle) -> AbstractContextManager[tuple[Buffer, Parts]]:
+        """One stored record, open for the ``with`` block: the bytes before its parts, and what reads its parts."""
 
     @abstractmethod
     def _find(self, rollout_id: str, /) -> RolloutHandle | None: ...
@@ -140,8 +129,8 @@ class PartStore(ABC):
         self._check_open()
         chosen, rows = _wanted(handle, layers, spans)
         try:
-            with self._opened(handle) as (read, parts):
-                header = _checked(handle, *header_of(read))
+            with self._opened(handle) as (head, parts):
+                header = _checked(handle, unpack(head), len(head))
                 # Only now is the handle known to be one that was put, and what it claims made room for.
                 needed = header.grid.needed(chosen, rows)
                 ids = header.ids(parts(needed), chosen, rows)

@@ -22,7 +22,7 @@ from cache_manager.errors import StorageError
 from cache_manager.record import Buffer
 from cache_manager.storage.url import StoreUrl
 from kvroute.rollout.handle import CutSettings, RolloutHandle
-from kvroute.rollout.parts import GoneError, Parts, PartStore, Read, Record, parts_behind_header
+from kvroute.rollout.parts import GoneError, Parts, PartStore, Record, parts_behind_header
 from kvroute.routes.parts import Range
 
 NAMESPACE: Final = "kvroute"
@@ -80,7 +80,7 @@ class RayRollouts(PartStore):
         return handle
 
     @contextmanager
-    def _opened(self, handle: RolloutHandle) -> Iterator[tuple[Read, Parts]]:
+    def _opened(self, handle: RolloutHandle) -> Iterator[tuple[Buffer, Parts]]:
         def read(ranges: list[Range]) -> list[Buffer]:
             found = self._ask("read", handle.rollout_id, handle.to_json(), ranges)
             if found is None:
@@ -88,8 +88,8 @@ class RayRollouts(PartStore):
             ends = accumulate(nbytes for _, nbytes in ranges)
             return [found.data[end - nbytes : end] for end, (_, nbytes) in zip(ends, ranges, strict=True)]
 
-        (header,) = read([(0, handle.header_nbytes)])
-        yield lambda at, nbytes: header[at : at + nbytes], parts_behind_header(handle, read)
+        (head,) = read([(0, handle.header_nbytes)])
+        yield head, parts_behind_header(handle, read)
 
     def _find(self, rollout_id: str, /) -> RolloutHandle | None:
         found = self._ask("find", rollout_id)

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from cache_manager.record import Buffer
 from cache_manager.storage.url import StoreUrl
 from kvroute.rollout.handle import LAYERS_MAX, CutSettings, RolloutHandle
-from kvroute.rollout.parts import GoneError, Parts, PartStore, Read, Record, parts_behind_header
+from kvroute.rollout.parts import GoneError, Parts, PartStore, Record, parts_behind_header
 
 
 class ResponseRollouts(PartStore):
@@ -28,15 +28,12 @@ class ResponseRollouts(PartStore):
         return replace(handle, inline=b"".join(record))
 
     @contextmanager
-    def _opened(self, handle: RolloutHandle) -> Iterator[tuple[Read, Parts]]:
+    def _opened(self, handle: RolloutHandle) -> Iterator[tuple[Buffer, Parts]]:
         if not handle.inline:
             raise GoneError(f"rollout {handle.rollout_id} has nothing inline")
         inline = memoryview(handle.inline)
-
-        def read(at: int, nbytes: int) -> Buffer:
-            return inline[at : at + nbytes]
-
-        yield read, parts_behind_header(handle, lambda ranges: [read(*each) for each in ranges])
+        parts = parts_behind_header(handle, lambda ranges: [inline[at : at + nbytes] for at, nbytes in ranges])
+        yield inline[: handle.header_nbytes], parts
 
     def _find(self, _: str, /) -> None:
         return None

@@ -195,13 +195,14 @@ def header_nbytes(fixed: Buffer) -> int:
     return int(nbytes)
 
 
-def unpack(fixed: Buffer, text: Buffer) -> Header:
-    """The header in the first bytes of a record and the :func:`header_nbytes` after them. :class:`RowError` for
-    anything else, also if one bit has changed.
+def unpack(head: Buffer) -> Header:
+    """The header that a record's bytes before its parts are. :class:`RowError` for anything else, also if one bit has
+    changed.
     """
+    fixed, text = head[:FIXED_NBYTES], head[FIXED_NBYTES:]
     if (nbytes := header_nbytes(fixed)) != len(text):
         raise RowError("routes record header", f"{nbytes} bytes", len(text))
-    given = bytes(fixed[_FIXED.size : FIXED_NBYTES])
+    given = bytes(fixed[_FIXED.size :])
     if (found := _sum(fixed[: _FIXED.size], text)) != given:
         raise RowError("routes record header checksum", found.hex(), given.hex())
     try:
@@ -216,7 +217,7 @@ def read(data: Buffer) -> tuple[Header, NDArray[Any]]:
     """The header of a whole record and its ids ``[rows, layers, top_k]``; :class:`RowError` for anything else."""
     view = memoryview(data).cast("B")
     first = FIXED_NBYTES + header_nbytes(view[:FIXED_NBYTES])
-    header = unpack(view[:FIXED_NBYTES], view[FIXED_NBYTES:first])
+    header = unpack(view[:first])
     grid = header.grid
     if len(view) != first + grid.nbytes:
         raise RowError("routes record", f"{first + grid.nbytes} bytes", len(view))

@@ -86,6 +86,22 @@ ANSWER_FAULTS = [
         "test_a_writer_that_never_ends_costs_the_put_and_no_engine",
     ),
     _fault(
+        "a put while its file is synced is taken for synced",
+        "rollout/local.py",
+        "            if self._unsynced.get(place) == put:",
+        "            if True:",
+        "tests/kvroute/rollout/test_local_faults.py::",
+        "test_a_flush_beside_another_returns_when_its_puts_are_synced",
+    ),
+    _fault(
+        "the pointers of a name begin at the same number again",
+        "rollout/mooncake.py",
+        "secrets.randbelow(NUMBERS)",
+        "0",
+        "tests/kvroute/rollout/test_mooncake_rollouts.py::",
+        "test_a_late_removal_of_pointers_spares_the_next_life_of_a_name",
+    ),
+    _fault(
         "a closed manager raises into the engine",
         "rollout/manager.py",
         '                refused = StoreClosedError(f"',

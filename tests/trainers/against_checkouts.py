@@ -11,6 +11,7 @@ Each check prints a line that counts what it compared; the first difference ends
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 import typing
@@ -19,10 +20,12 @@ from collections.abc import Callable
 from importlib import import_module
 from itertools import product
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
@@ -262,6 +265,56 @@ def nemo_rl_ranks(root: Path) -> str:
     return f"{cells} cells on {ranks} ranks"
 
 
+def nemo_rl_references(_root: Path) -> str:
+    """Its workers' reading of our references in a real cluster, beside those of its own writer: a whole sample without
+    padding, and a padded batch of a whole one with a hole and of one in slices, as several turns leave it. Then the
+    rows end with the weights version that its trainer retires."""
+    import ray
+
+    theirs = import_module("nemo_rl.utils.routed_experts_ref")
+    from kvroute.rollout.nemo_rl import References
+
+    os.environ["PYTHONPATH"] = os.pathsep.join(map(os.path.abspath, sys.path))  # for the actors
+    samples, cells = [made_routes(0, TOKENS[0] - 1, holes=(2,)), ROUTES[1]], 0
+    names: dict[str, Any] = {"request_id": "chatcmpl/1:ä", "rollout_index": 2, "target_weight_version": 5}
+    ours: dict[str, Any] = {"request_id": "chatcmpl/1:ä", "rollout": 2, "weights_version": 5}
+    with TemporaryDirectory(prefix="ray") as directory:
+        ray.init(num_cpus=1, include_dashboard=False, object_store_memory=128 << 20, _temp_dir=directory)
+        writer, references = theirs.RoutedExpertsStoreWriter("run"), References("run")
+        found = []
+        for whose in ("theirs", "ours"):
+            refs = []
+            for i, (routes, n) in enumerate(zip(samples, TOKENS, strict=True)):
+                if whose == "ours":
+                    ref = references.put(routes, n, task=i, **ours)
+                else:
+                    rows = torch.from_numpy(routes.materialize(n, "moe", "int16", "minus1"))
+                    ref = writer.put(rows, task_index=i, **names)
+                refs.append(json.loads(json.dumps(ref)))
+            turns = [theirs.slice_routed_experts_ref(refs[1], offset=at, length=3) for at in (0, 3)]
+            for batch, lengths, width in (([refs[1]], TOKENS[1:], TOKENS[1]), ([refs[0], turns], TOKENS, 10)):
+                tokens = torch.zeros(len(batch), width, dtype=torch.long)
+                given = {"input_ids": tokens, "input_lengths": torch.tensor(lengths)}
+                found.append(theirs.materialize_routed_experts_refs(batch, **given).clone())
+        for its, mine in zip(found[:2], found[2:], strict=True):
+            assert torch.equal(its, mine)
+        whole, padded = found[2:]
+        for i, rows in ((1, whole[0]), (0, padded[0]), (1, padded[1])):
+            lost = (rows == -1).all(dim=(1, 2)).nonzero().flatten().tolist()
+            assert lost == [2] * (i == 0) + list(range(TOKENS[i] - 1, len(rows)))
+            there = [at for at in range(TOKENS[i] - 1) if at not in lost]
+            expected = expert_rows(i, np.array(there), LAYERS, mcore.EXPERTS, mcore.TOP_K)
+            assert np.array_equal(rows[there], expected)
+            cells += expected.shape[0] * expected.shape[1]
+        policy = {"enabled": True, "transport": "ray", "_store_run_instance_id": "run"}
+        retired = theirs.retire_routed_experts_through({"router_replay": policy}, 5)
+        assert (retired["stores"], retired["retired_objects"], retired["remaining_objects"]) == (2, 4, 0)
+        with pytest.raises(ray.exceptions.RayTaskError, match="one of rows that are here"):
+            theirs.materialize_routed_experts_refs([refs[0]], input_ids=torch.zeros(1, 9), input_lengths=[9])
+        ray.shutdown()
+    return f"{cells} cells"
+
+
 # xtuner ---------------------------------------------------------------------------------------------------------------
 
 
@@ -299,7 +352,7 @@ def xtuner_samples(root: Path) -> str:
 CHECKS: dict[str, tuple[tuple[str, ...], tuple[Callable[[Path], str], ...]]] = {
     "slime": ((".",), (slime_samples, slime_ranks)),
     "prime-rl": (("src",), (prime_rl_batches,)),
-    "nemo-rl": ((".",), (nemo_rl_strings, nemo_rl_routers, nemo_rl_ranks)),
+    "nemo-rl": ((".",), (nemo_rl_strings, nemo_rl_routers, nemo_rl_ranks, nemo_rl_references)),
     "xtuner": ((".",), (xtuner_samples,)),
 }
 

@@ -86,7 +86,7 @@ def test_rollouts_outlive_the_process_that_put_them_and_end_with_their_owner() -
 @pytest.mark.usefixtures("cluster")
 def test_nemo_rl_takes_references() -> None:
     """Goal: ``nemo_rl.routed_experts_ref.v1``. Method: a registry as NeMo-RL names it, and the calls that its workers
-    make of a reference, of slices of it, and of a retired version; missing rows say -1."""
+    make of a reference, of slices of it, of a second attempt, and of a retired version; missing rows say -1."""
 
     @ray.remote(num_cpus=0)
     class Registry:
@@ -115,8 +115,12 @@ def test_nemo_rl_takes_references() -> None:
     assert np.array_equal(ranges["values"], np.concatenate([wanted[15:], wanted[:3]]))
     with pytest.raises(InvalidInputError, match="a new one"):
         references.put(routes, 21, **names)
+    again = references.put(routes.slice(0, 10), 21, attempt=1, **names)
+    for each, rows in ((again, 10), (ref, 20)):
+        found = ray.get(ray.get(source.get_ref.remote(each))["object_ref"])
+        assert np.array_equal(found, routes.slice(0, rows).materialize(21, "moe", "int16", missing="minus1"))
     assert ray.get(registry.retire_through.remote(5)) == [
-        {"retired_through": 5, "retired_objects": 1, "retired_bytes": wanted.nbytes, "remaining_objects": 0}
+        {"retired_through": 5, "retired_objects": 2, "retired_bytes": 2 * wanted.nbytes, "remaining_objects": 0}
     ]
     for other in (ref, ref | {"store_instance_id": "x"}):
         with pytest.raises(ValueError, match="one of rows that are here"):

@@ -8,9 +8,12 @@ import os
 import shutil
 import signal
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from threading import Event, current_thread, main_thread
+from typing import ClassVar
 
 import pytest
 from faulty_disk import FaultyDisk
@@ -137,6 +140,38 @@ def test_puts_without_a_flush_are_synced_one_by_one(tmp_path: Path, monkeypatch:
     store.flush()
     assert disk.syncs == 1 + 4, "tasks 0, 3 and 4, and the directory"
     store.close()
+
+
+def test_a_flush_beside_another_returns_when_its_puts_are_synced(tmp_path: Path) -> None:
+    """Goal: a flush is not done before the puts before it are on the disk. Method: a flush stops while it syncs a file;
+    another one of the same store has synced that file when it returns; a put meanwhile is synced by the next flush."""
+
+    class Slow(FaultyDisk):
+        begun, goes_on = Event(), Event()
+        synced: ClassVar[list[int]] = []
+
+        def sync(self, fd: int) -> None:
+            if current_thread() is not main_thread() and not self.begun.is_set():
+                self.begun.set()
+                assert self.goes_on.wait(30)
+            super().sync(fd)
+            self.synced.append(os.fstat(fd).st_ino)
+
+    def file() -> int:
+        return (tmp_path / "x.routes").stat().st_ino
+
+    with closing(store_at(tmp_path, Slow())) as store, ThreadPoolExecutor(1) as threads:
+        store.put("x", routes_of(1))
+        first = threads.submit(store.flush)
+        assert Slow.begun.wait(30)
+        store.flush()
+        assert file() in Slow.synced
+        store.put("x", routes_of(2))
+        Slow.goes_on.set()
+        first.result(30)
+        Slow.synced.clear()
+        store.flush()
+        assert file() in Slow.synced
 
 
 def test_a_read_error_is_a_failure_and_no_absence(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -14,13 +14,13 @@ from mooncake_pool import Master, Owner, running_master, running_owner
 from cache_manager.errors import StorageError
 from cache_manager.keys import BlockKey
 from cache_manager.ports import Absence
+from cache_manager.record import Buffer, RecordHeader
 from cache_manager.storage import open_store
 from cache_manager.testing.faults import FaultyStore
 from kvroute.rollout import open_rollouts
 from kvroute.rollout.handle import CutSettings, RolloutHandle
 from kvroute.rollout.mooncake import PLACES, MooncakeRollouts, pointers_of
 from kvroute.rollout.shard import fetch_routes
-from kvroute.routes import Routes
 from kvroute.testing.rollouts import routes_of
 
 SEGMENT_NBYTES = 16 << 20
@@ -150,24 +150,110 @@ def test_an_id_can_be_put_any_number_of_times(url: str) -> None:
         store.close()
 
 
+class Meanwhile(FaultyStore):
+    """What ``then`` says happens once, right before the first ``call`` about pointers of ``rollout_id``."""
+
+    def __init__(self, url: str, call: str) -> None:
+        super().__init__(open_store(url))
+        self.call, self.rollout_id, self.then = call, "", list[Callable[[], object]]()
+
+    def put(
+        self, headers: Sequence[RecordHeader], payloads: Sequence[Buffer], *, replace: bool = False
+    ) -> list[RecordHeader | None]:
+        self._meanwhile("put", [header.key for header in headers])
+        return super().put(headers, payloads, replace=replace)
+
+    def delete(self, keys: Sequence[BlockKey]) -> None:
+        self._meanwhile("delete", keys)
+        super().delete(keys)
+
+    def get_into(self, keys: Sequence[BlockKey], buffers: Sequence[memoryview]) -> list[RecordHeader | Absence]:
+        self._meanwhile("get", keys)
+        return super().get_into(keys, buffers)
+
+    def _meanwhile(self, call: str, keys: Sequence[BlockKey]) -> None:
+        if self.then and call == self.call and set(keys) & set(pointers_of(self.rollout_id)):
+            self.then.pop()()
+
+
 def test_a_put_while_an_earlier_one_is_deleted_is_found(url: str) -> None:
     """Goal: a name leads to the last put. Method: another process puts the id between the look at its pointers and
     their removal."""
-
-    class Meanwhile(FaultyStore):
-        def delete(self, keys: Sequence[BlockKey]) -> None:
-            if again and set(keys) & set(pointers_of("x")):
-                put.append(other.put(*again.pop()))
-            super().delete(keys)
-
-    again, put = list[tuple[str, Routes]](), list[RolloutHandle]()
-    store, other = MooncakeRollouts(Meanwhile(open_store(url))), open_rollouts(url)
+    backend, put = Meanwhile(url, "delete"), list[RolloutHandle]()
+    store, other = MooncakeRollouts(backend), open_rollouts(url)
     try:
         first = store.put("x", routes_of(1))
-        again.append(("x", routes_of(2)))
+        backend.rollout_id, backend.then = "x", [lambda: put.append(other.put("x", routes_of(2)))]
         store.delete(first)
         assert store.find("x") == other.find("x") == put[0]
         assert fetch_routes(store, put[0]) == routes_of(2)
+    finally:
+        other.close()
+        store.close()
+
+
+def test_a_late_removal_of_pointers_spares_the_next_life_of_a_name(url: str) -> None:
+    """Goal: a delete costs its own put. Method: a process that is about to remove a pointer stops; others delete the
+    rollout and put it again; then it goes on. First numbers are random, and there are 64 places: of eight names some
+    are in another place than before, unless numbering begins where it did."""
+    backend, put = Meanwhile(url, "delete"), list[RolloutHandle]()
+    store, other = MooncakeRollouts(backend), open_rollouts(url)
+
+    def again(first: RolloutHandle) -> None:
+        other.delete(first)
+        put.append(other.put(first.rollout_id, routes_of(2, 4)))
+
+    try:
+        for i in range(8):
+            first = store.put(f"x{i}", routes_of(1, 4))
+            backend.rollout_id, backend.then = first.rollout_id, [lambda first=first: again(first)]
+            store.delete(first)
+            assert not backend.then
+            assert fetch_routes(store, put[-1]) == routes_of(2, 4)
+        assert [store.find(each.rollout_id) for each in put].count(None) < 6
+    finally:
+        other.close()
+        store.close()
+
+
+def test_a_pointer_that_moves_during_a_search_is_found(url: str) -> None:
+    """Goal: a rollout that is there at every moment is found. Method: between the look at which pointers there are and
+    their reading another process puts the id again, or deletes it and puts it again."""
+    backend, put = Meanwhile(url, "get"), list[RolloutHandle]()
+    store, other = MooncakeRollouts(backend), open_rollouts(url)
+    try:
+        for deletes in (False, True, False):
+
+            def again(deletes: bool = deletes) -> None:
+                if deletes:
+                    other.delete(put[-1])
+                put.append(other.put("x", routes_of(len(put), 4)))
+
+            again(deletes=False)
+            backend.rollout_id, backend.then = "x", [again]
+            assert store.find("x") == put[-1]
+            assert not backend.then
+            assert fetch_routes(store, put[-1]) == routes_of(len(put) - 1, 4)
+    finally:
+        other.close()
+        store.close()
+
+
+def test_writers_that_met_leave_nothing_behind_the_next(url: str) -> None:
+    """Goal: no rows without a name. Method: two writers of a new name meet, so that both have a pointer; after the next
+    put only its own pointer and rows are there."""
+    backend, put = Meanwhile(url, "put"), list[RolloutHandle]()
+    store, other = MooncakeRollouts(backend), open_rollouts(url)
+    try:
+        backend.rollout_id, backend.then = "x", [lambda: put.append(other.put("x", routes_of(1, 4)))]
+        put.append(store.put("x", routes_of(2, 4)))
+        assert sum(backend.contains(pointers_of("x"))) == 2
+        assert store.find("x") == other.find("x")
+        assert store.find("x") in put
+        last = other.put("x", routes_of(3, 4))
+        assert sum(backend.contains(pointers_of("x"))) == 1
+        assert store.find("x") == last
+        assert [store.get(each) for each in put] == [Absence.MISS, Absence.MISS]
     finally:
         other.close()
         store.close()
