@@ -21,7 +21,7 @@ class KeptBuffers:
     """At most ``BUFFERS_MAX`` buffers, which are made when they are needed and kept."""
 
     def __init__(self) -> None:
-        self._buffers: deque[bytearray] = deque()  # the one given out longest ago is the first
+        self._buffers: deque[bytearray] = deque()  # the one looked at longest ago is the first
 
     def together(self, payloads: Sequence[Buffer]) -> Buffer:
         """The bytes of ``payloads``: a view of a buffer which is used again when no view of it is left, or a copy."""
@@ -36,15 +36,14 @@ class KeptBuffers:
         return whole[:nbytes].toreadonly()
 
     def _free(self) -> bytearray | None:
-        if self._buffers:
+        for _ in range(len(self._buffers)):
             buffer = self._buffers[0]
+            self._buffers.rotate(-1)
             try:
                 buffer.append(buffer.pop())  # refused while a view exists: a bytearray then keeps its size
             except BufferError:
-                pass
-            else:
-                self._buffers.rotate(-1)
-                return buffer
+                continue  # a slow peer has it: the next one may be free
+            return buffer
         if len(self._buffers) >= BUFFERS_MAX:
             return None
         self._buffers.append(bytearray(BUFFER_NBYTES))

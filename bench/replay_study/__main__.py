@@ -6,7 +6,7 @@ import argparse
 import platform
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
@@ -14,7 +14,7 @@ import torch
 
 from bench.replay_study.report import print_results
 from bench.replay_study.results import Results
-from bench.replay_study.scales import PHASES, SCALES, Options
+from bench.replay_study.scales import SCALES, Options
 from bench.replay_study.study import Study
 from cache_manager.errors import KVRouteError
 
@@ -29,31 +29,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     add = parser.add_argument
     add("--device", default="cpu", choices=("cpu", "cuda"), help="(cpu)")
-    add("--scale", choices=SCALES, help="(small; cuda: half-billion)")
+    add("--scale", choices=SCALES, help="(tiny; cuda: half-billion)")
     add("--quick", action="store_const", dest="scale", const="quick", help="as --scale quick")
     add("--minutes", type=float, metavar="N", help="as many steps as fit (as the scale says)")
     add("--seed", type=int, default=0, metavar="N", help="of weights, prompts and samples (0)")
-    add("--learning-rate", type=float, metavar="R", help="of policy gradient (as the scale says)")
-    add("--trainer-dtype", default="float32", choices=("float32", "bfloat16"), help="(float32)")
-    add("--without", choices=PHASES[1:], help="a phase to leave out (none)")
     add("--out", type=Path, default=Path("replay-study"), metavar="DIR", help="for the numbers")
     add("--from", type=Path, dest="found", metavar="FILE", help="print the results that an earlier run wrote there")
     args = parser.parse_args(arguments)
-    name = args.scale or ("half-billion" if args.device == "cuda" else "small")
-    scale = SCALES[name]
+    name = args.scale or ("half-billion" if args.device == "cuda" else "tiny")
     if args.minutes is not None and not args.minutes > 0:
         parser.error("--minutes: more than 0")
-    if args.device == "cuda" and (scale.shape is None or not torch.cuda.is_available()):
-        parser.error("--device: cuda wants an accelerator, and --scale tiny or half-billion")
-    if args.learning_rate is not None:
-        scale = replace(scale, reinforcement=replace(scale.reinforcement, learning_rate=args.learning_rate))
-    phases = tuple(phase for phase in PHASES if phase != args.without)
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device: cuda wants an accelerator")
     try:
         if args.found is not None:
             print_results(Results.read(args.found), print)
         else:
-            options = Options(scale, args.device, args.minutes, args.seed, args.trainer_dtype, phases)
-            replay_study(options, name, args.out)
+            replay_study(Options(SCALES[name], args.device, args.minutes, args.seed), name, args.out)
     except (KVRouteError, OSError) as error:
         sys.stderr.write(f"{parser.prog}: {error}\n")
         return 2
@@ -66,7 +58,7 @@ def replay_study(options: Options, name: str, out: Path, say: Callable[[str], ob
         torch.set_num_threads(1)  # more threads would wait for each other: the matrices are small
     out.mkdir(parents=True, exist_ok=True)
     setting = _setting(options, name)
-    say(f"scale {name} on {setting['hardware']}: engine in bfloat16, trainer in {options.trainer_dtype}")
+    say(f"scale {name} on {setting['hardware']}: engine in bfloat16, trainer in float32")
     results = Study(options, setting, out / RESULTS, say).run()
     say(f"{results.seconds:.0f} seconds; numbers: {out / RESULTS}")
     print_results(results, say)
@@ -86,8 +78,7 @@ def _setting(options: Options, name: str) -> dict[str, Any]:
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "engine_dtype": "bfloat16",
-        "trainer_dtype": options.trainer_dtype,
-        "phases": list(options.phases),
+        "trainer_dtype": "float32",
         "chance": options.scale.task.chance,
         "sizes": asdict(options.scale),
     }

@@ -1,16 +1,7 @@
 """How far two policies, and their routes, are from each other on tokens that one of them sampled.
 
-``behaviour`` is the engine's distribution, from which the tokens were drawn; ``policy`` the trainer's. With ``d = log
-policy(token) - log behaviour(token)`` of a sampled token:
-
-* ``kl``: KL(behaviour || policy), summed over the whole vocabulary and averaged over tokens: no estimate.
-* ``k3``: the mean of ``exp(d) - 1 - d``, which estimates the same from the sampled tokens alone, as trainers do
-  (J. Schulman, "Approximating KL Divergence", 2020).
-* ``beyond_e2``: the share of tokens with ``|d| > 2``.
-* ``beyond_2``: the share of tokens whose probability ratio is outside ``[1/2, 2]``, ``|d| > ln 2``: F(2) of the R3
-  paper (arXiv 2510.11370).
-* ``tokens_differing``: the share of token positions where the set of experts differs in any layer.
-* ``routers_differing``: the share of (position, layer) pairs where it differs.
+``behaviour`` is the engine's distribution, from which the tokens were drawn; ``policy`` the trainer's; ``d = log
+policy(token) - log behaviour(token)`` of a sampled token. README.md has each figure's formula and source.
 """
 
 from __future__ import annotations
@@ -43,7 +34,7 @@ def measure(
     used: torch.Tensor,  # [..., layers, top_k] the experts in the trainer's pass
     rolled: torch.Tensor,  # [..., layers, top_k] the experts in the engine's
 ) -> dict[str, float]:
-    """The figures of one batch, by the names above; ``tokens`` is the number of sampled tokens in the means."""
+    """The figures of one batch; ``tokens`` is the number of sampled tokens in the means."""
     d = log_ratios(policy, behaviour, tokens).double()
     behaviour, policy = behaviour.double(), policy.double()
     different = differing_routes(used, rolled)

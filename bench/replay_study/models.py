@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from bench.replay_study.experts import install
-from bench.replay_study.scales import Scale, Shape
+from bench.replay_study.scales import Shape
 from cache_manager.spec import AuxBlockDataSpec
 from kvroute.routing import routing_spec_from_hf
 
@@ -17,43 +17,8 @@ ROUTES_BLOCK_TOKENS = 8
 """The block size in the spec of the routes; no measurement depends on it."""
 
 
-def build_trained(scale: Scale, family: str, seed: int, device: torch.device) -> Any:
+def build_trained(shape: Shape, vocab_size: int, seed: int, device: torch.device) -> Any:
     """The trainer's model with weights drawn from ``seed``: float32, with gradients for every parameter."""
-    if scale.shape is None:
-        from paged_engine.models import build_model
-
-        model: Any = build_model(family, seed=seed, vocab_size=scale.task.vocab_size, dtype=torch.float32)
-        model.config._attn_implementation = "sdpa"
-    else:
-        model = _made(scale.shape, scale.task.vocab_size, seed, device)
-    model.config._experts_implementation = install()
-    return model.to(device).train().requires_grad_(True)
-
-
-def build_engines(trained: Any) -> Any:
-    """The engine's copy of ``trained``, ready for :func:`load_weights`: parameters in bfloat16, buffers unchanged.
-
-    Rotary frequencies and the routers' biases are buffers, which engines keep in float32 too.
-    """
-    model = copy.deepcopy(trained).eval().requires_grad_(False)
-    for parameter in model.parameters():
-        parameter.data = parameter.data.to(torch.bfloat16)
-    return model
-
-
-@torch.no_grad()
-def load_weights(engines: nn.Module, trained: nn.Module) -> None:
-    """Give the engine the trainer's weights, rounded to its dtype."""
-    for mine, theirs in zip(engines.parameters(), trained.parameters(), strict=True):
-        mine.copy_(theirs)
-
-
-def routes_spec(model: Any) -> AuxBlockDataSpec:
-    """The spec of a model's routing rows."""
-    return routing_spec_from_hf(model.config, ROUTES_BLOCK_TOKENS)
-
-
-def _made(shape: Shape, vocab_size: int, seed: int, device: torch.device) -> Any:
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     config = Qwen3MoeConfig(
@@ -79,4 +44,29 @@ def _made(shape: Shape, vocab_size: int, seed: int, device: torch.device) -> Any
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices), device:
         torch.manual_seed(seed)
-        return Qwen3MoeForCausalLM(config)
+        model: Any = Qwen3MoeForCausalLM(config)
+    model.config._experts_implementation = install()
+    return model.train().requires_grad_(True)
+
+
+def build_engines(trained: Any) -> Any:
+    """The engine's copy of ``trained``, ready for :func:`load_weights`: parameters in bfloat16, buffers unchanged.
+
+    Rotary frequencies and the routers' biases are buffers, which engines keep in float32 too.
+    """
+    model = copy.deepcopy(trained).eval().requires_grad_(False)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(torch.bfloat16)
+    return model
+
+
+@torch.no_grad()
+def load_weights(engines: nn.Module, trained: nn.Module) -> None:
+    """Give the engine the trainer's weights, rounded to its dtype."""
+    for mine, theirs in zip(engines.parameters(), trained.parameters(), strict=True):
+        mine.copy_(theirs)
+
+
+def routes_spec(model: Any) -> AuxBlockDataSpec:
+    """The spec of a model's routing rows."""
+    return routing_spec_from_hf(model.config, ROUTES_BLOCK_TOKENS)

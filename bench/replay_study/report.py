@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator
 
 from bench.harness import Table
-from bench.replay_study.results import Interval, Results, by_origin, difference, over_steps, ratio
+from bench.replay_study.results import Interval, Results, difference, figures, over_steps, ratio
 from bench.replay_study.trainer import Mode
 
 LABELS = {
@@ -39,7 +39,7 @@ STEPS = (
 
 
 def print_results(results: Results, say: Callable[[str], object]) -> None:
-    """Print all tables, and a sentence for each family."""
+    """Print all tables, and whether R3 halves the mismatch."""
     columns = ("model", "weights", "parameters", "steps", "loss", "reward before", "after")
     learned = Table("Supervised learning", columns)
     for each in results.learned:
@@ -50,34 +50,30 @@ def print_results(results: Results, say: Callable[[str], object]) -> None:
     say(f"by chance the reward is {results.setting['chance']:.3f}")
     for when in TITLES:
         say(_mismatch(results, when).text() + "\n")
-    for sentence in (*verdicts(results), *_reinforced(results, say)):
+    for sentence in (verdict(results), *_reinforced(results, say)):
         say(sentence)
     say("d = log p(trainer) - log p(engine) of a sampled token; ± is a 95 % interval")
     if not results.complete:
         say("the study was interrupted: these are its results so far")
 
 
-def verdicts(results: Results) -> Iterator[str]:
-    """Whether R3 halves the mismatch, a sentence a family."""
-    for family in dict.fromkeys(m.family for m in results.measured):
-        found, half = ratio(results, family, Mode.R3.value), math.log(0.5)
-        if found is None:
-            yield f"{family}: a KL of zero, nothing to compare"
-            continue
-        undecided = found.low <= half < found.high
-        words = "these seeds do not decide whether it is" if undecided else "at least" if found.high <= half else "not"
-        low, mean, high = (100 * math.exp(min(each, 700.0)) for each in (found.low, found.mean, found.high))
-        bounds = f"{low:.0f} to {high:.0f}" if math.isfinite(found.half) else "one seed: no interval"
-        yield f"{family}: R3 leaves {mean:.0f} % of the KL ({bounds}): {words} halved"
+def verdict(results: Results) -> str:
+    """Whether R3 halves the mismatch."""
+    found, half = ratio(results, Mode.R3.value), math.log(0.5)
+    if found is None:
+        return "no KL to compare"
+    undecided = found.low <= half < found.high
+    words = "these batches do not decide whether it is" if undecided else "at least" if found.high <= half else "not"
+    low, mean, high = (100 * math.exp(min(each, 700.0)) for each in (found.low, found.mean, found.high))
+    bounds = f"{low:.0f} to {high:.0f}" if math.isfinite(found.half) else "one batch: no interval"
+    return f"R3 leaves {mean:.0f} % of the KL ({bounds}): {words} halved"
 
 
 def _mismatch(results: Results, when: str) -> Table:
-    table = Table(TITLES[when], ["model", "what", *(NAMES[mode.value] for mode in Mode)])
-    for family in dict.fromkeys(m.family for m in results.measured):
-        for number, (figure, label) in enumerate(LABELS.items()):
-            values = [by_origin(results, family, when, mode.value, figure) for mode in Mode]
-            cells = [shown(Interval.of(each) if each else None, figure) for each in values]
-            table.row("" if number else family, label, *cells)
+    table = Table(TITLES[when], ["what", *(NAMES[mode.value] for mode in Mode)])
+    for figure, label in LABELS.items():
+        values = [figures(results, when, mode.value, figure) for mode in Mode]
+        table.row(label, *(shown(Interval.of(each) if each else None, figure) for each in values))
     return table
 
 

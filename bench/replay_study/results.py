@@ -146,22 +146,18 @@ class Interval:
         return self.mean + self.half
 
 
-def by_origin(results: Results, family: str, when: str, mode: str, figure: str) -> list[float]:
-    """A figure for each independent sample: for each model, or for each batch if there is only one model."""
-    found = [m for m in results.measured if (m.family, m.when, m.mode) == (family, when, mode)]
-    one_model = len({m.seed for m in found}) == 1
-    groups: dict[tuple[int, int], list[float]] = {}
-    for each in sorted(found, key=lambda m: (m.seed, m.draw)):
-        groups.setdefault((each.seed, each.draw if one_model else 0), []).append(each.figures[figure])
-    return [math.fsum(group) / len(group) for group in groups.values()]
+def figures(results: Results, when: str, mode: str, figure: str) -> list[float]:
+    """A figure for each batch of rollouts, in their order."""
+    found = [m for m in results.measured if (m.when, m.mode) == (when, mode)]
+    return [m.figures[figure] for m in sorted(found, key=lambda m: m.draw)]
 
 
-def ratio(results: Results, family: str, mode: str) -> Interval | None:
+def ratio(results: Results, mode: str) -> Interval | None:
     """The logarithm of the KL in ``mode`` over that without replay, batch by batch; ``None`` if all pairs have a zero.
 
     The mismatch is at least halved if the whole interval is below ``log(0.5)``.
     """
-    sides = (by_origin(results, family, "before", name, "kl") for name in (mode, "none"))
+    sides = (figures(results, "before", name, "kl") for name in (mode, "none"))
     logs = [math.log(with_it / without) for with_it, without in zip(*sides, strict=False) if with_it and without]
     return Interval.of(logs) if logs else None
 

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Final, Literal
+from typing import Final
 
 from bench.replay_study.task import Task
-
-PHASES: Final = ("learning", "mismatch", "policy-gradient")
-TrainerDtype = Literal["float32", "bfloat16"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,49 +43,37 @@ class Reinforcement:
     learning_rate: float
     seeds: int = 3
     clip: float = 0.2
-    family: str = "qwen3_moe"
-    modes: tuple[str, ...] = ("none", "r3")
 
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """One size of the study. With a ``shape`` the model has that shape, else models are those of ``kvroute demo``.
-
-    Each figure of the mismatch is a mean over ``weights`` models, each learnt from its own seed, times ``draws``
-    batches of rollouts of ``measured`` prompts.
+    """One size of the study. Each figure of the mismatch is a mean over ``draws`` batches of rollouts of ``measured``
+    prompts.
     """
 
-    families: tuple[str, ...]
+    shape: Shape
     task: Task
-    weights: int
     draws: int
     measured: int
     learning: Learning
     reinforcement: Reinforcement
     micro_batch: int
-    shape: Shape | None = None
 
 
-FAMILIES: Final = ("qwen3_moe", "deepseek_v3", "olmoe", "mixtral")
-_SMALL: Final = Reinforcement(8, prompts=8, samples=8, updates=4, learning_rate=1e-4)
-_QUICK: Final = replace(_SMALL, steps=2, prompts=4, updates=2, seeds=2)
+_TINY: Final = Scale(
+    Shape(layers=4, hidden=64, heads=4, kv_heads=2, experts=16, top_k=4, expert_hidden=32),
+    *(Task(symbols=8, length=4), 3, 16, Learning(60, 48, 6e-3)),
+    reinforcement=Reinforcement(3, prompts=8, samples=8, updates=4, learning_rate=1e-4),
+    micro_batch=16,
+)
 SCALES: Final[dict[str, Scale]] = {
-    "quick": Scale(FAMILIES[::3], Task(8, 4), 3, 1, 8, Learning(40, 32, 6e-3), _QUICK, 32),
-    "small": Scale(
-        *(FAMILIES, Task(8, 4), 4, 1, 32, Learning(100, 48, 6e-3)),
-        reinforcement=replace(_SMALL, modes=("none", "r2", "r3")),
-        micro_batch=64,
-    ),
-    "tiny": Scale(
-        *(FAMILIES[:1], Task(8, 4), 1, 3, 16, Learning(60, 48, 6e-3), replace(_SMALL, steps=3)),
-        micro_batch=16,
-        shape=Shape(layers=4, hidden=64, heads=4, kv_heads=2, experts=16, top_k=4, expert_hidden=32),
-    ),
+    "quick": replace(_TINY, measured=4, reinforcement=replace(_TINY.reinforcement, steps=2, prompts=4, seeds=2)),
+    "tiny": _TINY,
     "half-billion": Scale(
-        *(FAMILIES[:1], Task(symbols=32, length=16), 1, 5, 32, Learning(4000, 256, 4e-4)),
+        Shape(layers=24, hidden=512, heads=8, kv_heads=4, experts=64, top_k=8, expert_hidden=256),
+        *(Task(symbols=32, length=16), 5, 32, Learning(4000, 256, 4e-4)),
         reinforcement=Reinforcement(100, prompts=32, samples=16, updates=4, learning_rate=2e-5),
         micro_batch=128,
-        shape=Shape(layers=24, hidden=512, heads=8, kv_heads=4, experts=64, top_k=8, expert_hidden=256),
     ),
 }
 
@@ -98,12 +83,10 @@ class Options:
     """How to run ``scale``.
 
     With ``minutes`` learning gets a third of them at most, and policy gradient takes as many steps as fit into the
-    rest. The first of ``phases`` is always needed.
+    rest.
     """
 
     scale: Scale
     device: str = "cpu"
     minutes: float | None = None
     seed: int = 0
-    trainer_dtype: TrainerDtype = "float32"
-    phases: tuple[str, ...] = PHASES

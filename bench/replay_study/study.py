@@ -6,6 +6,7 @@ import gc
 import math
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,11 @@ from bench.replay_study.mismatch import differing_routes, k3, log_ratios, measur
 from bench.replay_study.models import build_engines, build_trained, load_weights
 from bench.replay_study.results import Learned, Measured, Results, Run, Step
 from bench.replay_study.rollout import Rollout, Rollouts
-from bench.replay_study.scales import Options
+from bench.replay_study.scales import Options, Scale
 from bench.replay_study.task import Tokens
 from bench.replay_study.trainer import Mode, Scored, Trainer, Update, replayed
 
+FAMILY = "qwen3_moe"
 LEARNING_SHARE = 1 / 3
 """The share of ``--minutes`` for learning."""
 WARM_UP, LAST_RATE = 0.1, 0.1
@@ -32,55 +34,47 @@ class Study:
     """One run. ``results`` grow with it, and are written to ``path`` each time; ``say`` gets a line for each step."""
 
     def __init__(self, options: Options, setting: dict[str, Any], path: Path, say: Callable[[str], object]) -> None:
-        self._options = options
-        self._scale = options.scale
+        self._options, self._scale, self._path, self._say = options, options.scale, path, say
         self._device = torch.device(options.device)
-        self._path = path
-        self._say = say
         self._started = time.perf_counter()
-        self._starts: list[State] = []
         self.results = Results(setting)
 
     def run(self) -> Results:
         """Run all phases. Without ``minutes`` everything except the seconds is the same for the same options."""
-        scale = self._scale
-        for family in scale.families:
-            for seed in range(self._options.seed, self._options.seed + scale.weights):
-                trained = build_trained(scale, family, seed, self._device)
-                side = _Side(trained, self._options)
-                self._learn(side, family, seed)
-                start = _state(trained)
-                if family == scale.reinforcement.family:
-                    self._starts.append(start)
-                for draw in range(scale.draws if "mismatch" in self._options.phases else 0):
-                    self._measure(side, family, seed, draw, start)
-                del side, trained
-                gc.collect()  # hooks and modules refer to each other
-        if "policy-gradient" in self._options.phases:
-            self._reinforce_all()
+        side = self._side(self._options.seed)
+        self._learn(side)
+        start = side.state()
+        for draw in range(self._scale.draws):
+            self._measure(side, draw, start)
+        del side
+        self._reinforce_all(start)
         self.results.complete = True
         self._write("done")
         return self.results
 
+    def _side(self, seed: int) -> _Side:
+        gc.collect()  # hooks and modules refer to each other: an earlier model and this one would not fit together
+        return _Side(build_trained(self._scale.shape, self._scale.task.vocab_size, seed, self._device), self._scale)
+
     # ---------------------------------------------------------------- learning
 
-    def _learn(self, side: _Side, family: str, seed: int) -> None:
-        learning, task = self._scale.learning, self._scale.task
+    def _learn(self, side: _Side) -> None:
+        learning, task, seed = self._scale.learning, self._scale.task, self._options.seed
         draw = np.random.default_rng([seed, 1])
         started = time.perf_counter()
-        models = len(self._scale.families) * self._scale.weights
-        seconds = 60 * self._options.minutes * LEARNING_SHARE / models if self._options.minutes else float("inf")
+        seconds = 60 * self._options.minutes * LEARNING_SHARE if self._options.minutes else float("inf")
         before = self._reward(side, seed)
         losses: list[torch.Tensor] = []
         steps = 0
         while (done := max(steps / learning.steps, (time.perf_counter() - started) / seconds)) < 1:
             rate = learning.learning_rate * min(1.0, (done + 1e-3) / WARM_UP) * (1 - (1 - LAST_RATE) * done)
             batch = task.demonstrations(learning.batch, learning.errors, draw)
-            losses.append(side.trainer.learn(torch.as_tensor(batch, device=self._device), task.prompt_tokens, rate))
+            tokens, rounded = torch.as_tensor(batch, device=self._device), self._device.type == "cuda"
+            losses.append(side.trainer.learn(tokens, task.prompt_tokens, rate, rounded=rounded))
             steps += 1
         self.results.learned.append(
             Learned(
-                family=family,
+                family=FAMILY,
                 seed=seed,
                 parameters=sum(p.numel() for p in side.trained.parameters()),
                 steps=steps,
@@ -90,7 +84,7 @@ class Study:
                 reward_after=self._reward(side, seed),
             )
         )
-        self._write(f"{family}, weights {seed}: learning, {steps} steps, loss {self.results.learned[-1].loss:.3f}")
+        self._write(f"learning, {steps} steps, loss {self.results.learned[-1].loss:.3f}")
 
     def _reward(self, side: _Side, seed: int) -> float:
         r = self._scale.reinforcement
@@ -102,8 +96,9 @@ class Study:
 
     # ---------------------------------------------------------------- mismatch
 
-    def _measure(self, side: _Side, family: str, seed: int, draw: int, start: State) -> None:
+    def _measure(self, side: _Side, draw: int, start: State) -> None:
         """One batch of rollouts, and every mode before and after an update on it."""
+        seed = self._options.seed
         prompts = self._prompts(self._scale.measured, seed, 3, draw)
         rollouts = side.roll(prompts, self._scale.task.length, _seed(seed, 3, draw))
         rolled = rollouts.rolled()
@@ -111,31 +106,28 @@ class Study:
         for mode in Mode:
             # In R2 the old policy's pass records and replays nothing, so it equals the pass without replay.
             old = side.trainer.score(rollouts, rolled) if mode is Mode.R3 else native
-            self._keep(family, seed, draw, "before", mode, rollouts, old, rolled)
+            self._keep(draw, "before", mode, rollouts, old, rolled)
             fresh = side.again(start)
             routes = replayed(mode, rollouts, old)
             self._update(fresh, rollouts, old, routes, np.random.default_rng([seed, 4, draw]))
-            self._keep(family, seed, draw, "after", mode, rollouts, fresh.score(rollouts, routes), rolled)
+            self._keep(draw, "after", mode, rollouts, fresh.score(rollouts, routes), rolled)
             side.trained.load_state_dict(start)
-        self._write(f"{family}, weights {seed}, draw {draw}: mismatch")
+        self._write(f"draw {draw}: mismatch")
 
-    def _keep(
-        self, family: str, seed: int, draw: int, when: str, mode: Mode, rollouts: Rollouts, found: Scored, rolled: Any
-    ) -> None:
+    def _keep(self, draw: int, when: str, mode: Mode, rollouts: Rollouts, found: Scored, rolled: Any) -> None:
         figures = measure(found.log_probs, rollouts.behaviour, rollouts.answers, found.used, rolled)
-        self.results.measured.append(Measured(family, seed, draw, when, mode.value, figures))
+        self.results.measured.append(Measured(FAMILY, self._options.seed, draw, when, mode.value, figures))
 
     # ---------------------------------------------------------------- policy gradient
 
-    def _reinforce_all(self) -> None:
-        r = self._scale.reinforcement
-        todo = [(seed, Mode(mode)) for seed in range(r.seeds) for mode in r.modes]
-        steps = r.steps
+    def _reinforce_all(self, start: State) -> None:
+        todo = [(seed, mode) for seed in range(self._scale.reinforcement.seeds) for mode in (Mode.NONE, Mode.R3)]
+        steps = self._scale.reinforcement.steps
         for number, (seed, mode) in enumerate(todo):
             seconds = self._seconds_left() / (len(todo) - number)
-            run = Run(r.family, mode.value, seed)
+            run = Run(FAMILY, mode.value, seed)
             self.results.runs.append(run)
-            self._reinforce(run, mode, steps, seconds)
+            self._reinforce(run, mode, start, steps, seconds)
             if number == 0:  # the other runs are compared with the first, step by step
                 steps = max(1, len(run.steps))
 
@@ -144,12 +136,9 @@ class Study:
             return float("inf")
         return 60 * self._options.minutes - (time.perf_counter() - self._started)
 
-    def _reinforce(self, run: Run, mode: Mode, steps: int, seconds: float) -> None:
-        gc.collect()  # the run before and this one would not fit together
-        scale, started = self._scale, time.perf_counter()
-        trained = build_trained(scale, run.family, 0, self._device)
-        trained.load_state_dict(self._starts[run.seed % len(self._starts)])
-        side = _Side(trained, self._options)
+    def _reinforce(self, run: Run, mode: Mode, start: State, steps: int, seconds: float) -> None:
+        scale, started, side = self._scale, time.perf_counter(), self._side(0)
+        side.trained.load_state_dict(start)
         while len(run.steps) < steps and (not run.steps or time.perf_counter() - started < seconds):
             begun, number = time.perf_counter(), len(run.steps)
             prompts = self._prompts(scale.reinforcement.prompts, run.seed, 5, number)
@@ -164,13 +153,10 @@ class Study:
                 Step(
                     step=number,
                     reward=float(self._rewards(rollouts).mean()),
-                    loss=update.loss,
-                    clip_fraction=update.clip_fraction,
                     kl=float(k3(d).mean()),
-                    moved=update.moved,
-                    gradient_norm=update.gradient_norm,
                     tokens_differing=float(different.float().mean()),
                     seconds=time.perf_counter() - begun,
+                    **asdict(update),
                 )
             )
             told = f"policy gradient, {mode.value}, seed {run.seed}, step {number}"
@@ -179,12 +165,7 @@ class Study:
                 break  # collapsed: nothing can be sampled from such weights
 
     def _update(
-        self,
-        trainer: Trainer,
-        rollouts: Rollouts,
-        old: Scored,
-        routes: torch.Tensor | None,
-        draw: np.random.Generator,
+        self, trainer: Trainer, rollouts: Rollouts, old: Scored, routes: torch.Tensor | None, draw: np.random.Generator
     ) -> Update:
         r = self._scale.reinforcement
         rewards = self._rewards(rollouts).reshape(-1, r.samples)
@@ -214,11 +195,9 @@ class Study:
 class _Side:
     """A trainer's model and an engine with its weights."""
 
-    def __init__(self, trained: Any, options: Options) -> None:
-        self.trained = trained
-        self._options = options
+    def __init__(self, trained: Any, scale: Scale) -> None:
+        self.trained, self._scale = trained, scale
         self._engines = build_engines(trained)
-        self._rollout: Rollout
         self._rollout = Rollout(self._engines)
         self.trainer = self._trainer()
 
@@ -227,23 +206,18 @@ class _Side:
         load_weights(self._engines, self.trained)
         return self._rollout(prompts, length, seed)
 
+    def state(self) -> State:
+        """The present weights, copied."""
+        return {name: tensor.detach().clone() for name, tensor in self.trained.state_dict().items()}
+
     def again(self, start: State) -> Trainer:
         """The model with the weights of ``start`` and a new optimizer."""
         self.trained.load_state_dict(start)
         return self._trainer()
 
     def _trainer(self) -> Trainer:
-        scale = self._options.scale
-        return Trainer(
-            self.trained,
-            learning_rate=scale.reinforcement.learning_rate,
-            micro_batch=scale.micro_batch,
-            dtype=self._options.trainer_dtype,
-        )
-
-
-def _state(model: Any) -> State:
-    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+        rate, micro_batch = self._scale.reinforcement.learning_rate, self._scale.micro_batch
+        return Trainer(self.trained, learning_rate=rate, micro_batch=micro_batch)
 
 
 def _seed(*parts: int) -> int:

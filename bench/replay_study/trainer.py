@@ -18,13 +18,12 @@ from torch.func import functional_call
 from bench.replay_study.mismatch import log_ratios
 from bench.replay_study.models import routes_spec
 from bench.replay_study.rollout import Rollouts
-from bench.replay_study.scales import TrainerDtype
 from kvroute.capture.capture import RoutingCapture
 from kvroute.replay.transformers import recorded, replay
 
 GRADIENT_NORM_MAX = 1.0
 BALANCE_WEIGHT = 0.01
-"""The weight of the routers' load-balancing loss in supervised learning, for families that have one."""
+"""The weight of the routers' load-balancing loss in supervised learning."""
 
 
 class Mode(StrEnum):
@@ -58,12 +57,11 @@ class Update:
 
 
 class Trainer:
-    """A model in training: float32 weights, and passes in float32 or, rounded for each pass, in bfloat16."""
+    """A model in training: float32 weights, and passes in float32; learning may round each pass to bfloat16."""
 
-    def __init__(self, model: Any, *, learning_rate: float, micro_batch: int, dtype: TrainerDtype) -> None:
+    def __init__(self, model: Any, *, learning_rate: float, micro_batch: int) -> None:
         self.model = model
         self.device = next(model.parameters()).device
-        self._dtype = dtype
         self._micro_batch = micro_batch
         self._spec = routes_spec(model)
         self._optimizer = torch.optim.AdamW(
@@ -74,18 +72,21 @@ class Trainer:
             fused=self.device.type == "cuda",
         )
 
-    def learn(self, tokens: torch.Tensor, prompt_tokens: int, learning_rate: float) -> torch.Tensor:
+    def learn(
+        self, tokens: torch.Tensor, prompt_tokens: int, learning_rate: float, *, rounded: bool = False
+    ) -> torch.Tensor:
         """One supervised step on the answers of ``tokens`` ``[batch, sequence]``; returns the loss, on the device."""
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate
-        balanced = hasattr(self.model.config, "router_aux_loss_coef")
-        inputs = {"output_router_logits": True} if balanced else {}
-        output = self._run(tokens[:, :-1], "bfloat16" if self.device.type == "cuda" else self._dtype, **inputs)
+        weights = dict(self.model.named_parameters())
+        if rounded:
+            weights = {name: weight.to(torch.bfloat16) for name, weight in weights.items()}
+        inputs = {"input_ids": tokens[:, :-1], "use_cache": False, "output_router_logits": True}
+        output = functional_call(self.model, weights, (), inputs)
         logits = output.logits[:, prompt_tokens - 1 :].float()
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, prompt_tokens:].flatten())
-        total = loss + BALANCE_WEIGHT * output.aux_loss if balanced else loss
         self._optimizer.zero_grad(set_to_none=True)
-        torch.autograd.backward(total)
+        torch.autograd.backward(loss + BALANCE_WEIGHT * output.aux_loss)
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), GRADIENT_NORM_MAX)
         self._optimizer.step()
         return loss.detach()
@@ -140,16 +141,9 @@ class Trainer:
     def _log_probs(self, rollouts: Rollouts, part: torch.Tensor, routes: torch.Tensor | None) -> torch.Tensor:
         """Log-probabilities ``[part, answer, vocabulary]`` of some sequences."""
         with nullcontext() if routes is None else replay(self.model, routes[part], spec=self._spec):
-            logits = self._run(rollouts.tokens[part, :-1], self._dtype).logits
+            logits = self.model(input_ids=rollouts.tokens[part, :-1], use_cache=False).logits
         sampled: torch.Tensor = logits[:, rollouts.prompt_tokens - 1 :]
         return sampled.float().log_softmax(-1)
-
-    def _run(self, tokens: torch.Tensor, dtype: TrainerDtype, **inputs: Any) -> Any:
-        inputs |= {"input_ids": tokens, "use_cache": False}
-        if dtype == "float32":
-            return self.model(**inputs)
-        rounded = {name: weight.to(torch.bfloat16) for name, weight in self.model.named_parameters()}
-        return functional_call(self.model, rounded, (), inputs)
 
 
 def replayed(mode: Mode, rollouts: Rollouts, old: Scored) -> torch.Tensor | None:

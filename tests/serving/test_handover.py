@@ -107,9 +107,11 @@ class Pair:
 
 
 @contextmanager
-def pair(config: EngineConfig = SMALL, lost: frozenset[int] = frozenset()) -> Iterator[Pair]:
+def pair(
+    config: EngineConfig = SMALL, lost: frozenset[int] = frozenset(), prefills: Namespace = NAMESPACE
+) -> Iterator[Pair]:
     link, forgets = ZmqLink(ZmqSettings(bind="tcp://127.0.0.1:*")), Forgets(lost)
-    with PrefillEngine(MODEL, config, NAMESPACE, link=link, limits=LIMITS, observer=forgets) as prefill:
+    with PrefillEngine(MODEL, config, prefills, link=link, limits=LIMITS, observer=forgets) as prefill:
         forgets.engine = prefill
         with DecodeEngine(MODEL, config, NAMESPACE, link=ZmqLink(ZmqSettings()), limits=LIMITS) as decode:
             yield Pair(prefill, decode)
@@ -236,6 +238,15 @@ def test_prefill_gone_before_the_pull(plain: Plain, how: str) -> None:
         (output,) = engines.judge(plain)
         assert engines.decode.crossed.prefill_recomputed_tokens == 39
         assert output.note.startswith("computed here from position 0 on: ")
+
+
+def test_prefill_of_other_ranks_is_refused(plain: Plain) -> None:
+    """Goal: KV of another tensor-parallel degree is not taken, and the reason names field and values. Method: prefill
+    is the second of two ranks, decode the only one; decode computes the prompt."""
+    with pair(prefills=replace(NAMESPACE, rank=1, world=2)) as engines:
+        engines.begin(completion(26))
+        (output,) = engines.judge(plain)
+        assert output.note == "computed here from position 0 on: refused: namespace.rank: wanted 1, got 0"
 
 
 def test_prefill_gone_when_all_was_fetched(plain: Plain) -> None:

@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bench.replay_study.__main__ import RESULTS, main, replay_study
-from bench.replay_study.report import LABELS, print_results, verdicts
-from bench.replay_study.results import Interval, Measured, Results, Run, Step, by_origin, difference
+from bench.replay_study.report import LABELS, print_results, verdict
+from bench.replay_study.results import Interval, Measured, Results, Run, Step, difference
 from bench.replay_study.scales import SCALES, Learning, Options, Reinforcement, Scale
 from bench.replay_study.study import Study
 from bench.replay_study.task import Task
@@ -33,16 +33,16 @@ MINUTE = replace(
 def check(results: Results, scale: Scale) -> None:
     """Every figure is present and finite, and those that replay must make zero are zero."""
     assert results.complete
-    kinds = {(m.family, m.when, m.mode) for m in results.measured}
-    assert kinds == {(f, w, m) for f in scale.families for w in ("before", "after") for m in ("none", "r2", "r3")}
-    assert len(results.measured) == len(kinds) * scale.weights * scale.draws
+    kinds = {(m.when, m.mode) for m in results.measured}
+    assert kinds == {(w, m) for w in ("before", "after") for m in ("none", "r2", "r3")}
+    assert len(results.measured) == len(kinds) * scale.draws
     for measured in results.measured:
         assert measured.figures.keys() == {*LABELS, "tokens"}
         assert all(math.isfinite(value) and value >= 0 for value in measured.figures.values())
         if measured.mode == "r3":
             assert measured.figures["tokens_differing"] == measured.figures["routers_differing"] == 0
-    modes, seeds = scale.reinforcement.modes, range(scale.reinforcement.seeds)
-    assert {(run.mode, run.seed) for run in results.runs} == {(mode, seed) for mode in modes for seed in seeds}
+    seeds = range(scale.reinforcement.seeds)
+    assert {(run.mode, run.seed) for run in results.runs} == {(m, seed) for m in ("none", "r3") for seed in seeds}
     for step in (step for run in results.runs for step in run.steps):
         assert 0 <= step.reward <= 1
         assert 0 <= step.clip_fraction <= 1
@@ -51,16 +51,13 @@ def check(results: Results, scale: Scale) -> None:
 
 @pytest.mark.whole
 def test_a_quick_study_measures_everything(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Goal: the command does what it says, on the demo's models. Method: run it; its numbers and words; and they are
-    shown again."""
+    """Goal: the command does what it says. Method: run it; its numbers and words; and they are shown again."""
     assert main(["--quick", "--out", str(tmp_path)]) == 0
     results = Results.read(tmp_path / RESULTS)
     check(results, SCALES["quick"])
     # Engine and trainer differ without replay, or there was nothing to study.
     assert any(m.figures["tokens_differing"] > 0 for m in results.measured if m.mode == "none")
-    rewards, chance = [each.reward_after for each in results.learned], results.setting["chance"]
-    assert min(rewards) > 1.5 * chance
-    assert sum(rewards) / len(rewards) > 2 * chance
+    assert results.learned[0].reward_after > 2 * results.setting["chance"]
     text = capsys.readouterr().out
     assert "R3 leaves" in text
     assert "R3 less no replay" in text
@@ -73,29 +70,23 @@ def study(path: Path, **options: Any) -> Results:
 
 
 def test_an_accelerators_way_on_a_cpu(tmp_path: Path) -> None:
-    """Goal: the path of ``--device cuda`` works. Method: on a CPU, with a limit in time and passes in bfloat16."""
-    results = study(tmp_path, minutes=0.1, trainer_dtype="bfloat16")
+    """Goal: the path of ``--device cuda`` works. Method: on a CPU, with a limit in time."""
+    results = study(tmp_path, minutes=0.1)
     check(results, MINUTE)
     assert min(len(run.steps) for run in results.runs) >= 1
 
 
 def test_the_same_options_find_the_same(tmp_path: Path) -> None:
-    """Goal: a study can be repeated, and a phase be left out. Method: twice, whole and then without the mismatch;
-    everything but the seconds is equal."""
+    """Goal: a study can be repeated. Method: twice; everything but the seconds is equal."""
 
-    def numbers(name: str, *phases: str) -> Any:
-        study(tmp_path / name, seed=3, phases=phases)
+    def numbers(name: str) -> Any:
+        study(tmp_path / name, seed=3)
         found = json.loads((tmp_path / name / RESULTS).read_text())
         for part in [found, *found["learned"], *(step for run in found["runs"] for step in run["steps"])]:
             part.pop("seconds")
         return found
 
-    whole, part = (
-        numbers("one", "learning", "mismatch", "policy-gradient"),
-        numbers("two", "learning", "policy-gradient"),
-    )
-    assert (len(whole["measured"]), part["measured"]) == (12, [])
-    assert [whole[name] for name in ("learned", "runs")] == [part[name] for name in ("learned", "runs")]
+    assert numbers("one") == numbers("two")
 
 
 def test_an_interrupted_study_keeps_its_results(tmp_path: Path) -> None:
@@ -143,25 +134,17 @@ def test_right_answers_are_the_prompt_in_order(seed: int, symbols: int, length: 
     assert whole[:, :-1].max() < task.vocab_size
 
 
-@pytest.mark.parametrize("seeds_differ", [True, False])
 @pytest.mark.parametrize(
     ("with_it", "said"),
     [([0.3, 0.31, 0.29], "at least halved"), ([0.9, 0.91, 0.89], "not halved"), ([0.45, 0.55, 0.5], "do not decide")],
 )
-def test_halved_needs_the_whole_interval(with_it: list[float], said: str, seeds_differ: bool) -> None:
+def test_halved_needs_the_whole_interval(with_it: list[float], said: str) -> None:
     rows = [
-        Measured("f", n if seeds_differ else 0, 0 if seeds_differ else n, "before", mode, {"kl": kl})
+        Measured("f", 0, n, "before", mode, {"kl": kl})
         for mode, values in (("none", [1.0] * 3), ("r3", with_it))
         for n, kl in enumerate(values)
     ]
-    (sentence,) = verdicts(Results({}, measured=rows))
-    assert said in sentence
-
-
-def test_batches_of_one_model_among_several_are_one_value() -> None:
-    """Goal: batches of the same weights are not taken for independent ones. Method: two models, two batches each."""
-    rows = [Measured("f", seed, draw, "before", "none", {"kl": seed + draw}) for seed in (0, 10) for draw in (0, 2)]
-    assert by_origin(Results({}, measured=rows), "f", "before", "none", "kl") == [1.0, 11.0]
+    assert said in verdict(Results({}, measured=rows))
 
 
 def test_policy_gradients_are_compared_seed_by_seed() -> None:

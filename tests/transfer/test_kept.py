@@ -53,6 +53,16 @@ def test_a_buffer_is_used_again_when_it_was_sent() -> None:
     assert together(kept, 8).obj is oldest
 
 
+def test_a_slow_peer_keeps_its_own_buffers_alone() -> None:
+    """Goal: what one peer does not take holds up no reuse for others. Method: two messages stay, one of them the first;
+    the others go at once, from one buffer, however many there are."""
+    kept = KeptBuffers()
+    slow = [together(kept, 1), together(kept, 2)]
+    used = {id(together(kept, number).obj) for number in range(3, 4 * BUFFERS_MAX)}
+    assert len(used) == 1
+    assert [view == b"".join(pair(number)) for number, view in enumerate(slow, 1)] == [True, True]
+
+
 def test_what_the_allocator_is_good_at_is_left_to_it() -> None:
     """Goal: small messages, and those larger than a buffer, get no buffer. Method: both sizes, and the largest that
     fits."""

@@ -30,6 +30,16 @@ gc.freeze = gc.unfreeze = lambda: None
 
 MODULE = "kvroute.integrations.vllm"
 BLOCK = 32  # what vLLM's attention kernels for CPUs want
+GIVE: dict[str, Any] = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+"""``kv_transfer_params`` of a request whose KV another engine fetches over NIXL."""
+RANKS: dict[str, Any] = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
 LATENT: dict[str, Any] = {"attention_config": {"backend": "CPU_MLA"}}
 """Latent attention on any CPU: where there is AMX, vLLM would take kernels that want blocks of 32 and bfloat16."""
 

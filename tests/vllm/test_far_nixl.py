@@ -8,29 +8,22 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import prompts
+from engines import GIVE, RANKS, prompts
 from far_judge import Judge, of_all, verdict
 from far_start import Engine, Engines, ask
 from ports import hold_port
 from waiting import until
 
 from bench.harness import PeerError
-from kvroute.connector.tickets import MIXED
+from kvroute.connector.tickets import MIXED, NO_TICKET
+from kvroute.connector.transfers import LATE
 
-GIVE: dict[str, Any] = {
-    "do_remote_decode": True,
-    "do_remote_prefill": False,
-    "remote_engine_id": None,
-    "remote_block_ids": None,
-    "remote_host": None,
-    "remote_port": None,
-}
 LAYERS = 3
 NAMED = {"weights": "tiny", "weights_version": 1}
 LABELS = {1: "A"}
@@ -42,19 +35,25 @@ Prompts = Sequence[Sequence[int]]
 
 
 class Pair:
-    """A prefill and a decode engine. Each starts when it is first asked for, and anew after it was killed."""
+    """A prefill and a decode engine. Each starts when it is first asked for, and anew after it was killed.
 
-    def __init__(self, start: Engines) -> None:
-        self._start, self._running = start, dict[str, Engine]()
+    ``more`` are arguments of the engine of each role.
+    """
+
+    def __init__(self, start: Engines, **more: Mapping[str, Any]) -> None:
+        self._start, self._more, self._running = start, more, dict[str, Engine]()
 
     def __getitem__(self, role: str) -> Engine:
         if role not in self._running or self._running[role].ended:
             here = {"VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1", "VLLM_NIXL_SIDE_CHANNEL_PORT": str(hold_port())}
             moved = {"kv_buffer_device": "cpu", "kv_load_failure_policy": "recompute"}
-            self._running[role] = self._start(
-                "KvrouteNixlConnector", NAMED, transfer=moved, variables=here, max_num_batched_tokens=96
-            )
+            more = {"max_num_batched_tokens": 96, **self._more.get(role, {})}
+            self._running[role] = self._start("KvrouteNixlConnector", NAMED, transfer=moved, variables=here, **more)
         return self._running[role]
+
+    def turn(self) -> None:
+        """The two change their roles."""
+        self._running = {"prefill": self["decode"], "decode": self["prefill"]}
 
     def given(self, prefix: str, asked: Prompts) -> list[dict[str, Any]]:
         """The tickets in prefill's answers, for decode."""
@@ -130,15 +129,17 @@ def test_tickets(pair: Pair, judge: Judge) -> None:
 def test_prefill_hangs_and_is_killed(pair: Pair, judge: Judge) -> None:
     """Goal: whenever prefill stops or ends, decode answers, and no row is wrong. Method: prefill's processes are
     stopped before the fetch and go on while decode waits; are stopped and then killed while it waits; are killed before
-    the fetch; and are killed when decode has all and generates. KV that does not come is computed, with its rows.
+    the fetch; and are killed when decode has all and generates. KV that does not come is computed, with its rows. Ids
+    that a killed prefill has lent are not known to the one that lends at its address.
     """
-    asked = prompts(40, 70, 33, 20, 100)
+    asked, short = prompts(40, 70, 33, 20, 100), prompts(48, 20, 27, 30, 31)  # as in test_tickets
     for what, number, acts in (
         ("prefill hangs for a while", signal.SIGSTOP, [signal.SIGCONT]),
         ("prefill is killed during the fetch", signal.SIGSTOP, [signal.SIGKILL]),
         ("prefill is killed before the fetch", signal.SIGKILL, []),
     ):
         params = pair.given(what, asked)
+        lost = [each["kvroute"]["transfer"] for each in pair.given(f"{what}-lost", short)]
         prefill = pair["prefill"]
         pids = prefill.pids
         prefill.signal(number)
@@ -148,6 +149,15 @@ def test_prefill_hangs_and_is_killed(pair: Pair, judge: Judge) -> None:
             prefill.killed()
         with verdict(what, of_all(judge, answers, labels=LABELS)) as found:
             assert found.right == found.due
+    fresh = pair.given("fresh", short)
+    params = [
+        {**each, "kvroute": {"transfer": {**lost[i], "address": each["kvroute"]["transfer"]["address"]}}}
+        for i, each in enumerate(fresh)
+    ]
+    answers = pair.taken("lost-", short, params)
+    with verdict("tickets of a prefill engine that was killed", of_all(judge, answers, labels=LABELS)) as found:
+        assert found.right == len(short) * 20 * LAYERS
+    assert {why(answer) for answer in answers} <= {LATE, "gone: unknown"}
     params = pair.given("all", asked)
     kill = ["signal", {"pids": pair["prefill"].pids, "number": signal.SIGKILL}]
     answers = pair.taken("all-", asked, params, [kill], after=3, max_tokens=60)
@@ -157,8 +167,13 @@ def test_prefill_hangs_and_is_killed(pair: Pair, judge: Judge) -> None:
 
 
 def test_decode_is_killed(pair: Pair, judge: Judge) -> None:
-    """Goal: a decode engine that ends during its fetches costs prefill nothing. Method: prefill is stopped, so that
-    decode waits; decode is killed; prefill goes on, and another decode engine fetches from prefill then."""
+    """Goal: a decode engine that ends during its fetches costs prefill nothing, and what it fetched is fetched by no
+    other. Method: prefill is stopped, so that decode waits; decode is killed; prefill goes on, and another decode
+    engine fetches from prefill then, and gets tickets that the first one has used."""
+    short = prompts(47, 20, 27, 30, 31)  # as in test_tickets
+    params = pair.given("first", short)
+    used = [each["kvroute"] for each in params]
+    pair.taken("first-", short, params)
     asked = prompts(46, 70, 33, 20, 100)
     params = pair.given("lost", asked)
     prefill, decode = pair["prefill"], pair["decode"]
@@ -174,6 +189,11 @@ def test_decode_is_killed(pair: Pair, judge: Judge) -> None:
     answers = pair.taken("next-", asked, pair.given("next", asked))
     with verdict("another decode engine", of_all(judge, answers, labels=LABELS)) as found:
         assert found.right == found.due
+    params = [{**each, "kvroute": used[i]} for i, each in enumerate(pair.given("used", short))]
+    answers = pair.taken("used-", short, params)
+    with verdict("tickets that a killed decode engine used", of_all(judge, answers, labels=LABELS)) as found:
+        assert found.right == len(short) * 20 * LAYERS
+    assert {why(answer) for answer in answers} == {"gone: foreign"}
 
 
 def test_new_weights(pair: Pair, judge: Judge, homes: dict[str, Path]) -> None:
@@ -219,3 +239,29 @@ def test_new_weights(pair: Pair, judge: Judge, homes: dict[str, Path]) -> None:
         ["signal", {"pids": pids, "number": signal.SIGCONT}],
     ]
     seen("decode is told a version during the fetch", params, "B", right=True, acts=acts)
+
+
+def test_unequal_ranks(model: Callable[..., Path], tmp_path: Path) -> None:
+    """Goal: rows are the same behind the router of every rank, so engines of unequal tensor parallelism exchange them.
+    Method: prefill has one rank and decode two, each with one of two heads of the KV; then the roles change."""
+    pytest.importorskip("nixl")
+    homes = {"A": model("olmoe")}
+    engines, judge = Engines(homes, tmp_path), Judge(homes)
+    pair = Pair(engines, decode=RANKS)
+    try:
+        for role in ("prefill", "decode"):  # what ranks compile at first may take longer than prefill keeps KV
+            pair[role].do([ask(f"first of {role}", prompts(92, 20)[0])])
+        for what, seed in (("from one rank to two", 90), ("from two ranks to one", 91)):
+            asked = prompts(seed, 10, 33, 1, shared=150)
+            answers = pair.taken(f"{what}-", asked, pair.given(what, asked), temperature=1.0)
+            with verdict(what, of_all(judge, answers, labels=LABELS)) as found:
+                assert found.right == found.due
+            bare = prompts(seed + 10, 70, 40)
+            given = [{**each, "kvroute": None} for each in pair.given(f"{what}-bare", bare)]
+            answers = pair.taken(f"{what}-bare-", bare, given)
+            with verdict(f"{what}, without tickets", of_all(judge, answers, labels=LABELS)) as found:
+                assert found.right == len(bare) * 20 * LAYERS
+            assert {why(answer) for answer in answers} == {NO_TICKET}, "the KV came, else its rows were decode's"
+            pair.turn()
+    finally:
+        engines.close()

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import BLOCK, Engine, prompts
+from engines import BLOCK, RANKS, Engine, prompts
 from host_offload import DAMAGED_RANK
 
 from bench.vllm_peers import plugin as installed
@@ -17,7 +17,6 @@ Start = Any  # conftest's Engines
 Model = Callable[..., Path]
 POOL = 16
 """Blocks of the engine, of which one is vLLM's own and stays empty."""
-RANKS: dict[str, Any] = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
 
 
 def start(engine: Start, home: Path, carrier: str, directory: Path, **arguments: Any) -> Engine:

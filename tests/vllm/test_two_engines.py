@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from engines import BLOCK, MODULE, Engine, models, noise, prompts
+from engines import BLOCK, GIVE, MODULE, Engine, models, noise, prompts
 from fronts import Front
 from numpy.typing import NDArray
 from ports import hold_port
@@ -43,14 +43,6 @@ ENGINE: dict[str, Any] = {
     "skip_tokenizer_init": True,
 }
 NIXL = {"kv_buffer_device": "cpu", "kv_load_failure_policy": "fail"}
-GIVE: dict[str, Any] = {
-    "do_remote_decode": True,
-    "do_remote_prefill": False,
-    "remote_engine_id": None,
-    "remote_block_ids": None,
-    "remote_host": None,
-    "remote_port": None,
-}
 ASKED = prompts(80, 10, 33, 1, shared=150)  # two of them end inside a block
 LEFT_OPEN: list[Any] = []
 """Both ends of Mooncake's lookups, which vLLM does not close: the ZeroMQ context of one that is collected waits."""
