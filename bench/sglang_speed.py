@@ -47,14 +47,16 @@ def start(home: Path, options: dict[str, Any], *, kvroute: bool) -> Engine:
     return Engine(python, "bench.peers.sglang_engine", home / "log", environment, options, stops=stops)
 
 
-def started(stack: ExitStack, home: Path, options: dict[str, Any]) -> dict[str, Engine]:
-    """Start both engines at once; they are closed with the stack."""
-    with ThreadPoolExecutor(2) as pool:
-        made = {name: pool.submit(start, home / name, options, kvroute=name == OURS) for name in (STOCK, OURS)}
-    engines = {name: each.result() for name, each in made.items()}
-    for engine in engines.values():
+def started(stack: ExitStack, home: Path, options: dict[str, dict[str, Any]]) -> dict[str, Engine]:
+    """Start engines of these options at once, all but ``STOCK`` with kvroute; they are closed with the stack."""
+
+    def begin(name: str) -> Engine:
+        engine = start(home / name, options[name], kvroute=name != STOCK)
         stack.callback(engine.close)
-    return engines
+        return engine
+
+    with ThreadPoolExecutor(len(options)) as pool:
+        return dict(zip(options, pool.map(begin, options), strict=True))
 
 
 def main() -> None:
@@ -67,7 +69,8 @@ def main() -> None:
     )
     with tempfile.TemporaryDirectory() as home, ExitStack() as stack:
         build_qwen3(model := Path(home) / "model", width=args.width)
-        engines = started(stack, Path(home), CPU | POOL | {"model_path": str(model)})
+        options = CPU | POOL | {"model_path": str(model)}
+        engines = started(stack, Path(home), dict.fromkeys((STOCK, OURS), options))
         until = begun + (QUICK_S if args.quick else 1200)
         rounds = 1000 if args.quick else args.rounds
         counts = [8] if args.quick else args.sequences
