@@ -24,7 +24,7 @@ from bench.vllm_models import build_qwen3
 HERE = ROOT / "tests" / "sglang"
 PLUGINS = {"kvroute": "kvroute.integrations.sglang:register", "cpu": "sglang_on_cpu:register"}
 NEW = 32
-QUICK_S = 150
+QUICK_S = 90
 CPU = {"device": "cpu", "dtype": "float32", "attention_backend": "torch_native", "disable_cuda_graph": True}
 POOL = {"max_total_tokens": 16384, "max_running_requests": 64, "page_size": 16, "context_length": 512}
 STOCK, OURS = "SGLang", "with kvroute"
@@ -47,28 +47,30 @@ def start(home: Path, options: dict[str, Any], *, kvroute: bool) -> Engine:
     return Engine(python, "bench.peers.sglang_engine", home / "log", environment, options, stops=stops)
 
 
-def started(stack: ExitStack, home: Path, options: dict[str, Any]) -> dict[str, Engine]:
-    """Start both engines at once; they are closed with the stack."""
-    with ThreadPoolExecutor(2) as pool:
-        made = {name: pool.submit(start, home / name, options, kvroute=name == OURS) for name in (STOCK, OURS)}
-    engines = {name: each.result() for name, each in made.items()}
-    for engine in engines.values():
+def started(stack: ExitStack, home: Path, options: dict[str, dict[str, Any]]) -> dict[str, Engine]:
+    """Start engines of these options at once, all but ``STOCK`` with kvroute; they are closed with the stack."""
+
+    def begin(name: str) -> Engine:
+        engine = start(home / name, options[name], kvroute=name != STOCK)
         stack.callback(engine.close)
-    return engines
+        return engine
+
+    with ThreadPoolExecutor(len(options)) as pool:
+        return dict(zip(options, pool.map(begin, options), strict=True))
 
 
 def main() -> None:
-    begun = time.monotonic()
     args = asked(
         *(__doc__, 12),
-        quick=f"8 sequences, and no round begins after {QUICK_S} s",
+        quick=f"8 sequences, and no round begins {QUICK_S} s after both have started",
         width=(4, "of the model: 8 has 420 M weights"),
         sequences=([8, 32], "that run at once"),
     )
     with tempfile.TemporaryDirectory() as home, ExitStack() as stack:
         build_qwen3(model := Path(home) / "model", width=args.width)
-        engines = started(stack, Path(home), CPU | POOL | {"model_path": str(model)})
-        until = begun + (QUICK_S if args.quick else 1200)
+        options = CPU | POOL | {"model_path": str(model)}
+        engines = started(stack, Path(home), dict.fromkeys((STOCK, OURS), options))
+        until = time.monotonic() + (QUICK_S if args.quick else 1200)
         rounds = 1000 if args.quick else args.rounds
         counts = [8] if args.quick else args.sequences
         found = {count: in_turns(engines, count, NEW, rounds, until) for count in counts}

@@ -131,23 +131,29 @@ class Judge:
         flat = hidden.reshape(-1, hidden.shape[-1]).float()
         self._logits[layer] = torch.nn.functional.linear(flat, gate.weight.float())
 
+    def chosen(self, tokens: Sequence[int]) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """The experts ``[tokens, layers, top_k]`` that each token is given to, sorted; and how close a choice was.
+
+        That is ``[tokens]``: the least difference, over the layers, of the logits of the last chosen expert and the
+        first one not chosen.
+        """
+        with torch.no_grad():
+            self._model(torch.tensor([list(tokens)], device=self._device))
+        logits, found = torch.stack([self._logits[i] for i in sorted(self._logits)], 1).sort(-1, descending=True)
+        apart = (logits[..., TOP_K - 1] - logits[..., TOP_K]).amin(1).cpu().numpy()
+        return np.sort(found[..., :TOP_K].cpu().numpy(), -1), apart
+
     def judge(self, tokens: Sequence[int], rows: Mapping[str, Any] | None) -> NDArray[np.int64]:
         """How many of the expected rows are right, missing, wrong, and different at a close choice.
 
-        A row is close if, in any layer, the logits of the last chosen expert and the first one not chosen differ by
-        less than ``close``: rounding may have decided it.
+        A row is close if in any layer the logits differ by less than ``close``: rounding may have decided it.
         """
         due = len(tokens) - 1
         if rows is None:
             return np.array([0, due, 0, 0])
         ids, valid = unpacked(rows["ids"])[:due].astype(np.int64), unpacked(rows["valid"])[:due]
-        with torch.no_grad():
-            self._model(torch.tensor([list(tokens)], device=self._device))
-        logits, found = torch.stack([self._logits[i] for i in sorted(self._logits)], 1).sort(-1, descending=True)
-        order = found[..., :TOP_K].cpu().numpy()
-        apart = (logits[..., TOP_K - 1] - logits[..., TOP_K]).amin(1).cpu().numpy()
-        wanted = np.sort(order[: len(ids), : ids.shape[1]], -1)  # the last layer may be left out
-        same, close = (wanted == np.sort(ids, -1)).all((1, 2)), apart[: len(ids)] < self._close
-        missing = due - len(ids) + (~valid).sum()
+        wanted, apart = self.chosen(tokens)
+        same = (wanted[: len(ids), : ids.shape[1]] == np.sort(ids, -1)).all((1, 2))  # the last layer may be left out
+        missing, close = due - len(ids) + (~valid).sum(), apart[: len(ids)] < self._close
         others = ~same & valid
         return np.array([(same & valid).sum(), missing, (others & ~close).sum(), (others & close).sum()])

@@ -21,13 +21,29 @@ VERSION: Final = "weights_version"
 SPARES: Final = 64
 
 
-class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """An operator's settings; ``kv_connector_extra_config["kvroute"]`` in vLLM."""
+class Common(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """An operator's settings in every engine."""
 
-    store: str = ""  # URL of the rows' store, written by the worker; "": rows end with their blocks
-    reader: str = ""  # URL by which the scheduler asks that store; by default the same, with mode=read for files
+    store: str = ""  # URL of the store of rows that belong to KV from elsewhere; "": rows end with their blocks
     rollouts: str = "response:"  # URL of the rollout store where routes are left; "": nowhere
     weights: str = ""  # names the weights; by default a digest of where they are, their sizes, times and samples
+    strict: bool = False  # mistakes of bookkeeping raise: for tests
+    untested: str = ""  # accept this untested version of the engine: "0.34"
+
+    @classmethod
+    def of(cls, given: Any, where: str = "kv_connector_extra_config.kvroute") -> Self:
+        """From the mapping that the operator wrote there; :class:`ConfigError` for an invalid one."""
+        try:
+            return msgspec.convert(given, cls)
+        except msgspec.ValidationError as error:
+            wanted = f"some of {', '.join(cls.__struct_fields__)} (docs/settings.md)"
+            raise ConfigError(where, wanted, str(error)) from error
+
+
+class Settings(Common, frozen=True):
+    """An operator's settings in vLLM: ``kv_connector_extra_config["kvroute"]``."""
+
+    reader: str = ""  # URL by which the scheduler asks that store; by default the same, with mode=read for files
     # Version of the weights that are loaded at the start. Without one, rows have no version.
     weights_version: Annotated[int, msgspec.Meta(ge=0, lt=AS_LOADED)] | None = None
     # Rows that come for loaded KV are compared with it. KV does not show the last router's choice: that is "missing"
@@ -40,16 +56,6 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     lend: str = "tcp://127.0.0.1:*"  # where rows are lent to other engines: ipc:///path or tcp://HOST:PORT
     lent_nbytes_max: Annotated[int, msgspec.Meta(ge=1)] = 4 << 30  # of copies of rows not fetched yet
     keys: str = ""  # the secret key file of all engines of a deployment; other hosts need one
-    strict: bool = False  # mistakes of bookkeeping raise: for tests
-    untested: str = ""  # accept this untested version of the engine: "0.34"
-
-    @classmethod
-    def of(cls, given: Any) -> Self:
-        """From the mapping that the operator wrote; :class:`ConfigError` for an invalid one."""
-        try:
-            return msgspec.convert(given, cls)
-        except msgspec.ValidationError as error:
-            raise ConfigError("kv_connector_extra_config.kvroute", "those of docs/settings.md", str(error)) from error
 
     @property
     def writes(self) -> bool:
@@ -155,4 +161,4 @@ class Told:
         return Told(other if self.inner is None else self.inner.aggregate(other), self.why)
 
 
-__all__ = ["SPARES", "VERSION", "Engine", "Handshake", "Settings", "StepMeta", "Told"]
+__all__ = ["SPARES", "VERSION", "Common", "Engine", "Handshake", "Settings", "StepMeta", "Told"]

@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import os
 from typing import Any, Final, Literal
 
-import msgspec
-
 from cache_manager.errors import ConfigError
+from kvroute.connector.settings import Common
 
 TESTED: Final = "0.5.23"
 VARIABLE: Final = "KVROUTE_SGLANG"
 LINKER: Final = "KvrouteLinker"
 
 
-class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Settings(Common, frozen=True):
     """``linker_extra_config`` of KvrouteLinker, or without it the JSON in the environment variable KVROUTE_SGLANG."""
 
-    store: str = ""  # URL of the store: of KV and rows with KvrouteLinker, of rows if others keep the KV
-    rollouts: str = "response:"  # URL of the rollout store where routes are left; "": nowhere
-    weights: str = ""  # names the weights; by default a digest of where they are, their sizes, times and samples
-    rows: bool = True  # a page that lacks rows is neither stored nor a hit; false: it is both, and they are missing
     # The last router's choices for KV that others kept, which a comparison with the KV cannot prove.
     witness: Literal["missing", "flagged"] = "missing"
-    strict: bool = False  # mistakes of bookkeeping raise: for tests
-    untested: str = ""  # accept this untested version of SGLang
+    rows: bool = True  # a page that lacks rows is neither stored nor a hit; false: it is both, and they are missing
 
 
 def settings_of(linker: dict[str, Any] | None) -> Settings:
@@ -32,12 +27,14 @@ def settings_of(linker: dict[str, Any] | None) -> Settings:
 
     Raises :class:`ConfigError` for invalid ones.
     """
+    if linker is not None and linker.get("linker") == LINKER:
+        return Settings.of(linker.get("linker_extra_config") or {}, "linker_extra_config")
+    written = os.environ.get(VARIABLE) or "{}"
     try:
-        if linker is not None and linker.get("linker") == LINKER:
-            return msgspec.convert(linker.get("linker_extra_config") or {}, Settings)
-        return msgspec.json.decode(os.environ.get(VARIABLE, "{}"), type=Settings)
-    except msgspec.MsgspecError as error:
-        raise ConfigError(f"linker_extra_config or {VARIABLE}", "those of docs/settings.md", str(error)) from error
+        given = json.loads(written)
+    except json.JSONDecodeError as error:
+        raise ConfigError(VARIABLE, "a JSON object", repr(written)) from error
+    return Settings.of(given, VARIABLE)
 
 
 def settings_of_engine() -> Settings:
