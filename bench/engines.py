@@ -15,6 +15,8 @@ import psutil
 from bench.harness import Peer, Table
 
 PROMPT = 64
+ENDS = "together", "apart"
+"""How the answers of a round end: all in one step, or one after another."""
 
 
 def installed(directory: Path, group: str, **places: str) -> Path:
@@ -79,26 +81,35 @@ Rates = dict[str, dict[str, list[float]]]
 
 
 def in_turns(
-    engines: Mapping[str, Engine], sequences: int, new: int, rounds: int, until: float = float("inf"), words: int = 500
+    engines: Mapping[str, Engine],
+    sequences: int,
+    new: int,
+    rounds: int,
+    until: float = float("inf"),
+    words: int = 500,
+    *,
+    apart: bool = False,
 ) -> Rates:
     """Tokens per second and per CPU second of each engine and round; the first round warms up.
 
-    No round begins after ``until`` (``time.monotonic``). Prompts use the first ``words`` ids; none is used twice.
+    No round begins after ``until`` (``time.monotonic``). Prompts use the first ``words`` ids; none is used twice. All
+    answers have ``new`` tokens and end in one step, or lengths from half to three halves of that if they end ``apart``.
     """
     rng = np.random.default_rng(sequences)
+    lengths = np.linspace(new // 2, new + new // 2, sequences).astype(int) if apart else np.full(sequences, new)
     found: Rates = {name: {"seconds": [], "cpu_s": []} for name in engines}
     for turn in range(rounds + 1):
         if turn > 1 and time.monotonic() > until:
             break
-        prompts = rng.integers(5, words, (sequences, PROMPT)).tolist()
+        prompts, tokens = rng.integers(5, words, (sequences, PROMPT)).tolist(), rng.permutation(lengths).tolist()
         for name in rng.permutation(list(engines)).tolist():
-            answer = engines[name].ask({"prompts": prompts, "tokens": new, "rows": False})
+            answer = engines[name].ask({"prompts": prompts, "tokens": tokens, "rows": False})
             for of, rates in found[name].items() if turn else ():
-                rates.append(sequences * new / answer[of])
+                rates.append(sum(tokens) / answer[of])
     return found
 
 
-def table_of(title: str, found: Mapping[int, Rates]) -> Table:
+def table_of(title: str, found: Mapping[str, Rates]) -> Table:
     """The results of :func:`in_turns`, by number of sequences; ratios are to the first engine in the same round."""
     columns = ["engine", "sequences", "rounds", "tokens/s", "ratio", "tokens/CPU s", "ratio"]
     table = Table(f"{title}; ratios: median [quartiles] of rounds", columns)
@@ -110,5 +121,5 @@ def table_of(title: str, found: Mapping[int, Rates]) -> Table:
                 ratio = np.array(each) / np.array(own[of])
                 low, high = np.quantile(ratio, [0.25, 0.75])
                 cells += [f"{np.median(each):.0f}", f"{np.median(ratio):.3f} [{low:.3f} .. {high:.3f}]"]
-            table.row(name, str(sequences), str(len(rates["seconds"])), *cells)
+            table.row(name, sequences, str(len(rates["seconds"])), *cells)
     return table

@@ -11,7 +11,8 @@ engines are asked the same, twice, in another order. There are two judges.
   tokens agree in almost none.
 
 ``--what speed``: engines of Qwen3-30B-A3B's shape with random weights, stock and with kvroute, take turns on one GPU,
-both with pages on the host. Ratios are to stock SGLang in the same round.
+both with pages on the host. The answers of a round end together, or apart. Ratios are to stock SGLang in the same
+round.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bench import vllm_models
-from bench.engines import Engine, Rates, in_turns, table_of
+from bench.engines import ENDS, Engine, Rates, in_turns, table_of
 from bench.harness import Table, asked, write_json
 from bench.sglang_speed import CPU, OURS, POOL, STOCK, started
 from bench.vllm_models import TOP_K, VOCABULARY, build_qwen3, shape
@@ -147,13 +148,17 @@ def rows(home: Path, stack: ExitStack, device: str, width: int, pool: int, count
 
 def speed(
     home: Path, stack: ExitStack, layers: int, sequences: Sequence[int], new: int, rounds: int, until: float
-) -> dict[int, Rates]:
+) -> dict[str, Rates]:
     """Engines that take turns, both in memory at once."""
     shape(model := home / "model", layers)
     common = POOL | HOST | GPU | {"model_path": str(model), "load_format": "dummy", "hicache_ratio": 2.0}
     engines = started(stack, home, dict.fromkeys((STOCK, OURS), common))
     print("both have started", flush=True)
-    found = {count: in_turns(engines, count, new, rounds, until, words=150_000) for count in sequences}
+    found = {
+        f"{count}, {ends}": in_turns(engines, count, new, rounds, until, words=150_000, apart=ends == "apart")
+        for count in sequences
+        for ends in ENDS
+    }
     table_of(f"tokens/s in SGLang on a GPU, {layers} layers, {new} tokens", found).print()
     return found
 

@@ -73,7 +73,7 @@ def main() -> None:
         until = time.monotonic() + (QUICK_S if args.quick else 1200)
         rounds = 1000 if args.quick else args.rounds
         counts = [8] if args.quick else args.sequences
-        found = {count: in_turns(engines, count, NEW, rounds, until) for count in counts}
+        found = {str(count): in_turns(engines, count, NEW, rounds, until) for count in counts}
     table_of(f"tokens/s of SGLang on a CPU, width {args.width}, {NEW} tokens", found).print()
     write_json(args.json, rates=found)
 

@@ -7,7 +7,8 @@ tensor-parallel ranks too.
 
 ``--what speed`` starts engines of Qwen3-30B-A3B's shape with random weights, which take turns: no connector, one that
 does nothing, kvroute with a store of rows and the witness of every full block (rows come back in the response, or go to
-a rollout store), kvroute with rows in a layer of the KV. Ratios are to vLLM without a connector in the same round.
+a rollout store), kvroute with rows in a layer of the KV. The answers of a round end together, which is the worst case,
+or apart. Ratios are to vLLM without a connector in the same round.
 ``--layers 48`` is the whole model; two such engines fill an H200 (``--engines off store``).
 
 Needs vLLM in the Python that runs it, with this checkout.
@@ -27,7 +28,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench.engines import PROMPT, Engine, in_turns, table_of
+from bench.engines import ENDS, PROMPT, Engine, in_turns, table_of
 from bench.harness import ROOT, PeerError, Table, asked
 from bench.vllm_models import VOCABULARY, Judge, build, shape
 from bench.vllm_peers import CONNECTORS, connector, plugin
@@ -203,7 +204,11 @@ def speed(starter: Starter, layers: int, names: Sequence[str], batches: Sequence
 
     with ThreadPoolExecutor(len(names)) as threads:
         engines = dict(zip(names, threads.map(start, names), strict=True))
-    found = {batch: in_turns(engines, batch, new, rounds, words=150_000) for batch in batches}
+    found = {
+        f"{batch}, {ends}": in_turns(engines, batch, new, rounds, words=150_000, apart=ends == "apart")
+        for batch in batches
+        for ends in ENDS
+    }
     about = (
         f"vLLM {engines[names[0]].version}, {layers} layers, {PROMPT} + {new} tokens, {torch.cuda.get_device_name()}"
     )

@@ -1,7 +1,7 @@
 """One SGLang engine, asked over standard input: ``python -m bench.peers.sglang_engine OPTIONS_AS_JSON``.
 
-Each line has ``prompts`` and ``tokens``: it makes greedy completions of that length with routed experts, and returns
-these if ``rows``. On a CPU it needs the environment of ``make test-sglang``.
+Each line has ``prompts`` and ``tokens``, of all or of each: it makes greedy completions of that length with routed
+experts, and returns these if ``rows``. On a CPU it needs the environment of ``make test-sglang``.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import json
 import sys
 import time
 from typing import Any
+
+import numpy as np
 
 from bench.harness import serve_answers
 
@@ -21,7 +23,8 @@ def main() -> None:
     engine = sglang.Engine(**fixed, **json.loads(sys.argv[1]))
 
     def answer(asked: dict[str, Any]) -> dict[str, Any]:
-        sampling = {"max_new_tokens": asked["tokens"], "temperature": 0.0, "ignore_eos": True}
+        lengths = np.broadcast_to(asked["tokens"], len(asked["prompts"])).tolist()
+        sampling = [{"max_new_tokens": tokens, "temperature": 0.0, "ignore_eos": True} for tokens in lengths]
         start = time.perf_counter()
         found = engine.generate(input_ids=asked["prompts"], sampling_params=sampling, return_routed_experts=True)
         told: dict[str, Any] = {"seconds": time.perf_counter() - start}

@@ -53,7 +53,7 @@ def main() -> None:
     os.dup2(out, 1)
 
     def answer(asked: dict[str, Any]) -> dict[str, Any]:
-        """``prompts`` and ``tokens``, optionally ``extra`` of each; or ``metric``, ``by`` a label; or ``reset``."""
+        """``prompts``, ``tokens`` of all or of each, ``extra`` of each; or ``metric``, ``by`` a label; or ``reset``."""
         if "metric" in asked:
             found = [metric for metric in llm.get_metrics() if metric.name == asked["metric"]]
             return {metric.labels.get(asked["by"], ""): metric.value for metric in found}
@@ -63,8 +63,12 @@ def main() -> None:
             return {"reset": emptied}
         prompts = [{"prompt_token_ids": prompt} for prompt in asked["prompts"]]
         sampling = [
-            SamplingParams(temperature=0, max_tokens=asked["tokens"], ignore_eos=True, extra_args=extra)
-            for extra in asked.get("extra") or [None] * len(prompts)
+            SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, extra_args=extra)
+            for tokens, extra in zip(
+                np.broadcast_to(asked["tokens"], len(prompts)).tolist(),
+                asked.get("extra") or [None] * len(prompts),
+                strict=True,
+            )
         ]
         start = time.perf_counter()
         outputs = llm.generate(prompts, sampling, use_tqdm=False)
