@@ -45,19 +45,22 @@ def settings_of_engine() -> Settings:
     memory, parallel, version = context.get_memory(), context.get_parallel(), sglang.__version__
     linker = memory.unified_cache_external_linker_config if memory.enable_unified_cache_external_linker else None
     settings, ours = settings_of(linker), linker is not None and linker.get("linker") == LINKER
-    loads = memory.enable_unified_cache_external_linker or memory.hicache_storage_backend is not None
+    sizes = {each: getattr(parallel, each) for each in ("dp_size", "pp_size", "attn_cp_size")}
+    loads = "an external linker" if memory.enable_unified_cache_external_linker else memory.hicache_storage_backend
     for wanted, got in {
-        f"SGLang {TESTED}, or untested={version!r}": version not in (TESTED, settings.untested),
-        "no speculative decoding": context.get_spec().speculative_algorithm is not None,
-        "no data, pipeline or context parallelism": max(parallel.dp_size, parallel.pp_size, parallel.attn_cp_size) > 1,
-        f"no tensor parallelism with {LINKER}": parallel.tp_size > 1 and ours,
-        "no disaggregation": context.get_disagg().disaggregation_mode not in (None, "null"),
-        "pages on the host that are kept (hicache_host_memory_mode)": memory.hicache_host_memory_mode == "buffer_only",
-        "no sparse attention from the host": memory.enable_hisparse,
-        f"a store for the rows of KV that is loaded, in {VARIABLE} or for {LINKER}": loads and not settings.store,
+        f"SGLang {TESTED}, or untested={version!r}": version not in (TESTED, settings.untested) and version,
+        "no speculative decoding": context.get_spec().speculative_algorithm,
+        "no data, pipeline or context parallelism": {each: size for each, size in sizes.items() if size > 1},
+        f"no tensor parallelism with {LINKER}": ours and parallel.tp_size > 1 and f"tp_size {parallel.tp_size}",
+        "no disaggregation": (context.get_disagg().disaggregation_mode or "null").removeprefix("null"),
+        "hicache_host_memory_mode 'cache'": memory.hicache_host_memory_mode == "buffer_only" and "'buffer_only'",
+        "no sparse attention from the host": memory.enable_hisparse and "enable_hisparse",
+        f"a store for the rows of KV that is loaded, in {VARIABLE} or for {LINKER}": not settings.store
+        and loads
+        and f"none, beside {loads}",
     }.items():
         if got:
-            raise ConfigError("SGLang with kvroute", wanted, f"SGLang {version} as it is configured")
+            raise ConfigError("SGLang with kvroute", wanted, got)
     return settings
 
 
