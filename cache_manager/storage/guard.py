@@ -14,11 +14,15 @@ from cache_manager.errors import StoreClosedError
 
 
 class OpenCheck:
-    """Whether calls may go on; messages begin with ``name``. ``with check:`` holds ``lock`` and checks again."""
+    """Whether calls may go on; messages begin with ``name``, and ``lock`` is the store's.
+
+    A call begins with ``with guard.lock():`` and ``guard.check()``. So the lock's own methods take and leave it: an
+    exception from a signal handler never leaves it taken, as one inside an ``__exit__`` of ours would.
+    """
 
     __slots__ = ("_lock", "_name", "_open", "_pid")
 
-    def __init__(self, name: object, lock: threading.Lock | threading.Condition) -> None:
+    def __init__(self, name: object, lock: threading.Lock) -> None:
         self._name = name
         self._lock = lock
         self._open = True
@@ -31,15 +35,10 @@ class OpenCheck:
         if not self._open:
             raise StoreClosedError(f"{self._name}: the store is closed")
 
-    def __enter__(self) -> None:
+    def lock(self) -> threading.Lock:
+        """The store's lock, for a ``with`` statement, where calls may go on; :meth:`check` again when it is held."""
         self.check()
-        self._lock.acquire()
-        if not self._open:
-            self._lock.release()
-            self.check()
-
-    def __exit__(self, *_: object) -> None:
-        self._lock.release()
+        return self._lock
 
     @property
     def closable(self) -> bool:

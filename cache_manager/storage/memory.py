@@ -70,7 +70,8 @@ class MemoryStore(ClosingStore):
         self, headers: Sequence[RecordHeader], payloads: Sequence[Buffer], *, replace: bool = False
     ) -> list[RecordHeader | None]:
         index = self._index
-        with self._guard:
+        with self._guard.lock():
+            self._guard.check()
             for header in headers:
                 if header.payload_nbytes != self._record_nbytes:
                     self._admit(header.payload_nbytes)
@@ -98,7 +99,8 @@ class MemoryStore(ClosingStore):
     def get_into(self, keys: Sequence[BlockKey], buffers: Sequence[memoryview]) -> list[RecordHeader | Absence]:
         found: list[RecordHeader | Absence] = []
         index = self._index
-        with self._guard:
+        with self._guard.lock():
+            self._guard.check()
             for key, buffer in zip(keys, buffers, strict=True):
                 entry = index.get(key)
                 if entry is None:
@@ -114,11 +116,13 @@ class MemoryStore(ClosingStore):
         return found
 
     def contains(self, keys: Sequence[BlockKey]) -> list[bool]:
-        with self._guard:
+        with self._guard.lock():
+            self._guard.check()
             return [key in self._index for key in keys]
 
     def delete(self, keys: Sequence[BlockKey]) -> None:
-        with self._guard:
+        with self._guard.lock():
+            self._guard.check()
             for key in keys:
                 if (entry := self._index.pop(key, None)) is not None:
                     self._free.append(entry[1])
@@ -128,7 +132,8 @@ class MemoryStore(ClosingStore):
 
     def usage(self) -> Mapping[str, int]:
         """The port's four, and ``evicted_records``."""
-        with self._guard:
+        with self._guard.lock():
+            self._guard.check()
             used = len(self._index) * self._slot_nbytes
             return {
                 "records": len(self._index),

@@ -9,6 +9,7 @@ No thread, no queue, no pause: a tier that is down has to fail at once, as ``moo
 from __future__ import annotations
 
 import threading
+from _thread import RLock  # its class: threading.RLock is a function
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -81,7 +82,7 @@ class TieredStore(ClosingStore):
         if len(tiers) < 2:
             raise ConfigError("tiered: store tiers", "2 or more", len(tiers))
         self._open = OpenCheck("tiered store", threading.Lock())
-        self._deleting = threading.Lock()  # held over the calls of a deletion, and over those of a promotion
+        self._deleting = RLock()  # held over the calls of a deletion, and over those of a promotion
         self._deletions = 0  # begun so far
         self._tiers = [Tier(name, backend) for name, backend in tiers.items()]
 
@@ -132,16 +133,19 @@ class TieredStore(ClosingStore):
     ) -> None:
         """Put records that were read into the tiers in front, unless a deletion has begun since; waits for no other
         call."""
-        if not hits or not self._deleting.acquire(blocking=False):
+        if not hits or self._deleting._is_owned():  # type: ignore[attr-defined]  # a handler's, amid a deletion
             return
         try:
+            if not self._deleting.acquire(blocking=False):
+                return
             headers, payloads = list(hits.values()), [buffers[i] for i in hits]
             for front in fronts if deletions == self._deletions else ():
                 put = partial(front.backend.put, headers, payloads)
                 answers = front.ask("failed_writes", range(len(hits)), put, {})
                 front.count(promoted=sum(map(is_, answers.values(), headers)))
         finally:
-            self._deleting.release()
+            if self._deleting._is_owned():  # type: ignore[attr-defined]
+                self._deleting.release()
 
     def contains(self, keys: Sequence[BlockKey]) -> list[bool]:
         self._open.check()

@@ -104,7 +104,7 @@ def test_a_call_that_is_interrupted_loses_no_block_and_mixes_no_content(name: st
     while stopped:
         house = _house(stored)
         before(house)
-        stopped = is_stopped(lambda: call(house), at, without="storage")  # noqa: B023
+        stopped = is_stopped(lambda: call(house), at)  # noqa: B023
         _goes_on(house, f"{name}, interrupted at place {at}")
         at += EVERY
     assert at > EVERY + 1, "it was never interrupted"

@@ -19,16 +19,15 @@ class StoppedError(Exception):
     """What a signal handler raises, such as a keyboard interrupt."""
 
 
-def is_stopped(call: Callable[[], object], at: int, *, without: str = "no part") -> bool:
+def is_stopped(call: Callable[[], object], at: int) -> bool:
     """Make a call during which something is raised where the interpreter runs signal handlers for the ``at``-th time in
-    our code, except in the part of this name: when a function has begun, or a call of a C function has ended. Returns
-    whether there was such a place."""
+    our code: when a function has begun, or a call of a C function has ended. Returns whether there was such a place."""
     places = 0
 
     def profile(frame: FrameType, event: str, _: object) -> None:
         nonlocal places
         file = frame.f_code.co_filename
-        if event in ("call", "c_return") and file.startswith(HOME) and not file.startswith(f"{HOME}/{without}/"):
+        if event in ("call", "c_return") and file.startswith(HOME):
             places += 1
             if places == at:
                 sys.setprofile(None)

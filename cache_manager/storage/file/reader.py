@@ -57,7 +57,8 @@ class Shelf(ClosingStore):
 
     def usage(self) -> Mapping[str, int]:
         """The port's four, ``failed_reads`` of the disk, and ``refused_files``."""
-        with self.guard:
+        with self.guard.lock():
+            self.guard.check()
             used_nbytes = sum(extent.shape.nbytes for extent in self.index.extents)
             capacity_nbytes = self._quota_nbytes or used_nbytes
             return {
@@ -85,7 +86,8 @@ class Shelf(ClosingStore):
 
     def contains(self, keys: Sequence[BlockKey]) -> list[bool]:
         there = [False] * len(keys)
-        with self.guard:
+        with self.guard.lock():
+            self.guard.check()
             for at, _, _, count in self.fresh(self.index.find(keys)):
                 there[at : at + count] = [True] * count
         return there
@@ -102,7 +104,8 @@ class Shelf(ClosingStore):
         left: Sequence[int] = range(len(keys))
         for look in range(_LOOKS_MAX):
             looks, changed = self._looks, False
-            with self.guard:
+            with self.guard.lock():
+                self.guard.check()
                 self.calls += 1
                 runs = self.fresh(self.index.find([keys[i] for i in left] if look else keys))
                 heads = [extent.packed(local, count) for _, extent, local, count in runs]
@@ -218,7 +221,8 @@ class FileReader(Shelf):
 
     def delete(self, keys: Sequence[BlockKey]) -> None:
         """Hide records from this reader, until it is opened anew or the writer stores them anew."""
-        with self.guard:
+        with self.guard.lock():
+            self.guard.check()
             for _, extent, local, count in self.index.find(keys):
                 extent.forget(local, count)
 

@@ -113,7 +113,8 @@ class FileStore(Shelf):
         self.guard.check()
         keys = [header.key for header in headers]
         with self._writing:
-            with self.guard:
+            with self.guard.lock():
+                self.guard.check()
                 self.calls += 1
                 older = self.index.find(keys)
                 held = self._held(older)
@@ -135,7 +136,8 @@ class FileStore(Shelf):
         self.guard.check()
         wanted = list(dict.fromkeys(keys))
         with self._writing:
-            with self.guard:
+            with self.guard.lock():
+                self.guard.check()
                 self._forget(found := self.index.find(wanted))
                 lost = any(extent.lost for extent in self.index.extents)
             with self._saying("delete a record"):
@@ -149,7 +151,8 @@ class FileStore(Shelf):
         :class:`StorageError` if that fails: then records put before may be lost, even after a later flush that
         succeeds, because an operating system counts pages whose write has failed as written.
         """
-        with self.guard:
+        with self.guard.lock():
+            self.guard.check()
             extents = self.index.extents
         with self._saying("flush"):
             self._sync_all(extents)
