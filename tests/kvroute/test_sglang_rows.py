@@ -20,12 +20,12 @@ from hypothesis import strategies as st
 from cache_manager.keys import Namespace
 from cache_manager.spec import AuxBlockDataSpec
 from cache_manager.testing.faults import FaultyStore
-from kvroute import ConfigError, open_store, routing_spec
+from kvroute import open_store, routing_spec
 from kvroute.connector.answers import FIELD, routes
 from kvroute.connector.left import Tokens
 from kvroute.connector.witness import KvFolder
 from kvroute.integrations.sglang.rows import WHY, Launched, RoutedRows
-from kvroute.integrations.sglang.settings import Settings, settings_of
+from kvroute.integrations.sglang.settings import Settings
 
 PAGE, PAGES, HOST = 4, 7, 5
 KEYS = ["one" * 8, "other" * 8]  # of pages that another storage keeps
@@ -388,20 +388,3 @@ def test_an_answer_has_both_fields() -> None:
     found = routes(answer)
     assert (found.start, found.valid.tolist()) == (2, [True] * 4 + [False])
     found.validate(tokens)
-
-
-def test_invalid_settings_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Goal: a mistake can be mended by its message. Method: the place, what may stand there, and what was written."""
-    wanted = "store, rollouts, weights, strict, untested, witness, rows"
-    with pytest.raises(ConfigError, match=rf"^linker_extra_config: wanted some of {wanted}.*got .*field `stor`"):
-        settings_of({"linker": "KvrouteLinker", "linker_extra_config": {"stor": "x"}})
-    monkeypatch.setenv("KVROUTE_SGLANG", "store=file:///x")
-    with pytest.raises(ConfigError, match=r"^KVROUTE_SGLANG: wanted a JSON object, got 'store=file:///x'"):
-        settings_of(None)
-    monkeypatch.setenv("KVROUTE_SGLANG", '{"weights": 3}')
-    with pytest.raises(ConfigError, match=r"KVROUTE_SGLANG: wanted .*`\$\.weights`"):
-        settings_of(None)
-    monkeypatch.setenv("KVROUTE_SGLANG", "")
-    assert settings_of(None) == Settings()
-    monkeypatch.setenv("KVROUTE_SGLANG", '{"weights": "w"}')
-    assert settings_of({"linker": "another"}) == Settings(weights="w")
