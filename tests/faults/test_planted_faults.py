@@ -29,6 +29,9 @@ sys.exit(pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-W", known, "-W", l
 """No module of ours is loaded before the copy is on the path: what is imported from here on is the copy's. A test that
 fails may leave files and sockets open; a warning of them would end pytest before it names the test."""
 
+HUNTS = 4
+"""Some tests have threads, and on a busy machine these may never be where the fault shows: then the test runs again."""
+
 
 @pytest.fixture(scope="session")
 def where(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -53,9 +56,12 @@ def test_a_planted_fault_is_caught(fault: Fault, where: Path) -> None:
     environment["PYTHONPATH"] = os.pathsep.join((str(parent), str(original.parent)))
     environment["HYPOTHESIS_PROFILE"] = "hunt"
     try:
-        ran = nursery(*THIRD_PARTY).run(
-            ["-c", HUNT, fault.package, str(copy), fault.node], env=environment, cwd=ROOT, timeout=240
-        )
+        for _ in range(HUNTS):
+            ran = nursery(*THIRD_PARTY).run(
+                ["-c", HUNT, fault.package, str(copy), fault.node], env=environment, cwd=ROOT, timeout=240
+            )
+            if ran.returncode:
+                break
     finally:
         shutil.copy2(original / fault.file, planted)
     assert ran.returncode == 1, f"not caught: {fault.name}\n{ran.stdout[-2000:]}{ran.stderr[-2000:]}"
