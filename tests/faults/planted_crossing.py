@@ -44,7 +44,7 @@ CROSSING_FAULTS = [
         "stop = min(start + external, len(prompt) - 1)",
         "stop = min(start + external, len(prompt))",
         LAW,
-        "test_prefill_that_hangs",
+        "test_rows_that_were_not_captured_are_missing_alone",
     ),
     _fault(
         "lent rows outlive their weights",
