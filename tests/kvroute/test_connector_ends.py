@@ -54,8 +54,7 @@ def of(told: Future[dict[str, Any]], store: RolloutStore | None = None) -> Route
 
 def test_no_request_waits_for_a_worker_that_is_behind(start: Callable[..., Toy]) -> None:
     """Goal: the scheduler goes on, and gives blocks out again; both requests have their own rows. Method: a worker is
-    held up while one request ends and another is computed in its blocks, under a version that came meanwhile.
-    """
+    held up while one request ends and another is computed in its blocks, under a version that came meanwhile."""
     toy = start(late=True, weights_version=1)
     go = held(toy)
     compute(toy, FIRST)
@@ -120,8 +119,7 @@ def stuck(start: Callable[..., Toy], tmp_path: Path) -> Iterator[tuple[Toy, Stuc
 
 def test_no_thread_of_the_engine_waits_for_a_store(stuck: tuple[Toy, Stuck]) -> None:
     """Goal: requests are computed and done while a store is stuck, and their rows are those of their blocks then.
-    Method: three, one after the other in the same blocks; all are forgotten before the store goes on.
-    """
+    Method: three, one after the other in the same blocks; all are forgotten before the store goes on."""
     toy, store = stuck
     told = []
     for name, tokens in (("a", FIRST), ("b", SECOND), ("c", FIRST)):
@@ -333,6 +331,25 @@ def test_a_forgetting_loses_only_the_rows_of_the_last_steps(start: Callable[...,
     found = again(toy, [5, 2, 3])
     assert judge(found, SAID, [0] * 4 + [1] * 5) == {"right": 7, "missing": 2}
     assert found.weights_versions == ((0, 4, 1), (6, 9, 2))
+
+
+def test_a_forgetting_takes_no_row_that_a_late_step_writes_over(start: Callable[..., Toy]) -> None:
+    """Goal: a rejected draft's row is not taken for that of the token in its place. Method: drafts behind the prompt
+    are rejected, the step that computes over them is held up, the request is preempted, and all is forgotten."""
+    toy = start(late=True, weights_version=1)
+    request = admitted(toy, [*SAID[:4], 0, 0], [5, 2, 3])
+    computed(toy, request, 6)
+    toy.worker.end()
+    toy.worker.settle()
+    go = held(toy)
+    request.num_prompt_tokens, request.num_computed_tokens, request.tokens, request.all_token_ids = 4, 4, SAID, SAID[:7]
+    computed(toy, request, 2)
+    toy.worker.end()
+    request.num_computed_tokens, toy.weights = 6, 1
+    toy.scheduler.preempted(request)
+    toy.scheduler.reset()
+    go.set()
+    assert judge(again(toy, [5, 2, 3]), SAID, [0] * 4 + [1] * 5) == {"right": 7, "missing": 2}
 
 
 @pytest.mark.parametrize("ends_as", ["nobody asks", "refused", "too many", "behind", "asked from behind it"])
