@@ -26,8 +26,8 @@ def rollout_id_of(request_id: str, sample: int = 0) -> str:
 
     A request id that begins with ``chatcmpl-`` has to be ``chatcmpl-<user>-<uuid4>``, with or without a final ``_<n>``;
     any other is a rollout id itself. Samples after the first get ``_<sample>``, or ``_<n>``: FastDeploy has one id for
-    all samples of a request, so that the last one would replace the others. :class:`InvalidInputError` for other ids; FastDeploy
-    uses the first field of the UUID as user of a request without one.
+    all samples of a request, so that the last one would replace the others. :class:`InvalidInputError` for other ids;
+    FastDeploy uses the first field of the UUID as user of a request without one.
 
     >>> rollout_id_of("chatcmpl-xxx_xxx_epoch_15:2:2:1-d9f16c5c-65f6-4815-b44d-14e2c581907c_0")
     'xxx_xxx_epoch_15:2:2:1'

@@ -107,6 +107,11 @@ def test_anything_else_is_no_handle(junk: Any) -> None:
         ("response:?x=1", "store parameter"),
         ("mooncake://nowhere", "HOST:PORT"),
         ("", "store: wanted a URL"),
+        ("file://data/rollouts", "file: rollout store path: wanted file:///absolute/path or file:relative/path"),
+        ("file://", "file: rollout store path: wanted"),
+        ("file:?layers=1", "file: rollout store path: wanted"),
+        ("file:///tmp/a\0b", "file: rollout store path: wanted"),
+        ("response:x", "response: rollout store: wanted response: alone"),
     ],
 )
 def test_a_url_that_cannot_be_is_refused(url: str, message: str) -> None:
