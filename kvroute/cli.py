@@ -114,6 +114,13 @@ def _directory(text: str) -> Path:
     return Path(text.removeprefix("file://"))
 
 
+def _file(text: str) -> Path:
+    """A file that can be written: told before the work whose findings go there."""
+    if (file := Path(text)).is_dir() or not file.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"wanted a file in a directory that is there, got {text!r}")
+    return file
+
+
 class _Integer(NamedTuple):
     """Reads a flag's value in ``[least, most]``."""
 
@@ -157,7 +164,7 @@ _MODEL = _flag(
     choices=("qwen3_moe", "deepseek_v3", "olmoe", "mixtral"),
     help="a small one of this family",
 )
-_JSON = _flag("--json", type=Path, metavar="FILE", help="write the findings to this file, too")
+_JSON = _flag("--json", type=_file, metavar="FILE", help="write the findings to this file, too")
 _STORE = (
     "file:///directory that stays, mooncake://host:port/prefix of a pool, or the word mooncake for a pool that is "
     "started and ended (a directory that is removed)"

@@ -159,6 +159,11 @@ class Ends:
             for each in kept:
                 self._over(each)
 
+    def unanswered(self, kept: Iterable[End], name: str, group: str | None) -> None:
+        """The request is done, and its client is told nothing."""
+        self.drop(kept)
+        self._left.unanswered(name, group)
+
     def refused(self, name: str, error: RowError, group: str | None, kept: Sequence[End]) -> Answer:
         """The request is done, and its client is told why it has no routes."""
         self.drop(kept)

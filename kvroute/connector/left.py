@@ -23,6 +23,9 @@ logger = logging.getLogger(__name__)
 
 SIBLINGS_MAX: Final = 1024
 """Most requests with several completions of which only some are done."""
+QUIET_NBYTES_MAX: Final = 64 << 20
+"""Bytes of data of requests none of whose completions is under way. A further one may still come: vLLM sends the engine
+one after the other, so that the first may be done before the next is there."""
 CUTS_MAX: Final = 1024
 """How many last tokens the front end may have cut off, because it ended the request before it saw them."""
 
@@ -61,6 +64,8 @@ class LeftRoutes:
         self._store = store
         self._lock = threading.Lock()
         self._siblings: OrderedDict[str, dict[str, dict[str, Any]]] = OrderedDict()
+        self._under_way: dict[str, set[str]] = {}  # names by group
+        self._quiet: OrderedDict[str, int] = OrderedDict()  # groups without any, and the bytes of their data
 
     def has_room(self, name: str) -> bool:
         """Whether this process knows, without asking a store elsewhere, that nothing is left under this name."""
@@ -84,10 +89,34 @@ class LeftRoutes:
             logger.warning("a rollout %s that may be of an earlier request cannot be deleted: %s", name, error)
 
     def untell(self, name: str, group: str | None) -> None:
-        """Drop the data of the request of this name from its group."""
+        """A request of this name begins: drop the data of an earlier one from its group."""
+        if group is None:
+            return
         with self._lock:
-            for told in self._siblings.get(group or "", {}).values():
+            for told in self._siblings.get(group, {}).values():
                 told.pop(name, None)
+            self._under_way.setdefault(group, set()).add(name)
+            self._quiet.pop(group, None)
+
+    def unanswered(self, name: str, group: str | None) -> None:
+        """The request of this name has ended without an answer."""
+        if group is not None:
+            with self._lock:
+                self._over(name, group)
+
+    def _over(self, name: str, group: str) -> None:
+        """Forget the oldest groups that are done, where there are too many; held: _lock."""
+        (names := self._under_way.get(group, set())).discard(name)
+        if not names:
+            self._under_way.pop(group, None)
+            if (told := self._siblings.get(group)) is not None:
+                self._quiet[group] = sum(len(each) for of in told.values() for each in of.values())
+                self._quiet.move_to_end(group)
+        while len(self._quiet) > 1 and sum(self._quiet.values()) > QUIET_NBYTES_MAX:
+            self._siblings.pop(self._quiet.popitem(last=False)[0], None)
+        while len(self._siblings) > SIBLINGS_MAX:
+            oldest, _ = self._siblings.popitem(last=False)
+            self._quiet.pop(oldest, None)
 
     def leave(
         self,
@@ -119,11 +148,11 @@ class LeftRoutes:
             found = {} if group is None else self._siblings.setdefault(group, {})
             for kind, each in said.items():
                 found.setdefault(kind, {})[name] = each
+            told = {FIELD: {kind: dict(each) for kind, each in found.items() if each}}
             if group is not None:
                 self._siblings.move_to_end(group)
-            if len(self._siblings) > SIBLINGS_MAX:
-                self._siblings.popitem(last=False)
-            return {FIELD: {kind: dict(each) for kind, each in found.items() if each}}
+                self._over(name, group)
+            return told
 
     def close(self) -> None:
         self._store.close()

@@ -351,10 +351,10 @@ class SchedulerRows:
         answer.add_done_callback(lambda _: self.meter.took("answer", time.monotonic() - begun_s))
         return answer
 
-    def unanswered(self, ended: Ended) -> None:
-        """The request has ended, without an answer about its rows."""
+    def unanswered(self, ended: Ended, name: str = "", group: str | None = None) -> None:
+        """The request of this ``name``, of a ``group``, has ended without an answer about its rows."""
         if self._ends is not None:
-            self._ends.drop(ended.kept)
+            self._ends.unanswered(ended.kept, name, group)
 
     def reset(self) -> None:
         """The pool has forgotten all blocks: no earlier row is readable, in any tier."""

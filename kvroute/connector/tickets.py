@@ -9,7 +9,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Annotated, Any, Final, Protocol
 
 import msgspec
 from numpy.typing import NDArray
@@ -25,14 +25,18 @@ Gap = tuple[int, int, str]
 """Positions ``[start, stop)`` whose rows are missing, and why."""
 
 
+_Text = Annotated[str, msgspec.Meta(max_length=256)]
+"""It comes back through a client, and goes into reasons and logs."""
+
+
 class Ticket(msgspec.Struct, frozen=True, omit_defaults=True):
     """Where the rows of a prompt are lent; JSON. With ``why`` nothing is lent."""
 
-    id: str = ""  # of the transfer, 16 bytes as hex
-    address: str = ""  # where prefill's worker lends
+    id: _Text = ""  # of the transfer, 16 bytes as hex
+    address: _Text = ""  # where prefill's worker lends
     tokens: int = 0  # number of the prompt's tokens,
-    digest: str = ""  # and their hash, as hex
-    why: str = ""
+    digest: _Text = ""  # and their hash, as hex
+    why: _Text = ""
 
 
 @dataclass(frozen=True, slots=True)

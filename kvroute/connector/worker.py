@@ -42,6 +42,9 @@ NOT_RESTORED: Final = {
     "failed_blocks_not_restored": "the store of rows has failed",
 }
 """Why a restore brought nothing, by the counters of :attr:`RestoreJob.lost`."""
+REASONS_MAX: Final = 256
+"""Reasons that are counted, and logged once, each by itself."""
+MORE: Final = "further reasons"
 
 
 class _Come(NamedTuple):
@@ -331,6 +334,8 @@ class WorkerRows:
         if not tokens:
             return
         with self._counting:
+            if reason not in self.missing and len(self.missing) >= REASONS_MAX:
+                reason = MORE  # some name an address, which a client has sent
             first = reason not in self.missing
             self.missing[reason] += tokens
         if first:

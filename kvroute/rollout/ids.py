@@ -25,13 +25,15 @@ def rollout_id_of(request_id: str, sample: int = 0) -> str:
     """The rollout id of a request, as in FastDeploy: the client's ``user``.
 
     A request id that begins with ``chatcmpl-`` has to be ``chatcmpl-<user>-<uuid4>``, with or without a final ``_<n>``;
-    any other is a rollout id itself. Samples after the first get ``_<sample>``: FastDeploy has one id for all samples
-    of a request, so that the last one would replace the others. :class:`InvalidInputError` for other ids; FastDeploy
-    uses the first field of the UUID as user of a request without one.
+    any other is a rollout id itself. Samples after the first get ``_<sample>``, or ``_<n>``: FastDeploy has one id for
+    all samples of a request, so that the last one would replace the others. :class:`InvalidInputError` for other ids;
+    FastDeploy uses the first field of the UUID as user of a request without one.
 
     >>> rollout_id_of("chatcmpl-xxx_xxx_epoch_15:2:2:1-d9f16c5c-65f6-4815-b44d-14e2c581907c_0")
     'xxx_xxx_epoch_15:2:2:1'
     >>> rollout_id_of("chatcmpl-my-user-7:0:0:0-d9f16c5c-65f6-4815-b44d-14e2c581907c", sample=1)
+    'my-user-7:0:0:0_1'
+    >>> rollout_id_of("chatcmpl-my-user-7:0:0:0-d9f16c5c-65f6-4815-b44d-14e2c581907c_1")
     'my-user-7:0:0:0_1'
     """
     found = checked_id(request_id, "request id")
@@ -41,7 +43,7 @@ def rollout_id_of(request_id: str, sample: int = 0) -> str:
             raise InvalidInputError(
                 "request id", "chatcmpl-<user>-<uuid4>, with or without a final _<n>", repr(request_id)
             )
-        found = match["user"]
+        found, sample = match["user"], sample or int(match["sample"] or 0)
     return checked_id(f"{found}_{sample}" if sample else found)
 
 

@@ -21,7 +21,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
-from cache_manager.errors import InvalidInputError, StorageError
+from cache_manager.errors import ConfigError, InvalidInputError, StorageError
 from cache_manager.record import Buffer
 from cache_manager.storage.disk import Disk, open_regular, read_all, write_all
 from cache_manager.storage.url import StoreUrl
@@ -209,7 +209,9 @@ def _translated(path: str | Path) -> Iterator[None]:
 
 
 def open_local_rollouts(url: StoreUrl) -> LocalRollouts:
-    """``file:///dir?layers=1&part=64KiB&sync=put``."""
+    """``file:///dir?layers=1&part=64KiB&sync=put``, or ``file:dir`` in the working directory."""
     url.allow("sync", *CutSettings.PARAMETERS)
+    if url.host or not url.path or "\0" in url.path:  # file://data/dir would be /dir
+        raise ConfigError("file: rollout store path", "file:///absolute/path or file:relative/path", repr(url.text))
     sync = url.choice("sync", ("none", "put"), "none") == "put"
     return LocalRollouts(Path(url.path), CutSettings.from_url(url), sync=sync)

@@ -63,6 +63,8 @@ class Source:
         found = self._objects.get(_key(ref)) if ref["store_instance_id"] == self._instance else None
         if found is None or list(found[1]) != list(ref["shape"]):
             raise ValueError(f"reference: wanted one of rows that are here, got {dict(ref)}")
+        if not 0 <= ref["offset"] <= ref["offset"] + ref["length"] <= found[1][0]:
+            raise ValueError(f"reference: wanted a range of its {found[1][0]} rows, got {dict(ref)}")
         return found
 
 

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 from msgspec.structs import replace
 
+from cache_manager.errors import ConfigError
 from cache_manager.record import Buffer
 from cache_manager.storage.url import StoreUrl
 from kvroute.rollout.handle import LAYERS_MAX, CutSettings, RolloutHandle
@@ -45,4 +46,6 @@ class ResponseRollouts(PartStore):
 def open_response_rollouts(url: StoreUrl) -> ResponseRollouts:
     """``response:``."""
     url.allow()
+    if url.host or url.path:
+        raise ConfigError("response: rollout store", "response: alone", repr(url.text))
     return ResponseRollouts()

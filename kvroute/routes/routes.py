@@ -18,7 +18,7 @@ from kvroute.routes.cells import Cells, Mask, blank, check_known, lacking
 from kvroute.routes.fill import FILLERS, Filler, Missing, Plan
 from kvroute.routes.layout import Layers, Layout
 from kvroute.routes.spans import UNKNOWN, WeightsSpan
-from kvroute.routes.token_hash import TokenHash, check_tokens, joined_hashes, token_hash, token_hashes
+from kvroute.routes.token_hash import TokenHash, check_tokens, joined_hashes, token_hashes
 from kvroute.routes.union import of_one_sequence, union
 
 JSON_FORMAT: Final = "kvroute.routes/4"
@@ -232,8 +232,9 @@ class Routes(Cells):
         """
         if (count := len(np.asarray(tokens))) < self.stop:
             raise RowError("tokens", f"{self.stop} or more, one for every position", count)
-        hashes = (*self.token_hashes, (count, token_hash(tokens))) if counts is None else token_hashes(tokens, counts)
-        return self._with(token_hashes=joined_hashes(hashes))
+        hashes = token_hashes(tokens, [count] if counts is None else counts)
+        joined = joined_hashes((*self.token_hashes, *hashes))
+        return self._with(token_hashes=joined if counts is None else hashes)
 
     def validate(
         self, tokens: ArrayLike | None = None, *, rows: int | None = None, loss_mask: ArrayLike | None = None
@@ -327,7 +328,7 @@ class Routes(Cells):
             mask = mask if mask.ndim == 1 else mask[:, list(layers)]
         start, stop = header.start + first, header.start + first + len(ids)
         versions = spans.checked_versions(header.weights_versions, header.start, header.stop)
-        hashes = (h for h in header.token_hashes if h[0] <= stop + 1)
+        hashes = (h for h in header.token_hashes if stop == header.stop or h[0] <= stop + 1)  # cut off: as a slice
         return cls.checked(layout, ids, mask, start, spans.clipped(versions, start, stop), hashes)
 
     def to_json(self) -> dict[str, str]:

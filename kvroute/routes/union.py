@@ -6,8 +6,8 @@ up to the end of the part that ends first. Two things prove that:
 * ``tokens``: every part's hashes match these tokens, and the caller vouches for its rows;
 * both parts have the same hash of at least as many first tokens as the part that ends first has rows.
 
-Equal rows prove nothing, because equal tokens after different ones are often routed alike. A part that adds no cell
-needs no proof, and does not bind the others.
+Equal rows prove nothing, because equal tokens after different ones are often routed alike. A part that adds no cell and
+no row's weights version needs no proof, and does not bind the others.
 """
 
 from __future__ import annotations
@@ -65,15 +65,18 @@ def _extent(part: Cells) -> tuple[int, int, int]:
 
 
 def _adds(part: Cells, found: Sequence[Cells]) -> bool:
-    """Whether ``part`` has a cell that none of ``found`` has."""
+    """Whether ``part`` has a cell, or knows a row's weights version, that none of ``found`` has."""
     new = part.known.copy()
+    told = part.some & (by_position(part.weights_versions, part.start, part.stop) != UNKNOWN)
     for other in found:
         a, b = max(part.start, other.start), min(part.stop, other.stop)
+        if a < b and part.weights_versions:
+            told[a - part.start : b - part.start] &= by_position(other.weights_versions, a, b) == UNKNOWN
         for i, layer in enumerate(part.layout.layer_ids if a < b else ()):
             if layer in other.layout.layer_ids:
                 its = other.known[a - other.start : b - other.start, other.layout.layer_ids.index(layer)]
                 new[a - part.start : b - part.start, i] &= ~its
-    return bool(new.any())
+    return bool(new.any() or told.any())
 
 
 # The union ------------------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import urllib.request
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from http.client import HTTPException
 from typing import Any, Final
 
 import msgspec
@@ -127,13 +128,13 @@ class Server:
 
     def _sent(self, path: str, body: Any = None) -> Any:
         given = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(self.url + path, given, {"Content-Type": "application/json"})  # noqa: S310
         try:
+            request = urllib.request.Request(self.url + path, given, {"Content-Type": "application/json"})  # noqa: S310
             with urllib.request.urlopen(request, timeout=WAIT_S) as answer:  # noqa: S310 - http or https, see above
                 return msgspec.json.decode(answer.read())
         except urllib.error.HTTPError as error:
             raise ServerError(self.url + path, "an answer", f"status {error.code}: {error.read(200)!r}") from error
-        except (OSError, msgspec.MsgspecError) as error:
+        except (OSError, HTTPException, ValueError, msgspec.MsgspecError) as error:  # ValueError: an invalid URL
             raise ServerError(self.url + path, "an answer", error) from error
 
 

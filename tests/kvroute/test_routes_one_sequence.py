@@ -74,6 +74,26 @@ def test_a_part_that_adds_nothing_changes_nothing_and_binds_no_other() -> None:
     assert turns[0].merge(turns[1]) == turns[1]
 
 
+def test_a_weights_version_wants_proof_like_a_row() -> None:
+    """Goal: every row has the version that made it. Method: rows of one prompt that were all there are bound, and have
+    no versions; beside them the same rows, which another prompt may have made, have one."""
+    bound, told = SHAPE.whole(5).bind(PROMPT), SHAPE.whole(5)._with(weights_versions=((1, 3, 7),))
+    for one, other in ((bound, told), (told, bound)):
+        with pytest.raises(RowError, match=UNTIED):
+            one.merge(other)
+        assert one.merge(other, tokens=PROMPT).weights_versions == ((1, 3, 7),)
+    again = bound._with(weights_versions=((0, 5, 7),))
+    assert again.merge(told) == told.merge(again)._with(token_hashes=again.token_hashes) == again
+
+
+def test_binding_to_fewer_counts_does_not_hide_other_tokens() -> None:
+    """Goal: routes are never bound to other tokens than they were. Method: counts that they are bound to, and not."""
+    bound = SHAPE.whole(5).bind(TOKENS[:6])
+    assert bound.bind(TOKENS, [5, 7]).token_hashes == hashes(5, 7)
+    with pytest.raises(RowError, match="hash of the first 6 tokens"):
+        bound.bind([*TOKENS[:5], 0, 0], [5, 6])
+
+
 def test_a_hash_of_fewer_tokens_than_rows_does_not_bind_them() -> None:
     """Goal: validate means every row. Method: routes that go on behind the tokens that they are bound to."""
     further = SHAPE.whole(8)._with(token_hashes=hashes(5))

@@ -66,7 +66,7 @@ class Engine:
 
 
 @contextmanager
-def serving(engine: Engine) -> Iterator[str]:
+def serving(engine: Engine, cut: int = 0) -> Iterator[str]:
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             length = int(self.headers.get("Content-Length", 0))
@@ -75,7 +75,8 @@ def serving(engine: Engine) -> Iterator[str]:
             self.send_response(200)
             self.send_header("Content-Length", str(len(content)))
             self.end_headers()
-            self.wfile.write(content)
+            self.wfile.write(content[: len(content) - cut])
+            self.close_connection = True
 
         do_POST = do_GET  # noqa: N815 - the standard library's name
 
@@ -213,5 +214,13 @@ def test_what_does_not_come_is_missing(checkpoint: Path, capsys: pytest.CaptureF
     with serving(Engine("vllm", lambda *_: None)) as url:
         assert verify(url, checkpoint) == USAGE
         assert "--enable-return-routed-experts" in capsys.readouterr().err
-    assert verify(url, checkpoint) == USAGE
-    assert "/v1/models: wanted an answer" in capsys.readouterr().err
+    for nothing in (url, "http://127.0.0.1:x", "http://[::1", "http://a b"):
+        assert verify(nothing, checkpoint) == USAGE
+        assert f"{nothing}/v1/models: wanted an answer" in capsys.readouterr().err
+
+
+def test_an_answer_that_breaks_off_is_a_missing_one(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Method: a server that closes the connection in the middle of its answers."""
+    with serving(Engine("vllm", none), cut=9) as url:
+        assert verify(url, checkpoint) == USAGE
+    assert "/v1/models: wanted an answer, got IncompleteRead" in capsys.readouterr().err

@@ -116,6 +116,34 @@ def test_an_error_in_the_answer_ends_the_search(store: RolloutStore) -> None:
         routes(both, 0, rollouts=store, wait_s=60)
 
 
+def test_completions_that_are_all_done_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Goal: the scheduler's memory does not grow with the answers that have gone out, and no answer of several lacks
+    one's routes. Method: requests with two completions; of one, the second is under way until the end; of another, the
+    second begins when the first is done; of a third, the second ends without an answer."""
+    with closing(open_rollouts("response:")) as inline:
+        engine, tokens = LeftRoutes(inline), Tokens(TOKENS, 3)
+
+        def says(name: str, group: str) -> Any:
+            return engine.leave(name, made(6), tokens, group, ())["kvroute"]["rollouts"]
+
+        monkeypatch.setattr("kvroute.connector.left.QUIET_NBYTES_MAX", 9 * len(says("0_a", "a")["0_a"]) // 2)
+        for name, group in (("0_slow", "slow"), ("1_slow", "slow"), ("0_gone", "gone"), ("1_gone", "gone")):
+            engine.untell(name, group)
+        says("0_slow", "slow")
+        says("0_gone", "gone")
+        for i in range(20):
+            for name in (f"0_r{i}", f"1_r{i}"):
+                engine.untell(name, f"r{i}")
+                told = says(name, f"r{i}")
+            assert sorted(told) == [f"0_r{i}", f"1_r{i}"]
+        assert set(engine._siblings) == {"slow", "gone", "r18", "r19"}
+        engine.unanswered("1_gone", "gone")
+        says("2_r19", "r19")
+        says("0_r20", "r20")
+        assert set(engine._siblings) == {"slow", "r19", "r20"}
+        assert sorted(says("1_slow", "slow")) == ["0_slow", "1_slow"]
+
+
 # Routes found by name -------------------------------------------------------------------------------------------------
 
 

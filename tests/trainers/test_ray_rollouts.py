@@ -113,6 +113,9 @@ def test_nemo_rl_takes_references() -> None:
     assert (whole["shape"], whole["dtype"], whole["nbytes"]) == ([21, 6, 2], "int16", wanted.nbytes)
     ranges = ray.get(source.get_ranges.remote([ref | {"offset": 15, "length": 6}, ref | {"offset": 0, "length": 3}]))
     assert np.array_equal(ranges["values"], np.concatenate([wanted[15:], wanted[:3]]))
+    for wrong in ({"offset": 15, "length": 7}, {"offset": -3, "length": 3}):  # a slice would say nothing
+        with pytest.raises(ValueError, match="a range of its 21 rows"):
+            ray.get(source.get_ranges.remote([ref | wrong]))
     with pytest.raises(InvalidInputError, match="a new one"):
         references.put(routes, 21, **names)
     again = references.put(routes.slice(0, 10), 21, attempt=1, **names)

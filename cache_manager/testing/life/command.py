@@ -46,7 +46,7 @@ def find_adapter(where: str) -> type[BlockManagerAdapter]:
     """The class that ``module:class`` names; modules of the working directory are found too."""
     module, _, name = where.partition(":")
     wanted = "MODULE:ADAPTER, a module that can be imported and a subclass of BlockManagerAdapter in it"
-    if not module or not name:
+    if not module or not name or module.startswith("."):
         raise InvalidInputError("adapter", wanted, where)
     if (here := str(Path.cwd())) not in sys.path:
         sys.path.insert(0, here)

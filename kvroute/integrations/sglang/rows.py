@@ -25,6 +25,7 @@ from cache_manager.keys import BlockKey, Namespace
 from cache_manager.spec import AuxBlockDataSpec
 from cache_manager.stored import PersistJob
 from kvroute import open_store
+from kvroute.checks import unsound
 from kvroute.connector.answers import FIELD
 from kvroute.connector.left import LeftRoutes, Tokens, settled
 from kvroute.connector.tickets import Gap, gaps_of
@@ -140,10 +141,11 @@ class RoutedRows:
             self._renew(pages[(slots >= 0) & (slots % self.page == 0)])
             if each is over:
                 ids = each.ids.cpu().numpy()[:, self.layers]
+                wrong = unsound(ids, self.spec.attrs["num_experts"])  # before the cast, which would wrap
                 rows: dict[str, Any] = {self.spec.name: ids.astype(self.spec.numpy_dtype)}
                 if each.version is not None:
                     rows["weights_version"] = np.full(len(slots), each.version, np.uint32)
-                self.aux.write_step(slots, rows)
+                self.aux.write_step(slots, rows, None if wrong is None else ~wrong)
             self.ended = each.number
             self.go_on()
 

@@ -210,13 +210,13 @@ class RowsWithKV(Base):  # type: ignore[misc]
         rows, name, status = self._scheduler_rows, request.request_id, request.status.name
         ticket = rows.ticket(request) if keep and not status.endswith("ABORTED") else None
         ended, tokens = rows.forget(name), min(request.num_tokens - 1, request.num_computed_tokens)
+        client, group = _names_of(request)
         gone = status.endswith("ABORTED") and rows.engine.settings.rollouts == "response:"
         if ticket is not None or status == "FINISHED_ERROR" or gone:
-            rows.unanswered(ended)
+            rows.unanswered(ended, client, group)
             return keep, params if ticket is None else {**(params or {}), FIELD: ticket}  # who goes on has the rows
         stops = request.sampling_params is not None and bool(request.sampling_params.stop)
         of = Tokens(list(request.all_token_ids), request.num_prompt_tokens, stops or status.endswith("ABORTED"))
-        client, group = _names_of(request)
         said = (request.kv_transfer_params or {}).get(FIELD)
         start = said.get(START, 0) if isinstance(said, Mapping) else 0
         told = rows.finished(client, blocks, tokens, of, group=group, ended=ended, start=start)

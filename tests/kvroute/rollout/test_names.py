@@ -27,6 +27,7 @@ ids = st.text(min_size=1, max_size=60).filter(lambda text: max(text) < "\ud800" 
     ("request_id", "rollout_id"),
     [
         (f"chatcmpl-xxx_xxx_epoch_15:2:2:1-{UUID4}_0", "xxx_xxx_epoch_15:2:2:1"),
+        (f"chatcmpl-xxx_xxx_epoch_15:2:2:1-{UUID4}_3", "xxx_xxx_epoch_15:2:2:1_3"),  # not the rollout of sample 0
         (f"chatcmpl-my-user-7:0:0:0-{UUID4}", "my-user-7:0:0:0"),
         (f"chatcmpl-u-{UUID4}-{UUID4}", f"u-{UUID4}"),
         ("req-1", "req-1"),
@@ -106,6 +107,11 @@ def test_anything_else_is_no_handle(junk: Any) -> None:
         ("response:?x=1", "store parameter"),
         ("mooncake://nowhere", "HOST:PORT"),
         ("", "store: wanted a URL"),
+        ("file://data/rollouts", "file: rollout store path: wanted file:///absolute/path or file:relative/path"),
+        ("file://", "file: rollout store path: wanted"),
+        ("file:?layers=1", "file: rollout store path: wanted"),
+        ("file:///tmp/a\0b", "file: rollout store path: wanted"),
+        ("response:x", "response: rollout store: wanted response: alone"),
     ],
 )
 def test_a_url_that_cannot_be_is_refused(url: str, message: str) -> None:
