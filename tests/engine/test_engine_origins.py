@@ -31,7 +31,6 @@ from cache_manager.record import Buffer, RecordHeader
 from cache_manager.storage import open_store
 from cache_manager.stored import JobLimits
 from cache_manager.testing.faults import FaultyStore
-from kvroute.config import RoutingReplayConfig
 from paged_engine import text
 from paged_engine.engine import Engine
 from paged_engine.handover import DecodeEngine, PrefillEngine
@@ -43,7 +42,6 @@ from transfer import ZmqLink, ZmqSettings
 
 TIGHT = EngineConfig(device_blocks=14, host_blocks=8, jobs=JobLimits(close_s=120.0))
 DEADLINE_S = 120.0
-UUID4 = "d9f16c5c-65f6-4815-b44d-14e2c581907c"
 
 
 class NoisyModel:
@@ -139,7 +137,7 @@ def requests(life: int) -> list[Request]:
     """Prompts that begin alike in every life, in one or two samples, and now and then just the same again."""
     begin = text.opening(text.paragraphs()[0])[:37]
     turns = [text.turn(question)[: 6 + 3 * i] for i, question in enumerate(text.questions()[:5])]
-    names = [f"chatcmpl-task:{life}:{i}:0-{UUID4}_0" for i in range(7)]
+    names = [f"{life}-{i}" for i in range(7)]
     return [
         Request(name, tuple(begin + turn), 16, n=1 + i % 2, temperature=0.9, seed=life)
         for i, (name, turn) in enumerate(zip(names, [*turns, turns[0], turns[1]], strict=True))
@@ -162,9 +160,8 @@ def test_rows_are_of_the_pass_that_made_the_kv_whatever_the_store_loses(required
     judge = Judge(noisy)
     store, version = LossyStore(open_store("memory:?capacity=64MiB"), 1), 3
     for life in range(6):
-        replay = RoutingReplayConfig(enable_routing_replay=True, routing_store_type="response", required=required)
         namespace = Namespace("noisy", weights_version=version)
-        with Engine(noisy.model, TIGHT, namespace, store=store, replay=replay) as engine:
+        with Engine(noisy.model, TIGHT, namespace, store=store, required=required) as engine:
             for request in requests(life):
                 engine.add(request)
             resets = {3: {20: 0}, 4: {15: 1}}.get(life, {})
