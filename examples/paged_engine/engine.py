@@ -56,7 +56,7 @@ class Engine:
     """Generates for requests over ``config.device_blocks`` KV blocks, and hands out routes with every sample.
 
     ``namespace`` must name the weights: with a ``store``, KV and rows that an earlier engine of the same namespace
-    stored are reused; the caller closes the store. ``required`` names the specs whose rows a hit needs, by default all.
+    stored are reused; the caller closes the store.
 
     Raises :class:`InvalidInputError` for a model without routers, and for one whose tokens depend on each other by more
     than paged attention (:func:`~paged_engine.attention.kv_shape`): recurrent state is in no block.
@@ -70,7 +70,6 @@ class Engine:
         *,
         store: StorageBackend | None = None,
         observer: Observer | None = None,
-        required: tuple[str, ...] | None = None,
     ) -> None:
         self.config, self._model, self._observer = config, model, observer
         self.spec = routing_spec_from_hf(model.config, config.block_tokens)  # type: ignore[arg-type]
@@ -83,7 +82,6 @@ class Engine:
             namespace=namespace,
             store=store,
             kv=self.kv,
-            required=required,
             memory=config.memory,
             jobs=config.jobs,
         )
