@@ -105,7 +105,7 @@ class Engine:
     def check_room(self, request: Request) -> None:
         """Raise :class:`InvalidInputError` when the request is too long to run even alone."""
         longest = len(request.prompt) + request.max_tokens
-        room = min(self.config.capacity_tokens, self._positions_max)
+        room = min(self.config.device_blocks * self.config.block_tokens, self._positions_max)
         if longest > room:
             wanted = f"prompt and max_tokens of at most {room} tokens together ({self.config.device_blocks} blocks)"
             raise InvalidInputError(f"request {request.id}", wanted, longest)

@@ -33,11 +33,6 @@ class EngineConfig:
     jobs: JobLimits = field(default_factory=JobLimits)
     restore_wait_s: float = 10.0
 
-    @property
-    def capacity_tokens(self) -> int:
-        """The most tokens that the device blocks hold."""
-        return self.device_blocks * self.block_tokens
-
 
 @dataclass(frozen=True, slots=True)
 class Request:
