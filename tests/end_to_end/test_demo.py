@@ -144,7 +144,6 @@ def _stored_blocks(store: Path) -> int:
         ("demo --host-blocks -1", "--host-blocks: wanted an integer of 0 or more, got '-1'"),
         ("demo --store ftp://somewhere", "store scheme: wanted one of apart, file, memory"),
         ("demo --store file://{file}/below", "cannot open the store's directory"),
-        ("demo --store mooncake://h:1/x?segment=1GiB", "--store: wanted a pool without segment="),
         ("demo --json {file}/below/numbers.json", "--json: wanted a file that can be written"),
         ("demo --json {directory}", "--json: wanted a file that can be written"),
         ("demo --device tpu", "--device: invalid choice: 'tpu' (choose from"),
