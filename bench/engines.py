@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,6 @@ import psutil
 from bench.harness import Peer, Table
 
 PROMPT = 64
-ENDS = "together", "apart"
-"""How the answers of a round end: all in one step, or one after another."""
 
 
 def installed(directory: Path, group: str, **places: str) -> Path:
@@ -30,20 +28,11 @@ def installed(directory: Path, group: str, **places: str) -> Path:
 
 
 class Engine(Peer):
-    """A peer started with ``options``, and its child processes; stopped between its turns if it ``stops``."""
+    """A peer with ``options``, and its child processes; stopped between its turns if it ``stops``."""
 
-    def __init__(
-        self,
-        python: Path,
-        module: str,
-        log: Path,
-        environment: Mapping[str, str],
-        options: Mapping[str, Any],
-        *,
-        stops: bool,
-    ) -> None:
+    def __init__(self, *peer: Any, options: Mapping[str, Any], stops: bool) -> None:
         self._stops, self._processes = stops, list[psutil.Process]()
-        super().__init__(python, module, log, environment, json.dumps(options))
+        super().__init__(*peer, json.dumps(options))
         own = psutil.Process(self.pid)
         self._processes = [own, *own.children(recursive=True)]
         self._signal("suspend", stops)
@@ -107,6 +96,17 @@ def in_turns(
             for of, rates in found[name].items() if turn else ():
                 rates.append(sum(tokens) / answer[of])
     return found
+
+
+def to_both_ends(
+    engines: Mapping[str, Engine], batches: Sequence[int], new: int, rounds: int, until: float = float("inf")
+) -> dict[str, Rates]:
+    """:func:`in_turns` for each number of sequences, whose answers end together, and apart."""
+    ends = {f"{batch}, {end}": (batch, end == "apart") for batch in batches for end in ("together", "apart")}
+    return {
+        name: in_turns(engines, batch, new, rounds, until, 150_000, apart=apart)
+        for name, (batch, apart) in ends.items()
+    }
 
 
 def table_of(title: str, found: Mapping[str, Rates]) -> Table:

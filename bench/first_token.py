@@ -81,7 +81,7 @@ def first_token_ms(lends: Driven, fetches: Driven, passes: Passes, prompt: tuple
     """Run one request through both engines."""
     request, told = Request(f"r{random.random()}", prompt, 4), SimpleQueue[bytes]()  # noqa: S311
     lends.asked.put(lambda: lends.engine.lend(request, told.put))
-    transfer = told.get()
+    transfer = told.get(timeout=60.0)
     if not early:
         lends.wait(request)
     handover = Handover(transfer, lends.engine.crossing.address)

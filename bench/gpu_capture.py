@@ -11,7 +11,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -126,26 +126,6 @@ def put_layer(ids, slots, out, tokens, layer, ROW: tl.constexpr, K: tl.constexpr
     tl.store(out + slot * ROW + layer * K + lane % K, value.to(out.dtype.element_ty), mask=used & (slot >= 0))
 
 
-@dataclass
-class Found:
-    """Medians in microseconds that each way adds to a graph, and to the host; ``floor`` is one copy of the same bytes.
-
-    All graphs have their matrices in the same memory: its place would change times more than the ways do.
-    """
-
-    model: str
-    tokens: int
-    pass_us: float
-    floor_us: float
-    ours_us: float
-    copies_us: float
-    launches_us: float
-    ours_host_us: float
-    hooks_host_us: float
-    copies_host_us: float
-    launches_host_us: float
-
-
 def added(base: Any, others: dict[str, Any], rounds: int) -> tuple[float, dict[str, float]]:
     """The base graph's time, and the median extra time of each other graph, replayed in turns in random order."""
     times: dict[str, list[float]] = {name: [] for name in ("base", *others)}
@@ -174,7 +154,11 @@ def wall_us(call: Callable[[], None], rounds: int) -> float:
     return statistics.median(taken)
 
 
-def measure(model: Model, tokens: int, aux: Any, capture: Any, rng: np.random.Generator, rounds: int) -> Found:
+def measure(model: Model, tokens: int, aux: Any, capture: Any, rng: np.random.Generator, rounds: int) -> dict[str, Any]:
+    """Medians in microseconds that each way adds to a graph, and to the host; ``floor`` is one copy of the same bytes.
+
+    All graphs have their matrices in the same memory: its place would change times more than the ways do.
+    """
     batch, slots = Pass(model, tokens), random_slots(tokens, rng, apart=True)
     batch.slots.copy_(torch.from_numpy(slots))
     layers, row = model.layers, model.layers * TOP_K
@@ -240,20 +224,22 @@ def measure(model: Model, tokens: int, aux: Any, capture: Any, rng: np.random.Ge
         torch.cuda.current_stream().synchronize()
         narrow_host[slots] = narrow_pin.numpy()
 
-    host = (wall_us(each, rounds) for each in (our_step, our_hooks, copies_host, launches_host))
-    device = (more[name] for name in ("floor", "ours", "copies", "launches"))
-    return Found(model.name, tokens, pass_us, *device, *host)
+    host = {"ours": our_step, "hooks": our_hooks, "copies": copies_host, "launches": launches_host}
+    found = {"model": model.name, "tokens": tokens, "pass_us": pass_us}
+    found |= {f"{name}_us": each for name, each in more.items()}
+    return found | {f"{name}_host_us": wall_us(each, rounds) for name, each in host.items()}
 
 
-def table_of(found: list[Found]) -> Table:
+def table_of(found: list[dict[str, Any]]) -> Table:
     columns = "rows, tokens|pass|bus|ours|ours/bus|(a) copies|(b) launches|host: ours|+ eager|(a)|(b)"
     title = "capture: microseconds added to a CUDA graph with matrix work, and on the host, a step (medians)"
     table = Table(title, columns.split("|"))
     for f in found:
-        times = f.copies_us, f.launches_us, f.ours_host_us, f.hooks_host_us
-        times += f.copies_host_us, f.launches_host_us
-        device = f"{f.pass_us:.1f}", f"{f.floor_us:.1f}", f"{f.ours_us:.1f}", f"{f.ours_us / f.floor_us:.2f}"
-        table.row(f"{f.model}, {f.tokens}", *device, *(f"{each:.1f}" for each in times))
+        device = [f"{f[name]:.1f}" for name in ("pass_us", "floor_us", "ours_us")] + [
+            f"{f['ours_us'] / f['floor_us']:.2f}"
+        ]
+        others = "copies_us", "launches_us", "ours_host_us", "hooks_host_us", "copies_host_us", "launches_host_us"
+        table.row(f"{f['model']}, {f['tokens']}", *device, *(f"{f[name]:.1f}" for name in others))
     return table
 
 
@@ -264,14 +250,14 @@ def main() -> None:
     rng = np.random.default_rng(0)
     gpu = f"{torch.cuda.get_device_name()}, torch {torch.__version__}, Triton {triton.__version__}"
     print(gpu, flush=True)
-    found: list[Found] = []
+    found = list[dict[str, Any]]()
     for model in MODELS:
         for tokens in args.tokens:
             with blocks_of(model) as (aux, capture):
                 found.append(measure(model, tokens, aux, capture, rng, args.rounds))
                 print(f"{model.name}, {tokens}: measured", flush=True)
             torch.cuda.empty_cache()
-    write_json(args.json, gpu=gpu, found=[asdict(f) for f in found])
+    write_json(args.json, gpu=gpu, found=found)
     table_of(found).print()
 
 

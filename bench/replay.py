@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -69,9 +70,9 @@ def steps(tokens: int) -> list[Step]:
     narrow = routes.materialize(tokens, "moe", "uint8")
     every_other = Layout(tuple(range(1, LAYERS, 2)), EXPERTS, LAYERS, TOP_K)
     apart = Routes.checked(every_other, ids[:, : LAYERS // 2], np.ones(tokens, np.bool_))
-    shard = shard_packed([routes], [tokens + 1], RANK)
     batch, lengths = [routes] * 8, [tokens + 1 - 100 * i for i in range(8)]
-    packed = shard_packed(batch, lengths, RANK)
+    one, eight = partial(shard_packed, [routes], [tokens + 1], RANK), partial(shard_packed, batch, lengths, RANK)
+    shard, packed = one(), eight()
     prefill = ids[:PREFILL]
 
     expected = np.zeros((tokens, LAYERS, TOP_K), np.int32)
@@ -87,16 +88,9 @@ def steps(tokens: int) -> list[Step]:
     def read_and_make(*, checked: bool) -> Callable[[], Routes]:
         return lambda: Routes.from_rows(SPEC, aux.read(SPEC.name, table, 0, tokens), checked=checked)
 
-    n = ids.nbytes
-    layers = SPEC.attrs["layer_ids"]
+    n, check = ids.nbytes, partial(check_ids, prefill, EXPERTS, SPEC.attrs["layer_ids"])
     return [
-        Step(
-            "check_ids, prefill of 8192, uint8",
-            lambda: check_ids(prefill, EXPERTS, layers),
-            prefill.copy,
-            prefill.nbytes,
-            "3 ms",
-        ),
+        Step("check_ids, prefill of 8192, uint8", check, prefill.copy, prefill.nbytes, "3 ms"),
         Step("valid_rows of the same, uint8", lambda: kvroute.valid_rows(SPEC, prefill), prefill.copy, prefill.nbytes),
         Step("AuxBlocks.read alone", lambda: aux.read(SPEC.name, table, 0, tokens), ids.copy, n),
         Step("read + from_rows, checked=True", read_and_make(checked=True), ids.copy, n, "5 ms"),
@@ -107,20 +101,8 @@ def steps(tokens: int) -> list[Step]:
         Step("materialize all, int32", lambda: routes.materialize(tokens), full.copy, full.nbytes, "1.5 x"),
         Step("the same, every other layer dense", lambda: apart.materialize(tokens), full.copy, full.nbytes),
         Step("materialize moe, uint8", lambda: routes.materialize(tokens, "moe", "uint8"), narrow.copy, n, "1.5 x"),
-        Step(
-            "shard of one rank, int64",
-            lambda: shard_packed([routes], [tokens + 1], RANK),
-            shard.copy,
-            shard.nbytes,
-            "1.5 x",
-        ),
-        Step(
-            "the same of 8 sequences, packed",
-            lambda: shard_packed(batch, lengths, RANK),
-            packed.copy,
-            packed.nbytes,
-            "1.5 x",
-        ),
+        Step("shard of one rank, int64", one, shard.copy, shard.nbytes, "1.5 x"),
+        Step("the same of 8 sequences, packed", eight, packed.copy, packed.nbytes, "1.5 x"),
     ]
 
 

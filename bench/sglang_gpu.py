@@ -31,7 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bench import vllm_models
-from bench.engines import ENDS, Engine, Rates, in_turns, table_of
+from bench.engines import Engine, Rates, table_of, to_both_ends
 from bench.harness import Table, asked, write_json
 from bench.sglang_speed import CPU, OURS, POOL, STOCK, started
 from bench.vllm_models import TOP_K, VOCABULARY, build_qwen3, shape
@@ -158,11 +158,7 @@ def speed(
     common = POOL | HOST | GPU | {"model_path": str(model), "load_format": "dummy", "hicache_ratio": 2.0}
     engines = started(stack, home, dict.fromkeys((STOCK, OURS), common))
     print("both have started", flush=True)
-    found = {
-        f"{count}, {ends}": in_turns(engines, count, new, rounds, until, words=150_000, apart=ends == "apart")
-        for count in sequences
-        for ends in ENDS
-    }
+    found = to_both_ends(engines, sequences, new, rounds, until)
     table_of(f"tokens/s in SGLang on a GPU, {layers} layers, {new} tokens", found).print()
     return found
 

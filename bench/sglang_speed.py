@@ -44,7 +44,7 @@ def start(home: Path, options: dict[str, Any], *, kvroute: bool) -> Engine:
     }
     own = HERE / ".venv" / "bin" / "python"
     python = own if own.exists() else Path(sys.executable)
-    return Engine(python, "bench.peers.sglang_engine", home / "log", environment, options, stops=stops)
+    return Engine(python, "bench.peers.sglang_engine", home / "log", environment, options=options, stops=stops)
 
 
 def started(stack: ExitStack, home: Path, options: dict[str, dict[str, Any]]) -> dict[str, Engine]:

@@ -165,15 +165,11 @@ def manager_decode(sequences: int, rows: NDArray[np.uint8], steps_max: int) -> d
 
 
 def manager_prefill(tokens: int, rows: NDArray[np.uint8]) -> dict[str, Timed]:
-    timed = {}
-    for name, written in (("manager", False), ("manager and step", True)):
-        manager = BlockManager(aux_blocks(4 * tokens // BLOCK_TOKENS))
-        timed[name] = _prefill(manager, rows if written else None, tokens)
-    return timed
+    return {"manager": _prefill(None, tokens), "manager and step": _prefill(rows, tokens)}
 
 
-def _prefill(manager: BlockManager, rows: NDArray[np.uint8] | None, tokens: int) -> Timed:
-    rng = np.random.default_rng(0)
+def _prefill(rows: NDArray[np.uint8] | None, tokens: int) -> Timed:
+    manager, rng = BlockManager(aux_blocks(4 * tokens // BLOCK_TOKENS)), np.random.default_rng(0)
     prompt = np.zeros(tokens, np.int64)
 
     def another() -> None:

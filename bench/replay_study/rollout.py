@@ -11,12 +11,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from transformers import DynamicCache
 
-from bench.replay_study.models import routes_spec
 from bench.replay_study.task import Tokens
 from kvroute.capture.capture import RoutingCapture
 from kvroute.replay.transformers import padded, recorded
 from kvroute.routes import Routes
+from kvroute.routing import routing_spec_from_hf
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -49,12 +50,10 @@ class Rollout:
 
     def __init__(self, model: Any) -> None:
         self._model = model
-        self._spec = routes_spec(model)
+        self._spec = routing_spec_from_hf(model.config, block_tokens=8)  # no measurement depends on it
 
     @torch.no_grad()
     def __call__(self, prompts: Tokens, length: int, seed: int) -> Rollouts:
-        from transformers import DynamicCache
-
         model = self._model
         device = next(model.parameters()).device
         draw = torch.Generator(device).manual_seed(seed)

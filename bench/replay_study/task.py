@@ -7,7 +7,6 @@ one length, and all answers, so that batches have no padding.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import IntEnum
 from typing import Any
 
 import numpy as np
@@ -16,17 +15,9 @@ from numpy.typing import NDArray
 Tokens = NDArray[np.int64]
 
 
-class Token(IntEnum):
-    """The tokens that are not symbols; the first three of them name orders."""
-
-    ASCENDING = 0
-    DESCENDING = 1
-    REVERSED = 2
-    BEGIN = 3
-    ANSWER = 4
-
-
-ORDERS = (Token.ASCENDING, Token.DESCENDING, Token.REVERSED)
+ORDERS = ASCENDING, DESCENDING, _REVERSED = range(3)
+BEGIN, ANSWER, FIRST_SYMBOL = range(3, 6)
+"""The tokens that are not symbols, and the first one that is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,15 +29,11 @@ class Task:
 
     @property
     def vocab_size(self) -> int:
-        return len(Token) + self.symbols
+        return FIRST_SYMBOL + self.symbols
 
     @property
     def prompt_tokens(self) -> int:
         return self.length + 3
-
-    @property
-    def sequence_tokens(self) -> int:
-        return self.prompt_tokens + self.length
 
     @property
     def chance(self) -> float:
@@ -56,10 +43,10 @@ class Task:
     def prompts(self, count: int, draw: np.random.Generator) -> Tokens:
         """``count`` prompts ``[count, prompt_tokens]``."""
         prompts = np.empty((count, self.prompt_tokens), np.int64)
-        prompts[:, 0] = Token.BEGIN
+        prompts[:, 0] = BEGIN
         prompts[:, 1] = draw.choice(ORDERS, count)
-        prompts[:, 2:-1] = draw.integers(len(Token), self.vocab_size, (count, self.length))
-        prompts[:, -1] = Token.ANSWER
+        prompts[:, 2:-1] = draw.integers(FIRST_SYMBOL, self.vocab_size, (count, self.length))
+        prompts[:, -1] = ANSWER
         return prompts
 
     def answers(self, prompts: Tokens) -> Tokens:
@@ -71,12 +58,10 @@ class Task:
         given = prompts[:, 2:-1]
         ascending = np.sort(given, axis=1)
         order = prompts[:, 1:2]
-        return np.select(
-            [order == Token.ASCENDING, order == Token.DESCENDING], [ascending, ascending[:, ::-1]], given[:, ::-1]
-        )
+        return np.select([order == ASCENDING, order == DESCENDING], [ascending, ascending[:, ::-1]], given[:, ::-1])
 
     def demonstrations(self, count: int, errors: float, draw: np.random.Generator) -> Tokens:
-        """Prompts with answers ``[count, sequence_tokens]`` in which a share ``errors`` of the symbols is drawn anew.
+        """Prompts with answers ``[count, sequence]`` in which a share ``errors`` of the symbols is drawn anew.
 
         A policy that has learnt from them is right about as often as they are, and unsure of every symbol, so
         reinforcement can improve it.
@@ -84,11 +69,11 @@ class Task:
         prompts = self.prompts(count, draw)
         answers = self.answers(prompts)
         wrong = draw.random(answers.shape) < errors
-        drawn = draw.integers(len(Token), self.vocab_size, answers.shape)
+        drawn = draw.integers(FIRST_SYMBOL, self.vocab_size, answers.shape)
         return np.concatenate([prompts, np.where(wrong, drawn, answers)], axis=1)
 
     def rewards(self, sequences: Tokens) -> NDArray[np.float64]:
-        """The share of right symbols in each answer, ``[count]``, of ``sequences`` ``[count, sequence_tokens]``."""
+        """The share of right symbols in each answer, ``[count]``, of ``sequences`` ``[count, sequence]``."""
         right = self.answers(sequences[:, : self.prompt_tokens])
         shares: NDArray[Any] = (sequences[:, self.prompt_tokens :] == right).mean(axis=1)
         return shares

@@ -16,10 +16,10 @@ import torch
 from torch.func import functional_call
 
 from bench.replay_study.mismatch import log_ratios
-from bench.replay_study.models import routes_spec
 from bench.replay_study.rollout import Rollouts
 from kvroute.capture.capture import RoutingCapture
 from kvroute.replay.transformers import recorded, replay
+from kvroute.routing import routing_spec_from_hf
 
 GRADIENT_NORM_MAX = 1.0
 BALANCE_WEIGHT = 0.01
@@ -63,7 +63,7 @@ class Trainer:
         self.model = model
         self.device = next(model.parameters()).device
         self._micro_batch = micro_batch
-        self._spec = routes_spec(model)
+        self._spec = routing_spec_from_hf(model.config, block_tokens=8)  # no measurement depends on it
         self._optimizer = torch.optim.AdamW(
             model.parameters(),
             lr=learning_rate,

@@ -19,33 +19,20 @@ DRAW: Final = "completion"
 
 
 class Handed(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Prefill's answer when it has begun, which a request for decode has as ``handover``.
+    """Prefill's answer when it has begun, which a request for decode has as ``handover``: 32 hex digits, an address.
 
-    ``transfer`` is 32 hex digits, or null if the blocks could not be lent.
+    It says nothing of weights and prompts: the transfer itself refuses others, and decode computes the prompt then.
     """
 
-    transfer: Annotated[str, Meta(pattern="^[0-9a-f]{32}$")] | None
+    transfer: Annotated[str, Meta(pattern="^[0-9a-f]{32}$")]
     address: str
-    model: str
-    weights_version: int
-    prompt_tokens: int
 
-    def taken(self, mine: Handed, prefills: tuple[str, ...]) -> tuple[Handover | None, str]:
-        """What decode takes over, or ``None`` and why it computes the prompt itself. ``mine``: decode's own values.
-
-        Raises :class:`InvalidInputError` if it belongs to another request, or is from none of the ``prefills``.
-        """
-        if self.transfer is None:
-            return None, "computed here: prefill could not lend it"
+    def of(self, prefills: tuple[str, ...]) -> Handover:
+        """What the engine takes over; :class:`InvalidInputError` if it is from none of the ``prefills``."""
         if self.address not in prefills:
             known = " or ".join(prefills) or "none: this decode has no --prefill"
             raise InvalidInputError("handover.address", known, repr(self.address)[:80])
-        if self.prompt_tokens != mine.prompt_tokens:
-            raise InvalidInputError("handover.prompt_tokens", mine.prompt_tokens, self.prompt_tokens)
-        for name in ("model", "weights_version"):  # an update that has not reached both yet
-            if (wanted := getattr(mine, name)) != (got := getattr(self, name)):
-                return None, f"computed here: {name}: wanted {wanted}, got {got}"
-        return Handover(bytes.fromhex(self.transfer), self.address), ""
+        return Handover(bytes.fromhex(self.transfer), self.address)
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

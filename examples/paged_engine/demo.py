@@ -111,7 +111,6 @@ class Driver:
             "tokens": sum(len(output.tokens) for output in outputs.values()),
             **asdict(verdict),
             "recompute_agreement": verdict.agreement,
-            "prefixes_routed_differently": self.checker.prefixes_routed_differently,
             "device_blocks": options.engine.device_blocks,
             "host_blocks": options.engine.host_blocks,
             "seconds": round(time.perf_counter() - self._started_s, 2),

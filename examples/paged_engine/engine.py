@@ -9,7 +9,6 @@ An engine belongs to one thread, and on a GPU to the stream that was current whe
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Final, Protocol, Self
 
 import numpy as np
@@ -19,18 +18,15 @@ from torch import nn
 from torch.nn import functional
 
 from cache_manager.blocks import AuxBlocks
-from cache_manager.errors import ConfigError, InvalidInputError
+from cache_manager.errors import InvalidInputError
 from cache_manager.keys import Namespace
 from cache_manager.manager import BlockManager
 from cache_manager.ports import StorageBackend
 from cache_manager.publish import Rows
 from cache_manager.spec import align
 from cache_manager.step import PADDING
-from cache_manager.storage import open_store
 from kvroute.capture.capture import RoutingCapture
-from kvroute.config import RoutingReplayConfig
 from kvroute.journal import RequestJournal
-from kvroute.rollout.manager import RoutingReplayManager
 from kvroute.routes import Routes
 from kvroute.routing import routing_spec_from_hf, weights_version_spec
 from paged_engine.attention import PagedBatch, kv_shape
@@ -60,9 +56,7 @@ class Engine:
     """Generates for requests over ``config.device_blocks`` KV blocks, and hands out routes with every sample.
 
     ``namespace`` must name the weights: with a ``store``, KV and rows that an earlier engine of the same namespace
-    stored are reused; the caller closes the store. ``replay`` says whether rows are captured, which rows a hit needs,
-    where the routes of finished samples are stored, and which block store the engine opens itself. Without ``replay``
-    rows come only with the output.
+    stored are reused; the caller closes the store.
 
     Raises :class:`InvalidInputError` for a model without routers, and for one whose tokens depend on each other by more
     than paged attention (:func:`~paged_engine.attention.kv_shape`): recurrent state is in no block.
@@ -76,35 +70,22 @@ class Engine:
         *,
         store: StorageBackend | None = None,
         observer: Observer | None = None,
-        replay: RoutingReplayConfig | None = None,
     ) -> None:
         self.config, self._model, self._observer = config, model, observer
-        on = replay if replay is not None and replay.enable_routing_replay else None
-        self._captures = on is not None or replay is None
         self.spec = routing_spec_from_hf(model.config, config.block_tokens)  # type: ignore[arg-type]
         self._positions_max: int = model.config.max_position_embeddings  # type: ignore[union-attr, assignment]
-        self.rollouts: RoutingReplayManager | None = None
-        with ExitStack() as opened:
-            if on is not None:
-                self.rollouts = opened.enter_context(RoutingReplayManager(on, self.spec))
-                if on.block_store and store is not None:
-                    raise ConfigError("block_store", "'', as the engine was given a store", repr(on.block_store))
-                store = opened.enter_context(open_store(on.block_store)) if on.block_store else store
-            self.kv = PagedKV(kv_shape(model), config, next(model.parameters()).device)
-            self.aux = AuxBlocks(
-                [*([self.spec] if self._captures else []), weights_version_spec(config.block_tokens)],
-                blocks=config.device_blocks,
-                host_blocks=config.host_blocks,
-                namespace=namespace,
-                store=store,
-                kv=self.kv,
-                required=on.required if on is not None else None,
-                memory=config.memory,
-                jobs=config.jobs,
-            )
-            opened.callback(self.aux.close)
-            self._capture = self._capturing() if self._captures else None
-            self._opened = opened.pop_all()
+        self.kv = PagedKV(kv_shape(model), config, next(model.parameters()).device)
+        self.aux = AuxBlocks(
+            [self.spec, weights_version_spec(config.block_tokens)],
+            blocks=config.device_blocks,
+            host_blocks=config.host_blocks,
+            namespace=namespace,
+            store=store,
+            kv=self.kv,
+            memory=config.memory,
+            jobs=config.jobs,
+        )
+        self._capture = self._capturing()
         self.manager = BlockManager(self.aux, caching=config.caching)
         self.scheduler = Scheduler(config, self.manager, self._losing)
         self._arrivals = self._idle_steps = 0
@@ -118,15 +99,13 @@ class Engine:
         self.check_room(request)
         if self.scheduler.of(request.id):
             raise InvalidInputError("request id", "one that is not in use", request.id)
-        if self.rollouts is not None:
-            self.rollouts.check(request.id, request.n)
         self.scheduler.add(Sequence(request, 0, self._arrivals, list(request.prompt)))
         self._arrivals += 1
 
     def check_room(self, request: Request) -> None:
         """Raise :class:`InvalidInputError` when the request is too long to run even alone."""
         longest = len(request.prompt) + request.max_tokens
-        room = min(self.config.capacity_tokens, self._positions_max)
+        room = min(self.config.device_blocks * self.config.block_tokens, self._positions_max)
         if longest > room:
             wanted = f"prompt and max_tokens of at most {room} tokens together ({self.config.device_blocks} blocks)"
             raise InvalidInputError(f"request {request.id}", wanted, longest)
@@ -191,16 +170,13 @@ class Engine:
         """Free the blocks and remove the model's hooks; unfinished requests are aborted, others stored.
 
         Raises :class:`BlockStateError` when the store's jobs do not end within ``config.jobs.close_s``: they still use
-        the blocks then, and closing can be tried again. All that ``replay`` stores is durable when this returns;
-        :class:`StorageError` names what is not.
+        the blocks then, and closing can be tried again.
         """
         for sequence in self.scheduler.unfinished:
             self.abort(sequence.request.id)
-        if self._capture is not None:
-            self._capture.close()
+        self._capture.close()
         self.drain()
         self.aux.close()
-        self._opened.close()
 
     def __enter__(self) -> Self:
         return self
@@ -229,13 +205,11 @@ class Engine:
         size = align(len(tokens), BATCH_MULTIPLE)
         slots = np.full(size, PADDING)
         slots[: len(tokens)] = np.concatenate([context[w.start :] for w, context in zip(work, contexts, strict=True)])
-        begin = self.aux.begin_step
-        with self._capture.step(begin, slots) if self._capture else begin(slots) as step:
+        with self._capture.step(self.aux.begin_step, slots) as step:
             if self._observer:
                 self._observer.begin(work)
             with torch.inference_mode():
-                found = self._forward(work, contexts, tokens)
-                logits = (found.float() if found.dtype is torch.bfloat16 else found).cpu().numpy()
+                logits = self._forward(work, contexts, tokens).cpu().numpy()
             if self._observer:
                 self._observer.end()
             step.write("weights_version", np.full(size, self.aux.namespace.weights_version, dtype=np.uint32))
@@ -295,9 +269,7 @@ class Engine:
         if sequence.state is State.RUNNING and reason is not FinishReason.ABORT:
             self.manager.begin_persist(sequence.owner)
         self.scheduler.finish(sequence)
-        stored, request = self.rollouts if len(routes) else None, sequence.request
-        ticket = stored.submit(request.id, routes, sample=sequence.sample) if stored is not None else None
-        done = Output(request, sequence.sample, sequence.generated, reason, routes, sequence.note, ticket)
+        done = Output(sequence.request, sequence.sample, sequence.generated, reason, routes, sequence.note)
         self._done.append(done)
 
     def _losing(self, sequence: Sequence) -> None:
@@ -315,7 +287,7 @@ class Engine:
     def _held(self, sequence: Sequence) -> Routes:
         """The rows in the sequence's blocks."""
         stop = min(sequence.computed, len(sequence.tokens) - 1)
-        if sequence.state is State.WAITING or not stop or not self._captures:
+        if sequence.state is State.WAITING or not stop:
             return Routes.from_rows(
                 self.spec, Rows(np.empty((0, *self.spec.row_shape), np.uint8), np.empty(0, np.bool_))
             )

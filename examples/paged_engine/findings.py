@@ -1,4 +1,4 @@
-"""What a demo found: numbers by name, as one JSON object and as a table for people."""
+"""What a demo found: numbers by name, as one JSON object and as a table with the same names."""
 
 from __future__ import annotations
 
@@ -7,33 +7,6 @@ from typing import Any, Final
 
 from paged_engine.engine import Engine
 
-ROWS: Final = """
-requests (samples, of which aborted)       | {requests:,} ({samples:,}, {aborted:,})
-tokens generated                           | {tokens:,}
-rows found by prefix                       | {prefix_hit_rows:,}
-rows restored from the store               | {restored_rows:,}
-rows swapped out, in                       | {swapped_out_rows:,}, {swapped_in_rows:,}
-rows copied on write                       | {cow_rows:,}
-blocks evicted                             | {evicted_blocks:,}
-rows expected                              | {rows_expected:,}
-rows wrong                                 | {rows_wrong:,}
-rows missing                               | {rows_missing:,}
-rows only a second run could judge         | {rows_judged_by_recompute:,}
-tokens equal the plain engine's            | {tokens_match}
-top-k sets equal in a second run           | {recompute_agreement:.3%}
-samples across a weight update, rows       | {update_samples:,}, {update_rows_expected:,}
-rows computed again with other experts     | {update_rows_recomputed:,}
-of these rows, not those of sampling time  | {update_rows_wrong:,}
-of these rows, missing                     | {update_rows_missing:,}
-prompts handed over                        | {handovers:,}
-rows transferred (blocks)                  | {transferred_rows:,} ({transferred_blocks:,})
-prompt tokens that decode computed again   | {prefill_recomputed_tokens:,}
-clients that went away                     | {clients_left:,}
-every block has come back                  | {blocks_returned}
-exit statuses                              | {exit_statuses}
-seconds                                    | {seconds:.1f}
-"""
-"""A demo's table: a label and its numbers. Rows whose numbers this demo does not have are left out."""
 NONE: Final = ("rows_wrong", "rows_missing", "update_rows_wrong", "update_rows_missing")
 TRUE: Final = ("tokens_match", "blocks_returned", "transferred_rows")
 
@@ -65,12 +38,10 @@ def right(found: Mapping[str, Any]) -> bool:
 
 
 def table(found: Mapping[str, Any]) -> str:
-    """Lines of two columns; values that fail the run are marked."""
+    """Lines of a name and a value; values that fail the run are marked."""
     lines = [f"{found['title']}: {found['model']}"]
-    for line in ROWS.strip().splitlines():
-        what, numbers = map(str.strip, line.split("|"))
-        names = [part.partition("}")[0].partition(":")[0] for part in numbers.split("{")[1:]]
-        if found.keys() >= set(names):
-            bad = any((name in NONE and found[name]) or (name in TRUE and not found[name]) for name in names)
-            lines.append(f"  {what:45} {numbers.format(**found)}{'   <-- WRONG' if bad else ''}")
+    for name, value in list(found.items())[2:]:
+        bad = (name in NONE and value) or (name in TRUE and not value)
+        lines.append(f"  {name:28} {value:,}" if type(value) is int else f"  {name:28} {value}")
+        lines[-1] += "   <-- WRONG" if bad else ""
     return "\n".join(lines) + "\n"

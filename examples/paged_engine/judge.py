@@ -138,11 +138,6 @@ class Checker:
         """Positions, over all samples, whose second computation had another result."""
         return len(self._differently)
 
-    @property
-    def prefixes_routed_differently(self) -> int:
-        """Prefixes that were computed several times with different results; float64 should leave none."""
-        return sum(len(rows) > 1 for witnessed in self._witnessed for rows in witnessed.values())
-
     def judge(
         self,
         output: Output,

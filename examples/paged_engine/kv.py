@@ -35,14 +35,13 @@ class KVShape:
         return self.heads * (self.k_dim + self.v_dim)
 
     def spec(self, block_tokens: int) -> AuxBlockDataSpec:
-        """The row layout under which KV blocks are stored; bfloat16, which NumPy lacks, is stored as its bits."""
-        bits = {"bits": "bfloat16"} if self.dtype is torch.bfloat16 else {}
+        """The row layout under which KV blocks are stored."""
         return AuxBlockDataSpec(
             "kv",
             row_shape=(self.layers, self.width),
-            dtype="uint16" if bits else str(self.dtype).removeprefix("torch."),
+            dtype=str(self.dtype).removeprefix("torch."),
             block_tokens=block_tokens,
-            attrs={"heads": self.heads, "k_dim": self.k_dim, "v_dim": self.v_dim, **bits},
+            attrs={"heads": self.heads, "k_dim": self.k_dim, "v_dim": self.v_dim},
         )
 
 

@@ -54,7 +54,7 @@ MODELS: Final[dict[str, dict[str, Any]]] = {
 """Our sizes, by the name of the family."""
 
 
-def build_model(name: str, *, seed: int, vocab_size: int, dtype: torch.dtype = torch.float64) -> nn.Module:
+def build_model(name: str, *, seed: int, vocab_size: int) -> nn.Module:
     """The model called ``name``, :func:`ready` with weights drawn from ``seed``, on the CPU.
 
     The global random state is left as it was. Raises :class:`InvalidInputError` for a name that is not in ``MODELS``.
@@ -64,15 +64,11 @@ def build_model(name: str, *, seed: int, vocab_size: int, dtype: torch.dtype = t
     config = CONFIG_MAPPING[name](**{**_COMMON, **MODELS[name], "vocab_size": vocab_size})
     with torch.random.fork_rng(devices=[]):
         model: nn.Module = AutoModelForCausalLM.from_config(config)
-    return ready(model, seed=seed, dtype=dtype)
+    return ready(model, seed=seed)
 
 
-def ready(model: nn.Module, *, seed: int, dtype: torch.dtype = torch.float64) -> nn.Module:
-    """``model``, one of transformers' with routers, with weights drawn from ``seed`` and ready for paged attention.
-
-    The weights are drawn in float64 and rounded to ``dtype``; with a narrower ``dtype`` tokens and routes depend on how
-    requests were batched.
-    """
+def ready(model: nn.Module, *, seed: int) -> nn.Module:
+    """``model``, one of transformers' with routers, with weights drawn from ``seed`` and ready for paged attention."""
     config: Any = model.config
     config._attn_implementation = ATTENTION
     config._experts_implementation = "eager"
@@ -84,10 +80,6 @@ def ready(model: nn.Module, *, seed: int, dtype: torch.dtype = torch.float64) ->
             weight.fill_(1.0)
         else:
             weight.normal_(0.0, ROUTER_STD if id(weight) in routers else WEIGHT_STD, generator=generator)
-    # Buffers stay float32 at least, as in other engines: rotary frequencies would lose too much precision.
-    model = model.to(torch.promote_types(dtype, torch.float32))
-    for weight in model.parameters():
-        weight.data = weight.data.to(dtype)
     return model
 
 

@@ -9,7 +9,6 @@ from typing import Final
 import torch
 
 from cache_manager.errors import ConfigError
-from cache_manager.storage.url import StoreUrl
 from paged_engine.request import EngineConfig
 from paged_engine.workload import conversations, longest_tokens
 
@@ -44,10 +43,6 @@ class Options:
             raise ConfigError("--device", "cpu, for torch sees no CUDA GPU here", self.device)
         if self._device < (longest := self.longest_blocks):
             raise ConfigError("--device-blocks", f"at least {longest}, for the longest sequence", self.device_blocks)
-        url = StoreUrl.parse(self.store) if self.store not in (None, MOONCAKE) else None
-        for tier in (url.tiers or (url.text,)) if url else ():
-            if tier.startswith("mooncake:") and "segment" in StoreUrl.parse(tier).parameters:
-                raise ConfigError("--store", "a pool without segment=: what the engine lends is lost with it", tier)
         if self.json is not None:
             try:
                 self.json.parent.mkdir(parents=True, exist_ok=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import signal
 import socket
@@ -144,13 +145,10 @@ def until(true: Callable[[], bool], what: str, within_s: float) -> None:
         time.sleep(0.02)
 
 
-_HELD: list[socket.socket] = []
-
-
 def hold_port() -> int:
     """A port reserved until this process ends; a server that gets its number can still bind it."""
     held = socket.socket()
     held.bind(("127.0.0.1", 0))
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    _HELD.append(held)
+    atexit.register(held.close)
     return int(held.getsockname()[1])

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Literal
 
-from cache_manager.errors import ConfigError, InvalidInputError
+from cache_manager.errors import InvalidInputError
 from cache_manager.stored import JobLimits
-from kvroute.rollout import RolloutHandle
 from kvroute.routes import Routes
 
 SAMPLES_MAX = 64
@@ -34,19 +32,6 @@ class EngineConfig:
     memory: Literal["heap", "shared"] = "heap"
     jobs: JobLimits = field(default_factory=JobLimits)
     restore_wait_s: float = 10.0
-
-    def __post_init__(self) -> None:
-        least = {"device_blocks": 1, "host_blocks": 0, "step_tokens": 1, "sequences_max": 1, "restore_wait_s": 0}
-        for name, low in least.items():
-            if not getattr(self, name) >= low:
-                raise ConfigError(name, f"{low} or more", getattr(self, name))
-        if self.block_tokens < 8 or self.block_tokens % 8:
-            raise ConfigError("block_tokens", "a multiple of 8", self.block_tokens)
-
-    @property
-    def capacity_tokens(self) -> int:
-        """The most tokens that the device blocks hold."""
-        return self.device_blocks * self.block_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +79,7 @@ class Output:
     ``tokens`` are the generated ones; ``routes`` cover the positions ``[0, computed)`` of prompt and tokens together,
     and are bound to them. For a sample that ended by itself these are all but the last token, which was sampled but
     never read by a forward pass. An aborted sample has the routes of the computed positions, perhaps none. ``note``
-    says why a prompt that another engine had computed was computed again, if so. ``rollout`` is the future of the
-    routes' handle, in an engine that stores them.
+    says why a prompt that another engine had computed was computed again, if so.
     """
 
     request: Request
@@ -104,7 +88,6 @@ class Output:
     reason: FinishReason
     routes: Routes
     note: str = ""
-    rollout: Future[RolloutHandle] | None = None
 
     @property
     def sequence(self) -> tuple[int, ...]:

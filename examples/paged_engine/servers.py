@@ -14,13 +14,12 @@ import secrets
 import signal
 import sys
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from typing import Any, Final, Literal
 
-import msgspec
 import torch
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
@@ -37,6 +36,7 @@ from transfer.zmq_settings import check_address
 
 logger = logging.getLogger(__name__)
 
+Role = Literal["prefill", "decode"]
 BODY_MAX_NBYTES: Final = 1 << 20
 BODY_S: Final = 10.0
 """How long a client may take to send its request."""
@@ -44,8 +44,6 @@ REQUESTS_MAX: Final = 64
 REQUEST_S: Final = 300.0
 DRAIN_S: Final = 10.0
 """How long requests have to finish after SIGTERM; then they are aborted."""
-STALLED_S: Final = 60.0
-"""If a step takes longer, the engine is unhealthy."""
 IDLE_S: Final = 0.02
 """Pause of an engine with nothing to do: it still polls transfers."""
 WAITING_S: Final = 0.002
@@ -54,63 +52,47 @@ ABORTED: Final = "the request was aborted: the server is ending"
 LIMITS: Final = TransferLimits(retry_s=1.0, retries_max=3)
 
 
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """The flags of ``kvroute prefill`` and ``kvroute decode``; the command line has checked each separately.
-
-    ``peers`` are addresses of transfers: prefill's own, or those of the only prefills that decode may fetch from.
-    """
-
-    role: Literal["prefill", "decode"]
-    port: int
-    peers: Sequence[str] = ()
-    host: str = "127.0.0.1"
-    model: str = "qwen3_moe"
-    seed: int = 0
-    weights_version: int = 0
-    device_blocks: int = 256
-    host_blocks: int = 0
-
-    def __post_init__(self) -> None:
-        for address in self.peers:
-            check_address(address, "--transfer-address" if self.role == "prefill" else "--prefill", curve=False)
-
-
 class EngineFailedError(KVRouteError):
     """The engine has failed; it will not come back in this process."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Begun:
-    """A prompt is being computed, and lent under this id."""
-
-    transfer: bytes | None
-
-
-_Event = _Begun | tuple[int, tuple[int, ...]] | Output | None
-"""Events of a request: its transfer id, the tokens of a sample so far, a sample's end, the end of all samples."""
+_Event = Handed | tuple[int, tuple[int, ...]] | Output
+"""Of a request: where its prompt is lent, the tokens of a sample so far, a sample's end."""
 
 
 class Server:
-    """One of the two, with its engine in a separate thread."""
+    """One of the two, with its engine in a separate thread. The arguments are the command line's flags.
 
-    def __init__(self, settings: Settings) -> None:
+    ``peers`` are addresses of transfers: prefill's own, or those of the only prefills that decode may fetch from.
+    """
+
+    def __init__(
+        self,
+        role: Role,
+        port: int,
+        peers: Sequence[str] = (),
+        host: str = "127.0.0.1",
+        model: str = "qwen3_moe",
+        seed: int = 0,
+        weights_version: int = 0,
+        device_blocks: int = 256,
+        host_blocks: int = 0,
+    ) -> None:
+        for address in peers:
+            check_address(address, "--transfer-address" if role == "prefill" else "--prefill", curve=False)
         torch.set_num_threads(1)
-        self.settings, self.url = settings, ""
+        self.role, self.model, self.peers, self._at = role, model, tuple(peers), (host, port)
+        self.url = ""
         self.http = dict.fromkeys(("requests", "answered", "refused", "failed", "left", "in_flight"), 0)
         self.failure: EngineFailedError | None = None
         self._draining = self._over = False
-        self._stepped_at_s = time.monotonic()
-        self._asked: dict[str, asyncio.Queue[_Event | EngineFailedError]] = {}  # as many events as steps
+        self._asked: dict[str, asyncio.Queue[_Event | EngineFailedError | None]] = {}  # as many events as steps
         self._left: list[str] = []  # requests whose clients have left
-        model = build_model(settings.model, seed=settings.seed, vocab_size=text.VOCAB_SIZE)
-        self._model = f"{settings.model}/{weights_digest(model)}"
-        config = EngineConfig(device_blocks=settings.device_blocks, host_blocks=settings.host_blocks, memory="shared")
-        prefill = settings.role == "prefill"
-        link = ZmqLink(ZmqSettings(bind=settings.peers[0] if prefill else None))
-        kind = PrefillEngine if prefill else DecodeEngine
-        namespace = Namespace(self._model, settings.weights_version)
-        self.engine = kind(model, config, namespace, link=link, limits=LIMITS)
+        built = build_model(model, seed=seed, vocab_size=text.VOCAB_SIZE)
+        namespace = Namespace(f"{model}/{weights_digest(built)}", weights_version)
+        config = EngineConfig(device_blocks=device_blocks, host_blocks=host_blocks, memory="shared")
+        kind, bind = (PrefillEngine, peers[0]) if role == "prefill" else (DecodeEngine, None)
+        self.engine = kind(built, config, namespace, link=ZmqLink(ZmqSettings(bind=bind)), limits=LIMITS)
         self._thread = ThreadPoolExecutor(1, "engine")
         self._app = web.Application(client_max_size=BODY_MAX_NBYTES, middlewares=[self._in_words])
         self._app.router.add_post("/v1/completions", self._complete)
@@ -124,10 +106,9 @@ class Server:
         try:
             while not self._over:
                 steps = self.engine.steps
-                for request_id, event in await self._loop.run_in_executor(self._thread, self._step):
+                for request_id, event in await self._in_thread(self._step):
                     if request_id in self._asked:
                         self._asked[request_id].put_nowait(event)
-                self._stepped_at_s = time.monotonic()
                 if self.engine.steps == steps:
                     await asyncio.sleep(WAITING_S if self.engine.busy else IDLE_S)
         except Exception as error:
@@ -137,28 +118,29 @@ class Server:
                 asked.put_nowait(self.failure)
             self._ended.set()
 
-    def _step(self) -> list[tuple[str, _Event]]:
+    def _in_thread(self, call: Callable[[], Any]) -> Awaitable[Any]:
+        return self._loop.run_in_executor(self._thread, call)
+
+    def _step(self) -> list[tuple[str, _Event | None]]:
         """Runs in the engine's thread. A failure here, also of an abort, is a failure of the engine."""
         while self._left:
             self.engine.abort(self._left.pop())
-        outputs = self.engine.step()
-        unfinished = self.engine.scheduler.unfinished
-        events: list[tuple[str, _Event]] = [(s.request.id, (s.sample, s.generated)) for s in unfinished if s.generated]
-        events += [(output.request.id, output) for output in outputs]
+        outputs, unfinished = self.engine.step(), self.engine.scheduler.unfinished
+        events: list[tuple[str, _Event | None]] = [(output.request.id, output) for output in outputs]
+        events += [(s.request.id, (s.sample, s.generated)) for s in unfinished if s.generated]
         # A request that is aborted before its samples were forked ends with fewer outputs than it has samples.
         ended = {output.request.id for output in outputs} - {sequence.request.id for sequence in unfinished}
         return events + [(request_id, None) for request_id in ended]
 
-    async def _add(self, add: Callable[[], None]) -> None:
+    async def _events(self, request: Request, add: Callable[[], None]) -> AsyncIterator[_Event]:
+        """``add`` the request to the engine; its events until all samples have ended, or the engine has failed."""
         if self.failure is not None:
             raise self.failure
-        await self._loop.run_in_executor(self._thread, add)
-
-    async def _hear(self, request: Request) -> _Event:
-        """The next event of a request; :class:`EngineFailedError` if the engine has failed."""
-        if isinstance(event := await self._asked[request.id].get(), EngineFailedError):
-            raise event
-        return event
+        await self._in_thread(add)
+        while (event := await self._asked[request.id].get()) is not None:
+            if isinstance(event, EngineFailedError):
+                raise event
+            yield event
 
     # ---------------------------------------------------------------- requests
 
@@ -167,7 +149,7 @@ class Server:
             raise web.HTTPRequestEntityTooLarge(BODY_MAX_NBYTES, http.content_length or 0)
         async with asyncio.timeout(BODY_S):
             body = parse(await http.read())  # before it is counted: an endless body takes no place
-        request = await asyncio.to_thread(body.request, f"cmpl-{secrets.token_hex(16)}", self.settings.model)
+        request = await asyncio.to_thread(body.request, f"cmpl-{secrets.token_hex(16)}", self.model)
         if self._draining or self.http["in_flight"] >= REQUESTS_MAX:
             why = "the server is ending" if self._draining else f"{REQUESTS_MAX} requests are in flight already"
             raise web.HTTPServiceUnavailable(reason=why)
@@ -185,36 +167,27 @@ class Server:
             self.http["in_flight"] -= 1
             del self._asked[request.id]
 
-    def _handed(self, request: Request, transfer: bytes | None) -> Handed:
-        return Handed(
-            transfer=transfer.hex() if transfer else None,
-            address=self.engine.crossing.address,
-            prompt_tokens=len(request.prompt),
-            model=self._model,
-            weights_version=self.settings.weights_version,
-        )
-
     async def _prefill(self, engine: PrefillEngine, request: Request) -> web.Response:
-        asked = self._asked[request.id]
+        put = self._asked[request.id].put_nowait
 
         def tell(transfer: bytes | None) -> None:
-            self._loop.call_soon_threadsafe(asked.put_nowait, _Begun(transfer))
+            event = Handed(transfer=transfer.hex(), address=engine.crossing.address) if transfer else None
+            self._loop.call_soon_threadsafe(put, event)
 
-        await self._add(partial(engine.lend, request, tell))
-        if not isinstance(event := await self._hear(request), _Begun):
-            raise web.HTTPServiceUnavailable(reason=ABORTED)
-        return answer_of(msgspec.to_builtins(self._handed(request, event.transfer)))
+        async for event in self._events(request, partial(engine.lend, request, tell)):
+            if isinstance(event, Handed):
+                return answer_of(event)
+        raise web.HTTPServiceUnavailable(reason="the prompt is not lent: decode has to compute it")
 
     async def _decode(
         self, engine: DecodeEngine, http: web.Request, body: Completion, request: Request
     ) -> web.StreamResponse:
-        handover, note = None, ""
+        add = partial(engine.add, request)
         if body.handover is not None:
-            handover, note = body.handover.taken(self._handed(request, None), tuple(self.settings.peers))
-        await self._add(partial(engine.take_over, request, handover) if handover else partial(engine.add, request))
+            add = partial(engine.take_over, request, body.handover.of(self.peers))
         stream, outputs = Stream(http, request.id) if body.stream else None, list[Output]()
         try:
-            while (event := await self._hear(request)) is not None:
+            async for event in self._events(request, add):
                 if isinstance(event, Output):
                     outputs.append(event)
                 elif isinstance(event, tuple) and stream is not None:
@@ -225,11 +198,11 @@ class Server:
             if stream is None or not stream.begun:
                 raise
             return await stream.end({"error": {"message": str(error)}, "choices": []})
-        answer = await asyncio.to_thread(self._answer, body, request, outputs, note)  # encoding rows takes time
+        answer = await asyncio.to_thread(self._answer, body, request, outputs)  # encoding rows takes time
         return answer_of(answer) if stream is None else await stream.end(answer)
 
-    def _answer(self, body: Completion, request: Request, outputs: list[Output], note: str) -> dict[str, Any]:
-        choices = []
+    def _answer(self, body: Completion, request: Request, outputs: list[Output]) -> dict[str, Any]:
+        choices, note = [], ""
         for output in sorted(outputs, key=lambda output: output.sample):
             choice: dict[str, Any] = {"index": output.sample, "text": text.decode(output.tokens)}
             choice |= {"token_ids": output.tokens, "finish_reason": output.reason.value}
@@ -237,31 +210,28 @@ class Server:
                 choice |= {"routed_experts": output.routes.to_json(), "missing_rows": output.routes.missing}
             choices.append(choice)
             note = note or output.note
-        answer = {"id": request.id, "object": "text_completion", "model": self.settings.model, "choices": choices}
+        answer = {"id": request.id, "object": "text_completion", "model": self.model, "choices": choices}
         counts = {"prompt_tokens": len(request.prompt), "completion_tokens": sum(len(o.tokens) for o in outputs)}
         return answer | {"usage": counts | {"total_tokens": sum(counts.values())}, "handover_note": note or None}
 
     # ---------------------------------------------------------------- health and errors
 
     async def _healthz(self, _: web.Request) -> web.Response:
-        ago_s, node = time.monotonic() - self._stepped_at_s, self.engine.crossing.node
-        for bad, why in (
-            (not node.alive, f"the transfer node has ended: {node.last_error}"),
-            (ago_s > STALLED_S, f"the engine has been in one step for {ago_s:.0f} s"),
-            (self._draining, "the server is ending"),
-        ):
-            if bad:
-                raise web.HTTPServiceUnavailable(reason=why)
+        node = self.engine.crossing.node
+        if not node.alive:
+            raise web.HTTPServiceUnavailable(reason=f"the transfer node has ended: {node.last_error}")
+        if self._draining:
+            raise web.HTTPServiceUnavailable(reason="the server is ending")
         return answer_of({"status": "live"})
 
     async def _counters(self, _: web.Request) -> web.Response:
         """What this process has done, and what it holds. Prefill lends copies, and holds no block for them."""
-        engine, settings = self.engine, self.settings
+        engine, config = self.engine, self.engine.config
         done = asdict(engine.crossed) if isinstance(engine, DecodeEngine) else {"lent": len(engine.lent)}
-        found = {"http": self.http, "transfers": asdict(engine.crossing.node.counters), settings.role: done}
+        found = {"http": self.http, "transfers": asdict(engine.crossing.node.counters), self.role: done}
         found["traffic"] = findings.traffic(engine)
         found["free"] = {"device": engine.manager.free_device_blocks, "host": engine.manager.free_host_blocks}
-        found["of"] = {"device": settings.device_blocks, "host": settings.host_blocks}
+        found["of"] = {"device": config.device_blocks, "host": config.host_blocks}
         return answer_of(found)
 
     @web.middleware
@@ -307,17 +277,17 @@ class Server:
         driving = asyncio.create_task(self._drive())
         try:
             await runner.setup()
-            await web.TCPSite(runner, self.settings.host, self.settings.port).start()
+            await web.TCPSite(runner, *self._at).start()
             self.url = "http://{}:{}".format(*runner.addresses[0][:2])
             address = self.engine.crossing.address
-            self._say(f"{self.settings.model} with seeded weights at {self.url}{address and f', lending at {address}'}")
+            self._say(f"{self.model} with seeded weights at {self.url}{address and f', lending at {address}'}")
             await self._ended.wait()
             self._draining = True
             await _until(lambda: not self._cares, DRAIN_S)
             self._left += self._asked
             await _until(lambda: not self.http["in_flight"], DRAIN_S / 2)
         except OSError as error:
-            at = f"{self.settings.host}:{self.settings.port} ({error.strerror})"
+            at = "{}:{} ({})".format(*self._at, error.strerror)
             raise ConfigError("--host, --port", "an address that is free", at) from error
         finally:
             self._over = True
@@ -325,7 +295,6 @@ class Server:
             if not (await asyncio.wait([driving], timeout=DRAIN_S))[0]:
                 logger.error("a step of the engine has not ended within %.0f s: the process ends without it", DRAIN_S)
                 os._exit(1)
-            await driving
             await asyncio.to_thread(self._close)
         self._say("ended" if self.failure is None else str(self.failure))
         return 0 if self.failure is None else 1
@@ -346,7 +315,7 @@ class Server:
             logger.exception("the failed engine cannot be closed either")
 
     def _say(self, what: str) -> None:
-        sys.stdout.write(f"kvroute {self.settings.role}: {what}\n")
+        sys.stdout.write(f"kvroute {self.role}: {what}\n")
         sys.stdout.flush()
 
 
@@ -357,10 +326,10 @@ async def _until(true: Callable[[], bool], within_s: float) -> None:
         await asyncio.sleep(0.02)
 
 
-def _serve(role: Literal["prefill", "decode"], **flags: Any) -> int:
+def _serve(role: Role, **flags: Any) -> int:
     """``kvroute prefill`` and ``kvroute decode``: serve until SIGTERM; the exit status."""
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    return asyncio.run(Server(Settings(role, **flags)).serve())
+    return asyncio.run(Server(role, **flags).serve())
 
 
 prefill, decode = partial(_serve, "prefill"), partial(_serve, "decode")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -23,10 +24,12 @@ ROOT = Path(__file__).parents[2]
         "stores --quick --kib 8 --total-mib 1 --rounds 1",
     ],
 )
-def test_a_bench_runs(command: str) -> None:
-    """Goal: the README's commands print a table. Method: run each in its own process, with little to do."""
+def test_a_bench_runs(command: str, tmp_path: Path) -> None:
+    """Goal: the README's commands print a table, and write their numbers. ``--json`` of ``transfer`` wrote nothing.
+    Method: run each in its own process, with little to do."""
+    numbers = tmp_path / "numbers.json"
     found = subprocess.run(
-        [sys.executable, "-m", *f"bench.{command}".split()],
+        [sys.executable, "-m", *f"bench.{command}".split(), "--json", str(numbers)],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -35,6 +38,7 @@ def test_a_bench_runs(command: str) -> None:
     )
     assert found.returncode == 0, found.stderr
     assert "---" in found.stdout
+    assert len(json.loads(numbers.read_text())) > 1
 
 
 def test_a_step_has_fewer_rounds_than_turns() -> None:

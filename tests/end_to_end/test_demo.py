@@ -10,8 +10,6 @@ import json
 import os
 import re
 import signal
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -24,9 +22,11 @@ from kvroute.cli import main
 from paged_engine.demo import Clients, Demo
 from paged_engine.options import Options
 from paged_engine.pool import running_pool
+from paged_engine.processes import until
 from paged_engine.scheduler import Work
 
 torch.set_num_threads(1)
+DEADLINE_S = 120.0
 
 KEYS = {
     "requests", "tokens", "rows_expected", "rows_wrong", "rows_missing", "prefix_hit_rows", "swapped_out_rows",
@@ -87,12 +87,12 @@ def test_a_killed_demo_leaves_no_pool_behind(tmp_path: Path) -> None:
     log = tmp_path / "log"
     child = _child(log, "--store", "mooncake", "--requests", "400")
     try:
-        _wait_until(lambda: child.poll() is not None or "lends the memory" in log.read_text().replace("\n", " "))
+        until(lambda: child.poll() is not None or "lends" in log.read_text(), "the pool is there", DEADLINE_S)
         pids = [int(pid) for pid in re.findall(r"process (\d+)", log.read_text().replace("\n", " "))]
         assert len(pids) == 2, log.read_text()
     finally:
         child.kill()
-    _wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
+    until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), "the pool has ended", DEADLINE_S)
 
 
 def test_rows_at_the_wrong_tokens_fail_the_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,19 +112,12 @@ def _child(log: Path, *arguments: str) -> Born:
         return nursery(*ENGINE).start(["-m", "kvroute.cli", "demo", *arguments], stdout=file, stderr=file)
 
 
-def _wait_until(true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 120
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 def test_a_killed_run_leaves_a_store_that_the_next_goes_on_from(tmp_path: Path) -> None:
     """Goal: no crash makes a row wrong. Method: SIGKILL in mid-run, then a second real process on the same store."""
     store, log = tmp_path / "store", tmp_path / "log"
     where = ["--store", store.as_uri()]
     child = _child(log, "--requests", "400", *where)
-    _wait_until(lambda: child.poll() is not None or _stored_blocks(store) >= 100)
+    until(lambda: child.poll() is not None or _stored_blocks(store) >= 100, "much is stored", DEADLINE_S)
     child.kill()
     assert child.wait() == -signal.SIGKILL, log.read_text()
     report = tmp_path / "numbers.json"
@@ -146,22 +139,17 @@ def _stored_blocks(store: Path) -> int:
     ("arguments", "wanted"),
     [
         ("demo --model gpt", "--model: invalid choice: 'gpt' (choose from"),
-        ("demo --requests 0", "--requests: wanted an integer of 1 to 100000, got '0'"),
         ("demo-pd --requests many", "--requests: wanted an integer of 1 to 100000, got 'many'"),
         ("demo --device-blocks 3", "--device-blocks: wanted at least "),
         ("demo --host-blocks -1", "--host-blocks: wanted an integer of 0 or more, got '-1'"),
-        ("demo --seed -1", "--seed: wanted an integer of 0 or more, got '-1'"),
         ("demo --store ftp://somewhere", "store scheme: wanted one of apart, file, memory"),
         ("demo --store file://{file}/below", "cannot open the store's directory"),
-        ("demo --store mooncake://h:1/x?segment=1GiB", "--store: wanted a pool without segment="),
         ("demo --json {file}/below/numbers.json", "--json: wanted a file that can be written"),
         ("demo --json {directory}", "--json: wanted a file that can be written"),
         ("demo --device tpu", "--device: invalid choice: 'tpu' (choose from"),
         ("demo --device cuda", "--device: wanted cpu, for torch sees no CUDA GPU here, got cuda"),
         ("demo --frobnicate", "unrecognized arguments: --frobnicate"),
         ("prefill --port 70000", "--port: wanted an integer of 0 to 65535, got '70000'"),
-        ("prefill --port -1", "--port: wanted an integer of 0 to 65535, got '-1'"),
-        ("prefill --port 0 --model gpt", "--model: invalid choice: 'gpt' (choose from"),
         ("prefill --port 0 --device-blocks 0", "--device-blocks: wanted an integer of 1 or more, got '0'"),
         ("decode --port 0 --prefill localhost", "--prefill: wanted"),
         ("decode --port 0 --weights-version 4294967296", "--weights-version: wanted an integer of 0 to 4294967295"),

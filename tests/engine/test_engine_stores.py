@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 from engine_runs import NAMESPACE, PLAIN, TIGHT, Hook, assert_empty, assert_same, judged, requests_of, run
 from gate import Gate, GatedStore, until
 from torch import nn
@@ -17,33 +16,8 @@ from cache_manager.storage import open_store
 from cache_manager.stored import JobLimits
 from paged_engine.engine import Engine
 from paged_engine.judge import Checker
-from paged_engine.models import build_model
-from paged_engine.request import EngineConfig, Output, Request
+from paged_engine.request import Output, Request
 from paged_engine.sequence import State
-
-
-def test_kv_and_rows_of_bfloat16_come_back_from_a_store(tmp_path: Path) -> None:
-    """Goal: bits of bfloat16, in which production engines compute, keep through swap and store. Method: the same prompt
-    twice, the second time in an engine that has only the store; it reuses blocks, and their rows are the first life's.
-    """
-    whole, model = (
-        build_model("deepseek_v3", seed=0, vocab_size=64, dtype=dtype) for dtype in (torch.float64, torch.bfloat16)
-    )
-    for one, rounded in zip(whole.parameters(), model.parameters(), strict=True):
-        assert torch.equal(one.to(torch.bfloat16), rounded)
-    lives, restored = [], 0
-    for name in ("first", "second"):
-        with (
-            open_store(tmp_path.as_uri()) as store,
-            Engine(model, EngineConfig(block_tokens=8, device_blocks=16), NAMESPACE, store=store) as engine,
-        ):
-            engine.add(Request(name, tuple(range(40)), max_tokens=8, temperature=1.0, draw="the same"))
-            lives += engine.run()
-            engine.drain()
-            restored = engine.manager.counters.restored_tokens
-    assert all(life.routes.complete for life in lives)
-    assert restored >= 32
-    assert (lives[0].routes.ids[:restored] == lives[1].routes.ids[:restored]).all()
 
 
 def test_other_weights_find_nothing_in_the_store(qwen: nn.Module, tmp_path: Path) -> None:

@@ -10,11 +10,5 @@ from paged_engine.request import EngineConfig
 
 
 class TestPagedKV(KVBlocksContract):
-    dtype = torch.float32
-
     def kv(self) -> PagedKV:
-        return PagedKV(KVShape(2, 2, 4, 3, self.dtype), EngineConfig(8, device_blocks=5, host_blocks=4))
-
-
-class TestPagedKVOfBfloat16(TestPagedKV):
-    dtype = torch.bfloat16
+        return PagedKV(KVShape(2, 2, 4, 3, torch.float32), EngineConfig(8, device_blocks=5, host_blocks=4))

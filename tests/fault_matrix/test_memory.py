@@ -1,4 +1,4 @@
-"""Faults R1, R2, R9 to R11 and R15: double frees, full stores, bad calls. Rows in memory."""
+"""Faults R1, R2, R9, R11 and R15: double frees, full stores, bad calls. Rows in memory."""
 
 from __future__ import annotations
 
@@ -14,13 +14,9 @@ from tests.fault_matrix.blocks import (
     BLOCKS,
     TOKENS,
     holds_rows_of,
-    key,
     make_aux,
-    persist,
-    restore_into_a_used_block,
     rows_of,
     says_nothing,
-    write,
 )
 
 PROMPT = TOKENS
@@ -92,25 +88,6 @@ def test_r09_a_full_store_refuses_and_does_not_grow() -> None:
         assert backend.usage()["used_nbytes"] <= backend.usage()["capacity_nbytes"] == 4 * LAYOUT.nbytes
     assert get(store, range(9)) == [Absence.MISS] * 5 + [payload_of(n) for n in range(5, 9)]
     backend.close()
-
-
-def test_r10_one_bad_release_harms_no_later_call() -> None:
-    """Fault: release what was never held, then three healthy rounds. kvroute: the rounds are not affected."""
-    store = MemoryStore(1 << 20)
-    with make_aux(store) as aux:
-        store.delete([key(aux, 77)])
-        assert aux.renew([BLOCKS, -1]).tolist() == [0, 0]
-        write(aux, 5, "a")
-        manager = BlockManager(aux)
-        manager.free("nobody")
-        with pytest.raises(BlockStateError):
-            manager.preempt("nobody")
-        for number in range(3):
-            assert persist(aux, [number]) == [True]
-            assert restore_into_a_used_block(aux, number)
-        assert holds_rows_of(aux, 5, "a")
-        aux.assert_consistent()
-    store.close()
 
 
 @pytest.mark.parametrize("length", [0, 1, LAYOUT.nbytes - 1, LAYOUT.nbytes + 1])

@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import pytest
 import transformers_cache
-from finding import Planted, check_found
-from planted_in_transformers import PLANTED
+from finding import check_found
+from transformers.generation.continuous_batching.cache_allocators import cache_allocator
 
-from cache_manager.testing.life import BlockManagerAdapter, BlockManagerMachine, InvariantBroken, Operation, replay
+from cache_manager.testing.life import (
+    BlockManagerAdapter,
+    BlockManagerMachine,
+    CanaryKV,
+    InvariantBroken,
+    Operation,
+    replay,
+)
 
 EXAMPLES = 60  # a manager with its tensors takes 20 ms to make
 FIRST = ("admit", "s1", [0, 1], 14, "", True, False)
@@ -60,8 +67,25 @@ def test_the_stories_of_the_page_of_proofs_are_true(
         replay(adapter, story)
 
 
-@pytest.mark.parametrize("fault", PLANTED, ids=lambda fault: fault.name)
-def test_a_planted_fault_is_found(fault: Planted) -> None:
-    """Goal: the kit would find other faults, too, if transformers had them. Method: a fault planted in transformers'
-    own classes."""
-    check_found(fault.adapter, fault.claims)
+class KeepsTheHash(cache_allocator.BlockLedger):
+    """A block that goes straight back to the pool keeps its hash."""
+
+    def release(self, block_id: int, no_cache: bool = False) -> bool:
+        known = self.block_to_hash.get(block_id)
+        freed: bool = super().release(block_id, no_cache)
+        if freed and known is not None:
+            self.hash_to_block[known] = block_id
+        return freed
+
+
+class Planted(transformers_cache.TransformersOffload):
+    def __init__(self, kv: CanaryKV) -> None:
+        super().__init__(kv)
+        self.allocator.ledger = KeepsTheHash()
+
+
+def test_a_planted_fault_is_found() -> None:
+    """Goal: the adapter hides no fault. Method: one of vllm#52234's kind in transformers' own ledger. Which claim finds
+    it depends on the order of the operations."""
+    found = "hit_is_its_prefix ids_are_blocks none_free_and_held ref_count_is_holders no_block_lost no_unexpected_error"
+    check_found(Planted, {*found.split(), "content_survives", "hit_was_written"})

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 import vllm_kv_cache_manager
-from finding import Planted, check_found
-from planted_in_vllm import PLANTED
+from finding import check_found
 
-from cache_manager.testing.life import BlockManagerMachine, InvariantBroken, replay
+from cache_manager.testing.life import BlockManagerMachine, CanaryKV, InvariantBroken, replay
 
 
 class TestVllm(BlockManagerMachine):
@@ -29,8 +28,16 @@ def test_a_block_is_found_before_it_is_computed() -> None:
         replay(vllm_kv_cache_manager.VllmLostStep, story)
 
 
-@pytest.mark.parametrize("fault", PLANTED, ids=lambda fault: fault.name)
-def test_a_planted_fault_is_found(fault: Planted) -> None:
-    """Goal: the kit would find other faults, too, if vLLM had them. Method: a fault planted in vLLM's own block
-    pool."""
-    check_found(fault.adapter, fault.claims)
+class EvictsWithoutForgetting(vllm_kv_cache_manager.Vllm):
+    """A block that is handed out again is still found under its old hash."""
+
+    def __init__(self, kv: CanaryKV) -> None:
+        super().__init__(kv)
+        self.manager.block_pool._maybe_evict_cached_block = lambda _block: False
+
+
+def test_a_planted_fault_is_found() -> None:
+    """Goal: the adapter hides no fault. Method: one of vllm#52234's kind in vLLM's own block pool. Which claim finds it
+    depends on the order of the operations."""
+    found = "hit_is_its_prefix salts_apart hit_was_written reset_forgets no_unexpected_error"
+    check_found(EvictsWithoutForgetting, found.split())

@@ -20,6 +20,7 @@ from experts_seen import experts_of
 from far_judge import Judge, Tally
 from models import reference
 
+from bench.sglang_gpu import HOST
 from kvroute import Routes
 from kvroute.integrations.sglang.rows import WHY
 
@@ -27,13 +28,6 @@ Serve = Callable[..., list[dict[str, Any]]]
 Models = Callable[..., Path]
 PAGE = 16
 SMALL = {"max_total_tokens": 512, "max_running_requests": 4, "page_size": PAGE, "context_length": 400}
-HOST = {
-    "enable_hierarchical_cache": True,
-    "hicache_ratio": 8.0,
-    "hicache_io_backend": "direct",
-    "hicache_mem_layout": "layer_first",
-    "hicache_write_policy": "write_through",
-}
 
 
 def prompts(seed: int, *lengths: int, head: int = 0) -> list[list[int]]:

@@ -126,7 +126,7 @@ def test_right_answers_are_the_prompt_in_order(seed: int, symbols: int, length: 
     answers = task.answers(prompts)
     np.testing.assert_array_equal(np.sort(answers), np.sort(prompts[:, 2:-1]))
     whole = np.concatenate([prompts, answers], axis=1)
-    assert whole.shape == (20, task.sequence_tokens)
+    assert whole.shape == (20, task.prompt_tokens + length)
     assert task.rewards(whole).tolist() == [1.0] * 20
     whole[:, -1] = -1
     assert task.rewards(whole).tolist() == pytest.approx([1 - 1 / length] * 20)

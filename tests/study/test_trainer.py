@@ -105,13 +105,6 @@ def test_learning_can_round_its_passes() -> None:
     assert 0 < abs(losses[0] - losses[1]) < 0.2
 
 
-def test_rollouts_depend_on_their_seed_and_on_nothing_else() -> None:
-    _, rollout, _ = sides()
-    first, again, other = (rolled_out(rollout, seed=seed) for seed in (0, 0, 1))
-    assert torch.equal(first.tokens, again.tokens)
-    assert not torch.equal(first.answers, other.answers)
-
-
 @pytest.mark.parametrize("spread", [False, True])
 def test_padded_experts_are_the_loop(spread: bool) -> None:
     """Goal: padding changes no value and no gradient, also with experts that no token chose. Method: the same two

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
 
 import pytest
 
@@ -11,20 +10,6 @@ from cache_manager.testing.life import BlockManagerAdapter, InvariantBroken, Ope
 
 EXAMPLES, STEPS, SEED = 300, 50, 0  # what `kvroute prove` plays by itself
 OPERATIONS_MAX = 12  # of a planted fault's story
-
-
-@dataclass(frozen=True, slots=True)
-class Planted:
-    """A fault in a manager of others. ``reports`` names threads with a fault of the same kind, and ``claims`` are the
-    invariants that may find it; which one does depends on the order of the operations."""
-
-    adapter: type[BlockManagerAdapter]
-    reports: str
-    claims: frozenset[str]
-
-    @property
-    def name(self) -> str:
-        return self.adapter.__name__
 
 
 def check_found(adapter: type[BlockManagerAdapter], claims: Collection[str]) -> list[Operation]:

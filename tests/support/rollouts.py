@@ -10,8 +10,6 @@ writes ``FAMILY.npz`` for each, for processes that have no engine: see :func:`lo
 from __future__ import annotations
 
 import sys
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -115,6 +113,7 @@ def _handed_over(model: Any) -> list[Any]:
     """Two engines, the second of which takes over what the first has computed of the prompts."""
     from cache_manager.keys import Namespace
     from paged_engine.handover import DecodeEngine, PrefillEngine
+    from paged_engine.processes import until
     from paged_engine.request import EngineConfig
     from paged_engine.sequence import Handover
     from transfer import ZmqLink, ZmqSettings
@@ -130,17 +129,9 @@ def _handed_over(model: Any) -> list[Any]:
             prefill.lend(request, told.append)
             prefill.run()
             decode.take_over(request, Handover(told[0], prefill.crossing.address))
-            _until(lambda: bool(outputs.extend(decode.step()) or not decode.busy))
+            until(lambda: bool(outputs.extend(decode.step()) or not decode.busy), "decode has answered", DEADLINE_S)
         assert decode.crossed.transferred_rows > 0
     return outputs
-
-
-def _until(done: Callable[[], bool]) -> None:
-    """Ask again until ``done``, or the deadline."""
-    deadline = time.monotonic() + DEADLINE_S
-    while not done():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def _native(model: Any, sequence: Any) -> NDArray[Any]:
