@@ -18,7 +18,6 @@ from collections.abc import Container, Sequence
 from contextlib import suppress
 from functools import cached_property
 from itertools import pairwise
-from math import inf
 from typing import Any, Final
 
 import numpy as np
@@ -41,6 +40,8 @@ EXTENTS_MAX: Final = 512
 FREE, TAKEN, BLANK, USES_MAX = 255, 254, 253, 3
 """In place of a slot's uses. FREE: its head is zeros, on the disk too. TAKEN: not free, and nothing in it is served.
 BLANK: taken when it was free."""
+FAILED_MAX: Final = 16
+"""Pages of heads that the disk may not give before the rest of the extent is not asked for."""
 KEY_AT: Final = 40
 """Offset of the key in a head."""
 
@@ -49,7 +50,6 @@ _SECTOR_NBYTES: Final = 512
 _HEAD_NBYTES: Final = 80  # without its bitmaps
 _HEAD_NBYTES_MAX: Final = 1 << 16
 _HEADS_NBYTES_MAX: Final = 1 << 28  # of an extent: a page may make its reader read and hold so much
-_PIECE_NBYTES: Final = 1 << 20
 _USED: Final = bytes([*range(1, USES_MAX + 1), USES_MAX, *range(USES_MAX + 1, 256)])
 _PASSED: Final = bytes([0, *range(USES_MAX), *range(USES_MAX + 1, 256)])
 
@@ -240,31 +240,30 @@ class Extent:
         read_all(disk, self.fd, [heads], PAGE_NBYTES + start * self.head_nbytes, len(heads))
         return heads
 
-    def load(self, disk: Disk, start: int, heads: bytearray, failed_max: float = inf) -> int:
+    def load(self, disk: Disk, start: int, heads: bytearray) -> int:
         """Read heads; those that are not sound, or that the disk does not give, are zeros. How many were damaged.
 
-        When more than ``failed_max`` reads have failed, no more is asked for.
+        Where the disk fails, pages are read one by one; when a few have failed, no more is asked for.
         """
         view, base, failed = memoryview(heads), PAGE_NBYTES + start * self.head_nbytes, 0
-        pieces = _cut(base, base + len(heads), _PIECE_NBYTES)
-        for at, stop in pieces:
-            some = view[at - base : stop - base]
-            try:
-                if failed <= failed_max:
-                    read_all(disk, self.fd, [some], at, len(some))
-                    continue
-            except OSError:
-                failed += 1
-                if len(some) > PAGE_NBYTES and failed <= failed_max:
-                    pieces += _cut(at, stop, PAGE_NBYTES)
-                    continue
-            some[:] = bytes(len(some))
-        self.lost |= failed > 0
+        try:
+            read_all(disk, self.fd, [view], base, len(view))
+        except OSError:
+            self.lost = True
+            for at, stop in _pages(base, base + len(view)):
+                some = view[at - base : stop - base]
+                try:
+                    if failed < FAILED_MAX:
+                        read_all(disk, self.fd, [some], at, len(some))
+                        continue
+                except OSError:
+                    failed += 1
+                some[:] = bytes(len(some))
         return self.clean(heads)
 
-    def serve(self, disk: Disk, failed_max: float = inf) -> int:
+    def serve(self, disk: Disk) -> int:
         """Serve what the disk has; how many heads were damaged."""
-        damaged = self.load(disk, 0, self.raw, failed_max)
+        damaged = self.load(disk, 0, self.raw)
         self.uses[self.ticks > 0] = 1
         return damaged
 
@@ -294,12 +293,13 @@ def runs_of(slots: Sequence[int] | NDArray[np.int64]) -> list[tuple[int, int]]:
     return [(int(found[start]), stop - start) for start, stop in pairwise(cuts) if stop > start]
 
 
-def _cut(start: int, stop: int, size: int) -> list[tuple[int, int]]:
+def _pages(start: int, stop: int) -> list[tuple[int, int]]:
+    """What of each page lies between two bytes of a file.
+
+    >>> _pages(4000, 9000)
+    [(4000, 4096), (4096, 8192), (8192, 9000)]
     """
-    >>> _cut(5, 12, 4)
-    [(5, 8), (8, 12)]
-    """
-    return list(pairwise([start, *range((start // size + 1) * size, stop, size), stop]))
+    return list(pairwise([start, *range((start // PAGE_NBYTES + 1) * PAGE_NBYTES, stop, PAGE_NBYTES), stop]))
 
 
 def _column(heads: Heads, at: int, dtype: str = "<u8") -> NDArray[Any]:
