@@ -58,6 +58,8 @@ class RecordHeader(msgspec.Struct, frozen=True, gc=False):
 
 checksum = xxhash.xxh3_64_intdigest
 """XXH3-64 of a payload."""
+digest = xxhash.xxh3_64_digest
+"""The same in eight bytes, the first one the most significant."""
 
 
 @dataclass(frozen=True, slots=True)

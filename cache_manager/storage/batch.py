@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
@@ -13,10 +12,8 @@ from cache_manager.record import Buffer, RecordHeader, checksum
 _T = TypeVar("_T")
 
 
-def chunks(
-    items: Iterable[_T], nbytes: Callable[[_T], int], room_nbytes: int, items_max: float = math.inf
-) -> Iterator[list[_T]]:
-    """``items`` in lists of at most ``items_max`` items and ``room_nbytes`` bytes; a larger item has a list of its own.
+def chunks(items: Iterable[_T], nbytes: Callable[[_T], int], room_nbytes: int) -> Iterator[list[_T]]:
+    """``items`` in lists of at most ``room_nbytes`` bytes; a larger item has a list of its own.
 
     >>> list(chunks([3, 1, 1, 9, 2], nbytes=int, room_nbytes=4))
     [[3, 1], [1], [9], [2]]
@@ -25,7 +22,7 @@ def chunks(
     room = room_nbytes
     for item in items:
         size = nbytes(item)
-        if chunk and (size > room or len(chunk) == items_max):
+        if chunk and size > room:
             yield chunk
             chunk, room = [], room_nbytes
         chunk.append(item)

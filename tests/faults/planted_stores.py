@@ -71,7 +71,7 @@ STORE_FAULTS = (
     Fault(
         "a slot is used again under its old head",
         "storage/file/extent.py",
-        'if self.lost or self.packed(start, len(payloads)).strip(b"\\0"):',
+        "if self.lost or self.use_bytes[start] == TAKEN:",
         "if False:",
         FILES + "::test_a_process_that_ends_at_any_byte_leaves_whole_records",
         "test_a_process_that_ends_at_any_byte_leaves_whole_records",
@@ -79,16 +79,16 @@ STORE_FAULTS = (
     Fault(
         "a head with a wrong sum is believed",
         "storage/file/extent.py",
-        "(sums != self._sums(some)) | ",
-        "",
+        "digest(head, seed) != sum_ for",
+        "False for",
         FILES + "::test_a_bit_of_a_head_costs_its_record_and_no_other",
         "test_a_bit_of_a_head_costs_its_record_and_no_other",
     ),
     Fault(
         "a head of another extent is believed",
         "storage/file/extent.py",
-        "np.uint64(checksum(shape.page))",
-        "np.uint64(1)",
+        "self._seed = checksum(shape.page)",
+        "self._seed = 1",
         FILES + "::test_a_head_of_another_extent_is_not_believed",
         "test_a_head_of_another_extent_is_not_believed",
     ),
@@ -127,8 +127,8 @@ STORE_FAULTS = (
     Fault(
         "a page of heads costs a reader the whole extent",
         "storage/file/extent.py",
-        "                if len(some) > PAGE_NBYTES and failed <= failed_max:\n",
-        "                if False:\n",
+        "                    if failed < FAILED_MAX:\n",
+        "                    if False:\n",
         "tests/storage/test_file_readers.py::"
         "test_a_page_of_heads_that_cannot_be_read_costs_a_reader_its_records_and_no_others",
         "test_a_page_of_heads_that_cannot_be_read_costs_a_reader_its_records_and_no_others",

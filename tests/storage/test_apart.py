@@ -23,7 +23,7 @@ from mooncake_pool import send
 from waiting import until
 
 from cache_manager.child import Child
-from cache_manager.errors import ConfigError, NoSpaceError, StorageError, StoreClosedError, StoreUnavailableError
+from cache_manager.errors import ConfigError, StorageError, StoreClosedError, StoreUnavailableError
 from cache_manager.ports import Absence, StorageBackend
 from cache_manager.record import RecordHeader
 from cache_manager.storage import open_store
@@ -35,13 +35,6 @@ from cache_manager.testing.records import LAYOUT, get, header_of, key_of, payloa
 
 WAIT_S = 60.0
 FEW = settings(max_examples=4, stateful_step_count=25, deadline=None)
-
-
-class TestMemoryApart(StorageContract):
-    machine_settings = FEW
-
-    def make_backend(self, directory: Path, capacity_nbytes: int) -> StorageBackend:
-        return open_store(f"apart:?arena=1MiB,memory:?capacity={capacity_nbytes}")
 
 
 class TestFileApart(StorageContract):
@@ -108,9 +101,6 @@ def test_errors_of_the_store_arrive_with_their_types_and_fields(store: ApartStor
             memory.put([odd], [payload_of(2, LAYOUT.nbytes - 64)])
         assert found.value.field == "payload size"
         assert get(RecordStore(memory, LAYOUT), [1]) == [payload_of(1)]
-    with pytest.raises(NoSpaceError) as space:
-        apart("memory:?capacity=4000000GiB")
-    assert space.value.remedy
 
 
 def test_a_record_that_no_slot_of_the_arena_holds_is_refused_at_once() -> None:

@@ -108,7 +108,7 @@ def test_a_head_of_another_extent_is_not_believed(tmp_path: Path) -> None:
 
 def _newer(raw: bytearray) -> None:
     for page in (memoryview(raw)[:PAGE_NBYTES], memoryview(raw)[-PAGE_NBYTES:]):
-        page[8:10] = (7).to_bytes(2, "little")
+        page[8:10] = (99).to_bytes(2, "little")
         page[-4:] = zlib.crc32(page[:-4]).to_bytes(4, "little")
 
 

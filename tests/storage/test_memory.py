@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
-import numpy as np
 import pytest
+from stopped import is_stopped
 
-from cache_manager.errors import NoSpaceError, RecordError, StorageError
+from cache_manager.errors import RecordError, StorageError
 from cache_manager.ports import Absence, StorageBackend
 from cache_manager.storage.memory import MemoryStore
 from cache_manager.storage.records import RecordStore
@@ -44,22 +45,22 @@ def test_a_record_of_another_size_is_an_error_that_changes_nothing() -> None:
     backend.close()
 
 
-def test_a_payload_that_is_not_bytes_leaves_no_slot_behind() -> None:
-    """As many bytes as the record, but as 4-byte numbers: an error, and the slot is free again."""
-    backend = MemoryStore(2 * LAYOUT.nbytes)
-    store = RecordStore(backend, LAYOUT)
-    put(store, [1])
-    words = np.zeros(LAYOUT.nbytes // 4, dtype=np.uint32)
-    with pytest.raises(RecordError, match="flat bytes"):
-        backend.put([header_of(2)], [words.data])
-    assert put(store, [3]) == [True]
-    assert get(store, [1, 2, 3]) == [payload_of(1), Absence.MISS, payload_of(3)]
-    backend.close()
-
-
-def test_more_memory_than_there_can_be_is_a_typed_error() -> None:
-    with pytest.raises(NoSpaceError, match=r"memory: wanted \d+ bytes"):
-        MemoryStore(1 << 62)
+def test_a_put_that_is_interrupted_costs_no_room() -> None:
+    """Goal: no slot is lost for good. Method: a put that evicts, and one that replaces, each interrupted at each
+    possible place; then as many records as ever fit are put and found."""
+    at, ended = 1, False
+    while not ended:
+        with MemoryStore(3 * LAYOUT.nbytes) as backend:
+            store = RecordStore(backend, LAYOUT)
+            put(store, [1, 2, 3])
+            headers = [header_of(3, origin=2), header_of(4), header_of(5)]
+            payloads = [payload_of(3, origin=2), payload_of(4), payload_of(5)]
+            ended = not is_stopped(partial(backend.put, headers, payloads, replace=True), at)
+            assert put(store, [6, 7, 8]) == [True] * 3
+            assert get(store, [6, 7, 8]) == [payload_of(n) for n in (6, 7, 8)]
+            assert backend.usage()["used_nbytes"] == 3 * LAYOUT.nbytes
+        at += 1
+    assert at > 10, "it was never interrupted"
 
 
 class Torn(MemoryStore):

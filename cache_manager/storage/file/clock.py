@@ -12,9 +12,11 @@ from cache_manager.storage.file.extent import USES_MAX, Extent, Run
 
 
 class Clock:
-    """The extents of one layout. ``turned``: the hand has begun a turn; ``turned_at``: when the turn before began."""
+    """The extents of one layout, of ``extent_nbytes`` or less. ``turned``: the hand has begun a turn; ``turned_at``:
+    when the turn before began."""
 
-    def __init__(self) -> None:
+    def __init__(self, extent_nbytes: int) -> None:
+        self.extent_nbytes = extent_nbytes
         self.extents: list[Extent] = []
         self.turned, self.turned_at = False, 0  # in calls
         self.hand = (0, 0)  # the place of an extent, and a slot in it

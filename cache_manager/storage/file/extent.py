@@ -18,7 +18,6 @@ from collections.abc import Container, Sequence
 from contextlib import suppress
 from functools import cached_property
 from itertools import pairwise
-from math import inf
 from typing import Any, Final
 
 import numpy as np
@@ -26,20 +25,23 @@ from numpy.typing import NDArray
 
 from cache_manager.errors import StorageError, StoreFormatError
 from cache_manager.keys import BlockKey
-from cache_manager.record import Buffer, RecordHeader, checksum
+from cache_manager.record import Buffer, RecordHeader, checksum, digest
 from cache_manager.spec import align
 from cache_manager.storage.disk import Disk, read_all, write_all
 from cache_manager.storage.file.directory import TEMP_SUFFIX, LockedDirectory, StoreDirectory, extent_name, parse_name
 
 PAGE_NBYTES: Final = 4096
-VERSION: Final = 6
+VERSION: Final = 7
 MAGIC: Final = b"KVREXTNT"
 SLOTS_MAX: Final = 1 << 20
 TICK_MAX: Final = 1 << 62
 EXTENTS_MAX: Final = 512
 """Each has an open descriptor."""
-FREE, TAKEN, USES_MAX = 255, 254, 3
-"""In place of a slot's uses. FREE: its head is zeros, on the disk too. TAKEN: not free, and nothing in it is served."""
+FREE, TAKEN, BLANK, USES_MAX = 255, 254, 253, 3
+"""In place of a slot's uses. FREE: its head is zeros, on the disk too. TAKEN: not free, and nothing in it is served.
+BLANK: taken when it was free."""
+FAILED_MAX: Final = 16
+"""Pages of heads that the disk may not give before the rest of the extent is not asked for."""
 KEY_AT: Final = 40
 """Offset of the key in a head."""
 
@@ -48,8 +50,6 @@ _SECTOR_NBYTES: Final = 512
 _HEAD_NBYTES: Final = 80  # without its bitmaps
 _HEAD_NBYTES_MAX: Final = 1 << 16
 _HEADS_NBYTES_MAX: Final = 1 << 28  # of an extent: a page may make its reader read and hold so much
-_PIECE_NBYTES: Final = 1 << 20
-_FACTORS: Final = np.cumprod(np.full(_HEAD_NBYTES_MAX // 4, 0x9E3779B97F4A7C15, np.uint64))
 _USED: Final = bytes([*range(1, USES_MAX + 1), USES_MAX, *range(USES_MAX + 1, 256)])
 _PASSED: Final = bytes([0, *range(USES_MAX), *range(USES_MAX + 1, 256)])
 
@@ -131,11 +131,11 @@ class Extent:
         self.use_bytes = bytearray(bytes([FREE])) * shape.slots
         self.uses = np.frombuffer(self.use_bytes, np.uint8)
         self.free_at = 0  # no slot before this one is free
-        # tick, created (ms of a wall clock), generation, origin, payload's sum, key, bitmaps, sum
-        self._head = struct.Struct(f"<QqQQQ32s{shape.layout[2]}sQ")
+        # tick, created (ms of a wall clock), generation, origin, payload's sum, key, bitmaps; then the head's sum
+        self._head = struct.Struct(f"<QqQQQ32s{shape.layout[2]}s")
+        self._summed = struct.Struct(f"{self._head.size}s8s")
         self._header = struct.Struct(f"<16xQQQ32s{shape.layout[2]}s8x")  # what a record's header has of it
-        self._factors = _FACTORS[: self.head_nbytes // 4 - 2]
-        self._seed = np.uint64(checksum(shape.page))  # so that a head of another extent is not believed
+        self._seed = checksum(shape.page)  # so that a head of another extent is not believed
 
     def __del__(self) -> None:
         os.close(self.fd)
@@ -167,7 +167,7 @@ class Extent:
         run = self.find(FREE, self.free_at, count)
         self.free_at = sum(run) if run else self.slots
         if run:
-            self.use_bytes[run[0] : self.free_at] = bytes([TAKEN]) * run[1]
+            self.use_bytes[run[0] : self.free_at] = bytes([BLANK]) * run[1]
         return run
 
     def take_unused(self, start: int, count: int) -> tuple[int, int] | None:
@@ -176,7 +176,9 @@ class Extent:
         stop = run[0] if run else self.slots
         self.use_bytes[start:stop] = self.use_bytes[start:stop].translate(_PASSED)
         if run:
-            self.forget(*run)
+            first, size = run[0] * self.head_nbytes, run[1] * self.head_nbytes
+            self.raw[first : first + size] = bytes(size)
+            self.use_bytes[stop : sum(run)] = bytes([TAKEN]) * run[1]
         return run
 
     def release(self, start: int, count: int) -> None:
@@ -211,36 +213,21 @@ class Extent:
 
     def pack(self, headers: Sequence[RecordHeader], tick: int, created_ms: int) -> bytearray:
         """Packed heads for records, the first with ``tick``, the next with one more, and so on."""
-        pack = self._head.pack
-        parts = [
-            pack(at, created_ms, h.generation, h.origin, h.payload_xxh3, h.key, h.valid, 0)
-            for at, h in enumerate(headers, tick)
-        ]
-        packed = bytearray().join(parts)
-        heads = np.frombuffer(packed, np.uint8).reshape(len(parts), -1)
-        _column(heads, self.head_nbytes - 8)[:] = self._sums(heads)
-        return packed
+        pack, seed, parts = self._head.pack, self._seed, list[bytes]()
+        for at, h in enumerate(headers, tick):
+            head = pack(at, created_ms, h.generation, h.origin, h.payload_xxh3, h.key, h.valid)
+            parts += head, digest(head, seed)
+        return bytearray().join(parts)
 
-    def clean(self, heads: Heads) -> int:
+    def clean(self, heads: bytearray | memoryview) -> int:
         """Turn damaged heads into zeros, in place; how many of them were not zeros before."""
-        damaged, piece = 0, _PIECE_NBYTES // self.head_nbytes
-        for first in range(0, len(heads), piece):
-            some = heads[first : first + piece]
-            sums, ticks = _column(some, self.head_nbytes - 8), _column(some, 0)
-            bad = (sums != self._sums(some)) | (ticks == 0) | (ticks >= TICK_MAX)
-            if bad.any():
-                damaged += int(some[bad].any(axis=1).sum())
-                some[bad] = 0
+        seed, array = self._seed, np.frombuffer(heads, np.uint8).reshape(-1, self.head_nbytes)
+        ticks = _column(array, 0)
+        bad = (ticks == 0) | (ticks >= TICK_MAX)
+        bad |= [digest(head, seed) != sum_ for head, sum_ in self._summed.iter_unpack(heads)]
+        damaged = int(array[bad].any(axis=1).sum())
+        array[bad] = 0
         return damaged
-
-    def _sums(self, heads: Heads) -> NDArray[np.uint64]:
-        """The right sums of heads, ``[n]``: 32-bit words times powers of an odd constant, modulo 2^64.
-
-        It finds every change within one word and every pair of flipped bits.
-        """
-        words = heads[:, :-8].view("<u4").astype(np.uint64)
-        sums: NDArray[np.uint64] = np.dot(words, self._factors) + self._seed
-        return sums
 
     # What is on the disk.
 
@@ -253,37 +240,36 @@ class Extent:
         read_all(disk, self.fd, [heads], PAGE_NBYTES + start * self.head_nbytes, len(heads))
         return heads
 
-    def load(self, disk: Disk, start: int, heads: bytearray, failed_max: float = inf) -> int:
+    def load(self, disk: Disk, start: int, heads: bytearray) -> int:
         """Read heads; those that are not sound, or that the disk does not give, are zeros. How many were damaged.
 
-        When more than ``failed_max`` reads have failed, no more is asked for.
+        Where the disk fails, pages are read one by one; when a few have failed, no more is asked for.
         """
         view, base, failed = memoryview(heads), PAGE_NBYTES + start * self.head_nbytes, 0
-        pieces = _cut(base, base + len(heads), _PIECE_NBYTES)
-        for at, stop in pieces:
-            some = view[at - base : stop - base]
-            try:
-                if failed <= failed_max:
-                    read_all(disk, self.fd, [some], at, len(some))
-                    continue
-            except OSError:
-                failed += 1
-                if len(some) > PAGE_NBYTES and failed <= failed_max:
-                    pieces += _cut(at, stop, PAGE_NBYTES)
-                    continue
-            some[:] = bytes(len(some))
-        self.lost |= failed > 0
-        return self.clean(np.frombuffer(heads, np.uint8).reshape(-1, self.head_nbytes))
+        try:
+            read_all(disk, self.fd, [view], base, len(view))
+        except OSError:
+            self.lost = True
+            for at, stop in _pages(base, base + len(view)):
+                some = view[at - base : stop - base]
+                try:
+                    if failed < FAILED_MAX:
+                        read_all(disk, self.fd, [some], at, len(some))
+                        continue
+                except OSError:
+                    failed += 1
+                some[:] = bytes(len(some))
+        return self.clean(heads)
 
-    def serve(self, disk: Disk, failed_max: float = inf) -> int:
+    def serve(self, disk: Disk) -> int:
         """Serve what the disk has; how many heads were damaged."""
-        damaged = self.load(disk, 0, self.raw, failed_max)
+        damaged = self.load(disk, 0, self.raw)
         self.uses[self.ticks > 0] = 1
         return damaged
 
     def write(self, disk: Disk, start: int, heads: bytearray, payloads: Sequence[Buffer]) -> None:
         """Write records into slots: zeros where there may be heads, payloads, heads; in memory nothing yet."""
-        if self.lost or self.packed(start, len(payloads)).strip(b"\0"):
+        if self.lost or self.use_bytes[start] == TAKEN:
             self.write_heads(disk, start, bytes(len(heads)))
         pad = bytes(self.shape.step - self.shape.layout[1])
         vector = [part for payload in payloads for part in (payload, pad)] if pad else payloads
@@ -307,12 +293,13 @@ def runs_of(slots: Sequence[int] | NDArray[np.int64]) -> list[tuple[int, int]]:
     return [(int(found[start]), stop - start) for start, stop in pairwise(cuts) if stop > start]
 
 
-def _cut(start: int, stop: int, size: int) -> list[tuple[int, int]]:
+def _pages(start: int, stop: int) -> list[tuple[int, int]]:
+    """What of each page lies between two bytes of a file.
+
+    >>> _pages(4000, 9000)
+    [(4000, 4096), (4096, 8192), (8192, 9000)]
     """
-    >>> _cut(5, 12, 4)
-    [(5, 8), (8, 12)]
-    """
-    return list(pairwise([start, *range((start // size + 1) * size, stop, size), stop]))
+    return list(pairwise([start, *range((start // PAGE_NBYTES + 1) * PAGE_NBYTES, stop, PAGE_NBYTES), stop]))
 
 
 def _column(heads: Heads, at: int, dtype: str = "<u8") -> NDArray[Any]:

@@ -8,7 +8,7 @@ slots, so only a new extent makes more. Not locked: the store's lock is held.
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from operator import itemgetter
 from typing import Final
 
@@ -24,11 +24,11 @@ Found = tuple[int, Extent, int, int]
 _BITS: Final = 20
 _LOCAL: Final = (1 << _BITS) - 1
 _NBYTES: Final = 12
-_ENTRY: Final = np.dtype([("tag", "<u8"), ("slot", "<u4")])
+_ENTRY = struct.Struct("<QI")
 _TAG = struct.Struct("<24xQ")  # of a key
 _SLOT = struct.Struct("<8xI")  # of an entry
-_PACKED = struct.Struct("<8sI")  # an entry
 _PER_BUCKET: Final = 32
+_FULL_NBYTES: Final = 2 * _PER_BUCKET * _NBYTES
 _BUCKETS_MIN: Final = 1024
 
 
@@ -90,24 +90,20 @@ class KeyIndex:
 
     def add(self, extent: Extent, slots: NDArray[np.int64]) -> None:
         """Find what is in these slots; no other slot may have a record of these keys."""
-        entries = np.empty(len(slots), _ENTRY)
-        entries["tag"], entries["slot"] = extent.tags[slots], slots + (extent.ordinal << _BITS)
-        self._enter((entries["tag"] >> np.uint64(self._shift)).tolist(), entries.tobytes())
+        self._enter(extent.tags[slots].tolist(), (slots + (extent.ordinal << _BITS)).tolist())
 
     def add_keys(self, extent: Extent, start: int, keys: Sequence[BlockKey]) -> None:
         """As :meth:`add`, for the keys of neighbours: without arrays, whose code is rarely in a processor's cache."""
-        shift, tag_of, entry, slot = self._shift, _TAG.unpack, _PACKED.pack, start + (extent.ordinal << _BITS)
-        packed = b"".join([entry(key[24:], i) for i, key in enumerate(keys, slot)])
-        self._enter([tag_of(key)[0] >> shift for key in keys], packed)
+        slot, tag_of = start + (extent.ordinal << _BITS), _TAG.unpack
+        self._enter([tag_of(key)[0] for key in keys], range(slot, slot + len(keys)))
 
-    def _enter(self, numbers: Sequence[int], packed: bytes) -> None:
-        """Put entries into the buckets of these numbers."""
-        buckets = self._buckets
-        for which, at in zip(numbers, range(0, len(packed), _NBYTES), strict=True):
-            if len(bucket := buckets[which]) >= 2 * _PER_BUCKET * _NBYTES:
+    def _enter(self, tags: Iterable[int], slots: Iterable[int]) -> None:
+        buckets, shift, pack = self._buckets, self._shift, _ENTRY.pack
+        for tag, slot in zip(tags, slots, strict=True):
+            if len(bucket := buckets[tag >> shift]) >= _FULL_NBYTES:
                 old = dict.fromkeys(bucket[i : i + _NBYTES] for i in range(0, len(bucket), _NBYTES))
                 bucket = b"".join(each for each in old if self._has(_SLOT.unpack(each)[0], each[:8], KEY_AT + 24))
-            buckets[which] = bucket + packed[at : at + _NBYTES]
+            buckets[tag >> shift] = bucket + pack(tag, slot)
 
     def _has(self, slot: int, what: bytes, at: int, /) -> Extent | None:
         """The extent of a slot whose head has these bytes."""

@@ -30,7 +30,6 @@ from cache_manager.storage.file.index import Found, KeyIndex
 from cache_manager.storage.guard import ClosingStore, OpenCheck
 
 _LOOKS_MAX: Final = 4
-_FAILED_MAX: Final = 16  # failed reads of heads in one look before it stops searching for the bad page
 _AGAIN_S: Final = 1.0  # until heads that the disk could not read are read again
 
 
@@ -289,7 +288,7 @@ class FileReader(Shelf):
         names = {extent.name for extent in known if extent not in gone}  # a new one may have its name
         opened = open_extents(self._disk, self._directory, os.O_RDONLY, self.refused, names)
         for extent in opened:
-            extent.serve(self._disk, _FAILED_MAX)
+            extent.serve(self._disk)
         with self.lock:
             for extent in gone:
                 self.index.leave(extent)
@@ -298,7 +297,7 @@ class FileReader(Shelf):
     def _read_on(self, extent: Extent, first: int, count: int) -> None:
         """Serve what is new in slots, as far as the disk gives it; the writer takes an older copy's head away."""
         raw = bytearray(count * extent.head_nbytes)
-        extent.load(self._disk, first, raw, _FAILED_MAX)
+        extent.load(self._disk, first, raw)
         heads = np.frombuffer(raw, np.uint8).reshape(count, -1)
         ticks = heads[:, :8].view("<u8")[:, 0]
         with self.lock:

@@ -284,7 +284,7 @@ class FileStore(Shelf):
 
     def _take(self, layout: Layout, count: int) -> list[Run]:
         """Slots for records of a layout, as many as there is room for. Held: writing."""
-        clock = self._clocks.setdefault(layout, Clock())
+        clock = self._clocks.get(layout) or self._new_clock(layout)
         if clock.turned:
             idle, turned_at = self._oldest(clock), clock.turned_at
             clock.turned, clock.turned_at = False, self.calls  # first: what cannot go may stay a turn
@@ -305,9 +305,13 @@ class FileStore(Shelf):
             del self._clocks[layout]
         return [run for run in runs if run[0].ordinal >= 0]  # without slots of extents dropped meanwhile
 
+    def _new_clock(self, layout: Layout) -> Clock:
+        clock = self._clocks[layout] = Clock(max(self._extent_nbytes, Shape(0, 1, layout).nbytes))
+        return clock
+
     def _grow(self, layout: Layout, clock: Clock) -> bool:
         """Whether a layout got another extent; for its first, other layouts' extents go. ``OSError``: it has none."""
-        wanted, has = max(self._extent_nbytes, Shape(0, 1, layout).nbytes), bool(clock.extents)
+        wanted, has = clock.extent_nbytes, bool(clock.extents)
         least = wanted // 4 if has else 0
         while self._quota_nbytes - self._used_nbytes >= least:
             try:
@@ -344,7 +348,8 @@ class FileStore(Shelf):
         """Serve what is in extents; the slots of older copies."""
         for extent in extents:
             self._used_nbytes += extent.shape.nbytes
-            self._clocks.setdefault(extent.shape.layout, Clock()).extents.append(extent)
+            layout = extent.shape.layout
+            (self._clocks.get(layout) or self._new_clock(layout)).extents.append(extent)
         with self.lock:
             return self.index.join(extents)
 
