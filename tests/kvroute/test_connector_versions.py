@@ -166,7 +166,7 @@ def test_blocks_that_are_computed_again_are_stored_again(tmp_path: Path) -> None
     toy.settle()
     assert judge(seen(toy, 11), TOKENS)["wrong"] == 0
     toy.close()
-    toy = Toy(kept=kept, store=store, witness="off")
+    toy = Toy(kept=kept, store=store, witness="flagged")
     assert judge(routes(toy.ask("c", TOKENS)), TOKENS) == {"right": 11}
     assert toy.loaded == 8
     toy.close()

@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 
 from kvroute import ConfigError
-from kvroute.integrations.sglang.settings import Settings, settings_of
+from kvroute.connector.settings import Common
+from kvroute.integrations.sglang.settings import settings_of
 
 
 def test_invalid_settings_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """Goal: a mistake can be mended by its message. Method: the place, what may stand there, and what was written."""
-    wanted = "store, rollouts, weights, strict, untested, witness, rows"
+    wanted = "store, rollouts, weights, witness, strict, untested"
     with pytest.raises(ConfigError, match=rf"^linker_extra_config: wanted some of {wanted}.*got .*field `stor`"):
         settings_of({"linker": "KvrouteLinker", "linker_extra_config": {"stor": "x"}})
     monkeypatch.setenv("KVROUTE_SGLANG", "store=file:///x")
@@ -25,9 +26,9 @@ def test_invalid_settings_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(ConfigError, match=r"KVROUTE_SGLANG: wanted .*`\$\.weights`"):
         settings_of(None)
     monkeypatch.setenv("KVROUTE_SGLANG", "")
-    assert settings_of(None) == Settings()
+    assert settings_of(None) == Common()
     monkeypatch.setenv("KVROUTE_SGLANG", '{"weights": "w"}')
-    assert settings_of({"linker": "another"}) == Settings(weights="w")
+    assert settings_of({"linker": "another"}) == Common(weights="w")
 
 
 def test_a_plugin_that_two_packages_name_has_each_hook_once(monkeypatch: pytest.MonkeyPatch) -> None:

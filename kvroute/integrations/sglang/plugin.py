@@ -95,7 +95,7 @@ def _stored(found: Capturer, *asked: Any, **_: Any) -> None:
 
 def _found(found: Capturer, hit: Any, controller: Any, *_: Any) -> Any:
     """The storage has KV: cut off the part without rows. The controller's thread calls it."""
-    if found.rows.folder is None or not found.rows.settings.rows:
+    if found.rows.folder is None:
         return hit
     keys, tokens = hit
     n = found.rows.stored(keys)
