@@ -260,6 +260,7 @@ def test_an_interrupted_call_leaves_no_id_that_is_never_released(
             with pytest.raises(KeyboardInterrupt):
                 prefill.offer(transfer)
         prefill.offer(transfer)
+        prefill.withdraw(transfer, "it may be released now")
         assert released(prefill, {transfer})
 
 
