@@ -195,12 +195,12 @@ class Node:
                 raise NodeClosedError("the node is closed")
             if len(self._commands) >= COMMANDS_MAX:
                 raise NodeFullError("COMMANDS_MAX", COMMANDS_MAX, "one more command")
-            if new is not None:
-                if (transfer := command.said[0]) in new:
-                    verb = "lent" if new is self._lent else "pulled"
-                    raise LocalProtocolError(f"transfer: wanted one that is not {verb}, got {transfer.hex()}")
-                new.add(transfer)
+            if new is not None and (transfer := command.said[0]) in new:
+                verb = "lent" if new is self._lent else "pulled"
+                raise LocalProtocolError(f"transfer: wanted one that is not {verb}, got {transfer.hex()}")
             self._commands.append(command)
+            if new is not None:  # last: if a signal handler raises before it, no id stays that is never released
+                new.add(command.said[0])
         self._link.wake()
 
     # ---------------------------------------------------------------- the thread
@@ -250,7 +250,9 @@ class Node:
         if verb == self._begin_pull:
             missing = tuple(Missing(part, block.index, Reason.ABORTED) for block in said[0] for part in block.parts)
             return [Finished(transfer, 0, missing, Reason.ABORTED, why)]
-        if transfer in self._lent and verb != self._offers.seal:  # a second seal takes nothing from the peer
+        with self._lock:  # the call that brought the command may just be noting it
+            lent = transfer in self._lent
+        if lent and verb != self._offers.seal:  # a second seal takes nothing from the peer
             return self._offers.withdraw(transfer, why) or [Release(transfer, Outcome.ABORTED, why)]
         return []
 

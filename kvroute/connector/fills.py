@@ -65,15 +65,16 @@ class Fills:
         front = np.where(self._lives[blocks] == lives, self._front[blocks], 0)
         return (np.arange(self._size) < front[:, None]).reshape(-1)
 
-    def step(self, scheduled: Mapping[str, int], tokens: int, *, stores: bool) -> list[tuple[Request, int, int]]:
-        """The requests and their blocks ``[first, last)`` that a step of so many ``tokens`` completes.
+    def step(self, scheduled: Mapping[str, int], *, stores: bool) -> list[tuple[Request, int, int]]:
+        """The requests and their blocks ``[first, last)`` that a step completes, of so many tokens ``scheduled`` each.
 
         Drafts that may fail have no hashes, and so are not among them. Where the step ``stores`` nothing they come
         later, with those of another one; so they do after a call that has raised.
         """
         step, size = self._step + 1, self._size
         names: Iterable[str] = self._due.get(step, ())
-        if tokens > len(scheduled):  # in the order of the step: a request may have hit blocks that one before it fills
+        # in the order of the step: a request may have hit blocks that one before it fills
+        if max(scheduled.values(), default=0) > 1:
             due = set(names)
             names = [*(name for name, n in scheduled.items() if n > 1 or name in due), *names]
         found: list[tuple[Request, int, int]] = []

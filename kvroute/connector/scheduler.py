@@ -214,7 +214,7 @@ class SchedulerRows:
             self.weights.computes()
         self._steps += 1
         tokens = sum(scheduled.values())
-        full = self._filled(self._fills, scheduled, tokens) if self._fills is not None else ()
+        full = self._filled(self._fills, scheduled) if self._fills is not None else ()
         joined, self._joined = self._joined, []
         meta = StepMeta(inner, before, self.feed.take(), self._steps, tokens, self.weights.version, full=full)
         if self.engine.pages:
@@ -253,11 +253,11 @@ class SchedulerRows:
         """The states that wait for KV and have neither ended nor begun again."""
         return [each for each in states if each.load and self._requests.get(each.request.request_id) is each]
 
-    def _filled(self, fills: Fills, scheduled: Mapping[str, int], tokens: int) -> list[Run]:
+    def _filled(self, fills: Fills, scheduled: Mapping[str, int]) -> list[Run]:
         """The blocks that this step completes; they are to be stored."""
         full: dict[BlockKey, int] = {}
         runs: list[Run] = []
-        for request, first, last in fills.step(scheduled, tokens, stores=not self.weights.mixed):
+        for request, first, last in fills.step(scheduled, stores=not self.weights.mixed):
             held = self.blocks_of(request.request_id, max(0, first - 1), last)
             runs.append(run := Run(held[0], held[1:]) if first else Run(-1, held))
             full |= zip(self._keys(request, first, last), run.blocks, strict=True)

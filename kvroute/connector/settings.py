@@ -27,6 +27,9 @@ class Common(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     store: str = ""  # URL of the store of rows that belong to KV from elsewhere; "": rows end with their blocks
     rollouts: str = "response:"  # URL of the rollout store where routes are left; "": nowhere
     weights: str = ""  # names the weights; by default a digest of where they are, their sizes, times and samples
+    # Rows that come for KV that others kept are compared with it. KV does not show the last router's choice: that is
+    # "missing" from the routes, or there and "flagged" in the answer.
+    witness: Literal["missing", "flagged"] = "missing"
     strict: bool = False  # mistakes of bookkeeping raise: for tests
     untested: str = ""  # accept this untested version of the engine: "0.34"
 
@@ -43,12 +46,8 @@ class Common(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Settings(Common, frozen=True):
     """An operator's settings in vLLM: ``kv_connector_extra_config["kvroute"]``."""
 
-    reader: str = ""  # URL by which the scheduler asks that store; by default the same, with mode=read for files
     # Version of the weights that are loaded at the start. Without one, rows have no version.
     weights_version: Annotated[int, msgspec.Meta(ge=0, lt=AS_LOADED)] | None = None
-    # Rows that come for loaded KV are compared with it. KV does not show the last router's choice: that is "missing"
-    # from the routes, or there and "flagged" in the answer. "off" compares nothing: rows depend on tokens alone.
-    witness: Literal["missing", "flagged", "off"] = "missing"
     # The carrier of rows to other engines: a "transfer" of their own beside the KV of whole requests; the "connector"
     # with its store; a "layer" of the model's paged KV, in which they go wherever the KV goes. "auto" is the transfer
     # if the connector moves whole requests, else the layer if there is no store and both model and connector allow it.
@@ -64,17 +63,15 @@ class Settings(Common, frozen=True):
     @property
     def reads(self) -> str:
         """The URL of a reader of the store; a reader of files may be opened before the writer has made them."""
-        url = self.reader or self.store
-        if not url.startswith("file:"):
-            return url
-        if not self.reader and self.writes:
-            url = self.store.partition("?")[0] + "?mode=read"
-        return f"{url}&absent=wait" if "mode=read" in url and "absent=" not in url else url
+        if not self.store.startswith("file:"):
+            return self.store
+        url = self.store.partition("?")[0] + "?mode=read" if self.writes else self.store
+        return url if "absent=" in url else f"{url}&absent=wait"
 
     @property
     def opens(self) -> str:
         """The URL by which the worker opens the store."""
-        return self.store if self.writes else msgspec.structs.replace(self, reader="").reads
+        return self.store if self.writes else self.reads
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +85,7 @@ class Engine:
     max_tokens: int  # of one step
     gate: bool  # hits are cut to KV that has rows
     pages: bool  # rows are in a layer of the KV
-    witness: Literal["missing", "flagged", "off"]  # also "off" if no KV is loaded
+    witness: Literal["missing", "flagged", "off"]  # "off": no KV is loaded that others kept
     drafts: bool = False  # a draft model computes in the same steps, and uses the same memory for its slots
     transfer: bool = False  # rows of prompts are lent to other engines, and fetched from them
 

@@ -203,7 +203,7 @@ def witnessing(kv_caches: Mapping[str, torch.Tensor], moe_layers: Sequence[int])
     layers = {number: kv_caches[name] for number, name in by_layer(kv_caches).items()}
     last = max(layers)
     if blind := [layer for layer in sorted(moe_layers)[:-1] if layer >= last]:
-        wanted = f"one behind layer {blind[-1]}, or settings.witness='off'"
+        wanted = f"one behind layer {blind[-1]}, or no store"
         raise ConfigError("KV layers", wanted, f"the last is {last}")
     return list(layers.values()) if layers[last].element_size() == 1 else [layers[last]]
 

@@ -58,7 +58,7 @@ def test_another_engine_gets_the_rows_of_the_kv_that_it_loads(tmp_path: Path, la
     first.ask("a", tokens[:8])
     first.ask("b", tokens)
     first.settle()
-    for witness in ("missing", "flagged", "off"):
+    for witness in ("missing", "flagged"):
         other = Toy(kept=kept, late=late, store=f"file://{tmp_path}?mode=read", witness=witness)
         for name, loaded in (("c", 8), ("again", 0)):
             answer = other.ask(name, tokens)

@@ -177,20 +177,20 @@ def test_a_store_that_stays_stuck_bounds_what_waits(stuck: tuple[Toy, Stuck], mo
 
 
 def test_an_answer_comes_whatever_happens(start: Callable[..., Toy], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Goal: no client waits for ever. Method: the code that makes routes of rows raises an unexpected error."""
+    """Goal: no client waits for ever. Method: an unexpected error in the code that reads rows, once and always; in the
+    code that makes routes of them; and in the code that reports missing ones."""
     toy = start()
     compute(toy, FIRST)
+    read, fails = ends.Ends._rows_of, [1]
+    with monkeypatch.context() as failing:
+        failing.setattr(ends.Ends, "_rows_of", lambda *of: read(*of) if not fails else fails.pop() // 0)
+        assert judge(of(end(toy, FIRST)), FIRST) == {"right": 6}
+        failing.setattr(ends.Ends, "_rows_of", lambda *_: 1 // 0)
+        with pytest.raises(RowError, match="ZeroDivisionError"):
+            of(end(toy, FIRST))
     monkeypatch.setattr(ends, "_labels", lambda _: 1 // 0)
     with pytest.raises(RowError, match="ZeroDivisionError"):
         of(end(toy, FIRST))
-
-
-def test_an_answer_comes_even_if_the_failure_cannot_be_reported(
-    start: Callable[..., Toy], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Goal: as above. Method: the code that reports missing routes raises, too."""
-    toy = start()
-    compute(toy, FIRST)
     for at in ("leave", "fail"):
         monkeypatch.setattr(LeftRoutes, at, lambda *_: 1 // 0)
     with pytest.raises(RowError, match="could not be left"):

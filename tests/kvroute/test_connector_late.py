@@ -227,7 +227,7 @@ def test_a_store_that_is_stuck_holds_up_one_step_and_for_one_limit(
 ) -> None:
     """Goal: every wait ends. Method: the store never answers; a step with two loads, and one with another load."""
     monkeypatch.setattr(worker, "RESTORE_S", 0.2)
-    toy, go, waits = Toy(store=f"file://{tmp_path}", witness="off"), threading.Event(), list[float]()
+    toy, go, waits = Toy(store=f"file://{tmp_path}", witness="flagged"), threading.Event(), list[float]()
     wait = RestoreJob.wait
 
     def waited(job: RestoreJob, timeout_s: float) -> bool:

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 from toy_engine import TOKENS, Toy, judge
 
+import kvroute
 from cache_manager.errors import StorageError, StoreMissingError
 from cache_manager.storage.disk import Disk
 from cache_manager.storage.file.directory import StoreDirectory
 from cache_manager.storage.file.fsck import read_extents
 from kvroute.connector import routes, worker
-from kvroute.connector.settings import Settings
 from tests.storage.stores import files, flip
 
 ASKED = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
@@ -30,7 +30,7 @@ FAILED = "the store of rows has failed"
 def there(tmp_path: Path) -> tuple[dict[bytes, Any], Path]:
     """KV and rows that a first engine has left: two blocks."""
     kept, path = dict[bytes, Any](), tmp_path / "rows"
-    first = Toy(kept=kept, store=f"file://{path}", witness="off")
+    first = Toy(kept=kept, store=f"file://{path}", witness="flagged")
     first.ask("a", ASKED)
     first.settle()
     first.close()
@@ -44,16 +44,16 @@ def _as_it_is(_: Path) -> Iterator[dict[str, Any]]:
 def _without_the_second(rows: Path) -> Iterator[dict[str, Any]]:
     """The worker reads another store, with one block, than the scheduler."""
     fewer = rows.with_name("fewer")
-    first = Toy(kept={}, store=f"file://{fewer}", witness="off")
+    first = Toy(kept={}, store=f"file://{fewer}", witness="flagged")
     first.ask("a", ASKED[:TOKENS])
     first.settle()
     first.close()
-    yield {"store": f"file://{fewer}?mode=read", "reader": f"file://{rows}?mode=read"}
+    yield {"store": f"file://{fewer}?mode=read", "asked": rows}
 
 
 def _with_a_bit_changed(rows: Path) -> Iterator[dict[str, Any]]:
     """Damage in the payload of each record, after the worker has opened the store; the scheduler reads a copy."""
-    yield {"reader": f"file://{shutil.copytree(rows, rows.with_name('copy'))}?mode=read"}
+    yield {"asked": shutil.copytree(rows, rows.with_name("copy"))}
     ((_, extent, served),) = read_extents(StoreDirectory.existing(rows), Disk())
     assert extent is not None
     assert len(served) == 2
@@ -83,8 +83,10 @@ def test_a_restore_that_misses_says_why(
     beside a step or in one, by an engine whose scheduler was told that their rows are there."""
     kept, rows = there
     harming = harm(rows)
-    said = {"store": f"file://{rows}?mode=read", "witness": "off", **next(harming)}
+    said = {"store": f"file://{rows}?mode=read", "witness": "flagged", **next(harming)}
+    asked = said.pop("asked", rows)
     toy = Toy(kept=kept, late=late, later=later, **said)
+    toy.scheduler._reader = kvroute.open_store(f"file://{asked}?mode=read")
     assert next(harming, None) is None
     with caplog.at_level(logging.WARNING):
         found = routes(toy.ask("b", ASKED))
@@ -116,7 +118,7 @@ def test_a_store_that_fails_or_does_not_answer_is_the_reason_given(
         return []
 
     for answer, reason in ((fails, FAILED), (waits, worker.NO_ANSWER)):
-        toy = Toy(kept=kept, store=f"file://{rows}?mode=read", witness="off")
+        toy = Toy(kept=kept, store=f"file://{rows}?mode=read", witness="flagged")
         monkeypatch.setattr(type(toy.worker.store), "get_into", answer)
         with caplog.at_level(logging.WARNING):
             assert judge(routes(toy.ask("b", ASKED)), ASKED) == {"right": 3, "missing": 8}
@@ -145,12 +147,12 @@ def test_an_engine_that_reads_a_store_starts_before_its_writer(tmp_path: Path) -
     and the first one's loads have their rows.
     """
     kept, url = dict[bytes, Any](), f"file://{tmp_path / 'rows'}"
-    early = Toy(kept=kept, store=f"{url}?mode=read", witness="off")
+    early = Toy(kept=kept, store=f"{url}?mode=read", witness="flagged")
     assert judge(routes(early.ask("a", ASKED[::-1])), ASKED[::-1]) == {"right": len(ASKED)}
     with pytest.raises(StoreMissingError):
         Toy(store=f"{url}?mode=read&absent=error")
     kept.clear()
-    writer = Toy(kept=kept, store=url, witness="off")
+    writer = Toy(kept=kept, store=url, witness="flagged")
     writer.ask("b", ASKED)
     writer.settle()
     assert judge(routes(early.ask("c", ASKED)), ASKED) == {"right": len(ASKED)}
@@ -158,17 +160,3 @@ def test_an_engine_that_reads_a_store_starts_before_its_writer(tmp_path: Path) -
     assert not early.worker.missing
     early.close()
     writer.close()
-
-
-@pytest.mark.parametrize(
-    ("reader", "wanted"),
-    [
-        ("", "file:///rows?mode=read&absent=wait"),
-        ("file:///seen?mode=read", "file:///seen?mode=read&absent=wait"),
-        ("file:///seen?mode=read&absent=error", "file:///seen?mode=read&absent=error"),
-        ("memory:", "memory:"),
-    ],
-)
-def test_a_reader_of_files_may_come_before_their_writer(reader: str, wanted: str) -> None:
-    """Goal: engines start in any order. Method: the URL that the scheduler opens, for each setting of an operator."""
-    assert Settings(store="file:///rows?ttl=6h", reader=reader).reads == wanted

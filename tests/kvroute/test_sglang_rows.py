@@ -23,9 +23,9 @@ from cache_manager.testing.faults import FaultyStore
 from kvroute import open_store, routing_spec
 from kvroute.connector.answers import FIELD, routes
 from kvroute.connector.left import Tokens
+from kvroute.connector.settings import Common
 from kvroute.connector.witness import KvFolder
 from kvroute.integrations.sglang.rows import WHY, Launched, RoutedRows
-from kvroute.integrations.sglang.settings import Settings
 
 PAGE, PAGES, HOST = 4, 7, 5
 KEYS = ["one" * 8, "other" * 8]  # of pages that another storage keeps
@@ -78,7 +78,7 @@ class Engine:
 
     def __post_init__(self) -> None:
         store = "memory:" if self.tier not in ("none", "host") else ""
-        self.rows = RoutedRows(SPEC, PAGES + 1, Namespace("m", 1), Settings(strict=True, store=store, **self.settings))
+        self.rows = RoutedRows(SPEC, PAGES + 1, Namespace("m", 1), Common(strict=True, store=store, **self.settings))
         folder = {"linker": KvFolder([self.memory]), "storage": KvFolder([self.host_memory])}.get(self.tier)
         kv, host_pages = Salts(self.memory) if self.tier == "ours" else None, len(self.host_memory)
         self.rows.attach(kv=kv, folder=folder, host_pages=host_pages * (self.tier in ("host", "storage")))
@@ -231,11 +231,11 @@ TIERS = {
 }
 
 
-@given(seed=st.integers(0, 1 << 32), tier=st.sampled_from(sorted(TIERS)), rows=st.booleans(), loses=st.booleans())
-def test_a_row_is_of_the_pass_that_made_the_kv_or_missing(seed: int, tier: str, rows: bool, loses: bool) -> None:
+@given(seed=st.integers(0, 1 << 32), tier=st.sampled_from(sorted(TIERS)), loses=st.booleans())
+def test_a_row_is_of_the_pass_that_made_the_kv_or_missing(seed: int, tier: str, loses: bool) -> None:
     """Method: KV comes back under few keys, so that a key has rows of one computation and KV of another."""
     source = random.Random(seed)
-    engine = Engine(tier, {"rows": rows, "witness": "flagged"})
+    engine = Engine(tier, {"witness": "flagged"})
     kinds = ["launch", "launch", "end", "finish", "check", *TIERS[tier], *(["lose"] * loses)]
     for _ in range(60):
         kind = source.choice(kinds)
@@ -258,11 +258,11 @@ def test_a_row_is_of_the_pass_that_made_the_kv_or_missing(seed: int, tier: str, 
         elif kind in ("load", "store", "prefetch"):
             getattr(engine, kind)(source.choice(KEYS))
         if not engine.coming:
-            engine.check(complete=tier in ("none", "host", "ours") and rows and not loses)
+            engine.check(complete=tier in ("none", "host", "ours") and not loses)
         if len(engine.passes) > 2:
             engine.end()
     engine.run()
-    engine.check(complete=tier in ("none", "host", "ours") and rows and not loses)
+    engine.check(complete=tier in ("none", "host", "ours") and not loses)
     engine.rows.aux.assert_consistent()
 
 

@@ -143,7 +143,7 @@ def test_two_cores_of_one_configuration_are_refused() -> None:
     check_alone(config)
     hears(config, first := Rows(Versions(Namespace("m", 5), 5, lambda _: None, named=True)))
     for other in (config, *again):
-        with pytest.raises(ConfigError, match="a configuration of its own"):
+        with pytest.raises(ConfigError, match="one connector of kvroute in an engine, inside a MultiConnector too"):
             check_alone(other)
     check_alone(SimpleNamespace(instance_id="e", model_config=object()))
     hears_no_more(first)

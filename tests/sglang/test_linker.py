@@ -12,9 +12,9 @@ from sglang.srt import runtime_context as context
 
 from cache_manager.keys import Namespace
 from kvroute import routing_spec
+from kvroute.connector.settings import Common
 from kvroute.integrations.sglang.linker import Beside, KvrouteLinker, PoolKV, host_folder
 from kvroute.integrations.sglang.rows import Capturer, RoutedRows
-from kvroute.integrations.sglang.settings import Settings
 
 PAGE, PAGES, LAYERS = 4, 5, 3
 SPEC = routing_spec(num_experts=250, top_k=2, layer_ids=[0, 1, 2], num_layers=LAYERS, block_tokens=PAGE)
@@ -29,7 +29,7 @@ def pool() -> Any:
 @pytest.fixture
 def given(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The arguments from which SGLang makes a linker, in a process that has rows."""
-    rows = RoutedRows(SPEC, PAGES, Namespace("m", 1), Settings(store="memory:", strict=True))
+    rows = RoutedRows(SPEC, PAGES, Namespace("m", 1), Common(store="memory:", strict=True))
     theirs = SimpleNamespace(capture=None, destroy=lambda: None)
     monkeypatch.setattr(context.get_resources(), "experts_capturer", Capturer(theirs, rows))
     kv = pool()

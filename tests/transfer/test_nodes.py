@@ -6,8 +6,10 @@ import contextlib
 import multiprocessing
 import os
 import threading
+from collections import deque
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import zmq
@@ -240,6 +242,26 @@ def test_a_full_queue_is_an_error_at_once(tmp_path: Path) -> None:
     assert ended(decode, {others[3]})[others[3]].complete
     assert decode.close()
     assert prefill.close()
+
+
+def test_an_interrupted_call_leaves_no_id_that_is_never_released(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Goal: a call that a signal handler ended may be made again. Method: it ends when the command is handed over."""
+
+    class Interrupted(deque[Any]):
+        def append(self, _: Any) -> None:
+            raise KeyboardInterrupt
+
+    with nodes(tmp_path) as (prefill, _):
+        transfer = new_transfer()
+        with monkeypatch.context() as interrupted:
+            interrupted.setattr(prefill, "_commands", Interrupted())
+            with pytest.raises(KeyboardInterrupt):
+                prefill.offer(transfer)
+        prefill.offer(transfer)
+        prefill.withdraw(transfer, "it may be released now")
+        assert released(prefill, {transfer})
 
 
 def test_close_ends_transfers_in_flight_and_reports_them(tmp_path: Path) -> None:

@@ -142,12 +142,6 @@ def test_the_last_router_is_missing_where_no_kv_shows_it(start: Any) -> None:
         assert unseen(output) == ()
 
 
-def test_without_the_comparison_rows_of_another_pass_come(start: Any) -> None:
-    """Goal: the tests above can fail. Method: noise that changes choices, and nothing is compared."""
-    engine, kv = start("off")
-    assert wrong_and_there(crossed(engine, kv, 0, 0.2))[0] > 20
-
-
 @pytest.mark.skipif(
     not (torch.cpu._is_avx512_supported() or torch.cpu._is_amx_tile_supported()),
     reason="vLLM has KV of eight bits on CPUs with AVX-512 or AMX",

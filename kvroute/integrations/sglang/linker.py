@@ -112,7 +112,7 @@ class Beside:
 
     def lookup(self, rid: str, transfers: list[Any]) -> list[int]:
         theirs, keys = self._theirs.lookup(rid, transfers), transfers[0].keys
-        stored = self._rows.stored(keys) if theirs and self._rows.settings.rows else len(keys)
+        stored = self._rows.stored(keys) if theirs else 0
         return [pages for pages in theirs if pages <= stored]
 
     def load(self, rid: str, transfers: list[Any]) -> bool:

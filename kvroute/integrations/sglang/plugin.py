@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 from sglang.srt import runtime_context as context  # type: ignore[import-not-found]
@@ -16,7 +17,9 @@ from kvroute.routing import routing_spec_from_hf
 from kvroute.weights import weights_digest
 
 
+@cache
 def register_hooks() -> None:
+    """Once in a process, however many installed packages name the plugin."""
     memory, managers = "sglang.srt.mem_cache", "sglang.srt.managers"
     controller = f"{memory}.hybrid_cache.hybrid_cache_controller.HybridCacheController"
     parts = f"{managers}.scheduler_components"
@@ -92,7 +95,7 @@ def _stored(found: Capturer, *asked: Any, **_: Any) -> None:
 
 def _found(found: Capturer, hit: Any, controller: Any, *_: Any) -> Any:
     """The storage has KV: cut off the part without rows. The controller's thread calls it."""
-    if found.rows.folder is None or not found.rows.settings.rows:
+    if found.rows.folder is None:
         return hit
     keys, tokens = hit
     n = found.rows.stored(keys)

@@ -28,10 +28,10 @@ from kvroute import open_store
 from kvroute.checks import unsound
 from kvroute.connector.answers import FIELD
 from kvroute.connector.left import LeftRoutes, Tokens, settled
+from kvroute.connector.settings import Common
 from kvroute.connector.tickets import Gap, gaps_of
 from kvroute.connector.versions import Versions
 from kvroute.connector.witness import KvFolder
-from kvroute.integrations.sglang.settings import Settings
 from kvroute.rollout import open_rollouts
 from kvroute.routes import Routes
 from kvroute.routing import weights_version_spec
@@ -79,7 +79,7 @@ class RoutedRows:
     SGLang's pages on the host are numbered after those of the device. The scheduler's thread calls it.
     """
 
-    def __init__(self, spec: AuxBlockDataSpec, pages: int, namespace: Namespace, settings: Settings) -> None:
+    def __init__(self, spec: AuxBlockDataSpec, pages: int, namespace: Namespace, settings: Common) -> None:
         self.spec, self.pages, self.page, self.settings = spec, pages, spec.block_tokens, settings
         self.layers = list(spec.attrs["layer_ids"])
         self.launched = self.ended = 0  # passes
@@ -103,7 +103,7 @@ class RoutedRows:
             namespace=namespace,
             store=self._store,
             kv=kv,
-            required=[self.spec.name] if self.settings.rows else [],
+            required=[self.spec.name],
             strict=self.settings.strict,
         )
 

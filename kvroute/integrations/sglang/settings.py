@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 from cache_manager.errors import ConfigError
 from kvroute.connector.settings import Common
@@ -14,30 +14,22 @@ VARIABLE: Final = "KVROUTE_SGLANG"
 LINKER: Final = "KvrouteLinker"
 
 
-class Settings(Common, frozen=True):
-    """``linker_extra_config`` of KvrouteLinker, or without it the JSON in the environment variable KVROUTE_SGLANG."""
-
-    # The last router's choices for KV that others kept, which a comparison with the KV cannot prove.
-    witness: Literal["missing", "flagged"] = "missing"
-    rows: bool = True  # a page that lacks rows is neither stored nor a hit; false: it is both, and they are missing
-
-
-def settings_of(linker: dict[str, Any] | None) -> Settings:
-    """From ``--unified-cache-external-linker-config``, if that names our linker, or from the environment.
+def settings_of(linker: dict[str, Any] | None) -> Common:
+    """``linker_extra_config``, if ``--unified-cache-external-linker-config`` names our linker, or the environment's.
 
     Raises :class:`ConfigError` for invalid ones.
     """
     if linker is not None and linker.get("linker") == LINKER:
-        return Settings.of(linker.get("linker_extra_config") or {}, "linker_extra_config")
+        return Common.of(linker.get("linker_extra_config") or {}, "linker_extra_config")
     written = os.environ.get(VARIABLE) or "{}"
     try:
         given = json.loads(written)
     except json.JSONDecodeError as error:
         raise ConfigError(VARIABLE, "a JSON object", repr(written)) from error
-    return Settings.of(given, VARIABLE)
+    return Common.of(given, VARIABLE)
 
 
-def settings_of_engine() -> Settings:
+def settings_of_engine() -> Common:
     """The settings of the SGLang engine in this process; :class:`ConfigError` names the first unsupported feature."""
     import sglang  # type: ignore[import-not-found]
     from sglang.srt import runtime_context as context  # type: ignore[import-not-found]
@@ -64,4 +56,4 @@ def settings_of_engine() -> Settings:
     return settings
 
 
-__all__ = ["TESTED", "VARIABLE", "Settings", "settings_of", "settings_of_engine"]
+__all__ = ["TESTED", "VARIABLE", "settings_of", "settings_of_engine"]

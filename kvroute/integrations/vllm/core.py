@@ -47,11 +47,15 @@ def follow() -> None:
 
 
 def check_alone(config: Any) -> None:
-    """Raise :class:`ConfigError` if rows of this ``config``, or of one that it is a copy of, hear a core already: which
-    of two cores a change of weights is for could not be told."""
+    """Raise :class:`ConfigError` if rows of this ``config``, or of one that it is a copy of, hear a core already: those
+    of a second connector inside a MultiConnector, or of a second core, whose changes of weights could not be told
+    apart."""
     if any(each() is not None and _same(config, other) for other, each in _HEARING):
-        wanted = "one of kvroute in each engine core, and a configuration of its own for each core of a process"
-        raise ConfigError("kv_connector", wanted, f"a second one of configuration {config.instance_id}")
+        wanted = (
+            "one connector of kvroute in an engine, inside a MultiConnector too, and a VllmConfig of its own for each "
+            "engine of a process"
+        )
+        raise ConfigError("kv_connector", wanted, f"a second one for configuration {config.instance_id}")
 
 
 def hears(config: Any, rows: Any) -> None:
