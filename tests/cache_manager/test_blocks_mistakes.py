@@ -33,6 +33,31 @@ def test_a_mistake_inside_a_forward_pass_is_dropped_counted_and_logged_once(hous
     assert engine.in_flight == 0
 
 
+UNREADABLE = {
+    "half": np.array([0.5]),
+    "not a number": np.array([np.nan, 1.0]),
+    "text": ["1"],
+    "nothing": None,
+    "ragged": [[0, 1], [2]],
+    "a mask": np.array([True, False]),
+}
+
+
+@pytest.mark.parametrize("given", UNREADABLE.values(), ids=UNREADABLE)
+def test_where_the_slots_of_a_pass_cannot_be_read_no_row_of_before_is(house, given) -> None:
+    """Goal: a row of one pass never lies beside the KV of the next, where it is unknown which blocks that has written.
+    Method: slots that name no block; later steps work again."""
+    engine = house.engine
+    engine.renew([0, 1])
+    house.fill(0, "first")
+    engine.swap_out([(0, 1)])
+    assert engine.write_step(given, {"routing": house.rows("second")}) == 0
+    assert house.valid(0) == house.valid(1) == [False] * TOKENS
+    assert house.valid(1, "host") == [True] * TOKENS, "which no pass writes"
+    assert engine.counters.bad_writes_dropped > 0
+    house.fill(0, "third")
+
+
 def test_what_a_strict_set_raises_names_the_blocks() -> None:
     """Goal: an error names the block, for those who debug an engine. Method: bad ids, old lives, sources never given
     out."""

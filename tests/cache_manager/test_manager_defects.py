@@ -71,24 +71,6 @@ def test_blocks_that_a_pass_writes_are_given_out_when_it_has_ended(house, in_pla
 # ---------------------------------------------------------------- forks
 
 
-@pytest.mark.parametrize("before", [1, 2, 15, 16, 17, 31, 32, 33])
-def test_a_fork_of_any_number_of_sequences_goes_on_under_its_own_tokens(before: int) -> None:
-    """Goal: a fork is a fork at whatever number of sequences. Method: `before` sequences, a fork of the first in the
-    middle of a block; the child fills the block, and only its very tokens find it."""
-    house = House(device=2 * before + 12, host=0)
-    house.run("s0", PROMPT[:6])
-    for n in range(1, before):
-        house.run(f"s{n}", [100 + n, 7])
-    house.manager.fork("s0", "child")
-    assert house.manager.computed("child") == 6
-    assert house.manager.append("child", 8)
-    house.compute("child", PROMPT[:8])
-    assert house.has_rows_of("child", "x", 8)
-    assert house.run("other", [*PROMPT[:4], 0, 0, *PROMPT[6:9]]) == 4, "nobody computed these"
-    assert house.run("same", PROMPT[:9]) == 8
-    house.close()
-
-
 def test_a_parent_and_its_child_are_found_by_keys_of_their_own() -> None:
     """Goal: what the child appends is no part of the parent's prefix. Method: both fill two further blocks with tokens
     of their own, in turns; each is found by its own tokens, and a mixture of both is found up to the first

@@ -249,6 +249,7 @@ def test_layouts_and_namespaces_that_cannot_be() -> None:
         (np.zeros((3, 2), "f4"), "routing rows: wanted dtype uint8, got dtype float32"),
         (np.full((3, 2), 256), r"routing rows: wanted uint8 values in \[0, 255\], got 256"),
         (np.full((3, 2), -1), r"routing rows: wanted uint8 values in \[0, 255\], got -1"),
+        (np.full((3, 2), -1, "i1"), r"routing rows: wanted uint8 values in \[0, 255\], got -1"),
     ],
 )
 def test_rows_that_do_not_fit_are_named(values, message) -> None:

@@ -9,7 +9,6 @@ from planted_origins import LANDS, ORIGIN_FAULTS, ROW
 MACHINE = "tests/cache_manager/test_blocks_machine.py::TestBlocksHeap"
 BLOCKS = "tests/cache_manager/test_blocks.py::"
 KEYS = "tests/cache_manager/test_vocabulary.py::"
-REFUSED = "tests/cache_manager/test_refused_steps.py::"
 
 FENCE = "a step lands where no device may still write"
 BOOKS = "the_books_are_in_order"
@@ -190,8 +189,8 @@ CORE_FAULTS = [
         "table.py",
         "        here = np.unique(ids[(ids >= 0) & (ids < self.blocks)])\n",
         "        here = ids[:0]\n",
-        REFUSED + "test_the_former_rows_of_a_pass_that_is_refused_are_missing",
-        "test_the_former_rows_of_a_pass_that_is_refused_are_missing",
+        MACHINE,
+        ROW,
     ),
     *JOB_FAULTS,
 ]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from planted import Fault
 
 BLOCKS = "tests/cache_manager/test_blocks.py::"
-FEED = "tests/cache_manager/test_feed.py::"
 INTERRUPTED = "test_a_call_that_is_interrupted_leaves_nothing_wrong_and_nothing_taken"
 JOBS = "tests/cache_manager/test_jobs.py::"
 KV = "tests/cache_manager/test_kv.py::"
@@ -93,8 +92,8 @@ JOB_FAULTS = [
         "feed.py",
         "if restarted or number > wanted:",
         "if restarted:",
-        FEED + "test_a_gap_forgets_all_rows_and_goes_on",
-        "test_a_gap_forgets_all_rows_and_goes_on",
+        MACHINE,
+        "an_old_generation_never_becomes_valid",
     ),
     Fault(
         "what an interrupted batch of the feed had still to say is not missed",
@@ -109,8 +108,8 @@ JOB_FAULTS = [
         "feed.py",
         'lives=restarted or tier == "device"',
         "lives=restarted",
-        "tests/cache_manager/test_feed.py::test_rows_after_a_lost_batch_are_not_those_of_an_older_life",
-        "test_rows_after_a_lost_batch_are_not_those_of_an_older_life",
+        MACHINE,
+        "an_old_generation_never_becomes_valid",
     ),
     Fault(
         "a reset that is interrupted leaves regions of the old weights",
@@ -198,7 +197,7 @@ JOB_FAULTS = [
         "spec.py",
         "<= min(info.max, np.iinfo(values.dtype).max)",
         "<= info.max",
-        BLOCKS + "test_a_value_that_does_not_fit_is_an_error_and_never_another_value",
-        "test_a_value_that_does_not_fit_is_an_error_and_never_another_value",
+        "tests/cache_manager/test_vocabulary.py",
+        "test_rows_that_do_not_fit_are_named",
     ),
 ]

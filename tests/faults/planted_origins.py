@@ -10,7 +10,6 @@ JOBS = "tests/cache_manager/test_jobs.py::"
 LATE = "test_late_rows_land_beside_no_kv_that_was_computed_here"
 MACHINE = "tests/cache_manager/test_blocks_machine.py::TestBlocksHeap"
 OTHER = "test_what_was_to_come_for_other_kv_does_not_come"
-OUT = "tests/cache_manager/test_origins_handed_out.py::"
 SNAPSHOT = "test_an_export_is_a_snapshot_of_its_rows_and_of_nothing_else"
 
 ROW = "a_row_read_is_the_row_written_or_missing"
@@ -47,7 +46,7 @@ ORIGIN_FAULTS = [
         "table.py",
         "        if int(self.origin[block]) == came:",
         "        if not self.own[block]:",
-        OUT + LATE,
+        INSTALL + LATE,
         LATE,
     ),
     Fault(
@@ -71,8 +70,8 @@ ORIGIN_FAULTS = [
         "stored.py",
         " & ((known == 0) | (known == origins))\n",
         "\n",
-        BLOCKS + "test_rows_do_not_come_back_beside_kv_that_came_from_elsewhere",
-        "test_rows_do_not_come_back_beside_kv_that_came_from_elsewhere",
+        BLOCKS + "test_rows_do_not_come_back_beside_kv_of_another_computation",
+        "test_rows_do_not_come_back_beside_kv_of_another_computation",
     ),
     Fault(
         "a record that misses what is required is a hit",
