@@ -72,8 +72,8 @@ FAULTS = (
         "manager/manager.py",
         "keys=list(s.keys))",
         "keys=s.keys)",
-        f"{DEFECTS}::test_a_parent_and_its_child_are_found_by_keys_of_their_own",
-        "test_a_parent_and_its_child_are_found_by_keys_of_their_own",
+        MANAGER,
+        "held_is_found",
     ),
     Fault(
         "no copy on write",
