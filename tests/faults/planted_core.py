@@ -192,5 +192,21 @@ CORE_FAULTS = [
         MACHINE,
         ROW,
     ),
+    Fault(
+        "a block that a refused pass has written is filled",
+        "table.py",
+        "            self.write_under_own_origin(here, NO_INTS)\n",
+        "",
+        MACHINE,
+        LANDS,
+    ),
+    Fault(
+        "slots that are no integers name blocks",
+        "numbers.py",
+        "    return (numbers if whole else None), array.size\n",
+        "    return numbers, array.size\n",
+        "tests/cache_manager/test_blocks_mistakes.py",
+        "test_where_the_slots_of_a_pass_cannot_be_read_no_row_of_before_is",
+    ),
     *JOB_FAULTS,
 ]
