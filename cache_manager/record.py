@@ -141,15 +141,8 @@ def takes_the_place(offered: RecordHeader, stored: RecordHeader, *, replace: boo
     """
     if offered.origin != stored.origin or offered.fingerprint != stored.fingerprint:
         return replace
-    return offered.valid != stored.valid and covers(offered, stored)
-
-
-def covers(stored: RecordHeader, offered: RecordHeader) -> bool:
-    """Whether ``stored`` is of the same origin and layout, with all valid rows of ``offered`` at least."""
-    if offered.origin != stored.origin or offered.fingerprint != stored.fingerprint:
-        return False
-    wanted = int.from_bytes(offered.valid, "little")
-    return wanted & int.from_bytes(stored.valid, "little") == wanted
+    there = int.from_bytes(stored.valid, "little")
+    return offered.valid != stored.valid and there & int.from_bytes(offered.valid, "little") == there
 
 
 def check_record(header: RecordHeader, key: BlockKey, fingerprint: bytes, payload: Buffer) -> None:

@@ -9,7 +9,7 @@ from kv import SlotKV
 from origins_of import origins_of
 
 from cache_manager.blocks import AuxBlocks
-from cache_manager.errors import InvalidInputError, StorageError
+from cache_manager.errors import StorageError
 from cache_manager.keys import Namespace
 from cache_manager.spec import AuxBlockDataSpec
 
@@ -25,20 +25,6 @@ def test_a_step_in_place_waits_for_the_device_of_the_one_before_it(house) -> Non
     assert step.commit() == 2
     assert house.valid(1) == [False, False, True, True]
     assert late.commit() == 0
-
-
-def test_a_value_that_does_not_fit_is_an_error_and_never_another_value(house) -> None:
-    """Goal: int8 -1 is not 255. Method: wider and signed rows with one value outside."""
-    engine = house.engine
-    engine.renew([0])
-    for value, dtype in ((-1, np.int8), (256, np.int16)):
-        step = engine.begin_step(slots(0))
-        rows = np.zeros((TOKENS, 3, 2), dtype)
-        rows[1, 1, 1] = value
-        with pytest.raises(InvalidInputError, match="routing"):
-            step.write("routing", rows)
-        step.commit()
-        assert not engine.read("routing", [0]).valid.any()
 
 
 # ---------------------------------------------------------------- moves beside steps
@@ -110,32 +96,22 @@ def test_a_move_that_fails_brings_nothing_and_keeps_nothing() -> None:
 # ---------------------------------------------------------------- the store
 
 
-def test_rows_of_another_computation_do_not_come_beside_loaded_kv(house) -> None:
-    engine = house.engine
-    engine.renew([0, 1])
-    house.fill(0, "a")
-    key, origin = engine.keys.key(None, [1]), engine.origins([0])[0]
-    engine.persist({key: 0}, engine.generations([0]))
-    lives = engine.generations([1])
-    engine.name_origins([1], lives, np.array([origin ^ 1], np.uint64))
-    assert engine.restore({key: 1}, lives) == {key: False}
-    engine.name_origins([1], lives, np.array([origin], np.uint64))
-    assert engine.restore({key: 1}, lives) == {key: True}
-
-
-def test_rows_do_not_come_back_beside_kv_that_came_from_elsewhere(house) -> None:
-    """Goal: a restore respects the name of KV that an engine was sent. Method: KV of another name, then of the rows'
-    name."""
+@pytest.mark.parametrize("came", [False, True])
+def test_rows_do_not_come_back_beside_kv_of_another_computation(house, came: bool) -> None:
+    """Goal: a restore respects the name of KV that an engine has loaded or was sent. Method: KV of another name, then
+    of the rows' name."""
     engine = house.engine
     engine.renew([0, 1])
     house.fill(0, "a")
     key, (origin,), lives = engine.keys.key(None, [1]), engine.origins([0]), engine.generations([1])
     engine.persist({key: 0}, engine.generations([0]))
-    assert engine.bind_origin(1, int(lives[0]), origin ^ 1, TOKENS)
-    assert engine.restore({key: 1}, lives) == {key: False}
-    assert engine.counters.absent_blocks_not_restored == 1
-    assert engine.bind_origin(1, int(lives[0]), origin, TOKENS)
-    assert engine.restore({key: 1}, lives) == {key: True}
+    for name in (origin ^ 1, origin):
+        if came:
+            assert engine.bind_origin(1, int(lives[0]), name, TOKENS)
+        else:
+            engine.name_origins([1], lives, np.array([name], np.uint64))
+        assert engine.restore({key: 1}, lives) == {key: name == origin}
+        assert engine.counters.absent_blocks_not_restored == 1
 
 
 def test_a_copy_brings_the_first_rows_that_it_may() -> None:

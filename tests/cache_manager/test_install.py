@@ -156,6 +156,21 @@ def test_kv_that_is_copied_over_what_was_to_come_gets_none_of_its_rows() -> None
         assert rows(d, D_BLOCK) == ["D", "D", None, None]
 
 
+def test_late_rows_land_beside_no_kv_that_was_computed_here() -> None:
+    """Goal: an origin that has ended does not prove who computed the rows. Method: one token's KV has come; the next
+    one is computed here and its row rejected; the origin is asked; then rows of both come."""
+    header, payload = exported(range(4))
+    with new_blocks() as d:
+        life = renewed(d)
+        assert d.bind_origin(D_BLOCK, life, header.origin, 1)
+        write(d, D_BLOCK, [1], "D", open_step=True).commit(np.array([False]))
+        assert d.origins([D_BLOCK]) != [header.origin]
+        assert d.install(D_BLOCK, life, header, payload) == 1
+        assert rows(d, D_BLOCK) == ["P", None, None, None]
+        assert d.bind_origin(D_BLOCK, life, header.origin, 1), "which is known"
+        assert rows(d, D_BLOCK) == ["P", None, None, None]
+
+
 @pytest.mark.parametrize("then", ["given out", "named otherwise"])
 def test_what_was_to_come_for_other_kv_does_not_come(then: str) -> None:
     """Goal: KV that came once proves nothing about the KV that is there now. Method: KV of P comes; the block is given

@@ -68,64 +68,7 @@ def test_blocks_that_a_pass_writes_are_given_out_when_it_has_ended(house, in_pla
     assert not house.manager.read("routing", "b", 0, 32).valid.any()
 
 
-# ---------------------------------------------------------------- forks
-
-
-@pytest.mark.parametrize("before", [1, 2, 15, 16, 17, 31, 32, 33])
-def test_a_fork_of_any_number_of_sequences_goes_on_under_its_own_tokens(before: int) -> None:
-    """Goal: a fork is a fork at whatever number of sequences. Method: `before` sequences, a fork of the first in the
-    middle of a block; the child fills the block, and only its very tokens find it."""
-    house = House(device=2 * before + 12, host=0)
-    house.run("s0", PROMPT[:6])
-    for n in range(1, before):
-        house.run(f"s{n}", [100 + n, 7])
-    house.manager.fork("s0", "child")
-    assert house.manager.computed("child") == 6
-    assert house.manager.append("child", 8)
-    house.compute("child", PROMPT[:8])
-    assert house.has_rows_of("child", "x", 8)
-    assert house.run("other", [*PROMPT[:4], 0, 0, *PROMPT[6:9]]) == 4, "nobody computed these"
-    assert house.run("same", PROMPT[:9]) == 8
-    house.close()
-
-
-def test_a_parent_and_its_child_are_found_by_keys_of_their_own() -> None:
-    """Goal: what the child appends is no part of the parent's prefix. Method: both fill two further blocks with tokens
-    of their own, in turns; each is found by its own tokens, and a mixture of both is found up to the first
-    difference."""
-    house = House(device=16, host=0)
-    start, tokens = PROMPT[:4], {"a": [*PROMPT[:4]], "child": [*PROMPT[:4]]}
-    house.run("a", start)
-    house.manager.fork("a", "child")
-    for n in range(8):
-        for owner, base in (("child", 50), ("a", 70)):
-            tokens[owner].append(base + n)
-            assert house.manager.append(owner, len(tokens[owner]))
-            house.compute(owner, tokens[owner])
-    for owner in tokens:
-        assert house.run(f"like {owner}", [*tokens[owner], 1]) == 12
-        house.manager.free(f"like {owner}")
-    assert house.run("mixed", [*start, *tokens["child"][4:8], *tokens["a"][8:], 1]) == 8
-    house.close()
-
-
 # ---------------------------------------------------------------- groups sampled from one prompt
-
-
-def test_a_duplicate_takes_over_when_the_first_of_a_group_ends(house) -> None:
-    """Goal: the key outlives the block that it was found at. Method: two of a group run; the first ends and is
-    evicted."""
-    for owner in "ab":
-        house.manager.allocate(owner, PROMPT[:4])
-    for owner in "ab":
-        house.compute(owner, PROMPT[:4])
-    house.manager.free("a")
-    house.manager.assert_consistent()
-    assert house.manager.free_device_blocks == 7, "what b has too is not worth keeping twice"
-    house.run("c", list(range(100, 128)))
-    house.manager.free("c")
-    assert house.manager.allocate("d", PROMPT[:6]).cached_tokens == 4
-    assert house.manager.table("d")[0] == house.manager.table("b")[0]
 
 
 def test_a_chain_loses_its_tail_before_its_head(house) -> None:
@@ -257,30 +200,6 @@ def test_a_bug_in_the_store_is_raised_and_the_sequence_goes_on(house, monkeypatc
     assert house.manager.allocate("c", PROMPT).cached_tokens == 8
     rows = house.manager.read("routing", "c", 0, 8)
     assert (rows.values == canary_rows(SPEC, [("x", p) for p in range(8)])).all()
-
-
-def test_a_swap_costs_what_it_moves_whatever_else_there_is() -> None:
-    """Goal: no cost that grows with the number of owners. Method: count the calls of a preemption and a resumption
-    beside three sequences, and beside sixty."""
-    calls = []
-    for others in (3, 60):
-        house = House(device=70)
-        for n in range(others):
-            house.run(f"s{n}", [n, 7])
-        house.run("a", PROMPT)
-        calls.append(0)
-
-        def counted(*_: object) -> None:
-            calls[-1] += 1
-
-        sys.setprofile(counted)
-        try:
-            assert house.manager.preempt("a")
-            assert house.manager.resume("a")
-        finally:
-            sys.setprofile(None)
-        house.close()
-    assert calls[0] == calls[1]
 
 
 # ---------------------------------------------------------------- calls that end early, interpreters without asserts

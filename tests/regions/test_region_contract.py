@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from region_children import LAYOUT, NAMESPACE
 
 from cache_manager.errors import InvalidInputError, NoSpaceError
 from cache_manager.ports import Region
@@ -18,15 +19,10 @@ from cache_manager.regions.region import BLOCKS_MAX
 from cache_manager.regions.room import memory_free_nbytes
 from cache_manager.spec import DTYPES, AuxBlockDataSpec, RecordLayout
 
-NAMESPACE = b"namespace-of-16b"
 MAKERS: dict[str, Callable[[RecordLayout, int], HeapRegion | SharedRegion]] = {
     "heap": HeapRegion,
     "shared": lambda layout, blocks: SharedRegion.create(layout, blocks, tier="device", namespace=NAMESPACE),
 }
-
-LAYOUT = RecordLayout(
-    (AuxBlockDataSpec("routing", (5, 4), "uint8", 70), AuxBlockDataSpec("weights_version", (), "uint32", 70))
-)
 
 
 @st.composite

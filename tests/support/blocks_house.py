@@ -14,14 +14,12 @@ from cache_manager.blocks import AuxBlocks
 from cache_manager.errors import BlockStateError
 from cache_manager.keys import BlockKey, Namespace
 from cache_manager.ports import TierName
-from cache_manager.publish import places
 from cache_manager.spec import AuxBlockDataSpec
 from cache_manager.storage import open_store
 from cache_manager.stored import AnyJob, JobLimits
 
 TOKENS = 4
 SPEC = AuxBlockDataSpec("routing", (3, 2), "uint8", TOKENS)
-OPTIONAL = AuxBlockDataSpec("logprobs", (2,), "float32", TOKENS)
 
 
 class House:
@@ -31,8 +29,8 @@ class House:
         self.gate = Gate()
         self.store = GatedStore(open_store("memory:"))
         self.store.gate = self.gate
-        given = {"specs": [SPEC], "namespace": Namespace("m", 1), "jobs": JobLimits(threads_max=1), **options}
-        self.engine = AuxBlocks(given.pop("specs"), blocks=6, host_blocks=3, store=self.store, **given)
+        given = {"namespace": Namespace("m", 1), "jobs": JobLimits(threads_max=1), **options}
+        self.engine = AuxBlocks([SPEC], blocks=6, host_blocks=3, store=self.store, **given)
         self.key = self.engine.keys.key(None, [1])
 
     def close(self) -> None:
@@ -42,13 +40,13 @@ class House:
                 step.abort()
         self.engine.close()
 
-    def rows(self, who: str, n: int = TOKENS, spec: AuxBlockDataSpec = SPEC) -> np.ndarray:
-        return canary_rows(spec, [(who, i) for i in range(n)])
+    def rows(self, who: str, n: int = TOKENS) -> np.ndarray:
+        return canary_rows(SPEC, [(who, i) for i in range(n)])
 
-    def fill(self, block: int, who: str, *specs: AuxBlockDataSpec) -> np.ndarray:
-        rows = {spec.name: self.rows(who, spec=spec) for spec in specs or (SPEC,)}
-        assert self.engine.write_step(slots(block), rows) == TOKENS
-        return rows[SPEC.name]
+    def fill(self, block: int, who: str) -> np.ndarray:
+        rows = self.rows(who)
+        assert self.engine.write_step(slots(block), {"routing": rows}) == TOKENS
+        return rows
 
     def valid(self, block: int, tier: TierName = "device") -> list[bool]:
         return self.engine.read("routing", [block], tier=tier).valid.tolist()
@@ -56,12 +54,6 @@ class House:
     def holds(self, block: int, rows: np.ndarray) -> bool:
         read = self.engine.read("routing", [block])
         return bool(read.valid.all()) and np.array_equal(read.values, rows)
-
-    def device_writes(self, at: np.ndarray, rows: np.ndarray) -> None:
-        """The writes of a device that was given the slots."""
-        (region, *_) = places(self.engine.region("device"))
-        for slot, row in zip(at.tolist(), rows, strict=True):
-            region[slot // TOKENS, slot % TOKENS] = row.reshape(-1).view(np.uint8)
 
     def store_block(self, block: int = 0, who: str = "stored") -> np.ndarray:
         """Give a block out, fill it and store it under ``key``."""

@@ -19,15 +19,14 @@ def prefix_digest(tokens: Sequence[int]) -> bytes:
 
 
 class SlotKV:
-    """``KVBlocks`` of arrays ``[blocks, block_tokens, NBYTES]`` of prefix digests; a copy can be told to fail."""
+    """``KVBlocks`` of arrays ``[blocks, block_tokens, nbytes]`` of prefix digests; a copy can be told to fail."""
 
-    def __init__(self, device_blocks: int, host_blocks: int, block_tokens: int) -> None:
-        self.spec = AuxBlockDataSpec("kv", (NBYTES,), "uint8", block_tokens)
-        self.device = np.zeros((device_blocks, block_tokens, NBYTES), np.uint8)
-        self.host = np.zeros((host_blocks, block_tokens, NBYTES), np.uint8)
+    def __init__(self, device_blocks: int, host_blocks: int, block_tokens: int, nbytes: int = NBYTES) -> None:
+        self.spec = AuxBlockDataSpec("kv", (nbytes,), "uint8", block_tokens)
+        self.device = np.zeros((device_blocks, block_tokens, nbytes), np.uint8)
+        self.host = np.zeros((host_blocks, block_tokens, nbytes), np.uint8)
         self.fail_next: type[Exception] | None = None
         self.fail_after: type[Exception] | None = None  # raised when the first half of the blocks has been copied
-        self.copies: list[tuple[str, str, list[tuple[int, int]]]] = []
 
     def write(self, slots: Sequence[int], digests: Sequence[bytes]) -> None:
         """Writes the KV that a forward pass would write."""
@@ -45,7 +44,6 @@ class SlotKV:
         if self.fail_next is not None:
             error, self.fail_next = self.fail_next, None
             raise error("the KV copy failed on purpose")
-        self.copies.append((source, target, list(zip(sources.tolist(), targets.tolist(), strict=True))))
         read, written = (self.device if tier == "device" else self.host for tier in (source, target))
         half = len(sources) // 2 if self.fail_after else len(sources)
         written[targets[:half]] = read[sources[:half]]

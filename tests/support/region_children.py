@@ -23,13 +23,7 @@ import numpy as np
 from cache_manager.errors import *
 from cache_manager.regions import *
 from cache_manager.regions.directory import DIRECTORY
-from cache_manager.spec import AuxBlockDataSpec, RecordLayout
-
-LAYOUT = RecordLayout((
-    AuxBlockDataSpec("routing", (5, 4), "uint8", 70),
-    AuxBlockDataSpec("weights_version", (), "uint32", 70),
-))
-NAMESPACE = b"namespace-of-16b"
+from region_children import LAYOUT, NAMESPACE
 say = lambda *words: print(*words, flush=True)
 wait = sys.stdin.readline
 """

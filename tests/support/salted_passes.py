@@ -14,6 +14,7 @@ from collections import Counter
 from pathlib import Path
 
 import numpy as np
+from kv import SlotKV
 from numpy.typing import NDArray
 
 from cache_manager.blocks import AuxBlocks
@@ -29,29 +30,7 @@ from cache_manager.testing.faults import FaultyStore
 NBYTES = 16
 OPERATIONS = {"admit": 18, "compute": 20, "decode": 22, "grow": 6, "fork": 5, "free": 16, "preempt": 4, "resume": 6}
 OPERATIONS |= {"persist": 16, "poll": 8, "fault": 2, "rest": 0.15}
-Bytes = NDArray[np.uint8]
-
-
-class SaltedKV:
-    """``KVBlocks`` of one entry a token; ``fail`` makes the next copy raise."""
-
-    def __init__(self, device: int, host: int, tokens: int) -> None:
-        self.spec = AuxBlockDataSpec("kv", (NBYTES,), "uint8", tokens)
-        sizes = {"device": device, "host": host}
-        self.tiers = {tier: np.zeros((n, tokens, NBYTES), np.uint8) for tier, n in sizes.items()}
-        self.fail = False
-
-    def copy(self, source: str, target: str, sources: NDArray[np.int64], targets: NDArray[np.int64]) -> None:
-        if self.fail:
-            self.fail = False
-            raise TransferProcessError("lost on purpose")
-        self.tiers[target][targets] = self.tiers[source][sources]
-
-    def take(self, blocks: NDArray[np.int64], into: Bytes) -> None:
-        into[:] = self.tiers["device"][blocks].reshape(into.shape)
-
-    def fill(self, blocks: NDArray[np.int64], given: Bytes) -> None:
-        self.tiers["device"][blocks] = given.reshape(len(blocks), self.spec.block_tokens, NBYTES)
+"""What is done, and how often."""
 
 
 class Sequence:
@@ -71,7 +50,7 @@ class SaltedEngine:
         draw = world.random
         self.world, self.required, self.version = world, required, world.version
         self.blocks, self.host = draw.randint(8, 24), draw.randint(0, 8)
-        self.kv = SaltedKV(self.blocks, self.host, world.tokens)
+        self.kv = SlotKV(self.blocks, self.host, world.tokens, NBYTES)
         self.rows = AuxBlockDataSpec("salt", (NBYTES,), "uint8", world.tokens)
         self.aux = AuxBlocks(
             [self.rows],
@@ -113,7 +92,7 @@ class SaltedEngine:
         draw, entries = self.world.random, np.empty((slots.size, 2), np.int64)
         entries[:, 0], entries[:, 1] = digests, self.world.next()
         made = entries.view(np.uint8).reshape(slots.size, NBYTES)
-        self.kv.tiers["device"].reshape(-1, NBYTES)[slots] = made
+        self.kv.device.reshape(-1, NBYTES)[slots] = made
         fate = draw.random()
         if fate < 0.75:
             self.aux.write_step(slots, {"salt": made})
@@ -177,8 +156,8 @@ class SaltedEngine:
     def check(self, name: str) -> None:
         """KV is of the prefix and these weights, and each row that is there is of the pass that made the KV."""
         sequence, done = self.sequences[name], self.manager.computed(name)
-        tier = "host" if self.manager.is_swapped(name) else "device"
-        entries = self.kv.tiers[tier][self.manager.table(name)].reshape(-1, NBYTES)[:done]
+        tier = self.kv.host if self.manager.is_swapped(name) else self.kv.device
+        entries = tier[self.manager.table(name)].reshape(-1, NBYTES)[:done]
         digests = np.ascontiguousarray(entries[:, :8]).view(np.int64)[:, 0]
         assert digests.tolist() == sequence.digests[:done], "KV of another prefix or of other weights"
         rows = self.manager.read("salt", name, 0, done)
@@ -232,23 +211,7 @@ class SaltedWorld:
 
     def operate(self) -> None:
         engine, draw = self.random.choice(self.engines), self.random
-        what = draw.choices(
-            [
-                "admit",
-                "compute",
-                "decode",
-                "grow",
-                "fork",
-                "preempt",
-                "resume",
-                "free",
-                "persist",
-                "poll",
-                "fault",
-                "rest",
-            ],
-            (18, 20, 22, 6, 5, 4, 6, 16, 16, 8, 2, 0.15),
-        )[0]
+        (what,) = draw.choices([*OPERATIONS], [*OPERATIONS.values()])
         ready = engine.ready()
         self.counts["operations"] += 1
         try:
@@ -281,7 +244,7 @@ class SaltedWorld:
         engine.manager.drain(60.0)  # else a fault would meet a call of another engine
         kind = draw.choice(("copy", "get", "put", "flip"))
         if kind == "copy":
-            engine.kv.fail = True
+            engine.kv.fail_next = TransferProcessError
             return
         store.fail_get, store.fail_put = kind == "get", kind == "put"
         store.flip_next = draw.randrange(1 << 16) if kind == "flip" else None

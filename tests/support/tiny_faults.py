@@ -1,11 +1,9 @@
-"""Block managers with one fault each, at least one for every claim of the life-cycle kit; more in ``tiny_reported``.
+"""Block managers with one fault each; with those of ``tiny_reported`` there is one for every claim of the kit.
 
 Each says which claim it ``breaks``, and by which others the same fault shows itself ``also``, in another order.
 """
 
 from __future__ import annotations
-
-from itertools import takewhile
 
 from tiny_managers import KeepsRows, Plain, Sharing
 
@@ -38,20 +36,6 @@ class KeyOfOneBlock(Sharing):
 
     def key(self, salt, tokens):
         return salt, tuple(tokens[-self.block_tokens :])
-
-
-class PublishesBeforeItIsComputed(Sharing):
-    breaks = "hit_was_written"
-    also = ("hit_is_its_prefix",)
-    blocks = range(32)  # so that those of another content come seldom
-
-    def grow(self, seq, tokens, upto):
-        fits = super().grow(seq, tokens, upto)
-        if fits:
-            done = self.done[seq]
-            self.commit(seq, tokens[:upto])
-            self.done[seq] = done
-        return fits
 
 
 class LeavesNothingToCompute(Sharing):
@@ -143,13 +127,6 @@ class LosesHostBlocks(Sharing):
         super().free(seq)
 
 
-class CountsWrongly(Sharing):
-    breaks = "ref_count_is_holders"
-
-    def ref_counts(self):
-        return {block: min(n, 1) for block, n in self.counts.items()}
-
-
 class RefusesForNothing(Sharing):
     breaks = "refusal_is_honest"
 
@@ -170,21 +147,6 @@ class ForgetsToGrow(Sharing):
 
     def grow(self, seq, tokens, upto):
         return len(self.tables[seq]) * self.block_tokens < upto or super().grow(seq, tokens, upto)
-
-
-class FindsOnlyWhatIsFree(Sharing):
-    breaks = "held_is_found"
-
-    def match(self, tokens, salt):
-        return list(takewhile(lambda block: self.counts[block] == 0, super().match(tokens, salt)))
-
-
-class Raises(Sharing):
-    breaks = "no_unexpected_error"
-
-    def free(self, seq):
-        assert seq not in self.swapped
-        super().free(seq)
 
 
 class ShufflesOthers(Sharing):

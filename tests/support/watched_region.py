@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
@@ -13,7 +13,6 @@ from cache_manager.regions import HeapRegion
 from cache_manager.spec import RecordLayout
 
 Who = Literal["reader", "writer"]
-WAIT_S = 30
 T = TypeVar("T")
 
 
@@ -87,65 +86,32 @@ class WatchedRegion:
     def close(self) -> None: ...
 
 
-class Turns:
-    """Two threads of which one runs: a turn goes as far as the next load or store. When all are gone, writer first."""
-
-    def __init__(self, turns: Sequence[Who]) -> None:
-        self._turns = list(turns)
-        self._changed = threading.Condition()
-        self._running: Who | None = None
-        self._ended = set[Who]()
-
-    def wait(self, who: Who) -> None:
-        """End the turn of ``who``, if it has one, and wait for the next."""
-
-        def mine() -> bool:
-            next_: Who = self._turns[0] if self._turns else "writer"
-            return self._running is None and (next_ == who or next_ in self._ended)
-
-        with self._changed:
-            self._stop(who)
-            assert self._changed.wait_for(mine, WAIT_S), f"the {who}'s turn never came"
-            self._running = who
-            del self._turns[:1]
-
-    def end(self, who: Who) -> None:
-        with self._changed:
-            self._ended.add(who)
-            self._stop(who)
-
-    def _stop(self, who: Who) -> None:
-        if self._running == who:
-            self._running = None
-        self._changed.notify_all()
-
-
 def interleave(
     turns: Sequence[Who], region: HeapRegion, read: Callable[[WatchedRegion], T], write: Callable[[WatchedRegion], None]
 ) -> T:
-    """What ``read`` answers while ``write`` runs in another thread, by turns."""
-    taken = Turns(turns)
-    reader, writer = WatchedRegion.over(region), WatchedRegion.over(region)
-    reader.after_load = lambda _: taken.wait("reader")
-    writer.after_store = lambda _: taken.wait("writer")
-    failed: list[BaseException] = []
+    """What ``read`` answers while ``write`` happens, by turns: one load, or one store. When all are gone, all stores
+    that are left happen at once.
 
-    def run() -> None:
-        try:
-            taken.wait("writer")
-            write(writer)
-        except BaseException as error:  # noqa: BLE001 - the thread that waits below raises it
-            failed.append(error)
-        finally:
-            taken.end("writer")
+    What a writer stores does not depend on its readers: so it is done first, and done again store by store.
+    """
+    arrays = region.rows, region.words, region.valid
+    before, states = [array.copy() for array in arrays], deque[list[Any]]()
+    writer, reader, left = WatchedRegion.over(region), WatchedRegion.over(region), deque(turns)
+    writer.after_store = lambda _: states.append([array.copy() for array in arrays])
+    write(writer)
 
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    try:
-        taken.wait("reader")
-        return read(reader)
-    finally:
-        taken.end("reader")
-        thread.join(WAIT_S)
-        if failed:
-            raise failed[0]
+    def become(state: list[Any]) -> None:
+        for array, was in zip(arrays, state, strict=True):
+            array[...] = was
+
+    def until_the_next_load(_: int = 0) -> None:
+        while states and (not left or left.popleft() == "writer"):
+            become(states.popleft())
+
+    become(before)
+    reader.after_load = until_the_next_load
+    until_the_next_load()
+    answer = read(reader)
+    left.clear()
+    until_the_next_load()
+    return answer
