@@ -191,7 +191,7 @@ class Engine:
         """Free the blocks and remove the model's hooks; unfinished requests are aborted, others stored.
 
         Raises :class:`BlockStateError` when the store's jobs do not end within ``config.jobs.close_s``: they still use
-        the blocks then, and closing can be tried again. All that ``replay`` stores is durable when this returns;
+        the blocks then, and closing can be tried again. What ``replay`` was given is stored when this returns;
         :class:`StorageError` names what is not.
         """
         for sequence in self.scheduler.unfinished:

@@ -86,12 +86,12 @@ ANSWER_FAULTS = [
         "test_a_writer_that_never_ends_costs_the_put_and_no_engine",
     ),
     _fault(
-        "a put while its file is synced is taken for synced",
+        "a put whose name is not on the disk stays",
         "rollout/local.py",
-        "            if self._unsynced.get(place) == put:",
-        "            if True:",
+        "                self._delete(handle)\n                raise\n",
+        "                raise\n",
         "tests/kvroute/rollout/test_local_faults.py::",
-        "test_a_flush_beside_another_returns_when_its_puts_are_synced",
+        "test_a_put_that_cannot_be_synced_is_a_failure",
     ),
     _fault(
         "the pointers of a name begin at the same number again",

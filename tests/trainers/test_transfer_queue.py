@@ -40,7 +40,7 @@ class TestQueueRollouts(RolloutContract):
         pass
 
     def make_store(self, directory: Path) -> RolloutStore:
-        return open_rollouts(f"tq:?partition=test-{next(numbers)},file://{directory}/rollouts?part=64B")
+        return open_rollouts(f"tq:?partition=test-{next(numbers)},file://{directory}/rollouts")
 
     def damage(self, directory: Path, store: RolloutStore, handle: RolloutHandle) -> RolloutHandle:
         file = directory / "rollouts" / f"{handle.rollout_id}.routes"
@@ -57,7 +57,7 @@ def test_a_rank_takes_a_batch_and_fetches_its_share(tmp_path: Path) -> None:
     keys, whole, tokens = ["a:0:0:0", "a:0:0:1"], [routes_of(1, 64), routes_of(2, 33)], [65, 34]
     columns = TensorDict({"score": torch.tensor([[1.0], [2.0]])}, batch_size=[2])
     transfer_queue.kv_batch_put(keys, "train", columns)
-    store = open_rollouts(f"tq:?partition=train,file://{tmp_path}?part=64B")
+    store = open_rollouts(f"tq:?partition=train,file://{tmp_path}")
     assert [store.find(key) for key in keys] == [None, None]
     put = [store.put(key, routes) for key, routes in zip(keys, whole, strict=True)]
     batch = transfer_queue.kv_batch_get(keys, "train")
