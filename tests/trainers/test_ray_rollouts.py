@@ -47,7 +47,7 @@ class TestRayRollouts(RolloutContract):
         records = []
         for each in (handle, other):
             whole = [(0, each.header_nbytes + each.grid.nbytes)]
-            records.append(ray.get(owner.read.remote(each.rollout_id, each.to_json(), whole)).copy())
+            records.append(ray.get(owner.read.remote(each.rollout_id, each.to_json(), whole))[0].copy())
         part, (first, second) = handle.grid.nbytes_of((0, 1)), (handle.header_nbytes, other.header_nbytes)
         records[0][first : first + part] = records[1][second : second + part]
         ray.get(owner.put.remote(handle.rollout_id, handle.to_json(), records[0]))
