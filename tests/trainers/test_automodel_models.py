@@ -22,10 +22,13 @@ EXPERTS, TOP_K, NUM_LAYERS, TOKENS = 16, 4, 3, (7, 4)
 
 MLA = {"q_lora_rank": None, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
 DENSE_FIRST = {"n_routed_experts": EXPERTS, "first_k_dense_replace": 1, "n_shared_experts": 1}
+LING = {"num_experts": EXPERTS, "first_k_dense_replace": 1, "num_shared_experts": 1, "n_group": 1, "rotary_dim": 8}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "bailing_moe_v2": ("ling_v2.model:BailingMoeV2ForCausalLM", {**LING, "topk_group": 1}),
     "deepseek_v3": ("deepseek_v3.model:DeepseekV3ForCausalLM", {**MLA, **DENSE_FIRST, "n_group": 4, "topk_group": 2}),
     "ernie4_5_moe": ("ernie4_5.model:Ernie4_5_MoeForCausalLM", {"moe_num_experts": EXPERTS, "moe_k": TOP_K}),
     "glm4_moe_lite": ("glm4_moe_lite.model:Glm4MoeLiteForCausalLM", {**MLA, **DENSE_FIRST, "n_group": 1}),
+    "mimo_v2_flash": ("mimo_v2_flash.model:MiMoV2FlashForCausalLM", {"n_routed_experts": EXPERTS}),
     "minimax_m2": ("minimax_m2.model:MiniMaxM2ForCausalLM", {"num_local_experts": EXPERTS, "rotary_dim": 8}),
 }
 
@@ -41,14 +44,18 @@ def built(family: str) -> nn.Module:
     """A small model with seeded weights, whose gates replay."""
     place, more = FAMILIES[family]
     module, name = place.split(":")
-    config = CONFIG_MAPPING[family](
+    made = import_module(f"nemo_automodel.components.models.{module}")
+    configs = {"bailing_moe_v2": "BailingMoeV2Config", "mimo_v2_flash": "MiMoV2FlashConfig"}  # Automodel's own
+    config_of = getattr(made, configs[family]) if family in configs else CONFIG_MAPPING[family]
+    config = config_of(
         vocab_size=64, hidden_size=32, intermediate_size=16, moe_intermediate_size=16, num_hidden_layers=NUM_LAYERS,
         num_attention_heads=4, num_key_value_heads=4, head_dim=8, num_experts_per_tok=TOP_K, dtype="float32",
         max_position_embeddings=64, bos_token_id=0, eos_token_id=0, **more,
     )  # fmt: skip
     backend = BackendConfig(attn="sdpa", linear="torch", rms_norm="torch", experts="torch", dispatcher="torch")
-    kind = getattr(import_module(f"nemo_automodel.components.models.{module}"), name)
-    model: nn.Module = kind(config, backend=backend, moe_overrides={"enable_routing_replay": True}).float()
+    model: nn.Module = getattr(made, name)(
+        config, backend=backend, moe_overrides={"enable_routing_replay": True}
+    ).float()
     random = torch.Generator().manual_seed(5)
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.3, generator=random)
