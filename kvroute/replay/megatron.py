@@ -16,7 +16,6 @@ Works for Megatron-core 0.16 and later, and for verl's own class: neither is imp
 
 from __future__ import annotations
 
-import inspect
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -101,14 +100,11 @@ def padded(
 def install(
     model: Model,
     rows: torch.Tensor | NDArray[Any],  # [local tokens, layers, top_k]  any integer dtype
-    *,
-    replay_mask: torch.Tensor | None = None,  # [local tokens]  bool
 ) -> None:
     """Make the next forward pass of ``model`` use the experts in ``rows``; ``layers`` are those of :func:`layer_ids`.
 
     Each router also keeps its rows in a first-in-first-out list for the recomputation of the backward pass, one entry
-    for each call; see :func:`backward` and :func:`schedule`. If ``replay_mask`` is False the router chooses for itself;
-    only verl's class supports that, others need every row.
+    for each call; see :func:`backward` and :func:`schedule`.
 
     Raises :class:`ReplayError`, with nothing installed, for rows that do not fit; for an id outside the experts, -1
     included (Megatron would gather out of bounds); for an id twice in a row (its dispatcher would lose a token); and
@@ -116,22 +112,14 @@ def install(
     """
     routers = _routers(model)
     given = torch.from_numpy(rows) if isinstance(rows, np.ndarray) else rows
-    if replay_mask is not None and (replay_mask.dtype != torch.bool or replay_mask.shape != given.shape[:1]):
-        got = f"{replay_mask.dtype} of shape {tuple(replay_mask.shape)}"
-        raise ReplayError("replay_mask", f"bool [{len(given)}]", got)
-    # Masked rows are gathered all the same before they are replaced, so they must be in range.
-    free = None if replay_mask is None else ~replay_mask.to(given.device)
     for layer, router in routers.items():
-        _check(router, layer, masked=free is not None)
+        if getattr(router.config, "moe_router_fusion", False):
+            wanted = "moe_router_fusion=False: a fused router ignores replay"
+            raise ReplayError(f"router of layer {layer}", wanted, True)
     config = next(iter(routers.values())).config
-    top_k, experts = config.moe_router_topk, config.num_moe_experts
-    ids = checked_ids(given, "rows", tuple(routers), top_k=top_k, experts=experts, free=free)
+    ids = checked_ids(given, "rows", tuple(routers), top_k=config.moe_router_topk, experts=config.num_moe_experts)
     for index, router in enumerate(routers.values()):
-        target = ids[:, index].contiguous()
-        if replay_mask is None:
-            router.router_replay.set_target_indices(target)
-        else:
-            router.router_replay.set_target_indices(target, replay_mask=replay_mask)
+        router.router_replay.set_target_indices(ids[:, index].contiguous())
     _set_action(routers, "REPLAY_FORWARD")
     for router in routers.values():
         if router not in _HOOKS:
@@ -215,12 +203,3 @@ def _set_action(routers: dict[int, Any], name: str) -> None:
         # The actions are an enumeration beside the class; verl has its own.
         actions = sys.modules[type(router.router_replay).__module__].RouterReplayAction
         router.router_replay.set_router_replay_action(actions[name])
-
-
-def _check(router: Any, layer: int, *, masked: bool) -> None:
-    """Raise :class:`ReplayError` unless ``router`` asks for replayed ids, and for a mask where there is one."""
-    where = f"router of layer {layer}"
-    if getattr(router.config, "moe_router_fusion", False):
-        raise ReplayError(where, "moe_router_fusion=False: a fused router ignores replay", True)
-    if masked and "replay_mask" not in inspect.signature(router.router_replay.set_target_indices).parameters:
-        raise ReplayError(where, "no replay_mask: this RouterReplay replays every row", type(router.router_replay))

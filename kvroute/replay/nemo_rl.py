@@ -13,11 +13,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
-import numpy as np
-from numpy.typing import NDArray
-
-from kvroute.replay.rows import ReplayError, check_batch, checked_ids, counted, cut, read_rows, replaying
-from kvroute.routes import Routes
+from kvroute.replay.rows import ReplayError, check_batch, checked_ids, counted, read_rows, replaying
+from kvroute.routes import Routes, Split, shard_padded
 
 if TYPE_CHECKING:
     import torch
@@ -32,9 +29,7 @@ def sequence(routes: Routes, tokens: int, *, layers: Literal["moe", "all"] = "mo
     Cut it at the ends of the messages for ``message["routed_experts"]``; ``kvroute.encodings`` makes the string
     that NeMo-Gym passes on.
     """
-    import torch
-
-    return torch.from_numpy(_rows(routes, tokens, tokens, layers))
+    return batch([routes], [tokens], tokens, layers=layers)[0]
 
 
 def batch(
@@ -44,8 +39,13 @@ def batch(
     import torch
 
     check_batch(routes, tokens=tokens)
-    rows = [_rows(part, count, width, layers) for part, count in zip(routes, tokens, strict=True)]
-    return torch.from_numpy(np.stack(rows))
+    for count in tokens:
+        if read_rows(count) >= counted("width", width):
+            raise ReplayError("width", f"at least {count}, the tokens of the longest sample", width)
+    experts = routes[0].num_experts
+    how: dict[str, Any] = {"width": width, "order": "batch", "missing": "minus1", "pad": "arange", "layers": layers}
+    how["dtype"] = "int8" if experts <= 1 << 7 else "int16" if experts <= 1 << 15 else "int32"
+    return torch.from_numpy(shard_padded(routes, tokens, Split(), **how))
 
 
 @contextmanager
@@ -79,12 +79,3 @@ def _layer_of(path: str, _gate: object) -> int:
     if (layer := _LAYER.search(path)) is None:
         raise ReplayError("model", "gates inside numbered layers", path or "one at the top")
     return int(layer[1])
-
-
-def _rows(routes: Routes, tokens: int, width: int, layers: Literal["moe", "all"]) -> NDArray[Any]:
-    needed = read_rows(tokens)
-    if tokens > counted("width", width):
-        raise ReplayError("width", f"at least {tokens}, the tokens of the longest sample", width)
-    experts = routes.num_experts
-    dtype = "int8" if experts <= 1 << 7 else "int16" if experts <= 1 << 15 else "int32"
-    return cut(routes, tokens).materialize(width, layers, dtype, "minus1", required=needed, pad="arange")

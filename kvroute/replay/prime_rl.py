@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvroute.replay.rows import ReplayError, cut, read_rows
+from kvroute.replay.rows import ReplayError, read_rows
 from kvroute.routes import Routes
 from kvroute.routes.fill import Missing
 
@@ -20,13 +20,8 @@ def routed_experts(routes: Routes, tokens: int, *, missing: Missing = "error") -
 
     The fields of prime-rl's ``RoutedExperts``, by their names.
     """
-    rows = cut(routes, tokens).materialize(
-        tokens, "all", _dtype(routes), missing, required=read_rows(tokens), pad="spread"
-    )
-    return {"data": rows.tobytes(), "shape": list(rows.shape), "dtype": rows.dtype.name}
-
-
-def _dtype(routes: Routes) -> str:
     if routes.num_experts > 1 << 16:
         raise ReplayError("num_experts", "at most 65536 for prime-rl", routes.num_experts)
-    return "uint8" if routes.num_experts <= 1 << 8 else "uint16"
+    dtype = "uint8" if routes.num_experts <= 1 << 8 else "uint16"
+    rows = routes.materialize(tokens, "all", dtype, missing, required=read_rows(tokens), pad="spread")
+    return {"data": rows.tobytes(), "shape": list(rows.shape), "dtype": dtype}

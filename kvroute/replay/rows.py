@@ -53,6 +53,11 @@ def read_rows(tokens: int, field: str = "tokens") -> int:
     return whole(field, tokens, 1, error=ReplayError) - 1
 
 
+def all_layers(routes: Routes, tokens: int, dtype: str, missing: Missing) -> NDArray[Any]:
+    """The rows ``[tokens - 1, num_layers, top_k]`` of a sample, for a trainer that adds the last one itself."""
+    return routes.materialize(read_rows(tokens), "all", dtype, missing)
+
+
 def counted(field: str, tokens: int) -> int:
     """``tokens``; :class:`ReplayError` if that is not a number of tokens."""
     return whole(field, tokens, error=ReplayError)
@@ -66,12 +71,10 @@ def checked_ids(
     top_k: int | None = None,
     experts: int | None = None,
     missing: bool = False,
-    free: torch.Tensor | None = None,  # [tokens]  bool
 ) -> torch.Tensor:
     """``given`` as int64; :class:`ReplayError` unless all rows are of ``layers`` and name distinct experts.
 
-    That is ``top_k`` of them, in ``[0, experts)``, if these are given. ``missing`` also accepts rows of -1; rows that
-    are ``free`` have to be in range, but not distinct.
+    That is ``top_k`` of them, in ``[0, experts)``, if these are given. ``missing`` also accepts rows of -1.
     """
     import torch
 
@@ -87,8 +90,6 @@ def checked_ids(
     wrong = outside | (ordered[..., 1:] == ordered[..., :-1]).any(dim=-1)
     if missing:
         wrong &= (low != MISSING) | (high != MISSING)
-    if free is not None:
-        wrong = torch.where(free[:, None], outside, wrong)
     if bool(wrong.any()):
         token, layer = wrong.nonzero()[0].tolist()
         wanted = "distinct ids, 0 or more" if experts is None else f"distinct ids in [0, {experts})"
@@ -115,7 +116,8 @@ def versions(routes: Routes, tokens: int) -> list[int]:
 
     :class:`ReplayError` names the first row whose version is unknown, or the position that has no row.
     """
-    kept = cut(routes, read_rows(tokens))
+    rows = read_rows(tokens)
+    kept = routes.slice(routes.start, max(routes.start, min(routes.stop, rows)))
     found = by_position(kept.weights_versions, kept.start, kept.stop)[kept.some]
     if not len(found):
         raise ReplayError("weights versions", "a row that has one", "no row")
@@ -124,11 +126,6 @@ def versions(routes: Routes, tokens: int) -> list[int]:
         raise ReplayError(f"weights version of row {row}", "one, as the rollout knows it", "none")
     versions: list[int] = found.tolist()
     return versions
-
-
-def cut(routes: Routes, tokens: int) -> Routes:
-    """``routes`` without the rows after ``tokens`` tokens, as for a trainer that truncates a response."""
-    return routes.slice(routes.start, max(routes.start, min(routes.stop, tokens)))
 
 
 def check_batch(routes: Sequence[Routes], **counts: Sequence[int]) -> None:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from kvroute.replay.rows import ReplayError, read_rows, versions
+from kvroute.replay.rows import ReplayError, all_layers, versions
 from kvroute.routes import Routes
 from kvroute.routes.fill import Missing
 from kvroute.routes.split import Cut, Split
@@ -45,7 +45,7 @@ def sample(routes: Routes, tokens: int, *, missing: Missing = "error") -> torch.
     """
     import torch
 
-    return torch.from_numpy(_whole(routes, tokens, missing))
+    return torch.from_numpy(all_layers(routes, tokens, "int32", missing))
 
 
 def miles_sample(routes: Routes, tokens: int, *, missing: Missing = "error") -> NDArray[np.int32]:
@@ -54,7 +54,7 @@ def miles_sample(routes: Routes, tokens: int, *, missing: Missing = "error") -> 
     miles reads a row of -1 as padding and gives it the experts ``0 .. top_k - 1``; it does not ask the router. So a
     hole is an error unless ``missing`` says otherwise.
     """
-    return _whole(routes, tokens, missing)
+    return all_layers(routes, tokens, "int32", missing)
 
 
 def weight_versions(routes: Routes, tokens: int) -> list[str]:
@@ -142,7 +142,3 @@ class LazyLayer:
     def materialize_for_routing_replay(self, stage: str) -> torch.Tensor:
         """``[local tokens, top_k]`` int64; ``stage`` is ``"forward"`` or ``"backward"``."""
         return self._micro_batch.rows(self._layer, stage)
-
-
-def _whole(routes: Routes, tokens: int, missing: Missing) -> NDArray[np.int32]:
-    return routes.materialize(read_rows(tokens), "all", "int32", missing)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvroute.replay.rows import ReplayError, check_batch, counted, of_turn, read_rows, versions
+from kvroute.replay.rows import ReplayError, all_layers, check_batch, counted, of_turn, read_rows, versions
 from kvroute.routes import Routes
 from kvroute.routes.fill import Missing
 
@@ -28,8 +28,7 @@ def agent_loop(routes: Routes, prompt: int, response: int, *, missing: Missing =
     ``prompt`` and ``response`` are its tokens. verl adds the last row itself, as zeros. A response that was cut gets
     the rows of its remaining tokens.
     """
-    rows = read_rows(counted("prompt", prompt) + counted("response", response))
-    return routes.materialize(rows, "all", "int16", missing)
+    return all_layers(routes, counted("prompt", prompt) + counted("response", response), "int16", missing)
 
 
 def delta(routes: Routes, held: int, tokens: int, *, missing: Missing = "error") -> NDArray[np.int16]:
@@ -68,12 +67,12 @@ def padded(
     shape = (len(routes), width, routes[0].num_layers, routes[0].top_k)
     batch = np.zeros(shape, np.int16)
     for i, (part, prompt, response) in enumerate(zip(routes, prompts, responses, strict=True)):
-        rows = read_rows(counted("prompts", prompt) + counted("responses", response))
+        rows = all_layers(part, counted("prompts", prompt) + counted("responses", response), "int16", missing)
         if prompt > prompt_length or response > response_length:
             wanted = f"at most {prompt_length} and {response_length} tokens"
             raise ReplayError(f"sample {i}", wanted, f"{prompt} and {response}")
         left = prompt_length - prompt
-        batch[i, left : left + rows] = part.materialize(rows, "all", "int16", missing)
+        batch[i, left : left + len(rows)] = rows
     return torch.from_numpy(batch)
 
 
@@ -85,10 +84,8 @@ def jagged(routes: Sequence[Routes], tokens: Sequence[int], *, missing: Missing 
     import torch
 
     check_batch(routes, tokens=tokens)
-    parts = [
-        torch.from_numpy(part.materialize(read_rows(count), "all", "int16", missing))
-        for part, count in zip(routes, tokens, strict=True)
-    ]
+    both = zip(routes, tokens, strict=True)
+    parts = [torch.from_numpy(all_layers(part, count, "int16", missing)) for part, count in both]
     return torch.nested.as_nested_tensor(parts, layout=torch.jagged)
 
 

@@ -1,9 +1,9 @@
 """Where the routes of finished rollouts wait for trainers: a URL opens a store, and handles find routes in it.
 
 ===============================================  =====================================================================
-``file:///dir?layers=1&part=64KiB&sync=put``     :class:`~kvroute.rollout.local.LocalRollouts`: a directory
+``file:///dir?layers=1&sync=put``                :class:`~kvroute.rollout.local.LocalRollouts`: a directory
 ``mooncake://host:port/prefix?...``              :class:`~kvroute.rollout.mooncake.MooncakeRollouts`: in a Mooncake pool
-``ray:name?layers=1&part=64KiB``                 :class:`~kvroute.rollout.ray.RayRollouts`: objects of an actor
+``ray:name?layers=1``                            :class:`~kvroute.rollout.ray.RayRollouts`: objects of an actor
 ``tq:?column=NAME,URL``                          :class:`~kvroute.rollout.transfer_queue.QueueRollouts`: a column
 ``response:``                                    :class:`~kvroute.rollout.response.ResponseRollouts`: in the handle
 ===============================================  =====================================================================

@@ -1,68 +1,26 @@
-"""A handle, with which a trainer fetches the rows; and how a store cuts them into parts, as its URL says.
+"""A handle, with which a trainer fetches the rows. Pure: no I/O.
 
-A handle names one put of one rollout, and says how the rows are cut into parts, so that a trainer's rank knows which
-parts it needs. A few hundred bytes of JSON. Pure: no I/O.
+It names one put of one rollout, and says how the rows are cut into parts, so that a trainer's rank knows which parts it
+needs. A few hundred bytes of JSON.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Final, Literal, Self
+from typing import Annotated, Any, Final, Literal, Self
 
 import msgspec
 from msgspec import Meta
 from pybase64 import b64encode_as_string
 
-from cache_manager.errors import ConfigError, InvalidInputError, SpecError
-from cache_manager.storage.url import StoreUrl
+from cache_manager.errors import InvalidInputError, SpecError
 from kvroute.rollout.ids import checked_id
-from kvroute.routes import Routes
-from kvroute.routes.parts import Grid
 from kvroute.routes.wire import FIXED_NBYTES, HEADER_NBYTES_MAX, Extent, Header
 
 FORMAT: Final = "kvroute.rollout/3"
 PUT_ID_NBYTES: Final = 16
-PART_NBYTES: Final = 64 << 10
-"""The default largest size of a part."""
-LAYERS_MAX: Final = 1024
-"""In a part: all layers of any model."""
-PART_NBYTES_MIN: Final = 64
 PART_NBYTES_MAX: Final = 16 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class CutSettings:
-    """A part has at most ``layers`` layers and ``part_nbytes`` bytes.
-
-    With one layer, or as many as a stage has, a rank of pipeline parallelism reads only its layers.
-    """
-
-    PARAMETERS: ClassVar[tuple[str, ...]] = ("layers", "part")
-
-    layers: int = 1
-    part_nbytes: int = PART_NBYTES
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.layers <= LAYERS_MAX:
-            raise ConfigError("rollout store parameter layers", f"1 to {LAYERS_MAX}, or all", self.layers)
-        if not PART_NBYTES_MIN <= self.part_nbytes <= PART_NBYTES_MAX:
-            wanted = f"{PART_NBYTES_MIN} to {PART_NBYTES_MAX} bytes"
-            raise ConfigError("rollout store parameter part", wanted, self.part_nbytes)
-
-    @classmethod
-    def from_url(cls, url: StoreUrl, layers: int = 1) -> Self:
-        """The parameters ``layers`` (a number, or all) and ``part`` (a size)."""
-        text = url.parameters.get("layers", str(layers))
-        if text != "all" and not (text.isascii() and text.isdecimal()):
-            raise ConfigError("rollout store parameter layers", f"1 to {LAYERS_MAX}, or all", repr(text))
-        return cls(LAYERS_MAX if text == "all" else int(text), url.nbytes("part", PART_NBYTES))
-
-    def grid(self, routes: Routes) -> Grid:
-        """How ``routes`` are cut."""
-        rows, layers, top_k = routes.ids.shape
-        cell_nbytes = top_k * routes.ids.itemsize
-        return Grid.fit(rows, layers, cell_nbytes, part_layers=self.layers, part_nbytes=self.part_nbytes)
+"""Bytes of a part that a handle may claim."""
 
 
 class RolloutHandle(Extent, frozen=True, kw_only=True, omit_defaults=True):

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -25,65 +24,54 @@ from cache_manager.errors import ConfigError, InvalidInputError, StorageError
 from cache_manager.record import Buffer
 from cache_manager.storage.disk import Disk, open_regular, read_all, write_all
 from cache_manager.storage.url import StoreUrl
-from kvroute.rollout.handle import CutSettings, RolloutHandle
+from kvroute.rollout.handle import RolloutHandle
 from kvroute.rollout.ids import file_name
-from kvroute.rollout.parts import GoneError, Parts, PartStore, Record, parts_behind_header
+from kvroute.rollout.parts import HEADER, GoneError, PartStore, Read, Record, layers_of, places
 from kvroute.routes.wire import FIXED_NBYTES, header_nbytes, unpack
 
-Read = Callable[[int, int], bytearray]
-"""``(offset, nbytes)``: that many bytes of a file, fewer at its end."""
 LOCK_S: Final = 30.0
 """How long a writer waits for another one of the same rollout."""
 LOCK_POLL_S: Final = 0.002
-UNSYNCED_MAX: Final = 16384
-"""Puts that wait for a flush; one more syncs the oldest, which the system has probably written long ago."""
 
 
 class LocalRollouts(PartStore):
     """A ``RolloutStore`` in a directory, which is made if it is not there.
 
-    With ``sync`` a put returns when it is on the disk; without it :meth:`flush` and :meth:`close` sync. Safe from
-    several threads, and from several processes that share the directory.
+    With ``sync`` a put returns when it is on the disk; without it the system writes it some time later, and a power cut
+    may cost it. Safe from several threads, and from several processes that share the directory.
     """
 
     scheme = "file"
 
-    def __init__(
-        self, directory: Path, cut: CutSettings | None = None, *, sync: bool = False, disk: Disk | None = None
-    ) -> None:
+    def __init__(self, directory: Path, layers: int = 1, *, sync: bool = False, disk: Disk | None = None) -> None:
         self.directory = directory.absolute()
-        super().__init__(f"the rollout store at {self.directory}", cut)
+        super().__init__(f"the rollout store at {self.directory}", layers)
         self._sync = sync
         self._disk = disk or Disk()
-        self._lock = threading.Lock()
-        self._unsynced: dict[str, str] = {}  # the last put of each file, the oldest first
         with _translated(self.directory):
             self.directory.mkdir(parents=True, exist_ok=True)
 
     def _write(self, handle: RolloutHandle, record: Record) -> RolloutHandle:
         place = self._place(handle.rollout_id)
-        with self._lock:
-            full = len(self._unsynced) >= UNSYNCED_MAX and place not in self._unsynced
-            oldest = next(iter(self._unsynced)) if full else None
-        if oldest is not None:  # before anything of this put can be read
-            self._sync_file(oldest)
-        with _translated(place):
-            with self._alone(place, becomes=True) as fd:
-                write_all(self._disk, fd, record, 0, sum(map(len, record)))
-                if self._sync:
-                    self._disk.sync(fd)
+        with _translated(place), self._alone(place, becomes=True) as fd:
+            write_all(self._disk, fd, record, 0, sum(map(len, record)))
             if self._sync:
-                self._sync_path(self.directory)
-        if not self._sync:
-            with self._lock:
-                self._unsynced.pop(place, None)
-                self._unsynced[place] = handle.put_id
+                self._disk.sync(fd)
+        if self._sync:
+            try:
+                with _translated(self.directory):
+                    self._sync_names()
+            except StorageError:
+                self._delete(handle)
+                raise
         return handle
 
     @contextmanager
-    def _opened(self, handle: RolloutHandle) -> Iterator[tuple[Buffer, Parts]]:
+    def _opened(self, handle: RolloutHandle) -> Iterator[Read]:
         with self._reading(self._place(handle.rollout_id)) as (head, read):
-            yield head, parts_behind_header(handle, lambda ranges: [read(*each) for each in ranges])
+            yield lambda parts: [
+                head if run == HEADER else read(*at) for run, at in zip(parts, places(handle, parts), strict=True)
+            ]
 
     def _find(self, rollout_id: str) -> RolloutHandle:
         with self._reading(self._place(rollout_id)) as (head, _):
@@ -128,8 +116,9 @@ class LocalRollouts(PartStore):
                 os.close(fd)
 
     @contextmanager
-    def _reading(self, place: str) -> Iterator[tuple[Buffer, Read]]:
-        """The bytes before a record's parts, and what reads its file, which stays the same even if its name changes."""
+    def _reading(self, place: str) -> Iterator[tuple[Buffer, Callable[[int, int], bytearray]]]:
+        """The bytes before a record's parts, and what reads its file, which stays the same even if its name changes:
+        so many bytes at an offset, fewer at the file's end."""
         with _translated(place):
             fd = open_regular(place, os.O_RDONLY)
             try:
@@ -145,36 +134,15 @@ class LocalRollouts(PartStore):
             finally:
                 os.close(fd)
 
-    def _place(self, rollout_id: str) -> str:
-        return f"{self.directory}/{file_name(rollout_id)}.routes"
-
-    # ---------------------------------------------------------------- durability
-
-    def _flush(self) -> None:
-        with self._lock:
-            places = list(self._unsynced)
-        for place in places:
-            self._sync_file(place)
-        with _translated(self.directory):
-            self._sync_path(self.directory)
-
-    def _sync_file(self, place: str) -> None:
-        """Sync a file. It waits for a flush until that has succeeded, and longer if it was put again meanwhile."""
-        with self._lock:
-            put = self._unsynced.get(place)
-        with _translated(place), suppress(FileNotFoundError):  # deleted meanwhile
-            self._sync_path(place)
-        with self._lock:
-            if self._unsynced.get(place) == put:
-                self._unsynced.pop(place, None)
-
-    def _sync_path(self, path: str | Path) -> None:
-        """Sync a directory's entries, or a file's bytes."""
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    def _sync_names(self) -> None:
+        fd = os.open(self.directory, os.O_RDONLY | os.O_CLOEXEC)
         try:
             self._disk.sync(fd)
         finally:
             os.close(fd)
+
+    def _place(self, rollout_id: str) -> str:
+        return f"{self.directory}/{file_name(rollout_id)}.routes"
 
 
 def _lock(fd: int) -> None:
@@ -209,9 +177,9 @@ def _translated(path: str | Path) -> Iterator[None]:
 
 
 def open_local_rollouts(url: StoreUrl) -> LocalRollouts:
-    """``file:///dir?layers=1&part=64KiB&sync=put``, or ``file:dir`` in the working directory."""
-    url.allow("sync", *CutSettings.PARAMETERS)
+    """``file:///dir?layers=1&sync=put``, or ``file:dir`` in the working directory."""
+    url.allow("sync", "layers")
     if url.host or not url.path or "\0" in url.path:  # file://data/dir would be /dir
         raise ConfigError("file: rollout store path", "file:///absolute/path or file:relative/path", repr(url.text))
     sync = url.choice("sync", ("none", "put"), "none") == "put"
-    return LocalRollouts(Path(url.path), CutSettings.from_url(url), sync=sync)
+    return LocalRollouts(Path(url.path), layers_of(url), sync=sync)

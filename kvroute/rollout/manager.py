@@ -116,7 +116,7 @@ class RoutingReplayManager:
             return self._counters
 
     def close(self) -> None:
-        """Store the submitted rollouts, make them durable, close the store; idempotent.
+        """Store the submitted rollouts, then close the store; idempotent.
 
         Raises ``StorageError`` that names rollouts that were not stored, now or earlier, and the store's own failure;
         everything is closed nevertheless.

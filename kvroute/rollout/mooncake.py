@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import pairwise
@@ -27,13 +27,11 @@ from cache_manager.record import Buffer, RecordHeader, checksum
 from cache_manager.storage.batch import chunks
 from cache_manager.storage.mooncake import open_mooncake_store
 from cache_manager.storage.url import StoreUrl
-from kvroute.rollout.handle import CutSettings, RolloutHandle
-from kvroute.rollout.parts import GoneError, Parts, PartStore, Record
+from kvroute.rollout.handle import RolloutHandle
+from kvroute.rollout.parts import BATCH_NBYTES, HEADER, GoneError, PartStore, Read, Record, layers_of
 from kvroute.routes.parts import Range
 
 POINTER_NBYTES: Final = 4096
-BATCH_NBYTES: Final = 8 << 20
-"""Bytes of the records of one call."""
 SCOPE: Final = b"rollouts"
 """The first bytes of every key here; a block's key begins with the digest of its namespace and layout."""
 FINGERPRINT: Final = hashlib.blake2b(b"kvroute.rollout/3", digest_size=16).digest()
@@ -46,8 +44,6 @@ LOOKS_MAX: Final = 8
 """Looks at a rollout's pointers while other processes move them."""
 LAYERS: Final = 4
 """The default number of layers in a part: every object costs the pool's master memory and a caller time."""
-HEADER: Final = -1
-"""The number of the header's record, which is not a part."""
 
 
 class Pointer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -62,9 +58,9 @@ class MooncakeRollouts(PartStore):
 
     scheme = "mooncake"
 
-    def __init__(self, backend: StorageBackend, cut: CutSettings | None = None) -> None:
+    def __init__(self, backend: StorageBackend, layers: int = LAYERS) -> None:
         self.backend = backend
-        super().__init__("the rollout store", cut)
+        super().__init__("the rollout store", layers)
 
     def _write(self, handle: RolloutHandle, record: Record) -> RolloutHandle:
         header, body = record
@@ -89,17 +85,23 @@ class MooncakeRollouts(PartStore):
         return pointers[-1][1].handle if pointers else None
 
     @contextmanager
-    def _opened(self, handle: RolloutHandle) -> Iterator[tuple[Buffer, Parts]]:
-        (head,) = self._load(handle, [HEADER], [handle.header_nbytes])
+    def _opened(self, handle: RolloutHandle) -> Iterator[Read]:
+        def read(parts: Sequence[Range]) -> list[Buffer]:
+            keys, pages, found = list[BlockKey](), list[memoryview](), list[Buffer]()
+            for run in parts:
+                starts = [0, handle.header_nbytes] if run == HEADER else handle.grid.starts(*run)
+                room = memoryview(bytearray(starts[-1] - starts[0]))
+                found.append(room)
+                keys += keys_of(handle, range(*run))
+                pages += [room[a - starts[0] : b - starts[0]] for a, b in pairwise(starts)]
+            answers = self.backend.get_into(keys, pages)
+            if Absence.CORRUPT in answers:
+                raise InvalidInputError(f"rollout {handle.rollout_id}", "records that are whole", "others")
+            if Absence.MISS in answers:
+                raise GoneError(f"rollout {handle.rollout_id}: not all parts are there")
+            return found
 
-        def parts(runs: Sequence[Range]) -> Iterator[tuple[Range, Buffer]]:
-            starts = ((run, handle.grid.starts(*run)) for run in runs)
-            sizes = {n: b - a for run, at in starts for n, (a, b) in zip(range(*run), pairwise(at), strict=True)}
-            for batch in chunks(sizes, sizes.__getitem__, BATCH_NBYTES):
-                content = self._load(handle, batch, map(sizes.__getitem__, batch))
-                yield from (((n, n + 1), each) for n, each in zip(batch, content, strict=True))
-
-        yield head, parts
+        yield read
 
     def _delete(self, handle: RolloutHandle) -> None:
         pointers = self._pointers(handle.rollout_id)
@@ -107,23 +109,10 @@ class MooncakeRollouts(PartStore):
         seen = [key for key, _ in pointers] if pointers and pointers[-1][1].handle.put_id == handle.put_id else []
         self.backend.delete([*seen, *keys_of(handle)])
 
-    def _flush(self) -> None:
-        self.backend.flush()
-
     def _close(self) -> None:
         self.backend.close()
 
-    # ---------------------------------------------------------------- records
-
-    def _load(self, handle: RolloutHandle, numbers: Sequence[int], sizes: Iterable[int]) -> list[bytearray]:
-        """Records of a rollout; the rollout's header proves them."""
-        room = [bytearray(nbytes) for nbytes in sizes]
-        found = self.backend.get_into(keys_of(handle, numbers), [memoryview(each) for each in room])
-        if Absence.CORRUPT in found:
-            raise InvalidInputError(f"rollout {handle.rollout_id}", "records that are whole", "others")
-        if Absence.MISS in found:
-            raise GoneError(f"rollout {handle.rollout_id}: not all parts are there")
-        return room
+    # ---------------------------------------------------------------- pointers
 
     def _pointers(self, rollout_id: str) -> list[tuple[BlockKey, Pointer]]:
         """The pointers by their numbers, with their keys. One that is damaged is counted, and removed."""
@@ -164,9 +153,9 @@ class MooncakeRollouts(PartStore):
 
 
 def keys_of(handle: RolloutHandle, numbers: Sequence[int] | None = None) -> list[BlockKey]:
-    """The keys of the parts with these numbers; by default of all, and then of the :data:`HEADER`."""
+    """The keys of the parts with these numbers; by default of all, and then of the header (-1)."""
     put_id = bytes.fromhex(handle.put_id)
-    numbers = [*range(handle.grid.parts), HEADER] if numbers is None else numbers
+    numbers = [*range(handle.grid.parts), *range(*HEADER)] if numbers is None else numbers
     return [_key(b"part", put_id + number.to_bytes(8, "little", signed=True)) for number in numbers]
 
 
@@ -204,7 +193,7 @@ def _unpacked(page: Buffer, rollout_id: str) -> Pointer:
 
 
 def open_mooncake_rollouts(url: StoreUrl) -> MooncakeRollouts:
-    """``mooncake://HOST:PORT/PREFIX?layers=4&part=64KiB&...``; further parameters are those of the store there."""
-    cut = CutSettings.from_url(url, LAYERS)
-    of_store = {k: v for k, v in url.parameters.items() if k not in CutSettings.PARAMETERS}
-    return MooncakeRollouts(open_mooncake_store(replace(url, parameters=of_store)), cut)
+    """``mooncake://HOST:PORT/PREFIX?layers=4&...``; further parameters are those of the store there."""
+    layers = layers_of(url, LAYERS)
+    of_store = {k: v for k, v in url.parameters.items() if k != "layers"}
+    return MooncakeRollouts(open_mooncake_store(replace(url, parameters=of_store)), layers)

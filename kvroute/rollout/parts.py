@@ -10,21 +10,22 @@ import os
 import threading
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import ClassVar, Final
 
 from msgspec.structs import replace as with_fields
 
-from cache_manager.errors import InvalidInputError, StorageError, StoreClosedError
+from cache_manager.errors import ConfigError, InvalidInputError, StorageError, StoreClosedError
 from cache_manager.ports import Absence
 from cache_manager.record import Buffer
 from cache_manager.storage.batch import chunks
-from kvroute.rollout.handle import PUT_ID_NBYTES, CutSettings, RolloutHandle
+from cache_manager.storage.url import StoreUrl
+from kvroute.rollout.handle import PUT_ID_NBYTES, RolloutHandle
 from kvroute.rollout.ids import checked_id
 from kvroute.rollout.port import RolloutCounters
 from kvroute.routes import Routes
-from kvroute.routes.parts import Range
+from kvroute.routes.parts import Grid, Range
 from kvroute.routes.wire import Header, record, unpack
 
 
@@ -32,36 +33,47 @@ class GoneError(StorageError):
     """The requested data is not there."""
 
 
+LAYERS_MAX: Final = 1024
+"""In a part: all layers of any model."""
+PART_NBYTES: Final = 64 << 10
+BATCH_NBYTES: Final = 8 << 20
+"""Bytes of parts that are read, or put, at once."""
+HEADER: Final = (-1, 0)
+"""The run of "parts" that is a record's header."""
 Record = tuple[bytes, memoryview]
 """The bytes of a header, and of all parts behind it."""
-BATCH_NBYTES: Final = 16 << 20
-"""Bytes of parts that are read at once."""
-Parts = Callable[[Sequence[Range]], Iterable[tuple[Range, Buffer]]]
-"""The bytes of runs of parts ``[first, stop)`` of a record, whole or run by shorter run."""
+Read = Callable[[Sequence[Range]], Sequence[Buffer]]
+"""The bytes of each run of parts ``[first, stop)`` of one record, or of its :data:`HEADER`."""
 
 
-def parts_behind_header(handle: RolloutHandle, read: Callable[[list[Range]], Sequence[Buffer]]) -> Parts:
-    """Of a record whose parts lie behind its header. ``read`` answers so many bytes at several offsets."""
+def places(handle: RolloutHandle, parts: Sequence[Range]) -> list[Range]:
+    """Where runs of parts are in a record whose parts lie behind its header: offsets and sizes."""
     grid, first = handle.grid, handle.header_nbytes
-    most = max(1, BATCH_NBYTES // grid.part_nbytes)
+    return [
+        (0, first) if run == HEADER else (first + grid.starts(run[0], run[0])[0], grid.nbytes_of(run)) for run in parts
+    ]
 
-    def parts(runs: Sequence[Range]) -> Iterator[tuple[Range, Buffer]]:
-        shorter = ((at, min(at + most, stop)) for start, stop in runs for at in range(start, stop, most))
-        for batch in chunks(shorter, grid.nbytes_of, BATCH_NBYTES):
-            wanted = [(first + grid.starts(run[0], run[0])[0], grid.nbytes_of(run)) for run in batch]
-            yield from zip(batch, read(wanted), strict=True)
 
-    return parts
+def layers_of(url: StoreUrl, default: int = 1) -> int:
+    """The parameter ``layers``: how many a part has, a number or ``all``.
+
+    With one layer, or as many as a stage has, a rank of pipeline parallelism reads only its layers.
+    """
+    text = url.parameters.get("layers", str(default))
+    count = LAYERS_MAX if text == "all" else int(text) if text.isascii() and text.isdecimal() and len(text) < 9 else 0
+    if not 1 <= count <= LAYERS_MAX:
+        raise ConfigError("rollout store parameter layers", f"1 to {LAYERS_MAX}, or all", repr(text))
+    return count
 
 
 class PartStore(ABC):
-    """A ``RolloutStore`` except for where records lie. ``name`` is for messages."""
+    """A ``RolloutStore`` except for where records lie. ``name`` is for messages; a part has at most ``layers``."""
 
     scheme: ClassVar[str]
 
-    def __init__(self, name: str, cut: CutSettings | None = None) -> None:
+    def __init__(self, name: str, layers: int = 1) -> None:
         self._name = name
-        self._cut = cut or CutSettings()
+        self._layers = layers
         self._closed = False
         self._counting = threading.Lock()
         self._counts: Counter[str] = Counter()
@@ -71,8 +83,8 @@ class PartStore(ABC):
         """Store a record, make it the put that is found, and answer the handle; or leave nothing and raise."""
 
     @abstractmethod
-    def _opened(self, handle: RolloutHandle) -> AbstractContextManager[tuple[Buffer, Parts]]:
-        """One stored record, open for the ``with`` block: the bytes before its parts, and what reads its parts."""
+    def _opened(self, handle: RolloutHandle) -> AbstractContextManager[Read]:
+        """One stored record, open for the ``with`` block."""
 
     @abstractmethod
     def _find(self, rollout_id: str, /) -> RolloutHandle | None: ...
@@ -80,10 +92,7 @@ class PartStore(ABC):
     @abstractmethod
     def _delete(self, handle: RolloutHandle) -> None: ...
 
-    def _flush(self) -> None:  # noqa: B027 - most stores have nothing to do
-        """Does nothing, unless a store has stable storage."""
-
-    def _close(self) -> None:  # noqa: B027
+    def _close(self) -> None:  # noqa: B027 - most stores have nothing to do
         """Called once."""
 
     # ---------------------------------------------------------------- RolloutStore
@@ -95,8 +104,9 @@ class PartStore(ABC):
 
     def put(self, rollout_id: str, routes: Routes) -> RolloutHandle:
         self._check_open()
-        grid, put_id = self._cut.grid(routes), os.urandom(PUT_ID_NBYTES).hex()
-        name = f"{put_id} {checked_id(rollout_id)}"
+        name = f"{os.urandom(PUT_ID_NBYTES).hex()} {checked_id(rollout_id)}"
+        (rows, layers, top_k), itemsize = routes.ids.shape, routes.ids.itemsize
+        grid = Grid.fit(rows, layers, top_k * itemsize, part_layers=self._layers, part_nbytes=PART_NBYTES)
         try:
             header, parts = record(routes, grid, name)
             packed = header.pack()
@@ -129,11 +139,12 @@ class PartStore(ABC):
         self._check_open()
         chosen, rows = _wanted(handle, layers, spans)
         try:
-            with self._opened(handle) as (head, parts):
+            with self._opened(handle) as read:
+                (head,) = read([HEADER])
                 header = _checked(handle, unpack(head), len(head))
                 # Only now is the handle known to be one that was put, and what it claims made room for.
                 needed = header.grid.needed(chosen, rows)
-                ids = header.ids(parts(needed), chosen, rows)
+                ids = header.ids(_in_turns(header.grid, needed, read), chosen, rows)
             found = [Routes.of_record(header, each, first, chosen) for each, (first, _) in zip(ids, rows, strict=True)]
         except GoneError:
             self._count(misses=1)
@@ -150,18 +161,10 @@ class PartStore(ABC):
         self._delete(handle)
         self._count(deletes=1)
 
-    def flush(self) -> None:
-        self._check_open()
-        self._flush()
-
     def close(self) -> None:
-        """Flush, then close; a failure to flush is raised, and the store is closed all the same."""
         if not self._closed:
             self._closed = True
-            try:
-                self._flush()
-            finally:
-                self._close()
+            self._close()
 
     # ---------------------------------------------------------------- for stores
 
@@ -172,6 +175,14 @@ class PartStore(ABC):
     def _check_open(self) -> None:
         if self._closed:
             raise StoreClosedError(f"{self._name} is closed")
+
+
+def _in_turns(grid: Grid, parts: Sequence[Range], read: Read) -> Iterator[tuple[Range, Buffer]]:
+    """Runs of parts and their bytes, few at once."""
+    most = max(1, BATCH_NBYTES // grid.part_nbytes)
+    shorter = ((at, min(at + most, stop)) for start, stop in parts for at in range(start, stop, most))
+    for batch in chunks(shorter, grid.nbytes_of, BATCH_NBYTES):
+        yield from zip(batch, read(batch), strict=True)
 
 
 def _wanted(

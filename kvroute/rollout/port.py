@@ -65,7 +65,4 @@ class RolloutStore(Protocol):
     def delete(self, handle: RolloutHandle) -> None:
         """Forget one put; harmless if it is not there."""
 
-    def flush(self) -> None:
-        """Return when every rollout put before is on stable storage, if this store has any."""
-
     def close(self) -> None: ...

@@ -8,9 +8,8 @@ memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from itertools import accumulate
 from typing import Any, Final
 
 import numpy as np
@@ -21,8 +20,8 @@ from ray.exceptions import ActorDiedError, ObjectLostError, RayError
 from cache_manager.errors import StorageError
 from cache_manager.record import Buffer
 from cache_manager.storage.url import StoreUrl
-from kvroute.rollout.handle import CutSettings, RolloutHandle
-from kvroute.rollout.parts import GoneError, Parts, PartStore, Record, parts_behind_header
+from kvroute.rollout.handle import RolloutHandle
+from kvroute.rollout.parts import GoneError, PartStore, Read, Record, layers_of, places
 from kvroute.routes.parts import Range
 
 NAMESPACE: Final = "kvroute"
@@ -41,13 +40,13 @@ class Owner:
     def find(self, rollout_id: str) -> str | None:
         return self._last.get(rollout_id, (None,))[0]
 
-    def read(self, rollout_id: str, handle: str, ranges: list[Range]) -> NDArray[np.uint8] | None:
-        """The bytes of each range (offset, nbytes), end to end; ``None`` if that put is not there."""
+    def read(self, rollout_id: str, handle: str, ranges: list[Range]) -> list[NDArray[np.uint8]] | None:
+        """The bytes of each range (offset, nbytes); ``None`` if that put is not there."""
         found, reference = self._last.get(rollout_id, (None, None))
         if found != handle:
             return None
         record = ray.get(reference)
-        return np.concatenate([record[at : at + nbytes] for at, nbytes in ranges])
+        return [record[at : at + nbytes] for at, nbytes in ranges]
 
     def delete(self, rollout_id: str, handle: str) -> None:
         if self.find(rollout_id) == handle:
@@ -63,8 +62,8 @@ class RayRollouts(PartStore):
 
     scheme = "ray"
 
-    def __init__(self, name: str = "rollouts", cut: CutSettings | None = None, *, timeout_s: float = 60.0) -> None:
-        super().__init__(f"the rollout store ray:{name}", cut)
+    def __init__(self, name: str = "rollouts", layers: int = 1, *, timeout_s: float = 60.0) -> None:
+        super().__init__(f"the rollout store ray:{name}", layers)
         self._owner_name, self._timeout_s = name, timeout_s
         with self._translated():
             if not ray.is_initialized():
@@ -80,16 +79,14 @@ class RayRollouts(PartStore):
         return handle
 
     @contextmanager
-    def _opened(self, handle: RolloutHandle) -> Iterator[tuple[Buffer, Parts]]:
-        def read(ranges: list[Range]) -> list[Buffer]:
-            found = self._ask("read", handle.rollout_id, handle.to_json(), ranges)
+    def _opened(self, handle: RolloutHandle) -> Iterator[Read]:
+        def read(parts: Sequence[Range]) -> list[Buffer]:
+            found = self._ask("read", handle.rollout_id, handle.to_json(), places(handle, parts))
             if found is None:
                 raise GoneError(f"rollout {handle.rollout_id} is not at its owner")
-            ends = accumulate(nbytes for _, nbytes in ranges)
-            return [found.data[end - nbytes : end] for end, (_, nbytes) in zip(ends, ranges, strict=True)]
+            return [each.data for each in found]
 
-        (head,) = read([(0, handle.header_nbytes)])
-        yield head, parts_behind_header(handle, read)
+        yield read
 
     def _find(self, rollout_id: str, /) -> RolloutHandle | None:
         found = self._ask("find", rollout_id)
@@ -119,8 +116,8 @@ class RayRollouts(PartStore):
 
 
 def open_ray_rollouts(url: StoreUrl) -> RayRollouts:
-    """``ray:NAME?layers=1&part=64KiB&timeout=60s``."""
-    url.allow("timeout", *CutSettings.PARAMETERS)
+    """``ray:NAME?layers=1&timeout=60s``."""
+    url.allow("timeout", "layers")
     timeout_s = url.seconds("timeout", 60.0)
     assert timeout_s is not None
-    return RayRollouts(url.path or "rollouts", CutSettings.from_url(url), timeout_s=timeout_s)
+    return RayRollouts(url.path or "rollouts", layers_of(url), timeout_s=timeout_s)

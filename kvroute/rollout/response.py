@@ -8,10 +8,9 @@ from contextlib import contextmanager
 from msgspec.structs import replace
 
 from cache_manager.errors import ConfigError
-from cache_manager.record import Buffer
 from cache_manager.storage.url import StoreUrl
-from kvroute.rollout.handle import LAYERS_MAX, CutSettings, RolloutHandle
-from kvroute.rollout.parts import GoneError, Parts, PartStore, Record, parts_behind_header
+from kvroute.rollout.handle import RolloutHandle
+from kvroute.rollout.parts import LAYERS_MAX, GoneError, PartStore, Read, Record, places
 
 
 class ResponseRollouts(PartStore):
@@ -23,18 +22,17 @@ class ResponseRollouts(PartStore):
     scheme = "response"
 
     def __init__(self) -> None:
-        super().__init__("the rollout store", CutSettings(LAYERS_MAX))
+        super().__init__("the rollout store", LAYERS_MAX)
 
     def _write(self, handle: RolloutHandle, record: Record) -> RolloutHandle:
         return replace(handle, inline=b"".join(record))
 
     @contextmanager
-    def _opened(self, handle: RolloutHandle) -> Iterator[tuple[Buffer, Parts]]:
+    def _opened(self, handle: RolloutHandle) -> Iterator[Read]:
         if not handle.inline:
             raise GoneError(f"rollout {handle.rollout_id} has nothing inline")
         inline = memoryview(handle.inline)
-        parts = parts_behind_header(handle, lambda ranges: [inline[at : at + nbytes] for at, nbytes in ranges])
-        yield inline[: handle.header_nbytes], parts
+        yield lambda parts: [inline[at : at + nbytes] for at, nbytes in places(handle, parts)]
 
     def _find(self, _: str, /) -> None:
         return None

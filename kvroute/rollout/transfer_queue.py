@@ -78,9 +78,6 @@ class QueueRollouts:
                 self._tell(handle.rollout_id, "")
         self.rows.delete(handle)
 
-    def flush(self) -> None:
-        self.rows.flush()
-
     def close(self) -> None:
         """Close the store of the rows; the queue is its cluster's."""
         self._closed = True

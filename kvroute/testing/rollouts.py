@@ -248,13 +248,11 @@ class RolloutContract(ABC):
     def test_a_closed_store_says_so(self) -> None:
         with self._opened() as (store, _):
             handle = store.put("task:1:0:0", routes_of(1))
-            store.flush()
             store.close()
             store.close()
             calls: list[tuple[Any, ...]] = [
                 (store.put, "task:1:0:0", routes_of(1)),
                 (store.find, "task:1:0:0"),
-                (store.flush,),
             ]
             for call, *given_ in [*calls, (store.get, handle), (store.delete, handle)]:
                 with pytest.raises(StoreClosedError):

@@ -151,11 +151,11 @@ def verl_engine(case: Case) -> int:
 
 
 def verl_class(case: Case) -> int:
-    """kvroute's own installation into verl's class, with a mask for a hole."""
+    """kvroute's own installation into verl's class."""
     stage, numbers = case.stage(), packed_numbers(case)
     rows = megatron.packed(stage, ROUTES, TOKENS, case.split())
     with megatron.schedule(stage):
-        megatron.install(stage, rows, replay_mask=numbers > 0)
+        megatron.install(stage, rows)
         return check(stage, hidden_for(numbers), numbers)
 
 

@@ -173,8 +173,8 @@ def test_rows_that_do_not_fit_are_refused_whole(megatron: Any, rows: torch.Tenso
 
 
 def test_models_that_cannot_replay_are_refused(megatron: Any) -> None:
-    """Goal: never a replay that silently does nothing. Method: no replay objects, a fused router, a mask for a class
-    that knows none, a router without a number, a hole in the routes."""
+    """Goal: never a replay that silently does nothing. Method: no replay objects, a fused router, a router without a
+    number, a hole in the routes."""
     with pytest.raises(ReplayError, match="moe_enable_routing_replay, got none"):
         replay.layer_ids(megatron.Stage(LAYERS, megatron.config(moe_enable_routing_replay=False)))
     stage = megatron.Stage(LAYERS, megatron.config())
@@ -183,10 +183,6 @@ def test_models_that_cannot_replay_are_refused(megatron: Any) -> None:
     with pytest.raises(ReplayError, match="a fused router ignores replay"):
         replay.install(stage, rows)
     stage.config.moe_router_fusion = False
-    with pytest.raises(ReplayError, match="no replay_mask: this RouterReplay replays every row"):
-        replay.install(stage, rows, replay_mask=torch.ones(6, dtype=torch.bool))
-    with pytest.raises(ReplayError, match=r"replay_mask: wanted bool \[6\]"):
-        replay.install(stage, rows, replay_mask=torch.ones(5, dtype=torch.bool))
     with pytest.raises(RowError, match="sequence 1 row 2: wanted a row"):
         replay.packed(stage, [made_routes(1, 5), made_routes(2, 5, holes=(2,))], [6, 6], ALONE)
     stage.decoder[1].layer_number = None

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import mcore
 import numpy as np
+import pybase64
 import pytest
 import torch
 from miles.backends.megatron_utils.replay_utils import get_register_replay_list_func
 from miles.backends.training_utils import cp_utils, parallel
 from miles.backends.training_utils.data import DataIterator
+from miles.rollout.generate_utils.generate_endpoint_utils import update_sample_from_response
 from miles.rollout.generate_utils.openai_endpoint_utils import compute_samples_from_openai_records
 from miles.rollout.generate_utils.sample_utils import merge_samples
 from miles.rollout.session.session_types import SessionRecord
@@ -131,6 +135,50 @@ def test_a_session_becomes_one_sample_with_the_rows_of_its_last_turn() -> None:
     merged.validate()
     assert np.array_equal(merged.rollout_routed_experts[:, 1:], expert_rows(2, np.arange(14), LAYERS, 16, 4))
     assert merged.weight_versions == ["3", "5"]
+
+
+async def answered(how: str, args: Namespace, sample: Sample, answer: dict[str, Any]) -> None:
+    """miles' update of a sample from an answer of SGLang's, by its own endpoint's code or by its plain rollout."""
+    if how == "endpoint":
+        await update_sample_from_response(args, sample, {"input_ids": list(range(5))}, answer)
+        return
+
+    async def post(_url: str, payload: dict[str, Any], headers: object) -> dict[str, Any]:
+        assert payload["return_routed_experts"]
+        assert headers is None
+        return answer
+
+    encode_words = SimpleNamespace(encode=lambda _text, add_special_tokens: list(range(5)))  # noqa: ARG005
+    state = SimpleNamespace(processor=None, tokenizer=encode_words)
+    names = {"GenerateState": lambda _: state, "post": post, "is_lora_enabled": lambda _: False, "Sample": Sample}
+    rollout = installed("miles") / "rollout" / "sglang_rollout.py"
+    await code_of(rollout, "generate", np=np, pybase64=pybase64, **names)["generate"](
+        args, sample, {"max_new_tokens": 9}
+    )
+
+
+@pytest.mark.parametrize("how", ["endpoint", "rollout"])
+def test_an_answer_that_goes_on_has_every_row_once(how: str) -> None:
+    """Goal: a partial rollout. Method: an answer that was aborted and one that goes on from it, each with the rows of
+    all tokens so far, as SGLang encodes them; miles' sample has the rollout's rows and passes its validation."""
+    whole, sample = made_routes(3, 14), Sample(prompt="p")
+    args = Namespace(
+        num_layers=4, moe_router_topk=4, use_miles_router=False, ci_test=False, use_rollout_routing_replay=True,
+        sglang_router_ip="", sglang_router_port=0, sglang_router_policy="", sglang_speculative_algorithm=None,
+        partial_rollout=True, mask_offpolicy_in_partial_rollout=False,
+    )  # fmt: skip
+    for end, reason, version in ((9, "abort", "3"), (15, "stop", "5")):
+        meta = {
+            "routed_experts": encode(whole.slice(0, end - 1), "sglang"),
+            "output_token_logprobs": [(0.0, token) for token in range(len(sample.tokens) or 5, end)],
+            "finish_reason": {"type": reason},
+            "weight_version": version,
+        }
+        asyncio.run(answered(how, args, sample, {"text": "t", "meta_info": meta}))
+        assert sample.tokens == list(range(end))
+        sample.validate()
+        assert np.array_equal(sample.rollout_routed_experts, slime.miles_sample(whole, end))
+    assert sample.weight_versions == ["3", "5"]
 
 
 @pytest.mark.parametrize("cp", [1, 2])

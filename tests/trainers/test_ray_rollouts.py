@@ -38,7 +38,7 @@ class TestRayRollouts(RolloutContract):
             ray.kill(ray.get_actor(name["name"], namespace=name["namespace"]))
 
     def make_store(self, directory: Path) -> RolloutStore:
-        return open_rollouts(f"ray:test-{next(numbers)}?part=4KiB")
+        return open_rollouts(f"ray:test-{next(numbers)}")
 
     def damage(self, directory: Path, store: RolloutStore, handle: RolloutHandle) -> RolloutHandle:
         """A part of another put is in the place of one of this."""
@@ -47,7 +47,7 @@ class TestRayRollouts(RolloutContract):
         records = []
         for each in (handle, other):
             whole = [(0, each.header_nbytes + each.grid.nbytes)]
-            records.append(ray.get(owner.read.remote(each.rollout_id, each.to_json(), whole)).copy())
+            records.append(ray.get(owner.read.remote(each.rollout_id, each.to_json(), whole))[0].copy())
         part, (first, second) = handle.grid.nbytes_of((0, 1)), (handle.header_nbytes, other.header_nbytes)
         records[0][first : first + part] = records[1][second : second + part]
         ray.get(owner.put.remote(handle.rollout_id, handle.to_json(), records[0]))
@@ -63,7 +63,7 @@ def test_rollouts_outlive_the_process_that_put_them_and_end_with_their_owner() -
     @ray.remote(num_cpus=0)
     class Engine:
         def put(self) -> str:
-            return open_rollouts(f"ray:{name}?part=1KiB").put("task:1:0:0", routes_of(1, 4096)).to_json()
+            return open_rollouts(f"ray:{name}").put("task:1:0:0", routes_of(1, 4096)).to_json()
 
         def die(self) -> None:
             os._exit(1)

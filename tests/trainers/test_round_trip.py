@@ -27,8 +27,8 @@ from kvroute.replay import megatron, nemo_rl, skyrl, verl
 from kvroute.routes import Routes, Split
 
 ROOT = Path(__file__).parents[2]
-FAMILIES = ("deepseek_v3", "gpt_oss", "longcat_flash", "qwen3_moe")
-"""Dense layers first, windows, two attentions a layer, and routers in every layer."""
+FAMILIES = ("deepseek_v3", "ernie4_5_moe", "gpt_oss", "longcat_flash", "qwen2_moe", "qwen3_moe")
+"""Dense layers first, routers in every other layer, windows, two attentions a layer, a dense layer in the middle."""
 ENGINE_PYTHON = os.environ.get("KVROUTE_PYTHON", str(ROOT / ".venv" / "bin" / "python"))
 
 

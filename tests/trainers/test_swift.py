@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import json
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -38,6 +40,16 @@ REPLAY = code_of(
     scatter_to_sequence_parallel_region=scatter_to_sequence_parallel_region,
     split_cp_inputs=SPLIT["split_cp_inputs"],
     device_name="cpu",
+)
+WIRE = code_of(
+    installed("swift") / "infer_engine" / "protocol.py",
+    "serialize_ndarray",
+    "deserialize_ndarray",
+    np=np,
+    base64=base64,
+)
+SAMPLE = code_of(
+    installed("swift") / "rl_core" / "data.py", "apply_rollout_output", remove_response=lambda messages: messages
 )
 SAMPLES = [
     SimpleNamespace(routed_experts=slime.sample(routes, tokens), encoded={"length": tokens})
@@ -76,6 +88,27 @@ def test_a_padded_batch_has_the_rows_in_their_places() -> None:
         batch(cut, list(ranks.TOKENS), 16, padding_free=False)
 
 
+def test_rows_of_an_answer_reach_the_batch_over_its_wire() -> None:
+    """Goal: rows between ms-swift's rollout server and its trainer. Method: a choice as JSON and back by its own
+    functions, put onto a sample by its own method, then its batch."""
+    said = json.loads(json.dumps(WIRE["serialize_ndarray"](slime.sample(ranks.ROUTES[0], ranks.TOKENS[0]).numpy())))
+    choice = SimpleNamespace(
+        routed_experts=WIRE["deserialize_ndarray"](said),
+        message=SimpleNamespace(content="said"),
+        token_ids=[1, 2],
+        logprobs=None,
+        finish_reason="stop",
+    )
+    answer = SimpleNamespace(
+        response=SimpleNamespace(choices=[choice]),
+        **dict.fromkeys(("messages", "response_token_ids", "rollout_logprobs", "rollout_infos")),
+    )
+    sample = SimpleNamespace(messages=[], routed_experts=None, encoded={"length": ranks.TOKENS[0]})
+    SAMPLE["apply_rollout_output"](sample, rollout_output=answer)
+    rows = batch([sample], [ranks.TOKENS[0]], 16, padding_free=False)
+    assert torch.equal(rows[0, : ranks.TOKENS[0] - 1, list(ranks.LAYERS)], rows_of(0))
+
+
 def replayed(case: ranks.Case) -> int:
     """The cells that this rank's routers took from the rollout, where ms-swift cuts token numbers as it cuts rows.
 
@@ -91,9 +124,9 @@ def replayed(case: ranks.Case) -> int:
     ends = torch.tensor(np.cumsum([0, *lengths]))
     packing = SimpleNamespace(cu_seqlens_q=ends)
     if case.cp > 1:
-        numbers = SPLIT["split_cp_inputs"](numbers[None], ends, 1)[0]
+        numbers = SPLIT["split_cp_inputs"](numbers[None], ends, 1, case.layout)[0]
     numbers, stage, cells = ranks.scattered(numbers, case), case.stage(), 0
-    mine = REPLAY["get_local_topk_idx_for_current_rank"](rows, stage.config, packing)
+    mine = REPLAY["get_local_topk_idx_for_current_rank"](rows, stage.config, packing, case.layout)
     REPLAY["set_router_replay_data"](mine, stage.config)
     RouterReplay.set_global_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
     assert REPLAY["RouterReplayHelper"].is_replay_forward_action(stage.config)
@@ -115,7 +148,7 @@ def replayed(case: ranks.Case) -> int:
     return cells
 
 
-@pytest.mark.parametrize("case", ranks.CASES)
+@pytest.mark.parametrize("case", ranks.CASES + ranks.CONTIGUOUS)
 def test_every_rank_uses_the_rollouts_experts(case: ranks.Case) -> None:
     """Goal: R3 and R2 of a trainer that goes by position. Method: this process is each rank in turn; real tokens are
     recognised by ms-swift's cut of token numbers, and all ranks together compare every row and layer."""

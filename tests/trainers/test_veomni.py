@@ -1,4 +1,4 @@
-"""Replay in a model of VeOmni's own, by verl's engine for it."""
+"""Replay in models of VeOmni's own, by verl's engine for them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ import torch
 from routes_of import expert_rows, made_routes
 from sources import code_of, installed
 from torch import nn
-from transformers import Qwen3MoeConfig
+from transformers import Qwen3_5MoeConfig, Qwen3MoeConfig
+from veomni.models.transformers.qwen3_5_moe.generated.patched_modeling_qwen3_5_moe_gpu import (
+    Qwen3_5MoeForConditionalGeneration,
+)
 from veomni.models.transformers.qwen3_moe.generated.patched_modeling_qwen3_moe_gpu import Qwen3MoeForCausalLM
 from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
 from verl.utils.veomni.router_replay import RouterReplayAction, VeOmniRouterReplay
@@ -27,13 +30,25 @@ ENGINE = code_of(
 )
 
 
-@pytest.fixture
-def model() -> nn.Module:
-    config = Qwen3MoeConfig(
-        vocab_size=64, hidden_size=32, moe_intermediate_size=16, num_hidden_layers=len(LAYERS), num_attention_heads=4,
-        num_key_value_heads=2, head_dim=8, num_experts=EXPERTS, num_experts_per_tok=TOP_K,
-    )  # fmt: skip
-    return Qwen3MoeForCausalLM._from_config(config, attn_implementation="eager")
+SIZES: dict[str, Any] = {
+    "vocab_size": 64, "hidden_size": 32, "moe_intermediate_size": 16, "num_hidden_layers": len(LAYERS),
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "num_experts": EXPERTS,
+    "num_experts_per_tok": TOP_K,
+}  # fmt: skip
+SEEING = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32}
+
+
+@pytest.fixture(params=["qwen3_moe", "qwen3_5_moe"])
+def model(request: pytest.FixtureRequest) -> nn.Module:
+    if request.param == "qwen3_moe":
+        return Qwen3MoeForCausalLM._from_config(Qwen3MoeConfig(**SIZES), attn_implementation="eager")
+    text = {**SIZES, "shared_expert_intermediate_size": 16, "layer_types": ["full_attention"] * len(LAYERS)}
+    config = Qwen3_5MoeConfig(text_config=text, vision_config=SEEING)
+    return Qwen3_5MoeForConditionalGeneration._from_config(config, attn_implementation="eager")
+
+
+def layers_of(model: Any) -> Any:
+    return getattr(model.model, "language_model", model.model).layers
 
 
 def run(model: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
@@ -42,10 +57,13 @@ def run(model: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
     tokens = torch.arange(2 + sum(map(sum, SAMPLES)))[None]
     hooks = [
         layer.mlp.experts.register_forward_pre_hook(lambda _, given: used.append(given[1]))
-        for layer in model.model.layers
+        for layer in layers_of(model)
     ]
+    ends = torch.tensor([0, tokens.numel()], dtype=torch.int32)
+    packed = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": ends[1], "max_length_k": ends[1]}
+    more = packed if hasattr(model.model, "language_model") else {}
     with torch.no_grad():
-        logits = model(tokens, position_ids=tokens, use_cache=False).logits
+        logits = model(tokens, position_ids=tokens, use_cache=False, **more).logits
     for hook in hooks:
         hook.remove()
     return logits, torch.stack(used, dim=1)
@@ -105,7 +123,7 @@ def test_what_it_recorded_is_replayed_bit_by_bit(model: Any) -> None:
         replay.begin_replay()
         arm(replay, recorded[:-2])
         assert torch.equal(run(model)[0], logits)
-        for layer in model.model.layers:
+        for layer in layers_of(model):
             nn.init.normal_(layer.mlp.gate.weight)
         arm(replay, recorded[:-2])
         assert torch.equal(run(model)[1][:-2], own[:-2])

@@ -8,12 +8,9 @@ import os
 import shutil
 import signal
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from threading import Event, current_thread, main_thread
-from typing import ClassVar
 
 import pytest
 from faulty_disk import FaultyDisk
@@ -23,18 +20,16 @@ from hypothesis import strategies as st
 from cache_manager.errors import StorageError
 from cache_manager.ports import Absence
 from kvroute.rollout import local
-from kvroute.rollout.handle import CutSettings
 from kvroute.rollout.local import LocalRollouts
 from kvroute.rollout.shard import fetch_routes
 from kvroute.testing.rollouts import of_layers, routes_of
 
-CUT = CutSettings(part_nbytes=64)
 PUT_NBYTES = 900
 """About what one put of the tests writes."""
 
 
 def store_at(directory: Path, disk: FaultyDisk | None = None, *, sync: bool = False) -> LocalRollouts:
-    return LocalRollouts(directory, CUT, sync=sync, disk=disk)
+    return LocalRollouts(directory, sync=sync, disk=disk)
 
 
 def killed_in_a_put(directory: Path, set_up: Callable[[FaultyDisk, Callable[..., None]], None]) -> None:
@@ -102,76 +97,22 @@ def test_a_put_that_fails_changes_nothing(tmp_path: Path, number: int) -> None:
     assert (store.counters.puts, store.counters.put_failures) == (1, 1)
 
 
-def test_a_sync_that_fails_is_reported_and_tried_again(tmp_path: Path) -> None:
-    """Goal: durability is never claimed. Method: the disk refuses to sync, with and without ``sync=put``."""
-    disk = FaultyDisk()
-    store = store_at(tmp_path, disk)
-    store.put("task:1:0:0", routes_of(1))
-    disk.sync_errno = errno.EIO
-    with pytest.raises(StorageError):
-        store.flush()
-    with pytest.raises(StorageError):
-        store_at(tmp_path, disk, sync=True).put("task:1:0:1", routes_of(2))
-    disk.sync_errno, before = None, disk.syncs
-    store.flush()
-    assert disk.syncs == before + 2  # the file, and the directory
-    store.close()
+@pytest.mark.parametrize("which", ["the file", "the directory"])
+def test_a_put_that_cannot_be_synced_is_a_failure(tmp_path: Path, which: str) -> None:
+    """Goal: durability is never claimed. Method: with ``sync=put`` the disk refuses to sync the file, or its name."""
 
-
-def test_puts_without_a_flush_are_synced_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Goal: what waits for a flush is bounded, and no put has to sync all earlier ones. Method: at most three wait; the
-    disk counts its syncs for puts that are new, repeated, deleted, or fail to sync."""
-    monkeypatch.setattr(local, "UNSYNCED_MAX", 3)
-    disk = FaultyDisk()
-    store = store_at(tmp_path, disk)
-    handles = [store.put(f"task:{i}:0:0", routes_of(1)) for i in range(3)]
-    assert disk.syncs == 0
-    store.put("task:0:0:0", routes_of(2))  # the newest now
-    store.put("task:3:0:0", routes_of(2))
-    assert disk.syncs == 1, "of task 1"
-    store.delete(handles[2])
-    store.put("task:4:0:0", routes_of(2))
-    assert disk.syncs == 1, "task 2 is gone"
-    disk.sync_errno = errno.EIO
-    with pytest.raises(StorageError, match="task:0:0:0"):
-        store.put("task:5:0:0", routes_of(2))
-    assert store.find("task:5:0:0") is None, "a put that failed leaves nothing"
-    disk.sync_errno = None
-    store.flush()
-    assert disk.syncs == 1 + 4, "tasks 0, 3 and 4, and the directory"
-    store.close()
-
-
-def test_a_flush_beside_another_returns_when_its_puts_are_synced(tmp_path: Path) -> None:
-    """Goal: a flush is not done before the puts before it are on the disk. Method: a flush stops while it syncs a file;
-    another one of the same store has synced that file when it returns; a put meanwhile is synced by the next flush."""
-
-    class Slow(FaultyDisk):
-        begun, goes_on = Event(), Event()
-        synced: ClassVar[list[int]] = []
-
+    class Refusing(FaultyDisk):
         def sync(self, fd: int) -> None:
-            if current_thread() is not main_thread() and not self.begun.is_set():
-                self.begun.set()
-                assert self.goes_on.wait(30)
+            if self.syncs == (which == "the directory"):
+                self.sync_errno = errno.EIO
             super().sync(fd)
-            self.synced.append(os.fstat(fd).st_ino)
 
-    def file() -> int:
-        return (tmp_path / "x.routes").stat().st_ino
-
-    with closing(store_at(tmp_path, Slow())) as store, ThreadPoolExecutor(1) as threads:
-        store.put("x", routes_of(1))
-        first = threads.submit(store.flush)
-        assert Slow.begun.wait(30)
-        store.flush()
-        assert file() in Slow.synced
-        store.put("x", routes_of(2))
-        Slow.goes_on.set()
-        first.result(30)
-        Slow.synced.clear()
-        store.flush()
-        assert file() in Slow.synced
+    disk = Refusing()
+    with closing(store_at(tmp_path, disk, sync=True)) as store:
+        with pytest.raises(StorageError, match=os.strerror(errno.EIO)):
+            store.put("task:1:0:0", routes_of(1))
+        assert os.listdir(tmp_path) == []
+        assert store.counters.put_failures == 1
 
 
 def test_a_read_error_is_a_failure_and_no_absence(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from cache_manager.record import Buffer, RecordHeader
 from cache_manager.storage import open_store
 from cache_manager.testing.faults import FaultyStore
 from kvroute.rollout import open_rollouts
-from kvroute.rollout.handle import CutSettings, RolloutHandle
+from kvroute.rollout.handle import RolloutHandle
 from kvroute.rollout.mooncake import PLACES, MooncakeRollouts, pointers_of
 from kvroute.rollout.shard import fetch_routes
 from kvroute.testing.rollouts import routes_of
@@ -31,13 +31,12 @@ from cache_manager.storage import open_store
 from cache_manager.testing.faults import FaultyStore
 from kvroute.testing.rollouts import routes_of
 from kvroute.rollout import mooncake
-from kvroute.rollout.handle import CutSettings
 from kvroute.rollout.mooncake import MooncakeRollouts
 
 mooncake.BATCH_NBYTES = 300  # 480 bytes of parts, then the header, then the pointer
 url, puts = sys.argv[1], int(sys.argv[2])
 backend = FaultyStore(open_store(url))
-store = MooncakeRollouts(backend, CutSettings(part_nbytes=64))
+store = MooncakeRollouts(backend, layers=1)
 before = [puts]
 
 def die():
@@ -102,7 +101,7 @@ def test_a_put_that_does_not_fit_is_a_failure_and_leaves_nothing(url: str) -> No
 def test_a_store_that_fails_is_no_absence(url: str) -> None:
     """Goal: a failure is told apart from a miss. Method: a backend that fails to put and to get."""
     backend = FaultyStore(open_store(url))
-    store = MooncakeRollouts(backend, CutSettings(part_nbytes=256))
+    store = MooncakeRollouts(backend, layers=1)
     try:
         handle = store.put("x", routes_of(1))
         backend.fail_get = True
@@ -128,7 +127,7 @@ def test_an_id_can_be_put_any_number_of_times(url: str) -> None:
     pointers, and the last put is found each time; then, with a pointer left in each place, a put is refused until the
     rollout is deleted."""
     backend = FaultyStore(open_store(url))
-    store = MooncakeRollouts(backend, CutSettings(part_nbytes=64))
+    store = MooncakeRollouts(backend, layers=1)
     try:
         for seed in range(PLACES + 6):
             last = store.put("x", routes_of(seed, 4))

@@ -103,7 +103,7 @@ def test_anything_else_is_no_handle(junk: Any) -> None:
         ("nowhere:", "rollout store scheme: wanted one of file, mooncake, ray, response, tq"),
         ("file:///x?layers=some", "layers: wanted 1 to 1024, or all"),
         ("file:///x?sync=always", "sync: wanted one of none, put"),
-        ("file:///x?part=1B", "part: wanted 64 to"),
+        ("file:///x?layers=1025", "layers: wanted 1 to 1024, or all"),
         ("response:?x=1", "store parameter"),
         ("mooncake://nowhere", "HOST:PORT"),
         ("", "store: wanted a URL"),

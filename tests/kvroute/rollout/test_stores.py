@@ -15,21 +15,22 @@ from mooncake_pool import Master, running_master, running_owner
 
 from cache_manager.record import RecordHeader
 from kvroute.rollout import RolloutHandle, RolloutStore, open_rollouts
-from kvroute.rollout.handle import CutSettings
 from kvroute.rollout.local import LocalRollouts
 from kvroute.rollout.mooncake import MooncakeRollouts, keys_of
 from kvroute.rollout.shard import fetch_shard
 from kvroute.routes import Split, shard_packed
 from kvroute.testing.rollouts import RolloutContract, routes_of
 
-SMALL = CutSettings(part_nbytes=64)
-
 
 class TestLocalRollouts(RolloutContract):
     """Parts so small that rollouts have many."""
 
+    @pytest.fixture(autouse=True)
+    def _small(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("kvroute.rollout.parts.PART_NBYTES", 64)
+
     def make_store(self, directory: Path) -> RolloutStore:
-        return LocalRollouts(directory / "rollouts", SMALL)
+        return LocalRollouts(directory / "rollouts")
 
     def damage(self, directory: Path, store: RolloutStore, handle: RolloutHandle) -> RolloutHandle:
         file = directory / "rollouts" / f"{handle.rollout_id}.routes"
@@ -45,7 +46,7 @@ class TestFusedLocalRollouts(TestLocalRollouts):
     reads_parts = False
 
     def make_store(self, directory: Path) -> RolloutStore:
-        return LocalRollouts(directory / "rollouts", CutSettings(6, part_nbytes=256), sync=True)
+        return LocalRollouts(directory / "rollouts", 6, sync=True)
 
 
 class TestResponseRollouts(RolloutContract):
@@ -84,7 +85,7 @@ class TestMooncakeRollouts(RolloutContract):
 
     def make_store(self, directory: Path) -> RolloutStore:
         prefix = f"test-{next(self.numbers)}"
-        return open_rollouts(self.master.url(prefix, layers=1, part="4KiB", arena="4MiB"))
+        return open_rollouts(self.master.url(prefix, layers=1, arena="4MiB"))
 
     def damage(self, directory: Path, store: RolloutStore, handle: RolloutHandle) -> RolloutHandle:
         """A part whose own checksum is right, but which belongs to another put."""

@@ -1,0 +1,226 @@
+"""SkyRL's own generation loop, its client and its schedule, with rows of kvroute, as far as the routers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import mcore
+import numpy as np
+import orjson
+import pytest
+import skyrl_gym
+import torch
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+from megatron.core.transformer.moe.router_replay import RouterReplay
+from routes_of import expert_rows, made_routes
+from skyrl.backends.skyrl_train.distributed.megatron import token_metadata
+from skyrl.backends.skyrl_train.inference_servers.generate_wire import PackedField, pack_routed_experts
+from skyrl.backends.skyrl_train.inference_servers.remote_inference_client import RemoteGenerateClient
+from skyrl.backends.skyrl_train.utils import replay_utils
+from skyrl.train.config.config import GeneratorConfig, SkyRLGymConfig
+from skyrl.train.dataset import preprocess
+from skyrl.train.generators.skyrl_gym_generator import SkyRLGymGenerator
+from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
+from tokenizers import Tokenizer, pre_tokenizers
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
+
+from kvroute.replay import skyrl
+from kvroute.routes import Routes
+
+LAYERS = (1, 2, 3)
+TURNS, ROOM = 3, 64
+WORDS = {word: i for i, word in enumerate(["pad", "eos", "system", "user", "assistant", "again", "a", "b", "unknown"])}
+TEMPLATE = """{% for m in messages %}{{ m['role'] + ' ' + m['content'] + ' eos ' }}{% endfor %}
+{%- if add_generation_prompt %}assistant {% endif %}"""
+
+
+class Asks(BaseTextEnv):
+    """Says something after each turn but the last."""
+
+    def __init__(self, env_config: Any = None, extras: Any = None) -> None:
+        super().__init__()
+
+    def step(self, action: str) -> BaseTextEnvStepOutput:
+        self.turns += 1
+        done = self.turns == TURNS
+        said = [] if done else [{"role": "user", "content": "again " * self.turns}]
+        return BaseTextEnvStepOutput(observations=said, reward=1.0, done=done, metadata={})
+
+
+class Server:
+    """Answers as SkyRL's client does: so many tokens, and the rows from where the trace wants them."""
+
+    weight_version = None
+
+    def __init__(self) -> None:
+        self.routes: dict[int, Routes] = {}
+        self.starts: dict[int, list[int]] = {}
+        self.ended: list[str] = []
+
+    async def generate(self, batch: dict[str, Any], model: str | None = None) -> dict[str, Any]:
+        assert model is None
+        prompts, starts = batch["prompt_token_ids"], batch.get("routed_experts_prompt_starts")
+        made, rows = [], []
+        for i, prompt in enumerate(prompts):
+            number = prompt.count(WORDS["a"])  # each prompt has another number of this word
+            answer = [WORDS["b"]] * (1 + number + len(prompt) % 3) + [WORDS["eos"]]
+            routes, held = self.routes.setdefault(number, made_routes(number, ROOM)), starts[i] if starts else 0
+            self.starts.setdefault(number, []).append(held)
+            rows.append(skyrl.delta(routes, held, len(prompt) + len(answer)))
+            made.append(answer)
+        count = len(prompts)
+        words = {"responses": ["b"] * count, "stop_reasons": ["stop"] * count, "response_logprobs": None}
+        return {**words, "response_ids": made, "rollout_expert_indices": rows}
+
+    async def finish_session(self, session: str) -> None:
+        self.ended.append(session)
+
+
+@pytest.fixture
+def tokenizer() -> PreTrainedTokenizerFast:
+    made = Tokenizer(WordLevel(WORDS, unk_token="unknown"))  # noqa: S106 - no password
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    found = PreTrainedTokenizerFast(tokenizer_object=made, pad_token="pad", eos_token="eos")  # noqa: S106
+    found.chat_template = TEMPLATE
+    return found
+
+
+@pytest.fixture
+def stage() -> Iterator[mcore.Stage]:
+    """Routers as SkyRL's patch of Megatron leaves them: it goes by Megatron's list, and by numbers."""
+    RouterReplay.clear_global_router_replay_instances()
+    with mcore.rank_of():
+        made = mcore.Stage(LAYERS, mcore.config())
+        for router in made.decoder:
+            router.router_replay.layer_number = router.layer_number
+        yield made
+    RouterReplay.clear_global_router_replay_instances()
+
+
+def arm(stage: mcore.Stage, output: dict[str, Any], *, packed: bool) -> torch.Tensor:
+    """A micro-batch of a generator's output in the routers; its tokens' numbers, from 1, in the routers' order."""
+    prompts, responses = output["prompt_token_ids"], output["response_ids"]
+    indices, masks = output["rollout_expert_indices"], output["loss_masks"]
+    rewards = [[0.0] * len(response) for response in responses]
+    made = preprocess.convert_prompts_responses_to_batch_tensors(
+        0, prompts, responses, rewards, masks, rollout_expert_indices=indices
+    )
+    attention, rows = made[1], made[6]
+    mask = preprocess.make_router_padding_mask(attention, [len(part) for part in indices])
+    layout = token_metadata.build_token_metadata_layout(
+        attention, torch.device("cpu"), packed=packed, fp8_enabled=False
+    )
+    replay_utils.setup_per_microbatch_replay_forward(
+        rows, mask, attention, stage, stage.config, layout, remove_microbatch_padding=packed
+    )
+    numbers = torch.zeros(attention.shape, dtype=torch.int64)
+    for i, row in enumerate(attention.bool()):
+        numbers[i, row] = torch.arange(int(row.sum())) + 100 * i + 1
+    return token_metadata.align_token_metadata(numbers, layout, 0).T
+
+
+def compare(
+    used: list[torch.Tensor], numbers: torch.Tensor, samples: list[tuple[int, int]], layers: Sequence[int] = LAYERS
+) -> int:
+    """The cells in which routers used the experts of these samples' rollouts, each with so many rows."""
+    cells = 0
+    for index, layer in enumerate(layers):
+        for row, number in zip(used[index].tolist(), numbers.reshape(-1).tolist(), strict=True):
+            place, position = divmod(number - 1, 100)
+            if number and position < samples[place][1]:
+                wanted = expert_rows(samples[place][0], np.array([position]), (layer,), mcore.EXPERTS, mcore.TOP_K)
+                assert row == sorted(wanted[0, 0].tolist()), f"sample {place} position {position} layer {layer}"
+                cells += 1
+    return cells
+
+
+@pytest.mark.parametrize("batched", [False, True], ids=["turns", "batched"])
+def test_its_loop_hands_every_row_to_the_routers(
+    tokenizer: PreTrainedTokenizerFast, stage: mcore.Stage, monkeypatch: pytest.MonkeyPatch, batched: bool
+) -> None:
+    """Goal: rows of each turn land at the tokens that were sampled with them, observations too. Method: SkyRL's loop
+    over an environment of three turns, or its batch of one; its output is the rollout's, row by row; then through its
+    preparation into Megatron's routers."""
+    monkeypatch.setitem(skyrl_gym.registry, "asks", skyrl_gym.envs.registration.EnvSpec(id="asks", entry_point=Asks))
+    config = GeneratorConfig(max_turns=TURNS, max_input_length=ROOM, batched=batched, use_cache_salt=False)
+    config.inference_engine.enable_return_routed_experts = True
+    config.sampling_params.logprobs = None
+    server = Server()
+    generator = SkyRLGymGenerator(config, SkyRLGymConfig(max_env_workers=0), server, tokenizer)
+    prompts = [[{"role": "user", "content": "a " * number}] for number in (1, 3)]
+    asked = {"prompts": prompts, "env_classes": ["asks"] * 2, "env_extras": [{}, {}]}
+    output = asyncio.run(generator.generate(asked, disable_tqdm=True))
+    tokens = [len(p) + len(r) for p, r in zip(output["prompt_token_ids"], output["response_ids"], strict=True)]
+    for number, count, rows in zip((1, 3), tokens, output["rollout_expert_indices"], strict=True):
+        assert np.array_equal(rows[:, 1:], expert_rows(number, np.arange(count - 1), LAYERS, 16, 4))
+    for starts in server.starts.values():
+        assert len(starts) == (1 if batched else TURNS)
+        assert starts == sorted(set(starts))
+    samples = [(1, tokens[0] - 1), (3, tokens[1] - 1)]
+    numbers = arm(stage, output, packed=True)
+    used = [mcore.chosen(routing) for _, routing in stage(torch.randn(*numbers.shape, mcore.HIDDEN))]
+    assert compare(used, numbers, samples) == len(LAYERS) * (sum(tokens) - 2)
+    replay_utils.clear_router_replay()
+
+
+def test_its_client_reads_what_a_server_packs() -> None:
+    """Goal: rows of a turn over SkyRL's own wire. Method: its client asks a server on this machine for rows from a
+    start on, and is answered with its packing of them, beside the JSON; a start outside the prompt is not sent."""
+    routes, prompt, answer = made_routes(2, 30, experts=300), list(range(8)), [1, 2, 3]
+    asked: list[int] = []
+
+    async def generate(request: web.Request) -> web.Response:
+        asked.append(start := (await request.json())["sampling_params"]["routed_experts_prompt_start"])
+        rows = pack_routed_experts(skyrl.delta(routes, start, len(prompt) + len(answer)))
+        choice = {"token_ids": answer, "finish_reason": "stop", PackedField.ROUTED_EXPERTS.value: rows}
+        return web.Response(body=orjson.dumps({"choices": [choice]}), content_type="application/json")
+
+    async def ask() -> None:
+        app = web.Application()
+        app.router.add_post("/skyrl/v1/generate", generate)
+        async with TestServer(app) as server:
+            client = RemoteGenerateClient(str(server.make_url("")).rstrip("/"))
+            how: dict[str, Any] = {"sampling_params": {}, "session_id": None, "model": "m"}
+            try:
+                for start in (0, 5):
+                    how |= {"return_routed_experts": True, "routed_experts_prompt_start": start}
+                    found = (await client.generate(prompt_token_ids=prompt, **how)).routed_experts
+                    assert np.array_equal(found[:, 1:], expert_rows(2, np.arange(start, 10), LAYERS, 300, 4))
+                with pytest.raises(ValueError, match="within the prompt"):
+                    await client.generate(prompt_token_ids=prompt, **how | {"routed_experts_prompt_start": 9})
+            finally:
+                await client.aclose()
+
+    asyncio.run(ask())
+    assert asked == [0, 5]
+
+
+def test_its_schedule_gives_each_backward_pass_its_own_rows(stage: mcore.Stage) -> None:
+    """Goal: recomputation takes the rows of its own micro-batch. Method: a pass without a backward one in a schedule of
+    SkyRL's; in the next, two micro-batches through routers that are computed again, and the backward passes."""
+
+    def micro_batch(sample: int) -> tuple[torch.Tensor, torch.Tensor]:
+        indices = skyrl.rollout_expert_indices([made_routes(sample, 8)], [9])
+        output = {"prompt_token_ids": [[1] * 6], "response_ids": [[2] * 3], "loss_masks": [[1] * 3]}
+        numbers = arm(stage, {**output, "rollout_expert_indices": indices}, packed=True)
+        hidden = torch.randn(*numbers.shape, mcore.HIDDEN, requires_grad=True)
+        with torch.utils.checkpoint.set_checkpoint_early_stop(False):
+            weights = torch.utils.checkpoint.checkpoint(stage.decoder[0], hidden, use_reentrant=False)[0]
+        return weights.square().sum(), numbers
+
+    used = mcore.Used(stage)
+    with replay_utils.router_replay_schedule(True):
+        micro_batch(1)
+    with replay_utils.router_replay_schedule(True):
+        losses = [micro_batch(sample) for sample in (2, 3)]
+        replay_utils.setup_per_microbatch_replay_backward()
+        for loss, _ in losses:
+            loss.backward()
+    assert len(used.experts[1]) == 3 + 2
+    for sample, (_, numbers), experts in zip((2, 3), losses, used.experts[1][-2:], strict=True):
+        assert compare([experts], numbers, [(sample, 8)], LAYERS[:1]) == 8
+    assert not stage.decoder[0].router_replay.replay_backward_list
