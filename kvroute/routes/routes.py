@@ -14,12 +14,18 @@ from cache_manager.publish import Rows
 from cache_manager.spec import AuxBlockDataSpec
 from kvroute.checks import whole
 from kvroute.routes import spans, wire
-from kvroute.routes.cells import Cells, Mask, blank, check_known, lacking
+from kvroute.routes.cells import Cells, Mask, blank, check_known, lacking, union
 from kvroute.routes.fill import FILLERS, Filler, Missing, Plan
-from kvroute.routes.layout import Layers, Layout
+from kvroute.routes.layout import Layers, Layout, check_alike
 from kvroute.routes.spans import UNKNOWN, WeightsSpan
-from kvroute.routes.token_hash import TokenHash, check_tokens, joined_hashes, token_hash, token_hashes
-from kvroute.routes.union import of_one_sequence, union
+from kvroute.routes.token_hash import (
+    TokenHash,
+    check_tokens,
+    joined_hashes,
+    of_one_sequence,
+    token_hash,
+    token_hashes,
+)
 
 JSON_FORMAT: Final = "kvroute.routes/4"
 
@@ -183,13 +189,20 @@ class Routes(Cells):
         A cell known in several parts must be the same in all of them, and a row's known weights versions must be equal;
         so merging a part again changes nothing. Positions between the parts are missing.
 
-        Parts that each add cells are merged only with a proof that they are of one sequence
-        (:mod:`kvroute.routes.union` has the rule): ``tokens`` ``[n]``, to which this binds all of them, or token
-        hashes. The result has the token hashes that hold for the whole.
+        There must be a proof that they are of one sequence (:mod:`kvroute.routes.token_hash` has the rule): ``tokens``
+        ``[n]``, to which this binds all of them, or token hashes. The result has the hashes that hold for the whole.
 
         :class:`RowError` names position and layer where two parts differ; and parts of another model or other tokens.
         """
-        return union((self, *others), token_hashes=of_one_sequence((self, *others), tokens))
+        parts = (self, *others)
+        check_alike([part.layout for part in parts], "part")
+        if tokens is None:
+            return union(parts, token_hashes=of_one_sequence([(part.end, part.token_hashes) for part in parts]))
+        given = np.asarray(tokens)
+        told = (each for part in parts for each in part.token_hashes)
+        hashes = joined_hashes((*told, (len(given), token_hash(given))))
+        check_tokens(hashes, given, max(part.stop for part in parts))
+        return union(parts, token_hashes=hashes)
 
     def without(self, layers: Iterable[int], at: ArrayLike | None = None) -> Routes:
         """These routes without the cells of the layers with these ids, in the rows ``at`` bool ``[n]`` (default: all).

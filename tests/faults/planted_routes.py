@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from planted import Fault
 
-ONE_SEQUENCE = "tests/kvroute/test_routes_one_sequence.py"
+ONE_SEQUENCE = "tests/kvroute/test_routes_merge.py"
 MATERIALIZE = "tests/kvroute/test_materialize.py"
 CELLS = "tests/kvroute/test_replay_cells.py"
 HISTORY = "tests/kvroute/test_journal.py"
@@ -31,7 +31,7 @@ ROUTES_FAULTS = (
     ),
     Fault(
         "a row that differs from the one that is there is taken for it",
-        "routes/union.py",
+        "routes/cells.py",
         "    if not same:",
         "    if False:",
         "tests/kvroute/test_routes_merge.py::test_a_row_that_differs_is_named_with_position_and_layer",
@@ -40,9 +40,9 @@ ROUTES_FAULTS = (
     ),
     Fault(
         "another prompt's rows are merged",
-        "routes/union.py",
-        "if shown >= part.end or not _adds(part, found):",
-        "if True:",
+        "routes/token_hash.py",
+        "if shown < end:",
+        "if False:",
         ONE_SEQUENCE,
         "test_another_prompts_rows_are_refused",
         package="kvroute",
@@ -50,8 +50,8 @@ ROUTES_FAULTS = (
     Fault(
         "a hash of the first tokens binds every row",
         "routes/token_hash.py",
-        "< end:",
-        "< 0:",
+        "hashes[-1][0]) < end:",
+        "hashes[-1][0]) < 0:",
         ONE_SEQUENCE,
         "test_a_hash_of_fewer_tokens_than_rows_does_not_bind_them",
         package="kvroute",
