@@ -204,12 +204,12 @@ class Routes(Cells):
         check_tokens(hashes, given, max(part.stop for part in parts))
         return union(parts, token_hashes=hashes)
 
-    def without(self, layers: Iterable[int], at: ArrayLike | None = None) -> Routes:
-        """These routes without the cells of the layers with these ids, in the rows ``at`` bool ``[n]`` (default: all).
+    def without(self, layers: Iterable[int], at: ArrayLike) -> Routes:
+        """These routes without the cells of the layers with these ids, in the rows ``at`` bool ``[n]``.
 
         :class:`RowError` for a layer without a router.
         """
-        rows = np.ones(len(self), np.bool_) if at is None else np.asarray(at)
+        rows = np.asarray(at)
         if rows.dtype != np.bool_ or rows.shape != self.valid.shape:
             raise RowError("at", f"bool of shape {self.valid.shape}", f"{rows.dtype} of shape {rows.shape}")
         if dense := (wanted := set(layers)).difference(self.routed_layers):

@@ -159,7 +159,6 @@ def test_a_npy_of_another_array_is_refused_and_the_difference_named(told: str, m
         decode(told, spec, "vllm")
 
 
-# As each engine's own clients read an answer, given the model's experts, layers and top-k.
 def test_what_is_missing_is_named() -> None:
     valid = np.array([True, False, False, True])
     ids = np.tile([[0, 1]], (4, 1, 1))

@@ -88,7 +88,6 @@ def test_without_takes_away_what_was_named_and_no_more(made: tuple[Shape, Routes
     at = np.array(data.draw(st.lists(st.booleans(), min_size=len(routes), max_size=len(routes))), bool)
     left = {cell: ids for cell, ids in told(routes).items() if cell[1] not in layers or not at[cell[0] - routes.start]}
     assert told(routes.without(layers, at)) == left
-    assert told(routes.without(layers)) == {cell: ids for cell, ids in told(routes).items() if cell[1] not in layers}
 
 
 def test_equality_sees_every_part() -> None:
