@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -42,6 +42,7 @@ def ids_and_experts(draw: st.DrawFn) -> tuple[NDArray[Any], int]:
     return ids, experts
 
 
+@example((np.array([[[0, 1]], [[2, -1]]], np.int8), 256), 1)  # in one byte, -1 is not expert 255
 @given(ids_and_experts(), st.sampled_from([1, 600]))
 def test_valid_rows_are_those_that_a_router_can_have_chosen(drawn: tuple[NDArray[Any], int], times: int) -> None:
     ids, experts = drawn
