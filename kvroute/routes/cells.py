@@ -43,26 +43,15 @@ class Cells:
         start: int,
         weights_versions: Iterable[WeightsSpan],
         token_hashes: Iterable[TokenHash],
-        *,
-        checked: bool,
-        own: bool = False,
     ) -> None:
-        """Check all fields, the ids' values unless ``checked``, and set them: as copies, unless ``own``."""
-        shape = (len(layout.layer_ids), layout.top_k)
-        if ids.ndim != 3 or ids.dtype.kind not in "iu" or ids.shape[1:] != shape:
-            wanted = f"integers [n, {shape[0]} layers as in layer_ids, {shape[1]}]"
-            raise RowError("routes.ids", wanted, f"{ids.dtype} of shape {ids.shape}")
-        if mask.dtype != np.bool_ or mask.shape not in (ids.shape[:1], ids.shape[:2]):
-            wanted = f"bool of shape {ids.shape[:1]} or {ids.shape[:2]}"
-            raise RowError("routes.valid", wanted, f"{mask.dtype} of shape {mask.shape}")
+        """Check all fields but the ids' values, and set them; arrays of the right dtype are taken over."""
+        _check_shape(layout, ids, mask)
         start = whole("routes.start", start, error=RowError)
         versions = checked_versions(weights_versions, start, start + len(ids))
-        if not checked:
-            check_known(layout, ids, mask, start)
-        if not own or ids.dtype != layout.dtype:
-            ids = np.array(ids, layout.dtype, order="C")  # known ids fit
+        if ids.dtype != layout.dtype:
+            ids = ids.astype(layout.dtype)
         blank(ids, mask)
-        self._take(layout, ids, mask if own else mask.copy(), start, versions, joined_hashes(token_hashes))
+        self._take(layout, ids, mask, start, versions, joined_hashes(token_hashes))
 
     def _take(self, layout: Layout, ids: NDArray[Any], mask: Mask, *more: Any) -> None:
         """Take over checked fields, in their order; ids of unknown cells are all ones."""
@@ -153,8 +142,20 @@ def blank(ids: NDArray[Any], mask: Mask) -> None:
         ids[~mask] = np.iinfo(ids.dtype).max
 
 
+def _check_shape(layout: Layout, ids: NDArray[Any], mask: Mask) -> None:
+    """Raise :class:`RowError` unless these are integers for the layers of ``layout``, and a mask of them."""
+    shape = (len(layout.layer_ids), layout.top_k)
+    if ids.ndim != 3 or ids.dtype.kind not in "iu" or ids.shape[1:] != shape:
+        wanted = f"integers [n, {shape[0]} layers as in layer_ids, {shape[1]}]"
+        raise RowError("routes.ids", wanted, f"{ids.dtype} of shape {ids.shape}")
+    if mask.dtype != np.bool_ or mask.shape not in (ids.shape[:1], ids.shape[:2]):
+        wanted = f"bool of shape {ids.shape[:1]} or {ids.shape[:2]}"
+        raise RowError("routes.valid", wanted, f"{mask.dtype} of shape {mask.shape}")
+
+
 def check_known(layout: Layout, ids: NDArray[Any], mask: Mask, start: int) -> None:
     """Raise :class:`RowError` for a known cell that no router can have chosen; ``start`` is the first position."""
+    _check_shape(layout, ids, mask)
     kept = np.flatnonzero(some(mask))
     if len(kept) < len(ids):
         ids, mask = ids[kept], mask[kept]

@@ -70,11 +70,13 @@ class Routes(Cells):
         token_hashes: Iterable[TokenHash] = (),
         missing_layers: Iterable[int] = (),
     ) -> None:
-        given = np.asarray(ids)
+        given, mask = np.asarray(ids), np.array(valid)
         if given.ndim != 3:
             raise RowError("routes.ids", "integers [n, layers, top_k]", f"{given.dtype} of shape {given.shape}")
         layout = Layout(tuple(layer_ids), num_experts, num_layers, given.shape[2], tuple(missing_layers))
-        self._settle(layout, given, np.asarray(valid), start, weights_versions, token_hashes, checked=False)
+        check_known(layout, given, mask, start)
+        own = np.array(given, layout.dtype, order="C")  # known ids fit
+        self._settle(layout, own, mask, start, weights_versions, token_hashes)
 
     @classmethod
     def from_rows(
@@ -111,9 +113,9 @@ class Routes(Cells):
             if there.dtype != np.bool_:  # integers would act as indices
                 raise RowError("weights_version valid", f"bool [{len(ids)}]", f"{there.dtype} {there.shape}")
             spanned = spans.from_positions(np.where(there, told.astype(np.int64), UNKNOWN), start)
-        made = object.__new__(cls)
-        made._settle(layout, ids, valid, start, spanned, (), checked=checked)
-        return made
+        if not checked:
+            check_known(layout, ids, valid, start)
+        return cls.checked(layout, np.array(ids, layout.dtype, order="C"), valid.copy(), start, spanned)
 
     @classmethod
     def checked(
@@ -130,7 +132,7 @@ class Routes(Cells):
         Arrays of the right dtype are taken over. Ids that no router can have chosen would pass unnoticed.
         """
         made = object.__new__(cls)
-        made._settle(layout, ids, mask, start, weights_versions, token_hashes, checked=True, own=True)
+        made._settle(layout, ids, mask, start, weights_versions, token_hashes)
         return made
 
     # ---------------------------------------------------------------- what there is
