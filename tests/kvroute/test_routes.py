@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from sample_routes import Cells, Shape, cells_of, cellwise, shapes
+from sample_routes import Cells, Shape, cells_of, of_shapes
 
 from cache_manager.errors import RowError, SpecError
 from cache_manager.publish import Rows
@@ -30,15 +30,6 @@ def told(routes: Routes) -> Cells:
 
 def versions_of(routes: Routes) -> dict[int, int]:
     return {p: version for a, b, version in routes.weights_versions for p in range(a, b)}
-
-
-@st.composite
-def of_shapes(draw: st.DrawFn) -> tuple[Shape, Routes]:
-    shape = draw(shapes())
-    made = draw(cellwise(shape))
-    cuts = sorted(draw(st.sets(st.integers(made.start, made.stop), max_size=4)))
-    versions = [(a, b, draw(st.integers(0, 2))) for a, b in pairwise(cuts) if draw(st.booleans())]
-    return shape, Routes.checked(made.layout, made.ids.copy(), made.mask, made.start, versions)
 
 
 @given(of_shapes())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from base64 import b64encode
-from itertools import pairwise
 from typing import Any
 
 import msgspec
@@ -12,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from sample_routes import Shape, cellwise, shapes
+from sample_routes import of_shapes
 
 from cache_manager.errors import RowError
 from kvroute.rollout import open_rollouts
@@ -54,24 +53,14 @@ def golden_with(**changes: Any) -> bytes:
 
 
 @st.composite
-def routes(draw: st.DrawFn) -> Routes:
-    shape: Shape = draw(shapes())
-    made = draw(cellwise(shape, rows_max=20, start=draw(st.integers(0, 40))))
-    cuts = sorted(draw(st.sets(st.integers(made.start, made.stop), max_size=4)))
-    versions = tuple((a, b, draw(st.integers(0, 2))) for a, b in pairwise(cuts) if draw(st.booleans()))
-    made = Routes.checked(made.layout, made.ids.copy(), made.mask, made.start, versions)
-    return made.bind(list(range(made.stop + 1))) if draw(st.booleans()) else made
-
-
-@st.composite
 def records(draw: st.DrawFn) -> tuple[Routes, bytes]:
-    """Routes, and their record in parts of any size."""
-    made: Routes = draw(routes())
-    layers = len(made.layer_ids)
-    grid = Grid(
-        len(made), layers, made.top_k * made.ids.itemsize, draw(st.integers(1, layers)), draw(st.integers(1, 9))
-    )
-    header, parts = wire.record(made, draw(st.none() | st.just(grid)), draw(st.sampled_from(["", "who"])))
+    """Routes, bound to tokens or not, and their record in parts of any size."""
+    made = draw(of_shapes(20, draw(st.integers(0, 40))))[1]
+    made = made.bind(list(range(made.stop + 1))) if draw(st.booleans()) else made
+    rows, layers, top_k = made.ids.shape
+    part = draw(st.integers(1, layers)), draw(st.integers(1, 9))
+    grid = draw(st.none() | st.just(Grid(rows, layers, top_k * made.ids.itemsize, *part)))
+    header, parts = wire.record(made, grid, draw(st.sampled_from(["", "who"])))
     return made, b"".join((header.pack(), parts))
 
 
