@@ -49,10 +49,12 @@ def test_only_known_cells_have_ids(made: tuple[Shape, Routes]) -> None:
     assert all(a < b < c for (a, b), (c, _) in pairwise(routes.missing))
     assert routes.end == max((p + 1 for p, _ in known), default=0)
     for start in range(routes.stop + 2):
-        lacks = (p for p in range(start, routes.stop + 2) if not all((p, n) in known for n in shape.layer_ids))
-        gap = routes.first_gap(routes.stop + 2, start)
-        assert (gap and gap[0]) == next(lacks, None)
-        assert routes.first_gap(start, start) is None
+        for stop in (start, (start + routes.stop) // 2, routes.stop + 2):
+            lacks = [p for p in range(start, stop) if not all((p, n) in known for n in shape.layer_ids)]
+            gap = routes.first_gap(stop, start)
+            assert (gap and gap[0]) == (lacks[0] if lacks else None)
+            lost = [n for n in shape.layer_ids if gap and (gap[0], n) not in known]
+            assert not gap or gap[1] == (lost[0] if len(lost) < len(shape.layer_ids) else None)
 
 
 @given(of_shapes(), st.data())
