@@ -182,9 +182,7 @@ def union(parts: Sequence[C], **fields: Any) -> C:
     :class:`RowError` names the position and layer of the first that differs. Positions between the parts are missing.
     One pass over the bytes; only rows that two parts have are compared.
     """
-    layout = parts[0].layout
-    if len(given := {part.layout.layer_ids for part in parts}) > 1:
-        layout = layout.only(tuple(sorted({layer for layers in given for layer in layers})))
+    layout = parts[0].layout.only(tuple(sorted({layer for part in parts for layer in part.layout.layer_ids})))
     ordered = sorted((p for p in parts if len(p.ids)), key=lambda p: p.start) or [min(parts, key=lambda p: p.start)]
     cellwise = any(p.mask.ndim == 2 or p.layout.layer_ids != layout.layer_ids for p in parts)
     start, stop = ordered[0].start, max(p.stop for p in ordered)
