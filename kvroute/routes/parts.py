@@ -133,14 +133,12 @@ class Grid:
             block = np.frombuffer(content, cells[0].dtype, size, at).reshape(b - a, last - first)
             at += size * self.cell_nbytes
             left, right = bisect_left(layers, first), bisect_left(layers, last)
-            mine = None if right - left == last - first else [layer - first for layer in layers[left:right]]
+            whole = right - left == last - first
+            mine = slice(None) if whole else [layer - first for layer in layers[left:right]]
             for (start, stop), target in zip(rows, cells, strict=True):
                 low, high = max(a, start), min(b, stop)
                 if low < high:
-                    there = (
-                        block[low - a : high - a] if right - left == last - first else block[low - a : high - a, mine]
-                    )
-                    target[low - start : high - start, left:right] = there
+                    target[low - start : high - start, left:right] = block[low - a : high - a, mine]
 
 
 def cells_of(ids: NDArray[Any]) -> NDArray[Any]:

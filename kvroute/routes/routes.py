@@ -14,12 +14,11 @@ from cache_manager.publish import Rows
 from cache_manager.spec import AuxBlockDataSpec
 from kvroute.checks import whole
 from kvroute.routes import spans, wire
-from kvroute.routes.cells import Cells, Mask, blank, check_known, lacking
+from kvroute.routes.cells import Cells, Mask, blank, check_known, lacking, union
 from kvroute.routes.fill import FILLERS, Filler, Missing, Plan
-from kvroute.routes.layout import Layers, Layout
+from kvroute.routes.layout import Layers, Layout, check_alike
 from kvroute.routes.spans import UNKNOWN, WeightsSpan
-from kvroute.routes.token_hash import TokenHash, check_tokens, joined_hashes, token_hashes
-from kvroute.routes.union import of_one_sequence, union
+from kvroute.routes.token_hash import TokenHash, check_tokens, joined_hashes, of_one_sequence, token_hashes
 
 JSON_FORMAT: Final = "kvroute.routes/4"
 
@@ -64,11 +63,13 @@ class Routes(Cells):
         token_hashes: Iterable[TokenHash] = (),
         missing_layers: Iterable[int] = (),
     ) -> None:
-        given = np.asarray(ids)
+        given, mask = np.asarray(ids), np.array(valid)
         if given.ndim != 3:
             raise RowError("routes.ids", "integers [n, layers, top_k]", f"{given.dtype} of shape {given.shape}")
         layout = Layout(tuple(layer_ids), num_experts, num_layers, given.shape[2], tuple(missing_layers))
-        self._settle(layout, given, np.asarray(valid), start, weights_versions, token_hashes, checked=False)
+        check_known(layout, given, mask, start)
+        own = np.array(given, layout.dtype, order="C")  # known ids fit
+        self._settle(layout, own, mask, start, weights_versions, token_hashes)
 
     @classmethod
     def from_rows(
@@ -105,9 +106,9 @@ class Routes(Cells):
             if there.dtype != np.bool_:  # integers would act as indices
                 raise RowError("weights_version valid", f"bool [{len(ids)}]", f"{there.dtype} {there.shape}")
             spanned = spans.from_positions(np.where(there, told.astype(np.int64), UNKNOWN), start)
-        made = object.__new__(cls)
-        made._settle(layout, ids, valid, start, spanned, (), checked=checked)
-        return made
+        if not checked:
+            check_known(layout, ids, valid, start)
+        return cls.checked(layout, np.array(ids, layout.dtype, order="C"), valid.copy(), start, spanned)
 
     @classmethod
     def checked(
@@ -124,7 +125,7 @@ class Routes(Cells):
         Arrays of the right dtype are taken over. Ids that no router can have chosen would pass unnoticed.
         """
         made = object.__new__(cls)
-        made._settle(layout, ids, mask, start, weights_versions, token_hashes, checked=True, own=True)
+        made._settle(layout, ids, mask, start, weights_versions, token_hashes)
         return made
 
     # ---------------------------------------------------------------- what there is
@@ -183,20 +184,27 @@ class Routes(Cells):
         A cell known in several parts must be the same in all of them, and a row's known weights versions must be equal;
         so merging a part again changes nothing. Positions between the parts are missing.
 
-        Parts that each add cells are merged only with a proof that they are of one sequence
-        (:mod:`kvroute.routes.union` has the rule): ``tokens`` ``[n]``, to which this binds all of them, or token
-        hashes. The result has the token hashes that hold for the whole.
+        There must be a proof that they are of one sequence (:mod:`kvroute.routes.token_hash` has the rule): ``tokens``
+        ``[n]``, to which this binds all of them, or token hashes. The result has the hashes that hold for the whole.
 
         :class:`RowError` names position and layer where two parts differ; and parts of another model or other tokens.
         """
-        return union((self, *others), token_hashes=of_one_sequence((self, *others), tokens))
+        parts = (self, *others)
+        check_alike([part.layout for part in parts], "part")
+        if tokens is None:
+            return union(parts, token_hashes=of_one_sequence([(part.end, part.token_hashes) for part in parts]))
+        given = np.asarray(tokens)
+        told = (each for part in parts for each in part.token_hashes)
+        hashes = joined_hashes((*told, *token_hashes(given, [len(given)])))
+        check_tokens(hashes, given, max(part.stop for part in parts))
+        return union(parts, token_hashes=hashes)
 
-    def without(self, layers: Iterable[int], at: ArrayLike | None = None) -> Routes:
-        """These routes without the cells of the layers with these ids, in the rows ``at`` bool ``[n]`` (default: all).
+    def without(self, layers: Iterable[int], at: ArrayLike) -> Routes:
+        """These routes without the cells of the layers with these ids, in the rows ``at`` bool ``[n]``.
 
         :class:`RowError` for a layer without a router.
         """
-        rows = np.ones(len(self), np.bool_) if at is None else np.asarray(at)
+        rows = np.asarray(at)
         if rows.dtype != np.bool_ or rows.shape != self.valid.shape:
             raise RowError("at", f"bool of shape {self.valid.shape}", f"{rows.dtype} of shape {rows.shape}")
         if dense := (wanted := set(layers)).difference(self.routed_layers):

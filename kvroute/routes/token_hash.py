@@ -1,9 +1,15 @@
-"""Hashes of the first tokens of a sequence, which bind routes to their tokens."""
+"""Hashes of the first tokens of a sequence: they bind routes to their tokens, and parts to one sequence.
+
+The row at position ``p`` depends on the tokens ``[0, p]``. So two parts are of one sequence if their tokens are the
+same up to the end of the part that ends first: both have the same hash of at least as many first tokens, or the hashes
+of both match tokens that the caller gives. Equal rows prove nothing, because equal tokens after different ones are
+often routed alike.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -70,3 +76,22 @@ def check_tokens(hashes: tuple[TokenHash, ...], tokens: NDArray[Any], end: int) 
     for (count, found), (_, digest) in zip(token_hashes(tokens, dict(hashes)), hashes, strict=True):
         if found != digest:
             raise RowError(f"hash of the first {count} tokens", digest.hex(), found.hex())
+
+
+def of_one_sequence(parts: Sequence[tuple[int, tuple[TokenHash, ...]]]) -> tuple[TokenHash, ...]:
+    """The hashes that hold for the union of ``parts``: the position after each one's last row, and its hashes in order.
+
+    :class:`RowError` unless each part is tied to those that end later.
+    """
+    joined_hashes(each for _, hashes in parts for each in hashes)
+    (last, first), *others = sorted(parts, key=lambda part: (part[0], part[1][-1:]), reverse=True)
+    found = dict(first)
+    for end, hashes in others:
+        shown = max((count for count, digest in hashes if found.get(count) == digest), default=0)
+        if shown < end:
+            wanted = f"parts of one sequence: merge(..., tokens=...), or in both the hash of {end} first tokens or more"
+            raise RowError("routes", wanted, f"rows up to position {end - 1} without a tie to the others")
+        # Its hashes of later tokens hold for the whole if the whole has none of its own there.
+        goes_on = shown >= max((last, *found))
+        found |= {count: digest for count, digest in hashes if goes_on or count <= shown}
+    return tuple(sorted(found.items()))

@@ -26,8 +26,6 @@ Names = NDArray[np.str_]
 ZEROS: Final = "zeros"
 RANGE: Final = "no such expert"
 TWICE: Final = "an expert twice"
-SHIFTED: Final = "of another position of the same tokens"
-FOREIGN: Final = "of other tokens"
 OTHER: Final = "other experts"
 
 
@@ -58,7 +56,7 @@ class Findings:
 
 def judge(answers: Sequence[Answer], spec: AuxBlockDataSpec, weights: Weights | None) -> Findings:
     """Judge every row of the answers, which are in the order in which they came."""
-    found, earlier, marked = Findings(), _Earlier(), list[tuple[Answer, Ids, Mask, Mask, Names]]()
+    found, earlier = Findings(), _Earlier()
     for answer in answers:
         impossible = _impossible(answer, spec)
         if weights is None:
@@ -73,7 +71,6 @@ def judge(answers: Sequence[Answer], spec: AuxBlockDataSpec, weights: Weights | 
             # A row's later layers follow from a choice that was equally good.
             wrong = (differs & ~np.logical_or.accumulate(close, axis=1)).any(axis=1) | (impossible != "")
             unsure = differs.any(axis=1) & ~wrong
-        marked.append((answer, wanted, differs, wrong, impossible))
         missing = ~answer.known.all(axis=1) & ~wrong
         count = found.rows.setdefault(answer.what, Counter())
         unjudged = unsure & ~missing
@@ -81,9 +78,12 @@ def judge(answers: Sequence[Answer], spec: AuxBlockDataSpec, weights: Weights | 
         count.update(right=right, wrong=int(wrong.sum()), missing=int(missing.sum()), unjudged=int(unjudged.sum()))
         if answer.refused:
             found.refused[answer.refused] += 1
-    elsewhere = {row.tobytes() for _, wanted, *_ in marked for row in wanted}
-    for each in marked:
-        _name(*each, elsewhere, found)
+        found.faults.update(str(impossible[at]) or OTHER for at in np.flatnonzero(wrong).tolist())
+        if wrong.any() and (found.shortest is None or answer.prompt < found.shortest.answer.prompt):
+            at = int(wrong.argmax())
+            layer = int((differs if differs[at].any() else answer.known)[at].argmax())
+            due, got = (tuple(ids[at, layer].tolist()) for ids in (wanted, answer.ids))
+            found.shortest = Wrong(answer, at, layer, due, got, str(impossible[at]) or OTHER)
     return found
 
 
@@ -116,19 +116,4 @@ def _impossible(answer: Answer, spec: AuxBlockDataSpec) -> Names:
     return found
 
 
-def _name(
-    answer: Answer, wanted: Ids, differs: Mask, wrong: Mask, impossible: Names, elsewhere: set[bytes], found: Findings
-) -> None:
-    """Name each wrong row's fault; keep the one of the shortest prompt. ``elsewhere`` are the rows of all answers."""
-    own = {row.tobytes() for row in wanted}
-    for at in np.flatnonzero(wrong).tolist():
-        row = answer.ids[at].tobytes()
-        fault = str(impossible[at]) or (SHIFTED if row in own else FOREIGN if row in elsewhere else OTHER)
-        found.faults[fault] += 1
-        if found.shortest is None or answer.prompt < found.shortest.answer.prompt:
-            layer = int((differs if differs[at].any() else answer.known)[at].argmax())
-            due, got = (tuple(ids[at, layer].tolist()) for ids in (wanted, answer.ids))
-            found.shortest = Wrong(answer, at, layer, due, got, fault)
-
-
-__all__ = ["FOREIGN", "OTHER", "RANGE", "SHIFTED", "TWICE", "ZEROS", "Findings", "Wrong", "judge"]
+__all__ = ["OTHER", "RANGE", "TWICE", "ZEROS", "Findings", "Wrong", "judge"]

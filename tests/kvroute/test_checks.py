@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -27,11 +27,11 @@ def is_sound(row: NDArray[Any], num_experts: int) -> bool:
 def ids_and_experts(draw: st.DrawFn) -> tuple[NDArray[Any], int]:
     """Ids ``[n, layers, top_k]`` that are mostly sound, of any dtype and memory order, and the number of experts."""
     dtype = np.dtype(draw(st.sampled_from(DTYPES)))
-    experts = draw(st.sampled_from([4, 5, 100, 128, 200, 256, 300]))
+    experts = draw(st.sampled_from([4, 5, 100, 128, 200, 256, 300, 65_536, 1 << 32]))
     n, layers, k = draw(st.integers(0, 9)), draw(st.integers(1, 3)), draw(st.integers(1, 4))
     limits = np.iinfo(dtype)
     seeded = np.random.default_rng(draw(st.integers(0, 2**32)))
-    top = min(experts, int(limits.max) + 1)
+    top = min(experts, int(limits.max) + 1, 400)
     ids = np.argsort(seeded.random((n, layers, top)), axis=2)[:, :, :k].astype(dtype)
     for _ in range(draw(st.integers(0, 2)) if n else 0):
         at = tuple(draw(st.integers(0, size - 1)) for size in ids.shape)
@@ -42,6 +42,7 @@ def ids_and_experts(draw: st.DrawFn) -> tuple[NDArray[Any], int]:
     return ids, experts
 
 
+@example((np.array([[[0, 1]], [[2, -1]]], np.int8), 256), 1)  # in one byte, -1 is not expert 255
 @given(ids_and_experts(), st.sampled_from([1, 600]))
 def test_valid_rows_are_those_that_a_router_can_have_chosen(drawn: tuple[NDArray[Any], int], times: int) -> None:
     ids, experts = drawn
@@ -72,15 +73,6 @@ def test_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch, chunk: int) -> N
     ids = np.tile(np.arange(3, dtype=np.uint8), (6, 2, 1))
     ids[1, 0, 1], ids[3, 0, 2], ids[4, 1, 2] = 0, 0, 1
     assert valid_rows(spec, ids).tolist() == [True, False, True, False, False, True]
-
-
-@pytest.mark.parametrize(("dtype", "experts"), [("int8", 200), ("int8", 256), ("int16", 65_536), ("int32", 1 << 32)])
-def test_a_negative_id_is_no_large_one(dtype: str, experts: int) -> None:
-    """Goal: -1 in one byte is not expert 255. Method: signed ids beside more experts than they can name."""
-    ids = np.array([[[0, 1]], [[2, -1]]], dtype)
-    assert valid_rows(routing_spec(experts, 2, (0,), 1, block_tokens=8), ids).tolist() == [True, False]
-    with pytest.raises(RowError, match=r"row 1 layer 0: wanted ids in .*, got -1"):
-        check_ids(ids, experts, (0,))
 
 
 @pytest.mark.parametrize(

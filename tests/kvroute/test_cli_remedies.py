@@ -38,22 +38,22 @@ def ran(where: Path, without: list[str], *arguments: str) -> subprocess.Complete
             ("demo",),
             "kvroute demo: needs paged_engine.demo; install kvroute, or put examples/ of its source on PYTHONPATH",
         ),
+        (
+            "a_package_of_mine",
+            ("prove", "managers:Adapter"),
+            "kvroute prove: needs a_package_of_mine; no part of kvroute brings it",
+        ),
     ],
 )
 def test_a_missing_package_is_named_with_its_part(
     tmp_path: Path, without: str, arguments: tuple[str, ...], said: str
 ) -> None:
-    """Goal: no user installs torch when only Hypothesis is missing. Method: each part's package alone is not there."""
+    """Goal: no user installs torch when only Hypothesis is missing. Method: each part's package alone is not there, and
+    one that the user's own adapter imports."""
+    (tmp_path / "managers.py").write_text("import a_package_of_mine\n")
     found = ran(tmp_path, [without], *arguments)
     assert found.stderr.strip().splitlines()[-1] == said
     assert found.returncode == USAGE
-
-
-def test_a_package_of_the_users_own_is_not_sought_in_kvroute(tmp_path: Path) -> None:
-    """Method: an adapter's module that imports a missing package."""
-    (tmp_path / "managers.py").write_text("import a_package_of_mine\n")
-    found = ran(tmp_path, [], "prove", "managers:Adapter")
-    assert found.stderr.strip() == "kvroute prove: needs a_package_of_mine; no part of kvroute brings it"
 
 
 def test_prove_wants_no_torch() -> None:

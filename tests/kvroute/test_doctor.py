@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -29,47 +30,33 @@ def problems(machine: Machine, *, require_mooncake: bool = False) -> list[Findin
     return [finding for finding in found if finding.level is Level.PROBLEM]
 
 
-def test_nothing_is_wrong_with_a_healthy_machine() -> None:
-    assert problems(HEALTHY, require_mooncake=True) == []
-
-
 @pytest.mark.parametrize(("driver", "wheel"), [(None, CPU), (12_040, CUDA12), (13_000, CUDA13)])
 def test_the_driver_decides_which_wheel_fits(driver: int | None, wheel: str) -> None:
-    machine = replace(HEALTHY, cuda_version=driver, installed={})
-    assert fitting_wheel(machine) == wheel
-    (problem,) = problems(machine, require_mooncake=True)
+    """Mooncake is optional until it is there, or required."""
+    machine = replace(HEALTHY, cuda_version=driver, installed={}, libraries=frozenset())
+    assert (problems(machine), fitting_wheel(machine)) == ([], wheel)
+    problem, *libraries = problems(machine, require_mooncake=True)
     assert problem.remedy == f"in a clone of kvroute: pip install '.[{WHEELS[wheel]}]'"
+    assert len(libraries) == len(LIBRARIES)
 
 
-def test_mooncake_is_optional_until_it_is_there() -> None:
-    machine = replace(HEALTHY, installed={}, libraries=frozenset())
-    assert problems(machine) == []
-    assert problems(replace(machine, installed=HEALTHY.installed))
-
-
-def test_a_missing_library_comes_with_its_command() -> None:
-    (problem,) = problems(replace(HEALTHY, libraries=HEALTHY.libraries - {"libibverbs.so.1"}))
-    assert (problem.text, problem.remedy) == ("missing: libibverbs.so.1", "apt-get install libibverbs1")
-
-
-def test_a_wheel_for_cuda_without_a_driver_is_a_problem_and_the_other_way_is_not() -> None:
-    wrong = replace(HEALTHY, installed={CUDA12: "0.3.13"}, import_error="ImportError: libcuda.so.1: no")
-    texts = " ".join(f.text + f.remedy for f in problems(wrong))
-    assert "libcuda.so.1" in texts
-    assert ".[mooncake-cpu]" in texts
-    assert problems(replace(HEALTHY, cuda_version=12_080)) == []
-
-
-def test_two_wheels_are_one_too_many() -> None:
-    installed = {CPU: "0.3.13", CUDA12: "0.3.13"}
-    (problem,) = problems(replace(HEALTHY, installed=installed))
-    assert problem.remedy.startswith(f"pip uninstall -y {CPU} {CUDA12}")
-
-
-def test_small_shared_memory_and_memlock_beside_rdma_are_problems() -> None:
-    assert problems(replace(HEALTHY, shm_nbytes=64 << 20))[0].subject == SHM
-    assert problems(replace(HEALTHY, rdma_devices=("mlx5_0",)))[0].subject == "memlock"
-    assert problems(replace(HEALTHY, rdma_devices=("mlx5_0",), memlock_nbytes=None)) == []
+@pytest.mark.parametrize(
+    ("lacks", "problem", "remedy"),
+    [
+        ({}, "", ""),
+        ({"cuda_version": 12_080}, "", ""),
+        ({"libraries": HEALTHY.libraries - {"libnuma.so.1"}}, "missing: libnuma.so.1", "apt-get install libnuma1"),
+        ({"installed": {CUDA12: "1"}, "import_error": "ImportError: libcuda"}, "libcuda", "'.[mooncake-cpu]'"),
+        ({"installed": {CPU: "1", CUDA12: "1"}}, "each other's files", f"pip uninstall -y {CPU} {CUDA12} && "),
+        ({"shm_nbytes": 64 << 20}, "64 MiB", f"size=8G {SHM}"),
+        ({"rdma_devices": ("mlx5_0",)}, "RDMA registers the arena", "ulimit -l unlimited"),
+        ({"rdma_devices": ("mlx5_0",), "memlock_nbytes": None}, "", ""),
+    ],
+)
+def test_what_is_wrong_has_a_remedy(lacks: dict[str, Any], problem: str, remedy: str) -> None:
+    found = problems(replace(HEALTHY, **lacks), require_mooncake=True)
+    assert [problem in each.text for each in found] == [True] * bool(problem)
+    assert remedy in " ".join(each.remedy for each in found)
 
 
 def test_the_command_prints_its_findings_and_its_status_says_whether_all_is_well(
@@ -125,15 +112,3 @@ def test_doctor_can_require_vllm(capsys: pytest.CaptureFixture[str]) -> None:
     assert "PROBLEM  vllm             none" in capsys.readouterr().out
     main(["doctor"])
     assert "vllm" not in capsys.readouterr().out
-
-
-def test_missing_extras_are_notes_and_overwriting_distributions_are_problems() -> None:
-    machine = replace(HEALTHY, missing={"serve": ("aiohttp",)}, overwriting=("transfer",))
-    (problem,) = problems(machine)
-    assert problem.remedy.startswith("pip uninstall -y transfer")
-    (note,) = [finding for finding in diagnose(machine) if finding.subject == "serve"]
-    assert (note.level, note.text, note.remedy) == (
-        Level.NOTE,
-        "not here: aiohttp",
-        "in a clone of kvroute: pip install '.[serve]'",
-    )

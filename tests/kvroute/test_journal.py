@@ -169,14 +169,6 @@ TestForgetfulEngine = ForgetfulEngine.TestCase
 TestForgetfulEngine.settings = examples(200, stateful_step_count=30)
 
 
-def journal_of(*parts: tuple[Routes, list[int]]) -> RequestJournal:
-    journal = RequestJournal(SPEC)
-    for routes, tokens in parts:
-        journal.record(routes)
-        journal.settle(tokens)
-    return journal
-
-
 def test_rows_of_a_prompt_that_is_computed_again_before_the_first_token_are_not_kept() -> None:
     """Goal: no row of an abandoned computation replaces a missing one. Found by the machine."""
     journal = RequestJournal(SPEC)
@@ -190,18 +182,11 @@ def test_rows_of_a_prompt_that_is_computed_again_before_the_first_token_are_not_
     assert journal.routes().weights_versions == ((1, 3, 2),)
 
 
-def test_a_history_that_was_tokenised_anew_is_refused_and_changes_nothing() -> None:
-    journal = journal_of((SHAPE.whole(4), [5, 6, 7, 8, 9]))
-    with pytest.raises(RowError, match="token at position 2: wanted 7, got 70"):
-        journal.settle([5, 6, 70, 8, 9, 10])
-    journal.settle([5, 6])
-    assert (journal.settled, journal.routes()) == (4, SHAPE.whole(4).bind([5, 6, 7, 8, 9]))
-
-
 def test_what_cannot_be_is_refused_and_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Method: another model's rows, too many, and no tokens; then a history that was tokenised anew."""
     monkeypatch.setattr("kvroute.journal.TOKENS_MAX", 8)
     journal = RequestJournal(SPEC)
-    journal.record(SHAPE.whole(3))
+    journal.record(SHAPE.whole(4))
     for wrong in (Shape(num_experts=301).whole(3), Shape(layer_ids=(0, 4)).whole(3), SHAPE.whole(9)):
         with pytest.raises(RowError, match="routes"):
             journal.record(wrong)
@@ -209,6 +194,11 @@ def test_what_cannot_be_is_refused_and_changes_nothing(monkeypatch: pytest.Monke
         journal.settle(list(range(10)))
     with pytest.raises(RowError, match="tokens: wanted integers"):
         journal.settle([[1, 2]])
-    with pytest.raises(RowError, match=r"inside \[0, 3\], got \[0, 4\)"):
-        journal.routes(stop=4)
-    assert journal.routes() == SHAPE.whole(3)
+    with pytest.raises(RowError, match=r"inside \[0, 4\], got \[0, 5\)"):
+        journal.routes(stop=5)
+    assert journal.routes() == SHAPE.whole(4)
+    journal.settle([5, 6, 7, 8, 9])
+    with pytest.raises(RowError, match="token at position 2: wanted 7, got 70"):
+        journal.settle([5, 6, 70, 8, 9, 10])
+    journal.settle([5, 6])
+    assert (journal.settled, journal.routes()) == (4, SHAPE.whole(4).bind([5, 6, 7, 8, 9]))

@@ -58,23 +58,17 @@ def test_capture_changes_nothing_and_leaves_nothing(qwen: Any) -> None:
     assert not any(router._forward_hooks for router in find_routers(qwen.model).values())
 
 
-def set_at(token: int, k: int, value: int | None) -> Any:
-    def change(ids: torch.Tensor) -> torch.Tensor:
-        ids = ids.clone()
-        ids[token, k] = ids[token, 1 - k] if value is None else value
-        return ids
-
-    return change
+def an_expert_twice(ids: torch.Tensor) -> torch.Tensor:
+    ids = ids.clone()
+    ids[13, 0] = ids[13, 1]
+    return ids
 
 
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        (set_at(4, 1, 8), RowError, r"row 4 layer 3: wanted ids in \[0, 8\), got 8"),
-        (set_at(0, 0, -1), RowError, r"row 0 layer 3: wanted ids in \[0, 8\), got -1"),
-        (set_at(13, 0, None), RowError, "row 13 layer 3: wanted distinct ids"),
+        (an_expert_twice, RowError, "row 13 layer 3: wanted distinct ids"),
         (lambda ids: ids[:-1], CaptureError, r"layer 3: wanted torch.int64 \[14, 2\], got torch.int64 \(13, 2\)"),
-        (lambda ids: ids.float(), CaptureError, r"router of layer 3: wanted torch.int64.*float32"),
     ],
 )
 def test_ids_that_no_router_can_choose_are_found(
@@ -129,7 +123,6 @@ def test_models_that_cannot_be_read_by_name_are_refused(model: Any, message: str
 
 
 def test_a_router_that_does_not_say_its_ids_is_refused() -> None:
-    """Goal: a router that answers no ids fails the pass; other values are never stored as ids."""
     model = nn.ModuleDict({"layers": nn.ModuleList([block()])})
     spec = routing_spec(num_experts=4, top_k=2, layer_ids=(0,), num_layers=1, block_tokens=16)
     message = r"Router: wanted an answer \(logits, weights, ids\)"

@@ -82,42 +82,38 @@ def test_ids_from_before_a_step_are_not_part_of_it(beside: bool) -> None:
     assert ids.take(2 if beside else 1).tolist() == [[[1, 4], [3, 4]], [[NOTHING] * 2] * 2][: 1 + beside]  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize(
-    ("calls", "reason"),
-    [([(1, 2), (1, 2), (3, 2)], "twice"), ([(1, 2), (3, 3)], "other tokens"), ([(1, 3), (3, 3)], "other tokens")],
-)
-def test_what_does_not_fit_the_step_has_a_reason(calls: list[tuple[int, int]], reason: str) -> None:
+FLAT = torch.zeros((3, 2), dtype=torch.int32)
+
+
+def refused(*calls: tuple[int, torch.Tensor], reason: str, beside_too: bool = True) -> StepIds:
+    """A step of two tokens with these calls has no ids, beside a device either; what was made for a device."""
     ids, beside = made(False), made(True)
-    for layer, tokens in calls:
-        call(ids, tokens, [layer])
-        call(beside, tokens, [layer])
+    for layer, values in calls:
+        ids.hook(layer)(values)
+        beside.hook(layer)(values)
     assert reason in ids.take(2)
     assert "compiled" in ids.take(2)  # and the next step begins empty
-    found = beside.take(2)
-    if calls != [(1, 3), (3, 3)]:  # a graph's padding has other tokens, too
-        assert (found == NOTHING).all()  # type: ignore[union-attr]
-    assert "more tokens" in beside.take(17)
+    assert not beside_too or (beside.take(2) == NOTHING).all()  # type: ignore[union-attr]
+    return beside
 
 
 @pytest.mark.parametrize("apart", [0, 1])
 def test_routers_that_share_memory_are_refused(apart: int) -> None:
     """Goal: a router that uses a buffer again has overwritten a layer. Method: both layers hand over one tensor, or
     the second one what lies a token behind the first."""
-    ids, beside, buffer = made(False), made(True), torch.zeros((3, 2), dtype=torch.int32)
-    for layer, first in (1, 0), (3, apart):
-        ids.hook(layer)(buffer[first : first + 2])
-        beside.hook(layer)(buffer[first : first + 2])
-    assert "memory" in ids.take(2)
-    assert (beside.take(2) == NOTHING).all()  # type: ignore[union-attr]
+    refused((1, FLAT[:2]), (3, FLAT[apart : apart + 2]), reason="memory")
 
 
 @pytest.mark.parametrize("other", [torch.bool, torch.int64, torch.float32])
-def test_routers_say_ids_of_one_dtype(other: torch.dtype) -> None:
-    """Goal: values that are no ids are not used as ids. Method: the second layer's values are of another dtype."""
-    ids = made(False)
-    call(ids, 2, [1])
-    call(ids, 2, [3], value=1, dtype=other)
-    assert isinstance(ids.take(2), str)
+def test_what_does_not_fit_the_step_has_a_reason(other: torch.dtype) -> None:
+    """Goal: nothing but the choices of this step's tokens is taken for them. Method: a second call, other tokens in
+    one layer or in all (a graph's padding, which a device may have), and the second layer's values of another dtype."""
+    two, three, odd = FLAT[:2], FLAT.clone(), torch.ones((2, 2), dtype=other)
+    refused((1, two), (1, two), (3, three[:2]), reason="twice")
+    refused((1, two), (3, three), reason="other tokens")
+    beside = refused((1, FLAT), (3, three), reason="other tokens", beside_too=False)
+    assert "more tokens" in beside.take(17)
+    refused((1, two), (3, odd), reason="a router")
 
 
 @pytest.mark.parametrize("second", [[1, 3], [1]])

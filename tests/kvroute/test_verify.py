@@ -133,9 +133,9 @@ def beyond(rows: np.ndarray, _: Any) -> np.ndarray:
 
 
 FAULTS = {
-    "shifted": (shifted, "of another position of the same tokens"),
+    "shifted": (shifted, "other experts"),
     "zeros": (zeros, "zeros"),
-    "foreign": (foreign, "of other tokens"),
+    "foreign": (foreign, "other experts"),
     "twice": (twice, "an expert twice"),
     "beyond": (beyond, "no such expert"),
 }

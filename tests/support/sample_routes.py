@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -101,3 +102,13 @@ def cellwise(draw: st.DrawFn, shape: Shape, rows_max: int = 12, start: int | Non
     first = draw(st.integers(0, 6)) if start is None else start
     lost = draw(st.sets(st.sampled_from(shape.layer_ids), max_size=len(shape.layer_ids) - 1))
     return without_layers(shape, draw(masks(len(shape.layer_ids), rows_max)), sorted(lost), first)
+
+
+@st.composite
+def of_shapes(draw: st.DrawFn, rows_max: int = 12, start: int | None = None) -> tuple[Shape, Routes]:
+    """Routes of any shape, with weights versions of some of their positions."""
+    shape = draw(shapes())
+    made = draw(cellwise(shape, rows_max, start))
+    cuts = sorted(draw(st.sets(st.integers(made.start, made.stop), max_size=4)))
+    versions = [(a, b, draw(st.integers(0, 2))) for a, b in pairwise(cuts) if draw(st.booleans())]
+    return shape, Routes.checked(made.layout, made.ids.copy(), made.mask, made.start, versions)
