@@ -14,8 +14,8 @@ import msgspec
 import pytest
 from nursery import THIRD_PARTY, nursery
 
+from kvroute.connector.settings import Common as InSglang
 from kvroute.connector.settings import Settings as InVllm
-from kvroute.integrations.sglang.settings import Settings as InSglang
 
 ROOT = Path(__file__).parents[1]
 OURS = ("kvroute", "transfer", "cache_manager")

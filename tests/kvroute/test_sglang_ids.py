@@ -8,8 +8,8 @@ import torch
 
 from cache_manager.keys import Namespace
 from kvroute import routing_spec
+from kvroute.connector.settings import Common
 from kvroute.integrations.sglang.rows import RoutedRows
-from kvroute.integrations.sglang.settings import Settings
 
 PAGE = 4
 
@@ -19,7 +19,7 @@ def test_ids_that_no_router_can_choose_cost_their_own_row_only(wrong: int) -> No
     """Goal: an id that does not fit its byte is not another one. Method: in one token's last layer an id past the byte,
     one below it, one that is no expert's, and one that comes twice."""
     spec = routing_spec(num_experts=250, top_k=2, layer_ids=[1, 2], num_layers=3, block_tokens=PAGE)
-    rows = RoutedRows(spec, 3, Namespace("m", 1), Settings(strict=True))
+    rows = RoutedRows(spec, 3, Namespace("m", 1), Common(strict=True))
     ids = torch.arange(18, dtype=torch.int32).reshape(3, 3, 2)  # [tokens, layers, top_k]
     ids[1, 2] = torch.tensor([8, wrong])
     rows.launch(torch.arange(PAGE, PAGE + 3), ids).finalize()
