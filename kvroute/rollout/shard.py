@@ -11,15 +11,9 @@ from cache_manager.errors import InvalidInputError, RowError
 from cache_manager.ports import Absence
 from kvroute.rollout.handle import RolloutHandle
 from kvroute.rollout.port import RolloutStore
-from kvroute.routes import Routes, Split, shard_packed
+from kvroute.routes import Split, shard_packed
 from kvroute.routes.fill import Filler, Missing
 from kvroute.routes.union import union
-
-
-def fetch_routes(store: RolloutStore, handle: RolloutHandle) -> Routes | Absence:
-    """All routes of a rollout."""
-    found = store.get(handle)
-    return found if isinstance(found, Absence) else found[0]
 
 
 def fetch_shard(

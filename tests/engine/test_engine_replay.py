@@ -15,7 +15,7 @@ from cache_manager.keys import Namespace
 from cache_manager.storage import open_store
 from kvroute.config import RoutingReplayConfig
 from kvroute.rollout.local import LocalRollouts
-from kvroute.rollout.shard import fetch_routes
+from kvroute.testing.rollouts import fetch_routes
 from paged_engine import text
 from paged_engine.engine import Engine
 from paged_engine.request import EngineConfig, Output, Request
