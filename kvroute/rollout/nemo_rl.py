@@ -31,19 +31,18 @@ class Source:
     def __init__(self, instance: str) -> None:
         self._instance = instance
         self._retired = -1
-        self._objects: dict[Key, tuple[Any, tuple[int, ...]]] = {}
+        self._objects: dict[Key, tuple[Any, list[int], int]] = {}  # a reference, a shape, and a number of bytes
 
     def put(self, ref: Mapping[str, Any], rows: NDArray[np.int16]) -> None:
         key = _key(ref)
         if key in self._objects or key[0] <= self._retired:
             raise ValueError(f"wanted a new one for weights after version {self._retired}, got {key}")
-        self._objects[key] = ray.put(rows), rows.shape  # owned by the actor, even if the caller ends
+        self._objects[key] = ray.put(rows), list(rows.shape), rows.nbytes  # the actor owns it, even if the caller ends
 
     def get_ref(self, ref: Mapping[str, Any]) -> dict[str, Any]:
         """The object's reference; the worker reads the object from the store of its own node."""
-        found, shape = self._found(ref)
-        nbytes = 2 * int(np.prod(shape, dtype=np.int64))
-        return {"object_ref": found, "shape": list(shape), "dtype": "int16", "nbytes": nbytes}
+        found, shape, nbytes = self._found(ref)
+        return {"object_ref": found, "shape": shape, "dtype": "int16", "nbytes": nbytes}
 
     def get_ranges(self, refs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Only the rows of these references, end to end."""
@@ -55,13 +54,13 @@ class Source:
         """Forget the rows for weights up to this version; refuse further ones."""
         self._retired = max(self._retired, target_weight_version)
         old = [key for key in self._objects if key[0] <= self._retired]
-        nbytes = sum(2 * int(np.prod(self._objects.pop(key)[1], dtype=np.int64)) for key in old)
+        nbytes = sum(self._objects.pop(key)[2] for key in old)
         left = {"retired_bytes": nbytes, "remaining_objects": len(self._objects)}
         return {"retired_through": self._retired, "retired_objects": len(old), **left}
 
-    def _found(self, ref: Mapping[str, Any]) -> tuple[Any, tuple[int, ...]]:
+    def _found(self, ref: Mapping[str, Any]) -> tuple[Any, list[int], int]:
         found = self._objects.get(_key(ref)) if ref["store_instance_id"] == self._instance else None
-        if found is None or list(found[1]) != list(ref["shape"]):
+        if found is None or found[1] != list(ref["shape"]):
             raise ValueError(f"reference: wanted one of rows that are here, got {dict(ref)}")
         if not 0 <= ref["offset"] <= ref["offset"] + ref["length"] <= found[1][0]:
             raise ValueError(f"reference: wanted a range of its {found[1][0]} rows, got {dict(ref)}")

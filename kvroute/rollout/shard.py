@@ -11,14 +11,8 @@ from cache_manager.errors import InvalidInputError, RowError
 from cache_manager.ports import Absence
 from kvroute.rollout.handle import RolloutHandle
 from kvroute.rollout.port import RolloutStore
-from kvroute.routes import Routes, Split, shard_packed, union
+from kvroute.routes import Split, shard_packed, union
 from kvroute.routes.fill import Filler, Missing
-
-
-def fetch_routes(store: RolloutStore, handle: RolloutHandle) -> Routes | Absence:
-    """All routes of a rollout."""
-    found = store.get(handle)
-    return found if isinstance(found, Absence) else found[0]
 
 
 def fetch_shard(

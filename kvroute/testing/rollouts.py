@@ -29,7 +29,7 @@ from cache_manager.errors import InvalidInputError, StoreClosedError
 from cache_manager.ports import Absence
 from kvroute.rollout.handle import RolloutHandle
 from kvroute.rollout.port import RolloutCounters, RolloutStore
-from kvroute.rollout.shard import fetch_routes, fetch_shard
+from kvroute.rollout.shard import fetch_shard
 from kvroute.routes import Routes, Split, shard_packed
 
 
@@ -60,6 +60,12 @@ def routes_of(
     kept, gone = layer_ids[: layers - lost], layer_ids[layers - lost :]
     fields = kept, experts, 2 * layers, start, versions
     return Routes(ids[:, : len(kept)], valid, *fields, missing_layers=gone).bind(np.arange(start + rows + 1))
+
+
+def fetch_routes(store: RolloutStore, handle: RolloutHandle) -> Routes | Absence:
+    """All routes of a rollout."""
+    found = store.get(handle)
+    return found if isinstance(found, Absence) else found[0]
 
 
 def of_layers(routes: Routes, layers: set[int]) -> Routes:

@@ -19,9 +19,8 @@ from cache_manager.ports import Absence
 from kvroute.rollout import RolloutHandle, RolloutStore, fetch_shard, open_rollouts
 from kvroute.rollout.nemo_rl import References
 from kvroute.rollout.ray import NAMESPACE
-from kvroute.rollout.shard import fetch_routes
 from kvroute.routes import Split, shard_packed
-from kvroute.testing.rollouts import RolloutContract, routes_of
+from kvroute.testing.rollouts import RolloutContract, fetch_routes, routes_of
 
 numbers = count()
 

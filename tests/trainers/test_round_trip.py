@@ -40,7 +40,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         [ENGINE_PYTHON, str(ROOT / "tests" / "support" / "rollouts.py"), str(made), *FAMILIES],
         env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'examples'}"},
         check=True,
-        timeout=240,
+        timeout=600,
     )
     return made
 

@@ -21,8 +21,7 @@ from cache_manager.errors import StorageError
 from cache_manager.ports import Absence
 from kvroute.rollout import local
 from kvroute.rollout.local import LocalRollouts
-from kvroute.rollout.shard import fetch_routes
-from kvroute.testing.rollouts import of_layers, routes_of
+from kvroute.testing.rollouts import fetch_routes, of_layers, routes_of
 
 PUT_NBYTES = 900
 """About what one put of the tests writes."""

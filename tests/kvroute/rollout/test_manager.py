@@ -17,10 +17,9 @@ from kvroute.config import RoutingReplayConfig
 from kvroute.rollout import RolloutHandle
 from kvroute.rollout.local import LocalRollouts
 from kvroute.rollout.manager import ReplayCounters, RoutingReplayManager
-from kvroute.rollout.shard import fetch_routes
 from kvroute.routes import Routes
 from kvroute.routing import routing_spec
-from kvroute.testing.rollouts import routes_of
+from kvroute.testing.rollouts import fetch_routes, routes_of
 
 SPEC = routing_spec(num_experts=8, top_k=2, layer_ids=range(1, 12, 2), num_layers=12, block_tokens=8)
 """Of the routes that ``routes_of`` makes."""
@@ -205,7 +204,7 @@ import sys, threading
 from pathlib import Path
 from kvroute import RoutingReplayConfig, RoutingReplayManager, routing_spec
 from kvroute.rollout.local import LocalRollouts
-from kvroute.testing.rollouts import routes_of
+from kvroute.testing.rollouts import fetch_routes, routes_of
 
 class Hangs(LocalRollouts):
     def put(self, rollout_id, routes):

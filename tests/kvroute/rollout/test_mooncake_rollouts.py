@@ -20,8 +20,7 @@ from cache_manager.testing.faults import FaultyStore
 from kvroute.rollout import open_rollouts
 from kvroute.rollout.handle import RolloutHandle
 from kvroute.rollout.mooncake import PLACES, MooncakeRollouts, pointers_of
-from kvroute.rollout.shard import fetch_routes
-from kvroute.testing.rollouts import routes_of
+from kvroute.testing.rollouts import fetch_routes, routes_of
 
 SEGMENT_NBYTES = 16 << 20
 
@@ -29,7 +28,7 @@ WRITER = """
 import os, signal, sys
 from cache_manager.storage import open_store
 from cache_manager.testing.faults import FaultyStore
-from kvroute.testing.rollouts import routes_of
+from kvroute.testing.rollouts import fetch_routes, routes_of
 from kvroute.rollout import mooncake
 from kvroute.rollout.mooncake import MooncakeRollouts
 
