@@ -9,11 +9,12 @@ their token hashes say so.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final, Self
 
-from cache_manager.errors import RowError
+from cache_manager.errors import KVRouteError, RowError
 from kvroute.rollout import Absence, RolloutHandle, RolloutStore, open_rollouts
 from kvroute.routes import Routes
 from kvroute.routes.token_hash import token_hashes
@@ -45,7 +46,8 @@ def routes(output: Any, index: int = 0, *, rollouts: RolloutStore | None = None,
 
     Raises :class:`RowError` if there are none, if they are of other tokens, and for an unsound handle.
     """
-    asked = _Asked.of(output, index)
+    with _parsed("answer"):
+        asked = _Asked.of(output, index)
     if (told := asked.told_of(LEFT)) is not None:
         handle = RolloutHandle.from_json(told)
         store = open_rollouts("response:") if handle.store == "response" else rollouts
@@ -71,9 +73,9 @@ def unseen(output: Any, index: int = 0) -> tuple[tuple[int, int], ...]:
 
     Their KV was loaded and their rows were matched by that KV, which does not show the last layer's choice.
     """
-    asked = _Asked.of(output, index)
-    spans = asked.told_of(UNSEEN) or ()
-    return tuple((int(start), int(stop)) for start, stop in spans)
+    with _parsed("answer"):
+        spans = _Asked.of(output, index).told_of(UNSEEN) or ()
+        return tuple((int(start), int(stop)) for start, stop in spans)
 
 
 def missing(output: Any, index: int = 0) -> tuple[tuple[int, int, str], ...]:
@@ -81,8 +83,9 @@ def missing(output: Any, index: int = 0) -> tuple[tuple[int, int, str], ...]:
 
     The routes say which rows are missing for any reason; this gives the reasons that the engine knows.
     """
-    gaps = _Asked.of(output, index).told_of(MISSING) or ()
-    return tuple((int(start), int(stop), str(why)) for start, stop, why in gaps)
+    with _parsed("answer"):
+        gaps = _Asked.of(output, index).told_of(MISSING) or ()
+        return tuple((int(start), int(stop), str(why)) for start, stop, why in gaps)
 
 
 def _left(asked: _Asked, rollouts: RolloutStore, wait_s: float) -> Routes:
@@ -211,26 +214,39 @@ def gathered(chunks: Iterable[Any]) -> dict[str, Any]:
     answer: dict[str, Any] = {"kv_transfer_params": None}
     choices: dict[int, dict[str, Any]] = {}
     for chunk in chunks:
-        if (error := field_of(chunk, "error")) is not None:
-            raise RowError("stream", "chunks of an answer", error)
-        kind, request = WHOLE.get(field_of(chunk, "object") or ""), field_of(chunk, "id")
-        if kind is None or request is None:
-            raise RowError("chunk.object", f"one of {sorted(WHOLE)}, with an id", field_of(chunk, "object"))
-        if answer.setdefault("id", request) != request:
-            raise RowError("chunk.id", answer["id"], request)
-        answer |= {"object": kind} | _present(chunk, "prompt_token_ids")
-        for each in answers_of(chunk):
-            index = field_of(each, "index")
-            choice = choices.setdefault(index, {"index": index, "token_ids": None})
-            choice |= _present(each, "prompt_token_ids", "finish_reason", "stop_reason")
-            if (tokens := field_of(each, "token_ids")) is not None:
-                choice["token_ids"] = [*(choice["token_ids"] or ()), *tokens]
+        with _parsed("stream"):
+            if (error := field_of(chunk, "error")) is not None:
+                raise RowError("stream", "chunks of an answer", error)
+            kind, request = WHOLE.get(field_of(chunk, "object") or ""), field_of(chunk, "id")
+            if kind is None or request is None:
+                raise RowError("chunk.object", f"one of {sorted(WHOLE)}, with an id", field_of(chunk, "object"))
+            if answer.setdefault("id", request) != request:
+                raise RowError("chunk.id", answer["id"], request)
+            answer |= {"object": kind} | _present(chunk, "prompt_token_ids")
+            for each in answers_of(chunk):
+                index = field_of(each, "index")
+                choice = choices.setdefault(index, {"index": index, "token_ids": None})
+                choice |= _present(each, "prompt_token_ids", "finish_reason", "stop_reason")
+                if (tokens := field_of(each, "token_ids")) is not None:
+                    choice["token_ids"] = [*(choice["token_ids"] or ()), *tokens]
     if not choices:
         raise RowError("stream", "chunks of an answer", "no choice in any")
     for index, choice in choices.items():
         if choice["token_ids"] is None or _prompt_of(answer, choice) is None:
             raise RowError(f"token ids of choice {index}", "a stream that was asked for with return_token_ids", "none")
-    return answer | {"choices": [choices[index] for index in sorted(choices)]}
+    with _parsed("stream"):
+        return answer | {"choices": [choices[index] for index in sorted(choices)]}
+
+
+@contextmanager
+def _parsed(what: str) -> Iterator[None]:
+    """JSON of another form than an engine's is a :class:`RowError`."""
+    try:
+        yield
+    except KVRouteError:
+        raise
+    except (TypeError, LookupError, AttributeError, ValueError) as error:
+        raise RowError(what, "one in the form of an engine's or a server's", repr(error)) from error
 
 
 def _present(of: Any, *names: str) -> dict[str, Any]:

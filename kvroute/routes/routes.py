@@ -18,7 +18,7 @@ from kvroute.routes.cells import Cells, Mask, blank, check_known, lacking, union
 from kvroute.routes.fill import FILLERS, Filler, Missing, Plan
 from kvroute.routes.layout import Layers, Layout, check_alike
 from kvroute.routes.spans import UNKNOWN, WeightsSpan
-from kvroute.routes.token_hash import TokenHash, check_tokens, joined_hashes, of_one_sequence, token_hashes
+from kvroute.routes.token_hash import TokenHash, check_tokens, joined_hashes, of_one_sequence, token_hashes, token_ids
 
 JSON_FORMAT: Final = "kvroute.routes/4"
 
@@ -193,7 +193,7 @@ class Routes(Cells):
         check_alike([part.layout for part in parts], "part")
         if tokens is None:
             return union(parts, token_hashes=of_one_sequence([(part.end, part.token_hashes) for part in parts]))
-        given = np.asarray(tokens)
+        given = token_ids(tokens)
         told = (each for part in parts for each in part.token_hashes)
         hashes = joined_hashes((*told, *token_hashes(given, [len(given)])))
         check_tokens(hashes, given, max(part.stop for part in parts))
@@ -238,7 +238,7 @@ class Routes(Cells):
         has no row. With ``counts`` they are bound only to hashes of that many first tokens each. :class:`RowError` for
         too few tokens, and if the routes are already bound to other tokens of the same number.
         """
-        if (count := len(np.asarray(tokens))) < self.stop:
+        if (count := len(token_ids(tokens))) < self.stop:
             raise RowError("tokens", f"{self.stop} or more, one for every position", count)
         hashes = token_hashes(tokens, [count] if counts is None else counts)
         joined = joined_hashes((*self.token_hashes, *hashes))
@@ -256,7 +256,7 @@ class Routes(Cells):
         """
         check_known(self.layout, self.ids, self.mask, self.start)
         if tokens is not None:
-            if len(given := np.asarray(tokens)) < self.stop:
+            if len(given := token_ids(tokens)) < self.stop:
                 raise RowError("tokens", f"{self.stop} or more, one for every position", len(given))
             check_tokens(self.token_hashes, given, self.end)
         if rows is not None and (gap := self.first_gap(rows)) is not None:

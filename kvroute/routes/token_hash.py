@@ -33,14 +33,23 @@ def token_hash(tokens: ArrayLike) -> bytes:
     return token_hashes(ids, [ids.size])[0][1]
 
 
+def token_ids(tokens: ArrayLike) -> NDArray[Any]:
+    """``tokens`` as an array ``[n]``; :class:`RowError` unless they are integers."""
+    try:
+        ids = np.asarray(tokens)
+    except ValueError as error:  # lists of unlike lengths
+        raise RowError("tokens", "integers [n]", error) from error
+    if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
+        raise RowError("tokens", "integers [n]", f"{ids.dtype} of shape {ids.shape}")
+    return ids
+
+
 def token_hashes(tokens: ArrayLike, counts: Iterable[int]) -> tuple[TokenHash, ...]:
     """The :func:`token_hash` of the first ``count`` of ``tokens`` ``[n]``, for each of ``counts``, in one pass.
 
     :class:`RowError` for a count of more tokens than there are.
     """
-    ids = np.asarray(tokens)
-    if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
-        raise RowError("tokens", "integers [n]", f"{ids.dtype} of shape {ids.shape}")
+    ids = token_ids(tokens)
     text, found, at = ids.astype("<i8").tobytes(), list[TokenHash](), 0
     running = hashlib.blake2b(digest_size=TOKEN_HASH_NBYTES, person=b"kvroute.tokens")
     for count in sorted(set(counts)):

@@ -183,8 +183,8 @@ def test_a_hash_of_fewer_tokens_than_rows_does_not_bind_them() -> None:
     with pytest.raises(RowError, match="a hash of 8 tokens or more, as there are rows, got of 5"):
         further.validate(TOKENS)
     further.bind(TOKENS).validate(TOKENS)
-    for wrong in ([0.5] * 8, [TOKENS], [None] * 8):
-        with pytest.raises(RowError, match=r"tokens: wanted (integers \[n\]|8 or more)"):
+    for wrong in ([0.5] * 8, [TOKENS], [None] * 8, 5, [[1], [2, 3]], "abc"):
+        with pytest.raises(RowError, match=r"tokens: wanted integers \[n\]"):
             SHAPE.whole(8).bind(wrong)  # type: ignore[arg-type]
 
 

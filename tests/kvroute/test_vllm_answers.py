@@ -116,6 +116,28 @@ def test_an_error_in_the_answer_ends_the_search(store: RolloutStore) -> None:
         routes(both, 0, rollouts=store, wait_s=60)
 
 
+@pytest.mark.parametrize(
+    ("broken", "field"),
+    [
+        ({"choices": 5}, "answer"),
+        ({"choices": [None, 3]}, "index"),
+        ({"choices": [{"index": [0], "token_ids": ANSWER}]}, "answer"),
+        ({"choices": [{"index": 0, "prompt_token_ids": 7, "token_ids": ANSWER}]}, "answer"),
+        ({"choices": [{"index": 0, "prompt_token_ids": PROMPT, "token_ids": [8, [9], 10, 11]}]}, "tokens"),
+        ({"choices": [{"index": 0, "prompt_token_ids": PROMPT, "token_ids": "8910"}]}, "tokens"),
+    ],
+)
+def test_an_answer_of_another_form_is_refused(store: RolloutStore, broken: dict[str, Any], field: str) -> None:
+    """Goal: a client catches one kind of error. Method: parts of an answer whose routes are there have other types."""
+    told = left(store, "r", TOKENS)
+    with pytest.raises(kvroute.RowError, match=f"^{field}: wanted"):
+        routes(answered(kv_transfer_params=told) | broken, rollouts=store, wait_s=0)
+    with pytest.raises(kvroute.RowError, match="answer: wanted"):
+        unseen(answered(kv_transfer_params={"kvroute": {"unseen": {"r": [[1]]}}}))
+    with pytest.raises(kvroute.RowError, match="stream: wanted"):
+        gathered([answered() | {"object": "text_completion", "choices": [{"index": {}, "token_ids": [1]}]}])
+
+
 def test_completions_that_are_all_done_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Goal: the scheduler's memory does not grow with the answers that have gone out, and no answer of several lacks
     one's routes. Method: requests with two completions; of one, the second is under way until the end; of another, the
