@@ -304,15 +304,23 @@ class BlocksMachine(BlocksStored):
 
     # ---------------------------------------------------------------- the store
 
-    @rule(n=st.integers(0, 3), source=BLOCK, block=BLOCK, meanwhile=st.none() | st.sampled_from(MEANWHILE))
-    def a_restore_comes_late(self, n, source, block, meanwhile) -> None:
-        """The block changes while the store is read."""
+    @rule(
+        n=st.integers(0, 3),
+        source=BLOCK,
+        block=BLOCK,
+        first=st.none() | st.sampled_from(("abort", "refuse")),
+        meanwhile=st.none() | st.sampled_from(MEANWHILE),
+    )
+    def a_restore_comes_late(self, n, source, block, first, meanwhile) -> None:
+        """A pass that leaves no row may have written the block ``first``; the block changes while the store is read."""
         self.renew([source], bad=False)
         self.fill(source)
         self.end_jobs()
         self.persist(n, source, old=False)
         self.end_jobs()
         self.renew([block], bad=False)
+        if first:
+            self.something_becomes_of(block, first)
         self.restore(n, block)
         if meanwhile == "restore":
             self.restore(n, block)

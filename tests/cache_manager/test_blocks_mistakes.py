@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from blocks_house import TOKENS, House, slots
 
-from cache_manager.errors import InvalidInputError, KVRouteError
+from cache_manager.errors import BlockBusyError, InvalidInputError, KVRouteError
 from cache_manager.feed import BlockFeed
 
 
@@ -48,14 +48,26 @@ def test_where_the_slots_of_a_pass_cannot_be_read_no_row_of_before_is(house, giv
     """Goal: a row of one pass never lies beside the KV of the next, where it is unknown which blocks that has written.
     Method: slots that name no block; later steps work again."""
     engine = house.engine
-    engine.renew([0, 1])
-    house.fill(0, "first")
+    engine.renew([0, 2])
+    for block in (0, 2):
+        house.fill(block, "first")
     engine.swap_out([(0, 1)])
     assert engine.write_step(given, {"routing": house.rows("second")}) == 0
-    assert house.valid(0) == house.valid(1) == [False] * TOKENS
+    assert house.valid(0) == house.valid(2) == [False] * TOKENS
     assert house.valid(1, "host") == [True] * TOKENS, "which no pass writes"
     assert engine.counters.bad_writes_dropped > 0
     house.fill(0, "third")
+
+
+def test_a_pass_that_is_refused_inside_another_call_leaves_no_row_of_before(house) -> None:
+    """Goal: as above, where the loss cannot even be recorded. Method: a signal handler begins a step, with slots that
+    name no block, while a call of its own thread has the lock."""
+    house.engine.renew([0])
+    house.fill(0, "first")
+    with house.engine._lock, pytest.raises(BlockBusyError):
+        house.engine.begin_step([0.5])
+    assert house.valid(0) == [False] * TOKENS
+    house.fill(0, "second")
 
 
 def test_what_a_strict_set_raises_names_the_blocks() -> None:

@@ -153,6 +153,18 @@ def test_an_answer_names_the_origin_that_is_stored(house) -> None:
     assert engine.counters.persisted_blocks == 2
 
 
+def test_a_block_is_filled_from_one_record(house) -> None:
+    """Goal: a key whose rows have not come is not said to be back. Method: one restore of two records for one block."""
+    engine, other = house.engine, house.engine.keys.key(None, [2])
+    rows = house.store_block(0)
+    lives = engine.renew([0])
+    house.fill(0, "other")
+    assert engine.persist({other: 0}, lives)[other]
+    (life,) = engine.renew([1])
+    assert engine.restore({house.key: 1, other: 1}, [life, life]) == {house.key: True, other: False}
+    assert house.holds(1, rows)
+
+
 def test_what_a_reader_needs_decides_whether_a_record_will_do() -> None:
     """Goal: two engines with different ``required`` on one store. Method: one stores less than the other needs, which
     then stores all under the same key."""

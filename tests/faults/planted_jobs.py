@@ -71,6 +71,14 @@ JOB_FAULTS = [
         "test_a_cancelled_job_brings_nothing",
     ),
     Fault(
+        "a block is filled from two records",
+        "stored.py",
+        "        return live & self.of._device.known(ids)[1]",
+        "        return live",
+        JOBS + "test_a_block_is_filled_from_one_record",
+        "test_a_block_is_filled_from_one_record",
+    ),
+    Fault(
         "a store's fewer answers are taken for all",
         "storage/batch.py",
         "    if len(answers) != len(asked):\n",
@@ -151,6 +159,14 @@ JOB_FAULTS = [
         "        if False:\n            raise BlockBusyError",
         THREADS + "test_a_call_inside_another_is_refused_and_one_of_another_thread_waits",
         "test_a_call_inside_another_is_refused_and_one_of_another_thread_waits",
+    ),
+    Fault(
+        "a loss that cannot be recorded is not made up for",
+        "lock.py",
+        "            self._lock.torn += 1  # in the middle",
+        "            pass  # in the middle",
+        "tests/cache_manager/test_blocks_mistakes.py",
+        "test_a_pass_that_is_refused_inside_another_call_leaves_no_row_of_before",
     ),
     Fault(
         "what was interrupted half way counts",

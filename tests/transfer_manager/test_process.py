@@ -73,11 +73,11 @@ def test_a_copy_moves_these_records_and_nothing_else(shared: Shared, process: Ca
     """Out, in and between device blocks; a source serves two targets."""
     device, host = shared
     was_device, was_host = device.rows.copy(), host.rows.copy()
-    process.copy(device, host, ids(3, 4, 3), ids(0, 5, 6))
+    process.copy(device, host, ids(3, 3, 4), ids(0, 5, 6))
     process.copy(host, device, ids(7), ids(11))
     process.copy(device, device, ids(1), ids(2))
     wanted_device, wanted_host = was_device.copy(), was_host.copy()
-    wanted_host[[0, 5, 6]] = was_device[[3, 4, 3]]
+    wanted_host[[0, 5, 6]] = was_device[[3, 3, 4]]
     wanted_device[11], wanted_device[2] = was_host[7], was_device[1]
     assert np.array_equal(host.rows, wanted_host)
     assert np.array_equal(device.rows, wanted_device)
