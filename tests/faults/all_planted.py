@@ -7,30 +7,10 @@ from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import Final
 
-from planted import FAULTS, Fault
-from planted_answers import ANSWER_FAULTS
-from planted_connector import CONNECTOR_FAULTS
-from planted_core import CORE_FAULTS
-from planted_crossing import CROSSING_FAULTS
-from planted_memory import MEMORY_FAULTS
-from planted_routes import ROUTES_FAULTS
-from planted_sglang import SGLANG_FAULTS
-from planted_stores import STORE_FAULTS
-from planted_transfer import TRANSFER_FAULTS
+from planted import Fault, read
 
 ROOT: Final = Path(__file__).parents[2]
-LISTS: Final = {
-    "planted.py": FAULTS,
-    "planted_stores.py": STORE_FAULTS,
-    "planted_transfer.py": TRANSFER_FAULTS,
-    "planted_core.py": CORE_FAULTS,
-    "planted_memory.py": MEMORY_FAULTS,
-    "planted_connector.py": CONNECTOR_FAULTS,
-    "planted_crossing.py": CROSSING_FAULTS,
-    "planted_answers.py": ANSWER_FAULTS,
-    "planted_routes.py": ROUTES_FAULTS,
-    "planted_sglang.py": SGLANG_FAULTS,
-}
+LISTS: Final = {path.name: read(path) for path in sorted(Path(__file__).parent.glob("*.faults"))}
 ALL: Final[tuple[Fault, ...]] = tuple(fault for faults in LISTS.values() for fault in faults)
 OTHERS: Final = 6
 
@@ -54,7 +34,7 @@ def choose(changed: AbstractSet[str], turn: int) -> list[Fault]:
         fault
         for name, faults in LISTS.items()
         for fault in faults
-        if changed & {f"tests/faults/{name}", f"{fault.package}/{fault.file}", fault.test.partition("::")[0]}
+        if changed & {f"tests/faults/{name}", fault.file, fault.test.partition("::")[0]}
     ]
     others = [fault for fault in ALL if fault not in own]
     first = turn * OTHERS % max(len(others), 1)

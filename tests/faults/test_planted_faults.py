@@ -7,10 +7,9 @@ import shutil
 from pathlib import Path
 
 import pytest
-from all_planted import ALL, OTHERS, choose
+from all_planted import ALL, LISTS, OTHERS, choose
 from nursery import THIRD_PARTY, nursery
 from planted import Fault
-from planted_memory import MEMORY_FAULTS
 
 import cache_manager
 
@@ -45,10 +44,8 @@ def test_a_planted_fault_is_caught(fault: Fault, where: Path) -> None:
     copy = parent / fault.package
     if not copy.exists():
         shutil.copytree(original, copy, ignore=shutil.ignore_patterns("__pycache__"))
-    planted = copy / fault.file
-    source = planted.read_text()
-    assert source.count(fault.before) == 1, "the code has changed: bring the fault up to date"
-    planted.write_text(source.replace(fault.before, fault.after))
+    planted = parent / fault.file
+    planted.write_text(fault.plant(planted.read_text()))
     os.utime(planted, (1 + ALL.index(fault), 1 + ALL.index(fault)))  # no other file's bytecode is taken for it
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "KVROUTE_"))}
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -58,28 +55,29 @@ def test_a_planted_fault_is_caught(fault: Fault, where: Path) -> None:
     try:
         for _ in range(HUNTS):
             ran = nursery(*THIRD_PARTY).run(
-                ["-c", HUNT, fault.package, str(copy), fault.node], env=environment, cwd=ROOT, timeout=240
+                ["-c", HUNT, fault.package, str(copy), fault.test], env=environment, cwd=ROOT, timeout=240
             )
             if ran.returncode:
                 break
     finally:
-        shutil.copy2(original / fault.file, planted)
+        shutil.copy2(original.parent / fault.file, planted)
     assert ran.returncode == 1, f"not caught: {fault.name}\n{ran.stdout[-2000:]}{ran.stderr[-2000:]}"
     assert fault.claim in ran.stdout, f"caught, but not by {fault.claim}:\n{ran.stdout[-4000:]}"
 
 
 def test_each_fault_finds_its_line() -> None:
     """Goal: an edit that leaves a fault without its line is seen by every run. Method: look all of them up."""
+    assert len({fault.name for fault in ALL}) == len(ALL) > 200
     root = Path(cache_manager.__file__).parents[1]
-    lost = [fault.name for fault in ALL if (root / fault.package / fault.file).read_text().count(fault.before) != 1]
+    lost = [fault.name for fault in ALL if (root / fault.file).read_text().count(fault.removed) != 1]
     assert not lost, "the code has changed: bring these faults up to date"
 
 
 def test_what_changed_is_planted_and_six_others() -> None:
     """Goal: a developer's run plants what an edit may have broken. Method: one file, one test, one list; each turn."""
     for index, fault in enumerate(ALL):
-        for changed in (f"{fault.package}/{fault.file}", fault.test.partition("::")[0]):
+        for changed in (fault.file, fault.test.partition("::")[0]):
             assert fault in (found := choose({changed, "README.md"}, index))
             assert OTHERS < len(found) < len(ALL)
     assert {fault.name for turn in range(len(ALL)) for fault in choose(set(), turn)} == {fault.name for fault in ALL}
-    assert len(choose({"tests/faults/planted_memory.py"}, 0)) == len(MEMORY_FAULTS) + OTHERS
+    assert len(choose({"tests/faults/memory.faults"}, 0)) == len(LISTS["memory.faults"]) + OTHERS
