@@ -33,16 +33,16 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 
 from cache_manager.keys import Namespace
 from cache_manager.testing.life import BlockManagerAdapter, CanaryKV
+from kvroute.connector.settings import Common
 from kvroute.connector.versions import AS_LOADED
 from kvroute.integrations.sglang.rows import Launched, RoutedRows
-from kvroute.integrations.sglang.settings import Settings
 from kvroute.routing import routing_spec
 
 logging.getLogger("sglang").setLevel(logging.ERROR)
 get_context().override_server_args(device="cpu", attention_backend="torch_native", page_size=2).install()
 TOKENS_MAX = 64
 SPEC = routing_spec(num_experts=1 << 16, top_k=1, layer_ids=[0], num_layers=1, block_tokens=2)
-SETTINGS = Settings(rollouts="", weights="the kit's", strict=True)
+SETTINGS = Common(rollouts="", weights="the kit's", strict=True)
 
 
 class Sglang(BlockManagerAdapter):
