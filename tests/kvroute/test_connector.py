@@ -157,18 +157,6 @@ def test_kv_that_is_wrong_in_one_rank_alone_has_no_rows(tmp_path: Path, later: b
     first.close()
 
 
-def test_a_row_that_was_not_captured_is_missing_in_other_engines_pages() -> None:
-    """Goal: a page marks a row as missing. Method: two tokens are lost; a second engine loads the KV."""
-    tokens, kept = list(range(11)), dict[bytes, Any]()
-    first, other = Toy(kept=kept, pages=True), Toy(kept=kept, pages=True)
-    first.loses = {1, 6}
-    first.ask("a", tokens)
-    assert judge(routes(other.ask("b", tokens)), tokens) == {"right": 9, "missing": 2}
-    assert other.loaded == 8
-    first.close()
-    other.close()
-
-
 @pytest.mark.parametrize("later", [False, True])
 @pytest.mark.parametrize("late", [False, True])
 def test_pages_say_what_their_rows_are_of(later: bool, late: bool) -> None:

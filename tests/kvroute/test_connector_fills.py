@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from budget import examples
 from hypothesis import given
@@ -56,6 +58,19 @@ def test_no_block_is_found_later_than_it_is_full(steps: list[list[int | str]], s
             done |= {name: last * SIZE for name, (_, last) in wanted.items()}
         for name, n in scheduled.items():
             requests[name].num_computed_tokens += n
+
+
+def test_a_request_that_computes_nothing_hides_no_full_block() -> None:
+    """Goal: a block is found in the step that fills it. Method: a request computes one token and then twice two, beside
+    one that is scheduled for none."""
+    fills, requests = Fills(256, SIZE, lambda *_: []), [Asked(name, range(2 * SIZE)) for name in "ab"]
+    for request in requests:
+        fills.admitted(request, 0, loaded=False)
+    found = list[Any]()
+    for n in (1, 2, 2):
+        found.append([blocks for _, *blocks in fills.step({"a": n, "b": 0}, stores=True)])
+        requests[0].num_computed_tokens += n
+    assert found == [[], [], [[0, 1]]]
 
 
 def test_a_call_that_raises_loses_no_request() -> None:

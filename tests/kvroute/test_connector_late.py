@@ -14,7 +14,6 @@ import pytest
 import torch
 from toy_engine import TOKENS, Asked, Toy, admitted, begun, computed, held, judge, seen
 
-from cache_manager.errors import RowError
 from cache_manager.stored import RestoreJob
 from kvroute.connector import ends, routes, worker
 from kvroute.connector.behind import PENDING_MAX, Behind
@@ -35,28 +34,10 @@ def seen_late(toy: Toy, tokens: int, go: threading.Event) -> Routes:
     return routes({"kv_transfer_params": told.result(60)})
 
 
-def test_a_rejected_draft_is_not_taken_for_the_token_in_its_place() -> None:
-    """Goal: an answer has its own last row. Method: a step computes a token and two drafts, which are rejected; the
-    next one, the token in their place, which ends the request while the device is late.
-    """
-    toy = Toy(late=True)
-    draft, right = [3, 1, 4, 7, 7], [3, 1, 4, 2]
-    request = admitted(toy, draft, [5, 2])
-    computed(toy, request, 5)
-    toy.worker.end()
-    toy.worker.settle()
-    request.tokens, request.num_computed_tokens = right, 3
-    go = held(toy)
-    computed(toy, request, 1)
-    toy.worker.end()
-    request.num_computed_tokens = 4
-    assert judge(seen_late(toy, 4, go), right) == {"right": 4}
-    toy.close()
-
-
 def test_a_step_that_began_before_it_was_thought_to_is_waited_for() -> None:
-    """Goal: as above, of an engine that schedules ahead. Method: a step is sent before the drafts before it are
-    rejected, and a third one after that; the second one ends the request.
+    """Goal: an answer has its own last row, not that of a rejected draft in its place, where an engine schedules ahead.
+    Method: a step is sent before the drafts before it are rejected, and a third one after that; the second one ends the
+    request.
     """
     toy = Toy(late=True)
     right = PROMPT[:5]
@@ -264,22 +245,6 @@ def test_slots_of_a_pass_in_one_graph_are_not_a_draft_models() -> None:
         toy.worker.begin(StepMeta(None, b"", b""))
         made.start_load_kv(context, attn_metadata={"layer": SimpleNamespace(slot_mapping=torch.tensor([3]))})
         assert (toy.worker.slots is None) == drafts
-    toy.close()
-
-
-def test_rows_that_a_device_does_not_come_to_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Goal: no answer waits for ever, and no row is made up. Method: the worker is held up for longer than the answer
-    waits, and the answer says so; the next request has all of its rows, of the blocks of the first."""
-    monkeypatch.setattr(ends, "LATE_S", 0.01)
-    toy = Toy(late=True, blocks=4)
-    go = held(toy)
-    with pytest.raises(RowError, match="a worker that is behind"):
-        routes(toy.ask("r", PROMPT))
-    monkeypatch.setattr(ends, "LATE_S", 600.0)
-    go.set()
-    toy.settle()
-    others = PROMPT[::-1]
-    assert judge(routes(toy.ask("s", others)), others) == {"right": len(PROMPT)}
     toy.close()
 
 

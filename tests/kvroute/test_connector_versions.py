@@ -61,25 +61,6 @@ def test_an_answer_of_two_weights_has_two_versions(late: bool) -> None:
     toy.close()
 
 
-@pytest.mark.parametrize("late", [False, True])
-def test_a_rejected_draft_leaves_no_version(late: bool) -> None:
-    """Goal: a version goes with the row that it was written for. Method: two drafts of known weights are rejected; the
-    tokens computed in their place are of weights without a known version."""
-    toy, right = Toy(late=late, weights_version=0), [3, 1, 4, 2, 6]
-    request = admitted(toy, [3, 1, 4, 7, 7], [5, 2])
-    computed(toy, request, 5)
-    toy.worker.end()
-    request.tokens, request.num_computed_tokens = right, 3
-    updated(toy, 1)
-    computed(toy, request, 2)
-    toy.worker.end()
-    toy.worker.settle()
-    found = seen(toy, 5)
-    assert found.weights_versions == ((0, 3, 0),)
-    assert [(found.ids[i] == row_of(right[: i + 1], int(i > 2))).all() for i in range(5)] == [True] * 5
-    toy.close()
-
-
 def test_rows_of_mixed_weights_are_in_no_page() -> None:
     """Goal: KV that may stand on KV of other weights brings no rows. Method: an update with KV kept; engines of either
     weights load what was computed before it and after it.

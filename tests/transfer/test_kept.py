@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cache_manager.record import Buffer
-from transfer.kept import BUFFER_NBYTES, BUFFERS_MAX, KeptBuffers
+from transfer.kept import BUFFERS_MAX, KeptBuffers
 from transfer.messages import JOINED_NBYTES_MAX
 
 HALF = JOINED_NBYTES_MAX // 2 + 1
@@ -61,13 +61,3 @@ def test_a_slow_peer_keeps_its_own_buffers_alone() -> None:
     used = {id(together(kept, number).obj) for number in range(3, 4 * BUFFERS_MAX)}
     assert len(used) == 1
     assert [view == b"".join(pair(number)) for number, view in enumerate(slow, 1)] == [True, True]
-
-
-def test_what_the_allocator_is_good_at_is_left_to_it() -> None:
-    """Goal: small messages, and those larger than a buffer, get no buffer. Method: both sizes, and the largest that
-    fits."""
-    kept = KeptBuffers()
-    for nbytes, keeps in ((HALF - 1, False), (BUFFER_NBYTES // 2, True), (BUFFER_NBYTES // 2 + 2, False)):
-        got = kept.together(pair(3, nbytes))
-        assert got == b"".join(pair(3, nbytes))
-        assert isinstance(got, memoryview) == keeps

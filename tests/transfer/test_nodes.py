@@ -47,19 +47,6 @@ def test_many_requests_cross_and_every_block_comes_back(tmp_path: Path) -> None:
         assert prefill.counters.errors == decode.counters.errors == 0
 
 
-def test_decode_pulls_only_what_it_lacks(tmp_path: Path) -> None:
-    """Goal: blocks of decode's own prefix cache are not asked for; nothing wanted still releases the offer."""
-    with nodes(tmp_path) as (prefill, decode):
-        some, none = lend(prefill, 1, 6), lend(prefill, 2, 2)
-        sink = CanarySink(1)
-        decode.pull(some, prefill.address, wanted(1, 6, start=4), sink)
-        decode.pull(none, prefill.address, [], CanarySink(2))
-        done = ended(decode, {some, none})
-        assert sink.there == {4, 5}
-        assert done[none].complete
-        assert {r.outcome for r in released(prefill, {some, none}).values()} == {Outcome.ACKED}
-
-
 def test_a_sink_that_fails_costs_that_record_only(tmp_path: Path) -> None:
     """Goal: another generation, a busy block and a bug in the sink: stale, sent again, stale; the rest is there."""
 
@@ -313,6 +300,8 @@ def test_a_forked_child_gets_an_error_from_every_call(tmp_path: Path) -> None:
 
 
 def test_nodes_leave_nothing_behind(tmp_path: Path) -> None:
+    """Goal: close gives everything back: descriptors, threads and files. Method: count before and after ten pairs."""
+
     def held() -> tuple[int, int]:
         return len(os.listdir("/proc/self/fd")), threading.active_count()
 
@@ -328,4 +317,5 @@ def test_nodes_leave_nothing_behind(tmp_path: Path) -> None:
     for _ in range(10):
         round_trip()
     until(held, lambda now: now[0] <= before[0] and now[1] <= before[1])
+    assert os.listdir(tmp_path) == []
     assert os.listdir(tmp_path) == []
