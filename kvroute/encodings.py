@@ -1,4 +1,4 @@
-"""Routes in an answer: kvroute's own self-describing object, and the containers of four engines.
+"""Routes in an answer: kvroute's own self-describing object, and the containers of five engines.
 
 ==============  =====================================================  ==========================  ==================
 encoding        container                                              layers, dtype               missing rows
@@ -6,6 +6,7 @@ encoding        container                                              layers, d
 ``kvroute``     JSON object of a record: ``Routes.to_json``            routed; uint8 to uint32     a mask
 ``vllm``        base64 of a ``.npy``                                   all; uint8, uint16          refused
 ``sglang``      base64 of the bytes                                    all; int32                  refused
+``lightllm``    JSON object ``{"shape", "dtype", "data"}``             routed; uint8, int16        refused
 ``nemo``        ``nrlre1:<dtype>:<rows>x<layers>x<top_k>:<base64>``    routed; int8 to int32       all -1
 ``fastdeploy``  base64 of the bytes                                    routed; uint8 to uint32     all ones in binary
 ==============  =====================================================  ==========================  ==================
@@ -16,8 +17,8 @@ mark each layer by itself. Decoded ids are checked as in every :class:`Routes`, 
 engines mark a lost row, is an error and never a row. Pure: no I/O.
 
 Sources: ``vllm/utils/serial_utils.py`` and ``routed_experts_capturer.py`` of vLLM 0.33; ``srt/state_capturer`` of
-SGLang 0.5.23; NeMo-RL's ``routed_experts_codec.py``; FastDeploy's ``RoutingReplayConfig.postprocess`` (#7390, #7960),
-which counts one value more than the experts.
+SGLang 0.5.23; ``MoeRouteInfoManager`` of LightLLM's main branch, August 2026; NeMo-RL's ``routed_experts_codec.py``;
+FastDeploy's ``RoutingReplayConfig.postprocess`` (#7390, #7960), which counts one value more than the experts.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final, Literal, get_args
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 from pybase64 import b64encode_as_string
@@ -37,7 +39,7 @@ from cache_manager.spec import AuxBlockDataSpec
 from kvroute.routes import Layout, Routes
 from kvroute.routes.wire import from_base64
 
-Encoding = Literal["kvroute", "sglang", "vllm", "nemo", "fastdeploy"]
+Encoding = Literal["kvroute", "sglang", "vllm", "lightllm", "nemo", "fastdeploy"]
 ENCODINGS: Final[tuple[str, ...]] = get_args(Encoding)
 
 FIELD: Final = "routed_experts"
@@ -88,7 +90,7 @@ def decode(given: Any, spec: AuxBlockDataSpec, encoding: str = "kvroute", start:
     how = _FOREIGN[encoding]
     layers = layout.chosen("all" if how.dense else "moe")
     ids = how.unpack(given, np.dtype(how.dtype(layout.num_experts)), (len(layers), layout.top_k))
-    known = np.ones(len(ids), np.bool_) if how.dense else ~(ids == _all_ones(ids.dtype)).all(axis=2)
+    known = ~(ids == _all_ones(ids.dtype)).all(axis=2) if how.masked else np.ones(len(ids), np.bool_)
     if how.dense and len(layers) > len(layout.layer_ids):
         for layer in set(layers).difference(layout.layer_ids):
             if ids[:, layer].any():
@@ -107,7 +109,7 @@ def refusal(routes: Routes, encoding: str) -> str | None:
     if routes.num_experts > most:
         bits = 8 * np.dtype(widest).itemsize
         return f"{how.name}'s encoding has ids of {bits} bits, and there are {routes.num_experts} experts"
-    return _missing(routes) if how.dense and not routes.complete else None
+    return None if how.masked or routes.complete else _missing(routes)
 
 
 def _check(encoding: object) -> None:
@@ -184,6 +186,27 @@ def _npy_ids(given: Any, dtype: np.dtype[Any], shape: Shape) -> NDArray[Any]:
     return _ids(f"{FIELD}.data", file[stop:], dtype, rows, shape)
 
 
+class _Object(msgspec.Struct, forbid_unknown_fields=True):
+    shape: tuple[int, int, int]
+    dtype: str
+    data: str
+
+
+def _object(ids: NDArray[Any]) -> dict[str, Any]:
+    return {"shape": list(ids.shape), "dtype": ids.dtype.name, "data": _text(ids)}
+
+
+def _object_ids(given: Any, dtype: np.dtype[Any], shape: Shape) -> NDArray[Any]:
+    try:
+        found = msgspec.convert(given, _Object)
+    except (msgspec.ValidationError, RecursionError) as error:
+        raise RowError(FIELD, "an object with shape, dtype and data", error) from error
+    rows = _checked_rows(f"{FIELD}.shape", found.shape, shape)
+    if found.dtype != dtype.name:
+        raise RowError(f"{FIELD}.dtype", f"{dtype.name}, as the model's experts need", repr(found.dtype))
+    return _ids(f"{FIELD}.data", from_base64(f"{FIELD}.data", found.data), dtype, rows, shape)
+
+
 def _envelope(ids: NDArray[Any]) -> str:
     return f"nrlre1:{ids.dtype.name}:{'x'.join(map(str, ids.shape))}:{_text(ids)}"
 
@@ -205,14 +228,15 @@ def _envelope_ids(given: Any, dtype: np.dtype[Any], shape: Shape) -> NDArray[Any
 class _Foreign:
     """How an engine expresses routes. ``dtypes`` are those of ids, each with the largest number of experts for it.
 
-    ``dense``: every layer of the model has a place, and missing cells cannot be expressed; else the routed layers, and
-    missing cells are all ones in binary. ``pack`` makes a container of ids ``[n, layers, top_k]``; ``unpack`` reads
+    ``dense``: every layer of the model has a place; else the routed ones. ``masked``: missing cells are all ones in
+    binary; else they cannot be expressed. ``pack`` makes a container of ids ``[n, layers, top_k]``; ``unpack`` reads
     them from one, for the model's dtype and shape, or raises :class:`RowError`.
     """
 
     name: str
     dtypes: tuple[tuple[str, int], ...]
     dense: bool
+    masked: bool
     pack: Callable[[NDArray[Any]], Any]
     unpack: Callable[[Any, np.dtype[Any], Shape], NDArray[Any]]
 
@@ -223,10 +247,11 @@ class _Foreign:
 _INTS: Final = (("int8", 1 << 7), ("int16", 1 << 15), ("int32", 1 << 31))
 _FD: Final = (("uint8", (1 << 8) - 2), ("uint16", (1 << 16) - 2), ("uint32", (1 << 32) - 2))
 _FOREIGN: Final = {
-    "vllm": _Foreign("vLLM", (("uint8", 1 << 8), ("uint16", 1 << 16)), True, _npy, _npy_ids),
-    "sglang": _Foreign("SGLang", (("int32", 1 << 31),), True, _text, _bare_ids),
-    "nemo": _Foreign("NeMo-RL", _INTS, False, _envelope, _envelope_ids),
-    "fastdeploy": _Foreign("FastDeploy", _FD, False, _text, _bare_ids),
+    "vllm": _Foreign("vLLM", (("uint8", 1 << 8), ("uint16", 1 << 16)), True, False, _npy, _npy_ids),
+    "sglang": _Foreign("SGLang", (("int32", 1 << 31),), True, False, _text, _bare_ids),
+    "lightllm": _Foreign("LightLLM", (("uint8", 1 << 8), ("int16", 1 << 15)), False, False, _object, _object_ids),
+    "nemo": _Foreign("NeMo-RL", _INTS, False, True, _envelope, _envelope_ids),
+    "fastdeploy": _Foreign("FastDeploy", _FD, False, True, _text, _bare_ids),
 }
 assert set(ENCODINGS) == {"kvroute", *_FOREIGN}
 

@@ -20,9 +20,9 @@ from kvroute.routes import Routes
 from kvroute.routing import routing_spec
 
 GOLDEN = Path(__file__).parent / "golden" / "encodings"
-UNMASKED = ("sglang", "vllm")
+UNMASKED = ("sglang", "vllm", "lightllm")
 """The encodings that cannot say that a row is missing."""
-EXPERTS_MAX = {"vllm": 1 << 16}
+EXPERTS_MAX = {"vllm": 1 << 16, "lightllm": 1 << 15}
 EXPERTS = (4, 127, 128, 129, 254, 255, 256, 257, 300, 40_000, 70_000)
 
 
@@ -120,6 +120,7 @@ def test_a_huge_claim_costs_nothing(encoding: str, rows: int) -> None:
         "kvroute": lambda: told | {"record": told["record"][:-4]},
         "sglang": lambda: told[:8] * 3 + "A",
         "vllm": lambda: _npy(f"{{'descr': '|u1', 'fortran_order': False, 'shape': ({rows}, 2, 2), }}", b"\0\0\1\0"),
+        "lightllm": lambda: told | {"shape": [rows, 1, 2]},
         "nemo": lambda: told.replace("1x1x2", f"{rows}x1x2"),
         "fastdeploy": lambda: told[:-2] + "A",
     }[encoding]()
@@ -173,7 +174,7 @@ def test_what_is_missing_is_named() -> None:
 def test_more_experts_than_an_encoding_has_ids_for_are_refused() -> None:
     """Goal: no id is cut short. Method: position canaries, whose ids have 32 bits."""
     routes = Routes(np.array([[[1 << 31]]]), np.array([True]), (0,), num_experts=1 << 32, num_layers=1)
-    for encoding, bits in {"sglang": 32, "vllm": 16, "nemo": 32, "fastdeploy": 32}.items():
+    for encoding, bits in {"sglang": 32, "vllm": 16, "lightllm": 16, "nemo": 32, "fastdeploy": 32}.items():
         assert encode(routes, encoding) is None
         assert f"ids of {bits} bits" in str(refusal(routes, encoding))
 
@@ -216,7 +217,7 @@ def test_rows_of_a_model_with_other_layers_are_refused(encoding: str) -> None:
         decode(encode(routes, encoding), other, encoding)
 
 
-@pytest.mark.parametrize("junk", [None, 5, [], {}, "", "AAA", "ä"])
+@pytest.mark.parametrize("junk", [None, 5, [], {}, "", "AAA", "ä", {"shape": [1, 1, 2], "dtype": "uint8", "data": [3]}])
 @pytest.mark.parametrize("encoding", ENCODINGS)
 def test_anything_else_is_a_row_error(encoding: str, junk: Any) -> None:
     spec = routing_spec(num_experts=4, top_k=2, layer_ids=(1,), num_layers=2, block_tokens=8)
