@@ -153,7 +153,9 @@ def rows_of(told: object, spec: AuxBlockDataSpec, due: int) -> Ids:
     if layers not in (every, moe) or found.dtype.kind not in "iu" or found.size % (layers * top_k):
         wanted = f"integers of {due} rows, {every} layers, top {top_k}"
         raise RowError(FIELD, wanted, f"{found.dtype} of shape {found.shape}")
-    rows: Ids = found.reshape(-1, layers, top_k)[:due].astype(np.int32)
+    found = found.reshape(-1, layers, top_k)[:due]
+    rows: Ids = found.astype(np.int32)
+    rows[(found < 0) | (found > np.iinfo(np.int32).max)] = -1  # no expert's id, and none is wrapped into one
     return rows if layers == moe else rows[:, list(spec.attrs["layer_ids"])]
 
 

@@ -18,7 +18,9 @@ import torch
 from experts_seen import experts_of
 from salted_moe import small_moe
 
+import kvroute
 from kvroute.cli import FAILED, USAGE, main
+from kvroute.verify.asking import rows_of
 
 EXPERTS, NEW = 16, 4
 
@@ -224,3 +226,12 @@ def test_an_answer_that_breaks_off_is_a_missing_one(checkpoint: Path, capsys: py
     with serving(Engine("vllm", none), cut=9) as url:
         assert verify(url, checkpoint) == USAGE
     assert "/v1/models: wanted an answer, got IncompleteRead" in capsys.readouterr().err
+
+
+def test_an_id_of_more_bits_is_not_wrapped_into_an_expert() -> None:
+    """Goal: an impossible id is wrong. Method: ids of 64 bits that are experts' after a cast to 32."""
+    spec = kvroute.routing_spec(num_experts=8, top_k=1, layer_ids=[0], num_layers=1, block_tokens=4)
+    for dtype, far in (("<i8", (1 << 32) + 3), ("<i8", -(1 << 32) + 3), ("<u8", (1 << 63) + 3)):
+        file = io.BytesIO()
+        np.save(file, np.array([2, far], dtype).reshape(2, 1, 1))
+        assert rows_of(pybase64.b64encode_as_string(file.getvalue()), spec, 2).tolist() == [[[2]], [[-1]]]
