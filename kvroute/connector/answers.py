@@ -12,6 +12,8 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import groupby
+from math import gcd
 from typing import Any, Final, Self
 
 from cache_manager.errors import KVRouteError, RowError
@@ -40,9 +42,9 @@ def routes(output: Any, index: int = 0, *, rollouts: RolloutStore | None = None,
     to exactly the tokens that have rows. Else they keep the engine's binding.
 
     ``rollouts`` is the store that the engine was configured to leave routes in. An answer without a handle has its
-    routes only there: a stream, a request that the front end has ended (a stop string). Of a list of prompts only the
-    first one's completions are found. The call waits up to ``wait_s`` seconds for routes of these tokens; an error in
-    the answer ends the wait at once.
+    routes only there: a stream, the second and later prompts of a list, a request that the front end has ended (a stop
+    string). The call waits up to ``wait_s`` seconds for routes of these tokens; an error in the answer ends the wait at
+    once.
 
     Raises :class:`RowError` if there are none, if they are of other tokens, and for an unsound handle.
     """
@@ -92,7 +94,7 @@ def _left(asked: _Asked, rollouts: RolloutStore, wait_s: float) -> Routes:
     """The routes that the engine has left in the store, or leaves there during the wait."""
     if asked.tokens is None or not asked.names:
         wanted = "an answer with an id and token ids, by which rollouts of a name are told apart"
-        got = "none: see return_token_ids, and for a stream gathered(chunks)"
+        got = "none: see return_token_ids, of responses enable_response_messages, of a stream gathered(chunks)"
         raise RowError(asked.what, wanted, got)
     give_up_s, refused = time.monotonic() + wait_s, dict[str, str]()
     while True:
@@ -137,14 +139,17 @@ class _Asked:
                 field_of(output, "output_ids"),
                 [str(request)],
             )
+        elif field_of(output, "object") == "response":  # each of several turns is a request of its own
+            prompt, answered = _tokens_of(output, "input_messages"), _tokens_of(output, "output_messages")
+            names = [f"{request}_0"]
         else:
             choices = {field_of(each, "index"): each for each in answers_of(output)}
             if choices and index not in choices:
                 raise RowError("index", f"one of {sorted(choices)}, as the answer has them", index)
-            prompt, answered = _prompt_of(output, choices.get(index)), field_of(choices.get(index), "token_ids")
-            # one completion or the index-th of several; a server's completions are those of a list of one prompt
-            ids = [*([str(request)] if index == 0 else ()), f"{index}_{request}"] if request else []
-            names = [f"{each}{end}" for end in ("", "-0") for each in ids]
+            prompts = {i: _prompt_of(output, each) for i, each in choices.items()}
+            prompt, answered = prompts.get(index), field_of(choices.get(index), "token_ids")
+            lists = field_of(output, "outputs") is None
+            names = list(dict.fromkeys(_names(str(request), index, prompts, lists=lists))) if request else []
         tokens = None if prompt is None or answered is None else [*prompt, *answered]
         return cls(index, tuple(names), tokens, len(prompt or ()), told)
 
@@ -189,15 +194,39 @@ class _Asked:
         return max(0, min(found.stop, len(self.tokens) - 1))
 
 
+def _names(request: str, index: int, prompts: Mapping[int, Any], *, lists: bool) -> Iterator[str]:
+    """The engine's possible names for completion ``index`` of an answer whose choices have these prompts.
+
+    A server with ``lists`` of prompts makes a request of each, with the prompt's number after the id, and numbers all
+    choices in one sequence. It does not say how many completions a prompt has: if all choices are there, ``n`` divides
+    the number of successive choices with the same prompt.
+    """
+    if len(prompts) > 1 and sorted(prompts) == list(range(len(prompts))):
+        runs = gcd(*(len(list(run)) for _, run in groupby(prompts[i] for i in range(len(prompts)))))
+        counts = [n for n in range(runs, 0, -1) if runs % n == 0]
+    else:
+        counts = list(range(1, max(index, 1) + 2))  # the last stands for every larger n
+    for n in counts:
+        prompt, number = divmod(index, n)
+        child = f"{number}_" if n > 1 else ""
+        if prompt == 0:
+            yield f"{child}{request}"
+        if lists:
+            yield f"{child}{request}-{prompt}"  # a completion
+            yield f"{child}{request}_{prompt}"  # a chat
+
+
 def _refuse_parts(output: Any) -> None:
     """Raise :class:`RowError` for a part of an answer, as a stream sends it, and for a server's error in its place."""
-    kind = field_of(output, "object")
+    kind, event = field_of(output, "object"), field_of(output, "type")
     whole = field_of(output, "usage") is not None or "kv_transfer_params" in (
         output if isinstance(output, Mapping) else dir(output)
     )
     if kind == "chat.completion.chunk" or (kind == "text_completion" and not whole):
         wanted = "a whole answer: kvroute.integrations.vllm.gathered(chunks) makes one of all chunks of a stream"
         raise RowError("routes", wanted, f"a chunk of a stream, {kind}")
+    if isinstance(event, str) and event.startswith("response."):
+        raise RowError("routes", "a whole answer: the response of response.completed", f"an event of a stream, {event}")
     if isinstance(output, Mapping) and output.get("error"):
         error = _mapping(output["error"])
         raise RowError("routes", "an answer", f"the server's error: {error.get('message') or output['error']}")
@@ -256,6 +285,12 @@ def _present(of: Any, *names: str) -> dict[str, Any]:
 def _prompt_of(output: Any, choice: Any) -> Any:
     own = field_of(choice, "prompt_token_ids")
     return field_of(output, "prompt_token_ids") if own is None else own
+
+
+def _tokens_of(response: Any, name: str) -> Any:
+    """The token ids of a response's messages of that name, if the request asked for them and it has one turn."""
+    messages: Sequence[Any] = field_of(response, name) or ()
+    return field_of(messages[0], "tokens") if len(messages) == 1 else None
 
 
 def answers_of(output: Any) -> Sequence[Any]:

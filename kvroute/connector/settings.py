@@ -48,10 +48,10 @@ class Settings(Common, frozen=True):
 
     # Version of the weights that are loaded at the start. Without one, rows have no version.
     weights_version: Annotated[int, msgspec.Meta(ge=0, lt=AS_LOADED)] | None = None
-    # The carrier of rows to other engines: the "connector" with its store, or a "layer" of the model's paged KV, in
-    # which they go wherever the KV goes. "auto" is a transfer of their own beside the KV if the connector moves whole
-    # requests, else the layer if there is no store and both model and connector allow it, else the connector.
-    carrier: Literal["connector", "layer", "auto"] = "auto"
+    # The carrier of rows to other engines: a "transfer" of their own beside the KV of whole requests; the "connector"
+    # with its store; a "layer" of the model's paged KV, in which they go wherever the KV goes. "auto" is the transfer
+    # if the connector moves whole requests, else the layer if there is no store and both model and connector allow it.
+    carrier: Literal["transfer", "connector", "layer", "auto"] = "auto"
     lend: str = "tcp://127.0.0.1:*"  # where rows are lent to other engines: ipc:///path or tcp://HOST:PORT
     lent_nbytes_max: Annotated[int, msgspec.Meta(ge=1)] = 4 << 30  # of copies of rows not fetched yet
     keys: str = ""  # the secret key file of all engines of a deployment; other hosts need one

@@ -33,7 +33,8 @@ class Transfers:
     def __init__(self, blocks: AuxBlocks, settings: Settings, miss: Callable[[str, int], None], meter: Meter) -> None:
         link = link_of(settings.lend, settings.keys)
         self.crossing = Crossing(blocks, link, lent_nbytes_max=settings.lent_nbytes_max)
-        self._refused = False  # whether a lend was, which is logged once: decode is told each time
+        self.not_lent = 0
+        """Blocks whose rows could not be lent."""
         self._blocks, self._miss, self._meter = blocks, miss, meter
         self._since_s: dict[bytes, float] = {}  # begin of each transfer under way
         self._under_way: dict[bytes, Fetch] = {}
@@ -61,9 +62,9 @@ class Transfers:
                 keys = self._keys(each)
                 self.crossing.lender.lend(each.transfer, each.first, keys, each.lives, each.tokens, last=each.last)
             except KVRouteError as error:
-                if not self._refused:
-                    logger.warning("rows of %d blocks are not lent: %s; decode is told", len(each.blocks), error)
-                self._refused = True
+                if not self.not_lent:
+                    logger.warning("rows of %d blocks are not lent: %s; others are counted", len(each.blocks), error)
+                self.not_lent += len(each.blocks)
 
     def _keys(self, of: Lend | Fetch) -> dict[BlockKey, int]:
         """Names for a transfer's blocks, independent of tokens: the ticket has the tokens' hash."""

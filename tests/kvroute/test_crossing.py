@@ -170,7 +170,7 @@ def test_an_id_that_is_used_again() -> None:
     """Goal: a second fetch by any engine brings nothing, and reports that. Method: the same ticket twice at one decode
     engine, then at another."""
     with two() as (first, second):
-        third = Toy(transfer=True)
+        third = Toy(carrier="transfer")
         ticket = handed_over(first, PROMPT)
         assert taken(second, ticket) == ({"right": ALL}, [])
         for name, toy in (("again", second), ("other", third)):
@@ -231,7 +231,7 @@ def test_weights_of_another_version_are_refused_by_name() -> None:
         ({"weights_version": 4}, {"weights_version": 5}, ("weights_version", "4", "5")),
         ({"weights": "m"}, {"weights": "n"}, ("model", "m", "n")),
     ):
-        first, second = Toy(transfer=True, **mine), Toy(transfer=True, **theirs)
+        first, second = Toy(carrier="transfer", **mine), Toy(carrier="transfer", **theirs)
         verdict, (why,) = taken(second, handed_over(first, PROMPT))
         assert verdict["missing"] == ALL - OWN
         assert why.startswith("refused: ")

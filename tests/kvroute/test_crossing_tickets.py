@@ -25,7 +25,7 @@ from toy_pair import ALL, OWN, PROMPT, handed_over, taken, two
 )
 def test_whatever_a_client_sends_as_a_ticket(ticket: Any) -> None:
     """Goal: an invalid ticket neither ends a process nor brings rows. Method: any JSON value."""
-    toy = TOYS[0] if TOYS else Toy(transfer=True)
+    toy = TOYS[0] if TOYS else Toy(carrier="transfer")
     TOYS[:] = [toy]
     toy.cached.clear()
     verdict, _ = taken(toy, ticket, name="d")

@@ -181,7 +181,7 @@ def test_routes_that_were_left_are_waited_for(store: RolloutStore) -> None:
     finally:
         put.join(60)
     assert store.counters.hits == 2
-    with pytest.raises(kvroute.RowError, match=r"completion 0 \(cmpl-1 or 0_cmpl-1.*nor one in the store"):
+    with pytest.raises(kvroute.RowError, match=r"completion 0 \(0_cmpl-1.*nor one in the store"):
         routes(answer, 0, rollouts=store, wait_s=0)
     with pytest.raises(kvroute.RowError, match="rollouts="):
         routes(answer, 0)
@@ -227,20 +227,26 @@ def test_without_token_ids_nothing_is_found_by_a_name(store: RolloutStore) -> No
 OTHER = [1, 2, 3]
 
 
-@pytest.mark.parametrize("kind", ["{}cmpl-x", "{}cmpl-x-0"])
-def test_each_completion_is_found(store: RolloutStore, kind: str) -> None:
-    """Goal: a completion has its own routes. Method: the engine's names of two, and of one that another request of this
-    id has left; then a client that kept one choice."""
-    said = [(PROMPT, [20 + i, 30]) for i in range(2)]
-    left(store, kind.format(""), [*PROMPT, 21, 30], seed=7)
-    for i, (prompt, tokens) in enumerate(said):
-        left(store, kind.format(f"{i}_"), [*prompt, *tokens], seed=i)
+@pytest.mark.parametrize(
+    ("n", "prompts"),
+    [(1, [PROMPT]), (2, [PROMPT]), (1, [PROMPT, OTHER, PROMPT]), (2, [PROMPT, PROMPT, OTHER]), (1, [PROMPT, PROMPT])],
+)
+def test_each_completion_of_a_list_of_prompts_is_found(store: RolloutStore, n: int, prompts: list[list[int]]) -> None:
+    """Goal: a server numbers choices through all prompts. Method: the engine's names for one prompt and for several,
+    each with one completion and two; then a client that kept one choice.
+    """
+    said = [(prompt, [20 + i, 30 + p]) for p, prompt in enumerate(prompts) for i in range(n)]
     answer = answered("cmpl-x", *said)
-    for i, (prompt, tokens) in enumerate(said):
-        for each in (answer, {**answer, "choices": [answer["choices"][i]]}):
-            assert routes(each, i, rollouts=store, wait_s=0) == made(4, i).bind([*prompt, *tokens], [3, 4])
-    with pytest.raises(kvroute.RowError, match="index"):
-        routes(answer, 2, rollouts=store, wait_s=0)
+    for j, (prompt, tokens) in enumerate(said):
+        p, i = divmod(j, n)
+        left(store, f"{i}_cmpl-x-{p}" if n > 1 else f"cmpl-x-{p}", [*prompt, *tokens], seed=j)
+    for j, (prompt, tokens) in enumerate(said):
+        assert routes(answer, j, rollouts=store, wait_s=0) == made(4, j).bind([*prompt, *tokens], [3, 4])
+        kept = {**answer, "choices": [answer["choices"][j]]}
+        assert routes(kept, j, rollouts=store, wait_s=0) == routes(answer, j, rollouts=store, wait_s=0)
+        for i in {*range(4)} - {j}:
+            with pytest.raises(kvroute.RowError, match="index"):
+                routes(kept, i, rollouts=store, wait_s=0)
 
 
 def test_handles_of_one_prompt_say_nothing_of_another() -> None:
@@ -253,7 +259,7 @@ def test_handles_of_one_prompt_say_nothing_of_another() -> None:
     said = [(PROMPT, [20, 30]), (PROMPT, [21, 30]), (OTHER, [20, 31]), (OTHER, [21, 31])]
     answer = answered("cmpl-x", *said, kv_transfer_params=told)
     assert [routes(answer, i) for i in (0, 1)] == [made(4, i).bind([*PROMPT, 20 + i], [3, 4]) for i in (0, 1)]
-    with pytest.raises(kvroute.RowError, match=r"completion 2 .*2_cmpl-x-0.* rollouts=.* handles of \['0_cmpl-x-0'"):
+    with pytest.raises(kvroute.RowError, match=r"completion 2 .*0_cmpl-x-1.* rollouts=.* handles of \['0_cmpl-x-0'"):
         routes(answer, 2)
 
 
@@ -269,6 +275,24 @@ def test_ids_that_look_like_a_child_s_are_the_client_s(store: RolloutStore, name
     for i in (0, 1):
         left(store, f"{i}_{name}", [*TOKENS, i, i], seed=i)
         assert routes(output, i, rollouts=store, wait_s=0).ids.tolist() == made(8, i).ids.tolist()
+
+
+def test_a_response_of_the_other_api_is_bound_where_it_says_its_tokens(store: RolloutStore) -> None:
+    """Goal: ``/v1/responses`` binds routes or gives the reason why not. Method: with a handle, with and without
+    messages; by name."""
+    told = left(store, "resp_1_0", TOKENS)
+    plain = {"id": "resp_1", "object": "response", "kv_transfer_params": told, "output": []}
+    assert routes(plain, rollouts=store) == made(6).bind(TOKENS, [3, 6])
+    messages = {"input_messages": [{"tokens": PROMPT}], "output_messages": [{"tokens": ANSWER}]}
+    assert routes({**plain, **messages, "kv_transfer_params": None}, rollouts=store, wait_s=0) == routes(
+        plain, rollouts=store
+    )
+    with pytest.raises(kvroute.RowError, match="other tokens"):
+        routes({**plain, **messages, "output_messages": [{"tokens": [1, *ANSWER]}]}, rollouts=store)
+    with pytest.raises(kvroute.RowError, match="enable_response_messages"):
+        routes({**plain, "kv_transfer_params": None}, rollouts=store, wait_s=60)
+    with pytest.raises(kvroute.RowError, match=r"the response of response\.completed"):
+        routes({"type": "response.completed", "response": plain}, rollouts=store)
 
 
 # Streams ------------------------------------------------------------------------------------------------------------

@@ -79,7 +79,6 @@ class Toy:
         later: bool = False,
         ranks: int = 1,
         late: bool = False,
-        transfer: bool = False,
         **said: Any,
     ) -> None:
         self.kept, self.later = kept, later  # KV outside, by hash of its block, in all layers
@@ -100,7 +99,7 @@ class Toy:
             max_tokens=64,
             gate=not pages,
             pages=pages,
-            transfer=transfer,
+            transfer=settings.carrier == "transfer",
             witness=settings.witness if settings.store else "off",
         )
         added = Sum()

@@ -22,7 +22,7 @@ PREFILL, DECODE = 1, 0  # their weights, by which rows of the one and of the oth
 @contextmanager
 def two(**said: Any) -> Iterator[tuple[Toy, Toy]]:
     """A prefill and a decode engine whose rows of the same tokens differ."""
-    first, second = Toy(transfer=True, **said), Toy(transfer=True, **said)
+    first, second = Toy(carrier="transfer", **said), Toy(carrier="transfer", **said)
     first.weights = PREFILL
     try:
         yield first, second
@@ -44,7 +44,7 @@ def makers(tokens: int, said: int, local: int = 0) -> list[int]:
 @contextmanager
 def sides() -> Iterator[tuple[Side, Toy]]:
     """A prefill engine in a process of its own and a decode engine here."""
-    first, second = Side(weights=PREFILL), Toy(transfer=True)
+    first, second = Side(weights=PREFILL), Toy(carrier="transfer")
     try:
         yield first, second
     finally:

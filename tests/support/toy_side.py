@@ -32,7 +32,7 @@ class Side:
     def __init__(self, *, weights: int = 0, **said: Any) -> None:
         given, self._lines = os.pipe()
         self._answers, told = os.pipe()
-        argument = json.dumps({"weights": weights, "transfer": True, **said})
+        argument = json.dumps({"weights": weights, "carrier": "transfer", **said})
         born = nursery("toy_engine")
         self.process = born.start(
             ["-m", "toy_side", argument], stdin=given, stdout=told, stderr=sys.__stderr__.fileno()

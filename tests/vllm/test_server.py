@@ -177,6 +177,22 @@ def no_rows(answer: dict[str, Any], index: int, why: str, **where: Any) -> None:
         routes(answer, index, **where)
 
 
+def lists(server: Server, home: Path, store: RolloutStore) -> int:
+    """Lists of prompts, each with one completion and two, with a stop string and without: how many rows were right."""
+    asked, found = prompts(81, 40, 50, 45), 0
+    for n in (1, 2):
+        for stop in (None, STOPS):
+            body = {"prompt": asked, "n": n, "max_tokens": 20, "temperature": 1.0, "seed": 5, "stop": stop}
+            answer = server.post("/v1/completions", **body)
+            assert len(answer["choices"]) == 3 * n
+            found += sum(right(home, answer, i, rollouts=store) for i in range(3 * n))
+            kept = {**answer, "choices": answer["choices"][-1:], "kv_transfer_params": None}
+            assert right(home, kept, 3 * n - 1, rollouts=store) >= 45
+            no_rows(kept, 0, "index", rollouts=store)
+            no_rows(answer, n, f"completion {n} .*cmpl-.*-1.*rollouts=")  # of the second prompt
+    return found
+
+
 def streams(server: Server, home: Path, store: RolloutStore) -> int:
     """Streams of completions and chats: how many rows were right."""
     (asked,) = prompts(82, 40)
@@ -185,7 +201,7 @@ def streams(server: Server, home: Path, store: RolloutStore) -> int:
     for path, body in (
         ("/v1/completions", {"prompt": asked, "max_tokens": 16}),
         ("/v1/completions", {"prompt": asked, **several, "stream_options": {"include_usage": True}}),
-        ("/v1/completions", {"prompt": asked, **several, "stop": STOPS}),
+        ("/v1/completions", {"prompt": [asked, asked[:9]], **several, "stop": STOPS}),
         ("/v1/chat/completions", {**said, "max_tokens": 16, "stream_options": {"include_usage": True}}),
         ("/v1/chat/completions", {**said, **several, "stop": STOPS}),
     ):
@@ -199,6 +215,21 @@ def streams(server: Server, home: Path, store: RolloutStore) -> int:
     return found + sum(right(home, whole, i, rollouts=store) for i in (0, 1))
 
 
+def responses(server: Server, home: Path, store: RolloutStore) -> None:
+    """``/v1/responses`` has the engine's own binding, or the tokens where they are asked for."""
+    asked = {"input": " ".join(f"t{i}" for i in range(9, 60)), "max_output_tokens": 8}
+    more = {"ignore_eos": None, "return_token_ids": None}
+    answer = server.post("/v1/responses", **asked, **more, enable_response_messages=True)
+    tokens = [*answer["input_messages"][0]["tokens"], *answer["output_messages"][0]["tokens"]]
+    for each in (answer, {**answer, "input_messages": None}, {**answer, "kv_transfer_params": None}):
+        found = routes(each, rollouts=store)
+        found.validate(tokens, rows=len(tokens) - 1)
+        assert (np.sort(found.ids.astype(np.int64), axis=-1) == models.routing(home, tokens)[: len(found)]).all()
+    no_rows(
+        {**answer, "input_messages": None, "kv_transfer_params": None}, 0, "enable_response_messages", rollouts=store
+    )
+
+
 @pytest.mark.timeout(900)
 def test_the_server_answers_routes_and_survives_a_kill(
     model: Callable[..., Path],
@@ -206,7 +237,7 @@ def test_the_server_answers_routes_and_survives_a_kill(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Goal: routes through HTTP, for completions, several at once, streams, chats, stop strings under
+    """Goal: routes through HTTP, for completions, several at once, lists, streams, chats, responses, stop strings under
     ids that clients choose, and trainers; after SIGKILL of all processes another server over the same files hits KV
     with rows. Method: every row against transformers, and what ``kvroute verify`` asks and judges.
     """
@@ -243,4 +274,6 @@ def test_the_server_answers_routes_and_survives_a_kill(
                 assert stopped["id"] == "cmpl-the-client-s-own"
                 most = len(prompt) + (5 if n == 1 else 19)
                 assert all(right(home, stopped, i, rollouts=left) <= most for i in range(n))
+        assert lists(second, home, left) > 900
         assert streams(second, home, left) > 300
+        responses(second, home, left)

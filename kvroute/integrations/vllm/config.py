@@ -35,7 +35,11 @@ def engine_of(config: Any, cache: Any, inner: str) -> Engine:
     if settings.carrier == "layer" and (settings.store or not pages):
         wanted = "no store, and a model with a layer of rows (the plugin of kvroute, an architecture that it knows)"
         raise ConfigError("settings.carrier 'layer'", wanted, f"{model.architectures}, store {settings.store!r}")
-    transfer = settings.carrier == "auto" and inner in WHOLE_REQUESTS
+    transfer = settings.carrier == "transfer" or (settings.carrier == "auto" and inner in WHOLE_REQUESTS)
+    if transfer and inner not in WHOLE_REQUESTS:
+        raise ConfigError(
+            "settings.carrier 'transfer'", f"a connector that moves whole requests, {WHOLE_REQUESTS}", inner
+        )
     if transfer and settings.store:
         wanted = "none where prefill lends rows to decode, or carrier 'connector'"
         raise ConfigError("settings.store", wanted, settings.store)

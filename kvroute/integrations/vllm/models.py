@@ -76,7 +76,7 @@ def wants_pages(settings: Settings, config: Any) -> bool:
     Raises :class:`ConfigError` if the operator says so and a draft model runs beside the model.
     """
     transfer = config.kv_transfer_config
-    if settings.carrier == "connector" or (settings.carrier == "auto" and settings.store):
+    if settings.carrier in ("transfer", "connector") or (settings.carrier == "auto" and settings.store):
         return False
     if config.speculative_config is not None:
         if settings.carrier == "layer":
