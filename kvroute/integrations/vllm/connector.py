@@ -15,7 +15,7 @@ from kvroute.connector.settings import Told
 from kvroute.connector.tickets import TRANSFER
 from kvroute.integrations.vllm import core
 from kvroute.integrations.vllm.config import engine_of
-from kvroute.integrations.vllm.routers import hook
+from kvroute.integrations.vllm.routers import bind
 
 Base: Any = object  # vLLM's classes, unknown here
 SUFFIX = 9
@@ -52,23 +52,9 @@ class RowsWithKV(Base):  # type: ignore[misc]
         self._rank = part_of(self._engine, kv_caches, group.device_group, divided=divided, pages=pages)
         if group.rank_in_group == 0:
             self._worker_rows = self._rank
-            self._bind(self._rank.ids)
+            bind(self._vllm_config.compilation_config.static_forward_context, self._engine.spec, self._rank.ids.hook)
         if not getattr(self._vllm_config, "use_v2_model_runner", True):  # only V2 has no slots before its layers
             setattr(self, "save_kv_layer", super().save_kv_layer)  # noqa: B010 - saves a call per layer
-
-    def _bind(self, ids: Any) -> None:
-        """Hook each layer's router, but not those of a draft model."""
-        wanted, bound = self._engine.spec.attrs["layer_ids"], dict[Any, str]()
-        for name, module in self._vllm_config.compilation_config.static_forward_context.items():
-            layer = getattr(module, "layer_id", None)
-            if layer not in wanted or "draft" in name or not hook(name, module, ids.hook(layer)):
-                continue
-            if layer in bound:
-                raise ConfigError("routers", f"one of layer {layer}", f"{bound[layer]} and {name}")
-            bound[layer] = name
-        if len(bound) != len(wanted):
-            got = f"{sorted(bound)}; vLLM has no named layer for the experts of the others"
-            raise ConfigError("routers with a hook", f"layers {list(wanted)}", got)
 
     def get_handshake_metadata(self) -> Any:
         inner = super().get_handshake_metadata()

@@ -2,10 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from cache_manager.errors import ConfigError
+from cache_manager.spec import AuxBlockDataSpec
+
+
+def bind(modules: Mapping[str, Any], spec: AuxBlockDataSpec, hook_of: Callable[[int], Callable[[Any], None]]) -> None:
+    """Hook each router of the model, but not those of a draft model or of layers behind the model's own.
+
+    ``modules`` are vLLM's by name. :class:`ConfigError` unless just the spec's layers have one router each: where the
+    spec knows of none, its routes would say that the layer is dense.
+    """
+    wanted, bound = spec.attrs["layer_ids"], dict[int, str]()
+    for name, module in modules.items():
+        layer = getattr(module, "layer_id", None)
+        if layer is None or "draft" in name or not 0 <= layer < spec.attrs["num_layers"]:
+            continue
+        if not hook(name, module, hook_of(layer) if layer in wanted else lambda _: None):
+            continue
+        if layer not in wanted:
+            raise ConfigError("routers", f"none in layer {layer}, which the model's configuration calls dense", name)
+        if layer in bound:
+            raise ConfigError("routers", f"one of layer {layer}", f"{bound[layer]} and {name}")
+        bound[layer] = name
+    if len(bound) != len(wanted):
+        got = f"{sorted(bound)}; vLLM has no named layer for the experts of the others"
+        raise ConfigError("routers with a hook", f"layers {list(wanted)}", got)
 
 
 def hook(name: str, layer: Any, capture: Callable[[Any], None]) -> bool:
@@ -35,4 +59,4 @@ def hook(name: str, layer: Any, capture: Callable[[Any], None]) -> bool:
     return True
 
 
-__all__ = ["hook"]
+__all__ = ["bind", "hook"]
