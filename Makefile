@@ -67,7 +67,6 @@ demo: $(READY)
 	$(BIN)/kvroute demo --json demo-output/demo.json $(if $(STORE),--store '$(STORE)') $(ARGS)
 
 demo-pd: $(READY)
-	@mkdir -p demo-output
 	$(BIN)/kvroute demo-pd --json demo-output/demo-pd.json $(ARGS)
 
 test: check

@@ -115,9 +115,13 @@ def _directory(text: str) -> Path:
 
 
 def _file(text: str) -> Path:
-    """A file that can be written: told before the work whose findings go there."""
-    if (file := Path(text)).is_dir() or not file.parent.is_dir():
-        raise argparse.ArgumentTypeError(f"wanted a file in a directory that is there, got {text!r}")
+    """A file that can be written: told before the work whose findings go there. Its directory is made."""
+    try:
+        (file := Path(text)).parent.mkdir(parents=True, exist_ok=True)
+        file.open("a").close()
+    except OSError as error:
+        wanted = f"wanted a file that can be written, got {text!r} ({error.strerror})"
+        raise argparse.ArgumentTypeError(wanted) from error
     return file
 
 

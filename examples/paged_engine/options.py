@@ -43,12 +43,6 @@ class Options:
             raise ConfigError("--device", "cpu, for torch sees no CUDA GPU here", self.device)
         if self._device < (longest := self.longest_blocks):
             raise ConfigError("--device-blocks", f"at least {longest}, for the longest sequence", self.device_blocks)
-        if self.json is not None:
-            try:
-                self.json.parent.mkdir(parents=True, exist_ok=True)
-                self.json.open("a").close()
-            except OSError as error:
-                raise ConfigError("--json", "a file that can be written", f"{self.json} ({error.strerror})") from error
 
     @property
     def longest_blocks(self) -> int:
