@@ -105,6 +105,18 @@ def test_the_page_of_faults_names_tests_that_exist() -> None:
     assert [int(row) for row, _ in rows] == list(range(1, 24))
 
 
+def test_every_test_that_a_page_names_exists() -> None:
+    """Goal: no page claims what no test shows any more. Method: the names of test files and of functions."""
+    there = set[str]()
+    for file in [*(ROOT / "tests").glob("**/test_*.py"), *ROOT.glob("*/testing/**/*.py")]:
+        if not {".venv", ".venvs"} & set(file.relative_to(ROOT).parts):
+            there |= {file.stem, *_functions(file)}
+    pages = [*(ROOT / "docs").rglob("*.md"), *(ROOT / name for name in ("README.md", "CONTRIBUTING.md"))]
+    named = {(page.name, name) for page in pages for name in re.findall(r"`(test_[a-z0-9_]+)`", page.read_text())}
+    assert len(named) > 20
+    assert [each for each in sorted(named) if each[1] not in there] == []
+
+
 def test_every_failure_of_a_crossing_has_its_tests() -> None:
     """In the small engine and at the connector, each of which exists; and some with live engines of vLLM."""
     page = ROOT / "docs" / "prefill-decode.md"
