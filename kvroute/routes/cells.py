@@ -179,7 +179,8 @@ def union(parts: Sequence[C], **fields: Any) -> C:
     """The union of ``parts`` of one sequence and model, in new memory; other ``fields`` are given, or the first part's.
 
     A cell known in several parts must be the same in all of them, with equal weights versions if they are known:
-    :class:`RowError` names the position and layer of the first that differs. Positions between the parts are missing.
+    :class:`RowError` names the position and layer of the first that differs. A row has a version if each of its cells
+    is in a part that knows it. Positions between the parts are missing.
     One pass over the bytes; only rows that two parts have are compared.
     """
     layout = parts[0].layout.only(tuple(sorted({layer for part in parts for layer in part.layout.layer_ids})))
@@ -189,6 +190,7 @@ def union(parts: Sequence[C], **fields: Any) -> C:
     ids = np.empty((stop - start, len(layout.layer_ids), layout.top_k), layout.dtype)
     mask = np.zeros(ids.shape[: 1 + cellwise], np.bool_)
     versions = np.full(stop - start, UNKNOWN) if any(p.weights_versions for p in ordered) else None
+    told_of = np.zeros(mask.shape, np.bool_)  # cells whose version some part knows
     reached = 0  # positions before it are filled
     for part in ordered:
         its_ids, its = _in_columns(part, layout.layer_ids) if cellwise else (part.ids, part.mask)
@@ -201,10 +203,14 @@ def union(parts: Sequence[C], **fields: Any) -> C:
             told = by_position(part.weights_versions, part.start, part.stop)
             _settle(versions[here], some(mask[here]), told[:both], some(its[:both]), part.start)
             versions[rest] = told[both:]
+            if cellwise:
+                told_of[first:last] |= its & (told != UNKNOWN)[:, None]
         if both:
             _join(ids[here], mask[here], its_ids[:both], its[:both], layout.layer_ids, part.start)
         ids[rest], mask[rest] = its_ids[both:], its[both:]
         reached = max(reached, last)
+    if versions is not None and cellwise:
+        versions[(mask & ~told_of).any(axis=1)] = UNKNOWN
     known = () if versions is None else from_positions(versions, start)
     return parts[0]._with(layout=layout, ids=ids, mask=mask, start=start, weights_versions=known, **fields)
 

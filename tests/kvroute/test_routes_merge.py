@@ -41,8 +41,9 @@ def parts_of_one(draw: st.DrawFn) -> tuple[Shape, list[Routes]]:
 
 @given(parts_of_one(), st.randoms(use_true_random=False))
 def test_merging_is_the_union_whatever_the_order(given_parts: tuple[Shape, list[Routes]], shuffler: Any) -> None:
-    """Goal: the result has every row that any part has, once, with one version. Method: a dictionary of cells; other
-    orders; one by one, as a trainer adds deltas as they come; every part once more."""
+    """Goal: the result has every row that any part has, once, and its version if all its cells have one. Method: a
+    dictionary of cells; other orders; one by one, as a trainer adds deltas as they come; every part once more. One by
+    one, fewer versions may be known: a merged row does not say which of its cells have one."""
     shape, parts = given_parts
     merged = parts[0].merge(*parts[1:], tokens=TOKENS)
     expected: Cells = {}
@@ -56,18 +57,42 @@ def test_merging_is_the_union_whatever_the_order(given_parts: tuple[Shape, list[
     there = [p for p in parts if len(p)]
     if there:
         assert (merged.start, merged.stop) == (min(p.start for p in there), max(p.stop for p in there))
+    told = [cells_of(shape, p.slice(a, b)) for p in there for a, b, _ in p.weights_versions]
     for position in range(merged.start, merged.stop):  # a version is known if any part has it
         known = {v for p in there for a, b, v in p.weights_versions if a <= position < b}
+        cells = {cell for cell in expected if cell[0] == position}
+        lacks = cells.difference(*told)
         rows = [p for p in there if p.start <= position < p.stop and p.some[position - p.start]]
         sure = {v for p in rows for a, b, v in p.weights_versions if a <= position < b}
         found = {v for a, b, v in merged.weights_versions if a <= position < b}
-        assert found == (sure if rows else known)
+        assert found == (set() if lacks else sure if cells else known)
     again = list(parts)
     shuffler.shuffle(again)
     folded = again[0].bind(TOKENS)
     for part in again[1:]:
         folded = folded.merge(part, tokens=TOKENS)
+    assert set(positions_of(folded)) <= set(positions_of(merged))
+    folded = folded._with(weights_versions=merged.weights_versions)
     assert again[0].merge(*again[1:], tokens=TOKENS) == folded == merged == merged.merge(*parts, tokens=TOKENS)
+
+
+def positions_of(routes: Routes) -> list[tuple[int, int]]:
+    """Every position with a version, and the version."""
+    return [(position, v) for a, b, v in routes.weights_versions for position in range(a, b)]
+
+
+def test_cells_of_unknown_weights_have_no_version() -> None:
+    """Goal: every row has the version that made it, in all its layers, or none. Method: two stages' layers of the same
+    positions, of which one knows its version; then that of the other, too."""
+    ids, layout = SHAPE.ids(range(3)), (SHAPE.num_experts, SHAPE.num_layers)
+    one, other, again = (
+        Routes(ids[:, [i]], np.ones(3, bool), (layer,), *layout, 0, versions, missing_layers=(5 - layer,))
+        for i, layer, versions in ((0, 1, [(0, 3, 7)]), (1, 4, []), (1, 4, [(0, 2, 7)]))
+    )
+    for order in ((one, other), (other, one)):
+        assert order[0].merge(order[1], tokens=range(4)).weights_versions == ()
+    for order in ((one, other, again), (again, other, one)):
+        assert order[0].merge(*order[1:], tokens=range(4)).weights_versions == ((0, 2, 7),)
 
 
 @given(masks(2), st.integers(0, 11), st.sampled_from([1, -1]))
