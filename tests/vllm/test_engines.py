@@ -221,6 +221,7 @@ REFUSED: dict[str, Any] = {
     "no data parallelism": {"parallel": {"data_parallel_size": 2}},
     "no context parallelism": {"parallel": {"decode_context_parallel_size": 2}},
     "no dual-batch overlap": {"parallel": {"enable_dbo": True}},
+    "prompts of tokens": {"model": {"enable_prompt_embeds": True}},
     "routed experts of vLLM's own": {"model": {"enable_return_routed_experts": True}},
     "other processes": {"settings": {"store": "memory:"}},
     "unknown field": {"settings": {"stor": "file:///x"}},

@@ -307,10 +307,11 @@ class RoutedRows:
             unsure |= np.isin(pages, each.begun) & (self._filled[pages] < each.number)
         return unsure
 
-    def answer(self, rid: str, slots: Ids, start: int, tokens: Tokens) -> tuple[torch.Tensor, Any]:
+    def answer(self, rid: str, slots: Ids, start: int, tokens: Tokens | None) -> tuple[torch.Tensor, Any]:
         """SGLang's own field int32 ``[n, layers of the model, top_k]``, and kvroute's data beside it.
 
-        Layers without a router are 0 in the field, as in SGLang; missing cells are -1, which is no expert.
+        Layers without a router are 0 in the field, as in SGLang; missing cells are -1, which is no expert. If the
+        routes cannot be left, those of an earlier request with this ``rid`` are not found any more either.
         """
         field = np.zeros((max(0, len(slots) - start), self.spec.attrs["num_layers"], self.spec.row_shape[1]), np.int32)
         try:
@@ -319,7 +320,10 @@ class RoutedRows:
             told = self._left.leave(rid, routes, tokens, None, unseen, gaps) if self._left else {}
         except KVRouteError as error:
             field[:, self.layers] = -1
-            told = self._left.fail(rid, error, None) if self._left else {}
+            told = {}
+            if self._left:
+                told = self._left.fail(rid, error, None)
+                self._left.make_room(rid, None)
         return torch.from_numpy(field), told.get(FIELD)
 
     def close(self) -> None:
@@ -355,7 +359,9 @@ class Capturer:
         """SGLang's field of :attr:`req`, which is over; kvroute's data goes into SGLang's per-token information."""
         slots = req_to_token_pool.req_to_token[req_pool_idx][: seqlen - 1].cpu().numpy().astype(np.int64)
         req, said = self.req, list(self.req.output_ids_through_stop)
-        tokens = Tokens([*req.origin_input_ids, *said], len(req.origin_input_ids))
+        tokens: Tokens | None = Tokens([*req.origin_input_ids, *said], len(req.origin_input_ids))
+        if req.input_embeds is not None or req.positional_embed_overrides is not None:
+            tokens = None  # SGLang gives such a prompt the same ids whatever it says
         field, told = self.rows.answer(req.rid, slots, min(start_len, len(slots)), tokens)
         if told is not None and said:
             req.customized_info = (req.customized_info or {}) | {FIELD: [*(None for _ in said[1:]), told]}

@@ -79,6 +79,7 @@ def refuse(config: Any, cache: Any, settings: Settings) -> None:
         "no data parallelism": parallel.data_parallel_size > 1,
         "no context parallelism": contexts > 1,
         "no dual-batch overlap": getattr(parallel, "enable_dbo", False),
+        "prompts of tokens (embeddings all have the same ids)": getattr(model, "enable_prompt_embeds", False),
         "no routed experts of vLLM's own (one hook a router)": any(
             getattr(place, "enable_return_routed_experts", False) for place in own
         ),
