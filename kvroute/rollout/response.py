@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from msgspec.structs import replace
 
-from cache_manager.errors import ConfigError
+from cache_manager.errors import ConfigError, InvalidInputError
 from cache_manager.storage.url import StoreUrl
 from kvroute.rollout.handle import RolloutHandle
 from kvroute.rollout.parts import LAYERS_MAX, GoneError, PartStore, Read, Record, places
@@ -31,7 +31,9 @@ class ResponseRollouts(PartStore):
     def _opened(self, handle: RolloutHandle) -> Iterator[Read]:
         if not handle.inline:
             raise GoneError(f"rollout {handle.rollout_id} has nothing inline")
-        inline = memoryview(handle.inline)
+        inline, claimed = memoryview(handle.inline), handle.header_nbytes + handle.grid.nbytes
+        if len(inline) != claimed:  # a sound header could claim more than any memory has
+            raise InvalidInputError("rollout handle inline", f"{claimed} bytes", len(inline))
         yield lambda parts: [inline[at : at + nbytes] for at, nbytes in places(handle, parts)]
 
     def _find(self, _: str, /) -> None:
