@@ -14,7 +14,8 @@ encoding        container                                              layers, d
 Ids are in C order, little endian; layers without a router are zeros where a container has all layers. An encoding that
 cannot mark a missing row refuses routes that lack a row, or a layer of one: any ids would name some experts. The others
 mark each layer by itself. Decoded ids are checked as in every :class:`Routes`, so that a row of zeros, with which some
-engines mark a lost row, is an error and never a row. Pure: no I/O.
+engines mark a lost row, is an error and never a row; only with top-1 it may be one, and the two look alike. Pure: no
+I/O.
 
 Sources: ``vllm/utils/serial_utils.py`` and ``routed_experts_capturer.py`` of vLLM 0.33; ``srt/state_capturer`` of
 SGLang 0.5.23; ``MoeRouteInfoManager`` of LightLLM's main branch, August 2026; NeMo-RL's ``routed_experts_codec.py``;
