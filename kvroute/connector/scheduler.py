@@ -10,7 +10,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, NamedTuple
 
@@ -21,7 +21,7 @@ from cache_manager.errors import KVRouteError, RowError
 from cache_manager.keys import BlockKey, Namespace
 from cache_manager.ports import StorageBackend
 from kvroute.connector.answers import FIELD, START
-from kvroute.connector.ends import End, Ends
+from kvroute.connector.ends import LATE_S, End, Ends
 from kvroute.connector.fills import Fills, Request
 from kvroute.connector.left import LeftRoutes, Tokens
 from kvroute.connector.meter import Meter
@@ -123,10 +123,16 @@ class SchedulerRows:
         if self._ends is not None:
             self._rooms[request_id] = self._ends.make_room(name, group)
 
-    def ready(self, request_id: str) -> bool:
-        """Whether the request may be :meth:`matched`: the routes that an earlier one left under its name are gone."""
-        if (room := self._rooms.get(request_id)) is not None and room.done():
-            del self._rooms[request_id]
+    def ready(self, request_id: str, *, now: bool = False) -> bool:
+        """Whether the request may be :meth:`matched`: the routes that an earlier one left under its name are gone.
+
+        With ``now``, for an engine that does not ask again, the call waits for that, but not longer than for rows.
+        """
+        if (room := self._rooms.get(request_id)) is not None:
+            if now:
+                wait([room], 2 * LATE_S)
+            if now or room.done():
+                del self._rooms[request_id]
         return request_id not in self._rooms
 
     def matched(self, request: Request, local: int, found: int, *, later: bool) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -107,6 +108,22 @@ def test_an_aborted_request_leaves_nothing_wrong(qwen: Engine) -> None:
             time.sleep(0.01)
         assert left.rows == len(prompt) + steps - 1
     all_right(qwen, qwen.ask(asked))
+
+
+def test_a_request_that_does_not_wait_for_its_name(qwen: Engine) -> None:
+    """Goal: a request for which vLLM does not ask a connector again has its own rows. Method: log probabilities of a
+    prompt, under a name whose earlier routes are not deleted yet when vLLM admits it."""
+    core, (asked,) = qwen.llm.llm_engine, prompts(11, 50)
+    for logprobs in (None, 1):
+        if logprobs is not None:
+            busy = threading.Event()
+            qwen.sent._ends._rooms.put(busy.wait)
+            threading.Timer(0.5, busy.set).start()
+        sampling = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, prompt_logprobs=logprobs)
+        core.add_request("again", {"prompt_token_ids": asked}, sampling)
+        while core.has_unfinished_requests():
+            outputs = core.step()
+        all_right(qwen, outputs)
 
 
 def test_rows_that_were_lost_are_missing(qwen: Engine) -> None:

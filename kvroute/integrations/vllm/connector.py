@@ -155,9 +155,12 @@ class RowsWithKV(Base):  # type: ignore[misc]
         self._scheduler_rows.arrived(request.request_id, *_names_of(request))
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        if not self._scheduler_rows.ready(request.request_id):
+        at_once = getattr(request, "skip_reading_prefix_cache", False)  # vLLM then takes any answer for (0, False)
+        if not self._scheduler_rows.ready(request.request_id, now=at_once):
             return None, False  # vLLM asks again
         found, later = super().get_num_new_matched_tokens(request, num_computed_tokens) or (0, False)
+        if at_once:
+            found, later = 0, False
         if found is None:  # vLLM asks again
             return None, later
         # vLLM's example connector answers a negative number for a request that already has more blocks
