@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from cache_manager.errors import RowError
+from cache_manager.numbers import integers
 
 TokenHash = tuple[int, bytes]
 """How many tokens, counted from position 0, and their :func:`token_hash`."""
@@ -29,19 +30,13 @@ def token_hash(tokens: ArrayLike) -> bytes:
     >>> token_hash([1, 2, 3]).hex()
     '2433db8a68579e7a195c621964573b5b'
     """
-    ids = np.asarray(tokens)
+    ids = token_ids(tokens)
     return token_hashes(ids, [ids.size])[0][1]
 
 
-def token_ids(tokens: ArrayLike) -> NDArray[Any]:
-    """``tokens`` as an array ``[n]``; :class:`RowError` unless they are integers."""
-    try:
-        ids = np.asarray(tokens)
-    except ValueError as error:  # lists of unlike lengths
-        raise RowError("tokens", "integers [n]", error) from error
-    if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
-        raise RowError("tokens", "integers [n]", f"{ids.dtype} of shape {ids.shape}")
-    return ids
+def token_ids(tokens: ArrayLike) -> NDArray[np.int64]:
+    """``tokens`` as a new array ``[n]``; :class:`RowError` unless they are integers below 2**63."""
+    return integers(tokens, "tokens", "integers [n] below 2**63", error=RowError)
 
 
 def token_hashes(tokens: ArrayLike, counts: Iterable[int]) -> tuple[TokenHash, ...]:
@@ -50,7 +45,7 @@ def token_hashes(tokens: ArrayLike, counts: Iterable[int]) -> tuple[TokenHash, .
     :class:`RowError` for a count of more tokens than there are.
     """
     ids = token_ids(tokens)
-    text, found, at = ids.astype("<i8").tobytes(), list[TokenHash](), 0
+    text, found, at = ids.astype("<i8", copy=False).tobytes(), list[TokenHash](), 0
     running = hashlib.blake2b(digest_size=TOKEN_HASH_NBYTES, person=b"kvroute.tokens")
     for count in sorted(set(counts)):
         if not 0 <= count <= len(ids):

@@ -254,6 +254,8 @@ def test_routes_are_bound_to_their_tokens() -> None:
     assert bound.bind(tokens) == bound
     with pytest.raises(RowError, match="hash of the first 11 tokens"):
         bound.bind([0, *tokens[1:]])
+    with pytest.raises(RowError, match=r"tokens: wanted integers .* below"):  # not wrapped into -1
+        SHAPE.whole(1).bind(np.array([2**64 - 1], np.uint64))
 
 
 @given(of_shapes(), st.lists(st.booleans(), max_size=16), st.integers(0, 16))
