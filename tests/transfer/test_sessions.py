@@ -11,7 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from session_pair import (
     D_RUN,
+    E_RUN,
     LIMITS,
+    NAMESPACE,
+    P_RUN,
+    PARTS,
     D,
     E,
     P,
@@ -31,12 +35,29 @@ from session_pair import (
 
 from cache_manager.errors import BlockBusyError
 from cache_manager.record import HEADER_NBYTES_MAX, OfferedRecord
-from transfer.actions import Missing, OfferedBlock, Reason
+from transfer.actions import Missing, OfferedBlock, Reason, Send
+from transfer.counters import Counters
 from transfer.errors import RemoteProtocolError
+from transfer.identity import Identity
 from transfer.kept import KeptBuffers
 from transfer.limits import TransferLimits
-from transfer.messages import Ack, Entry, Later, Message, Outcome, Pull, Range, Records, Refuse, TransferId, Welcome
+from transfer.link import Peer
+from transfer.messages import (
+    Ack,
+    Entry,
+    Hello,
+    Later,
+    Message,
+    Outcome,
+    Pull,
+    Range,
+    Records,
+    Refuse,
+    TransferId,
+    Welcome,
+)
 from transfer.offer import PACKED_MAX, Offer
+from transfer.offers import Offers
 
 
 def test_a_transfer_crosses() -> None:
@@ -118,15 +139,6 @@ def test_repeated_and_late_messages_change_nothing() -> None:
     pair.talk()
     assert not pair.said
     assert pair.prefill.counters.stale_messages == 2
-
-
-def test_a_record_of_an_older_epoch_is_as_good_as_any() -> None:
-    pair = pulled()
-    pair.pass_time(LIMITS.retry_s + 0.5)
-    assert [message.epoch for message in pair.said if isinstance(message, Pull)] == [1, 2]
-    records = Records(T, 1, [Entry(part, 0, record(part, 0).pack()) for part in (0, 1)])
-    pair.hear(D, P, records, bulk_of(records))
-    assert pair.result.complete
 
 
 def test_a_damaged_record_is_asked_for_again() -> None:
@@ -315,23 +327,6 @@ def test_a_slow_prefill_outlasts_every_retry_but_not_the_lease() -> None:
     assert "lease_max_s" in pair.result.detail
 
 
-@pytest.mark.parametrize("end", ["withdraw", "reset", "crash"])
-def test_the_end_of_an_open_offer_is_reported(end: str) -> None:
-    """Goal: decode does not wait for blocks that will not come. Method: prefill ends it, or starts anew."""
-    pair = Pair()
-    pair.offer(blocks(1), is_open=True)
-    pair.pull(2)
-    if end == "withdraw":
-        pair.do(P, pair.prefill.withdraw(T))
-    elif end == "reset":
-        pair.do(P, pair.prefill.reset(pair.prefill.identity.namespace))
-    else:
-        pair.prefill = Pair().prefill
-    pair.talk()
-    pair.pass_time(LIMITS.retry_s + LIMITS.early_s + 1)
-    assert (pair.result.reason, pair.result.installed) == (Reason.GONE, 2)
-
-
 def test_a_large_offer_does_not_hold_the_node(monkeypatch: pytest.MonkeyPatch) -> None:
     """Goal: adding blocks sums a bounded number of records; the others are trusted and sent. Method: count the sums."""
     sums, pack, one = [], OfferedRecord.pack, blocks(1)[0]
@@ -380,3 +375,39 @@ def test_wrong_calls_change_nothing() -> None:
     assert "pulled before" in refused(lambda: pair.decode.pull(P, T, wanted(1), pair, 0.0))
     assert ours.grow(T, [blocks(4)[3]], 0.0) == []
     assert "lease_s" in refused(lambda: TransferLimits(lease_s=5, lease_max_s=1))
+
+
+# ---------------------------------------------------------------- several peers
+
+
+def test_a_pull_after_its_peer_was_lost_says_hello_at_once() -> None:
+    """Goal: prefill that was started anew is asked without a pause. Method: the peer is lost just after its welcome."""
+    pair = Pair()
+    pair.offer(blocks(1))
+    pair.pull(1)
+    pair.decode.peer_lost(P)
+    again = TransferId(bytes(16))
+    actions = pair.decode.pull(P, again, wanted(1), pair, pair.now_s)
+    assert [type(action.message) for action in actions if isinstance(action, Send)] == [Hello]
+
+
+def test_records_that_were_refused_are_tried_again_whatever_another_peer_refuses() -> None:
+    """Goal: a peer that reads gets its records. Method: another one pulls again and again, and reads nothing."""
+    offers = Offers(Identity(P_RUN, NAMESPACE, PARTS), LIMITS, Counters())
+    for peer, run, of in ((D, D_RUN, T), (E, E_RUN, TransferId(bytes(16)))):
+        offers.receive(peer, hello(run), 0.0)
+        offers.offer(of, blocks(1), 0.0)
+    offers.receive(D, Pull(D_RUN, T, 1, want(1)), 0.0)
+    refused = offers.next_records()
+    assert refused is not None
+    offers.unsent(refused, 0.0)
+    sent, now_s = list[Peer](), 0.0
+    for epoch in range(1, 20):
+        now_s += LIMITS.resend_s / 2
+        offers.receive(E, Pull(E_RUN, TransferId(bytes(16)), epoch, want(1)), now_s)
+        offers.tick(now_s)
+        while (send := offers.next_records()) is not None:
+            sent.append(send.peer)
+            if send.peer == E:
+                offers.unsent(send, now_s)
+    assert D in sent
