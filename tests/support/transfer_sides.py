@@ -11,7 +11,7 @@ import transfer.messages as wire
 from cache_manager.errors import BlockBusyError
 from cache_manager.keys import BlockKey, Namespace
 from cache_manager.record import OfferedRecord, RecordHeader
-from transfer.actions import Action, Cut, Finished, OfferedBlock, Release, Send, WantedBlock
+from transfer.actions import Action, Finished, OfferedBlock, Release, Send, WantedBlock
 from transfer.counters import Counters
 from transfer.errors import LocalProtocolError, NodeFullError, RemoteProtocolError
 from transfer.identity import Identity
@@ -24,7 +24,7 @@ from transfer.pulls import Pulls
 if TYPE_CHECKING:
     from transfer_world import World
 
-PARTS = (wire.Part("rows", b"layout-of-rows-1", 40, 4), wire.Part("kv", b"layout-of-kv-123", 32, 4))
+PARTS = (wire.Part("rows", b"layout-of-rows-1", 24, 4), wire.Part("kv", b"layout-of-kv-123", 32, 4))
 LIMITS = TransferLimits(
     lease_s=6.0,
     lease_max_s=40.0,
@@ -116,7 +116,7 @@ class _Side:
         self.world.happened[f"reset {self.name}"] += 1
 
     def pump(self, limit: int = 8) -> None:
-        for item in self.link.poll(0.0, limit):
+        for item in self.link.poll(limit):
             if isinstance(item, PeerLost):
                 self.session.peer_lost(item.peer)
                 continue
@@ -244,9 +244,7 @@ class PrefillSide(_Side):
         self.act(actions)
 
     def do(self, action: Action) -> None:
-        if isinstance(action, Cut):
-            self.link.cut(action.peer)
-        elif isinstance(action, Release):
+        if isinstance(action, Release):
             offered, now_s, outcome = self.offers[action.transfer], self.world.now_s, action.outcome
             claim("released once", offered.released is None, offered)
             late = max(now_s - offered.heard_s - LIMITS.lease_s, now_s - offered.at_s - LIMITS.lease_max_s) >= -1e-6

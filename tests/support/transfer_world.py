@@ -64,7 +64,7 @@ class World:
     def stay_down(self) -> None:
         if self.dice.random() < 0.5:
             self.now_s += 1.0
-            self.eve.poll(0.0)  # messages in flight to it are lost
+            self.eve.poll()  # messages in flight to it are lost
 
     # ---------------------------------------------------------------- a third peer
 
@@ -93,7 +93,7 @@ class World:
         with contextlib.suppress(RemoteProtocolError):
             to = self.prefill.link.name if isinstance(decode(frame), wire.Hello) else to
         self.eve.send(to, frame, ())
-        self.eve.poll(0.0)
+        self.eve.poll()
 
     # ---------------------------------------------------------------- claims
 
@@ -122,7 +122,7 @@ class World:
             self.now_s += 0.9
             self.prefill.pump(1000)
             self.decode.pump(1000)
-            self.eve.poll(0.0, 1000)
+            self.eve.poll(1000)
             busy = self.prefill.session._offers or self.prefill.session._early or self.decode.session._pulls
             if not (busy or self.network.flying()):
                 break
