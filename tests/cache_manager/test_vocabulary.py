@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from budget import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -40,6 +41,7 @@ NAMESPACES = st.builds(
 LAYOUT = RecordLayout((AuxBlockDataSpec("routing", (2,), "uint8", 4),))
 
 
+@examples(50)
 @given(SPECS)
 def test_a_spec_survives_json(spec) -> None:
     again = AuxBlockDataSpec.from_json(spec.to_json())
@@ -48,11 +50,13 @@ def test_a_spec_survives_json(spec) -> None:
     assert again.fingerprint == spec.fingerprint
 
 
+@examples(50)
 @given(SPECS, SPECS)
 def test_fingerprints_are_equal_exactly_for_equal_specs(a, b) -> None:
     assert (a == b) == (a.fingerprint == b.fingerprint)
 
 
+@examples(50)
 @given(st.lists(SPECS, min_size=1, max_size=3, unique_by=lambda s: s.name), TOKENS)
 def test_a_layout_packs_specs_on_cache_lines_without_overlap(specs, tokens) -> None:
     specs = [replace(spec, block_tokens=tokens) for spec in specs]
