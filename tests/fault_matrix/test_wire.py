@@ -14,7 +14,7 @@ import pytest
 from budget import examples
 from hypothesis import example, given
 from hypothesis import strategies as st
-from transfer_nodes import PATIENCE_S, ended, lend, until
+from transfer_nodes import PATIENCE_S, ended, fetched, lend, until
 from transfer_rows import PART, SPACE, CanarySink, identity_of, wanted
 from zmq_peers import Client, Server, malformed
 from zmtp import greeted
@@ -69,10 +69,7 @@ def prefill() -> Iterator[Node]:
 def crosses(prefill: Node, request: int, count: int = 6) -> None:
     """A healthy peer, who was not there before, gets every row of an offer."""
     with node_of(ZmqLink()) as healthy:
-        transfer, sink = lend(prefill, request, count), CanarySink(request)
-        healthy.pull(transfer, prefill.address, wanted(request, count), sink)
-        assert ended(healthy, {transfer})[transfer].complete
-        assert (sink.wrong, sink.twice, len(sink.there)) == (0, 0, count)
+        assert fetched(healthy, prefill.address, lend(prefill, request, count), request, count)
 
 
 def counts(node: Node, messages: int) -> None:
@@ -152,9 +149,7 @@ def test_any_frames_to_decode_are_counted(prefill: Node) -> None:
             counts(pulling, before + len(messages))
 
         say()
-        transfer, sink = lend(prefill, 1, 3), CanarySink(1)
-        pulling.pull(transfer, prefill.address, wanted(1, 3), sink)
-        assert ended(pulling, {transfer})[transfer].complete
+        assert fetched(pulling, prefill.address, lend(prefill, 1, 3), 1, 3)
 
 
 # ---------------------------------------------------------------- strays

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from transfer_nodes import QUICK, ended
+from transfer_nodes import QUICK, fetched
 from transfer_peer import PATIENCE_S, PeerProcess
-from transfer_rows import PART, SPACE, CanarySink, identity_of, wanted
+from transfer_rows import PART, SPACE, identity_of
 from zmq_peers import Client, malformed
 from zmtp import greeted
 
@@ -39,11 +39,8 @@ def resident_nbytes(pid: int) -> int:
 
 def serves(prefill: PeerProcess) -> None:
     """A good client gets every row of an offer, and the offer ends."""
-    decode, sink = Node(ZmqLink(), identity_of(2), QUICK), CanarySink(7)
-    transfer = TransferId(bytes.fromhex(prefill.lend(7, 20)))
-    decode.pull(transfer, prefill.address, wanted(7, 20), sink)
-    assert ended(decode, {transfer})[transfer].complete
-    assert (sink.wrong, sink.twice, len(sink.there)) == (0, 0, 20)
+    decode, transfer = Node(ZmqLink(), identity_of(2), QUICK), TransferId(bytes.fromhex(prefill.lend(7, 20)))
+    assert fetched(decode, prefill.address, transfer, 7, 20)
     prefill.ask_until("ended()", lambda got: got.get(transfer.hex()) == {"outcome": "acked"})
     assert decode.close()
 
