@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import signal
 import sys
 import threading
@@ -118,36 +117,6 @@ def test_a_call_inside_another_is_refused_and_one_of_another_thread_waits(house)
     other.join(60)
     assert seen == [TOKENS, TOKENS, [1]]
     assert engine.generations([2]).tolist() == [0]
-
-
-@pytest.mark.parametrize("begun", ["in the child", "before the fork"])
-def test_a_forked_child_cannot_write_the_parents_rows(begun: str) -> None:
-    """Goal: a child shares the memory of a shared region and not the states. Method: a child that steps, or ends one.
-
-    Its rows used to be read by the parent as its own.
-    """
-    house = House(memory="shared")
-    house.engine.renew([0])
-    step = house.engine.begin_step([1])
-    step.write("routing", house.rows("child", 1))
-
-    def writes() -> None:
-        if begun == "before the fork":
-            step.commit()
-        with house.engine.begin_step([0, 1]) as own:
-            own.write("routing", house.rows("child", 2))
-
-    for call in (writes, lambda: house.valid(0)):
-        child = os.fork()
-        if not child:
-            try:
-                call()
-            except BlockStateError:
-                os._exit(0)
-            os._exit(1)
-        assert os.waitpid(child, 0)[1] == 0
-    assert house.valid(0) == [False] * TOKENS
-    house.close()
 
 
 # ---------------------------------------------------------------- interrupted calls

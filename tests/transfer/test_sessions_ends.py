@@ -30,7 +30,10 @@ from session_pair import (
 )
 
 from transfer.actions import OfferedBlock, Reason, Release, Send
+from transfer.counters import Counters
+from transfer.identity import Identity
 from transfer.limits import TransferLimits
+from transfer.link import Peer
 from transfer.messages import (
     Absent,
     Ack,
@@ -48,6 +51,7 @@ from transfer.messages import (
     TransferId,
     Welcome,
 )
+from transfer.offers import Offers
 
 NEXT = TransferId(b"the transfer id2")
 
@@ -339,3 +343,39 @@ def test_a_pull_that_waits_for_its_offer_ends_with_a_reset() -> None:
     pair.talk()
     assert (pair.result.reason, pair.result.detail) == (Reason.GONE, "reset")
     assert not pair.prefill._early
+
+
+# ---------------------------------------------------------------- several peers
+
+
+def test_a_pull_after_its_peer_was_lost_says_hello_at_once() -> None:
+    """Goal: prefill that was started anew is asked without a pause. Method: the peer is lost just after its welcome."""
+    pair = Pair()
+    pair.offer(blocks(1))
+    pair.pull(1)
+    pair.decode.peer_lost(P)
+    again = TransferId(bytes(16))
+    actions = pair.decode.pull(P, again, wanted(1), pair, pair.now_s)
+    assert [type(action.message) for action in actions if isinstance(action, Send)] == [Hello]
+
+
+def test_records_that_were_refused_are_tried_again_whatever_another_peer_refuses() -> None:
+    """Goal: a peer that reads gets its records. Method: another one pulls again and again, and reads nothing."""
+    offers = Offers(Identity(P_RUN, NAMESPACE, PARTS), LIMITS, Counters())
+    for peer, run, of in ((D, D_RUN, T), (E, E_RUN, TransferId(bytes(16)))):
+        offers.receive(peer, hello(run), 0.0)
+        offers.offer(of, blocks(1), 0.0)
+    offers.receive(D, Pull(D_RUN, T, 1, want(1)), 0.0)
+    refused = offers.next_records()
+    assert refused is not None
+    offers.unsent(refused, 0.0)
+    sent, now_s = list[Peer](), 0.0
+    for epoch in range(1, 20):
+        now_s += LIMITS.resend_s / 2
+        offers.receive(E, Pull(E_RUN, TransferId(bytes(16)), epoch, want(1)), now_s)
+        offers.tick(now_s)
+        while (send := offers.next_records()) is not None:
+            sent.append(send.peer)
+            if send.peer == E:
+                offers.unsent(send, now_s)
+    assert D in sent
