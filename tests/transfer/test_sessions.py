@@ -283,7 +283,7 @@ def test_a_pull_before_its_offer_waits_for_it() -> None:
     pair.pass_time(LIMITS.early_s - 0.1)
     pair.offer(blocks(3))
     assert pair.result.complete
-    assert pair.prefill.counters.early_pulls == 1
+    assert (pair.prefill.counters.early_pulls, pair.decode.counters.told_later) == (1, 1)
 
     pair = Pair(TransferLimits(retry_s=0.25, early_s=1.0, retries_max=50))
     pair.pull(2)

@@ -309,8 +309,8 @@ def test_full_tables_are_an_answer() -> None:
         if i > 1:
             pair.offer(blocks(1), name)
         pair.do(P, pair.prefill.withdraw(name))
-    assert len(pair.prefill._ended) == 2
-    assert pair.prefill.in_flight == 0
+    assert list(pair.prefill._ended) == names[-2:]
+    assert (pair.prefill.in_flight, pair.prefill.counters.aborted) == (0, 8)
 
 
 def test_early_pulls_are_bounded_and_of_their_peer() -> None:
@@ -333,6 +333,7 @@ def test_early_pulls_are_bounded_and_of_their_peer() -> None:
     assert not pair.prefill._early
     (stranger,) = pair.prefill.receive(D, Ack(D_RUN, names[2]), 0.0)
     assert isinstance(stranger.message, Refuse)
+    assert pair.prefill.counters.stranger_messages == 1
 
 
 def test_a_pull_that_waits_for_its_offer_ends_with_a_reset() -> None:
@@ -346,6 +347,15 @@ def test_a_pull_that_waits_for_its_offer_ends_with_a_reset() -> None:
 
 
 # ---------------------------------------------------------------- several peers
+
+
+def test_two_pulls_greet_their_peer_once() -> None:
+    """Goal: a hello that is on its way is not said again before its time. Method: two pulls, and then the retry."""
+    pair = Pair()
+    (first,) = pair.decode.pull(P, T, wanted(1), pair, 0.0)
+    assert isinstance(first.message, Hello)
+    assert pair.decode.pull(P, NEXT, wanted(1), pair, 0.0) == []
+    assert pair.decode.tick(LIMITS.retry_s) == [first]
 
 
 def test_a_pull_after_its_peer_was_lost_says_hello_at_once() -> None:
