@@ -63,7 +63,8 @@ def test_a_transfer_crosses() -> None:
     assert pair.result.reason is None
     assert pair.outcomes == [Outcome.ACKED]
     assert pair.prefill.in_flight == pair.decode.in_flight == 0
-    assert (pair.decode.counters.done, pair.decode.counters.failed) == (1, 0)
+    counters = pair.decode.counters
+    assert (counters.done, counters.failed, counters.records_installed, counters.records_absent) == (1, 0, 9, 1)
 
 
 def test_a_block_with_another_owner_is_missing_and_a_busy_one_asked_for_again() -> None:
