@@ -227,17 +227,36 @@ def test_close_waits_and_then_says_that_jobs_hang() -> None:
     assert not any(t.is_alive() for t in threads)
 
 
-def test_close_in_a_forked_child_does_not_wait_for_the_parents_jobs(full) -> None:
-    full.begin_persist(0)
-    full.settle()
+FORKED = {
+    "close": lambda engine, _: engine.close(),
+    "read": lambda engine, _: engine.read("routing", [0]),
+    "begin_step": lambda engine, _: engine.begin_step([0]),
+    "commit": lambda _, step: step.commit(),
+}
+
+
+@pytest.mark.parametrize("call", FORKED.values(), ids=FORKED)
+def test_a_forked_child_is_refused_and_changes_nothing(call) -> None:
+    """Goal: a child shares the memory of a shared region, and neither states nor threads: it waits for no job of its
+    parent, which reads none of its rows. Method: each call in a child; one ends a step that began before the fork."""
+    house = House(memory="shared")
+    house.engine.renew([0, 1])
+    rows = house.fill(0, "mine")
+    house.begin_persist(0)
+    house.settle()
+    step = house.engine.begin_step(slots(1))
+    step.write("routing", house.rows("child"))
     child = os.fork()
     if not child:
         try:
-            full.engine.close()
+            call(house.engine, step)
         except BlockStateError as error:
             os._exit(0 if "forked child" in str(error) else 2)
         os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert house.holds(0, rows)
+    assert house.valid(1) == [False] * TOKENS
+    house.close()
 
 
 def test_a_close_that_meets_a_job_of_another_thread_refuses_no_later_one(house) -> None:

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from budget import examples
 from canary import canary_rows
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -45,8 +44,6 @@ class Crossing:
 
 
 class OriginMachine(RuleBasedStateMachine):
-    required: tuple[str, ...] = ("routing",)
-
     def __init__(self) -> None:
         super().__init__()
         self.store = PlannedStore(open_store("memory:?capacity=1MiB"))
@@ -55,8 +52,9 @@ class OriginMachine(RuleBasedStateMachine):
         self.open: list[tuple[int, object]] = []
         self.crossing: list[Crossing] = []
 
-    @initialize()
-    def start(self) -> None:
+    @initialize(required=st.sampled_from((("routing",), ())))
+    def start(self, required) -> None:
+        self.required = required
         self.sides = [Side(self.store, self.required, 0) for _ in range(2)]
 
     def teardown(self) -> None:
@@ -331,11 +329,3 @@ class OriginMachine(RuleBasedStateMachine):
 
 
 TestOrigin = OriginMachine.TestCase
-
-
-class OriginOfKVMachine(OriginMachine):
-    required = ()
-
-
-TestOriginOfKV = OriginOfKVMachine.TestCase
-TestOriginOfKV.settings = examples(60)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import own_managers
 import pytest
+from budget import scaled
 
 from cache_manager.testing.life import BlockManagerMachine, replay
 
+SOME = scaled(100)
 RARE = ("store", "restart", "drafts", "lost_step", "failing_moves", "swap")
-"""With a store so much can be done that a hundred examples may not come to each of these."""
+"""With a store so much can be done that not even a hundred examples come to each of these: there may be fewer."""
 
 
 class TestGated(BlockManagerMachine):
@@ -17,12 +19,12 @@ class TestGated(BlockManagerMachine):
 
 class TestStored(BlockManagerMachine):
     adapter = own_managers.Stored
-    rare = RARE
+    rare, examples = RARE, SOME
 
 
 class TestBehind(BlockManagerMachine):
     adapter = own_managers.Behind
-    rare = RARE
+    rare, examples = RARE, SOME
 
 
 def test_a_key_passes_to_the_duplicate_with_rows() -> None:

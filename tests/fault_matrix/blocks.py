@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import signal
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from canary import canary_rows
 from numpy.typing import NDArray
 
 from cache_manager.blocks import AuxBlocks
@@ -19,7 +17,6 @@ from cache_manager.ports import StorageBackend
 from cache_manager.spec import AuxBlockDataSpec
 from cache_manager.storage.file import FileStore
 from tests.storage.stores import SMALL_NBYTES, files
-from tests.support.canary import canary_rows
 
 TOKENS = 64
 SPEC = AuxBlockDataSpec("routing", (4, 8), "uint8", TOKENS)
@@ -56,35 +53,38 @@ def says_nothing(aux: AuxBlocks, block: int) -> bool:
 
 
 def key(aux: AuxBlocks, number: int) -> BlockKey:
-    tokens = range(number * TOKENS, number * TOKENS + aux.block_tokens)
-    return aux.keys.keys(list(tokens))[0]
+    return aux.keys.keys(list(range(number * TOKENS, number * TOKENS + aux.block_tokens)))[0]
 
 
-def persist(aux: AuxBlocks, numbers: Sequence[int]) -> list[bool]:
-    """Fill and store a block for each number under its key, block ``i`` for the ``i``-th."""
+def persist(aux: AuxBlocks, numbers: Sequence[int]) -> bool:
+    """Fill and store a block for each number under its key, block ``i`` for the ``i``-th; whether all are stored."""
     for block, number in enumerate(numbers):
         write(aux, block, f"record-{number}")
     blocks = {key(aux, number): block for block, number in enumerate(numbers)}
-    origins = aux.origins(list(blocks.values()))
     done = aux.persist(blocks, aux.generations(list(blocks.values())))
     aux._store.flush()
-    return [done[key(aux, number)] == origin for number, origin in zip(numbers, origins, strict=True)]
+    return all(done.values())
 
 
-def restore_into_a_used_block(aux: AuxBlocks, number: int, block: int = BLOCKS - 1) -> bool:
-    """Restore a record to where another tenant's rows lie; what is readable then is the record's rows or nothing."""
-    write(aux, block, "an earlier tenant")
-    hit = aux.restore({key(aux, number): block}, aux.renew([block]))[key(aux, number)]
-    assert holds_rows_of(aux, block, f"record-{number}") if hit else says_nothing(aux, block)
-    assert aux.in_flight == 0
-    aux.renew([block])
-    aux.assert_consistent()
-    return hit
+def restored(aux: AuxBlocks, *numbers: int, block: int = BLOCKS - 1) -> list[int]:
+    """Which records come back into a block where another tenant's rows lay: what is readable then is the record's rows,
+    or nothing."""
+    came = []
+    for number in numbers:
+        write(aux, block, "an earlier tenant")
+        if aux.restore({key(aux, number): block}, aux.renew([block]))[key(aux, number)]:
+            assert holds_rows_of(aux, block, f"record-{number}")
+            came.append(number)
+        else:
+            assert says_nothing(aux, block)
+        assert aux.in_flight == 0
+        aux.assert_consistent()
+    return came
 
 
 @contextmanager
 def stored(directory: Path, **options: Any) -> Iterator[tuple[AuxBlocks, FileStore]]:
-    """Blocks over a file store in ``directory``."""
+    """Blocks over a file store in ``directory``, which counts the bytes of its files, and no others."""
     store = FileStore(directory, quota_nbytes=1 << 20, extent_nbytes=SMALL_NBYTES)
     try:
         with make_aux(store, **options) as aux:
@@ -96,23 +96,3 @@ def stored(directory: Path, **options: Any) -> Iterator[tuple[AuxBlocks, FileSto
 def file_nbytes(directory: Path) -> int:
     """Bytes of all extents."""
     return sum(path.stat().st_size for path in files(directory))
-
-
-KILLED_BEFORE_A_BYTE = """
-import os, signal, sys
-from pathlib import Path
-from tests.storage.stores import opened
-from cache_manager.testing.records import put
-with opened(Path(sys.argv[1])) as store:
-    put(store, range(6))
-    os.posix_fallocate = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
-    put(store, range(6, 60))
-"""
-
-
-def killed_before_a_byte(directory: Path) -> None:
-    command = [sys.executable, "-c", KILLED_BEFORE_A_BYTE, str(directory)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == -signal.SIGKILL, done.stderr
-    (leftover,) = directory.glob("*.tmp")
-    assert leftover.stat().st_size == 0

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import tracemalloc
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from cache_manager.storage import open_store
 from cache_manager.testing.faults import FaultyStore
 from tests.fault_matrix.blocks import holds_rows_of, key, make_aux, persist, rows_of, write
 
+SMALL = AuxBlockDataSpec("routing", (3,), "uint8", 4)
 KEYS = """
 from tests.fault_matrix.blocks import key, make_aux
 with make_aux() as aux:
@@ -48,7 +50,7 @@ def test_a_slow_store_delays_no_other_request(call: str) -> None:
     """Goal: no convoy behind one slow look-up. Method: a store that waits until others have done everything."""
     store = FaultyStore(open_store("memory:"))
     with make_aux(store) as aux:
-        assert persist(aux, [1]) == [True]
+        assert persist(aux, [1])
         aux.renew([0])
         write(aux, 1, "r")
         finished = threading.Event()
@@ -122,3 +124,36 @@ def test_reading_the_rows_of_a_turn_costs_that_turn() -> None:
             tracemalloc.stop()
     assert read.valid.all()
     assert read.values[:, 0, 0].tolist() == [n % 251 for n in range(tokens - 20, tokens)]
+
+
+def test_a_slot_buffer_that_is_used_again_changes_no_step_in_flight() -> None:
+    """Goal: engines keep one slot array for all steps. Method: refill it between begin and a commit with rejections.
+
+    Rows used to become readable at the slots of the *next* step, which were unwritten.
+    """
+    with AuxBlocks([SMALL], blocks=3, namespace=Namespace("m", 1)) as aux:
+        aux.renew([0, 1, 2])
+        slots = np.arange(8)
+        step = aux.begin_step(slots)
+        step.write("routing", np.full((8, 3), 7))
+        slots[:] = np.arange(4, 12)
+        later = aux.begin_step(slots[4:])
+        assert step.commit(np.array([False] + [True] * 7)) == 7
+        later.abort()
+        found = aux.read("routing", [0, 1, 2])
+    assert found.valid.tolist() == [False] + [True] * 7 + [False] * 4
+    assert (found.values[found.valid] == 7).all()
+
+
+@pytest.mark.parametrize("integer", [np.int32, np.int64, np.uint16])
+def test_numpy_scalars_are_integers(integer: Any) -> None:
+    """Goal: sizes and positions often come out of arrays. Method: the same spec and the same read with them."""
+    plain, scalar = AuxBlockDataSpec("r", (3,), "uint8", 4), AuxBlockDataSpec("r", (integer(3),), "uint8", integer(4))
+    assert scalar == plain
+    assert scalar.to_json() == plain.to_json()
+    assert type(scalar.block_tokens) is int
+    with AuxBlocks([SMALL], blocks=2, namespace=Namespace("m", 1)) as aux:
+        aux.renew([integer(1)])
+        with aux.begin_step([integer(5)]) as step:
+            step.write("routing", np.full((1, 3), 3))
+        assert aux.read("routing", [1], integer(1), integer(2)).valid.tolist() == [True]

@@ -1,4 +1,4 @@
-"""Faults R16, R17 and R23: strays, any frames at all and other layouts at the sockets between prefill and decode."""
+"""Faults R16, R17 and R23: strays, and any frames at all, at the sockets between prefill and decode."""
 
 from __future__ import annotations
 
@@ -10,18 +10,16 @@ import struct
 import threading
 from collections.abc import Iterator
 
-import msgspec
 import pytest
 from budget import examples
 from hypothesis import example, given
 from hypothesis import strategies as st
-from transfer_nodes import PATIENCE_S, ended, lend, until
-from transfer_rows import BLOCK_TOKENS, PART, SPACE, CanarySink, identity_of, key_of, payload_of, ranges, wanted
-from zmq_peers import Client, Server
+from transfer_nodes import PATIENCE_S, ended, fetched, lend, until
+from transfer_rows import PART, SPACE, CanarySink, identity_of, wanted
+from zmq_peers import Client, Server, malformed
 from zmtp import greeted
 
-from cache_manager.errors import RecordError
-from cache_manager.record import HEADER_NBYTES_MIN, OfferedRecord, RecordHeader, check_record
+from cache_manager.record import RecordHeader
 from transfer.actions import Reason
 from transfer.errors import RemoteProtocolError
 from transfer.limits import TransferLimits
@@ -30,14 +28,10 @@ from transfer.messages import (
     MAGIC,
     MAJOR,
     PREFIX,
-    Entry,
     Gone,
     Hello,
     Outcome,
-    Part,
     Pull,
-    Records,
-    Refuse,
     TransferId,
     Welcome,
     decode,
@@ -52,7 +46,6 @@ CALM = TransferLimits(lease_s=120.0, retry_s=60.0)
 
 HELLO = encode(Hello(bytes(16), SPACE, [PART]))
 WELCOME = encode(Welcome(bytes(16), SPACE, [PART], 60_000, bytes(16)))
-OTHER_LAYOUT = msgspec.structs.replace(PART, fingerprint=b"o" * 16)
 
 
 @contextlib.contextmanager
@@ -76,10 +69,7 @@ def prefill() -> Iterator[Node]:
 def crosses(prefill: Node, request: int, count: int = 6) -> None:
     """A healthy peer, who was not there before, gets every row of an offer."""
     with node_of(ZmqLink()) as healthy:
-        transfer, sink = lend(prefill, request, count), CanarySink(request)
-        healthy.pull(transfer, prefill.address, wanted(request, count), sink)
-        assert ended(healthy, {transfer})[transfer].complete
-        assert (sink.wrong, sink.twice, len(sink.there)) == (0, 0, count)
+        assert fetched(healthy, prefill.address, lend(prefill, request, count), request, count)
 
 
 def counts(node: Node, messages: int) -> None:
@@ -88,12 +78,12 @@ def counts(node: Node, messages: int) -> None:
     assert node.counters.bad_messages == messages
 
 
-def first_pull(server: Server, part: Part = PART) -> Pull:
+def first_pull(server: Server) -> Pull:
     """The pull of a decode node, which gets a welcome if it says hello."""
     message = server.hear()
     while not isinstance(message, Pull):
         if isinstance(message, Hello):
-            server.say(encode(Welcome(server.boot_id, SPACE, [part], 120_000, message.boot_id)))
+            server.say(encode(Welcome(server.boot_id, SPACE, [PART], 120_000, message.boot_id)))
         message = server.hear()
     return message
 
@@ -106,23 +96,6 @@ def no_message(frame: bytes) -> bool:
         decode(frame)
         return False
     return True
-
-
-def malformed(good: bytes) -> list[list[bytes]]:
-    """Invalid messages, each with one mistake; ``good`` is a valid one."""
-    _, _, kind, _ = PREFIX.unpack_from(good)
-    body = good[PREFIX.size :]
-    kinds = (b"KVRX", MAJOR, kind), (MAGIC, MAJOR - 1, kind), (MAGIC, MAJOR + 1, kind), (MAGIC, MAJOR, 200)
-    return [
-        *([b""], [bytes(range(256))], [b"GET / HTTP/1.1\r\n\r\n"]),
-        [b"\x80\x04\x95\x0b\x00\x00\x00\x00\x00\x00\x00\x8c\x02os\x8c\x06system\x93."],  # a pickle
-        *([good[:at]] for at in (PREFIX.size, 5, PREFIX.size + 1, len(good) // 2, len(good) - 1)),
-        *([good + b"\0"], [good, b"bulk"], [good] * 100, [b"", good]),
-        *([PREFIX.pack(*start, 0) + body] for start in kinds),
-        [PREFIX.pack(MAGIC, MAJOR, kind, 1) + body],
-        [PREFIX.pack(MAGIC, MAJOR, kind, 0) + body.replace(bytes([kind]), b"\x7f", 1)],
-        [encode(Records(bytes(16), 1, [Entry(0, 0, bytes(HEADER_NBYTES_MIN))]))],
-    ]
 
 
 CONTROL = st.one_of(
@@ -176,12 +149,10 @@ def test_any_frames_to_decode_are_counted(prefill: Node) -> None:
             counts(pulling, before + len(messages))
 
         say()
-        transfer, sink = lend(prefill, 1, 3), CanarySink(1)
-        pulling.pull(transfer, prefill.address, wanted(1, 3), sink)
-        assert ended(pulling, {transfer})[transfer].complete
+        assert fetched(pulling, prefill.address, lend(prefill, 1, 3), 1, 3)
 
 
-# ---------------------------------------------------------------- strays and other layouts
+# ---------------------------------------------------------------- strays
 
 
 class HeldSink(CanarySink):
@@ -214,10 +185,11 @@ def test_r16_a_stray_client_costs_one_count(prefill: Node) -> None:
         with greeted(prefill.address) as largest:
             largest.sendall(b"\x02" + struct.pack(">Q", CONTROL_NBYTES_MAX) + bytes(CONTROL_NBYTES_MAX))
             counts(prefill, len(identities) + 1)
-        with greeted(prefill.address) as larger, contextlib.suppress(ConnectionError):
-            larger.sendall(b"\x02" + struct.pack(">Q", CONTROL_NBYTES_MAX + 1) + bytes(1000))
-            while larger.recv(4096):  # a server that does not end the connection is a TimeoutError
-                pass
+        for nbytes in (CONTROL_NBYTES_MAX + 1, 1 << 62, (1 << 64) - 1):  # neither waited for nor allocated
+            with greeted(prefill.address) as larger, contextlib.suppress(ConnectionError):
+                larger.sendall(b"\x01\x01x\x02" + struct.pack(">Q", nbytes) + bytes(1000))
+                while larger.recv(4096):  # a server that does not end the connection is a TimeoutError
+                    pass
         crosses(prefill, 2)
         assert prefill.counters.offers_in_flight == 1, "the transfer was in flight all the time"
         sink.let_go.set()
@@ -225,43 +197,3 @@ def test_r16_a_stray_client_costs_one_count(prefill: Node) -> None:
         assert (sink.wrong, sink.twice, len(sink.there)) == (0, 0, 40)
         assert select.select([named], [], [], 0.2)[0] == [], "it connected to an address that a client named"
         counts(prefill, len(identities) + 1)
-
-
-def test_layouts_are_compared_before_any_payload(prefill: Node) -> None:
-    """Goal: no byte of another layout is taken for a row. Method: either side has one, and a record has one.
-
-    A stranger's hello is refused by field, so that its pull is not served; a welcome of another layout ends the pull;
-    a record's header is compared before its payload is summed: the payload here is none.
-    """
-    transfer = lend(prefill, 1, 2)
-    with contextlib.closing(Client(prefill.address)) as other:
-        other.say(encode(Hello(other.boot_id, SPACE, [OTHER_LAYOUT])))
-        refuse = other.hear()
-        assert isinstance(refuse, Refuse)
-        assert (refuse.field, refuse.wanted, refuse.got) == ("rows.fingerprint", PART.fingerprint.hex(), "6f" * 16)
-        other.say(encode(Pull(other.boot_id, transfer, 1, ranges(1, 1))))
-        refuse = other.hear()
-        assert isinstance(refuse, Refuse)
-        assert refuse.field == "hello"
-        assert prefill.counters.pulled == prefill.counters.records_sent == 0
-
-    one, two, sink = TransferId(secrets.token_bytes(16)), TransferId(secrets.token_bytes(16)), CanarySink(1)
-    with contextlib.closing(Server()) as server, node_of(ZmqLink()) as pulling:
-        pulling.pull(one, server.address, wanted(1, 1), sink)
-        hello = server.hear()
-        assert isinstance(hello, Hello)
-        server.say(encode(Welcome(server.boot_id, SPACE, [OTHER_LAYOUT], 120_000, hello.boot_id)))
-        result = ended(pulling, {one})[one]
-        assert (result.reason, "rows.fingerprint: wanted" in result.detail) == (Reason.REFUSED, True)
-    valid = b"\xff" * (BLOCK_TOKENS // 8)
-    sealed = OfferedRecord(key_of(1, 0), OTHER_LAYOUT.fingerprint, 1, 1, valid, payload_of(1, 0))
-    with contextlib.closing(Server()) as server, node_of(ZmqLink()) as pulling:
-        pulling.pull(two, server.address, wanted(1, 1), sink)
-        pull = first_pull(server)
-        server.say(encode(Records(two, pull.epoch, [Entry(0, 0, sealed.pack())])), b"x" * PART.nbytes)
-        until(lambda: pulling.counters.corrupt_records, lambda got: got == 1)
-        server.say(encode(Gone(two, Outcome.EXPIRED)))
-        assert ended(pulling, {two})[two].installed == 0
-        assert not sink.there
-    with pytest.raises(RecordError, match="fingerprint"):
-        check_record(sealed.seal(), key_of(1, 0), PART.fingerprint, b"no payload of any record")

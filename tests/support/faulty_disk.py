@@ -29,7 +29,6 @@ class FaultyDisk(Disk):
         self.at_limit: Callable[[], None] | None = None
         self.call_nbytes_max: int | None = None  # every transfer is cut to this
         self.read_errno: int | None = None
-        self.allocate_errno: int | None = None
         self.sync_errno: int | None = None
         self.space_now: Space | None = None  # what the file system is reported to have
         self.syncs = 0
@@ -54,7 +53,6 @@ class FaultyDisk(Disk):
         return self.disk.preadv(fd, buffers, offset)
 
     def allocate(self, fd: int, nbytes: int) -> None:
-        _raise(self.allocate_errno)
         self.disk.allocate(fd, nbytes)
 
     def truncate(self, fd: int, nbytes: int) -> None:

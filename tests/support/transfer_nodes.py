@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
-from transfer_rows import identity_of, offered
+from transfer_rows import CanarySink, identity_of, offered, wanted
 
 from transfer.actions import Finished, Release
 from transfer.identity import Identity
@@ -71,6 +71,15 @@ def ended(decode: Node, transfers: set[TransferId]) -> dict[TransferId, Finished
 
     until(more, lambda got: got == transfers)
     return done
+
+
+def fetched(decode: Node, address: str, transfer: TransferId, request: int, blocks: int) -> bool:
+    """Whether a pull of the first blocks of a request brings all of them, right and once."""
+    sink = CanarySink(request)
+    decode.pull(transfer, address, wanted(request, blocks), sink)
+    done = ended(decode, {transfer})[transfer]
+    assert (sink.wrong, sink.twice, len(sink.there)) == (0, 0, done.installed)
+    return done.complete and done.installed == blocks
 
 
 def released(prefill: Node, transfers: set[TransferId]) -> dict[TransferId, Release]:

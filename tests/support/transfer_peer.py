@@ -1,7 +1,4 @@
-"""A prefill or decode node in a process of its own, driven by lines of JSON; and the test's end of that.
-
-``python transfer_peer.py prefill ADDRESS IDENTITY LIMITS``, or ``decode -`` and the same.
-"""
+"""A node in a process of its own, which a test asks for values of Python expressions; and the test's end of that."""
 
 from __future__ import annotations
 
@@ -20,31 +17,45 @@ PATIENCE_S = 60.0
 
 
 class PeerProcess:
-    """Starts the process and asks it; every wait is bounded."""
+    """Starts the process and asks it; every wait is bounded. Without an address to bind it pulls only."""
 
-    def __init__(self, role: str, address: str = "-", identity: str = "", **limits: float) -> None:
+    def __init__(self, bind: str = "", identity: str = "", **limits: float) -> None:
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
         self._process = subprocess.Popen(
-            [sys.executable, "-P", __file__, role, address, identity, json.dumps(limits)],
+            [sys.executable, "-P", __file__, bind, identity, json.dumps(limits)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=environment,
         )
         self.pid = self._process.pid
-        self.address: str = self._answer()["address"]
+        self.address: str = self._answer()
 
-    def ask(self, do: str, **what: Any) -> Any:
+    def ask(self, what: str) -> Any:
+        """The value of an expression of ``node``, ``lend``, ``pull``, ``ended`` and ``counters``: see ``serve``."""
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({"do": do, **what}).encode() + b"\n")
+        self._process.stdin.write(json.dumps(what).encode() + b"\n")
         self._process.stdin.flush()
-        return self._answer()["answer"]
+        return self._answer()
 
-    def ask_until(self, do: str, enough: Any, **what: Any) -> Any:
+    def ask_until(self, what: str, enough: Any) -> Any:
         give_up_s = time.monotonic() + PATIENCE_S
-        while not enough(answer := self.ask(do, **what)):
-            assert time.monotonic() < give_up_s, f"{do}: only {answer}"
+        while not enough(answer := self.ask(what)):
+            assert time.monotonic() < give_up_s, f"{what}: only {answer}"
             time.sleep(0.01)
         return answer
+
+    def lend(self, request: int, blocks: int, lease_s: float | None = None) -> str:
+        transfer: str = self.ask(f"lend(node, {request}, {blocks}, {lease_s}).hex()")
+        return transfer
+
+    def pull(self, prefill: PeerProcess, transfer: str, request: int, blocks: int) -> None:
+        self.ask(f"pull({prefill.address!r}, {transfer!r}, {request}, {blocks})")
+
+    def ended(self, count: int) -> dict[str, Any]:
+        """How the first ``count`` transfers have ended, by id."""
+        ended: dict[str, Any] = self.ask_until("ended()", lambda got: len(got) >= count)
+        assert len(ended) == count
+        return ended
 
     def stop(self) -> None:
         os.kill(self.pid, signal.SIGSTOP)
@@ -60,15 +71,15 @@ class PeerProcess:
         """Ask it to end, and see that it did so properly."""
         if self._process.poll() is None:
             self.go_on()
-            assert self.ask("close") is True
+            assert self.ask("node.close()") is True
+            self._process.stdin.close()  # type: ignore[union-attr]
             assert self._process.wait(PATIENCE_S) == 0
         self._end()
 
     def _end(self) -> None:
         self._process.wait(PATIENCE_S)
         for pipe in (self._process.stdin, self._process.stdout):
-            assert pipe is not None
-            pipe.close()
+            pipe.close()  # type: ignore[union-attr]
 
     def _answer(self) -> Any:
         assert self._process.stdout is not None
@@ -79,97 +90,46 @@ class PeerProcess:
         return json.loads(line)
 
 
-class _Prefill:
-    def __init__(self, address: str, limits: Any) -> None:
-        from transfer_rows import identity_of
-
-        from transfer import Node, ZmqLink, ZmqSettings
-
-        self.node = Node(ZmqLink(ZmqSettings(bind=address)), identity_of(secrets.randbits(64)), limits)
-        self.address = self.node.address
-        self.released: list[Any] = []
-
-    def offer(self, request: int, blocks: int, lease_s: float | None = None) -> str:
-        from transfer_nodes import lend
-
-        return lend(self.node, request, blocks, lease_s).hex()
-
-    def descriptors(self) -> int:
-        return len(os.listdir("/proc/self/fd"))
-
-    def table_sizes(self) -> dict[str, int]:
-        session = self.node._offers
-        return {"peers": len(session._runs), "ended": len(session._ended)}
-
-    def poll(self) -> list[Any]:
-        self.released += [[r.transfer.hex(), r.outcome.value, r.detail] for r in self.node.poll()]
-        return self.released
-
-
-class _Decode:
-    address = "-"
-
-    def __init__(self, identity: str, limits: Any) -> None:
-        from transfer_rows import identity_of
-
-        from transfer import Node, ZmqLink, ZmqSettings
-
-        self.node = Node(
-            ZmqLink(ZmqSettings(identity=identity.encode() or None)), identity_of(secrets.randbits(64)), limits
-        )
-        self.sinks: dict[str, Any] = {}
-        self.done: dict[str, Any] = {}
-
-    def pull(self, address: str, transfer: str, request: int, blocks: int) -> None:
-        from transfer_rows import CanarySink, wanted
-
-        from transfer.messages import TransferId
-
-        sink = self.sinks[transfer] = CanarySink(request)
-        self.node.pull(TransferId(bytes.fromhex(transfer)), address, wanted(request, blocks), sink)
-
-    def poll(self) -> dict[str, Any]:
-        for event in self.node.poll():
-            transfer, result = event.transfer.hex(), event
-            sink = self.sinks[transfer]
-            self.done[transfer] = {
-                "installed": result.installed,
-                "missing": len(result.missing),
-                "reasons": sorted({m.reason.value for m in result.missing}),
-                "reason": result.reason and result.reason.value,
-                "there": len(sink.there),
-                "wrong": sink.wrong,
-                "twice": sink.twice,
-            }
-        return self.done
-
-
-def main() -> None:
+def serve(bind: str, identity: str, limits: str) -> None:
     import dataclasses
 
+    from transfer_nodes import lend
+    from transfer_rows import CanarySink, identity_of, wanted
+
+    from transfer import Node, ZmqLink, ZmqSettings
+    from transfer.actions import Finished
     from transfer.limits import TransferLimits
+    from transfer.messages import TransferId
 
-    role, address, identity, text = sys.argv[1:]
-    limits = TransferLimits(**json.loads(text))
-    peer: Any = _Prefill(address, limits) if role == "prefill" else _Decode(identity, limits)
+    settings = ZmqSettings(bind=bind or None, identity=identity.encode() or None)
+    node = Node(ZmqLink(settings), identity_of(secrets.randbits(64)), TransferLimits(**json.loads(limits)))
+    sinks: dict[str, CanarySink] = {}
+    found: dict[str, Any] = {}
 
-    def say(**what: Any) -> None:
-        sys.stdout.write(json.dumps(what) + "\n")
-        sys.stdout.flush()
+    def pull(address: str, transfer: str, request: int, blocks: int) -> None:
+        sinks[transfer] = CanarySink(request)
+        node.pull(TransferId(bytes.fromhex(transfer)), address, wanted(request, blocks), sinks[transfer])
 
-    say(address=peer.address)
+    def ended() -> dict[str, Any]:
+        for event in node.poll():
+            if isinstance(event, Finished):
+                sink, reason = sinks[event.transfer.hex()], event.reason and event.reason.value
+                right = sink.wrong == sink.twice == 0 and len(sink.there) == event.installed
+                ends = {"right": right, "installed": event.installed, "missing": len(event.missing), "reason": reason}
+            else:
+                ends = {"outcome": event.outcome.value}
+            found[event.transfer.hex()] = ends
+        return found
+
+    def counters() -> dict[str, Any]:
+        return {**dataclasses.asdict(node.counters), "alive": node.alive}
+
+    names = {"node": node, "lend": lend, "pull": pull, "ended": ended, "counters": counters, "os": os}
+    print(json.dumps(node.address if bind else ""), flush=True)
     for line in sys.stdin:
-        asked = json.loads(line)
-        match asked.pop("do"):
-            case "close":
-                say(answer=peer.node.close())
-                return
-            case "counters":
-                say(answer={**dataclasses.asdict(peer.node.counters), "alive": peer.node.alive})
-            case do:
-                say(answer=getattr(peer, do)(**asked))
+        print(json.dumps(eval(json.loads(line), names)), flush=True)  # noqa: S307 - a test's own words
 
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parent))
-    main()
+    serve(*sys.argv[1:])

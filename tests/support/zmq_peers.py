@@ -2,29 +2,42 @@
 
 from __future__ import annotations
 
-import contextlib
 import secrets
-from collections.abc import Iterator
 
 import zmq
 from transfer_rows import PART, identity_of
 
-from transfer.messages import Hello, Message, Refuse, Welcome, decode, encode
+import transfer.messages as wire
+from cache_manager.record import HEADER_NBYTES_MIN
+from transfer.messages import MAGIC, MAJOR, PREFIX, Hello, Message, Refuse, Welcome, decode, encode
 
 PATIENCE_S = 60.0
+
+
+def malformed(good: bytes) -> list[list[bytes]]:
+    """Invalid messages, each with one mistake; ``good`` is a valid one."""
+    _, _, kind, _ = PREFIX.unpack_from(good)
+    body, start = good[PREFIX.size :], PREFIX.pack(MAGIC, MAJOR, kind, 0)
+    kinds = (b"KVRX", MAJOR, kind), (MAGIC, MAJOR - 1, kind), (MAGIC, MAJOR + 1, kind), (MAGIC, MAJOR, 200)
+    return [
+        *([b""], [bytes(range(256))], [b"GET / HTTP/1.1\r\n\r\n"]),
+        [b"\x80\x04\x95\x0b\x00\x00\x00\x00\x00\x00\x00\x8c\x02os\x8c\x06system\x93."],  # a pickle
+        *([good[:at]] for at in (PREFIX.size, 5, PREFIX.size + 1, len(good) // 2, len(good) - 1)),
+        *([good + b"\0"], [good, b"bulk"], [good] * 100, [b"", good]),
+        *([PREFIX.pack(*start, 0) + body] for start in kinds),
+        [PREFIX.pack(MAGIC, MAJOR, kind, 1) + body],
+        [start + body.replace(bytes([kind]), b"\x7f", 1)],
+        *([start + huge + b"\xff" * 4] for huge in (b"\xdd", b"\xdb", b"\xdf", b"\xc6")),  # four billion of something
+        [start + b"\x91" * 100_000],  # nested without end
+        [encode(wire.Records(bytes(16), 1, [wire.Entry(0, 0, bytes(HEADER_NBYTES_MIN))]))],
+    ]
 
 
 class Client:
     """A DEALER that sends what it is told, and receives messages."""
 
-    def __init__(
-        self,
-        address: str,
-        run: bytes | None = None,
-        *,
-        identity: bytes | None = None,
-    ) -> None:
-        self.boot_id = run or secrets.token_bytes(16)
+    def __init__(self, address: str, identity: bytes | None = None) -> None:
+        self.boot_id = secrets.token_bytes(16)
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.linger = 0
@@ -46,26 +59,13 @@ class Client:
         assert self._socket.poll(int(PATIENCE_S * 1000), zmq.POLLOUT), "the server takes nothing any more"
         self._socket.send_multipart(frames)
 
-    def hear(self, timeout_s: float = PATIENCE_S) -> Message:
-        assert self._socket.poll(int(timeout_s * 1000)), "no answer"
+    def hear(self) -> Message:
+        assert self._socket.poll(int(PATIENCE_S * 1000)), "no answer"
         return decode(self._socket.recv_multipart()[0])
-
-    def hears_nothing(self) -> bool:
-        return not self._socket.poll(200)
 
     def close(self) -> None:
         self._socket.close()
         self._context.term()
-
-
-@contextlib.contextmanager
-def clients(address: str, count: int = 1) -> Iterator[list[Client]]:
-    them = [Client(address) for _ in range(count)]
-    try:
-        yield them
-    finally:
-        for client in them:
-            client.close()
 
 
 class Server:

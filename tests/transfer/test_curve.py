@@ -9,13 +9,12 @@ import threading
 from pathlib import Path
 
 import pytest
-from transfer_nodes import HASTY, PATIENCE_S, QUICK, ended, lend, until
-from transfer_rows import CanarySink, identity_of, wanted
+from transfer_nodes import HASTY, PATIENCE_S, QUICK, fetched, lend, until
+from transfer_rows import identity_of
 from zmtp import greeted
 
 from cache_manager.errors import ConfigError
 from kvroute.cli import main
-from transfer.actions import Finished
 from transfer.curve import CurveKeys, make_keys, read_keys
 from transfer.limits import TransferLimits
 from transfer.node import Node
@@ -38,16 +37,11 @@ class TestZmqTcpCurve(LinkContract):
         return ZmqLink(ZmqSettings(keys=keys_of(directory)))
 
 
-def result_of(
-    prefill: Node, keys: CurveKeys | None, request: int, limits: TransferLimits = QUICK
-) -> tuple[Finished, CanarySink]:
-    """The rows that a decode node with ``keys`` gets of an offer of three blocks; ``HASTY`` where it should get
-    none."""
-    decode = Node(ZmqLink(ZmqSettings(keys=keys)), identity_of(2), limits)
-    transfer, sink = lend(prefill, request, 3), CanarySink(request)
+def gets_rows(prefill: Node, keys: CurveKeys | None, request: int, limits: TransferLimits = QUICK) -> bool:
+    """Whether a decode node with ``keys`` gets the rows of an offer, or none; ``HASTY`` where it should get none."""
+    decode, transfer = Node(ZmqLink(ZmqSettings(keys=keys)), identity_of(2), limits), lend(prefill, request, 3)
     try:
-        decode.pull(transfer, prefill.address, wanted(request, 3), sink)
-        return ended(decode, {transfer})[transfer], sink
+        return fetched(decode, prefill.address, transfer, request, 3)
     finally:
         assert decode.close()
         prefill.withdraw(transfer, "the test is over")
@@ -61,15 +55,12 @@ def test_our_key_gets_rows_and_others_nothing(tmp_path: Path) -> None:
     """
     ours, other = keys_of(tmp_path), keys_of(tmp_path, "other")
     prefill = Node(TestZmqTcpCurve().make_server(tmp_path), identity_of(1), QUICK)
-    done, sink = result_of(prefill, ours, 1)
-    assert done.complete
-    assert (sink.wrong, len(sink.there)) == (0, 3)
+    assert gets_rows(prefill, ours, 1)
     heard = prefill.counters.link.received_messages
     mixed = CurveKeys(ours.public, other.secret)
     for keys in (other, mixed, None):
-        done, sink = result_of(prefill, keys, 2, HASTY)
-        assert done.installed == 0
-        assert not sink.there
+        assert not gets_rows(prefill, keys, 2, HASTY)
+    assert prefill.counters.records_sent == 3
     with contextlib.suppress(AssertionError, OSError), greeted(prefill.address) as peer:  # NULL is not spoken here
         peer.sendall(b"\x00\x05hello")
     host, port = prefill.address.removeprefix("tcp://").split(":")
@@ -77,7 +68,7 @@ def test_our_key_gets_rows_and_others_nothing(tmp_path: Path) -> None:
         with socket.create_connection((host, int(port)), timeout=PATIENCE_S) as peer, contextlib.suppress(OSError):
             peer.sendall(b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"CURVE".ljust(20, b"\0") + bytes(32) + os.urandom(n))
     assert prefill.counters.link.received_messages <= heard + 1, "a late goodbye"
-    assert result_of(prefill, ours, 3)[0].complete
+    assert gets_rows(prefill, ours, 3)
     assert prefill.close()
 
 

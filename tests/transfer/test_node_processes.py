@@ -7,128 +7,106 @@ end get short ones.
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 from transfer_peer import PeerProcess
-
-LEASE_S = 60.0
-"""Of an offer that has to cross."""
 
 
 @contextlib.contextmanager
 def processes(directory: Path, **limits: float) -> Iterator[tuple[PeerProcess, PeerProcess]]:
-    prefill = PeerProcess("prefill", f"ipc://{directory}/p", **limits)
-    decode = PeerProcess("decode", **limits)
-    try:
+    """A prefill, and a decode that has a name."""
+    with contextlib.ExitStack() as ending:
+        prefill = PeerProcess(f"ipc://{directory}/p", **limits)
+        ending.callback(prefill.kill)
+        decode = PeerProcess(identity="decode-0", **limits)
+        ending.callback(decode.kill)
         yield prefill, decode
         decode.close()
         prefill.close()  # harmless when it was killed
-    finally:
-        for process in (decode, prefill):
-            with contextlib.suppress(Exception):
-                process.kill()
 
 
-def right(done: dict[str, object]) -> bool:
-    return done["wrong"] == done["twice"] == 0 and done["there"] == done["installed"]
+def lends_and_pulls(prefill: PeerProcess, decode: PeerProcess, count: int, blocks: int) -> list[str]:
+    transfers = [prefill.lend(n, blocks) for n in range(count)]
+    for n, transfer in enumerate(transfers):
+        decode.pull(prefill, transfer, n, blocks)
+    return transfers
 
 
 def crosses(prefill: PeerProcess, decode: PeerProcess) -> str:
     """A fresh offer is pulled whole; its id."""
-    fresh: str = prefill.ask("offer", request=9, blocks=3, lease_s=LEASE_S)
-    decode.ask("pull", address=prefill.address, transfer=fresh, request=9, blocks=3)
-    assert decode.ask_until("poll", lambda got: fresh in got)[fresh]["missing"] == 0
+    fresh = prefill.lend(9, 3, lease_s=60.0)
+    decode.pull(prefill, fresh, 9, 3)
+    done = decode.ask_until("ended()", lambda got: fresh in got)[fresh]
+    assert done == {"right": True, "installed": 3, "missing": 0, "reason": None}
     return fresh
 
 
-def test_decode_stopped_for_longer_than_the_lease(tmp_path: Path) -> None:
-    """Goal: a stopped decode costs prefill one lease; its later messages are late, counted and refused.
+def all_come_back(prefill: PeerProcess, count: int) -> None:
+    """Each offer has ended, and nothing is lent."""
+    prefill.ended(count)
+    assert prefill.ask("counters()")["offers_in_flight"] == 0
 
-    Method: SIGSTOP right after the pull was asked for, SIGCONT when prefill has released.
-    """
+
+def test_decode_stopped_for_longer_than_the_lease(tmp_path: Path) -> None:
+    """Goal: a stopped decode costs prefill one lease; its later messages are late, counted and refused. Method: SIGSTOP
+    right after the pull was asked for, SIGCONT when prefill has released."""
     with processes(tmp_path, lease_s=0.7, retry_s=0.3, retries_max=200) as (prefill, decode):
-        transfers = [prefill.ask("offer", request=n, blocks=200) for n in range(4)]
-        for n, transfer in enumerate(transfers):
-            decode.ask("pull", address=prefill.address, transfer=transfer, request=n, blocks=200)
+        lends_and_pulls(prefill, decode, 4, 200)
         decode.stop()
-        prefill.ask_until("poll", lambda got: len(got) == 4)
+        prefill.ended(4)
         decode.go_on()
-        done = decode.ask_until("poll", lambda got: len(got) == 4)
-        assert all(right(d) for d in done.values())
-        assert all(d["installed"] + d["missing"] == 200 for d in done.values())
-        assert all(d["reason"] for d in done.values() if d["missing"])
+        for done in decode.ended(4).values():
+            assert done["right"]
+            assert done["installed"] + done["missing"] == 200
+            assert bool(done["reason"]) == bool(done["missing"])
         crosses(prefill, decode)
-        assert len({t for t, _, _ in prefill.ask_until("poll", lambda got: len(got) == 5)}) == 5
-        assert prefill.ask("counters")["offers_in_flight"] == 0
+        all_come_back(prefill, 5)
 
 
 def test_prefill_stopped_for_longer_than_the_lease(tmp_path: Path) -> None:
     """Goal: pulls from a stopped prefill end with a reason in bounded time, or complete when it goes on."""
     with processes(tmp_path, lease_s=0.7, retry_s=0.5, retries_max=9) as (prefill, decode):
-        transfers = [prefill.ask("offer", request=n, blocks=200) for n in range(4)]
+        transfers = [prefill.lend(n, 200) for n in range(4)]
         prefill.stop()
         for n, transfer in enumerate(transfers):
-            decode.ask("pull", address=prefill.address, transfer=transfer, request=n, blocks=200)
-        done = decode.ask_until("poll", lambda got: len(got) == 4)
-        assert {d["reason"] for d in done.values()} == {"timeout"}
+            decode.pull(prefill, transfer, n, 200)
+        assert {done["reason"] for done in decode.ended(4).values()} == {"timeout"}
         prefill.go_on()
-        prefill.ask_until("poll", lambda got: len(got) == 4)
+        prefill.ended(4)
         crosses(prefill, decode)
-        assert all(right(d) for d in decode.ask("poll").values())
+        assert all(done["right"] for done in decode.ended(5).values())
 
 
-def test_prefill_killed_during_transfers_and_restarted_at_its_address(tmp_path: Path) -> None:
-    """Goal: kill -9 of prefill: every pull ends, what arrived is right, the next run serves at the same address."""
-    limits = {"lease_s": 5.0, "retry_s": 0.2, "retries_max": 20}
+@pytest.mark.parametrize("who", ["prefill", "decode"])
+def test_a_process_killed_during_transfers_and_restarted_under_its_name(tmp_path: Path, who: str) -> None:
+    """Goal: kill -9 of either side: every pull and every lease ends, what arrived is right, and the next run serves at
+    once. A decode of the same name gets nothing of the old run's transfers, and all of its own."""
+    limits = {"lease_s": 3.0, "retry_s": 0.2, "retries_max": 20 if who == "prefill" else 300}
     with processes(tmp_path, **limits) as (prefill, decode):
-        transfers = [prefill.ask("offer", request=n, blocks=400) for n in range(6)]
-        for n, transfer in enumerate(transfers):
-            decode.ask("pull", address=prefill.address, transfer=transfer, request=n, blocks=400)
-        prefill.kill()
-        done = decode.ask_until("poll", lambda got: len(got) == 6)
-        assert all(right(d) for d in done.values())
-        assert all(d["reason"] or not d["missing"] for d in done.values())
-        again = PeerProcess("prefill", f"ipc://{tmp_path}/p", **limits)
+        if who == "prefill":
+            lends_and_pulls(prefill, decode, 6, 400)
+            prefill.kill()
+            assert all(done["right"] for done in decode.ended(6).values())
+            assert all(done["reason"] or not done["missing"] for done in decode.ended(6).values())
+            again = PeerProcess(f"ipc://{tmp_path}/p", **limits)
+            try:
+                crosses(again, decode)
+            finally:
+                again.close()
+            return
+        for n in range(3):  # each is pulled before the next is made: an offer that was not pulled has no owner
+            transfer = prefill.lend(n, 400)
+            decode.pull(prefill, transfer, n, 400)
+            prefill.ask_until("counters()", lambda got, n=n: got["pulled"] == n + 1)
+        decode.kill()
+        second = PeerProcess(identity="decode-0", **limits)
         try:
-            crosses(again, decode)
+            second.pull(prefill, transfer, 2, 400)
+            crosses(prefill, second)
+            done = second.ended(2)[transfer]
+            assert (done["right"], done["installed"], done["reason"]) == (True, 0, "gone")
+            all_come_back(prefill, 4)
         finally:
-            again.close()
-
-
-def test_decode_killed_during_transfers_and_restarted_with_its_identity(tmp_path: Path) -> None:
-    """Goal: kill -9 of decode: its leases end, a new run under its name gets nothing of the old run's transfers, and
-    all of its own.
-
-    Method: the second process has the same identity, asks for a transfer of the first, then for one of its own. Each
-    offer is pulled before the next is made: an offer that was not pulled when its lease ends has no owner.
-    """
-    limits = {"lease_s": 3.0, "retry_s": 0.2, "retries_max": 300}
-    with contextlib.ExitStack() as ending:
-
-        def start(role: str, address: str = "-", identity: str = "") -> PeerProcess:
-            process = PeerProcess(role, address, identity, **limits)
-            ending.callback(process.kill)
-            return process
-
-        prefill, first = start("prefill", f"ipc://{tmp_path}/p"), start("decode", identity="decode-0")
-        transfers = []
-        for n in range(3):
-            transfers.append(prefill.ask("offer", request=n, blocks=400))
-            first.ask("pull", address=prefill.address, transfer=transfers[n], request=n, blocks=400)
-            prefill.ask_until("counters", lambda got, n=n: got["pulled"] == n + 1)
-        first.kill()
-        second = start("decode", identity="decode-0")
-        second.ask("pull", address=prefill.address, transfer=transfers[0], request=0, blocks=400)
-        fresh = crosses(prefill, second)
-        done = second.ask_until("poll", lambda got: len(got) == 2)
-        assert done[fresh]["missing"] == 0
-        assert all(right(d) for d in done.values())
-        assert done[transfers[0]]["installed"] == 0
-        assert done[transfers[0]]["reason"] == "gone"
-        prefill.ask_until("poll", lambda got: len(got) == 4)
-        assert prefill.ask("counters")["offers_in_flight"] == 0
-        second.close()
-        prefill.close()
-        assert os.listdir(tmp_path) == []
+            second.close()

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import zmq
-from transfer_nodes import PATIENCE_S, QUICK, ended, lend, nodes, released, until
+from transfer_nodes import PATIENCE_S, QUICK, ended, fetched, lend, nodes, released, until
 from transfer_rows import NAMESPACE, VALID, CanarySink, identity_of, key_of, wanted
 
 from cache_manager.errors import BlockBusyError
@@ -104,8 +104,7 @@ def test_a_pull_from_an_invalid_address_is_refused(tmp_path: Path, address: obje
         result = ended(decode, {transfer})[transfer]
         assert (result.reason, len(result.missing)) == (Reason.ABORTED, 2)
         assert "address" in result.detail or "connect" in result.detail
-        decode.pull(transfer, prefill.address, wanted(1, 2), CanarySink(1))
-        assert ended(decode, {transfer})[transfer].complete
+        assert fetched(decode, prefill.address, transfer, 1, 2)
         assert decode.counters.errors == 0
 
 
@@ -133,9 +132,7 @@ def test_the_first_pull_to_a_peer_waits_for_its_connection_alone(tmp_path: Path)
     patient = TransferLimits(lease_s=36_000, lease_max_s=360_000, retry_s=36_000, resend_s=36_000)
     for n in range(2):
         with nodes(tmp_path, patient) as (prefill, decode):
-            transfer = lend(prefill, n, 2)
-            decode.pull(transfer, prefill.address, wanted(n, 2), CanarySink(n))
-            assert ended(decode, {transfer})[transfer].complete
+            assert fetched(decode, prefill.address, lend(prefill, n, 2), n, 2)
 
 
 def test_a_callback_that_fails_costs_no_block(tmp_path: Path) -> None:
@@ -181,25 +178,6 @@ def test_a_peer_that_never_reads_keeps_no_block(tmp_path: Path, address: str) ->
         assert prefill.close()
 
 
-def test_peers_that_mean_other_rows_are_refused(tmp_path: Path) -> None:
-    """Goal: another namespace gets no row and learns which field differs; after reset to the same, rows cross."""
-    with nodes(tmp_path) as (prefill, decode):
-        transfer = lend(prefill, 1, 1)
-        decode.reset(Namespace("o", 1))
-        sink = CanarySink(1)
-        decode.pull(transfer, prefill.address, wanted(1, 1), sink)
-        result = ended(decode, {transfer})[transfer]
-        assert result.reason is Reason.REFUSED
-        assert "namespace" in result.detail
-        assert not sink.there
-        prefill.reset(Namespace("o", 1))
-        assert released(prefill, {transfer})[transfer].outcome is Outcome.RESET
-        again = lend(prefill, 2, 1)
-        decode.pull(again, prefill.address, wanted(2, 1), CanarySink(2))
-        assert ended(decode, {again})[again].complete
-        released(prefill, {again})
-
-
 def test_a_full_queue_is_an_error_at_once(tmp_path: Path) -> None:
     """Goal: the number of commands is bounded, and nothing of a refused command is held. Method: keep the thread busy
     in a sink."""
@@ -225,8 +203,7 @@ def test_a_full_queue_is_an_error_at_once(tmp_path: Path) -> None:
         decode.pull(others[3], prefill.address, wanted(5, 1), CanarySink(5))
     go_on.set()
     assert all(d.complete for d in ended(decode, {first, *others[:3]}).values())
-    decode.pull(others[3], prefill.address, wanted(5, 1), CanarySink(5))
-    assert ended(decode, {others[3]})[others[3]].complete
+    assert fetched(decode, prefill.address, others[3], 5, 1)
     assert decode.close()
     assert prefill.close()
 
@@ -308,8 +285,7 @@ def test_nodes_leave_nothing_behind(tmp_path: Path) -> None:
     def round_trip() -> None:
         with nodes(tmp_path) as (prefill, decode):
             transfer = lend(prefill, 1, 3)
-            decode.pull(transfer, prefill.address, wanted(1, 3), CanarySink(1))
-            ended(decode, {transfer})
+            assert fetched(decode, prefill.address, transfer, 1, 3)
             released(prefill, {transfer})
 
     round_trip()

@@ -29,10 +29,11 @@ from session_pair import (
     wanted,
 )
 
-import transfer.offer
-import transfer.pull
 from transfer.actions import OfferedBlock, Reason, Release, Send
+from transfer.counters import Counters
+from transfer.identity import Identity
 from transfer.limits import TransferLimits
+from transfer.link import Peer
 from transfer.messages import (
     Absent,
     Ack,
@@ -50,27 +51,9 @@ from transfer.messages import (
     TransferId,
     Welcome,
 )
+from transfer.offers import Offers
 
 NEXT = TransferId(b"the transfer id2")
-
-
-@pytest.mark.parametrize("table", [transfer.offer, transfer.pull], ids=lambda t: t.__name__)
-def test_every_life_can_end_and_an_end_is_final(table: Any) -> None:
-    """Goal: every state can be reached and left. Method: walk the table."""
-    transitions = table.TRANSITIONS
-    ends = {state for state, row in transitions.items() if not row}
-
-    def reach(start: object) -> set[object]:
-        seen, todo = {start}, [start]
-        while todo:
-            new = set(transitions[todo.pop()].values()) - seen
-            seen |= new
-            todo += new
-        return seen
-
-    assert reach(next(iter(transitions))) == set(table.State)
-    assert all(reach(state) & ends for state in table.State)
-    assert {event for row in transitions.values() for event in row} == set(table.Event)
 
 
 # ---------------------------------------------------------------- runs
@@ -167,7 +150,8 @@ def test_no_renewal_is_sent_to_a_peer_that_has_gone(end: Message) -> None:
     answers."""
     pair = pulled()
     pair.hear(D, P, end)
-    pair.decode.pull(P, NEXT, wanted(1), pair, pair.now_s)
+    (first,) = pair.decode.pull(P, NEXT, wanted(1), pair, pair.now_s)
+    assert isinstance(first.message, Hello), "it is greeted anew"
     pair.now_s += LIMITS.lease_s / 2
     pair.decode.tick(pair.now_s)
     assert pair.decode.next_due_s() > pair.now_s
@@ -205,31 +189,17 @@ def test_a_reset_ends_everything_on_both_sides(side: str) -> None:
     assert pair.finished[-1].reason is Reason.REFUSED
 
 
-@pytest.mark.parametrize("end", ["acked", "expired", "aborted"])
-def test_a_reference_used_again_gives_no_row_of_the_next_tenant(end: str) -> None:
-    """Goal: a stale reference is no way to another prompt's rows. Method: end a transfer, give its block's memory to
+def test_a_reference_used_again_gives_no_row_of_the_next_tenant() -> None:
+    """Goal: a stale reference is no way to another prompt's rows. Method: let a lease end, give its block's memory to
     another request and offer that; then ask under the old id, for the old key and the new one, as owner and stranger.
     """
-    memory, first, later = bytearray(PARTS[0].nbytes), blocks(1)[0], blocks(10)[9]
-    pair = Pair(lose=lambda message: end != "acked" and isinstance(message, Records))
-
-    def tenant(block: Any) -> list[Any]:
-        memory[:] = block.records[0].payload
-        return [OfferedBlock(0, block.key, (replace(block.records[0], payload=memory), None))]
-
-    pair.offer(tenant(first))
-    pair.pull(1, parts=(0,))
-    if end == "aborted":
-        pair.do(P, pair.prefill.withdraw(T))
-    elif end == "expired":
-        pair.do(P, pair.prefill.tick(LIMITS.lease_s))
-    pair.talk()
-    assert [outcome.value for outcome in pair.outcomes] == [end]
-    assert pair.prefill.counters.records_sent == 1
-    pair.offer(tenant(later), NEXT)
-    pair.lose = lambda _: False
+    pair, memory, first, later = pulled(), bytearray(PARTS[0].nbytes), blocks(1)[0], blocks(10)[9]
+    sent = pair.prefill.counters.records_sent
+    pair.do(P, pair.prefill.tick(LIMITS.lease_s))
+    memory[:] = later.records[0].payload  # type: ignore[union-attr]
+    pair.offer([OfferedBlock(0, later.key, (replace(later.records[0], payload=memory), None))], NEXT)
     pair.hear(P, E, hello(E_RUN))
-    for who, run, reason in ((D, D_RUN, Outcome(end)), (E, E_RUN, Outcome.FOREIGN)):
+    for who, run, reason in ((D, D_RUN, Outcome.EXPIRED), (E, E_RUN, Outcome.FOREIGN)):
         for name in (first.key, later.key):
             pair.hear(P, who, Pull(run, T, 7 + name[0], [Range(0, 3, name)]))
             pair.talk()
@@ -237,7 +207,7 @@ def test_a_reference_used_again_gives_no_row_of_the_next_tenant(end: str) -> Non
     pair.hear(P, E, Pull(E_RUN, NEXT, 1, want(1, 1)))  # the new id for the old tokens
     pair.talk()
     assert isinstance(pair.said.pop(), Absent)
-    assert pair.prefill.counters.records_sent == 1
+    assert pair.prefill.counters.records_sent == sent
 
 
 def test_an_id_is_used_once() -> None:
@@ -324,6 +294,9 @@ def test_full_tables_are_an_answer() -> None:
         pair.decode.pull(peer, name, wanted(1), pair, 0.0)
     assert "transfers_max" in refused(lambda: pair.decode.pull(P, names[2], wanted(1), pair, 0.0))
     assert pair.decode.in_flight == 2
+    lonely = Pair(TransferLimits(peers_max=1)).decode
+    lonely.pull(P, names[0], wanted(1), pair, 0.0)
+    assert "peers_max" in refused(lambda: lonely.pull(E, names[1], wanted(1), pair, 0.0))
     for peer in (b"1", b"2", b"3"):
         (answer,) = pair.prefill.receive(peer, hello(), 0.0)
         assert isinstance(answer.message, Welcome)
@@ -336,8 +309,8 @@ def test_full_tables_are_an_answer() -> None:
         if i > 1:
             pair.offer(blocks(1), name)
         pair.do(P, pair.prefill.withdraw(name))
-    assert len(pair.prefill._ended) == 2
-    assert pair.prefill.in_flight == 0
+    assert list(pair.prefill._ended) == names[-2:]
+    assert (pair.prefill.in_flight, pair.prefill.counters.aborted) == (0, 8)
 
 
 def test_early_pulls_are_bounded_and_of_their_peer() -> None:
@@ -358,6 +331,9 @@ def test_early_pulls_are_bounded_and_of_their_peer() -> None:
     pair.hear(P, D, Bye(D_RUN))
     assert pair.prefill.in_flight == 0
     assert not pair.prefill._early
+    (stranger,) = pair.prefill.receive(D, Ack(D_RUN, names[2]), 0.0)
+    assert isinstance(stranger.message, Refuse)
+    assert pair.prefill.counters.stranger_messages == 1
 
 
 def test_a_pull_that_waits_for_its_offer_ends_with_a_reset() -> None:
@@ -368,3 +344,48 @@ def test_a_pull_that_waits_for_its_offer_ends_with_a_reset() -> None:
     pair.talk()
     assert (pair.result.reason, pair.result.detail) == (Reason.GONE, "reset")
     assert not pair.prefill._early
+
+
+# ---------------------------------------------------------------- several peers
+
+
+def test_two_pulls_greet_their_peer_once() -> None:
+    """Goal: a hello that is on its way is not said again before its time. Method: two pulls, and then the retry."""
+    pair = Pair()
+    (first,) = pair.decode.pull(P, T, wanted(1), pair, 0.0)
+    assert isinstance(first.message, Hello)
+    assert pair.decode.pull(P, NEXT, wanted(1), pair, 0.0) == []
+    assert pair.decode.tick(LIMITS.retry_s) == [first]
+
+
+def test_a_pull_after_its_peer_was_lost_says_hello_at_once() -> None:
+    """Goal: prefill that was started anew is asked without a pause. Method: the peer is lost just after its welcome."""
+    pair = Pair()
+    pair.offer(blocks(1))
+    pair.pull(1)
+    pair.decode.peer_lost(P)
+    again = TransferId(bytes(16))
+    actions = pair.decode.pull(P, again, wanted(1), pair, pair.now_s)
+    assert [type(action.message) for action in actions if isinstance(action, Send)] == [Hello]
+
+
+def test_records_that_were_refused_are_tried_again_whatever_another_peer_refuses() -> None:
+    """Goal: a peer that reads gets its records. Method: another one pulls again and again, and reads nothing."""
+    offers = Offers(Identity(P_RUN, NAMESPACE, PARTS), LIMITS, Counters())
+    for peer, run, of in ((D, D_RUN, T), (E, E_RUN, TransferId(bytes(16)))):
+        offers.receive(peer, hello(run), 0.0)
+        offers.offer(of, blocks(1), 0.0)
+    offers.receive(D, Pull(D_RUN, T, 1, want(1)), 0.0)
+    refused = offers.next_records()
+    assert refused is not None
+    offers.unsent(refused, 0.0)
+    sent, now_s = list[Peer](), 0.0
+    for epoch in range(1, 20):
+        now_s += LIMITS.resend_s / 2
+        offers.receive(E, Pull(E_RUN, TransferId(bytes(16)), epoch, want(1)), now_s)
+        offers.tick(now_s)
+        while (send := offers.next_records()) is not None:
+            sent.append(send.peer)
+            if send.peer == E:
+                offers.unsent(send, now_s)
+    assert D in sent
