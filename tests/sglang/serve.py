@@ -1,6 +1,6 @@
 """One SGLang engine in a process of its own, which runs a plan; each answer is a line of JSON in ``out``.
 
-``python serve.py PLAN`` where PLAN is the path of a JSON object: ``model``, ``options`` of the engine, ``do`` (a list
+``python -m serve PLAN`` where PLAN is the path of a JSON object: ``model``, ``options`` of the engine, ``do`` (a list
 of ``[scenario, verb, arguments]``) and ``out``.
 """
 

@@ -15,10 +15,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from experts_seen import experts_of
 from far_judge import Judge, Tally
-from models import reference
+from models import routing
 
 from bench.sglang_gpu import HOST
 from kvroute import Routes
@@ -62,8 +60,7 @@ def tally(home: Path, title: str, answers: list[dict[str, Any]]) -> dict[str, Co
     found: dict[str, Counter[str]] = {}
     for each in answers:
         tokens = [*each["prompt"], *each["tokens"]]
-        seen = experts_of(reference(home, torch.float32), torch.tensor([tokens[:-1]]))
-        due = np.sort(seen, axis=-1)[each["start"] :]
+        due = routing(home, tokens[:-1])[each["start"] :]
         field = np.array(each["field"]).reshape(len(due), -1, due.shape[2])
         rows = np.sort(field[:, field.shape[1] - due.shape[1] :], axis=-1)
         if "routes" in each:  # kvroute's answer says the same

@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import signal
-import socket
 import subprocess
 import sys
-import time
-import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,42 +13,28 @@ from typing import Any
 
 import pytest
 from conftest import engine_environment
+from http_server import answering
+from ports import hold_port
 from serve import FIXED
 from test_scenarios import SMALL, ours, theirs
 
 from kvroute.cli import FAILED, main
 
-START_S = 400
-
 
 @contextmanager
 def running(environment: dict[str, str], log: Path, options: dict[str, Any]) -> Iterator[str]:
     """The URL of ``sglang.launch_server`` with these options, until it is left."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = hold_port()
     flags = [f"--port={port}"]
     for name, given in options.items():
         flag = f"--{name.replace('_', '-')}"
         flags += [flag] if given is True else [flag, json.dumps(given) if isinstance(given, dict) else str(given)]
     command = [sys.executable, "-m", "sglang.launch_server", *flags]
-    url, give_up_s = f"http://127.0.0.1:{port}", time.monotonic() + START_S
+    url = f"http://127.0.0.1:{port}"
     with log.open("wb") as out:
         process = subprocess.Popen(command, env=environment, stdout=out, stderr=out, start_new_session=True)
-        try:
-            while True:
-                assert process.poll() is None, log.read_text()[-3000:]
-                assert time.monotonic() < give_up_s, log.read_text()[-3000:]
-                try:
-                    urllib.request.urlopen(f"{url}/health", timeout=5).close()  # noqa: S310 (our own)
-                    break
-                except OSError:
-                    time.sleep(1)
-            yield url
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)  # a session of its own, which was started here
-            process.wait()
+    with answering(process, url, log):
+        yield url
 
 
 @pytest.mark.parametrize("who", ["stock", "kvroute"])

@@ -7,6 +7,7 @@ from a socket, with the descriptors of the standard streams beside each.
 from __future__ import annotations
 
 import atexit
+import gc
 import importlib
 import json
 import os
@@ -118,7 +119,8 @@ def _without_pytest(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environment.items() if not name.startswith("PYTEST_")}
 
 
-THIRD_PARTY = ("hypothesis.stateful", "msgspec", "numpy", "pytest", "torch", "transformers", "xxhash", "zmq")
+PYTEST = ("hypothesis.stateful", "pytest", "pytest_timeout", "xdist.plugin")
+THIRD_PARTY = (*PYTEST, "msgspec", "numpy", "torch", "transformers", "xxhash", "zmq")
 """What takes long, and knows nothing of this project."""
 
 ENGINE = (*THIRD_PARTY, "kvroute.cli", "paged_engine.demo", "paged_engine.servers")
@@ -181,4 +183,6 @@ def _become(request: dict[str, Any]) -> None:
 if __name__ == "__main__":
     for name in sys.argv[2:]:
         importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # no collection of a child walks, and so copies, what was imported here
     _become(_next_request(socket.socket(fileno=int(sys.argv[1]))))

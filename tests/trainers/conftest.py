@@ -37,6 +37,16 @@ def megatron() -> Iterator[Any]:
         yield mcore
 
 
+@pytest.fixture
+def verl_stage() -> Iterator[Any]:
+    """Routers with verl's own replay class."""
+    import mcore
+    import ranks
+
+    with ranks.verl_patched(), mcore.rank_of():
+        yield mcore.Stage((1, 2, 3), mcore.config())
+
+
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
     """A Ray cluster of this machine, for one module."""

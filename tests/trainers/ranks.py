@@ -7,8 +7,9 @@ a tensor of token numbers as it lays out input ids.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import mcore
 import numpy as np
@@ -139,14 +140,21 @@ def megatron_padded(case: Case) -> int:
         return check(stage, hidden_for(numbers), numbers.reshape(-1))
 
 
+def verl_replays(
+    stage: mcore.Stage, rows: torch.Tensor, tokens: torch.Tensor, mask: torch.Tensor | None = None
+) -> None:
+    """Jagged rows of jagged samples in the routers: all of it verl's own, and the mask too, where none is given."""
+    aligned = verl_replay.align_r3_router_replay_data(rows, tokens)
+    if mask is None:
+        mask = verl_replay.build_r3_replay_mask(tokens, torch.ones(len(tokens.unbind()), 1))
+    verl_replay.set_router_replay_data(aligned, None, stage.config, replay_mask=mask, model=stage)
+    verl_replay.set_model_router_replay_action(stage, verl_patch.RouterReplayAction.REPLAY_FORWARD)
+
+
 def verl_engine(case: Case) -> int:
     """From the jagged tensor on, all is verl's: alignment, mask, packing, scatter, and its own replay class."""
     stage, numbers = case.stage(), packed_numbers(case)
-    tokens = numbered()
-    rows = verl_replay.align_r3_router_replay_data(verl.jagged(ROUTES, TOKENS), tokens)
-    mask = verl_replay.build_r3_replay_mask(tokens, torch.ones(len(TOKENS), 1))
-    verl_replay.set_router_replay_data(rows, None, stage.config, replay_mask=mask, model=stage)
-    verl_replay.set_model_router_replay_action(stage, verl_patch.RouterReplayAction.REPLAY_FORWARD)
+    verl_replays(stage, verl.jagged(ROUTES, TOKENS), numbered())
     return check(stage, hidden_for(numbers), numbers)
 
 
@@ -173,36 +181,49 @@ def _skyrl(case: Case, *, packed: bool) -> int:
     for samples in [list(range(len(TOKENS)))] if packed else [[i] for i in range(len(TOKENS))]:
         RouterReplay.clear_global_router_replay_instances()  # SkyRL goes by Megatron's list
         stage = case.stage()
-        for router in stage.decoder:
-            router.router_replay.layer_number = router.layer_number  # as SkyRL's patch of Megatron does
-        prompts = [[1] * (TOKENS[i] - 3) for i in samples]
-        responses = [[2, 3, 4]] * len(samples)
-        indices = skyrl.rollout_expert_indices([ROUTES[i] for i in samples], [TOKENS[i] for i in samples])
-        made = skyrl_preprocess.convert_prompts_responses_to_batch_tensors(
-            0,
-            prompts,
-            responses,
-            [[0.0] * 3] * len(samples),
-            [[1, 1, 1]] * len(samples),
-            rollout_expert_indices=indices,
-        )
-        attention, rows = made[1], made[6]
-        mask = skyrl_preprocess.make_router_padding_mask(attention, [len(part) for part in indices])
-        layout = token_metadata.build_token_metadata_layout(
-            attention, torch.device("cpu"), packed=packed, fp8_enabled=False
-        )
         # SkyRL cuts the mask by a class that this Megatron-core lacks, but routes by the size of TP alone.
         stage.config.sequence_parallel = False
-        skyrl_replay.setup_per_microbatch_replay_forward(
-            rows, mask, attention, stage, stage.config, layout, remove_microbatch_padding=packed
-        )
-        whole = torch.zeros(attention.shape, dtype=torch.int64)
-        for row, i in enumerate(samples):
-            whole[row, attention[row].bool()] = torch.arange(TOKENS[i]) + 100 * i + 1
-        numbers = token_metadata.align_token_metadata(whole, layout, 0)
-        compared += check(stage, hidden_for(local := scattered(numbers.T, case)), local.reshape(-1))
+        output = {
+            "prompt_token_ids": [[1] * (TOKENS[i] - 3) for i in samples],
+            "response_ids": [[2, 3, 4]] * len(samples),
+            "rollout_expert_indices": skyrl.rollout_expert_indices(
+                [ROUTES[i] for i in samples], [TOKENS[i] for i in samples]
+            ),
+        }
+        local = scattered(skyrl_replays(stage, output, samples, packed=packed), case)
+        compared += check(stage, hidden_for(local), local.reshape(-1))
         skyrl_replay.clear_router_replay()
     return compared
+
+
+def skyrl_replays(
+    stage: mcore.Stage, output: dict[str, Any], samples: Sequence[int] | None = None, *, packed: bool
+) -> torch.Tensor:
+    """The output of a generator in the routers, by SkyRL's preparation of a micro-batch; its tokens' numbers.
+
+    These are 100 * sample + position + 1, in the routers' order, and 0 for padding.
+    """
+    for router in stage.decoder:
+        router.router_replay.layer_number = router.layer_number  # as SkyRL's patch of Megatron does
+    responses, indices = output["response_ids"], output["rollout_expert_indices"]
+    masks = output.get("loss_masks") or [[1] * len(response) for response in responses]
+    rewards = [[0.0] * len(response) for response in responses]
+    made = skyrl_preprocess.convert_prompts_responses_to_batch_tensors(
+        0, output["prompt_token_ids"], responses, rewards, masks, rollout_expert_indices=indices
+    )
+    attention, rows = made[1], made[6]
+    mask = skyrl_preprocess.make_router_padding_mask(attention, [len(part) for part in indices])
+    layout = token_metadata.build_token_metadata_layout(
+        attention, torch.device("cpu"), packed=packed, fp8_enabled=False
+    )
+    skyrl_replay.setup_per_microbatch_replay_forward(
+        rows, mask, attention, stage, stage.config, layout, remove_microbatch_padding=packed
+    )
+    numbers = torch.zeros(attention.shape, dtype=torch.int64)
+    for place, sample in enumerate(samples or range(len(responses))):
+        row = attention[place].bool()
+        numbers[place, row] = torch.arange(int(row.sum())) + 100 * sample + 1
+    return token_metadata.align_token_metadata(numbers, layout, 0).T
 
 
 @contextlib.contextmanager

@@ -14,14 +14,10 @@ import torch
 from megatron.core.transformer.moe.router_replay import RouterReplay
 from nemo_automodel.components.moe.layers import Gate
 from rollouts import Rollout, load
-from skyrl.backends.skyrl_train.distributed.megatron import token_metadata
 from skyrl.backends.skyrl_train.utils import replay_utils as skyrl_replay
-from skyrl.train.dataset import preprocess
 from test_automodel import gates
 from torch import nn
 from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
-from verl.utils.megatron import router_replay_patch as verl_patch
-from verl.utils.megatron import router_replay_utils as verl_engine
 
 from kvroute.replay import megatron, nemo_rl, skyrl, verl
 from kvroute.routes import Routes, Split
@@ -113,37 +109,21 @@ def test_verl(made: list[Rollout]) -> None:
     tokens = torch.nested.as_nested_tensor([torch.tensor(r.tokens) for r in made], layout=torch.jagged)
     with ranks.verl_patched(), mcore.rank_of():
         stage = stage_of(made[0].routes)
-        mask = verl_engine.build_r3_replay_mask(tokens, torch.ones(len(made), 1))
-        rows = verl_engine.align_r3_router_replay_data(rows, tokens)
-        verl_engine.set_router_replay_data(rows, None, stage.config, replay_mask=mask, model=stage)
-        verl_engine.set_model_router_replay_action(stage, verl_patch.RouterReplayAction.REPLAY_FORWARD)
+        ranks.verl_replays(stage, rows, tokens)
         compare(stage, made, *ends(made))
 
 
 def test_skyrl(made: list[Rollout]) -> None:
     """Goal: from the generator's output on, all code is SkyRL's. Method: its collation, its layout and its
     installation."""
-    indices = skyrl.rollout_expert_indices([r.routes for r in made], [len(r.tokens) for r in made])
-    batch = preprocess.convert_prompts_responses_to_batch_tensors(
-        0,
-        [list(r.tokens[:-5]) for r in made],
-        [list(r.tokens[-5:]) for r in made],
-        [[0.0] * 5 for _ in made],
-        [[1] * 5 for _ in made],
-        rollout_expert_indices=indices,
-    )
-    attention, rows = batch[1], batch[6]
-    mask = preprocess.make_router_padding_mask(attention, [len(part) for part in indices])
+    output = {
+        "prompt_token_ids": [list(r.tokens[:-5]) for r in made],
+        "response_ids": [list(r.tokens[-5:]) for r in made],
+        "rollout_expert_indices": skyrl.rollout_expert_indices([r.routes for r in made], [len(r.tokens) for r in made]),
+    }
     with mcore.rank_of():
         stage = stage_of(made[0].routes)
-        for router in stage.decoder:
-            router.router_replay.layer_number = router.layer_number  # as SkyRL's patch of Megatron does
-        layout = token_metadata.build_token_metadata_layout(
-            attention, torch.device("cpu"), packed=True, fp8_enabled=False
-        )
-        skyrl_replay.setup_per_microbatch_replay_forward(
-            rows, mask, attention, stage, stage.config, layout, remove_microbatch_padding=True
-        )
+        ranks.skyrl_replays(stage, output, packed=True)
         compare(stage, made, *ends(made))
         skyrl_replay.clear_router_replay()
 

@@ -10,23 +10,20 @@ import mcore
 import numpy as np
 import orjson
 import pytest
+import ranks
 import skyrl_gym
 import torch
 from aiohttp import web
 from aiohttp.test_utils import TestServer
+from chats import tokenizer
 from megatron.core.transformer.moe.router_replay import RouterReplay
 from routes_of import expert_rows, made_routes
-from skyrl.backends.skyrl_train.distributed.megatron import token_metadata
 from skyrl.backends.skyrl_train.inference_servers.generate_wire import PackedField, pack_routed_experts
 from skyrl.backends.skyrl_train.inference_servers.remote_inference_client import RemoteGenerateClient
 from skyrl.backends.skyrl_train.utils import replay_utils
 from skyrl.train.config.config import GeneratorConfig, SkyRLGymConfig
-from skyrl.train.dataset import preprocess
 from skyrl.train.generators.skyrl_gym_generator import SkyRLGymGenerator
 from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
-from tokenizers import Tokenizer, pre_tokenizers
-from tokenizers.models import WordLevel
-from transformers import PreTrainedTokenizerFast
 
 from kvroute.replay import skyrl
 from kvroute.routes import Routes
@@ -34,8 +31,6 @@ from kvroute.routes import Routes
 LAYERS = (1, 2, 3)
 TURNS, ROOM = 3, 64
 WORDS = {word: i for i, word in enumerate(["pad", "eos", "system", "user", "assistant", "again", "a", "b", "unknown"])}
-TEMPLATE = """{% for m in messages %}{{ m['role'] + ' ' + m['content'] + ' eos ' }}{% endfor %}
-{%- if add_generation_prompt %}assistant {% endif %}"""
 
 
 class Asks(BaseTextEnv):
@@ -81,46 +76,12 @@ class Server:
 
 
 @pytest.fixture
-def tokenizer() -> PreTrainedTokenizerFast:
-    made = Tokenizer(WordLevel(WORDS, unk_token="unknown"))  # noqa: S106 - no password
-    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    found = PreTrainedTokenizerFast(tokenizer_object=made, pad_token="pad", eos_token="eos")  # noqa: S106
-    found.chat_template = TEMPLATE
-    return found
-
-
-@pytest.fixture
 def stage() -> Iterator[mcore.Stage]:
-    """Routers as SkyRL's patch of Megatron leaves them: it goes by Megatron's list, and by numbers."""
+    """Routers of which Megatron's list, by which SkyRL goes, has no others."""
     RouterReplay.clear_global_router_replay_instances()
     with mcore.rank_of():
-        made = mcore.Stage(LAYERS, mcore.config())
-        for router in made.decoder:
-            router.router_replay.layer_number = router.layer_number
-        yield made
+        yield mcore.Stage(LAYERS, mcore.config())
     RouterReplay.clear_global_router_replay_instances()
-
-
-def arm(stage: mcore.Stage, output: dict[str, Any], *, packed: bool) -> torch.Tensor:
-    """A micro-batch of a generator's output in the routers; its tokens' numbers, from 1, in the routers' order."""
-    prompts, responses = output["prompt_token_ids"], output["response_ids"]
-    indices, masks = output["rollout_expert_indices"], output["loss_masks"]
-    rewards = [[0.0] * len(response) for response in responses]
-    made = preprocess.convert_prompts_responses_to_batch_tensors(
-        0, prompts, responses, rewards, masks, rollout_expert_indices=indices
-    )
-    attention, rows = made[1], made[6]
-    mask = preprocess.make_router_padding_mask(attention, [len(part) for part in indices])
-    layout = token_metadata.build_token_metadata_layout(
-        attention, torch.device("cpu"), packed=packed, fp8_enabled=False
-    )
-    replay_utils.setup_per_microbatch_replay_forward(
-        rows, mask, attention, stage, stage.config, layout, remove_microbatch_padding=packed
-    )
-    numbers = torch.zeros(attention.shape, dtype=torch.int64)
-    for i, row in enumerate(attention.bool()):
-        numbers[i, row] = torch.arange(int(row.sum())) + 100 * i + 1
-    return token_metadata.align_token_metadata(numbers, layout, 0).T
 
 
 def compare(
@@ -140,7 +101,7 @@ def compare(
 
 @pytest.mark.parametrize("batched", [False, True], ids=["turns", "batched"])
 def test_its_loop_hands_every_row_to_the_routers(
-    tokenizer: PreTrainedTokenizerFast, stage: mcore.Stage, monkeypatch: pytest.MonkeyPatch, batched: bool
+    stage: mcore.Stage, monkeypatch: pytest.MonkeyPatch, batched: bool
 ) -> None:
     """Goal: rows of each turn land at the tokens that were sampled with them, observations too. Method: SkyRL's loop
     over an environment of three turns, or its batch of one; its output is the rollout's, row by row; then through its
@@ -150,7 +111,7 @@ def test_its_loop_hands_every_row_to_the_routers(
     config.inference_engine.enable_return_routed_experts = True
     config.sampling_params.logprobs = None
     server = Server()
-    generator = SkyRLGymGenerator(config, SkyRLGymConfig(max_env_workers=0), server, tokenizer)
+    generator = SkyRLGymGenerator(config, SkyRLGymConfig(max_env_workers=0), server, tokenizer(WORDS))
     prompts = [[{"role": "user", "content": "a " * number}] for number in (1, 3)]
     asked = {"prompts": prompts, "env_classes": ["asks"] * 2, "env_extras": [{}, {}]}
     output = asyncio.run(generator.generate(asked, disable_tqdm=True))
@@ -161,7 +122,7 @@ def test_its_loop_hands_every_row_to_the_routers(
         assert len(starts) == (1 if batched else TURNS)
         assert starts == sorted(set(starts))
     samples = [(1, tokens[0] - 1), (3, tokens[1] - 1)]
-    numbers = arm(stage, output, packed=True)
+    numbers = ranks.skyrl_replays(stage, output, packed=True)
     used = [mcore.chosen(routing) for _, routing in stage(torch.randn(*numbers.shape, mcore.HIDDEN))]
     assert compare(used, numbers, samples) == len(LAYERS) * (sum(tokens) - 2)
     replay_utils.clear_router_replay()
@@ -206,7 +167,7 @@ def test_its_schedule_gives_each_backward_pass_its_own_rows(stage: mcore.Stage) 
     def micro_batch(sample: int) -> tuple[torch.Tensor, torch.Tensor]:
         indices = skyrl.rollout_expert_indices([made_routes(sample, 8)], [9])
         output = {"prompt_token_ids": [[1] * 6], "response_ids": [[2] * 3], "loss_masks": [[1] * 3]}
-        numbers = arm(stage, {**output, "rollout_expert_indices": indices}, packed=True)
+        numbers = ranks.skyrl_replays(stage, {**output, "rollout_expert_indices": indices}, packed=True)
         hidden = torch.randn(*numbers.shape, mcore.HIDDEN, requires_grad=True)
         with torch.utils.checkpoint.set_checkpoint_early_stop(False):
             weights = torch.utils.checkpoint.checkpoint(stage.decoder[0], hidden, use_reentrant=False)[0]

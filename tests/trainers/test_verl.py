@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,14 +11,11 @@ import numpy as np
 import pytest
 import ranks
 import torch
+from chats import tokenizer
 from routes_of import expert_rows, made_routes
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from transformers import PreTrainedTokenizerFast
 from verl import DataProto
 from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput, AgentLoopWorker
 from verl.trainer.ppo import metric_utils
-from verl.utils.megatron import router_replay_patch as patch
 from verl.utils.megatron import router_replay_utils as engine
 from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
@@ -96,8 +92,7 @@ class Worker(AgentLoopWorker):
     """verl's worker that makes a batch of what agent loops put out, without its servers."""
 
     def __init__(self, prompt_length: int, response_length: int) -> None:
-        words = Tokenizer(WordLevel({"pad": 0, "token": 1}, unk_token="token"))  # noqa: S106 - no password
-        self.tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="pad")  # noqa: S106
+        self.tokenizer = tokenizer({"pad": 0, "eos": 1, "unknown": 2})
         self.rollout_config = SimpleNamespace(prompt_length=prompt_length, response_length=response_length)
         self.processor = self.reward_loop_worker_handles = self.mm_processor_kwargs = None
         self.distillation_enabled = False
@@ -124,26 +119,17 @@ def test_the_padded_batch_becomes_the_jagged_one() -> None:
         assert torch.equal(got[: tokens - 1, 1:].long(), rows_of(sample, tokens - 1))
 
 
-@pytest.fixture
-def stage() -> Iterator[mcore.Stage]:
-    """Routers with verl's own replay class."""
-    with ranks.verl_patched(), mcore.rank_of():
-        yield mcore.Stage(LAYERS, mcore.config())
-
-
-def test_holes_are_left_to_the_router(stage: mcore.Stage) -> None:
+def test_holes_are_left_to_the_router(verl_stage: mcore.Stage) -> None:
     """Goal: verl's only way to mark a hole is its mask. Method: holes spelled as zeros under our mask: those tokens go
     where the router sends them, with top_k experts, and the others where the rollout sent them."""
     hidden = torch.randn(9, 1, mcore.HIDDEN)
-    own = [mcore.chosen(routing_map) for _, routing_map in stage(hidden)]
+    own = [mcore.chosen(routing_map) for _, routing_map in verl_stage(hidden)]
     routes = made_routes(1, 8, holes=(2, 3))
-    rows = engine.align_r3_router_replay_data(verl.jagged([routes], [9], missing="zero"), numbered(9))
-    mask = verl.replay_mask([routes], [9])
-    engine.set_router_replay_data(rows, None, stage.config, replay_mask=mask, model=stage)
-    engine.set_model_router_replay_action(stage, patch.RouterReplayAction.REPLAY_FORWARD)
+    rows, mask = verl.jagged([routes], [9], missing="zero"), verl.replay_mask([routes], [9])
+    ranks.verl_replays(verl_stage, rows, numbered(9), mask)
     native = [2, 3, 8]
     replayed = [0, 1, 4, 5, 6, 7]
-    for index, (_, routing_map) in enumerate(stage(hidden)):
+    for index, (_, routing_map) in enumerate(verl_stage(hidden)):
         used = mcore.chosen(routing_map)
         assert torch.equal(used[native], own[index][native])
         assert torch.equal(used[replayed], rows_of(1, 8)[replayed, index].sort(dim=1).values)

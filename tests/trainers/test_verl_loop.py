@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import mcore
@@ -12,18 +11,14 @@ import numpy as np
 import pytest
 import ranks
 import torch
+from chats import tokenizer
 from omegaconf import OmegaConf
 from routes_of import expert_rows, made_routes
-from tokenizers import Tokenizer, pre_tokenizers
-from tokenizers.models import WordLevel
-from transformers import PreTrainedTokenizerFast
 from verl.experimental.agent_loop.agent_loop import AgentLoopOutput, DictConfigWrap, ToolListWrap
 from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentLoop
 from verl.experimental.agent_loop.tool_agent_loop import ToolAgentLoop
 from verl.tools.function_tool import FunctionTool
 from verl.tools.schemas import OpenAIFunctionToolSchema
-from verl.utils.megatron import router_replay_patch as patch
-from verl.utils.megatron import router_replay_utils as engine
 from verl.workers.rollout.replica import TokenOutput
 
 from kvroute.replay import verl
@@ -33,8 +28,6 @@ ROOM = 24
 CALL = json.dumps({"name": "look", "arguments": {}}, separators=(",", ":"))
 WORDS = ["pad", "eos", "user", "assistant", "tool", "again", "a", "b", "<tool_call>", CALL, "</tool_call>", "unknown"]
 IDS = {word: i for i, word in enumerate(WORDS)}
-TEMPLATE = """{% for m in messages %}{{ m['role'] + ' ' + m['content'] + ' eos ' }}{% endfor %}
-{%- if add_generation_prompt %}assistant {% endif %}"""
 SCHEMA = {
     "type": "function",
     "function": {"name": "look", "description": "d", "parameters": {"type": "object", "properties": {}}},
@@ -66,10 +59,6 @@ def versioned(routes: Any) -> Any:
 
 def ran(kind: type, server: Server) -> AgentLoopOutput:
     """The output of verl's loop."""
-    made = Tokenizer(WordLevel(IDS, unk_token="unknown"))  # noqa: S106 - no password
-    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, pad_token="pad", eos_token="eos")  # noqa: S106
-    tokenizer.chat_template = TEMPLATE
     turns = {
         "max_user_turns": 8, "max_assistant_turns": 8, "max_parallel_calls": 1, "max_tool_response_length": 99,
         "tool_response_truncate_side": "left", "format": "hermes",
@@ -80,20 +69,13 @@ def ran(kind: type, server: Server) -> AgentLoopOutput:
 
     async def run() -> AgentLoopOutput:
         more = {"tools": ToolListWrap([tool])} if kind is ToolAgentLoop else {}
-        wrapped = DictConfigWrap(config), server, tokenizer, None, None, DictConfigWrap(OmegaConf.create({}))
+        wrapped = DictConfigWrap(config), server, tokenizer(IDS), None, None, DictConfigWrap(OmegaConf.create({}))
         loop = kind(*wrapped, **more)
         asked = {"raw_prompt": [{"role": "user", "content": "a a"}]}
         found: AgentLoopOutput = await loop.run({}, **asked)
         return found
 
     return asyncio.run(run())
-
-
-@pytest.fixture
-def stage() -> Iterator[mcore.Stage]:
-    """Routers with verl's own replay class."""
-    with ranks.verl_patched(), mcore.rank_of():
-        yield mcore.Stage(LAYERS, mcore.config())
 
 
 @pytest.mark.parametrize(
@@ -107,7 +89,7 @@ def stage() -> Iterator[mcore.Stage]:
     ids=["one turn", "one turn, cut", "tool", "two calls, cut"],
 )
 def test_its_loop_hands_every_row_to_the_routers(
-    stage: mcore.Stage, kind: type, calls: int, last: int, length: int
+    verl_stage: mcore.Stage, kind: type, calls: int, last: int, length: int
 ) -> None:
     """Goal: the rows of a conversation, the tool's answers among them, also where verl cuts the response. Method:
     verl's loop around a server that answers with all rows so far; its output as the queue has it; then its alignment
@@ -123,11 +105,6 @@ def test_its_loop_hands_every_row_to_the_routers(
     wanted = torch.from_numpy(expert_rows(4, np.arange(tokens - 1), LAYERS, 16, 4))
     assert torch.equal(rows[: tokens - 1, 1:].long(), wanted)
     numbers = torch.nested.as_nested_tensor([torch.arange(tokens)], layout=torch.jagged)
-    aligned = engine.align_r3_router_replay_data(
-        torch.nested.as_nested_tensor([rows[:tokens]], layout=torch.jagged), numbers
-    )
-    mask = engine.build_r3_replay_mask(numbers, torch.ones(1, 1))
-    engine.set_router_replay_data(aligned, None, stage.config, replay_mask=mask, model=stage)
-    engine.set_model_router_replay_action(stage, patch.RouterReplayAction.REPLAY_FORWARD)
-    for index, (_, routing_map) in enumerate(stage(torch.randn(tokens, 1, mcore.HIDDEN))):
+    ranks.verl_replays(verl_stage, torch.nested.as_nested_tensor([rows[:tokens]], layout=torch.jagged), numbers)
+    for index, (_, routing_map) in enumerate(verl_stage(torch.randn(tokens, 1, mcore.HIDDEN))):
         assert torch.equal(mcore.chosen(routing_map)[: tokens - 1], wanted[:, index].sort(dim=1).values)

@@ -12,6 +12,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,14 +46,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """The checkpoint of a family, made when it is first asked for."""
     import models
 
-    made: dict[tuple[str, int], Path] = {}
-
-    def saved(family: str, seed: int = 0) -> Path:
-        if (family, seed) not in made:
-            made[family, seed] = models.save(family, tmp_path_factory.mktemp(f"{family}-{seed}"), seed)
-        return made[family, seed]
-
-    return saved
+    return partial(models.saved, tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -19,6 +19,7 @@ from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown, get_kv_tra
 from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
 import kvroute
+from cache_manager.keys import BlockKey
 from kvroute.connector.scheduler import SchedulerRows
 from kvroute.connector.worker import WorkerRows
 from kvroute.integrations.vllm import routes
@@ -119,12 +120,27 @@ class Engine:
         """Each row of the answer against transformers' forward pass of the same weights over the same tokens."""
         return judge(self.home, output, routes(output, index, **where), index)
 
-    def assert_right(self, outputs: Sequence[Any]) -> None:
+    def assert_right(self, outputs: Sequence[Any], **where: Any) -> None:
         """Every row that is due is there and right."""
         for output in outputs:
             for index in range(len(output.outputs)):
-                found = self.judge(output, index)
+                found = self.judge(output, index, **where)
                 assert found == Verdict(found.due, found.due, 0, 0), (output.request_id, found)
+
+    @contextmanager
+    def storing(self) -> Iterator[list[BlockKey]]:
+        """The keys that the engine stores meanwhile, in order."""
+        found, persist = list[BlockKey](), self.sent.feed.persist
+
+        def recording(blocks: dict[BlockKey, int]) -> None:
+            found.extend(blocks)
+            persist(blocks)
+
+        self.sent.feed.persist = recording  # type: ignore[method-assign]
+        try:
+            yield found
+        finally:
+            self.sent.feed.persist = persist  # type: ignore[method-assign]
 
     def forget_locally(self) -> None:
         """The pool has no hits any more; connectors and weights are as they were."""

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from experts_seen import Seen
 from far_trainers import TRAINERS, Trainer
 from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM
@@ -35,28 +36,16 @@ class Weights:
         self._model = AutoModelForCausalLM.from_pretrained(
             home, dtype=torch.float32, experts_implementation="eager"
         ).eval()
-        self._heard: dict[int, torch.Tensor] = {}
-        for index, layer in enumerate(self._model.model.layers):
-            if (experts := getattr(layer.mlp, "experts", None)) is not None:
-                experts.register_forward_pre_hook(self._listener(index))
-                self._heard[index] = torch.empty(0)
-        self.layers = tuple(self._heard)
+        self._seen = Seen(self._model)
+        self.layers = tuple(i for i, layer in enumerate(self._model.model.layers) if hasattr(layer.mlp, "experts"))
         self.num_layers = self._model.config.num_hidden_layers
         self.experts, self.top_k = self._model.config.num_experts, self._model.config.num_experts_per_tok
-
-    def _listener(self, index: int) -> Any:
-        def listen(_module: Any, given: tuple[torch.Tensor, ...]) -> None:
-            (ids,) = (each for each in given if not each.is_floating_point())
-            self._heard[index] = ids.reshape(-1, ids.shape[-1]).clone()
-
-        return listen
 
     def routed(self, tokens: Sequence[int], past: Any = None) -> tuple[Ids, Any]:
         """The experts that ``tokens`` are given to behind ``past``, sorted: ``[tokens, routed layers, top_k]``."""
         with torch.no_grad():
             out = self._model(torch.tensor([list(tokens)]), past_key_values=past, use_cache=True)
-        ids = np.stack([self._heard[layer].numpy() for layer in self.layers], axis=1)
-        return np.sort(ids.astype(np.int64), axis=-1), out.past_key_values
+        return np.sort(self._seen.rows().astype(np.int64), axis=-1), out.past_key_values
 
 
 @dataclass

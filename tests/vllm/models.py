@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from experts_seen import experts_of
 from numpy.typing import NDArray
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
@@ -102,33 +103,25 @@ def save(family: str, home: Path, seed: int = 0) -> Path:
     return home
 
 
+def saved(root: Path, family: str, seed: int = 0) -> Path:
+    """The checkpoint of a family in ``root``, made when it is first asked for."""
+    home = root / f"{family}-{seed}"
+    return home if home.exists() else save(family, home, seed)
+
+
 @cache
-def reference(home: Path, dtype: torch.dtype) -> Any:
-    return AutoModelForCausalLM.from_pretrained(home, dtype=dtype).eval()
+def reference(home: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(home, dtype=torch.float32).eval()
 
 
 def moe_layers(home: Path) -> list[int]:
-    """The layers that have routers, in order."""
-    layers = reference(home, torch.float32).model.layers
-    return [i for i, layer in enumerate(layers) if _router(layer) is not None]
+    """The layers that have experts, in order."""
+    return [i for i, layer in enumerate(reference(home).model.layers) if hasattr(layer.mlp, "experts")]
 
 
-def _router(layer: Any) -> Any:
-    """The module that answers the experts' ids last, under the name of its family; ``None`` of a dense layer."""
-    return getattr(layer.mlp, "gate", None) or getattr(layer.mlp, "router", None)
+def routing(home: Path, tokens: list[int]) -> NDArray[Any]:
+    """The experts that transformers' forward pass of these weights gives tokens to: ``[tokens, moe layers, top_k]``.
 
-
-def routing(home: Path, tokens: list[int], dtype: torch.dtype = torch.float32) -> NDArray[np.int64]:
-    """The experts that transformers' forward pass of these weights chooses, sorted: ``[tokens, moe layers, top_k]``."""
-    model, found = reference(home, dtype), {}
-    hooks = [
-        router.register_forward_hook(lambda _m, _a, out, i=i: found.__setitem__(i, out[2]))
-        for i, layer in enumerate(model.model.layers)
-        if (router := _router(layer)) is not None
-    ]
-    with torch.no_grad():
-        model(torch.tensor([tokens]))
-    for hook in hooks:
-        hook.remove()
-    rows = [ids.reshape(len(tokens), -1).numpy() for _, ids in sorted(found.items())]
-    return np.sort(np.stack(rows, axis=1).astype(np.int64), axis=-1)
+    Sorted, for which of them comes first says nothing.
+    """
+    return np.sort(experts_of(reference(home), torch.tensor([tokens])), axis=-1)

@@ -26,7 +26,6 @@ from vllm.v1.kv_cache_interface import (
 )
 
 import kvroute
-from cache_manager.keys import BlockKey
 from kvroute.integrations.vllm import routes
 from kvroute.integrations.vllm.config import engine_of
 
@@ -62,18 +61,6 @@ class Shared:
             "extra": {"shared_storage_path": str(self.kv)},
         }
 
-    def record_keys(self, engine: Engine) -> list[BlockKey]:
-        """The keys that the engine stores from now on, in order."""
-        found: list[BlockKey] = []
-        persist = engine.sent.feed.persist
-
-        def recording(blocks: dict[BlockKey, int]) -> None:
-            found.extend(blocks)
-            persist(blocks)
-
-        engine.sent.feed.persist = recording  # type: ignore[method-assign]
-        return found
-
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Shared:
@@ -96,9 +83,9 @@ def test_hits_from_outside_bring_rows_after_a_restart(engine: Start, model: Mode
     one record of rows is deleted, and the hit ends before that block.
     """
     first = engine(model("qwen3_moe"), **shared.arguments())
-    keys = shared.record_keys(first)
-    first.assert_right(alone(first))
-    first.kept.blocks.wait(10)
+    with first.storing() as keys:
+        first.assert_right(alone(first))
+        first.kept.blocks.wait(10)
     lost = keys[2]
     assert first.llm.llm_engine.engine_core.reset_prefix_cache(False, True)
     updated = alone(first)

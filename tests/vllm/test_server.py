@@ -5,12 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
-import signal
-import socket
 import subprocess
 import sys
-import time
-import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
@@ -23,14 +19,15 @@ import numpy as np
 import pytest
 from engines import BLOCK, prompts
 from fronts import in_a_session
+from http_server import answering, kill
 from nursery import Born
+from ports import hold_port
 
 import kvroute
 from kvroute.cli import main
 from kvroute.integrations.vllm import gathered, routes, unseen
 from kvroute.rollout import RolloutStore, open_rollouts
 
-START_S = 240
 MODULE = "vllm.entrypoints.openai.api_server"
 PAGE = Path(__file__).parents[2] / "docs" / "vllm.md"
 
@@ -60,23 +57,6 @@ class Server:
         with urllib.request.urlopen(request, timeout=600) as answer:  # noqa: S310
             content: bytes = answer.read()
         return content
-
-    def wait(self) -> None:
-        give_up_s = time.monotonic() + START_S
-        while time.monotonic() < give_up_s:
-            assert self.process.poll() is None, "the server ended"
-            try:
-                urllib.request.urlopen(self.url + "/health", timeout=5).close()  # noqa: S310
-            except (urllib.error.URLError, ConnectionError, TimeoutError):
-                time.sleep(1)
-            else:
-                return
-        raise TimeoutError(self.url)
-
-    def kill(self) -> None:
-        """Kills the server, its engine and its workers, as a machine without free memory does."""
-        os.killpg(self.process.pid, signal.SIGKILL)  # a session of its own, which was started here
-        self.process.wait()
 
 
 @contextmanager
@@ -113,9 +93,7 @@ def running(
     home: Path, log: Path, *more: str, as_installed: bool = False, environment: Mapping[str, str] = MappingProxyType({})
 ) -> Iterator[Server]:
     """A server with these arguments, until it is left."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = hold_port()
     arguments = ["--model", str(home), "--served-model-name", "tiny", "--port", str(port), "--host", "127.0.0.1"]
     arguments += ["--dtype", "float32", "--max-model-len", "512", "--num-gpu-blocks-override", "64"]
     arguments += ["--block-size", str(BLOCK)]
@@ -133,13 +111,9 @@ def running(
             )
         else:
             process = in_a_session(MODULE, *arguments, log=out, environment=environment)
-        server = Server(port, process)
-        try:
-            server.wait()
-            yield server
-        finally:
-            if process.poll() is None:
-                server.kill()
+    server = Server(port, process)
+    with answering(process, server.url, log):
+        yield server
 
 
 def right(home: Path, answer: dict[str, Any], index: int = 0, **where: Any) -> int:
@@ -249,7 +223,7 @@ def test_the_server_answers_routes_and_survives_a_kill(
         assert quick_start(answer)["rows"].shape == (119, 3, 4)
         several = first.post("/v1/completions", prompt=asked, max_tokens=9, n=2, temperature=1.0, seed=3)
         assert [right(home, several, i) for i in (0, 1)] == [108, 108]
-        first.kill()
+        kill(first.process)
     where = f"file://{tmp_path}/rollouts"
     with serving(home, tmp_path, tmp_path / "second.log", where) as second, closing(open_rollouts(where)) as left:
         again = second.post("/v1/completions", prompt=asked, max_tokens=20)

@@ -18,7 +18,6 @@ import torch
 from engines import BLOCK, Engine, noise, prompts
 from numpy.typing import NDArray
 
-from cache_manager.keys import BlockKey
 from kvroute.connector.worker import OTHER
 from kvroute.integrations.vllm import routes, unseen
 
@@ -39,21 +38,14 @@ class Crossed:
 
 
 def crossed(engine: Engine, kv: Path, layer: int, size: float) -> Crossed:
-    keys: list[BlockKey] = []
-    persist = engine.sent.feed.persist
-
-    def recording(blocks: dict[BlockKey, int]) -> None:
-        keys.extend(blocks)
-        persist(blocks)
-
-    engine.sent.feed.persist = recording  # type: ignore[method-assign]
     engine.forget_locally()
     shutil.rmtree(kv)
     kv.mkdir()
-    with noise(engine, layer, size, seed=1):
-        first = [rows_of(output) for output in engine.ask(ASKED, max_tokens=1)]
-    engine.kept.blocks.wait(30)
-    engine.kept.blocks.poll()
+    with engine.storing() as keys:
+        with noise(engine, layer, size, seed=1):
+            first = [rows_of(output) for output in engine.ask(ASKED, max_tokens=1)]
+        engine.kept.blocks.wait(30)
+        engine.kept.blocks.poll()
     engine.kept.store.delete(keys)
     aside = kv.with_name("aside")
     shutil.move(kv, aside)
@@ -67,7 +59,6 @@ def crossed(engine: Engine, kv: Path, layer: int, size: float) -> Crossed:
     shutil.rmtree(kv)
     shutil.move(aside, kv)
     engine.forget_locally()
-    engine.sent.feed.persist = persist  # type: ignore[method-assign]
     again = engine.ask(ASKED, max_tokens=1)
     assert [output.num_cached_tokens for output in again] == FULL, "all of it came from outside"
     return Crossed(first, second, again)

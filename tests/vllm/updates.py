@@ -10,6 +10,7 @@ from typing import Any
 import models
 import numpy as np
 import torch
+from experts_seen import Seen
 from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 
@@ -46,17 +47,12 @@ def due(parts: Sequence[tuple[int, Path]], tokens: list[int]) -> NDArray[np.int6
     """
     rows, past, start = [], None, 0
     for stop, home in parts:
-        found: dict[int, Any] = {}
-        model = models.reference(home, torch.float32)
-        hooks = [
-            layer.mlp.gate.register_forward_hook(lambda _m, _a, out, i=i, to=found: to.__setitem__(i, out[2]))
-            for i, layer in enumerate(model.model.layers)
-        ]
+        model = models.reference(home)
+        seen = Seen(model)
         with torch.no_grad():
             past = model(torch.tensor([tokens[start:stop]]), past_key_values=past, use_cache=True).past_key_values
-        for hook in hooks:
-            hook.remove()
-        rows.append(np.stack([ids.reshape(stop - start, -1).numpy() for _, ids in sorted(found.items())], axis=1))
+        seen.close()
+        rows.append(seen.rows())
         start = stop
     return np.sort(np.concatenate(rows).astype(np.int64), axis=-1)
 
