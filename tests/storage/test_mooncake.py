@@ -66,11 +66,11 @@ def test_a_batch_of_thousands_is_split(tmp_path: Path) -> None:
 
 def test_memory_is_lent_by_a_process_of_its_own() -> None:
     """``segment=``: the pool has it as soon as the store is open, and loses it with the store."""
-    with running_master() as master, open_store(master.url(timeout_ms=CALM_MS)) as backend:
+    with running_master(CALM_MS) as master, open_store(master.url(timeout_ms=CALM_MS)) as backend:  # no lease ends
         other = RecordStore(backend, LAYOUT)
         with open_store(master.url(timeout_ms=CALM_MS, segment="16MiB")) as lender:
             assert backend.usage()["capacity_nbytes"] == 16 << 20
-            put(RecordStore(lender, LAYOUT), [1])
+            assert put(RecordStore(lender, LAYOUT), [1]) == [True]
             assert get(other, [1]) == [payload_of(1)]
         give_up_s = time.monotonic() + 60.0
         while backend.usage()["capacity_nbytes"]:
