@@ -22,13 +22,15 @@ from contextlib import ExitStack, suppress
 from multiprocessing.connection import Connection
 from typing import Final, NoReturn
 
+from cache_manager.errors import StoreUnavailableError
+
 FRAME_NBYTES_MAX: Final = 16 << 20
 ORPHAN_CHECK_S: Final = 2.0
 FRAME_S: Final = 1
 """A child reads its sockets at once and writes whole messages: if half a message waits longer, the child hangs."""
 
 
-class LostError(Exception):
+class LostError(StoreUnavailableError):
     """A child has not answered, and was killed."""
 
 
@@ -42,7 +44,8 @@ class Child:
     def __init__(self, module: str, channels: int, *fds: int) -> None:
         self.gone = threading.Event()
         self._lock = threading.Lock()  # a reaped process is never killed: its pid may be reused
-        self._killed = False
+        self.cause = ""
+        """Why it was killed; it answers no question then."""
         self._ends: list[Connection] = []
         with ExitStack() as theirs:
             passed = []
@@ -72,22 +75,23 @@ class Child:
         end, readable = self._ends[channel], select.poll()
         readable.register(end, select.POLLIN)
         try:
-            if self._killed or readable.poll(0):  # a late answer would be taken for this question's
+            if self.cause or readable.poll(0):  # a late answer would be taken for this question's
                 raise LostError("it has ended, or said what it was not asked")
             end.send_bytes(body)
             if not readable.poll(1e3 * within_s):
                 raise LostError("it did not answer in time")
             return end.recv_bytes(FRAME_NBYTES_MAX)
+        except (OSError, EOFError) as error:
+            self.kill(cause := f"it has ended {error}".rstrip())
+            raise LostError(cause) from error
         except BaseException as error:
-            self.kill()
-            if isinstance(error, OSError | EOFError):
-                raise LostError(f"it has ended {error}".rstrip()) from error
+            self.kill(str(error) or type(error).__name__)
             raise
 
-    def kill(self) -> None:
+    def kill(self, cause: str) -> None:
         """Kill the child; harmless when it is gone."""
         with self._lock:
-            self._killed = True
+            self.cause = self.cause or cause
             if not self.gone.is_set():
                 with suppress(ProcessLookupError):
                     os.kill(self.pid, signal.SIGKILL)

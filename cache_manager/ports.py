@@ -99,14 +99,6 @@ class StorageBackend(Protocol):
 
 
 @runtime_checkable
-class UnsummedBackend(Protocol):
-    """A :class:`StorageBackend` that can leave checksums to the caller, who would compute them again."""
-
-    def get_unsummed(self, keys: Sequence[BlockKey], buffers: Sequence[memoryview]) -> list[RecordHeader | Absence]:
-        """As ``get_into``, but without checking payloads against their headers' sums."""
-
-
-@runtime_checkable
 class BoundedBackend(Protocol):
     """A :class:`StorageBackend` that knows at opening how large a record's payload may be."""
 

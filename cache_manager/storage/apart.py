@@ -17,7 +17,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from itertools import accumulate
 from queue import Empty, LifoQueue
 from typing import Any, Final
 
@@ -30,7 +29,7 @@ from cache_manager.ports import Absence
 from cache_manager.record import Buffer, RecordHeader
 from cache_manager.spec import align
 from cache_manager.storage import apart_process
-from cache_manager.storage.apart_process import CALLS_MAX, decode, encode
+from cache_manager.storage.apart_process import ANSWERS, CALLS_MAX, encode
 from cache_manager.storage.batch import flat
 from cache_manager.storage.guard import ClosingStore, OpenCheck
 from cache_manager.storage.url import StoreUrl
@@ -39,7 +38,6 @@ logger = logging.getLogger(__name__)
 
 KEYS_MAX: Final = 500
 """Keys of one call. ``CALLS_MAX`` such calls stay under 2048 transfers, which is what one peer of Mooncake bears."""
-PAGE_NBYTES: Final = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,64 +63,61 @@ def open_apart_store(url: StoreUrl) -> ApartStore:
     url.allow("arena", "call")
     if len(url.tiers) != 1:
         raise ConfigError("apart: store path", "one store's URL", repr(url.path))
-    call_s, arena_nbytes = url.seconds("call", 30.0), url.nbytes("arena", 64 << 20)
-    assert call_s is not None
-    return ApartStore(Apart(url.tiers[0], ApartSettings(call_s=call_s, arena_nbytes=arena_nbytes)))
+    limits = ApartSettings(call_s=url.seconds("call", 30.0) or 0, arena_nbytes=url.nbytes("arena", 64 << 20))
+    return ApartStore(url.tiers[0], limits)
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Slot:
-    """A channel to the process and its part of the arena, at ``at``, for one question at a time."""
+    """A process, a channel to it and its part of the arena, at ``at``, for one question at a time."""
 
+    child: Child
     number: int
     at: int
-    asked: Child | None = None
-    """The process that may use the bytes, until it has answered or is gone."""
 
 
-class Apart:
-    """The current process, ``python -m module``, with the store at ``url`` ("" for none). Any thread may ask it.
+class ApartStore(ClosingStore):
+    """A ``StorageBackend`` and ``BoundedBackend``: the store at ``url`` ("" for none), in a process of its own.
 
-    The constructor starts it: raises what opening the store raises, and :class:`StorageError` if no process can be
-    started. ``opens`` is what the process opens, if that is not the URL. ``counts``: ``lost_calls``, ``restarts``,
-    ``bypassed`` (calls while there was no process), and the process's own counts. A store that reports itself
-    unavailable is opened anew in another process.
+    The constructor starts it, ``python -m module``: raises what opening the store raises, and :class:`StorageError` if
+    no process can be started. ``opens`` is what the process opens, if that is not the URL. A call raises what the store
+    raises, and :class:`StoreUnavailableError` when the process is lost, too slow or not there. A store that reports
+    itself unavailable is opened anew in another process.
     """
 
     def __init__(
         self, url: str, settings: ApartSettings | None = None, module: str = apart_process.__name__, opens: str = ""
     ) -> None:
         self.settings = s = settings or ApartSettings()
-        self.url, self.module, self.opens = url, module, opens or url
-        self.record_nbytes_max = self.margin_nbytes = 0
-        self.counts: Counter[str] = Counter()
-        self._lock = threading.Lock()  # guards the counts and the next three; never held over a wait
-        self._child: Child | None = None
-        self._cause = ""
-        self._stuck: list[Slot] = []  # used by processes that are not gone yet
+        self.url, self._module, self._opens = url, module, opens or url
+        self.record_nbytes_max = self._margin_nbytes = 0
+        """The largest payload: as a slot of the arena or the store allows, whichever is less."""
+        self._counts: Counter[str] = Counter()
+        self._lock = threading.Lock()  # guards the counts; never held over a wait
+        self._child: Child | None = None  # its store is open
         self._newest: Child | None = None  # its store may not be open yet
+        self._cause = ""  # why there is no process
         self._pause_s = s.restart_pause_s
         self._closing = threading.Event()
-        self.guard = OpenCheck(f"apart:{url}", self._lock)
-        self.slot_nbytes = align(-(-s.arena_nbytes // CALLS_MAX), PAGE_NBYTES)
-        self.arena_nbytes = CALLS_MAX * self.slot_nbytes
-        self._slots: LifoQueue[Slot] = LifoQueue()  # the slot that was used last is in the processor's cache
+        self._guard = OpenCheck(f"apart:{url}", self._lock)
+        self._slot_nbytes = align(-(-s.arena_nbytes // CALLS_MAX), 4096)
+        self._arena_nbytes = CALLS_MAX * self._slot_nbytes
+        self._slots: LifoQueue[int] = LifoQueue()  # the slot that was used last is in the processor's cache
         for number in range(CALLS_MAX):
-            self._slots.put(Slot(number, number * self.slot_nbytes))
+            self._slots.put(number)
         self._fd = os.memfd_create("kvroute-arena", os.MFD_CLOEXEC)
+        opened = Future[None]()
+        self._keeper = threading.Thread(target=self._keep, args=(opened,), name="kvroute-apart", daemon=True)
         try:
-            os.ftruncate(self._fd, self.arena_nbytes)
-            self.memory = memoryview(mmap.mmap(self._fd, self.arena_nbytes))
-            opened = Future[None]()
-            self._keeper = threading.Thread(target=self._keep, args=(opened,), name="kvroute-apart", daemon=True)
+            os.ftruncate(self._fd, self._arena_nbytes)
+            self._memory = memoryview(mmap.mmap(self._fd, self._arena_nbytes))
             self._keeper.start()
             opened.result(s.set_up_s + s.close_s)
         except BaseException as error:
-            self._closing.set()
-            if self._newest is not None:
-                self._newest.kill()
-            os.close(self._fd)
-            if isinstance(error, RuntimeError | TimeoutError):  # no thread to be had; or the kernel keeps the process
+            self._end("it was not opened")
+            if self._keeper.ident is None:
+                os.close(self._fd)
+            if isinstance(error, OSError | RuntimeError | LostError):  # no memory or thread; no answer, or no end
                 raise StorageError(f"{url}: no process can be started: {error}") from error
             raise
 
@@ -130,33 +125,38 @@ class Apart:
     def pid(self) -> int | None:
         """The current process's id; ``None`` while none takes calls."""
         child = self._child
-        return None if child is None else child.pid
+        return None if child is None or child.cause else child.pid
 
-    def check(self) -> Child:
+    @property
+    def counters(self) -> Mapping[str, int]:
+        """Counts so far: ``lost_calls``, ``restarts``, ``bypassed`` (calls while there was no process), and the
+        process's own."""
+        with self._lock:
+            return Counter(self._counts)
+
+    def _check(self) -> Child:
         """The process that takes calls now; :class:`StoreUnavailableError` while there is none."""
-        self.guard.check()
-        if (child := self._child) is None:
-            self.count(bypassed=1)
-            raise StoreUnavailableError(f"{self.url}: its process was lost, and is being replaced: {self._cause}")
+        self._guard.check()
+        child = self._child
+        if cause := self._cause if child is None else child.cause:
+            self._count(bypassed=1)
+            raise StoreUnavailableError(f"{self.url}: its process was lost, and is being replaced: {cause}")
+        assert child is not None
         return child
 
     @contextmanager
     def slot(self) -> Iterator[Slot]:
-        """A slot of the arena, for the ``with`` block. Another call gets it after the last question is answered, or the
-        process that was asked is gone."""
-        self.check()  # before waiting for a slot and filling it
+        """A slot of the arena, for the ``with`` block. A process that was killed may write into its slots until it is
+        gone: none is lent before that, and what is filled in for one process is given to no other."""
+        self._check()  # before waiting for a slot
         try:
-            slot = self._slots.get(timeout=self.settings.call_s + self.settings.close_s)
+            number = self._slots.get(timeout=self.settings.call_s + self.settings.close_s)
         except Empty:
             raise StoreUnavailableError(f"{self.url}: all slots of the arena stay taken: no call ends") from None
         try:
-            yield slot
+            yield Slot(self._check(), number, number * self._slot_nbytes)
         finally:
-            with self._lock:
-                if slot.asked is None or slot.asked.gone.is_set():
-                    self._slots.put(slot)
-                else:
-                    self._stuck.append(slot)
+            self._slots.put(number)
 
     def call(self, slot: Slot, what: str, *takes: object, reaped: bool = False) -> Any:
         """Ask, with the slot's content, and wait: up to ``call_s``, then until a lost process is reaped.
@@ -164,13 +164,12 @@ class Apart:
         Raises what the store raised, :class:`StoreUnavailableError` when the process is lost or not there. With
         ``reaped`` that wait has no limit, so that nothing touches the memory that the call names.
         """
-        child = self.check()
+        child = slot.child
         try:
-            gives = self._ask(child, slot, self.settings.call_s, what, *takes)
-        except LostError as error:
-            with self._lock:
-                self.counts["lost_calls"] += 1
-                self._cause = str(error)
+            gives = self._ask(child, slot.number, self.settings.call_s, what, *takes)
+        except StoreUnavailableError as error:
+            child.kill(str(error))
+            self._count(lost_calls=1)
             if not child.gone.wait(None if reaped else self.settings.close_s):
                 raise StoreUnavailableError(f"{self.url}: the process does not end") from error
             if self._closing.is_set():
@@ -184,131 +183,95 @@ class Apart:
         with self.slot() as slot:
             return self.call(slot, what, *takes, reaped=reaped)
 
-    def _ask(self, child: Child, slot: Slot, within_s: float, what: str, *takes: object) -> Any:
-        slot.asked = child
-        body = child.ask(slot.number, encode((what, takes)), within_s)
+    def _ask(self, child: Child, channel: int, within_s: float, what: str, *takes: object) -> Any:
         try:
-            gives, failure, counts = decode(what, body)
+            gives, failure, counts = ANSWERS[what].decode(child.ask(channel, encode((what, takes)), within_s))
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            child.kill()
-            raise LostError("its message was no answer") from error
-        slot.asked = None
-        self.count(**counts)
-        if failure is None:
-            return gives
-        raised = failure.error()
-        if isinstance(raised, StoreUnavailableError):
-            with self._lock:
-                self._child, self._cause = None, str(raised)
-            child.kill()
-        raise raised
+            raise LostError(f"its message was no answer: {error}") from error
+        self._count(**counts)
+        if failure is not None:
+            raise failure.error()
+        return gives
 
-    def count(self, **by: int) -> None:
+    def _count(self, **by: int) -> None:
         with self._lock:
-            self.counts.update(by)
+            self._counts.update(by)
 
     def close(self) -> None:
         """End the process; its store is closed first, if that takes at most ``close_s``. A call in flight may raise
         :class:`StoreClosedError`. Idempotent; does nothing in a forked child."""
-        if not self.guard.close():
+        if not self._guard.close():
             return
         self._closing.set()
         close_s = self.settings.close_s
         if (child := self._child) is not None:
             try:
-                slot = self._slots.get(timeout=close_s)
-                self._ask(child, slot, close_s, "close")
-                self._slots.put(slot)
-            except (KVRouteError, LostError, Empty) as error:
+                self._ask(child, self._slots.get(timeout=close_s), close_s, "close")
+            except (KVRouteError, Empty) as error:
                 logger.warning("%s: the process did not close: %r", self.url, error)
-        if self._newest is not None:
-            self._newest.kill()
+        self._end("it was closed")
         self._keeper.join(close_s)
-        if not self._keeper.is_alive():
-            os.close(self._fd)
+
+    def _end(self, cause: str) -> None:
+        self._closing.set()
+        if self._newest is not None:
+            self._newest.kill(cause)
 
     def _keep(self, opened: Future[None]) -> None:
-        """Start one process after another until this is closed; ``opened`` gets the result of the first."""
+        """Run one process after another until this is closed; ``opened`` gets the result of the first one's start."""
         while not self._closing.is_set():
-            cause = ""
             try:
-                child = self._start()
+                cause = self._run(opened)
             except KVRouteError as error:
                 if not opened.done():
                     opened.set_exception(error)
-                    return
+                    break
                 cause = f"not started again: {error}"
-            else:
-                if opened.done():
-                    self.count(restarts=1)
-                else:
-                    opened.set_result(None)
-                status = child.wait()
-            with self._lock:
-                self._child, self._cause = None, cause or f"{self._cause or 'it has ended'} (status {status})"
-                while self._stuck:
-                    self._slots.put(self._stuck.pop())
+            self._cause, self._child = cause, None
             if not self._closing.is_set():
-                logger.error("%s: the process was lost: %s", self.url, self._cause)
+                logger.error("%s: the process was lost: %s", self.url, cause)
             pause_s, self._pause_s = self._pause_s, min(2 * self._pause_s, self.settings.restart_pause_max_s)
             self._closing.wait(pause_s)
+        os.close(self._fd)
 
-    def _start(self) -> Child:
-        """A process whose store is open."""
+    def _run(self, opened: Future[None]) -> str:
+        """One process, from its start until it is reaped; why it has ended."""
         try:
-            child = self._newest = Child(self.module, CALLS_MAX, self._fd)
+            child = self._newest = Child(self._module, CALLS_MAX, self._fd)
         except OSError as error:
             raise StorageError(f"{self.url}: no process can be started: {error}") from error
         try:
             if self._closing.is_set():  # close() may have seen only the process before
                 raise StoreClosedError(f"{self.url}: the store was closed meanwhile")
-            slot = Slot(0, 0)  # no other thread asks this process yet
-            opened = self._ask(child, slot, self.settings.set_up_s, "open", self.opens, self.arena_nbytes)
-        except (KVRouteError, LostError) as error:
-            child.kill()
-            child.wait()
-            if isinstance(error, KVRouteError):
-                raise
-            raise StoreUnavailableError(f"{self.url}: the process was lost: {error}") from error
-        bound, self.margin_nbytes = opened
-        self.record_nbytes_max = min(self.slot_nbytes - self.margin_nbytes, bound)
-        with self._lock:
-            self._child, self._cause = child, ""
-        return child
+            bound, self._margin_nbytes = self._ask(
+                child, 0, self.settings.set_up_s, "open", self._opens, self._arena_nbytes
+            )
+            self.record_nbytes_max = min(self._slot_nbytes - self._margin_nbytes, bound)
+            self._child = child
+            if opened.done():
+                self._count(restarts=1)
+            else:
+                opened.set_result(None)
+        except KVRouteError as error:
+            child.kill(str(error))
+            raise
+        finally:
+            status = child.wait()
+        return f"{child.cause or 'it has ended'} (status {status})"
 
-
-class ApartStore(ClosingStore):
-    """A ``StorageBackend`` and ``BoundedBackend`` whose store is in another process; it closes ``apart``.
-
-    Raises what the store raises, and :class:`StoreUnavailableError` when the process is lost, too slow or not there.
-    """
-
-    def __init__(self, apart: Apart) -> None:
-        self.apart = apart
-
-    @property
-    def record_nbytes_max(self) -> int:
-        """The largest payload: as a slot of the arena or the store allows, whichever is less."""
-        return self.apart.record_nbytes_max
-
-    @property
-    def counters(self) -> Mapping[str, int]:
-        """Counts so far, by name; see :class:`Apart`."""
-        with self.apart._lock:
-            return Counter(self.apart.counts)
+    # ---------------------------------------------------------------- the store's calls
 
     def put(
         self, headers: Sequence[RecordHeader], payloads: Sequence[Buffer], *, replace: bool = False
     ) -> list[RecordHeader | None]:
-        flats, memory = list(map(flat, headers, payloads)), self.apart.memory
+        flats, memory = [flat(*each) for each in zip(headers, payloads, strict=True)], self._memory
         stored: dict[BlockKey, RecordHeader | None] = {}
         parts = 0
-        for part in self._parts([header.key for header in headers], [payload.nbytes for payload in flats]):
-            with self.apart.slot() as slot:
-                places = self._places(slot, [flats[i].nbytes for i in part])
-                for i, at in zip(part, places, strict=True):
-                    memory[at : at + flats[i].nbytes] = flats[i]
-                answer = self.apart.call(slot, "put", [headers[i] for i in part], places, replace)
+        for part, places in self._parts([header.key for header in headers], [payload.nbytes for payload in flats]):
+            with self.slot() as slot:
+                for i, place in zip(part, places, strict=True):
+                    memory[slot.at + place :][: flats[i].nbytes] = flats[i]
+                answer = self.call(slot, "put", [headers[i] for i in part], slot.at, places, replace)
             for i, each in zip(part, answer, strict=True):
                 stored[headers[i].key] = headers[part[each]] if isinstance(each, int) else each
             parts += 1
@@ -318,62 +281,54 @@ class ApartStore(ClosingStore):
         return [stored.get(header.key) for header in headers]
 
     def get_into(self, keys: Sequence[BlockKey], buffers: Sequence[memoryview]) -> list[RecordHeader | Absence]:
-        memory, found = self.apart.memory, list[RecordHeader | Absence]([Absence.MISS] * len(keys))
-        for part in self._parts(keys, [buffer.nbytes for buffer in buffers]):
+        memory, found = self._memory, list[RecordHeader | Absence]([Absence.MISS] * len(keys))
+        for part, places in self._parts(keys, [buffer.nbytes for buffer in buffers]):
             sizes = [buffers[i].nbytes for i in part]
-            with self.apart.slot() as slot:
-                places = self._places(slot, sizes)
-                answer = self.apart.call(slot, "get", [keys[i] for i in part], places, sizes)
-                for i, at, each in zip(part, places, answer, strict=True):
+            with self.slot() as slot:
+                answer = self.call(slot, "get", [keys[i] for i in part], slot.at, places, sizes)
+                for i, place, each in zip(part, places, answer, strict=True):
                     found[i] = each
                     if isinstance(each, RecordHeader):
-                        buffers[i].cast("B")[:] = memory[at : at + buffers[i].nbytes]
+                        buffers[i].cast("B")[:] = memory[slot.at + place :][: buffers[i].nbytes]
         return found
 
     def contains(self, keys: Sequence[BlockKey]) -> list[bool]:
-        return [each for part in self._parts(keys) for each in self.apart.ask("contains", [keys[i] for i in part])]
+        return [each for part, _ in self._parts(keys) for each in self.ask("contains", [keys[i] for i in part])]
 
     def delete(self, keys: Sequence[BlockKey]) -> None:
-        for part in self._parts(keys):
-            self.apart.ask("delete", [keys[i] for i in part])
+        for part, _ in self._parts(keys):
+            self.ask("delete", [keys[i] for i in part])
 
     def flush(self) -> None:
-        self.apart.ask("flush")
+        self.ask("flush")
 
     def usage(self) -> Mapping[str, int]:
-        usage: Mapping[str, int] = self.apart.ask("usage")
+        usage: Mapping[str, int] = self.ask("usage")
         return usage
 
-    def close(self) -> None:
-        self.apart.close()
-
-    def _places(self, slot: Slot, sizes: Sequence[int]) -> list[int]:
-        """A place in a slot for each size and its margin."""
-        margin = self.apart.margin_nbytes
-        *places, end = accumulate([align(size + margin) for size in sizes], initial=slot.at)
-        assert end <= slot.at + self.apart.slot_nbytes, f"{sum(sizes)} bytes for a slot"
-        return places
-
-    def _parts(self, keys: Sequence[BlockKey], sizes: Sequence[int] | None = None) -> Iterator[list[int]]:
-        """Which records go together: as many as fit a call and a slot, each key once; records larger than a slot are
-        left out."""
-        self.apart.check()
-        apart, give_up_s = self.apart, time.monotonic() + self.apart.settings.call_s
+    def _parts(
+        self, keys: Sequence[BlockKey], sizes: Sequence[int] | None = None
+    ) -> Iterator[tuple[list[int], list[int]]]:
+        """Which records go together, and the place of each in a slot: as many as fit a call and a slot, each key once;
+        records larger than a slot are left out."""
+        self._check()
+        give_up_s, slot_nbytes = time.monotonic() + self.settings.call_s, self._slot_nbytes
         part: dict[BlockKey, int] = {}
-        left = apart.slot_nbytes
+        places, end = list[int](), 0
         for i, key in enumerate(keys):
-            room = align(sizes[i] + apart.margin_nbytes) if sizes else 0
-            if room > apart.slot_nbytes:
+            room = align(sizes[i] + self._margin_nbytes) if sizes else 0
+            if room > slot_nbytes:
                 continue
-            if key in part or room > left or len(part) == KEYS_MAX:
-                yield list(part.values())
+            if key in part or end + room > slot_nbytes or len(part) == KEYS_MAX:
+                yield list(part.values()), places
                 if time.monotonic() > give_up_s:
-                    raise StorageError(f"{apart.url}: {apart.settings.call_s} s were over before all {len(keys)} keys")
-                part, left = {}, apart.slot_nbytes
+                    raise StorageError(f"{self.url}: {self.settings.call_s} s were over before all {len(keys)} keys")
+                part, places, end = {}, [], 0
             part[key] = i
-            left -= room
+            places.append(end)
+            end += room
         if part:
-            yield list(part.values())
+            yield list(part.values()), places
 
 
-__all__ = ["Apart", "ApartSettings", "ApartStore", "open_apart_store"]
+__all__ = ["ApartSettings", "ApartStore", "open_apart_store"]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import mmap
 import sys
+from collections.abc import Callable
 from typing import Any, Final
 
 import msgspec
@@ -22,12 +23,10 @@ from cache_manager.storage import open_store
 
 CALLS_MAX: Final = 4
 """Calls at a time; each has a channel and a slot of the arena."""
-
-
 CALLS: Final[dict[str, tuple[Any, Any]]] = {  # what a question takes, and what its answer gives
     "open": (tuple[str, int], tuple[int, int]),  # URL, bytes of the arena; record_nbytes_max, margin_nbytes
-    "put": (tuple[list[RecordHeader], list[int], bool], list[int | RecordHeader | None]),  # places of the payloads
-    "get": (tuple[list[BlockKey], list[int], list[int]], list[RecordHeader | Absence]),  # places, sizes
+    "put": (tuple[list[RecordHeader], int, list[int], bool], list[int | RecordHeader | None]),
+    "get": (tuple[list[BlockKey], int, list[int], list[int]], list[RecordHeader | Absence]),
     "contains": (tuple[list[BlockKey]], list[bool]),
     "delete": (tuple[list[BlockKey]], Any),
     "flush": (tuple[()], Any),
@@ -35,8 +34,8 @@ CALLS: Final[dict[str, tuple[Any, Any]]] = {  # what a question takes, and what 
     "close": (tuple[()], Any),
     "copy": (tuple[str, str, list[int], list[int]], Any),  # regions, blocks: cache_manager.transfer_manager
 }
-"""``put`` answers, key by key, the number of the offered header if that is stored now, or the header of the other
-record that is, or nothing."""
+"""Payloads are named by the slot's place in the arena, and theirs in the slot. ``put`` answers, key by key, the number
+of the offered header if that is stored now, or the header of the other record that is, or nothing."""
 
 
 class Failure(msgspec.Struct, frozen=True):
@@ -61,40 +60,37 @@ class Failure(msgspec.Struct, frozen=True):
         return error
 
 
-Answer = tuple[Any, Failure | None, dict[str, int]]
-"""The result of a call, or why there is none, and what the process has counted since its last answer."""
-
 encode: Final = msgspec.msgpack.encode
 _QUESTION: Final = msgspec.msgpack.Decoder(tuple[str, msgspec.Raw])
 _TAKES: Final = {what: msgspec.msgpack.Decoder(takes) for what, (takes, _) in CALLS.items()}
-_ANSWERS: Final = {
+ANSWERS: Final = {
     what: msgspec.msgpack.Decoder(tuple[gives | None, Failure | None, dict[str, int]])  # type: ignore[valid-type]
     for what, (_, gives) in CALLS.items()
 }
-
-
-def decode(what: str, body: bytes) -> Answer:
-    """The answer; ``msgspec.MsgspecError`` or ``UnicodeDecodeError`` if ``body`` is not one to ``what``."""
-    return _ANSWERS[what].decode(body)
+"""What a call gives, or why it gives nothing, and what the process has counted since its last answer."""
 
 
 class Process:
-    """Answers questions by methods of its own and of its store."""
+    """Answers questions by methods of its own and of its store.
+
+    If the store has a method ``counted``, its counts go along with every answer.
+    """
 
     margin_nbytes = 0
-    """Free bytes of the arena that the store needs behind each payload."""
+    """Bytes of the arena behind each payload, which the store gets with it."""
 
     def __init__(self) -> None:
         self.store: Any = None
         serve(self.answer)
 
     def answer(self, body: bytes) -> bytes:
+        counted: Callable[[], dict[str, int]] = getattr(self.store, "counted", dict)
         try:
             what, takes = _QUESTION.decode(body)
             gives = getattr(self if hasattr(self, what) else self.store, what)(*_TAKES[what].decode(takes))
-            return encode((gives, None, self.counted()))
+            return encode((gives, None, counted()))
         except Exception as error:  # noqa: BLE001 - this process's loop edge: the asker gets the reason
-            return encode((None, Failure.of(error), self.counted()))
+            return encode((None, Failure.of(error), counted()))
 
     def open(self, url: str, nbytes: int) -> tuple[int, int]:
         (arena_fd,) = arguments()
@@ -107,29 +103,28 @@ class Process:
         """An object with the calls of a ``StorageBackend``, or ``None``."""
         return open_store(url) if url else None
 
-    def put(self, headers: list[RecordHeader], places: list[int], replace: bool) -> list[int | RecordHeader | None]:
-        payloads = self.rooms(places, [header.payload_nbytes for header in headers])
+    def put(
+        self, headers: list[RecordHeader], at: int, places: list[int], replace: bool
+    ) -> list[int | RecordHeader | None]:
+        payloads = self.rooms(at, places, [header.payload_nbytes for header in headers])
         offered = {id(header): i for i, header in enumerate(headers)}
         return [offered.get(id(each), each) for each in self.store.put(headers, payloads, replace=replace)]
 
-    def get(self, keys: list[BlockKey], places: list[int], sizes: list[int]) -> list[RecordHeader | Absence]:
-        found: list[RecordHeader | Absence] = self.store.get_into(keys, self.rooms(places, sizes))
+    def get(self, keys: list[BlockKey], at: int, places: list[int], sizes: list[int]) -> list[RecordHeader | Absence]:
+        found: list[RecordHeader | Absence] = self.store.get_into(keys, self.rooms(at, places, sizes))
         return found
-
-    def usage(self) -> dict[str, int]:
-        return dict(self.store.usage())
 
     def close(self) -> None:
         if self.store is not None:
             self.store.close()
 
-    def counted(self) -> dict[str, int]:
-        return {}
-
-    def rooms(self, places: list[int], sizes: list[int]) -> list[memoryview]:
-        end = len(self.memory) - self.margin_nbytes
-        assert all(0 <= at <= at + n <= end for at, n in zip(places, sizes, strict=True)), "ranges of the arena"
-        return [self.memory[at : at + n] for at, n in zip(places, sizes, strict=True)]
+    def rooms(self, at: int, places: list[int], sizes: list[int]) -> list[memoryview]:
+        """The payloads of a slot, with their margins."""
+        found = [self.memory[at + place :][: n + self.margin_nbytes] for place, n in zip(places, sizes, strict=True)]
+        assert all(0 <= n == len(room) - self.margin_nbytes for n, room in zip(sizes, found, strict=True)), (
+            "in the arena"
+        )
+        return found
 
 
 if __name__ == "__main__":

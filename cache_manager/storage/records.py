@@ -10,7 +10,7 @@ from typing import Final
 
 from cache_manager.errors import ConfigError, RecordError, StorageError
 from cache_manager.keys import BlockKey
-from cache_manager.ports import Absence, BoundedBackend, RecordCounters, StorageBackend, UnsummedBackend
+from cache_manager.ports import Absence, BoundedBackend, RecordCounters, StorageBackend
 from cache_manager.record import Buffer, RecordHeader, checksum
 from cache_manager.spec import RecordLayout
 from cache_manager.storage.batch import one_each
@@ -30,7 +30,6 @@ class RecordStore:
     def __init__(self, backend: StorageBackend, layout: RecordLayout) -> None:
         self.layout = layout
         self.backend = backend
-        self._get = "get_unsummed" if isinstance(backend, UnsummedBackend) else "get_into"
         if isinstance(backend, BoundedBackend) and layout.nbytes > backend.record_nbytes_max:
             remedy = "give the store a larger quota"
             raise ConfigError("record", f"{backend.record_nbytes_max} bytes at most; {remedy}", layout.nbytes)
@@ -133,7 +132,7 @@ class RecordStore:
         self, keys: Sequence[BlockKey], buffers: Sequence[memoryview]
     ) -> tuple[list[RecordHeader | Absence], list[int]]:
         """Each record verified in its buffer, and which ones are corrupt."""
-        found = one_each(getattr(self.backend, self._get)(keys, buffers), keys)
+        found = one_each(self.backend.get_into(keys, buffers), keys)
         fingerprint, nbytes, valid_nbytes, no_row = self._fingerprint, self._nbytes, self._valid_nbytes, self._no_row
         torn, miss = [], Absence.MISS  # looked up once: that takes as long as what is done with a record here
         for i, (header, key, buffer) in enumerate(zip(found, keys, buffers, strict=True)):

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Final, Self
+from typing import Final
 
 from cache_manager.errors import KVRouteError, TransferProcessError
 from cache_manager.numbers import Ints
 from cache_manager.regions import SharedRegion
-from cache_manager.storage.apart import Apart, ApartSettings
+from cache_manager.storage.apart import ApartSettings, ApartStore
+from cache_manager.storage.guard import ClosingStore
 
 MODULE: Final = "cache_manager.transfer_manager.process"
 
 
-class CacheTransferManager:
+class CacheTransferManager(ClosingStore):
     """A process beside the engine that copies blocks between shared regions.
 
     The constructor starts it; :class:`StorageError` if no process can be started. A lost process is killed and reaped,
@@ -20,7 +21,7 @@ class CacheTransferManager:
     """
 
     def __init__(self, settings: ApartSettings | None = None) -> None:
-        self._apart = Apart("", settings, MODULE)
+        self._apart = ApartStore("", settings, MODULE)
 
     @property
     def pid(self) -> int | None:
@@ -41,12 +42,6 @@ class CacheTransferManager:
     def close(self) -> None:
         """End the process. Idempotent."""
         self._apart.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 __all__ = ["ApartSettings", "CacheTransferManager"]

@@ -28,7 +28,7 @@ from cache_manager.storage.batch import chunks
 from cache_manager.storage.mooncake import open_mooncake_store
 from cache_manager.storage.url import StoreUrl
 from kvroute.rollout.handle import RolloutHandle
-from kvroute.rollout.parts import BATCH_NBYTES, HEADER, GoneError, PartStore, Read, Record, layers_of
+from kvroute.rollout.parts import BATCH_NBYTES, HEADER, GoneError, PartStore, Read, Record, checked_header, layers_of
 from kvroute.routes.parts import Range
 
 POINTER_NBYTES: Final = 4096
@@ -77,7 +77,7 @@ class MooncakeRollouts(PartStore):
                 self.backend.delete(keys)
             raise
         with suppress(StorageError):  # they are not found any more; the pool evicts them
-            self.backend.delete([each for key, of in before for each in (key, *keys_of(of.handle))])
+            self.backend.delete([each for key, of in before for each in (key, *self._stored(of.handle))])
         return handle
 
     def _find(self, rollout_id: str) -> RolloutHandle | None:
@@ -107,7 +107,16 @@ class MooncakeRollouts(PartStore):
         pointers = self._pointers(handle.rollout_id)
         # Those that were seen, and no others: a put just now has another place.
         seen = [key for key, _ in pointers] if pointers and pointers[-1][1].handle.put_id == handle.put_id else []
-        self.backend.delete([*seen, *keys_of(handle)])
+        self.backend.delete([*seen, *self._stored(handle)])
+
+    def _stored(self, handle: RolloutHandle) -> list[BlockKey]:
+        """The keys of a put; of its header only, unless that is there and of this put: a handle may claim any number of
+        parts, and without their header nobody finds them."""
+        with suppress(GoneError, InvalidInputError), self._opened(handle) as read:
+            (head,) = read([HEADER])
+            checked_header(handle, head)
+            return keys_of(handle)
+        return keys_of(handle, range(*HEADER))
 
     def _close(self) -> None:
         self.backend.close()

@@ -141,7 +141,7 @@ class PartStore(ABC):
         try:
             with self._opened(handle) as read:
                 (head,) = read([HEADER])
-                header = _checked(handle, unpack(head), len(head))
+                header = checked_header(handle, head)
                 # Only now is the handle known to be one that was put, and what it claims made room for.
                 needed = header.grid.needed(chosen, rows)
                 ids = header.ids(_in_turns(header.grid, needed, read), chosen, rows)
@@ -201,9 +201,11 @@ def _wanted(
     return chosen, tuple((a - start, b - start) for a, b in given)
 
 
-def _checked(handle: RolloutHandle, header: Header, nbytes: int) -> Header:
-    """``header``, if it is of this put; ``GoneError`` if of another put of the rollout, else ``InvalidInputError``."""
-    found, told = RolloutHandle.of(handle.store, header, nbytes), with_fields(handle, inline=b"")
+def checked_header(handle: RolloutHandle, head: Buffer) -> Header:
+    """The header in ``head``, if it is of this put; ``GoneError`` if of another put of the rollout, else
+    ``InvalidInputError``."""
+    header = unpack(head)
+    found, told = RolloutHandle.of(handle.store, header, len(head)), with_fields(handle, inline=b"")
     if found != told:
         if found.rollout_id == handle.rollout_id and found.put_id != handle.put_id:
             raise GoneError(f"rollout {handle.rollout_id} was put again")

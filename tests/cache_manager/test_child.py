@@ -26,7 +26,7 @@ CHANNELS = 3
 def odd() -> Iterator[Child]:
     child = Child("odd_child", CHANNELS)
     yield child
-    child.kill()
+    child.kill("the test ends")
     child.wait()
 
 
@@ -46,7 +46,7 @@ def test_a_child_that_does_not_answer_is_killed(odd: Child, how: str, cause: str
             beside.result(WAIT_S)
     with pytest.raises(LostError, match="ended"):
         odd.ask(2, b"echo", WAIT_S)
-    odd.kill()
+    odd.kill("twice")
 
 
 def test_a_second_answer_is_dropped(odd: Child) -> None:

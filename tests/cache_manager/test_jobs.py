@@ -9,9 +9,9 @@ from contextlib import suppress
 import numpy as np
 import pytest
 from blocks_house import SPEC, TOKENS, House, slots
-from gate import until
 from kv import SlotKV
 from stopped import is_stopped
+from waiting import until
 
 from cache_manager.blocks import AuxBlocks
 from cache_manager.errors import BlockStateError, ConfigError, StorageError
@@ -58,7 +58,7 @@ def test_close_waits_for_a_call_of_another_thread() -> None:
     house.fill(0, "mine")
     thread = threading.Thread(target=lambda: answers.append(house.engine.persist({house.key: 0}, lives)), daemon=True)
     thread.start()
-    until(lambda: house.gate.waiting == 1, "the call never came to the store")
+    until(lambda: house.gate.waiting == 1, what="the call never came to the store")
     with pytest.raises(BlockStateError, match="1 jobs"):
         house.engine.close()
     house.gate.open()
@@ -279,7 +279,7 @@ def test_a_close_that_meets_a_job_of_another_thread_refuses_no_later_one(house) 
         with engine._changed:
             engine._changed.wait_for(lambda: engine._closing, 60)
         other.start()
-        until(lambda: engine._lock.closed or engine.jobs != [], "the persist has not begun")
+        until(lambda: engine._lock.closed or engine.jobs != [], what="the persist has not begun")
 
     meeting = threading.Thread(target=meets, daemon=True)
     meeting.start()

@@ -168,18 +168,18 @@ class Closes(Plain):
 
 
 ODD = {
-    "grow": (vars(ForgetsTrue), r"grow\(\): wanted True, or False .* got None, after: "),
-    "no number": ({"free_blocks": lambda _: "many"}, r"free_blocks\(\): wanted a number of blocks, got 'many'"),
+    "grow": (vars(ForgetsTrue), r"grow\(\): wanted bool, got None, after: "),
+    "no number": ({"free_blocks": lambda _: "many"}, r"free_blocks\(\): wanted int, got 'many'"),
     "admit": (
         {"admit": lambda self, *given: Plain.admit(self, *given) is not None},
-        r"admit\(\): wanted a n.* got True",
+        r"admit\(\): wanted int \| None, got True",
     ),
-    "no table": ({"table": lambda *_: None}, r"table\(\): wanted a list of block ids.* got None, after: admit s1"),
-    "words": ({"table": lambda *_: "ab"}, r"table\(\): wanted a list of block ids.* got 'ab'"),
-    "counts": ({"ref_counts": lambda _: [1, 2]}, r"ref_counts\(\): wanted a count by block id, or None, got \[1, 2\]"),
-    "ids": ({"free_ids": lambda _: 5}, r"free_ids\(\): wanted a list of block ids, or None, got 5"),
-    "slots": ({"slots": lambda *_: []}, r"slots\(\): wanted a pair \(block, offset\) for each position, got \[\]"),
-    "batch": ({"grow_batch": lambda *_: None}, r"grow_batch\(\): wanted True or False for each sequence, got None"),
+    "no table": ({"table": lambda *_: None}, r"table\(\): wanted Sequence\[int \| None\], got None, after: admit s1"),
+    "words": ({"table": lambda *_: "ab"}, r"table\(\): wanted Sequence\[int \| None\], got 'ab'"),
+    "counts": ({"ref_counts": lambda _: [1, 2]}, r"ref_counts\(\): wanted Mapping\[int, int\] \| None, got \[1, 2\]"),
+    "ids": ({"free_ids": lambda _: 5}, r"free_ids\(\): wanted Sequence\[int\] \| None, got 5"),
+    "slots": ({"slots": lambda *_: []}, r"slots\(\): wanted Sequence\[tuple\[int, int\]\], got \[\]"),
+    "batch": ({"grow_batch": lambda *_: None}, r"grow_batch\(\): wanted Sequence\[bool\], got None"),
     "signature": ({"admit": lambda _, seq: len(seq)}, r"admit\(\): wanted the parameters self, seq, .* got .* _, seq$"),
     "size": ({"block_tokens": "2"}, r"blocks: wanted two blocks of one token or more, got 8 blocks of '2'"),
     "pool": ({"blocks": 5}, r"blocks: wanted a collection of block ids, got 5"),

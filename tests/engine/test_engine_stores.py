@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 from engine_runs import NAMESPACE, PLAIN, TIGHT, Hook, assert_empty, assert_same, judged, requests_of, run
-from gate import Gate, GatedStore, until
+from gate import Gate, GatedStore
 from torch import nn
+from waiting import until
 
 from cache_manager.errors import BlockStateError
 from cache_manager.storage import open_store
@@ -140,7 +141,7 @@ def test_a_store_that_hangs_for_too_long_is_given_up(
     with pytest.raises(BlockStateError, match=r"close: wanted nothing in flight, got 0 steps and moves, \d+ jobs"):
         engine.close()
     gate.open()
-    until(engine.drain, "the store does not end")
+    until(engine.drain, what="the store does not end")
     engine.close()
     store.close()
     assert_same(plain, {(o.request.id, o.sample): o for o in outputs})

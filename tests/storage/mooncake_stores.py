@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from mooncake_pool import Master
+from waiting import until
 
 from cache_manager.errors import StorageError
 from cache_manager.ports import Absence
@@ -31,8 +32,8 @@ def opened(master: Master, **parameters: object) -> MooncakeStore:
 
 def pid_of(store: MooncakeStore) -> int:
     """Of the native client's process of the moment."""
-    assert store.apart.pid is not None
-    return store.apart.pid
+    assert store.pid is not None
+    return store.pid
 
 
 def timed(call: Callable[[], object]) -> object:
@@ -47,16 +48,9 @@ def timed(call: Callable[[], object]) -> object:
     return answer
 
 
-def until(what: str, holds: Callable[[], bool]) -> None:
-    give_up_s = time.monotonic() + 60.0
-    while not holds():
-        assert time.monotonic() < give_up_s, f"not within 60 s: {what}"
-        time.sleep(0.05)
-
-
 def stored(store: RecordStore, numbers: Sequence[int]) -> None:
     """Returns when all are stored, before anything is broken."""
-    until("all are stored", lambda: timed(lambda: put(store, numbers)) == [True] * len(numbers))
+    until(lambda: timed(lambda: put(store, numbers)) == [True] * len(numbers), what="all are stored")
 
 
 def name_of(number: int) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from stopped import is_stopped
 
-from cache_manager.errors import RecordError, StorageError
+from cache_manager.errors import RecordError
 from cache_manager.ports import Absence, StorageBackend
 from cache_manager.storage.memory import MemoryStore
 from cache_manager.storage.records import RecordStore
@@ -61,42 +61,3 @@ def test_a_put_that_is_interrupted_costs_no_room() -> None:
             assert backend.usage()["used_nbytes"] == 3 * LAYOUT.nbytes
         at += 1
     assert at > 10, "it was never interrupted"
-
-
-class Torn(MemoryStore):
-    """Fails from the read numbered ``fails_at`` on."""
-
-    reads, fails_at = 0, 0
-
-    def get_into(self, keys, buffers):
-        self.reads += 1
-        if 0 < self.fails_at <= self.reads:
-            raise StorageError("on purpose")
-        return super().get_into(keys, buffers)
-
-
-def test_a_bad_record_that_cannot_be_read_once_more_costs_no_other_one() -> None:
-    """The record is a miss, and is kept: it was found bad only once. Alone in its batch, the failure is reported."""
-    backend = Torn(8 * LAYOUT.nbytes)
-    store = RecordStore(backend, LAYOUT)
-    put(store, range(2))
-    backend.put([header_of(2)], [payload_of(3)])
-    backend.fails_at = 2
-    assert get(store, range(3)) == [payload_of(0), payload_of(1), Absence.MISS]
-    backend.reads = 0
-    with pytest.raises(StorageError, match="on purpose"):
-        get(store, [2])
-    backend.fails_at = 0
-    assert get(store, [2]) == [Absence.CORRUPT]
-    assert (store.counters.hits, store.counters.misses, store.counters.corrupt) == (2, 1, 1)
-    backend.close()
-
-
-def test_more_buffers_than_keys_are_refused() -> None:
-    """Also where the keys are whole parts, so that no part has buffers left over."""
-    with MemoryStore(8 * LAYOUT.nbytes) as backend:
-        store = RecordStore(backend, LAYOUT)
-        put(store, range(8))
-        for keys in (0, 4, 7):
-            with pytest.raises(ValueError, match="longer"):
-                store.get_into([key_of(n) for n in range(keys)], [memoryview(bytearray(LAYOUT.nbytes))] * 8)

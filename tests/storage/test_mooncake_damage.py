@@ -51,7 +51,7 @@ def test_a_damaged_object_is_a_counted_miss_and_can_be_stored_anew(calm: Mooncak
         b"junk",
     ]
     for n, raw in enumerate(damaged):
-        assert owner.ask("put", name_of(n), raw.decode("latin-1"), "") == 0
+        assert owner.ask("put", name_of(n), raw.decode("latin-1")) == 0
     room = [memoryview(bytearray(LAYOUT.nbytes)) for _ in range(20)]
     assert calm.get_into([key_of(n) for n in range(20)], room) == [Absence.CORRUPT] * 20
     store = RecordStore(calm, LAYOUT)
@@ -122,8 +122,8 @@ def test_a_record_that_others_read_can_be_deleted_and_replaced(master: Master, o
 
 
 def test_a_damaged_object_gives_way_to_what_is_put(calm: MooncakeStore, owner: Owner) -> None:
-    assert owner.ask("put", name_of(1), "junk", "") == 0
-    assert owner.ask("put", name_of(2), "j" * 5000, "") == 0
+    assert owner.ask("put", name_of(1), "junk") == 0
+    assert owner.ask("put", name_of(2), "j" * 5000) == 0
     new = Content(2, BOTH)
     assert offer(calm, [(1, new), (2, new)], replace=False) == [new, new]
     assert held(calm, [1, 2]) == [new, new]

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from mooncake_pool import Master, Owner, running_owner, send
 from ports import hold_port
+from waiting import until
 
 from cache_manager.errors import StorageError, StoreClosedError, StoreUnavailableError
 from cache_manager.ports import Absence
@@ -26,7 +27,6 @@ from tests.storage.mooncake_stores import (
     stored,
     stores_again,
     timed,
-    until,
 )
 
 
@@ -45,7 +45,7 @@ def test_a_full_pool_refuses_in_time_and_recovers(calm: MooncakeStore, owner: Ow
     """Objects that may not be evicted fill it; then they go."""
     store = RecordStore(calm, LAYOUT)
     pinned = 0
-    while owner.ask("pin", f"pinned{pinned}", "p" * 4096, "") == 0:
+    while owner.ask("pin", f"pinned{pinned}", "p" * 4096) == 0:
         pinned += 1
     for n in range(3):
         assert timed(lambda n=n: put(store, [n])) == [False]
@@ -81,11 +81,11 @@ def test_the_master_is_killed_and_restarted_under_load(backend: MooncakeStore, m
     try:
         for thread in threads:
             thread.start()
-        until("it is under load", lambda: store.counters.hits > 40)
+        until(lambda: store.counters.hits > 40, what="it is under load")
         master.kill()
-        until("a call is not made", lambda: StoreUnavailableError in causes or bool(failures))
+        until(lambda: StoreUnavailableError in causes or bool(failures), what="a call is not made")
         master.start()
-        until("the store works again", lambda: stores_again(store, 41))
+        until(lambda: stores_again(store, 41), what="the store works again")
     finally:
         stop.set()
         for thread in threads:
@@ -107,7 +107,7 @@ def test_a_master_that_hangs_costs_one_deadline(backend: MooncakeStore, master: 
     first = timed(lambda: get(store, [1]))
     assert isinstance(first, StorageError)
     assert re.search("did not answer in time|RPC_TIMEOUT: the master does not answer", str(first)), first
-    until("it is not asked any more", lambda: backend.apart.pid is None)
+    until(lambda: backend.pid is None, what="it is not asked any more")
     for call in (
         lambda: get(store, [1]),
         lambda: put(store, [2]),
@@ -120,7 +120,7 @@ def test_a_master_that_hangs_costs_one_deadline(backend: MooncakeStore, master: 
     timed(lender.close)
     assert isinstance(timed(lambda: lender.contains([key_of(1)])), StoreClosedError)
     master.signal(signal.SIGCONT)
-    until("the store works again", lambda: stores_again(store, 3))
+    until(lambda: stores_again(store, 3), what="the store works again")
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
@@ -136,7 +136,7 @@ def test_a_segment_owner_that_fails(
         assert isinstance(answer, StorageError) or set(answer) <= {Absence.MISS}
         timed(lambda: put(store, [31, 32]))
     with running_owner(master, tmp_path / "other", SEGMENT_NBYTES):
-        until("the store works again", lambda: stores_again(store, 40))
+        until(lambda: stores_again(store, 40), what="the store works again")
         assert backend.counters["restarts"] > 0
     assert store.counters.corrupt == 0
 
@@ -150,5 +150,5 @@ def test_the_native_client_may_crash_or_hang(number: int, backend: MooncakeStore
     whole = [payload_of(n) for n in range(10)]
     answer = timed(lambda: get(store, range(10)))
     assert isinstance(answer, StorageError) or answer == whole, "another client may be there already"
-    until("a new client reads", lambda: timed(lambda: get(store, range(10))) == whole)
+    until(lambda: timed(lambda: get(store, range(10))) == whole, what="a new client reads")
     assert backend.counters["restarts"] > 0

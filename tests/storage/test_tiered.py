@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -35,9 +35,6 @@ class FaultyTier(FaultyStore):
 
     def __init__(self) -> None:
         super().__init__(MemoryStore(1 << 20))
-        self.gate = threading.Event()  # closed: puts wait
-        self.at_gate = threading.Event()
-        self.after_get: Callable[[], object] | None = None  # called when a read has its answer
         self.mend()
 
     def mend(self) -> None:
@@ -45,8 +42,7 @@ class FaultyTier(FaultyStore):
         self.losing = False  # reports a put as stored, and keeps nothing
         self.lying = False  # answers with the header and bytes of other keys
         self.full = False
-        self.flipping: int | None = None  # this bit of every payload that is read
-        self.gate.set()
+        self.flip_next = None
 
     def _met(self) -> None:
         if self.failing or self.error is not StorageError:
@@ -56,8 +52,6 @@ class FaultyTier(FaultyStore):
         self, headers: Sequence[RecordHeader], payloads: Sequence[Buffer], *, replace: bool = False
     ) -> list[RecordHeader | None]:
         self._met()
-        self.at_gate.set()
-        assert self.gate.wait(WAIT_S)
         if self.full:  # it keeps its records
             found = self.backend.get_into(
                 [h.key for h in headers], [memoryview(bytearray(h.payload_nbytes)) for h in headers]
@@ -68,11 +62,6 @@ class FaultyTier(FaultyStore):
     def get_into(self, keys: Sequence[BlockKey], buffers: Sequence[memoryview]) -> list[RecordHeader | Absence]:
         self._met()
         found = super().get_into(keys, buffers)
-        for header, buffer in zip(found, buffers, strict=True):
-            if isinstance(header, RecordHeader) and self.flipping is not None:
-                buffer[self.flipping // 8 % len(buffer)] ^= 1 << self.flipping % 8
-        if self.after_get:
-            self.after_get()
         return found[1:] + found[:1] if self.lying else found
 
     def contains(self, keys: Sequence[BlockKey]) -> list[bool]:
@@ -193,7 +182,7 @@ class TieredMachine(RuleBasedStateMachine):
     @rule(tier=st.integers(0, 1), bit=st.integers(0, 8 * LAYOUT.nbytes - 1))
     def flip_bits_of_a_tier(self, tier: int, bit: int) -> None:
         self._harm(tier)
-        self.it.tiers[tier].flipping = bit
+        self.it.tiers[tier].flip_next = bit
 
     @rule(tier=st.integers(0, 1), n=st.sampled_from(KEYS))
     def a_tier_makes_room(self, tier: int, n: int) -> None:
@@ -241,7 +230,7 @@ def test_a_corrupt_front_copy_is_healed_from_the_back(tiers: Tiers, bit: int) ->
 
 def test_a_bad_front_copy_does_not_cost_the_good_one_of_a_tier_that_is_down(tiers: Tiers) -> None:
     put(tiers.store, [1])
-    tiers.front.flipping, tiers.back.failing = 5, True
+    tiers.front.flip_next, tiers.back.failing = 5, True
     assert get(tiers.store, [1]) == [Absence.MISS]
     tiers.mend()
     assert get(tiers.store, [1]) == [payload_of(1)]
@@ -250,9 +239,9 @@ def test_a_bad_front_copy_does_not_cost_the_good_one_of_a_tier_that_is_down(tier
 def test_a_record_that_is_deleted_while_it_is_read_does_not_come_back(tiers: Tiers) -> None:
     """Method: it is deleted when a reader has it from the back and has not yet put it into the front."""
     tiers.back.put([header_of(2)], [payload_of(2)])
-    tiers.back.after_get = lambda: tiers.backend.delete([key_of(2)])
+    tiers.back.during_get = lambda: tiers.backend.delete([key_of(2)])
     assert get(tiers.store, [2]) == [payload_of(2)], "the reader was first"
-    tiers.back.after_get = None
+    tiers.back.during_get = None
     assert get(tiers.store, [2]) == [Absence.MISS]
     assert not any(tier.has(2) for tier in tiers.tiers)
 
@@ -260,14 +249,15 @@ def test_a_record_that_is_deleted_while_it_is_read_does_not_come_back(tiers: Tie
 def test_a_record_that_is_deleted_while_it_is_promoted_does_not_come_back(tiers: Tiers) -> None:
     """Method: the promotion stands still in the front's put; a deletion waits for it. A reader meanwhile does not."""
     tiers.back.put([header_of(2)], [payload_of(2)])
-    tiers.front.gate.clear()
+    begun, goes_on = threading.Event(), threading.Event()
+    tiers.front.during_put = lambda: (begun.set(), goes_on.wait(WAIT_S))
     reader = threading.Thread(target=get, args=(tiers.store, [2]), daemon=True)
     deleter = threading.Thread(target=tiers.backend.delete, args=([key_of(2)],), daemon=True)
     reader.start()
-    assert tiers.front.at_gate.wait(WAIT_S)
+    assert begun.wait(WAIT_S)
     deleter.start()
     assert get(tiers.store, [2]) == [payload_of(2)]
-    tiers.front.gate.set()
+    goes_on.set()
     for thread in (reader, deleter):
         thread.join(WAIT_S)
         assert not thread.is_alive()

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from blocks_model import BLOCK, JOBS_MAX, TOKENS, BlocksModel, ModelJob
-from gate import until
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
+from waiting import until
 
 from cache_manager.stored import Phase
 
@@ -46,7 +46,7 @@ class BlocksStored(BlocksModel):
     def let_the_store_go_on(self) -> None:
         job = next(job for job in self.jobs if job.real.phase is Phase.CARRYING)
         self.gate.let_go()
-        until(lambda: job.real.phase is Phase.CARRIED, "the store does not answer")
+        until(lambda: job.real.phase is Phase.CARRIED, what="the store does not answer")
         if job.life is None:
             self.stored.setdefault(job.key, (job.origin, job.rows))
         else:

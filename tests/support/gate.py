@@ -8,21 +8,12 @@ from __future__ import annotations
 
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+
+from waiting import GIVE_UP_S, until
 
 from cache_manager.stored import Job, Phase
 from cache_manager.testing.faults import FaultyStore
-
-GIVE_UP_S = 60.0
-
-
-def until(reached: Callable[[], bool], what: str) -> None:
-    """Wait for another thread; a failure is a hang, never slowness."""
-    give_up_s = time.monotonic() + GIVE_UP_S
-    while not reached():
-        assert time.monotonic() < give_up_s, what
-        time.sleep(0.0002)
 
 
 class Gate:
@@ -65,7 +56,7 @@ class Gate:
             carrying = phases.count(Phase.CARRYING)
             return carrying == self.waiting and bool(carrying or Phase.QUEUED not in phases)
 
-        until(settled, "a store thread neither works nor waits")
+        until(settled, what="a store thread neither works nor waits")
 
 
 class GatedStore(FaultyStore):

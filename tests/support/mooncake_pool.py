@@ -53,14 +53,10 @@ for line in sys.stdin:
         segments = answer["segment_ids"]
         answer = 0
     elif name in ("put", "pin"):
-        key, text, group = arguments
+        key, text = arguments
         config = ReplicateConfig()
         config.with_hard_pin = name == "pin"
-        if group:
-            config.group_ids = [group]
         answer = store.put(key, text.encode("latin-1"), config)
-    elif name == "get":
-        answer = store.get(arguments[0]).decode("latin-1")
     else:
         answer = getattr(store, name)(*arguments)
     print(json.dumps(answer), flush=True)

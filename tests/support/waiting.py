@@ -35,9 +35,9 @@ def _sleeps(native_id: int | None) -> bool:
         return False
 
 
-def until(holds: Callable[[], object], wait_s: float = GIVE_UP_S) -> None:
-    """Wait until ``holds()`` is true."""
+def until(holds: Callable[[], object], wait_s: float = GIVE_UP_S, what: str = "waited in vain") -> None:
+    """Wait until ``holds()`` is true; a failure is a hang, never slowness."""
     give_up_s = time.monotonic() + wait_s
     while not holds():
-        assert time.monotonic() < give_up_s, "waited in vain"
-        time.sleep(0.001)
+        assert time.monotonic() < give_up_s, what
+        time.sleep(0.0005)

@@ -56,7 +56,7 @@ kv, store = KV(), open_store(sys.argv[1])
 row = AuxBlockDataSpec("row", (2,), "uint64", {TOKENS})
 aux = AuxBlocks([row], blocks={BLOCKS}, host_blocks={BLOCKS}, namespace=space, memory="shared", kv=kv)
 tiers = "device", "host"
-print(kv.process.pid, store.apart.pid, *(r.name for t in tiers for r in (aux.region(t), kv.regions[t])), flush=True)
+print(kv.process.pid, store.pid, *(r.name for t in tiers for r in (aux.region(t), kv.regions[t])), flush=True)
 
 def stores():
     records = RecordStore(store, LAYOUT)

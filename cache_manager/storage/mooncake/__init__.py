@@ -17,7 +17,7 @@ from cache_manager.errors import StorageError
 from cache_manager.keys import BlockKey
 from cache_manager.ports import Absence
 from cache_manager.record import RecordHeader, checksum
-from cache_manager.storage.apart import Apart, ApartSettings, ApartStore
+from cache_manager.storage.apart import ApartSettings, ApartStore
 from cache_manager.storage.mooncake.settings import MooncakeSettings
 from cache_manager.storage.url import StoreUrl
 
@@ -43,51 +43,33 @@ class MooncakeStore(ApartStore):
     middle of the key. A replacement takes two steps: between removal and put another writer may store its record, and
     the answer names that one. ``usage`` is the whole pool's.
 
-    ``counters`` besides those of :class:`Apart`: ``failed_reads``, ``failed_writes``, ``too_large``, ``refused`` (no
-    room).
+    ``counters`` besides those of :class:`ApartStore`: ``failed_reads``, ``failed_writes``, ``too_large``, ``refused``
+    (no room).
     """
 
     def __init__(self, settings: MooncakeSettings) -> None:
-        self.settings = settings
-        self._lender = self._apart(settings, 1) if settings.segment_nbytes else None
+        self._lender = ApartStore(*_apart(settings, 1)) if settings.segment_nbytes else None
         try:
-            super().__init__(self._apart(replace(settings, segment_nbytes=0), settings.arena_nbytes))
+            super().__init__(*_apart(replace(settings, segment_nbytes=0), settings.arena_nbytes))
         except BaseException:
             self._end_lender()
             raise
 
-    @staticmethod
-    def _apart(s: MooncakeSettings, arena_nbytes: int) -> Apart:
-        limits = ApartSettings(
-            call_s=s.timeout_ms / 1e3,
-            set_up_s=s.connect_ms / 1e3,
-            close_s=CLOSE_S,
-            arena_nbytes=arena_nbytes,
-        )
-        return Apart(f"mooncake://{s.master}/{s.prefix}", limits, NATIVE, msgspec.json.encode(s).decode())
-
-    def get_into(self, keys: Sequence[BlockKey], buffers: Sequence[memoryview]) -> list[RecordHeader | Absence]:
-        """Whole records only, checked in the caller's buffers: a transfer that the native client gave up may write into
-        the arena later."""
-        return self.get_unsummed(keys, buffers, sums=True)
-
-    def get_unsummed(
-        self, keys: Sequence[BlockKey], buffers: Sequence[memoryview], *, sums: bool = False
+    def get_into(
+        self, keys: Sequence[BlockKey], buffers: Sequence[memoryview], *, looks: int = LOOKS
     ) -> list[RecordHeader | Absence]:
-        """For code that sums payloads, and looks once more itself."""
-        found, left = super().get_into(keys, buffers), list(range(len(keys)))
-        for look in range(LOOKS + 1):
-            for i in left:
-                header = found[i]
-                if sums and isinstance(header, RecordHeader) and checksum(buffers[i]) != header.payload_xxh3:
-                    found[i] = Absence.CORRUPT
-            left = [i for i in left if found[i] is Absence.CORRUPT]
-            if not left or look == LOOKS:
-                break
-            again: list[RecordHeader | Absence] = [Absence.MISS] * len(left)
+        """Whole records only, checked in the caller's buffers: a transfer that the native client gave up may write into
+        the arena later. A damaged one is read again, ``looks`` times at most."""
+        found = super().get_into(keys, buffers)
+        for i, header in enumerate(found):
+            if isinstance(header, RecordHeader) and checksum(buffers[i]) != header.payload_xxh3:
+                found[i] = Absence.CORRUPT
+        torn = [i for i, header in enumerate(found) if header is Absence.CORRUPT]
+        if torn and looks:
+            again: list[RecordHeader | Absence] = [Absence.MISS] * len(torn)
             with suppress(StorageError):  # a look that fails costs no record that was found
-                again = super().get_into([keys[i] for i in left], [buffers[i] for i in left])
-            for i, header in zip(left, again, strict=True):
+                again = self.get_into([keys[i] for i in torn], [buffers[i] for i in torn], looks=looks - 1)
+            for i, header in zip(torn, again, strict=True):
                 found[i] = header
         return found
 
@@ -101,6 +83,13 @@ class MooncakeStore(ApartStore):
     def _end_lender(self) -> None:
         if self._lender is not None:
             self._lender.close()
+
+
+def _apart(s: MooncakeSettings, arena_nbytes: int) -> tuple[str, ApartSettings, str, str]:
+    limits = ApartSettings(
+        call_s=s.timeout_ms / 1e3, set_up_s=s.connect_ms / 1e3, close_s=CLOSE_S, arena_nbytes=arena_nbytes
+    )
+    return f"mooncake://{s.master}/{s.prefix}", limits, NATIVE, msgspec.json.encode(s).decode()
 
 
 __all__ = ["MooncakeSettings", "MooncakeStore", "open_mooncake_store"]

@@ -4,7 +4,8 @@ The native library ends the process that misuses it, holds the interpreter's loc
 after ``fork`` and has no deadlines. In this process that does no harm (:mod:`cache_manager.storage.apart`). Only this
 module imports it.
 
-An object is a record as it lies in the arena: the payload, then its packed header, written into the margin behind it.
+An object is a record as it lies in the arena: the payload, then its packed header. A *room* is the bytes of a payload
+and the margin behind it.
 An object is named by its key, written once and never changed: to replace a record, the older object is removed by
 force, then the new one is put. A reader of the older one may then get other bytes from its memory. So a read counts
 only if its sums are right, whatever the result code: the header's sum is checked here, the payload's where it is used.
@@ -14,11 +15,12 @@ from __future__ import annotations
 
 import ctypes
 import os
+import sys
 import threading
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, Final
 
@@ -36,7 +38,9 @@ from cache_manager.storage.mooncake.settings import MooncakeSettings, native_env
 
 FORMAT: Final = 3
 HEADER_NBYTES_MAX: Final = 2048
-"""Of a header here: bits for 15,000 rows. The margin has room for two: of a record that is put, and of an older one."""
+"""Of a header here: bits for 15,000 rows."""
+MARGIN_NBYTES: Final = 2 * HEADER_NBYTES_MAX
+"""Room for the header of a record that is put, and for that of an older one."""
 LOCAL_BUFFER_NBYTES: Final = 16 << 20
 FAILURES_MAX: Final = 3
 """Calls in a row that fail for every record, before another client is connected."""
@@ -70,48 +74,50 @@ def connect(settings: MooncakeSettings) -> Any:
     return store
 
 
+def _address(memory: memoryview) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
+
+
 class Native:
-    """The calls of a store by one native client; the arena is registered with it. Safe from several threads."""
+    """The calls of a store by one native client; payloads are rooms of the arena, which is registered with it. Keys of
+    a call are distinct. Safe from several threads."""
 
     def __init__(self, settings: MooncakeSettings, memory: memoryview) -> None:
-        self.settings, self.memory = settings, memory
+        self.settings = settings
         self.counts: Counter[str] = Counter()
         self._changed = threading.Condition()  # guards the counts and the next two
         self._putting: set[BlockKey] = set()
         self._failures = 0  # calls in a row
         self._store = connect(settings)
-        self._address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-        if code := self._store.register_buffer(self._address, memory.nbytes):
+        if code := self._store.register_buffer(_address(memory), memory.nbytes):
             raise StorageError(f"Mooncake does not register the arena: {describe(code)}")
         self._checked("", self._store.batch_is_exist([f"{settings.prefix}/probe/{uuid.uuid4().hex}"]))
 
-    def put(self, headers: list[RecordHeader], places: list[int], replace: bool) -> list[int | RecordHeader | None]:
-        """Put records with distinct keys."""
-        todo = {i: pack_header(header) for i, header in enumerate(headers)}
-        stored: dict[int, int | RecordHeader] = {}
+    def put(self, headers: list[RecordHeader], rooms: list[memoryview], *, replace: bool) -> list[RecordHeader | None]:
+        stored: dict[int, RecordHeader] = {}
+        todo: dict[int, int] = {}  # the size of each object
         large = max((header.payload_nbytes for header in headers), default=0) > LARGE_NBYTES
-        room = self._pool_nbytes() if large else len(self.memory)
-        for i, packed in list(todo.items()):
-            end = places[i] + headers[i].payload_nbytes
-            if len(packed) <= HEADER_NBYTES_MAX and end + len(packed) - places[i] <= room:
-                self.memory[end : end + len(packed)] = packed
-            else:
-                del todo[i]
-                self.count(too_large=1)
+        pool_nbytes = self._pool_nbytes() if large else sys.maxsize
+        for i, (header, room) in enumerate(zip(headers, rooms, strict=True)):
+            packed, nbytes = pack_header(header), header.payload_nbytes
+            if len(packed) <= HEADER_NBYTES_MAX and nbytes + len(packed) <= pool_nbytes:
+                room[nbytes : nbytes + len(packed)] = packed
+                todo[i] = nbytes + len(packed)
+        self.count(too_large=len(headers) - len(todo))
         give_up_s, pause_s = time.monotonic() + self.settings.full_ms / 1e3, BACK_OFF_S
         with self._alone([headers[i].key for i in todo]):
             while todo:
-                names = [self._name(headers[i].key) for i in todo]
-                sizes = [headers[i].payload_nbytes + len(packed) for i, packed in todo.items()]
-                codes = self._checked("failed_writes", self._stored(names, [places[i] for i in todo], sizes))
-                if bugs := code_of.BUGS.intersection(codes):
+                objects = [(self._name(headers[i].key), _address(rooms[i]), nbytes) for i, nbytes in todo.items()]
+                codes = dict(
+                    zip(todo, self._checked("failed_writes", self._put(*zip(*objects, strict=True))), strict=True)
+                )
+                if bugs := code_of.BUGS.intersection(codes.values()):
                     raise AssertionError(f"put of {len(todo)} records: {describe(min(bugs))}")
-                stored |= {i: i for i, code in zip(todo, codes, strict=True) if code == 0}
-                taken = [i for i, code in zip(todo, codes, strict=True) if code == code_of.EXISTS]
-                there, removed = self._settled(headers, places, replace, taken) if taken else ({}, False)
+                stored |= {i: headers[i] for i, code in codes.items() if code == 0}
+                taken = [i for i, code in codes.items() if code == code_of.EXISTS]
+                there, removed = self._settled(headers, rooms, replace, taken) if taken else ({}, False)
                 stored |= there
-                later = {i for i, code in zip(todo, codes, strict=True) if code in code_of.LATER} - there.keys()
-                todo = {i: packed for i, packed in todo.items() if i in later}
+                todo = {i: todo[i] for i, code in codes.items() if code in code_of.LATER and i not in there}
                 if todo and not removed:  # the pool is full, or a writer is in the middle of the key
                     if time.monotonic() + pause_s > give_up_s:
                         break
@@ -136,39 +142,35 @@ class Native:
                 self._changed.notify_all()
 
     def _settled(
-        self, headers: list[RecordHeader], places: list[int], replace: bool, taken: list[int]
+        self, headers: list[RecordHeader], rooms: list[memoryview], replace: bool, taken: list[int]
     ) -> tuple[dict[int, RecordHeader], bool]:
         """Decide about records whose names exist: the older one stays, and is the answer, or is removed.
 
         And whether any was removed. One that is being written, or went meanwhile, is tried again by the caller.
         """
         names, older, there = [self._name(headers[i].key) for i in taken], [], {}
-        sizes = [headers[i].payload_nbytes for i in taken]
-        counts = [headers[i].nbytes for i in taken]
-        starts = [places[i] + size + HEADER_NBYTES_MAX for i, size in zip(taken, sizes, strict=True)]
+        places = [rooms[i][headers[i].payload_nbytes + HEADER_NBYTES_MAX :] for i in taken]
         found = self._store.get_into_ranges(
-            [self._address + at for at in starts],
+            list(map(_address, places)),
             [[name] for name in names],
             [[[0]] for _ in taken],
-            [[[size]] for size in sizes],
-            [[[count]] for count in counts],
+            [[[headers[i].payload_nbytes]] for i in taken],
+            [[[headers[i].nbytes]] for i in taken],
         )
         codes = self._checked("failed_reads", [each[0][0] for each in found])
-        for i, name, at, code in zip(taken, names, starts, codes, strict=True):
-            header = None
-            with suppress(RecordError):
-                header = unpack_header(self.memory[at : at + max(code, 0)])
-            if header and header.key == headers[i].key and not takes_the_place(headers[i], header, replace=replace):
+        for i, name, place, code in zip(taken, names, places, codes, strict=True):
+            header = _header(place, max(code, 0), headers[i].key)
+            if header and not takes_the_place(headers[i], header, replace=replace):
                 there[i] = header
             elif code >= 0 or code == code_of.INVALID:  # to be replaced; or too short for a record
                 older.append(name)
         return there, bool(older) and not all(map(is_failure, self._store.batch_remove(older, True)))
 
-    def _stored(self, names: list[str], places: list[int], sizes: list[int]) -> list[int]:
+    def _put(self, names: Sequence[str], addresses: Sequence[int], sizes: Sequence[int]) -> list[int]:
         """Put in sessions: a plain put answers 0 for a name that exists, as if it had stored these bytes."""
         from mooncake.store import ReplicateConfig
 
-        codes = list(self._store.batch_put_session_start(names, sizes, ReplicateConfig()))
+        codes = list(self._store.batch_put_session_start(list(names), list(sizes), ReplicateConfig()))
         begun = [i for i, code in enumerate(codes) if code == 0]
         if not begun:
             return codes
@@ -177,7 +179,7 @@ class Native:
         try:
             moved = self._store.batch_put_from_multi_buffer_ranges(
                 [names[i] for i in begun],
-                [[self._address + places[i]] for i in begun],
+                [[addresses[i]] for i in begun],
                 [[sizes[i]] for i in begun],
                 [[0] for _ in begun],
             )
@@ -192,16 +194,15 @@ class Native:
                 self._store.batch_put_session_revoke(left)
         return codes
 
-    def get(self, keys: list[BlockKey], places: list[int], sizes: list[int]) -> list[RecordHeader | Absence]:
-        """Get records with distinct keys: the native side answers only one of two equal names in a batch."""
-        names, starts = list(map(self._name, keys)), [self._address + at for at in places]
-        codes = self._store.batch_get_into(names, starts, [size + HEADER_NBYTES_MAX for size in sizes])
+    def get_into(self, keys: list[BlockKey], rooms: list[memoryview]) -> list[RecordHeader | Absence]:
+        """Distinct keys, as the native side answers only one of two equal names in a batch."""
+        sizes = [len(room) - MARGIN_NBYTES for room in rooms]
+        names, addresses = list(map(self._name, keys)), list(map(_address, rooms))
+        codes = self._store.batch_get_into(names, addresses, [size + HEADER_NBYTES_MAX for size in sizes])
         found: list[RecordHeader | Absence] = []
-        for key, at, size, code in zip(keys, places, sizes, self._checked("failed_reads", codes), strict=True):
-            header = None
-            with suppress(RecordError):
-                header = unpack_header(self.memory[at + size : at + max(code, size)])
-            if header and header.key == key and header.payload_nbytes == size and size + header.nbytes == code:
+        for key, room, size, code in zip(keys, rooms, sizes, self._checked("failed_reads", codes), strict=True):
+            header = _header(room[size:], max(code - size, 0), key)
+            if header and header.payload_nbytes == size and size + header.nbytes == code:
                 found.append(header)
             else:  # INVALID: larger than the room for it
                 found.append(Absence.CORRUPT if code >= 0 or code == code_of.INVALID else Absence.MISS)
@@ -227,10 +228,10 @@ class Native:
         """Does nothing: the process ends. The native close would take a second, and crash beside a call."""
 
     def _pool_nbytes(self) -> int:
-        """Bytes of the pool's memory; of the arena's if the pool does not say."""
+        """Bytes of the pool's memory; no limit if the pool does not say."""
         with suppress(StorageError):
             return self.usage()["capacity_nbytes"]
-        return len(self.memory)
+        return sys.maxsize
 
     def count(self, **by: int) -> None:
         with self._changed:
@@ -259,34 +260,22 @@ class Native:
         return codes
 
 
-class Lender:
-    """A native client that lends memory to the pool, makes no calls, and hands its memory back when it is closed."""
-
-    def __init__(self, settings: MooncakeSettings) -> None:
-        self.close: Callable[[], object] = connect(settings).close
+def _header(memory: memoryview, nbytes: int, key: BlockKey) -> RecordHeader | None:
+    """The header of this key's record in the first ``nbytes``, if there is one."""
+    with suppress(RecordError):
+        header = unpack_header(memory[:nbytes])
+        return header if header.key == key else None
+    return None
 
 
 class Process(apart_process.Process):
-    """A native client's process: one that makes calls, or one that lends memory."""
+    """A native client's process: one that makes calls, or one that lends memory and hands it back when it is closed."""
 
-    margin_nbytes = 2 * HEADER_NBYTES_MAX
+    margin_nbytes = MARGIN_NBYTES
 
-    def opened(self, url: str) -> Native | Lender:
+    def opened(self, url: str) -> Any:
         settings = msgspec.json.decode(url, type=MooncakeSettings)
-        return Lender(settings) if settings.segment_nbytes else Native(settings, self.memory)
-
-    def put(self, headers: list[RecordHeader], places: list[int], replace: bool) -> list[int | RecordHeader | None]:
-        self.rooms(places, [header.payload_nbytes for header in headers])
-        stored: list[int | RecordHeader | None] = self.store.put(headers, places, replace)
-        return stored
-
-    def get(self, keys: list[BlockKey], places: list[int], sizes: list[int]) -> list[RecordHeader | Absence]:
-        self.rooms(places, sizes)
-        found: list[RecordHeader | Absence] = self.store.get(keys, places, sizes)
-        return found
-
-    def counted(self) -> dict[str, int]:
-        return self.store.counted() if isinstance(self.store, Native) else {}
+        return connect(settings) if settings.segment_nbytes else Native(settings, self.memory)
 
 
 if __name__ == "__main__":

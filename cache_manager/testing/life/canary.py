@@ -123,12 +123,11 @@ class CanaryKV:
         """Host blocks to device blocks."""
         self._move("swap_in", pairs, self.host, self.device)
 
-    def put(self, key: Hashable, block: int, *, replace: bool = False) -> None:
-        """A device block to the store. A block stored under the key stays, unless ``replace`` is set."""
+    def put(self, key: Hashable, block: int) -> None:
+        """A device block to the store. A block stored under the key stays."""
         self.may_fail()
         self.counts["blocks stored"] += 1
-        if replace or key not in self.stored:
-            self.stored[key] = list(self.device.get(block, self._empty))
+        self.stored.setdefault(key, list(self.device.get(block, self._empty)))
 
     def get(self, key: Hashable, block: int) -> bool:
         """Load the stored block of ``key`` into a device block; ``False`` if there is none."""

@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from random import Random
 from typing import ClassVar, Final
@@ -18,7 +18,7 @@ from cache_manager.errors import InvalidInputError
 from cache_manager.testing.life.adapter import BlockManagerAdapter
 from cache_manager.testing.life.invariants import InvariantBroken, Operation
 from cache_manager.testing.life.life import Life
-from cache_manager.testing.life.world import World, check_adapter
+from cache_manager.testing.life.world import check_adapter
 
 EXAMPLES: Final = 300
 STEPS: Final = 50
@@ -54,22 +54,29 @@ KINDS: Final[Mapping[str, str]] = {
 class Chooser:
     """Chooses the operations of one example."""
 
-    def __init__(self, world: World, random: Random) -> None:
-        self.world, self.random, self.names = world, random, 0
-        able = [kind for kind, what in KINDS.items() if not what or world.can(what)]
+    def __init__(self, life: Life, random: Random) -> None:
+        self.life, self.random, self.names = life, random, 0
+        able = [kind for kind, what in KINDS.items() if not what or life.can(what)]
         self.kinds = [kind for kind in able if kind == "admit" or random.random() > LEFT_OUT]
 
-    def operations(self) -> Iterator[Operation]:
+    def program(self, steps: int) -> Iterator[Operation]:
+        for _ in range(steps):
+            yield from self._next()
+        for name in list(self.life.live):
+            yield "free", name, False
+        yield ("finish",)
+
+    def _next(self) -> Iterator[Operation]:
         """The next operation, or several of a kind."""
-        world, random = self.world, self.random
+        life, random = self.life, self.random
         kind = random.choice([kind for kind in self.kinds if self._possible(kind)] or ["admit"])
-        name = random.choice([*world.live]) if world.live else ""
+        name = random.choice([*life.live]) if life.live else ""
         rows, fail = random.random() < 0.75, random.random() < 0.25
         match kind:
             case "admit" | "admit_alike":
                 tokens = self._tokens(1, 10)
                 if kind == "admit_alike":  # a prefix of a present or past sequence, and other tokens behind it
-                    known = [*(sequence.tokens for sequence in world.live.values()), *world.past]
+                    known = [*(sequence.tokens for sequence in life.live.values()), *life.past]
                     tokens = [*random.choice(known)[: random.randint(1, 10)], *self._tokens(0, 4)]
                 salt = random.choice("AB") if random.random() < 0.3 else ""
                 yield "admit", self._new_name(), tokens, self._chunk(), salt, rows, fail
@@ -77,7 +84,7 @@ class Chooser:
                 yield kind, name, self._tokens(0, 4), self._chunk(), rows, fail
             case "decode":  # all sequences, or all but one
                 out = random.randint(0, 2 * LIVE_MAX)
-                yield kind, [one for at, one in enumerate(world.live, 1) if at != out], int(fail), rows
+                yield kind, [one for at, one in enumerate(life.live, 1) if at != out], int(fail), rows
             case "recompute":
                 yield kind, name, self._chunk()
             case "draft":
@@ -97,19 +104,19 @@ class Chooser:
                 yield (kind,)
 
     def _possible(self, kind: str) -> bool:
-        world, live = self.world, len(self.world.live)
+        life, live = self.life, len(self.life.live)
         match kind:
             case "admit":
                 return live < LIVE_MAX
             case "admit_alike":
-                return live < LIVE_MAX and bool(live or world.past)
+                return live < LIVE_MAX and bool(live or life.past)
             case "fork":
                 return 0 < live < LIVE_MAX
             case "settle":
-                return any(sequence.waiting for sequence in world.live.values())
+                return any(sequence.waiting for sequence in life.live.values())
             case "reset" | "restart":  # a restart without a store shows no more than a new example
-                quiet = all(done[0] not in ("reset", "restart") for done in world.program[-RESETS_APART:])
-                return quiet and (kind == "reset" or bool(world.kv.stored))
+                quiet = all(done[0] not in ("reset", "restart") for done in life.program[-RESETS_APART:])
+                return quiet and (kind == "reset" or bool(life.kv.stored))
             case _:
                 return live > 0
 
@@ -140,34 +147,15 @@ def prove(
             raise InvalidInputError(what, "1 or more", number)
     counts: Counter[str] = Counter()
     for example in range(examples):
+        random = Random(f"{seed} {example}")  # noqa: S311 - no secret
+        long = 4 if example % LONG_EVERY == LONG_EVERY - 1 else 1
         try:
-            long = 4 if example % LONG_EVERY == LONG_EVERY - 1 else 1
-            _play(adapter, counts, Random(f"{seed} {example}"), long * steps)  # noqa: S311 - no secret
+            _play(adapter, counts, lambda life: Chooser(life, random).program(long * steps))  # noqa: B023 - at once
         except InvariantBroken as error:
             found = _shortest(adapter, error)
             again = f"\n\nTo play it again: seed {seed}, examples {example + 1}, steps {steps}."
             raise InvariantBroken(found.name, found.what, found.program, f"{found}{again}") from None
     return counts
-
-
-def _play(adapter: type[BlockManagerAdapter], counts: Counter[str], random: Random, steps: int) -> None:
-    """One example."""
-    world = World(adapter, counts)
-    life, chooser = Life(world), Chooser(world, random)
-
-    def play(operation: Operation) -> None:
-        counts[f"{operation[0]} operations"] += 1
-        life.play(operation)
-
-    try:
-        for _ in range(steps):
-            for operation in chooser.operations():
-                play(operation)
-        for name in list(world.live):
-            play(("free", name, False))
-        play(("finish",))
-    finally:
-        life.close()
 
 
 def replay(adapter: type[BlockManagerAdapter], program: Sequence[Operation]) -> Counter[str]:
@@ -176,16 +164,23 @@ def replay(adapter: type[BlockManagerAdapter], program: Sequence[Operation]) -> 
     Returns counts of what happened, by name. Raises :class:`InvariantBroken` with the story.
     """
     counts: Counter[str] = Counter()
-    world = World(adapter, counts)
-    life = Life(world)
+    _play(adapter, counts, lambda _: deepcopy(list(program)))
+    return counts
+
+
+def _play(
+    adapter: type[BlockManagerAdapter], counts: Counter[str], program: Callable[[Life], Iterable[Operation]]
+) -> None:
+    """One example, whose ``program`` may depend on what has happened so far."""
+    life = Life(adapter, counts)
     try:
-        for operation in deepcopy(list(program)):
+        for operation in program(life):
+            counts[f"{operation[0]} operations"] += 1
             life.play(operation)
     except InvariantBroken as error:
-        raise world.told(error) from None
+        raise life.told(error) from None
     finally:
         life.close()
-    return counts
 
 
 def _shortest(adapter: type[BlockManagerAdapter], error: InvariantBroken) -> InvariantBroken:
@@ -193,29 +188,16 @@ def _shortest(adapter: type[BlockManagerAdapter], error: InvariantBroken) -> Inv
 
     Any part of a program is a program: an operation that makes no sense then does nothing.
     """
-    played = 0
-
-    def breaks(program: list[Operation]) -> InvariantBroken | None:
-        nonlocal played
-        played += len(program)
+    played, best, candidates = 0, error, iter([error.program])
+    while played < PLAYED_MAX and (candidate := next(candidates, None)) is not None:
+        played += len(candidate)
         try:
-            replay(adapter, program)
+            replay(adapter, candidate)
         except InvariantBroken as found:
-            return found if found.name == error.name else None
-        except Exception:  # noqa: BLE001 - another failure than the one to shorten
-            return None
-        return None
-
-    best = breaks(error.program) or error
-    better = True
-    while better:
-        better = False
-        for candidate in _smaller(best.program):
-            if played >= PLAYED_MAX:
-                return best
-            if (found := breaks(candidate)) is not None:
-                best, better = found, True
-                break
+            if found.name == error.name:
+                best, candidates = found, _smaller(found.program)
+        except Exception:  # noqa: BLE001, S110 - another failure than the one to shorten
+            pass
     return best
 
 

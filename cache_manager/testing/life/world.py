@@ -131,8 +131,8 @@ class World:
     # ---------------------------------------------------------------- asking the manager
 
     def ask(self, method: str, *arguments: Any) -> Any:
-        """The manager's answer, of the kind that :data:`ANSWERS` says; an exception is a finding, unless ``MoveFailed``
-        caused it: then the answer is ``None``.
+        """The manager's answer, of the kind that the port says; an exception is a finding, unless ``MoveFailed`` caused
+        it: then the answer is ``None``.
 
         A finding of the kit in the middle of a call, in its copies, is raised even if the manager has caught it. Raises
         :class:`InvalidInputError` for an answer of another kind, which is the adapter's mistake.
@@ -147,9 +147,9 @@ class World:
                 raise
         if self.failure is not None:
             raise self.failure
-        wanted, read = ANSWERS.get(method, ("", None))
+        wanted = getattr(BlockManagerAdapter, method).__annotations__["return"]
         try:
-            return answer if read is None else read(answer, *arguments)
+            return ANSWERS[wanted](answer, *arguments) if wanted != "None" else answer
         except (TypeError, ValueError, AttributeError):
             where = f", after: {self.story[-1]}" if self.story else ""
             raise InvalidInputError(f"{self.adapter.__name__}.{method}()", wanted, f"{answer!r}{where}") from None
@@ -210,39 +210,22 @@ def _done(answer: Any, *_: Any) -> bool:
     return bool(answer)
 
 
-def _blocks(answer: Any, *_: Any) -> Table:
-    return [_room(block) for block in answer]
-
-
-def _slots(answer: Any, _seq: str, start: int, stop: int) -> list[tuple[int, int]]:
-    return [(index(block), index(offset)) for (block, offset), _ in zip(answer, range(start, stop), strict=True)]
-
-
-_IDS: Final = "a list of block ids"
-ANSWERS: Final[Mapping[str, tuple[str, Callable[..., Any]]]] = {
-    "admit": ("a number of tokens, or None", _room),
-    **dict.fromkeys(
-        ("grow", "fork", "preempt", "resume", "reset", "waits"), ("True, or False where nothing was done", _done)
-    ),
-    **dict.fromkeys(("free_blocks", "free_host_blocks"), ("a number of blocks", _number)),
-    "table": (f"{_IDS}, None for one that the window has left", _blocks),
-    "slots": ("a pair (block, offset) for each position", _slots),
-    "grow_batch": (
-        "True or False for each sequence",
-        lambda answer, tokens: [_done(done) for done, _ in zip(answer, tokens, strict=True)],
-    ),
-    "read_rows": ("a list of rows, None for one that is missing", _blocks),
-    "settle": (
-        "a number of tokens by the name of each sequence that waits no longer",
-        lambda answer: {name: _number(n) for name, n in answer.items()},
-    ),
-    "free_ids": (f"{_IDS}, or None", lambda answer: None if answer is None else [index(block) for block in answer]),
-    "ref_counts": (
-        "a count by block id, or None",
-        lambda answer: None if answer is None else {index(b): n for b, n in answer.items() if _number(n)},
+ANSWERS: Final[Mapping[str, Callable[..., Any]]] = {
+    "int": _number,
+    "int | None": _room,
+    "bool": _done,
+    "Sequence[bool]": lambda answer, asked: [_done(done) for done, _ in zip(answer, asked, strict=True)],
+    "Sequence[int | None]": lambda answer, *_: [_room(block) for block in answer],
+    "Sequence[int] | None": lambda answer: None if answer is None else [index(block) for block in answer],
+    "Sequence[tuple[int, int]]": lambda answer, _, start, stop: [
+        (index(block), index(offset)) for (block, offset), _ in zip(answer, range(start, stop), strict=True)
+    ],
+    "Mapping[str, int]": lambda answer: {name: _number(n) for name, n in answer.items()},
+    "Mapping[int, int] | None": lambda answer: (
+        None if answer is None else {index(block): n for block, n in answer.items() if _number(n)}
     ),
 }
-"""The answers of the methods, in words, and how each is read: a wrong one raises ``TypeError`` or the like."""
+"""How an answer is read, by the method's annotation: a wrong one raises ``TypeError`` or the like."""
 
 
 def check_adapter(adapter: type[BlockManagerAdapter]) -> None:

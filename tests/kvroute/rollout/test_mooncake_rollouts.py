@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from mooncake_pool import Master, Owner, running_master, running_owner
+from msgspec.structs import replace
 
 from cache_manager.errors import StorageError
 from cache_manager.keys import BlockKey
@@ -19,7 +20,7 @@ from cache_manager.storage import open_store
 from cache_manager.testing.faults import FaultyStore
 from kvroute.rollout import open_rollouts
 from kvroute.rollout.handle import RolloutHandle
-from kvroute.rollout.mooncake import PLACES, MooncakeRollouts, pointers_of
+from kvroute.rollout.mooncake import PLACES, MooncakeRollouts, keys_of, pointers_of
 from kvroute.testing.rollouts import fetch_routes, routes_of
 
 SEGMENT_NBYTES = 16 << 20
@@ -117,6 +118,31 @@ def test_a_store_that_fails_is_no_absence(url: str) -> None:
         assert fetch_routes(store, handle) == routes_of(1)
         counters = store.counters
         assert (counters.hits, counters.corrupt, counters.put_failures) == (1, 1, 1)
+    finally:
+        store.close()
+
+
+def test_a_handle_that_nobody_was_given_costs_no_more_than_a_small_one(url: str) -> None:
+    """A bug that was found: delete made a key for every part that a handle claims. Method: forged ones, of a put that
+    is there and of none; the real one is deleted whole."""
+    asked = list[BlockKey]()
+
+    class Counting(FaultyStore):
+        def delete(self, keys: Sequence[BlockKey]) -> None:
+            asked.extend(keys)
+            super().delete(keys)
+
+    store = MooncakeRollouts(Counting(open_store(url)), layers=1)
+    try:
+        handle = store.put("x", routes_of(1))
+        asked.clear()
+        for put_id in (handle.put_id, "0" * 32):
+            store.delete(replace(handle, rows=1 << 14, part_tokens=1, put_id=put_id, rollout_id="y"))
+            store.delete(replace(handle, rows=1 << 14, part_tokens=1, put_id="0" * 32))
+        assert len(asked) <= 8
+        again = store.put("x", routes_of(1))
+        store.delete(again)
+        assert not any(store.backend.contains([*keys_of(again), *pointers_of("x")]))
     finally:
         store.close()
 
