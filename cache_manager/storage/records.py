@@ -75,7 +75,7 @@ class RecordStore:
         """
         fingerprint, nbytes = self._fingerprint, self._nbytes
         for field, wanted, sizes in (
-            ("payload size", nbytes, {memoryview(payload).nbytes for payload in payloads}),
+            ("payload size", nbytes, {each.nbytes if isinstance(each, memoryview) else len(each) for each in payloads}),
             ("bitmap size", self._valid_nbytes, set(map(len, valid))),
         ):
             if sizes - {wanted}:

@@ -25,7 +25,7 @@ from cache_manager.ports import Absence
 from cache_manager.record import Buffer, RecordHeader
 from cache_manager.storage.disk import Disk, Room, read_all
 from cache_manager.storage.file.directory import Seen, StoreDirectory
-from cache_manager.storage.file.extent import FREE, Extent, open_extents, runs_of
+from cache_manager.storage.file.extent import Extent, open_extents, runs_of
 from cache_manager.storage.file.index import Found, KeyIndex
 from cache_manager.storage.guard import ClosingStore, OpenCheck
 
@@ -298,11 +298,11 @@ class FileReader(Shelf):
         """Serve what is new in slots, as far as the disk gives it; the writer takes an older copy's head away."""
         raw = bytearray(count * extent.head_nbytes)
         extent.load(self._disk, first, raw)
-        heads = np.frombuffer(raw, np.uint8).reshape(count, -1)
-        ticks = heads[:, :8].view("<u8")[:, 0]
+        ticks = np.frombuffer(raw, np.uint8).reshape(count, -1)[:, :8].view("<u8")[:, 0]
         with self.lock:
-            if extent.ordinal >= 0:
+            if extent.ordinal:
                 changed = np.flatnonzero(extent.ticks[first : first + count] != ticks)
-                extent.heads[first + changed] = heads[changed]
-                extent.uses[first + changed] = np.where(ticks[changed] > 0, 1, FREE)
-                self.index.add(extent, first + changed[ticks[changed] > 0])
+                for at, some in runs_of(changed[ticks[changed] == 0]):
+                    self.index.release(extent, first + at, some)
+                for at, some in runs_of(changed[ticks[changed] > 0]):
+                    self.index.hold(extent, first + at, raw[at * extent.head_nbytes : (at + some) * extent.head_nbytes])
