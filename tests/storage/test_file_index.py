@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from cache_manager.keys import BlockKey
 from cache_manager.record import RecordHeader
-from cache_manager.storage.file.extent import Extent, Shape
-from cache_manager.storage.file.index import KeyIndex
+from cache_manager.storage.file.extent import Extent, Run, Shape
+from cache_manager.storage.file.index import ANY, KeyIndex
 
 SLOTS, EXTENTS, KEYS = 6, 3, 12
 STEPS = st.tuples(
@@ -27,7 +27,7 @@ def key_of(n: int) -> BlockKey:
 
 def joined(index: KeyIndex) -> Extent:
     extent = Extent("x", os.open(os.devnull, os.O_RDONLY), Shape(1, SLOTS, (b"f" * 16, 64, 8)))
-    index.join([extent])
+    index.join([extent], [])
     return extent
 
 
@@ -46,7 +46,8 @@ def test_an_index_finds_what_is_held_and_nothing_else(steps: list[tuple[str, int
             case "hold":
                 keys = [key_of((first + k) % KEYS) for k in range(count)]
                 headers = [RecordHeader(key, b"f" * 16, 1, 1, b"\xff" * 8, 64, 5) for key in keys]
-                older = index.hold(extent, start, extent.pack(headers, 100 * tick, 0))
+                older = list[Run]()
+                index.hold(extent, start, extent.pack(headers, 100 * tick, 0), ANY, older)
                 assert {(each, slot) for each, slot, _ in older} == {held[key] for key in keys if key in held} - gone
             case "forget":
                 extent.forget(start, count)

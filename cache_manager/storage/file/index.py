@@ -16,7 +16,7 @@ from typing import Final
 import numpy as np
 
 from cache_manager.keys import BlockKey
-from cache_manager.storage.file.extent import KEY_AT, NUMBER, USES_MAX, Extent, Run
+from cache_manager.storage.file.extent import BLANK, KEY_AT, NUMBER, USES_MAX, Extent, Run
 
 Found = tuple[int, Extent, int, int]
 """Keys whose records are neighbours: the place of the first one among the keys, its extent and slot, and how many."""
@@ -39,8 +39,8 @@ class KeyIndex:
     def extents(self) -> list[Extent]:
         return list(self._extents.values())
 
-    def join(self, extents: Sequence[Extent]) -> list[Run]:
-        """Find what extents serve; the slots of older copies, which are served no more."""
+    def join(self, extents: Sequence[Extent], older: list[Run]) -> None:
+        """Find what extents serve; ``older`` gets the slots of older copies, which are served no more."""
         for extent in extents:
             extent.ordinal = next(i for i in range(1, len(self._extents) + 2) if i not in self._extents)
             self._extents[extent.ordinal] = extent
@@ -48,11 +48,10 @@ class KeyIndex:
         if slots > len(self._firsts):
             self._make_buckets(slots)
             extents = self.extents
-        older, twice = list[Run](), self._twice() if any(extent.ticks.any() for extent in extents) else ()
+        twice = self._twice() if any(extent.ticks.any() for extent in extents) else ()
         for extent in extents:
             is_served = (extent.uses <= USES_MAX).tobytes()
-            older += self._link(extent, compress(extent.numbered(0, extent.slots), is_served), twice)
-        return older
+            self._link(extent, compress(extent.numbered(0, extent.slots), is_served), twice, older)
 
     def leave(self, extent: Extent) -> None:
         """Remove an extent from the index."""
@@ -80,13 +79,14 @@ class KeyIndex:
                 slot = extent.nexts[local]
         return found
 
-    def hold(self, extent: Extent, start: int, heads: bytearray, again: Container[int] = ANY) -> list[Run]:
+    def hold(self, extent: Extent, start: int, heads: bytearray, again: Container[int], older: list[Run]) -> None:
         """Serve records in slots. Of keys with a number in ``again`` there may be copies: the older ones are forgotten,
-        and their slots returned."""
+        and ``older`` gets their slots."""
         count = len(heads) // extent.head_nbytes
-        self._unlink(extent, start, count)
+        if extent.use_bytes[start] != BLANK:  # taken when it was free: it is in no chain
+            self._unlink(extent, start, count)
         extent.hold(start, heads)
-        return self._link(extent, extent.numbered(start, count), again)
+        self._link(extent, extent.numbered(start, count), again, older)
 
     def release(self, extent: Extent, start: int, count: int) -> None:
         """Let slots that hold nothing, and have no heads on the disk, be taken again."""
@@ -99,8 +99,9 @@ class KeyIndex:
         numbers.sort()
         return set(numbers[1:][numbers[1:] == numbers[:-1]].tolist())
 
-    def _link(self, extent: Extent, slots: Iterable[tuple[int, tuple[int]]], again: Container[int]) -> list[Run]:
-        older: list[Run] = []
+    def _link(
+        self, extent: Extent, slots: Iterable[tuple[int, tuple[int]]], again: Container[int], older: list[Run]
+    ) -> None:
         firsts, shift, nexts, ordinal = self._firsts, self._shift, extent.nexts, extent.ordinal << _BITS
         for local, (number,) in slots:
             bucket = number >> shift
@@ -108,15 +109,14 @@ class KeyIndex:
                 _, other, there, _ = found[0]
                 is_older = other.ticks[there] < extent.ticks[local]
                 older.append((other, there, 1) if is_older else (extent, local, 1))
-                Extent.forget(*older[-1])
+                Extent.forget(*older[-1])  # last: if this is interrupted, its head is erased
             nexts[local], firsts[bucket] = firsts[bucket], ordinal + local
-        return older
 
     def _unlink(self, extent: Extent, start: int, count: int) -> None:
         firsts, shift, nexts, ordinal = self._firsts, self._shift, extent.nexts, extent.ordinal << _BITS
         for local, (number,) in extent.numbered(start, count):
-            slots, at = firsts, number >> shift
-            while (slot := slots[at]) and slot != ordinal + local:
+            slots, at, mine = firsts, number >> shift, ordinal + local
+            while (slot := slots[at]) and slot != mine:
                 slots, at = self._extents[slot >> _BITS].nexts, slot & _LOCAL
             if slot:
                 slots[at] = nexts[local]

@@ -203,7 +203,7 @@ class FileStore(Shelf):
     ) -> list[tuple[Layout, Sequence[RecordHeader], Sequence[Buffer]]]:
         """Which records are to be stored, in groups of one layout."""
         layouts = [(header.fingerprint, header.payload_nbytes, len(header.valid)) for header in headers]
-        if not held and len({header.key for header in headers}) == len(headers) and len({*layouts}) == 1:
+        if headers and not held and len({each.key for each in headers}) == len(headers) == layouts.count(layouts[0]):
             return [(layouts[0], headers, payloads)]  # nearly always
         wanted: dict[BlockKey, int] = {}
         for i, header in enumerate(headers):
@@ -236,13 +236,12 @@ class FileStore(Shelf):
                 extent.write(self._disk, start, heads, payloads[at : at + count])
                 with self.lock:
                     extent.used_at = self.calls
-                    older = self.index.hold(extent, start, heads, again)
-                    self._unsure += older
+                    self.index.hold(extent, start, heads, again, self._unsure)
                 runs.pop(0)
                 at += count
                 held |= {header.key: header for header in some}
                 self._directory.tell(extent.shape.number, start, count)
-                if older:
+                if again and self._unsure:
                     self._erase()
         except OSError as error:
             if error.errno not in NO_ROOM:
@@ -340,14 +339,14 @@ class FileStore(Shelf):
             self._drop(oldest)
         return min(self._quota_nbytes - self._used_nbytes, spare)
 
-    def _join(self, extents: Sequence[Extent]) -> list[Run]:
-        """Serve what is in extents; the slots of older copies."""
+    def _join(self, extents: Sequence[Extent]) -> None:
+        """Serve what is in extents."""
         for extent in extents:
             self._used_nbytes += extent.shape.nbytes
             layout = extent.shape.layout
             (self._clocks.get(layout) or self._new_clock(layout)).extents.append(extent)
         with self.lock:
-            return self.index.join(extents)
+            self.index.join(extents, self._unsure)
 
     def _drop(self, extent: Extent) -> None:
         """Remove an extent with its records. Held: writing."""
@@ -375,7 +374,7 @@ class FileStore(Shelf):
             extent.used_at = place
         # Deleted records may have had higher ticks, which readers remember.
         self._tick = max([0, *(int(extent.ticks.max()) for extent in opened)]) + int.from_bytes(os.urandom(4), "little")
-        self._unsure = self._join(opened)
+        self._join(opened)
         while self._used_nbytes > self._quota_nbytes:
             self._drop(opened.pop(0))
         with suppress(OSError):
