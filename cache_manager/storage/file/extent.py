@@ -262,7 +262,8 @@ class Extent:
             read_all(disk, self.fd, [view], base, len(view))
         except OSError:
             self.lost = True
-            for at, stop in _pages(base, base + len(view)):
+            end = base + len(view)
+            for at, stop in pairwise([base, *range((base // PAGE_NBYTES + 1) * PAGE_NBYTES, end, PAGE_NBYTES), end]):
                 some = view[at - base : stop - base]
                 try:
                     if failed < FAILED_MAX:
@@ -303,15 +304,6 @@ def runs_of(slots: Sequence[int] | NDArray[np.int64]) -> list[tuple[int, int]]:
     found = np.asarray(slots, np.int64)
     cuts = [0, *(np.flatnonzero(np.diff(found) != 1) + 1).tolist(), len(found)]
     return [(int(found[start]), stop - start) for start, stop in pairwise(cuts) if stop > start]
-
-
-def _pages(start: int, stop: int) -> list[tuple[int, int]]:
-    """What of each page lies between two bytes of a file.
-
-    >>> _pages(4000, 9000)
-    [(4000, 4096), (4096, 8192), (8192, 9000)]
-    """
-    return list(pairwise([start, *range((start // PAGE_NBYTES + 1) * PAGE_NBYTES, stop, PAGE_NBYTES), stop]))
 
 
 def _column(heads: Heads, at: int, dtype: str = "<u8") -> NDArray[Any]:
