@@ -17,6 +17,7 @@ from typing import Any
 
 import lmdb
 import numpy as np
+from xxhash import xxh3_64_intdigest
 
 from cache_manager.keys import BlockKey
 from cache_manager.spec import AuxBlockDataSpec, RecordLayout
@@ -78,7 +79,7 @@ class Lmdb:
 
 
 class Raw:
-    """One ``pwritev`` or ``preadv`` for each batch at its first number's place; no index, checksum or eviction."""
+    """One ``pwritev`` or ``preadv`` for each batch at its first number's place; no index, sums or eviction."""
 
     def __init__(self, directory: Path, nbytes: int, quota_nbytes: int, reads: bool) -> None:
         directory.mkdir(exist_ok=True)
@@ -97,7 +98,20 @@ class Raw:
         os.close(self._fd)
 
 
-KINDS: dict[str, Any] = {"kvroute": Kvroute, "LMDB": Lmdb, "raw": Raw}
+class RawAndSums(Raw):
+    """And an XXH3 of each payload, written or read."""
+
+    def put(self, numbers: list[int], payloads: list[memoryview], replace: bool = False) -> None:
+        self._sums = [*map(xxh3_64_intdigest, payloads)]
+        super().put(numbers, payloads, replace)
+
+    def get(self, numbers: list[int], buffers: list[memoryview]) -> int:
+        hits = super().get(numbers, buffers)
+        self._sums = [*map(xxh3_64_intdigest, buffers)]
+        return hits
+
+
+KINDS: dict[str, Any] = {"kvroute": Kvroute, "LMDB": Lmdb, "raw": Raw, "raw and sums": RawAndSums}
 
 
 def answer(asked: dict[str, Any]) -> dict[str, float]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import repeat
 from operator import is_
 from typing import Final
 
@@ -54,7 +55,8 @@ class RecordStore:
     def _count(self, **by: int) -> None:
         with self._lock:
             for name, number in by.items():
-                self._counts[name] += number
+                if number:  # mostly one of several
+                    self._counts[name] += number
 
     def put(
         self,
@@ -74,7 +76,7 @@ class RecordStore:
         """
         fingerprint, nbytes = self._fingerprint, self._nbytes
         for field, wanted, sizes in (
-            ("payload size", nbytes, {memoryview(payload).nbytes for payload in payloads}),
+            ("payload size", nbytes, {each.nbytes if isinstance(each, memoryview) else len(each) for each in payloads}),
             ("bitmap size", self._valid_nbytes, set(map(len, valid))),
         ):
             if sizes - {wanted}:
@@ -122,7 +124,7 @@ class RecordStore:
             for i, header in zip(torn, again, strict=True):
                 found[i] = header
             torn = [torn[i] for i in twice]
-        misses = found.count(Absence.MISS)
+        misses = sum(map(is_, found, repeat(Absence.MISS)))  # "count" would compare headers with it
         self._count(hits=len(found) - misses - len(torn), misses=misses, corrupt=len(torn))
         if torn:
             self._quarantine([keys[i] for i in torn])

@@ -14,7 +14,8 @@ from __future__ import annotations
 import os
 import struct
 import zlib
-from collections.abc import Container, Sequence
+from array import array
+from collections.abc import Container, Iterator, Sequence
 from contextlib import suppress
 from functools import cached_property
 from itertools import pairwise
@@ -44,8 +45,12 @@ FAILED_MAX: Final = 16
 """Pages of heads that the disk may not give before the rest of the extent is not asked for."""
 KEY_AT: Final = 40
 """Offset of the key in a head."""
+NUMBER: Final = "28xI"
+"""Of a key: a number from its last four bytes, whose first bits are those of its bucket."""
 
 _PAGE = struct.Struct("<8sHHIQQQ16s")  # magic, version, zero, bitmap bytes, number, slots, payload bytes, fingerprint
+_NO_KEY: Final = np.frombuffer(os.urandom(28), np.uint8)  # in place of a key's first bytes
+_CLEANED: Final = 256  # heads at a time, which limits the memory that it takes
 _SECTOR_NBYTES: Final = 512
 _HEAD_NBYTES: Final = 80  # without its bitmaps
 _HEAD_NBYTES_MAX: Final = 1 << 16
@@ -120,14 +125,15 @@ class Extent:
     def __init__(self, name: str, fd: int, shape: Shape) -> None:
         self.name, self.fd, self.shape = name, fd, shape
         self.slots, self.head_nbytes = shape.slots, shape.head_nbytes
-        self.ordinal = -1  # in an index
+        self.ordinal = 0  # in an index
+        self.nexts = array("I", [0]) * shape.slots  # of an index
         self.used_at = 0  # when a record in it was used last, in calls
         self.lost = False  # heads that the disk did not give when they were asked for last
         self.dirty = True  # written since the last sync; unknown for a file found
         self.raw = bytearray(shape.slots * shape.head_nbytes)
         self.heads: Heads = np.frombuffer(self.raw, np.uint8).reshape(shape.slots, -1)
         self.ticks, self.created_ms = _column(self.heads, 0), _column(self.heads, 8, "<i8")
-        self.tags = _column(self.heads, KEY_AT + 24)  # the last eight bytes of keys
+        self.numbers = _column(self.heads, KEY_AT + 28, "<u4")  # of keys
         self.use_bytes = bytearray(bytes([FREE])) * shape.slots
         self.uses = np.frombuffer(self.use_bytes, np.uint8)
         self.free_at = 0  # no slot before this one is free
@@ -135,6 +141,7 @@ class Extent:
         self._head = struct.Struct(f"<QqQQQ32s{shape.layout[2]}s")
         self._summed = struct.Struct(f"{self._head.size}s8s")
         self._header = struct.Struct(f"<16xQQQ32s{shape.layout[2]}s8x")  # what a record's header has of it
+        self._number = struct.Struct(f"<{KEY_AT}x{NUMBER}{shape.layout[2] + 8}x")
         self._seed = checksum(shape.page)  # so that a head of another extent is not believed
 
     def __del__(self) -> None:
@@ -151,6 +158,11 @@ class Extent:
     def packed(self, start: int, count: int) -> bytearray:
         """A copy of heads."""
         return self.raw[start * self.head_nbytes : (start + count) * self.head_nbytes]
+
+    def numbered(self, start: int, count: int) -> Iterator[tuple[int, tuple[int]]]:
+        """Slots, and the numbers of the keys in them."""
+        heads = memoryview(self.raw)[start * self.head_nbytes : (start + count) * self.head_nbytes]
+        return enumerate(self._number.iter_unpack(heads), start)
 
     # What is in memory.
 
@@ -176,26 +188,23 @@ class Extent:
         stop = run[0] if run else self.slots
         self.use_bytes[start:stop] = self.use_bytes[start:stop].translate(_PASSED)
         if run:
-            first, size = run[0] * self.head_nbytes, run[1] * self.head_nbytes
-            self.raw[first : first + size] = bytes(size)
-            self.use_bytes[stop : sum(run)] = bytes([TAKEN]) * run[1]
+            self.forget(*run)
         return run
 
     def release(self, start: int, count: int) -> None:
-        """Let slots that hold nothing, and have no heads on the disk, be taken again."""
         self.heads[start : start + count] = 0
         self.use_bytes[start : start + count] = bytes([FREE]) * count
         self.free_at = min(self.free_at, start)
 
     def hold(self, start: int, heads: bytearray) -> None:
-        """Serve the records of packed heads in slots."""
+        """Serve the records of packed heads in slots; called by the index, as is ``release``."""
         at, count = start * self.head_nbytes, len(heads) // self.head_nbytes
         self.raw[at : at + len(heads)] = heads
         self.use_bytes[start : start + count] = b"\1" * count
 
-    def forget(self, start: int, count: int = 1) -> None:
-        """Stop serving the records in slots."""
-        self.heads[start : start + count, KEY_AT : KEY_AT + 32] = 0
+    def forget(self, start: int, count: int) -> None:
+        """Stop serving the records in slots; an index still needs the number in their keys."""
+        self.heads[start : start + count, KEY_AT : KEY_AT + 28] = _NO_KEY
         self.use_bytes[start : start + count] = bytes([TAKEN]) * count
 
     def use(self, start: int, count: int, call: int) -> None:
@@ -221,12 +230,15 @@ class Extent:
 
     def clean(self, heads: bytearray | memoryview) -> int:
         """Turn damaged heads into zeros, in place; how many of them were not zeros before."""
-        seed, array = self._seed, np.frombuffer(heads, np.uint8).reshape(-1, self.head_nbytes)
-        ticks = _column(array, 0)
-        bad = (ticks == 0) | (ticks >= TICK_MAX)
-        bad |= [digest(head, seed) != sum_ for head, sum_ in self._summed.iter_unpack(heads)]
-        damaged = int(array[bad].any(axis=1).sum())
-        array[bad] = 0
+        seed, damaged, size = self._seed, 0, _CLEANED * self.head_nbytes
+        for at in range(0, len(heads), size):
+            some = memoryview(heads)[at : at + size]
+            array = np.frombuffer(some, np.uint8).reshape(-1, self.head_nbytes)
+            ticks = _column(array, 0)
+            bad = (ticks == 0) | (ticks >= TICK_MAX)
+            bad |= [digest(head, seed) != sum_ for head, sum_ in self._summed.iter_unpack(some)]
+            damaged += int(array[bad].any(axis=1).sum())
+            array[bad] = 0
         return damaged
 
     # What is on the disk.
@@ -250,7 +262,8 @@ class Extent:
             read_all(disk, self.fd, [view], base, len(view))
         except OSError:
             self.lost = True
-            for at, stop in _pages(base, base + len(view)):
+            end = base + len(view)
+            for at, stop in pairwise([base, *range((base // PAGE_NBYTES + 1) * PAGE_NBYTES, end, PAGE_NBYTES), end]):
                 some = view[at - base : stop - base]
                 try:
                     if failed < FAILED_MAX:
@@ -293,18 +306,9 @@ def runs_of(slots: Sequence[int] | NDArray[np.int64]) -> list[tuple[int, int]]:
     return [(int(found[start]), stop - start) for start, stop in pairwise(cuts) if stop > start]
 
 
-def _pages(start: int, stop: int) -> list[tuple[int, int]]:
-    """What of each page lies between two bytes of a file.
-
-    >>> _pages(4000, 9000)
-    [(4000, 4096), (4096, 8192), (8192, 9000)]
-    """
-    return list(pairwise([start, *range((start // PAGE_NBYTES + 1) * PAGE_NBYTES, stop, PAGE_NBYTES), stop]))
-
-
 def _column(heads: Heads, at: int, dtype: str = "<u8") -> NDArray[Any]:
     """A field of each head, ``[n]``; a view."""
-    return heads[:, at : at + 8].view(dtype)[:, 0]
+    return heads[:, at : at + np.dtype(dtype).itemsize].view(dtype)[:, 0]
 
 
 def make_extent(disk: Disk, directory: LockedDirectory, shape: Shape) -> Extent:

@@ -114,7 +114,7 @@ def read_extents(opened: StoreDirectory, disk: Disk) -> Iterator[tuple[ExtentRep
     damaged: dict[Extent, int] = {}
     for extent in open_extents(disk, opened, os.O_RDONLY, refused):
         damaged[extent] = extent.serve(disk) + extent.lost
-    index.join(list(damaged))
+    index.join(list(damaged), [])
     for name, why in refused.items():
         yield ExtentReport(name, refused=why), None, []
     for extent in index.extents:

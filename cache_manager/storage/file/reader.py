@@ -25,8 +25,8 @@ from cache_manager.ports import Absence
 from cache_manager.record import Buffer, RecordHeader
 from cache_manager.storage.disk import Disk, Room, read_all
 from cache_manager.storage.file.directory import Seen, StoreDirectory
-from cache_manager.storage.file.extent import FREE, Extent, open_extents, runs_of
-from cache_manager.storage.file.index import Found, KeyIndex
+from cache_manager.storage.file.extent import Extent, open_extents, runs_of
+from cache_manager.storage.file.index import ANY, Found, KeyIndex
 from cache_manager.storage.guard import ClosingStore, OpenCheck
 
 _LOOKS_MAX: Final = 4
@@ -112,9 +112,9 @@ class Shelf(ClosingStore):
                     extent.use(local, count, self.calls)
             for (at, extent, local, count), packed in zip(runs, heads, strict=True):
                 changed |= self._read(extent, local, packed, left[at : at + count], buffers, found)
-            if None not in found or (look and not changed) or not self._looked_again(changed, looks):
+            left = [i for i, each in enumerate(found) if each is None]  # "in" would compare headers with it
+            if not left or (look and not changed) or not self._looked_again(changed, looks):
                 break
-            left = [i for i, each in enumerate(found) if each is None]
         return [each or Absence.MISS for each in found]
 
     def _read(
@@ -146,8 +146,8 @@ class Shelf(ClosingStore):
             absence = Absence.MISS  # for now
         if absence is None:
             same = now == heads
-            for i, header, at in zip(wanted, extent.headers(heads), range(0, len(heads), size), strict=True):
-                if same or now[at : at + size] == heads[at : at + size]:
+            for k, (i, header) in enumerate(zip(wanted, extent.headers(heads), strict=True)):
+                if same or now[k * size : (k + 1) * size] == heads[k * size : (k + 1) * size]:
                     found[i] = header
             return not same
         if count > 1:
@@ -292,17 +292,18 @@ class FileReader(Shelf):
         with self.lock:
             for extent in gone:
                 self.index.leave(extent)
-            self.index.join(opened)
+            self.index.join(opened, [])
 
     def _read_on(self, extent: Extent, first: int, count: int) -> None:
         """Serve what is new in slots, as far as the disk gives it; the writer takes an older copy's head away."""
         raw = bytearray(count * extent.head_nbytes)
         extent.load(self._disk, first, raw)
-        heads = np.frombuffer(raw, np.uint8).reshape(count, -1)
-        ticks = heads[:, :8].view("<u8")[:, 0]
+        ticks = np.frombuffer(raw, np.uint8).reshape(count, -1)[:, :8].view("<u8")[:, 0]
         with self.lock:
-            if extent.ordinal >= 0:
+            if extent.ordinal:
                 changed = np.flatnonzero(extent.ticks[first : first + count] != ticks)
-                extent.heads[first + changed] = heads[changed]
-                extent.uses[first + changed] = np.where(ticks[changed] > 0, 1, FREE)
-                self.index.add(extent, first + changed[ticks[changed] > 0])
+                for at, some in runs_of(changed[ticks[changed] == 0]):
+                    self.index.release(extent, first + at, some)
+                for at, some in runs_of(changed[ticks[changed] > 0]):
+                    some_heads = raw[at * extent.head_nbytes : (at + some) * extent.head_nbytes]
+                    self.index.hold(extent, first + at, some_heads, ANY, [])

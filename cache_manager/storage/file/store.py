@@ -9,7 +9,7 @@ import errno
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from enum import StrEnum
 from itertools import groupby
@@ -35,7 +35,7 @@ from cache_manager.storage.file.extent import (
     make_extent,
     open_extents,
 )
-from cache_manager.storage.file.index import Found, KeyIndex
+from cache_manager.storage.file.index import ANY, Found, KeyIndex
 from cache_manager.storage.file.reader import Shelf
 
 QUOTA_NBYTES: Final = 4 << 30
@@ -108,7 +108,7 @@ class FileStore(Shelf):
         self, headers: Sequence[RecordHeader], payloads: Sequence[Buffer], *, replace: bool = False
     ) -> list[RecordHeader | None]:
         for header, payload in zip(headers, payloads, strict=True):
-            if (size := memoryview(payload).nbytes) != header.payload_nbytes:
+            if (size := payload.nbytes if isinstance(payload, memoryview) else len(payload)) != header.payload_nbytes:
                 raise RecordError("payload size", header.payload_nbytes, size)
         self.guard.check()
         keys = [header.key for header in headers]
@@ -116,14 +116,12 @@ class FileStore(Shelf):
             with self.guard.lock():
                 self.guard.check()
                 self.calls += 1
-                older = self.index.find(keys)
-                held = self._held(older)
-            groups = self._wanted(headers, held, replace)
+                held = self._held(older := self.index.find(keys))
+            groups = self._wanted(headers, payloads, held, replace)
             evicted, may_lose = self._evicted, bool(held) or len(groups) > 1
             with self._saying("write"):
-                for layout, numbers in groups:
-                    some, theirs = [headers[i] for i in numbers], [payloads[i] for i in numbers]
-                    self._store(layout, some, theirs, held, again=bool(older))
+                for group in groups:
+                    self._store(*group, held, ANY if older else ())
                 if self._sync is Sync.BATCH:  # what is held, too: its sync may have failed
                     self._sync_all(self.index.extents)
             if may_lose and self._evicted != evicted:  # perhaps of these keys, for a later record
@@ -138,7 +136,9 @@ class FileStore(Shelf):
         with self._writing:
             with self.guard.lock():
                 self.guard.check()
-                self._forget(found := self.index.find(wanted))
+                for _, extent, start, count in (found := self.index.find(wanted)):
+                    extent.forget(start, count)
+                    self._unsure.append((extent, start, count))
                 lost = any(extent.lost for extent in self.index.extents)
             with self._saying("delete a record"):
                 self._erase()
@@ -195,19 +195,24 @@ class FileStore(Shelf):
         return held
 
     def _wanted(
-        self, headers: Sequence[RecordHeader], held: Mapping[BlockKey, RecordHeader], replace: bool
-    ) -> list[tuple[Layout, Sequence[int]]]:
+        self,
+        headers: Sequence[RecordHeader],
+        payloads: Sequence[Buffer],
+        held: Mapping[BlockKey, RecordHeader],
+        replace: bool,
+    ) -> list[tuple[Layout, Sequence[RecordHeader], Sequence[Buffer]]]:
         """Which records are to be stored, in groups of one layout."""
         layouts = [(header.fingerprint, header.payload_nbytes, len(header.valid)) for header in headers]
-        if not held and len({header.key for header in headers}) == len(headers) and len({*layouts}) == 1:
-            return [(layouts[0], range(len(headers)))]  # nearly always
+        if headers and not held and len({each.key for each in headers}) == len(headers) == layouts.count(layouts[0]):
+            return [(layouts[0], headers, payloads)]  # nearly always
         wanted: dict[BlockKey, int] = {}
         for i, header in enumerate(headers):
             key = header.key
             stored = headers[wanted[key]] if key in wanted else held.get(key)
             if stored is None or takes_the_place(header, stored, replace=replace):
                 wanted[key] = i
-        return [(layout, list(some)) for layout, some in groupby(sorted(wanted.values()), layouts.__getitem__)]
+        groups = [(layout, list(some)) for layout, some in groupby(sorted(wanted.values()), layouts.__getitem__)]
+        return [(layout, [headers[i] for i in some], [payloads[i] for i in some]) for layout, some in groups]
 
     def _store(
         self,
@@ -215,10 +220,9 @@ class FileStore(Shelf):
         headers: Sequence[RecordHeader],
         payloads: Sequence[Buffer],
         held: dict[BlockKey, RecordHeader],
-        *,
-        again: bool,
+        again: Container[int],
     ) -> None:
-        """Store records of one layout while there is room; ``again``: their keys may have older ones. Held: writing."""
+        """Store records of one layout while there is room. Held: writing."""
         if self._unsure:
             with suppress(OSError):  # their slots stay taken
                 self._erase()
@@ -230,30 +234,20 @@ class FileStore(Shelf):
                 heads = extent.pack(some, self._tick + 1, int(self._clock() * 1000))
                 self._tick += count
                 extent.write(self._disk, start, heads, payloads[at : at + count])
-                keys = [header.key for header in some]
                 with self.lock:
-                    older = self.index.find(keys) if again else []
-                    extent.hold(start, heads)
                     extent.used_at = self.calls
-                    self.index.add_keys(extent, start, keys)
-                    self._forget(older)
+                    self.index.hold(extent, start, heads, again, self._unsure)
                 runs.pop(0)
                 at += count
-                held.update(zip(keys, some, strict=True))
+                held |= {header.key: header for header in some}
                 self._directory.tell(extent.shape.number, start, count)
-                if older:
+                if again and self._unsure:
                     self._erase()
         except OSError as error:
             if error.errno not in NO_ROOM:
                 raise
         finally:
             self._unsure += runs
-
-    def _forget(self, found: Iterable[Found]) -> None:
-        """Find nothing in these slots any more. Held: writing, lock."""
-        for _, extent, start, count in found:
-            extent.forget(start, count)
-            self._unsure.append((extent, start, count))
 
     def _erase(self) -> None:
         """Erase the heads of forgotten records, so that none comes back; ``OSError``. Held: writing."""
@@ -262,7 +256,8 @@ class FileStore(Shelf):
             extent.write_heads(self._disk, start, bytes(count * extent.head_nbytes))
             self._directory.tell(extent.shape.number, start, count)
             self._unsure.pop()
-            extent.release(start, count)
+            with self.lock:
+                self.index.release(extent, start, count)
 
     def _sync_all(self, extents: Iterable[Extent]) -> None:
         """Make names and bytes durable; a file that cannot be synced stays dirty."""
@@ -303,7 +298,7 @@ class FileStore(Shelf):
             self._evicted += sum(run[2] for run in evicted)
         if not clock.extents:
             del self._clocks[layout]
-        return [run for run in runs if run[0].ordinal >= 0]  # without slots of extents dropped meanwhile
+        return [run for run in runs if run[0].ordinal]  # without slots of extents dropped meanwhile
 
     def _new_clock(self, layout: Layout) -> Clock:
         clock = self._clocks[layout] = Clock(max(self._extent_nbytes, Shape(0, 1, layout).nbytes))
@@ -344,14 +339,14 @@ class FileStore(Shelf):
             self._drop(oldest)
         return min(self._quota_nbytes - self._used_nbytes, spare)
 
-    def _join(self, extents: Sequence[Extent]) -> list[Run]:
-        """Serve what is in extents; the slots of older copies."""
+    def _join(self, extents: Sequence[Extent]) -> None:
+        """Serve what is in extents."""
         for extent in extents:
             self._used_nbytes += extent.shape.nbytes
             layout = extent.shape.layout
             (self._clocks.get(layout) or self._new_clock(layout)).extents.append(extent)
         with self.lock:
-            return self.index.join(extents)
+            self.index.join(extents, self._unsure)
 
     def _drop(self, extent: Extent) -> None:
         """Remove an extent with its records. Held: writing."""
@@ -379,7 +374,7 @@ class FileStore(Shelf):
             extent.used_at = place
         # Deleted records may have had higher ticks, which readers remember.
         self._tick = max([0, *(int(extent.ticks.max()) for extent in opened)]) + int.from_bytes(os.urandom(4), "little")
-        self._unsure = self._join(opened)
+        self._join(opened)
         while self._used_nbytes > self._quota_nbytes:
             self._drop(opened.pop(0))
         with suppress(OSError):
