@@ -127,32 +127,39 @@ class LeftRoutes:
         unseen: Sequence[Sequence[int]],
         gaps: Sequence[Gap] = (),
     ) -> dict[str, Any]:
-        """The client's data for request ``name`` with these routes.
+        """The client's data for request ``name`` with these routes, which are bound to ``tokens``.
 
-        The routes are bound to ``tokens``. Each request of a ``group`` gets the data of the whole group so far. Raises
-        what the store raises.
+        A front end sends on only the data of a ``group``'s last request: so this has the data of all that are done,
+        unless another one is still under way in the engine. A request that the front end may have ended by itself is
+        not waited for by that front end: beside one, each has the data of all. Raises what the store raises.
         """
         if tokens is not None:
             routes = routes.bind(np.asarray(tokens.ids), tokens.counts(routes.stop, routes.start))
         handle = self._store.put(name, routes).to_json()
         said = {LEFT: handle, UNSEEN: unseen, MISSING: [list(gap) for gap in gaps]}
-        return self._client_data(name, {kind: each for kind, each in said.items() if each}, group)
+        ends_here = tokens is not None and not tokens.cut
+        return self._client_data(name, {kind: each for kind, each in said.items() if each}, group, ends_here=ends_here)
 
     def fail(self, name: str, error: KVRouteError, group: str | None) -> dict[str, Any]:
         """The client's data for request ``name`` without routes."""
         logger.warning("request %s has no routes: %s", name, error)
         return self._client_data(name, {ERROR: str(error)}, group)
 
-    def _client_data(self, name: str, said: dict[str, Any], group: str | None) -> dict[str, Any]:
+    def _client_data(
+        self, name: str, said: dict[str, Any], group: str | None, *, ends_here: bool = False
+    ) -> dict[str, Any]:
+        own = {kind: {name: each} for kind, each in said.items()}
+        if group is None:
+            return {FIELD: own}
         with self._lock:
-            found = {} if group is None else self._siblings.setdefault(group, {})
-            for kind, each in said.items():
-                found.setdefault(kind, {})[name] = each
-            told = {FIELD: {kind: dict(each) for kind, each in found.items() if each}}
-            if group is not None:
-                self._siblings.move_to_end(group)
-                self._over(name, group)
-            return told
+            found = self._siblings.setdefault(group, {})
+            for kind, each in own.items():
+                found.setdefault(kind, {}).update(each)
+            self._siblings.move_to_end(group)
+            self._over(name, group)
+            if ends_here and group in self._under_way:
+                return {FIELD: own}
+            return {FIELD: {kind: dict(each) for kind, each in found.items() if each}}
 
     def close(self) -> None:
         self._store.close()
