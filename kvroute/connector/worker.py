@@ -60,8 +60,8 @@ class WorkerRows:
 
     ``kv_caches`` are the layers' KV by name, as :func:`witnessing` needs them; ``pages`` are among them if rows go into
     the KV. The routers call the hooks of :attr:`ids`. Each step is :meth:`begin`, its slots in :attr:`slots` (int64
-    ``[tokens]``, negative: padding; copied when they are set), and :meth:`end`; a step that computes nothing has no
-    slots. Blocks whose KV could not be loaded are given to :meth:`fail` before it. See :func:`part_of` for ``joined``.
+    ``[tokens]``, negative: padding), and :meth:`end`; a step that computes nothing has no slots. Blocks whose KV could
+    not be loaded are given to :meth:`fail` before it. See :func:`part_of` for ``joined``.
 
     Both calls launch work on the device and wait for nothing. On a CPU the host's part is done at once; if ``late``,
     the default beside any other device, a thread of its own does it behind the device.
@@ -105,6 +105,7 @@ class WorkerRows:
         self._behind: Behind | None = None
         if not self._on_cpu if late is None else late:
             self._behind = Behind("kvroute-behind", self._lose, PENDING_MAX)
+        self._slots_stay = self._behind is None and not engine.drafts  # until the step's end, their last reader's
         self._lost: Exception | None = None
         self._step: StepMeta | None = None
         self._begun = False  # on the host
@@ -114,7 +115,7 @@ class WorkerRows:
 
     @property
     def slots(self) -> torch.Tensor | None:
-        """Where the tokens of the current step are; the engine may reuse its own memory of them before the end.
+        """Where the current step's tokens are. An engine with drafts may reuse its own memory of them before the end.
 
         Outside a step they are ignored: an engine that captures a graph sets some.
         """
@@ -122,7 +123,10 @@ class WorkerRows:
 
     @slots.setter
     def slots(self, slots: torch.Tensor | None) -> None:
-        self._slots = None if slots is None or self._step is None else slots.clone()
+        if slots is None or self._step is None:
+            self._slots = None
+        else:
+            self._slots = slots if self._slots_stay else slots.clone()
 
     def handshake(self, inner: Any = None) -> Handshake:
         """The message for the scheduler before the first request."""
@@ -135,7 +139,7 @@ class WorkerRows:
     def begin(self, step: StepMeta) -> None:
         """A step begins: what has become of blocks until now. Unless that hurries, the host hears of it at the end."""
         if self._step is not None and not self._begun:  # its end never came
-            self._then(partial(self._begin_on_host, self._step, None))
+            self._then(self._begin_on_host, self._step, None)
         self._step, self._slots = step, None
         self.ids.begin()
         if self.pages:
@@ -143,7 +147,7 @@ class WorkerRows:
         if self.transfers:
             self.transfers.expect(step)
         if begun := bool(step.joined or step.landed or step.fetches or step.withdrawn):
-            self._then(partial(self._begin_on_host, step, self._look(step.landed)))
+            self._then(self._begin_on_host, step, self._look(step.landed))
         self._begun = begun
 
     def fail(self, blocks: set[int]) -> None:
@@ -194,7 +198,7 @@ class WorkerRows:
         if self.witness and step.full:
             full = self.witness.look(step.full)
         begun, self._begun = self._begun, True
-        self._then(partial(self._end_on_host, step, begun, come, failed, slots, ids, redone, full))
+        self._then(self._end_on_host, step, begun, come, failed, slots, ids, redone, full)
 
     def _look(self, runs: Sequence[Run], without: Collection[int] = ()) -> _Come | None:
         """Look at the loaded KV of these blocks; blocks ``without`` got none."""
@@ -203,11 +207,12 @@ class WorkerRows:
         page = self.pages.look(runs, without) if self.pages else None
         return _Come(runs, page, self.witness.look(runs) if self.witness else None)
 
-    def _then(self, call: Callable[[], None]) -> None:
+    def _then(self, does: Callable[..., None], *given: Any) -> None:
         """Do this when the device has done the work launched until now: on a CPU at once."""
         if self._behind is None:
-            call()
+            does(*given)
             return
+        call = partial(does, *given)
         if self._lost is not None and self.engine.settings.strict:
             raise self._lost
         if not self._on_cpu:
