@@ -21,11 +21,11 @@ from kvroute.routes import Routes
 
 logger = logging.getLogger(__name__)
 
-SIBLINGS_MAX: Final = 1024
-"""Most requests with several completions of which only some are done."""
+QUIET_MAX: Final = 1024
+"""Most groups none of whose completions is under way,"""
 QUIET_NBYTES_MAX: Final = 64 << 20
-"""Bytes of data of requests none of whose completions is under way. A further one may still come: vLLM sends the engine
-one after the other, so that the first may be done before the next is there."""
+"""and bytes of their data. A further completion may still come: vLLM sends the engine one after the other, so that the
+first may be done before the next is there."""
 CUTS_MAX: Final = 1024
 """How many last tokens the front end may have cut off, because it ended the request before it saw them."""
 
@@ -63,7 +63,7 @@ class LeftRoutes:
     def __init__(self, store: RolloutStore) -> None:
         self._store = store
         self._lock = threading.Lock()
-        self._siblings: OrderedDict[str, dict[str, dict[str, Any]]] = OrderedDict()
+        self._siblings: dict[str, dict[str, dict[str, Any]]] = {}
         self._under_way: dict[str, set[str]] = {}  # names by group
         self._quiet: OrderedDict[str, int] = OrderedDict()  # groups without any, and the bytes of their data
 
@@ -112,11 +112,8 @@ class LeftRoutes:
             if (told := self._siblings.get(group)) is not None:
                 self._quiet[group] = sum(len(each) for of in told.values() for each in of.values())
                 self._quiet.move_to_end(group)
-        while len(self._quiet) > 1 and sum(self._quiet.values()) > QUIET_NBYTES_MAX:
+        while len(self._quiet) > (QUIET_MAX if sum(self._quiet.values()) <= QUIET_NBYTES_MAX else 1):
             self._siblings.pop(self._quiet.popitem(last=False)[0], None)
-        while len(self._siblings) > SIBLINGS_MAX:
-            oldest, _ = self._siblings.popitem(last=False)
-            self._quiet.pop(oldest, None)
 
     def leave(
         self,
@@ -155,7 +152,6 @@ class LeftRoutes:
             found = self._siblings.setdefault(group, {})
             for kind, each in own.items():
                 found.setdefault(kind, {}).update(each)
-            self._siblings.move_to_end(group)
             self._over(name, group)
             if ends_here and group in self._under_way:
                 return {FIELD: own}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -42,9 +41,6 @@ NOT_RESTORED: Final = {
     "failed_blocks_not_restored": "the store of rows has failed",
 }
 """Why a restore brought nothing, by the counters of :attr:`RestoreJob.lost`."""
-REASONS_MAX: Final = 256
-"""Reasons that are counted, and logged once, each by itself."""
-MORE: Final = "further reasons"
 
 
 class _Come(NamedTuple):
@@ -95,11 +91,9 @@ class WorkerRows:
             folder = KvFolder(witnessing(kv_caches, engine.spec.attrs["layer_ids"]), join=joined)
             self.witness = KvWitness(self.blocks, folder, engine.blocks)
         self.meter = Meter(self._counters)
-        self.transfers = Transfers(self.blocks, settings, self._miss, self.meter) if engine.transfer else None
+        self.transfers = Transfers(self.blocks, settings, self.meter) if engine.transfer else None
         self._experts: int = engine.spec.attrs["num_experts"]
         self.ids = StepIds(engine.spec, engine.max_tokens, self._device)
-        self._counting = threading.Lock()  # guards the next: two threads count
-        self.missing: Counter[str] = Counter()  # numbers of tokens without rows, by reason
         self._failed_jobs = False  # whether a job of the store has failed
         self._slots: torch.Tensor | None = None
         self._behind: Behind | None = None
@@ -112,6 +106,11 @@ class WorkerRows:
         self._failed: set[int] = set()  # blocks whose KV has not come, in the step at hand
         self._failed_untold: set[int] = set()
         kvroute.preload()
+
+    @property
+    def missing(self) -> Counter[str]:
+        """Numbers of tokens without rows, by cause."""
+        return self.meter.missing
 
     @property
     def slots(self) -> torch.Tensor | None:
@@ -260,7 +259,7 @@ class WorkerRows:
             if slots is not None:
                 self._write(slots, ids, step, redone)
             elif step.tokens:  # rows that it overwrote, for example a draft's, must not stay
-                self._miss(NO_SLOTS, step.tokens)
+                self.meter.miss(NO_SLOTS, step.tokens)
                 self.blocks.forget()
             if self.transfers:
                 self.transfers.lend(step)
@@ -282,7 +281,7 @@ class WorkerRows:
         """Write the ids of the tokens ``at`` these slots, if they were ``given``; blocks ``redone`` get no rows."""
         slots = at.numpy()
         if isinstance(given, str):
-            self._miss(given, int(np.count_nonzero(slots >= 0)))
+            self.meter.miss(given, int(np.count_nonzero(slots >= 0)))
             self.blocks.write_step(slots, {})
             return
         spec, ids = self.engine.spec, given.numpy()
@@ -291,7 +290,7 @@ class WorkerRows:
             again = np.isin(slots // self.engine.tokens, redone)
             wrong = again if wrong is None else wrong | again
         if wrong is not None:
-            self._miss(NO_IDS, int(np.count_nonzero(wrong & (slots >= 0))))
+            self.meter.miss(NO_IDS, int(np.count_nonzero(wrong & (slots >= 0))))
         written = {spec.name: ids.astype(spec.dtype, copy=False)}  # ids that do not fit are not written
         if step.version is not None:  # without one the rows have none, and old labels go
             written[VERSION] = np.full(slots.size, step.version, np.uint32)
@@ -307,7 +306,7 @@ class WorkerRows:
                 self._tell(job)
             else:
                 job.cancel()
-                self._miss(NO_ANSWER, len(job.blocks) * self.engine.tokens)
+                self.meter.miss(NO_ANSWER, len(job.blocks) * self.engine.tokens)
 
     def _compare(self, come: _Come, namespace: bytes) -> None:
         """KV has come with its rows, from the store or in pages: make rows of other KV missing."""
@@ -316,13 +315,13 @@ class WorkerRows:
             sound = good & valid_rows(self.engine.spec, ids)
             lost[NO_IDS] = int(np.count_nonzero(good & ~sound))
             for reason, tokens in lost.items():
-                self._miss(reason, tokens)
+                self.meter.miss(reason, tokens)
             self.blocks.write_step(come.page.slots, {self.engine.spec.name: ids}, sound)
         else:  # only the store brings rows, for whole blocks
             size = self.engine.tokens if self.store else 0
-            self._miss(NO_CARRIER, sum(max(0, run.tokens - size * len(run.blocks)) for run in come.runs))
+            self.meter.miss(NO_CARRIER, sum(max(0, run.tokens - size * len(run.blocks)) for run in come.runs))
         if self.witness and come.folds is not None:
-            self._miss(OTHER, len(self.witness.refused(come.runs, come.folds)) * self.engine.tokens)
+            self.meter.miss(OTHER, len(self.witness.refused(come.runs, come.folds)) * self.engine.tokens)
 
     # ---------------------------------------------------------------- what is counted, and the end
 
@@ -333,19 +332,7 @@ class WorkerRows:
             self._failed_jobs = True
             logger.warning("the store of rows has failed, %s: %s; further times are counted", job.name, job.failure)
         for why, blocks in job.lost.items() if isinstance(job, RestoreJob) else ():
-            self._miss(NOT_RESTORED[why], blocks * self.engine.tokens)
-
-    def _miss(self, reason: str, tokens: int) -> None:
-        if not tokens:
-            return
-        with self._counting:
-            if reason not in self.missing and len(self.missing) >= REASONS_MAX:
-                reason = MORE  # some name an address, which a client has sent
-            first = reason not in self.missing
-            self.missing[reason] += tokens
-        if first:
-            logger.warning("%d tokens have no rows: %s; further ones are counted", tokens, reason)
-        self.meter.miss(reason, tokens)
+            self.meter.miss(NOT_RESTORED[why], blocks * self.engine.tokens)
 
     def _counters(self) -> dict[str, Any]:
         """The present counters of each tier."""
