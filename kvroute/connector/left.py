@@ -21,11 +21,11 @@ from kvroute.routes import Routes
 
 logger = logging.getLogger(__name__)
 
-SIBLINGS_MAX: Final = 1024
-"""Most requests with several completions of which only some are done."""
+QUIET_MAX: Final = 1024
+"""Most groups none of whose completions is under way,"""
 QUIET_NBYTES_MAX: Final = 64 << 20
-"""Bytes of data of requests none of whose completions is under way. A further one may still come: vLLM sends the engine
-one after the other, so that the first may be done before the next is there."""
+"""and bytes of their data. A further completion may still come: vLLM sends the engine one after the other, so that the
+first may be done before the next is there."""
 CUTS_MAX: Final = 1024
 """How many last tokens the front end may have cut off, because it ended the request before it saw them."""
 
@@ -63,7 +63,7 @@ class LeftRoutes:
     def __init__(self, store: RolloutStore) -> None:
         self._store = store
         self._lock = threading.Lock()
-        self._siblings: OrderedDict[str, dict[str, dict[str, Any]]] = OrderedDict()
+        self._siblings: dict[str, dict[str, dict[str, Any]]] = {}
         self._under_way: dict[str, set[str]] = {}  # names by group
         self._quiet: OrderedDict[str, int] = OrderedDict()  # groups without any, and the bytes of their data
 
@@ -112,11 +112,8 @@ class LeftRoutes:
             if (told := self._siblings.get(group)) is not None:
                 self._quiet[group] = sum(len(each) for of in told.values() for each in of.values())
                 self._quiet.move_to_end(group)
-        while len(self._quiet) > 1 and sum(self._quiet.values()) > QUIET_NBYTES_MAX:
+        while len(self._quiet) > (QUIET_MAX if sum(self._quiet.values()) <= QUIET_NBYTES_MAX else 1):
             self._siblings.pop(self._quiet.popitem(last=False)[0], None)
-        while len(self._siblings) > SIBLINGS_MAX:
-            oldest, _ = self._siblings.popitem(last=False)
-            self._quiet.pop(oldest, None)
 
     def leave(
         self,
@@ -127,32 +124,38 @@ class LeftRoutes:
         unseen: Sequence[Sequence[int]],
         gaps: Sequence[Gap] = (),
     ) -> dict[str, Any]:
-        """The client's data for request ``name`` with these routes.
+        """The client's data for request ``name`` with these routes, which are bound to ``tokens``.
 
-        The routes are bound to ``tokens``. Each request of a ``group`` gets the data of the whole group so far. Raises
-        what the store raises.
+        A front end sends on only the data of a ``group``'s last request: so this has the data of all that are done,
+        unless another one is still under way in the engine. A request that the front end may have ended by itself is
+        not waited for by that front end: beside one, each has the data of all. Raises what the store raises.
         """
         if tokens is not None:
             routes = routes.bind(np.asarray(tokens.ids), tokens.counts(routes.stop, routes.start))
         handle = self._store.put(name, routes).to_json()
         said = {LEFT: handle, UNSEEN: unseen, MISSING: [list(gap) for gap in gaps]}
-        return self._client_data(name, {kind: each for kind, each in said.items() if each}, group)
+        ends_here = tokens is not None and not tokens.cut
+        return self._client_data(name, {kind: each for kind, each in said.items() if each}, group, ends_here=ends_here)
 
     def fail(self, name: str, error: KVRouteError, group: str | None) -> dict[str, Any]:
         """The client's data for request ``name`` without routes."""
         logger.warning("request %s has no routes: %s", name, error)
         return self._client_data(name, {ERROR: str(error)}, group)
 
-    def _client_data(self, name: str, said: dict[str, Any], group: str | None) -> dict[str, Any]:
+    def _client_data(
+        self, name: str, said: dict[str, Any], group: str | None, *, ends_here: bool = False
+    ) -> dict[str, Any]:
+        own = {kind: {name: each} for kind, each in said.items()}
+        if group is None:
+            return {FIELD: own}
         with self._lock:
-            found = {} if group is None else self._siblings.setdefault(group, {})
-            for kind, each in said.items():
-                found.setdefault(kind, {})[name] = each
-            told = {FIELD: {kind: dict(each) for kind, each in found.items() if each}}
-            if group is not None:
-                self._siblings.move_to_end(group)
-                self._over(name, group)
-            return told
+            found = self._siblings.setdefault(group, {})
+            for kind, each in own.items():
+                found.setdefault(kind, {}).update(each)
+            self._over(name, group)
+            if ends_here and group in self._under_way:
+                return {FIELD: own}
+            return {FIELD: {kind: dict(each) for kind, each in found.items() if each}}
 
     def close(self) -> None:
         self._store.close()

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, is_dataclass
 from typing import Any, Final
+
+logger = logging.getLogger(__name__)
 
 EVENTS: Final = "kvroute:events_total"
 MISSING: Final = "kvroute:tokens_without_rows_total"
@@ -39,7 +42,9 @@ class Meter:
     """
 
     def __init__(self, look: Callable[[], Mapping[str, Any]]) -> None:
-        self._look, self._missing, self._causes = look, Counter[str](), set[str]()
+        self.missing = Counter[str]()
+        """Tokens without rows since the start, by cause."""
+        self._look, self._missing_before = look, Counter[str]()
         self._counting = threading.Lock()  # guards the two: several threads miss tokens, another one takes
         self._before: dict[str, int] = {}
         self._times: deque[tuple[str, float]] = deque(maxlen=TIMES_MAX)
@@ -48,14 +53,18 @@ class Meter:
     def took(self, what: str, seconds: float) -> None:
         self._times.append((what, seconds))
 
-    def miss(self, cause: str, tokens: int) -> None:
-        """Count ``tokens`` without rows; ``cause`` in words, without the details after a colon."""
-        cause = cause.partition(":")[0]
+    def miss(self, reason: str, tokens: int) -> None:
+        """Count ``tokens`` without rows by the cause in ``reason``, which ends at a colon; log the first of each."""
+        if not tokens:
+            return
+        cause = reason.partition(":")[0]  # behind it there may be an address, which a client has sent
         with self._counting:
-            if cause not in self._causes and len(self._causes) >= CAUSES_MAX:
+            if cause not in self.missing and len(self.missing) >= CAUSES_MAX:
                 cause = "other"
-            self._causes.add(cause)
-            self._missing[cause] += tokens
+            first = cause not in self.missing
+            self.missing[cause] += tokens
+        if first:
+            logger.warning("%d tokens have no rows: %s; further ones are counted", tokens, reason)
 
     def take(self) -> Taken | None:
         """What has happened since the last call; ``None`` if that was less than ``EVERY_S`` ago, or nothing has."""
@@ -69,9 +78,9 @@ class Meter:
             what, seconds = self._times.popleft()
             times.setdefault(what, []).append(seconds)
         with self._counting:
-            missing, self._missing = dict(self._missing), Counter()
+            missing, self._missing_before = self.missing - self._missing_before, self.missing.copy()
         self._before = counted
-        taken: Taken = {EVENTS: grown, MISSING: missing, SECONDS: times}
+        taken: Taken = {EVENTS: grown, MISSING: dict(missing), SECONDS: times}
         return taken if any(taken.values()) else None
 
 

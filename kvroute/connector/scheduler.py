@@ -340,10 +340,9 @@ class SchedulerRows:
 
         ``name`` is the client's name for the request, by which a rollout store finds it. ``of`` are its tokens: routes
         not bound to them are handed out only with answers that have no token ids. With ``ended``, the result of
-        :meth:`forget`, the wait skips steps that wrote none of these rows. Each of a ``group`` of requests, the
-        completions of one prompt, gets the data of all that are done, for engines that send on only the last one's
-        data. The client already has rows before ``start``; if that is no position of the prompt, the answer has an
-        error.
+        :meth:`forget`, the wait skips steps that wrote none of these rows. The last of a ``group`` of requests, the
+        completions of one prompt, gets the data of all, for engines that send on only the last one's. The client has
+        the rows before ``start``; if that is no position of the prompt, the answer has an error.
         """
         if self._ends is None:
             return None

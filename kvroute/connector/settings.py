@@ -86,7 +86,7 @@ class Engine:
     gate: bool  # hits are cut to KV that has rows
     pages: bool  # rows are in a layer of the KV
     witness: Literal["missing", "flagged", "off"]  # "off": no KV is loaded that others kept
-    drafts: bool = False  # a draft model computes in the same steps, and uses the same memory for its slots
+    drafts: bool = True  # a draft model computes in the same steps, and uses the memory of their slots for its own
     transfer: bool = False  # rows of prompts are lent to other engines, and fetched from them
 
     @property

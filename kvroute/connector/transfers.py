@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 from typing import Final
 
@@ -24,18 +24,18 @@ LATE: Final = f"they were not here {LATE_S} s after their KV"
 
 
 class Transfers:
-    """Lends and fetches rows of ``blocks`` as a scheduler says; ``miss(reason, tokens)`` counts rows that do not come.
+    """Lends and fetches rows of ``blocks`` as a scheduler says, and counts rows that do not come.
 
     The thread that launches steps calls :meth:`expect` and :meth:`arrived`, the one that writes their rows
     :meth:`begin` and :meth:`lend`.
     """
 
-    def __init__(self, blocks: AuxBlocks, settings: Settings, miss: Callable[[str, int], None], meter: Meter) -> None:
+    def __init__(self, blocks: AuxBlocks, settings: Settings, meter: Meter) -> None:
         link = link_of(settings.lend, settings.keys)
         self.crossing = Crossing(blocks, link, lent_nbytes_max=settings.lent_nbytes_max)
         self.not_lent = 0
         """Blocks whose rows could not be lent."""
-        self._blocks, self._miss, self._meter = blocks, miss, meter
+        self._blocks, self._meter = blocks, meter
         self._since_s: dict[bytes, float] = {}  # begin of each transfer under way
         self._under_way: dict[bytes, Fetch] = {}
         self._waiting: dict[str, float] = {}  # requests whose KV has come, with the end of their wait for rows
@@ -79,7 +79,7 @@ class Transfers:
                 self._meter.took("transfer", time.monotonic() - self._since_s.pop(each.transfer))
                 self._why[fetch.request] = each.why
                 for reason in each.why.values():
-                    self._miss(reason, self._blocks.block_tokens)
+                    self._meter.miss(reason, self._blocks.block_tokens)
         now_s, under_way = time.monotonic(), {fetch.request: fetch for fetch in self._under_way.values()}
         self._waiting |= dict.fromkeys(requests, now_s + LATE_S)
         go = {name for name, end_s in self._waiting.items() if name not in under_way or end_s < now_s or name in failed}

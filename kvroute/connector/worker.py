@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -42,9 +41,6 @@ NOT_RESTORED: Final = {
     "failed_blocks_not_restored": "the store of rows has failed",
 }
 """Why a restore brought nothing, by the counters of :attr:`RestoreJob.lost`."""
-REASONS_MAX: Final = 256
-"""Reasons that are counted, and logged once, each by itself."""
-MORE: Final = "further reasons"
 
 
 class _Come(NamedTuple):
@@ -60,8 +56,8 @@ class WorkerRows:
 
     ``kv_caches`` are the layers' KV by name, as :func:`witnessing` needs them; ``pages`` are among them if rows go into
     the KV. The routers call the hooks of :attr:`ids`. Each step is :meth:`begin`, its slots in :attr:`slots` (int64
-    ``[tokens]``, negative: padding; copied when they are set), and :meth:`end`; a step that computes nothing has no
-    slots. Blocks whose KV could not be loaded are given to :meth:`fail` before it. See :func:`part_of` for ``joined``.
+    ``[tokens]``, negative: padding), and :meth:`end`; a step that computes nothing has no slots. Blocks whose KV could
+    not be loaded are given to :meth:`fail` before it. See :func:`part_of` for ``joined``.
 
     Both calls launch work on the device and wait for nothing. On a CPU the host's part is done at once; if ``late``,
     the default beside any other device, a thread of its own does it behind the device.
@@ -95,16 +91,15 @@ class WorkerRows:
             folder = KvFolder(witnessing(kv_caches, engine.spec.attrs["layer_ids"]), join=joined)
             self.witness = KvWitness(self.blocks, folder, engine.blocks)
         self.meter = Meter(self._counters)
-        self.transfers = Transfers(self.blocks, settings, self._miss, self.meter) if engine.transfer else None
+        self.transfers = Transfers(self.blocks, settings, self.meter) if engine.transfer else None
         self._experts: int = engine.spec.attrs["num_experts"]
         self.ids = StepIds(engine.spec, engine.max_tokens, self._device)
-        self._counting = threading.Lock()  # guards the next: two threads count
-        self.missing: Counter[str] = Counter()  # numbers of tokens without rows, by reason
         self._failed_jobs = False  # whether a job of the store has failed
         self._slots: torch.Tensor | None = None
         self._behind: Behind | None = None
         if not self._on_cpu if late is None else late:
             self._behind = Behind("kvroute-behind", self._lose, PENDING_MAX)
+        self._slots_stay = self._behind is None and not engine.drafts  # until the step's end, their last reader's
         self._lost: Exception | None = None
         self._step: StepMeta | None = None
         self._begun = False  # on the host
@@ -113,8 +108,13 @@ class WorkerRows:
         kvroute.preload()
 
     @property
+    def missing(self) -> Counter[str]:
+        """Numbers of tokens without rows, by cause."""
+        return self.meter.missing
+
+    @property
     def slots(self) -> torch.Tensor | None:
-        """Where the tokens of the current step are; the engine may reuse its own memory of them before the end.
+        """Where the current step's tokens are. An engine with drafts may reuse its own memory of them before the end.
 
         Outside a step they are ignored: an engine that captures a graph sets some.
         """
@@ -122,7 +122,10 @@ class WorkerRows:
 
     @slots.setter
     def slots(self, slots: torch.Tensor | None) -> None:
-        self._slots = None if slots is None or self._step is None else slots.clone()
+        if slots is None or self._step is None:
+            self._slots = None
+        else:
+            self._slots = slots if self._slots_stay else slots.clone()
 
     def handshake(self, inner: Any = None) -> Handshake:
         """The message for the scheduler before the first request."""
@@ -135,7 +138,7 @@ class WorkerRows:
     def begin(self, step: StepMeta) -> None:
         """A step begins: what has become of blocks until now. Unless that hurries, the host hears of it at the end."""
         if self._step is not None and not self._begun:  # its end never came
-            self._then(partial(self._begin_on_host, self._step, None))
+            self._then(self._begin_on_host, self._step, None)
         self._step, self._slots = step, None
         self.ids.begin()
         if self.pages:
@@ -143,7 +146,7 @@ class WorkerRows:
         if self.transfers:
             self.transfers.expect(step)
         if begun := bool(step.joined or step.landed or step.fetches or step.withdrawn):
-            self._then(partial(self._begin_on_host, step, self._look(step.landed)))
+            self._then(self._begin_on_host, step, self._look(step.landed))
         self._begun = begun
 
     def fail(self, blocks: set[int]) -> None:
@@ -194,7 +197,7 @@ class WorkerRows:
         if self.witness and step.full:
             full = self.witness.look(step.full)
         begun, self._begun = self._begun, True
-        self._then(partial(self._end_on_host, step, begun, come, failed, slots, ids, redone, full))
+        self._then(self._end_on_host, step, begun, come, failed, slots, ids, redone, full)
 
     def _look(self, runs: Sequence[Run], without: Collection[int] = ()) -> _Come | None:
         """Look at the loaded KV of these blocks; blocks ``without`` got none."""
@@ -203,11 +206,12 @@ class WorkerRows:
         page = self.pages.look(runs, without) if self.pages else None
         return _Come(runs, page, self.witness.look(runs) if self.witness else None)
 
-    def _then(self, call: Callable[[], None]) -> None:
+    def _then(self, does: Callable[..., None], *given: Any) -> None:
         """Do this when the device has done the work launched until now: on a CPU at once."""
         if self._behind is None:
-            call()
+            does(*given)
             return
+        call = partial(does, *given)
         if self._lost is not None and self.engine.settings.strict:
             raise self._lost
         if not self._on_cpu:
@@ -255,7 +259,7 @@ class WorkerRows:
             if slots is not None:
                 self._write(slots, ids, step, redone)
             elif step.tokens:  # rows that it overwrote, for example a draft's, must not stay
-                self._miss(NO_SLOTS, step.tokens)
+                self.meter.miss(NO_SLOTS, step.tokens)
                 self.blocks.forget()
             if self.transfers:
                 self.transfers.lend(step)
@@ -277,7 +281,7 @@ class WorkerRows:
         """Write the ids of the tokens ``at`` these slots, if they were ``given``; blocks ``redone`` get no rows."""
         slots = at.numpy()
         if isinstance(given, str):
-            self._miss(given, int(np.count_nonzero(slots >= 0)))
+            self.meter.miss(given, int(np.count_nonzero(slots >= 0)))
             self.blocks.write_step(slots, {})
             return
         spec, ids = self.engine.spec, given.numpy()
@@ -286,7 +290,7 @@ class WorkerRows:
             again = np.isin(slots // self.engine.tokens, redone)
             wrong = again if wrong is None else wrong | again
         if wrong is not None:
-            self._miss(NO_IDS, int(np.count_nonzero(wrong & (slots >= 0))))
+            self.meter.miss(NO_IDS, int(np.count_nonzero(wrong & (slots >= 0))))
         written = {spec.name: ids.astype(spec.dtype, copy=False)}  # ids that do not fit are not written
         if step.version is not None:  # without one the rows have none, and old labels go
             written[VERSION] = np.full(slots.size, step.version, np.uint32)
@@ -302,7 +306,7 @@ class WorkerRows:
                 self._tell(job)
             else:
                 job.cancel()
-                self._miss(NO_ANSWER, len(job.blocks) * self.engine.tokens)
+                self.meter.miss(NO_ANSWER, len(job.blocks) * self.engine.tokens)
 
     def _compare(self, come: _Come, namespace: bytes) -> None:
         """KV has come with its rows, from the store or in pages: make rows of other KV missing."""
@@ -311,13 +315,13 @@ class WorkerRows:
             sound = good & valid_rows(self.engine.spec, ids)
             lost[NO_IDS] = int(np.count_nonzero(good & ~sound))
             for reason, tokens in lost.items():
-                self._miss(reason, tokens)
+                self.meter.miss(reason, tokens)
             self.blocks.write_step(come.page.slots, {self.engine.spec.name: ids}, sound)
         else:  # only the store brings rows, for whole blocks
             size = self.engine.tokens if self.store else 0
-            self._miss(NO_CARRIER, sum(max(0, run.tokens - size * len(run.blocks)) for run in come.runs))
+            self.meter.miss(NO_CARRIER, sum(max(0, run.tokens - size * len(run.blocks)) for run in come.runs))
         if self.witness and come.folds is not None:
-            self._miss(OTHER, len(self.witness.refused(come.runs, come.folds)) * self.engine.tokens)
+            self.meter.miss(OTHER, len(self.witness.refused(come.runs, come.folds)) * self.engine.tokens)
 
     # ---------------------------------------------------------------- what is counted, and the end
 
@@ -328,19 +332,7 @@ class WorkerRows:
             self._failed_jobs = True
             logger.warning("the store of rows has failed, %s: %s; further times are counted", job.name, job.failure)
         for why, blocks in job.lost.items() if isinstance(job, RestoreJob) else ():
-            self._miss(NOT_RESTORED[why], blocks * self.engine.tokens)
-
-    def _miss(self, reason: str, tokens: int) -> None:
-        if not tokens:
-            return
-        with self._counting:
-            if reason not in self.missing and len(self.missing) >= REASONS_MAX:
-                reason = MORE  # some name an address, which a client has sent
-            first = reason not in self.missing
-            self.missing[reason] += tokens
-        if first:
-            logger.warning("%d tokens have no rows: %s; further ones are counted", tokens, reason)
-        self.meter.miss(reason, tokens)
+            self.meter.miss(NOT_RESTORED[why], blocks * self.engine.tokens)
 
     def _counters(self) -> dict[str, Any]:
         """The present counters of each tier."""

@@ -18,6 +18,7 @@ _REQUEST = re.compile(
     r"chatcmpl-(?P<user>.+)-[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}(_(?P<sample>[0-9]{1,6}))?",
     re.DOTALL,
 )
+_SAMPLE = re.compile(r"~[0-9]+\Z")
 _TURN = re.compile(r"(?P<prefix>.*:.*):(?P<turn>[0-9]{1,9}):(?P<segment>[^:]*)", re.DOTALL)
 
 
@@ -25,16 +26,17 @@ def rollout_id_of(request_id: str, sample: int = 0) -> str:
     """The rollout id of a request, as in FastDeploy: the client's ``user``.
 
     A request id that begins with ``chatcmpl-`` has to be ``chatcmpl-<user>-<uuid4>``, with or without a final ``_<n>``;
-    any other is a rollout id itself. Samples after the first get ``_<sample>``, or ``_<n>``: FastDeploy has one id for
-    all samples of a request, so that the last one would replace the others. :class:`InvalidInputError` for other ids;
-    FastDeploy uses the first field of the UUID as user of a request without one.
+    any other is a rollout id itself. Samples after the first get ``~<sample>``, or ``~<n>``: FastDeploy has one id for
+    all samples of a request, so that the last one would replace the others. :class:`InvalidInputError` for other ids,
+    and for one that ends like that: it would be a sample's of another request. FastDeploy uses the first field of the
+    UUID as user of a request without one.
 
     >>> rollout_id_of("chatcmpl-xxx_xxx_epoch_15:2:2:1-d9f16c5c-65f6-4815-b44d-14e2c581907c_0")
     'xxx_xxx_epoch_15:2:2:1'
     >>> rollout_id_of("chatcmpl-my-user-7:0:0:0-d9f16c5c-65f6-4815-b44d-14e2c581907c", sample=1)
-    'my-user-7:0:0:0_1'
+    'my-user-7:0:0:0~1'
     >>> rollout_id_of("chatcmpl-my-user-7:0:0:0-d9f16c5c-65f6-4815-b44d-14e2c581907c_1")
-    'my-user-7:0:0:0_1'
+    'my-user-7:0:0:0~1'
     """
     found = checked_id(request_id, "request id")
     if request_id.startswith("chatcmpl-"):
@@ -44,7 +46,9 @@ def rollout_id_of(request_id: str, sample: int = 0) -> str:
                 "request id", "chatcmpl-<user>-<uuid4>, with or without a final _<n>", repr(request_id)
             )
         found, sample = match["user"], sample or int(match["sample"] or 0)
-    return checked_id(f"{found}_{sample}" if sample else found)
+    if _SAMPLE.search(found):
+        raise InvalidInputError("request id", "one that does not end with ~<number>, as samples do", repr(request_id))
+    return checked_id(f"{found}~{sample}" if sample else found)
 
 
 def previous_turn(rollout_id: str) -> str | None:

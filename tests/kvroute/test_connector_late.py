@@ -159,18 +159,23 @@ def test_a_token_that_is_computed_again_is_whole(tmp_path: Path) -> None:
         each.close()
 
 
-@pytest.mark.parametrize("late", [False, True])
-def test_slots_are_those_of_the_pass(late: bool) -> None:
+@pytest.mark.parametrize(("late", "drafts"), [(False, True), (True, True), (True, False)])
+def test_slots_are_those_of_the_pass(late: bool, drafts: bool) -> None:
     """Goal: no row goes to another token. Method: the engine uses the memory of the slots again before the step's end,
-    as a draft model does.
+    as a draft model does, or, without one, as soon as the step has ended, while the worker's host is behind.
     """
-    toy = Toy(late=late)
+    toy = Toy(late=late, drafts=drafts)
     request, slots = admitted(toy, PROMPT, [5, 2, 3]), torch.zeros(11, dtype=torch.int64)
     computed(toy, request, 11)
     assert toy.worker.slots is not None
     toy.worker.slots = slots.copy_(toy.worker.slots)
-    slots.copy_(slots.flip(0))
+    go = held(toy) if late else None
+    if drafts:
+        slots.copy_(slots.flip(0))
     toy.worker.end()
+    slots.zero_()
+    if go:
+        go.set()
     assert judge(seen(toy, 11), PROMPT) == {"right": 11}
     toy.close()
 

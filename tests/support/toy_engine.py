@@ -79,6 +79,7 @@ class Toy:
         later: bool = False,
         ranks: int = 1,
         late: bool = False,
+        drafts: bool = True,
         **said: Any,
     ) -> None:
         self.kept, self.later = kept, later  # KV outside, by hash of its block, in all layers
@@ -99,6 +100,7 @@ class Toy:
             max_tokens=64,
             gate=not pages,
             pages=pages,
+            drafts=drafts,
             transfer=settings.carrier == "transfer",
             witness=settings.witness if settings.store else "off",
         )

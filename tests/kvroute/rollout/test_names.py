@@ -27,7 +27,7 @@ ids = st.text(min_size=1, max_size=60).filter(lambda text: max(text) < "\ud800" 
     ("request_id", "rollout_id"),
     [
         (f"chatcmpl-xxx_xxx_epoch_15:2:2:1-{UUID4}_0", "xxx_xxx_epoch_15:2:2:1"),
-        (f"chatcmpl-xxx_xxx_epoch_15:2:2:1-{UUID4}_3", "xxx_xxx_epoch_15:2:2:1_3"),  # not the rollout of sample 0
+        (f"chatcmpl-xxx_xxx_epoch_15:2:2:1-{UUID4}_3", "xxx_xxx_epoch_15:2:2:1~3"),  # not the rollout of sample 0
         (f"chatcmpl-my-user-7:0:0:0-{UUID4}", "my-user-7:0:0:0"),
         (f"chatcmpl-u-{UUID4}-{UUID4}", f"u-{UUID4}"),
         ("req-1", "req-1"),
@@ -37,6 +37,15 @@ ids = st.text(min_size=1, max_size=60).filter(lambda text: max(text) < "\ud800" 
 def test_a_request_id_says_which_rollout_it_is(request_id: str, rollout_id: str) -> None:
     """Goal: names as FastDeploy makes them. Method: its own test vectors; ids of another form are used unchanged."""
     assert rollout_id_of(request_id) == rollout_id
+
+
+def test_no_sample_has_the_name_of_another_request() -> None:
+    """Goal: a client's rollout does not replace another client's. Method: an id that looks like a sample's."""
+    names = [rollout_id_of("u", 1), rollout_id_of(f"chatcmpl-u-{UUID4}_2"), rollout_id_of("u"), rollout_id_of("u_1")]
+    assert len({*names, rollout_id_of("u_1", 1), rollout_id_of("u_2")}) == 6
+    for name in (*names[:2], f"chatcmpl-{names[0]}-{UUID4}"):
+        with pytest.raises(InvalidInputError, match="does not end with ~<number>"):
+            rollout_id_of(name)
 
 
 @pytest.mark.parametrize("request_id", [f"chatcmpl-{UUID4}_0", f"chatcmpl-{UUID4}", "chatcmpl-user", "chatcmpl-", ""])
