@@ -105,7 +105,7 @@ def of_turn(routes: Routes, held: int, tokens: int, dtype: str, missing: Missing
     """
     if not counted("held", held) < counted("tokens", tokens):
         raise ReplayError("held", f"rows of earlier turns, fewer than {tokens} tokens", held)
-    plan = Plan(routes.layout, "all", np.dtype(dtype), 1, missing, "zero")
+    plan = Plan(routes.layout, "all", np.dtype(dtype), 1, missing)
     rows = np.empty((tokens - 1 - held, len(plan.layers), routes.top_k), plan.dtype)
     plan.fill(rows, routes, held, missing)
     return rows

@@ -64,7 +64,7 @@ class MooncakeRollouts(PartStore):
 
     def _write(self, handle: RolloutHandle, record: Record) -> RolloutHandle:
         header, body = record
-        parts: list[Buffer] = [body[a:b] for a, b in pairwise(handle.grid.starts(0, handle.grid.parts))]
+        parts: list[Buffer] = [body[a:b] for a, b in pairwise(handle.starts(0, handle.parts))]
         keys = keys_of(handle)
         try:
             for batch in chunks(zip(keys, [*parts, header], strict=True), lambda each: len(each[1]), BATCH_NBYTES):
@@ -89,7 +89,7 @@ class MooncakeRollouts(PartStore):
         def read(parts: Sequence[Range]) -> list[Buffer]:
             keys, pages, found = list[BlockKey](), list[memoryview](), list[Buffer]()
             for run in parts:
-                starts = [0, handle.header_nbytes] if run == HEADER else handle.grid.starts(*run)
+                starts = [0, handle.header_nbytes] if run == HEADER else handle.starts(*run)
                 room = memoryview(bytearray(starts[-1] - starts[0]))
                 found.append(room)
                 keys += keys_of(handle, range(*run))
@@ -155,7 +155,7 @@ class MooncakeRollouts(PartStore):
 def keys_of(handle: RolloutHandle, numbers: Sequence[int] | None = None) -> list[BlockKey]:
     """The keys of the parts with these numbers; by default of all, and then of the header (-1)."""
     put_id = bytes.fromhex(handle.put_id)
-    numbers = [*range(handle.grid.parts), *range(*HEADER)] if numbers is None else numbers
+    numbers = [*range(handle.parts), *range(*HEADER)] if numbers is None else numbers
     return [_key(b"part", put_id + number.to_bytes(8, "little", signed=True)) for number in numbers]
 
 

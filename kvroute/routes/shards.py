@@ -95,19 +95,11 @@ def _place(
         if sequence == TAIL:
             plan.filler(here, plan.pad, first)
             continue
-        routes, count = parts[sequence], tokens[sequence]
-        begin = min(max(-first, 0), len(here))
-        needed = min(max(count - 1 - first, begin), len(here))
-        # Routes may go on after the tokens that the trainer has kept; those rows do not belong to it.
-        end = min(max(count - first, needed), len(here))
-        try:
-            plan.fill(here[begin:needed], routes, first + begin, plan.missing)
+        count = tokens[sequence]
+        try:  # routes may go on after the tokens that the trainer has kept; those rows do not belong to it
+            plan.place(here, parts[sequence], first, count - 1, count)
         except RowError as error:
             raise RowError(f"sequence {sequence} {error.field}", error.wanted, error.got) from error
-        if needed - begin < len(here):
-            plan.filler(here[:begin], plan.pad, first)
-            plan.fill(here[needed:end], routes, first + needed, plan.pad)
-            plan.filler(here[end:], plan.pad, first + end)
 
 
 def _plan(

@@ -33,14 +33,16 @@ def token_hash(tokens: ArrayLike) -> bytes:
     return token_hashes(ids, [ids.size])[0][1]
 
 
-def token_ids(tokens: ArrayLike) -> NDArray[Any]:
-    """``tokens`` as an array ``[n]``; :class:`RowError` unless they are integers."""
+def token_ids(tokens: ArrayLike, least: int = 0) -> NDArray[Any]:
+    """``tokens`` as an array ``[n]``; :class:`RowError` unless they are integers, and ``least`` or more of them."""
     try:
         ids = np.asarray(tokens)
     except ValueError as error:  # lists of unlike lengths
         raise RowError("tokens", "integers [n]", error) from error
     if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
         raise RowError("tokens", "integers [n]", f"{ids.dtype} of shape {ids.shape}")
+    if len(ids) < least:
+        raise RowError("tokens", f"{least} or more, one for every position", len(ids))
     return ids
 
 

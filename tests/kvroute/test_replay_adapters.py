@@ -198,11 +198,9 @@ def stored() -> tuple[Any, list[Any], list[int], Split]:
 
 REFUSED: list[tuple[str, Any, list[Any]]] = [
     ("missing", lambda w: SAMPLE.materialize(4, missing=w), ["zeros", "Error", None, ["zero"]]),
-    ("pad", lambda w: SAMPLE.materialize(6, required=4, pad=w), ["error", "spred", 0]),
     ("layers", lambda w: SAMPLE.materialize(4, w), ["al", [9], [-1], [1, 1], [1.0]]),
     ("ep", lambda w: SAMPLE.materialize(4, ep=w), [0, -2, 3, 2.0, True]),
     ("rows", lambda w: SAMPLE.materialize(w), [-1, 2.0, "4", True]),
-    ("required", lambda w: SAMPLE.materialize(4, required=w, pad="zero"), [-1, 5, 1.5]),
     ("dtype", lambda w: SAMPLE.materialize(4, dtype=w), ["float32", "bool"]),
     ("dtype", lambda w: SAMPLE.materialize(4, dtype="uint8", missing=w), ["minus1"]),
     ("missing", lambda w: shard_packed([SAMPLE], [5], WHOLE_BATCH, missing=w), ["zeros", ["zero"], {}]),

@@ -92,7 +92,7 @@ class TestMooncakeRollouts(RolloutContract):
         assert isinstance(store, MooncakeRollouts)
         other = store.put("another", routes_of(7))
         (part,), (foreign,) = keys_of(handle, [0]), keys_of(other, [0])
-        content = bytearray(other.grid.nbytes_of((0, 1)))
+        content = bytearray(other.nbytes_of((0, 1)))
         (header,) = store.backend.get_into([foreign], [memoryview(content)])
         assert isinstance(header, RecordHeader)
         store.backend.delete([part])
