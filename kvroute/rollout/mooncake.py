@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
 from typing import Final
@@ -28,7 +28,7 @@ from cache_manager.storage.batch import chunks
 from cache_manager.storage.mooncake import open_mooncake_store
 from cache_manager.storage.url import StoreUrl
 from kvroute.rollout.handle import RolloutHandle
-from kvroute.rollout.parts import BATCH_NBYTES, HEADER, GoneError, PartStore, Read, Record, layers_of
+from kvroute.rollout.parts import BATCH_NBYTES, HEADER, GoneError, PartStore, Record, layers_of
 from kvroute.routes.parts import Range
 
 POINTER_NBYTES: Final = 4096
@@ -84,24 +84,20 @@ class MooncakeRollouts(PartStore):
         pointers = self._pointers(rollout_id)
         return pointers[-1][1].handle if pointers else None
 
-    @contextmanager
-    def _opened(self, handle: RolloutHandle) -> Iterator[Read]:
-        def read(parts: Sequence[Range]) -> list[Buffer]:
-            keys, pages, found = list[BlockKey](), list[memoryview](), list[Buffer]()
-            for run in parts:
-                starts = [0, handle.header_nbytes] if run == HEADER else handle.starts(*run)
-                room = memoryview(bytearray(starts[-1] - starts[0]))
-                found.append(room)
-                keys += keys_of(handle, range(*run))
-                pages += [room[a - starts[0] : b - starts[0]] for a, b in pairwise(starts)]
-            answers = self.backend.get_into(keys, pages)
-            if Absence.CORRUPT in answers:
-                raise InvalidInputError(f"rollout {handle.rollout_id}", "records that are whole", "others")
-            if Absence.MISS in answers:
-                raise GoneError(f"rollout {handle.rollout_id}: not all parts are there")
-            return found
-
-        yield read
+    def _read(self, handle: RolloutHandle, parts: Sequence[Range]) -> list[Buffer]:
+        keys, pages, found = list[BlockKey](), list[memoryview](), list[Buffer]()
+        for run in parts:
+            starts = [0, handle.header_nbytes] if run == HEADER else handle.starts(*run)
+            room = memoryview(bytearray(starts[-1] - starts[0]))
+            found.append(room)
+            keys += keys_of(handle, range(*run))
+            pages += [room[a - starts[0] : b - starts[0]] for a, b in pairwise(starts)]
+        answers = self.backend.get_into(keys, pages)
+        if Absence.CORRUPT in answers:
+            raise InvalidInputError(f"rollout {handle.rollout_id}", "records that are whole", "others")
+        if Absence.MISS in answers:
+            raise GoneError(f"rollout {handle.rollout_id}: not all parts are there")
+        return found
 
     def _delete(self, handle: RolloutHandle) -> None:
         pointers = self._pointers(handle.rollout_id)

@@ -11,7 +11,8 @@ import threading
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
+from functools import partial
 from typing import ClassVar, Final
 
 from msgspec.structs import replace as with_fields
@@ -43,7 +44,6 @@ HEADER: Final = (-1, 0)
 Record = tuple[bytes, memoryview]
 """The bytes of a header, and of all parts behind it."""
 Read = Callable[[Sequence[Range]], Sequence[Buffer]]
-"""The bytes of each run of parts ``[first, stop)`` of one record, or of its :data:`HEADER`."""
 
 
 def places(handle: RolloutHandle, parts: Sequence[Range]) -> list[Range]:
@@ -83,9 +83,14 @@ class PartStore(ABC):
     def _write(self, handle: RolloutHandle, record: Record) -> RolloutHandle:
         """Store a record, make it the put that is found, and answer the handle; or leave nothing and raise."""
 
-    @abstractmethod
-    def _opened(self, handle: RolloutHandle) -> AbstractContextManager[Read]:
-        """One stored record, open for the ``with`` block."""
+    def _read(self, handle: RolloutHandle, parts: Sequence[Range]) -> Sequence[Buffer]:
+        """The bytes of each run of parts ``[first, stop)`` of a record, or of its :data:`HEADER`."""
+        raise NotImplementedError
+
+    @contextmanager
+    def _opened(self, handle: RolloutHandle) -> Iterator[Read]:
+        """:meth:`_read` for one record, which stays the same for the ``with`` block or is found to have changed."""
+        yield partial(self._read, handle)
 
     @abstractmethod
     def _find(self, rollout_id: str, /) -> RolloutHandle | None: ...
