@@ -29,7 +29,7 @@ from cache_manager.spec import AuxBlockDataSpec
 from kvroute.capture.capture import RoutingCapture, find_routers
 from kvroute.replay.rows import ReplayError, checked_ids
 from kvroute.routes import Routes, Split, shard_packed, shard_padded
-from kvroute.routes.shards import Side
+from kvroute.routes.fill import Side
 from kvroute.routing import routing_spec_from_hf
 
 _WHOLE: Final = Split()

@@ -9,10 +9,10 @@ from __future__ import annotations
 import logging
 import threading
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from queue import Empty, SimpleQueue
-from typing import Final, NamedTuple, Self
+from typing import Final, NamedTuple
 
 from cache_manager.errors import ConfigError, StorageError, StoreClosedError
 from cache_manager.spec import AuxBlockDataSpec
@@ -55,7 +55,7 @@ class _Waiting(NamedTuple):
     future: Future[RolloutHandle]
 
 
-class RoutingReplayManager:
+class RoutingReplayManager(AbstractContextManager["RoutingReplayManager"]):
     """Stores rollouts where a ``RoutingReplayConfig`` says. Safe from several threads.
 
     ``spec`` is the engine's routing spec; a configuration that does not fit it, or is off, is a :class:`ConfigError`.
@@ -79,10 +79,6 @@ class RoutingReplayManager:
         # A put that hangs in a daemon thread does not keep the interpreter from ending; in an executor's it would.
         self._thread = threading.Thread(target=self._work, name="kvroute-rollouts", daemon=True)
         self._thread.start()
-
-    def check(self, request_id: str, samples: int = 1) -> None:
-        """Raise :class:`InvalidInputError` for a request id that cannot name a rollout."""
-        rollout_id_of(request_id, samples - 1)
 
     def submit(self, request_id: str, routes: Routes, *, sample: int = 0) -> Future[RolloutHandle]:
         """Have the routes of a sample stored, and go on; the future has the handle, or the ``StorageError``.
@@ -145,9 +141,6 @@ class RoutingReplayManager:
             problems.append(f"and {more} more")
         if problems:
             raise StorageError("rollouts were lost: " + "; ".join(problems))
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

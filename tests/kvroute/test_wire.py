@@ -114,17 +114,17 @@ def test_one_changed_bit_a_cut_and_a_longer_record_are_noticed(
 
 
 @pytest.mark.parametrize(
-    ("rows", "start", "holed", "message"),
+    ("rows", "holed", "message"),
     [
-        (ROWS_MAX + 1, 0, False, f"rows: wanted at most {ROWS_MAX}"),
-        (ROWS_MAX, 0, True, "wanted what is known in fewer turns"),
+        (ROWS_MAX + 1, False, f"rows: wanted at most {ROWS_MAX}"),
+        (ROWS_MAX, True, "wanted what is known in fewer turns"),
     ],
 )
-def test_what_could_not_be_read_back_is_not_written(rows: int, start: int, holed: bool, message: str) -> None:
-    """Goal: a rollout whose put succeeded can be read. Method: one row too many, a position too far, and every other
-    row missing, whose turns are more than a header holds; as bytes, and put to a store."""
+def test_what_could_not_be_read_back_is_not_written(rows: int, holed: bool, message: str) -> None:
+    """Goal: a rollout whose put succeeded can be read. Method: one row too many, and every other row missing, whose
+    turns are more than a header holds; as bytes, and put to a store."""
     known = np.arange(rows) % 2 == 0 if holed else np.ones(rows, np.bool_)
-    made = Routes.checked(Layout((0,), 2, 1, 1), np.zeros((rows, 1, 1), np.uint8), known, start)
+    made = Routes.checked(Layout((0,), 2, 1, 1), np.zeros((rows, 1, 1), np.uint8), known)
     store = open_rollouts("response:")
     for write in (made.to_bytes, lambda: store.put("x", made)):
         with pytest.raises(RowError, match=message):
