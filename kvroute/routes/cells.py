@@ -190,12 +190,14 @@ def union(parts: Sequence[C], **fields: Any) -> C:
     by_row = all(p.mask.ndim == 1 and p.layout.layer_ids == layout.layer_ids for p in parts)
     start, stop = ordered[0].start, max(p.stop for p in ordered)
     ids = np.empty((stop - start, len(layout.layer_ids), layout.top_k), layout.dtype)
-    cells, known = cells_of(ids), np.zeros((len(ids), 1 if by_row else ids.shape[1]), np.bool_)
+    known = np.zeros((len(ids), 1 if by_row else ids.shape[1]), np.bool_)
     versions = np.full(len(ids), UNKNOWN) if any(p.weights_versions for p in ordered) else None
     reached = start  # positions before it have been filled
     for part in ordered:
-        of, its_cells, its = part.layout.layer_ids, cells_of(part.ids), part.mask[:, None] if by_row else part.known
-        columns = slice(None) if of == layout.layer_ids else [layout.layer_ids.index(layer) for layer in of]
+        of, its = part.layout.layer_ids, part.mask[:, None] if by_row else part.known
+        whole = of == layout.layer_ids  # ids are then copied and compared as bytes, cells are slower
+        columns = slice(None) if whole else [layout.layer_ids.index(layer) for layer in of]
+        to, its_ids = (ids, part.ids) if whole else (cells_of(ids), cells_of(part.ids))
         first, old = part.start - start, min(max(reached - part.start, 0), len(its))  # so many rows are there already
         here, rest = slice(first, first + old), slice(first + old, first + len(its))
         if versions is not None:
@@ -203,14 +205,16 @@ def union(parts: Sequence[C], **fields: Any) -> C:
             _settle(versions[here], some(known[here]), told[:old], some(its[:old]), part.start)
             versions[rest] = told[old:]
         if old:
-            held, there, new = cells[here, columns], known[here, columns], its[:old]
-            if (differs := (held != its_cells[:old]) & there & new).any():
-                row, i = np.argwhere(differs)[0].tolist()
-                wanted = f"{ids[first + row, layout.layer_ids.index(of[i])].tolist()}, as in an earlier part"
-                raise RowError(f"row {part.start + row} layer {of[i]}", wanted, part.ids[row, i].tolist())
-            if not there.all():
-                cells[here, columns], known[here, columns] = np.where(new, its_cells[:old], held), there | new
-        cells[rest, columns], known[rest, columns] = its_cells[old:], its[old:]
+            there, new = known[here, columns], its[:old]
+            if not (whole and np.array_equal(ids[here], part.ids[:old])):
+                cells, its_cells = cells_of(ids), cells_of(part.ids)[:old]
+                if (differs := (cells[here, columns] != its_cells) & there & new).any():
+                    row, i = np.argwhere(differs)[0].tolist()
+                    wanted = f"{ids[first + row, layout.layer_ids.index(of[i])].tolist()}, as in an earlier part"
+                    raise RowError(f"row {part.start + row} layer {of[i]}", wanted, part.ids[row, i].tolist())
+                cells[here, columns] = np.where(new, its_cells, cells[here, columns])
+            known[here, columns] = there | new
+        to[rest, columns], known[rest, columns] = its_ids[old:], its[old:]
         reached = max(reached, part.stop)
     mask = known[:, 0] if by_row else known
     blank(ids, mask)
