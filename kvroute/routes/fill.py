@@ -28,7 +28,7 @@ Missing = Literal["error"] | Filler
 
 FILLERS: Final[tuple[str, ...]] = get_args(Filler)
 
-_Index = slice | list[int]
+_Slices = list[tuple[slice, slice]]
 
 
 class Plan:
@@ -89,9 +89,12 @@ class Plan:
         layout, columns = self._of
         if routes.layout is not layout and routes.layout != layout:
             columns = _columns(self.layers, routes.layout.layer_ids, routes.layout.missing_layers)
-        to, of, dense, lacks = columns
+        copies, dense, lacks = columns
         here, at = out[a - first : b - first], slice(a - routes.start, b - routes.start)
-        here[:, to], here[:, dense] = routes.ids[at, of], 0
+        for to, of in copies:
+            here[:, to] = routes.ids[at, of]
+        for to, _ in dense:
+            here[:, to] = 0
         if missing == "error":
             return
         there = routes.mask[at]  # [n], or [n, layers of out]
@@ -99,7 +102,10 @@ class Plan:
             return
         if lacks or there.ndim == 2:
             known, there = routes.known[at], np.zeros(here.shape[:2], np.bool_)
-            there[:, to], there[:, dense] = known[:, of], known.any(axis=1, keepdims=True)
+            for to, of in copies:
+                there[:, to] = known[:, of]
+            for to, _ in dense:  # zeros, except in a row without a known cell
+                there[:, to] = known.any(axis=1, keepdims=True)
         holes = np.flatnonzero(~there.reshape(len(there), -1).all(axis=1))
         filled = np.empty((len(holes), *here.shape[1:]), self.dtype)
         self.filler(filled, missing, holes + a)
@@ -127,23 +133,30 @@ class Plan:
 @lru_cache(maxsize=256)
 def _columns(
     layers: tuple[int, ...], layer_ids: tuple[int, ...], missing_layers: tuple[int, ...]
-) -> tuple[_Index, _Index, _Index, bool]:
-    """Where the chosen ``layers`` are, in an array of them, and in routes of ``layer_ids``; where the dense ones are.
+) -> tuple[_Slices, _Slices, bool]:
+    """Where the chosen ``layers`` are in routes of ``layer_ids``: pairs of slices, in the array and in the routes.
 
-    And whether one of ``layers`` is a missing one.
+    First those to copy, then the dense ones; and whether one of ``layers`` is a missing one.
     """
     place = {layer: i for i, layer in enumerate(layer_ids)}
-    there = [to for to, layer in enumerate(layers) if layer in place]
-    dense = [to for to, layer in enumerate(layers) if layer not in place and layer not in missing_layers]
-    lacks = not set(missing_layers).isdisjoint(layers)
-    return _index(there), _index([place[layers[to]] for to in there]), _index(dense), lacks
+    copies = [(to, place[layer]) for to, layer in enumerate(layers) if layer in place]
+    dense = [(to, to) for to, layer in enumerate(layers) if layer not in place and layer not in missing_layers]
+    return _slices(copies), _slices(dense), not set(missing_layers).isdisjoint(layers)
 
 
-def _index(places: list[int]) -> _Index:
-    """``places`` as a slice if they go up by a constant, as nearly always: a copy of that is much faster."""
-    step = places[1] - places[0] if len(places) > 1 else 1
-    run = range(places[0], places[-1] + 1, step) if places and step > 0 else range(0)
-    return slice(run.start, run.stop, run.step) if places == list(run) else places
+def _slices(pairs: Sequence[tuple[int, int]]) -> _Slices:
+    """``pairs`` of places as few pairs of slices: runs in which both go up by a constant, as where every other layer
+    has a router."""
+    found, left = _Slices(), np.array(pairs, np.int64).reshape(-1, 2)
+    while len(left):
+        steps = np.diff(left, axis=0)
+        same = (steps > 0).all(axis=1) & (steps == steps[:1]).all(axis=1)
+        n = 1 + (len(same) if same.all() else int(same.argmin()))
+        by = steps[0] if n > 1 else np.ones(2, np.int64)
+        to, of = (slice(*each) for each in np.stack([left[0], left[n - 1] + 1, by], axis=1).tolist())
+        found.append((to, of))
+        left = left[n:]
+    return found
 
 
 # A rank's rows of a batch ---------------------------------------------------------------------------------------------
