@@ -19,7 +19,7 @@ from cache_manager.errors import RowError
 from cache_manager.spec import AuxBlockDataSpec
 from kvroute.routes import Layout, Routes, spans
 from kvroute.routes.spans import UNKNOWN, Span
-from kvroute.routes.token_hash import token_hashes
+from kvroute.routes.token_hash import token_hashes, token_ids
 
 TOKENS_MAX: Final = 1 << 22
 """Positions that one journal takes."""
@@ -79,9 +79,7 @@ class RequestJournal:
         may be the known ones, or fewer. :class:`RowError` names the first position whose token has changed: a history
         that was tokenised anew has other positions, which no old row fits.
         """
-        given = np.asarray(tokens)
-        if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
-            raise RowError("tokens", "integers [n]", f"{given.dtype} of shape {given.shape}")
+        given = token_ids(tokens)
         if len(given) > TOKENS_MAX + 1:
             raise RowError("tokens", f"{TOKENS_MAX + 1} at most", len(given))
         both = min(len(given), len(self._tokens))

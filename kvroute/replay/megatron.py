@@ -30,8 +30,7 @@ from torch.utils.hooks import RemovableHandle
 
 from kvroute.replay.rows import ReplayError, checked_ids, replaying
 from kvroute.routes import Routes, Split, shard_packed, shard_padded
-from kvroute.routes.fill import Filler, Missing
-from kvroute.routes.shards import Side
+from kvroute.routes.fill import Filler, Missing, Side
 
 Model = nn.Module | Sequence[nn.Module]
 """A model, or the chunks of a virtual pipeline."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvroute.replay.rows import ReplayError, read_rows
-from kvroute.routes import Routes
+from kvroute.routes import Routes, Split, shard_packed
 from kvroute.routes.fill import Missing
 
 
@@ -23,5 +23,5 @@ def routed_experts(routes: Routes, tokens: int, *, missing: Missing = "error") -
     if routes.num_experts > 1 << 16:
         raise ReplayError("num_experts", "at most 65536 for prime-rl", routes.num_experts)
     dtype = "uint8" if routes.num_experts <= 1 << 8 else "uint16"
-    rows = routes.materialize(tokens, "all", dtype, missing, required=read_rows(tokens), pad="spread")
+    rows = shard_packed([routes], [read_rows(tokens) + 1], Split(), "all", dtype, missing)
     return {"data": rows.tobytes(), "shape": list(rows.shape), "dtype": dtype}

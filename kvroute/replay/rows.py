@@ -53,11 +53,6 @@ def read_rows(tokens: int, field: str = "tokens") -> int:
     return whole(field, tokens, 1, error=ReplayError) - 1
 
 
-def all_layers(routes: Routes, tokens: int, dtype: str, missing: Missing) -> NDArray[Any]:
-    """The rows ``[tokens - 1, num_layers, top_k]`` of a sample, for a trainer that adds the last one itself."""
-    return routes.materialize(read_rows(tokens), "all", dtype, missing)
-
-
 def counted(field: str, tokens: int) -> int:
     """``tokens``; :class:`ReplayError` if that is not a number of tokens."""
     return whole(field, tokens, error=ReplayError)
@@ -98,17 +93,17 @@ def checked_ids(
     return ids
 
 
-def of_turn(routes: Routes, held: int, tokens: int, dtype: str, missing: Missing = "error") -> NDArray[Any]:
-    """The rows ``[held, tokens - 1)`` of all layers, for a trainer that has the first ``held`` from earlier turns.
+def all_layers(routes: Routes, tokens: int, dtype: str, missing: Missing = "error", *, held: int = 0) -> NDArray[Any]:
+    """The rows ``[held, tokens - 1)`` of all layers, for a trainer that adds the last one itself.
 
-    ``routes`` need not have those.
+    It has the first ``held`` from earlier turns; ``routes`` need not have those.
     """
-    if not counted("held", held) < counted("tokens", tokens):
+    if counted("held", held) > (rows := read_rows(tokens)):
         raise ReplayError("held", f"rows of earlier turns, fewer than {tokens} tokens", held)
-    plan = Plan(routes.layout, "all", np.dtype(dtype), 1, missing, "zero")
-    rows = np.empty((tokens - 1 - held, len(plan.layers), routes.top_k), plan.dtype)
-    plan.fill(rows, routes, held, missing)
-    return rows
+    plan = Plan(routes.layout, "all", np.dtype(dtype), 1, missing)
+    out = np.empty((rows - held, len(plan.layers), routes.top_k), plan.dtype)
+    plan.fill(out, routes, held, missing)
+    return out
 
 
 def versions(routes: Routes, tokens: int) -> list[int]:

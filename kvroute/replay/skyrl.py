@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from numpy.typing import NDArray
 
-from kvroute.replay.rows import ReplayError, check_batch, of_turn, read_rows
+from kvroute.replay.rows import ReplayError, all_layers, check_batch, read_rows
 from kvroute.routes import Routes
 
 
@@ -39,7 +39,7 @@ def delta(routes: Routes, held: int, tokens: int) -> NDArray[Any]:
     ``held`` is the trace's ``prompt_start``: the number of rows from earlier turns, which stay as they were sampled.
     ``tokens`` counts prompt and generated tokens up to the end of this turn.
     """
-    return _narrowed(of_turn(routes, held, tokens, "int32"))
+    return _narrowed(all_layers(routes, tokens, "int32", held=held))
 
 
 def _prefix(routes: Routes, tokens: int, sample: int, holes: str) -> NDArray[Any]:
@@ -54,7 +54,7 @@ def _prefix(routes: Routes, tokens: int, sample: int, holes: str) -> NDArray[Any
         later = int(behind.argmax()) + max(end + 1, routes.start)
         what = "none" if gap is None or gap[1] is None else f"no layer {gap[1]}"
         raise ReplayError(f"sample {sample}", f"no row behind position {end}, which has {what}", f"one at {later}")
-    return _narrowed(routes.materialize(end, "all", "int32", "error"))
+    return _narrowed(routes.materialize(end))
 
 
 def _narrowed(rows: NDArray[Any]) -> NDArray[Any]:

@@ -29,7 +29,7 @@ from cache_manager.spec import AuxBlockDataSpec
 from kvroute.capture.capture import RoutingCapture, find_routers
 from kvroute.replay.rows import ReplayError, checked_ids
 from kvroute.routes import Routes, Split, shard_packed, shard_padded
-from kvroute.routes.shards import Side
+from kvroute.routes.fill import Side
 from kvroute.routing import routing_spec_from_hf
 
 _WHOLE: Final = Split()
@@ -134,16 +134,13 @@ def replay(
 
 
 class _Forced:
-    """Stands in for one router's ``forward`` while its routes are replayed."""
+    """Stands in for one router's ``forward`` while its routes ``ids`` ``[tokens, top_k]`` are replayed."""
 
     def __init__(
         self, router: nn.Module, where: str, ids: torch.Tensor, num_experts: int, any_missing: bool, number: int
     ) -> None:
         self._router = router
-        self._where = where
-        self._ids = ids
-        self._num_experts = num_experts
-        self._any_missing = any_missing
+        self.where, self.ids, self.num_experts, self.any_missing = where, ids, num_experts, any_missing
         self._number = torch.tensor(number)
         self._shadowed = vars(router).get("forward")  # an own forward of this one module, as accelerate sets
         self._forward: Callable[..., Any] = router.forward
@@ -158,29 +155,24 @@ class _Forced:
             self._router.forward = self._shadowed
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        where = self._where
-        selection = _Selection(self._ids, self._any_missing, self._num_experts, where)
-        with selection:
+        with _Selection(self) as selection:
             answer = self._forward(*args, **kwargs)
         if selection.selected != 1:
-            wanted = f"exactly one top-{self._ids.shape[1]} of {self._num_experts} experts"
-            raise ReplayError(where, wanted, f"{selection.selected} in {type(self._router).__name__}")
+            wanted = f"exactly one top-{self.ids.shape[1]} of {self.num_experts} experts"
+            raise ReplayError(self.where, wanted, f"{selection.selected} in {type(self._router).__name__}")
         if not isinstance(answer, tuple) or len(answer) < 3:
-            raise ReplayError(where, "an answer (logits, weights, ids)", type(answer).__name__)
+            raise ReplayError(self.where, "an answer (logits, weights, ids)", type(answer).__name__)
         logits, weights, *rest = answer
-        return logits, _witnessed(weights, self._number, where), *rest
+        return logits, _witnessed(weights, self._number, self.where), *rest
 
 
 class _Selection(TorchFunctionMode):
     """Replaces the ids of the top-k over all experts by given ones; all other functions run unchanged."""
 
-    def __init__(self, ids: torch.Tensor, any_missing: bool, num_experts: int, where: str) -> None:
+    def __init__(self, forced: _Forced) -> None:
         super().__init__()
         self.selected = 0
-        self._ids = ids  # [tokens, top_k]  int64
-        self._any_missing = any_missing
-        self._num_experts = num_experts
-        self._where = where
+        self._of = forced
         # Group-limited routers blank the groups that they do not choose. After a drift of the router a recorded expert
         # may be in one of those: its score is the one before the blanks.
         self._blanked: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -191,7 +183,8 @@ class _Selection(TorchFunctionMode):
         answer = func(*args, **(kwargs or {}))
         if func in (torch.topk, torch.Tensor.topk):
             scores = args[0] if args else (kwargs or {})["input"]
-            if scores.dim() == 2 and scores.shape[1] == self._num_experts and answer[1].shape[1] == self._ids.shape[1]:
+            experts, top_k = self._of.num_experts, self._of.ids.shape[1]
+            if scores.dim() == 2 and scores.shape[1] == experts and answer[1].shape[1] == top_k:
                 return self._select(scores, answer)
         elif func in (torch.masked_fill, torch.Tensor.masked_fill) and answer.dim() == 2:
             self._blanked.append((answer, self._before_blanks(args[0])))
@@ -199,11 +192,11 @@ class _Selection(TorchFunctionMode):
 
     def _select(self, scores: torch.Tensor, native: Any) -> Any:
         self.selected += 1
-        if len(scores) != len(self._ids):
-            raise ReplayError(self._where, f"{len(self._ids)} tokens, as the targets have", len(scores))
-        ids = self._ids.to(scores.device)
+        if len(scores) != len(self._of.ids):
+            raise ReplayError(self._of.where, f"{len(self._of.ids)} tokens, as the targets have", len(scores))
+        ids = self._of.ids.to(scores.device)
         values = self._before_blanks(scores)
-        if self._any_missing:
+        if self._of.any_missing:
             known = ids >= 0
             ids = torch.where(known, ids, native[1])
             return type(native)((torch.where(known, values.gather(1, ids), native[0]), ids))

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvroute.replay.rows import ReplayError, all_layers, check_batch, counted, of_turn, read_rows, versions
+from kvroute.replay.rows import ReplayError, all_layers, check_batch, counted, read_rows, versions
 from kvroute.routes import Routes
 from kvroute.routes.fill import Missing
 
@@ -37,7 +37,7 @@ def delta(routes: Routes, held: int, tokens: int, *, missing: Missing = "error")
     ``held`` is the number of rows that verl has from earlier attempts, ``tokens`` that of all tokens at the end of this
     one. The result has as many rows as this attempt has tokens: verl keeps just those of a resumed generation.
     """
-    return of_turn(routes, held, tokens, "int16", missing)
+    return all_layers(routes, tokens, "int16", missing, held=held)
 
 
 def global_steps(routes: Routes, prompt: int, response: int) -> dict[str, int]:

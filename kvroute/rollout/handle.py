@@ -15,7 +15,8 @@ from pybase64 import b64encode_as_string
 
 from cache_manager.errors import InvalidInputError, SpecError
 from kvroute.rollout.ids import checked_id
-from kvroute.routes.wire import FIXED_NBYTES, HEADER_NBYTES_MAX, Extent, Header
+from kvroute.routes.parts import Extent
+from kvroute.routes.wire import FIXED_NBYTES, HEADER_NBYTES_MAX, Header
 
 FORMAT: Final = "kvroute.rollout/3"
 PUT_ID_NBYTES: Final = 16
@@ -70,7 +71,7 @@ class RolloutHandle(Extent, frozen=True, kw_only=True, omit_defaults=True):
         """Raise :class:`InvalidInputError` unless the fields, each valid by itself, fit together."""
         checked_id(self.rollout_id, "rollout handle rollout_id")
         super().check()
-        if self.part_tokens > 1 and self.grid.part_nbytes > PART_NBYTES_MAX:
+        if self.part_tokens > 1 and self.part_nbytes > PART_NBYTES_MAX:
             wanted = f"parts of at most {PART_NBYTES_MAX} bytes"
             raise InvalidInputError("rollout handle part_tokens", wanted, self.part_tokens)
 

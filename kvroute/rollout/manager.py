@@ -9,10 +9,10 @@ from __future__ import annotations
 import logging
 import threading
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from queue import Empty, SimpleQueue
-from typing import Final, Self
+from typing import Final, NamedTuple
 
 from cache_manager.errors import ConfigError, StorageError, StoreClosedError
 from cache_manager.spec import AuxBlockDataSpec
@@ -47,8 +47,7 @@ class ReplayCounters:
     turn_failures: int = 0  # an earlier turn that could not be deleted
 
 
-@dataclass(frozen=True, slots=True)
-class _Waiting:
+class _Waiting(NamedTuple):
     """A submitted rollout, and the future of its result."""
 
     rollout_id: str
@@ -56,7 +55,7 @@ class _Waiting:
     future: Future[RolloutHandle]
 
 
-class RoutingReplayManager:
+class RoutingReplayManager(AbstractContextManager["RoutingReplayManager"]):
     """Stores rollouts where a ``RoutingReplayConfig`` says. Safe from several threads.
 
     ``spec`` is the engine's routing spec; a configuration that does not fit it, or is off, is a :class:`ConfigError`.
@@ -72,7 +71,7 @@ class RoutingReplayManager:
         self.config = config.fitted(spec)
         self.spec = spec
         self.store = open_rollouts(config.rollout_url) if store is None else store
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._closed = False
         self._counters = ReplayCounters()
         self._reasons: list[str] = []
@@ -80,10 +79,6 @@ class RoutingReplayManager:
         # A put that hangs in a daemon thread does not keep the interpreter from ending; in an executor's it would.
         self._thread = threading.Thread(target=self._work, name="kvroute-rollouts", daemon=True)
         self._thread.start()
-
-    def check(self, request_id: str, samples: int = 1) -> None:
-        """Raise :class:`InvalidInputError` for a request id that cannot name a rollout."""
-        rollout_id_of(request_id, samples - 1)
 
     def submit(self, request_id: str, routes: Routes, *, sample: int = 0) -> Future[RolloutHandle]:
         """Have the routes of a sample stored, and go on; the future has the handle, or the ``StorageError``.
@@ -95,18 +90,18 @@ class RoutingReplayManager:
         Layout.of(self.spec).check_model(routes.layout)
         waiting = _Waiting(rollout_id, routes, Future())
         waiting.future.set_running_or_notify_cancel()  # not to be cancelled: the thread sets the result
-        now = self._count(submitted=1, waiting=1, waiting_nbytes=routes.ids.nbytes)
-        refused: StorageError | None = None
-        if now.waiting > WAITING_MAX or now.waiting_nbytes > WAITING_NBYTES_MAX:
-            wait = f"{now.waiting} rollouts of {now.waiting_nbytes} bytes would wait for the store"
-            refused = StorageError(f"rollout {rollout_id} was refused: {wait}")
         with self._lock:
+            now = self._count(submitted=1, waiting=1, waiting_nbytes=routes.ids.nbytes)
+            refused = f"rollout {rollout_id} was refused: "
             if self._closed:
-                refused = StoreClosedError(f"rollout {rollout_id} was refused: the routing replay manager is closed")
-            if refused is None:
+                error: StorageError = StoreClosedError(refused + "the routing replay manager is closed")
+            elif now.waiting > WAITING_MAX or now.waiting_nbytes > WAITING_NBYTES_MAX:
+                wait = f"{now.waiting} rollouts of {now.waiting_nbytes} bytes would wait for the store"
+                error = StorageError(refused + wait)
+            else:
                 self._queue.put(waiting)
-        if refused is not None:
-            self._end(waiting, refused, refused=1)
+                return waiting.future
+        self._end(waiting, error, refused=1)
         return waiting.future
 
     @property
@@ -146,9 +141,6 @@ class RoutingReplayManager:
             problems.append(f"and {more} more")
         if problems:
             raise StorageError("rollouts were lost: " + "; ".join(problems))
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

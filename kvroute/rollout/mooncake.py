@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
 from typing import Final
@@ -28,7 +28,7 @@ from cache_manager.storage.batch import chunks
 from cache_manager.storage.mooncake import open_mooncake_store
 from cache_manager.storage.url import StoreUrl
 from kvroute.rollout.handle import RolloutHandle
-from kvroute.rollout.parts import BATCH_NBYTES, HEADER, GoneError, PartStore, Read, Record, checked_header, layers_of
+from kvroute.rollout.parts import BATCH_NBYTES, HEADER, GoneError, PartStore, Record, checked_header, layers_of
 from kvroute.routes.parts import Range
 
 POINTER_NBYTES: Final = 4096
@@ -64,7 +64,7 @@ class MooncakeRollouts(PartStore):
 
     def _write(self, handle: RolloutHandle, record: Record) -> RolloutHandle:
         header, body = record
-        parts: list[Buffer] = [body[a:b] for a, b in pairwise(handle.grid.starts(0, handle.grid.parts))]
+        parts: list[Buffer] = [body[a:b] for a, b in pairwise(handle.starts(0, handle.parts))]
         keys = keys_of(handle)
         try:
             for batch in chunks(zip(keys, [*parts, header], strict=True), lambda each: len(each[1]), BATCH_NBYTES):
@@ -84,24 +84,20 @@ class MooncakeRollouts(PartStore):
         pointers = self._pointers(rollout_id)
         return pointers[-1][1].handle if pointers else None
 
-    @contextmanager
-    def _opened(self, handle: RolloutHandle) -> Iterator[Read]:
-        def read(parts: Sequence[Range]) -> list[Buffer]:
-            keys, pages, found = list[BlockKey](), list[memoryview](), list[Buffer]()
-            for run in parts:
-                starts = [0, handle.header_nbytes] if run == HEADER else handle.grid.starts(*run)
-                room = memoryview(bytearray(starts[-1] - starts[0]))
-                found.append(room)
-                keys += keys_of(handle, range(*run))
-                pages += [room[a - starts[0] : b - starts[0]] for a, b in pairwise(starts)]
-            answers = self.backend.get_into(keys, pages)
-            if Absence.CORRUPT in answers:
-                raise InvalidInputError(f"rollout {handle.rollout_id}", "records that are whole", "others")
-            if Absence.MISS in answers:
-                raise GoneError(f"rollout {handle.rollout_id}: not all parts are there")
-            return found
-
-        yield read
+    def _read(self, handle: RolloutHandle, parts: Sequence[Range]) -> list[Buffer]:
+        keys, pages, found = list[BlockKey](), list[memoryview](), list[Buffer]()
+        for run in parts:
+            starts = [0, handle.header_nbytes] if run == HEADER else handle.starts(*run)
+            room = memoryview(bytearray(starts[-1] - starts[0]))
+            found.append(room)
+            keys += keys_of(handle, range(*run))
+            pages += [room[a - starts[0] : b - starts[0]] for a, b in pairwise(starts)]
+        answers = self.backend.get_into(keys, pages)
+        if Absence.CORRUPT in answers:
+            raise InvalidInputError(f"rollout {handle.rollout_id}", "records that are whole", "others")
+        if Absence.MISS in answers:
+            raise GoneError(f"rollout {handle.rollout_id}: not all parts are there")
+        return found
 
     def _delete(self, handle: RolloutHandle) -> None:
         pointers = self._pointers(handle.rollout_id)
@@ -164,7 +160,7 @@ class MooncakeRollouts(PartStore):
 def keys_of(handle: RolloutHandle, numbers: Sequence[int] | None = None) -> list[BlockKey]:
     """The keys of the parts with these numbers; by default of all, and then of the header (-1)."""
     put_id = bytes.fromhex(handle.put_id)
-    numbers = [*range(handle.grid.parts), *range(*HEADER)] if numbers is None else numbers
+    numbers = [*range(handle.parts), *range(*HEADER)] if numbers is None else numbers
     return [_key(b"part", put_id + number.to_bytes(8, "little", signed=True)) for number in numbers]
 
 

@@ -11,7 +11,8 @@ import threading
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
+from functools import partial
 from typing import ClassVar, Final
 
 from msgspec.structs import replace as with_fields
@@ -25,7 +26,7 @@ from kvroute.rollout.handle import PUT_ID_NBYTES, RolloutHandle
 from kvroute.rollout.ids import checked_id
 from kvroute.rollout.port import RolloutCounters
 from kvroute.routes import Routes
-from kvroute.routes.parts import Grid, Range
+from kvroute.routes.parts import Extent, Range, tokens_of_parts
 from kvroute.routes.wire import Header, record, unpack
 
 
@@ -43,14 +44,14 @@ HEADER: Final = (-1, 0)
 Record = tuple[bytes, memoryview]
 """The bytes of a header, and of all parts behind it."""
 Read = Callable[[Sequence[Range]], Sequence[Buffer]]
-"""The bytes of each run of parts ``[first, stop)`` of one record, or of its :data:`HEADER`."""
 
 
 def places(handle: RolloutHandle, parts: Sequence[Range]) -> list[Range]:
     """Where runs of parts are in a record whose parts lie behind its header: offsets and sizes."""
-    grid, first = handle.grid, handle.header_nbytes
+    first = handle.header_nbytes
     return [
-        (0, first) if run == HEADER else (first + grid.starts(run[0], run[0])[0], grid.nbytes_of(run)) for run in parts
+        (0, first) if run == HEADER else (first + handle.starts(run[0], run[0])[0], handle.nbytes_of(run))
+        for run in parts
     ]
 
 
@@ -82,9 +83,14 @@ class PartStore(ABC):
     def _write(self, handle: RolloutHandle, record: Record) -> RolloutHandle:
         """Store a record, make it the put that is found, and answer the handle; or leave nothing and raise."""
 
-    @abstractmethod
-    def _opened(self, handle: RolloutHandle) -> AbstractContextManager[Read]:
-        """One stored record, open for the ``with`` block."""
+    def _read(self, handle: RolloutHandle, parts: Sequence[Range]) -> Sequence[Buffer]:
+        """The bytes of each run of parts ``[first, stop)`` of a record, or of its :data:`HEADER`."""
+        raise NotImplementedError
+
+    @contextmanager
+    def _opened(self, handle: RolloutHandle) -> Iterator[Read]:
+        """:meth:`_read` for one record, which stays the same for the ``with`` block or is found to have changed."""
+        yield partial(self._read, handle)
 
     @abstractmethod
     def _find(self, rollout_id: str, /) -> RolloutHandle | None: ...
@@ -105,10 +111,11 @@ class PartStore(ABC):
     def put(self, rollout_id: str, routes: Routes) -> RolloutHandle:
         self._check_open()
         name = f"{os.urandom(PUT_ID_NBYTES).hex()} {checked_id(rollout_id)}"
-        (rows, layers, top_k), itemsize = routes.ids.shape, routes.ids.itemsize
-        grid = Grid.fit(rows, layers, top_k * itemsize, part_layers=self._layers, part_nbytes=PART_NBYTES)
+        layers = min(self._layers, len(routes.layer_ids))
         try:
-            header, parts = record(routes, grid, name)
+            header, parts = record(
+                routes, layers, tokens_of_parts(routes.layout, len(routes), layers, PART_NBYTES), name
+            )
             packed = header.pack()
             handle = RolloutHandle.of(self.scheme, header, len(packed))
             handle.check()
@@ -143,8 +150,8 @@ class PartStore(ABC):
                 (head,) = read([HEADER])
                 header = checked_header(handle, head)
                 # Only now is the handle known to be one that was put, and what it claims made room for.
-                needed = header.grid.needed(chosen, rows)
-                ids = header.ids(_in_turns(header.grid, needed, read), chosen, rows)
+                needed = header.needed(chosen, rows)
+                ids = header.ids(_in_turns(header, needed, read), chosen, rows)
             found = [Routes.of_record(header, each, first, chosen) for each, (first, _) in zip(ids, rows, strict=True)]
         except GoneError:
             self._count(misses=1)
@@ -152,7 +159,7 @@ class PartStore(ABC):
         except InvalidInputError:
             self._count(corrupt=1)
             return Absence.CORRUPT
-        self._count(hits=1, get_nbytes=handle.header_nbytes + sum(map(header.grid.nbytes_of, needed)))
+        self._count(hits=1, get_nbytes=handle.header_nbytes + sum(map(header.nbytes_of, needed)))
         return found
 
     def delete(self, handle: RolloutHandle) -> None:
@@ -177,11 +184,11 @@ class PartStore(ABC):
             raise StoreClosedError(f"{self._name} is closed")
 
 
-def _in_turns(grid: Grid, parts: Sequence[Range], read: Read) -> Iterator[tuple[Range, Buffer]]:
+def _in_turns(extent: Extent, parts: Sequence[Range], read: Read) -> Iterator[tuple[Range, Buffer]]:
     """Runs of parts and their bytes, few at once."""
-    most = max(1, BATCH_NBYTES // grid.part_nbytes)
+    most = max(1, BATCH_NBYTES // extent.part_nbytes)
     shorter = ((at, min(at + most, stop)) for start, stop in parts for at in range(start, stop, most))
-    for batch in chunks(shorter, grid.nbytes_of, BATCH_NBYTES):
+    for batch in chunks(shorter, extent.nbytes_of, BATCH_NBYTES):
         yield from zip(batch, read(batch), strict=True)
 
 

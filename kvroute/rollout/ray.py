@@ -21,7 +21,7 @@ from cache_manager.errors import StorageError
 from cache_manager.record import Buffer
 from cache_manager.storage.url import StoreUrl
 from kvroute.rollout.handle import RolloutHandle
-from kvroute.rollout.parts import GoneError, PartStore, Read, Record, layers_of, places
+from kvroute.rollout.parts import GoneError, PartStore, Record, layers_of, places
 from kvroute.routes.parts import Range
 
 NAMESPACE: Final = "kvroute"
@@ -78,15 +78,11 @@ class RayRollouts(PartStore):
         self._ask("put", handle.rollout_id, handle.to_json(), np.frombuffer(b"".join(record), np.uint8))
         return handle
 
-    @contextmanager
-    def _opened(self, handle: RolloutHandle) -> Iterator[Read]:
-        def read(parts: Sequence[Range]) -> list[Buffer]:
-            found = self._ask("read", handle.rollout_id, handle.to_json(), places(handle, parts))
-            if found is None:
-                raise GoneError(f"rollout {handle.rollout_id} is not at its owner")
-            return [each.data for each in found]
-
-        yield read
+    def _read(self, handle: RolloutHandle, parts: Sequence[Range]) -> list[Buffer]:
+        found = self._ask("read", handle.rollout_id, handle.to_json(), places(handle, parts))
+        if found is None:
+            raise GoneError(f"rollout {handle.rollout_id} is not at its owner")
+        return [each.data for each in found]
 
     def _find(self, rollout_id: str, /) -> RolloutHandle | None:
         found = self._ask("find", rollout_id)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 from msgspec.structs import replace
 
 from cache_manager.errors import ConfigError, InvalidInputError
+from cache_manager.record import Buffer
 from cache_manager.storage.url import StoreUrl
 from kvroute.rollout.handle import RolloutHandle
-from kvroute.rollout.parts import LAYERS_MAX, GoneError, PartStore, Read, Record, places
+from kvroute.rollout.parts import LAYERS_MAX, GoneError, PartStore, Record, places
+from kvroute.routes.parts import Range
 
 
 class ResponseRollouts(PartStore):
@@ -27,14 +28,13 @@ class ResponseRollouts(PartStore):
     def _write(self, handle: RolloutHandle, record: Record) -> RolloutHandle:
         return replace(handle, inline=b"".join(record))
 
-    @contextmanager
-    def _opened(self, handle: RolloutHandle) -> Iterator[Read]:
+    def _read(self, handle: RolloutHandle, parts: Sequence[Range]) -> list[Buffer]:
         if not handle.inline:
             raise GoneError(f"rollout {handle.rollout_id} has nothing inline")
-        inline, claimed = memoryview(handle.inline), handle.header_nbytes + handle.grid.nbytes
+        inline, claimed = memoryview(handle.inline), handle.header_nbytes + handle.nbytes
         if len(inline) != claimed:  # a sound header could claim more than any memory has
             raise InvalidInputError("rollout handle inline", f"{claimed} bytes", len(inline))
-        yield lambda parts: [inline[at : at + nbytes] for at, nbytes in places(handle, parts)]
+        return [inline[at : at + nbytes] for at, nbytes in places(handle, parts)]
 
     def _find(self, _: str, /) -> None:
         return None

@@ -8,11 +8,15 @@ A row's other columns belong to others: deleting a rollout empties its cell, and
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from importlib import resources
 from typing import Any, Final
 
+import ray
 import transfer_queue
+from omegaconf import OmegaConf
 
 from cache_manager.errors import ConfigError, StorageError, StoreClosedError
 from cache_manager.ports import Absence
@@ -26,12 +30,16 @@ from kvroute.routes.parts import Range
 
 COLUMN: Final = "routed_experts_handle"
 PARTITION: Final = "rollouts"
+FREE_S: Final = 30.0
+"""How long to wait for free CPUs for a queue."""
+FREE_POLL_S: Final = 0.5
 
 
 class QueueRollouts:
     """A ``RolloutStore`` that keeps rows in the store ``rows``, which it owns and closes, and finds them by the queue.
 
-    It connects the process to the queue of its Ray cluster (``transfer_queue.init()``) if need be. One process at a
+    It connects the process to the queue of its Ray cluster (``transfer_queue.init()``) if need be. A cluster without a
+    queue must have room for one: a CPU for its controller and for each unit of storage. One process at a
     time deletes rollouts of an id: another process's put at that moment may not be found by that id.
     """
 
@@ -39,6 +47,7 @@ class QueueRollouts:
         self.rows, self._partition, self._column = rows, partition, column
         self._deleting, self._closed = threading.Lock(), False
         with _translated():
+            _wait_for_room()
             transfer_queue.init()
 
     @property
@@ -96,6 +105,21 @@ def handles_of(batch: Mapping[str, Any], column: str = COLUMN) -> list[RolloutHa
     cells = batch[column]
     cells = cells.tolist() if hasattr(cells, "tolist") else list(cells)
     return [RolloutHandle.from_json(text) if text else None for text in cells]
+
+
+def _wait_for_room() -> None:
+    """Raise ``TimeoutError`` if this cluster has no queue and no CPUs for one: TransferQueue would wait without end."""
+    try:
+        ray.get_actor("TransferQueueController", namespace="transfer_queue")
+        return
+    except ValueError:  # no such actor
+        storage = OmegaConf.load(resources.files(transfer_queue) / "config.yaml").backend.SimpleStorage
+    needed, give_up_s = 1 + storage.num_data_storage_units, time.monotonic() + FREE_S
+    while (free := ray.available_resources().get("CPU", 0.0)) < needed:
+        has = ray.cluster_resources().get("CPU", 0.0)
+        if has < needed or time.monotonic() > give_up_s:
+            raise TimeoutError(f"a queue takes {needed} CPUs; the cluster has {has:g}, of which {free:g} are free")
+        time.sleep(FREE_POLL_S)
 
 
 @contextmanager

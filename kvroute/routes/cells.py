@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Self, TypeVar
 
@@ -12,7 +12,17 @@ from numpy.typing import NDArray
 from cache_manager.errors import RowError
 from kvroute.checks import check_ids, whole
 from kvroute.routes.layout import Layout
-from kvroute.routes.spans import UNKNOWN, Span, WeightsSpan, by_position, checked_versions, from_positions, runs
+from kvroute.routes.parts import cells_of
+from kvroute.routes.spans import (
+    STOP_MAX,
+    UNKNOWN,
+    Span,
+    WeightsSpan,
+    by_position,
+    checked_versions,
+    from_positions,
+    runs,
+)
 from kvroute.routes.token_hash import TokenHash, joined_hashes
 
 Mask = NDArray[np.bool_]
@@ -31,27 +41,19 @@ class Cells:
     layout: Layout
     ids: NDArray[Any]  # [n, layers, top_k]  uint8 | uint16 | uint32
     mask: Mask  # [n] if every row is whole or missing, else [n, layers]; read-only
-    start: int
-    weights_versions: tuple[WeightsSpan, ...]
-    token_hashes: tuple[TokenHash, ...]
+    start: int = 0
+    weights_versions: tuple[WeightsSpan, ...] = ()
+    token_hashes: tuple[TokenHash, ...] = ()
 
-    def _settle(
-        self,
-        layout: Layout,
-        ids: NDArray[Any],
-        mask: Mask,
-        start: int,
-        weights_versions: Iterable[WeightsSpan],
-        token_hashes: Iterable[TokenHash],
-    ) -> None:
-        """Check all fields but the ids' values, and set them; arrays of the right dtype are taken over."""
-        _check_shape(layout, ids, mask)
-        start = whole("routes.start", start, error=RowError)
-        versions = checked_versions(weights_versions, start, start + len(ids))
+    def __post_init__(self) -> None:
+        """Check all fields but the ids' values; arrays of the right dtype are taken over."""
+        layout, ids, mask = self.layout, self.ids, self.mask
+        start = _check_shape(layout, ids, mask, self.start)
+        versions = checked_versions(self.weights_versions, start, start + len(ids))
         if ids.dtype != layout.dtype:
             ids = ids.astype(layout.dtype)
         blank(ids, mask)
-        self._take(layout, ids, mask, start, versions, joined_hashes(token_hashes))
+        self._take(layout, ids, mask, start, versions, joined_hashes(self.token_hashes))
 
     def _take(self, layout: Layout, ids: NDArray[Any], mask: Mask, *more: Any) -> None:
         """Take over checked fields, in their order; ids of unknown cells are all ones."""
@@ -142,8 +144,9 @@ def blank(ids: NDArray[Any], mask: Mask) -> None:
         ids[~mask] = np.iinfo(ids.dtype).max
 
 
-def _check_shape(layout: Layout, ids: NDArray[Any], mask: Mask) -> None:
-    """Raise :class:`RowError` unless these are integers for the layers of ``layout``, and a mask of them."""
+def _check_shape(layout: Layout, ids: NDArray[Any], mask: Mask, start: int) -> int:
+    """``start``; :class:`RowError` unless these are integers for the layers of ``layout``, a mask of them, and a
+    position."""
     shape = (len(layout.layer_ids), layout.top_k)
     if ids.ndim != 3 or ids.dtype.kind not in "iu" or ids.shape[1:] != shape:
         wanted = f"integers [n, {shape[0]} layers as in layer_ids, {shape[1]}]"
@@ -151,11 +154,14 @@ def _check_shape(layout: Layout, ids: NDArray[Any], mask: Mask) -> None:
     if mask.dtype != np.bool_ or mask.shape not in (ids.shape[:1], ids.shape[:2]):
         wanted = f"bool of shape {ids.shape[:1]} or {ids.shape[:2]}"
         raise RowError("routes.valid", wanted, f"{mask.dtype} of shape {mask.shape}")
+    if (first := whole("routes.start", start, error=RowError)) + len(ids) > STOP_MAX:
+        raise RowError("routes.start", f"the first of {len(ids)} positions before {STOP_MAX}", first)
+    return first
 
 
 def check_known(layout: Layout, ids: NDArray[Any], mask: Mask, start: int) -> None:
     """Raise :class:`RowError` for a known cell that no router can have chosen; ``start`` is the first position."""
-    _check_shape(layout, ids, mask)
+    start = _check_shape(layout, ids, mask, start)
     kept = np.flatnonzero(some(mask))
     if len(kept) < len(ids):
         ids, mask = ids[kept], mask[kept]
@@ -172,9 +178,6 @@ def lacking(gap: Gap, wanted: str) -> RowError:
     return RowError(f"row {position} layer {layer}", wanted, "one without this layer")
 
 
-# The union ------------------------------------------------------------------------------------------------------------
-
-
 def union(parts: Sequence[C], **fields: Any) -> C:
     """The union of ``parts`` of one sequence and model, in new memory; other ``fields`` are given, or the first part's.
 
@@ -185,66 +188,44 @@ def union(parts: Sequence[C], **fields: Any) -> C:
     """
     layout = parts[0].layout.only(tuple(sorted({layer for part in parts for layer in part.layout.layer_ids})))
     ordered = sorted((p for p in parts if len(p.ids)), key=lambda p: p.start) or [min(parts, key=lambda p: p.start)]
-    cellwise = any(p.mask.ndim == 2 or p.layout.layer_ids != layout.layer_ids for p in parts)
+    by_row = all(p.mask.ndim == 1 and p.layout.layer_ids == layout.layer_ids for p in parts)
     start, stop = ordered[0].start, max(p.stop for p in ordered)
     ids = np.empty((stop - start, len(layout.layer_ids), layout.top_k), layout.dtype)
-    mask = np.zeros(ids.shape[: 1 + cellwise], np.bool_)
-    versions = np.full(stop - start, UNKNOWN) if any(p.weights_versions for p in ordered) else None
-    told_of = np.zeros(mask.shape, np.bool_)  # cells whose version some part knows
-    reached = 0  # positions before it are filled
+    known = np.zeros((len(ids), 1 if by_row else ids.shape[1]), np.bool_)
+    versions = np.full(len(ids), UNKNOWN) if any(p.weights_versions for p in ordered) else None
+    told_of = np.zeros(known.shape, np.bool_)  # cells whose version some part knows
+    reached = start  # positions before it have been filled
     for part in ordered:
-        its_ids, its = _in_columns(part, layout.layer_ids) if cellwise else (part.ids, part.mask)
-        first, last = part.start - start, part.stop - start
-        if reached < first:
-            ids[reached:first] = np.iinfo(ids.dtype).max
-        both = min(max(reached - first, 0), len(its))  # how many of its rows exist already
-        here, rest = slice(first, first + both), slice(first + both, last)
+        of, its = part.layout.layer_ids, part.mask[:, None] if by_row else part.known
+        whole = of == layout.layer_ids  # ids are then copied and compared as bytes, cells are slower
+        columns = slice(None) if whole else [layout.layer_ids.index(layer) for layer in of]
+        to, its_ids = (ids, part.ids) if whole else (cells_of(ids), cells_of(part.ids))
+        first, old = part.start - start, min(max(reached - part.start, 0), len(its))  # so many rows are there already
+        here, rest = slice(first, first + old), slice(first + old, first + len(its))
         if versions is not None:
             told = by_position(part.weights_versions, part.start, part.stop)
-            _settle(versions[here], some(mask[here]), told[:both], some(its[:both]), part.start)
-            versions[rest] = told[both:]
-            if cellwise:
-                told_of[first:last] |= its & (told != UNKNOWN)[:, None]
-        if both:
-            _join(ids[here], mask[here], its_ids[:both], its[:both], layout.layer_ids, part.start)
-        ids[rest], mask[rest] = its_ids[both:], its[both:]
-        reached = max(reached, last)
-    if versions is not None and cellwise:
-        versions[(mask & ~told_of).any(axis=1)] = UNKNOWN
-    known = () if versions is None else from_positions(versions, start)
-    return parts[0]._with(layout=layout, ids=ids, mask=mask, start=start, weights_versions=known, **fields)
-
-
-def _in_columns(part: Cells, layer_ids: tuple[int, ...]) -> tuple[NDArray[Any], Mask]:
-    """The ids and the mask ``[n, layers]`` of ``part``, with a place for each of ``layer_ids``."""
-    if part.layout.layer_ids == layer_ids:
-        return part.ids, part.known
-    places = [layer_ids.index(layer) for layer in part.layout.layer_ids]
-    shape = len(part.ids), len(layer_ids), part.layout.top_k
-    ids, known = np.full(shape, np.iinfo(part.ids.dtype).max, part.ids.dtype), np.zeros(shape[:2], np.bool_)
-    ids[:, places], known[:, places] = part.ids, part.known
-    return ids, known
-
-
-def _join(
-    ids: NDArray[Any],  # [n, layers, top_k]
-    mask: Mask,
-    new_ids: NDArray[Any],
-    new: Mask,
-    layer_ids: tuple[int, ...],
-    start: int,
-) -> None:
-    """Put ``new_ids`` into ``ids`` and ``mask`` of the same positions, from ``start`` on."""
-    twice = mask & new
-    same = np.array_equal(ids, new_ids) if twice.all() else np.array_equal(ids[twice], new_ids[twice])
-    if not same:
-        differs = (ids != new_ids).any(axis=2) & twice.reshape(len(ids), -1)
-        row, layer = np.argwhere(differs)[0].tolist()
-        where = f"row {start + row} layer {layer_ids[layer]}"
-        raise RowError(where, f"{ids[row, layer].tolist()}, as in an earlier part", new_ids[row, layer].tolist())
-    fills = new & ~mask
-    ids[fills] = new_ids[fills]
-    mask |= fills
+            _settle(versions[here], some(known[here]), told[:old], some(its[:old]), part.start)
+            versions[rest] = told[old:]
+            if not by_row:
+                told_of[first : first + len(its), columns] |= its & (told != UNKNOWN)[:, None]
+        if old:
+            there, new = known[here, columns], its[:old]
+            if not (whole and np.array_equal(ids[here], part.ids[:old])):
+                cells, its_cells = cells_of(ids), cells_of(part.ids)[:old]
+                if (differs := (cells[here, columns] != its_cells) & there & new).any():
+                    row, i = np.argwhere(differs)[0].tolist()
+                    wanted = f"{ids[first + row, layout.layer_ids.index(of[i])].tolist()}, as in an earlier part"
+                    raise RowError(f"row {part.start + row} layer {of[i]}", wanted, part.ids[row, i].tolist())
+                cells[here, columns] = np.where(new, its_cells, cells[here, columns])
+            known[here, columns] = there | new
+        to[rest, columns], known[rest, columns] = its_ids[old:], its[old:]
+        reached = max(reached, part.stop)
+    if versions is not None and not by_row:
+        versions[(known & ~told_of).any(axis=1)] = UNKNOWN
+    mask = known[:, 0] if by_row else known
+    blank(ids, mask)
+    spans = () if versions is None else from_positions(versions, start)
+    return parts[0]._with(layout=layout, ids=ids, mask=mask, start=start, weights_versions=spans, **fields)
 
 
 def _settle(

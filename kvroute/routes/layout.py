@@ -59,6 +59,11 @@ class Layout(msgspec.Struct, frozen=True, cache_hash=True, forbid_unknown_fields
         """The narrowest unsigned dtype that holds every id."""
         return np.dtype(id_dtype(self.num_experts))
 
+    @property
+    def cell_nbytes(self) -> int:
+        """Bytes of the ids of one token in one layer."""
+        return self.top_k * self.dtype.itemsize
+
     def only(self, layer_ids: tuple[int, ...]) -> Layout:
         """This layout with ids of these routed layers only; the other routed layers are missing."""
         if layer_ids == self.layer_ids:

@@ -15,48 +15,72 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
 from math import isqrt
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
+import msgspec
 import numpy as np
+from msgspec import Meta
 from numpy.typing import NDArray
 
+from cache_manager.errors import RowError
 from cache_manager.record import Buffer
-from kvroute.routes.spans import runs
+from kvroute.routes.layout import Layout
+from kvroute.routes.spans import STOP_MAX, runs
 
 Range = tuple[int, int]
 """Indices ``[start, stop)``, of rows or of layers."""
 
+ROWS_MAX: Final = 1 << 24
+"""Positions that one record may claim to have."""
+IDS_MAX: Final = 1 << 36
 PART_NBYTES_LEAST: Final = 2 << 10
 """Parts are not made smaller to let ranks read less; only few rows, or an operator's setting, make smaller ones."""
 
 
-@dataclass(frozen=True, slots=True)
-class Grid:
-    """``rows`` x ``layers`` cells of ``cell_nbytes``, the ids of one token in one layer.
+def tokens_of_parts(layout: Layout, rows: int, part_layers: int, part_nbytes: int) -> int:
+    """As many tokens per part as fit ``part_nbytes``, at least one and at most twice the root of ``rows``.
 
-    A part has ``part_layers`` layers (the last group may have fewer) and ``part_tokens`` rows.
+    A rank reads up to one part too much where its tokens end, and the sums of all parts: the root balances both. A part
+    of less than :data:`PART_NBYTES_LEAST` is not worth its sum. Parts of all layers have no such limit.
+    """
+    row_nbytes = part_layers * layout.cell_nbytes
+    room, least = part_nbytes // row_nbytes, PART_NBYTES_LEAST // row_nbytes
+    most = rows if part_layers == len(layout.layer_ids) else min(rows, max(2 * isqrt(rows), least))
+    return max(1, min(room, most))
+
+
+class Extent(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Which rows a record has, of the positions ``[start, start + rows)``, and how they are cut into parts.
+
+    A part has ``part_layers`` layers (the last group may have fewer) and ``part_tokens`` rows. A *cell* is the ids of
+    one token in one layer.
     """
 
-    rows: int
-    layers: int
-    cell_nbytes: int
-    part_layers: int
-    part_tokens: int
+    layout: Layout
+    rows: Annotated[int, Meta(ge=0)]
+    start: Annotated[int, Meta(ge=0)]
+    part_layers: Annotated[int, Meta(ge=1)]
+    part_tokens: Annotated[int, Meta(ge=1, le=STOP_MAX)]
 
-    @classmethod
-    def fit(cls, rows: int, layers: int, cell_nbytes: int, *, part_layers: int, part_nbytes: int) -> Grid:
-        """As many tokens per part as fit ``part_nbytes``, at least one and at most twice the root of ``rows``.
+    def check(self) -> None:
+        """Raise :class:`RowError` unless the fields fit together; allocates no memory for them."""
+        if self.rows > ROWS_MAX or self.stop > STOP_MAX:
+            wanted = f"at most {ROWS_MAX}, of positions before {STOP_MAX}"
+            raise RowError("rows", wanted, f"{self.rows} from {self.start}")
+        if self.part_layers > self.layers:
+            raise RowError("part_layers", f"1 to {self.layers}", self.part_layers)
+        if (ids := self.rows * self.layers * self.layout.top_k) > IDS_MAX:
+            raise RowError("rows", f"at most {IDS_MAX} ids", ids)
 
-        A rank reads up to one part too much where its tokens end, and the sums of all parts: the root balances both. A
-        part of less than :data:`PART_NBYTES_LEAST` is not worth its sum. Parts of all layers have no such limit.
-        """
-        part_layers = min(part_layers, layers)
-        row_nbytes = part_layers * cell_nbytes
-        room, least = part_nbytes // row_nbytes, PART_NBYTES_LEAST // row_nbytes
-        most = rows if part_layers == layers else min(rows, max(2 * isqrt(rows), least))
-        return cls(rows, layers, cell_nbytes, part_layers, max(1, min(room, most)))
+    @property
+    def stop(self) -> int:
+        """The position after the last row."""
+        return self.start + self.rows
+
+    @property
+    def layers(self) -> int:
+        return len(self.layout.layer_ids)
 
     @property
     def bands(self) -> int:
@@ -70,19 +94,20 @@ class Grid:
     @property
     def part_nbytes(self) -> int:
         """Bytes of the largest part."""
-        return self.part_tokens * self.part_layers * self.cell_nbytes
+        return self.part_tokens * self.part_layers * self.layout.cell_nbytes
 
     @property
     def nbytes(self) -> int:
         """Bytes of all parts."""
-        return self.rows * self.layers * self.cell_nbytes
+        return self.rows * self.layers * self.layout.cell_nbytes
 
     def starts(self, first: int, stop: int) -> list[int]:
         """Bytes before each of the parts ``[first, stop)``, and before the one behind them."""
         group, band = np.divmod(np.arange(first, stop + 1), self.bands or 1)
         layer = np.minimum(group * self.part_layers, self.layers)
         width = np.minimum(self.part_layers, self.layers - layer)
-        starts: list[int] = ((self.rows * layer + band * self.part_tokens * width) * self.cell_nbytes).tolist()
+        cells = self.rows * layer + band * self.part_tokens * width
+        starts: list[int] = (cells * self.layout.cell_nbytes).tolist()
         return starts
 
     def nbytes_of(self, run: Range) -> int:
@@ -131,7 +156,7 @@ class Grid:
             first, last = group * self.part_layers, min((group + 1) * self.part_layers, self.layers)
             size = (b - a) * (last - first)
             block = np.frombuffer(content, cells[0].dtype, size, at).reshape(b - a, last - first)
-            at += size * self.cell_nbytes
+            at += size * self.layout.cell_nbytes
             left, right = bisect_left(layers, first), bisect_left(layers, last)
             whole = right - left == last - first
             mine = slice(None) if whole else [layer - first for layer in layers[left:right]]

@@ -15,7 +15,7 @@ from cache_manager.spec import AuxBlockDataSpec
 from kvroute.checks import whole
 from kvroute.routes import spans, wire
 from kvroute.routes.cells import Cells, Mask, blank, check_known, lacking, union
-from kvroute.routes.fill import FILLERS, Filler, Missing, Plan
+from kvroute.routes.fill import Missing, Plan
 from kvroute.routes.layout import Layers, Layout, check_alike
 from kvroute.routes.spans import UNKNOWN, WeightsSpan
 from kvroute.routes.token_hash import TokenHash, check_tokens, joined_hashes, of_one_sequence, token_hashes, token_ids
@@ -69,7 +69,7 @@ class Routes(Cells):
         layout = Layout(tuple(layer_ids), num_experts, num_layers, given.shape[2], tuple(missing_layers))
         check_known(layout, given, mask, start)
         own = np.array(given, layout.dtype, order="C")  # known ids fit
-        self._settle(layout, own, mask, start, weights_versions, token_hashes)
+        super().__init__(layout, own, mask, start, tuple(weights_versions), tuple(token_hashes))
 
     @classmethod
     def from_rows(
@@ -125,7 +125,7 @@ class Routes(Cells):
         Arrays of the right dtype are taken over. Ids that no router can have chosen would pass unnoticed.
         """
         made = object.__new__(cls)
-        made._settle(layout, ids, mask, start, weights_versions, token_hashes)
+        Cells.__init__(made, layout, ids, mask, start, tuple(weights_versions), tuple(token_hashes))
         return made
 
     # ---------------------------------------------------------------- what there is
@@ -238,9 +238,8 @@ class Routes(Cells):
         has no row. With ``counts`` they are bound only to hashes of that many first tokens each. :class:`RowError` for
         too few tokens, and if the routes are already bound to other tokens of the same number.
         """
-        if (count := len(token_ids(tokens))) < self.stop:
-            raise RowError("tokens", f"{self.stop} or more, one for every position", count)
-        hashes = token_hashes(tokens, [count] if counts is None else counts)
+        given = token_ids(tokens, self.stop)
+        hashes = token_hashes(given, [len(given)] if counts is None else counts)
         joined = joined_hashes((*self.token_hashes, *hashes))
         return self._with(token_hashes=joined if counts is None else hashes)
 
@@ -256,9 +255,7 @@ class Routes(Cells):
         """
         check_known(self.layout, self.ids, self.mask, self.start)
         if tokens is not None:
-            if len(given := token_ids(tokens)) < self.stop:
-                raise RowError("tokens", f"{self.stop} or more, one for every position", len(given))
-            check_tokens(self.token_hashes, given, self.end)
+            check_tokens(self.token_hashes, token_ids(tokens, self.stop), self.end)
         if rows is not None and (gap := self.first_gap(rows)) is not None:
             raise lacking(gap, f"a row for each of the positions [0, {rows})")
         if loss_mask is not None:
@@ -275,8 +272,6 @@ class Routes(Cells):
         dtype: DTypeLike = "int32",
         missing: Missing = "error",
         *,
-        required: int | None = None,
-        pad: Filler | None = None,
         ep: int = 1,
     ) -> NDArray[Any]:
         """The ids of the positions ``[0, rows)`` for a trainer: ``[rows, layers, top_k]`` of ``dtype``.
@@ -287,22 +282,14 @@ class Routes(Cells):
 
         ``missing`` spells unknown cells, and missing rows in all layers: ``"error"`` refuses them, ``"zero"``,
         ``"minus1"``, ``"arange"`` (``0 .. top_k - 1``), or ``"spread"``, distinct ids that visit each of the ``ep``
-        expert-parallel ranks before any twice. With ``required``, that holds for positions before it; from there on a
-        missing row is spelled as ``pad`` says (default: ``missing``). The result is new, in C order and writable.
+        expert-parallel ranks before any twice. The result is new, in C order and writable.
+        :func:`~kvroute.routes.shard_packed` gives a row for every token, also for the last one.
 
         Raises :class:`RowError` naming the first missing position and layer, and for a dtype that cannot hold the ids.
         """
-        needed = rows = whole("rows", rows, error=RowError)
-        if required is not None and (needed := whole("required", required, error=RowError)) > rows:
-            raise RowError("required", f"0 to {rows} rows", required)
-        if pad is None:
-            if missing == "error" and needed < rows:
-                raise RowError("pad", f"a spelling for the rows [{needed}, {rows}): " + ", ".join(FILLERS), None)
-            pad = "zero" if missing == "error" else missing
-        plan = Plan(self.layout, layers, np.dtype(dtype), ep, missing, pad)
-        out = np.empty((rows, len(plan.layers), self.top_k), plan.dtype)
-        plan.fill(out[:needed], self, 0, missing)
-        plan.fill(out[needed:], self, needed, pad)
+        plan = Plan(self.layout, layers, np.dtype(dtype), ep, missing)
+        out = np.empty((whole("rows", rows, error=RowError), len(plan.layers), self.top_k), plan.dtype)
+        plan.fill(out, self, 0, missing)
         return out
 
     # ---------------------------------------------------------------- outside memory

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from itertools import pairwise
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +16,9 @@ Span = tuple[int, int]
 
 WeightsSpan = tuple[int, int, int]
 """Positions ``[start, stop)`` and the weights version that computed their rows."""
+
+STOP_MAX: Final = 1 << 62
+"""Positions are below this."""
 
 UNKNOWN = -1
 """The entry of a position without a known version, in an array of versions."""
@@ -33,8 +36,8 @@ def checked_versions(versions: Iterable[WeightsSpan], start: int, stop: int) -> 
     """``versions`` with equal neighbours joined; :class:`RowError` unless they increase inside ``[start, stop)``."""
     found: list[WeightsSpan] = []
     for span in versions:
-        if len(span) != 3 or not all(isinstance(v, (int, np.integer)) and v >= 0 for v in span):
-            raise RowError("routes.weights_versions", "(start, stop, version), integers of 0 or more", repr(span))
+        if len(span) != 3 or not all(isinstance(v, (int, np.integer)) and 0 <= v < 1 << 63 for v in span):
+            raise RowError("routes.weights_versions", "(start, stop, version), integers in [0, 2^63)", repr(span))
         a, b, version = (int(v) for v in span)
         first = found[-1][1] if found else start
         if not first <= a < b <= stop:

@@ -13,7 +13,7 @@ A cut is a list of spans, so a rank can ask a store for just its positions and i
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Literal, NamedTuple, get_args
 
 from cache_manager.errors import InvalidInputError
@@ -114,17 +114,10 @@ Shard(sequence=1, start=3, stop=4)]
 
     def columns(self, width: int) -> list[Shard]:
         """This rank's columns of a padded batch ``[batch, width]``, as shards of a sequence 0."""
-        whole("width", width)
-        if self.cp == 1:
-            mine = [Shard(0, 0, width)]
-        elif self.layout == "zigzag":
-            mine = [Shard(0, a, b) for a, b in self._zigzag(width, "width")]
-        elif width % self.cp:
-            raise InvalidInputError("width", f"a multiple of cp={self.cp}", width)
-        else:
-            part = width // self.cp
-            mine = [Shard(0, part * self.cp_rank, part * (self.cp_rank + 1))]
-        return self._scattered(mine)
+        chunks = 1 if self.cp == 1 else self.cp * (1 + (self.layout == "zigzag"))
+        if whole("width", width) % chunks:
+            raise InvalidInputError("width", f"a multiple of {chunks}, for cp={self.cp} with {self.layout} cuts", width)
+        return replace(self, align=1, tail_align=1).packed([width])
 
     def _zigzag(self, padded: int, what: str) -> list[tuple[int, int]]:
         if padded % (2 * self.cp):

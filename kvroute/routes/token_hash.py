@@ -34,9 +34,12 @@ def token_hash(tokens: ArrayLike) -> bytes:
     return token_hashes(ids, [ids.size])[0][1]
 
 
-def token_ids(tokens: ArrayLike) -> NDArray[np.int64]:
-    """``tokens`` as a new array ``[n]``; :class:`RowError` unless they are integers below 2**63."""
-    return integers(tokens, "tokens", "integers [n] below 2**63", error=RowError)
+def token_ids(tokens: ArrayLike, least: int = 0) -> NDArray[np.int64]:
+    """``tokens`` as a new array ``[n]``; :class:`RowError` unless they are ``least`` or more integers below 2**63."""
+    ids = integers(tokens, "tokens", "integers [n] below 2**63", error=RowError)
+    if len(ids) < least:
+        raise RowError("tokens", f"{least} or more, one for every position", len(ids))
+    return ids
 
 
 def token_hashes(tokens: ArrayLike, counts: Iterable[int]) -> tuple[TokenHash, ...]:

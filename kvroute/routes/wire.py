@@ -12,7 +12,7 @@ All integers are little endian:
 | 32 | h | the header: one line of JSON with its keys sorted and no white space, then spaces up to a multiple of 64 |
 | 32 + h | | the parts, one after another: their cells row by row, the ids in C order |
 
-:class:`Header` explains the header's fields, :class:`~kvroute.routes.parts.Grid` says which cells a part has. The ids
+:class:`Header` explains the header's fields, :class:`~kvroute.routes.parts.Extent` says which cells a part has. The ids
 of missing cells are all ones in binary. Pure: bytes in, values out.
 """
 
@@ -23,65 +23,28 @@ import math
 import struct
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
-from typing import Annotated, Any, Final, Self
+from typing import Annotated, Any, Final
 
 import msgspec
 import numpy as np
 import xxhash
 from msgspec import Meta
+from msgspec.structs import replace as with_fields
 from numpy.typing import NDArray
 from pybase64 import b64decode, b64encode_as_string
 
 from cache_manager.errors import RowError
 from cache_manager.record import Buffer, checksum
 from kvroute.routes.cells import Cells, Mask
-from kvroute.routes.layout import Layout
-from kvroute.routes.parts import Grid, Range, cells_of
+from kvroute.routes.parts import IDS_MAX, Extent, Range, cells_of
 from kvroute.routes.spans import WeightsSpan
 
 MAGIC: Final = b"KVROUTES"
 VERSION: Final = 4
-ROWS_MAX: Final = 1 << 24
-"""Positions that one record may claim to have."""
-STOP_MAX: Final = 1 << 62
-IDS_MAX: Final = 1 << 36
 HEADER_NBYTES_MAX: Final = 64 << 20
 SUM_NBYTES: Final = 8
 _FIXED = struct.Struct("<8sHHI")
 FIXED_NBYTES: Final = _FIXED.size + 16
-
-
-class Extent(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Which rows a record has, of the positions ``[start, start + rows)``, and how :class:`Grid` cuts them."""
-
-    layout: Layout
-    rows: Annotated[int, Meta(ge=0)]
-    start: Annotated[int, Meta(ge=0)]
-    part_layers: Annotated[int, Meta(ge=1)]
-    part_tokens: Annotated[int, Meta(ge=1, le=STOP_MAX)]
-
-    def check(self) -> None:
-        """Raise :class:`RowError` unless the fields fit together; allocates no memory for them."""
-        layers = len(self.layout.layer_ids)
-        if self.rows > ROWS_MAX or self.stop > STOP_MAX:
-            raise RowError(
-                "rows", f"at most {ROWS_MAX}, of positions before {STOP_MAX}", f"{self.rows} from {self.start}"
-            )
-        if self.part_layers > layers:
-            raise RowError("part_layers", f"1 to {layers}", self.part_layers)
-        if (ids := self.rows * layers * self.layout.top_k) > IDS_MAX:
-            raise RowError("rows", f"at most {IDS_MAX} ids", ids)
-
-    @property
-    def stop(self) -> int:
-        """The position after the last row."""
-        return self.start + self.rows
-
-    @property
-    def grid(self) -> Grid:
-        """How the rows are cut."""
-        cell_nbytes = self.layout.top_k * self.layout.dtype.itemsize
-        return Grid(self.rows, len(self.layout.layer_ids), cell_nbytes, self.part_layers, self.part_tokens)
 
 
 class Header(Extent, frozen=True, kw_only=True):
@@ -92,33 +55,12 @@ class Header(Extent, frozen=True, kw_only=True):
     next. ``name`` is for the store that keeps the record.
     """
 
-    sums: bytes
+    sums: bytes = b""
     turns: tuple[Annotated[int, Meta(ge=0, lt=IDS_MAX)], ...] = ()
     by_cell: bool = False
     weights_versions: tuple[WeightsSpan, ...] = ()
     token_hashes: tuple[tuple[int, bytes], ...] = ()
     name: str = ""
-
-    @classmethod
-    def of(cls, routes: Cells, grid: Grid, parts: Buffer, name: str = "") -> Self:
-        """The header of routes whose ``parts`` are these, one after another; :class:`RowError` for too many rows."""
-        laid = routes.mask.T.reshape(-1)
-        turns = () if laid.all() else np.flatnonzero(np.diff(laid, prepend=True)).tolist()
-        made = cls(
-            layout=routes.layout,
-            rows=grid.rows,
-            start=routes.start,
-            part_layers=grid.part_layers,
-            part_tokens=grid.part_tokens,
-            sums=np.array(_sums(grid, (0, grid.parts), parts), "<u8").tobytes(),
-            turns=tuple(turns),
-            by_cell=routes.mask.ndim == 2,
-            weights_versions=routes.weights_versions,
-            token_hashes=routes.token_hashes,
-            name=name,
-        )
-        made.check()
-        return made
 
     def pack(self) -> bytes:
         """The record's bytes before its parts; :class:`RowError` for more than one can be."""
@@ -131,8 +73,8 @@ class Header(Extent, frozen=True, kw_only=True):
 
     def check(self) -> None:
         super().check()
-        if len(self.sums) != SUM_NBYTES * self.grid.parts:
-            raise RowError("routes record sums", f"{SUM_NBYTES * self.grid.parts} bytes", len(self.sums))
+        if len(self.sums) != SUM_NBYTES * self.parts:
+            raise RowError("routes record sums", f"{SUM_NBYTES * self.parts} bytes", len(self.sums))
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -142,17 +84,22 @@ class Header(Extent, frozen=True, kw_only=True):
     @property
     def mask(self) -> Mask:
         """What is known, ``[rows]`` or ``[rows, layers]``; :class:`RowError` for invalid turns."""
-        shape = (len(self.layout.layer_ids), self.rows) if self.by_cell else (self.rows,)
+        shape = (self.layers, self.rows) if self.by_cell else (self.rows,)
         lengths = np.diff(np.array((0, *self.turns, math.prod(shape))))
         if self.turns and not (lengths[1:] > 0).all():
             raise RowError("routes.turns", f"increasing numbers below {math.prod(shape)}", str(self.turns)[:200])
         return np.ascontiguousarray(np.repeat(np.arange(len(lengths)) % 2 == 0, lengths).reshape(shape).T)
 
+    def sums_of(self, run: Range, content: Buffer) -> list[int]:
+        """The sums of the parts ``[first, stop)``, whose bytes these are."""
+        starts, view = self.starts(*run), memoryview(content)
+        return [checksum(view[a - starts[0] : b - starts[0]]) for a, b in pairwise(starts)]
+
     def check_parts(self, run: Range, content: Buffer) -> None:
         """Raise :class:`RowError` unless ``content`` is the parts ``[first, stop)``, by its length and their sums."""
-        if (nbytes := memoryview(content).nbytes) != (wanted := self.grid.nbytes_of(run)):
+        if (nbytes := memoryview(content).nbytes) != (wanted := self.nbytes_of(run)):
             raise RowError(f"routes record parts [{run[0]}, {run[1]})", f"{wanted} bytes", nbytes)
-        told, found = np.frombuffer(self.sums, "<u8")[slice(*run)].tolist(), _sums(self.grid, run, content)
+        told, found = np.frombuffer(self.sums, "<u8")[slice(*run)].tolist(), self.sums_of(run, content)
         if told != found:
             at = next(i for i, pair in enumerate(zip(told, found, strict=True)) if pair[0] != pair[1])
             raise RowError(f"routes record part {run[0] + at} checksum", f"{told[at]:016x}", f"{found[at]:016x}")
@@ -162,25 +109,41 @@ class Header(Extent, frozen=True, kw_only=True):
     ) -> list[NDArray[Any]]:
         """The ids of these layers (increasing indices), ``[n, layers, top_k]`` for each range of rows, in new memory.
 
-        ``parts`` are runs of those that :meth:`Grid.needed` names, and their bytes. :class:`RowError` for a part that
+        ``parts`` are runs of those that :meth:`needed` names, and their bytes. :class:`RowError` for a part that
         is not as it was written.
         """
-        grid = self.grid
         found = [np.empty((b - a, len(layers), self.layout.top_k), self.dtype) for a, b in rows]
         cells = [cells_of(ids) for ids in found]
         for run, content in parts:
             self.check_parts(run, content)
-            grid.paste(run, content, cells, layers, rows)
+            self.paste(run, content, cells, layers, rows)
         return found
 
 
-def record(routes: Cells, grid: Grid | None = None, name: str = "") -> tuple[Header, memoryview]:
-    """The header of ``routes``, and the parts of ``grid`` (one of everything) one after another."""
-    if grid is None:
-        rows, layers, top_k = routes.ids.shape
-        grid = Grid(rows, layers, top_k * routes.ids.itemsize, layers, max(rows, 1))
-    parts = grid.cut(cells_of(routes.ids.astype(routes.ids.dtype.newbyteorder("<"), copy=False)))
-    return Header.of(routes, grid, parts, name), parts
+def record(
+    routes: Cells, part_layers: int | None = None, part_tokens: int | None = None, name: str = ""
+) -> tuple[Header, memoryview]:
+    """The header of ``routes``, and its parts one after another: by default one part of everything.
+
+    :class:`RowError` for too many rows.
+    """
+    laid, ids = routes.mask.T.reshape(-1), routes.ids
+    header = Header(
+        layout=routes.layout,
+        rows=len(ids),
+        start=routes.start,
+        part_layers=part_layers or ids.shape[1],
+        part_tokens=part_tokens or max(len(ids), 1),
+        turns=() if laid.all() else tuple(np.flatnonzero(np.diff(laid, prepend=True)).tolist()),
+        by_cell=routes.mask.ndim == 2,
+        weights_versions=routes.weights_versions,
+        token_hashes=routes.token_hashes,
+        name=name,
+    )
+    parts = header.cut(cells_of(ids.astype(header.dtype, copy=False)))
+    header = with_fields(header, sums=np.array(header.sums_of((0, header.parts), parts), "<u8").tobytes())
+    header.check()
+    return header, parts
 
 
 def header_nbytes(fixed: Buffer) -> int:
@@ -218,10 +181,9 @@ def read(data: Buffer) -> tuple[Header, NDArray[Any]]:
     view = memoryview(data).cast("B")
     first = FIXED_NBYTES + header_nbytes(view[:FIXED_NBYTES])
     header = unpack(view[:first])
-    grid = header.grid
-    if len(view) != first + grid.nbytes:
-        raise RowError("routes record", f"{first + grid.nbytes} bytes", len(view))
-    return header, header.ids([((0, grid.parts), view[first:])], range(grid.layers), [(0, grid.rows)])[0]
+    if len(view) != first + header.nbytes:
+        raise RowError("routes record", f"{first + header.nbytes} bytes", len(view))
+    return header, header.ids([((0, header.parts), view[first:])], range(header.layers), [(0, header.rows)])[0]
 
 
 def from_base64(field: str, text: Any) -> bytes:
@@ -234,12 +196,6 @@ def from_base64(field: str, text: Any) -> bytes:
     if b64encode_as_string(found[-(len(found) % 3 or 3) :]) != text[-4:]:
         raise RowError(field, "bytes, in base64's one spelling", repr(text[-4:]))
     return found
-
-
-def _sums(grid: Grid, run: Range, content: Buffer) -> list[int]:
-    """The sums of the parts ``[first, stop)``, whose bytes these are."""
-    starts, view = grid.starts(*run), memoryview(content)
-    return [checksum(view[a - starts[0] : b - starts[0]]) for a, b in pairwise(starts)]
 
 
 def _sum(*parts: Buffer) -> bytes:

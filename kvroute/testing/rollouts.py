@@ -173,8 +173,8 @@ class RolloutContract(ABC):
             store.get(handle, [routes.layer_ids[2]], [(0, 5_000)])
             read = store.counters.get_nbytes - before - handle.header_nbytes
             wanted = routes.ids.nbytes // 24
-            assert wanted <= read <= (wanted + 2 * handle.grid.part_nbytes if self.reads_parts else routes.ids.nbytes)
-            assert handle.grid.part_nbytes < wanted // 10 or not self.reads_parts
+            assert wanted <= read <= (wanted + 2 * handle.part_nbytes if self.reads_parts else routes.ids.nbytes)
+            assert handle.part_nbytes < wanted // 10 or not self.reads_parts
 
     # ---------------------------------------------------------------- names
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -45,8 +44,6 @@ def asked(draw: st.DrawFn) -> dict[str, Any]:
         "layers": draw(st.sampled_from(["all", "moe", chosen])),
         "dtype": draw(st.sampled_from(["int32", "int64"])),
         "missing": draw(st.sampled_from(FILLERS)),
-        "required": draw(st.none() | st.integers(0, rows)),
-        "pad": draw(st.none() | st.sampled_from(FILLERS)),
         "ep": draw(st.sampled_from([1, 2])),
     }
 
@@ -55,11 +52,9 @@ def expected(want: dict[str, Any]) -> list[list[list[int]]]:
     """Row by row and layer by layer, without an array."""
     shape: Shape = want["shape"]
     layers = {"all": range(shape.num_layers), "moe": shape.layer_ids}.get(str(want["layers"]), want["layers"])
-    needed = want["rows"] if want["required"] is None else want["required"]
     found = []
     known = cells_of(shape, want["routes"])
     for position in range(want["rows"]):
-        word = want["missing"] if position < needed or want["pad"] is None else want["pad"]
         some = any((position, layer) in known for layer in shape.layer_ids)
         row = []
         for layer in layers:
@@ -68,7 +63,7 @@ def expected(want: dict[str, Any]) -> list[list[list[int]]]:
             elif some and layer not in shape.layer_ids:
                 row.append([0] * shape.top_k)  # a dense layer of a row that is there
             else:
-                row.append(spelled(shape, word, position, layer, want["ep"]))
+                row.append(spelled(shape, want["missing"], position, layer, want["ep"]))
         found.append(row)
     return found
 
@@ -76,7 +71,7 @@ def expected(want: dict[str, Any]) -> list[list[list[int]]]:
 @given(asked())
 def test_every_row_layer_and_hole_is_where_and_what_was_asked_for(want: dict[str, Any]) -> None:
     routes = want["routes"]
-    how = {name: want[name] for name in ("layers", "dtype", "missing", "required", "pad", "ep")}
+    how = {name: want[name] for name in ("layers", "dtype", "missing", "ep")}
     made = routes.materialize(want["rows"], **how)
     assert made.dtype == want["dtype"]
     assert made.tolist() == expected(want)
@@ -90,10 +85,3 @@ def test_the_last_sampled_token_has_no_row() -> None:
     assert len(routes.materialize(5)) == 5
     with pytest.raises(RowError, match="row 5"):
         routes.materialize(6)
-    with pytest.raises(RowError, match=r"pad: wanted a spelling for the rows \[5, 6\)"):
-        routes.materialize(6, required=5)
-    padded = routes.materialize(6, required=5, pad="zero")
-    assert not padded[5].any()
-    assert np.array_equal(padded[:5], routes.materialize(5))
-    with pytest.raises(RowError, match="row 4"):
-        SHAPE.whole(4).materialize(6, required=5, pad="zero")

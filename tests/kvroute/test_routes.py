@@ -130,11 +130,12 @@ def test_routes_own_what_they_hold() -> None:
         ({"valid": np.ones(2, int)}, "routes.valid: wanted bool"),
         ({"start": -1}, "routes.start"),
         ({"start": 1.5}, "routes.start"),
+        *[({"start": start}, "routes.start: wanted the first of 2 positions before") for start in (2**62 - 1, 2**63)],
         ({"weights_versions": ((0, 3, 1),)}, r"ranges inside \[0, 2\), got \[0, 3\)"),
         ({"weights_versions": ((0, 2, 1), (1, 2, 2))}, r"increasing ranges inside \[2, 2\), got \[1, 2\)"),
         ({"weights_versions": ((1, 1, 1),)}, "ranges inside"),
         ({"weights_versions": ((0, 1),)}, r"\(start, stop, version\)"),
-        ({"weights_versions": ((0, 1, "a"),)}, "weights_versions"),
+        *[({"weights_versions": ((0, 1, version),)}, "weights_versions") for version in ("a", -1, 2**63)],
         ({"layer_ids": (4, 1)}, "increasing"),
         *[
             ({"missing_layers": layers}, r"routes.missing_layers: wanted distinct ones of")

@@ -189,8 +189,8 @@ def test_stages_together_are_the_whole(shape: Shape, layers: Any) -> None:
     [
         (lambda: Split(cp=2, align=1).packed([5]), "a multiple of 2 cp = 4"),
         (lambda: Split(tp=2, sp=True, align=1).packed([5]), "local tokens: wanted a multiple of tp=2"),
-        (lambda: Split(cp=2).columns(6), "width: wanted a padded length"),
-        (lambda: Split(cp=4, layout="contiguous").columns(6), "width: wanted a multiple of cp=4"),
+        (lambda: Split(cp=2).columns(6), "width: wanted a multiple of 4, for cp=2 with zigzag"),
+        (lambda: Split(cp=4, layout="contiguous").columns(6), "width: wanted a multiple of 4, for cp=4 with contig"),
         (lambda: Split(pp=2).layers(7), "pp: wanted a divisor of 7 layers"),
         (lambda: shard_padded([SHAPE.whole(8)], [9], Split(), width=8), "tokens of sequence 0: wanted 8 at most"),
     ],

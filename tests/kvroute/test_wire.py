@@ -16,7 +16,7 @@ from sample_routes import of_shapes
 from cache_manager.errors import RowError
 from kvroute.rollout import open_rollouts
 from kvroute.routes import Layout, Routes, wire
-from kvroute.routes.parts import Grid
+from kvroute.routes.parts import ROWS_MAX
 
 GOLDEN_START = (
     "4b56524f55544553"  # KVROUTES
@@ -57,10 +57,8 @@ def records(draw: st.DrawFn) -> tuple[Routes, bytes]:
     """Routes, bound to tokens or not, and their record in parts of any size."""
     made = draw(of_shapes(20, draw(st.integers(0, 40))))[1]
     made = made.bind(list(range(made.stop + 1))) if draw(st.booleans()) else made
-    rows, layers, top_k = made.ids.shape
-    part = draw(st.integers(1, layers)), draw(st.integers(1, 9))
-    grid = draw(st.none() | st.just(Grid(rows, layers, top_k * made.ids.itemsize, *part)))
-    header, parts = wire.record(made, grid, draw(st.sampled_from(["", "who"])))
+    part = draw(st.none() | st.integers(1, made.ids.shape[1])), draw(st.none() | st.integers(1, 9))
+    header, parts = wire.record(made, *part, draw(st.sampled_from(["", "who"])))
     return made, b"".join((header.pack(), parts))
 
 
@@ -72,12 +70,12 @@ def test_routes_come_back_as_they_were(given_record: tuple[Routes, bytes]) -> No
         assert again == made
     assert Routes.from_json(json.loads(json.dumps(made.to_json()))) == made
     header = header_of(record)
-    grid, at = header.grid, len(record) - header.grid.nbytes
+    at = len(record) - header.nbytes
     assert (at % 64, header.mask.tolist()) == (0, made.mask.tolist())
     for a, b in {(0, len(made)), (len(made) // 3, len(made) // 2)}:
-        for layers in ([0], list(range(grid.layers))):
-            needed = grid.needed(layers, [(a, b)])
-            parts = [(run, record[at + grid.starts(*run)[0] :][: grid.nbytes_of(run)]) for run in needed]
+        for layers in ([0], list(range(header.layers))):
+            needed = header.needed(layers, [(a, b)])
+            parts = [(run, record[at + header.starts(*run)[0] :][: header.nbytes_of(run)]) for run in needed]
             (ids,) = header.ids(parts, layers, [(a, b)])
             expected = made.slice(made.start + a, made.start + b)
             found = Routes.of_record(header, ids, a, layers)
@@ -90,7 +88,7 @@ def test_routes_come_back_as_they_were(given_record: tuple[Routes, bytes]) -> No
 
 def test_the_bytes_are_those_of_the_format() -> None:
     """Goal: no change of the format by accident. Method: every byte, written down."""
-    made, parts = wire.record(golden(), Grid(3, 2, 2, 1, 2), "a")
+    made, parts = wire.record(golden(), 1, 2, "a")
     header = made.pack()
     assert header.hex().startswith(GOLDEN_START)
     assert header[16:32].hex() == "a3530e91f086ae922bcdf421a333e992"
@@ -116,18 +114,17 @@ def test_one_changed_bit_a_cut_and_a_longer_record_are_noticed(
 
 
 @pytest.mark.parametrize(
-    ("rows", "start", "holed", "message"),
+    ("rows", "holed", "message"),
     [
-        (wire.ROWS_MAX + 1, 0, False, f"rows: wanted at most {wire.ROWS_MAX}"),
-        (2, wire.STOP_MAX - 1, False, f"of positions before {wire.STOP_MAX}"),
-        (wire.ROWS_MAX, 0, True, "wanted what is known in fewer turns"),
+        (ROWS_MAX + 1, False, f"rows: wanted at most {ROWS_MAX}"),
+        (ROWS_MAX, True, "wanted what is known in fewer turns"),
     ],
 )
-def test_what_could_not_be_read_back_is_not_written(rows: int, start: int, holed: bool, message: str) -> None:
-    """Goal: a rollout whose put succeeded can be read. Method: one row too many, a position too far, and every other
-    row missing, whose turns are more than a header holds; as bytes, and put to a store."""
+def test_what_could_not_be_read_back_is_not_written(rows: int, holed: bool, message: str) -> None:
+    """Goal: a rollout whose put succeeded can be read. Method: one row too many, and every other row missing, whose
+    turns are more than a header holds; as bytes, and put to a store."""
     known = np.arange(rows) % 2 == 0 if holed else np.ones(rows, np.bool_)
-    made = Routes.checked(Layout((0,), 2, 1, 1), np.zeros((rows, 1, 1), np.uint8), known, start)
+    made = Routes.checked(Layout((0,), 2, 1, 1), np.zeros((rows, 1, 1), np.uint8), known)
     store = open_rollouts("response:")
     for write in (made.to_bytes, lambda: store.put("x", made)):
         with pytest.raises(RowError, match=message):

@@ -45,9 +45,9 @@ class TestRayRollouts(RolloutContract):
         owner = store._owner
         records = []
         for each in (handle, other):
-            whole = [(0, each.header_nbytes + each.grid.nbytes)]
+            whole = [(0, each.header_nbytes + each.nbytes)]
             records.append(ray.get(owner.read.remote(each.rollout_id, each.to_json(), whole))[0].copy())
-        part, (first, second) = handle.grid.nbytes_of((0, 1)), (handle.header_nbytes, other.header_nbytes)
+        part, (first, second) = handle.nbytes_of((0, 1)), (handle.header_nbytes, other.header_nbytes)
         records[0][first : first + part] = records[1][second : second + part]
         ray.get(owner.put.remote(handle.rollout_id, handle.to_json(), records[0]))
         return handle
@@ -74,7 +74,7 @@ def test_rollouts_outlive_the_process_that_put_them_and_end_with_their_owner() -
     store = open_rollouts(f"ray:{name}")
     split = Split(pp=3, pp_rank=1, cp=2, cp_rank=1)
     assert np.array_equal(fetch_shard(store, [handle], [4097], split), shard_packed([routes], [4097], split))
-    assert store.counters.get_nbytes <= routes.ids.nbytes // 6 + handle.header_nbytes + 8 * handle.grid.part_nbytes
+    assert store.counters.get_nbytes <= routes.ids.nbytes // 6 + handle.header_nbytes + 8 * handle.part_nbytes
     assert store.find("task:1:0:0") == handle
     ray.kill(ray.get_actor(name, namespace=NAMESPACE))
     assert store.get(handle) is Absence.MISS

@@ -67,7 +67,7 @@ class TestResponseRollouts(RolloutContract):
         2^36 ids follow, and has none."""
         layout = Layout(tuple(range(64)), 4096, 64, 64)
         claims = Header(layout=layout, rows=1 << 24, start=0, part_layers=64, part_tokens=512, sums=b"")
-        claims = msgspec.structs.replace(claims, sums=bytes(8 * claims.grid.parts), name=f"{'0' * 32} id")
+        claims = msgspec.structs.replace(claims, sums=bytes(8 * claims.parts), name=f"{'0' * 32} id")
         head = claims.pack()
         handle = msgspec.structs.replace(RolloutHandle.of("response", claims, len(head)), inline=head)
         with closing(open_rollouts("response:")) as store:
@@ -105,7 +105,7 @@ class TestMooncakeRollouts(RolloutContract):
         assert isinstance(store, MooncakeRollouts)
         other = store.put("another", routes_of(7))
         (part,), (foreign,) = keys_of(handle, [0]), keys_of(other, [0])
-        content = bytearray(other.grid.nbytes_of((0, 1)))
+        content = bytearray(other.nbytes_of((0, 1)))
         (header,) = store.backend.get_into([foreign], [memoryview(content)])
         assert isinstance(header, RecordHeader)
         store.backend.delete([part])
