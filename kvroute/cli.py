@@ -201,7 +201,7 @@ COMMANDS: Final[dict[str, Command]] = {
     ),
     "demo-pd": Command(
         "the demo, a small model with seeded weights, through prefill and decode, a process each",
-        "paged_engine.demo_pd:main",
+        "paged_engine.demo:main_pd",
         (_SEED, _number("--requests", 16, _REQUESTS, 1, 100_000), _MODEL, _JSON),
     ),
     "prefill": Command(

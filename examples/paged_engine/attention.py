@@ -123,22 +123,22 @@ class EachToItself:
 def kv_shape(model: nn.Module) -> KVShape:
     """The shape of the keys and values of ``model``, which is run to find it and to check that the engine supports it.
 
-    In two passes every token sees only itself, and one token's embedding is NaN. NaN in another token's logits has
-    bypassed the block tables, and would silently be wrong: through a recurrent state, a convolution, another attention.
-    Raises :class:`InvalidInputError`, with the model's name, for such a model, and if its attention is not the paged
-    one or differs in shape between layers.
+    Every token of the pass sees only itself, and the embedding of one token of each of its two sequences is NaN. NaN in
+    another token's logits has bypassed the block tables, and would silently be wrong: through a recurrent state, a
+    convolution, another attention. Raises :class:`InvalidInputError`, with the model's name, for such a model, and if
+    its attention is not the paged one or differs in shape between layers.
     """
-    named, tokens = f"model {type(model).__name__}", torch.arange(4, device=next(model.parameters()).device)[None]
-    for spoilt in (0, 3):
-        found, given = EachToItself(), model.get_input_embeddings()(tokens).clone()  # type: ignore[operator]
-        given[0, spoilt] = torch.nan
-        with torch.inference_mode():
-            logits = model(inputs_embeds=given, position_ids=tokens, use_cache=False, paged=found).logits[0]
-        if not found.shapes:
-            raise InvalidInputError(named, f"_attn_implementation {ATTENTION}", model.config._attn_implementation)  # type: ignore[union-attr]
-        if bool(logits[tokens[0] != spoilt].isnan().any()):
-            wanted = "tokens that depend on each other by paged attention alone"
-            raise InvalidInputError(named, wanted, "another way: a recurrent state, or another attention")
+    named, found, device = f"model {type(model).__name__}", EachToItself(), next(model.parameters()).device
+    at, spoilt = torch.arange(4, device=device), torch.zeros(2, 4, dtype=torch.bool, device=device)
+    spoilt[0, 0] = spoilt[1, 3] = True
+    with torch.inference_mode():
+        given = model.get_input_embeddings()(at.expand(2, 4)).masked_fill(spoilt[..., None], torch.nan)  # type: ignore[operator]
+        logits = model(inputs_embeds=given, position_ids=at[None], use_cache=False, paged=found).logits
+    if not found.shapes:
+        raise InvalidInputError(named, f"_attn_implementation {ATTENTION}", model.config._attn_implementation)  # type: ignore[union-attr]
+    if bool(logits[~spoilt].isnan().any()):
+        wanted = "tokens that depend on each other by paged attention alone"
+        raise InvalidInputError(named, wanted, "another way: a recurrent state, or another attention")
     layers, shapes = [layer for layer, _ in found.shapes], [shape for _, shape in found.shapes]
     if sorted(layers) != list(range(len(layers))):
         raise InvalidInputError(named, "paged attention in layers 0, 1 and so on, once in each", sorted(layers))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Annotated, Any, Final
+from collections import Counter
+from collections.abc import Sequence
+from typing import Annotated, Any
 
 import msgspec
 from aiohttp import web
@@ -13,26 +14,6 @@ from cache_manager.errors import InvalidInputError
 from paged_engine import text
 from paged_engine.request import SAMPLES_MAX, Request
 from paged_engine.sequence import Handover
-
-DRAW: Final = "completion"
-"""Sampling noise depends on this and the seed: the same seed draws the same tokens on every server."""
-
-
-class Handed(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Prefill's answer when it has begun, which a request for decode has as ``handover``: 32 hex digits, an address.
-
-    It says nothing of weights and prompts: the transfer itself refuses others, and decode computes the prompt then.
-    """
-
-    transfer: Annotated[str, Meta(pattern="^[0-9a-f]{32}$")]
-    address: str
-
-    def of(self, prefills: tuple[str, ...]) -> Handover:
-        """What the engine takes over; :class:`InvalidInputError` if it is from none of the ``prefills``."""
-        if self.address not in prefills:
-            known = " or ".join(prefills) or "none: this decode has no --prefill"
-            raise InvalidInputError("handover.address", known, repr(self.address)[:80])
-        return Handover(bytes.fromhex(self.transfer), self.address)
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -47,16 +28,20 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     stream: bool = False
     ignore_eos: bool = False
     return_routed_experts: bool = False
-    handover: Handed | None = None
+    handover: Handover | None = None
+    """Prefill's answer. Decode fetches from its own prefills only, whatever address a message names."""
 
-    def request(self, request_id: str, model: str) -> Request:
+    def request(self, request_id: str, model: str, prefills: Sequence[str]) -> Request:
         """The engine's request; :class:`InvalidInputError` names the field. Encoding a long text takes time."""
         if self.model not in (None, model):
             raise InvalidInputError("model", model, repr(self.model))
+        if self.handover is not None and self.handover.address not in prefills:
+            known = " or ".join(prefills) or "none: this decode has no --prefill"
+            raise InvalidInputError("handover.address", known, repr(self.handover.address)[:80])
         prompt = text.encode(self.prompt) if isinstance(self.prompt, str) else self.prompt
         stops = frozenset() if self.ignore_eos else frozenset({text.END})
         sampled = {"n": self.n, "temperature": self.temperature, "seed": self.seed}
-        return Request(request_id, tuple(prompt), self.max_tokens, stop_tokens=stops, draw=DRAW, **sampled)  # type: ignore[arg-type]
+        return Request(request_id, tuple(prompt), self.max_tokens, stop_tokens=stops, **sampled)  # type: ignore[arg-type]
 
 
 def parse(body: bytes) -> Completion:
@@ -72,38 +57,29 @@ def answer_of(value: Any) -> web.Response:
 
 
 class Stream:
-    """An answer in events: tokens as they come, then the rest of the answer with its routes."""
+    """An answer in events: the new tokens of each sample as they come, then the whole answer with text and routes."""
 
-    def __init__(self, http: web.Request, request_id: str) -> None:
-        self._http, self._id = http, request_id
-        self._said: dict[int, tuple[int, ...]] = {}
+    def __init__(self, http: web.Request) -> None:
+        self._http, self._said = http, Counter[int]()
         self._response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
 
     @property
     def begun(self) -> bool:
+        """A failure before the first token can still be answered with its own status."""
         return self._response.prepared
 
     async def say(self, sample: int, generated: tuple[int, ...]) -> None:
-        """A failure before the first token can still be answered with its own status."""
-        if len(generated) > len(self._said.get(sample, ())):
-            choice = self._new(sample, generated, text.decode_whole) | {"finish_reason": None}
-            await self._send({"id": self._id, "object": "text_completion", "choices": [choice]})
+        if new := generated[self._said[sample] :]:
+            self._said[sample] = len(generated)
+            await self._send({"choices": [{"index": sample, "text": "", "token_ids": new, "finish_reason": None}]})
 
     async def end(self, answer: dict[str, Any]) -> web.StreamResponse:
-        for choice in answer["choices"]:
-            choice |= self._new(choice["index"], choice["token_ids"], text.decode)
         await self._send(answer)
         await self._response.write(b"data: [DONE]\n\n")
         await self._response.write_eof()
         return self._response
 
-    def _new(self, sample: int, tokens: tuple[int, ...], decode: Callable[[Sequence[int]], str]) -> dict[str, Any]:
-        said = self._said.get(sample, ())
-        self._said[sample] = tokens
-        piece = decode(tokens)[len(text.decode_whole(said)) :]
-        return {"index": sample, "text": piece, "token_ids": tokens[len(said) :]}
-
     async def _send(self, event: dict[str, Any]) -> None:
-        if not self._response.prepared:
+        if not self.begun:
             await self._response.prepare(self._http)
         await self._response.write(b"data: " + msgspec.json.encode(event) + b"\n\n")

@@ -59,9 +59,3 @@ class Options:
         """The configuration of the engine under test."""
         host = self._device if self.host_blocks is None else self.host_blocks
         return EngineConfig(BLOCK_TOKENS, self._device, host, sequences_max=SEQUENCES_MAX, memory="shared")
-
-    @property
-    def plain_engine(self) -> EngineConfig:
-        """The configuration of the engine to compare with: room for everything; no reuse, swap or store."""
-        room = 2 * SEQUENCES_MAX * self.longest_blocks
-        return EngineConfig(BLOCK_TOKENS, room, 0, sequences_max=SEQUENCES_MAX, caching=False)

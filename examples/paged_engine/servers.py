@@ -1,8 +1,8 @@
 """Two small HTTP servers: prefill computes prompts and lends their blocks, decode continues from them.
 
-Prefill answers ``POST /v1/completions`` as soon as it has begun, and decode takes this answer as ``handover``; without
-one decode computes the prompt itself. ``GET /healthz`` and ``/counters`` are for operators. Both run small models with
-seeded weights. A process whose engine fails ends with the cause, so that its supervisor can restart it.
+Prefill answers ``POST /v1/completions`` at once, and decode takes this answer as ``handover``; without one decode
+computes the prompt itself. ``GET /healthz`` and ``/counters`` are for operators. Both run small models with seeded
+weights. A process whose engine fails ends with the cause, so that its supervisor can restart it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import secrets
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from functools import partial
@@ -26,12 +26,13 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 from cache_manager.errors import ConfigError, InvalidInputError, KVRouteError
 from cache_manager.keys import Namespace
-from paged_engine import findings, text
-from paged_engine.bodies import Completion, Handed, Stream, answer_of, parse
+from paged_engine import text
+from paged_engine.bodies import Completion, Stream, answer_of, parse
 from paged_engine.handover import DecodeEngine, PrefillEngine
 from paged_engine.models import build_model, weights_digest
 from paged_engine.request import EngineConfig, FinishReason, Output, Request
 from transfer import TransferLimits, ZmqLink, ZmqSettings
+from transfer.errors import NodeFullError
 from transfer.zmq_settings import check_address
 
 logger = logging.getLogger(__name__)
@@ -52,12 +53,8 @@ ABORTED: Final = "the request was aborted: the server is ending"
 LIMITS: Final = TransferLimits(retry_s=1.0, retries_max=3)
 
 
-class EngineFailedError(KVRouteError):
-    """The engine has failed; it will not come back in this process."""
-
-
-_Event = Handed | tuple[int, tuple[int, ...]] | Output
-"""Of a request: where its prompt is lent, the tokens of a sample so far, a sample's end."""
+_Event = tuple[int, tuple[int, ...]] | Output | RuntimeError | None
+"""Of a request: the tokens of a sample so far, a sample's end, the engine's failure; ``None``: all have ended."""
 
 
 class Server:
@@ -84,9 +81,8 @@ class Server:
         self.role, self.model, self.peers, self._at = role, model, tuple(peers), (host, port)
         self.url = ""
         self.http = dict.fromkeys(("requests", "answered", "refused", "failed", "left", "in_flight"), 0)
-        self.failure: EngineFailedError | None = None
         self._draining = self._over = False
-        self._asked: dict[str, asyncio.Queue[_Event | EngineFailedError | None]] = {}  # as many events as steps
+        self._asked: dict[str, asyncio.Queue[_Event]] = {}  # as many events as steps
         self._left: list[str] = []  # requests whose clients have left
         built = build_model(model, seed=seed, vocab_size=text.VOCAB_SIZE)
         namespace = Namespace(f"{model}/{weights_digest(built)}", weights_version)
@@ -112,35 +108,26 @@ class Server:
                 if self.engine.steps == steps:
                     await asyncio.sleep(WAITING_S if self.engine.busy else IDLE_S)
         except Exception as error:
-            logger.exception("the engine has failed")
-            self.failure = EngineFailedError(f"the engine has failed: {type(error).__name__}: {error}")
+            failure = RuntimeError(f"the engine has failed: {type(error).__name__}: {error}")
             for asked in self._asked.values():
-                asked.put_nowait(self.failure)
+                asked.put_nowait(failure)
+            self._draining = True
             self._ended.set()
+            raise failure from error
 
     def _in_thread(self, call: Callable[[], Any]) -> Awaitable[Any]:
         return self._loop.run_in_executor(self._thread, call)
 
-    def _step(self) -> list[tuple[str, _Event | None]]:
+    def _step(self) -> list[tuple[str, _Event]]:
         """Runs in the engine's thread. A failure here, also of an abort, is a failure of the engine."""
         while self._left:
             self.engine.abort(self._left.pop())
         outputs, unfinished = self.engine.step(), self.engine.scheduler.unfinished
-        events: list[tuple[str, _Event | None]] = [(output.request.id, output) for output in outputs]
+        events: list[tuple[str, _Event]] = [(output.request.id, output) for output in outputs]
         events += [(s.request.id, (s.sample, s.generated)) for s in unfinished if s.generated]
         # A request that is aborted before its samples were forked ends with fewer outputs than it has samples.
         ended = {output.request.id for output in outputs} - {sequence.request.id for sequence in unfinished}
         return events + [(request_id, None) for request_id in ended]
-
-    async def _events(self, request: Request, add: Callable[[], None]) -> AsyncIterator[_Event]:
-        """``add`` the request to the engine; its events until all samples have ended, or the engine has failed."""
-        if self.failure is not None:
-            raise self.failure
-        await self._in_thread(add)
-        while (event := await self._asked[request.id].get()) is not None:
-            if isinstance(event, EngineFailedError):
-                raise event
-            yield event
 
     # ---------------------------------------------------------------- requests
 
@@ -149,17 +136,21 @@ class Server:
             raise web.HTTPRequestEntityTooLarge(BODY_MAX_NBYTES, http.content_length or 0)
         async with asyncio.timeout(BODY_S):
             body = parse(await http.read())  # before it is counted: an endless body takes no place
-        request = await asyncio.to_thread(body.request, f"cmpl-{secrets.token_hex(16)}", self.model)
-        if self._draining or self.http["in_flight"] >= REQUESTS_MAX:
+        request = await asyncio.to_thread(body.request, f"cmpl-{secrets.token_hex(16)}", self.model, self.peers)
+        at_work = len(self.engine.filling) if isinstance(self.engine, PrefillEngine) else self.http["in_flight"]
+        if self._draining or at_work >= REQUESTS_MAX:
             why = "the server is ending" if self._draining else f"{REQUESTS_MAX} requests are in flight already"
             raise web.HTTPServiceUnavailable(reason=why)
         self.http["in_flight"] += 1
         self._asked[request.id] = asyncio.Queue()
         try:
             async with asyncio.timeout(REQUEST_S):
-                if isinstance(self.engine, PrefillEngine):
-                    return await self._prefill(self.engine, request)
-                return await self._decode(self.engine, http, body, request)
+                if isinstance(self.engine, DecodeEngine):
+                    return await self._decode(self.engine, http, body, request)
+                try:
+                    return answer_of(await self._in_thread(partial(self.engine.lend, request)))
+                except NodeFullError as error:
+                    raise web.HTTPServiceUnavailable(reason=f"decode has to compute the prompt: {error}") from error
         except BaseException:
             self._left.append(request.id)
             raise
@@ -167,34 +158,22 @@ class Server:
             self.http["in_flight"] -= 1
             del self._asked[request.id]
 
-    async def _prefill(self, engine: PrefillEngine, request: Request) -> web.Response:
-        put = self._asked[request.id].put_nowait
-
-        def tell(transfer: bytes | None) -> None:
-            event = Handed(transfer=transfer.hex(), address=engine.crossing.address) if transfer else None
-            self._loop.call_soon_threadsafe(put, event)
-
-        async for event in self._events(request, partial(engine.lend, request, tell)):
-            if isinstance(event, Handed):
-                return answer_of(event)
-        raise web.HTTPServiceUnavailable(reason="the prompt is not lent: decode has to compute it")
-
     async def _decode(
         self, engine: DecodeEngine, http: web.Request, body: Completion, request: Request
     ) -> web.StreamResponse:
-        add = partial(engine.add, request)
-        if body.handover is not None:
-            add = partial(engine.take_over, request, body.handover.of(self.peers))
-        stream, outputs = Stream(http, request.id) if body.stream else None, list[Output]()
+        stream, outputs = Stream(http) if body.stream else None, list[Output]()
+        await self._in_thread(partial(engine.add, request, body.handover))
         try:
-            async for event in self._events(request, add):
+            while (event := await self._asked[request.id].get()) is not None:
+                if isinstance(event, RuntimeError):
+                    raise event
                 if isinstance(event, Output):
                     outputs.append(event)
-                elif isinstance(event, tuple) and stream is not None:
+                elif stream is not None:
                     await stream.say(*event)
             if any(output.reason is FinishReason.ABORT for output in outputs):
                 raise web.HTTPServiceUnavailable(reason=ABORTED)
-        except (KVRouteError, web.HTTPException) as error:
+        except (RuntimeError, web.HTTPException) as error:
             if stream is None or not stream.begun:
                 raise
             return await stream.end({"error": {"message": str(error)}, "choices": []})
@@ -228,8 +207,9 @@ class Server:
         """What this process has done, and what it holds. Prefill lends copies, and holds no block for them."""
         engine, config = self.engine, self.engine.config
         done = asdict(engine.crossed) if isinstance(engine, DecodeEngine) else {"lent": len(engine.lent)}
-        found = {"http": self.http, "transfers": asdict(engine.crossing.node.counters), self.role: done}
-        found["traffic"] = findings.traffic(engine)
+        found: dict[str, Any] = {"http": self.http, "transfers": asdict(engine.crossing.node.counters), self.role: done}
+        found["traffic"] = engine.traffic()
+        found["unfinished"] = len(engine.scheduler.unfinished)
         found["free"] = {"device": engine.manager.free_device_blocks, "host": engine.manager.free_host_blocks}
         found["of"] = {"device": config.device_blocks, "host": config.host_blocks}
         return answer_of(found)
@@ -256,7 +236,7 @@ class Server:
             status, said = 400, str(error)
         except TimeoutError:
             status, said = 504, f"not within {BODY_S:.0f} s for the request and {REQUEST_S:.0f} s for the answer"
-        except KVRouteError as error:
+        except (KVRouteError, RuntimeError) as error:
             status, said = 500, str(error)
         self.http["refused" if status < 500 else "failed"] += asked
         return web.json_response({"error": {"message": " ".join(said.split()), "code": status}}, status=status)
@@ -268,7 +248,7 @@ class Server:
         self._loop.call_soon_threadsafe(self._ended.set)
 
     async def serve(self, *, signals: bool = True) -> int:
-        """Serve until :meth:`end`, finish requests in flight, free everything. Returns 1 when the engine has failed."""
+        """Serve until :meth:`end`, finish requests in flight, free everything; then raises if the engine has failed."""
         self._loop, self._ended = asyncio.get_running_loop(), asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT) if signals else ():
             self._loop.add_signal_handler(number, self._ended.set)
@@ -283,7 +263,7 @@ class Server:
             self._say(f"{self.model} with seeded weights at {self.url}{address and f', lending at {address}'}")
             await self._ended.wait()
             self._draining = True
-            await _until(lambda: not self._cares, DRAIN_S)
+            await _until(lambda: driving.done() or not self._cares, DRAIN_S)
             self._left += self._asked
             await _until(lambda: not self.http["in_flight"], DRAIN_S / 2)
         except OSError as error:
@@ -295,24 +275,22 @@ class Server:
             if not (await asyncio.wait([driving], timeout=DRAIN_S))[0]:
                 logger.error("a step of the engine has not ended within %.0f s: the process ends without it", DRAIN_S)
                 os._exit(1)
-            await asyncio.to_thread(self._close)
-        self._say("ended" if self.failure is None else str(self.failure))
-        return 0 if self.failure is None else 1
+            try:
+                await asyncio.to_thread(self._close)
+            finally:
+                driving.result()
+        self._say("ended")
+        return 0
 
     @property
     def _cares(self) -> bool:
         """Whether requests or lent blocks still need this process."""
         lent = isinstance(self.engine, PrefillEngine) and bool(self.engine.lent)
-        return self.failure is None and bool(self.http["in_flight"] or lent)
+        return bool(self.http["in_flight"] or lent)
 
     def _close(self) -> None:
         self._thread.shutdown()
-        try:
-            self.engine.close()
-        except Exception:
-            if self.failure is None:
-                raise
-            logger.exception("the failed engine cannot be closed either")
+        self.engine.close()
 
     def _say(self, what: str) -> None:
         sys.stdout.write(f"kvroute {self.role}: {what}\n")

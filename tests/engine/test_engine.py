@@ -91,7 +91,6 @@ def test_abort_at_any_time_leaves_nothing_behind(qwen: nn.Module, seed: int) -> 
     """Goal: an abort is safe in every state, also while a pass runs. Method: abort at random, look at every block."""
     draw, requests = random.Random(seed), requests_of(8)
     checker, states = Checker(), set()
-    checker.attach(qwen)
     engine: Engine
 
     def abort_one() -> None:
@@ -99,7 +98,7 @@ def test_abort_at_any_time_leaves_nothing_behind(qwen: nn.Module, seed: int) -> 
         if draw.random() < 0.3:
             engine.abort(draw.choice(requests).id)
 
-    with Engine(qwen, TIGHT, NAMESPACE, observer=Hook(checker.begin, abort_one)) as engine:
+    with checker.watching(qwen), Engine(qwen, TIGHT, NAMESPACE, observer=Hook(checker.begin, abort_one)) as engine:
         for request in requests:
             engine.add(request)
         outputs = []
@@ -113,13 +112,12 @@ def test_abort_at_any_time_leaves_nothing_behind(qwen: nn.Module, seed: int) -> 
                 engine.abort(victim)
                 engine.manager.assert_consistent()
         assert_empty(engine)
-    checker.detach()
     assert len({(o.request.id, o.sample) for o in outputs}) == len(outputs)
     assert {o.request.id for o in outputs} == {r.id for r in requests}
     assert any(o.reason is FinishReason.ABORT for o in outputs)
     for output in outputs:
-        verdict = checker.judge(output, len(output.routes))
-        assert (verdict.rows_wrong, verdict.rows_missing, verdict.rows_judged_by_recompute) == (0, 0, 0)
+        verdict = checker.judge(output)
+        assert (output.routes.complete, verdict.rows_wrong, verdict.rows_judged_by_recompute) == (True, 0, 0)
 
 
 @pytest.mark.parametrize("when", ["on_begin", "on_end"])
@@ -192,7 +190,6 @@ def test_a_failing_pass_commits_nothing_and_the_engine_goes_on(qwen: nn.Module) 
 def test_the_checker_sees_a_row_that_was_changed_or_lost(qwen: nn.Module, tampered: bool, wrong: int) -> None:
     """Goal: the judge is worth its name. Method: swap two bytes of a row behind kvroute's back in mid-run, or reset."""
     checker = Checker()
-    checker.attach(qwen)
 
     def tamper() -> None:
         checker.end()
@@ -200,14 +197,13 @@ def test_the_checker_sees_a_row_that_was_changed_or_lost(qwen: nn.Module, tamper
             rows = engine.aux.region("device").rows[engine.manager.table("r0#0")[0]]
             rows[0], rows[1] = int(rows[1]), int(rows[0])
 
-    with Engine(qwen, PLAIN, NAMESPACE, observer=Hook(checker.begin, tamper)) as engine:
+    with checker.watching(qwen), Engine(qwen, PLAIN, NAMESPACE, observer=Hook(checker.begin, tamper)) as engine:
         engine.add(replace(requests_of(1)[0], n=1))
         for _ in range(6):
             engine.step()
         if not tampered:
             engine.manager.reset(weights_version=4)
         (output,) = engine.run()
-    checker.detach()
     verdict = judged(checker, "qwen3_moe", {("r0", 0): output})
     assert verdict.rows_wrong == wrong
     assert verdict.rows_missing == int((~output.routes.valid).sum())
@@ -224,9 +220,8 @@ def test_rows_are_those_that_the_tokens_were_sampled_with() -> None:
     The judge saw every pass and knows which row of each position came first.
     """
     model, checker = build_model("qwen3_moe", seed=0, vocab_size=text.VOCAB_SIZE), Checker()
-    checker.attach(model)
     outputs, updates, config = list[Output](), [9, 40], replace(TIGHT, device_blocks=36, host_blocks=8)
-    with Engine(model, config, NAMESPACE, observer=Hook(checker.begin, checker.end)) as engine:
+    with checker.watching(model), Engine(model, config, NAMESPACE, observer=checker) as engine:
         for request in requests_of(8):
             engine.add(request)
         while engine.busy:
@@ -239,8 +234,7 @@ def test_rows_are_those_that_the_tokens_were_sampled_with() -> None:
                 engine.manager.assert_consistent()
             outputs += engine.step()
         assert_empty(engine)
-    checker.detach()
-    verdict = sum((checker.judge(output, owned=True) for output in outputs), Verdict())
+    verdict = sum((checker.judge(output) for output in outputs), Verdict())
     assert (verdict.rows_wrong, verdict.rows_missing, verdict.rows_judged_by_recompute) == (0, 0, 0)
     assert checker.rows_computed_differently > 100  # otherwise the run has shown nothing
     versions = [[version for _, _, version in output.routes.weights_versions] for output in outputs]

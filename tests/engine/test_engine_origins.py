@@ -28,7 +28,7 @@ from paged_engine.judge import RouterWatch
 from paged_engine.models import build_model
 from paged_engine.processes import until
 from paged_engine.request import EngineConfig, Request
-from paged_engine.sequence import Handover, State
+from paged_engine.sequence import State
 from transfer import ZmqLink, ZmqSettings
 
 TIGHT = EngineConfig(device_blocks=14, host_blocks=8, jobs=JobLimits(close_s=120.0))
@@ -116,10 +116,7 @@ def test_rows_that_cross_are_of_the_pass_that_made_the_kv_that_crossed() -> None
         DecodeEngine(noisy.model, room, namespace, link=connecting) as decode,
     ):
         for request in (request for life in range(2) for request in requests(life)):
-            told = list[Any]()
-            prefill.lend(request, told.append)
-            prefill.step()
-            decode.take_over(request, Handover(told[0], prefill.crossing.address))
+            decode.add(request, prefill.lend(request))
 
             def step() -> bool:
                 prefill.step()

@@ -13,16 +13,16 @@ import pytest
 from budget import examples
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 from ports import hold_port
 from serving import DEADLINE_S, Plain, completion, plain_model, prompt
 
 from cache_manager.errors import InvalidInputError
 from cache_manager.keys import Namespace
-from paged_engine.bodies import DRAW
 from paged_engine.handover import DecodeEngine, PrefillEngine
 from paged_engine.processes import until
 from paged_engine.request import EngineConfig, FinishReason, Output, Request
-from paged_engine.sequence import Handover, State
+from paged_engine.sequence import State
 from transfer import TransferLimits, ZmqLink, ZmqSettings
 
 MODEL = plain_model()
@@ -56,24 +56,15 @@ class Pair:
     number: int = 0
     bodies: dict[str, dict[str, Any]] = field(default_factory=dict)
 
-    def hand_over(self, request: Request) -> Handover:
-        """The handover that decode gets when prefill has admitted the first chunk."""
-        told = list[bytes | None]()
-        self.prefill.lend(request, told.append)
-        while not told:
-            self.prefill.step()
-        (transfer,) = told
-        assert transfer is not None
-        return Handover(transfer, self.prefill.crossing.address)
-
     def begin(self, body: dict[str, Any], **change: Any) -> str:
         """Let decode take over a completion that prefill has computed; its id. ``change`` is of the handover."""
         self.number += 1
         request = Request(
             f"r{self.number}", tuple(body["prompt"]), body["max_tokens"], n=body.get("n", 1),
-            temperature=body["temperature"], seed=body["seed"], draw=DRAW,
+            temperature=body["temperature"], seed=body["seed"],
         )  # fmt: skip
-        self.decode.take_over(request, replace(self.hand_over(request), **change))
+        self.decode.add(request, structs.replace(self.prefill.lend(request), **change))
+        self.prefill.step()
         self.bodies[request.id] = body
         return request.id
 
@@ -219,7 +210,8 @@ def test_blocks_that_are_given_out_again_cross_as_they_were(plain: Plain) -> Non
     with pair(replace(SMALL, device_blocks=8, host_blocks=0)) as engines:
         engines.begin(completion(20))
         for number in range(21, 24):
-            engines.hand_over(Request(f"other-{number}", tuple(prompt(number, 70)), 1, draw=DRAW))
+            engines.prefill.lend(Request(f"other-{number}", tuple(prompt(number, 70)), 1))
+            engines.prefill.step()
         engines.judge(plain)
         assert engines.decode.crossed.prefill_recomputed_tokens == 0
 
@@ -306,6 +298,6 @@ def test_one_transfer_is_taken_over_once(plain: Plain) -> None:
         assert handover is not None
         for _ in range(2):
             with pytest.raises(InvalidInputError, match="transfer: wanted one that is not in use"):
-                engines.decode.take_over(replace(sequence.request, id="again"), handover)
+                engines.decode.add(replace(sequence.request, id="again"), handover)
             engines.decode.step()
         engines.judge(plain)

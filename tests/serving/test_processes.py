@@ -223,4 +223,4 @@ def test_a_process_whose_engine_fails_ends_with_the_cause(tmp_path: Path, method
         said = json.loads(refused.value.read())["error"]["message"]
         assert (refused.value.code, said) == (500, "the engine has failed: IndexError: index 16 is out of bounds")
     assert child.wait(DEADLINE_S) == 1
-    assert "kvroute decode: the engine has failed: IndexError: index 16 is out of bounds" in log.read_text()
+    assert "the engine has failed: IndexError: index 16 is out of bounds" in log.read_text()

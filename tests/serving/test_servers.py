@@ -120,14 +120,14 @@ def test_a_stream_adds_up_to_the_answer(both: Both) -> None:
     lines = asked.getresponse().read().decode().splitlines()
     asked.close()
     assert lines[-2:] == ["data: [DONE]", ""]
-    parts = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+    *parts, last = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
     assert len(parts) > 4
+    assert last | {"id": whole["id"]} == whole
     for choice in whole["choices"]:
         mine = [c for part in parts for c in part["choices"] if c["index"] == choice["index"]]
-        assert [token for c in mine for token in c["token_ids"]] == choice["token_ids"]
-        assert "".join(c["text"] for c in mine) == choice["text"]
-        assert mine[-1]["finish_reason"] == choice["finish_reason"]
-        assert mine[-1]["routed_experts"] == choice["routed_experts"]
+        said = [token for each in mine for token in each["token_ids"]]
+        assert said
+        assert said == choice["token_ids"][: len(said)]
 
 
 def test_a_client_that_goes_away_is_forgotten(both: Both, caplog: pytest.LogCaptureFixture) -> None:
@@ -231,7 +231,7 @@ def test_decode_connects_to_configured_prefills_only(both: Both) -> None:
     assert status == 200
     for change, said in (
         ({"address": "tcp://10.0.0.1:1"}, "handover.address: wanted tcp://127.0.0.1:"),
-        ({"transfer": "zz"}, "$.handover.transfer"),
+        ({"transfer": "enp6"}, "$.handover.transfer"),
     ):
         status, refused = both.decode.ask("/v1/completions", body | {"handover": handover | change})
         assert (status, said in refused["error"]["message"]) == (400, True), refused
