@@ -14,23 +14,26 @@ import secrets
 import signal
 import sys
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from functools import partial
-from typing import Any, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
+import msgspec
 import torch
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
+from msgspec import Meta
 
 from cache_manager.errors import ConfigError, InvalidInputError, KVRouteError
 from cache_manager.keys import Namespace
 from paged_engine import text
-from paged_engine.bodies import Completion, Stream, answer_of, parse
 from paged_engine.handover import DecodeEngine, PrefillEngine
 from paged_engine.models import build_model, weights_digest
-from paged_engine.request import EngineConfig, FinishReason, Output, Request
+from paged_engine.request import SAMPLES_MAX, EngineConfig, FinishReason, Output, Request
+from paged_engine.sequence import Handover
 from transfer import TransferLimits, ZmqLink, ZmqSettings
 from transfer.errors import NodeFullError
 from transfer.zmq_settings import check_address
@@ -57,6 +60,76 @@ _Event = tuple[int, tuple[int, ...]] | Output | RuntimeError | None
 """Of a request: the tokens of a sample so far, a sample's end, the engine's failure; ``None``: all have ended."""
 
 
+class Completion(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A request in OpenAI's form; from ``ignore_eos`` on the keys are vLLM's and kvroute's own."""
+
+    prompt: Annotated[str, Meta(min_length=1)] | Annotated[list[Annotated[int, Meta(ge=0, lt=512)]], Meta(min_length=1)]
+    model: str | None = None
+    max_tokens: Annotated[int, Meta(ge=1)] = 16
+    temperature: Annotated[float, Meta(ge=0, le=100)] = 1.0
+    seed: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] = 0
+    n: Annotated[int, Meta(ge=1, le=SAMPLES_MAX)] = 1
+    stream: bool = False
+    ignore_eos: bool = False
+    return_routed_experts: bool = False
+    handover: Handover | None = None
+    """Prefill's answer. Decode fetches from its own prefills only, whatever address a message names."""
+
+    def request(self, request_id: str, model: str, prefills: Sequence[str]) -> Request:
+        """The engine's request; :class:`InvalidInputError` names the field. Encoding a long text takes time."""
+        if self.model not in (None, model):
+            raise InvalidInputError("model", model, repr(self.model))
+        if self.handover is not None and self.handover.address not in prefills:
+            known = " or ".join(prefills) or "none: this decode has no --prefill"
+            raise InvalidInputError("handover.address", known, repr(self.handover.address)[:80])
+        prompt = text.encode(self.prompt) if isinstance(self.prompt, str) else self.prompt
+        stops = frozenset() if self.ignore_eos else frozenset({text.END})
+        sampled = {"n": self.n, "temperature": self.temperature, "seed": self.seed}
+        return Request(request_id, tuple(prompt), self.max_tokens, stop_tokens=stops, **sampled)  # type: ignore[arg-type]
+
+
+def parse(body: bytes) -> Completion:
+    """Decode ``body``. :class:`InvalidInputError` says in one line what is wrong."""
+    try:
+        return msgspec.json.decode(body, type=Completion)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise InvalidInputError("body", "a completion as JSON", str(error)[:200]) from error
+
+
+def answer_of(value: Any, status: int = 200) -> web.Response:
+    body = msgspec.json.encode(value) + b"\n"
+    return web.Response(body=body, status=status, content_type="application/json")
+
+
+class Stream:
+    """An answer in events: the new tokens of each sample as they come, then the whole answer with text and routes."""
+
+    def __init__(self, http: web.Request) -> None:
+        self._http, self._said = http, Counter[int]()
+        self._response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+
+    @property
+    def begun(self) -> bool:
+        """A failure before the first token can still be answered with its own status."""
+        return self._response.prepared
+
+    async def say(self, sample: int, generated: tuple[int, ...]) -> None:
+        if new := generated[self._said[sample] :]:
+            self._said[sample] = len(generated)
+            await self._send({"choices": [{"index": sample, "text": "", "token_ids": new, "finish_reason": None}]})
+
+    async def end(self, answer: dict[str, Any]) -> web.StreamResponse:
+        await self._send(answer)
+        await self._response.write(b"data: [DONE]\n\n")
+        await self._response.write_eof()
+        return self._response
+
+    async def _send(self, event: dict[str, Any]) -> None:
+        if not self.begun:
+            await self._response.prepare(self._http)
+        await self._response.write(b"data: " + msgspec.json.encode(event) + b"\n\n")
+
+
 class Server:
     """One of the two, with its engine in a separate thread. The arguments are the command line's flags.
 
@@ -80,7 +153,7 @@ class Server:
         torch.set_num_threads(1)
         self.role, self.model, self.peers, self._at = role, model, tuple(peers), (host, port)
         self.url = ""
-        self.http = dict.fromkeys(("requests", "answered", "refused", "failed", "left", "in_flight"), 0)
+        self.http = {"in_flight": 0, "left": 0}
         self._draining = self._over = False
         self._asked: dict[str, asyncio.Queue[_Event]] = {}  # as many events as steps
         self._left: list[str] = []  # requests whose clients have left
@@ -219,11 +292,8 @@ class Server:
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
         """Every failure gets an answer of one line that says what it was, except a client that leaves."""
-        self.http["requests"] += (asked := request.method == "POST")
         try:
-            response = await handler(request)
-            self.http["answered"] += asked
-            return response
+            return await handler(request)
         except ConnectionError:
             self.http["left"] += 1
             return web.Response(status=499)  # it will not be read
@@ -238,8 +308,7 @@ class Server:
             status, said = 504, f"not within {BODY_S:.0f} s for the request and {REQUEST_S:.0f} s for the answer"
         except (KVRouteError, RuntimeError) as error:
             status, said = 500, str(error)
-        self.http["refused" if status < 500 else "failed"] += asked
-        return web.json_response({"error": {"message": " ".join(said.split()), "code": status}}, status=status)
+        return answer_of({"error": {"message": " ".join(said.split()), "code": status}}, status)
 
     # ---------------------------------------------------------------- life
 

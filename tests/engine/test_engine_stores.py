@@ -20,17 +20,6 @@ from paged_engine.request import Output, Request
 from paged_engine.sequence import State
 
 
-def test_other_weights_find_nothing_in_the_store(qwen: nn.Module, tmp_path: Path) -> None:
-    for version in (3, 4):
-        store = open_store(tmp_path.joinpath("store").as_uri())
-        namespace = replace(NAMESPACE, weights_version=version)
-        with Engine(qwen, TIGHT, namespace, store=store) as engine:
-            run(engine, requests_of(2))
-            assert engine.manager.counters.restored_tokens == 0
-            assert engine.manager.counters.persisted_blocks > 0
-        store.close()
-
-
 def test_a_damaged_store_costs_time_and_never_a_row(qwen: nn.Module, tmp_path: Path) -> None:
     """Goal: a damaged record is a miss. Method: flip bits all over the extents, then run from that store."""
     url = tmp_path.joinpath("store").as_uri()

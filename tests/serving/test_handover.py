@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from budget import examples
+from engine_runs import Hook
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
@@ -29,22 +30,6 @@ MODEL = plain_model()
 NAMESPACE = Namespace("m", weights_version=3)
 LIMITS = TransferLimits(retry_s=0.2, retries_max=5)
 SMALL = EngineConfig(device_blocks=16, host_blocks=16, sequences_max=4)
-
-
-@dataclass(slots=True)
-class Forgets:
-    """An observer: after each pass of prefill the rows of these blocks of the prompt are gone, as if never captured."""
-
-    lost: frozenset[int] = frozenset()
-    engine: PrefillEngine | None = None
-
-    def begin(self, _spans: Any) -> None: ...
-
-    def end(self) -> None:
-        assert self.engine is not None
-        for sequence in self.engine.scheduler.unfinished if self.lost else ():
-            table = self.engine.manager.table(sequence.owner)
-            self.engine.aux.forget([block for at, block in enumerate(table) if at in self.lost])
 
 
 @dataclass(slots=True)
@@ -101,11 +86,18 @@ class Pair:
 def pair(
     config: EngineConfig = SMALL, lost: frozenset[int] = frozenset(), prefills: Namespace = NAMESPACE
 ) -> Iterator[Pair]:
-    link, forgets = ZmqLink(ZmqSettings(bind="tcp://127.0.0.1:*")), Forgets(lost)
-    with PrefillEngine(MODEL, config, prefills, link=link, limits=LIMITS, observer=forgets) as prefill:
-        forgets.engine = prefill
-        with DecodeEngine(MODEL, config, NAMESPACE, link=ZmqLink(ZmqSettings()), limits=LIMITS) as decode:
-            yield Pair(prefill, decode)
+    """``lost``: after each pass of prefill the rows of these blocks of the prompt are gone, as if never captured."""
+    links = ZmqLink(ZmqSettings(bind="tcp://127.0.0.1:*")), ZmqLink(ZmqSettings())
+
+    def forget() -> None:
+        for sequence in prefill.scheduler.unfinished if lost else ():
+            prefill.aux.forget([b for at, b in enumerate(prefill.manager.table(sequence.owner)) if at in lost])
+
+    with (
+        PrefillEngine(MODEL, config, prefills, link=links[0], limits=LIMITS, observer=Hook(on_end=forget)) as prefill,
+        DecodeEngine(MODEL, config, NAMESPACE, link=links[1], limits=LIMITS) as decode,
+    ):
+        yield Pair(prefill, decode)
 
 
 def nobody() -> str:

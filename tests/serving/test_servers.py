@@ -239,17 +239,6 @@ def test_decode_connects_to_configured_prefills_only(both: Both) -> None:
     until(both.quiet, "all blocks are back", DEADLINE_S)
 
 
-def test_counters_add_up(both: Both) -> None:
-    """Goal: every counter has its denominator. Method: sums over all requests of this module."""
-    both.right(completion(41))
-    for each in (both.prefill, both.decode):
-        found = each.counters()
-        until(lambda each=each: not each.counters()["http"]["in_flight"], "nothing is in flight", DEADLINE_S)
-        ended = sum(found["http"][outcome] for outcome in ("answered", "refused", "failed", "left"))
-        assert found["http"]["requests"] == ended
-    assert found["decode"]["transferred_rows"] > 0
-
-
 def test_a_wrong_flag_is_named(both: Both) -> None:
     taken = both.prefill.server.engine.crossing.address
     with pytest.raises(ConfigError, match=taken):
