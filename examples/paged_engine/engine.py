@@ -28,8 +28,7 @@ from kvroute.capture.capture import RoutingCapture
 from kvroute.journal import RequestJournal
 from kvroute.routes import Routes
 from kvroute.routing import routing_spec_from_hf, weights_version_spec
-from paged_engine.attention import PagedBatch, kv_shape
-from paged_engine.kv import PagedKV
+from paged_engine.attention import PagedBatch, PagedKV, kv_shape
 from paged_engine.models import BATCH_MULTIPLE
 from paged_engine.request import EngineConfig, FinishReason, Output, Request
 from paged_engine.scheduler import Scheduler, Work

@@ -22,9 +22,8 @@ from cache_manager.storage import open_store
 from kvroute.capture.capture import RoutingCapture
 from kvroute.cli import main
 from kvroute.routes import Routes
-from paged_engine.demo import Clients, Demo, Driver
+from paged_engine.demo import Clients, Demo, Driver, Options
 from paged_engine.engine import Engine
-from paged_engine.options import Options
 from paged_engine.pool import running_pool
 from paged_engine.processes import until
 from paged_engine.scheduler import Work
