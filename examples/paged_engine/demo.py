@@ -109,9 +109,9 @@ class Driver:
         self.options, self.checker, self._out = options, Checker(), out or sys.stdout
         self._started_s, blocks = time.perf_counter(), options.engine
         self.say(
-            f"{self.title}: {options.model}, a small model with weights of seed {options.seed}: {options.requests} "
-            f"requests in conversations of several turns, on {blocks.device_blocks} device and {blocks.host_blocks} "
-            f"host blocks of {blocks.block_tokens} tokens"
+            f"{self.title}: {options.requests} requests in conversations, on {blocks.device_blocks} device and "
+            f"{blocks.host_blocks} host blocks of {blocks.block_tokens} tokens; {options.model}, a small model with "
+            f"weights of seed {options.seed}"
         )
 
     def say(self, what: str) -> None:

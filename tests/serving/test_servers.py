@@ -88,7 +88,7 @@ def test_tokens_and_routes_are_those_of_a_plain_engine(both: Both, plain: Plain,
 
 
 def test_without_a_handover_decode_computes(both: Both, plain: Plain, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Goal: no prefill is no outage. Method: the body alone; and a prefill whose node takes no offer."""
+    """Goal: no prefill is no outage. Method: the body alone; a prefill whose node takes no offer, and a busy one."""
     body = completion(2)
 
     def full(*_: Any, **__: Any) -> None:
@@ -96,6 +96,9 @@ def test_without_a_handover_decode_computes(both: Both, plain: Plain, monkeypatc
 
     with monkeypatch.context() as patched:
         patched.setattr(both.prefill.server.engine.crossing.lender, "lend", full)
+        assert both.prefill.ask("/v1/completions", body)[0] == 503
+    with monkeypatch.context() as patched:
+        patched.setattr(servers, "REQUESTS_MAX", 0)
         assert both.prefill.ask("/v1/completions", body)[0] == 503
     for status, answer in (both.decode.ask("/v1/completions", body), both.complete(body)):
         assert (status, answer["handover_note"]) == (200, None)
