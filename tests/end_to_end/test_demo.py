@@ -10,6 +10,8 @@ import json
 import os
 import re
 import signal
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,7 +22,7 @@ from nursery import ENGINE, Born, nursery
 from cache_manager.keys import Namespace
 from cache_manager.storage import open_store
 from kvroute.capture.capture import RoutingCapture
-from kvroute.cli import main
+from kvroute.cli import COMMANDS, main
 from kvroute.routes import Routes
 from paged_engine.demo import Clients, Demo, Driver, Options
 from paged_engine.engine import Engine
@@ -201,6 +203,25 @@ def test_bad_input_is_one_line_that_names_the_flag(
     assert status == 2
     assert complaint.count("\n") == 1
     assert wanted in complaint
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_shows_no_empty_default(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Goal: a default is shown where there is one. ``decode`` and ``verify`` had ``([])`` and ``()``."""
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    assert not re.search(r"\((\[\])?\)", capsys.readouterr().out)
+
+
+def test_output_that_nobody_reads_is_no_traceback() -> None:
+    """Goal: ``kvroute demo | head -1`` ends as other commands do. Method: the reader has gone before the first line."""
+    gone, closed = os.pipe()
+    os.close(gone)
+    with os.fdopen(closed, "w") as out:
+        ran = subprocess.run(
+            [sys.executable, "-m", "kvroute", "shm", "ls"], stdout=out, stderr=subprocess.PIPE, check=False
+        )
+    assert (ran.returncode, ran.stderr) == (1, b"")
 
 
 def test_version_regions_and_the_module(capsys: pytest.CaptureFixture[str]) -> None:
