@@ -36,7 +36,7 @@ from paged_engine.judge import Checker, SecondRun, Verdict
 from paged_engine.models import build_model, weights_digest
 from paged_engine.pool import running_pool
 from paged_engine.processes import Pair
-from paged_engine.request import EngineConfig, FinishReason, Output, Request
+from paged_engine.request import EngineConfig, FinishReason, Output
 from paged_engine.scheduler import Work
 from paged_engine.workload import ABORT_AFTER_TOKENS, Conversation, conversations, longest_tokens
 
@@ -167,7 +167,7 @@ class Clients:
     conversations: list[Conversation]
     checker: Checker
     outputs: dict[SampleId, Output] = field(default_factory=dict)
-    _asked: dict[str, tuple[Conversation, Request]] = field(default_factory=dict)
+    _asked: dict[str, Conversation] = field(default_factory=dict)
     _engine: Engine | None = None
     _work: list[Work] = field(default_factory=list)
 
@@ -178,14 +178,14 @@ class Clients:
             for conversation in asking:
                 if conversation.turn < turns(conversation):
                     request = conversation.ask()
-                    self._asked[request.id] = conversation, request
+                    self._asked[request.id] = conversation
                     engine.add(request)
             asking = []
             for output in engine.step():
                 request = output.request
                 self.outputs[request.id, output.sample] = output
                 if all((request.id, sample) in self.outputs for sample in range(request.n)):
-                    conversation, _ = self._asked.pop(request.id)
+                    conversation = self._asked.pop(request.id)
                     conversation.hear(self.outputs[request.id, 0])
                     asking.append(conversation)
         self._engine = None
@@ -198,8 +198,7 @@ class Clients:
         self.checker.end()
         for sequence, _, stop in self._work:
             request = sequence.request
-            conversation, _ = self._asked[request.id]
-            impatient = conversation.gives_up and stop - len(request.prompt) >= ABORT_AFTER_TOKENS
+            impatient = self._asked[request.id].gives_up and stop - len(request.prompt) >= ABORT_AFTER_TOKENS
             if impatient and self._engine is not None:
                 self._engine.abort(request.id)
 

@@ -15,6 +15,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from nursery import ENGINE, Born, nursery
@@ -88,16 +89,20 @@ def test_a_pool_that_is_killed_in_mid_run_costs_time_and_no_row(
     assert found["store_failures"] > 0
 
 
-def test_a_killed_demo_leaves_no_pool_behind(tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    child = _child(log, "--store", "mooncake", "--requests", "400")
+@pytest.mark.parametrize("command", ["demo --store mooncake", "demo-pd"])
+def test_a_killed_demo_leaves_no_process_behind(tmp_path: Path, command: str) -> None:
+    """Goal: master, owner and servers end with the demo. Method: SIGKILL. Those of ``demo-pd`` went on for ever."""
+    log, others = tmp_path / "log", list[psutil.Process]()
+    child = _child(log, *command.split(), "--requests", "400")
     try:
-        until(lambda: child.poll() is not None or "lends" in log.read_text(), "the pool is there", DEADLINE_S)
-        pids = [int(pid) for pid in re.findall(r"process (\d+)", log.read_text().replace("\n", " "))]
-        assert len(pids) == 2, log.read_text()
+        children = psutil.Process(child.pid).children
+        until(lambda: child.poll() is not None or len(children()) == 2, "both are there", DEADLINE_S)
+        others = children()
+        assert len(others) == 2, log.read_text()
     finally:
         child.kill()
-    until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), "the pool has ended", DEADLINE_S)
+        child.wait()
+    assert not psutil.wait_procs(others, DEADLINE_S)[1]
 
 
 def test_rows_at_the_wrong_tokens_fail_the_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,19 +143,19 @@ def test_the_judge_sees_a_tampered_and_a_missing_row() -> None:
 
 def _child(log: Path, *arguments: str) -> Born:
     with log.open("ab") as file:
-        return nursery(*ENGINE).start(["-m", "kvroute.cli", "demo", *arguments], stdout=file, stderr=file)
+        return nursery(*ENGINE).start(["-m", "kvroute.cli", *arguments], stdout=file, stderr=file)
 
 
 def test_a_killed_run_leaves_a_store_that_the_next_goes_on_from(tmp_path: Path) -> None:
     """Goal: no crash makes a row wrong. Method: SIGKILL in mid-run, then a second real process on the same store."""
     store, log = tmp_path / "store", tmp_path / "log"
     where = ["--store", store.as_uri()]
-    child = _child(log, "--requests", "400", *where)
+    child = _child(log, "demo", "--requests", "400", *where)
     until(lambda: child.poll() is not None or _stored_blocks(store) >= 100, "much is stored", DEADLINE_S)
     child.kill()
     assert child.wait() == -signal.SIGKILL, log.read_text()
     report = tmp_path / "numbers.json"
-    child = _child(log, "--requests", "8", "--json", str(report), *where)
+    child = _child(log, "demo", "--requests", "8", "--json", str(report), *where)
     assert child.wait(200) == 0, log.read_text()
     found = json.loads(report.read_text())
     assert (found["rows_wrong"], found["rows_missing"], found["tokens_match"]) == (0, 0, True)
