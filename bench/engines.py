@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import psutil
+from numpy.typing import NDArray
 
-from bench.harness import Peer, Table
+from bench.harness import Peer, Racer, print_ratios, race
 
 PROMPT = 64
 
@@ -67,59 +70,48 @@ class Engine(Peer):
 
 
 Rates = dict[str, dict[str, list[float]]]
+"""By engine, and by what is counted: a number for each round."""
+
+
+FIELDS: Mapping[str, tuple[str, Callable[[float], float]]] = {
+    "tokens/s": ("tokens/s", float),
+    "tokens/CPU s": ("tokens/CPU s", float),
+}
 
 
 def in_turns(
+    title: str,
     engines: Mapping[str, Engine],
-    sequences: int,
+    batches: Sequence[int],
     new: int,
     rounds: int,
-    until: float = float("inf"),
-    words: int = 500,
+    until_s: float = math.inf,
     *,
-    apart: bool = False,
-) -> Rates:
-    """Tokens per second and per CPU second of each engine and round; the first round warms up.
-
-    No round begins after ``until`` (``time.monotonic``). Prompts use the first ``words`` ids; none is used twice. All
-    answers have ``new`` tokens and end in one step, or lengths from half to three halves of that if they end ``apart``.
-    """
-    rng = np.random.default_rng(sequences)
-    lengths = np.linspace(new // 2, new + new // 2, sequences).astype(int) if apart else np.full(sequences, new)
-    found: Rates = {name: {"seconds": [], "cpu_s": []} for name in engines}
-    for turn in range(rounds + 1):
-        if turn > 1 and time.monotonic() > until:
-            break
-        prompts, tokens = rng.integers(5, words, (sequences, PROMPT)).tolist(), rng.permutation(lengths).tolist()
-        for name in rng.permutation(list(engines)).tolist():
-            answer = engines[name].ask({"prompts": prompts, "tokens": tokens, "rows": False})
-            for of, rates in found[name].items() if turn else ():
-                rates.append(sum(tokens) / answer[of])
-    return found
-
-
-def to_both_ends(
-    engines: Mapping[str, Engine], batches: Sequence[int], new: int, rounds: int, until: float = float("inf")
+    words: int = 500,
+    ends: Sequence[str] = ("together",),
 ) -> dict[str, Rates]:
-    """:func:`in_turns` for each number of sequences, whose answers end together, and apart."""
-    ends = {f"{batch}, {end}": (batch, end == "apart") for batch in batches for end in ("together", "apart")}
-    return {
-        name: in_turns(engines, batch, new, rounds, until, 150_000, apart=apart)
-        for name, (batch, apart) in ends.items()
-    }
+    """Print and return tokens per second and per CPU second of each engine and round, for each number of sequences.
 
+    A first round warms up; none begins after ``until_s`` (``time.monotonic``). Prompts use the first ``words`` ids;
+    none is used twice. All answers have ``new`` tokens and end in one step, or lengths from half to three halves of
+    that if they end ``apart``. Ratios are to the first engine in the same round.
+    """
+    found = dict[str, Rates]()
+    for batch, end in product(batches, ends):
+        lengths = np.linspace(new // 2, new + new // 2, batch).astype(int) if end == "apart" else np.full(batch, new)
 
-def table_of(title: str, found: Mapping[str, Rates]) -> Table:
-    """The results of :func:`in_turns`, by number of sequences; ratios are to the first engine in the same round."""
-    columns = ["engine", "sequences", "rounds", "tokens/s", "ratio", "tokens/CPU s", "ratio"]
-    table = Table(f"{title}; ratios: median [quartiles] of rounds", columns)
-    for sequences, engines in found.items():
-        own = next(iter(engines.values()))
-        for name, rates in engines.items():
-            cells = []
-            for of, each in rates.items():
-                ratio = np.array(each) / np.array(own[of])
-                low, high = np.quantile(ratio, [0.25, 0.75])
-                cells += [f"{np.median(each):.0f}", f"{np.median(ratio):.3f} [{low:.3f} .. {high:.3f}]"]
-            table.row(name, sequences, str(len(rates["seconds"])), *cells)
-    return table
+        def turn(engine: Engine, rng: np.random.Generator, lengths: NDArray[np.int64] = lengths) -> Mapping[str, float]:
+            prompts = rng.integers(5, words, (len(lengths), PROMPT)).tolist()
+            answer = engine.ask({"prompts": prompts, "tokens": rng.permutation(lengths).tolist(), "rows": False})
+            return {"tokens/s": lengths.sum() / answer["seconds"], "tokens/CPU s": lengths.sum() / answer["cpu_s"]}
+
+        # Generators that draw alike: in a round all engines are asked the same.
+        each = engines.items()
+        racers = [Racer(name, partial(turn, engine, np.random.default_rng(batch))) for name, engine in each]
+        race(racers, rounds, warm=1, until_s=until_s)
+        load = f"{batch} sequences that end {end}"
+        print_ratios(
+            f"{title}: {load}", racers, racers[0].name, {of: (of, float) for of in ("tokens/s", "tokens/CPU s")}
+        )
+        found[load] = {racer.name: racer.found for racer in racers}
+    return found

@@ -79,13 +79,12 @@ class Driven:
 
 def first_token_ms(lends: Driven, fetches: Driven, passes: Passes, prompt: tuple[int, ...], *, early: bool) -> float:
     """Run one request through both engines."""
-    request, told = Request(f"r{random.random()}", prompt, 4), SimpleQueue[bytes]()  # noqa: S311
-    lends.asked.put(lambda: lends.engine.lend(request, told.put))
-    transfer = told.get(timeout=60.0)
+    request, lent = Request(f"r{random.random()}", prompt, 4), SimpleQueue[Handover]()  # noqa: S311
+    lends.asked.put(lambda: lent.put(lends.engine.lend(request)))
+    handover = lent.get(timeout=60.0)
     if not early:
         lends.wait(request)
-    handover = Handover(transfer, lends.engine.crossing.address)
-    fetches.asked.put(lambda: fetches.engine.take_over(request, handover))
+    fetches.asked.put(lambda: fetches.engine.add(request, handover))
     output = fetches.wait(request)
     assert output.note == "", output.note
     assert output.routes.complete

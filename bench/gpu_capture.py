@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 import kvroute
-from bench.harness import Table, asked, write_json
+from bench.harness import Table, asked, want_gpu, write_json
 from kvroute.capture.layers import LayerCapture
 
 BLOCK_TOKENS, BLOCKS, HIDDEN, TOP_K = 64, 1024, 2048, 8
@@ -245,8 +245,7 @@ def table_of(found: list[dict[str, Any]]) -> Table:
 
 def main() -> None:
     args = asked(__doc__, 300, tokens=(list(TOKENS), "of a pass"))
-    if not torch.cuda.is_available():
-        raise SystemExit("wanted a CUDA GPU, torch sees none here")
+    want_gpu()
     rng = np.random.default_rng(0)
     gpu = f"{torch.cuda.get_device_name()}, torch {torch.__version__}, Triton {triton.__version__}"
     print(gpu, flush=True)

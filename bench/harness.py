@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import platform
 import subprocess
@@ -60,6 +61,14 @@ def asked(about: str | None, /, rounds: int, quick: str = "", **options: tuple[A
             more |= {"nargs": "*", "type": type(default[0])}
         parser.add_argument("--" + name.replace("_", "-"), help=said, **more)
     return parser.parse_args()
+
+
+def want_gpu() -> None:
+    """End with one line where torch sees no CUDA GPU."""
+    import torch
+
+    if not torch.cuda.is_available():
+        raise SystemExit("wanted a CUDA GPU, torch sees none here")
 
 
 def write_json(path: Path | None, **found: Any) -> None:
@@ -188,12 +197,14 @@ class Racer:
     found: dict[str, list[float]] = field(default_factory=dict)
 
 
-def race(racers: Sequence[Racer], rounds: int, *, warm: int = 0) -> None:
+def race(racers: Sequence[Racer], rounds: int, *, warm: int = 0, until_s: float = math.inf) -> None:
     """``rounds`` turns of each, in an order that rotates, after ``warm`` rounds that do not count.
 
-    A contestant whose peer ends takes no more turns.
+    A contestant whose peer ends takes no more turns. After ``until_s`` only the first round that counts still begins.
     """
     for number in range(warm + rounds):
+        if number > warm and time.monotonic() > until_s:
+            break
         at = number % len(racers)
         for racer in [*racers[at:], *racers[:at]]:
             try:
@@ -213,7 +224,8 @@ def print_ratios(
 ) -> None:
     """Print the median and, in brackets, the extremes of each field, under its column's head and by its function.
 
-    Beside each is the median of the rounds' ratios to ``base``; a contestant without any number is named below.
+    Beside each are median and quartiles of the rounds' ratios to ``base``; a contestant without any number is named
+    below.
     """
     heads = [cell for head, _ in fields.values() for cell in (head, f"x {base}")]
     table, bases = Table(title, ["what", *heads]), {each.name: each.found for each in racers}.get(base, {})
@@ -224,7 +236,8 @@ def print_ratios(
             theirs = [shown(value) for value in bases.get(name, ())]
             ratios = [a / b for a, b in zip(mine, theirs, strict=False) if b]
             cells.append(f"{np.median(mine):.2f} ({min(mine):.2f}..{max(mine):.2f})" if mine else "-")
-            cells.append(f"{np.median(ratios):.2f}" if ratios else "-")
+            low, middle, high = np.quantile(ratios, [0.25, 0.5, 0.75]) if ratios else (0, 0, 0)
+            cells.append(f"{middle:.3f} [{low:.3f} .. {high:.3f}]" if ratios else "-")
         table.row(racer.name, *cells)
     table.print()
     for racer in (each for each in racers if not each.found):

@@ -31,8 +31,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bench import vllm_models
-from bench.engines import Engine, Rates, table_of, to_both_ends
-from bench.harness import Table, asked, write_json
+from bench.engines import Engine, Rates, in_turns
+from bench.harness import Table, asked, want_gpu, write_json
 from bench.sglang_speed import CPU, OURS, POOL, STOCK, started
 from bench.vllm_models import TOP_K, VOCABULARY, build_qwen3, shape
 
@@ -158,9 +158,8 @@ def speed(
     common = POOL | HOST | GPU | {"model_path": str(model), "load_format": "dummy", "hicache_ratio": 2.0}
     engines = started(stack, home, dict.fromkeys((STOCK, OURS), common))
     print("both have started", flush=True)
-    found = to_both_ends(engines, sequences, new, rounds, until)
-    table_of(f"tokens/s in SGLang on a GPU, {layers} layers, {new} tokens", found).print()
-    return found
+    title = f"SGLang on a GPU, {layers} layers, {new} tokens"
+    return in_turns(title, engines, sequences, new, rounds, until, words=150_000, ends=("together", "apart"))
 
 
 def main() -> None:
@@ -179,6 +178,8 @@ def main() -> None:
         new=(128, "of speed: tokens of each"),
         seconds=(400, "of speed: no round begins so long after the start"),
     )
+    if args.device == "cuda" or args.what == "speed":
+        want_gpu()
     with tempfile.TemporaryDirectory() as made, ExitStack() as stack:
         home = Path(made)
         if args.what == "speed":

@@ -17,7 +17,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from bench.engines import Engine, in_turns, installed, table_of
+from bench.engines import Engine, in_turns, installed
 from bench.harness import ROOT, asked, write_json
 from bench.vllm_models import build_qwen3
 
@@ -73,8 +73,8 @@ def main() -> None:
         until = time.monotonic() + (QUICK_S if args.quick else 1200)
         rounds = 1000 if args.quick else args.rounds
         counts = [8] if args.quick else args.sequences
-        found = {str(count): in_turns(engines, count, NEW, rounds, until) for count in counts}
-    table_of(f"tokens/s of SGLang on a CPU, width {args.width}, {NEW} tokens", found).print()
+        title = f"SGLang on a CPU, width {args.width}, {NEW} tokens"
+        found = in_turns(title, engines, counts, NEW, rounds, until)
     write_json(args.json, rates=found)
 
 

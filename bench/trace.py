@@ -16,17 +16,16 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from bench.harness import QUIET_VLLM, VLLM, Peer, Racer, Table, asked, race, serve_answers, write_json
+from bench.harness import QUIET_VLLM, VLLM, Peer, Racer, asked, print_ratios, race, serve_answers, write_json
 from bench.traces import BLOCK, replay, requests
 from cache_manager.blocks import AuxBlocks
 from cache_manager.keys import Namespace
@@ -85,12 +84,20 @@ def answer(question: Mapping[str, Any]) -> dict[str, float]:
     return found
 
 
+OURS = "BlockManager"
+FIELDS: dict[str, tuple[str, Callable[[float], float]]] = {
+    "us_per_operation": ("us/op", float),
+    "hit_rate": ("hit %", lambda part: 100 * part),
+    "peak_mib": ("peak MiB", float),
+}
+
+
 def raced(args: argparse.Namespace, blocks: int) -> list[Racer]:
     """The contestants after their rounds, kvroute's first."""
     question = {"trace": str(args.trace.resolve()), "requests": args.requests, "blocks": blocks}
     with ExitStack() as stack:
         logs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-trace-")))
-        racing = {"BlockManager": Peer(Path(sys.executable), "bench.trace", logs / "kvroute", {}, "--answer")}
+        racing = {OURS: Peer(Path(sys.executable), "bench.trace", logs / "kvroute", {}, "--answer")}
         if VLLM.exists():
             peer = Peer(VLLM, "bench.peers.vllm_trace", logs / "vllm", QUIET_VLLM)
             racing[f"{peer.version} KVCacheManager"] = peer
@@ -115,26 +122,11 @@ def main() -> None:
     )
     if args.trace is None or not args.trace.is_file():
         raise SystemExit(f"--trace: wanted a file, got {args.trace}")
-    columns = ["what", "blocks", "hit rate", "refused", "cut", "us/op", "median", "peak MiB", "x its operations/s"]
-    table = Table(f"block managers on {args.trace.name}", columns)
     results: list[dict[str, Any]] = []
     for blocks in args.capacities:
-        racers, ours = raced(args, blocks), list[float]()
-        for name, found in ((racer.name, racer.found) for racer in racers):
-            cost = [1e6 * s / n for s, n in zip(found["seconds"], found["operations"], strict=True)]
-            ours = ours or cost
-            faster = median(theirs / mine for theirs, mine in zip(cost, ours, strict=True))
-            table.row(
-                name,
-                str(blocks),
-                f"{found['hit_rate'][0]:.4f}",
-                *(f"{found[each][0]:.0f}" for each in ("refused", "cut")),
-                *(f"{us:.2f}" for us in (min(cost), median(cost))),
-                f"{max(found['peak_mib']):.0f}",
-                f"{min(cost) / min(ours):.2f} (median of rounds {faster:.2f})",
-            )
-            results.append({"what": name, "blocks": blocks, **found})
-    table.print()
+        racers = raced(args, blocks)
+        print_ratios(f"block managers on {args.trace.name}, {blocks} blocks", racers, OURS, FIELDS)
+        results += [{"what": racer.name, "blocks": blocks, **racer.found} for racer in racers]
     if not VLLM.exists():
         print("not installed: vLLM; `make bench TRACE=FILE` makes its environment")
     write_json(args.json, rows=results)

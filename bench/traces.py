@@ -108,8 +108,7 @@ def replay(trace: Sequence[Mapping[str, Any]], manager: Replayed) -> dict[str, f
             left = [n for n in left if n]
         seconds += time.thread_time() - began
     return {
-        "seconds": seconds,
-        "operations": operations,
+        "us_per_operation": 1e6 * seconds / operations,
         "hit_rate": hit / asked,
         "refused": refused,
         "cut": cut,

@@ -28,8 +28,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench.engines import PROMPT, Engine, Rates, table_of, to_both_ends
-from bench.harness import ROOT, PeerError, Table, asked, write_json
+from bench.engines import PROMPT, Engine, Rates, in_turns
+from bench.harness import ROOT, PeerError, Table, asked, want_gpu, write_json
 from bench.vllm_models import VOCABULARY, Judge, build, shape
 from bench.vllm_peers import CONNECTORS, connector, plugin
 
@@ -205,12 +205,9 @@ def speed(starter: Starter, layers: int, names: Sequence[str], batches: Sequence
 
     with ThreadPoolExecutor(len(names)) as threads:
         engines = dict(zip(names, threads.map(start, names), strict=True))
-    found = to_both_ends(engines, batches, new, rounds)
-    about = (
-        f"vLLM {engines[names[0]].version}, {layers} layers, {PROMPT} + {new} tokens, {torch.cuda.get_device_name()}"
-    )
-    table_of(f"tokens/s in {about}", found).print()
-    return found
+    version, gpu = engines[names[0]].version, torch.cuda.get_device_name()
+    about = f"vLLM {version}, {layers} layers, {PROMPT} + {new} tokens, {gpu}"
+    return in_turns(about, engines, batches, new, rounds, words=150_000, ends=("together", "apart"))
 
 
 def main() -> None:
@@ -222,6 +219,7 @@ def main() -> None:
         layers=(20, "of speed"),
         batches=([8, 64, 256], "of speed"),
     )
+    want_gpu()
     with ExitStack() as stack:
         starter = Starter(stack)
         if args.what == "rows":

@@ -7,6 +7,7 @@ package of its own. This module names it and never imports it.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -46,7 +47,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if isinstance(run, str):
             module, _, function = run.partition(":")
             run = getattr(import_module(module), function)
-        return int(run(**chosen))
+        status = int(run(**chosen))
+        sys.stdout.flush()
+        return status
     except KVRouteError as error:
         sys.stderr.write(f"kvroute {name}: {error}\n")
     except ModuleNotFoundError as error:
@@ -54,6 +57,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if package in ("kvroute", "cache_manager", "transfer"):
             raise
         sys.stderr.write(f"kvroute {name}: needs {error.name}; {remedy_for(package)}\n")
+    except BrokenPipeError:  # the reader of the output has gone, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return FAILED
     except KeyboardInterrupt:
         sys.stderr.write(f"kvroute {name}: interrupted\n")
         return 130
@@ -74,7 +80,7 @@ def _parser() -> argparse.ArgumentParser:
     for name, command in COMMANDS.items():
         mine = commands.add_parser(name, help=command.what, description=command.what)
         for names, options in command.flags:
-            if (default := options.get("default")) not in (None, ()):
+            if (default := options.get("default")) not in (None, (), [], ""):
                 options = {**options, "help": f"{options['help']} ({default})"}
             mine.add_argument(*names, **options)
     return parser
@@ -160,29 +166,36 @@ def _number(name: str, default: int | None, what: str, least: int = 1, most: int
     return _flag(name, type=_Integer(least, most), default=default, metavar="N", help=what)
 
 
-_SEED = _number("--seed", 0, "of the weights, and of the workload", 0)
-_REQUESTS = "turns of all conversations"
+_SEED = _number("--seed", 0, "seed of the weights and the conversations", 0)
+_REQUESTS = "how many requests: the turns of all conversations"
 _MODEL = _flag(
     "--model",
     default="qwen3_moe",
     choices=("qwen3_moe", "deepseek_v3", "olmoe", "mixtral"),
-    help="a small one of this family",
+    help="family of the small model",
 )
 _JSON = _flag("--json", type=_file, metavar="FILE", help="write the findings to this file, too")
 _STORE = (
-    "file:///directory that stays, mooncake://host:port/prefix of a pool, or the word mooncake for a pool that is "
-    "started and ended (a directory that is removed)"
+    "where blocks outlive the restart: file:///DIRECTORY, mooncake://HOST:PORT/PREFIX of a pool, or the word mooncake, "
+    "for a pool that the demo starts and ends (by default a temporary directory)"
 )
 _SERVER: tuple[Flag, ...] = (
     _flag("--host", default="127.0.0.1", help="HTTP address"),
     _flag("--port", type=_Integer(0, 65535), required=True, metavar="N", help="HTTP port (0: any)"),
     _MODEL,
-    _number("--seed", 0, "of the weights", 0),
+    _number("--seed", 0, "seed of the weights", 0),
     _number("--weights-version", 0, "of the weights: blocks of other versions never match", 0, 2**32 - 1),
     _number("--device-blocks", 256, "KV blocks"),
     _number("--host-blocks", 0, "KV blocks to swap to", 0),
 )
-_LENDS = _flag("--transfer-address", dest="peers", nargs=1, required=True, metavar="URL", help="tcp://127.0.0.1:PORT")
+_LENDS = _flag(
+    "--transfer-address",
+    dest="peers",
+    nargs=1,
+    required=True,
+    metavar="URL",
+    help="where to lend: tcp://127.0.0.1:PORT",
+)
 _FETCHES = _flag(
     "--prefill", dest="peers", action="append", default=[], metavar="URL", help="a transfer address to fetch from"
 )
@@ -201,7 +214,7 @@ COMMANDS: Final[dict[str, Command]] = {
     ),
     "demo-pd": Command(
         "the demo, a small model with seeded weights, through prefill and decode, a process each",
-        "paged_engine.demo_pd:main",
+        "paged_engine.demo:main_pd",
         (_SEED, _number("--requests", 16, _REQUESTS, 1, 100_000), _MODEL, _JSON),
     ),
     "prefill": Command(

@@ -26,15 +26,17 @@ from bench.traces import BLOCK, replay, requests
 PARAMS = SamplingParams(max_tokens=1 << 20)
 
 
-class Pool:
-    """``blocks`` blocks of ``block_tokens`` tokens, beside vLLM's null block, and requests that use them."""
+class Replay:
+    """See :class:`bench.traces.Replayed`. A request is its name, its prompt, and vLLM's request once it runs.
+
+    There are ``blocks`` blocks of ``block_tokens`` tokens, beside vLLM's null block.
+    """
 
     def __init__(self, blocks: int, block_tokens: int) -> None:
         spec = FullAttentionSpec(block_size=block_tokens, num_kv_heads=1, head_size=32, dtype=torch.float32)
+        groups = [KVCacheGroupSpec(["layer"], spec)]
         self.manager = KVCacheManager(
-            KVCacheConfig(
-                num_blocks=blocks + 1, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)]
-            ),
+            KVCacheConfig(num_blocks=blocks + 1, kv_cache_tensors=[], kv_cache_groups=groups),
             max_model_len=1 << 20,
             scheduler_block_size=block_tokens,
             hash_block_size=block_tokens,
@@ -42,47 +44,33 @@ class Pool:
         )
         self._hasher = get_request_block_hasher(block_tokens, sha256)
 
-    def admit(self, name: str, tokens: list[int]) -> tuple[Request, int] | None:
-        """A request with its cached prefix and blocks for the rest; ``None`` if there is no room."""
-        request = Request(name, tokens, PARAMS, None, block_hasher=self._hasher)
-        blocks, cached, *_ = self.manager.get_computed_blocks(request)
-        if self.manager.allocate_slots(request, len(tokens) - cached, cached, blocks) is None:
-            return None
-        return request, cached
-
-
-class Replay:
-    """See :class:`bench.traces.Replayed`. A request is its name, its prompt, and vLLM's request once it runs."""
-
-    def __init__(self, blocks: int, block_tokens: int) -> None:
-        self.pool = Pool(blocks, block_tokens)
-
     def request(self, number: int, prompt: NDArray[np.int64]) -> list[Any]:
         return [f"req-{number}", prompt.tolist(), None]
 
     def admit(self, request: list[Any]) -> int | None:
-        admitted = self.pool.admit(request[0], request[1])
-        if admitted is None:
+        name, tokens, _ = request
+        asked = Request(name, tokens, PARAMS, None, block_hasher=self._hasher)
+        blocks, cached, *_ = self.manager.get_computed_blocks(asked)
+        if self.manager.allocate_slots(asked, len(tokens) - cached, cached, blocks) is None:
             return None
-        request[2], cached = admitted
-        return cached
+        request[2] = asked
+        return int(cached)
 
     def publish_prompt(self, request: list[Any]) -> None:
         request[2].num_computed_tokens = len(request[1])
 
     def append(self, running: list[list[Any]], tokens: list[int]) -> list[bool]:
-        manager = self.pool.manager
-        manager.new_step_starts()
+        self.manager.new_step_starts()
         for (_, _, each), token in zip(running, tokens, strict=True):
             each.append_output_token_ids(token)
-        return [manager.allocate_slots(each, 1) is not None for _, _, each in running]
+        return [self.manager.allocate_slots(each, 1) is not None for _, _, each in running]
 
     def publish(self, running: list[list[Any]], _tokens: list[int]) -> None:
         for _, _, each in running:
             each.num_computed_tokens += 1
 
     def free(self, request: list[Any]) -> None:
-        self.pool.manager.free(request[2])
+        self.manager.free(request[2])
 
 
 def answer(asked: dict[str, Any]) -> dict[str, float]:

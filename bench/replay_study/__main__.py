@@ -12,8 +12,7 @@ from typing import Any, Final
 
 import torch
 
-from bench.replay_study.report import print_results
-from bench.replay_study.results import Results
+from bench.replay_study.results import Results, print_results
 from bench.replay_study.scales import SCALES, Options
 from bench.replay_study.study import Study
 from cache_manager.errors import KVRouteError

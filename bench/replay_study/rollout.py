@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from transformers import DynamicCache
 
-from bench.replay_study.task import Tokens
+from bench.replay_study.scales import Tokens
 from kvroute.capture.capture import RoutingCapture
 from kvroute.replay.transformers import padded, recorded
 from kvroute.routes import Routes

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import math
 import time
 from collections.abc import Callable
@@ -13,13 +12,21 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench.replay_study.mismatch import differing_routes, k3, log_ratios, measure
 from bench.replay_study.models import build_engines, build_trained, load_weights
 from bench.replay_study.results import Learned, Measured, Results, Run, Step
 from bench.replay_study.rollout import Rollout, Rollouts
-from bench.replay_study.scales import Options, Scale
-from bench.replay_study.task import Tokens
-from bench.replay_study.trainer import Mode, Scored, Trainer, Update, replayed
+from bench.replay_study.scales import Options, Tokens
+from bench.replay_study.trainer import (
+    Mode,
+    Scored,
+    Trainer,
+    Update,
+    differing_routes,
+    k3,
+    log_ratios,
+    measure,
+    replayed,
+)
 
 FAMILY = "qwen3_moe"
 LEARNING_SHARE = 1 / 3
@@ -38,80 +45,91 @@ class Study:
         self._device = torch.device(options.device)
         self._started = time.perf_counter()
         self.results = Results(setting)
+        scale = options.scale
+        self._trained = build_trained(scale.shape, scale.task.vocab_size, options.seed, self._device)
+        self._engines = build_engines(self._trained)
+        self._rollout = Rollout(self._engines)
 
     def run(self) -> Results:
         """Run all phases. Without ``minutes`` everything except the seconds is the same for the same options."""
-        side = self._side(self._options.seed)
-        self._learn(side)
-        start = side.state()
+        self._learn()
+        start = {name: tensor.detach().clone() for name, tensor in self._trained.state_dict().items()}
         for draw in range(self._scale.draws):
-            self._measure(side, draw, start)
-        del side
+            self._measure(draw, start)
         self._reinforce_all(start)
         self.results.complete = True
         self._write("done")
         return self.results
 
-    def _side(self, seed: int) -> _Side:
-        gc.collect()  # hooks and modules refer to each other: an earlier model and this one would not fit together
-        return _Side(build_trained(self._scale.shape, self._scale.task.vocab_size, seed, self._device), self._scale)
+    def _trainer(self, start: State | None = None) -> Trainer:
+        """A new optimizer, for the present weights or those of ``start``."""
+        if start is not None:
+            self._trained.load_state_dict(start)
+        scale = self._scale
+        return Trainer(self._trained, learning_rate=scale.reinforcement.learning_rate, micro_batch=scale.micro_batch)
+
+    def _roll(self, prompts: Tokens, *seed: int) -> Rollouts:
+        """Rollouts with the trainer's present weights."""
+        load_weights(self._engines, self._trained)
+        one = int(np.random.SeedSequence(seed).generate_state(1)[0])
+        return self._rollout(prompts, self._scale.task.length, one)
 
     # ---------------------------------------------------------------- learning
 
-    def _learn(self, side: _Side) -> None:
+    def _learn(self) -> None:
         learning, task, seed = self._scale.learning, self._scale.task, self._options.seed
         draw = np.random.default_rng([seed, 1])
-        started = time.perf_counter()
+        started, trainer = time.perf_counter(), self._trainer()
         seconds = 60 * self._options.minutes * LEARNING_SHARE if self._options.minutes else float("inf")
-        before = self._reward(side, seed)
+        before = self._reward(seed)
         losses: list[torch.Tensor] = []
         steps = 0
         while (done := max(steps / learning.steps, (time.perf_counter() - started) / seconds)) < 1:
             rate = learning.learning_rate * min(1.0, (done + 1e-3) / WARM_UP) * (1 - (1 - LAST_RATE) * done)
             batch = task.demonstrations(learning.batch, learning.errors, draw)
             tokens, rounded = torch.as_tensor(batch, device=self._device), self._device.type == "cuda"
-            losses.append(side.trainer.learn(tokens, task.prompt_tokens, rate, rounded=rounded))
+            losses.append(trainer.learn(tokens, task.prompt_tokens, rate, rounded=rounded))
             steps += 1
         self.results.learned.append(
             Learned(
                 family=FAMILY,
                 seed=seed,
-                parameters=sum(p.numel() for p in side.trained.parameters()),
+                parameters=sum(p.numel() for p in self._trained.parameters()),
                 steps=steps,
                 seconds=time.perf_counter() - started,
                 loss=float(torch.stack(losses[-LOSSES_KEPT:]).mean()),
                 reward_before=before,
-                reward_after=self._reward(side, seed),
+                reward_after=self._reward(seed),
             )
         )
         self._write(f"learning, {steps} steps, loss {self.results.learned[-1].loss:.3f}")
 
-    def _reward(self, side: _Side, seed: int) -> float:
+    def _reward(self, seed: int) -> float:
         r = self._scale.reinforcement
         prompts = self._scale.task.prompts(r.prompts * r.samples, np.random.default_rng([seed, 2]))
-        return float(self._rewards(side.roll(prompts, self._scale.task.length, seed)).mean())
+        return float(self._rewards(self._roll(prompts, seed)).mean())
 
     def _rewards(self, rollouts: Rollouts) -> np.ndarray[Any, np.dtype[np.float64]]:
         return self._scale.task.rewards(rollouts.tokens.cpu().numpy())
 
     # ---------------------------------------------------------------- mismatch
 
-    def _measure(self, side: _Side, draw: int, start: State) -> None:
+    def _measure(self, draw: int, start: State) -> None:
         """One batch of rollouts, and every mode before and after an update on it."""
         seed = self._options.seed
         prompts = self._prompts(self._scale.measured, seed, 3, draw)
-        rollouts = side.roll(prompts, self._scale.task.length, _seed(seed, 3, draw))
+        rollouts, trainer = self._roll(prompts, seed, 3, draw), self._trainer()
         rolled = rollouts.rolled()
-        native = side.trainer.score(rollouts, None)
+        native = trainer.score(rollouts, None)
         for mode in Mode:
             # In R2 the old policy's pass records and replays nothing, so it equals the pass without replay.
-            old = side.trainer.score(rollouts, rolled) if mode is Mode.R3 else native
+            old = trainer.score(rollouts, rolled) if mode is Mode.R3 else native
             self._keep(draw, "before", mode, rollouts, old, rolled)
-            fresh = side.again(start)
+            fresh = self._trainer(start)
             routes = replayed(mode, rollouts, old)
             self._update(fresh, rollouts, old, routes, np.random.default_rng([seed, 4, draw]))
             self._keep(draw, "after", mode, rollouts, fresh.score(rollouts, routes), rolled)
-            side.trained.load_state_dict(start)
+            self._trained.load_state_dict(start)
         self._write(f"draw {draw}: mismatch")
 
     def _keep(self, draw: int, when: str, mode: Mode, rollouts: Rollouts, found: Scored, rolled: Any) -> None:
@@ -137,16 +155,15 @@ class Study:
         return 60 * self._options.minutes - (time.perf_counter() - self._started)
 
     def _reinforce(self, run: Run, mode: Mode, start: State, steps: int, seconds: float) -> None:
-        scale, started, side = self._scale, time.perf_counter(), self._side(0)
-        side.trained.load_state_dict(start)
+        scale, started, trainer = self._scale, time.perf_counter(), self._trainer(start)
         while len(run.steps) < steps and (not run.steps or time.perf_counter() - started < seconds):
             begun, number = time.perf_counter(), len(run.steps)
             prompts = self._prompts(scale.reinforcement.prompts, run.seed, 5, number)
-            rollouts = side.roll(prompts, scale.task.length, _seed(run.seed, 5, number))
+            rollouts = self._roll(prompts, run.seed, 5, number)
             rolled = rollouts.rolled()
-            old = side.trainer.score(rollouts, rolled if mode is Mode.R3 else None)
+            old = trainer.score(rollouts, rolled if mode is Mode.R3 else None)
             draw = np.random.default_rng([run.seed, 6, number])
-            update = self._update(side.trainer, rollouts, old, replayed(mode, rollouts, old), draw)
+            update = self._update(trainer, rollouts, old, replayed(mode, rollouts, old), draw)
             d = log_ratios(old.log_probs, rollouts.behaviour, rollouts.answers)
             different = differing_routes(old.used, rolled).any(-1)
             run.steps.append(
@@ -190,36 +207,3 @@ class Study:
         self.results.seconds = time.perf_counter() - self._started
         self.results.write(self._path)
         self._say(what)
-
-
-class _Side:
-    """A trainer's model and an engine with its weights."""
-
-    def __init__(self, trained: Any, scale: Scale) -> None:
-        self.trained, self._scale = trained, scale
-        self._engines = build_engines(trained)
-        self._rollout = Rollout(self._engines)
-        self.trainer = self._trainer()
-
-    def roll(self, prompts: Tokens, length: int, seed: int) -> Rollouts:
-        """Rollouts with the trainer's current weights."""
-        load_weights(self._engines, self.trained)
-        return self._rollout(prompts, length, seed)
-
-    def state(self) -> State:
-        """The present weights, copied."""
-        return {name: tensor.detach().clone() for name, tensor in self.trained.state_dict().items()}
-
-    def again(self, start: State) -> Trainer:
-        """The model with the weights of ``start`` and a new optimizer."""
-        self.trained.load_state_dict(start)
-        return self._trainer()
-
-    def _trainer(self) -> Trainer:
-        rate, micro_batch = self._scale.reinforcement.learning_rate, self._scale.micro_batch
-        return Trainer(self.trained, learning_rate=rate, micro_batch=micro_batch)
-
-
-def _seed(*parts: int) -> int:
-    """One seed from several numbers."""
-    return int(np.random.SeedSequence(parts).generate_state(1)[0])

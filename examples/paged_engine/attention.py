@@ -1,4 +1,4 @@
-"""Attention over a paged KV cache, plugged into transformers' attention interface.
+"""A paged KV cache, and attention over it, plugged into transformers' attention interface.
 
 A forward pass carries one flat row of tokens, ``[1, tokens]``, that belong to several sequences: whole prompts, chunks
 of prompts and single decode tokens side by side. All that attention needs to know about them is in one
@@ -6,6 +6,9 @@ of prompts and single decode tokens side by side. All that attention needs to kn
 attention layer unread. There is no other state. transformers prepares no mask for an attention that it does not know,
 so the only mask is that of a sequence's own chunk: causal, and limited to the layer's window if it has one. Keys and
 values behind a window stay in the cache.
+
+One block of the cache is one contiguous record ``[block_tokens, layers, kv_heads * (k_dim + v_dim)]``, so that
+swapping, copying and storing a block is one copy whatever the number of layers.
 """
 
 from __future__ import annotations
@@ -14,18 +17,86 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 from torch.nn import functional
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from cache_manager.errors import InvalidInputError
-from paged_engine.kv import KVShape, PagedKV
+from cache_manager.ports import TierName
+from cache_manager.spec import AuxBlockDataSpec
+from paged_engine.request import EngineConfig
 
 ATTENTION: Final = "kvroute_paged"
 """The name under which :func:`paged_attention` is registered with transformers."""
 _WITHOUT_EFFECT: Final = frozenset({"position_ids", "use_cache", "output_attentions", "output_router_logits"})
 """Keywords that models pass to every attention and that do not change its result."""
+
+
+@dataclass(frozen=True, slots=True)
+class KVShape:
+    """The shape of one token's keys and values, the same in every attention layer of a model: see ``kv_shape``.
+
+    Latent attention passes expanded heads.
+    """
+
+    layers: int
+    heads: int
+    k_dim: int
+    v_dim: int
+    dtype: torch.dtype
+
+    @property
+    def width(self) -> int:
+        return self.heads * (self.k_dim + self.v_dim)
+
+    def spec(self, block_tokens: int) -> AuxBlockDataSpec:
+        """The row layout under which KV blocks are stored."""
+        return AuxBlockDataSpec(
+            "kv",
+            row_shape=(self.layers, self.width),
+            dtype=str(self.dtype).removeprefix("torch."),
+            block_tokens=block_tokens,
+            attrs={"heads": self.heads, "k_dim": self.k_dim, "v_dim": self.v_dim},
+        )
+
+
+class PagedKV:
+    """Device and host KV blocks of one model, a :class:`~cache_manager.ports.KVBlocks`.
+
+    The content of a block that was never written is undefined. Device blocks are on ``device``, by default the CPU.
+    """
+
+    def __init__(self, shape: KVShape, config: EngineConfig, device: torch.device | None = None) -> None:
+        row = (config.block_tokens, shape.layers, shape.width)  # both tiers: [blocks, block_tokens, layers, width]
+        self.shape, self.spec = shape, shape.spec(config.block_tokens)
+        self.device = torch.zeros((config.device_blocks, *row), dtype=shape.dtype, device=device)
+        self.host = torch.zeros((config.host_blocks, *row), dtype=shape.dtype)
+
+    def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Views of one layer's keys ``[slots, heads, k_dim]`` and values ``[slots, heads, v_dim]`` on the device."""
+        shape, slots = self.shape, self.device.view(-1, self.shape.layers, self.shape.width)[:, index]
+        split = shape.heads * shape.k_dim
+        return slots[:, :split].unflatten(1, (shape.heads, -1)), slots[:, split:].unflatten(1, (shape.heads, -1))
+
+    # ---------------------------------------------------------------- KVBlocks: KV moves where rows move
+
+    def copy(self, source: TierName, target: TierName, sources: NDArray[np.int64], targets: NDArray[np.int64]) -> None:
+        tiers = {"device": self.device, "host": self.host}
+        given, into = tiers[source], tiers[target]
+        moved = given[torch.from_numpy(sources).to(given.device)]
+        into[torch.from_numpy(targets).to(into.device)] = moved.to(into.device)
+
+    def take(self, blocks: NDArray[np.int64], into: NDArray[np.uint8]) -> None:
+        chosen = self.device[torch.from_numpy(blocks).to(self.device.device)].view(torch.uint8)
+        into[:] = chosen.cpu().numpy().reshape(into.shape)
+
+    def fill(self, blocks: NDArray[np.int64], given: NDArray[np.uint8]) -> None:
+        into = self.device.view(torch.uint8)
+        raw = torch.from_numpy(np.ascontiguousarray(given)).view(-1, *into.shape[1:])
+        into[torch.from_numpy(blocks).to(into.device)] = raw.to(into.device)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -123,22 +194,22 @@ class EachToItself:
 def kv_shape(model: nn.Module) -> KVShape:
     """The shape of the keys and values of ``model``, which is run to find it and to check that the engine supports it.
 
-    In two passes every token sees only itself, and one token's embedding is NaN. NaN in another token's logits has
-    bypassed the block tables, and would silently be wrong: through a recurrent state, a convolution, another attention.
-    Raises :class:`InvalidInputError`, with the model's name, for such a model, and if its attention is not the paged
-    one or differs in shape between layers.
+    Every token of the pass sees only itself, and the embedding of one token of each of its two sequences is NaN. NaN in
+    another token's logits has bypassed the block tables, and would silently be wrong: through a recurrent state, a
+    convolution, another attention. Raises :class:`InvalidInputError`, with the model's name, for such a model, and if
+    its attention is not the paged one or differs in shape between layers.
     """
-    named, tokens = f"model {type(model).__name__}", torch.arange(4, device=next(model.parameters()).device)[None]
-    for spoilt in (0, 3):
-        found, given = EachToItself(), model.get_input_embeddings()(tokens).clone()  # type: ignore[operator]
-        given[0, spoilt] = torch.nan
-        with torch.inference_mode():
-            logits = model(inputs_embeds=given, position_ids=tokens, use_cache=False, paged=found).logits[0]
-        if not found.shapes:
-            raise InvalidInputError(named, f"_attn_implementation {ATTENTION}", model.config._attn_implementation)  # type: ignore[union-attr]
-        if bool(logits[tokens[0] != spoilt].isnan().any()):
-            wanted = "tokens that depend on each other by paged attention alone"
-            raise InvalidInputError(named, wanted, "another way: a recurrent state, or another attention")
+    named, found, device = f"model {type(model).__name__}", EachToItself(), next(model.parameters()).device
+    at, spoilt = torch.arange(4, device=device), torch.zeros(2, 4, dtype=torch.bool, device=device)
+    spoilt[0, 0] = spoilt[1, 3] = True
+    with torch.inference_mode():
+        given = model.get_input_embeddings()(at.expand(2, 4)).masked_fill(spoilt[..., None], torch.nan)  # type: ignore[operator]
+        logits = model(inputs_embeds=given, position_ids=at[None], use_cache=False, paged=found).logits
+    if not found.shapes:
+        raise InvalidInputError(named, f"_attn_implementation {ATTENTION}", model.config._attn_implementation)  # type: ignore[union-attr]
+    if bool(logits[~spoilt].isnan().any()):
+        wanted = "tokens that depend on each other by paged attention alone"
+        raise InvalidInputError(named, wanted, "another way: a recurrent state, or another attention")
     layers, shapes = [layer for layer, _ in found.shapes], [shape for _, shape in found.shapes]
     if sorted(layers) != list(range(len(layers))):
         raise InvalidInputError(named, "paged attention in layers 0, 1 and so on, once in each", sorted(layers))

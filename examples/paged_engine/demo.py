@@ -1,8 +1,10 @@
 """``kvroute demo``: an engine under pressure, restarted from its store, and a judge of every row that it returned.
 
-At the end the weights change while answers are being generated, as when training updates weights during a rollout.
-Every unfinished sequence loses its KV and is computed again by the new weights, whose routers choose other experts for
-the same tokens; then it goes on. The judge knows which row of each position was computed first.
+``kvroute demo-pd``: the same conversations through prefill and decode, in two processes.
+
+At the end of the first the weights change while answers are being generated, as when training updates weights during a
+rollout. Every unfinished sequence loses its KV and is computed again by the new weights, whose routers choose other
+experts for the same tokens; then it goes on. The judge knows which row of each position was computed first.
 """
 
 from __future__ import annotations
@@ -14,38 +16,91 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, TextIO
 
 import torch
 from torch import nn
 
-from cache_manager.errors import StorageError
+from cache_manager.errors import ConfigError, KVRouteError, StorageError
 from cache_manager.keys import Namespace
 from cache_manager.storage import open_store
-from paged_engine import findings, text
+from kvroute.routes import Routes
+from paged_engine import text
 from paged_engine.engine import Engine
 from paged_engine.judge import Checker, SecondRun, Verdict
 from paged_engine.models import build_model, weights_digest
-from paged_engine.options import MOONCAKE, Options
 from paged_engine.pool import running_pool
-from paged_engine.request import FinishReason, Output, Request
+from paged_engine.processes import Pair
+from paged_engine.request import EngineConfig, FinishReason, Output
 from paged_engine.scheduler import Work
-from paged_engine.workload import ABORT_AFTER_TOKENS, Conversation, conversations
+from paged_engine.workload import ABORT_AFTER_TOKENS, Conversation, conversations, longest_tokens
 
 UPDATED_MAX: Final = 6
 """Conversations during which the weights change."""
 UPDATE_AFTER_TOKENS: Final = 8
 """The update comes when the first answer has this many tokens."""
+NONE: Final = ("rows_wrong", "rows_missing", "update_rows_wrong", "update_rows_missing")
+TRUE: Final = ("tokens_match", "blocks_returned", "transferred_rows")
+"""Findings that fail a run unless they are zero, or true."""
 SampleId = tuple[str, int]
 """Request id and the number of the sample."""
 Outputs = Mapping[SampleId, Output]
+SEQUENCES_MAX: Final = 8
+BLOCK_TOKENS: Final = 16
+MOONCAKE: Final = "mooncake"
+"""In place of a store's URL: a Mooncake pool that the demo starts and ends."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """The flags of ``kvroute demo`` (``demo-pd`` has some of them); ``None`` means that the demo chooses.
+
+    By default the device has room for a quarter of the conversations at their longest, but at least one and a quarter
+    and at most three; the host has the same. That is less than the running sequences need. ``store`` is a URL or
+    ``MOONCAKE``. Model and KV are on ``device``; on ``cuda`` one launch a pass captures the rows.
+
+    Raises :class:`ConfigError` naming the flag.
+    """
+
+    seed: int = 0
+    requests: int = 96
+    device_blocks: int | None = None
+    host_blocks: int | None = None
+    model: str = "qwen3_moe"
+    store: str | None = None
+    device: str = "cpu"
+    json: Path | None = None
+
+    def __post_init__(self) -> None:
+        if self.device == "cuda" and not torch.cuda.device_count():
+            raise ConfigError("--device", "cpu, for torch sees no CUDA GPU here", self.device)
+        if self._device < (longest := self.longest_blocks):
+            raise ConfigError("--device-blocks", f"at least {longest}, for the longest sequence", self.device_blocks)
+
+    @property
+    def longest_blocks(self) -> int:
+        return -(-longest_tokens(conversations(self.requests, self.seed)) // BLOCK_TOKENS)
+
+    @property
+    def _device(self) -> int:
+        clients = len(conversations(self.requests, self.seed))
+        room = round(self.longest_blocks * max(1.25, min(3.0, clients / 4)))
+        return room if self.device_blocks is None else self.device_blocks
+
+    @property
+    def engine(self) -> EngineConfig:
+        """The configuration of the engine under test."""
+        host = self._device if self.host_blocks is None else self.host_blocks
+        return EngineConfig(BLOCK_TOKENS, self._device, host, sequences_max=SEQUENCES_MAX, memory="shared")
 
 
 class Driver:
-    """Shared by both demos: models, an engine without reuse to compare with, the judgement, a line for each stage."""
+    """Shared by both demos: the model, the judgement, a line for each stage."""
 
     title = ""
 
@@ -54,9 +109,9 @@ class Driver:
         self.options, self.checker, self._out = options, Checker(), out or sys.stdout
         self._started_s, blocks = time.perf_counter(), options.engine
         self.say(
-            f"{self.title}: {options.model}, a small model with weights of seed {options.seed}: {options.requests} "
-            f"requests in conversations of several turns, on {blocks.device_blocks} device and {blocks.host_blocks} "
-            f"host blocks of {blocks.block_tokens} tokens"
+            f"{self.title}: {options.requests} requests in conversations, on {blocks.device_blocks} device and "
+            f"{blocks.host_blocks} host blocks of {blocks.block_tokens} tokens; {options.model}, a small model with "
+            f"weights of seed {options.seed}"
         )
 
     def say(self, what: str) -> None:
@@ -67,36 +122,11 @@ class Driver:
         model: Any = build_model(self.options.model, seed=self.options.seed, vocab_size=text.VOCAB_SIZE)
         return model.to(self.options.device)
 
-    def plainly(self, outputs: Outputs, *, watched: bool = False, draw: str = "") -> bool:
-        """Repeat every request on an engine without reuse; returns whether its tokens are the same.
-
-        ``watched``: the checker is attached. ``draw`` is what the requests' noise depended on.
-        """
-        self.say("repeating the requests on an engine without reuse")
-        same, model = list[bool](), self.build()
-        if watched:
-            self.checker.attach(model)
-        observer = self.checker if watched else None
-        with Engine(model, self.options.plain_engine, Namespace("plain", 0), observer=observer) as engine:
-            for request in {output.request.id: output.request for output in outputs.values()}.values():
-                engine.add(replace(request, draw=draw))
-            while engine.busy:
-                for plain in engine.step():
-                    output = outputs[plain.request.id, plain.sample]
-                    if output.reason is FinishReason.ABORT:  # as far as it got
-                        same.append(plain.tokens[: len(output.tokens)] == output.tokens)
-                    else:
-                        same.append((plain.tokens, plain.reason) == (output.tokens, output.reason))
-        self.checker.detach()
-        return all(same) and len(same) == len(outputs)
-
-    def judge(self, outputs: Outputs, expected: Mapping[SampleId, int], *, owned: bool = False) -> Verdict:
-        """Judge every row against the routers' recorded choices; ``owned`` as in :meth:`Checker.judge`."""
-        self.say(f"judging the rows of {len(outputs)} samples")
-        second_run, verdict = SecondRun(self.build()), Verdict()
-        for name, output in outputs.items():
-            verdict += self.checker.judge(output, expected.get(name), second_run(output.sequence), owned=owned)
-        return verdict
+    def judge(self, outputs: Outputs) -> Verdict:
+        """Judge every token and row."""
+        self.say(f"judging {len(outputs)} samples, each of which transformers runs once more")
+        second_run = SecondRun(self.build())
+        return sum((self.checker.judge(output, second_run) for output in outputs.values()), Verdict())
 
     def conclude(self, outputs: Outputs, verdict: Verdict, more: Mapping[str, Any], *, gone: int = 0) -> int:
         """Print the findings, and write them; the exit status. ``gone`` requests of one sample got no answer."""
@@ -110,19 +140,20 @@ class Driver:
             "aborted": aborted + gone,
             "tokens": sum(len(output.tokens) for output in outputs.values()),
             **asdict(verdict),
+            "tokens_match": not verdict.answers_wrong,
             "recompute_agreement": verdict.agreement,
             "device_blocks": options.engine.device_blocks,
             "host_blocks": options.engine.host_blocks,
             "seconds": round(time.perf_counter() - self._started_s, 2),
             **more,
         }
-        right = findings.right(found)
-        self._out.write(findings.table(found))
+        ok = right(found)
+        self._out.write(table(found))
         if options.json is not None:
-            options.json.write_text(json.dumps({**found, "ok": right}, indent=2) + "\n")
+            options.json.write_text(json.dumps({**found, "ok": ok}, indent=2) + "\n")
             self.say(f"numbers: {options.json}")
-        self.say("every row is right" if right else "FAILED: see the table")
-        return 0 if right else 1
+        self.say("every row is right" if ok else "FAILED: see the table")
+        return 0 if ok else 1
 
 
 @dataclass(slots=True)
@@ -130,15 +161,13 @@ class Clients:
     """The engine's observer, and its clients: what they are waiting for and what they got.
 
     The observer shows every pass to the checker, and plays the impatient clients: they disconnect while a pass computes
-    for them, whose rows must not reach a block that has lost its owner meanwhile. ``expected`` says how many rows they
-    should have got: those of the passes before.
+    for them, whose rows must not reach a block that has lost its owner meanwhile.
     """
 
     conversations: list[Conversation]
     checker: Checker
     outputs: dict[SampleId, Output] = field(default_factory=dict)
-    expected: dict[SampleId, int] = field(default_factory=dict)
-    _asked: dict[str, tuple[Conversation, Request]] = field(default_factory=dict)
+    _asked: dict[str, Conversation] = field(default_factory=dict)
     _engine: Engine | None = None
     _work: list[Work] = field(default_factory=list)
 
@@ -149,14 +178,14 @@ class Clients:
             for conversation in asking:
                 if conversation.turn < turns(conversation):
                     request = conversation.ask()
-                    self._asked[request.id] = conversation, request
+                    self._asked[request.id] = conversation
                     engine.add(request)
             asking = []
             for output in engine.step():
                 request = output.request
                 self.outputs[request.id, output.sample] = output
                 if all((request.id, sample) in self.outputs for sample in range(request.n)):
-                    conversation, _ = self._asked.pop(request.id)
+                    conversation = self._asked.pop(request.id)
                     conversation.hear(self.outputs[request.id, 0])
                     asking.append(conversation)
         self._engine = None
@@ -167,12 +196,10 @@ class Clients:
 
     def end(self) -> None:
         self.checker.end()
-        for sequence, start, stop in self._work:
+        for sequence, _, stop in self._work:
             request = sequence.request
-            conversation, _ = self._asked[request.id]
-            impatient = conversation.gives_up and stop - len(request.prompt) >= ABORT_AFTER_TOKENS
+            impatient = self._asked[request.id].gives_up and stop - len(request.prompt) >= ABORT_AFTER_TOKENS
             if impatient and self._engine is not None:
-                self.expected[request.id, 0] = start
                 self._engine.abort(request.id)
 
 
@@ -198,9 +225,8 @@ class Demo(Driver):
             self.say("engine stopped; model, KV and rows dropped from memory; only the store is left")
             gc.collect()
             traffic.update(self._serve(url, "after restart", lambda c: len(c.questions)))
-            found = {**traffic, "store": url, "tokens_match": self.plainly(self.clients.outputs)}
-            verdict = self.judge(self.clients.outputs, self.clients.expected, owned=True)
-            found |= self._across_update()
+            verdict = self.judge(self.clients.outputs)
+            found = {**traffic, "store": url, **self._across_update()}
         return self.conclude(self.clients.outputs, verdict, found)
 
     def _serve(self, url: str, title: str, turns: Callable[[Conversation], int]) -> dict[str, int]:
@@ -210,13 +236,14 @@ class Demo(Driver):
         namespace = Namespace(f"{self.options.model}/{weights_digest(model)}", weights_version=0)
         store = open_store(url)
         try:
-            self.checker.attach(model)
-            with Engine(model, self.options.engine, namespace, store=store, observer=clients) as engine:
+            with (
+                self.checker.watching(model),
+                Engine(model, self.options.engine, namespace, store=store, observer=clients) as engine,
+            ):
                 clients.serve(engine, turns)
                 engine.drain()
-                return findings.traffic(engine)
+                return engine.traffic()
         finally:
-            self.checker.detach()
             with suppress(StorageError):  # a failed store costs only time, and is counted
                 store.flush()
             store.close()
@@ -226,9 +253,8 @@ class Demo(Driver):
         options, model, checker, outputs = self.options, self.build(), Checker(), list[Output]()
         asking = conversations(options.requests, options.seed)[:UPDATED_MAX]
         self.say("changing the weights during answers")
-        checker.attach(model)
-        config = replace(options.plain_engine, caching=True)
-        with Engine(model, config, Namespace("across an update", weights_version=0), observer=checker) as engine:
+        namespace = Namespace("across an update", weights_version=0)
+        with checker.watching(model), Engine(model, options.engine, namespace, observer=checker) as engine:
             for client in asking:
                 engine.add(client.ask())
             while engine.busy:
@@ -238,8 +264,7 @@ class Demo(Driver):
                     engine.reset(weights_version=1)
                     checker.weights_changed()
                 outputs += engine.step()
-        checker.detach()
-        verdict = sum((checker.judge(output, owned=True) for output in outputs), Verdict())
+        verdict = sum(map(checker.judge, outputs), Verdict())
         return {
             "update_samples": sum(len(output.routes.weights_versions) > 1 for output in outputs),
             "update_rows_expected": verdict.rows_expected,
@@ -247,6 +272,65 @@ class Demo(Driver):
             "update_rows_missing": verdict.rows_missing,
             "update_rows_recomputed": checker.rows_computed_differently,
         }
+
+
+class DemoPD(Driver):
+    """One run: serve, end, judge."""
+
+    title = "kvroute demo-pd"
+
+    def run(self) -> int:
+        """The exit status."""
+        options, outputs = self.options, dict[SampleId, Output]()
+        sizes = {"--device-blocks": options.engine.device_blocks, "--host-blocks": options.engine.host_blocks}
+        flags = {"--model": options.model, "--seed": options.seed, **sizes}
+        with ExitStack() as stack:
+            directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvroute-demo-pd-")))
+            pair = stack.enter_context(Pair(directory, [str(each) for flag in flags.items() for each in flag]))
+            self.say("starting two processes")
+            pair.wait_ready()
+            self.say("serving")
+            asking = conversations(options.requests, options.seed)
+            with ThreadPoolExecutor(len(asking)) as clients:
+                gone = sum(clients.map(lambda each: _talk(pair, each, outputs), asking))
+            returned = pair.wait_quiet()
+            prefill, decode = pair.prefill.counters(), pair.decode.counters()
+            statuses = pair.end()
+            verdict = self.judge(outputs)
+        more = {name: count + prefill["traffic"][name] for name, count in decode["traffic"].items()} | decode["decode"]
+        more |= {"store": "none", "clients_left": decode["http"]["left"]}
+        more |= {"blocks_returned": returned, "exit_statuses": statuses}
+        return self.conclude(outputs, verdict, more, gone=gone)
+
+
+def _talk(pair: Pair, conversation: Conversation, outputs: dict[SampleId, Output]) -> bool:
+    """One client, in its own thread: each turn when the one before was answered. Returns whether it disconnected."""
+    while not conversation.done:
+        request = conversation.ask()
+        asked = {name: getattr(request, name) for name in ("prompt", "max_tokens", "temperature", "seed", "n")}
+        body = asked | {"return_routed_experts": True}
+        if conversation.gives_up:
+            _go_away(pair, body)
+            return True
+        status, answer = pair.complete(body)
+        if status != 200:
+            raise KVRouteError(f"{request.id}: status {status}: {answer.get('error')}")
+        for choice in answer["choices"]:
+            tokens, reason = tuple(choice["token_ids"]), FinishReason(choice["finish_reason"])
+            routes = Routes.from_json(choice["routed_experts"])
+            outputs[request.id, choice["index"]] = Output(request, choice["index"], tokens, reason, routes)
+        conversation.hear(outputs[request.id, 0])
+    return False
+
+
+def _go_away(pair: Pair, body: dict[str, Any]) -> None:
+    """Close the connection in the middle of the answer."""
+    _, handover = pair.prefill.ask("/v1/completions", body)
+    with pair.decode.open("/v1/completions", body | {"stream": True, "handover": handover}) as answer:
+        generated = 0
+        while generated < ABORT_AFTER_TOKENS and (line := answer.readline()):
+            if line.startswith(b"data: {"):
+                generated += sum(len(choice["token_ids"]) for choice in json.loads(line[6:])["choices"])
 
 
 def move_routers(model: nn.Module, seed: int) -> None:
@@ -259,6 +343,25 @@ def move_routers(model: nn.Module, seed: int) -> None:
                 weight.add_(weight.std() * noise)
 
 
-def main(**flags: Any) -> int:
+def right(found: Mapping[str, Any]) -> bool:
+    """The verdict: no row is wrong or missing, every token is right, and all blocks were freed."""
+    ended = not any(found.get("exit_statuses", ()))
+    return ended and not any(found.get(name) for name in NONE) and all(found.get(name, True) for name in TRUE)
+
+
+def table(found: Mapping[str, Any]) -> str:
+    """Lines of a name and a value; values that fail the run are marked."""
+    lines = [f"{found['title']}: {found['model']}"]
+    for name, value in list(found.items())[2:]:
+        bad = (name in NONE and value) or (name in TRUE and not value)
+        lines.append(f"  {name:28} {value:,}" if type(value) is int else f"  {name:28} {value}")
+        lines[-1] += "   <-- WRONG" if bad else ""
+    return "\n".join(lines) + "\n"
+
+
+def main(kind: type[Demo | DemoPD] = Demo, **flags: Any) -> int:
     """``kvroute demo``; the exit status."""
-    return Demo(Options(**flags)).run()
+    return kind(Options(**flags)).run()
+
+
+main_pd = partial(main, DemoPD)

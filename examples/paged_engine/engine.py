@@ -22,15 +22,13 @@ from cache_manager.errors import InvalidInputError
 from cache_manager.keys import Namespace
 from cache_manager.manager import BlockManager
 from cache_manager.ports import StorageBackend
-from cache_manager.publish import Rows
 from cache_manager.spec import align
 from cache_manager.step import PADDING
 from kvroute.capture.capture import RoutingCapture
 from kvroute.journal import RequestJournal
 from kvroute.routes import Routes
 from kvroute.routing import routing_spec_from_hf, weights_version_spec
-from paged_engine.attention import PagedBatch, kv_shape
-from paged_engine.kv import PagedKV
+from paged_engine.attention import PagedBatch, PagedKV, kv_shape
 from paged_engine.models import BATCH_MULTIPLE
 from paged_engine.request import EngineConfig, FinishReason, Output, Request
 from paged_engine.scheduler import Scheduler, Work
@@ -95,15 +93,15 @@ class Engine:
     # ---------------------------------------------------------------- requests
 
     def add(self, request: Request) -> None:
-        """Queue a request. :class:`InvalidInputError` when it can never run, or its id is in use."""
-        self.check_room(request)
-        if self.scheduler.of(request.id):
-            raise InvalidInputError("request id", "one that is not in use", request.id)
+        """Queue a request that passes :meth:`check`."""
+        self.check(request)
         self.scheduler.add(Sequence(request, 0, self._arrivals, list(request.prompt)))
         self._arrivals += 1
 
-    def check_room(self, request: Request) -> None:
-        """Raise :class:`InvalidInputError` when the request is too long to run even alone."""
+    def check(self, request: Request) -> None:
+        """Raise :class:`InvalidInputError` for a request too long to run even alone, or with an id that is in use."""
+        if self.scheduler.of(request.id):
+            raise InvalidInputError("request id", "one that is not in use", request.id)
         longest = len(request.prompt) + request.max_tokens
         room = min(self.config.device_blocks * self.config.block_tokens, self._positions_max)
         if longest > room:
@@ -183,6 +181,25 @@ class Engine:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def traffic(self) -> dict[str, int]:
+        """What became of blocks and rows so far."""
+        blocks, rows, store = self.manager.counters, self.aux.counters, self.aux.store_counters
+        return {
+            "steps": self.steps,
+            "computed_tokens": self.computed_tokens,
+            "prefix_hit_rows": blocks.prefix_hit_tokens,
+            "restored_rows": blocks.restored_tokens,
+            "swapped_out_rows": rows.swapped_out_rows,
+            "swapped_in_rows": rows.swapped_in_rows,
+            "cow_rows": rows.copied_rows,
+            "evicted_blocks": blocks.evicted_blocks,
+            "persisted_blocks": blocks.persisted_blocks,
+            "preemptions": blocks.preemptions,
+            "dropped_sequences": self.scheduler.dropped,
+            "store_failures": blocks.store_failures,
+            "corrupt_records": store.corrupt if store else 0,
+        }
 
     # ---------------------------------------------------------------- inside a step
 
@@ -287,10 +304,8 @@ class Engine:
     def _held(self, sequence: Sequence) -> Routes:
         """The rows in the sequence's blocks."""
         stop = min(sequence.computed, len(sequence.tokens) - 1)
-        if sequence.state is State.WAITING or not stop:
-            return Routes.from_rows(
-                self.spec, Rows(np.empty((0, *self.spec.row_shape), np.uint8), np.empty(0, np.bool_))
-            )
+        if not stop:
+            return RequestJournal(self.spec).routes()
         rows = self.manager.read(self.spec.name, sequence.owner, 0, stop)
         versions = self.manager.read("weights_version", sequence.owner, 0, stop)
         return Routes.from_rows(self.spec, rows, weights_version=versions, checked=True)

@@ -1,16 +1,15 @@
 """Prefill and decode as two engines: prefill lends the blocks of a prompt as it fills them, decode fetches them.
 
-The id of a transfer is drawn when the first chunk of a prompt is admitted. Then decode gets it, allocates the
-sequence's blocks as usual, takes hits from its own prefix cache, and fetches the rest while prefill computes: after the
-last chunk one block is left. Blocks that did not come are computed here, from the first gap on, so that rows and KV are
-decode's own; so is the last token of the prompt, whose logits give the first sampled token.
+A prompt is on offer from the moment it is queued. Decode allocates the sequence's blocks as usual, takes hits from its
+own prefix cache, and fetches the rest while prefill computes: after the last chunk one block is left. Blocks that did
+not come are computed here, from the first gap on, so that rows and KV are decode's own; so is the last token of the
+prompt, whose logits give the first sampled token.
 
 Rows and KV are lent from copies, so prefill keeps no block for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -58,62 +57,56 @@ class PrefillEngine(PeerEngine):
         super().__init__(*args, **more)
         self.lent: dict[bytes, str] = {}
         """Transfers that decode may still ask for, and their requests."""
-        self._waiting: dict[str, Callable[[bytes | None], None]] = {}
-        self._filling: dict[str, tuple[bytes, int]] = {}  # by owner: transfer id, and how many blocks so far
+        self.filling: dict[str, tuple[bytes, int]] = {}
+        """Prompts that are not computed yet, by their request: transfer id, and how many blocks are lent so far."""
 
-    def lend(self, request: Request, told: Callable[[bytes | None], None]) -> None:
-        """Queue a prompt; one token is generated, whatever limits the request has.
+    def lend(self, request: Request) -> Handover:
+        """Queue a prompt, and lend its blocks as they are computed; one token is generated, whatever its limits are.
 
-        ``told`` is called in a step, when the first chunk is admitted, with the transfer id; ``None`` if the blocks
-        cannot be lent. A request that is too long as a whole is refused: no decode could finish it.
+        A request that is too long as a whole is refused: no decode could finish it. :class:`KVRouteError`, and nothing
+        has changed, when the node takes no more transfers.
         """
-        self.check_room(request)
+        self.check(request)
+        transfer = new_transfer()
+        self.crossing.lender.lend(transfer, 0, {}, [], 0, last=False)
         self.add(replace(request, max_tokens=1, n=1, stop_tokens=frozenset()))
-        self._waiting[request.id] = told
+        self.lent[transfer], self.filling[request.id] = request.id, (transfer, 0)
+        return Handover(transfer, self.crossing.address)
 
     def _plan(self) -> list[Work]:
         for ended in self.crossing.poll():
             if isinstance(ended, Release) and (request_id := self.lent.pop(ended.transfer, None)) is not None:
                 self.abort(request_id)  # no longer wanted; most have ended before
         work = super()._plan()
-        for sequence in (item.sequence for item in work):
-            if (told := self._waiting.pop(sequence.request.id, None)) is not None:
-                transfer = new_transfer()
-                self._filling[sequence.owner] = transfer, 0
-                self.lent[transfer] = sequence.request.id
-                told(transfer if self._fill(sequence, sequence.computed) else None)
+        for item in work:
+            self._fill(item.sequence, item.start)  # what the prefix cache has
         return work
 
     def _advance(self, item: Work, logits: Any) -> None:
-        if item.sequence.owner in self._filling:
-            self._fill(item.sequence, item.stop)
+        self._fill(item.sequence, item.stop)
         super()._advance(item, logits)
 
-    def _fill(self, sequence: Sequence, computed: int) -> bool:
-        """Lend the new full blocks of the ``computed`` tokens, and the last block; whether that was possible."""
-        transfer, first = self._filling[sequence.owner]
+    def _fill(self, sequence: Sequence, computed: int) -> None:
+        """Lend the new full blocks of the ``computed`` tokens, and the last block."""
+        if sequence.request.id not in self.filling:
+            return
+        transfer, first = self.filling[sequence.request.id]
         size, last = self.config.block_tokens, computed >= len(sequence.request.prompt)
         stop = -(-computed // size) if last else max(first, computed // size)
-        self._filling[sequence.owner] = transfer, stop
+        if stop == first and not last:
+            return
+        self.filling[sequence.request.id] = transfer, stop
         try:
             tokens = computed - first * size if last else (stop - first) * size
             self.crossing.lender.lend(transfer, first, *self._span(sequence, first, stop), tokens, last=last)
-        except KVRouteError:  # the node takes nothing more: decode computes the rest
-            del self._filling[sequence.owner]
-            self._withdraw(transfer, "it cannot be lent")
-            return False
-        return True
-
-    def _withdraw(self, transfer: bytes, why: str) -> None:
-        if self.lent.pop(transfer, None) is not None:
-            with suppress(KVRouteError):
-                self.crossing.lender.withdraw(transfer, why)
+        except KVRouteError:  # the node takes nothing more, and has withdrawn the transfer: decode computes the rest
+            del self.filling[sequence.request.id]
 
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
-        transfer, _ = self._filling.pop(sequence.owner, (b"", 0))
-        if reason is FinishReason.ABORT:
-            self._withdraw(transfer, "the request was aborted")
-        self._waiting.pop(sequence.request.id, None)
+        transfer, _ = self.filling.pop(sequence.request.id, (b"", 0))
+        if reason is FinishReason.ABORT and transfer:
+            with suppress(KVRouteError):  # the node is closed
+                self.crossing.lender.withdraw(transfer, "the request was aborted")
         super()._finish(sequence, reason)
 
 
@@ -138,15 +131,15 @@ class DecodeEngine(PeerEngine):
         self.crossed = Crossed()
         self._under_way: dict[bytes, tuple[Sequence, int]] = {}  # with the first block that is fetched
 
-    def take_over(self, request: Request, handover: Handover) -> None:
-        """:meth:`add` a request whose prompt another engine computes, or has computed."""
+    def add(self, request: Request, handover: Handover | None = None) -> None:
+        """Queue a request; with ``handover`` one whose prompt another engine computes, or has computed."""
         waiting = {s.handover.transfer for s in self.scheduler.unfinished if s.handover is not None}
-        if handover.transfer in waiting | self._under_way.keys():
+        if handover is not None and handover.transfer in waiting | self._under_way.keys():
             raise InvalidInputError("transfer", "one that is not in use", handover.transfer.hex())
-        self.add(request)
+        super().add(request)
         (sequence,) = self.scheduler.of(request.id)
         sequence.handover = handover
-        self.crossed.handovers += 1
+        self.crossed.handovers += handover is not None
 
     @property
     def waits(self) -> bool:

@@ -2,11 +2,11 @@
 
 While the engine runs, the checker's own hooks record every top-k when it is computed, under a digest of the exact
 tokens up to and including the one that was routed. Every row in the output must equal, bit for bit, one that was
-recorded for its prefix. Rows of prefixes that the checker never saw computed (an earlier process left them in the
-store) are judged against a second run of the sequence, by transformers alone.
+recorded for its prefix. A second run of the sequence, by transformers alone, judges its tokens, and the rows of
+prefixes that the checker never saw computed (by an earlier process, or by another one).
 
-If it knows the sample of the rows it checks more: a token is sampled with the rows computed by then, so a position that
-was computed again later, perhaps with other weights, must have the row that was *first* computed for that sample, and a
+If it watched the sample it checks more: a token is sampled with the rows computed by then, so a position that was
+computed again later, perhaps with other weights, must have the row that was *first* computed for that sample, and a
 prompt the rows of the weights that sampled the first token.
 """
 
@@ -14,21 +14,21 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import astuple, dataclass
-from typing import TYPE_CHECKING, Any, Final
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import nn
 
-if TYPE_CHECKING:
-    from paged_engine.request import Output
-    from paged_engine.scheduler import Work
-
-PASS_MULTIPLE: Final = 16
-"""Second runs are padded at the end to this multiple, so that float32 sums go in the same order; see the models."""
+from paged_engine.models import BATCH_MULTIPLE
+from paged_engine.request import FinishReason, Output
+from paged_engine.scheduler import Work
+from paged_engine.sequence import Sequence as Sample
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +36,10 @@ class Verdict:
     """Counts of the rows of some sequences; verdicts can be added.
 
     ``rows_judged_by_recompute`` are rows that only a second run could judge. Of ``compared`` (row, layer) pairs, the
-    second run chose the same set of experts in ``agreed``.
+    second run chose the same set of experts in ``agreed``; of ``answers_wrong`` samples it has other tokens.
     """
 
+    answers_wrong: int = 0
     rows_expected: int = 0
     rows_wrong: int = 0
     rows_missing: int = 0
@@ -64,13 +65,10 @@ class RouterWatch:
                 routers.append((int(layer[1]), module))
         routers.sort(key=lambda found: found[0])
         self._ids: list[list[NDArray[np.int32]]] = [[] for _ in routers]
-        self._hooks = [module.register_forward_hook(self._keep(i)) for i, (_, module) in enumerate(routers)]
+        self._hooks = [module.register_forward_hook(partial(self._keep, i)) for i, (_, module) in enumerate(routers)]
 
-    def _keep(self, index: int) -> Any:
-        def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
-            self._ids[index].append(output[2].detach().to(torch.int32).cpu().numpy().copy())
-
-        return hook
+    def _keep(self, index: int, _module: nn.Module, _inputs: Any, output: Any) -> None:
+        self._ids[index].append(output[2].detach().to(torch.int32).cpu().numpy().copy())
 
     def forget(self) -> None:
         for calls in self._ids:
@@ -91,35 +89,31 @@ class RouterWatch:
 
 
 class Checker:
-    """Records every top-k and judges routes against them. It outlives engines and models: attach it to each."""
+    """Records every top-k and judges routes against them. It outlives engines and models: it watches one at a time."""
 
     def __init__(self) -> None:
         self._witnessed: list[dict[bytes, set[bytes]]] = [{}]  # one for each update of the weights
         self._first: dict[str, dict[int, tuple[int, bytes]]] = {}  # owner -> position -> update and row
         self._differently: set[tuple[str, int]] = set()
-        self._watch: RouterWatch | None = None
+        self._watch: RouterWatch
         self._spans: list[tuple[str, tuple[int, ...], int]] = []
 
-    def attach(self, model: nn.Module) -> None:
-        """Watch only ``model`` from now on."""
-        self.detach()
+    @contextmanager
+    def watching(self, model: nn.Module) -> Iterator[None]:
+        """For the passes of ``model`` that :meth:`begin` and :meth:`end` stand around."""
         self._watch = RouterWatch(model)
-
-    def detach(self) -> None:
-        if self._watch is not None:
+        try:
+            yield
+        finally:
             self._watch.close()
-            self._watch = None
 
     def begin(self, work: Sequence[Work]) -> None:
         """A forward pass over ``work``, back to back, is about to run."""
-        if self._watch is not None:
-            self._watch.forget()  # passes by others in between
+        self._watch.forget()  # passes by others in between
         self._spans = [(each.sequence.owner, tuple(each.sequence.tokens[: each.stop]), each.start) for each in work]
 
     def end(self) -> None:
         """The pass has run: record its routers' choices. The tokens after the work in the batch are padding."""
-        if self._watch is None:
-            raise AssertionError("the checker is attached to no model")
         rows = iter(self._watch.take())
         for owner, tokens, start in self._spans:
             first = self._first.setdefault(owner, {})
@@ -138,46 +132,39 @@ class Checker:
         """Positions, over all samples, whose second computation had another result."""
         return len(self._differently)
 
-    def judge(
-        self,
-        output: Output,
-        expected: int | None = None,
-        again: NDArray[np.int32] | None = None,
-        *,
-        owned: bool = False,
-    ) -> Verdict:
-        """The verdict on one sample's routes, which should have ``expected`` rows: all but the last token's.
+    def judge(self, output: Output, second: SecondRun | None = None) -> Verdict:
+        """The verdict on one sample, which should have rows for all tokens but the last.
 
-        ``again`` are the ids ``[>= expected, layers, top_k]`` of a second run; without one, a row that was never
-        recorded is wrong. ``owned``: the sample is of the engine that was watched, and its rows must be those that its
-        tokens were sampled with.
+        Without a ``second`` run a row that was never recorded is wrong, and tokens are not judged.
         """
         ids, valid = np.asarray(output.routes.ids).astype(np.int32), np.asarray(output.routes.valid)
-        again = np.full(ids.shape, -1, np.int32) if again is None else again
-        expected = len(output.sequence) - 1 if expected is None else expected
-        wrong = judged_by_recompute = 0
+        again, expected = np.full(ids.shape, -1, np.int32), len(output.sequence) - 1
+        answer_wrong = wrong = judged_by_recompute = 0
+        if second is not None:
+            again, logits = second(output.sequence)
+            answer_wrong = not _sampled_from(logits, output)
         for position, digest in enumerate(_prefix_digests(output.sequence[: len(ids)], 0)):
             if not valid[position]:
                 continue
-            witnessed = self._sampled_with(digest, position, output if owned else None)
+            witnessed = self._sampled_with(digest, position, output)
             if not witnessed:
                 judged_by_recompute += 1
                 witnessed = {again[position].tobytes()}
             wrong += ids[position].tobytes() not in witnessed
         same = (np.sort(ids, axis=2) == np.sort(again[: len(ids)], axis=2)).all(axis=2)[valid]
         missing = expected - int(np.count_nonzero(valid[:expected]))
-        return Verdict(expected, wrong, missing, judged_by_recompute, same.size, int(np.count_nonzero(same)))
+        agreed = int(np.count_nonzero(same))
+        return Verdict(answer_wrong, expected, wrong, missing, judged_by_recompute, same.size, agreed)
 
-    def _sampled_with(self, digest: bytes, position: int, of: Output | None) -> set[bytes]:
+    def _sampled_with(self, digest: bytes, position: int, of: Output) -> set[bytes]:
         """The rows that are right at ``position``: empty if none was recorded."""
-        if of is not None:
-            prompt, first = len(of.request.prompt), self._first.get(f"{of.request.id}#{of.sample}", {})
-            if position >= prompt and position in first:
-                return {first[position][1]}
-            # All samples of a request begin with the pass that computed its last prompt token, for the first of them.
-            sampling = self._first.get(f"{of.request.id}#0", {}).get(prompt - 1)
-            if position < prompt and sampling is not None:
-                return self._witnessed[sampling[0]].get(digest, set())
+        prompt, first = len(of.request.prompt), self._first.get(f"{of.request.id}#{of.sample}", {})
+        if position >= prompt and position in first:
+            return {first[position][1]}
+        # All samples of a request begin with the pass that computed its last prompt token, for the first of them.
+        sampling = self._first.get(f"{of.request.id}#0", {}).get(prompt - 1)
+        if position < prompt and sampling is not None:
+            return self._witnessed[sampling[0]].get(digest, set())
         return set[bytes]().union(*(witnessed.get(digest, set()) for witnessed in self._witnessed))
 
 
@@ -189,13 +176,21 @@ class SecondRun:
         model.set_attn_implementation("sdpa")  # type: ignore[operator]
         self._watch = RouterWatch(model)
 
-    def __call__(self, tokens: Sequence[int]) -> NDArray[np.int32]:
-        """The ids ``[len(tokens), layers, top_k]`` that the routers choose for ``tokens``."""
-        padding = [0] * (-len(tokens) % PASS_MULTIPLE)
+    def __call__(self, tokens: Sequence[int]) -> tuple[NDArray[np.int32], NDArray[Any]]:
+        """The routers' choices for ``tokens``, ``[n, layers, top_k]``, and the logits ``[n, vocabulary]``."""
+        padding = [0] * (-len(tokens) % BATCH_MULTIPLE)  # see there
         with torch.inference_mode():
             ids = torch.tensor([[*tokens, *padding]], device=next(self._model.parameters()).device)
-            self._model(input_ids=ids, use_cache=False, logits_to_keep=1)
-        return self._watch.take()[: len(tokens)]
+            logits = self._model(input_ids=ids, use_cache=False).logits[0, : len(tokens)]
+        return self._watch.take()[: len(tokens)], logits.cpu().numpy()
+
+
+def _sampled_from(logits: NDArray[Any], output: Output) -> bool:
+    """Whether each token of the output is the one that is sampled from the logits before it, and ends where it must."""
+    sample = Sample(output.request, output.sample, 0, list(output.request.prompt))
+    ends = [sample.sample_from(logits[len(sample.tokens) - 1]) for _ in output.tokens]
+    end = None if output.reason is FinishReason.ABORT else output.reason
+    return tuple(sample.tokens) == output.sequence and ends[:-1] == [None] * (len(ends) - 1) and ends[-1:] == [end]
 
 
 def _prefix_digests(tokens: tuple[int, ...], start: int) -> list[bytes]:

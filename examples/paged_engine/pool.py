@@ -6,23 +6,20 @@ ends.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Final, NamedTuple
 
 from cache_manager.errors import StorageError
-from paged_engine.processes import ServerError, hold_port, until
+from paged_engine.processes import ServerError, hold_port, tied, until
 
 START_S: Final = 60.0
-_PR_SET_PDEATHSIG: Final = 1
 
 
 class Pool(NamedTuple):
@@ -33,43 +30,45 @@ class Pool(NamedTuple):
     master_pid: int
 
 
+def url_of(rpc: int, admin: int, prefix: str) -> str:
+    return f"mooncake://127.0.0.1:{rpc}/{prefix}?admin=127.0.0.1:{admin}&host=127.0.0.1"
+
+
 @contextmanager
 def running_pool() -> Iterator[Pool]:
     """A new pool, which ends with the block; :class:`StorageError` when it does not start."""
     rpc, admin, client = hold_port(), hold_port(), hold_port()
-    master_flags = f"--rpc_port={rpc} --rpc_address=127.0.0.1 --metrics_port={admin} --metrics_host=127.0.0.1"
-    master_flags += " --rpc_thread_num=2 --client_ttl=5 --default_kv_lease_ttl=1000 --put_start_discard_timeout_sec=10"
-    owner_flags = f"--master_server_address=127.0.0.1:{rpc} --metadata_server=P2PHANDSHAKE --host=127.0.0.1"
-    owner_flags += f" --port={client} --global_segment_size=256MB"
-    with ExitStack() as stack:
-        master = _start(stack, "mooncake_master", master_flags, rpc, admin)
-        owner = _start(stack, "mooncake_client", owner_flags, client)  # its port is open once the memory is lent
-        yield Pool(f"mooncake://127.0.0.1:{rpc}/demo?admin=127.0.0.1:{admin}&host=127.0.0.1", owner, master)
+    with running_master(rpc, admin, "--default_kv_lease_ttl=1000 --put_start_discard_timeout_sec=10") as master:
+        flags = f"--master_server_address=127.0.0.1:{rpc} --metadata_server=P2PHANDSHAKE --host=127.0.0.1"
+        flags += f" --port={client} --global_segment_size=256MB"
+        with _running("mooncake_client", flags, client) as owner:  # its port is open once the memory is lent
+            yield Pool(url_of(rpc, admin, "demo"), owner.pid, master.pid)
 
 
-def _start(stack: ExitStack, name: str, flags: str, *ports: int) -> int:
-    """Start a program and wait for its ports; its process ends with this one, or with the stack."""
+def running_master(rpc: int, admin: int, flags: str) -> AbstractContextManager[subprocess.Popen[bytes]]:
+    """A master at these ports; :class:`StorageError` when it does not start."""
+    at = f"--rpc_port={rpc} --rpc_address=127.0.0.1 --metrics_port={admin} --metrics_host=127.0.0.1"
+    return _running("mooncake_master", f"{at} --rpc_thread_num=2 --client_ttl=5 {flags}", rpc, admin)
+
+
+@contextmanager
+def _running(name: str, flags: str, *ports: int) -> Iterator[subprocess.Popen[bytes]]:
+    """A program, once its ports answer; killed at the end."""
     program = shutil.which(name, path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     remedy = "`kvroute doctor --require mooncake` says what is missing"
     if program is None:
         raise StorageError(f"no Mooncake pool: there is no {name}; {remedy}")
-    die_with_the_parent = lambda: ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # noqa: E731
-    silence = subprocess.DEVNULL
-    started = subprocess.Popen(  # noqa: S603 (found beside the interpreter or on PATH)
-        [program, *flags.split(), "--logtostderr"],
-        stdin=silence,
-        stdout=silence,
-        stderr=silence,
-        preexec_fn=die_with_the_parent,
-        process_group=0,  # Ctrl-C is ours to handle
-    )
-    stack.callback(started.wait)
-    stack.callback(started.kill)
-    with suppress(ServerError):
-        until(lambda: started.poll() is not None or all(map(_answers, ports)), name, START_S)
-    if started.poll() is not None or not all(map(_answers, ports)):
-        raise StorageError(f"no Mooncake pool: {name} does not start; {remedy}")
-    return started.pid
+    command, nothing = tied(program, *flags.split(), "--logtostderr"), subprocess.DEVNULL
+    # In a process group of its own: Ctrl-C is for this process to handle.
+    with subprocess.Popen(command, stdin=nothing, stdout=nothing, stderr=nothing, process_group=0) as started:  # noqa: S603
+        try:
+            with suppress(ServerError):
+                until(lambda: started.poll() is not None or all(map(_answers, ports)), name, START_S)
+            if started.poll() is not None or not all(map(_answers, ports)):
+                raise StorageError(f"no Mooncake pool: {name} does not start; {remedy}")
+            yield started
+        finally:
+            started.kill()
 
 
 def _answers(port: int) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -22,12 +23,26 @@ END_S: Final = 60.0
 ASK_S: Final = 300.0
 
 
+TIED: Final = """
+import ctypes, os, signal, sys
+ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG; an exec keeps it
+if os.getppid() != int(sys.argv[1]):  # ended before that
+    os._exit(1)
+os.execvp(sys.argv[2], sys.argv[2:])
+"""
+
+
+def tied(*command: str) -> list[str]:
+    """The command, to be started by this process: the kernel kills it when the thread that started it ends."""
+    return [sys.executable, "-S", "-E", "-c", TIED, str(os.getpid()), *command]
+
+
 class ServerError(KVRouteError):
     """A server failed; the message has the end of its log."""
 
 
 class Server:
-    """One process on loopback: ``kvroute COMMAND FLAGS``. ``start`` may be called again after it has ended."""
+    """One process on loopback, tied to this one: ``kvroute COMMAND FLAGS``. It may be started again after its end."""
 
     def __init__(self, command: str, directory: Path, flags: list[str]) -> None:
         self.command, self._log = command, directory / f"{command}.log"
@@ -37,22 +52,26 @@ class Server:
 
     def start(self) -> None:
         with self._log.open("ab") as log:
-            argv = [sys.executable, "-P", "-m", "kvroute.cli", self.command, *self._flags]
+            argv = tied(sys.executable, "-P", "-m", "kvroute.cli", self.command, *self._flags)
             nothing = subprocess.DEVNULL
             self.process = subprocess.Popen(argv, stdin=nothing, stdout=log, stderr=log)  # noqa: S603 - this Python
 
     def ask(self, path: str, body: object | None = None) -> tuple[int, Any]:
         """Status and JSON of an answer; status 0 without an answer."""
-        given = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
-        request = urllib.request.Request(self.url + path, data=given)  # noqa: S310 - our own http URL
         try:
-            with urllib.request.urlopen(request, timeout=ASK_S) as answer:  # noqa: S310 - as above
+            with self.open(path, body) as answer:
                 return answer.status, json.loads(answer.read())
         except urllib.error.HTTPError as error:
             with error:
                 return error.code, json.loads(error.read())
         except OSError:
             return 0, {}
+
+    def open(self, path: str, body: object | None = None) -> Any:
+        """The answer, still to be read and closed."""
+        given = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
+        request = urllib.request.Request(self.url + path, data=given)  # noqa: S310 - our own http URL
+        return urllib.request.urlopen(request, timeout=ASK_S)  # noqa: S310 - as above
 
     def counters(self) -> dict[str, Any]:
         status, found = self.ask("/counters")
@@ -62,9 +81,9 @@ class Server:
 
     @property
     def quiet(self) -> bool:
-        """Whether no block is held and no request is in flight."""
+        """Whether no block is held, and no request is in flight or computed."""
         found = self.counters()
-        return found["free"] == found["of"] and not found["http"]["in_flight"]
+        return found["free"] == found["of"] and not found["http"]["in_flight"] and not found["unfinished"]
 
     def wait_ready(self) -> None:
         until(self._ready, f"{self.command} is ready", READY_S)
@@ -146,7 +165,11 @@ def until(true: Callable[[], bool], what: str, within_s: float) -> None:
 
 
 def hold_port() -> int:
-    """A port reserved until this process ends; a server that gets its number can still bind it."""
+    """A port reserved until this process ends; a server that gets its number can still bind it.
+
+    The socket is bound first and made reusable after that: the system gives the port to nobody else, neither for port 0
+    nor for an outgoing connection, and servers bind with SO_REUSEADDR.
+    """
     held = socket.socket()
     held.bind(("127.0.0.1", 0))
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

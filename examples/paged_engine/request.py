@@ -38,9 +38,9 @@ class EngineConfig:
 class Request:
     """A prompt and how to continue it, in ``n`` samples that share the prompt's blocks.
 
-    ``temperature`` 0 takes the likeliest token. Otherwise the noise depends only on ``seed``, ``draw`` (``id``, if that
-    is empty), the sample's number and the position: the same request draws the same tokens in every batch and every
-    engine. A sample stops after ``max_tokens`` tokens, or at a token of ``stop_tokens``.
+    ``temperature`` 0 takes the likeliest token. Otherwise the noise depends only on ``seed``, the sample's number and
+    the position: the same prompt and seed draw the same tokens in every batch and every engine. A sample stops after
+    ``max_tokens`` tokens, or at a token of ``stop_tokens``.
     """
 
     id: str
@@ -50,7 +50,6 @@ class Request:
     temperature: float = 0.0
     seed: int = 0
     stop_tokens: frozenset[int] = frozenset()
-    draw: str = ""
 
     def __post_init__(self) -> None:
         for name, true, wanted in (

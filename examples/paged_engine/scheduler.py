@@ -43,8 +43,6 @@ class Scheduler:
         self._preempted = 0
         self.dropped = 0
         """Preemptions without room on the host: the whole sequence is computed again."""
-        self.given_up = 0
-        """Sequences that stopped waiting for the store."""
 
     @property
     def unfinished(self) -> tuple[Sequence, ...]:
@@ -112,7 +110,6 @@ class Scheduler:
             if time.monotonic() >= sequence.give_up_s:
                 sequence.store_gave_nothing = True
                 self._drop(sequence)
-                self.given_up += 1
 
     def _resume(self, sequence: Sequence, budget: int) -> bool:
         """Swap in, if there are blocks for the next chunk too."""

@@ -10,9 +10,11 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import numpy as np
+from msgspec import Meta
 from numpy.typing import NDArray
 
 from kvroute.journal import RequestJournal
@@ -38,11 +40,13 @@ NEXT: dict[State, set[State]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Handover:
-    """Another engine computes the prompt: the transfer id and the address of its blocks."""
+class Handover(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Another engine computes the prompt: the transfer id and the address of its blocks; in JSON the id is in base64.
 
-    transfer: bytes
+    It says nothing of weights and prompts: the transfer itself refuses others, and decode computes the prompt then.
+    """
+
+    transfer: Annotated[bytes, Meta(min_length=16, max_length=16)]
     address: str
 
 
@@ -90,12 +94,12 @@ class Sequence:
     def sample_from(self, logits: NDArray[Any]) -> FinishReason | None:
         """Append the token sampled from ``logits [vocabulary]`` of the last one; returns why the sample ends with it.
 
-        Gumbel noise on the scaled logits draws from their softmax; it is a function of seed, request, sample and
-        position, so it does not depend on the batch.
+        Gumbel noise on the scaled logits draws from their softmax; it is a function of seed, sample and position, so it
+        does not depend on the batch.
         """
         request = self.request
         if request.temperature:
-            name = f"{request.seed} {self.sample} {len(self.tokens)} {request.draw or request.id}".encode()
+            name = f"{request.seed} {self.sample} {len(self.tokens)}".encode()
             key = hashlib.blake2b(name, digest_size=16, person=b"kvroute.noise").digest()
             random = np.random.Generator(np.random.Philox(key=int.from_bytes(key, "little")))
             logits = logits / request.temperature + random.gumbel(size=logits.size)

@@ -1,8 +1,8 @@
 """Two small HTTP servers: prefill computes prompts and lends their blocks, decode continues from them.
 
-Prefill answers ``POST /v1/completions`` as soon as it has begun, and decode takes this answer as ``handover``; without
-one decode computes the prompt itself. ``GET /healthz`` and ``/counters`` are for operators. Both run small models with
-seeded weights. A process whose engine fails ends with the cause, so that its supervisor can restart it.
+Prefill answers ``POST /v1/completions`` at once, and decode takes this answer as ``handover``; without one decode
+computes the prompt itself. ``GET /healthz`` and ``/counters`` are for operators. Both run small models with seeded
+weights. A process whose engine fails ends with the cause, so that its supervisor can restart it.
 """
 
 from __future__ import annotations
@@ -14,24 +14,28 @@ import secrets
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from functools import partial
-from typing import Any, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
+import msgspec
 import torch
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
+from msgspec import Meta
 
 from cache_manager.errors import ConfigError, InvalidInputError, KVRouteError
 from cache_manager.keys import Namespace
-from paged_engine import findings, text
-from paged_engine.bodies import Completion, Handed, Stream, answer_of, parse
+from paged_engine import text
 from paged_engine.handover import DecodeEngine, PrefillEngine
 from paged_engine.models import build_model, weights_digest
-from paged_engine.request import EngineConfig, FinishReason, Output, Request
+from paged_engine.request import SAMPLES_MAX, EngineConfig, FinishReason, Output, Request
+from paged_engine.sequence import Handover
 from transfer import TransferLimits, ZmqLink, ZmqSettings
+from transfer.errors import NodeFullError
 from transfer.zmq_settings import check_address
 
 logger = logging.getLogger(__name__)
@@ -52,12 +56,78 @@ ABORTED: Final = "the request was aborted: the server is ending"
 LIMITS: Final = TransferLimits(retry_s=1.0, retries_max=3)
 
 
-class EngineFailedError(KVRouteError):
-    """The engine has failed; it will not come back in this process."""
+_Event = tuple[int, tuple[int, ...]] | Output | RuntimeError | None
+"""Of a request: the tokens of a sample so far, a sample's end, the engine's failure; ``None``: all have ended."""
 
 
-_Event = Handed | tuple[int, tuple[int, ...]] | Output
-"""Of a request: where its prompt is lent, the tokens of a sample so far, a sample's end."""
+class Completion(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A request in OpenAI's form; from ``ignore_eos`` on the keys are vLLM's and kvroute's own."""
+
+    prompt: Annotated[str, Meta(min_length=1)] | Annotated[list[Annotated[int, Meta(ge=0, lt=512)]], Meta(min_length=1)]
+    model: str | None = None
+    max_tokens: Annotated[int, Meta(ge=1)] = 16
+    temperature: Annotated[float, Meta(ge=0, le=100)] = 1.0
+    seed: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] = 0
+    n: Annotated[int, Meta(ge=1, le=SAMPLES_MAX)] = 1
+    stream: bool = False
+    ignore_eos: bool = False
+    return_routed_experts: bool = False
+    handover: Handover | None = None
+    """Prefill's answer. Decode fetches from its own prefills only, whatever address a message names."""
+
+    def request(self, request_id: str, model: str, prefills: Sequence[str]) -> Request:
+        """The engine's request; :class:`InvalidInputError` names the field. Encoding a long text takes time."""
+        if self.model not in (None, model):
+            raise InvalidInputError("model", model, repr(self.model))
+        if self.handover is not None and self.handover.address not in prefills:
+            known = " or ".join(prefills) or "none: this decode has no --prefill"
+            raise InvalidInputError("handover.address", known, repr(self.handover.address)[:80])
+        prompt = text.encode(self.prompt) if isinstance(self.prompt, str) else self.prompt
+        stops = frozenset() if self.ignore_eos else frozenset({text.END})
+        sampled = {"n": self.n, "temperature": self.temperature, "seed": self.seed}
+        return Request(request_id, tuple(prompt), self.max_tokens, stop_tokens=stops, **sampled)  # type: ignore[arg-type]
+
+
+def parse(body: bytes) -> Completion:
+    """Decode ``body``. :class:`InvalidInputError` says in one line what is wrong."""
+    try:
+        return msgspec.json.decode(body, type=Completion)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise InvalidInputError("body", "a completion as JSON", str(error)[:200]) from error
+
+
+def answer_of(value: Any, status: int = 200) -> web.Response:
+    body = msgspec.json.encode(value) + b"\n"
+    return web.Response(body=body, status=status, content_type="application/json")
+
+
+class Stream:
+    """An answer in events: the new tokens of each sample as they come, then the whole answer with text and routes."""
+
+    def __init__(self, http: web.Request) -> None:
+        self._http, self._said = http, Counter[int]()
+        self._response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+
+    @property
+    def begun(self) -> bool:
+        """A failure before the first token can still be answered with its own status."""
+        return self._response.prepared
+
+    async def say(self, sample: int, generated: tuple[int, ...]) -> None:
+        if new := generated[self._said[sample] :]:
+            self._said[sample] = len(generated)
+            await self._send({"choices": [{"index": sample, "text": "", "token_ids": new, "finish_reason": None}]})
+
+    async def end(self, answer: dict[str, Any]) -> web.StreamResponse:
+        await self._send(answer)
+        await self._response.write(b"data: [DONE]\n\n")
+        await self._response.write_eof()
+        return self._response
+
+    async def _send(self, event: dict[str, Any]) -> None:
+        if not self.begun:
+            await self._response.prepare(self._http)
+        await self._response.write(b"data: " + msgspec.json.encode(event) + b"\n\n")
 
 
 class Server:
@@ -83,10 +153,9 @@ class Server:
         torch.set_num_threads(1)
         self.role, self.model, self.peers, self._at = role, model, tuple(peers), (host, port)
         self.url = ""
-        self.http = dict.fromkeys(("requests", "answered", "refused", "failed", "left", "in_flight"), 0)
-        self.failure: EngineFailedError | None = None
+        self.http = {"in_flight": 0, "left": 0}
         self._draining = self._over = False
-        self._asked: dict[str, asyncio.Queue[_Event | EngineFailedError | None]] = {}  # as many events as steps
+        self._asked: dict[str, asyncio.Queue[_Event]] = {}  # as many events as steps
         self._left: list[str] = []  # requests whose clients have left
         built = build_model(model, seed=seed, vocab_size=text.VOCAB_SIZE)
         namespace = Namespace(f"{model}/{weights_digest(built)}", weights_version)
@@ -112,35 +181,26 @@ class Server:
                 if self.engine.steps == steps:
                     await asyncio.sleep(WAITING_S if self.engine.busy else IDLE_S)
         except Exception as error:
-            logger.exception("the engine has failed")
-            self.failure = EngineFailedError(f"the engine has failed: {type(error).__name__}: {error}")
+            failure = RuntimeError(f"the engine has failed: {type(error).__name__}: {error}")
             for asked in self._asked.values():
-                asked.put_nowait(self.failure)
+                asked.put_nowait(failure)
+            self._draining = True
             self._ended.set()
+            raise failure from error
 
     def _in_thread(self, call: Callable[[], Any]) -> Awaitable[Any]:
         return self._loop.run_in_executor(self._thread, call)
 
-    def _step(self) -> list[tuple[str, _Event | None]]:
+    def _step(self) -> list[tuple[str, _Event]]:
         """Runs in the engine's thread. A failure here, also of an abort, is a failure of the engine."""
         while self._left:
             self.engine.abort(self._left.pop())
         outputs, unfinished = self.engine.step(), self.engine.scheduler.unfinished
-        events: list[tuple[str, _Event | None]] = [(output.request.id, output) for output in outputs]
+        events: list[tuple[str, _Event]] = [(output.request.id, output) for output in outputs]
         events += [(s.request.id, (s.sample, s.generated)) for s in unfinished if s.generated]
         # A request that is aborted before its samples were forked ends with fewer outputs than it has samples.
         ended = {output.request.id for output in outputs} - {sequence.request.id for sequence in unfinished}
         return events + [(request_id, None) for request_id in ended]
-
-    async def _events(self, request: Request, add: Callable[[], None]) -> AsyncIterator[_Event]:
-        """``add`` the request to the engine; its events until all samples have ended, or the engine has failed."""
-        if self.failure is not None:
-            raise self.failure
-        await self._in_thread(add)
-        while (event := await self._asked[request.id].get()) is not None:
-            if isinstance(event, EngineFailedError):
-                raise event
-            yield event
 
     # ---------------------------------------------------------------- requests
 
@@ -149,17 +209,21 @@ class Server:
             raise web.HTTPRequestEntityTooLarge(BODY_MAX_NBYTES, http.content_length or 0)
         async with asyncio.timeout(BODY_S):
             body = parse(await http.read())  # before it is counted: an endless body takes no place
-        request = await asyncio.to_thread(body.request, f"cmpl-{secrets.token_hex(16)}", self.model)
-        if self._draining or self.http["in_flight"] >= REQUESTS_MAX:
+        request = await asyncio.to_thread(body.request, f"cmpl-{secrets.token_hex(16)}", self.model, self.peers)
+        at_work = len(self.engine.filling) if isinstance(self.engine, PrefillEngine) else self.http["in_flight"]
+        if self._draining or at_work >= REQUESTS_MAX:
             why = "the server is ending" if self._draining else f"{REQUESTS_MAX} requests are in flight already"
             raise web.HTTPServiceUnavailable(reason=why)
         self.http["in_flight"] += 1
         self._asked[request.id] = asyncio.Queue()
         try:
             async with asyncio.timeout(REQUEST_S):
-                if isinstance(self.engine, PrefillEngine):
-                    return await self._prefill(self.engine, request)
-                return await self._decode(self.engine, http, body, request)
+                if isinstance(self.engine, DecodeEngine):
+                    return await self._decode(self.engine, http, body, request)
+                try:
+                    return answer_of(await self._in_thread(partial(self.engine.lend, request)))
+                except NodeFullError as error:
+                    raise web.HTTPServiceUnavailable(reason=f"decode has to compute the prompt: {error}") from error
         except BaseException:
             self._left.append(request.id)
             raise
@@ -167,34 +231,22 @@ class Server:
             self.http["in_flight"] -= 1
             del self._asked[request.id]
 
-    async def _prefill(self, engine: PrefillEngine, request: Request) -> web.Response:
-        put = self._asked[request.id].put_nowait
-
-        def tell(transfer: bytes | None) -> None:
-            event = Handed(transfer=transfer.hex(), address=engine.crossing.address) if transfer else None
-            self._loop.call_soon_threadsafe(put, event)
-
-        async for event in self._events(request, partial(engine.lend, request, tell)):
-            if isinstance(event, Handed):
-                return answer_of(event)
-        raise web.HTTPServiceUnavailable(reason="the prompt is not lent: decode has to compute it")
-
     async def _decode(
         self, engine: DecodeEngine, http: web.Request, body: Completion, request: Request
     ) -> web.StreamResponse:
-        add = partial(engine.add, request)
-        if body.handover is not None:
-            add = partial(engine.take_over, request, body.handover.of(self.peers))
-        stream, outputs = Stream(http, request.id) if body.stream else None, list[Output]()
+        stream, outputs = Stream(http) if body.stream else None, list[Output]()
+        await self._in_thread(partial(engine.add, request, body.handover))
         try:
-            async for event in self._events(request, add):
+            while (event := await self._asked[request.id].get()) is not None:
+                if isinstance(event, RuntimeError):
+                    raise event
                 if isinstance(event, Output):
                     outputs.append(event)
-                elif isinstance(event, tuple) and stream is not None:
+                elif stream is not None:
                     await stream.say(*event)
             if any(output.reason is FinishReason.ABORT for output in outputs):
                 raise web.HTTPServiceUnavailable(reason=ABORTED)
-        except (KVRouteError, web.HTTPException) as error:
+        except (RuntimeError, web.HTTPException) as error:
             if stream is None or not stream.begun:
                 raise
             return await stream.end({"error": {"message": str(error)}, "choices": []})
@@ -228,8 +280,9 @@ class Server:
         """What this process has done, and what it holds. Prefill lends copies, and holds no block for them."""
         engine, config = self.engine, self.engine.config
         done = asdict(engine.crossed) if isinstance(engine, DecodeEngine) else {"lent": len(engine.lent)}
-        found = {"http": self.http, "transfers": asdict(engine.crossing.node.counters), self.role: done}
-        found["traffic"] = findings.traffic(engine)
+        found: dict[str, Any] = {"http": self.http, "transfers": asdict(engine.crossing.node.counters), self.role: done}
+        found["traffic"] = engine.traffic()
+        found["unfinished"] = len(engine.scheduler.unfinished)
         found["free"] = {"device": engine.manager.free_device_blocks, "host": engine.manager.free_host_blocks}
         found["of"] = {"device": config.device_blocks, "host": config.host_blocks}
         return answer_of(found)
@@ -239,11 +292,8 @@ class Server:
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
         """Every failure gets an answer of one line that says what it was, except a client that leaves."""
-        self.http["requests"] += (asked := request.method == "POST")
         try:
-            response = await handler(request)
-            self.http["answered"] += asked
-            return response
+            return await handler(request)
         except ConnectionError:
             self.http["left"] += 1
             return web.Response(status=499)  # it will not be read
@@ -256,10 +306,9 @@ class Server:
             status, said = 400, str(error)
         except TimeoutError:
             status, said = 504, f"not within {BODY_S:.0f} s for the request and {REQUEST_S:.0f} s for the answer"
-        except KVRouteError as error:
+        except (KVRouteError, RuntimeError) as error:
             status, said = 500, str(error)
-        self.http["refused" if status < 500 else "failed"] += asked
-        return web.json_response({"error": {"message": " ".join(said.split()), "code": status}}, status=status)
+        return answer_of({"error": {"message": " ".join(said.split()), "code": status}}, status)
 
     # ---------------------------------------------------------------- life
 
@@ -268,7 +317,7 @@ class Server:
         self._loop.call_soon_threadsafe(self._ended.set)
 
     async def serve(self, *, signals: bool = True) -> int:
-        """Serve until :meth:`end`, finish requests in flight, free everything. Returns 1 when the engine has failed."""
+        """Serve until :meth:`end`, finish requests in flight, free everything; then raises if the engine has failed."""
         self._loop, self._ended = asyncio.get_running_loop(), asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT) if signals else ():
             self._loop.add_signal_handler(number, self._ended.set)
@@ -283,7 +332,7 @@ class Server:
             self._say(f"{self.model} with seeded weights at {self.url}{address and f', lending at {address}'}")
             await self._ended.wait()
             self._draining = True
-            await _until(lambda: not self._cares, DRAIN_S)
+            await _until(lambda: driving.done() or not self._cares, DRAIN_S)
             self._left += self._asked
             await _until(lambda: not self.http["in_flight"], DRAIN_S / 2)
         except OSError as error:
@@ -295,24 +344,22 @@ class Server:
             if not (await asyncio.wait([driving], timeout=DRAIN_S))[0]:
                 logger.error("a step of the engine has not ended within %.0f s: the process ends without it", DRAIN_S)
                 os._exit(1)
-            await asyncio.to_thread(self._close)
-        self._say("ended" if self.failure is None else str(self.failure))
-        return 0 if self.failure is None else 1
+            try:
+                await asyncio.to_thread(self._close)
+            finally:
+                driving.result()
+        self._say("ended")
+        return 0
 
     @property
     def _cares(self) -> bool:
         """Whether requests or lent blocks still need this process."""
         lent = isinstance(self.engine, PrefillEngine) and bool(self.engine.lent)
-        return self.failure is None and bool(self.http["in_flight"] or lent)
+        return bool(self.http["in_flight"] or lent)
 
     def _close(self) -> None:
         self._thread.shutdown()
-        try:
-            self.engine.close()
-        except Exception:
-            if self.failure is None:
-                raise
-            logger.exception("the failed engine cannot be closed either")
+        self.engine.close()
 
     def _say(self, what: str) -> None:
         sys.stdout.write(f"kvroute {self.role}: {what}\n")

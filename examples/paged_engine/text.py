@@ -59,11 +59,6 @@ def decode(tokens: Sequence[int]) -> str:
     return str(_tokenizer().decode(list(tokens)))
 
 
-def decode_whole(tokens: Sequence[int]) -> str:
-    """As :func:`decode`, without a last character that further tokens may still complete."""
-    return decode(tokens).rstrip("\ufffd")
-
-
 def opening(system: str) -> list[int]:
     """The tokens that begin a conversation."""
     return [BEGIN, *encode(system)]

@@ -51,7 +51,7 @@ class Conversation:
             max_tokens=NEW_TOKENS_MAX,
             n=self.samples,
             temperature=0.8 if self.number % 2 else 0.0,
-            seed=self.seed,
+            seed=self.seed ^ self.number,
             stop_tokens=frozenset({text.END}),
         )
 

@@ -10,20 +10,27 @@ import json
 import os
 import re
 import signal
+import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from nursery import ENGINE, Born, nursery
 
+from cache_manager.keys import Namespace
 from cache_manager.storage import open_store
 from kvroute.capture.capture import RoutingCapture
-from kvroute.cli import main
-from paged_engine.demo import Clients, Demo
-from paged_engine.options import Options
+from kvroute.cli import COMMANDS, main
+from kvroute.routes import Routes
+from paged_engine.demo import Clients, Demo, Driver, Options
+from paged_engine.engine import Engine
 from paged_engine.pool import running_pool
 from paged_engine.processes import until
 from paged_engine.scheduler import Work
+from paged_engine.workload import conversations
 
 torch.set_num_threads(1)
 DEADLINE_S = 120.0
@@ -45,8 +52,7 @@ def test_everything_happens_and_every_row_is_right(tmp_path: Path) -> None:
     assert status == 0, found
     assert (found["rows_wrong"], found["rows_missing"], found["rows_judged_by_recompute"]) == (0, 0, 0)
     assert (found["update_rows_wrong"], found["update_rows_missing"]) == (0, 0)
-    assert found["tokens_match"] is True
-    assert found["recompute_agreement"] == 1.0
+    assert (found["tokens_match"], found["recompute_agreement"]) == (True, 1.0)
     assert found["requests"] == 8
     for happened in KEYS - {"rows_wrong", "rows_missing"}:
         assert found[happened] > 0, happened
@@ -83,16 +89,20 @@ def test_a_pool_that_is_killed_in_mid_run_costs_time_and_no_row(
     assert found["store_failures"] > 0
 
 
-def test_a_killed_demo_leaves_no_pool_behind(tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    child = _child(log, "--store", "mooncake", "--requests", "400")
+@pytest.mark.parametrize("command", ["demo --store mooncake", "demo-pd"])
+def test_a_killed_demo_leaves_no_process_behind(tmp_path: Path, command: str) -> None:
+    """Goal: master, owner and servers end with the demo. Method: SIGKILL. Those of ``demo-pd`` went on for ever."""
+    log, others = tmp_path / "log", list[psutil.Process]()
+    child = _child(log, *command.split(), "--requests", "400")
     try:
-        until(lambda: child.poll() is not None or "lends" in log.read_text(), "the pool is there", DEADLINE_S)
-        pids = [int(pid) for pid in re.findall(r"process (\d+)", log.read_text().replace("\n", " "))]
-        assert len(pids) == 2, log.read_text()
+        children = psutil.Process(child.pid).children
+        until(lambda: child.poll() is not None or len(children()) == 2, "both are there", DEADLINE_S)
+        others = children()
+        assert len(others) == 2, log.read_text()
     finally:
         child.kill()
-    until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), "the pool has ended", DEADLINE_S)
+        child.wait()
+    assert not psutil.wait_procs(others, DEADLINE_S)[1]
 
 
 def test_rows_at_the_wrong_tokens_fail_the_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,21 +117,45 @@ def test_rows_at_the_wrong_tokens_fail_the_demo(tmp_path: Path, monkeypatch: pyt
     assert found["tokens_match"] is True
 
 
+def test_the_judge_sees_a_tampered_and_a_missing_row() -> None:
+    """Goal: the judge can fail. Method: a true answer; one row of it changed and one removed; one token changed; and
+    the answer cut short."""
+    options = Options(requests=1)
+    run = Driver(options, io.StringIO())
+    with Engine(run.build(), options.engine, Namespace("m", weights_version=0)) as engine:
+        engine.add(replace(conversations(1, 0)[0].ask(), n=1))
+        (honest,) = engine.run()
+    ids, valid = honest.routes.ids.copy(), honest.routes.valid.copy()
+    ids[3, 0] = (ids[3, 0] + 1) % 16
+    valid[5] = False
+    routes = Routes(ids, valid, honest.routes.layer_ids, honest.routes.num_experts, honest.routes.num_layers)
+    other = (*honest.tokens[:-1], honest.tokens[-1] ^ 1)
+    short = Routes(honest.routes.ids[:-1], valid[:-1] | True, routes.layer_ids, routes.num_experts, routes.num_layers)
+    for change, wrong in (
+        ({}, (0, 0, 0)),
+        ({"routes": routes}, (0, 1, 1)),
+        ({"tokens": other}, (1, 0, 0)),
+        ({"tokens": honest.tokens[:-1], "routes": short}, (1, 0, 0)),
+    ):
+        found = run.judge({("", 0): replace(honest, **change)})
+        assert (found.answers_wrong, found.rows_wrong, found.rows_missing) == wrong, change
+
+
 def _child(log: Path, *arguments: str) -> Born:
     with log.open("ab") as file:
-        return nursery(*ENGINE).start(["-m", "kvroute.cli", "demo", *arguments], stdout=file, stderr=file)
+        return nursery(*ENGINE).start(["-m", "kvroute.cli", *arguments], stdout=file, stderr=file)
 
 
 def test_a_killed_run_leaves_a_store_that_the_next_goes_on_from(tmp_path: Path) -> None:
     """Goal: no crash makes a row wrong. Method: SIGKILL in mid-run, then a second real process on the same store."""
     store, log = tmp_path / "store", tmp_path / "log"
     where = ["--store", store.as_uri()]
-    child = _child(log, "--requests", "400", *where)
+    child = _child(log, "demo", "--requests", "400", *where)
     until(lambda: child.poll() is not None or _stored_blocks(store) >= 100, "much is stored", DEADLINE_S)
     child.kill()
     assert child.wait() == -signal.SIGKILL, log.read_text()
     report = tmp_path / "numbers.json"
-    child = _child(log, "--requests", "8", "--json", str(report), *where)
+    child = _child(log, "demo", "--requests", "8", "--json", str(report), *where)
     assert child.wait(200) == 0, log.read_text()
     found = json.loads(report.read_text())
     assert (found["rows_wrong"], found["rows_missing"], found["tokens_match"]) == (0, 0, True)
@@ -174,6 +208,25 @@ def test_bad_input_is_one_line_that_names_the_flag(
     assert status == 2
     assert complaint.count("\n") == 1
     assert wanted in complaint
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_shows_no_empty_default(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Goal: a default is shown where there is one. ``decode`` and ``verify`` had ``([])`` and ``()``."""
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    assert not re.search(r"\((\[\])?\)", capsys.readouterr().out)
+
+
+def test_output_that_nobody_reads_is_no_traceback() -> None:
+    """Goal: ``kvroute demo | head -1`` ends as other commands do. Method: the reader has gone before the first line."""
+    gone, closed = os.pipe()
+    os.close(gone)
+    with os.fdopen(closed, "w") as out:
+        ran = subprocess.run(
+            [sys.executable, "-m", "kvroute", "shm", "ls"], stdout=out, stderr=subprocess.PIPE, check=False
+        )
+    assert (ran.returncode, ran.stderr) == (1, b"")
 
 
 def test_version_regions_and_the_module(capsys: pytest.CaptureFixture[str]) -> None:

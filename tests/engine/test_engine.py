@@ -47,18 +47,6 @@ def test_neither_a_full_host_nor_a_step_s_budget_shows(qwen: nn.Module, change: 
         assert (engine.scheduler.dropped > 0) == (engine.config.device_blocks == 32)
 
 
-def test_a_request_may_have_more_samples_than_the_manager_s_tables_began_with(qwen: nn.Module) -> None:
-    """Goal: one request ends no engine, however often its forks make a table grow. Method: twenty samples at once; each
-    equals the same sample of a smaller request."""
-    request = replace(requests_of(2)[1], n=20, max_tokens=4, temperature=0.8)
-    with Engine(qwen, EngineConfig(device_blocks=400), NAMESPACE) as engine:
-        outputs = run(engine, [request])
-    assert {sample for _, sample in outputs} == set(range(20))
-    with Engine(qwen, PLAIN, NAMESPACE) as engine:
-        few = run(engine, [replace(request, n=3)])
-    assert_same(few, {key: outputs[key] for key in few})
-
-
 def test_a_sample_stops_at_a_token_or_its_length(qwen: nn.Module) -> None:
     """Method: let it run once, then ask it to stop at what it said."""
     request = replace(requests_of(2)[1], n=1)
@@ -75,31 +63,33 @@ def test_a_sample_stops_at_a_token_or_its_length(qwen: nn.Module) -> None:
     assert {len(o.routes) for o in found} == {len(request.prompt) + stop}
 
 
-def test_noise_depends_on_seed_request_sample_and_nothing_else(qwen: nn.Module) -> None:
-    request = replace(requests_of(3)[1], n=3, temperature=1.0)
-    with Engine(qwen, PLAIN, NAMESPACE) as engine:
+def test_noise_depends_on_seed_sample_and_position(qwen: nn.Module) -> None:
+    """Goal: what else is in a batch changes no token. Method: twenty samples, more than the tables of a manager have;
+    three of them beside other requests and under another name; another seed."""
+    request = replace(requests_of(3)[1], n=20, max_tokens=8, temperature=1.0)
+    with Engine(qwen, EngineConfig(device_blocks=400), NAMESPACE) as engine:
         alone = run(engine, [request])
-        crowd = run(engine, [*(replace(r, id=f"other-{r.id}") for r in requests_of(5)), request])
-        other = run(engine, [replace(request, seed=6)])
-    assert len({alone["r1", s].tokens for s in range(3)}) == 3
-    assert all(alone["r1", s].tokens == crowd["r1", s].tokens for s in range(3))
+        crowd = run(engine, [*requests_of(5)[2:], replace(request, id="again", n=3)])
+        other = run(engine, [replace(request, n=1, seed=6)])
+    assert len({alone["r1", s].tokens for s in range(20)}) == 20
+    assert all(alone["r1", s].tokens == crowd["again", s].tokens for s in range(3))
     assert alone["r1", 0].tokens != other["r1", 0].tokens
 
 
 @pytest.mark.parametrize("seed", range(2))
 def test_abort_at_any_time_leaves_nothing_behind(qwen: nn.Module, seed: int) -> None:
-    """Goal: an abort is safe in every state, also while a pass runs. Method: abort at random, look at every block."""
+    """Goal: an abort is safe in every state, also before, in and after a pass. Method: abort at random, look at every
+    block."""
     draw, requests = random.Random(seed), requests_of(8)
     checker, states = Checker(), set()
-    checker.attach(qwen)
     engine: Engine
 
-    def abort_one() -> None:
-        checker.end()
-        if draw.random() < 0.3:
+    def abort_one(*_: object) -> None:
+        if draw.random() < 0.2:
             engine.abort(draw.choice(requests).id)
 
-    with Engine(qwen, TIGHT, NAMESPACE, observer=Hook(checker.begin, abort_one)) as engine:
+    watched = Hook(lambda work: (checker.begin(work), abort_one()), lambda: (checker.end(), abort_one()))
+    with checker.watching(qwen), Engine(qwen, TIGHT, NAMESPACE, observer=watched) as engine:
         for request in requests:
             engine.add(request)
         outputs = []
@@ -113,31 +103,12 @@ def test_abort_at_any_time_leaves_nothing_behind(qwen: nn.Module, seed: int) -> 
                 engine.abort(victim)
                 engine.manager.assert_consistent()
         assert_empty(engine)
-    checker.detach()
     assert len({(o.request.id, o.sample) for o in outputs}) == len(outputs)
     assert {o.request.id for o in outputs} == {r.id for r in requests}
     assert any(o.reason is FinishReason.ABORT for o in outputs)
     for output in outputs:
-        verdict = checker.judge(output, len(output.routes))
-        assert (verdict.rows_wrong, verdict.rows_missing, verdict.rows_judged_by_recompute) == (0, 0, 0)
-
-
-@pytest.mark.parametrize("when", ["on_begin", "on_end"])
-def test_an_abort_during_a_pass_answers_what_was_there_before_it(qwen: nn.Module, when: str) -> None:
-    request = replace(requests_of(1)[0], n=1)
-    engine: Engine
-
-    def give_up(*_: object) -> None:
-        if engine.steps == 5:
-            engine.abort(request.id)
-
-    with Engine(qwen, TIGHT, NAMESPACE, observer=Hook(**{when: give_up})) as engine:
-        engine.add(request)
-        (output,) = engine.run()
-        assert_empty(engine)
-    assert output.reason is FinishReason.ABORT
-    assert len(output.routes) == len(output.sequence) - 1
-    assert output.routes.complete
+        verdict = checker.judge(output)
+        assert (output.routes.complete, verdict.rows_wrong, verdict.rows_judged_by_recompute) == (True, 0, 0)
 
 
 def test_an_aborted_sleeper_keeps_its_rows_and_a_waiting_one_has_none(qwen: nn.Module) -> None:
@@ -188,30 +159,21 @@ def test_a_failing_pass_commits_nothing_and_the_engine_goes_on(qwen: nn.Module) 
 # The judge itself -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("tampered", "wrong"), [(True, 1), (False, 0)])
-def test_the_checker_sees_a_row_that_was_changed_or_lost(qwen: nn.Module, tampered: bool, wrong: int) -> None:
-    """Goal: the judge is worth its name. Method: swap two bytes of a row behind kvroute's back in mid-run, or reset."""
+def test_the_checker_sees_a_row_that_was_changed(qwen: nn.Module) -> None:
+    """Goal: the judge is worth its name. Method: swap two bytes of a row behind kvroute's back in mid-run."""
     checker = Checker()
-    checker.attach(qwen)
 
     def tamper() -> None:
         checker.end()
-        if tampered and engine.steps == 6:
+        if engine.steps == 6:
             rows = engine.aux.region("device").rows[engine.manager.table("r0#0")[0]]
             rows[0], rows[1] = int(rows[1]), int(rows[0])
 
-    with Engine(qwen, PLAIN, NAMESPACE, observer=Hook(checker.begin, tamper)) as engine:
+    with checker.watching(qwen), Engine(qwen, PLAIN, NAMESPACE, observer=Hook(checker.begin, tamper)) as engine:
         engine.add(replace(requests_of(1)[0], n=1))
-        for _ in range(6):
-            engine.step()
-        if not tampered:
-            engine.manager.reset(weights_version=4)
         (output,) = engine.run()
-    checker.detach()
     verdict = judged(checker, "qwen3_moe", {("r0", 0): output})
-    assert verdict.rows_wrong == wrong
-    assert verdict.rows_missing == int((~output.routes.valid).sum())
-    assert (verdict.rows_missing > 100) != tampered
+    assert (verdict.rows_wrong, verdict.rows_missing) == (1, 0)
 
 
 # Rows that tokens were sampled with ---------------------------------------------------------------------------------
@@ -224,9 +186,8 @@ def test_rows_are_those_that_the_tokens_were_sampled_with() -> None:
     The judge saw every pass and knows which row of each position came first.
     """
     model, checker = build_model("qwen3_moe", seed=0, vocab_size=text.VOCAB_SIZE), Checker()
-    checker.attach(model)
     outputs, updates, config = list[Output](), [9, 40], replace(TIGHT, device_blocks=36, host_blocks=8)
-    with Engine(model, config, NAMESPACE, observer=Hook(checker.begin, checker.end)) as engine:
+    with checker.watching(model), Engine(model, config, NAMESPACE, observer=checker) as engine:
         for request in requests_of(8):
             engine.add(request)
         while engine.busy:
@@ -239,8 +200,7 @@ def test_rows_are_those_that_the_tokens_were_sampled_with() -> None:
                 engine.manager.assert_consistent()
             outputs += engine.step()
         assert_empty(engine)
-    checker.detach()
-    verdict = sum((checker.judge(output, owned=True) for output in outputs), Verdict())
+    verdict = sum((checker.judge(output) for output in outputs), Verdict())
     assert (verdict.rows_wrong, verdict.rows_missing, verdict.rows_judged_by_recompute) == (0, 0, 0)
     assert checker.rows_computed_differently > 100  # otherwise the run has shown nothing
     versions = [[version for _, _, version in output.routes.weights_versions] for output in outputs]

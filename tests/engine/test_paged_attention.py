@@ -7,9 +7,8 @@ import torch
 from torch import nn
 
 from paged_engine import text
-from paged_engine.attention import PagedBatch, kv_shape
+from paged_engine.attention import PagedBatch, PagedKV, kv_shape
 from paged_engine.judge import RouterWatch
-from paged_engine.kv import PagedKV
 from paged_engine.models import BATCH_MULTIPLE, build_model, weights_digest
 from paged_engine.request import EngineConfig
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from cache_manager.testing.kv import KVBlocksContract
-from paged_engine.kv import KVShape, PagedKV
+from paged_engine.attention import KVShape, PagedKV
 from paged_engine.request import EngineConfig
 
 

@@ -11,40 +11,25 @@ from typing import Any
 import numpy as np
 import pytest
 from budget import examples
+from engine_runs import Hook
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 from ports import hold_port
 from serving import DEADLINE_S, Plain, completion, plain_model, prompt
 
 from cache_manager.errors import InvalidInputError
 from cache_manager.keys import Namespace
-from paged_engine.bodies import DRAW
 from paged_engine.handover import DecodeEngine, PrefillEngine
 from paged_engine.processes import until
 from paged_engine.request import EngineConfig, FinishReason, Output, Request
-from paged_engine.sequence import Handover, State
+from paged_engine.sequence import State
 from transfer import TransferLimits, ZmqLink, ZmqSettings
 
 MODEL = plain_model()
 NAMESPACE = Namespace("m", weights_version=3)
 LIMITS = TransferLimits(retry_s=0.2, retries_max=5)
 SMALL = EngineConfig(device_blocks=16, host_blocks=16, sequences_max=4)
-
-
-@dataclass(slots=True)
-class Forgets:
-    """An observer: after each pass of prefill the rows of these blocks of the prompt are gone, as if never captured."""
-
-    lost: frozenset[int] = frozenset()
-    engine: PrefillEngine | None = None
-
-    def begin(self, _spans: Any) -> None: ...
-
-    def end(self) -> None:
-        assert self.engine is not None
-        for sequence in self.engine.scheduler.unfinished if self.lost else ():
-            table = self.engine.manager.table(sequence.owner)
-            self.engine.aux.forget([block for at, block in enumerate(table) if at in self.lost])
 
 
 @dataclass(slots=True)
@@ -56,24 +41,15 @@ class Pair:
     number: int = 0
     bodies: dict[str, dict[str, Any]] = field(default_factory=dict)
 
-    def hand_over(self, request: Request) -> Handover:
-        """The handover that decode gets when prefill has admitted the first chunk."""
-        told = list[bytes | None]()
-        self.prefill.lend(request, told.append)
-        while not told:
-            self.prefill.step()
-        (transfer,) = told
-        assert transfer is not None
-        return Handover(transfer, self.prefill.crossing.address)
-
     def begin(self, body: dict[str, Any], **change: Any) -> str:
         """Let decode take over a completion that prefill has computed; its id. ``change`` is of the handover."""
         self.number += 1
         request = Request(
             f"r{self.number}", tuple(body["prompt"]), body["max_tokens"], n=body.get("n", 1),
-            temperature=body["temperature"], seed=body["seed"], draw=DRAW,
+            temperature=body["temperature"], seed=body["seed"],
         )  # fmt: skip
-        self.decode.take_over(request, replace(self.hand_over(request), **change))
+        self.decode.add(request, structs.replace(self.prefill.lend(request), **change))
+        self.prefill.step()
         self.bodies[request.id] = body
         return request.id
 
@@ -110,11 +86,18 @@ class Pair:
 def pair(
     config: EngineConfig = SMALL, lost: frozenset[int] = frozenset(), prefills: Namespace = NAMESPACE
 ) -> Iterator[Pair]:
-    link, forgets = ZmqLink(ZmqSettings(bind="tcp://127.0.0.1:*")), Forgets(lost)
-    with PrefillEngine(MODEL, config, prefills, link=link, limits=LIMITS, observer=forgets) as prefill:
-        forgets.engine = prefill
-        with DecodeEngine(MODEL, config, NAMESPACE, link=ZmqLink(ZmqSettings()), limits=LIMITS) as decode:
-            yield Pair(prefill, decode)
+    """``lost``: after each pass of prefill the rows of these blocks of the prompt are gone, as if never captured."""
+    links = ZmqLink(ZmqSettings(bind="tcp://127.0.0.1:*")), ZmqLink(ZmqSettings())
+
+    def forget() -> None:
+        for sequence in prefill.scheduler.unfinished if lost else ():
+            prefill.aux.forget([b for at, b in enumerate(prefill.manager.table(sequence.owner)) if at in lost])
+
+    with (
+        PrefillEngine(MODEL, config, prefills, link=links[0], limits=LIMITS, observer=Hook(on_end=forget)) as prefill,
+        DecodeEngine(MODEL, config, NAMESPACE, link=links[1], limits=LIMITS) as decode,
+    ):
+        yield Pair(prefill, decode)
 
 
 def nobody() -> str:
@@ -219,7 +202,8 @@ def test_blocks_that_are_given_out_again_cross_as_they_were(plain: Plain) -> Non
     with pair(replace(SMALL, device_blocks=8, host_blocks=0)) as engines:
         engines.begin(completion(20))
         for number in range(21, 24):
-            engines.hand_over(Request(f"other-{number}", tuple(prompt(number, 70)), 1, draw=DRAW))
+            engines.prefill.lend(Request(f"other-{number}", tuple(prompt(number, 70)), 1))
+            engines.prefill.step()
         engines.judge(plain)
         assert engines.decode.crossed.prefill_recomputed_tokens == 0
 
@@ -306,6 +290,6 @@ def test_one_transfer_is_taken_over_once(plain: Plain) -> None:
         assert handover is not None
         for _ in range(2):
             with pytest.raises(InvalidInputError, match="transfer: wanted one that is not in use"):
-                engines.decode.take_over(replace(sequence.request, id="again"), handover)
+                engines.decode.add(replace(sequence.request, id="again"), handover)
             engines.decode.step()
         engines.judge(plain)

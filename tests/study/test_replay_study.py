@@ -14,11 +14,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bench.replay_study.__main__ import RESULTS, main, replay_study
-from bench.replay_study.report import LABELS, print_results, verdict
-from bench.replay_study.results import Interval, Measured, Results, Run, Step, difference
-from bench.replay_study.scales import SCALES, Learning, Options, Reinforcement, Scale
+from bench.replay_study.results import (
+    LABELS,
+    Interval,
+    Measured,
+    Results,
+    Run,
+    Step,
+    difference,
+    print_results,
+    verdict,
+)
+from bench.replay_study.scales import SCALES, Learning, Options, Reinforcement, Scale, Task
 from bench.replay_study.study import Study
-from bench.replay_study.task import Task
 
 MINUTE = replace(
     SCALES["tiny"],

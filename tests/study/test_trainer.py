@@ -11,12 +11,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.replay_study.experts import PADDED
-from bench.replay_study.mismatch import differing_routes, k3, log_ratios, measure
-from bench.replay_study.models import build_engines, build_trained, load_weights
+from bench.replay_study.models import PADDED, build_engines, build_trained, load_weights
 from bench.replay_study.rollout import Rollout, Rollouts
 from bench.replay_study.scales import SCALES
-from bench.replay_study.trainer import Mode, Trainer, replayed
+from bench.replay_study.trainer import Mode, Trainer, differing_routes, k3, log_ratios, measure, replayed
 
 CPU = torch.device("cpu")
 

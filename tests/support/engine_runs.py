@@ -74,7 +74,5 @@ def assert_same(one: dict[tuple[str, int], Output], other: dict[tuple[str, int],
 
 
 def judged(checker: Checker, model_name: str, outputs: dict[tuple[str, int], Output]) -> Verdict:
-    second_run, verdict = SecondRun(build_model(model_name, seed=0, vocab_size=text.VOCAB_SIZE)), Verdict()
-    for o in outputs.values():
-        verdict += checker.judge(o, again=second_run(o.sequence))
-    return verdict
+    second_run = SecondRun(build_model(model_name, seed=0, vocab_size=text.VOCAB_SIZE))
+    return sum((checker.judge(output, second_run) for output in outputs.values()), Verdict())

@@ -1,4 +1,4 @@
-"""A real Mooncake pool on loopback: a master, and owners of segments in processes of their own.
+"""A real Mooncake pool on loopback: the demo's master, and owners of segments in processes of their own.
 
 They end with the process that started them, also when that is killed.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,20 +16,11 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from ports import hold_port
+from paged_engine import pool
+from paged_engine.processes import hold_port, tied
 
 START_S = 60.0
 LEASE_MS = 60
-
-TIED = """
-import ctypes, os, signal, sys
-
-ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG; an exec keeps it
-if os.getppid() != int(sys.argv[1]):  # ended before that
-    os._exit(1)
-os.execv(sys.argv[2], sys.argv[2:])
-"""
-"""Runs a command that the kernel kills when the thread that started it ends."""
 
 OWNER = """
 import json, os, sys
@@ -65,11 +55,6 @@ os._exit(0)
 """
 
 
-def tied(*command: str) -> list[str]:
-    """The command, to be started by this process from a thread that lives as long as it should."""
-    return [sys.executable, "-S", "-E", "-c", TIED, str(os.getpid()), *command]
-
-
 def send(pid: int, number: int) -> None:
     """Send a signal; a stopped process has stopped in all its threads when this returns."""
     os.kill(pid, number)
@@ -90,55 +75,27 @@ class Master:
     def __init__(self, lease_ms: int = LEASE_MS) -> None:
         self.rpc, self.admin, self.lease_ms = hold_port(), hold_port(), lease_ms
         self.broken = False
-        self.process: subprocess.Popen[bytes] | None = None
+        self._running = ExitStack()
 
     def start(self) -> None:
-        command = [
-            str(Path(sys.executable).with_name("mooncake_master")),
-            "--rpc_address=127.0.0.1",
-            f"--rpc_port={self.rpc}",
-            "--metrics_host=127.0.0.1",
-            f"--metrics_port={self.admin}",
-            "--rpc_thread_num=2",
-            "--client_ttl=5",
-            f"--default_kv_lease_ttl={self.lease_ms}",
-            "--put_start_discard_timeout_sec=6",
-            "--eviction_high_watermark_ratio=1.0",  # makes room when there is none, and not before
-            "--logtostderr",
-        ]
-        self.process = subprocess.Popen(
-            tied(*command), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, process_group=0
-        )
-        give_up_s = time.monotonic() + START_S
-        while True:
-            try:
-                socket.create_connection(("127.0.0.1", self.rpc), 1).close()
-                socket.create_connection(("127.0.0.1", self.admin), 1).close()
-                return
-            except OSError:
-                assert self.process.poll() is None, "mooncake_master ended"
-                assert time.monotonic() < give_up_s, "mooncake_master did not start"
-                time.sleep(0.02)
+        flags = f"--default_kv_lease_ttl={self.lease_ms} --put_start_discard_timeout_sec=6"
+        flags += " --eviction_high_watermark_ratio=1.0"  # makes room when there is none, and not before
+        self._pid = self._running.enter_context(pool.running_master(self.rpc, self.admin, flags)).pid
 
     def signal(self, number: int) -> None:
-        assert self.process is not None
         self.broken = True
-        send(self.process.pid, number)
+        send(self._pid, number)
 
     def kill(self) -> None:
         self.broken = True
-        if self.process is not None:
-            self.process.kill()
-            self.process.wait()
-            self.process = None
+        self._running.close()
 
     @property
     def address(self) -> str:
         return f"127.0.0.1:{self.rpc}"
 
     def url(self, prefix: str = "test", **parameters: object) -> str:
-        query = "".join(f"&{name}={value}" for name, value in parameters.items())
-        return f"mooncake://{self.address}/{prefix}?admin=127.0.0.1:{self.admin}&host=127.0.0.1{query}"
+        return pool.url_of(self.rpc, self.admin, prefix) + "".join(f"&{name}={v}" for name, v in parameters.items())
 
 
 class Owner:

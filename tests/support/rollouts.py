@@ -115,7 +115,6 @@ def _handed_over(model: Any) -> list[Any]:
     from paged_engine.handover import DecodeEngine, PrefillEngine
     from paged_engine.processes import until
     from paged_engine.request import EngineConfig
-    from paged_engine.sequence import Handover
     from transfer import ZmqLink, ZmqSettings
 
     room, namespace, outputs = EngineConfig(device_blocks=64, host_blocks=16), Namespace("m", 3), list[Any]()
@@ -125,10 +124,8 @@ def _handed_over(model: Any) -> list[Any]:
         DecodeEngine(model, room, namespace, link=connecting) as decode,
     ):
         for request in _requests():
-            told = list[Any]()
-            prefill.lend(request, told.append)
+            decode.add(request, prefill.lend(request))
             prefill.run()
-            decode.take_over(request, Handover(told[0], prefill.crossing.address))
             until(lambda: bool(outputs.extend(decode.step()) or not decode.busy), "decode has answered", DEADLINE_S)
         assert decode.crossed.transferred_rows > 0
     return outputs

@@ -14,7 +14,6 @@ from nursery import ENGINE, nursery
 from cache_manager.keys import Namespace
 from kvroute.routes import Routes
 from paged_engine import processes
-from paged_engine.bodies import DRAW
 from paged_engine.engine import Engine
 from paged_engine.models import build_model
 from paged_engine.request import EngineConfig, Output, Request
@@ -47,7 +46,7 @@ class Plain:
         stops = frozenset() if body.get("ignore_eos") else frozenset({END})
         request = Request(
             f"plain-{self._number}", tuple(body["prompt"]), body["max_tokens"], n=body.get("n", 1),
-            temperature=body["temperature"], seed=body["seed"], draw=DRAW, stop_tokens=stops,
+            temperature=body["temperature"], seed=body["seed"], stop_tokens=stops,
         )  # fmt: skip
         self._engine.add(request)
         return sorted(self._engine.run(), key=lambda output: output.sample)
