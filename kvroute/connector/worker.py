@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from functools import partial
@@ -91,6 +90,7 @@ class WorkerRows:
             folder = KvFolder(witnessing(kv_caches, engine.spec.attrs["layer_ids"]), join=joined)
             self.witness = KvWitness(self.blocks, folder, engine.blocks)
         self.meter = Meter(self._counters)
+        self.missing = self.meter.missing  # numbers of tokens without rows, by cause
         self.transfers = Transfers(self.blocks, settings, self.meter) if engine.transfer else None
         self._experts: int = engine.spec.attrs["num_experts"]
         self.ids = StepIds(engine.spec, engine.max_tokens, self._device)
@@ -106,11 +106,6 @@ class WorkerRows:
         self._failed: set[int] = set()  # blocks whose KV has not come, in the step at hand
         self._failed_untold: set[int] = set()
         kvroute.preload()
-
-    @property
-    def missing(self) -> Counter[str]:
-        """Numbers of tokens without rows, by cause."""
-        return self.meter.missing
 
     @property
     def slots(self) -> torch.Tensor | None:
