@@ -54,13 +54,14 @@ KINDS: Final[Mapping[str, str]] = {
 class Chooser:
     """Chooses the operations of one example."""
 
-    def __init__(self, life: Life, random: Random) -> None:
-        self.life, self.random, self.names = life, random, 0
-        able = [kind for kind, what in KINDS.items() if not what or life.can(what)]
-        self.kinds = [kind for kind in able if kind == "admit" or random.random() > LEFT_OUT]
+    def __init__(self, random: Random, steps: int) -> None:
+        self.random, self.steps, self.names = random, steps, 0
 
-    def program(self, steps: int) -> Iterator[Operation]:
-        for _ in range(steps):
+    def program(self, life: Life) -> Iterator[Operation]:
+        self.life = life
+        able = [kind for kind, what in KINDS.items() if not what or life.can(what)]
+        self.kinds = [kind for kind in able if kind == "admit" or self.random.random() > LEFT_OUT]
+        for _ in range(self.steps):
             yield from self._next()
         for name in list(self.life.live):
             yield "free", name, False
@@ -150,7 +151,7 @@ def prove(
         random = Random(f"{seed} {example}")  # noqa: S311 - no secret
         long = 4 if example % LONG_EVERY == LONG_EVERY - 1 else 1
         try:
-            _play(adapter, counts, lambda life: Chooser(life, random).program(long * steps))  # noqa: B023 - at once
+            _play(adapter, counts, Chooser(random, long * steps).program)
         except InvariantBroken as error:
             found = _shortest(adapter, error)
             again = f"\n\nTo play it again: seed {seed}, examples {example + 1}, steps {steps}."
