@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-LEFT_OUT = ("end_to_end", "faults", "managers", "serving", "simulation", "study", "trainers", "vllm")
+LEFT_OUT = ("end_to_end", "faults", "managers", "serving", "sglang", "simulation", "study", "trainers", "vllm")
 FILES_MAX = 12
 """So that it is over in a minute; the files that name most of what changed come first."""
 
