@@ -25,7 +25,6 @@ from kvroute.capture.layers import LayerCapture
 
 BLOCK_TOKENS, BLOCKS, HIDDEN, TOP_K = 64, 1024, 2048, 8
 TOKENS = (1, 64, 256, 1024, 8192, 16384)
-SOAK_TOKENS = (64, 256, 1024)
 SLOTS = BLOCKS * BLOCK_TOKENS
 DEVICE = torch.device("cuda")
 
@@ -41,9 +40,7 @@ MODELS = (Model("58x8 of 256", 58, 256), Model("94x8 of 128", 94, 128), Model("6
 
 
 class Pass:
-    """The ids of a model's routers for one batch size, and the matrix work of a pass if it ``works``."""
-
-    works = True
+    """The ids of a model's routers for one batch size, and the matrix work of a pass."""
 
     def __init__(self, model: Model, tokens: int) -> None:
         self.model, self.tokens = model, tokens
@@ -63,13 +60,9 @@ class Pass:
     def work(self, each: Callable[[int], None] | None = None) -> None:
         y = self.x
         for layer in range(self.model.layers):
-            y = y @ self.w if self.works else y
+            y = y @ self.w
             if each is not None:
                 each(layer)
-
-    def wanted(self) -> Any:
-        """``[tokens, layers, top_k]`` as numpy."""
-        return self.ids.transpose(0, 1).cpu().numpy()
 
 
 @contextmanager
@@ -96,19 +89,11 @@ def graph_of(launches: Callable[[], object], pool: Any = None) -> torch.cuda.CUD
     return graph
 
 
-def random_slots(tokens: int, rng: np.random.Generator, padding: float = 0.0, *, apart: bool = False) -> Any:
-    """Slots: random whole blocks for a prefill; for a decode random, or ``apart``, one a block. Some are padding."""
-    if tokens <= SOAK_TOKENS[-1] and apart:
-        slots = rng.permutation(BLOCKS)[:tokens] * BLOCK_TOKENS + rng.integers(0, BLOCK_TOKENS, tokens)
-    elif tokens <= SOAK_TOKENS[-1]:
-        slots = rng.choice(SLOTS, tokens, replace=False)
-    else:
-        slots = (
-            rng.permutation(BLOCKS)[: tokens // BLOCK_TOKENS, None] * BLOCK_TOKENS + np.arange(BLOCK_TOKENS)
-        ).ravel()
-    if padding:
-        slots[rng.random(tokens) < padding] = -1
-    return slots.astype(np.int64)
+def slots_of(tokens: int, rng: np.random.Generator) -> Any:
+    """Random slots: one a block for a decode, whole blocks for a prefill."""
+    if tokens <= BLOCKS:
+        return rng.permutation(BLOCKS)[:tokens] * BLOCK_TOKENS + rng.integers(0, BLOCK_TOKENS, tokens)
+    return (rng.permutation(BLOCKS)[: tokens // BLOCK_TOKENS, None] * BLOCK_TOKENS + np.arange(BLOCK_TOKENS)).ravel()
 
 
 def keep_all(capture: Any, batch: Pass) -> None:
@@ -159,7 +144,7 @@ def measure(model: Model, tokens: int, aux: Any, capture: Any, rng: np.random.Ge
 
     All graphs have their matrices in the same memory: its place would change times more than the ways do.
     """
-    batch, slots = Pass(model, tokens), random_slots(tokens, rng, apart=True)
+    batch, slots = Pass(model, tokens), slots_of(tokens, rng)
     batch.slots.copy_(torch.from_numpy(slots))
     layers, row = model.layers, model.layers * TOP_K
     dtype = torch.uint8 if model.experts <= 256 else torch.uint16

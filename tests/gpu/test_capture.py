@@ -29,7 +29,6 @@ from bench.gpu_capture import (
     BLOCKS,
     DEVICE,
     MODELS,
-    SOAK_TOKENS,
     TOKENS,
     TOP_K,
     Model,
@@ -37,17 +36,29 @@ from bench.gpu_capture import (
     blocks_of,
     graph_of,
     keep_all,
-    random_slots,
+    slots_of,
 )
 
-SOAK_ROWS, SOAK_S = 10_000_000, 60.0
+SOAK_TOKENS, SOAK_ROWS, SOAK_S = (64, 256, 1024), 10_000_000, 60.0
+
+
+def random_slots(tokens: int, rng: np.random.Generator) -> Any:
+    """Random slots for a decode, random whole blocks for a prefill; a tenth is padding."""
+    decodes = tokens <= SOAK_TOKENS[-1]
+    slots = rng.choice(BLOCKS * BLOCK_TOKENS, tokens, replace=False) if decodes else slots_of(tokens, rng)
+    return np.where(rng.random(tokens) < 0.1, -1, slots).astype(np.int64)
+
+
+def wanted(batch: Pass) -> Any:
+    """The ids of a batch as numpy ``[tokens, layers, top_k]``."""
+    return batch.ids.transpose(0, 1).cpu().numpy()
 
 
 def judged(aux: Any, batch: Pass, slots: Any) -> int:
     """How many of the step's rows differ from what the routers chose; missing rows count as wrong too."""
     rows = aux.read("routing", range(BLOCKS))
     used = slots >= 0
-    wrong = (rows.values[slots[used]] != batch.wanted()[used]).any(axis=(1, 2)) | ~rows.valid[slots[used]]
+    wrong = (rows.values[slots[used]] != wanted(batch)[used]).any(axis=(1, 2)) | ~rows.valid[slots[used]]
     return int(wrong.sum())
 
 
@@ -56,7 +67,7 @@ def every_size_is_right(model: Model, aux: Any, capture: Any) -> None:
     rng = np.random.default_rng(0)
     for tokens in TOKENS:
         batch = Pass(model, tokens)
-        slots = random_slots(tokens, rng, 0.1)
+        slots = random_slots(tokens, rng)
         for dtype in (torch.int32, torch.int16, torch.int64):
             batch.draw()
             step = aux.begin_step(slots, in_place=True)
@@ -120,7 +131,7 @@ def test_random_steps_in_graphs_with_resets_in_flight() -> None:
         stream, until = torch.cuda.Stream(), time.monotonic() + SOAK_S
         while rows < SOAK_ROWS and time.monotonic() < until:
             pick = int(rng.integers(len(batches)))
-            batch, slots = batches[pick], random_slots(batches[pick].tokens, rng, 0.1)
+            batch, slots = batches[pick], random_slots(batches[pick].tokens, rng)
             torch.cuda.synchronize()
             with torch.cuda.stream(stream):
                 batch.draw()
@@ -141,7 +152,7 @@ def test_random_steps_in_graphs_with_resets_in_flight() -> None:
             if lives:
                 wrong += int(found.valid[at].sum())  # rows of the weights before
             else:
-                same = (found.values[at] == batch.wanted()[slots >= 0]).all(axis=(1, 2)) & found.valid[at]
+                same = (found.values[at] == wanted(batch)[slots >= 0]).all(axis=(1, 2)) & found.valid[at]
                 wrong += int((~same).sum())
             rows += used.size
         assert (rows > 0, wrong) == (True, 0), (rows, wrong, resets)
@@ -157,7 +168,7 @@ def test_a_late_device_writes_among_no_new_lifes_rows() -> None:
         with LayerCapture(engine.region("device"), 256, DEVICE) as capture:
             old, slots = Pass(model, 128), np.arange(128)
             on_device = torch.from_numpy(slots).to(DEVICE)
-            before = old.wanted()
+            before = wanted(old)
             keep_all(capture, old)
             capture.commit(on_device)  # compiled and loaded, so that only the sleep delays the next
             torch.cuda.synchronize()
