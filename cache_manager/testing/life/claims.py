@@ -33,10 +33,13 @@ def check_all(world: World, *touched: str) -> None:
 
 def check_unchanged(world: World) -> None:
     """The operation was refused or failed: nothing may have changed."""
-    for what in ("tables", "host_free", *(() if world.can("background") else ("free", "refs"))):
+    told = {"tables": "the tables were", "host_free": "free host blocks were"}
+    if not world.can("background"):
+        told |= {"free": "free blocks were", "refs": "reference counts were"}
+    for what, words in told.items():
         was, now = getattr(world.before, what), getattr(world.after, what)
         if was != now:
-            world.fail("refusal_changes_nothing", f"{what}: {was} before, and {now} after")
+            world.fail("refusal_changes_nothing", f"{words} {was}, and then {now}")
     check_all(world, *world.live)  # every table was compared above
 
 
