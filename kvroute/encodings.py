@@ -179,9 +179,9 @@ def _npy_ids(given: Any, dtype: np.dtype[Any], shape: Shape) -> NDArray[Any]:
     header = _NPY_TEXT.fullmatch(file[10:stop])
     if header is None:
         raise RowError(FIELD, "the header of an array of three dimensions", repr(file[10:stop]))
-    wanted = dtype.newbyteorder("<").str
-    if (header[1].decode(), header[2]) != (wanted, b"False"):
-        got = f"{header[1].decode()}, fortran_order {header[2].decode()}"
+    wanted, (descr, fortran) = dtype.newbyteorder("<").str, (each.decode("latin-1") for each in header.group(1, 2))
+    if (descr, fortran) != (wanted, "False"):
+        got = f"{descr}, fortran_order {fortran}"
         raise RowError(f"{FIELD}.dtype", f"{wanted} in C order, as the model's experts need", got)
     rows = _checked_rows(f"{FIELD}.shape", tuple(map(int, header.groups()[2:])), shape)
     return _ids(f"{FIELD}.data", file[stop:], dtype, rows, shape)

@@ -57,12 +57,14 @@ def automodel(model: nn.Module, rows: torch.Tensor) -> Iterator[None]:
     missing. The same rows serve the recomputation of activation checkpointing, so the backward pass belongs in the
     block too.
 
-    Raises :class:`ReplayError` for rows that do not fit, and for a model that was built without
-    ``enable_routing_replay``.
+    Raises :class:`ReplayError` for rows that do not fit, for a model that was built without
+    ``enable_routing_replay``, and inside another such block of its gates, which would end with this one.
     """
     gates = replaying([model], _layer_of, "gate", "enable_routing_replay")
     ids = checked_ids(rows, "rows", tuple(gates))
     replays = [gate.router_replay for gate in gates.values()]
+    if busy := [layer for layer, gate in gates.items() if gate.router_replay.mode is not None]:
+        raise ReplayError("model", "no replay or recording in progress", f"one on layers {busy}")
     mode = sys.modules[type(replays[0]).__module__].RouterReplayMode.REPLAY
     try:
         for index, replay in enumerate(replays):

@@ -90,7 +90,7 @@ class References:
         weights_version: int,
         attempt: int = 0,
     ) -> dict[str, Any]:
-        """The reference of a sample of ``tokens`` tokens; its last row and all missing rows are -1.
+        """The reference of a sample of ``tokens`` tokens; missing rows are -1, as mostly that of the last token.
 
         ``weights_version`` is that of the training step that uses the rows; ``attempt`` counts repetitions of the
         request, which NeMo-RL tells apart. :class:`InvalidInputError` for more experts than int16 can name, and for an

@@ -183,7 +183,7 @@ def union(parts: Sequence[C], **fields: Any) -> C:
 
     A cell known in several parts must be the same in all of them, with equal weights versions if they are known:
     :class:`RowError` names the position and layer of the first that differs. A row has a version if each of its cells
-    is in a part that knows it. Positions between the parts are missing.
+    is in a part that knows it; a missing row has none. Positions between the parts are missing.
     One pass over the bytes; only rows that two parts have are compared.
     """
     layout = parts[0].layout.only(tuple(sorted({layer for part in parts for layer in part.layout.layer_ids})))
@@ -203,8 +203,8 @@ def union(parts: Sequence[C], **fields: Any) -> C:
         first, old = part.start - start, min(max(reached - part.start, 0), len(its))  # so many rows are there already
         here, rest = slice(first, first + old), slice(first + old, first + len(its))
         if versions is not None:
-            told = by_position(part.weights_versions, part.start, part.stop)
-            _settle(versions[here], some(known[here]), told[:old], some(its[:old]), part.start)
+            told = np.where(part.some, by_position(part.weights_versions, part.start, part.stop), UNKNOWN)
+            _settle(versions[here], told[:old], part.start)
             versions[rest] = told[old:]
             if not by_row:
                 told_of[first : first + len(its), columns] |= its & (told != UNKNOWN)[:, None]
@@ -228,17 +228,9 @@ def union(parts: Sequence[C], **fields: Any) -> C:
     return parts[0]._with(layout=layout, ids=ids, mask=mask, start=start, weights_versions=spans, **fields)
 
 
-def _settle(
-    held: NDArray[np.int64],  # [n]
-    there: NDArray[np.bool_],
-    new: NDArray[np.int64],
-    new_there: NDArray[np.bool_],
-    start: int,
-) -> None:
-    """Put ``new`` versions into ``held`` ones of the same positions; the masks say where rows were, and are now."""
-    differs = (held != UNKNOWN) & (new != UNKNOWN) & (held != new) & (there == new_there)
-    if differs.any():
+def _settle(held: NDArray[np.int64], new: NDArray[np.int64], start: int) -> None:
+    """Put ``new`` versions ``[n]`` into ``held`` ones of the same rows, from position ``start`` on."""
+    if (differs := (held != UNKNOWN) & (new != UNKNOWN) & (held != new)).any():
         row = int(differs.argmax())
         raise RowError(f"weights version of row {start + row}", int(held[row]), int(new[row]))
-    takes = (new_there & ~there) | ((new_there == there) & (held == UNKNOWN))
-    held[takes] = new[takes]
+    np.maximum(held, new, out=held)  # unknown ones are below all others

@@ -182,7 +182,7 @@ class Routes(Cells):
         """The union of these routes and ``others``, parts of one sequence in any order, by position and layer.
 
         A cell known in several parts must be the same in all of them, and a row's known weights versions must be equal;
-        so merging a part again changes nothing. Positions between the parts are missing.
+        so merging a part again changes nothing. Positions between the parts are missing. A missing row has no version.
 
         There must be a proof that they are of one sequence (:mod:`kvroute.routes.token_hash` has the rule): ``tokens``
         ``[n]``, to which this binds all of them, or token hashes. The result has the hashes that hold for the whole.
@@ -236,12 +236,13 @@ class Routes(Cells):
 
         There must be a token for every position up to :attr:`stop`; one more is usual, because the last sampled token
         has no row. With ``counts`` they are bound only to hashes of that many first tokens each. :class:`RowError` for
-        too few tokens, and if the routes are already bound to other tokens of the same number.
+        too few tokens, and if the routes are already bound to other tokens, by a hash of at most as many.
         """
         given = token_ids(tokens, self.stop)
-        hashes = token_hashes(given, [len(given)] if counts is None else counts)
+        wanted = {len(given)} if counts is None else set(counts)
+        hashes = token_hashes(given, wanted.union(count for count, _ in self.token_hashes if count <= len(given)))
         joined = joined_hashes((*self.token_hashes, *hashes))
-        return self._with(token_hashes=joined if counts is None else hashes)
+        return self._with(token_hashes=joined if counts is None else tuple(h for h in hashes if h[0] in wanted))
 
     def validate(
         self, tokens: ArrayLike | None = None, *, rows: int | None = None, loss_mask: ArrayLike | None = None

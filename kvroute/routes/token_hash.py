@@ -91,7 +91,7 @@ def of_one_sequence(parts: Sequence[tuple[int, tuple[TokenHash, ...]]]) -> tuple
     :class:`RowError` unless each part is tied to those that end later.
     """
     joined_hashes(each for _, hashes in parts for each in hashes)
-    (last, first), *others = sorted(parts, key=lambda part: (part[0], part[1][-1:]), reverse=True)
+    (last, first), *others = sorted(parts, key=lambda part: (part[0], part[1][::-1]), reverse=True)
     found = dict(first)
     for end, hashes in others:
         shown = max((count for count, digest in hashes if found.get(count) == digest), default=0)

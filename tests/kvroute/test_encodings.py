@@ -135,7 +135,7 @@ def test_a_huge_claim_costs_nothing(encoding: str, rows: int) -> None:
 
 
 def _npy(header: str, body: bytes, version: bytes = b"\x01\x00") -> str:
-    text = header.encode().ljust(117) + b"\n"
+    text = header.encode("latin-1").ljust(117) + b"\n"
     return b64encode(b"\x93NUMPY" + version + len(text).to_bytes(2, "little") + text + body).decode()
 
 
@@ -148,6 +148,7 @@ def _npy(header: str, body: bytes, version: bytes = b"\x01\x00") -> str:
         (_npy("{'descr': '|u1', 'fortran_order': False, 'shape': (4,), }", b"\0" * 4), "three dimensions"),
         (_npy("{'descr': '|u1', 'fortran_order': False, 'shape': (1, 1, 4), }", b"\0" * 4), r"shape: wanted \(rows, 2"),
         (_npy("{'descr': '|u1', 'fortran_order': False, 'shape': (2, 2, 2), }", b"\0" * 4), "data: wanted 8 bytes"),
+        (_npy("{'descr': '\x8cu1', 'fortran_order': False, 'shape': (1, 2, 2), }", b"\0" * 4), "dtype: wanted |u1"),
         (_npy("__import__('os')", b""), "three dimensions"),
         (_npy("{}", b"", b"\x02\x00"), "version 1.0"),
         (b64encode(b"\x93NUMPY\x01\x00\xff\xff").decode(), "header of at most"),

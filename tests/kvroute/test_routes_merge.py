@@ -6,6 +6,7 @@ Rows prove nothing: those of two prompts may be equal at every position, as they
 
 from __future__ import annotations
 
+from itertools import permutations
 from typing import Any
 
 import numpy as np
@@ -58,17 +59,16 @@ def test_merging_is_the_union_whatever_the_order(given_parts: tuple[Shape, list[
     if there:
         assert (merged.start, merged.stop) == (min(p.start for p in there), max(p.stop for p in there))
     told = [cells_of(shape, p.slice(a, b)) for p in there for a, b, _ in p.weights_versions]
-    for position in range(merged.start, merged.stop):  # a version is known if any part has it
-        known = {v for p in there for a, b, v in p.weights_versions if a <= position < b}
+    for position in range(merged.start, merged.stop):
         cells = {cell for cell in expected if cell[0] == position}
         lacks = cells.difference(*told)
         rows = [p for p in there if p.start <= position < p.stop and p.some[position - p.start]]
         sure = {v for p in rows for a, b, v in p.weights_versions if a <= position < b}
         found = {v for a, b, v in merged.weights_versions if a <= position < b}
-        assert found == (set() if lacks else sure if cells else known)
+        assert found == (set() if lacks or not cells else sure)
     again = list(parts)
     shuffler.shuffle(again)
-    folded = again[0].bind(TOKENS)
+    folded = again[0].merge(tokens=TOKENS)
     for part in again[1:]:
         folded = folded.merge(part, tokens=TOKENS)
     assert set(positions_of(folded)) <= set(positions_of(merged))
@@ -130,6 +130,19 @@ def test_a_row_of_other_weights_is_a_conflict_even_with_equal_ids() -> None:
         first.merge(second, tokens=range(4))
 
 
+def test_a_missing_row_has_no_weights() -> None:
+    """Goal: turns of a rollout across an update of the weights are merged, whatever both lack. Method: each says one
+    version of all its rows; one row is missing in both, or in all but the last, in every order."""
+    old = SHAPE.routes(0, [True, False, True], versions=((0, 3, 1),))
+    new = SHAPE.routes(0, [False, False, True, True], versions=((0, 2, 2), (2, 3, 1), (3, 4, 2)))
+    late = SHAPE.routes(1, [True], versions=((1, 2, 3),))
+    for parts in permutations((old, new)):
+        assert parts[0].merge(*parts[1:], tokens=TOKENS).weights_versions == ((0, 1, 1), (2, 3, 1), (3, 4, 2))
+    for parts in permutations((old, new, late)):
+        merged = parts[0].merge(*parts[1:], tokens=TOKENS)
+        assert merged.weights_versions == ((0, 1, 1), (1, 2, 3), (2, 3, 1), (3, 4, 2))
+
+
 def test_parts_of_other_models_are_refused() -> None:
     one = SHAPE.whole(3)
     for other in (Shape(layer_ids=(0, 4)), Shape(num_experts=301), Shape(num_layers=7), Shape(top_k=2)):
@@ -184,6 +197,17 @@ def test_equal_rows_tie_nothing() -> None:
     assert deltas[0].merge(*deltas[1:]) == bound_to(whole, TOKENS, 1, 5, 9, 13)
 
 
+@pytest.mark.parametrize(
+    "parts", [((2, [2]), (1, [2, 4, 7]), (1, [0, 7])), ((1, [1]), (0, [3, 4, 5]), (0, [1, 2, 5]))], ids=["tie", "hash"]
+)
+def test_parts_with_the_same_last_row_and_hash_come_in_any_order(parts: Any) -> None:
+    """Goal: the order of parts does not matter. Method: of two parts that end alike, only one has the hash that ties
+    both to the third, or that the whole may have beside the third's; every order."""
+    made = [bound_to(SHAPE.whole(rows), TOKENS, *counts) for rows, counts in parts]
+    merged = [one.merge(*others) for one, *others in permutations(made)]
+    assert all(each == merged[0] for each in merged)
+
+
 def test_a_weights_version_wants_proof_like_a_row() -> None:
     """Goal: every row has the version that made it. Method: rows of one prompt that were all there are bound, and have
     no versions; beside them the same rows, which another prompt may have made, have one."""
@@ -200,6 +224,10 @@ def test_binding_to_fewer_counts_does_not_hide_other_tokens() -> None:
     assert bound.bind(TOKENS, [5, 7]).token_hashes == token_hashes(TOKENS, [5, 7])
     with pytest.raises(RowError, match="hash of the first 6 tokens"):
         bound.bind([*TOKENS[:5], 0, 0], [5, 6])
+    for counts in ([5], [7], [], None):  # the hash that they have is not among those asked for
+        with pytest.raises(RowError, match="hash of the first 6 tokens"):
+            bound.bind([9, *TOKENS[1:7]], counts)
+    assert bound.bind(TOKENS[:5], [5]).token_hashes == token_hashes(TOKENS, [5])  # of six tokens nothing is said
 
 
 def test_a_hash_of_fewer_tokens_than_rows_does_not_bind_them() -> None:

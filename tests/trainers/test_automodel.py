@@ -106,6 +106,18 @@ def test_gates_of_another_model_are_left_alone() -> None:
         assert all(torch.equal(a, b) for (_, a), (_, b) in zip(other(hidden), plain, strict=True))
 
 
+def test_one_replay_of_a_model_at_a_time() -> None:
+    """Goal: no gate stops replaying in the middle of a block. Method: a second block of the same gates is refused and
+    leaves the first one's rows; after it another is entered."""
+    model, hidden = Model(), torch.randn(6, HIDDEN)
+    with nemo_rl.automodel(model, rows()):
+        with pytest.raises(ReplayError, match="no replay or recording"), nemo_rl.automodel(model, rows().flip(0)):
+            pytest.fail("the block was entered")
+        assert torch.equal(model(hidden)[0][1], rows()[:, 0])
+    with nemo_rl.automodel(model, rows().flip(0)):
+        assert torch.equal(model(hidden)[0][1], rows().flip(0)[:, 0])
+
+
 def test_rows_that_do_not_fit_are_refused() -> None:
     """Goal: nothing is replayed by a refused call. Method: every misfit, and a model without replay."""
     model = Model()
