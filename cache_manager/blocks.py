@@ -172,21 +172,21 @@ class AuxBlocks(Landing, Fed):
         """The engine has given these blocks out: nothing in them is readable. Returns their new generations ``[n]``.
 
         A caller that chooses the ``generations`` tells readers of them; each must be larger than the one before. A
-        block that cannot be given out is dropped and counted: its generation is 0 in the answer.
+        block that cannot be given out is dropped, counted, 0 in the answer; if it is in that generation, its rows go.
         """
         table = self._device
         if generations is None and isinstance(blocks, list) and not blocks:  # engines ask for room for every token
             return np.empty(0, np.int64)
         with self._lock:
-            ids, good = table.known(blocks)
-            lives = table.generations.take(ids, mode="clip") + 1
+            ids, known = table.known(blocks)
+            lives, good = table.generations.take(ids, mode="clip") + 1, known.copy()
             if generations is not None:
-                given = integers(generations, "generations", "one integer for each block", n=ids.size)
-                good &= (given >= lives) & (given < GENERATION_END)
-                lives = given
+                least, lives = lives, integers(generations, "generations", "one integer for each block", n=ids.size)
+                good &= (lives >= least) & (lives < GENERATION_END)
             if table.fences:
                 good[good] = ~table.fenced(ids[good])
             if count(good) != ids.size:
+                table.forget(ids[known & (table.generations.take(ids, mode="clip") == lives)])  # another caller's life
                 self._bad("stale_blocks", ids[~good], "renew", "block ids, and generations larger than before")
                 table.renew(ids[good], lives[good])
                 return np.where(good, lives, 0)
@@ -297,13 +297,13 @@ class AuxBlocks(Landing, Fed):
         table, index = self._table(tier), self.layout.index(name)
         ids = table.ids(blocks)
         held, window = window_of(ids.size, start, stop, table.tokens)
-        ids, copied = ids[held], None
+        ids = ids[held]
         if generations is not None:
             generations = integers(generations, "generations", "one integer for each block")
             if generations.size < held.stop:
                 raise InvalidInputError("generations", f"one for each of {held.stop} blocks", generations.size)
-        if publish.STORES_ARE_ORDERED and not self._lock.torn:  # else the lock may have to be mended first
-            copied = self._gathered(table, index, ids)
+        unlocked = publish.STORES_ARE_ORDERED and not self._lock.torn  # else the lock may have to be mended first
+        copied = self._gathered(table, index, ids) if unlocked else None
         with self._lock:
             rows, bits, words = copied or publish.gather(table.region, index, ids, locked=True)
             if generations is not None:

@@ -114,10 +114,10 @@ class Ends:
     def make_room(self, name: str, group: str | None) -> Future[None]:
         """Delete the routes that earlier requests of this name have left, or are leaving; done after that."""
         done = Future[None]()
+        self._left.begins(name, group)
         with self._lock:
             earlier = list(self._pending.get(name, ()))
         if not earlier and self._left.has_room(name):  # this asks no store of another process
-            self._left.untell(name, group)
             done.set_result(None)
             return done
 

@@ -64,7 +64,7 @@ class LeftRoutes:
         self._store = store
         self._lock = threading.Lock()
         self._siblings: dict[str, dict[str, dict[str, Any]]] = {}
-        self._under_way: dict[str, set[str]] = {}  # names by group
+        self._under_way: dict[str, list[str]] = {}  # names by group; twice, if one begins before another has ended
         self._quiet: OrderedDict[str, int] = OrderedDict()  # groups without any, and the bytes of their data
 
     def has_room(self, name: str) -> bool:
@@ -76,27 +76,30 @@ class LeftRoutes:
             return False
 
     def make_room(self, name: str, group: str | None) -> None:
-        """A request of this name begins: remove the routes, and the told data, of an earlier one.
+        """Remove the routes, and the told data, of an earlier request of this name.
 
         The earlier one may have the same tokens but other weights. A client may look for routes by the name as soon as
         a front end has ended the request, which is before the engine knows.
         """
-        self.untell(name, group)
+        self._untell(name, group)
         try:
             if (left := self._store.find(name)) is not None:
                 self._store.delete(left)
         except KVRouteError as error:
             logger.warning("a rollout %s that may be of an earlier request cannot be deleted: %s", name, error)
 
-    def untell(self, name: str, group: str | None) -> None:
-        """A request of this name begins: drop the data of an earlier one from its group."""
-        if group is None:
-            return
+    def begins(self, name: str, group: str | None) -> None:
+        """A request of this name is under way, until it has its data or is :meth:`unanswered`."""
+        if group is not None:
+            self._untell(name, group)
+            with self._lock:
+                self._under_way.setdefault(group, []).append(name)
+                self._quiet.pop(group, None)
+
+    def _untell(self, name: str, group: str | None) -> None:
         with self._lock:
-            for told in self._siblings.get(group, {}).values():
+            for told in self._siblings.get(group, {}).values() if group is not None else ():
                 told.pop(name, None)
-            self._under_way.setdefault(group, set()).add(name)
-            self._quiet.pop(group, None)
 
     def unanswered(self, name: str, group: str | None) -> None:
         """The request of this name has ended without an answer."""
@@ -106,7 +109,8 @@ class LeftRoutes:
 
     def _over(self, name: str, group: str) -> None:
         """Forget the oldest groups that are done, where there are too many; held: _lock."""
-        (names := self._under_way.get(group, set())).discard(name)
+        if name in (names := self._under_way.get(group, [])):
+            names.remove(name)
         if not names:
             self._under_way.pop(group, None)
             if (told := self._siblings.get(group)) is not None:

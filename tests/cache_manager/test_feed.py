@@ -115,6 +115,26 @@ def test_rows_after_a_batch_that_ended_are_not_of_an_older_life(how: str, monkey
         assert (engine.read("routing", [0], generations=feed.generations[[0]]).values == rows).all()
 
 
+def test_an_engine_that_renews_beside_its_feed_hands_out_no_row_of_its_own_lives() -> None:
+    """Goal: a reader who has a generation from the scheduler gets no row of an earlier life. Method: the engine renews
+    a block by itself and writes it; the scheduler's next life has the same generation."""
+    with new_engine() as engine:
+        feed = BlockFeed(blocks=BLOCKS)
+        feed.renew([0, 1])
+        engine.apply(feed.take())
+        engine.renew([0])
+        fill(engine, 0, "its own")
+        rows = fill(engine, 1, "the feed's")
+        lives = [*feed.renew([0]), feed.generations[1]]
+        engine.apply(feed.take())
+        found = engine.read("routing", [0, 1], generations=lives)
+        assert found.valid.tolist() == [False] * TOKENS + [True] * TOKENS
+        np.testing.assert_array_equal(found.values[TOKENS:], rows)
+        assert engine.counters.stale_blocks == 1
+        rows = fill(engine, 0, "the feed's, too")
+        np.testing.assert_array_equal(engine.read("routing", [0], generations=lives[:1]).values, rows)
+
+
 def test_an_operation_that_cannot_be_done_is_counted_and_the_others_are_done() -> None:
     """Goal: one mistake costs only its own operation. Method: a persist without a store, between two good
     operations."""

@@ -3,6 +3,7 @@ request."""
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -148,3 +149,40 @@ def test_the_last_member_of_a_group_has_the_data_of_all(engine: Callable[..., To
     arrive(toy, "1_r", "r-1")  # the same id again, in an engine whose ids have nothing random
     assert told("0_r", "r-1") == ["0_r"]
     assert told("1_r", "r-1") == ["0_r", "1_r", "2_r", "3_r"]
+
+
+class Elsewhere:
+    """A rollout store in another process, which is slow to say what it has."""
+
+    def __init__(self, store: RolloutStore) -> None:
+        self.store, self.answers = store, threading.Event()
+
+    def find(self, name: str) -> Any:
+        assert self.answers.wait(60)
+        return self.store.find(name)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.store, name)
+
+
+def test_a_request_that_ends_before_it_is_ready_holds_no_siblings_rows_back(engine: Callable[..., Toy]) -> None:
+    """Goal: the last completion's answer has the rows of all. Method: three of one prompt; one is done, one is aborted
+    while a slow store is asked for an earlier request of its name, then the last one is done."""
+    toy = engine()
+    toy.ask("before", TOKENS)
+    assert toy.scheduler._ends is not None
+    left = toy.scheduler._ends._left
+    left._store = slow = Elsewhere(left._store)  # type: ignore[assignment]
+    slow.answers.set()
+    arrive(toy, "0_r", "r")
+    arrive(toy, "1_r", "r")
+    first = told_of(toy.scheduler.finished("0_r", toy.table, 6, Tokens(TOKENS, 3), group="r"))
+    slow.answers.clear()
+    toy.scheduler.arrived("2_r", "2_r", "r")
+    assert not toy.scheduler.ready("2_r")
+    room = toy.scheduler._rooms["2_r"]
+    toy.scheduler.unanswered(toy.scheduler.forget("2_r"), "2_r", "r")
+    slow.answers.set()
+    room.result(60)
+    last = told_of(toy.scheduler.finished("1_r", toy.table, 6, Tokens(TOKENS, 3), group="r"))
+    assert [sorted(each["kvroute"]["rollouts"]) for each in (first, last)] == [["0_r"], ["0_r", "1_r"]]

@@ -150,12 +150,12 @@ def test_completions_that_are_all_done_are_not_kept(monkeypatch: pytest.MonkeyPa
 
         monkeypatch.setattr("kvroute.connector.left.QUIET_NBYTES_MAX", 9 * len(says("0_a", "a")["0_a"]) // 2)
         for name, group in (("0_slow", "slow"), ("1_slow", "slow"), ("0_gone", "gone"), ("1_gone", "gone")):
-            engine.untell(name, group)
+            engine.begins(name, group)
         says("0_slow", "slow")
         says("0_gone", "gone")
         for i in range(20):
             for name in (f"0_r{i}", f"1_r{i}"):
-                engine.untell(name, f"r{i}")
+                engine.begins(name, f"r{i}")
                 told = says(name, f"r{i}")
             assert sorted(told) == [f"0_r{i}", f"1_r{i}"]
         assert set(engine._siblings) == {"slow", "gone", "r18", "r19"}

@@ -13,6 +13,7 @@ from stopped import EVERY, is_stopped
 
 from cache_manager.ports import StorageBackend
 from cache_manager.storage import open_store
+from cache_manager.storage.file import FileReader, FileStore
 from cache_manager.testing.records import BOTH, LAYOUT, Content, header_of, held, key_of, offer, payload_of
 
 URLS = {
@@ -65,6 +66,26 @@ def test_a_call_that_is_interrupted_leaves_no_lock_taken(name: str, url: str, tm
         rmtree(tmp_path / str(at), ignore_errors=True)
         at += EVERY
     assert at > 1 + EVERY * (url != "memory"), "it was never interrupted"
+
+
+@pytest.mark.parametrize("name", ["put", "delete"])
+def test_a_call_that_is_made_again_after_an_interruption_is_done(name: str, tmp_path: Path) -> None:
+    """Goal: what a put says is stored is there, for readers too, and what was deleted does not come back when the store
+    is opened again. Method: a file store's call is interrupted at each possible place, and made again."""
+    at, stopped = 1, True
+    while stopped:
+        with FileStore(path := tmp_path / str(at), quota_nbytes=1 << 20) as store, FileReader(path) as reader:
+            offer(store, [(n, X) for n in range(6)], replace=False)
+            assert reader.contains(KEYS) == [True, True, False]
+            stopped = is_stopped(partial(CALLS[name], store), at)
+            CALLS[name](store)
+            there = [name == "put", True, name == "put"]
+            assert store.contains(KEYS) == reader.contains(KEYS) == there, at
+            assert held(store, [0, 7]) == held(reader, [0, 7]), at
+        with FileStore(path, quota_nbytes=1 << 20) as store:
+            assert store.contains(KEYS) == there, at
+        rmtree(path)
+        at += EVERY
 
 
 def _caught(call: Callable[[], None], errors: list[BaseException]) -> None:

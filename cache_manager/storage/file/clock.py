@@ -26,29 +26,26 @@ class Clock:
         self.hand = (0, 0)
         self.extents.remove(extent)
 
-    def take_free(self, count: int) -> list[Run]:
-        """``count`` slots that hold nothing, or as many as there are."""
-        taken: list[Run] = []
+    def take_free(self, count: int, taken: list[Run]) -> None:
+        """Add ``count`` slots that hold nothing to those ``taken``, or as many as there are."""
         for extent in self.extents:
             while count and extent.free_at < extent.slots and (run := extent.take_free(count)):
                 taken.append((extent, *run))
                 count -= run[1]
-        return taken
 
-    def take_unused(self, count: int) -> list[Run]:
-        """``count`` slots of the least used records, or as many as there are; the records are served no more."""
-        taken: list[Run] = []
+    def take_unused(self, count: int, taken: list[Run]) -> None:
+        """As :meth:`take_free`, slots of the least used records; the records are served no more."""
         place, at = self.hand
         for _ in range((USES_MAX + 1) * len(self.extents) + 1):
             if place >= len(self.extents):
                 place, at, self.turned = 0, 0, True
             extent = self.extents[place]
-            while count and (run := extent.take_unused(at, count)):
+            while count and (run := extent.find_unused(at, count)):
                 taken.append((extent, *run))
+                extent.forget(*run)  # last: if this is interrupted, its head is erased
                 count -= run[1]
                 at = sum(run)
             if not count:
                 break
             place, at = place + 1, 0
         self.hand = (place, at)
-        return taken

@@ -182,13 +182,11 @@ class Extent:
             self.use_bytes[run[0] : self.free_at] = bytes([BLANK]) * run[1]
         return run
 
-    def take_unused(self, start: int, count: int) -> tuple[int, int] | None:
-        """As ``take_free``, of records without a use left, from ``start`` on; records passed over lose one use."""
+    def find_unused(self, start: int, count: int) -> tuple[int, int] | None:
+        """As :meth:`find`, records without a use left; records passed over lose one use."""
         run = self.find(0, start, count)
         stop = run[0] if run else self.slots
         self.use_bytes[start:stop] = self.use_bytes[start:stop].translate(_PASSED)
-        if run:
-            self.forget(*run)
         return run
 
     def release(self, start: int, count: int) -> None:

@@ -33,6 +33,7 @@ class KeyIndex:
 
     def __init__(self) -> None:
         self._extents: dict[int, Extent] = {}
+        self._torn = False  # the chains are being made
         self._make_buckets(_BUCKETS_MIN)
 
     @property
@@ -45,13 +46,20 @@ class KeyIndex:
             extent.ordinal = next(i for i in range(1, len(self._extents) + 2) if i not in self._extents)
             self._extents[extent.ordinal] = extent
         slots = sum(extent.slots for extent in self.extents)
-        if slots > len(self._firsts):
-            self._make_buckets(slots)
+        if slots > len(self._firsts) or self._torn:
+            self._torn = True
+            self._make_buckets(max(slots, len(self._firsts)))
             extents = self.extents
         twice = self._twice() if any(extent.ticks.any() for extent in extents) else ()
         for extent in extents:
             is_served = (extent.uses <= USES_MAX).tobytes()
             self._link(extent, compress(extent.numbered(0, extent.slots), is_served), twice, older)
+        self._torn = False
+
+    def mend(self, older: list[Run]) -> None:
+        """After a :meth:`join` that was interrupted: make the chains again."""
+        if self._torn:
+            self.join((), older)
 
     def leave(self, extent: Extent) -> None:
         """Remove an extent from the index."""

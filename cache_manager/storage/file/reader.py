@@ -141,7 +141,8 @@ class Shelf(ClosingStore):
                     vector = [part for room in rooms for part in (room, pad)][:-1]
                 whole = count * step - len(pad)
                 if read_all(self._disk, extent.fd, vector, extent.payload_at(local), whole) == whole:
-                    absence, now = None, self._heads_now(extent, local, count)
+                    absence = None
+            now = self._heads_now(extent, local, count)
         except OSError:
             absence = Absence.MISS  # for now
         if absence is None:
@@ -153,6 +154,8 @@ class Shelf(ClosingStore):
         if count > 1:
             each = ((local + k, heads[k * size : (k + 1) * size], [i]) for k, i in enumerate(wanted))
             return sum(self._read(extent, *one, buffers, found) for one in each) > 0
+        if absence is Absence.CORRUPT and now != heads:
+            return True  # the key may have a record of another size now
         found[wanted[0]] = absence
         if fits:
             with self.lock:
@@ -264,8 +267,9 @@ class FileReader(Shelf):
         lost = [extent for extent in extents.values() if extent.lost and abs(self._clock() - self._lost_at) >= _AGAIN_S]
         if changes == [] and not lost:
             return False
+        opened: list[Extent] = []
         if changes is None or not all(count for *_, count in changes):
-            self._look_at_files(extents.values())
+            opened = self._look_at_files(extents.values())
         if changes is None:
             changes = [(number, 0, extent.slots) for number, extent in extents.items()]
         runs = [(extent, first, count) for number, first, count in changes if (extent := extents.get(number))]
@@ -275,14 +279,19 @@ class FileReader(Shelf):
         news: dict[Extent, list[NDArray[np.int64]]] = {}
         for extent, first, count in runs:
             news.setdefault(extent, []).append(np.arange(first, min(first + count, extent.slots)))
+        held: list[tuple[Extent, int, bytearray]] = []
         for extent, slots in news.items():
             for run in runs_of(np.unique(np.concatenate(slots))):
-                self._read_on(extent, *run)
+                held += self._read_on(extent, *run)
+        with self.lock:
+            self.index.join(opened, [])
+            for extent, start, heads in held:
+                self.index.hold(extent, start, heads, ANY, [])
         self._seen = seen
         return True
 
-    def _look_at_files(self, known: Collection[Extent]) -> None:
-        """Close dropped extents, serve new ones."""
+    def _look_at_files(self, known: Collection[Extent]) -> list[Extent]:
+        """Close dropped extents; the new ones, with their heads."""
         assert self._directory is not None
         gone = [extent for extent in known if not os.fstat(extent.fd).st_nlink]
         names = {extent.name for extent in known if extent not in gone}  # a new one may have its name
@@ -292,18 +301,22 @@ class FileReader(Shelf):
         with self.lock:
             for extent in gone:
                 self.index.leave(extent)
-            self.index.join(opened, [])
+        return opened
 
-    def _read_on(self, extent: Extent, first: int, count: int) -> None:
-        """Serve what is new in slots, as far as the disk gives it; the writer takes an older copy's head away."""
-        raw = bytearray(count * extent.head_nbytes)
+    def _read_on(self, extent: Extent, first: int, count: int) -> list[tuple[Extent, int, bytearray]]:
+        """Let go of what is gone from slots; the heads that are new in them, as far as the disk gives them.
+
+        They are served when all is gone that is: a record that was deleted before its writer was opened anew may have a
+        higher tick than the next one of its key. The writer takes an older copy's head away.
+        """
+        size = extent.head_nbytes
+        raw = bytearray(count * size)
         extent.load(self._disk, first, raw)
         ticks = np.frombuffer(raw, np.uint8).reshape(count, -1)[:, :8].view("<u8")[:, 0]
         with self.lock:
-            if extent.ordinal:
-                changed = np.flatnonzero(extent.ticks[first : first + count] != ticks)
-                for at, some in runs_of(changed[ticks[changed] == 0]):
-                    self.index.release(extent, first + at, some)
-                for at, some in runs_of(changed[ticks[changed] > 0]):
-                    some_heads = raw[at * extent.head_nbytes : (at + some) * extent.head_nbytes]
-                    self.index.hold(extent, first + at, some_heads, ANY, [])
+            changed = np.flatnonzero(extent.ticks[first : first + count] != ticks)
+            changed = changed if extent.ordinal else changed[:0]
+            for at, some in runs_of(changed):
+                self.index.release(extent, first + at, some)
+        new = runs_of(changed[ticks[changed] > 0])
+        return [(extent, first + at, raw[at * size : (at + some) * size]) for at, some in new]

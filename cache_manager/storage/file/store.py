@@ -116,6 +116,8 @@ class FileStore(Shelf):
             with self.guard.lock():
                 self.guard.check()
                 self.calls += 1
+                self.index.mend(self._unsure)
+                self._forget_unsure()
                 held = self._held(older := self.index.find(keys))
             groups = self._wanted(headers, payloads, held, replace)
             evicted, may_lose = self._evicted, bool(held) or len(groups) > 1
@@ -136,9 +138,10 @@ class FileStore(Shelf):
         with self._writing:
             with self.guard.lock():
                 self.guard.check()
-                for _, extent, start, count in (found := self.index.find(wanted)):
-                    extent.forget(start, count)
-                    self._unsure.append((extent, start, count))
+                self.index.mend(self._unsure)
+                found = self.index.find(wanted)
+                self._unsure += [(extent, start, count) for _, extent, start, count in found]
+                self._forget_unsure()
                 lost = any(extent.lost for extent in self.index.extents)
             with self._saying("delete a record"):
                 self._erase()
@@ -226,8 +229,9 @@ class FileStore(Shelf):
         if self._unsure:
             with suppress(OSError):  # their slots stay taken
                 self._erase()
-        runs, at = self._take(layout, len(headers)), 0
+        runs, at = list[Run](), 0
         try:
+            self._take(layout, len(headers), runs)
             while runs:
                 extent, start, count = runs[0]
                 some = headers[at : at + count]
@@ -237,10 +241,10 @@ class FileStore(Shelf):
                 with self.lock:
                     extent.used_at = self.calls
                     self.index.hold(extent, start, heads, again, self._unsure)
+                self._directory.tell(extent.shape.number, start, count)
                 runs.pop(0)
                 at += count
                 held |= {header.key: header for header in some}
-                self._directory.tell(extent.shape.number, start, count)
                 if again and self._unsure:
                     self._erase()
         except OSError as error:
@@ -249,15 +253,20 @@ class FileStore(Shelf):
         finally:
             self._unsure += runs
 
+    def _forget_unsure(self) -> None:
+        """Serve nothing that is to be erased: a call that was interrupted may have left it served. Held: both locks."""
+        for run in self._unsure:
+            Extent.forget(*run)
+
     def _erase(self) -> None:
         """Erase the heads of forgotten records, so that none comes back; ``OSError``. Held: writing."""
         while self._unsure:
             extent, start, count = self._unsure[-1]
             extent.write_heads(self._disk, start, bytes(count * extent.head_nbytes))
             self._directory.tell(extent.shape.number, start, count)
-            self._unsure.pop()
             with self.lock:
                 self.index.release(extent, start, count)
+            self._unsure.pop()
 
     def _sync_all(self, extents: Iterable[Extent]) -> None:
         """Make names and bytes durable; a file that cannot be synced stays dirty."""
@@ -277,28 +286,24 @@ class FileStore(Shelf):
 
     # Room.
 
-    def _take(self, layout: Layout, count: int) -> list[Run]:
-        """Slots for records of a layout, as many as there is room for. Held: writing."""
+    def _take(self, layout: Layout, count: int, runs: list[Run]) -> None:
+        """Add slots for records of a layout to ``runs``, as many as there is room for. Held: writing."""
         clock = self._clocks.get(layout) or self._new_clock(layout)
         if clock.turned:
             idle, turned_at = self._oldest(clock), clock.turned_at
             clock.turned, clock.turned_at = False, self.calls  # first: what cannot go may stay a turn
             if idle and idle.used_at < turned_at:
                 self._drop(idle)
-        runs = clock.take_free(count)
-        try:
-            while (short := count - sum(run[2] for run in runs)) and self._grow(layout, clock):
-                runs += clock.take_free(short)
-        except BaseException:
-            self._unsure += runs
-            raise
+        clock.take_free(count, runs)
+        while (short := count - sum(run[2] for run in runs)) and self._grow(layout, clock):
+            clock.take_free(short, runs)
         if short and clock.extents:
             with self.lock:
-                runs += (evicted := clock.take_unused(short))
-            self._evicted += sum(run[2] for run in evicted)
+                clock.take_unused(short, runs)
+            self._evicted += short - (count - sum(run[2] for run in runs))
         if not clock.extents:
             del self._clocks[layout]
-        return [run for run in runs if run[0].ordinal]  # without slots of extents dropped meanwhile
+        runs[:] = [run for run in runs if run[0].ordinal]  # without slots of extents dropped meanwhile
 
     def _new_clock(self, layout: Layout) -> Clock:
         clock = self._clocks[layout] = Clock(max(self._extent_nbytes, Shape(0, 1, layout).nbytes))
