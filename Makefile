@@ -78,7 +78,7 @@ test-demos: $(READY)
 		evicted_blocks update_rows_recomputed
 	$(MAKE) demo STORE=mooncake ARGS="--requests 12"
 	.ci/happened demo-output/demo.json restored_rows
-	$(MAKE) demo-pd ARGS="--requests 8"
+	$(MAKE) demo-pd ARGS="--requests 24"
 	.ci/happened demo-output/demo-pd.json ok transferred_rows transferred_blocks handovers clients_left \
 		swapped_out_rows cow_rows tokens_match blocks_returned
 

@@ -21,7 +21,7 @@ from cache_manager.errors import KVRouteError, RowError
 from cache_manager.keys import BlockKey, Namespace
 from cache_manager.ports import StorageBackend
 from kvroute.connector.answers import FIELD, START
-from kvroute.connector.ends import LATE_S, End, Ends
+from kvroute.connector.ends import End, Ends
 from kvroute.connector.fills import Fills, Request
 from kvroute.connector.left import LeftRoutes, Tokens
 from kvroute.connector.meter import Meter
@@ -33,6 +33,8 @@ from kvroute.witness import Run
 
 logger = logging.getLogger(__name__)
 
+HELD_S: Final = 1.0
+"""How long the scheduling thread waits at most for a store elsewhere, where an engine cannot ask again."""
 SENT_MAX: Final = 4
 """Steps that are remembered; the first of them stands for all earlier ones."""
 
@@ -126,11 +128,11 @@ class SchedulerRows:
     def ready(self, request_id: str, *, now: bool = False) -> bool:
         """Whether the request may be :meth:`matched`: the routes that an earlier one left under its name are gone.
 
-        With ``now``, for an engine that does not ask again, the call waits for that, but not longer than for rows.
+        With ``now``, for an engine that does not ask again, the call waits for that, at most :data:`HELD_S`.
         """
         if (room := self._rooms.get(request_id)) is not None:
             if now:
-                wait([room], 2 * LATE_S)
+                wait([room], HELD_S)
             if now or room.done():
                 del self._rooms[request_id]
         return request_id not in self._rooms
