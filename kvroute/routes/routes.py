@@ -182,7 +182,7 @@ class Routes(Cells):
         """The union of these routes and ``others``, parts of one sequence in any order, by position and layer.
 
         A cell known in several parts must be the same in all of them, and a row's known weights versions must be equal;
-        so merging a part again changes nothing. Positions between the parts are missing. A missing row has no version.
+        so merging a part again changes no row. Positions between the parts are missing. A missing row has no version.
 
         There must be a proof that they are of one sequence (:mod:`kvroute.routes.token_hash` has the rule): ``tokens``
         ``[n]``, to which this binds all of them, or token hashes. The result has the hashes that hold for the whole.
