@@ -15,9 +15,9 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -169,7 +169,6 @@ class Clients:
     outputs: dict[SampleId, Output] = field(default_factory=dict)
     _asked: dict[str, Conversation] = field(default_factory=dict)
     _engine: Engine | None = None
-    _work: list[Work] = field(default_factory=list)
 
     def serve(self, engine: Engine, turns: Callable[[Conversation], int]) -> None:
         """Run every conversation until it has had ``turns(conversation)`` turns, then return with the engine idle."""
@@ -190,13 +189,11 @@ class Clients:
                     asking.append(conversation)
         self._engine = None
 
-    def begin(self, work: list[Work]) -> None:
-        self._work = work
-        self.checker.begin(work)
-
-    def end(self) -> None:
-        self.checker.end()
-        for sequence, _, stop in self._work:
+    @contextmanager
+    def observe(self, work: list[Work]) -> Iterator[None]:
+        with self.checker.observe(work):
+            yield
+        for sequence, _, stop in work:
             request = sequence.request
             impatient = self._asked[request.id].gives_up and stop - len(request.prompt) >= ABORT_AFTER_TOKENS
             if impatient and self._engine is not None:
@@ -238,7 +235,7 @@ class Demo(Driver):
         try:
             with (
                 self.checker.watching(model),
-                Engine(model, self.options.engine, namespace, store=store, observer=clients) as engine,
+                Engine(model, self.options.engine, namespace, store=store, observer=clients.observe) as engine,
             ):
                 clients.serve(engine, turns)
                 engine.drain()
@@ -254,7 +251,7 @@ class Demo(Driver):
         asking = conversations(options.requests, options.seed)[:UPDATED_MAX]
         self.say("changing the weights during answers")
         namespace = Namespace("across an update", weights_version=0)
-        with checker.watching(model), Engine(model, options.engine, namespace, observer=checker) as engine:
+        with checker.watching(model), Engine(model, options.engine, namespace, observer=checker.observe) as engine:
             for client in asking:
                 engine.add(client.ask())
             while engine.busy:

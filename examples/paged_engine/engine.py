@@ -9,7 +9,9 @@ An engine belongs to one thread, and on a GPU to the stream that was current whe
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final, Protocol, Self
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, Final, Self
 
 import numpy as np
 import torch
@@ -38,16 +40,9 @@ if TYPE_CHECKING:
     from kvroute.capture.launched import LaunchedCapture
 
 STORE_WAIT_S: Final = 0.05
-
-
-class Observer(Protocol):
-    """Sees every forward pass. Its methods may call :meth:`Engine.abort`, and nothing else of the engine."""
-
-    def begin(self, work: list[Work]) -> None:
-        """The pass over ``work`` (its items back to back, then padding) is about to run."""
-
-    def end(self) -> None:
-        """The pass has run; its rows are not committed yet."""
+Observer = Callable[[list[Work]], AbstractContextManager[object]]
+"""Stands around every forward pass over its work (items back to back, then padding), and leaves before rows are
+committed. It may call :meth:`Engine.abort`, and nothing else of the engine."""
 
 
 class Engine:
@@ -67,7 +62,7 @@ class Engine:
         namespace: Namespace,
         *,
         store: StorageBackend | None = None,
-        observer: Observer | None = None,
+        observer: Observer = nullcontext,
     ) -> None:
         self.config, self._model, self._observer = config, model, observer
         self.spec = routing_spec_from_hf(model.config, config.block_tokens)  # type: ignore[arg-type]
@@ -223,12 +218,8 @@ class Engine:
         slots = np.full(size, PADDING)
         slots[: len(tokens)] = np.concatenate([context[w.start :] for w, context in zip(work, contexts, strict=True)])
         with self._capture.step(self.aux.begin_step, slots) as step:
-            if self._observer:
-                self._observer.begin(work)
-            with torch.inference_mode():
+            with self._observer(work), torch.inference_mode():
                 logits = self._forward(work, contexts, tokens).cpu().numpy()
-            if self._observer:
-                self._observer.end()
             step.write("weights_version", np.full(size, self.aux.namespace.weights_version, dtype=np.uint32))
         self.computed_tokens += len(tokens)
         for item, row in zip(work, logits, strict=True):

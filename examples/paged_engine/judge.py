@@ -96,26 +96,24 @@ class Checker:
         self._first: dict[str, dict[int, tuple[int, bytes]]] = {}  # owner -> position -> update and row
         self._differently: set[tuple[str, int]] = set()
         self._watch: RouterWatch
-        self._spans: list[tuple[str, tuple[int, ...], int]] = []
 
     @contextmanager
     def watching(self, model: nn.Module) -> Iterator[None]:
-        """For the passes of ``model`` that :meth:`begin` and :meth:`end` stand around."""
+        """For the passes of ``model`` that :meth:`observe` stands around."""
         self._watch = RouterWatch(model)
         try:
             yield
         finally:
             self._watch.close()
 
-    def begin(self, work: Sequence[Work]) -> None:
-        """A forward pass over ``work``, back to back, is about to run."""
+    @contextmanager
+    def observe(self, work: Sequence[Work]) -> Iterator[None]:
+        """Record the routers' choices in a pass over ``work``, back to back; the tokens after it are padding."""
         self._watch.forget()  # passes by others in between
-        self._spans = [(each.sequence.owner, tuple(each.sequence.tokens[: each.stop]), each.start) for each in work]
-
-    def end(self) -> None:
-        """The pass has run: record its routers' choices. The tokens after the work in the batch are padding."""
+        spans = [(each.sequence.owner, tuple(each.sequence.tokens[: each.stop]), each.start) for each in work]
+        yield
         rows = iter(self._watch.take())
-        for owner, tokens, start in self._spans:
+        for owner, tokens, start in spans:
             first = self._first.setdefault(owner, {})
             for position, digest in enumerate(_prefix_digests(tokens, start), start):
                 row = next(rows).tobytes()

@@ -12,6 +12,7 @@ import re
 import signal
 import subprocess
 import sys
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 
@@ -68,15 +69,15 @@ def test_a_pool_that_is_killed_in_mid_run_costs_time_and_no_row(
     """Goal: a failing cache never fails a request. Method: SIGKILL the lender and the master, after the restart."""
     with running_pool() as pool:
         passes = iter(range(10**6))
-        begin = Clients.begin
+        observe = Clients.observe
 
-        def begin_and_kill(clients: Clients, work: list[Work]) -> None:
+        def kill_and_observe(clients: Clients, work: list[Work]) -> AbstractContextManager[None]:
             if after_restart() and next(passes) == 3:
                 os.kill(pool.owner_pid, signal.SIGKILL)
                 os.kill(pool.master_pid, signal.SIGKILL)
-            begin(clients, work)
+            return observe(clients, work)
 
-        monkeypatch.setattr(Clients, "begin", begin_and_kill)
+        monkeypatch.setattr(Clients, "observe", kill_and_observe)
         console = io.StringIO()
         after_restart = lambda: "engine stopped" in console.getvalue()  # noqa: E731
         report = tmp_path / "numbers.json"

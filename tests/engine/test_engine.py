@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
-from engine_runs import NAMESPACE, PLAIN, TIGHT, Hook, assert_empty, assert_same, judged, requests_of, run
+from engine_runs import NAMESPACE, PLAIN, TIGHT, after, assert_empty, assert_same, judged, requests_of, run
 from torch import nn
 
 from cache_manager.errors import InvalidInputError
@@ -16,6 +18,7 @@ from paged_engine.engine import Engine
 from paged_engine.judge import Checker, Verdict
 from paged_engine.models import build_model
 from paged_engine.request import EngineConfig, FinishReason, Output, Request
+from paged_engine.scheduler import Work
 from paged_engine.sequence import State
 
 
@@ -84,12 +87,18 @@ def test_abort_at_any_time_leaves_nothing_behind(qwen: nn.Module, seed: int) -> 
     checker, states = Checker(), set()
     engine: Engine
 
-    def abort_one(*_: object) -> None:
+    def abort_one() -> None:
         if draw.random() < 0.2:
             engine.abort(draw.choice(requests).id)
 
-    watched = Hook(lambda work: (checker.begin(work), abort_one()), lambda: (checker.end(), abort_one()))
-    with checker.watching(qwen), Engine(qwen, TIGHT, NAMESPACE, observer=watched) as engine:
+    @contextmanager
+    def observe(work: list[Work]) -> Iterator[None]:
+        with checker.observe(work):
+            abort_one()
+            yield
+        abort_one()
+
+    with checker.watching(qwen), Engine(qwen, TIGHT, NAMESPACE, observer=observe) as engine:
         for request in requests:
             engine.add(request)
         outputs = []
@@ -143,7 +152,7 @@ def test_a_failing_pass_commits_nothing_and_the_engine_goes_on(qwen: nn.Module) 
 
     with Engine(qwen, PLAIN, NAMESPACE) as engine:
         plain = run(engine, requests)
-    with Engine(qwen, PLAIN, NAMESPACE, observer=Hook(on_end=fail)) as engine:
+    with Engine(qwen, PLAIN, NAMESPACE, observer=after(fail)) as engine:
         for request in requests:
             engine.add(request)
         outputs: list[Output] = []
@@ -164,12 +173,11 @@ def test_the_checker_sees_a_row_that_was_changed(qwen: nn.Module) -> None:
     checker = Checker()
 
     def tamper() -> None:
-        checker.end()
         if engine.steps == 6:
             rows = engine.aux.region("device").rows[engine.manager.table("r0#0")[0]]
             rows[0], rows[1] = int(rows[1]), int(rows[0])
 
-    with checker.watching(qwen), Engine(qwen, PLAIN, NAMESPACE, observer=Hook(checker.begin, tamper)) as engine:
+    with checker.watching(qwen), Engine(qwen, PLAIN, NAMESPACE, observer=after(tamper, checker.observe)) as engine:
         engine.add(replace(requests_of(1)[0], n=1))
         (output,) = engine.run()
     verdict = judged(checker, "qwen3_moe", {("r0", 0): output})
@@ -187,7 +195,7 @@ def test_rows_are_those_that_the_tokens_were_sampled_with() -> None:
     """
     model, checker = build_model("qwen3_moe", seed=0, vocab_size=text.VOCAB_SIZE), Checker()
     outputs, updates, config = list[Output](), [9, 40], replace(TIGHT, device_blocks=36, host_blocks=8)
-    with checker.watching(model), Engine(model, config, NAMESPACE, observer=checker) as engine:
+    with checker.watching(model), Engine(model, config, NAMESPACE, observer=checker.observe) as engine:
         for request in requests_of(8):
             engine.add(request)
         while engine.busy:

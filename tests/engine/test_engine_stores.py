@@ -27,7 +27,7 @@ def test_a_damaged_store_costs_time_and_never_a_row(qwen: nn.Module, tmp_path: P
     checker, restored, results = Checker(), [], []
     for life in range(3):
         store = open_store(url)
-        with checker.watching(qwen), Engine(qwen, TIGHT, NAMESPACE, store=store, observer=checker) as engine:
+        with checker.watching(qwen), Engine(qwen, TIGHT, NAMESPACE, store=store, observer=checker.observe) as engine:
             results.append(run(engine, requests_of(4)))
             restored.append(engine.manager.counters.restored_tokens)
             assert engine.manager.counters.store_failures == 0

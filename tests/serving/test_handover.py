@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from budget import examples
-from engine_runs import Hook
+from engine_runs import after
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
@@ -94,7 +94,7 @@ def pair(
             prefill.aux.forget([b for at, b in enumerate(prefill.manager.table(sequence.owner)) if at in lost])
 
     with (
-        PrefillEngine(MODEL, config, prefills, link=links[0], limits=LIMITS, observer=Hook(on_end=forget)) as prefill,
+        PrefillEngine(MODEL, config, prefills, link=links[0], limits=LIMITS, observer=after(forget)) as prefill,
         DecodeEngine(MODEL, config, NAMESPACE, link=links[1], limits=LIMITS) as decode,
     ):
         yield Pair(prefill, decode)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 
 from cache_manager.keys import Namespace
 from paged_engine import text
-from paged_engine.engine import Engine
+from paged_engine.engine import Engine, Observer
 from paged_engine.judge import Checker, SecondRun, Verdict
 from paged_engine.models import build_model
 from paged_engine.request import EngineConfig, Output, Request
@@ -51,18 +51,16 @@ def assert_empty(engine: Engine) -> None:
     assert engine.aux.in_flight == 0
 
 
-@dataclass
-class Hook:
-    """An observer made of two functions."""
+def after(act: Callable[[], None], observer: Observer = nullcontext) -> Observer:
+    """An observer that acts when ``observer`` has left a pass."""
 
-    on_begin: Callable[[Sequence[Work]], None] = field(default=lambda _: None)
-    on_end: Callable[[], None] = field(default=lambda: None)
+    @contextmanager
+    def observe(work: list[Work]) -> Iterator[None]:
+        with observer(work):
+            yield
+        act()
 
-    def begin(self, work: Sequence[Work]) -> None:
-        self.on_begin(work)
-
-    def end(self) -> None:
-        self.on_end()
+    return observe
 
 
 def assert_same(one: dict[tuple[str, int], Output], other: dict[tuple[str, int], Output]) -> None:
