@@ -52,16 +52,6 @@ class KVShape:
     def width(self) -> int:
         return self.heads * (self.k_dim + self.v_dim)
 
-    def spec(self, block_tokens: int) -> AuxBlockDataSpec:
-        """The row layout under which KV blocks are stored."""
-        return AuxBlockDataSpec(
-            "kv",
-            row_shape=(self.layers, self.width),
-            dtype=str(self.dtype).removeprefix("torch."),
-            block_tokens=block_tokens,
-            attrs={"heads": self.heads, "k_dim": self.k_dim, "v_dim": self.v_dim},
-        )
-
 
 class PagedKV:
     """Device and host KV blocks of one model, a :class:`~cache_manager.ports.KVBlocks`.
@@ -71,7 +61,9 @@ class PagedKV:
 
     def __init__(self, shape: KVShape, config: EngineConfig, device: torch.device | None = None) -> None:
         row = (config.block_tokens, shape.layers, shape.width)  # both tiers: [blocks, block_tokens, layers, width]
-        self.shape, self.spec = shape, shape.spec(config.block_tokens)
+        dims = {"heads": shape.heads, "k_dim": shape.k_dim, "v_dim": shape.v_dim}
+        dtype = str(shape.dtype).removeprefix("torch.")
+        self.shape, self.spec = shape, AuxBlockDataSpec("kv", row[1:], dtype, config.block_tokens, dims)
         self.device = torch.zeros((config.device_blocks, *row), dtype=shape.dtype, device=device)
         self.host = torch.zeros((config.host_blocks, *row), dtype=shape.dtype)
 

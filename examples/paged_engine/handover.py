@@ -129,7 +129,7 @@ class DecodeEngine(PeerEngine):
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
         self.crossed = Crossed()
-        self._under_way: dict[bytes, tuple[Sequence, int]] = {}  # with the first block that is fetched
+        self._under_way: dict[bytes, tuple[Sequence, range]] = {}  # with the numbers of its blocks that are fetched
 
     def add(self, request: Request, handover: Handover | None = None) -> None:
         """Queue a request; with ``handover`` one whose prompt another engine computes, or has computed."""
@@ -162,28 +162,27 @@ class DecodeEngine(PeerEngine):
 
     def _fetch(self, sequence: Sequence, handover: Handover) -> None:
         size, tokens = self.config.block_tokens, len(sequence.request.prompt) - 1
-        first = sequence.computed // size
-        blocks, lives = self._span(sequence, first, -(-tokens // size))
+        first, stop = sequence.computed // size, -(-tokens // size)
+        blocks, lives = self._span(sequence, first, stop)
         self.manager.hold(sequence.owner, handover.transfer.hex(), first)
-        self._under_way[handover.transfer] = sequence, first
+        self._under_way[handover.transfer] = sequence, range(first, stop)
         self.crossing.borrower.fetch(handover.transfer, handover.address, first, blocks, lives, tokens - first * size)
 
     def _land(self, came: Came) -> None:
         """The fetch is over: the sequence runs with what came, unless it has ended or was reset meanwhile."""
-        sequence, first = self._under_way.pop(came.transfer)
+        sequence, fetched = self._under_way.pop(came.transfer)
         self.manager.release(came.transfer.hex())
         self.crossed.transferred_blocks += len(came.kv)
         self.crossed.transferred_rows = self.aux.counters.rows_installed
         if sequence.state is not State.LANDING:
             return
-        size, tokens = self.config.block_tokens, len(sequence.request.prompt) - 1
-        places = range(first, -(-tokens // size))
-        gap = next((i for i in places if i in came.why or i not in came.kv), places.stop)
+        gap = next((i for i in fetched if i in came.why or i not in came.kv), fetched.stop)
+        first = gap * self.config.block_tokens
         sequence.become(State.RUNNING)
-        sequence.computed = min(tokens, gap * size)
+        sequence.computed = min(len(sequence.request.prompt) - 1, first)
         self.manager.publish(sequence.owner, sequence.request.prompt[: sequence.computed])
-        if gap < places.stop:
-            sequence.note = f"computed here from position {gap * size} on: {came.why.get(gap, 'it did not come')}"
+        if gap < fetched.stop:
+            sequence.note = f"computed here from position {first} on: {came.why.get(gap, 'it did not come')}"
 
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
         handover = sequence.handover

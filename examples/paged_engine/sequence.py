@@ -8,7 +8,7 @@ KV of another engine; others go on meanwhile.
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Annotated, Any
 
@@ -69,10 +69,10 @@ class Sequence:
     """Why a part of the handed-over prompt was computed again."""
     journal: RequestJournal | None = None
     """The rows from before the first loss of blocks, if there was one."""
-    owner: str = field(init=False)
 
-    def __post_init__(self) -> None:
-        self.owner = f"{self.request.id}#{self.sample}"
+    @property
+    def owner(self) -> str:
+        return f"{self.request.id}#{self.sample}"
 
     @property
     def rank(self) -> tuple[int, int]:
