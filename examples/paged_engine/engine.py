@@ -75,7 +75,7 @@ class Engine:
             namespace=namespace,
             store=store,
             kv=self.kv,
-            memory=config.memory,
+            memory="shared",
             jobs=config.jobs,
         )
         self._capture = self._capturing()
@@ -138,11 +138,10 @@ class Engine:
             self.steps += 1
             self._idle_steps = 0
         elif self.scheduler.unfinished and not self.waits:
+            self._idle_steps += 1  # a lone sequence that swapped itself out comes back in the next step
             if self.manager.in_flight:  # nothing to compute until the store has answered
                 self.aux.wait(STORE_WAIT_S)
-                self._idle_steps = 0
-            self._idle_steps += 1  # a lone sequence that swapped itself out comes back in the next step
-            if self._idle_steps > 1:
+            elif self._idle_steps > 1:
                 raise AssertionError(f"nothing can run: {self.scheduler.counts()}")
         done, self._done = self._done, []
         return done
@@ -214,13 +213,12 @@ class Engine:
     def _compute(self, work: list[Work]) -> None:
         contexts = [self._context(w) for w in work]
         tokens = [t for w in work for t in w.sequence.tokens[w.start : w.stop]]
-        size = align(len(tokens), BATCH_MULTIPLE)
-        slots = np.full(size, PADDING)
-        slots[: len(tokens)] = np.concatenate([context[w.start :] for w, context in zip(work, contexts, strict=True)])
+        slots = np.concatenate([context[w.start :] for w, context in zip(work, contexts, strict=True)])
+        slots = np.pad(slots, (0, -len(slots) % BATCH_MULTIPLE), constant_values=PADDING)
         with self._capture.step(self.aux.begin_step, slots) as step:
             with self._observer(work), torch.inference_mode():
                 logits = self._forward(work, contexts, tokens).cpu().numpy()
-            step.write("weights_version", np.full(size, self.aux.namespace.weights_version, dtype=np.uint32))
+            step.write("weights_version", np.full(len(slots), self.aux.namespace.weights_version, np.uint32))
         self.computed_tokens += len(tokens)
         for item, row in zip(work, logits, strict=True):
             if item.sequence.state is State.RUNNING:  # it may have been aborted while the pass ran
@@ -252,28 +250,23 @@ class Engine:
         sequence.computed = item.stop
         self.manager.publish(sequence.owner, sequence.tokens[: item.stop])
         if item.stop == len(sequence.tokens):
-            for each in (sequence, *self._fork(sequence)):
+            others = 0 if sequence.sample or sequence.generated else sequence.request.n - 1
+            for each in (sequence, *(self._fork(sequence, number) for number in range(1, 1 + others))):
                 if (reason := each.sample_from(logits)) is not None:
                     self._finish(each, reason)
 
-    def _fork(self, sequence: Sequence) -> list[Sequence]:
-        """The other samples of a request whose prompt has just been computed; they share all of its blocks."""
-        request, children = sequence.request, list[Sequence]()
-        if sequence.sample or sequence.generated:
-            return children
-        for number in range(1, request.n):
-            child = Sequence(request, number, sequence.arrival, list(request.prompt))
-            self.manager.fork(sequence.owner, child.owner)
-            child.become(State.RUNNING)
-            child.computed = sequence.computed
-            self.scheduler.add(child)
-            children.append(child)
-        return children
+    def _fork(self, sequence: Sequence, number: int) -> Sequence:
+        """Another sample of a request whose prompt has just been computed; it shares all of its blocks."""
+        child = Sequence(sequence.request, number, sequence.arrival, list(sequence.tokens))
+        self.manager.fork(sequence.owner, child.owner)
+        child.become(State.RUNNING)
+        child.computed = sequence.computed
+        self.scheduler.add(child)
+        return child
 
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
         """Collect the routes while the blocks are still held, store blocks of finished samples, free the blocks."""
-        lost_some = sequence.journal is not None
-        routes = self._remember(sequence).routes() if lost_some else self._held(sequence).bind(sequence.tokens)
+        routes = self._remember(sequence).routes() if sequence.journal else self._held(sequence).bind(sequence.tokens)
         if sequence.state is State.RUNNING and reason is not FinishReason.ABORT:
             self.manager.begin_persist(sequence.owner)
         self.scheduler.finish(sequence)

@@ -13,7 +13,6 @@ prompt the rows of the weights that sampled the first token.
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass
@@ -59,13 +58,10 @@ class RouterWatch:
     """Hooks on the router modules of a transformers model: each layer's ids of the pass since :meth:`take`."""
 
     def __init__(self, model: nn.Module) -> None:
-        routers = []
-        for name, module in model.named_modules():
-            if "Router" in type(module).__name__ and (layer := re.search(r"\.layers\.(\d+)\.", name)):
-                routers.append((int(layer[1]), module))
-        routers.sort(key=lambda found: found[0])
+        named = model.named_modules()  # in the order of the layers
+        routers = [each for name, each in named if "Router" in type(each).__name__ and ".layers." in name]
         self._ids: list[list[NDArray[np.int32]]] = [[] for _ in routers]
-        self._hooks = [module.register_forward_hook(partial(self._keep, i)) for i, (_, module) in enumerate(routers)]
+        self._hooks = [router.register_forward_hook(partial(self._keep, i)) for i, router in enumerate(routers)]
 
     def _keep(self, index: int, _module: nn.Module, _inputs: Any, output: Any) -> None:
         self._ids[index].append(output[2].detach().to(torch.int32).cpu().numpy().copy())
@@ -94,7 +90,8 @@ class Checker:
     def __init__(self) -> None:
         self._witnessed: list[dict[bytes, set[bytes]]] = [{}]  # one for each update of the weights
         self._first: dict[str, dict[int, tuple[int, bytes]]] = {}  # owner -> position -> update and row
-        self._differently: set[tuple[str, int]] = set()
+        self.computed_differently: set[tuple[str, int]] = set()
+        """Owner and position of rows whose second computation had another result."""
         self._watch: RouterWatch
 
     @contextmanager
@@ -119,16 +116,11 @@ class Checker:
                 row = next(rows).tobytes()
                 self._witnessed[-1].setdefault(digest, set()).add(row)
                 if first.setdefault(position, (len(self._witnessed) - 1, row))[1] != row:
-                    self._differently.add((owner, position))
+                    self.computed_differently.add((owner, position))
 
     def weights_changed(self) -> None:
         """From here on passes use other weights."""
         self._witnessed.append({})
-
-    @property
-    def rows_computed_differently(self) -> int:
-        """Positions, over all samples, whose second computation had another result."""
-        return len(self._differently)
 
     def judge(self, output: Output, second: SecondRun | None = None) -> Verdict:
         """The verdict on one sample, which should have rows for all tokens but the last.

@@ -22,7 +22,6 @@ READY_S: Final = 180.0
 END_S: Final = 60.0
 ASK_S: Final = 300.0
 
-
 TIED: Final = """
 import ctypes, os, signal, sys
 ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG; an exec keeps it

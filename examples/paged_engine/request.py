@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Literal
 
 from cache_manager.errors import InvalidInputError
 from cache_manager.stored import JobLimits
@@ -19,8 +18,8 @@ class EngineConfig:
 
     ``step_tokens`` is the most tokens that one forward pass computes; a longer prompt is computed in chunks.
     ``sequences_max`` bounds the sequences that run at once. With ``caching=False`` nothing is reused or stored.
-    ``memory`` says where rows lie: in the heap, or in SharedMemory that other processes can attach. ``jobs`` bounds the
-    store's concurrent jobs, ``restore_wait_s`` how long a sequence waits for the store before it is computed.
+    ``jobs`` bounds the store's concurrent jobs, ``restore_wait_s`` how long a sequence waits for the store before it is
+    computed.
     """
 
     block_tokens: int = 16
@@ -29,7 +28,6 @@ class EngineConfig:
     step_tokens: int = 64
     sequences_max: int = 8
     caching: bool = True
-    memory: Literal["heap", "shared"] = "heap"
     jobs: JobLimits = field(default_factory=JobLimits)
     restore_wait_s: float = 10.0
 

@@ -52,9 +52,7 @@ IDLE_S: Final = 0.02
 """Pause of an engine with nothing to do: it still polls transfers."""
 WAITING_S: Final = 0.002
 """Pause of an engine whose sequences all wait for something outside."""
-ABORTED: Final = "the request was aborted: the server is ending"
 LIMITS: Final = TransferLimits(retry_s=1.0, retries_max=3)
-
 
 _Event = tuple[int, tuple[int, ...]] | Output | RuntimeError | None
 """Of a request: the tokens of a sample so far, a sample's end, the engine's failure; ``None``: all have ended."""
@@ -84,8 +82,7 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             raise InvalidInputError("handover.address", known, repr(self.handover.address)[:80])
         prompt = text.encode(self.prompt) if isinstance(self.prompt, str) else self.prompt
         stops = frozenset() if self.ignore_eos else frozenset({text.END})
-        sampled = {"n": self.n, "temperature": self.temperature, "seed": self.seed}
-        return Request(request_id, tuple(prompt), self.max_tokens, stop_tokens=stops, **sampled)  # type: ignore[arg-type]
+        return Request(request_id, tuple(prompt), self.max_tokens, self.n, self.temperature, self.seed, stops)
 
 
 def parse(body: bytes) -> Completion:
@@ -154,12 +151,12 @@ class Server:
         self.role, self.model, self.peers, self._at = role, model, tuple(peers), (host, port)
         self.url = ""
         self.http = {"in_flight": 0, "left": 0}
-        self._draining = self._over = False
+        self._ended, self._over = asyncio.Event(), False
         self._asked: dict[str, asyncio.Queue[_Event]] = {}  # as many events as steps
         self._left: list[str] = []  # requests whose clients have left
         built = build_model(model, seed=seed, vocab_size=text.VOCAB_SIZE)
         namespace = Namespace(f"{model}/{weights_digest(built)}", weights_version)
-        config = EngineConfig(device_blocks=device_blocks, host_blocks=host_blocks, memory="shared")
+        config = EngineConfig(device_blocks=device_blocks, host_blocks=host_blocks)
         kind, bind = (PrefillEngine, peers[0]) if role == "prefill" else (DecodeEngine, None)
         self.engine = kind(built, config, namespace, link=ZmqLink(ZmqSettings(bind=bind)), limits=LIMITS)
         self._thread = ThreadPoolExecutor(1, "engine")
@@ -184,7 +181,6 @@ class Server:
             failure = RuntimeError(f"the engine has failed: {type(error).__name__}: {error}")
             for asked in self._asked.values():
                 asked.put_nowait(failure)
-            self._draining = True
             self._ended.set()
             raise failure from error
 
@@ -205,14 +201,12 @@ class Server:
     # ---------------------------------------------------------------- requests
 
     async def _complete(self, http: web.Request) -> web.StreamResponse:
-        if (http.content_length or 0) > BODY_MAX_NBYTES:
-            raise web.HTTPRequestEntityTooLarge(BODY_MAX_NBYTES, http.content_length or 0)
         async with asyncio.timeout(BODY_S):
             body = parse(await http.read())  # before it is counted: an endless body takes no place
         request = await asyncio.to_thread(body.request, f"cmpl-{secrets.token_hex(16)}", self.model, self.peers)
         at_work = len(self.engine.filling) if isinstance(self.engine, PrefillEngine) else self.http["in_flight"]
-        if self._draining or at_work >= REQUESTS_MAX:
-            why = "the server is ending" if self._draining else f"{REQUESTS_MAX} requests are in flight already"
+        if self._ended.is_set() or at_work >= REQUESTS_MAX:
+            why = "the server is ending" if self._ended.is_set() else f"{REQUESTS_MAX} requests are in flight already"
             raise web.HTTPServiceUnavailable(reason=why)
         self.http["in_flight"] += 1
         self._asked[request.id] = asyncio.Queue()
@@ -220,10 +214,7 @@ class Server:
             async with asyncio.timeout(REQUEST_S):
                 if isinstance(self.engine, DecodeEngine):
                     return await self._decode(self.engine, http, body, request)
-                try:
-                    return answer_of(await self._in_thread(partial(self.engine.lend, request)))
-                except NodeFullError as error:
-                    raise web.HTTPServiceUnavailable(reason=f"decode has to compute the prompt: {error}") from error
+                return answer_of(await self._in_thread(partial(self.engine.lend, request)))
         except BaseException:
             self._left.append(request.id)
             raise
@@ -245,7 +236,7 @@ class Server:
                 elif stream is not None:
                     await stream.say(*event)
             if any(output.reason is FinishReason.ABORT for output in outputs):
-                raise web.HTTPServiceUnavailable(reason=ABORTED)
+                raise web.HTTPServiceUnavailable(reason="the request was aborted: the server is ending")
         except (RuntimeError, web.HTTPException) as error:
             if stream is None or not stream.begun:
                 raise
@@ -272,7 +263,7 @@ class Server:
         node = self.engine.crossing.node
         if not node.alive:
             raise web.HTTPServiceUnavailable(reason=f"the transfer node has ended: {node.last_error}")
-        if self._draining:
+        if self._ended.is_set():
             raise web.HTTPServiceUnavailable(reason="the server is ending")
         return answer_of({"status": "live"})
 
@@ -304,6 +295,8 @@ class Server:
             status, said = error.status, error.reason
         except (InvalidInputError, HttpProcessingError, web.RequestPayloadError) as error:
             status, said = 400, str(error)
+        except NodeFullError as error:
+            status, said = 503, f"decode has to compute the prompt: {error}"
         except TimeoutError:
             status, said = 504, f"not within {BODY_S:.0f} s for the request and {REQUEST_S:.0f} s for the answer"
         except (KVRouteError, RuntimeError) as error:
@@ -318,7 +311,7 @@ class Server:
 
     async def serve(self, *, signals: bool = True) -> int:
         """Serve until :meth:`end`, finish requests in flight, free everything; then raises if the engine has failed."""
-        self._loop, self._ended = asyncio.get_running_loop(), asyncio.Event()
+        self._loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT) if signals else ():
             self._loop.add_signal_handler(number, self._ended.set)
         # A client that leaves cancels its handler, so that nothing is computed for it.
@@ -331,8 +324,8 @@ class Server:
             address = self.engine.crossing.address
             self._say(f"{self.model} with seeded weights at {self.url}{address and f', lending at {address}'}")
             await self._ended.wait()
-            self._draining = True
-            await _until(lambda: driving.done() or not self._cares, DRAIN_S)
+            lent = self.engine.lent if isinstance(self.engine, PrefillEngine) else {}
+            await _until(lambda: driving.done() or not (lent or self.http["in_flight"]), DRAIN_S)
             self._left += self._asked
             await _until(lambda: not self.http["in_flight"], DRAIN_S / 2)
         except OSError as error:
@@ -345,21 +338,12 @@ class Server:
                 logger.error("a step of the engine has not ended within %.0f s: the process ends without it", DRAIN_S)
                 os._exit(1)
             try:
-                await asyncio.to_thread(self._close)
+                await self._in_thread(self.engine.close)
             finally:
+                self._thread.shutdown()
                 driving.result()
         self._say("ended")
         return 0
-
-    @property
-    def _cares(self) -> bool:
-        """Whether requests or lent blocks still need this process."""
-        lent = isinstance(self.engine, PrefillEngine) and bool(self.engine.lent)
-        return bool(self.http["in_flight"] or lent)
-
-    def _close(self) -> None:
-        self._thread.shutdown()
-        self.engine.close()
 
     def _say(self, what: str) -> None:
         sys.stdout.write(f"kvroute {self.role}: {what}\n")

@@ -34,22 +34,13 @@ class Conversation:
         """Whether the client will not wait for the answer to its next turn, or to the one that it has asked."""
         return self.number % 4 == 1 and self.turn == len(self.questions) - 1
 
-    @property
-    def samples(self) -> int:
-        """How many samples the next turn asks for."""
-        return 2 if (self.number + self.turn) % 3 == 0 and not self.gives_up else 1
-
-    @property
-    def done(self) -> bool:
-        return self.turn == len(self.questions)
-
     def ask(self) -> Request:
         """The request of the next turn."""
         return Request(
             id=f"conversation-{self.number}-turn-{self.turn}",
             prompt=tuple(self.history + text.turn(self.questions[self.turn])),
             max_tokens=NEW_TOKENS_MAX,
-            n=self.samples,
+            n=2 if (self.number + self.turn) % 3 == 0 and not self.gives_up else 1,
             temperature=0.8 if self.number % 2 else 0.0,
             seed=self.seed ^ self.number,
             stop_tokens=frozenset({text.END}),

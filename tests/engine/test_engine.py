@@ -210,7 +210,7 @@ def test_rows_are_those_that_the_tokens_were_sampled_with() -> None:
         assert_empty(engine)
     verdict = sum((checker.judge(output) for output in outputs), Verdict())
     assert (verdict.rows_wrong, verdict.rows_missing, verdict.rows_judged_by_recompute) == (0, 0, 0)
-    assert checker.rows_computed_differently > 100  # otherwise the run has shown nothing
+    assert len(checker.computed_differently) > 100  # otherwise the run has shown nothing
     versions = [[version for _, _, version in output.routes.weights_versions] for output in outputs]
     assert max(map(len, versions)) > 1
     for found, output in zip(versions, outputs, strict=True):
