@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bench.harness import ROOT, Table, asked, write_json
+from bench.harness import ROOT, Table, asked, router_ids, write_json
 from kvroute.rollout import RolloutHandle, fetch_shard, open_rollouts
 from kvroute.routes import Layout, Routes, Split, shard_packed
 from kvroute.routes.split import places
@@ -47,11 +47,9 @@ class Load:
 
     def routes(self, number: int) -> Routes:
         """A rollout: one row fewer than tokens, with distinct ids, different for every number."""
-        random, rows = np.random.default_rng(number), self.count(number) - 1
-        first = random.integers(0, EXPERTS, (rows, LAYERS, 1), np.uint8)
-        ids = (first + np.arange(0, 16 * TOP_K, 16, dtype=np.uint8)) % EXPERTS
-        valid = np.ones(rows, np.bool_)
-        return Routes.checked(Layout(tuple(range(LAYERS)), EXPERTS, LAYERS, TOP_K), ids, valid)
+        ids = router_ids(self.count(number) - 1, LAYERS, TOP_K, EXPERTS, seed=number)
+        layout = Layout(tuple(range(LAYERS)), EXPERTS, LAYERS, TOP_K)
+        return Routes.checked(layout, ids, np.ones(len(ids), np.bool_))
 
     @property
     def nbytes(self) -> int:

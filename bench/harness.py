@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 COLD_NBYTES = 64 << 20
 ROOT = Path(__file__).parents[1]
@@ -129,6 +130,15 @@ class Table:
 
 
 def nothing() -> None: ...
+
+
+def router_ids(tokens: int, layers: int, top_k: int, experts: int, seed: int = 0) -> NDArray[np.uint8]:
+    """Ids ``[tokens, layers, top_k]`` of a power of two of experts, distinct: a random start, a random odd stride."""
+    rng, shape = np.random.default_rng(seed), (tokens, layers, 1)
+    first = rng.integers(0, experts, shape, np.uint8)
+    stride = rng.integers(0, experts // 2, shape, np.uint8) * np.uint8(2) + np.uint8(1)
+    ids: NDArray[np.uint8] = np.bitwise_and(first + stride * np.arange(top_k, dtype=np.uint8), np.uint8(experts - 1))
+    return ids
 
 
 @dataclass(slots=True, eq=False)

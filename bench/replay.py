@@ -17,10 +17,9 @@ from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
-from numpy.typing import NDArray
 
 import kvroute
-from bench.harness import Sweep, Table, Timed, asked, take_turns, write_json
+from bench.harness import Sweep, Table, Timed, asked, router_ids, take_turns, write_json
 from kvroute.checks import check_ids
 from kvroute.routes import Layout, Routes, shard_packed
 
@@ -42,18 +41,8 @@ class Step:
     target: str = ""
 
 
-def sound_ids(tokens: int) -> NDArray[np.uint8]:
-    """Ids ``[tokens, layers, top_k]``, distinct in each layer: a random start and a random odd stride."""
-    rng = np.random.default_rng(0)
-    shape = (tokens, len(SPEC.attrs["layer_ids"]), 1)
-    first = rng.integers(0, EXPERTS, shape, np.uint8)
-    stride = rng.integers(0, EXPERTS // 2, shape, np.uint8) * np.uint8(2) + np.uint8(1)
-    ids: NDArray[np.uint8] = (first + stride * np.arange(TOP_K, dtype=np.uint8)).astype(np.uint8, copy=False)
-    return ids
-
-
 def steps(tokens: int) -> list[Step]:
-    ids = sound_ids(tokens)
+    ids = router_ids(tokens, LAYERS - DENSE_FIRST, TOP_K, EXPERTS)
     blocks = -(-tokens // BLOCK_TOKENS)
     table = np.random.default_rng(0).permutation(4 * blocks)[:blocks].tolist()
     aux = kvroute.AuxBlocks([SPEC], blocks=4 * blocks, namespace=kvroute.Namespace("bench", 1))

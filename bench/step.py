@@ -25,7 +25,7 @@ from typing import Any, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from bench.harness import Sweep, Timed, asked, nothing, print_race, take_turns, write_json
+from bench.harness import Sweep, Timed, asked, nothing, print_race, router_ids, take_turns, write_json
 from cache_manager.blocks import AuxBlocks
 from cache_manager.keys import Namespace
 from cache_manager.manager import BlockManager
@@ -92,7 +92,7 @@ def swapping(memory: Memory, blocks: int) -> tuple[AuxBlocks, Callable[[], objec
     device, host = rng.permutation(pool)[:blocks], rng.permutation(pool)[:blocks]
     aux = aux_blocks(pool, host_blocks=pool, memory=memory)
     aux.renew(device)
-    write_and_commit(aux, whole(device), random_rows(blocks * BLOCK_TOKENS))
+    write_and_commit(aux, whole(device), router_ids(blocks * BLOCK_TOKENS, LAYERS, TOP_K, EXPERTS))
     out = np.stack([device, host], axis=1)
     back = np.ascontiguousarray(out[:, ::-1])
     return aux, lambda: aux.swap_out(out), lambda: aux.swap_in(back)
@@ -103,13 +103,6 @@ def swapping(memory: Memory, blocks: int) -> tuple[AuxBlocks, Callable[[], objec
 
 def aux_blocks(blocks: int, **options: Any) -> AuxBlocks:
     return AuxBlocks([SPEC], blocks=blocks, namespace=Namespace("bench", 1), required=(), **options)
-
-
-def random_rows(tokens: int) -> NDArray[np.uint8]:
-    """Rows that a router could choose: 8 of 256 experts, distinct."""
-    rng = np.random.default_rng(0)
-    some = np.argsort(rng.random((256, LAYERS, EXPERTS)), axis=-1)[..., :TOP_K].astype(np.uint8)
-    return some[rng.integers(0, len(some), tokens)]
 
 
 def whole(blocks: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -135,7 +128,7 @@ class FreshSlots:
 
 
 def step_contestants(tokens: int, prefill: bool, steps_max: int) -> dict[str, Timed]:
-    rows = random_rows(tokens)
+    rows = router_ids(tokens, LAYERS, TOP_K, EXPERTS)
     bare, in_place, written = (FreshSlots(tokens, prefill) for _ in range(3))
     table = np.zeros((bare.aux.device_blocks * BLOCK_TOKENS, *SPEC.row_shape), np.uint8)
 
