@@ -60,7 +60,7 @@ def replay(trace: Sequence[Mapping[str, Any]], manager: Replayed) -> dict[str, f
     waiting = deque(enumerate(trace))
     running: list[Any] = []
     left: list[int] = []  # tokens still to generate, for each of them
-    operations = asked = hit = refused = cut = 0
+    operations = asked = hit = 0
     seconds = 0.0
     request: Any = None
     while waiting or running:
@@ -78,9 +78,7 @@ def replay(trace: Sequence[Mapping[str, Any]], manager: Replayed) -> dict[str, f
                 break
             waiting.popleft()
             asked += len(line["hash_ids"])
-            if cached is None:
-                refused += 1
-            else:
+            if cached is not None:
                 hit += cached // BLOCK
                 running.append(request)
                 left.append(max(1, line["output_length"]))
@@ -93,7 +91,6 @@ def replay(trace: Sequence[Mapping[str, Any]], manager: Replayed) -> dict[str, f
             for each in [each for each, there in zip(running, room, strict=True) if not there]:
                 manager.free(each)
                 operations += 1
-                cut += 1
             left = [n for n, there in zip(left, room, strict=True) if there]
             tokens = [token for token, there in zip(tokens, room, strict=True) if there]
             running = [each for each, there in zip(running, room, strict=True) if there]
@@ -110,7 +107,5 @@ def replay(trace: Sequence[Mapping[str, Any]], manager: Replayed) -> dict[str, f
     return {
         "us_per_operation": 1e6 * seconds / operations,
         "hit_rate": hit / asked,
-        "refused": refused,
-        "cut": cut,
         "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
     }
