@@ -26,16 +26,11 @@ COMMON: dict[str, Any] = {
 }
 SMALL = {"hidden_size": 256, "intermediate_size": 256, "moe_intermediate_size": 128, "num_hidden_layers": 4}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "num_experts": EXPERTS}
-LATENT: dict[str, Any] = {
+LATENT: dict[str, Any] = {  # its heads and what it keeps have DeepSeek-V3's own sizes
     "num_attention_heads": 16,
     "num_key_value_heads": 16,
-    "kv_lora_rank": 512,
     "q_lora_rank": 64,
-    "qk_rope_head_dim": 64,
-    "qk_nope_head_dim": 128,
-    "v_head_dim": 128,
     "n_routed_experts": EXPERTS,
-    "n_shared_experts": 1,
     "n_group": 1,
     "topk_group": 1,
     "first_k_dense_replace": 1,
