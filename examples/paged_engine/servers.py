@@ -201,6 +201,8 @@ class Server:
     # ---------------------------------------------------------------- requests
 
     async def _complete(self, http: web.Request) -> web.StreamResponse:
+        if (http.content_length or 0) > BODY_MAX_NBYTES:  # aiohttp would read that much first
+            raise web.HTTPRequestEntityTooLarge(BODY_MAX_NBYTES, http.content_length or 0)
         async with asyncio.timeout(BODY_S):
             body = parse(await http.read())  # before it is counted: an endless body takes no place
         request = await asyncio.to_thread(body.request, f"cmpl-{secrets.token_hex(16)}", self.model, self.peers)
