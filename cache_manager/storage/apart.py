@@ -17,7 +17,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from queue import Empty, LifoQueue
 from typing import Any, Final
 
 import msgspec
@@ -38,6 +37,8 @@ logger = logging.getLogger(__name__)
 
 KEYS_MAX: Final = 500
 """Keys of one call. ``CALLS_MAX`` such calls stay under 2048 transfers, which is what one peer of Mooncake bears."""
+SLOT_POLL_S: Final = 0.0005
+"""How often a call looks for a slot while all are lent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,9 +103,7 @@ class ApartStore(ClosingStore):
         self._guard = OpenCheck(f"apart:{url}", self._lock)
         self._slot_nbytes = align(-(-s.arena_nbytes // CALLS_MAX), 4096)
         self._arena_nbytes = CALLS_MAX * self._slot_nbytes
-        self._slots: LifoQueue[int] = LifoQueue()  # the slot that was used last is in the processor's cache
-        for number in range(CALLS_MAX):
-            self._slots.put(number)
+        self._slots = [threading.Lock() for _ in range(CALLS_MAX)]  # each held while its slot is lent
         self._fd = os.memfd_create("kvroute-arena", os.MFD_CLOEXEC)
         opened = Future[None]()
         self._keeper = threading.Thread(target=self._keep, args=(opened,), name="kvroute-apart", daemon=True)
@@ -149,14 +148,20 @@ class ApartStore(ClosingStore):
         """A slot of the arena, for the ``with`` block. A process that was killed may write into its slots until it is
         gone: none is lent before that, and what is filled in for one process is given to no other."""
         self._check()  # before waiting for a slot
-        try:
-            number = self._slots.get(timeout=self.settings.call_s + self.settings.close_s)
-        except Empty:
-            raise StoreUnavailableError(f"{self.url}: all slots of the arena stay taken: no call ends") from None
-        try:
+        number = self._free(self.settings.call_s + self.settings.close_s)
+        with self._slots[number]:  # nothing is interrupted between a lock's call and the block: no slot is lost
             yield Slot(self._check(), number, number * self._slot_nbytes)
-        finally:
-            self._slots.put(number)
+
+    def _free(self, within_s: float) -> int:
+        """A free slot, the first one: the processor has it in its cache. Another thread may take it first."""
+        give_up_s = time.monotonic() + within_s
+        while True:
+            for number, lent in enumerate(self._slots):
+                if not lent.locked():
+                    return number
+            if time.monotonic() > give_up_s:
+                raise StoreUnavailableError(f"{self.url}: all slots of the arena stay taken: no call ends")
+            time.sleep(SLOT_POLL_S)
 
     def call(self, slot: Slot, what: str, *takes: object, reaped: bool = False) -> Any:
         """Ask, with the slot's content, and wait: up to ``call_s``, then until a lost process is reaped.
@@ -206,8 +211,9 @@ class ApartStore(ClosingStore):
         close_s = self.settings.close_s
         if (child := self._child) is not None:
             try:
-                self._ask(child, self._slots.get(timeout=close_s), close_s, "close")
-            except (KVRouteError, Empty) as error:
+                with self._slots[number := self._free(close_s)]:
+                    self._ask(child, number, close_s, "close")
+            except KVRouteError as error:
                 logger.warning("%s: the process did not close: %r", self.url, error)
         self._end("it was closed")
         self._keeper.join(close_s)

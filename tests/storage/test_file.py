@@ -16,11 +16,12 @@ import pytest
 from faulty_disk import FaultyDisk, VolatileDisk
 
 from cache_manager.errors import StorageError, StoreReadOnlyError
+from cache_manager.keys import BlockKey
 from cache_manager.ports import Absence
 from cache_manager.storage.disk import Room
 from cache_manager.storage.file import FileStore, Sync
 from cache_manager.testing.contract import StorageContract
-from cache_manager.testing.records import BOTH, Content, get, held, key_of, offer, payload_of, put
+from cache_manager.testing.records import BOTH, LAYOUT, Content, get, held, key_of, offer, payload_of, put
 from tests.storage.stores import PER_EXTENT, SMALL_NBYTES, files, flip, opened, reading, there
 
 PAGE_NBYTES = 4096
@@ -159,6 +160,20 @@ def test_of_two_copies_of_a_record_the_newer_one_is_served(tmp_path: Path) -> No
         store.backend.delete([key_of(0)])
     with opened(tmp_path) as store:
         assert held(store, [0]) == [Absence.MISS]
+
+
+def test_a_key_of_zeros_is_not_in_a_free_slot(tmp_path: Path) -> None:
+    """Goal: what was not stored is not there. Method: a key like the head of a free slot, after that of the record
+    before the slot: asked for together, of the writer and of a reader."""
+    keys, room = [key_of(0), BlockKey(bytes(32))], memoryview(bytearray(LAYOUT.nbytes))
+    with opened(tmp_path) as store, reading(tmp_path) as reader:
+        assert all(put(store, [0]))
+        for backend in (store.backend, reader.backend):
+            assert backend.contains(keys) == [True, False]
+            assert backend.get_into(keys, [memoryview(bytearray(LAYOUT.nbytes)), room])[1] is Absence.MISS
+        store.backend.delete(keys[1:])
+        assert all(put(store, range(1, 4)))
+        assert there(store, range(4)) == {0, 1, 2, 3}
 
 
 @pytest.mark.parametrize("error", [MemoryError(), KeyboardInterrupt()])

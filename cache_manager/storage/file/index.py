@@ -25,6 +25,8 @@ _BITS: Final = 20
 _LOCAL: Final = (1 << _BITS) - 1
 _NUMBER: Final = struct.Struct(f"<{NUMBER}")
 _BUCKETS_MIN: Final = 1024
+_ZEROS: Final = bytes(32)
+"""A key that a free slot next to a record seems to have."""
 ANY: Final = range(1 << 32)
 
 
@@ -80,7 +82,7 @@ class KeyIndex:
                 extent, local = extents[slot >> _BITS], slot & _LOCAL
                 nbytes, is_next = extent.head_nbytes, extent.raw.startswith
                 if is_next(key, after := local * nbytes + KEY_AT):
-                    while at < count and is_next(keys[at], after := after + nbytes):
+                    while at < count and is_next(keys[at], after := after + nbytes) and keys[at] != _ZEROS:
                         at += 1
                     found.append((first, extent, local, at - first))
                     break
