@@ -144,18 +144,6 @@ def test_rows_of_another_origin_get_no_place_beside_the_kv_that_came() -> None:
         assert d.install(D_BLOCK, life, header_b, rows_b) == 4
 
 
-def test_kv_that_is_copied_over_what_was_to_come_gets_none_of_its_rows() -> None:
-    """Goal: as above, for a copy. Method: name the KV of P, copy half a block of D's over it, then P's rows come."""
-    header, payload = exported(range(4))
-    with new_blocks() as d:
-        life, _ = renewed(d), renewed(d, 3)
-        write(d, 3, [0, 1, 2, 3], "D")
-        assert d.bind_origin(D_BLOCK, life, header.origin, 4)
-        d.copy([(3, D_BLOCK)], [2])
-        assert d.install(D_BLOCK, life, header, payload) == 0
-        assert rows(d, D_BLOCK) == ["D", "D", None, None]
-
-
 def test_late_rows_land_beside_no_kv_that_was_computed_here() -> None:
     """Goal: an origin that has ended does not prove who computed the rows. Method: one token's KV has come; the next
     one is computed here and its row rejected; the origin is asked; then rows of both come."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from toy_engine import Asked, Toy, judge
 from kvroute.connector import routes, unseen
 from kvroute.connector.pages import OTHER_KV, OTHER_WEIGHTS
 
+Start = Callable[..., Toy]
 prompts = st.lists(st.integers(0, 1), min_size=1, max_size=20)
 asked = st.lists(st.tuples(prompts, st.lists(st.integers(1, 9), max_size=5)), min_size=1, max_size=6)
 
@@ -49,17 +51,14 @@ def test_ids_that_no_expert_has_cost_their_own_row_only(lost: int, n: int, late:
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_another_engine_gets_the_rows_of_the_kv_that_it_loads(tmp_path: Path, late: bool) -> None:
+def test_another_engine_gets_the_rows_of_the_kv_that_it_loads(start: Start, outside: Any, late: bool) -> None:
     """Goal: rows of loaded KV come without the last router's choice, or with it if a setting says so; rows that the
     engine computed are whole. Method: a second engine with the first one's KV and store of rows; then KV of which a bit
     has changed."""
-    tokens, kept = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5], dict[bytes, Any]()
-    first = Toy(kept=kept, late=late, store=f"file://{tmp_path}")
-    first.ask("a", tokens[:8])
-    first.ask("b", tokens)
-    first.settle()
+    tokens = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
+    kept, store = outside(tokens[:8], tokens, late=late)
     for witness in ("missing", "flagged"):
-        other = Toy(kept=kept, late=late, store=f"file://{tmp_path}?mode=read", witness=witness)
+        other = start(kept=kept, late=late, store=store, witness=witness)
         for name, loaded in (("c", 8), ("again", 0)):
             answer = other.ask(name, tokens)
             assert other.loaded == loaded
@@ -72,14 +71,11 @@ def test_another_engine_gets_the_rows_of_the_kv_that_it_loads(tmp_path: Path, la
             else:
                 assert judge(found, tokens) == {"right": len(tokens)}
             assert unseen(answer) == (((0, 8),) if witness == "flagged" else ())
-        other.close()
     hashes = Asked("", tokens).block_hashes
     kept[hashes[1]]["layers.1"].view(torch.int32)[0, 2, 3] ^= 1
-    other = Toy(kept=kept, late=late, store=f"file://{tmp_path}?mode=read")
+    other = start(kept=kept, late=late, store=store)
     assert judge(routes(other.ask("d", tokens)), tokens) == {"partly": 4, "right": 3, "missing": 4}
     assert other.worker.missing == {"rows of other KV than was loaded": 4}
-    other.close()
-    first.close()
 
 
 @examples(20)
@@ -111,19 +107,16 @@ def test_what_was_computed_from_kv_that_did_not_come_is_computed_again(
 
 
 @pytest.mark.parametrize("later", [False, True])
-def test_what_is_computed_here_is_whole_whatever_was_loaded_before(tmp_path: Path, later: bool) -> None:
+def test_what_is_computed_here_is_whole_whatever_was_loaded_before(start: Start, outside: Any, later: bool) -> None:
     """Goal: only positions whose KV came from outside lose the last router's choice. Method: an engine loads two
     blocks, of which the second fails and is computed again; then the blocks of another engine, which loaded both, are
     given to other requests, and the same prompt is computed without KV from outside."""
-    tokens, kept = list(range(11)), dict[bytes, Any]()
-    first = Toy(kept=kept, store=f"file://{tmp_path}")
-    first.ask("a", tokens)
-    first.settle()
-    other = Toy(kept=kept, later=later, store=f"file://{tmp_path}?mode=read")
+    tokens = list(range(11))
+    kept, store = outside(tokens)
+    other = start(kept=kept, later=later, store=store)
     other.fails = {1}
     assert routes(other.ask("b", tokens)).missing == ((0, 4),)
-    other.close()
-    other = Toy(kept=kept, later=later, blocks=4, store=f"file://{tmp_path}?mode=read")
+    other = start(kept=kept, later=later, blocks=4, store=store)
     assert routes(other.ask("c", tokens)).missing == ((0, 8),)
     assert routes(other.ask("d", [7] * 13)).complete
     kept.clear()
@@ -131,18 +124,14 @@ def test_what_is_computed_here_is_whole_whatever_was_loaded_before(tmp_path: Pat
     assert found.complete
     assert judge(found, tokens) == {"right": 11}
     assert other.loaded == 0
-    for each in (other, first):
-        each.close()
 
 
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("later", [False, True])
-def test_kv_that_is_wrong_in_one_rank_alone_has_no_rows(tmp_path: Path, later: bool, late: bool) -> None:
+def test_kv_that_is_wrong_in_one_rank_alone_has_no_rows(start: Start, outside: Any, later: bool, late: bool) -> None:
     """Goal: the witness is of all ranks' heads. Method: two engines of two ranks; a bit of the second rank's KV."""
-    tokens, kept, store = list(range(11)), dict[bytes, Any](), f"file://{tmp_path}"
-    first = Toy(kept=kept, ranks=2, late=late, store=store, witness="flagged")
-    first.ask("a", tokens)
-    first.settle()
+    tokens = list(range(11))
+    kept, store = outside(tokens, ranks=2, late=late)
     for damaged, verdict in (
         ({}, {"right": 11}),
         ({1: 0}, {"right": 7, "missing": 4}),
@@ -150,32 +139,29 @@ def test_kv_that_is_wrong_in_one_rank_alone_has_no_rows(tmp_path: Path, later: b
     ):
         for block, head in damaged.items():
             kept[Asked("", tokens).block_hashes[block]]["layers.1"].view(torch.int32)[head, 2, 3] ^= 1
-        other = Toy(kept=kept, ranks=2, later=later, late=late, store=store + "?mode=read", witness="flagged")
+        other = start(kept=kept, ranks=2, later=later, late=late, store=store, witness="flagged")
         assert judge(routes(other.ask("b", tokens)), tokens) == verdict
         assert other.loaded == 8
-        other.close()
-    first.close()
 
 
 @pytest.mark.parametrize("later", [False, True])
 @pytest.mark.parametrize("late", [False, True])
-def test_pages_say_what_their_rows_are_of(later: bool, late: bool) -> None:
+def test_pages_say_what_their_rows_are_of(start: Start, later: bool, late: bool) -> None:
     """Goal: rows in the KV are handed out for the weights, tokens and KV that they are of, and for nothing else.
     Method: an engine of the same weights, one of others, and one whose weights are new since; then KV outside in which
     the pages of two prompts have changed places, or the KV beside them.
     """
     tokens, others, kept = list(range(11)), [9, *range(1, 11)], dict[bytes, Any]()
-    first = Toy(kept=kept, pages=True)
+    first = start(kept=kept, pages=True)
     for name, prompt in (("a", tokens), ("b", others)):
         first.ask(name, prompt)
 
     def seen(reset: bool = False, **said: Any) -> tuple[dict[str, int], dict[str, int]]:
-        toy = Toy(kept=dict(kept), pages=True, late=late, later=later, **said)
+        toy = start(kept=dict(kept), pages=True, late=late, later=later, **said)
         if reset:
             toy.scheduler.weights.changed()
         found = judge(routes(toy.ask("c", tokens)), tokens)
         assert toy.loaded == 8
-        toy.close()
         return found, dict(toy.worker.missing)
 
     assert seen() == ({"right": 11}, {})
@@ -187,18 +173,16 @@ def test_pages_say_what_their_rows_are_of(later: bool, late: bool) -> None:
         assert seen() == ({"right": 7, "missing": 4}, {OTHER_KV: 4})
         kept[one][layer], kept[other][layer] = kept[other][layer], kept[one][layer]
     assert seen() == ({"right": 11}, {})
-    first.close()
 
 
-def test_after_new_weights_nothing_is_readable(tmp_path: Path) -> None:
+def test_after_new_weights_nothing_is_readable(start: Start, tmp_path: Path) -> None:
     """Goal: keys and memory of earlier weights are gone, and rows of the new ones are there. Method: a reset of both
     ends; the store has nothing either; every row is checked."""
     tokens, kept = list(range(9)), dict[bytes, Any]()
-    toy = Toy(kept=kept, store=f"file://{tmp_path}")
+    toy = start(kept=kept, store=f"file://{tmp_path}")
     toy.ask("a", tokens)
     toy.settle()
     toy.scheduler.reset()
     toy.cached.clear()
     assert judge(routes(toy.ask("b", tokens)), tokens) == {"right": 9}
     assert toy.loaded == 0
-    toy.close()

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from toy_engine import Asked, Toy, admitted, computed, held, judge
+from toy_engine import Asked, Toy, admitted, held, judge, stepped
 
 from cache_manager.errors import RowError
 from kvroute.connector import Tokens, ends, routes, settings
@@ -22,22 +22,9 @@ FIRST, SECOND = [3, 1, 4, 1, 5, 9], [2, 7, 1, 8, 2, 8]
 BLOCKS = [5, 2]
 
 
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., Toy]]:
-    assert tmp_path.exists(), "until all are closed"
-    made: list[Toy] = []
-    yield lambda **said: made.append(Toy(**said)) or made[-1]  # type: ignore[func-returns-value]
-    for toy in made:
-        toy.close()
-
-
-def compute(toy: Toy, tokens: list[int]) -> Asked:
+def compute(toy: Toy, tokens: list[int]) -> None:
     """A request is computed in one step, in the same blocks as any other."""
-    request = admitted(toy, tokens, BLOCKS)
-    computed(toy, request, len(tokens))
-    toy.worker.end()
-    request.num_computed_tokens = len(tokens)
-    return request
+    stepped(toy, admitted(toy, tokens, BLOCKS), len(tokens))
 
 
 def end(toy: Toy, tokens: list[int], name: str = "r") -> Future[dict[str, Any]]:
@@ -72,21 +59,6 @@ def test_no_request_waits_for_a_worker_that_is_behind(start: Callable[..., Toy])
     assert judge(of(second), SECOND) == {"right": 6}
     assert of(first).weights_versions == ((0, 6, 1),)
     assert of(second).weights_versions == ((0, 6, 2),)
-
-
-def test_without_room_for_a_copy_rows_are_missing(start: Callable[..., Toy], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Goal: never another request's rows. Method: there is one spare block, and two blocks are given out again."""
-    monkeypatch.setattr(settings, "SPARES", 1)
-    toy = start(late=True)
-    for tokens, other in ((FIRST, SECOND), (SECOND, FIRST)):  # the spare one is free again
-        go = held(toy)
-        compute(toy, tokens)
-        told = end(toy, tokens)
-        compute(toy, other)
-        toy.scheduler.forget("r")
-        go.set()
-        assert judge(of(told), tokens) == {"right": 4, "missing": 2}
-        toy.worker.settle()
 
 
 class Stuck:
@@ -241,9 +213,7 @@ def preempted(toy: Toy, read: int) -> Asked:
     """The engine has computed a number of tokens of a request, sampled one more, and takes its blocks away."""
     request = admitted(toy, SAID, [5, 2, 3])
     request.all_token_ids, request.num_prompt_tokens = SAID[: read + 1], 4
-    computed(toy, request, read)
-    toy.worker.end()
-    request.num_computed_tokens = read
+    stepped(toy, request, read)
     toy.scheduler.preempted(request)
     return request
 
@@ -251,9 +221,7 @@ def preempted(toy: Toy, read: int) -> Asked:
 def again(toy: Toy, blocks: list[int]) -> Routes:
     """It is computed from its first token, in other blocks, to its end."""
     request = admitted(toy, SAID, blocks)
-    computed(toy, request, len(SAID))
-    toy.worker.end()
-    request.num_computed_tokens = len(SAID)
+    stepped(toy, request, len(SAID))
     ended = toy.scheduler.forget("r")
     told = toy.scheduler.finished("r", blocks, len(SAID), Tokens([*SAID, 5], 4), ended=ended)
     assert told is not None
@@ -314,9 +282,7 @@ def test_a_forgetting_loses_only_the_rows_of_the_last_steps(start: Callable[...,
     request.all_token_ids, request.num_prompt_tokens = SAID[:7], 4
     for n in (4, 2):
         go = held(toy) if n == 2 else None
-        computed(toy, request, n)
-        toy.worker.end()
-        request.num_computed_tokens += n
+        stepped(toy, request, n)
         if go is None:
             toy.worker.settle()
     if before:
@@ -338,14 +304,12 @@ def test_a_forgetting_takes_no_row_that_a_late_step_writes_over(start: Callable[
     are rejected, the step that computes over them is held up, the request is preempted, and all is forgotten."""
     toy = start(late=True, weights_version=1)
     request = admitted(toy, [*SAID[:4], 0, 0], [5, 2, 3])
-    computed(toy, request, 6)
-    toy.worker.end()
+    stepped(toy, request, 6)
     toy.worker.settle()
     go = held(toy)
     request.num_prompt_tokens, request.num_computed_tokens, request.tokens, request.all_token_ids = 4, 4, SAID, SAID[:7]
-    computed(toy, request, 2)
-    toy.worker.end()
-    request.num_computed_tokens, toy.weights = 6, 1
+    stepped(toy, request, 2)
+    toy.weights = 1
     toy.scheduler.preempted(request)
     toy.scheduler.reset()
     go.set()
@@ -382,19 +346,3 @@ def test_what_was_kept_of_a_request_is_let_go_at_its_end(
         assert told.result(60)
     assert (len(house._spares), house._unread) == (spares, {})
     go.set()
-
-
-def test_nothing_is_kept_of_a_prompt_without_an_answer(start: Callable[..., Toy]) -> None:
-    """Goal: the rows of a token are of the pass that it was sampled with. Method: preempted in the middle of a prompt,
-    before new weights.
-    """
-    toy = start(weights_version=1)
-    request = admitted(toy, SAID, [5, 2, 3])
-    request.num_prompt_tokens = len(SAID)
-    computed(toy, request, 6)
-    toy.worker.end()
-    request.num_computed_tokens = 6
-    toy.scheduler.preempted(request)
-    toy.weights = 1
-    toy.scheduler.weights.changed(2)
-    assert again(toy, [1, 6, 0]).weights_versions == ((0, 9, 2),)

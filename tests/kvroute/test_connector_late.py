@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from toy_engine import TOKENS, Asked, Toy, admitted, begun, computed, held, judge, seen
+from toy_engine import TOKENS, Asked, Toy, admitted, begun, computed, held, judge, seen, stepped
 
 from cache_manager.stored import RestoreJob
 from kvroute.connector import ends, routes, worker
@@ -22,6 +22,7 @@ from kvroute.integrations.vllm.connector import RowsWithKV
 from kvroute.routes import Routes
 from kvroute.witness import Run
 
+Start = Callable[..., Toy]
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
 
 
@@ -34,64 +35,51 @@ def seen_late(toy: Toy, tokens: int, go: threading.Event) -> Routes:
     return routes({"kv_transfer_params": told.result(60)})
 
 
-def test_a_step_that_began_before_it_was_thought_to_is_waited_for() -> None:
+def test_a_step_that_began_before_it_was_thought_to_is_waited_for(start: Start) -> None:
     """Goal: an answer has its own last row, not that of a rejected draft in its place, where an engine schedules ahead.
     Method: a step is sent before the drafts before it are rejected, and a third one after that; the second one ends the
     request.
     """
-    toy = Toy(late=True)
+    toy = start(late=True)
     right = PROMPT[:5]
     request = admitted(toy, [*right[:4], 7, 7, 7], [5, 2])
-    computed(toy, request, 7)
-    toy.worker.end()
+    stepped(toy, request, 7)
     toy.worker.settle()
-    request.num_computed_tokens = 7
     second = toy.scheduler.step({"r": 1})
     request.num_computed_tokens = 8 - 3
     go = held(toy)
     request.tokens, request.num_computed_tokens = right, 4  # as the worker knows
-    computed(toy, request, 1, second)
-    toy.worker.end()
-    request.num_computed_tokens = 5
+    stepped(toy, request, 1, second)
     toy.scheduler.step({"r": 1})
     request.num_computed_tokens = 6
     assert judge(seen_late(toy, 5, go), right) == {"right": 5}
-    toy.close()
 
 
-def test_an_answer_waits_for_no_step_that_has_none_of_its_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_waits_for_no_step_that_has_none_of_its_rows(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     """Goal: an engine that schedules ahead does not wait for what it scheduled. Method: the step behind the last row is
     held up for longer than the test takes, of a request with and without rejected drafts.
     """
     monkeypatch.setattr(ends, "LATE_S", 0.05)
     for rejected in (0, 2):
-        toy = Toy(late=True)
+        toy = start(late=True)
         request = admitted(toy, PROMPT, [5, 2, 3])
-        computed(toy, request, 4 + rejected)
-        toy.worker.end()
-        request.num_computed_tokens += 4 + rejected  # as far as is known when the next step is sent
+        stepped(toy, request, 4 + rejected)  # as far as is known when the next step is sent
         toy.worker.settle()
         go = held(toy)
         meta = toy.scheduler.step({"r": 1})
         request.num_computed_tokens = 4
-        computed(toy, request, 1, meta)
-        toy.worker.end()
-        request.num_computed_tokens = 5
+        stepped(toy, request, 1, meta)
         assert judge(seen(toy, 4, toy.scheduler.forget("r")), PROMPT[:4]) == {"right": 4}
         go.set()
-        toy.close()
 
 
-def test_an_aborted_request_waits_for_the_comparison_of_what_it_loads(tmp_path: Path) -> None:
+def test_an_aborted_request_waits_for_the_comparison_of_what_it_loads(start: Start, outside: Any) -> None:
     """Goal: rows of a store are handed out only after their comparison. Method: a request is aborted between the
     landing of its rows and their comparison; its last row is one of them, and its KV is not the KV of those rows."""
-    kept, store = dict[bytes, Any](), f"file://{tmp_path}"
-    first = Toy(kept=kept, late=True, store=store, witness="flagged")
-    first.ask("a", PROMPT)
-    first.settle()
+    kept, store = outside(PROMPT, late=True)
     hashes = Asked("", PROMPT).block_hashes
     kept[hashes[1]]["layers.1"].view(torch.int32)[0, 2, 3] ^= 1
-    other = Toy(kept=kept, late=True, store=store + "?mode=read", witness="flagged")
+    other = start(kept=kept, late=True, store=store, witness="flagged")
     request = admitted(other, PROMPT, [5, 2, 3], external=8)
     compare, landed, go = other.worker._compare, threading.Event(), threading.Event()
 
@@ -108,19 +96,14 @@ def test_an_aborted_request_waits_for_the_comparison_of_what_it_loads(tmp_path: 
     other.worker.end()
     assert landed.wait(60)
     assert judge(seen_late(other, 8, go), PROMPT[:8]) == {"right": 4, "missing": 4}
-    for each in (first, other):
-        each.close()
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_kv_that_never_came_has_no_rows(tmp_path: Path, late: bool) -> None:
+def test_kv_that_never_came_has_no_rows(start: Start, outside: Any, late: bool) -> None:
     """Goal: rows without KV to compare them with are not handed out. Method: a request is aborted while its KV comes,
     after its rows have come."""
-    kept, store = dict[bytes, Any](), f"file://{tmp_path}"
-    first = Toy(kept=kept, store=store, witness="flagged")
-    first.ask("a", PROMPT)
-    first.settle()
-    other = Toy(kept=kept, late=late, later=True, store=store + "?mode=read", witness="flagged")
+    kept, store = outside(PROMPT)
+    other = start(kept=kept, late=late, later=True, store=store, witness="flagged")
     request = admitted(other, PROMPT, [5, 2, 3], external=8, later=True)
     other.worker.begin(other.scheduler.step({}))
     other.worker.end()
@@ -128,19 +111,14 @@ def test_kv_that_never_came_has_no_rows(tmp_path: Path, late: bool) -> None:
     assert other.worker.blocks.complete([5, 2]).all()
     assert request.num_computed_tokens == 8
     assert not seen(other, 8, other.scheduler.forget("r")).valid.any()
-    for each in (first, other):
-        each.close()
 
 
-def test_a_token_that_is_computed_again_is_whole(tmp_path: Path) -> None:
+def test_a_token_that_is_computed_again_is_whole(start: Start, outside: Any) -> None:
     """Goal: of a prompt whose KV came whole an engine computes the last token again, for its logits: that row is the
     engine's own, the last router's choice included. Method: two full blocks come, then a step computes the eighth
     token."""
-    kept, store = dict[bytes, Any](), f"file://{tmp_path}"
-    first = Toy(kept=kept, store=store)
-    first.ask("a", PROMPT)
-    first.settle()
-    other = Toy(kept=kept, later=True, store=store + "?mode=read")
+    kept, store = outside(PROMPT)
+    other = start(kept=kept, later=True, store=store)
     request = admitted(other, PROMPT[:8], [5, 2], external=8, later=True)
     other.worker.begin(other.scheduler.step({}))
     for block, each in zip(other.table, request.block_hashes, strict=True):
@@ -149,22 +127,18 @@ def test_a_token_that_is_computed_again_is_whole(tmp_path: Path) -> None:
     other.worker.end()
     other.scheduler.loaded("r")
     request.num_computed_tokens = 7
-    computed(other, request, 1)
-    other.worker.end()
-    request.num_computed_tokens = 8
+    stepped(other, request, 1)
     found = seen(other, 8, other.scheduler.forget("r"))
     assert found.known.tolist() == [[True, False]] * 7 + [[True, True]]
     assert judge(found, PROMPT[:8]) == {"partly": 7, "right": 1}
-    for each in (first, other):
-        each.close()
 
 
 @pytest.mark.parametrize(("late", "drafts"), [(False, True), (True, True), (True, False)])
-def test_slots_are_those_of_the_pass(late: bool, drafts: bool) -> None:
+def test_slots_are_those_of_the_pass(start: Start, late: bool, drafts: bool) -> None:
     """Goal: no row goes to another token. Method: the engine uses the memory of the slots again before the step's end,
     as a draft model does, or, without one, as soon as the step has ended, while the worker's host is behind.
     """
-    toy = Toy(late=late, drafts=drafts)
+    toy = start(late=late, drafts=drafts)
     request, slots = admitted(toy, PROMPT, [5, 2, 3]), torch.zeros(11, dtype=torch.int64)
     computed(toy, request, 11)
     assert toy.worker.slots is not None
@@ -177,7 +151,6 @@ def test_slots_are_those_of_the_pass(late: bool, drafts: bool) -> None:
     if go:
         go.set()
     assert judge(seen(toy, 11), PROMPT) == {"right": 11}
-    toy.close()
 
 
 def _twice(toy: Toy) -> None:
@@ -190,14 +163,15 @@ def _nowhere(toy: Toy) -> None:
 
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("spoil", [_twice, _nowhere])
-def test_what_a_step_without_ids_has_written_over_is_missing(late: bool, spoil: Callable[[Toy], None]) -> None:
+def test_what_a_step_without_ids_has_written_over_is_missing(
+    start: Start, late: bool, spoil: Callable[[Toy], None]
+) -> None:
     """Goal: a row is of the KV that is there. Method: two rejected drafts are computed over by a step whose rows are
     lost, for one reason or another.
     """
-    toy, right = Toy(late=late), [3, 1, 4, 2, 6]
+    toy, right = start(late=late), [3, 1, 4, 2, 6]
     request = admitted(toy, [3, 1, 4, 7, 7], [5, 2])
-    computed(toy, request, 5)
-    toy.worker.end()
+    stepped(toy, request, 5)
     request.tokens, request.num_computed_tokens = right, 3
     computed(toy, request, 2)
     spoil(toy)
@@ -205,15 +179,14 @@ def test_what_a_step_without_ids_has_written_over_is_missing(late: bool, spoil: 
     found = judge(seen(toy, 5), right)
     assert not found["wrong"]
     assert found["missing"] >= 2
-    toy.close()
 
 
 def test_a_store_that_is_stuck_holds_up_one_step_and_for_one_limit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Goal: every wait ends. Method: the store never answers; a step with two loads, and one with another load."""
     monkeypatch.setattr(worker, "RESTORE_S", 0.2)
-    toy, go, waits = Toy(store=f"file://{tmp_path}", witness="flagged"), threading.Event(), list[float]()
+    toy, go, waits = start(store=f"file://{tmp_path}", witness="flagged"), threading.Event(), list[float]()
     wait = RestoreJob.wait
 
     def waited(job: RestoreJob, timeout_s: float) -> bool:
@@ -233,16 +206,15 @@ def test_a_store_that_is_stuck_holds_up_one_step_and_for_one_limit(
     assert sum(waits) <= 3 * 0.2
     assert len(waits) == 3  # each job once
     go.set()
-    toy.close()
 
 
-def test_slots_of_a_pass_in_one_graph_are_not_a_draft_models() -> None:
+def test_slots_of_a_pass_in_one_graph_are_not_a_draft_models(start: Start) -> None:
     """Goal: as above, where the engine says the slots when the draft model has run. Method: with and without one."""
 
     class Inner:
         def start_load_kv(self, *_: Any, **__: Any) -> None: ...
 
-    toy, context = Toy(), SimpleNamespace(slot_mapping={})
+    toy, context = start(), SimpleNamespace(slot_mapping={})
     made = type("Made", (RowsWithKV, Inner), {"__init__": lambda _: None})()
     made._worker_rows = toy.worker
     for drafts in (True, False):
@@ -250,24 +222,19 @@ def test_slots_of_a_pass_in_one_graph_are_not_a_draft_models() -> None:
         toy.worker.begin(StepMeta(None, b"", b""))
         made.start_load_kv(context, attn_metadata={"layer": SimpleNamespace(slot_mapping=torch.tensor([3]))})
         assert (toy.worker.slots is None) == drafts
-    toy.close()
 
 
-def test_an_answer_waits_for_its_own_rows_alone() -> None:
+def test_an_answer_waits_for_its_own_rows_alone(start: Start) -> None:
     """Goal: a worker that hangs delays no answer whose rows are written. Method: a request ends whose last step the
     worker has not reached; another one, written before, ends after it and is answered first."""
-    toy = Toy(late=True)
+    toy = start(late=True)
     there = admitted(toy, PROMPT, [5, 2, 3])
-    computed(toy, there, len(PROMPT))
-    toy.worker.end()
+    stepped(toy, there, len(PROMPT))
     toy.worker.settle()
-    there.num_computed_tokens = len(PROMPT)
     ended = toy.scheduler.forget("r")
     go, late = held(toy), PROMPT[::-1]
     waits = admitted(toy, late, [6, 7, 8])
-    computed(toy, waits, len(late))
-    toy.worker.end()
-    waits.num_computed_tokens = len(late)
+    stepped(toy, waits, len(late))
     last = begun(toy, len(late), toy.scheduler.forget("r"))
     toy.table = [5, 2, 3]
     first = begun(toy, len(PROMPT), ended).result(60)
@@ -275,13 +242,12 @@ def test_an_answer_waits_for_its_own_rows_alone() -> None:
     assert not last.done()
     go.set()
     assert judge(routes({"kv_transfer_params": last.result(60)}), late) == {"right": len(late)}
-    toy.close()
 
 
-def test_a_step_whose_host_part_fails_leaves_no_row() -> None:
+def test_a_step_whose_host_part_fails_leaves_no_row(start: Start) -> None:
     """Goal: a half-done step leaves no readable row, and the engine goes on. Method: one call after the device's work
     raises; a strict worker says so at the next step."""
-    toy = Toy(late=True)
+    toy = start(late=True)
     assert toy.worker._behind is not None
     toy.ask("r", PROMPT)
     toy.worker._behind.put(lambda: 1 // 0)  # type: ignore[arg-type,return-value]
@@ -289,14 +255,15 @@ def test_a_step_whose_host_part_fails_leaves_no_row() -> None:
     assert not toy.worker.blocks.complete(toy.table[:2]).any()
     with pytest.raises(ZeroDivisionError):
         toy.ask("s", PROMPT)
-    toy.close()
 
 
-def test_an_answer_of_a_step_whose_feed_fails_has_no_rows_and_waits_for_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_of_a_step_whose_feed_fails_has_no_rows_and_waits_for_none(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Goal: an answer waits for its step, not for a time limit. Method: the operations on blocks cannot be applied,
     once."""
     monkeypatch.setattr(ends, "LATE_S", 300.0)
-    toy = Toy(late=True, strict=False)
+    toy = start(late=True, strict=False)
     applied, fails = toy.worker.blocks.apply, [True]
 
     def apply(operations: bytes) -> None:
@@ -307,7 +274,6 @@ def test_an_answer_of_a_step_whose_feed_fails_has_no_rows_and_waits_for_none(mon
     monkeypatch.setattr(toy.worker.blocks, "apply", apply)
     assert judge(routes(toy.ask("lost", PROMPT)), PROMPT).keys() == {"missing"}
     assert judge(routes(toy.ask("after", [7, *PROMPT])), [7, *PROMPT]).keys() == {"right"}
-    toy.close()
 
 
 def test_calls_are_done_in_order_and_room_is_waited_for() -> None:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +23,8 @@ TOKENS = [3, 1, 4, 1, 5, 9]
 
 
 @pytest.fixture
-def engine(tmp_path: Path) -> Iterator[Callable[..., Toy]]:
-    made: list[Toy] = []
-
-    def started(**said: Any) -> Toy:
-        made.append(Toy(rollouts=f"file://{tmp_path}", **said))
-        return made[-1]
-
-    yield started
-    for toy in made:
-        toy.close()
+def engine(start: Callable[..., Toy], tmp_path: Path) -> Callable[..., Toy]:
+    return partial(start, rollouts=f"file://{tmp_path}")
 
 
 @pytest.fixture

@@ -20,6 +20,7 @@ from cache_manager.storage.file.fsck import read_extents
 from kvroute.connector import routes, worker
 from tests.storage.stores import files, flip
 
+Start = Callable[..., Toy]
 ASKED = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
 NOT_THERE = "the store of rows does not have them"
 DAMAGED = "the store of rows has damaged ones"
@@ -27,14 +28,9 @@ FAILED = "the store of rows has failed"
 
 
 @pytest.fixture
-def there(tmp_path: Path) -> tuple[dict[bytes, Any], Path]:
+def there(outside: Any, tmp_path: Path) -> tuple[dict[bytes, Any], Path]:
     """KV and rows that a first engine has left: two blocks."""
-    kept, path = dict[bytes, Any](), tmp_path / "rows"
-    first = Toy(kept=kept, store=f"file://{path}", witness="flagged")
-    first.ask("a", ASKED)
-    first.settle()
-    first.close()
-    return kept, path
+    return outside(ASKED)[0], tmp_path / "rows"
 
 
 def _as_it_is(_: Path) -> Iterator[dict[str, Any]]:
@@ -72,6 +68,7 @@ def _with_a_bit_changed(rows: Path) -> Iterator[dict[str, Any]]:
     ],
 )
 def test_a_restore_that_misses_says_why(
+    start: Start,
     there: tuple[dict[bytes, Any], Path],
     harm: Callable[[Path], Iterator[dict[str, Any]]],
     missing: dict[str, int],
@@ -85,7 +82,7 @@ def test_a_restore_that_misses_says_why(
     harming = harm(rows)
     said = {"store": f"file://{rows}?mode=read", "witness": "flagged", **next(harming)}
     asked = said.pop("asked", rows)
-    toy = Toy(kept=kept, late=late, later=later, **said)
+    toy = start(kept=kept, late=late, later=later, **said)
     toy.scheduler._reader = kvroute.open_store(f"file://{asked}?mode=read")
     assert next(harming, None) is None
     with caplog.at_level(logging.WARNING):
@@ -99,11 +96,13 @@ def test_a_restore_that_misses_says_why(
     counted = toy.worker.blocks.counters
     blocks = (counted.restored_blocks, counted.absent_blocks_not_restored, counted.corrupt_blocks_not_restored)
     assert blocks == (2 - lost // TOKENS, missing.get(NOT_THERE, 0) // TOKENS, missing.get(DAMAGED, 0) // TOKENS)
-    toy.close()
 
 
 def test_a_store_that_fails_or_does_not_answer_is_the_reason_given(
-    there: tuple[dict[bytes, Any], Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    start: Start,
+    there: tuple[dict[bytes, Any], Path],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Goal: as above. Method: the disk fails each read; then the store never answers."""
     kept, rows = there
@@ -118,7 +117,7 @@ def test_a_store_that_fails_or_does_not_answer_is_the_reason_given(
         return []
 
     for answer, reason in ((fails, FAILED), (waits, worker.NO_ANSWER)):
-        toy = Toy(kept=kept, store=f"file://{rows}?mode=read", witness="flagged")
+        toy = start(kept=kept, store=f"file://{rows}?mode=read", witness="flagged")
         monkeypatch.setattr(type(toy.worker.store), "get_into", answer)
         with caplog.at_level(logging.WARNING):
             assert judge(routes(toy.ask("b", ASKED)), ASKED) == {"right": 3, "missing": 8}
@@ -126,37 +125,32 @@ def test_a_store_that_fails_or_does_not_answer_is_the_reason_given(
         assert reason in caplog.text
         if answer is waits:
             go.set()
-        toy.close()
     assert "the disk has failed on purpose" in caplog.text
 
 
-def test_rows_of_kv_that_nothing_brings_are_counted() -> None:
+def test_rows_of_kv_that_nothing_brings_are_counted(start: Start) -> None:
     """Goal: as above, where there is no store. Method: KV is loaded, and no rows come with it."""
     kept = dict[bytes, Any]()
-    first, other = Toy(kept=kept), Toy(kept=kept)
+    first, other = start(kept=kept), start(kept=kept)
     first.ask("a", ASKED)
     assert judge(routes(other.ask("b", ASKED)), ASKED) == {"right": 3, "missing": 8}
     assert other.worker.missing == {worker.NO_CARRIER.partition(":")[0]: 8}
     assert not first.worker.missing
-    first.close()
-    other.close()
 
 
-def test_an_engine_that_reads_a_store_starts_before_its_writer(tmp_path: Path) -> None:
+def test_an_engine_that_reads_a_store_starts_before_its_writer(start: Start, tmp_path: Path) -> None:
     """Goal: engines start in any order. Method: one with ``mode=read`` where there is no store; the writer comes then,
     and the first one's loads have their rows.
     """
     kept, url = dict[bytes, Any](), f"file://{tmp_path / 'rows'}"
-    early = Toy(kept=kept, store=f"{url}?mode=read", witness="flagged")
+    early = start(kept=kept, store=f"{url}?mode=read", witness="flagged")
     assert judge(routes(early.ask("a", ASKED[::-1])), ASKED[::-1]) == {"right": len(ASKED)}
     with pytest.raises(StoreMissingError):
-        Toy(store=f"{url}?mode=read&absent=error")
+        start(store=f"{url}?mode=read&absent=error")
     kept.clear()
-    writer = Toy(kept=kept, store=url, witness="flagged")
+    writer = start(kept=kept, store=url, witness="flagged")
     writer.ask("b", ASKED)
     writer.settle()
     assert judge(routes(early.ask("c", ASKED)), ASKED) == {"right": len(ASKED)}
     assert early.loaded == 2 * TOKENS
     assert not early.worker.missing
-    early.close()
-    writer.close()

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from budget import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from toy_engine import Toy, admitted, computed, judge, makers, row_of, seen
 
@@ -18,6 +19,7 @@ from kvroute.connector import Settings, routes
 from kvroute.connector.versions import AS_LOADED, Versions, version_of
 from kvroute.routes import Routes
 
+Start = Callable[..., Toy]
 TOKENS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
 
 
@@ -44,11 +46,11 @@ def check(toy: Toy, found: Routes, tokens: list[int]) -> None:
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_an_answer_of_two_weights_has_two_versions(late: bool) -> None:
+def test_an_answer_of_two_weights_has_two_versions(start: Start, late: bool) -> None:
     """Goal: no row has the version of other weights. Method: an update behind the fifth token, with KV kept; the next
     answer hits the older rows, which keep their version, in a block that has rows of both.
     """
-    toy = Toy(late=late, weights_version=3)
+    toy = start(late=late, weights_version=3)
     toy.weights = 3
     after(toy, 2, lambda: updated(toy, 4, 4))
     found = routes(toy.ask("a", TOKENS, [3, 2]))
@@ -58,42 +60,38 @@ def test_an_answer_of_two_weights_has_two_versions(late: bool) -> None:
     found = routes(toy.ask("b", TOKENS))
     assert found.weights_versions == ((0, 5, 3), (5, 11, 4))
     check(toy, found, TOKENS)
-    toy.close()
 
 
-def test_rows_of_mixed_weights_are_in_no_page() -> None:
+def test_rows_of_mixed_weights_are_in_no_page(start: Start) -> None:
     """Goal: KV that may stand on KV of other weights brings no rows. Method: an update with KV kept; engines of either
     weights load what was computed before it and after it.
     """
     kept, other = dict[bytes, Any](), [1, *TOKENS]
-    toy = Toy(kept=kept, pages=True)
+    toy = start(kept=kept, pages=True)
     toy.ask("a", TOKENS)
     updated(toy, 1, 1)
     toy.ask("b", other)
     for tokens, said, rows in ((TOKENS, {}, 11), (other, {}, 4), (TOKENS, {"weights_version": 1}, 3)):
-        engine = Toy(kept=kept, pages=True, **said)
+        engine = start(kept=kept, pages=True, **said)
         engine.weights = said.get("weights_version", 0)
         found = routes(engine.ask("r", tokens))
         assert (engine.loaded, int(found.valid.sum())) == (8, rows)
         check(engine, found, tokens)
-        engine.close()
-    toy.close()
 
 
-def test_rows_of_mixed_weights_are_not_stored(tmp_path: Path) -> None:
+def test_rows_of_mixed_weights_are_not_stored(start: Start, tmp_path: Path) -> None:
     """Goal: no engine finds rows that stand on KV of other weights. Method: an update with KV kept. An engine of the
     first weights hits what was stored before the update, and nothing stored after it; one of the second weights hits
     nothing until all KV was forgotten, and then what is computed from there on."""
     kept, store, other = dict[bytes, Any](), f"file://{tmp_path}", [1, *TOKENS]
 
     def hits(tokens: list[int], **said: Any) -> int:
-        engine = Toy(kept=kept, store=store + "?mode=read", witness="flagged", **said)
+        engine = start(kept=kept, store=store + "?mode=read", witness="flagged", **said)
         engine.weights = said.get("weights_version", 0)
         check(engine, routes(engine.ask("r", tokens)), tokens)
-        engine.close()
         return engine.loaded
 
-    toy = Toy(kept=kept, store=store)
+    toy = start(kept=kept, store=store)
     toy.ask("a", TOKENS)
     updated(toy, 1, 1)
     toy.ask("b", other)
@@ -106,7 +104,6 @@ def test_rows_of_mixed_weights_are_not_stored(tmp_path: Path) -> None:
     toy.ask("c", other)
     toy.settle()
     assert (hits(TOKENS, weights_version=1), hits(other, weights_version=1)) == (0, 8)
-    toy.close()
 
 
 @pytest.mark.parametrize(("name", "hits"), [("", 0), ("run-7", 8)])
@@ -124,16 +121,13 @@ def test_a_version_is_shared_by_engines_whose_weights_have_a_name(tmp_path: Path
         toy.close()
 
 
-def test_blocks_that_are_computed_again_are_stored_again(tmp_path: Path) -> None:
+def test_blocks_that_are_computed_again_are_stored_again(start: Start, outside: Any) -> None:
     """Goal: rows of KV that did not come are found by the next engine. Method: a hit's records are lost after it was
     admitted, its KV fails to load, and it is computed; a third engine hits all of it.
     """
-    kept, store = dict[bytes, Any](), f"file://{tmp_path}"
-    toy = Toy(kept=kept, store=store, witness="flagged")
-    toy.ask("a", TOKENS)
-    toy.settle()
-    toy.close()
-    toy = Toy(kept=kept, store=store, witness="flagged")
+    kept, store = outside(TOKENS)
+    store = store.removesuffix("?mode=read")
+    toy = start(kept=kept, store=store, witness="flagged")
     request = admitted(toy, TOKENS, [5, 2, 3], external=8)
     assert toy.worker.store is not None
     toy.worker.store.delete(toy.scheduler.keys.adopt(each) for each in request.block_hashes)
@@ -149,11 +143,9 @@ def test_blocks_that_are_computed_again_are_stored_again(tmp_path: Path) -> None
     toy.worker.end()
     toy.settle()
     assert judge(seen(toy, 11), TOKENS)["wrong"] == 0
-    toy.close()
-    toy = Toy(kept=kept, store=store, witness="flagged")
-    assert judge(routes(toy.ask("c", TOKENS)), TOKENS) == {"right": 11}
-    assert toy.loaded == 8
-    toy.close()
+    other = start(kept=kept, store=store + "?mode=read", witness="flagged")
+    assert judge(routes(other.ask("c", TOKENS)), TOKENS) == {"right": 11}
+    assert other.loaded == 8
 
 
 UPDATES = ["told", "untold", "paused", "paused and told", "told in a pause", "nothing"]
@@ -162,7 +154,7 @@ prompts = st.lists(st.integers(0, 1), min_size=1, max_size=14)
 asks = st.tuples(prompts, st.lists(st.integers(1, 5), max_size=4), st.sampled_from(UPDATES), st.integers(1, 3))
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(st.lists(st.tuples(st.sampled_from(FORGETS), asks), min_size=1, max_size=8), st.booleans(), st.booleans())
 def test_no_version_is_false_whatever_happens(tmp_path_factory: Any, what: Any, named: bool, late: bool) -> None:
     """Goal: every row is of the weights of the KV beside it, and a version that it has is theirs. Method: any order of

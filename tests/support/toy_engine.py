@@ -293,6 +293,13 @@ def computed(toy: Toy, request: Asked, n: int, meta: StepMeta | None = None) -> 
     toy.worker.slots = torch.tensor(at)
 
 
+def stepped(toy: Toy, request: Asked, n: int, meta: StepMeta | None = None) -> None:
+    """The worker has computed the next ``n`` tokens, and the scheduler knows."""
+    computed(toy, request, n, meta)
+    toy.worker.end()
+    request.num_computed_tokens += n
+
+
 def admitted(toy: Toy, tokens: list[int], blocks: list[int], external: int = 0, later: bool = False) -> Asked:
     """A request that has these blocks."""
     request = Asked("r", tokens)
