@@ -83,29 +83,19 @@ def test_r13_a_junk_file_neither_stops_a_store_nor_reaches_a_block(tmp_path: Pat
     assert junk.read_bytes() == b"garbage"
 
 
-class HookedDisk(FaultyDisk):
-    """``before_read`` is called between the look-up and the read."""
-
-    before_read: Callable[[], object] = staticmethod(lambda: None)
-
-    def preadv(self, fd: int, buffers: Any, offset: int) -> int:
-        self.before_read()
-        return super().preadv(fd, buffers, offset)
-
-
 @pytest.mark.parametrize("again", [False, True], ids=["deleted", "deleted and put anew"])
 def test_a_record_deleted_under_a_reader_is_a_miss_and_not_damage(again: bool, tmp_path: Path) -> None:
     """Goal: ``corrupt`` counts damage only, and what was put anew stays. Method: delete between look-up and read."""
-    disk = HookedDisk()
+    disk = FaultyDisk()
     with opened(tmp_path, disk) as store:
         assert all(put(store, [1, 2]))
 
         def delete() -> None:
-            del disk.before_read
+            disk.on_read = lambda: None
             store.backend.delete([key_of(1)])
             assert not again or all(put(store, [1]))
 
-        disk.before_read = delete
+        disk.on_read = delete
         for _ in range(2):
             assert get(store, [1, 2]) == [payload_of(1) if again else Absence.MISS, payload_of(2)]
         assert store.counters.corrupt == 0
@@ -125,18 +115,18 @@ def test_a_removed_lock_file_lets_no_second_writer_in(tmp_path: Path) -> None:
 
 def test_r08_a_read_that_dies_leaves_no_lock(tmp_path: Path) -> None:
     """Fault: the read fails for want of memory. kvroute: every call of another thread ends."""
-    disk, seen = HookedDisk(), list[object]()
+    disk, seen = FaultyDisk(), list[object]()
     with opened(tmp_path, disk, quota_nbytes=SMALL_NBYTES) as store:
         assert all(put(store, range(4)))
 
         def exhausted() -> None:
             raise MemoryError("no staging")
 
-        disk.before_read = exhausted
+        disk.on_read = exhausted
         for _ in range(3):
             with pytest.raises(MemoryError):
                 get(store, range(4))
-        del disk.before_read
+        disk.on_read = lambda: None
 
         def go_on() -> None:
             seen.append(get(store, range(4)))

@@ -6,10 +6,9 @@ import errno
 import os
 import shutil
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +17,6 @@ from faulty_disk import FaultyDisk, VolatileDisk
 from cache_manager.errors import StorageError, StoreReadOnlyError
 from cache_manager.keys import BlockKey
 from cache_manager.ports import Absence
-from cache_manager.storage.disk import Room
 from cache_manager.storage.file import FileStore, Sync
 from cache_manager.testing.contract import StorageContract
 from cache_manager.testing.records import BOTH, LAYOUT, Content, get, held, key_of, offer, payload_of, put
@@ -59,14 +57,9 @@ def test_a_process_that_ends_at_any_byte_leaves_whole_records(tmp_path: Path, fu
 def test_a_payload_is_written_before_its_head(tmp_path: Path) -> None:
     """Method: the order of writes of a put, by their sizes: the payload, the head; where a record gave its slot, zeros
     over that one's head before them, and where it was deleted, too."""
-    sizes: list[int] = []
-
-    class Disk(FaultyDisk):
-        def pwritev(self, fd: int, buffers: Any, offset: int) -> int:
-            sizes.append(sum(memoryview(buffer).nbytes for buffer in buffers))
-            return super().pwritev(fd, buffers, offset)
-
-    with opened(tmp_path, Disk(), quota_nbytes=SMALL_NBYTES) as store:
+    sizes, disk = list[int](), FaultyDisk()
+    disk.on_written = lambda raw: sizes.append(len(raw))
+    with opened(tmp_path, disk, quota_nbytes=SMALL_NBYTES) as store:
         for n in range(PER_EXTENT):
             put(store, [n])
             sizes[:] = sizes if n else sizes[2:]  # of the extent's own pages
@@ -181,21 +174,16 @@ def test_a_put_that_is_interrupted_takes_no_room_for_ever(tmp_path: Path, error:
     """Goal: as many records fit after it as before. Method: an error that is no ``OSError`` while an extent is made for
     the second half of a batch, and then puts of everything."""
 
-    class Disk(FaultyDisk):
-        error: BaseException | None = None
+    def interrupted() -> None:
+        raise error
 
-        def allocate(self, fd: int, nbytes: int) -> None:
-            if self.error:
-                raise self.error
-            super().allocate(fd, nbytes)
-
-    disk = Disk()
+    disk = FaultyDisk()
     with opened(tmp_path, quota_nbytes=4 * SMALL_NBYTES, disk=disk) as store:
         assert all(put(store, [0]))
-        disk.error = error
+        disk.on_allocate = interrupted
         with pytest.raises(type(error)):
             put(store, range(1, 2 * PER_EXTENT))
-        disk.error = None
+        disk.on_allocate = lambda: None
         assert all(put(store, range(4 * PER_EXTENT)))
         assert there(store, range(4 * PER_EXTENT)) == set(range(4 * PER_EXTENT))
     assert [path.name for path in tmp_path.iterdir() if path.name.endswith(".tmp")] == []
@@ -284,21 +272,12 @@ def test_a_reader_finds_what_was_put_before_the_call_without_a_look_in_between(t
 
 def test_a_slot_that_was_used_again_while_it_was_read_is_a_miss(tmp_path: Path) -> None:
     """Method: between a reader's look-up and its read the writer gives the slot to another record."""
-
-    class Disk(FaultyDisk):
-        def preadv(self, fd: int, buffers: Sequence[Room], offset: int) -> int:
-            if armed:
-                armed.pop()()
-            return super().preadv(fd, buffers, offset)
-
-    armed: list[Callable[[], object]] = []
-    with (
-        opened(tmp_path, quota_nbytes=SMALL_NBYTES) as store,
-        reading(tmp_path, disk=Disk()) as reader,
-    ):
+    armed, disk = list[range](), FaultyDisk()
+    disk.on_read = lambda: armed and put(store, armed.pop())
+    with opened(tmp_path, quota_nbytes=SMALL_NBYTES) as store, reading(tmp_path, disk=disk) as reader:
         assert all(put(store, range(PER_EXTENT)))
         assert there(reader, range(PER_EXTENT)) == set(range(PER_EXTENT))
-        armed.append(lambda: put(store, range(50, 50 + PER_EXTENT)))
+        armed.append(range(50, 50 + PER_EXTENT))
         assert get(reader, [3]) == [Absence.MISS]
         assert reader.counters.corrupt == 0
         assert there(reader, [50]) == {50}

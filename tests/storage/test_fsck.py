@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +19,6 @@ from msgspec.structs import replace
 from cache_manager.errors import StoreFormatError, StoreMissingError
 from cache_manager.keys import SCOPE_NBYTES, BlockKey
 from cache_manager.record import RecordHeader
-from cache_manager.storage.disk import Room
 from cache_manager.storage.file import fsck
 from cache_manager.testing.records import LAYOUT, get, header_of, key_of, payload_of, put
 from kvroute.cli import FAILED, USAGE, main
@@ -90,16 +87,11 @@ def test_every_damage_is_reported_and_nothing_is_raised(seed: int, flips: int) -
 
 def test_heads_that_the_disk_does_not_give_are_not_sound(tmp_path: Path) -> None:
     """A bug that was found: unreadable slots were counted as free. Method: reads fail of a page of heads."""
-
-    class Disk(FaultyDisk):
-        def preadv(self, fd: int, buffers: Sequence[Room], offset: int) -> int:
-            if offset <= 4096 < offset + sum(memoryview(each).nbytes for each in buffers):
-                raise OSError(errno.EIO, "a bad sector")
-            return super().preadv(fd, buffers, offset)
-
+    disk = FaultyDisk()
+    disk.bad = range(4096, 4097)
     with opened(tmp_path) as store:
         assert all(put(store, range(5)))
-    (extent,) = fsck(tmp_path, disk=Disk()).extents
+    (extent,) = fsck(tmp_path, disk=disk).extents
     assert (extent.records, extent.damaged_heads, extent.sound) == (0, 1, False)
     assert fsck(tmp_path).sound
 

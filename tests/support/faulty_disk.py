@@ -29,6 +29,11 @@ class FaultyDisk(Disk):
         self.at_limit: Callable[[], None] | None = None
         self.call_nbytes_max: int | None = None  # every transfer is cut to this
         self.read_errno: int | None = None
+        self.bad = range(0)  # bytes of files that cannot be read
+        self.on_read: Callable[[], object] = lambda: None  # called before each read
+        self.on_written: Callable[[bytes], object] = lambda _: None  # called behind each write
+        self.on_allocate: Callable[[], object] = lambda: None
+        self.reads = 0
         self.sync_errno: int | None = None
         self.space_now: Space | None = None  # what the file system is reported to have
         self.syncs = 0
@@ -44,15 +49,22 @@ class FaultyDisk(Disk):
                 raise OSError(self.write_errno, os.strerror(self.write_errno))
             nbytes = min(nbytes, self.write_budget_nbytes)
             self.write_budget_nbytes -= nbytes
-        return self.disk.pwritev(fd, [b"".join(buffers)[:nbytes]], offset)
+        written = self.disk.pwritev(fd, [raw := b"".join(buffers)[:nbytes]], offset)
+        self.on_written(raw)
+        return written
 
     def preadv(self, fd: int, buffers: Sequence[Room], offset: int) -> int:
+        self.reads += 1
+        self.on_read()
         _raise(self.read_errno)
+        if max(self.bad.start, offset) < min(self.bad.stop, offset + sum(memoryview(each).nbytes for each in buffers)):
+            _raise(errno.EIO)
         if self.call_nbytes_max is not None:
             buffers = [memoryview(buffers[0]).cast("B")[: self.call_nbytes_max]]
         return self.disk.preadv(fd, buffers, offset)
 
     def allocate(self, fd: int, nbytes: int) -> None:
+        self.on_allocate()
         self.disk.allocate(fd, nbytes)
 
     def truncate(self, fd: int, nbytes: int) -> None:

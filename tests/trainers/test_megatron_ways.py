@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from megatron.core.transformer.moe.router_replay import RouterReplay
+from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from routes_of import expert_rows, made_routes
 
@@ -57,18 +57,22 @@ WAYS: dict[str, tuple[dict[str, Any], Weights]] = {
 @pytest.mark.parametrize("way", sorted(WAYS))
 def test_the_weights_are_the_routers_own_of_the_rollouts_experts(megatron: Any, way: str) -> None:
     """Goal: only the choice is replayed. Method: every way to score and to balance; the rollout's experts get the
-    weights that the present scores give them by the way's formula, and the router learns; its own choice, replayed, is
-    bit by bit what it was."""
+    weights that the present scores give them by the way's formula, and the router learns; its own choice, as
+    Megatron records it, is replayed bit by bit (R2)."""
     changes, weights_of = WAYS[way]
     stage = megatron.Stage(LAYERS, megatron.config(**changes))
     for router in stage.decoder:
         torch.nn.init.normal_(router.weight)
         if router.expert_bias is not None:
             torch.nn.init.normal_(router.expert_bias, std=9.0)
-    hidden = torch.randn(TOKENS, 1, megatron.HIDDEN)
+    hidden, kept = torch.randn(TOKENS, 1, megatron.HIDDEN), [router.router_replay for router in stage.decoder]
+    for each in kept:
+        each.set_router_replay_action(RouterReplayAction.RECORD)
     own = stage(hidden)
+    recorded = torch.stack([each.get_recorded_indices() for each in kept], dim=1)
+    replay.clear(stage)
     with replay.schedule(stage):
-        replay.install(stage, torch.stack([megatron.chosen(routing_map) for _, routing_map in own], dim=1))
+        replay.install(stage, recorded)
         again = stage(hidden)
     for (probs, routing_map), (probs_before, map_before) in zip(again, own, strict=True):
         assert torch.equal(routing_map, map_before)

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 import ranks
 import torch
+from chats import loop_output
 from megatron.core.transformer.moe.router_replay import RouterReplay
 from nemo_automodel.components.moe.layers import Gate
 from rollouts import Rollout, load
 from skyrl.backends.skyrl_train.utils import replay_utils as skyrl_replay
 from test_automodel import gates
 from torch import nn
-from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
 
 from kvroute.replay import megatron, nemo_rl, skyrl, verl
 from kvroute.routes import Routes, Split
@@ -97,13 +97,8 @@ def test_verl(made: list[Rollout]) -> None:
     kept = []
     for rollout in made:
         prompt, response = len(rollout.tokens) - 5, 5
-        sample = AgentLoopOutput(
-            prompt_ids=list(rollout.tokens[:prompt]),
-            response_ids=list(rollout.tokens[prompt:]),
-            response_mask=[1] * response,
-            routed_experts=verl.agent_loop(rollout.routes, prompt, response),
-            metrics=AgentLoopMetrics(),
-        )
+        rows = verl.agent_loop(rollout.routes, prompt, response)
+        sample = loop_output(rows, rollout.tokens[:prompt], rollout.tokens[prompt:])
         kept.append(sample.as_dict()["routed_experts"])
     rows = torch.nested.as_nested_tensor(kept, layout=torch.jagged)
     tokens = torch.nested.as_nested_tensor([torch.tensor(r.tokens) for r in made], layout=torch.jagged)

@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import transfer_queue
+from chats import loop_output
 from hypothesis import settings
 from routes_of import expert_rows, made_routes
 from tensordict import TensorDict
-from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
 from verl.trainer.ppo.padding_utils import SYNTHETIC_PADDING_SEQ_LEN, construct_minimal_padding_template
 from verl.utils.megatron.router_replay_utils import align_r3_router_replay_data
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
@@ -91,9 +90,7 @@ def test_a_batch_of_verls_queue_has_the_rows_and_its_padding_none() -> None:
     samples = []
     for i, (prompt, response) in enumerate(counts):
         rows = verl.agent_loop(made_routes(i, prompt + response - 1), prompt, response)
-        tokens: dict[str, Any] = {"prompt_ids": [1] * prompt, "response_ids": [2] * response}
-        more = {"response_mask": [1] * response, "routed_experts": rows, "metrics": AgentLoopMetrics()}
-        samples.append(AgentLoopOutput(**tokens, **more).as_dict())
+        samples.append(loop_output(rows, [1] * prompt, [2] * response).as_dict())
     names = ("prompts", "responses", "response_mask", "routed_experts")
     samples = [{name: sample[name] for name in names} for sample in samples]
     transfer_queue.kv_batch_put(keys, "verl", list_of_dict_to_tensordict(samples))

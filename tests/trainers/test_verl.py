@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import ranks
 import torch
-from chats import tokenizer
+from chats import loop_output, tokenizer
 from routes_of import expert_rows, made_routes
 from verl import DataProto
-from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput, AgentLoopWorker
+from verl.experimental.agent_loop.agent_loop import AgentLoopWorker
 from verl.trainer.ppo import metric_utils
 from verl.utils.megatron import router_replay_utils as engine
 from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
@@ -29,17 +29,6 @@ LAYERS = (1, 2, 3)
 
 def rows_of(sample: int, rows: int) -> torch.Tensor:
     return torch.from_numpy(expert_rows(sample, np.arange(rows), LAYERS, 16, 4))
-
-
-def loop_output(routed_experts: Any, prompt: int, response: int) -> AgentLoopOutput:
-    """The agent loop's output for a sample."""
-    return AgentLoopOutput(
-        prompt_ids=[1] * prompt,
-        response_ids=[2] * response,
-        response_mask=[1] * response,
-        routed_experts=routed_experts,
-        metrics=AgentLoopMetrics(),
-    )
 
 
 async def resumed(whole: Routes, cuts: list[int], *, deltas: bool) -> TokenOutput:
@@ -100,7 +89,7 @@ class Worker(AgentLoopWorker):
     async def batch(self, routes: list[Routes], samples: list[tuple[int, int]]) -> DataProto:
         made = []
         for part, (prompt, response) in zip(routes, samples, strict=True):
-            out = loop_output(verl.agent_loop(part, prompt, response), prompt, response)
+            out = loop_output(verl.agent_loop(part, prompt, response), [1] * prompt, [2] * response)
             made.append(await self._agent_loop_postprocess(out, validate=False, raw_prompt=""))
         return self._postprocess(made)
 
