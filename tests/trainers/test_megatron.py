@@ -81,6 +81,65 @@ def test_the_global_list_has_other_routers_too(megatron: Any, model: Any) -> Non
         replay.layer_ids(model)
 
 
+def test_recorded_routes_hold_through_an_update(megatron: Any, model: Any) -> None:
+    """Goal: R2, and that it is bit-exact without an update. Method: Megatron records, we replay, move the weights,
+    replay."""
+    from megatron.core.transformer.moe.router_replay import RouterReplayAction
+
+    batch = tokens(2, 6)
+    used = megatron.Used(model)
+    recording = [model.decoder.layers[layer].mlp.router.router_replay for layer in LAYERS]
+    for each in recording:
+        each.set_router_replay_action(RouterReplayAction.RECORD)
+    plain = megatron.run(model, batch)
+    rows = torch.stack([each.get_recorded_indices() for each in recording], dim=1)
+    replay.clear(model)
+    assert rows.shape == (12, 3, 4)
+    with replay.schedule(model):
+        replay.install(model, rows)
+        assert torch.equal(megatron.run(model, batch), plain)
+    with torch.no_grad():
+        for layer in LAYERS:
+            model.decoder.layers[layer].mlp.router.weight.normal_()
+    megatron.run(model, batch)
+    with replay.schedule(model):
+        replay.install(model, rows)
+        megatron.run(model, batch)
+    for seen in used.experts.values():
+        assert torch.equal(seen[1], seen[0])
+        assert not torch.equal(seen[2], seen[0])
+        assert torch.equal(seen[3], seen[0])
+
+
+def micro_batch(stage: Any, megatron: Any, sample: int, *, learn: bool) -> Any:
+    """One micro-batch's weights, from a checkpointed router whose recomputation asks for replayed ids again."""
+    replay.install(stage, replay.packed(stage, [made_routes(sample, 6)], [6], ALONE))
+    hidden = torch.randn(6, 1, megatron.HIDDEN, requires_grad=True)
+    # A recomputation that stopped early would not be seen from outside.
+    with torch.set_grad_enabled(learn), torch.utils.checkpoint.set_checkpoint_early_stop(False):
+        answer = torch.utils.checkpoint.checkpoint(stage.decoder[0], hidden, use_reentrant=False)
+    return answer[0].square().sum()
+
+
+def test_a_left_over_entry_would_reach_the_next_backward_pass(megatron: Any) -> None:
+    """Goal: SkyRL 1908: a forward-only pass leaves entries in the first-in-first-out list, and the next recomputation
+    takes another micro-batch's routes. Method: inside schedule() each micro-batch sees its own, and nothing is left."""
+    stage = megatron.Stage(LAYERS, megatron.config())
+    used = megatron.Used(stage)
+    with replay.schedule(stage):
+        micro_batch(stage, megatron, 1, learn=False)
+    with replay.schedule(stage):
+        losses = [micro_batch(stage, megatron, sample, learn=True) for sample in (2, 3)]
+        replay.backward(stage)
+        for loss in losses:
+            loss.backward()
+        assert [len(router.router_replay.replay_backward_list) for router in stage.decoder] == [0, 2, 2]
+    for seen, sample in zip(used.experts[1][-2:], (2, 3), strict=True):
+        assert torch.equal(seen[:5], expected([sample], 5)[1][:, 0])
+    assert all(not router.router_replay.replay_backward_list for router in stage.decoder)
+    assert all(router.router_replay.router_replay_action is None for router in stage.decoder)
+
+
 def test_virtual_pipeline_chunks_are_one_model(megatron: Any) -> None:
     """Goal: VPP: a stage has chunks of layers that do not follow each other. Method: a list of two chunks, layers
     1 and 3 in one, 2 in the other, in an order that is not theirs."""
