@@ -61,6 +61,21 @@ def test_no_request_waits_for_a_worker_that_is_behind(start: Callable[..., Toy])
     assert of(second).weights_versions == ((0, 6, 2),)
 
 
+def test_without_room_for_a_copy_rows_are_missing(start: Callable[..., Toy], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Goal: never another request's rows. Method: there is one spare block, and two blocks are given out again."""
+    monkeypatch.setattr(settings, "SPARES", 1)
+    toy = start(late=True)
+    for tokens, other in ((FIRST, SECOND), (SECOND, FIRST)):  # the spare one is free again
+        go = held(toy)
+        compute(toy, tokens)
+        told = end(toy, tokens)
+        compute(toy, other)
+        toy.scheduler.forget("r")
+        go.set()
+        assert judge(of(told), tokens) == {"right": 4, "missing": 2}
+        toy.worker.settle()
+
+
 class Stuck:
     """A rollout store whose first put waits until the test releases it."""
 
@@ -346,3 +361,17 @@ def test_what_was_kept_of_a_request_is_let_go_at_its_end(
         assert told.result(60)
     assert (len(house._spares), house._unread) == (spares, {})
     go.set()
+
+
+def test_nothing_is_kept_of_a_prompt_without_an_answer(start: Callable[..., Toy]) -> None:
+    """Goal: the rows of a token are of the pass that it was sampled with. Method: preempted in the middle of a prompt,
+    before new weights.
+    """
+    toy = start(weights_version=1)
+    request = admitted(toy, SAID, [5, 2, 3])
+    request.num_prompt_tokens = len(SAID)
+    stepped(toy, request, 6)
+    toy.scheduler.preempted(request)
+    toy.weights = 1
+    toy.scheduler.weights.changed(2)
+    assert again(toy, [1, 6, 0]).weights_versions == ((0, 9, 2),)
