@@ -44,6 +44,7 @@ from transfer.messages import (
     Pull,
     Range,
     Records,
+    Refuse,
     TransferId,
     Welcome,
 )
@@ -195,6 +196,15 @@ def test_what_the_link_refuses_is_sent_again() -> None:
     assert pair.result.complete
 
 
+def test_a_repeated_hello_that_the_link_refuses_is_sent_again_promptly() -> None:
+    """Goal: a restarted peer is greeted without waiting for a retry. Method: prefill no longer knows us, and our hello
+    is refused."""
+    pair = pulled()
+    (hello,) = pair.decode.receive(P, Refuse("hello", "one", "none", D_RUN), [], 0.5)
+    pair.decode.unsent(hello, 0.5)
+    assert pair.decode.peer_found(P, 0.6) == [hello]
+
+
 def test_an_unreachable_peer_is_tried_with_a_pause_of_its_own_that_grows() -> None:
     """Goal: an absent peer costs little, and no other peer waits. Method: refuse every message to one of two."""
     pair = Pair()
@@ -209,6 +219,17 @@ def test_an_unreachable_peer_is_tried_with_a_pause_of_its_own_that_grows() -> No
                 tries += 1
                 pair.decode.unsent(send, now_s)
     assert 4 <= tries <= 12
+
+
+def test_a_block_asked_for_a_thousand_times_is_sent_once() -> None:
+    """Goal: no message of a peer can make this side hold more than it offered."""
+    pair = Pair()
+    pair.offer(blocks(1))
+    pair.hear(P, D, hello())
+    pair.hear(P, D, Pull(D_RUN, T, 1, 1000 * want(1, 255)))
+    pair.talk()
+    assert [(e.part, e.index) for m in pair.said if isinstance(m, Records) for e in m.entries] == [(0, 0), (1, 0)]
+    assert pair.prefill.counters.records_absent == 6
 
 
 def test_messages_begin_small_and_grow() -> None:

@@ -349,6 +349,26 @@ def test_a_pull_that_waits_for_its_offer_ends_with_a_reset() -> None:
 # ---------------------------------------------------------------- several peers
 
 
+def test_two_pulls_greet_their_peer_once() -> None:
+    """Goal: a hello that is on its way is not said again before its time. Method: two pulls, and then the retry."""
+    pair = Pair()
+    (first,) = pair.decode.pull(P, T, wanted(1), pair, 0.0)
+    assert isinstance(first.message, Hello)
+    assert pair.decode.pull(P, NEXT, wanted(1), pair, 0.0) == []
+    assert pair.decode.tick(LIMITS.retry_s) == [first]
+
+
+def test_a_pull_after_its_peer_was_lost_says_hello_at_once() -> None:
+    """Goal: prefill that was started anew is asked without a pause. Method: the peer is lost just after its welcome."""
+    pair = Pair()
+    pair.offer(blocks(1))
+    pair.pull(1)
+    pair.decode.peer_lost(P)
+    again = TransferId(bytes(16))
+    actions = pair.decode.pull(P, again, wanted(1), pair, pair.now_s)
+    assert [type(action.message) for action in actions if isinstance(action, Send)] == [Hello]
+
+
 def test_records_that_were_refused_are_tried_again_whatever_another_peer_refuses() -> None:
     """Goal: a peer that reads gets its records. Method: another one pulls again and again, and reads nothing."""
     offers = Offers(Identity(P_RUN, NAMESPACE, PARTS), LIMITS, Counters())
