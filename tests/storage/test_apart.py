@@ -344,6 +344,7 @@ def test_an_interrupted_call_loses_no_slot(store: ApartStore, monkeypatch: pytes
 
     at = 1
     while stopped.is_stopped(lend, at):
+        assert not any(slot.locked() for slot in store._slots)
         at += 1
     assert at > CALLS_MAX
     with ExitStack() as lent:
