@@ -15,7 +15,7 @@ from typing import Final
 
 import numpy as np
 
-from cache_manager.keys import BlockKey
+from cache_manager.keys import KEY_NBYTES, BlockKey
 from cache_manager.storage.file.extent import BLANK, KEY_AT, NUMBER, USES_MAX, Extent, Run
 
 Found = tuple[int, Extent, int, int]
@@ -25,8 +25,8 @@ _BITS: Final = 20
 _LOCAL: Final = (1 << _BITS) - 1
 _NUMBER: Final = struct.Struct(f"<{NUMBER}")
 _BUCKETS_MIN: Final = 1024
-_ZEROS: Final = bytes(32)
-"""A key that a free slot next to a record seems to have."""
+_FREE: Final = bytes(KEY_NBYTES)
+"""What stands in a free slot where others have their key."""
 ANY: Final = range(1 << 32)
 
 
@@ -82,7 +82,7 @@ class KeyIndex:
                 extent, local = extents[slot >> _BITS], slot & _LOCAL
                 nbytes, is_next = extent.head_nbytes, extent.raw.startswith
                 if is_next(key, after := local * nbytes + KEY_AT):
-                    while at < count and is_next(keys[at], after := after + nbytes) and keys[at] != _ZEROS:
+                    while at < count and is_next(keys[at], after := after + nbytes) and keys[at] != _FREE:
                         at += 1
                     found.append((first, extent, local, at - first))
                     break
