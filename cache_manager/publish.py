@@ -207,6 +207,38 @@ def gather(
     return np.asarray(rows).view(np.uint8).reshape(len(ids), nbytes), np.asarray(bits), np.asarray(words)
 
 
+def gather_slots(
+    region: Region, spec: int, blocks: NDArray[np.int64], offsets: NDArray[np.int64]
+) -> tuple[NDArray[np.uint8], NDArray[np.bool_], NDArray[np.uint64]]:
+    """Rows ``[n, row_nbytes]``, their validity ``[n]`` and block words ``[n]`` of single rows, copied.
+
+    Row ``offsets[i]`` of block ``blocks[i]``, by the protocol of :func:`gather`: a row whose block changes under each
+    copy comes back without validity. A step's newest rows are one row of each of many blocks: this copies no others.
+    """
+    require_ordered_stores("gather_slots")
+    layout = region.layout
+    aux_spec = layout.specs[spec]
+    offset, nbytes = layout.offsets[spec], aux_spec.block_nbytes
+    source = region.rows[:, offset : offset + nbytes].view(f"V{aux_spec.row_nbytes}")  # one item a row
+    valid = region.valid[:, spec]
+    mask_words, shifts = offsets >> 6, (offsets & 63).astype(np.uint64)
+    words = region.words[blocks]
+    bits = valid[blocks, mask_words]
+    rows = source[blocks, offsets]
+    torn = np.flatnonzero(region.words[blocks] != words)
+    for _ in range(READ_RETRIES_MAX - 1):
+        if not torn.size:
+            break
+        again = blocks[torn]
+        words[torn] = region.words[again]
+        bits[torn] = valid[again, mask_words[torn]]
+        rows[torn] = source[again, offsets[torn]]
+        torn = torn[region.words[again] != words[torn]]
+    bits[torn] = 0
+    readable = ((bits >> shifts) & _ONE).astype(np.bool_)
+    return rows.view(np.uint8).reshape(len(blocks), aux_spec.row_nbytes), readable, words
+
+
 # ---- rows that were read: the reader's own copy, in which nothing but valid rows means anything ----------------------
 
 MISSING_BYTE: Final = 0xFF
@@ -229,7 +261,11 @@ class Rows:
         ``bits`` are the blocks' validity words ``[n, W]``.
         """
         valid = unpack_bits(bits, spec.block_tokens).reshape(-1)[window]
-        rows = copied.reshape(-1, spec.row_nbytes)[window]
+        return cls.of_mask(spec, copied.reshape(-1, spec.row_nbytes)[window], valid)
+
+    @classmethod
+    def of_mask(cls, spec: AuxBlockDataSpec, rows: NDArray[np.uint8], valid: NDArray[np.bool_]) -> Self:
+        """Copied ``rows [n, row_nbytes]``, of which those in ``valid [n]`` mean anything; takes both over."""
         if np.count_nonzero(valid) != valid.size:
             rows[~valid] = MISSING_BYTE
         return cls(rows.reshape(-1).view(spec.numpy_dtype).reshape(valid.size, *spec.row_shape), valid)

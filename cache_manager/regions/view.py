@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from cache_manager.errors import InvalidInputError, RegionError, RegionMismatchError
 from cache_manager.numbers import integers
-from cache_manager.publish import GENERATION_SHIFT, Rows, gather, require_ordered_stores, window_of
+from cache_manager.publish import GENERATION_SHIFT, Rows, gather, gather_slots, require_ordered_stores, window_of
 from cache_manager.regions.header import pack_namespace
 from cache_manager.regions.shared import SharedRegion
 
@@ -66,6 +66,29 @@ class RegionView:
         if region.namespace != self._namespace:  # asked after the copy: a renewal changes every block first
             bits[:] = 0
         return Rows.of(region.layout.specs[index], rows, bits, window)
+
+    def read_slots(
+        self,
+        name: str,
+        slots: Sequence[int] | NDArray[Any],
+        *,
+        generations: Sequence[int] | NDArray[Any],
+    ) -> Rows:
+        """The rows at ``slots [n]``, ``block * block_tokens + offset`` each, copied; ``generations [n]`` one for each.
+
+        Rows are missing as in :meth:`read`. For the newest rows of many sequences, of which each block has one.
+        """
+        region = self._attached()
+        index, tokens = region.layout.index(name), region.layout.block_tokens
+        places = integers(slots, "slots", "a flat sequence of slots")
+        if places.size and places.min() < 0:
+            raise InvalidInputError("slots", "0 or more", int(places.min()))
+        blocks, wanted = _pairs(region, places // tokens, generations)
+        rows, readable, words = gather_slots(region, index, blocks, places % tokens)
+        readable &= words >> np.uint64(GENERATION_SHIFT) == wanted.astype(np.uint64)
+        if region.namespace != self._namespace:  # asked after the copy: a renewal changes every block first
+            readable[:] = False
+        return Rows.of_mask(region.layout.specs[index], rows, readable)
 
     def generations(self, blocks: Sequence[int] | NDArray[Any]) -> NDArray[np.int64]:
         """Which life each block is in now, ``[n]``."""

@@ -7,12 +7,12 @@ from itertools import combinations
 
 import numpy as np
 import pytest
-from life_canary import Writer, layout_of, wrong
+from life_canary import Writer, layout_of, written, wrong
 from numpy.typing import NDArray
 from watched_region import WatchedRegion, Who, interleave
 
 from cache_manager.numbers import unpack_bits
-from cache_manager.publish import GENERATION_SHIFT, READ_RETRIES_MAX, gather
+from cache_manager.publish import GENERATION_SHIFT, READ_RETRIES_MAX, gather, gather_slots
 from cache_manager.regions import HeapRegion
 
 TOKENS = 3
@@ -73,6 +73,27 @@ def test_every_order_of_loads_and_stores(what: str) -> None:
         assert writers[0].region.stores == stores, "all orders are only all if this is how many there are"
         if what == "rows beside others":
             assert unpack_bits(bits, TOKENS)[:, 0].all(), "one change costs one retry and no row that stays"
+
+
+@pytest.mark.parametrize("what", WORK)
+def test_every_order_of_loads_and_stores_of_single_rows(what: str) -> None:
+    """Goal: the same where single rows are read, each with its block's word of its own. Method: all orders."""
+    before, work, stores = WORK[what]
+    blocks, offsets = np.divmod(np.arange(len(IDS) * TOKENS), TOKENS)
+    for turns in every_order(4, stores):
+        region = region_with(before)
+
+        def write(watched: WatchedRegion) -> None:
+            work(Writer(watched, round=1))
+
+        rows, valid, words = interleave(turns, region, lambda watched: gather_slots(watched, 0, blocks, offsets), write)
+        got = rows.view(np.uint64)
+        lives = (words >> np.uint64(GENERATION_SHIFT)).astype(np.int64)
+        rounds = np.broadcast_to(got[:, :1], (len(got), TOKENS))
+        expected = written(blocks, lives, TOKENS, got.shape[1], rounds)[np.arange(len(got)), offsets]
+        assert (got == expected)[valid].all(), turns
+        if what == "rows beside others":
+            assert valid.reshape(-1, TOKENS)[:, 0].all(), "one change costs one retry and no row that stays"
 
 
 @pytest.mark.parametrize("second", WORK)

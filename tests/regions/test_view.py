@@ -60,6 +60,15 @@ def test_rows_of_the_generations_asked_for_and_no_others(data: st.DataObject, to
             right = written(blocks, asked, tokens, words, rounds).reshape(-1, words)[start:stop]
             assert (found.values[found.valid] == right[found.valid]).all()
             assert (found.values[~found.valid] == np.uint64(0xFFFF_FFFF_FFFF_FFFF)).all()
+            places = np.array(
+                data.draw(st.lists(st.integers(0, max(0, len(blocks) * tokens - 1)), max_size=9)), np.int64
+            )
+            if len(blocks) and len(places):  # single rows of the same blocks, in any order
+                whole = view.read(name, blocks, generations=asked)
+                of, offsets = places // tokens, places % tokens
+                single = view.read_slots(name, blocks[of] * tokens + offsets, generations=asked[of])
+                assert single.valid.tolist() == whole.valid[places].tolist()
+                assert (single.values == whole.values[places]).all()
     del writer
     region.close()
 
@@ -114,6 +123,23 @@ def test_what_cannot_be_is_refused(
     with RegionView(shared.name) as view:
         with pytest.raises(InvalidInputError) as caught:
             view.read("long", blocks, generations=generations, **more)
+        assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("slots", "generations", "field"),
+    [
+        ([-1], [1], "slots"),
+        ([0.5], [1], "slots"),
+        ([BLOCKS * TOKENS], [1], "blocks"),
+        ([0, 1], [1], "generations"),
+        ([0], [-1], "generations"),
+    ],
+)
+def test_slots_that_cannot_be_are_refused(shared: SharedRegion, slots: Any, generations: Any, field: str) -> None:
+    with RegionView(shared.name) as view:
+        with pytest.raises(InvalidInputError) as caught:
+            view.read_slots("long", slots, generations=generations)
         assert caught.value.field == field
 
 

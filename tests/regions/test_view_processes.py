@@ -60,6 +60,8 @@ def test_a_view_never_takes_torn_or_foreign_rows(child: Start) -> None:
         while (reads < READS or int(lives.sum()) < LIVES) and time.monotonic() < end:
             for spec in ("long", "short"):
                 valid, reads = valid + judged(view.read(spec, IDS, generations=lives), lives), reads + 1
+                single = view.read_slots(spec, np.arange(BLOCKS * TOKENS), generations=np.repeat(lives, TOKENS))
+                valid += judged(single, lives)
             # What a scheduler would know: the current generations, or those of a moment ago.
             lives = (view._attached().words >> np.uint64(16)).astype(np.int64)
         owner.tell()
