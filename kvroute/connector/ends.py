@@ -27,6 +27,7 @@ from kvroute.connector.answers import ERROR, FIELD
 from kvroute.connector.behind import Behind
 from kvroute.connector.left import LeftRoutes, Tokens, settled
 from kvroute.connector.settings import VERSION, Engine
+from kvroute.connector.spares import SpareBlocks
 from kvroute.connector.tickets import gaps_of
 from kvroute.routes import Layout, Routes
 from kvroute.routes.spans import UNKNOWN, WeightsSpan, from_positions, runs
@@ -85,12 +86,12 @@ class End:
 
 
 class Ends:
-    """Leaves the rows of finished requests in ``left``, which it owns; ``feed`` is the scheduler's.
+    """Leaves the rows of finished requests in ``left``, which it owns; ``feed`` and ``spares`` are the scheduler's.
 
     The scheduling thread calls it; all methods but :meth:`close` return at once.
     """
 
-    def __init__(self, engine: Engine, left: LeftRoutes, feed: BlockFeed) -> None:
+    def __init__(self, engine: Engine, left: LeftRoutes, feed: BlockFeed, spares: SpareBlocks) -> None:
         self._engine, self._left, self._feed = engine, left, feed
         self._view: kvroute.RegionView | None = None
         self._late = False
@@ -101,7 +102,7 @@ class Ends:
         self._news = False  # for the thread: something was read, or has ended
         self._waiting: dict[End, None] = {}  # for the thread
         self._pending: dict[str, list[End]] = {}  # by name
-        self._spares = list(engine.spares)
+        self._spares = spares
         self._rooms = Behind("kvroute-rooms")
         self._thread = threading.Thread(target=self._run, name="kvroute-ends", daemon=True)
         self._thread.start()
@@ -184,12 +185,13 @@ class Ends:
                 if self._written(end, self._through()):
                     self._read([end])
                     continue
-                hit = np.flatnonzero(np.isin(end.blocks, blocks))
-                end.spares += (spares := [self._spares.pop() for _ in range(min(hit.size, len(self._spares)))])
-                if at := hit[: len(spares)].tolist():  # rows without a spare block are missing
-                    lives = self._feed.renew(spares)
-                    self._feed.copy(list(zip(end.blocks[at].tolist(), spares, strict=True)))
-                    end.blocks[at], end.lives[at] = spares, lives
+                hit = np.flatnonzero(np.isin(end.blocks, blocks)).tolist()
+                taken = self._spares.take_over([int(end.blocks[at]) for at in hit])  # the others' rows are missing
+                for at in hit:
+                    if (spare := taken.get(int(end.blocks[at]))) is not None:
+                        end.blocks[at], end.lives[at] = spare
+                        end.spares.append(spare[0])
+                if taken:
                     end.held = frozenset(end.blocks.tolist())
                     end.steps.append((step, 0))
 
@@ -360,7 +362,7 @@ class Ends:
         """Nothing is read of its blocks any more."""
         self._news = True
         self._unread.pop(end, None)
-        self._spares += end.spares
+        self._spares.free(end.spares)
         end.spares = []
 
 

@@ -65,6 +65,14 @@ class Fills:
         front = np.where(self._lives[blocks] == lives, self._front[blocks], 0)
         return (np.arange(self._size) < front[:, None]).reshape(-1)
 
+    def slots_by_kv(self, slots: NDArray[np.int64], lives: NDArray[np.int64]) -> NDArray[np.bool_] | None:
+        """The same of ``slots [n]`` whose blocks are in these ``lives [n]``."""
+        if not self._came:
+            return None
+        blocks = slots // self._size
+        front = np.where(self._lives[blocks] == lives, self._front[blocks], 0)
+        return slots % self._size < front
+
     def step(self, scheduled: Mapping[str, int], *, stores: bool) -> list[tuple[Request, int, int]]:
         """The requests and their blocks ``[first, last)`` that a step completes, of so many tokens ``scheduled`` each.
 

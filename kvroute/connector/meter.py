@@ -14,10 +14,12 @@ logger = logging.getLogger(__name__)
 
 EVENTS: Final = "kvroute:events_total"
 MISSING: Final = "kvroute:tokens_without_rows_total"
+FIELDLESS: Final = "kvroute:answers_without_field_total"
 SECONDS: Final = "kvroute:seconds"
 METRICS: Final[Mapping[str, tuple[str, tuple[str, ...]]]] = {
     EVENTS: ("What kvroute has counted, by tier: blocks, store or transfer.", ("tier", "event")),
     MISSING: ("Tokens whose rows are missing, by cause.", ("cause",)),
+    FIELDLESS: ("Answers that have no routed_experts because a row is missing, by cause.", ("cause",)),
     SECONDS: ("Seconds of a persist, a restore, a transfer, and of an answer's wait for its rows.", ("what",)),
 }
 """By name of each metric: its help text, and its labels beside the engine's own."""
@@ -45,6 +47,7 @@ class Meter:
         self.missing = Counter[str]()
         """Tokens without rows since the start, by cause."""
         self._look, self._missing_before = look, Counter[str]()
+        self._fieldless = Counter[str]()
         self._counting = threading.Lock()  # guards the two: several threads miss tokens, another one takes
         self._before: dict[str, int] = {}
         self._times: deque[tuple[str, float]] = deque(maxlen=TIMES_MAX)
@@ -66,6 +69,13 @@ class Meter:
         if first:
             logger.warning("%d tokens have no rows: %s; further ones are counted", tokens, reason)
 
+    def lose_field(self, reason: str) -> None:
+        """Count an answer without its field, by the cause in ``reason``."""
+        cause = reason.partition(":")[0].partition(";")[0]
+        with self._counting:
+            known = cause in self._fieldless or len(self._fieldless) < CAUSES_MAX
+            self._fieldless[cause if known else "other"] += 1
+
     def take(self) -> Taken | None:
         """What has happened since the last call; ``None`` if that was less than ``EVERY_S`` ago, or nothing has."""
         if (now_s := time.monotonic()) < self._next_s:
@@ -79,8 +89,9 @@ class Meter:
             times.setdefault(what, []).append(seconds)
         with self._counting:
             missing, self._missing_before = self.missing - self._missing_before, self.missing.copy()
+            fieldless, self._fieldless = self._fieldless, Counter[str]()
         self._before = counted
-        taken: Taken = {EVENTS: grown, MISSING: dict(missing), SECONDS: times}
+        taken: Taken = {EVENTS: grown, MISSING: dict(missing), FIELDLESS: dict(fieldless), SECONDS: times}
         return taken if any(taken.values()) else None
 
 
@@ -104,4 +115,4 @@ def _flat(of: Any, *names: str) -> list[tuple[str, int]]:
     return [(f"{tier}/{'.'.join(rest)}", of)] if isinstance(of, int) and not rest[-1].endswith("in_flight") else []
 
 
-__all__ = ["BUCKETS_S", "EVENTS", "METRICS", "MISSING", "SECONDS", "WHAT", "Meter", "Taken", "merged"]
+__all__ = ["BUCKETS_S", "EVENTS", "FIELDLESS", "METRICS", "MISSING", "SECONDS", "WHAT", "Meter", "Taken", "merged"]

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 import kvroute
 from cache_manager.errors import KVRouteError, RowError
@@ -26,6 +27,8 @@ from kvroute.connector.fills import Fills, Request
 from kvroute.connector.left import LeftRoutes, Tokens
 from kvroute.connector.meter import Meter
 from kvroute.connector.settings import Engine, Handshake, StepMeta
+from kvroute.connector.spares import SpareBlocks
+from kvroute.connector.stream import RowStream
 from kvroute.connector.tickets import Tickets
 from kvroute.connector.versions import Versions
 from kvroute.rollout import open_rollouts
@@ -90,9 +93,10 @@ class SchedulerRows:
         self._steps = 0  # sent so far
         self._sent: deque[tuple[int, dict[str, int]]] = deque(maxlen=SENT_MAX)  # the last: number, tokens by request
         self._reader: StorageBackend | None = None
+        spares = SpareBlocks(self.feed, engine.spares)
         self._ends: Ends | None = None
         if settings.rollouts:
-            self._ends = Ends(engine, LeftRoutes(open_rollouts(settings.rollouts)), self.feed)
+            self._ends = Ends(engine, LeftRoutes(open_rollouts(settings.rollouts)), self.feed, spares)
         self._rooms: dict[str, Future[None]] = {}  # by request not yet admitted
         self._requests: dict[str, _State] = {}
         # Since the last step was sent:
@@ -104,6 +108,20 @@ class SchedulerRows:
         self._fills: Fills | None = None
         if settings.store:
             self._fills = Fills(engine.blocks, engine.tokens, lambda *of: self.blocks_of(*of))
+        self.stream: RowStream | None = None
+        """The rows of answers step by step, for an engine that returns them in a field of its own."""
+        self.field: Any = None
+        """An engine's own object for that field."""
+        if settings.field:
+            self.stream = RowStream(
+                engine.spec,
+                self.feed,
+                spares,
+                engine.clock,
+                blocks_of=lambda *of: self.blocks_of(*of),
+                doubts=self._doubts,
+                why=self._tickets.why,
+            )
         kvroute.preload()
 
     def attach(self, worker: Handshake) -> None:
@@ -113,6 +131,8 @@ class SchedulerRows:
         self.view = kvroute.RegionView(worker.region, namespace=self.keys.namespace.fingerprint)
         if self._ends is not None:
             self._ends.attach(self.view, late=worker.late)
+        if self.stream is not None:
+            self.stream.attach(self.view, late=worker.late)
 
     def given(self, blocks: Iterable[int]) -> None:
         """The pool has given these blocks out: their content is of an earlier life."""
@@ -208,6 +228,8 @@ class SchedulerRows:
             given, self._given = list(self._given), {}
             if self._ends is not None:
                 self._ends.given(given, self._steps + 1)
+            if self.stream is not None:
+                self.stream.given(given, self._steps + 1)
             self.feed.renew(given)
         if loads:
             loads, self._loads = self._still(loads), []
@@ -311,6 +333,17 @@ class SchedulerRows:
         self._ends.keep(end := self._end(name, blocks, 0, stop, self._steps_of(request)))
         state.kept.append(end)
 
+    @property
+    def steps(self) -> int:
+        """The number of the last step that was sent."""
+        return self._steps
+
+    def _doubts(self, slots: NDArray[np.int64], lives: NDArray[np.int64]) -> NDArray[np.bool_] | None:
+        """Which of these rows ``[n]`` lack the proof of their last router's choice that the operator wants."""
+        if self._fills is None or not self.engine.unseen or self.engine.witness == "flagged":
+            return None
+        return self._fills.slots_by_kv(slots, lives)
+
     def _end(self, name: str, blocks: Sequence[int], start: int, stop: int, steps: Sequence[tuple[int, int]]) -> End:
         """The end with rows of the positions ``[start, stop)``, without steps that wrote none of them."""
         size = self.engine.tokens
@@ -371,6 +404,8 @@ class SchedulerRows:
         """Rows are of this namespace from here on; earlier ones, if any, are forgotten."""
         if self._ends is not None:
             self._ends.forgotten()
+        if self.stream is not None:
+            self.stream.forgotten()
         self.keys = kvroute.KeyChain(namespace, self.engine.layout)
         self.feed.reset(namespace.weights_version)
         if self.view is not None:

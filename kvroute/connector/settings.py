@@ -19,6 +19,8 @@ from kvroute.witness import Run
 VERSION: Final = "weights_version"
 """The spec of the rows' labels; see :func:`kvroute.weights_version_spec`."""
 SPARES: Final = 64
+FIELD_SPARES: Final = 512
+"""Beside them, where rows are returned with their tokens: one row that is missing costs the answer its field."""
 
 
 class Common(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -55,6 +57,16 @@ class Settings(Common, frozen=True):
     lend: str = "tcp://127.0.0.1:*"  # where rows are lent to other engines: ipc:///path or tcp://HOST:PORT
     lent_nbytes_max: Annotated[int, msgspec.Meta(ge=1)] = 4 << 30  # of copies of rows not fetched yet
     keys: str = ""  # the secret key file of all engines of a deployment; other hosts need one
+    # Rows are returned in the engine's own field, routed_experts; its flag sets this. Then no rollouts are left unless
+    # they are asked for: "auto" is "response:" without the field, and nowhere with it.
+    field: bool = False
+    rollouts: str = "auto"
+    # An answer that lacks a row has no field, and the reason beside it; or its request fails.
+    on_missing: Literal["none", "fail"] = "none"
+
+    def __post_init__(self) -> None:
+        if self.rollouts == "auto":
+            msgspec.structs.force_setattr(self, "rollouts", "" if self.field else "response:")
 
     @property
     def writes(self) -> bool:
@@ -107,7 +119,7 @@ class Engine:
     @property
     def spares(self) -> range:
         """Extra blocks, to which rows are copied that are still to be read."""
-        return range(self.clock + 1, self.clock + 1 + SPARES)
+        return range(self.clock + 1, self.clock + 1 + SPARES + (FIELD_SPARES if self.settings.field else 0))
 
     @property
     def unseen(self) -> bool:

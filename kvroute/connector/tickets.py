@@ -175,6 +175,10 @@ class Tickets:
         """The request's fetch is over, or the wait for it is: ``why`` has the reasons for missing blocks."""
         self._why[name] = dict(why)
 
+    def why(self, name: str) -> Mapping[int, str]:
+        """The reasons known so far for rows of the request that did not come, by block; for :func:`gaps_of`."""
+        return self._why.get(name, {})
+
     def end(self, name: str) -> Mapping[int, str]:
         """The request has ended, or begins again: withdraw what has no ticket. Returns reasons for :func:`gaps_of`."""
         if (lent := self._lent.pop(name, None)) is not None:

@@ -1,0 +1,403 @@
+"""The rows of requests step by step, each position once and in order: for an engine that returns them with its tokens.
+
+The scheduling thread makes a :class:`Batch` of each step's outputs, and waits for nothing: :meth:`RowStream.take`. The
+thread that sends the outputs reads its rows: :meth:`RowStream.read`. All or nothing: after a missing row a request gets
+no further ones, and a reason. Between the two calls blocks may be given out anew: the rows are read at that moment, or
+their blocks are copied to spare ones if a worker behind its device has not written them yet.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+import kvroute
+from cache_manager.feed import BlockFeed
+from cache_manager.publish import Rows
+from kvroute.connector.spares import SpareBlocks
+from kvroute.connector.tickets import Gap, gaps_of
+from kvroute.routes.spans import runs
+
+LATE_S: Final = 10.0
+"""How long the sending thread waits for rows that a worker has not written yet,"""
+FORGETTING_S: Final = 1.0
+"""and the scheduling thread, when all rows are about to be forgotten."""
+POLL_S: Final = 50e-6
+
+NOT_WRITTEN: Final = "no row was written, or it was lost; the log and kvroute:tokens_without_rows_total say why"
+BEHIND: Final = f"the worker is more than {LATE_S:.0f} s behind"
+NO_BLOCKS: Final = "the request had lost its blocks"
+GROWN: Final = "the prompt of a session has grown, and its last token was taken back"
+
+
+class Request(Protocol):
+    """A request as its scheduler has it, under vLLM's names."""
+
+    @property
+    def request_id(self) -> str: ...
+    @property
+    def num_tokens(self) -> int: ...
+
+
+@dataclass(slots=True, eq=False)
+class Batch:
+    """Rows of a step's outputs, one after the other: ``slots [n]`` in the lives ``[n]`` of their blocks."""
+
+    number: int  # of the worker's last step that writes one of them
+    slots: NDArray[np.int64]
+    lives: NDArray[np.int64]
+    blocks: frozenset[int]
+    doubted: NDArray[np.bool_] | None = None  # [n], the last router's choice is not proved: counts as missing
+    rows: Rows | None = None  # when they have been read
+    spares: list[int] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Piece:
+    """The part of a batch that belongs to one output: rows of the positions ``[start, stop)``, from ``at`` on."""
+
+    name: str
+    start: int
+    stop: int
+    batch: Batch | None = None  # none: there are no rows to read, for the reason in ``lost``
+    at: int = 0
+    last: bool = False  # the request has ended
+    lost: str = ""
+    why: Mapping[int, str] = field(default_factory=dict)  # reasons for rows that did not come, by block
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What an output gets: ``rows [stop - start, layers, top_k]``, or the gaps for which the request gets none."""
+
+    piece: Piece
+    rows: NDArray[np.generic] | None
+    gaps: Sequence[Gap] = ()
+
+
+@dataclass(slots=True)
+class _Sequence:
+    """A request between two outputs."""
+
+    sent: int  # the first position without a piece
+    slot: int = -1  # of position ``sent - 1``, if it is known to be in the request's present blocks,
+    life: int = 0  # and the life of its block
+    under_way: tuple[int, Batch] | None = None  # rows of steps under way when it was preempted, from this position on
+
+
+class RowStream:
+    """The stream of rows of one engine's requests.
+
+    ``blocks_of(id, first, last)`` returns the blocks ``[first, last)`` that a request has now. ``doubts(slots, lives)``
+    says of which rows ``[n]`` the last router's choice is not proved; ``None``: of none. ``why(id)`` are the reasons
+    for rows of a request that did not come, by block.
+    """
+
+    def __init__(
+        self,
+        spec: kvroute.AuxBlockDataSpec,
+        feed: BlockFeed,
+        spares: SpareBlocks,
+        clock: int,
+        *,
+        blocks_of: Callable[[str, int, int], list[int]],
+        doubts: Callable[[NDArray[np.int64], NDArray[np.int64]], NDArray[np.bool_] | None],
+        why: Callable[[str], Mapping[int, str]],
+    ) -> None:
+        self._spec, self._size = spec, spec.block_tokens
+        self._feed, self._spares, self._clock = feed, spares, clock
+        self._blocks_of, self._doubts, self._why = blocks_of, doubts, why
+        self._view: kvroute.RegionView | None = None
+        self.late = False
+        """Whether rows may be written after their step's outputs are there."""
+        self._lock = threading.Lock()
+        self._unread: dict[Batch, None] = {}
+        self._sequences: dict[str, _Sequence] = {}
+        self._ended: dict[str, Piece] = {}  # of requests that ended in the step at hand
+        self._lost: set[str] = set()
+
+    def attach(self, view: kvroute.RegionView, *, late: bool) -> None:
+        self._view, self.late = view, late
+
+    # ---------------------------------------------------------------- the scheduling thread
+
+    def ended(self, request: Request, start: int, blocks: Sequence[int], number: int) -> None:
+        """The request has ended and still has ``blocks``; :meth:`take` gives its last piece to its last output."""
+        piece = self._piece(request, start, number, blocks)
+        piece.last = True
+        self._ended[request.request_id] = piece
+        sequence = self._sequences.pop(request.request_id)
+        if sequence.under_way is not None and sequence.under_way[1] is not piece.batch:
+            self._drop(sequence.under_way[1])
+
+    def preempted(self, request: Request, start: int, stop: int, number: int) -> None:
+        """The request is about to lose its blocks; steps under way compute its rows up to ``stop``.
+
+        An engine may still deliver the tokens of these steps: :meth:`take` is told that they are stale.
+        """
+        sequence = self._sequences.setdefault(request.request_id, _Sequence(start))
+        sequence.slot = -1
+        if sequence.under_way is not None:
+            self._drop(sequence.under_way[1])
+            sequence.under_way = None
+        if stop > sequence.sent:
+            slots, lives, held = self._slots(request.request_id, sequence.sent, stop, None)
+            sequence.under_way = sequence.sent, self._batch(number, slots, lives, held)
+
+    def take(self, outputs: Iterable[tuple[str, Request | None, int, bool]], number: int) -> list[Piece]:
+        """A piece for each output ``(id, request, start, stale)`` of a step, in order.
+
+        ``request`` is ``None`` for one that was :meth:`ended` in the step, ``start`` is the first position that its
+        client wants; ``stale``: the output is of a step before its preemption. ``number`` is the worker's step.
+        """
+        pieces: list[Piece] = []
+        slots: list[int] = []
+        lives: list[int] = []
+        of_step: list[Piece] = []
+        for name, request, start, stale in outputs:
+            if request is None:
+                piece = self._ended.pop(name, None) or Piece(name, 0, 0, last=True, lost=NO_BLOCKS)
+            else:
+                sequence = self._sequences.get(name)
+                at = len(slots)
+                if sequence is None or stale or not self._next_rows(sequence, request, slots, lives):
+                    piece = self._piece(request, start, number, stale=stale)
+                else:
+                    piece = Piece(name, sequence.sent - len(slots) + at, sequence.sent, at=at)
+                    of_step.append(piece)
+            pieces.append(piece)
+        if of_step:
+            ids = np.array(slots, np.int64)
+            batch = self._batch(number, ids, np.array(lives, np.int64), (ids // self._size).tolist())
+            for piece in of_step:
+                piece.batch = batch
+        for name, piece in self._ended.items():  # no output tells of these: their clients have ended them
+            self._drop(piece.batch)
+            pieces.append(Piece(name, 0, 0, last=True))
+        self._ended.clear()
+        return pieces
+
+    def _next_rows(self, sequence: _Sequence, request: Request, slots: list[int], lives: list[int]) -> bool:
+        """Append the slots and lives of the few rows since the last output; ``False``, and nothing is changed, if
+        another way has to find them: 256 sequences that compute a token each make no array of their own."""
+        size, start, stop = self._size, sequence.sent, request.num_tokens - 1
+        if sequence.slot < 0 or not 0 < stop - start <= size:
+            return False
+        room = -start % size  # in the block of the row before
+        slot, life, here = sequence.slot, sequence.life, min(room, stop - start)
+        slots.extend(range(slot + 1, slot + 1 + here))
+        lives.extend([life] * here)
+        slot += here
+        if rest := stop - start - here:
+            index = (stop - 1) // size
+            held = self._blocks_of(request.request_id, index, index + 1)
+            if not held:
+                del slots[len(slots) - here :], lives[len(lives) - here :]
+                return False
+            slot, life = held[0] * size, int(self._feed.generations[held[0]])
+            slots.extend(range(slot, slot + rest))
+            lives.extend([life] * rest)
+            slot += rest - 1
+        sequence.slot, sequence.life, sequence.sent = slot, life, stop
+        if sequence.under_way is not None:
+            self._drop(sequence.under_way[1])
+            sequence.under_way = None
+        return True
+
+    def given(self, blocks: Sequence[int], step: int) -> None:
+        """These blocks begin new lives. The worker learns of that, and of the copies, with this ``step``."""
+        if not self._unread:
+            return
+        new = set(blocks)
+        with self._lock:
+            hit = [batch for batch in self._unread if not new.isdisjoint(batch.blocks)]
+            through = self._through() if hit else 0
+            ready = [batch for batch in hit if batch.number <= through]
+            self._read(ready)
+            for batch in hit:
+                if batch.rows is None:
+                    self._move(batch, sorted(new & batch.blocks), step)
+
+    def forgotten(self) -> None:
+        """All rows are about to be forgotten: read those that are written soon; the others become missing."""
+        with self._lock:
+            batches = list(self._unread)
+        if not batches:
+            return
+        self._wait(max(batch.number for batch in batches), FORGETTING_S)
+        with self._lock:
+            self._read([batch for batch in batches if batch.rows is None and batch.number <= self._through()])
+            for batch in batches:
+                if batch.rows is None:
+                    missing = np.zeros(len(batch.slots), np.bool_)
+                    rows = np.zeros((len(batch.slots), *self._spec.row_shape), self._spec.dtype)
+                    self._over(batch, Rows(rows, missing))
+
+    # ---------------------------------------------------------------- the thread that sends
+
+    def read(self, pieces: Sequence[Piece]) -> list[Outcome]:
+        """What each output gets, after a wait for the worker if it is :attr:`late`. One piece may have no outcome: that
+        of a request that has ended without an output, or has lost a row before."""
+        batches = {piece.batch: None for piece in pieces if piece.batch is not None}
+        self._wait(max((batch.number for batch in batches), default=0), LATE_S)
+        with self._lock:
+            through = self._through()
+            self._read([batch for batch in batches if batch.rows is None and batch.number <= through])
+            return [outcome for piece in pieces if (outcome := self._outcome(piece)) is not None]
+
+    def lose(self, pieces: Sequence[Piece]) -> None:
+        """These requests get no further rows."""
+        with self._lock:
+            for piece in pieces:
+                if piece.last:
+                    self._lost.discard(piece.name)
+                else:
+                    self._lost.add(piece.name)
+
+    def _outcome(self, piece: Piece) -> Outcome | None:
+        name, n = piece.name, piece.stop - piece.start
+        known = name in self._lost
+        if piece.last:
+            self._lost.discard(name)
+        if known:
+            return None
+        gaps: list[Gap] = []
+        rows: NDArray[np.generic] | None = None
+        batch = piece.batch
+        if batch is None:
+            gaps = [(piece.start, piece.stop, piece.lost)] if piece.lost else []
+            if not gaps and not n:
+                return None
+        elif batch.rows is None:
+            gaps = [(piece.start, piece.stop, BEHIND)]
+        else:
+            part = slice(piece.at, piece.at + n)
+            valid = batch.rows.valid[part]
+            if batch.doubted is not None:
+                valid = valid & ~batch.doubted[part]
+            if valid.all():
+                rows = batch.rows.values[part]
+            else:
+                missing = [(piece.start + first, piece.start + stop) for first, stop in runs(~valid)]
+                known_gaps = gaps_of(missing, piece.why, self._size)
+                gaps = known_gaps or [(first, stop, NOT_WRITTEN) for first, stop in missing]
+        if gaps and not piece.last:
+            self._lost.add(name)
+        return Outcome(piece, rows, gaps)
+
+    # ---------------------------------------------------------------- in any of them
+
+    def _piece(
+        self,
+        request: Request,
+        start: int,
+        number: int,
+        blocks: Sequence[int] | None = None,
+        *,
+        stale: bool = False,
+    ) -> Piece:
+        """The piece of a request whose rows are wanted from ``start`` on; ``blocks``: all of its blocks."""
+        name = request.request_id
+        sequence = self._sequences.setdefault(name, _Sequence(start))
+        first, stop = sequence.sent, request.num_tokens - 1
+        piece = Piece(name, first, max(first, stop), why=self._why(name))
+        if stop < first:
+            piece.lost = GROWN
+            return piece
+        sequence.sent = stop
+        if sequence.under_way is not None:
+            begins, batch = sequence.under_way
+            if stale and begins <= first and stop - begins <= len(batch.slots):
+                piece.batch, piece.at = batch, first - begins
+                return piece
+            self._drop(batch)
+            sequence.under_way = None
+        slots, lives, held = self._slots(name, first, stop, blocks)
+        if len(slots) < stop - first:
+            piece.lost = NO_BLOCKS
+            return piece
+        piece.batch = self._batch(number, slots, lives, held)
+        piece.batch.doubted = self._doubts(slots, lives)
+        if len(slots):
+            sequence.slot, sequence.life = int(slots[-1]), int(lives[-1])
+        return piece
+
+    def _slots(
+        self, name: str, start: int, stop: int, blocks: Sequence[int] | None
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64], Sequence[int]]:
+        """The slots of the positions ``[start, stop)``, as far as there are blocks, the lives of their blocks ``[n]``
+        each, and these blocks."""
+        size = self._size
+        first, last = start // size, -(-stop // size)
+        held = self._blocks_of(name, first, last) if blocks is None else blocks[first:last]
+        ids = np.array(held, np.int64)
+        positions = np.arange(start, min(stop, (first + len(ids)) * size))
+        places = positions // size - first
+        return ids[places] * size + positions % size, self._feed.generations[ids][places], held
+
+    def _batch(self, number: int, slots: NDArray[np.int64], lives: NDArray[np.int64], blocks: Sequence[int]) -> Batch:
+        batch = Batch(number, slots, lives, frozenset(blocks))
+        with self._lock:
+            self._unread[batch] = None
+        return batch
+
+    def _drop(self, batch: Batch | None) -> None:
+        """Nobody will ask for its rows."""
+        if batch is not None:
+            with self._lock:
+                self._unread.pop(batch, None)
+                self._spares.free(batch.spares)
+                batch.spares = []
+
+    def _through(self) -> float:
+        """The last step that the worker has finished."""
+        assert self._view is not None, "the handshake comes before the first request"
+        return int(self._view.generations([self._clock])[0]) if self.late else float("inf")
+
+    def _wait(self, number: int, seconds: float) -> None:
+        give_up_s = time.monotonic() + seconds
+        while self._through() < number and time.monotonic() < give_up_s:
+            time.sleep(POLL_S)
+
+    # ---------------------------------------------------------------- held: _lock
+
+    def _read(self, batches: Sequence[Batch]) -> None:
+        if not batches:
+            return
+        assert self._view is not None
+        slots = np.concatenate([batch.slots for batch in batches])
+        lives = np.concatenate([batch.lives for batch in batches])
+        rows = self._view.read_slots(self._spec.name, slots, generations=lives)
+        at = 0
+        for batch in batches:
+            part = slice(at, at + len(batch.slots))
+            self._over(batch, Rows(rows.values[part], rows.valid[part]))
+            at = part.stop
+
+    def _over(self, batch: Batch, rows: Rows) -> None:
+        """Nothing is read of its blocks any more."""
+        batch.rows = rows
+        self._unread.pop(batch, None)
+        self._spares.free(batch.spares)
+        batch.spares = []
+
+    def _move(self, batch: Batch, blocks: Sequence[int], step: int) -> None:
+        """The worker copies these blocks of the batch to spare ones with this ``step``."""
+        taken = self._spares.take_over(blocks)
+        for block, (spare, life) in taken.items():
+            here = batch.slots // self._size == block
+            batch.slots = np.where(here, batch.slots - block * self._size + spare * self._size, batch.slots)
+            batch.lives = np.where(here, life, batch.lives)
+            batch.spares.append(spare)
+        batch.blocks = frozenset((batch.slots // self._size).tolist())
+        if taken:
+            batch.number = max(batch.number, step)
+
+
+__all__ = ["Batch", "Outcome", "Piece", "RowStream"]
