@@ -63,6 +63,8 @@ class Settings(Common, frozen=True):
     rollouts: str = "auto"
     # An answer that lacks a row has no field, and the reason beside it; or its request fails.
     on_missing: Literal["none", "fail"] = "none"
+    # "auto" is "missing"; beside a field and a store of rows for KV from elsewhere the operator has to choose.
+    witness: Literal["missing", "flagged", "auto"] = "auto"  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
         if self.rollouts == "auto":

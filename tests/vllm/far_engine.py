@@ -1,11 +1,12 @@
 """A stock engine of vLLM in processes of its own, which carries out the commands that it reads: ``python -m far_engine
 JSON``.
 
-The argument has ``front`` (``"LLM"`` or ``"AsyncLLM"``), its ``arguments`` and the URL of the ``rollouts`` store, or
-none. Each line has ``asks``, ``acts`` or both. An ask is one request: its ``prompt``, ``sampling``, the caller's ``id``
-(which ``LLM`` does not take: it counts), and whether it is asked ``alone`` or beside the others. An act is a name with
-arguments, see :data:`ACTS`; beside asks the acts are done once each of those has ``after`` tokens. Routes are taken
-where a trainer takes them: at once when the answer is there, in the process that asked.
+The argument has ``front`` (``"LLM"`` or ``"AsyncLLM"``), its ``arguments``, the URL of the ``rollouts`` store, or none,
+and whether the engine runs ``ahead`` of its worker, as beside a device. Each line has ``asks``, ``acts`` or both. An
+ask is one request: its ``prompt``, ``sampling``, the caller's ``id`` (which ``LLM`` does not take: it counts), and
+whether it is asked ``alone`` or beside the others. An act is a name with arguments, see :data:`ACTS`; beside asks the
+acts are done once each of those has ``after`` tokens. Routes are taken where a trainer takes them: at once when the
+answer is there, in the process that asked.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import asyncio
 import json
 import os
 import sys
+from base64 import b64encode
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -33,6 +35,8 @@ def answer_of(output: Any, rollouts: RolloutStore | None) -> dict[str, Any]:
     found: list[dict[str, Any]] = []
     for each in output.outputs:
         told: dict[str, Any] = {"tokens": list(each.token_ids), "ended": each.stop_reason or each.finish_reason}
+        if (field := each.routed_experts) is not None:
+            told["field"] = {"dtype": str(field.dtype), "shape": field.shape, "data": b64encode(field).decode()}
         try:
             told["routes"] = routes(output, each.index, rollouts=rollouts, wait_s=WAIT_S).to_json()
             told["unseen"] = unseen(output, each.index)
@@ -156,6 +160,10 @@ def main() -> None:
     out = os.dup(1)
     os.dup2(2, 1)  # output that vLLM prints while it starts is no answer
     given = json.loads(sys.argv[1])
+    if given["ahead"]:
+        import ahead
+
+        ahead.schedule()
     arguments = given["arguments"]
     arguments["kv_transfer_config"] = KVTransferConfig(**arguments["kv_transfer_config"])
     rollouts = open_rollouts(given["rollouts"]) if given["rollouts"] else None

@@ -7,6 +7,7 @@ token and the new ones behind it, over the keys and values that the old ones lef
 
 from __future__ import annotations
 
+from base64 import b64decode
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -64,6 +65,8 @@ class Tally:
     given: int = 0  # cells that trainers got right
     words: int = 0  # cells that trainers got as their own word for what is missing
     refusals: int = 0  # calls that raised, where something was missing
+    fields: int = 0  # right cells in vLLM's own field
+    fieldless: int = 0  # answers without it
 
     def __add__(self, other: Tally) -> Tally:
         return Tally(**{name: getattr(self, name) + getattr(other, name) for name in self.__dataclass_fields__})
@@ -75,7 +78,8 @@ class Tally:
         return (
             f"{self.answers} answers, {self.due} cells due, {self.right} right, {sum(self.missing.values())} missing "
             f"{missing}, wrong {wrong}; {self.labelled} rows labelled; trainers: {self.given} right, "
-            f"{self.words} by their word, {self.refusals} refusals"
+            f"{self.words} by their word, {self.refusals} refusals; field: {self.fields} right, "
+            f"{self.fieldless} answers without"
         )
 
 
@@ -183,6 +187,8 @@ class Judge:
         tokens = [*answer["prompt"], *told["tokens"]]
         due, layers = len(tokens) - 1, len(self._one.layers)
         tally = Tally(answers=1, due=due * layers)
+        if routes is None:
+            tally += self.fielded(told.get("field"), tokens, before, after, over)
         if routes is None and "routes" not in told:
             tally.missing[told["refused"].partition(":")[0]] += due * layers
             return tally
@@ -205,6 +211,21 @@ class Judge:
         tally.wrong = +tally.wrong
         tally.missing = +tally.missing
         return tally
+
+    def fielded(self, packed: Any, tokens: Sequence[int], before: str, after: str | None, over: int | None) -> Tally:
+        """vLLM's own field of an answer: of all its tokens, in stock's form, or none."""
+        if packed is None:
+            return Tally(fieldless=1)
+        one, due = self._one, len(tokens) - 1
+        if packed["dtype"] != "uint8" or packed["shape"] != [due, one.num_layers, one.top_k]:
+            return Tally(wrong=Counter({"field's form": due}))
+        array = np.frombuffer(b64decode(packed["data"]), np.uint8).reshape(packed["shape"])
+        dense = [layer for layer in range(one.num_layers) if layer not in one.layers]
+        valid = np.ones(due, np.bool_)
+        routes = Routes(array[:, one.layers].copy(), valid, one.layers, one.experts, one.num_layers, 0)
+        right = self.truth(tokens, routes, before, after, over).right
+        wrong = Counter({"field": int((~right).sum()), "field's dense layers": int(array[:, dense].any())})
+        return Tally(fields=int(right.sum()), wrong=+wrong)
 
     def trained(self, found: Routes, truth: Truth, prompt: int, response: int) -> Tally:
         """The same routes through every trainer's adapter, in each of its words."""

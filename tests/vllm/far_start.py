@@ -17,6 +17,8 @@ from fronts import Front
 from bench.harness import PeerError
 from bench.vllm_peers import ON_CPU, plugin
 
+FIELD = {"field": True, "rollouts": "response:", "witness": "missing"}
+"""Rows are in vLLM's own field of every answer, too."""
 WORDS = [f"t{i}" for i in range(512)]
 STOPS = WORDS[::8]
 """Strings of which a sampled token is one in eight."""
@@ -95,17 +97,19 @@ class Engines:
         front: str = "AsyncLLM",
         transfer: Mapping[str, Any] | None = None,
         variables: Mapping[str, str] | None = None,
+        ahead: bool = False,
         **arguments: Any,
     ) -> Engine:
         given = {
             "kv_connector": connector,
             "kv_connector_module_path": MODULE,
             "kv_role": "kv_both",
-            "kv_connector_extra_config": {**(extra or {}), "kvroute": {"strict": True, **settings}},
+            "kv_connector_extra_config": {**(extra or {}), "kvroute": {"strict": True, **FIELD, **settings}},
             **(transfer or {}),
         }
         told = {
             "front": front,
+            "ahead": ahead,
             "rollouts": settings.get("rollouts", ""),
             "arguments": {"model": str(self._homes[weights]), **ENGINE, "kv_transfer_config": given, **arguments},
         }

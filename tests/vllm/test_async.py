@@ -1,29 +1,24 @@
 """Asynchronous scheduling: a step is scheduled before the one before it has answered, so the scheduler runs ahead.
 
-vLLM turns it off where the device is a CPU. Here it is turned on again after vLLM has decided, with streams and events
-that have nothing to wait for, as everything on a CPU is done when the call returns. What is left is the order that
-matters to rows: two batches in the queue, tokens that the scheduler does not know yet, requests that are finished or
-taken out when their next step has been sent.
+How it is turned on where the device is a CPU: :mod:`ahead`. What is left is the order that matters to rows: two batches
+in the queue, tokens that the scheduler does not know yet, requests that are finished or taken out when their next step
+has been sent.
 """
 
 from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, nullcontext
-from functools import partial
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import vllm.v1.worker.cpu.shm  # noqa: F401 - puts its own Event in torch's place, which is there again at the end
+from ahead import schedule
 from engines import BLOCK, Engine, prompts
 from vllm import SamplingParams
-from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
-from kvroute.connector import worker
 from kvroute.integrations.vllm import routes, unseen
 from kvroute.rollout import open_rollouts
 
@@ -34,33 +29,11 @@ FULL = [128, 96, 64]
 SHORT = prompts(62, *[35] * 8)
 
 
-class Done:
-    """A stream or an event of a device whose work is done when the call returns."""
-
-    def __init__(self, *_: Any, **__: Any) -> None: ...
-
-    def record(self, *_: Any) -> None: ...
-
-    def synchronize(self) -> None: ...
-
-    def wait_stream(self, *_: Any) -> None: ...
-
-
 @pytest.fixture(scope="module", autouse=True)
 def ahead() -> Iterator[None]:
     """Every engine here schedules ahead, and writes rows behind its steps, as beside a device."""
-    decide = CpuPlatform.check_and_update_config.__func__  # type: ignore[attr-defined]
-
-    def forced(cls: type, config: Any) -> None:
-        decide(cls, config)
-        config.scheduler_config.async_scheduling = True
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CpuPlatform, "check_and_update_config", classmethod(forced))
-        for name in ("Event", "Stream", "current_stream"):
-            patch.setattr(torch.cuda, name, Done)
-        patch.setattr(torch.cuda, "stream", lambda _: nullcontext())
-        patch.setattr(worker, "WorkerRows", partial(worker.WorkerRows, late=True))
+        schedule(patch)
         yield
 
 

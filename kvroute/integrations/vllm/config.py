@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from cache_manager.errors import ConfigError
 from cache_manager.keys import Namespace
@@ -43,6 +43,7 @@ def engine_of(config: Any, cache: Any, inner: str) -> Engine:
     if transfer and settings.store:
         wanted = "none where prefill lends rows to decode, or carrier 'connector'"
         raise ConfigError("settings.store", wanted, settings.store)
+    witness = _witness(settings) if settings.store and inner != "Connector" else "off"
     version = AS_LOADED if settings.weights_version is None else settings.weights_version
     weights = settings.weights or weights_digest(model.model, str(model.revision or ""))
     precision = f"{model.dtype}/{config.cache_config.cache_dtype}/{model.quantization}"
@@ -52,12 +53,22 @@ def engine_of(config: Any, cache: Any, inner: str) -> Engine:
         Namespace(f"{weights}/{precision}", version),
         blocks=cache.num_blocks,
         max_tokens=config.scheduler_config.max_num_batched_tokens,
-        witness=settings.witness if settings.store and inner != "Connector" else "off",
+        witness=witness,
         pages=pages,
         transfer=transfer,
         drafts=config.speculative_config is not None and not config.speculative_config.use_ngram(),
         gate=inner not in WHOLE_REQUESTS,
     )
+
+
+def _witness(settings: Settings) -> Literal["missing", "flagged"]:
+    """What is said of the last router's choice where KV comes from elsewhere with its rows."""
+    if settings.witness != "auto":
+        return settings.witness
+    if settings.field:
+        wanted = "'missing' (an answer whose KV came from elsewhere has no field) or 'flagged' (it has, unproved there)"
+        raise ConfigError("settings.witness", f"{wanted}, beside a field and a store", "neither")
+    return "missing"
 
 
 def refuse(config: Any, cache: Any, settings: Settings) -> None:

@@ -15,6 +15,7 @@ from kvroute.connector.settings import Told
 from kvroute.connector.tickets import TRANSFER
 from kvroute.integrations.vllm import core
 from kvroute.integrations.vllm.config import engine_of
+from kvroute.integrations.vllm.field import Field
 from kvroute.integrations.vllm.routers import bind
 
 Base: Any = object  # vLLM's classes, unknown here
@@ -37,6 +38,9 @@ class RowsWithKV(Base):  # type: ignore[misc]
             self._scheduler_rows = SchedulerRows(self._engine)
             core.follow()
             core.hears(vllm_config, self._scheduler_rows)
+            if self._engine.settings.field:
+                layers = vllm_config.model_config.get_total_num_hidden_layers()
+                self._scheduler_rows.field = Field(self._scheduler_rows, layers)
 
     # ---------------------------------------------------------------- in the worker's process
 
@@ -143,6 +147,8 @@ class RowsWithKV(Base):  # type: ignore[misc]
         def freed(free: Any, request: Any) -> Any:
             if not request.is_finished():
                 rows.preempted(request)
+                if rows.field is not None:
+                    rows.field.preempted(request)
             return free(request)
 
         for name in ("free", "pop_blocks_for_free"):
@@ -197,6 +203,8 @@ class RowsWithKV(Base):  # type: ignore[misc]
     def _finished(self, request: Any, blocks: list[int], inner: Any) -> tuple[bool, dict[str, Any] | None]:
         keep, params = inner
         rows, name, status = self._scheduler_rows, request.request_id, request.status.name
+        if rows.field is not None:
+            rows.field.ended(request, blocks)
         ticket = rows.ticket(request) if keep and not status.endswith("ABORTED") else None
         ended, tokens = rows.forget(name), min(request.num_tokens - 1, request.num_computed_tokens)
         client, group = _names_of(request)

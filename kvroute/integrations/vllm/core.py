@@ -7,14 +7,16 @@ import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, Final
 
 import msgspec
 
 from cache_manager.errors import ConfigError
 from kvroute.connector.answers import FIELD
+from kvroute.connector.behind import Behind
 from kvroute.connector.versions import version_of
+from kvroute.integrations.vllm.field import join
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +28,7 @@ HARMLESS: Final = (
 )
 """Calls to all workers that leave the weights as they are. Any other call may change them, whatever its name."""
 STEPS: Final = ("step", "step_with_batch_queue")
+SENDING: Final = "_kvroute_sending"
 
 
 _HEARING: Final[list[tuple[Any, weakref.ref[Any]]]] = []
@@ -137,9 +140,14 @@ def answering(step: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
     @wraps(step)
     def stepped(core: Any) -> Any:
+        fields = list[Sending]()
         for rows in _rows_of(core):
             rows.followed = True
+            if rows.field is not None:
+                fields.append(sending(core, rows.field))
         by_client, executed = step(core)
+        for each in fields:
+            each.send()
         queue = getattr(core, "output_queue", None)
         for client, sent in (by_client or {}).items():
             waiting = [each for each in sent.outputs if each.kv_transfer_params and _awaited(each) is not None]
@@ -154,6 +162,51 @@ def answering(step: Callable[[Any], Any]) -> Callable[[Any], Any]:
         return by_client, executed
 
     return stepped
+
+
+class Sending:
+    """The outputs of one engine core, which get their rows before they go out.
+
+    Beside a device the rows may be written after the outputs are there. Then a thread waits for them, and all messages
+    of the core go through it, so that they stay in order; the core itself waits for nothing.
+    """
+
+    def __init__(self, core: Any, field: Any) -> None:
+        self.field = field
+        self._scheduler, self._update = core.scheduler, core.scheduler.update_from_output
+        self._at_hand: tuple[Any, Any] | None = None
+        self._behind: Behind | None = None
+        core.scheduler.update_from_output = self.update
+        queue = getattr(core, "output_queue", None)
+        if queue is not None and field.stream.late:
+            put, behind = queue.put_nowait, Behind("kvroute-field")
+            queue.put_nowait = lambda message: behind.put(partial(put, message))
+            self._behind = behind
+
+    def update(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+        by_client, *self._at_hand = self.field.update(
+            self._scheduler, self._update, scheduler_output, model_runner_output
+        )
+        return by_client
+
+    def send(self) -> None:
+        """Fill the outputs of the step that is over; and end the requests that have failed in earlier ones."""
+        at_hand, self._at_hand = self._at_hand, None
+        if at_hand is not None and self._behind is None:
+            self.field.fill(*at_hand)
+        elif at_hand is not None and self._behind is not None:
+            self._behind.put(partial(self.field.fill, *at_hand))
+        if self.field.failed:
+            self.field.end_failed(self._scheduler)
+
+
+def sending(core: Any, field: Any) -> Sending:
+    """Of this core, made before its first step."""
+    made: Sending | None = vars(core).get(SENDING)
+    if made is None:
+        made = Sending(core, field)
+        setattr(core, SENDING, made)
+    return made
 
 
 def _put_when_ready(queue: Any, client: int, sent: Any, outputs: list[Any]) -> None:
@@ -180,4 +233,4 @@ def _awaited(output: Any) -> Any:
 
 
 def _bring(output: Any, told: Any) -> None:
-    output.kv_transfer_params = {**output.kv_transfer_params, **told}
+    join(output, told)

@@ -37,6 +37,10 @@ def register() -> None:
     """Replace vLLM's classes by those of this module; a second call is harmless."""
     from vllm import ModelRegistry  # type: ignore[import-not-found]
 
+    from kvroute.integrations.vllm.field import take_over, watch
+
+    take_over()
+    watch()
     for architecture in ARCHITECTURES:
         ModelRegistry.register_model(architecture, f"{__name__}:{architecture}")
 

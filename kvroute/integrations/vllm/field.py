@@ -1,0 +1,324 @@
+"""Rows in vLLM's own field: ``EngineCoreOutput.routed_experts``, and so ``RequestOutput.outputs[i].routed_experts``.
+
+The engine core's end is :class:`Field`. Each output of a step gets the rows of the tokens that the model has read since
+the request's last output, because the front end may end a request at any of them (a stop string, an abort); it
+concatenates these chunks when the request ends. The front end's end is :func:`watch`: an answer that lacks a row has no
+field, and says why. :func:`take_over` turns vLLM's own flag into the connector's setting.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
+from typing import Any, Final
+
+import numpy as np
+
+from cache_manager.errors import RowError
+from kvroute.connector.answers import FIELD, MISSING
+from kvroute.connector.scheduler import SchedulerRows
+from kvroute.connector.settings import StepMeta
+from kvroute.connector.stream import Outcome, Piece
+from kvroute.connector.tickets import Gap
+from kvroute.integrations.vllm import PREFIX
+
+logger = logging.getLogger(__name__)
+
+LOST: Final = "kvroute_field"
+"""From the engine core to the front end, beside an output that lacks rows: ``{"gaps": [...], "fails": bool}``."""
+WRAPPED: Final = "_kvroute_field"
+FLAG: Final = "enable_return_routed_experts"
+SHORT: Final = "the engine core sent rows of other tokens than those of the answer"
+_JOINING: Final = threading.Lock()
+
+
+class Field:
+    """The field of one engine core's outputs. ``layers`` are all of the model, ``[tokens, layers, top_k]`` as stock's:
+    ``uint8`` up to 256 experts, ``uint16`` above, and 0 in layers without a router."""
+
+    def __init__(self, rows: SchedulerRows, layers: int) -> None:
+        assert rows.stream is not None, "settings.field"
+        spec = rows.engine.spec
+        self.rows, self.stream = rows, rows.stream
+        self.failed: deque[str] = deque()
+        """Requests that have failed for a missing row, and that the scheduler does not know of yet."""
+        self._layer_ids = np.array(spec.attrs["layer_ids"])
+        self._shape = (layers, spec.row_shape[1])
+        self._dtype = np.dtype("uint8" if spec.attrs["num_experts"] <= 256 else "uint16")
+        self._fails = rows.engine.settings.on_missing == "fail"
+        self._number = 0  # of the step whose outputs are at hand; 0: none is
+
+    # ---------------------------------------------------------------- the scheduling thread
+
+    def ended(self, request: Any, blocks: Sequence[int]) -> None:
+        """The request has ended and still has these blocks."""
+        if request.sampling_params is not None:
+            self.stream.ended(request, _start(request), blocks, self._number or self.rows.steps)
+
+    def preempted(self, request: Any) -> None:
+        """The request is about to lose its blocks."""
+        if request.sampling_params is not None:
+            self.stream.preempted(request, _start(request), request.num_computed_tokens, self.rows.steps)
+
+    def update(self, scheduler: Any, update: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
+        """``update_from_output`` of vLLM's scheduler; its outputs, and the pieces of rows that belong to them."""
+        requests = scheduler.requests
+        stale = {
+            name
+            for name in scheduler_output.num_scheduled_tokens
+            if (request := requests.get(name)) is not None and getattr(request, "num_stale_output_tokens", 0) > 0
+        }
+        self._number = _number_of(scheduler_output.kv_connector_metadata) or self.rows.steps
+        try:
+            by_client = update(scheduler_output, model_runner_output)
+        finally:
+            number, self._number = self._number, 0
+        outputs = [output for sent in (by_client or {}).values() for output in sent.outputs]
+        asked = [_asked(output, requests, stale) for output in outputs]
+        pieces = self.stream.take(asked, number)
+        return by_client, outputs, pieces
+
+    def end_failed(self, scheduler: Any) -> None:
+        """Requests that have failed in the meantime end in the scheduler, too."""
+        from vllm.v1.request import RequestStatus  # type: ignore[import-not-found]
+
+        names = [self.failed.popleft() for _ in range(len(self.failed))]
+        there = [name for name in names if name in scheduler.requests]
+        scheduler.finish_requests(there, RequestStatus.FINISHED_ERROR)
+
+    # ---------------------------------------------------------------- the thread that sends
+
+    def fill(self, outputs: Sequence[Any], pieces: Sequence[Piece]) -> None:
+        """Give each output its rows, or tell it why its answer has none. The pieces are those of :meth:`update`."""
+        by_id = {output.request_id: output for output in outputs}
+        try:
+            outcomes = self.stream.read(pieces)
+        except Exception as error:  # the outputs go out whatever happens
+            logger.exception("the rows of %d outputs cannot be read", len(outputs))
+            outcomes = [Outcome(piece, None, [(piece.start, piece.stop, repr(error))]) for piece in pieces]
+            self.stream.lose(pieces)
+        for outcome in outcomes:
+            output = by_id.get(outcome.piece.name)
+            if output is None:
+                continue
+            if outcome.rows is not None:
+                output.routed_experts = self._array(outcome.rows)
+            else:
+                self._lose(output, outcome.gaps)
+
+    def _array(self, ids: Any) -> Any:
+        array = np.zeros((len(ids), *self._shape), self._dtype)
+        array[:, self._layer_ids] = ids
+        return array
+
+    def _lose(self, output: Any, gaps: Sequence[Gap]) -> None:
+        name = output.request_id
+        tokens = sum(stop - start for start, stop, _ in gaps)
+        start, _, why = gaps[0]
+        self.rows.meter.lose_field(why)
+        logger.warning("request %s has no routed_experts: %d rows missing, from %d on: %s", name, tokens, start, why)
+        if self._fails:
+            if output.finish_reason is None:
+                self.failed.append(name)
+            output.new_token_ids, output.new_logprobs = [], None
+            output.finish_reason = _error()
+        join(output, {LOST: {"gaps": [list(gap) for gap in gaps], "fails": self._fails}})
+
+
+def _error() -> Any:
+    from vllm.v1.engine import FinishReason  # type: ignore[import-not-found]
+
+    return FinishReason.ERROR
+
+
+def join(output: Any, data: Mapping[str, Any]) -> None:
+    """Add ``data`` beside an answer; any thread may."""
+    with _JOINING:
+        output.kv_transfer_params = {**(output.kv_transfer_params or {}), **data}
+
+
+def _start(request: Any) -> int:
+    """The first position whose row the client wants."""
+    start: int = getattr(request.sampling_params, "routed_experts_prompt_start", 0)
+    prompt: int = request.num_prompt_tokens
+    return min(start, prompt)
+
+
+def _asked(output: Any, requests: Mapping[str, Any], stale: set[str]) -> tuple[str, Any, int, bool]:
+    name = output.request_id
+    request = None if output.finish_reason is not None else requests.get(name)
+    return name, request, 0 if request is None else _start(request), name in stale
+
+
+def _number_of(metadata: Any) -> int:
+    """The number of a step, in the message of our connector or of one that has ours inside; 0: there is none."""
+    if isinstance(metadata, StepMeta):
+        return metadata.number
+    inside = getattr(metadata, "metadata", ())
+    return next((number for part in inside if (number := _number_of(part))), 0) if inside else 0
+
+
+# -------------------------------------------------------------------- the front end
+
+
+class _Dropped(list[Any]):
+    """The chunks of an answer that lacks a row: there are none, and none is added."""
+
+    def append(self, _: Any) -> None:
+        return
+
+
+def watch() -> None:
+    """In the front end: an answer that lacks a row has no field at all, and says why. A second call is harmless."""
+    from vllm.v1.engine.output_processor import OutputProcessor, RequestState  # type: ignore[import-not-found]
+
+    if hasattr(OutputProcessor.process_outputs, WRAPPED):
+        return
+    wrappers = {
+        (OutputProcessor, "add_request"): _adding,
+        (OutputProcessor, "process_outputs"): _processing,
+        (RequestState, "make_request_output"): _answering,
+    }
+    for (owner, name), wrapper in wrappers.items():
+        call = getattr(owner, name)
+        wrapped = wraps(call)(wrapper(call))
+        setattr(wrapped, WRAPPED, True)
+        setattr(owner, name, wrapped)
+
+
+def _adding(add: Callable[..., Any]) -> Callable[..., Any]:
+    """``OutputProcessor.add_request``: remember the first position whose row the client wants."""
+
+    def add_request(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+        result = add(self, request, *args, **kwargs)
+        state = self.request_states.get(request.request_id)
+        if state is not None and request.sampling_params is not None:
+            state.kvroute_start = getattr(request.sampling_params, "routed_experts_prompt_start", 0)
+        return result
+
+    return add_request
+
+
+def _processing(process: Callable[..., Any]) -> Callable[..., Any]:
+    """``OutputProcessor.process_outputs``: hear which requests have lost a row."""
+
+    def process_outputs(self: Any, engine_core_outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        for output in engine_core_outputs:
+            lost = output.kv_transfer_params.pop(LOST, None) if output.kv_transfer_params else None
+            state = self.request_states.get(output.request_id)
+            if lost is None or state is None:
+                continue
+            output.kv_transfer_params = output.kv_transfer_params or None
+            gaps = [(start, stop, why) for start, stop, why in lost["gaps"]]
+            _drop(state, gaps)
+            if lost["fails"] and state.queue is not None:
+                (start, stop, why), *_ = gaps
+                error = RowError("routed_experts", "all rows of the request", f"none of [{start}, {stop}): {why}")
+                state.queue.put(error)
+        return process(self, engine_core_outputs, *args, **kwargs)
+
+    return process_outputs
+
+
+def _answering(make: Callable[..., Any]) -> Callable[..., Any]:
+    """``RequestState.make_request_output``: never a shorter array, and the reason beside an answer without one."""
+    signature = inspect.signature(make)
+
+    def make_request_output(self: Any, *args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(self, *args, **kwargs)
+        if bound.arguments["finish_reason"] is not None:
+            _check(self)
+            missing = getattr(_family(self), "kvroute_missing", None)
+            if missing:
+                params = bound.arguments.get("kv_transfer_params") or {}
+                beside = dict(params.get(FIELD) or {})
+                beside[MISSING] = {**beside.get(MISSING, {}), **missing}
+                bound.arguments["kv_transfer_params"] = {**params, FIELD: beside}
+        return make(*bound.args, **bound.kwargs)
+
+    return make_request_output
+
+
+def _check(state: Any) -> None:
+    """The chunks of a request that ends cover just its tokens: rows of surplus ones go, and a gap drops them all."""
+    chunks = state.routed_experts_chunks
+    if not chunks or state.detokenizer is None:
+        return
+    start = min(getattr(state, "kvroute_start", 0), state.prompt_len)
+    due = max(0, state.prompt_len + state.detokenizer.num_output_tokens() - 1 - start)
+    there = sum(len(chunk) for chunk in chunks)
+    if there > due:  # a stop string among several tokens of one step
+        state.routed_experts_chunks = [np.concatenate(chunks)[:due]]
+    elif there < due:
+        _drop(state, [(start + there, start + due, SHORT)])
+
+
+def _drop(state: Any, gaps: Sequence[Gap]) -> None:
+    """The answer has no field, for these gaps; the last answer of a prompt says so for all of its completions."""
+    state.routed_experts_chunks = _Dropped()
+    number = f"{state.request_index}_" if state.parent_req is not None else ""
+    missing = vars(_family(state)).setdefault("kvroute_missing", {})
+    missing[f"{number}{state.external_req_id}"] = [list(gap) for gap in gaps]
+
+
+def _family(state: Any) -> Any:
+    """What all completions of a prompt share."""
+    return state if state.parent_req is None else state.parent_req
+
+
+# -------------------------------------------------------------------- the flag
+
+
+def take_over() -> None:
+    """vLLM's own flag beside a connector of kvroute asks kvroute for the field, and not vLLM's capture.
+
+    A router has one hook, and stock refuses many connectors beside its flag. A second call is harmless.
+    """
+    from vllm.engine.arg_utils import EngineArgs  # type: ignore[import-not-found]
+
+    create = EngineArgs.create_engine_config
+    if hasattr(create, WRAPPED):
+        return
+
+    @wraps(create)
+    def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
+        places = [self, getattr(self, "aux_output_config", None)]
+        flagged = [place for place in places if getattr(place, FLAG, False)]
+        settings = settings_in(self.kv_transfer_config) if flagged else None
+        if settings is not None and settings.setdefault("field", True):
+            for place in flagged:
+                setattr(place, FLAG, False)
+        return create(self, *args, **kwargs)
+
+    setattr(create_engine_config, WRAPPED, True)
+    EngineArgs.create_engine_config = create_engine_config
+
+
+def settings_in(transfer: Any) -> dict[str, Any] | None:
+    """The settings of kvroute's connector in a ``KVTransferConfig`` or in its JSON, also inside a MultiConnector;
+    ``None``: there is no such connector. The operator's own mapping, so that a change of it counts."""
+    if transfer is None:
+        return None
+    name = transfer.get("kv_connector") if isinstance(transfer, dict) else transfer.kv_connector
+    extra = _extra(transfer)
+    if (name or "").startswith(PREFIX):
+        settings: Any = extra.setdefault("kvroute", {})
+        return settings if isinstance(settings, dict) else None
+    inside = extra.get("connectors")
+    parts = inside if isinstance(inside, list) else []
+    return next((found for part in parts if (found := settings_in(part)) is not None), None)
+
+
+def _extra(transfer: Any) -> dict[str, Any]:
+    if isinstance(transfer, dict):
+        extra: dict[str, Any] = transfer.setdefault("kv_connector_extra_config", {})
+        return extra
+    own: dict[str, Any] = transfer.kv_connector_extra_config
+    return own
+
+
+__all__ = ["FLAG", "Field", "join", "settings_in", "take_over", "watch"]

@@ -1,0 +1,102 @@
+"""vLLM's own field, ``outputs[i].routed_experts``, filled by kvroute: every row equals transformers' own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import models
+import numpy as np
+import pytest
+from engines import BLOCK, Engine, prompts
+
+from kvroute.connector.worker import WorkerRows
+from kvroute.integrations.vllm import missing
+
+LAYERS, TOP_K = 3, 4
+
+
+def expected_of(home: Path, tokens: Sequence[int], start: int) -> np.ndarray:
+    """Stock's array of these tokens: ``[tokens - 1 - start, layers, top_k]``, the ids of each layer sorted."""
+    layers = models.moe_layers(home)
+    array = np.zeros((len(tokens) - 1 - start, layers[-1] + 1, TOP_K), np.uint8)
+    array[:, layers] = models.routing(home, tokens)[start : len(tokens) - 1]
+    return array
+
+
+def assert_right(engine: Engine, outputs: Sequence[Any], start: int = 0) -> int:
+    """Every answer has the field, of stock's shape and dtype, and each row is right; how many rows there are."""
+    rows = 0
+    for output in outputs:
+        for completion in output.outputs:
+            tokens = [*output.prompt_token_ids, *completion.token_ids]
+            field = completion.routed_experts
+            assert field is not None, (output.request_id, output.kv_transfer_params)
+            assert field.dtype == np.uint8
+            np.testing.assert_array_equal(np.sort(field, axis=-1), expected_of(engine.home, tokens, start))
+            rows += len(field)
+    return rows
+
+
+@pytest.fixture(scope="module")
+def qwen(model: Callable[..., Path]) -> Iterator[Engine]:
+    engine = Engine(model("qwen3_moe"), settings={"field": True})
+    yield engine
+    engine.close()
+
+
+def test_batches_and_prefix_hits(qwen: Engine) -> None:
+    """Goal: the rows of prompts, of cached blocks and of sampled tokens. Method: many lengths, asked twice."""
+    asked = prompts(21, 1, 10, 31, 32, 33, 64, 65, 150)
+    assert assert_right(qwen, qwen.ask(asked)) == sum(map(len, asked)) + 19 * len(asked)
+    again = qwen.ask(asked)
+    assert sum(output.num_cached_tokens for output in again) >= 8 * BLOCK
+    assert_right(qwen, again)
+    assert again[0].kv_transfer_params is None, "no rollouts unless they are asked for"
+
+
+def test_where_the_client_begins(qwen: Engine) -> None:
+    """Goal: ``routed_experts_prompt_start``. Method: the first position, one inside, the last, and the whole prompt."""
+    (asked,) = prompts(22, 70)
+    for start in (0, 1, 33, 69, 70):
+        for max_tokens in (1, 6):
+            assert_right(qwen, qwen.ask([asked], max_tokens, routed_experts_prompt_start=start), start)
+
+
+def test_stop_strings_and_several_completions(qwen: Engine) -> None:
+    """Goal: requests that the front end ends, and n > 1. Method: a stop string that greedy decoding is known to say."""
+    (asked,) = prompts(23, 45)
+    (whole,) = qwen.ask([asked])
+    word = f"t{whole.outputs[0].token_ids[7]}"
+    (stopped,) = qwen.ask([asked], stop=[word])
+    assert stopped.outputs[0].stop_reason == word
+    assert_right(qwen, [whole, stopped])
+    assert_right(qwen, qwen.ask(prompts(24, 40, 64), n=3, temperature=1.0, seed=1))
+
+
+def test_a_lost_row_costs_the_answer_its_field(qwen: Engine) -> None:
+    """Goal: never zeros, never a shorter array. Method: one layer's hook forgets two steps of one request; the other
+    request of the prompt, and later ones, have their rows."""
+    forgets(qwen.kept, steps=(0, 5))
+    (output,) = qwen.ask(prompts(26, 40))
+    assert output.outputs[0].routed_experts is None
+    ((start, stop, why),) = missing(output)
+    assert (start, stop) == (0, 40)
+    assert "no row was written" in why
+    assert_right(qwen, qwen.ask(prompts(27, 40)))
+
+
+def forgets(kept: WorkerRows, steps: Sequence[int]) -> None:
+    """The worker loses one layer's ids in these steps from now on."""
+    calls, take, counter = kept.ids._hooks.calls, kept.ids.take, iter(range(99))
+
+    def losing(tokens: int) -> Any:
+        step = next(counter)
+        if step in steps:
+            calls[1] = 0
+        if step == max(steps):
+            kept.ids.take = take  # type: ignore[method-assign]
+        return take(tokens)
+
+    kept.ids.take = losing  # type: ignore[method-assign]
