@@ -17,6 +17,8 @@ from math import gcd
 from typing import Any, Final, Self
 
 from cache_manager.errors import KVRouteError, RowError
+from cache_manager.spec import AuxBlockDataSpec
+from kvroute.connector import own_field
 from kvroute.rollout import Absence, RolloutHandle, RolloutStore, open_rollouts
 from kvroute.routes import Routes
 from kvroute.routes.token_hash import token_hashes
@@ -33,7 +35,14 @@ WHOLE: Final = {"text_completion": "text_completion", "chat.completion.chunk": "
 POLL_S: Final = 0.01
 
 
-def routes(output: Any, index: int = 0, *, rollouts: RolloutStore | None = None, wait_s: float = 5.0) -> Routes:
+def routes(
+    output: Any,
+    index: int = 0,
+    *,
+    rollouts: RolloutStore | None = None,
+    wait_s: float = 5.0,
+    spec: AuxBlockDataSpec | None = None,
+) -> Routes:
     """The routes of completion ``index`` of ``output``: a ``RequestOutput``, or the response of the OpenAI server.
 
     They cover the tokens that the model read, which is all but the last; if the request named a ``start``, from that
@@ -45,6 +54,10 @@ def routes(output: Any, index: int = 0, *, rollouts: RolloutStore | None = None,
     routes only there: a stream, the second and later prompts of a list, a request that the front end has ended (a stop
     string). The call waits up to ``wait_s`` seconds for routes of these tokens; an error in the answer ends the wait at
     once.
+
+    With ``spec``, the model's :func:`kvroute.routing_spec_from_hf`, an answer that has neither may have its rows in the
+    engine's own field, ``routed_experts``: they are bound to the answer's tokens. The engine has refused the field, and
+    said why, if one of them is missing.
 
     Raises :class:`RowError` if there are none, if they are of other tokens, and for an unsound handle.
     """
@@ -64,6 +77,15 @@ def routes(output: Any, index: int = 0, *, rollouts: RolloutStore | None = None,
         return asked.own(found[0])
     if (error := asked.told_of(ERROR)) is not None:
         raise RowError("routes", "an answer with routes", error)
+    with _parsed("answer"):
+        packed = own_field.of(output, index)
+    if packed is not None and spec is not None:
+        return own_field.routes(packed, asked.tokens, asked.prompt, spec)
+    if gaps := asked.told_of(MISSING):
+        raise RowError("routes", "an answer with all of its rows", f"missing, and why: {gaps}")
+    if rollouts is None and packed is not None:
+        wanted = "spec=, of the model's rows: kvroute.routing_spec_from_hf(config, block_tokens=1)"
+        raise RowError(asked.what, wanted, "rows in the engine's own field, routed_experts")
     if rollouts is None:
         wanted = "an answer with a handle of them, or rollouts=, the store that they were left in"
         raise RowError(asked.what, wanted, f"handles of {sorted(asked.left)}" if asked.left else "neither")

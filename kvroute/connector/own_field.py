@@ -1,0 +1,65 @@
+"""Rows in an engine's own field, ``routed_experts``, as clients get it: an array, or its ``.npy`` file as base64."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+import pybase64
+from numpy.typing import NDArray
+
+from cache_manager.errors import RowError
+from cache_manager.spec import AuxBlockDataSpec
+from kvroute.routes import Layout, Routes
+
+NAME: Final = "routed_experts"
+
+
+def of(output: Any, index: int) -> Any:
+    """The field of completion ``index`` of an engine's output or of a server's answer; ``None`` if it has none."""
+    is_json = isinstance(output, Mapping)
+    completions = (output.get("choices") if is_json else getattr(output, "outputs", None)) or ()
+    for completion in completions:
+        number = completion.get("index") if is_json else completion.index
+        if number == index:
+            return completion.get(NAME) if is_json else getattr(completion, NAME, None)
+    return None
+
+
+def routes(packed: Any, tokens: Sequence[int] | None, prompt: int, spec: AuxBlockDataSpec) -> Routes:
+    """The field's rows: of the last of ``tokens`` but one, and those before it; the first ``prompt`` are the prompt.
+
+    ``packed`` is an array ``[n, layers, top_k]`` with all of the model's layers, 0 in those without a router, or its
+    file. Raises :class:`RowError` for an array of another model, and for an answer without token ids.
+    """
+    layout = Layout.of(spec)
+    array = packed if isinstance(packed, np.ndarray) else _unpacked(packed)
+    wanted = f"[tokens, {layout.num_layers}, {layout.top_k}] of whole numbers"
+    if array.shape[1:] != (layout.num_layers, layout.top_k) or array.dtype.kind not in "iu":
+        raise RowError(NAME, wanted, f"{list(array.shape)} of {array.dtype}")
+    if tokens is None:
+        raise RowError(NAME, "an answer with token ids, which say of which positions its rows are", "none")
+    start = len(tokens) - 1 - len(array)
+    if start < 0:
+        raise RowError(NAME, f"{len(tokens) - 1} rows at most, one for each token but the last", len(array))
+    routed = array[:, layout.routed_layers]
+    if int(routed.max(initial=0)) >= layout.num_experts or int(routed.min(initial=0)) < 0:
+        raise RowError(NAME, f"experts in [0, {layout.num_experts})", f"{routed.min()} to {routed.max()}")
+    valid = np.ones(len(array), np.bool_)
+    fields = layout.layer_ids, layout.num_experts, layout.num_layers, start
+    found = Routes(routed.astype(layout.dtype), valid, *fields)
+    counts = {start or found.stop, prompt, found.stop}
+    return found.bind(tokens, [count for count in counts if start <= count <= found.stop])
+
+
+def _unpacked(packed: Any) -> NDArray[Any]:
+    try:
+        array = np.load(io.BytesIO(pybase64.b64decode(packed, validate=True)), allow_pickle=False)
+    except (TypeError, ValueError, EOFError) as error:
+        raise RowError(NAME, "an array, or its .npy file as base64", repr(error)) from error
+    return np.asarray(array)
+
+
+__all__ = ["NAME", "of", "routes"]
