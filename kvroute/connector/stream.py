@@ -54,7 +54,8 @@ class Batch:
     lives: NDArray[np.int64]
     blocks: frozenset[int]
     doubted: NDArray[np.bool_] | None = None  # [n], the last router's choice is not proved: counts as missing
-    rows: Rows | None = None  # when they have been read
+    rows: Rows | None = None  # when they have been read,
+    whole: bool = False  # and whether none of them is missing
     spares: list[int] = field(default_factory=list)
 
 
@@ -281,7 +282,7 @@ class RowStream:
             valid = batch.rows.valid[part]
             if batch.doubted is not None:
                 valid = valid & ~batch.doubted[part]
-            if valid.all():
+            if batch.whole or valid.all():
                 rows = batch.rows.values[part]
             else:
                 missing = [(piece.start + first, piece.start + stop) for first, stop in runs(~valid)]
@@ -383,6 +384,7 @@ class RowStream:
     def _over(self, batch: Batch, rows: Rows) -> None:
         """Nothing is read of its blocks any more."""
         batch.rows = rows
+        batch.whole = batch.doubted is None and bool(rows.valid.all())
         self._unread.pop(batch, None)
         self._spares.free(batch.spares)
         batch.spares = []

@@ -111,6 +111,8 @@ class Field:
                 self._lose(output, outcome.gaps)
 
     def _array(self, ids: Any) -> Any:
+        if len(self._layer_ids) == self._shape[0]:
+            return ids.astype(self._dtype, copy=False)
         array = np.zeros((len(ids), *self._shape), self._dtype)
         array[:, self._layer_ids] = ids
         return array
