@@ -100,7 +100,7 @@ class AuxBlocks(Landing, Fed):
     def _mend(self) -> None:
         """Forget all rows: a change was interrupted, or a loss could not be recorded. The lock is held."""
         for table in self._tables.values():
-            table.forget_all()
+            table.lose(None)
             table.region.renew(self.namespace.fingerprint)
         self._drop("interrupted_calls", 1, "a call was interrupted in the middle: all rows are forgotten")
 
@@ -213,7 +213,7 @@ class AuxBlocks(Landing, Fed):
             keys = KeyChain(replace(self.namespace, weights_version=weights_version), self._record)
             self._lock.torn += 1  # until keys and regions say the same
             for table in tables:
-                table.forget_all()
+                table.reset()
             self.keys = keys
             self._lock.count("resets")
             for table in tables:

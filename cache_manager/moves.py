@@ -55,7 +55,7 @@ def move(
             if target.tier == "host":  # a copy into a host block begins the block's life
                 target.renew(targets, target.generations.take(targets) + 1)
             else:
-                target.forget(targets)
+                target.lose(targets)
             good = source.live(sources) & target.fillable(targets)
             if count(good) != targets.size:
                 bad(targets[~good])

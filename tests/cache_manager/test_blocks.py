@@ -48,7 +48,7 @@ def test_a_source_without_rows_that_changes_in_mid_move_names_nothing(house, cha
 
     with house.when_copied(changes):
         engine.copy([(0, 1)])
-    assert origins_of(engine, [1]) == [0]
+    assert origins_of(engine, [1])[0] not in (0, 77), "the KV there is of no computation that others know"
     for step in engine.steps:
         step.abort()
     engine.forget([0])
@@ -84,7 +84,8 @@ def test_a_move_that_fails_brings_nothing_and_keeps_nothing() -> None:
     with pytest.raises(StorageError, match="on purpose"):
         house.engine.copy([(0, 1)])
     assert not any(house.valid(1))
-    assert origins_of(house.engine, [1]) == [0]
+    (named,) = origins_of(house.engine, [1])
+    assert named not in (0, *origins_of(house.engine, [0]))
     assert house.engine.in_flight == 0
     house.engine.assert_consistent()
     assert house.engine.renew([1]).tolist() == [2]
