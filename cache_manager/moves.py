@@ -35,9 +35,10 @@ def move(
     pairs: Pairs,
     rows: Sequence[int] | None,
     kv: KVBlocks | None,
-    bad: Callable[[Ints], None],
+    bad: Callable[[Ints, str], None],
 ) -> None:
-    """Copy between tiers; at most the first ``rows`` of each pair. ``bad`` gets the targets that cannot be filled.
+    """Copy between tiers; at most the first ``rows`` of each pair. ``bad`` gets blocks of pairs whose rows cannot
+    follow, and what was wanted of these blocks.
 
     ``kv`` is copied for every pair, also where rows cannot follow. Raises :class:`InvalidInputError` for impossible
     pairs, before anything has changed, and what ``kv`` raises.
@@ -56,9 +57,12 @@ def move(
                 target.renew(targets, target.generations.take(targets) + 1)
             else:
                 target.lose(targets)
-            good = source.live(sources) & target.fillable(targets)
+            live, known = source.live(sources), target.generations.take(targets) > 0
+            good = live & target.fillable(targets)
             if count(good) != targets.size:
-                bad(targets[~good])
+                bad(sources[~live], "sources that were given out, and are not being copied into")
+                bad(targets[live & ~known], "targets that were given out")
+                bad(targets[live & known & ~good], "targets into which no copy, step or device writes")
             pairs_of_kv = sources, targets
             sources, targets = sources[good], targets[good]
             valid = bits_of(source.region, sources)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from blocks_house import TOKENS, House, slots
+from hypothesis import given
+from hypothesis import strategies as st
 from kv import SlotKV
 from origins_of import origins_of
 
@@ -12,6 +14,35 @@ from cache_manager.blocks import AuxBlocks
 from cache_manager.errors import StorageError
 from cache_manager.keys import Namespace
 from cache_manager.spec import AuxBlockDataSpec
+
+SMALL = st.tuples(st.sampled_from(((), (1,), (2, 3))), st.sampled_from(("bool", "uint8", "uint16", "uint64")))
+
+
+@given(st.sampled_from((1, 2, 64, 65)), st.integers(1, 3), st.lists(SMALL, min_size=1, max_size=3), st.booleans())
+def test_rows_of_every_layout_are_written_where_they_are_read(
+    tokens: int, blocks: int, kinds: list, whole: bool
+) -> None:
+    """Goal: no layout ends a forward pass. Method: blocks of one token and of more, of one spec and of more, with rows
+    of one byte among them, written at once and by a step."""
+    specs = [AuxBlockDataSpec(f"s{i}", shape, dtype, tokens) for i, (shape, dtype) in enumerate(kinds)]
+    with AuxBlocks(specs, blocks=blocks, namespace=Namespace("m", 1), strict=True) as engine:
+        engine.renew(range(blocks))
+        at = np.arange(blocks * tokens)[::-2].copy()
+        rows = {
+            spec.name: np.resize(at[:, None] + np.arange(6), (at.size, *spec.row_shape)).astype(spec.numpy_dtype)
+            for spec in specs
+        }
+        if whole:
+            assert engine.write_step(at, rows) == at.size
+        else:
+            with engine.begin_step(at) as step:
+                for name, of_spec in rows.items():
+                    step.write(name, of_spec)
+        for name, of_spec in rows.items():
+            read = engine.read(name, range(blocks))
+            assert np.flatnonzero(read.valid).tolist() == sorted(at.tolist())
+            assert np.array_equal(read.values[at], of_spec)
+        assert engine.counters.interrupted_calls == 0
 
 
 def test_a_step_in_place_waits_for_the_device_of_the_one_before_it(house) -> None:

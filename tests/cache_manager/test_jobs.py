@@ -50,6 +50,25 @@ def test_a_job_too_many_is_refused_and_changes_nothing() -> None:
     house.close()
 
 
+def test_what_is_stored_has_no_byte_of_a_former_life() -> None:
+    """Goal: rows of another tenant are not stored, though no one would read them. Method: an optional spec is written
+    in one life and not in the next; what export gives and what the store has."""
+    optional = AuxBlockDataSpec("optional", (2,), "uint8", TOKENS)
+    store = open_store("memory:")
+    with AuxBlocks([SPEC, optional], blocks=1, namespace=Namespace("m", 1), store=store, required=["routing"]) as aux:
+        aux.renew([0])
+        routing = np.ones((TOKENS, *SPEC.row_shape), np.uint8)
+        aux.write_step(slots(0), {"routing": routing, "optional": np.full((TOKENS, 2), 0x5A, np.uint8)})
+        life, key = aux.renew([0]), aux.keys.key(None, [1])
+        aux.write_step(slots(0), {"routing": routing})
+        (record,) = aux.export({key: 0}, life)
+        assert record is not None
+        assert aux.persist({key: 0}, life)[key]
+        stored = bytearray(aux.layout.nbytes)
+        store.get_into([key], [memoryview(stored)])
+        assert bytes(record.payload) == bytes(stored) == routing.tobytes().ljust(aux.layout.nbytes, b"\0")
+
+
 def test_close_waits_for_a_call_of_another_thread() -> None:
     """Goal: the set is not closed while a call uses it. Method: a thread's ``persist`` at a store that hangs, and a
     close."""
