@@ -227,6 +227,35 @@ def test_rows_do_not_land_beside_kv_that_nobody_named(how: str) -> None:
         assert d.install(D_BLOCK, life, header, payload) == 0
 
 
+def test_a_late_step_does_not_rename_the_next_life() -> None:
+    """Goal: a step of an older life costs the new one nothing. Method: a step is in flight; the block is given out anew
+    and P's KV comes; the step commits; P's rows come."""
+    header, payload = exported(range(4))
+    with new_blocks() as d:
+        renewed(d)
+        step = write(d, D_BLOCK, [0], "D", open_step=True)
+        life = renewed(d)
+        assert d.bind_origin(D_BLOCK, life, header.origin, 4)
+        assert step.commit() == 0
+        assert d.origins([D_BLOCK]) == [header.origin]
+        assert d.install(D_BLOCK, life, header, payload) == 4
+        assert rows(d, D_BLOCK) == ["P"] * 4
+
+
+def test_decode_steps_in_a_row_are_seen_to_write_over_kv_that_came() -> None:
+    """Goal: rows of KV that was written over do not land, also where steps follow each other in one block. Method: two
+    tokens' KV comes; one step writes behind them, the next one over the first; then their rows come."""
+    header, payload = exported(range(4))
+    with new_blocks() as d:
+        life = renewed(d)
+        assert d.bind_origin(D_BLOCK, life, header.origin, 2)
+        for offset in (3, 0):
+            given = {spec.name: canary_rows(spec, [("D", offset)]) for spec in SPECS}
+            assert d.write_step(np.array([D_BLOCK * 4 + offset]), given) == 1
+        assert d.install(D_BLOCK, life, header, payload) == 0
+        assert rows(d, D_BLOCK) == ["D", None, None, "D"]
+
+
 def test_a_pass_in_flight_at_a_reset_keeps_its_blocks() -> None:
     """Goal: as above, where the pass of the old weights still writes. Method: a step, a reset, rows of the new weights
     before and after the step's end; they land in the block that no pass was writing."""
