@@ -72,7 +72,7 @@ def move(
             origins, changes = source.origin.take(sources), source.changes.take(sources)
             target.fence(fence, targets)
         copy_records(source.region, target.region, sources, targets)
-        if kv is not None:
+        if kv is not None and pairs_of_kv[0].size:
             kv.copy(source.tier, target.tier, *pairs_of_kv)
         with lock:
             same = source.changes.take(sources) == changes  # it was neither forgotten nor given out,
