@@ -27,13 +27,14 @@ from cache_manager.lock import AuxCounters
 from cache_manager.moves import MOVED, Pairs
 from cache_manager.numbers import Bits, Blocks, Flags, Ints, count_in_range, integers, readable, unsigned
 from cache_manager.ports import KVBlocks, Region, StorageBackend, TierName
-from cache_manager.publish import Rows, window_of
+from cache_manager.publish import GENERATION_END, Rows, window_of
 from cache_manager.regions import Memory, region_in
 from cache_manager.spec import AuxBlockDataSpec, RecordLayout
 from cache_manager.step import Keep, Step, write_whole
 from cache_manager.table import BlockTable
 
-GENERATION_END: Final = 1 << 47
+OUTDATED_MAX: Final = 1024
+"""Namespaces from before a reset whose keys are known to be outdated; keys of older ones count as foreign."""
 
 
 class AuxBlocks(Landing, Fed):
@@ -71,9 +72,10 @@ class AuxBlocks(Landing, Fed):
         self._steps_max, self._kv = count_in_range(steps_max, "steps_max", 1), kv
         super().__init__(strict=strict)
         self._lock.mend, self.keys = self._mend, KeyChain(namespace, self._record)
+        self._outdated: dict[bytes, None] = {}
         self._open_store(store, jobs or JobLimits())
         sizes: dict[TierName, int] = {
-            "device": count_in_range(blocks, "device_blocks", 1),
+            "device": count_in_range(blocks, "blocks", 1),
             "host": count_in_range(host_blocks, "host_blocks", 0),
         }
         self._tables: dict[TierName, BlockTable] = {}
@@ -100,7 +102,7 @@ class AuxBlocks(Landing, Fed):
     def _mend(self) -> None:
         """Forget all rows: a change was interrupted, or a loss could not be recorded. The lock is held."""
         for table in self._tables.values():
-            table.forget_all()
+            table.lose(None)
             table.region.renew(self.namespace.fingerprint)
         self._drop("interrupted_calls", 1, "a call was interrupted in the middle: all rows are forgotten")
 
@@ -187,7 +189,15 @@ class AuxBlocks(Landing, Fed):
                 good[good] = ~table.fenced(ids[good])
             if count(good) != ids.size:
                 table.forget(ids[known & (table.generations.take(ids, mode="clip") == lives)])  # another caller's life
-                self._bad("stale_blocks", ids[~good], "renew", "block ids, and generations larger than before")
+                outside, fenced = ids.view(np.uint64) >= np.uint64(table.blocks), ~good & known
+                fenced[fenced] = table.fenced(ids[fenced])
+                for bad, wanted in (
+                    (outside, f"block ids in [0, {table.blocks})"),
+                    (~known & ~outside, "each block once"),
+                    (fenced, "blocks that are not being copied into"),
+                    (known & ~good & ~fenced, f"generations larger than before, and below {GENERATION_END}"),
+                ):
+                    self._bad("stale_blocks", ids[bad], "renew", wanted)
                 table.renew(ids[good], lives[good])
                 return np.where(good, lives, 0)
             table.renew(ids, lives)
@@ -211,9 +221,12 @@ class AuxBlocks(Landing, Fed):
         with self._lock:
             tables = self._tables.values()
             keys = KeyChain(replace(self.namespace, weights_version=weights_version), self._record)
+            self._outdated[self.keys.scope] = None
+            if len(self._outdated) > OUTDATED_MAX:
+                del self._outdated[next(iter(self._outdated))]
             self._lock.torn += 1  # until keys and regions say the same
             for table in tables:
-                table.forget_all()
+                table.reset()
             self.keys = keys
             self._lock.count("resets")
             for table in tables:
@@ -244,7 +257,7 @@ class AuxBlocks(Landing, Fed):
         ``bad_writes_dropped``; if the slots cannot be read, those of every device block. No device may write a refused
         step's rows.
         """
-        device = self._device
+        device = self._tables["device"]
         try:
             return Step(device, slots, steps_max=self._steps_max, in_place=in_place, strict=self.strict)
         except KVRouteError as error:
@@ -258,7 +271,9 @@ class AuxBlocks(Landing, Fed):
     def write_step(self, slots: NDArray[Any], rows: Mapping[str, NDArray[Any]], keep: Keep | None = None) -> int:
         """A whole step with given rows ``[T, *row_shape]``: begin, write, commit. Returns how many became readable.
 
-        Never raises for a mistake of bookkeeping, unless strict: the step's rows are then missing, and counted.
+        Never raises for a mistake of bookkeeping, unless strict: the step's rows are then missing, and counted. So is a
+        step after :meth:`close`. Rows are bytes here: whether they can be a router's choice is judged by who writes
+        them, or at the end by :meth:`kvroute.Routes.from_rows`.
         """
         if keep is None and (landed := write_whole(self._tables["device"], slots, rows)) is not None:
             return landed
@@ -346,9 +361,10 @@ class AuxBlocks(Landing, Fed):
         if (source, target) not in MOVED:
             raise InvalidInputError("move", "blocks of the device as sources or as targets", f"{source} to {target}")
         tables = self._table(source), self._table(target)
-        bad = "blocks that were given out, and into which no step writes"
         try:
-            moves.move(*tables, pairs, rows, self._kv, lambda ids: self._bad("bad_moves_dropped", ids, "move", bad))
+            moves.move(
+                *tables, pairs, rows, self._kv, lambda ids, wanted: self._bad("bad_moves_dropped", ids, "move", wanted)
+            )
         except KVRouteError as error:
             if self._kv is not None or self.strict:
                 raise

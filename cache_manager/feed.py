@@ -141,7 +141,7 @@ class BlockFeed:
         self._blocks = Numbers("device", count_in_range(blocks, "blocks", 1), 1)
         self._operations: list[Any] = []
         self._epoch, self._number = int(np.random.default_rng().integers(1 << 63)), 0  # of the system's entropy
-        self.generations: Ints = np.full(blocks, self._epoch >> 16)  # below 2**47; a word has room for 2**48
+        self.generations: Ints = np.full(blocks, self._epoch >> 16)  # far below GENERATION_END
 
     def renew(self, blocks: Sequence[int] | Ints) -> Ints:
         """Blocks were given out anew; the generations they begin ``[n]``. A block may be named once in a call."""

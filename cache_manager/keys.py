@@ -13,7 +13,7 @@ import hashlib
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
-from typing import Any, NewType
+from typing import Any, NewType, TypeGuard
 
 from numpy.typing import NDArray
 
@@ -80,6 +80,11 @@ class Namespace:
         return hashlib.blake2b(self.canonical, digest_size=16, person=b"kvroute.ns/1").digest()
 
 
+def is_key(key: object) -> TypeGuard[BlockKey]:
+    """Whether ``key`` has the form of a key, of whatever namespace."""
+    return isinstance(key, bytes) and len(key) == KEY_NBYTES
+
+
 class KeyChain:
     """Derives the keys of a token sequence's blocks, for one namespace and one record layout.
 
@@ -99,6 +104,8 @@ class KeyChain:
     __slots__ = ("_full", "_seed", "block_tokens", "namespace", "scope")
 
     def __init__(self, namespace: Namespace, layout: RecordLayout) -> None:
+        if not isinstance(namespace, Namespace):
+            raise SpecError("namespace", "a Namespace", repr(namespace))
         self.namespace = namespace
         self.block_tokens = layout.block_tokens
         seed = hashlib.blake2b(digest_size=KEY_NBYTES - SCOPE_NBYTES, person=b"kvroute.key")
@@ -162,7 +169,7 @@ class KeyChain:
 
     def owns(self, key: bytes) -> bool:
         """Whether ``key`` was made in this chain's namespace and layout."""
-        return isinstance(key, bytes) and len(key) == KEY_NBYTES and key[:SCOPE_NBYTES] == self.scope
+        return is_key(key) and key[:SCOPE_NBYTES] == self.scope
 
     def following(self, parent: BlockKey | None, ids: bytes) -> BlockKey:
         """:meth:`key` of a full block for callers who have its token ids as little-endian int64; nothing is checked."""

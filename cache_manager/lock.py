@@ -53,6 +53,7 @@ class AuxCounters:
     rows_installed: int = 0
     late_installs_dropped: int = 0
     installs_of_another_origin_dropped: int = 0
+    foreign_keys: int = 0
     stale_keys: int = 0
     stale_blocks: int = 0
     rows_read: int = 0
@@ -144,7 +145,7 @@ class Mistakes:
 
     def _lost(self, counter: str, n: int, why: str, lose: Callable[[], None]) -> None:
         """The engine did what was refused here: ``lose`` makes the rows that it overwrote unreadable; the loss is
-        counted."""
+        counted, also where the set is closed, or a forked child's copy, and nothing is readable any more."""
         try:
             with self._lock:
                 lose()
@@ -152,9 +153,15 @@ class Mistakes:
         except BlockBusyError:
             self._lock.torn += 1  # in the middle of a call of our own: the next one forgets everything
             raise
+        except BlockStateError:
+            self._drop(counter, n, why)
+            raise
 
     def _bad(self, counter: str, bad: Ints, call: str, wanted: str) -> None:
-        """The blocks ``bad`` were named by mistake: drop and count them, or raise when strict. The lock is held."""
+        """The blocks ``bad``, if any, were named by mistake: drop and count them, or raise when strict. The lock is
+        held."""
+        if not bad.size:
+            return
         named = ", ".join(map(str, bad[:NAMED_MAX].tolist()))
         more = f" and {bad.size - NAMED_MAX} more" if bad.size > NAMED_MAX else ""
         error = InvalidInputError(call, wanted, f"{'block' if bad.size == 1 else 'blocks'} {named}{more}")

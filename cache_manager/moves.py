@@ -35,9 +35,10 @@ def move(
     pairs: Pairs,
     rows: Sequence[int] | None,
     kv: KVBlocks | None,
-    bad: Callable[[Ints], None],
+    bad: Callable[[Ints, str], None],
 ) -> None:
-    """Copy between tiers; at most the first ``rows`` of each pair. ``bad`` gets the targets that cannot be filled.
+    """Copy between tiers; at most the first ``rows`` of each pair. ``bad`` gets blocks of pairs whose rows cannot
+    follow, and what was wanted of these blocks.
 
     ``kv`` is copied for every pair, also where rows cannot follow. Raises :class:`InvalidInputError` for impossible
     pairs, before anything has changed, and what ``kv`` raises.
@@ -55,10 +56,13 @@ def move(
             if target.tier == "host":  # a copy into a host block begins the block's life
                 target.renew(targets, target.generations.take(targets) + 1)
             else:
-                target.forget(targets)
-            good = source.live(sources) & target.fillable(targets)
+                target.lose(targets)
+            live, known = source.live(sources), target.generations.take(targets) > 0
+            good = live & target.fillable(targets)
             if count(good) != targets.size:
-                bad(targets[~good])
+                bad(sources[~live], "sources that were given out, and are not being copied into")
+                bad(targets[live & ~known], "targets that were given out")
+                bad(targets[live & known & ~good], "targets into which no copy, step or device writes")
             pairs_of_kv = sources, targets
             sources, targets = sources[good], targets[good]
             valid = bits_of(source.region, sources)
@@ -68,7 +72,7 @@ def move(
             origins, changes = source.origin.take(sources), source.changes.take(sources)
             target.fence(fence, targets)
         copy_records(source.region, target.region, sources, targets)
-        if kv is not None:
+        if kv is not None and pairs_of_kv[0].size:
             kv.copy(source.tier, target.tier, *pairs_of_kv)
         with lock:
             same = source.changes.take(sources) == changes  # it was neither forgotten nor given out,

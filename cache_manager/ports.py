@@ -134,7 +134,9 @@ class KVBlocks(Protocol):
     * ``copy`` takes block ids of two tiers, pairwise; a source may serve several targets. When it returns, every byte
       is in place for whatever the engine runs next; when it raises, the targets' bytes mean nothing.
     * ``take`` copies the bytes of device blocks out and ``fill`` copies them in, ``[n, spec.block_nbytes]``; both are
-      called between two of the engine's own uses of these blocks, and have ended when they return.
+      called between two of the engine's own uses of these blocks, and have ended when they return. The set's lock is
+      held meanwhile: its other calls wait.
+    * ``n`` may be 0 for all three, and nothing is done then.
 
     Their errors reach the caller of the move or the store: nothing has arrived then.
     """

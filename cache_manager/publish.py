@@ -30,11 +30,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cache_manager.errors import InvalidInputError, RegionError
-from cache_manager.numbers import unpack_bits
+from cache_manager.numbers import full_bits, unpack_bits
 from cache_manager.ports import Region
 from cache_manager.spec import AuxBlockDataSpec, RecordLayout
 
 GENERATION_SHIFT: Final = 16
+GENERATION_END: Final = 1 << 47
+"""Generations are below this; a word has room for one bit more."""
 SEQUENCE_MASK: Final = np.uint64((1 << GENERATION_SHIFT) - 1)
 READ_RETRIES_MAX: Final = 8
 _SHIFT: Final = np.uint64(GENERATION_SHIFT)
@@ -67,9 +69,30 @@ def places(records: Records) -> tuple[NDArray[np.uint8], ...]:
 
 
 def items(region: Region) -> tuple[NDArray[Any], ...]:
-    """By spec, one item a row: a flat array by slot where rows have no gaps, else ``[blocks, block_tokens]``."""
+    """By spec, one item a row: ``[blocks, block_tokens]``, or a flat array by slot where one spec fills the records.
+
+    The layout decides, for all specs: strides do not, because that of an axis of length 1 means nothing.
+    """
     each = [rows.view(f"V{rows.shape[2]}")[..., 0] for rows in places(region)]
-    return tuple(x.reshape(-1) if x.strides[0] == x.shape[1] * x.strides[1] else x for x in each)
+    if region.layout.specs[0].block_nbytes == region.layout.nbytes:
+        return (each[0].reshape(-1),)
+    return tuple(each)
+
+
+def copies_of(region: Region, ids: NDArray[np.int64], bits: NDArray[np.uint64]) -> NDArray[np.uint8]:
+    """Records ``[n, layout.nbytes]`` of blocks ``ids [n]``, with their rows ``bits [n, specs, W]``: other bytes are 0.
+
+    What else lies in a block is of another life, perhaps of another tenant: it does not leave with a copy.
+    """
+    layout, full = region.layout, full_bits(region.layout.block_tokens)
+    copies = Copies(layout, region.rows[ids])
+    ends = (*layout.offsets[1:], layout.nbytes)
+    for index, (spec, rows, end) in enumerate(zip(layout.specs, places(copies), ends, strict=True)):
+        copies.rows[:, layout.offsets[index] + spec.block_nbytes : end] = 0
+        partial = np.flatnonzero((bits[:, index] != full).any(axis=1))
+        if partial.size:
+            rows[partial] *= unpack_bits(bits[partial, index], layout.block_tokens)[..., None]
+    return copies.rows
 
 
 def copy_rows(source: Records, at: int, target: Records, to: int, bits: NDArray[np.uint64]) -> None:

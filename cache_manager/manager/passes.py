@@ -62,7 +62,6 @@ class Passes:
         self._pool = BlockPool(aux, self._counts)
         self._sequences = Sequences(aux.block_tokens, sequences_max)
         self._torn = self._inside = False  # whether a call has begun and not come to its end; whether one runs
-        self._new: list[int] = []  # blocks of sequences whose lives have still to begin
 
     def _mend(self) -> None:
         """Put in order what an interrupted call has left; ``BlockBusyError`` in the middle of a call."""
@@ -76,8 +75,6 @@ class Passes:
         self._sequences.rebuild()
         tables = [s.blocks for s in self._sequences if s.phase is not Phase.SWAPPED]
         self._pool.rebuild(block for table in tables for block in table)
-        self._pool.begin([block for block in dict.fromkeys(self._new) if self._pool.readers[block]])
-        self._new = []
 
     @whole
     def append(self, owner: str, total_tokens: int) -> bool:
@@ -95,7 +92,7 @@ class Passes:
             return True
         if not (fresh := pool.choose(n)):
             return False
-        pool.begin(pool.take(fresh))
+        pool.take(fresh)
         if shared:
             sources, rows = [s.blocks[i] for i in shared], [min(size, max(0, done - i * size)) for i in shared]
             if not self._moved(fresh, self.aux.copy, list(zip(sources, fresh, strict=False)), rows):
@@ -125,25 +122,33 @@ class Passes:
     @whole
     def _new_slots(self, rows: Ints, slots: Ints) -> None:
         """The slots of those sequences, among ``rows [n]``, for which none is known in ``slots [n]``."""
-        try:
-            for i in np.flatnonzero(slots < 0).tolist():
-                slots[i] = self._next_slot(self._sequences.by_row[int(rows[i])])
-        finally:
-            self._pool.begin(self._new)
-            self._new = []
+        waiting: list[int] = []
+        for i in np.flatnonzero(slots < 0).tolist():
+            s = self._sequences.by_row[int(rows[i])]
+            done = self._sequences.computed(s)
+            if done // self._tokens >= len(s.blocks):
+                waiting.append(i)
+                continue
+            self._extend(rows, waiting, slots)
+            waiting = []
+            slots[i] = self._next_slot(s) if self._append(s, done + 1) else PADDING
+        self._extend(rows, waiting, slots)
+
+    def _extend(self, rows: Ints, waiting: list[int], slots: Ints) -> None:
+        """One more block, and a slot, for each of the sequences ``waiting`` among ``rows``, in order: as far as there
+        is room. All blocks begin their lives in one call."""
+        fresh = self._pool.choose(len(waiting)) or self._pool.choose(min(len(waiting), self._pool.room))
+        self._pool.take(fresh)
+        slots[waiting] = PADDING
+        for i, block in zip(waiting, fresh, strict=False):
+            s = self._sequences.by_row[int(rows[i])]
+            s.blocks.append(block)
+            slots[i] = self._next_slot(s)
 
     def _next_slot(self, s: Sequence) -> int:
-        """The slot of its next token, or -1; a block that it is given for that is one of the new."""
+        """The slot of its next token, for which it has a block of its own."""
         all_, size, done = self._sequences, self._tokens, self._sequences.computed(s)
         column = done // size
-        if column < len(s.blocks):
-            room = self._append(s, done + 1)
-        elif room := bool(fresh := self._pool.choose(1)):
-            self._pool.take(fresh)
-            self._new += fresh  # first: a sequence reads no block of an older life
-            s.blocks += fresh
-        if not room:
-            return PADDING
         s.offset, all_.edge[s.row] = (s.blocks[column] - column) * size, (s.blocks[column] + 1) * size
         all_.next[s.row] = slot = s.offset + done
         return slot

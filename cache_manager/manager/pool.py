@@ -24,7 +24,7 @@ class BlockPool:
         self._aux, self._counts = aux, counts
         self.readers = [0] * aux.device_blocks
         self._free = list(range(aux.device_blocks - 1, -1, -1))  # the last one is given first
-        self._away: list[int] = []
+        self._away: dict[int, None] = {}  # in the order in which they were let go; some may be in use again
         self.kept: dict[str, list[int]] = {}  # from being given away, by holder
         self._blocks: dict[BlockKey, list[int]] = {}  # where each key is found, the earliest first
         self._keys: dict[int, BlockKey] = {}  # of each of these blocks
@@ -76,8 +76,11 @@ class BlockPool:
             chosen += islice((block for block in self._cached if block not in without), n - len(chosen))
         return chosen if len(chosen) == n else []
 
-    def take(self, chosen: Sequence[int]) -> Sequence[int]:
-        """Give a sequence the blocks that were chosen just now; the caller then calls :meth:`begin`."""
+    def take(self, chosen: Sequence[int]) -> None:
+        """Give a sequence the blocks that were chosen just now. They begin a new life first: where that is refused,
+        nothing was taken."""
+        lives = self._aux.renew(chosen)
+        assert lives.all(), "a block without holders was not given out"
         for block in chosen:
             if (key := self._keys.pop(block, None)) is None:
                 free = self._free.pop()
@@ -90,12 +93,6 @@ class BlockPool:
                     del self._blocks[key]
                 self._counts["evicted_blocks"] += 1
             self.readers[block] = 1
-        return chosen
-
-    def begin(self, blocks: Sequence[int]) -> None:
-        """Blocks that were taken begin a new life; a decode step does this in one call."""
-        lives = self._aux.renew(blocks)
-        assert lives.all(), "a block without holders was not given out"
 
     def share(self, blocks: Iterable[int]) -> None:
         """One more sequence uses these blocks, which are in use or cached."""
@@ -110,20 +107,19 @@ class BlockPool:
         for block in reversed(blocks):  # a chain loses its tail before its head
             self.readers[block] -= 1
             if not self.readers[block]:
-                self._away.append(block)
-        self._come_back()
+                self._away[block] = None
 
     def _come_back(self) -> None:
         """Blocks that are away become cached or free, except those still written or kept."""
         if not self._away:
             return
-        away = [*dict.fromkeys(b for b in self._away if not self.readers[b])]  # one may be there twice
+        away = [block for block in self._away if not self.readers[block]]
         kept = {block for blocks in self.kept.values() for block in blocks}
-        left: list[int] = []
+        left: dict[int, None] = {}
         free: list[int] = []
         for block, written in zip(away, self._aux.writing(away).tolist(), strict=True):
             if written or block in kept:
-                left.append(block)
+                left[block] = None
             elif block in self._keys:
                 self._cached[block] = None
             else:
@@ -149,7 +145,7 @@ class BlockPool:
         for block, key in self._keys.items():
             self._blocks.setdefault(key, []).append(block)
         blocks = dict.fromkeys((*self._cached, *range(len(self.readers))))  # cached ones keep their order
-        self._free, self._away, self._cached = [], [b for b in blocks if not counts[b]], OrderedDict()
+        self._free, self._away, self._cached = [], {b: None for b in blocks if not counts[b]}, OrderedDict()
         self._come_back()
 
     def assert_consistent(self, read: Iterable[int]) -> None:

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cache_manager.errors import InvalidInputError, RegionError, RegionMismatchError
 from cache_manager.numbers import integers
-from cache_manager.publish import GENERATION_SHIFT, Rows, gather, gather_slots, require_ordered_stores, window_of
+from cache_manager.publish import (
+    GENERATION_END,
+    GENERATION_SHIFT,
+    Rows,
+    gather,
+    gather_slots,
+    require_ordered_stores,
+    window_of,
+)
 from cache_manager.regions.header import pack_namespace
 from cache_manager.regions.shared import SharedRegion
-
-GENERATION_END: Final = 1 << (64 - GENERATION_SHIFT)
 
 
 class RegionView:

@@ -137,10 +137,12 @@ class KvWitness:
         Their rows are forgotten. A block whose rows did not come is not among them.
         """
         blocks, _, witnesses = self._take(runs, folds)
-        pairs = zip(blocks, self._rows.origins(blocks), witnesses, strict=True)
-        if wrong := [block for block, origin, witness in pairs if origin and origin != witness]:
-            self._rows.forget(wrong)
-        return wrong
+        came = self._rows.complete(blocks).tolist()  # a forgotten block has an origin, too
+        each = zip(blocks, self._rows.origins(blocks), witnesses, came, strict=True)
+        wrong = {block: rows for block, origin, witness, rows in each if origin and origin != witness}
+        if wrong:
+            self._rows.forget(list(wrong))
+        return [block for block, rows in wrong.items() if rows]
 
     def _take(self, runs: Sequence[Run], folds: torch.Tensor) -> tuple[list[int], list[int], list[int]]:
         """All blocks of ``runs``, their lives and their witnesses."""

@@ -45,7 +45,11 @@ def open_rollouts(url: str) -> RolloutStore:
     Raises :class:`ConfigError` for an invalid scheme, parameter or value, ``StorageError`` when the store is there but
     cannot be used. An adapter is imported when its scheme is first asked for.
     """
-    parsed = StoreUrl.parse(url)
+    try:
+        parsed = StoreUrl.parse(url)
+    except ConfigError as error:
+        field = "url" if error.field == "store" else error.field
+        raise ConfigError(field, error.wanted, error.got) from error
     try:
         opener: Callable[[StoreUrl], RolloutStore] = opener_of(parsed.scheme, BUILT_IN, GROUP, "rollout store scheme")
     except ModuleNotFoundError as error:

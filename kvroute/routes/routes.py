@@ -99,6 +99,8 @@ class Routes(Cells):
         if isinstance(weights_version, (int, np.integer)):
             version = whole("weights_version", weights_version, error=RowError)
             spanned = ((start, start + len(ids), version),) if len(ids) else ()
+        elif weights_version is not None and not isinstance(weights_version, Rows):
+            raise RowError("weights_version", "an integer, or Rows of a weights_version spec", repr(weights_version))
         elif weights_version is not None:
             told, there = np.asarray(weights_version.values), np.asarray(weights_version.valid)
             if told.shape != (len(ids),) or there.shape != (len(ids),) or told.dtype.kind not in "iu":

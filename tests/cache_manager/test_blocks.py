@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from blocks_house import TOKENS, House, slots
+from hypothesis import given
+from hypothesis import strategies as st
 from kv import SlotKV
 from origins_of import origins_of
 
@@ -12,6 +14,35 @@ from cache_manager.blocks import AuxBlocks
 from cache_manager.errors import StorageError
 from cache_manager.keys import Namespace
 from cache_manager.spec import AuxBlockDataSpec
+
+SMALL = st.tuples(st.sampled_from(((), (1,), (2, 3))), st.sampled_from(("bool", "uint8", "uint16", "uint64")))
+
+
+@given(st.sampled_from((1, 2, 64, 65)), st.integers(1, 3), st.lists(SMALL, min_size=1, max_size=3), st.booleans())
+def test_rows_of_every_layout_are_written_where_they_are_read(
+    tokens: int, blocks: int, kinds: list, whole: bool
+) -> None:
+    """Goal: no layout ends a forward pass. Method: blocks of one token and of more, of one spec and of more, with rows
+    of one byte among them, written at once and by a step."""
+    specs = [AuxBlockDataSpec(f"s{i}", shape, dtype, tokens) for i, (shape, dtype) in enumerate(kinds)]
+    with AuxBlocks(specs, blocks=blocks, namespace=Namespace("m", 1), strict=True) as engine:
+        engine.renew(range(blocks))
+        at = np.arange(blocks * tokens)[::-2].copy()
+        rows = {
+            spec.name: np.resize(at[:, None] + np.arange(6), (at.size, *spec.row_shape)).astype(spec.numpy_dtype)
+            for spec in specs
+        }
+        if whole:
+            assert engine.write_step(at, rows) == at.size
+        else:
+            with engine.begin_step(at) as step:
+                for name, of_spec in rows.items():
+                    step.write(name, of_spec)
+        for name, of_spec in rows.items():
+            read = engine.read(name, range(blocks))
+            assert np.flatnonzero(read.valid).tolist() == sorted(at.tolist())
+            assert np.array_equal(read.values[at], of_spec)
+        assert engine.counters.interrupted_calls == 0
 
 
 def test_a_step_in_place_waits_for_the_device_of_the_one_before_it(house) -> None:
@@ -48,7 +79,7 @@ def test_a_source_without_rows_that_changes_in_mid_move_names_nothing(house, cha
 
     with house.when_copied(changes):
         engine.copy([(0, 1)])
-    assert origins_of(engine, [1]) == [0]
+    assert origins_of(engine, [1])[0] not in (0, 77), "the KV there is of no computation that others know"
     for step in engine.steps:
         step.abort()
     engine.forget([0])
@@ -84,7 +115,8 @@ def test_a_move_that_fails_brings_nothing_and_keeps_nothing() -> None:
     with pytest.raises(StorageError, match="on purpose"):
         house.engine.copy([(0, 1)])
     assert not any(house.valid(1))
-    assert origins_of(house.engine, [1]) == [0]
+    (named,) = origins_of(house.engine, [1])
+    assert named not in (0, *origins_of(house.engine, [0]))
     assert house.engine.in_flight == 0
     house.engine.assert_consistent()
     assert house.engine.renew([1]).tolist() == [2]

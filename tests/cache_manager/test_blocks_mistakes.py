@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import os
 
 import numpy as np
 import pytest
 from blocks_house import TOKENS, House, slots
 
-from cache_manager.errors import BlockBusyError, InvalidInputError, KVRouteError
+from cache_manager.blocks import OUTDATED_MAX
+from cache_manager.errors import BlockBusyError, BlockStateError, InvalidInputError, KVRouteError
 from cache_manager.feed import BlockFeed
 
 
@@ -71,18 +73,109 @@ def test_a_pass_that_is_refused_inside_another_call_leaves_no_row_of_before(hous
 
 
 def test_what_a_strict_set_raises_names_the_blocks() -> None:
-    """Goal: an error names the block, for those who debug an engine. Method: bad ids, old lives, sources never given
-    out."""
+    """Goal: an error names the block and its one cause, for those who debug an engine. Method: each cause alone."""
     engine = House(strict=True).engine
     engine.renew([0, 1], [5, 7])
+    step = engine.begin_step(slots(0)[:1])
     for call, message in (
-        (lambda: engine.renew([2, -1, 900]), "renew: wanted .* got blocks -1, 900$"),
-        (lambda: engine.renew([0, 1], [5, 8]), "renew: wanted .* got block 0$"),
-        (lambda: engine.copy([(5, 1)]), "move: wanted .* got block 1$"),
-        (lambda: engine.renew(range(100, 120)), "got blocks 100, 101, .*, 107 and 12 more$"),
+        (lambda: engine.renew([2, -1, 900]), r"renew: wanted block ids in \[0, 6\), got blocks -1, 900"),
+        (lambda: engine.renew([2, 3, 2]), "renew: wanted each block once, got block 2"),
+        (lambda: engine.renew([0, 1], [5, 8]), "renew: wanted generations larger .*, got block 0"),
+        (lambda: engine.renew([1], [1 << 47]), f"renew: wanted generations .* below {1 << 47}, got block 1"),
+        (lambda: engine.renew(range(100, 120)), "got blocks 100, 101, .*, 107 and 12 more"),
+        (lambda: engine.copy([(5, 1)]), "move: wanted sources that were given out, .* got block 5"),
+        (lambda: engine.copy([(1, 4)]), "move: wanted targets that were given out, got block 4"),
+        (lambda: engine.copy([(1, 0)]), "move: wanted targets into which no .* step .* got block 0"),
+        (lambda: engine.begin_step([5, 6, 5]), "slots: wanted each slot once, got 5"),
+        (lambda: engine.begin_step(slots(2)), f"slots: wanted slots of blocks that were given out, got {slots(2)[0]}"),
     ):
-        with pytest.raises(InvalidInputError, match=message):
+        with pytest.raises(InvalidInputError, match=message + "$"):
             call()
+    step.abort()
+    engine.close()
+
+
+def test_blocks_in_motion_are_named_as_such() -> None:
+    """Goal: as above, for blocks into which bytes are being copied. Method: calls from another thread meanwhile."""
+    house = House(strict=True)
+    engine = house.engine
+    engine.renew([0, 1])
+    house.fill(0, "mine")
+    errors: list[str] = []
+
+    def calls() -> None:
+        for call in (lambda: engine.renew([1]), lambda: engine.begin_step(slots(1))):
+            with pytest.raises(InvalidInputError) as error:
+                call()
+            errors.append(str(error.value))
+
+    with house.when_copied(calls):
+        engine.copy([(0, 1)])
+    assert errors == [
+        "renew: wanted blocks that are not being copied into, got block 1",
+        f"slots: wanted slots of blocks that are not being copied into, got {slots(1)[0]}",
+    ]
+    house.close()
+
+
+@pytest.mark.parametrize("key", [b"k", "k", 7, b"h" * 32], ids=repr)
+def test_a_key_that_was_made_nowhere_is_a_mistake(key, caplog) -> None:
+    """Goal: an engine's own hash that was not adopted is no silent "nothing stored". Method: persist, restore and
+    export under it, strict or not; then under a key from before a reset, which is late."""
+    for strict in (True, False):
+        house = House(strict=strict)
+        engine = house.engine
+        (life,) = engine.renew([0]).tolist()
+        house.fill(0, "mine")
+        for call in (engine.persist, engine.restore, engine.begin_persist, engine.export):
+            if strict:
+                with pytest.raises(InvalidInputError, match=r"keys: wanted keys that .* has adopted"):
+                    call({key: 0}, [life])
+            else:
+                call({key: 0}, [life])
+        assert engine.counters.foreign_keys == (0 if strict else 4)
+        assert engine.counters.stale_keys == 0
+        engine.reset(weights_version=2)
+        assert engine.persist({house.key: 0}, [life]) == {house.key: 0}
+        assert engine.counters.stale_keys == 1
+        house.close()
+    assert [record.message[:36] for record in caplog.records] == ["keys: wanted keys that AuxBlocks.key"]
+
+
+def test_of_many_resets_the_latest_are_remembered() -> None:
+    """Goal: what a set keeps of its past is bounded. Method: more resets than it remembers, and the first one's key."""
+    house = House()
+    (life,) = house.engine.renew([0]).tolist()
+    for version in range(2, OUTDATED_MAX + 2):
+        house.engine.reset(weights_version=version)
+    house.engine.persist({house.key: 0}, [life])
+    assert (house.engine.counters.stale_keys, house.engine.counters.foreign_keys) == (1, 0)
+    house.engine.reset(weights_version=0)
+    house.engine.persist({house.key: 0}, [life])
+    assert (house.engine.counters.stale_keys, house.engine.counters.foreign_keys) == (1, 1)
+    house.close()
+
+
+def test_a_step_after_the_end_is_counted(caplog) -> None:
+    """Goal: rows that land nowhere are not lost in silence. Method: steps of a set that is closed, and of a forked
+    child's copy."""
+    for strict in (True, False):
+        engine = House(strict=strict).engine
+        engine.renew([0])
+        engine.close()
+        for n in (1, 2):
+            if strict:
+                with pytest.raises(BlockStateError, match="wanted one that is open"):
+                    engine.write_step(np.array(slots(0)), {})
+            else:
+                assert engine.write_step(np.array(slots(0)), {}) == 0
+            assert engine.counters.bad_writes_dropped == n * TOKENS
+    assert len(caplog.records) == 2
+    engine = House().engine
+    if not (child := os.fork()):
+        landed = engine.write_step(np.array(slots(0)), {})
+        os._exit(0 if landed == 0 and engine.counters.bad_writes_dropped == TOKENS else 1)
+    assert os.waitpid(child, 0)[1] == 0
     engine.close()
 
 

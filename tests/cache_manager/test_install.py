@@ -177,6 +177,101 @@ def test_what_was_to_come_for_other_kv_does_not_come(then: str) -> None:
         assert d.counters.installs_of_another_origin_dropped == 1
 
 
+@pytest.mark.parametrize("computed", ["committed", "in flight", "received first"])
+@pytest.mark.parametrize(
+    "lost", ["forgotten", "all forgotten", "slots unknown", "copied over", "copied over by nothing", "interrupted"]
+)
+def test_rows_of_another_pass_do_not_land_beside_kv_whose_rows_are_lost(computed: str, lost: str) -> None:
+    """Goal: a block whose rows are forgotten still has its KV. Method: D computes a block, or computes again what P
+    sent; its rows are lost in each way; then P's rows come late. In a new life, or after a reset, they land."""
+    header, payload = exported(range(4))
+    with new_blocks() as d:
+        life = renewed(d)
+        if computed == "received first":
+            assert d.bind_origin(D_BLOCK, life, header.origin, 4)
+        step = write(d, D_BLOCK, [0, 1, 2, 3], "D", open_step=computed == "in flight")
+        if lost == "forgotten":
+            d.forget([D_BLOCK])
+        elif lost == "all forgotten":
+            d.forget()
+        elif lost == "slots unknown":
+            assert d.write_step(np.array(["x"]), {}) == 0
+        elif lost == "interrupted":
+            d._lock.torn += 1
+        else:
+            if lost == "copied over":
+                renewed(d, P_BLOCK)
+            d.copy([(P_BLOCK, D_BLOCK)])  # from a block without rows, or without a life
+        assert d.install(D_BLOCK, life, header, payload) == 0
+        step.abort()
+        assert d.install(D_BLOCK, life, header, payload) == 0
+        assert rows(d, D_BLOCK) == [None] * 4
+        assert d.counters.installs_of_another_origin_dropped == 2
+        d.assert_consistent()
+        assert d.install(D_BLOCK, renewed(d), header, payload) == 4
+
+
+@pytest.mark.parametrize("how", ["a copy of what was never given out", "slots unknown", "interrupted"])
+def test_rows_do_not_land_beside_kv_that_nobody_named(how: str) -> None:
+    """Goal: the same where no origin was there before. Method: a block just given out, which a copy, an unreadable
+    step, or an interrupted call may have written; then rows come."""
+    header, payload = exported(range(4))
+    with new_blocks() as d:
+        life = renewed(d)
+        if how == "slots unknown":
+            assert d.write_step(np.array(["x"]), {}) == 0
+        elif how == "interrupted":
+            d._lock.torn += 1
+        else:
+            d.copy([(P_BLOCK, D_BLOCK)])
+        assert d.install(D_BLOCK, life, header, payload) == 0
+
+
+def test_a_late_step_does_not_rename_the_next_life() -> None:
+    """Goal: a step of an older life costs the new one nothing. Method: a step is in flight; the block is given out anew
+    and P's KV comes; the step commits; P's rows come."""
+    header, payload = exported(range(4))
+    with new_blocks() as d:
+        renewed(d)
+        step = write(d, D_BLOCK, [0], "D", open_step=True)
+        life = renewed(d)
+        assert d.bind_origin(D_BLOCK, life, header.origin, 4)
+        assert step.commit() == 0
+        assert d.origins([D_BLOCK]) == [header.origin]
+        assert d.install(D_BLOCK, life, header, payload) == 4
+        assert rows(d, D_BLOCK) == ["P"] * 4
+
+
+def test_decode_steps_in_a_row_are_seen_to_write_over_kv_that_came() -> None:
+    """Goal: rows of KV that was written over do not land, also where steps follow each other in one block. Method: two
+    tokens' KV comes; one step writes behind them, the next one over the first; then their rows come."""
+    header, payload = exported(range(4))
+    with new_blocks() as d:
+        life = renewed(d)
+        assert d.bind_origin(D_BLOCK, life, header.origin, 2)
+        for offset in (3, 0):
+            given = {spec.name: canary_rows(spec, [("D", offset)]) for spec in SPECS}
+            assert d.write_step(np.array([D_BLOCK * 4 + offset]), given) == 1
+        assert d.install(D_BLOCK, life, header, payload) == 0
+        assert rows(d, D_BLOCK) == ["D", None, None, "D"]
+
+
+def test_a_pass_in_flight_at_a_reset_keeps_its_blocks() -> None:
+    """Goal: as above, where the pass of the old weights still writes. Method: a step, a reset, rows of the new weights
+    before and after the step's end; they land in the block that no pass was writing."""
+    header, payload = exported(range(4), version=2)
+    with new_blocks() as d:
+        life, other = renewed(d), renewed(d, 0)
+        step = write(d, D_BLOCK, [2], "D", open_step=True)
+        write(d, 0, [2], "D")
+        d.reset(weights_version=2)
+        assert d.install(D_BLOCK, life, header, payload) == 0
+        assert d.install(0, other, header, payload) == 4
+        assert step.commit() == 0
+        assert d.install(D_BLOCK, life, header, payload) == 0
+        d.assert_consistent()
+
+
 def test_a_row_that_a_device_may_still_write_is_not_filled() -> None:
     """Goal: the fence of a step in place. Method: a step of the life before, with a slot that was dropped; a reset;
     then rows for the life after."""

@@ -50,6 +50,70 @@ def test_a_job_too_many_is_refused_and_changes_nothing() -> None:
     house.close()
 
 
+def test_what_is_stored_has_no_byte_of_a_former_life() -> None:
+    """Goal: rows of another tenant are not stored, though no one would read them. Method: an optional spec is written
+    in one life and not in the next; what export gives and what the store has."""
+    optional = AuxBlockDataSpec("optional", (2,), "uint8", TOKENS)
+    store = open_store("memory:")
+    with AuxBlocks([SPEC, optional], blocks=1, namespace=Namespace("m", 1), store=store, required=["routing"]) as aux:
+        aux.renew([0])
+        routing = np.ones((TOKENS, *SPEC.row_shape), np.uint8)
+        aux.write_step(slots(0), {"routing": routing, "optional": np.full((TOKENS, 2), 0x5A, np.uint8)})
+        life, key = aux.renew([0]), aux.keys.key(None, [1])
+        aux.write_step(slots(0), {"routing": routing})
+        (record,) = aux.export({key: 0}, life)
+        assert record is not None
+        assert aux.persist({key: 0}, life)[key]
+        stored = bytearray(aux.layout.nbytes)
+        store.get_into([key], [memoryview(stored)])
+        assert bytes(record.payload) == bytes(stored) == routing.tobytes().ljust(aux.layout.nbytes, b"\0")
+
+
+def test_jobs_go_on_while_kv_is_copied_from_the_device() -> None:
+    """Goal: store threads and those who wait for jobs do not wait for a device. Method: a job begins, and in the middle
+    of its copy of KV another thread lists and lands the one before."""
+    kv = SlotKV(6, 3, TOKENS)
+    house = House(kv=kv)
+    lives = house.engine.renew([0, 1]).tolist()
+    for block in (0, 1):
+        house.fill(block, "mine")
+    keys = [house.engine.keys.key(None, [n]) for n in (1, 2)]
+    first = house.engine.begin_persist({keys[0]: 0}, lives[:1])
+    assert first is not None
+    seen: list[bool] = []
+    take = kv.take
+
+    def slow(*given: np.ndarray) -> None:
+        house.gate.open()
+        thread = threading.Thread(
+            target=lambda: seen.append(house.engine.jobs == [first] and house.engine.wait(60)), daemon=True
+        )
+        thread.start()
+        thread.join(120)
+        take(*given)
+
+    kv.take = slow
+    assert house.engine.begin_persist({keys[1]: 1}, lives[1:]) is not None
+    assert seen == [True]
+    house.close()
+
+
+def test_kv_is_not_asked_for_no_blocks() -> None:
+    """Goal: a miss is a miss, whatever a KV of other authors does with an empty call. Method: a KV that refuses one."""
+    kv = SlotKV(6, 3, TOKENS)
+    house = House(kv=kv, strict=True)
+
+    def refuse(*given: np.ndarray) -> None:
+        raise StorageError(f"called for {len(given[-1])} blocks")
+
+    kv.fill = kv.copy = refuse
+    house.gate.open()
+    assert house.engine.restore({house.key: 0}, house.engine.renew([0])) == {house.key: False}
+    assert house.engine.counters.absent_blocks_not_restored == 1
+    house.engine.copy([])
+    house.close()
+
+
 def test_close_waits_for_a_call_of_another_thread() -> None:
     """Goal: the set is not closed while a call uses it. Method: a thread's ``persist`` at a store that hangs, and a
     close."""

@@ -78,4 +78,4 @@ def test_kv_that_was_torn_by_a_restore_has_no_name() -> None:
         kv.fill = torn
         with pytest.raises(StorageError, match="half way"):
             aux.restore({key: 1}, [life])
-        assert aux.origins([1]) == [0], "what lies there is of no computation"
+        assert aux.origins([1])[0] not in (0, origin), "what lies there is of no computation that others know"

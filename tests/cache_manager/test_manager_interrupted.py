@@ -167,6 +167,39 @@ def test_a_call_inside_another_is_refused(monkeypatch) -> None:
     house.close()
 
 
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_inside_one_of_the_rows_is_refused_and_changes_nothing(name: str, stored, monkeypatch) -> None:
+    """Goal: a refused call loses no block, and tried again it gives out no block of an older life. Method: each call
+    from within a persist of the rows, by the same thread; then again, and sequences go on and end."""
+    before, call = CALLS[name]
+    house = _house(stored)
+    before(house)
+    (key,), blocks = house.manager.keys("f", TOKENS["f"][:4]), house.manager.table("f")[:1]
+    state, lives = house.state(), house.aux.generations(range(house.aux.device_blocks))
+    refused: list[BlockBusyError] = []
+
+    def calls(*_: object) -> None:
+        try:
+            call(house)
+        except BlockBusyError as error:
+            refused.append(error)
+
+    with monkeypatch.context() as within:
+        within.setattr(house.kv, "take", calls)
+        house.aux.persist({key: blocks[0]}, house.aux.generations(blocks))
+    assert bool(refused) == (name not in {"publish", "publish_batch", "free", "begin_persist"}), "these ask for none"
+    if refused:
+        assert house.state() == state
+        house.manager.assert_consistent()
+        call(house)
+    had = {owner: table for owner, (table, _) in state[0].items()}
+    for owner in house.manager.owners:
+        fresh = [block for block in house.manager.table(owner) if block not in had.get(owner, [])]
+        if not house.manager.is_swapped(owner) and owner not in ("twin", "new"):  # these share older blocks
+            assert (house.aux.generations(fresh) > lives[fresh]).all(), "a block of an older life"
+    _goes_on(house, f"{name}, refused first")
+
+
 def test_a_refused_call_costs_nothing_that_is_cached(monkeypatch) -> None:
     """Goal: only what was interrupted is put in order anew. Method: a call that is refused, and one whose store fails;
     what was cached is found."""

@@ -212,7 +212,7 @@ class OriginMachine(RuleBasedStateMachine):
         self.store.fail_get, house.kv.fill_fails = fault == "get", fault == "fill"
         self.store.flip_next = 77 if fault == "flip" else None
         if fault == "reset":
-            self.store.during_get = lambda: house.aux.reset(weights_version=house.aux.namespace.weights_version)
+            self.store.during_get = lambda: self.reset(side, False)
         stored, key = self.store.record(house.key(n)), house.key(n)
         answer = self.attempt(lambda: house.aux.restore({key: block}, [life]))
         self.store.fail_get, self.store.flip_next, self.store.during_get = False, None, None
@@ -228,9 +228,15 @@ class OriginMachine(RuleBasedStateMachine):
 
     # ---------------------------------------------------------------- ends of everything
 
+    @rule(side=SIDE, blocks=st.none() | st.lists(BLOCK))
+    def forget(self, side, blocks) -> None:
+        self.sides[side].aux.forget(blocks)
+
     @rule(side=SIDE, further=st.booleans())
     def reset(self, side, further) -> None:
         self.version += further
+        if not further:  # no record is on its way from one side of a reset to the other, unless its key is refused
+            self.crossing = [crossing for crossing in self.crossing if crossing.side != side]
         aux = self.sides[side].aux
         aux.reset(weights_version=self.version if further else aux.namespace.weights_version)
 
@@ -249,7 +255,10 @@ class OriginMachine(RuleBasedStateMachine):
 
     @rule(side=SIDE, source=BLOCK, sink=BLOCK, n=KEY, tokens=st.integers(1, TOKENS), anew=st.booleans())
     def cross(self, side, source, sink, n, tokens, anew) -> None:
-        """The first tokens' KV arrives at the other engine, and the rows will at any time after it, or never."""
+        """The first tokens' KV arrives at the other engine, and the rows will at any time after it, or never.
+
+        Whatever becomes of the block in that life, its own KV is there: only a new life or a reset leaves it open.
+        """
         if anew:
             self.compute_anew(side, source)
         sender, receiver = self.sides[side], self.sides[1 - side]
@@ -280,8 +289,7 @@ class OriginMachine(RuleBasedStateMachine):
         if not again:
             self.crossing.remove(crossing)
         aux = self.sides[crossing.side].aux
-        if origins_of(aux, [crossing.block])[0]:  # else it is not known which KV is there: see `install`
-            aux.install(crossing.block, crossing.generation, crossing.header, crossing.payload)
+        aux.install(crossing.block, crossing.generation, crossing.header, crossing.payload)
 
     # ---------------------------------------------------------------- what must hold
 

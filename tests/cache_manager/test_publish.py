@@ -7,18 +7,22 @@ from itertools import combinations
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from life_canary import Writer, layout_of, written, wrong
 from numpy.typing import NDArray
 from watched_region import WatchedRegion, Who, interleave
 
 from cache_manager.numbers import unpack_bits
-from cache_manager.publish import GENERATION_SHIFT, READ_RETRIES_MAX, gather, gather_slots
+from cache_manager.publish import GENERATION_SHIFT, READ_RETRIES_MAX, copies_of, gather, gather_slots
 from cache_manager.regions import HeapRegion
+from cache_manager.spec import AuxBlockDataSpec, RecordLayout
 
 TOKENS = 3
 IDS = np.arange(2)
 EVERY, FEW, NONE = (np.arange(TOKENS) < n for n in (TOKENS, 1, 0))
 Work = Callable[[Writer], None]
+SHAPES, DTYPES = st.sampled_from(((), (1,), (3,), (5, 2))), st.sampled_from(("uint8", "uint16", "float32"))
 
 
 def begin_and_write(writer: Writer) -> None:
@@ -53,6 +57,34 @@ def region_with(rows: NDArray[np.bool_]) -> HeapRegion:
 def every_order(reader: int, writer: int) -> Iterator[list[Who]]:
     for of_reader in combinations(range(reader + writer), reader):
         yield ["reader" if i in of_reader else "writer" for i in range(reader + writer)]
+
+
+@given(st.integers(1, 130), st.lists(st.tuples(SHAPES, DTYPES), min_size=1, max_size=3), st.data())
+def test_a_copy_has_the_valid_rows_and_no_other_byte(tokens: int, kinds: list, data: st.DataObject) -> None:
+    """Goal: what is stored or sent has no byte of a former life, and every layout has its rows. Method: any bytes in
+    blocks, gaps included, any valid rows, any blocks in any order; the copy is made anew, row by row."""
+    layout = RecordLayout(
+        tuple(AuxBlockDataSpec(f"s{i}", shape, dtype, tokens) for i, (shape, dtype) in enumerate(kinds))
+    )
+    region = HeapRegion(layout, 3)
+    random = np.random.default_rng(data.draw(st.integers(0, 999)))
+    region.rows[:] = random.integers(1, 256, region.rows.shape)
+    ids = np.array(data.draw(st.lists(st.integers(0, 2), max_size=3, unique=True)), np.int64)
+    share = data.draw(st.sampled_from((0.0, 0.5, 1.0)))
+    valid = (
+        random.random((ids.size, len(kinds), tokens)) < share
+        if share < 1
+        else np.ones((ids.size, len(kinds), tokens), bool)
+    )
+    packed = np.packbits(valid, axis=2, bitorder="little")
+    bits = np.zeros((ids.size, len(kinds), layout.valid_words * 8), np.uint8)
+    bits[:, :, : packed.shape[2]] = packed
+    wanted = np.zeros((ids.size, layout.nbytes), np.uint8)
+    for i, spec, row in zip(*np.nonzero(valid), strict=True):
+        at = layout.offsets[spec] + row * layout.specs[spec].row_nbytes
+        place = slice(at, at + layout.specs[spec].row_nbytes)
+        wanted[i, place] = region.rows[ids[i], place]
+    assert np.array_equal(copies_of(region, ids, bits.view("<u8").astype(np.uint64)), wanted)
 
 
 @pytest.mark.parametrize("what", WORK)

@@ -9,6 +9,7 @@ from torch import nn
 
 from cache_manager.blocks import AuxBlocks
 from cache_manager.keys import Namespace
+from kvroute.capture.capture import find_routers
 from kvroute.capture.errors import CaptureError
 from kvroute.capture.launched import LaunchedCapture
 from kvroute.routing import routing_spec_from_hf
@@ -30,6 +31,24 @@ def test_tokens_beyond_the_slots_are_padding(qwen: nn.Module) -> None:
     assert before.valid.tolist() == [True] * 8 + [False] * 4
     assert after.valid.tolist() == [True] * 10 + [False] * 2
     assert np.array_equal(after.values[:8], before.values[:8])
+
+
+def test_a_pass_that_failed_does_not_fail_the_next_one(qwen: nn.Module) -> None:
+    """Goal: each pass is judged by itself. Method: a router is called once more beside a pass; then a pass as usual."""
+    spec, slots = routing_spec_from_hf(qwen.config, 4), np.arange(6)
+    router = next(iter(find_routers(qwen).values()))
+    with AuxBlocks([spec], blocks=2, namespace=Namespace("tests", weights_version=1), memory="shared") as blocks:
+        blocks.renew(range(2))
+        capture = LaunchedCapture(qwen, spec, blocks.region("device"), 8)
+        refused = pytest.raises(CaptureError, match="wanted one call a pass, got 2 calls")
+        with refused, capture.step(blocks.begin_step, slots):
+            router(torch.zeros(6, qwen.config.hidden_size, dtype=router.weight.dtype))
+            qwen(torch.arange(6)[None], use_cache=False)
+        assert not blocks.read(spec.name, range(2)).valid.any()
+        with capture.step(blocks.begin_step, slots):
+            qwen(torch.arange(6)[None], use_cache=False)
+        assert blocks.read(spec.name, range(2)).valid.tolist() == [True] * 6 + [False] * 2
+        capture.close()
 
 
 def test_a_pass_of_fewer_tokens_than_slots_leaves_no_rows(qwen: nn.Module) -> None:

@@ -284,6 +284,30 @@ def test_rows_came_and_their_kv_did_not(fails: set[int], late: bool) -> None:
         assert judge(routes(answer), [*PROMPT, *SAID], by) == {"right": ALL}
 
 
+def test_rows_come_when_their_kv_was_computed_again_and_a_step_was_lost() -> None:
+    """Goal: a late row does not land beside KV that decode has computed in the same life. Method: prefill stands still,
+    KV fails to load, decode computes the prompt again in the same blocks and then loses a step, so that it forgets all
+    rows; prefill goes on."""
+    with sides() as (first, second):
+        ticket = first.ask(name="p", tokens=PROMPT, lends=True)["ticket"]
+        first.hang()
+        second.unbrought, second.waits = {0}, False
+        node = second.worker.transfers.crossing.node
+
+        def come() -> None:
+            second.between = lambda: None
+            second.worker.begin(second.scheduler.step({"d": 1}))
+            second.worker.end()  # its slots are not known
+            first.go_on()
+            until(lambda: not node.counters.pulls_in_flight)
+
+        second.between = come
+        answer = second.ask("d", PROMPT, [8], brought=len(PROMPT), ticket=ticket, more=SAID)
+        assert judge(routes(answer), [*PROMPT, *SAID]) == {"right": ALL - 8, "missing": 8}
+        assert installed(second) == 0
+        assert second.worker.blocks.counters.installs_of_another_origin_dropped > 0
+
+
 @pytest.mark.parametrize("chunks", [[6, 5], [8, 3], [11]])
 def test_a_prompt_that_is_computed_again_is_lent_anew(chunks: list[int]) -> None:
     """Goal: rows are of the computation whose KV goes over. Method: prefill's request is preempted after its first

@@ -141,6 +141,24 @@ def test_layers_that_meet_when_a_pass_is_longer(aux: kvroute.AuxBlocks) -> None:
                 capture.commit(torch.arange(tokens))
 
 
+def test_a_pass_that_looks_like_the_last_is_refused_for_more_slots(
+    aux: kvroute.AuxBlocks, capture: LayerCapture
+) -> None:
+    """Goal: no launch reads behind a router's tensor. Method: a pass of four tokens for four slots, then the same pass
+    for five; then for four again."""
+    for slots in ([0, 1, 2, 3], [0, 1, 2, 3, 8], [8, 9, 10, 11]):
+        chosen = ids(4)
+        if len(slots) == 4:
+            assert stepped(aux, capture, slots, chosen).keep is None
+            assert aux.read("routing", [slots[0] // 4]).valid.all()
+            continue
+        step = aux.begin_step(slots, in_place=True)
+        with pytest.raises(CaptureError, match=r"router of layer 1: wanted .*\[5 or more, 2\], got .*\(4, 2\)"):
+            passed(capture, chosen, slots)
+        step.abort()
+        assert not aux.read("routing", [0, 2]).valid.any()
+
+
 @pytest.mark.parametrize(
     ("slots", "said"),
     [

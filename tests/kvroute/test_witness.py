@@ -198,9 +198,14 @@ def test_a_witness_is_of_one_life_and_of_a_known_prefix() -> None:
 
 
 def test_what_has_no_rows_is_not_refused() -> None:
-    """Goal: a miss is a miss, no mismatch. Method: KV is loaded for which the store has no rows."""
+    """Goal: a miss is a miss, no mismatch. Method: KV is loaded for which the store has no rows, or whose rows were
+    forgotten, because the load had failed."""
     worker = Worker(open_store("memory:"))
+    worker.compute([3], 0)
     worker.rows.renew([2])
+    assert worker.refused([Run(-1, [2])]) == []
+    worker.rows.restore(worker.keys([2]), worker.rows.generations([2]))
+    worker.rows.forget([2])
     assert worker.refused([Run(-1, [2])]) == []
     assert worker.refused([]) == []
     worker.rows.close()

@@ -14,6 +14,7 @@ from life_canary import Writer, layout_of, written
 from region_children import NAMESPACE
 
 from cache_manager.errors import InvalidInputError, RegionError, RegionMissingError
+from cache_manager.publish import GENERATION_END
 from cache_manager.regions import RegionView, SharedRegion
 
 BLOCKS, TOKENS = 6, 70
@@ -109,7 +110,7 @@ def test_after_a_weight_update_nothing_older_is_readable(shared: SharedRegion) -
         ([0, 1], [1], {}, "generations"),
         ([0, 1], 1, {}, "generations"),
         ([0], [-1], {}, "generations"),
-        ([0], [1 << 48], {}, "generations"),
+        ([0], [GENERATION_END], {}, "generations"),
         ([0], [1.0], {}, "generations"),
         ([0], [1], {"start": -1}, "start, stop"),
         ([0], [1], {"stop": TOKENS + 1}, "start, stop"),

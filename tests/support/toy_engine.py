@@ -120,6 +120,7 @@ class Toy:
         self.table: list[int] = []
         self.fails: set[int] = set()  # places in the request of blocks whose load fails
         self.unbrought: set[int] = set()  # and of those whose KV another engine was to bring
+        self.waits = True  # until its rows have come, before that failure shows
         self.loses: set[int] = set()  # positions at which the router's ids are not ones
         self.loaded, self.weights = 0, 0
         self.between: Callable[[], object] = lambda: None
@@ -196,7 +197,7 @@ class Toy:
         self._step(request, 0, range(0))
         if self.unbrought:
             self.worker.settle()
-            while self.worker.transfers._under_way:
+            while self.waits and self.worker.transfers._under_way:
                 self.worker.arrived(set())
                 time.sleep(0.001)
             self.worker.begin(self.scheduler.step({}))

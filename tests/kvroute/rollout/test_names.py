@@ -115,7 +115,7 @@ def test_anything_else_is_no_handle(junk: Any) -> None:
         ("file:///x?layers=1025", "layers: wanted 1 to 1024, or all"),
         ("response:?x=1", "store parameter"),
         ("mooncake://nowhere", "HOST:PORT"),
-        ("", "store: wanted a URL"),
+        ("", "^url: wanted a URL"),
         ("file://data/rollouts", "file: rollout store path: wanted file:///absolute/path or file:relative/path"),
         ("file://", "file: rollout store path: wanted"),
         ("file:?layers=1", "file: rollout store path: wanted"),
