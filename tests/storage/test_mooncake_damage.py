@@ -93,6 +93,7 @@ def test_a_record_that_changes_while_it_is_read_is_read_again(
     assert first is not header_of(1) or bytes(room[0]) == payload_of(1)
 
 
+@LONG_LEASE
 def test_a_record_that_others_read_can_be_deleted_and_replaced(master: Master, owner: Owner) -> None:
     """Goal: a lease keeps no record that was denied. Method: another process renews its lease again and again."""
     backend, other = opened(master, timeout_ms=CALM_MS), opened(master, timeout_ms=CALM_MS)
@@ -121,6 +122,7 @@ def test_a_record_that_others_read_can_be_deleted_and_replaced(master: Master, o
     other.close()
 
 
+@LONG_LEASE
 def test_a_damaged_object_gives_way_to_what_is_put(calm: MooncakeStore, owner: Owner) -> None:
     assert owner.ask("put", name_of(1), "junk") == 0
     assert owner.ask("put", name_of(2), "j" * 5000) == 0
