@@ -20,7 +20,7 @@ import pytest
 import stopped
 from hypothesis import settings
 from mooncake_pool import send
-from waiting import until
+from waiting import GIVE_UP_S, until
 
 from cache_manager.errors import ConfigError, StorageError, StoreClosedError, StoreUnavailableError
 from cache_manager.ports import Absence, StorageBackend
@@ -32,7 +32,7 @@ from cache_manager.storage.records import RecordStore
 from cache_manager.testing.contract import StorageContract
 from cache_manager.testing.records import LAYOUT, get, header_of, key_of, payload_of, put
 
-WAIT_S = 60.0
+WAIT_S = GIVE_UP_S
 FEW = settings(max_examples=4, stateful_step_count=25, deadline=None)
 
 

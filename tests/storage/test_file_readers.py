@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from faulty_disk import FaultyDisk
+from waiting import GIVE_UP_S
 
 from cache_manager.errors import StorageError, StoreLockedError
 from cache_manager.keys import BlockKey
@@ -141,7 +142,7 @@ def test_a_thread_that_misses_while_another_one_looks_asks_again(tmp_path: Path)
         if armed and threading.current_thread().name == "looks":
             armed.pop()
             looks.set()
-            assert goes_on.wait(60)
+            assert goes_on.wait(GIVE_UP_S)
 
     armed, disk = list[int](), FaultyDisk()
     disk.on_read = held_up
@@ -153,12 +154,12 @@ def test_a_thread_that_misses_while_another_one_looks_asks_again(tmp_path: Path)
         first = threading.Thread(target=lambda: there(reader, [3]), name="looks")
         second = threading.Thread(target=lambda: found.append(there(reader, [2])))
         first.start()
-        assert looks.wait(60)
+        assert looks.wait(GIVE_UP_S)
         second.start()
         second.join(0.2)  # it waits for the look, or has wrongly missed the record
         goes_on.set()
-        first.join(60)
-        second.join(60)
+        first.join(GIVE_UP_S)
+        second.join(GIVE_UP_S)
     assert found == [{2}]
 
 

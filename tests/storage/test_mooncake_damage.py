@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 from mooncake_pool import Master, Owner
+from waiting import GIVE_UP_S
 
 from cache_manager.errors import StorageError
 from cache_manager.keys import BlockKey
@@ -110,14 +111,14 @@ def test_a_record_that_others_read_can_be_deleted_and_replaced(master: Master, o
     reader = threading.Thread(target=lease, daemon=True)
     reader.start()
     try:
-        assert asked.wait(60)
+        assert asked.wait(GIVE_UP_S)
         backend.delete([key_of(1)])
         assert held(other, [1]) == [Absence.MISS]
         assert offer(backend, [(2, new)], replace=True) == [new]
         assert held(other, [1, 2]) == [Absence.MISS, new]
     finally:
         stop.set()
-        reader.join(10)
+        reader.join(GIVE_UP_S)
     backend.close()
     other.close()
 

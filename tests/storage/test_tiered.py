@@ -11,6 +11,7 @@ import pytest
 from budget import examples
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from waiting import GIVE_UP_S
 
 from cache_manager.errors import RecordError, StorageError, StoreClosedError, StoreUnavailableError
 from cache_manager.keys import BlockKey
@@ -26,7 +27,7 @@ from cache_manager.testing.records import BOTH, LAYOUT, Content, get, header_of,
 
 KEYS = range(24)
 X, Y = Content(1, BOTH), Content(2, BOTH)
-WAIT_S = 30.0
+WAIT_S = GIVE_UP_S
 FAULTS = ("failing", "losing", "lying", "full")
 
 
