@@ -9,6 +9,7 @@ from pathlib import Path
 
 import grimp
 import pytest
+from waiting import GIVE_UP_S
 
 HEAVY = ("torch", "triton", "zmq", "mooncake", "transformers", "tokenizers", "matplotlib")
 HEAVY += ("aiohttp",)
@@ -17,7 +18,7 @@ HEAVY += ("aiohttp",)
 def loaded_by(code: str) -> set[str]:
     """The top-level modules in a fresh interpreter after ``code``."""
     script = f"import sys\n{code}\nprint(*sorted({{name.partition('.')[0] for name in sys.modules}}))"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=GIVE_UP_S, check=True)
     return set(done.stdout.split())
 
 

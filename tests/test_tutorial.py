@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from waiting import GIVE_UP_S
 
 PAGE = (Path(__file__).parents[1] / "docs" / "tutorial-prove.md").read_text()
 FILES = {name: text for text, name in re.findall(r"^```python\n(# (\w+\.py)\n.*?)^```", PAGE, re.DOTALL | re.MULTILINE)}
@@ -31,7 +32,7 @@ def prove(where: Path, adapter: str, *arguments: str) -> tuple[int, str]:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=GIVE_UP_S,
         check=False,
     )
     return ran.returncode, ran.stdout

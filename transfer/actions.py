@@ -44,8 +44,8 @@ class BlockSink(Protocol):
         """Put a verified record in its place. ``payload`` is valid during the call.
 
         ``False``: the block has another generation now; the record is dropped and reported missing. A
-        :class:`~cache_manager.errors.BlockBusyError` makes the node ask for it again later. A node counts any other
-        error, and the record is missing.
+        :class:`~cache_manager.errors.BlockBusyError` makes the node ask for it again later. A node counts and logs any
+        other error, and the record is missing as ``failed``.
         """
 
 
@@ -79,6 +79,7 @@ class Reason(Enum):
 
     ABSENT = "absent"  # prefill does not have it, or has other tokens there
     STALE = "stale"  # the target block is in another life now
+    FAILED = "failed"  # this side's engine raised an error instead of taking the record
     GONE = "gone"  # prefill has ended the transfer, or never had it
     TIMEOUT = "timeout"  # no more messages came
     REFUSED = "refused"  # the two sides' rows have different meanings

@@ -30,6 +30,10 @@ class IncompatiblePeerError(TransferError):
         self.got = got
 
 
+class SinkError(TransferError):
+    """The engine's own code has raised an error instead of taking a record, which is missing."""
+
+
 class NodeClosedError(TransferError):
     """The node was closed, its thread has ended, or this is a forked process."""
 

@@ -58,7 +58,7 @@ def check_peer(own: Identity, space: Space, parts: Sequence[Part]) -> None:
     scope = ("model", "weights_version", "salt", "rank", "world")
     for name in scope[:3] if all(part.replicated for part in own.parts) else scope:
         _same(f"namespace.{name}", getattr(own.space, name), getattr(space, name))
-    _same("parts", ", ".join(p.name for p in own.parts), ", ".join(p.name for p in parts))
+    _same("parts", [part.name for part in own.parts], [part.name for part in parts])
     for mine, theirs in zip(own.parts, parts, strict=True):
         for name in sorted({*mine.fields, *theirs.fields}):
             _same(f"{mine.name}.{name}", mine.fields.get(name, "none"), theirs.fields.get(name, "none"))

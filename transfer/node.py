@@ -23,7 +23,7 @@ from cache_manager.keys import Namespace
 from cache_manager.record import RecordHeader
 from transfer.actions import Action, BlockSink, Cut, Finished, Missing, OfferedBlock, Reason, Release, Send, WantedBlock
 from transfer.counters import Counters
-from transfer.errors import LocalProtocolError, NodeClosedError, NodeFullError, RemoteProtocolError
+from transfer.errors import LocalProtocolError, NodeClosedError, NodeFullError, RemoteProtocolError, SinkError
 from transfer.identity import Identity
 from transfer.limits import TransferLimits
 from transfer.link import Arrival, Came, Link, PeerFound
@@ -69,9 +69,9 @@ class _Guarded(msgspec.Struct, frozen=True):
             return self.sink.install(part, index, header, payload)
         except BlockBusyError:
             raise
-        except Exception:  # noqa: BLE001 - the engine's code may raise anything; counted and logged
+        except Exception as error:  # the engine's code may raise anything; counted and logged
             self.failed("sink")
-            return False
+            raise SinkError(f"part {part} of block {index}: {type(error).__name__}: {error}") from error
 
 
 class Node:

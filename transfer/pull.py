@@ -19,7 +19,7 @@ from cache_manager.keys import BlockKey
 from cache_manager.record import check_record, unpack_header
 from transfer.actions import BlockSink, Missing, Reason, WantedBlock
 from transfer.counters import Counters
-from transfer.errors import LocalProtocolError, RemoteProtocolError
+from transfer.errors import LocalProtocolError, RemoteProtocolError, SinkError
 from transfer.link import Peer
 from transfer.messages import BLOCKS_MAX, Absent, Ack, BootId, Part, Pull, Range, Records, Renew, TransferId, split
 
@@ -120,17 +120,19 @@ class Pulling(msgspec.Struct, eq=False):
                 counters.corrupt_records += 1
                 continue
             try:
-                placed = self.sink.install(*place, header, payload)
+                reason = None if self.sink.install(*place, header, payload) else Reason.STALE
             except BlockBusyError:  # requested again in the next epoch
                 counters.postponed_records += 1
                 continue
+            except SinkError:
+                reason = Reason.FAILED
             del self.outstanding[place]
-            if placed:
+            if reason is None:
                 counters.records_installed += 1
                 self.installed += 1
             else:
-                counters.records_stale += 1
-                self.missing.append(Missing(*place, Reason.STALE))
+                counters.records_stale += reason is Reason.STALE
+                self.missing.append(Missing(*place, reason))
         return len(self.outstanding) < before
 
     def give_up(self, absent: Absent, counters: Counters) -> bool:

@@ -103,7 +103,8 @@ class ApartStore(ClosingStore):
         self._guard = OpenCheck(f"apart:{url}", self._lock)
         self._slot_nbytes = align(-(-s.arena_nbytes // CALLS_MAX), 4096)
         self._arena_nbytes = CALLS_MAX * self._slot_nbytes
-        self._slots = [threading.Lock() for _ in range(CALLS_MAX)]  # each held while its slot is lent
+        self._lent: dict[object, int] = {}  # the slots that are lent, by their borrowers
+        self._lending = threading.Lock()  # held while a slot is chosen, never over a wait
         self._fd = os.memfd_create("kvroute-arena", os.MFD_CLOEXEC)
         opened = Future[None]()
         self._keeper = threading.Thread(target=self._keep, args=(opened,), name="kvroute-apart", daemon=True)
@@ -148,20 +149,31 @@ class ApartStore(ClosingStore):
         """A slot of the arena, for the ``with`` block. A process that was killed may write into its slots until it is
         gone: none is lent before that, and what is filled in for one process is given to no other."""
         self._check()  # before waiting for a slot
-        number = self._free(self.settings.call_s + self.settings.close_s)
-        with self._slots[number]:  # nothing is interrupted between a lock's call and the block: no slot is lost
+        with self._borrowed(self.settings.call_s + self.settings.close_s) as number:
             yield Slot(self._check(), number, number * self._slot_nbytes)
 
-    def _free(self, within_s: float) -> int:
-        """A free slot, the first one: the processor has it in its cache. Another thread may take it first."""
-        give_up_s = time.monotonic() + within_s
-        while True:
-            for number, lent in enumerate(self._slots):
-                if not lent.locked():
-                    return number
-            if time.monotonic() > give_up_s:
-                raise StoreUnavailableError(f"{self.url}: all slots of the arena stay taken: no call ends")
-            time.sleep(SLOT_POLL_S)
+    @contextmanager
+    def _borrowed(self, within_s: float) -> Iterator[int]:
+        """A free slot, for the ``with`` block; :class:`StoreUnavailableError` if there is none ``within_s``."""
+        borrower, give_up_s = object(), time.monotonic() + within_s
+        try:
+            while not self._lend(borrower):
+                if time.monotonic() > give_up_s:
+                    raise StoreUnavailableError(f"{self.url}: all slots of the arena stay taken: no call ends")
+                time.sleep(SLOT_POLL_S)
+            yield self._lent[borrower]
+        finally:  # whatever was interrupted, and where: the borrower has a slot exactly if it is named here
+            self._lent.pop(borrower, None)
+
+    def _lend(self, borrower: object) -> bool:
+        """Whether there was a free slot: the borrower has the first one, which the processor has in its cache."""
+        with self._lending:
+            taken = list(self._lent.values())
+            for number in range(CALLS_MAX):
+                if number not in taken:
+                    self._lent[borrower] = number
+                    return True
+        return False
 
     def call(self, slot: Slot, what: str, *takes: object, reaped: bool = False) -> Any:
         """Ask, with the slot's content, and wait: up to ``call_s``, then until a lost process is reaped.
@@ -211,7 +223,7 @@ class ApartStore(ClosingStore):
         close_s = self.settings.close_s
         if (child := self._child) is not None:
             try:
-                with self._slots[number := self._free(close_s)]:
+                with self._borrowed(close_s) as number:
                     self._ask(child, number, close_s, "close")
             except KVRouteError as error:
                 logger.warning("%s: the process did not close: %r", self.url, error)

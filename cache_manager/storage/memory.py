@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from cache_manager.errors import ConfigError, RecordError
+from cache_manager.errors import ConfigError
 from cache_manager.keys import BlockKey
 from cache_manager.ports import Absence
 from cache_manager.record import Buffer, RecordHeader, takes_the_place
@@ -29,18 +29,15 @@ def open_memory_store(url: StoreUrl) -> MemoryStore:
 class MemoryStore(ClosingStore):
     """A ``StorageBackend`` whose records live as long as the store.
 
-    A store holds records of one size, which its first record fixes; a record of another size is a
-    :class:`RecordError` that changes nothing. When the store is full the least recently used record makes room (reading
-    or putting a record uses it), so ``put`` answers ``None`` only for a record larger than the capacity, or one that
-    later records of its own call have evicted. Payloads take ``capacity_nbytes`` at most, from when they are put. One
-    lock, held while bytes are copied.
+    When the store is full the least recently used records make room (reading or putting a record uses it), so ``put``
+    answers ``None`` only for a record larger than the capacity, or one that later records of its own call have evicted.
+    Payloads take ``capacity_nbytes`` at most, from when they are put. One lock, held while bytes are copied.
     """
 
     def __init__(self, capacity_nbytes: int) -> None:
         self._capacity_nbytes = capacity_nbytes
-        # All there is to know, so that a call that is interrupted anywhere leaves a store that is right.
         self._records: OrderedDict[BlockKey, tuple[RecordHeader, bytes]] = OrderedDict()
-        self._record_nbytes = 0  # 0: no record yet
+        self._sum_nbytes: int | None = 0  # of the payloads; None: a call changes them, or was interrupted
         self._evicted = 0
         self._lock = threading.Lock()
         self._guard = OpenCheck("memory store", self._lock)
@@ -51,8 +48,8 @@ class MemoryStore(ClosingStore):
         records, flats = self._records, [flat(*each) for each in zip(headers, payloads, strict=True)]
         with self._guard.lock():
             self._guard.check()
-            for header in headers:
-                self._admit(header.payload_nbytes)
+            used_nbytes = self._used_nbytes()
+            self._sum_nbytes = None
             for header, payload in zip(headers, flats, strict=True):
                 key, nbytes = header.key, header.payload_nbytes
                 if nbytes > self._capacity_nbytes:
@@ -61,10 +58,13 @@ class MemoryStore(ClosingStore):
                     records.move_to_end(key)
                     if not takes_the_place(header, stored[0], replace=replace):
                         continue
-                elif (len(records) + 1) * nbytes > self._capacity_nbytes:
-                    records.popitem(last=False)
+                    used_nbytes -= len(records.pop(key)[1])
+                while used_nbytes + nbytes > self._capacity_nbytes:
+                    used_nbytes -= len(records.popitem(last=False)[1][1])
                     self._evicted += 1
                 records[key] = header, bytes(payload)
+                used_nbytes += nbytes
+            self._sum_nbytes = used_nbytes
             entries = [records.get(header.key) for header in headers]
         return [entry and entry[0] for entry in entries]
 
@@ -92,8 +92,12 @@ class MemoryStore(ClosingStore):
     def delete(self, keys: Sequence[BlockKey]) -> None:
         with self._guard.lock():
             self._guard.check()
+            used_nbytes = self._used_nbytes()
+            self._sum_nbytes = None
             for key in keys:
-                self._records.pop(key, None)
+                if key in self._records:
+                    used_nbytes -= len(self._records.pop(key)[1])
+            self._sum_nbytes = used_nbytes
 
     def flush(self) -> None:
         self._guard.check()
@@ -102,7 +106,7 @@ class MemoryStore(ClosingStore):
         """The port's four, and ``evicted_records``."""
         with self._guard.lock():
             self._guard.check()
-            used = len(self._records) * self._record_nbytes
+            used = self._used_nbytes()
             return {
                 "records": len(self._records),
                 "used_nbytes": used,
@@ -117,9 +121,8 @@ class MemoryStore(ClosingStore):
             with self._lock:
                 self._records.clear()
 
-    def _admit(self, nbytes: int) -> None:
-        """Take the first record's size as that of all; any other size that would fit is an error."""
-        if nbytes <= self._capacity_nbytes and nbytes != self._record_nbytes:
-            if self._record_nbytes:
-                raise RecordError("payload size", f"{self._record_nbytes}, as of the records in this store", nbytes)
-            self._record_nbytes = nbytes
+    def _used_nbytes(self) -> int:
+        """Bytes of the payloads; counted anew after a call that was interrupted. Held: lock."""
+        if self._sum_nbytes is None:
+            return sum(len(payload) for _, payload in self._records.values())
+        return self._sum_nbytes

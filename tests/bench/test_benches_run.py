@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from waiting import GIVE_UP_S
 
 from bench.step import race
 
@@ -33,7 +34,7 @@ def test_a_bench_runs(command: str, tmp_path: Path) -> None:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=GIVE_UP_S,
         check=False,
     )
     assert found.returncode == 0, found.stderr

@@ -15,7 +15,7 @@ import pytest
 from blocks_house import SPEC, TOKENS, House, slots
 from budget import scaled
 from stopped import EVERY, is_stopped
-from waiting import until_it_waits
+from waiting import GIVE_UP_S, until_it_waits
 
 from cache_manager.blocks import AuxBlocks
 from cache_manager.errors import BlockBusyError, BlockStateError
@@ -75,7 +75,7 @@ def test_moves_of_several_threads_meet() -> None:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(120)
+            thread.join(GIVE_UP_S)
     finally:
         sys.setswitchinterval(before)
     assert Counter(map(repr, raised)) == {}
@@ -114,7 +114,7 @@ def test_a_call_inside_another_is_refused_and_one_of_another_thread_waits(house)
             assert until_it_waits(other)
     finally:
         signal.signal(signal.SIGUSR1, before)
-    other.join(60)
+    other.join(GIVE_UP_S)
     assert seen == [TOKENS, TOKENS, [1]]
     assert engine.generations([2]).tolist() == [0]
 
@@ -245,7 +245,7 @@ def _check_what_is_left(house: House, when: str) -> None:
     engine, answered = house.engine, []
     other = threading.Thread(target=lambda: answered.append(engine.generations([0])), daemon=True)
     other.start()
-    other.join(60)
+    other.join(GIVE_UP_S)
     assert answered, f"{when}: the lock was left taken"
     engine.assert_consistent()
     written = {row.tobytes() for who in ("new", *(f"block {b}" for b in range(4))) for row in house.rows(who)}
@@ -254,7 +254,7 @@ def _check_what_is_left(house: House, when: str) -> None:
         assert {row.tobytes() for row in read.values[read.valid]} <= written, when
     for job in engine.jobs:
         job.cancel()
-        assert job.wait(10.0), f"{when}: a job is left"
+        assert job.wait(GIVE_UP_S), f"{when}: a job is left"
     for step in engine.steps:
         step.abort()
     assert engine.in_flight == 0, when
@@ -340,7 +340,7 @@ def test_a_call_that_races_with_close_ends_well_or_says_that_it_is_closed(memory
             for thread in threads:
                 thread.start()
             begun.wait()
-            give_up_s = time.monotonic() + 60
+            give_up_s = time.monotonic() + GIVE_UP_S
             while time.monotonic() < give_up_s:
                 try:
                     engine.close()
@@ -352,7 +352,7 @@ def test_a_call_that_races_with_close_ends_well_or_says_that_it_is_closed(memory
                     time.sleep(1e-4)
             over.set()
             for thread in threads:
-                thread.join(60)
+                thread.join(GIVE_UP_S)
             assert len(ended) == (n + 1) * len(calls)
     finally:
         sys.setswitchinterval(before)

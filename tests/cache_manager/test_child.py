@@ -14,11 +14,11 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from waiting import until
+from waiting import GIVE_UP_S, until
 
 from cache_manager.child import Child, LostError
 
-WAIT_S = 60.0
+WAIT_S = GIVE_UP_S
 CHANNELS = 3
 
 

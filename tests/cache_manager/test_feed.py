@@ -12,7 +12,7 @@ from budget import examples
 from canary import canary_rows
 from hypothesis import given
 from hypothesis import strategies as st
-from waiting import until_it_waits
+from waiting import GIVE_UP_S, until_it_waits
 
 from cache_manager.blocks import AuxBlocks
 from cache_manager.errors import ConfigError, FeedGapError, InvalidInputError, KVRouteError
@@ -210,7 +210,7 @@ def test_all_changes_of_a_batch_are_made_under_the_lock() -> None:
             thread.start()
             assert until_it_waits(thread)
             assert engine._fed is None
-        thread.join(60)
+        thread.join(GIVE_UP_S)
         engine.apply(packed)
         assert engine.counters.feed_repetitions == 1
         assert engine.generations([0]).tolist() == feed.generations[:1].tolist()
@@ -245,7 +245,7 @@ def test_any_bytes_are_a_batch_or_a_typed_error(packed: bytes) -> None:
         fill(engine, 0, "mine")
         with contextlib.suppress(InvalidInputError):
             engine.apply(packed)
-        engine.wait(60.0)
+        engine.wait(GIVE_UP_S)
         engine.poll()
         engine.assert_consistent()
         assert engine.in_flight == 0

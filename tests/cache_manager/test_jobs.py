@@ -11,7 +11,7 @@ import pytest
 from blocks_house import SPEC, TOKENS, House, slots
 from kv import SlotKV
 from stopped import is_stopped
-from waiting import until
+from waiting import GIVE_UP_S, until
 
 from cache_manager.blocks import AuxBlocks
 from cache_manager.errors import BlockStateError, ConfigError, StorageError
@@ -126,7 +126,7 @@ def test_close_waits_for_a_call_of_another_thread() -> None:
     with pytest.raises(BlockStateError, match="1 jobs"):
         house.engine.close()
     house.gate.open()
-    thread.join(60)
+    thread.join(GIVE_UP_S)
     house.engine.close()
     assert [[key for key, origin in each.items() if origin] for each in answers] == [[house.key]]
 
@@ -175,7 +175,7 @@ def test_nothing_is_pinned_while_a_store_hangs(full) -> None:
     assert [full.valid(block) for block in range(3)] == [[True] * TOKENS] * 3
     full.gate.open()
     while engine.jobs:
-        assert engine.wait(60.0)
+        assert engine.wait(GIVE_UP_S)
         engine.poll()
     assert full.brings(3, key=engine.keys.key(None, [2]))
     assert full.holds(3, full.rows("block 2")), "what the block had when the job began"
@@ -194,7 +194,7 @@ def test_a_cancelled_job_brings_nothing(house, cancelled: str) -> None:
     assert job.over == (cancelled == "queued")
     house.gate.open()
     for each in jobs:
-        assert each.wait(60.0)
+        assert each.wait(GIVE_UP_S)
     assert job.result() == {house.key: False}
     assert sorted(all(house.valid(block)) for block in (1, 2)) == [False, True]
     assert engine.counters.late_restores_dropped == int(cancelled != "queued")
@@ -262,7 +262,7 @@ def test_a_store_that_answers_fewer_keys_than_it_was_asked_for_has_failed(house,
     house.engine.renew([1])
     setattr(house.store, call, lambda *_, **__: [])
     job = house.begin_persist(0, n=2) if call == "put" else house.begin_restore(1)
-    assert job.wait(60.0)
+    assert job.wait(GIVE_UP_S)
     with pytest.raises(StorageError, match="answered 0 of 1"):
         job.result()
     assert house.engine.in_flight == 0
@@ -330,7 +330,7 @@ def test_a_close_that_meets_a_job_of_another_thread_refuses_no_later_one(house) 
     lives = engine.renew([0])
     house.fill(0, "mine")
     house.gate.open()
-    assert house.begin_persist(0).wait(60)
+    assert house.begin_persist(0).wait(GIVE_UP_S)
     house.gate.__init__()
 
     def persists() -> None:
@@ -353,7 +353,7 @@ def test_a_close_that_meets_a_job_of_another_thread_refuses_no_later_one(house) 
     except BlockStateError:
         assert house.begin_persist(0) is not None
     house.gate.open()
-    other.join(60)
+    other.join(GIVE_UP_S)
 
 
 def test_a_cancel_that_is_interrupted_can_be_asked_for_again(full) -> None:
@@ -367,13 +367,13 @@ def test_a_cancel_that_is_interrupted_can_be_asked_for_again(full) -> None:
         assert job is not None
         stopped = is_stopped(job.cancel, at)
         job.cancel()
-        assert job.wait(60), f"interrupted at place {at}"
+        assert job.wait(GIVE_UP_S), f"interrupted at place {at}"
         assert job not in engine.jobs
         at += 1
     full.gate.open()
     after = full.begin_persist(0, 99)
     assert after is not None
-    assert after.wait(60)
+    assert after.wait(GIVE_UP_S)
     assert all(after.result().values())
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from canary import canary_rows
 from house import LIMITS, PROMPT, SPEC, House
+from waiting import GIVE_UP_S
 
 from cache_manager.blocks import AuxBlocks
 from cache_manager.errors import BlockBusyError, TransferProcessError
@@ -191,7 +192,7 @@ def test_a_bug_in_the_store_is_raised_and_the_sequence_goes_on(house, monkeypatc
 
     monkeypatch.setattr(house.store, "get_into", wrong)
     assert house.manager.begin_allocate("b", PROMPT).pending
-    assert house.aux.wait(60.0)
+    assert house.aux.wait(GIVE_UP_S)
     with pytest.raises(ZeroDivisionError):
         house.manager.poll()
     assert house.manager.poll()["b"].cached_tokens == 0
@@ -248,5 +249,7 @@ manager = BlockManager(blocks)
 a, b = (manager.allocate(owner, [seed + i for i in range(8)]).blocks for owner, seed in (("a", 0), ("b", 50)))
 print(len({*a, *b}), blocks.generations([*a, *b]).min())
 """
-    ran = subprocess.run([sys.executable, "-O", "-c", asked], capture_output=True, text=True, timeout=60, check=True)
+    ran = subprocess.run(
+        [sys.executable, "-O", "-c", asked], capture_output=True, text=True, timeout=GIVE_UP_S, check=True
+    )
     assert ran.stdout.split() == ["4", "1"]

@@ -20,6 +20,7 @@ import psutil
 import pytest
 import torch
 from nursery import ENGINE, Born, nursery
+from waiting import GIVE_UP_S
 
 from cache_manager.keys import Namespace
 from cache_manager.storage import open_store
@@ -34,7 +35,7 @@ from paged_engine.scheduler import Work
 from paged_engine.workload import conversations
 
 torch.set_num_threads(1)
-DEADLINE_S = 120.0
+DEADLINE_S = GIVE_UP_S
 
 KEYS = {
     "requests", "tokens", "rows_expected", "rows_wrong", "rows_missing", "prefix_hit_rows", "swapped_out_rows",
@@ -157,7 +158,7 @@ def test_a_killed_run_leaves_a_store_that_the_next_goes_on_from(tmp_path: Path) 
     assert child.wait() == -signal.SIGKILL, log.read_text()
     report = tmp_path / "numbers.json"
     child = _child(log, "demo", "--requests", "8", "--json", str(report), *where)
-    assert child.wait(200) == 0, log.read_text()
+    assert child.wait(GIVE_UP_S) == 0, log.read_text()
     found = json.loads(report.read_text())
     assert (found["rows_wrong"], found["rows_missing"], found["tokens_match"]) == (0, 0, True)
     assert found["rows_judged_by_recompute"] > 100  # rows that the killed process had computed
@@ -236,5 +237,5 @@ def test_version_regions_and_the_module(capsys: pytest.CaptureFixture[str]) -> N
     assert ended.value.code == 0
     assert capsys.readouterr().out.startswith("kvroute 0.")
     assert main(["shm", "ls"]) == 0
-    helped = nursery(*ENGINE).run(["-m", "kvroute", "--help"], timeout=60)
+    helped = nursery(*ENGINE).run(["-m", "kvroute", "--help"], timeout=GIVE_UP_S)
     assert helped.stdout.startswith("usage: kvroute")

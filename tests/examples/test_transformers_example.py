@@ -15,6 +15,7 @@ from salted_moe import SaltedMoe
 from served_transformers import PAGE, all_right, example, prompts, served
 from transformers.generation.continuous_batching.input_outputs import ContinuousBatchingIOs
 from transformers.generation.continuous_batching.requests import FutureRequestState, RequestState
+from waiting import GIVE_UP_S
 
 import kvroute
 
@@ -112,7 +113,7 @@ def test_new_weights_in_the_middle_of_a_request() -> None:
             before = engine.running(name)
             moe.change_weights(seed=7)
             engine.embedded.reset(weights_version=2)
-        assert engine.manager.get_result(timeout=60) is not None
+        assert engine.manager.get_result(timeout=GIVE_UP_S) is not None
         assert engine.embedded.routes[name].missing == ((0, before),)
         verdict = engine.verdict()
         assert (verdict.wrong, verdict.missing) == (0, before)

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 import pytest
 from salted_moe import SaltedMoe
 from served_transformers import EXAMPLE, PAGE, Served, all_right, prompts, served
+from waiting import GIVE_UP_S
 
 sys.path.append(str(EXAMPLE.parent))
 import transformers_prefill_decode as example
@@ -75,7 +76,7 @@ def test_what_does_not_come_is_computed(two: tuple[Served, Served]) -> None:
 def test_the_example_runs() -> None:
     """Goal: the command on the page works. Method: run it, with a prefill process of its own."""
     path = EXAMPLE.with_name("transformers_prefill_decode.py")
-    ran = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, timeout=240)
+    ran = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, timeout=GIVE_UP_S)
     assert ran.returncode == 0, ran.stderr[-2000:]
     lines = ran.stdout.splitlines()
     assert len(lines) == 4

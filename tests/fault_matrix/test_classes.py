@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from waiting import GIVE_UP_S
 
 from cache_manager.blocks import AuxBlocks
 from cache_manager.keys import Namespace
@@ -38,7 +39,7 @@ def test_processes_with_other_hash_seeds_agree_on_every_key() -> None:
             capture_output=True,
             text=True,
             check=True,
-            timeout=60,
+            timeout=GIVE_UP_S,
         ).stdout
         for seed in ("0", "1", "4242")
     }
@@ -66,7 +67,7 @@ def test_a_slow_store_delays_no_other_request(call: str) -> None:
         def wait() -> None:
             thread = threading.Thread(target=others, daemon=True)
             thread.start()
-            thread.join(60)
+            thread.join(GIVE_UP_S)
             assert finished.is_set(), "others waited for the store"
 
         store.during_get = store.during_put = wait

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from faulty_disk import FaultyDisk
+from waiting import GIVE_UP_S
 
 from cache_manager.errors import StoreLockedError
 from cache_manager.keys import Namespace
@@ -136,7 +137,7 @@ def test_r08_a_read_that_dies_leaves_no_lock(tmp_path: Path) -> None:
 
         other = threading.Thread(target=go_on, daemon=True)
         other.start()
-        other.join(60)
+        other.join(GIVE_UP_S)
         assert not other.is_alive()
         assert seen == [[payload_of(n) for n in range(4)], True]
 
@@ -157,7 +158,7 @@ def test_r07_r14_r22_what_a_killed_process_left_is_found_swept_and_counted(tmp_p
     """Fault: a child killed when a new file has no byte yet, then a start with a limit. kvroute: every record, no
     leftover, and used bytes are the bytes of the files, within the limit."""
     command = [sys.executable, "-c", KILLED_BEFORE_A_BYTE, str(tmp_path)]
-    assert subprocess.run(command, timeout=60, check=False).returncode == -signal.SIGKILL
+    assert subprocess.run(command, timeout=GIVE_UP_S, check=False).returncode == -signal.SIGKILL
     (leftover,) = tmp_path.glob("*.tmp")
     assert leftover.stat().st_size == 0
     quota = 2 * SMALL_NBYTES

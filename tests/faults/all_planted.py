@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Final
 
 from planted import Fault, read
+from waiting import GIVE_UP_S
 
 ROOT: Final = Path(__file__).parents[2]
 LISTS: Final = {path.name: read(path) for path in sorted(Path(__file__).parent.glob("*.faults"))}
@@ -51,5 +52,5 @@ def _base() -> str:
 
 
 def _git(*arguments: str) -> list[str]:
-    ran = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60)
+    ran = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True, timeout=GIVE_UP_S)
     return ran.stdout.split()

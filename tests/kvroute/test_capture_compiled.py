@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from waiting import GIVE_UP_S
+
 SUPPORT = Path(__file__).parents[1] / "support" / "compiled_capture.py"
 
 
@@ -14,7 +16,7 @@ def test_the_launch_compiles_and_stores_several_values_at_once() -> None:
     """Goal: eight ids leave a thread at once, not one by one, and no value is loaded twice to be compared."""
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
     command = [sys.executable, str(SUPPORT)]
-    found = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    found = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=GIVE_UP_S, check=False)
     assert found.returncode == 0, found.stderr
     assert found.stdout.splitlines() == [
         "58x8 of 256, 1: b32 v2.b32 24 loads",

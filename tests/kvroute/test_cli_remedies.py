@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from waiting import GIVE_UP_S
 
 from kvroute.cli import FAILED, USAGE
 
@@ -20,7 +21,7 @@ def ran(where: Path, without: list[str], *arguments: str) -> subprocess.Complete
         f"from kvroute.cli import main\nsys.exit(main({list(arguments)}))"
     )
     return subprocess.run(
-        [sys.executable, "-c", code], cwd=where, capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", code], cwd=where, capture_output=True, text=True, timeout=GIVE_UP_S, check=False
     )
 
 

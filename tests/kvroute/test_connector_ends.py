@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from toy_engine import Asked, Toy, admitted, held, judge, stepped
+from waiting import GIVE_UP_S
 
 from cache_manager.errors import RowError
 from kvroute.connector import Tokens, ends, routes, settings
@@ -36,7 +37,7 @@ def end(toy: Toy, tokens: list[int], name: str = "r") -> Future[dict[str, Any]]:
 
 
 def of(told: Future[dict[str, Any]], store: RolloutStore | None = None) -> Routes:
-    return routes({"kv_transfer_params": told.result(60)}, rollouts=store)
+    return routes({"kv_transfer_params": told.result(GIVE_UP_S)}, rollouts=store)
 
 
 def test_no_request_waits_for_a_worker_that_is_behind(start: Callable[..., Toy]) -> None:
@@ -87,7 +88,7 @@ class Stuck:
         self._puts += 1
         if self._puts == 1:
             self.began.set()
-            assert self.go.wait(60)
+            assert self.go.wait(GIVE_UP_S)
         return self._store.put(name, found)
 
     def __getattr__(self, name: str) -> Any:
@@ -112,7 +113,7 @@ def test_no_thread_of_the_engine_waits_for_a_store(stuck: tuple[Toy, Stuck]) -> 
     for name, tokens in (("a", FIRST), ("b", SECOND), ("c", FIRST)):
         compute(toy, tokens)
         told.append(end(toy, tokens, name))
-        assert store.began.wait(60)
+        assert store.began.wait(GIVE_UP_S)
     toy.scheduler.reset()
     toy.worker.begin(toy.scheduler.step({}))
     toy.worker.end()
@@ -129,7 +130,7 @@ def test_a_name_is_used_again_when_its_rows_are_gone(stuck: tuple[Toy, Stuck], n
     toy, store = stuck
     compute(toy, FIRST)
     end(toy, FIRST)
-    assert store.began.wait(60)
+    assert store.began.wait(GIVE_UP_S)
     toy.scheduler.arrived("again", "r")
     toy.scheduler.arrived("other", "s")
     assert not toy.scheduler.ready("again")
@@ -158,7 +159,7 @@ def test_a_store_that_stays_stuck_bounds_what_waits(stuck: tuple[Toy, Stuck], mo
         threading.Event().wait(0.001)
     store.go.set()
     for each in told[:2]:
-        each.result(60)
+        each.result(GIVE_UP_S)
     assert store.find("a") is None
     assert judge(of(told[1], store._store), FIRST) == {"right": 6}
 
@@ -190,16 +191,16 @@ def test_a_client_gets_the_rows_that_it_lacks(start: Callable[..., Toy]) -> None
     refused."""
     toy, both = start(), [*FIRST, 7, *SECOND]
     toy.ask("first", FIRST)
-    first = routes({"kv_transfer_params": told_from(toy, FIRST, 0).result(60)})
+    first = routes({"kv_transfer_params": told_from(toy, FIRST, 0).result(GIVE_UP_S)})
     toy.ask("second", both)
     told = told_from(toy, both, len(first))
-    second = routes({"kv_transfer_params": told.result(60)})
+    second = routes({"kv_transfer_params": told.result(GIVE_UP_S)})
     assert (second.start, second.stop) == (6, 13)
     assert judge(first.merge(second), both) == {"right": 13}
     said = {"index": 0, "prompt_token_ids": both[:9], "token_ids": [*both[9:], 5]}
-    answer = routes({"id": "r", "choices": [said], "kv_transfer_params": told.result(60)})
+    answer = routes({"id": "r", "choices": [said], "kv_transfer_params": told.result(GIVE_UP_S)})
     assert judge(answer.merge(first), both) == {"right": 13}
-    other = routes({"kv_transfer_params": told_from(toy, [*SECOND, *both[6:]], 6).result(60)})
+    other = routes({"kv_transfer_params": told_from(toy, [*SECOND, *both[6:]], 6).result(GIVE_UP_S)})
     with pytest.raises(RowError, match="hash of the first 6 tokens"):
         other.merge(first)
 
@@ -358,7 +359,7 @@ def test_what_was_kept_of_a_request_is_let_go_at_its_end(
         begin = {"refused": -1, "asked from behind it": 4}.get(ends_as, 0)
         told = toy.scheduler.finished("r", [5, 2, 3], len(SAID), of_it, ended=ended, start=begin)
         assert told is not None
-        assert told.result(60)
+        assert told.result(GIVE_UP_S)
     assert (len(house._spares), house._unread) == (spares, {})
     go.set()
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from toy_engine import TOKENS, Asked, Toy, admitted, begun, computed, held, judge, seen, stepped
+from waiting import GIVE_UP_S
 
 from cache_manager.stored import RestoreJob
 from kvroute.connector import ends, routes, worker
@@ -32,7 +33,7 @@ def seen_late(toy: Toy, tokens: int, go: threading.Event) -> Routes:
     threading.Event().wait(0.02)
     assert not told.done()
     go.set()
-    return routes({"kv_transfer_params": told.result(60)})
+    return routes({"kv_transfer_params": told.result(GIVE_UP_S)})
 
 
 def test_a_step_that_began_before_it_was_thought_to_is_waited_for(start: Start) -> None:
@@ -85,7 +86,7 @@ def test_an_aborted_request_waits_for_the_comparison_of_what_it_loads(start: Sta
 
     def compared(*come: Any) -> None:
         landed.set()
-        assert go.wait(60)
+        assert go.wait(GIVE_UP_S)
         compare(*come)
 
     other.worker._compare = compared  # type: ignore[method-assign]
@@ -94,7 +95,7 @@ def test_an_aborted_request_waits_for_the_comparison_of_what_it_loads(start: Sta
         for name, page in kept[each].items():
             other.kv[name][block] = page
     other.worker.end()
-    assert landed.wait(60)
+    assert landed.wait(GIVE_UP_S)
     assert judge(seen_late(other, 8, go), PROMPT[:8]) == {"right": 4, "missing": 4}
 
 
@@ -195,7 +196,7 @@ def test_a_store_that_is_stuck_holds_up_one_step_and_for_one_limit(
 
     monkeypatch.setattr(RestoreJob, "wait", waited)
     assert toy.worker.store is not None
-    monkeypatch.setattr(type(toy.worker.store), "get_into", lambda *_: go.wait(60) and [])
+    monkeypatch.setattr(type(toy.worker.store), "get_into", lambda *_: go.wait(GIVE_UP_S) and [])
     feed, keys = toy.scheduler.feed, toy.scheduler.keys
     for blocks in ([1, 2], [3]):
         feed.renew(blocks)
@@ -237,11 +238,11 @@ def test_an_answer_waits_for_its_own_rows_alone(start: Start) -> None:
     stepped(toy, waits, len(late))
     last = begun(toy, len(late), toy.scheduler.forget("r"))
     toy.table = [5, 2, 3]
-    first = begun(toy, len(PROMPT), ended).result(60)
+    first = begun(toy, len(PROMPT), ended).result(GIVE_UP_S)
     assert judge(routes({"kv_transfer_params": first}), PROMPT) == {"right": len(PROMPT)}
     assert not last.done()
     go.set()
-    assert judge(routes({"kv_transfer_params": last.result(60)}), late) == {"right": len(late)}
+    assert judge(routes({"kv_transfer_params": last.result(GIVE_UP_S)}), late) == {"right": len(late)}
 
 
 def test_a_step_whose_host_part_fails_leaves_no_row(start: Start) -> None:
@@ -281,7 +282,7 @@ def test_calls_are_done_in_order_and_room_is_waited_for() -> None:
     raises, from a thread that is held up in between; then a close that cannot wait."""
     done, failed, go = list[int](), list[Exception](), threading.Event()
     behind = Behind("behind", failed.append, PENDING_MAX)
-    behind.put(lambda: go.wait(60) and None)
+    behind.put(lambda: go.wait(GIVE_UP_S) and None)
     with ThreadPoolExecutor(1) as threads:
         putting = threads.submit(
             lambda: [behind.put(lambda i=i: done.append(7 // (i - 3))) for i in range(PENDING_MAX + 3)]
@@ -289,12 +290,12 @@ def test_calls_are_done_in_order_and_room_is_waited_for() -> None:
         assert not behind.settle(0.01)
         assert not done
         go.set()
-        putting.result(60)
+        putting.result(GIVE_UP_S)
     assert behind.settle(60)
     assert done == [7 // (i - 3) for i in range(PENDING_MAX + 3) if i != 3]
     assert [type(each) for each in failed] == [ZeroDivisionError]
     stop = threading.Event()
-    behind.put(lambda: stop.wait(60) and None)
+    behind.put(lambda: stop.wait(GIVE_UP_S) and None)
     assert not behind.close(0.01)
     stop.set()
     assert behind.close(60)

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from toy_engine import Toy, admitted, judge
+from waiting import GIVE_UP_S
 
 import kvroute
 from kvroute.connector import Tokens, ends, routes
@@ -41,7 +42,7 @@ def arrive(toy: Toy, name: str, group: str | None = None) -> None:
 
 def told_of(begun: Future[dict[str, Any]] | None) -> dict[str, Any]:
     assert begun is not None
-    return begun.result(60)
+    return begun.result(GIVE_UP_S)
 
 
 def answered(tokens: list[int], **more: Any) -> dict[str, Any]:
@@ -105,9 +106,9 @@ def test_a_store_that_fails_when_a_request_comes_is_reported(
     """Goal: the request is served. Method: a store that was closed; an id that no rollout can have."""
     toy = engine()
     assert toy.scheduler._ends is not None
-    toy.scheduler._ends.make_room("x" * 999, None).result(60)
+    toy.scheduler._ends.make_room("x" * 999, None).result(GIVE_UP_S)
     toy.scheduler._ends._left.close()
-    toy.scheduler._ends.make_room("r", None).result(60)
+    toy.scheduler._ends.make_room("r", None).result(GIVE_UP_S)
     assert [each.getMessage().partition(" that may")[0] for each in caplog.records] == [
         f"a rollout {'x' * 999}",
         "a rollout r",
@@ -151,7 +152,7 @@ class Elsewhere:
         self.store, self.answers = store, threading.Event()
 
     def find(self, name: str) -> Any:
-        assert self.answers.wait(60)
+        assert self.answers.wait(GIVE_UP_S)
         return self.store.find(name)
 
     def __getattr__(self, name: str) -> Any:
@@ -176,6 +177,6 @@ def test_a_request_that_ends_before_it_is_ready_holds_no_siblings_rows_back(engi
     room = toy.scheduler._rooms["2_r"]
     toy.scheduler.unanswered(toy.scheduler.forget("2_r"), "2_r", "r")
     slow.answers.set()
-    room.result(60)
+    room.result(GIVE_UP_S)
     last = told_of(toy.scheduler.finished("1_r", toy.table, 6, Tokens(TOKENS, 3), group="r"))
     assert [sorted(each["kvroute"]["rollouts"]) for each in (first, last)] == [["0_r"], ["0_r", "1_r"]]

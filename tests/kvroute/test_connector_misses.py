@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from toy_engine import TOKENS, Toy, judge
+from waiting import GIVE_UP_S
 
 import kvroute
 from cache_manager.errors import StorageError, StoreMissingError
@@ -113,7 +114,7 @@ def test_a_store_that_fails_or_does_not_answer_is_the_reason_given(
         raise StorageError("the disk has failed on purpose")
 
     def waits(*_: object) -> list[Any]:
-        go.wait(60)
+        go.wait(GIVE_UP_S)
         return []
 
     for answer, reason in ((fails, FAILED), (waits, worker.NO_ANSWER)):

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import distributed
+from waiting import GIVE_UP_S
 
 from cache_manager.keys import Namespace
 from kvroute.connector import Engine, Settings
@@ -65,7 +66,7 @@ def test_what_the_first_rank_sees_is_of_all_ranks(tmp_path: Path, damaged: bool)
         rank.start()
     try:
         for rank in ranks:
-            rank.join(120)
+            rank.join(GIVE_UP_S)
         assert [rank.exitcode for rank in ranks] == [0, 0]
     finally:
         for rank in ranks:

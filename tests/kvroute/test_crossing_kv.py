@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kv import NBYTES, SlotKV, prefix_digest
 from transfer_nodes import until
+from waiting import GIVE_UP_S
 
 from cache_manager.blocks import AuxBlocks
 from cache_manager.keys import Namespace
@@ -68,7 +69,7 @@ class Half:
         self.crossing.lender.lend(transfer, first, keys, lives, stop - first * SIZE, last=last)
 
     def ended(self) -> Release | Came:
-        give_up_s = time.monotonic() + 60
+        give_up_s = time.monotonic() + GIVE_UP_S
         while not (found := self.crossing.poll()):
             assert time.monotonic() < give_up_s
             time.sleep(0.001)

@@ -10,6 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import Self
 
+from waiting import GIVE_UP_S
+
 from cache_manager.lock import AuxCounters
 from cache_manager.ports import RecordCounters
 from kvroute.connector import meter, pages, worker
@@ -56,7 +58,7 @@ class Slowly(int):
 
     def __radd__(self, other: int) -> int:
         self.begun.set()
-        self.go.wait(10)
+        self.go.wait(GIVE_UP_S)
         return other + int(self)
 
 
@@ -71,12 +73,12 @@ def test_no_count_is_lost_between_threads(monkeypatch) -> None:
     threads = [threading.Thread(target=call) for call in calls]
     for thread in threads:
         thread.start()
-        assert begun.wait(10)
+        assert begun.wait(GIVE_UP_S)
     for thread in threads[1:]:
         thread.join(0.05)  # a thread that does not wait is done by then
     go.set()
     for thread in threads:
-        thread.join(10)
+        thread.join(GIVE_UP_S)
     taken.append(found.take())
     assert sum(each[MISSING]["one"] for each in taken if each) == 7
 

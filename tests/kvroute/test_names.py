@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from waiting import GIVE_UP_S
 
 
 @pytest.mark.parametrize("name", ["cache_manager", "transfer"])
@@ -17,7 +18,7 @@ def test_a_foreign_package_is_named_at_import(tmp_path: Path, name: str, kind: s
     place.parent.mkdir(exist_ok=True)
     place.write_text("raise AssertionError('this ran')\n")
     code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import kvroute"
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=GIVE_UP_S, check=False)
     assert ran.returncode == 1
     last = ran.stderr.strip().splitlines()[-1]
     assert last.startswith(f"ImportError: {name}: wanted kvroute's own package of this name, got {place}"), last

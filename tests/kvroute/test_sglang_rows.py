@@ -16,6 +16,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from waiting import GIVE_UP_S
 
 from cache_manager.keys import Namespace
 from cache_manager.spec import AuxBlockDataSpec
@@ -172,7 +173,7 @@ class Engine:
         return made
 
     def persisted(self) -> None:
-        assert all(job.wait(10) for job in self.rows.aux.jobs)
+        assert all(job.wait(GIVE_UP_S) for job in self.rows.aux.jobs)
 
     def finish(self, request: Request, *, soon: bool = False) -> None:
         """A request's pages are given up, to be given out ``soon``; a pass may still write. Some pages may be held."""

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from waiting import GIVE_UP_S
 
 import kvroute
 from kvroute.connector import Tokens
@@ -179,7 +180,7 @@ def test_routes_that_were_left_are_waited_for(store: RolloutStore) -> None:
     try:
         assert routes(answer, 1, rollouts=store, wait_s=60) == made(6).bind(TOKENS, [3, 6])
     finally:
-        put.join(60)
+        put.join(GIVE_UP_S)
     assert store.counters.hits == 2
     with pytest.raises(kvroute.RowError, match=r"completion 0 \(0_cmpl-1.*nor one in the store"):
         routes(answer, 0, rollouts=store, wait_s=0)

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from mooncake_pool import Master
-from waiting import until
+from waiting import GIVE_UP_S, until
 
 from cache_manager.errors import StorageError
 from cache_manager.ports import Absence
@@ -16,7 +16,7 @@ from cache_manager.storage.records import RecordStore
 from cache_manager.testing.records import get, key_of, payload_of, put
 
 TIMEOUT_MS = 1_000
-HANG_S = 100.0
+HANG_S = GIVE_UP_S
 """What stops here stops for good: a call that no deadline ends takes longer than this, on any machine."""
 CALM_MS = 30_000
 """Where nothing hangs: a machine that stands still for a second fails no call."""

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 from faulty_disk import FaultyDisk
+from waiting import GIVE_UP_S
 
 from cache_manager.errors import StoreClosedError, StoreLockedError
 from cache_manager.ports import Absence
@@ -182,7 +183,7 @@ def forks(scratch: Path, seed: int) -> None:
             assert os.waitpid(pid, 0)[1] == 0, "a forked child hung, or was not told"
         stop.set()
         for thread in threads:
-            thread.join(20)
+            thread.join(GIVE_UP_S)
         assert get(store, range(8)) == [payload_of(n) for n in range(8)]
 
 

@@ -20,7 +20,7 @@ import pytest
 import stopped
 from hypothesis import settings
 from mooncake_pool import send
-from waiting import until
+from waiting import GIVE_UP_S, until
 
 from cache_manager.errors import ConfigError, StorageError, StoreClosedError, StoreUnavailableError
 from cache_manager.ports import Absence, StorageBackend
@@ -32,7 +32,7 @@ from cache_manager.storage.records import RecordStore
 from cache_manager.testing.contract import StorageContract
 from cache_manager.testing.records import LAYOUT, get, header_of, key_of, payload_of, put
 
-WAIT_S = 60.0
+WAIT_S = GIVE_UP_S
 FEW = settings(max_examples=4, stateful_step_count=25, deadline=None)
 
 
@@ -77,9 +77,14 @@ def again(store: ApartStore) -> None:
 
 
 def test_a_store_that_cannot_be_opened_raises_the_same_error_as_here(tmp_path: Path) -> None:
-    for url in ("nosuch:x", f"file://{tmp_path}?quota=many", "memory:?capacity=1MiB,memory:"):
-        with pytest.raises(ConfigError):
+    for url, field in (
+        ("nosuch:x", "store scheme"),
+        (f"file://{tmp_path}?quota=many", "file: store parameter quota"),
+        ("memory:?capacity=1MiB,memory:", "apart: store path"),
+    ):
+        with pytest.raises(ConfigError) as found:
             open_store(f"apart:{url}")
+        assert found.value.field == field
     (tmp_path / "file").touch()
     with pytest.raises(StorageError, match="file"):
         open_store(f"apart:file://{tmp_path}/file")
@@ -87,19 +92,13 @@ def test_a_store_that_cannot_be_opened_raises_the_same_error_as_here(tmp_path: P
         ApartSettings(call_s=0)
 
 
-def test_errors_of_the_store_arrive_with_their_types_and_fields(store: ApartStore) -> None:
+def test_errors_of_the_store_arrive_with_their_types(store: ApartStore) -> None:
     """Goal: callers see the same as with a store in their own process. Method: a store that another process has; it
     lives on."""
     with pytest.raises(StorageError) as found:
         apart(store.url)
     assert type(found.value).__name__ == "StoreLockedError"
-    with apart("memory:?capacity=1MiB") as memory:
-        put(RecordStore(memory, LAYOUT), [1])
-        odd = header_of(2, LAYOUT.nbytes - 64)
-        with pytest.raises(StorageError, match="payload size") as found:
-            memory.put([odd], [payload_of(2, LAYOUT.nbytes - 64)])
-        assert found.value.field == "payload size"
-        assert get(RecordStore(memory, LAYOUT), [1]) == [payload_of(1)]
+    assert put(RecordStore(store, LAYOUT), [1]) == [True]
 
 
 def test_a_record_that_no_slot_of_the_arena_holds_is_refused_at_once() -> None:
@@ -145,7 +144,7 @@ def test_a_lost_process_fails_what_is_in_flight_and_another_takes_over(url: str,
         first = end(store.pid, signal.SIGSTOP)
         future = threads.submit(getattr(store, call), *arguments.get(call, ()))
         if how == "killed":
-            until(lambda: any(slot.locked() for slot in store._slots), WAIT_S)
+            until(lambda: store._lent, WAIT_S)
             end(first)
         with pytest.raises(StoreUnavailableError, match="lost" if how == "killed" else "did not answer in time"):
             future.result(WAIT_S)
@@ -277,8 +276,8 @@ def test_closing_while_the_process_is_lost_raises_nothing(url: str) -> None:
     store = apart(url, restart_pause_s=5.0)
     closing = threading.Thread(target=store.close)
     with ExitStack() as lent:
-        for slot in store._slots:
-            lent.enter_context(slot)
+        for _ in range(CALLS_MAX):
+            lent.enter_context(store.slot())
         closing.start()
         pid = end(store.pid)
         until(lambda: gone(pid) and store.pid is None, WAIT_S)
@@ -344,7 +343,7 @@ def test_an_interrupted_call_loses_no_slot(store: ApartStore, monkeypatch: pytes
 
     at = 1
     while stopped.is_stopped(lend, at):
-        assert not any(slot.locked() for slot in store._slots)
+        assert not store._lent
         at += 1
     assert at > CALLS_MAX
     with ExitStack() as lent:
@@ -377,3 +376,38 @@ def test_what_was_filled_in_for_one_process_is_given_to_no_other(store: ApartSto
         with pytest.raises(StoreUnavailableError, match="has ended"):
             store.call(slot, "usage")
     assert store.usage()["records"] == 0
+
+
+def test_no_caller_waits_for_a_slot_while_another_one_is_free(store: ApartStore) -> None:
+    """A bug that was found: callers that met at a free slot waited for each other there, without a limit, while other
+    slots were free. Method: as many threads as there are slots, each of which lets the others go on at every call that
+    it makes, and keeps its slot until all have one."""
+    everybody_has_one = threading.Barrier(CALLS_MAX)
+
+    def borrow() -> None:
+        sys.setprofile(lambda *_: time.sleep(0.0005))
+        try:
+            with store.slot():
+                sys.setprofile(None)
+                everybody_has_one.wait(WAIT_S)
+        finally:
+            sys.setprofile(None)
+
+    with ThreadPoolExecutor(CALLS_MAX) as threads:
+        for borrower in [threads.submit(borrow) for _ in range(CALLS_MAX)]:
+            borrower.result(WAIT_S)
+
+
+def test_pauses_between_processes_grow_only_while_no_call_succeeds(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Method: the pauses are written down while the process is killed three times, with a call after each of them or
+    with none."""
+    for calls, wanted in ((True, [0.01, 0.01, 0.01]), (False, [0.01, 0.02, 0.04])):
+        pauses = list[float]()
+        with apart(url) as store, monkeypatch.context() as patch:
+            wait = store._closing.wait
+            patch.setattr(store._closing, "wait", lambda s, pauses=pauses, wait=wait: pauses.append(s) or wait(s))
+            for _ in wanted:
+                pid = end(store.pid)
+                until(lambda pid=pid, store=store: store.pid not in (None, pid), WAIT_S)
+                assert not calls or store.usage()["records"] == 0
+            assert pauses == wanted

@@ -117,7 +117,6 @@ def test_a_full_store_makes_no_file_and_drops_none(tmp_path: Path) -> None:
         assert (len(allocations), files(tmp_path)) == (before, names)
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("own", [True, False])
 def test_a_sparse_file_of_terabytes_takes_no_other_with_it(tmp_path: Path, own: bool) -> None:
     with opened(tmp_path) as store:

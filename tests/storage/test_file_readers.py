@@ -9,14 +9,16 @@ from pathlib import Path
 
 import pytest
 from faulty_disk import FaultyDisk
+from waiting import GIVE_UP_S
 
 from cache_manager.errors import StorageError, StoreLockedError
 from cache_manager.keys import BlockKey
+from cache_manager.ports import Absence
 from cache_manager.record import RecordHeader, checksum
 from cache_manager.storage.file import FileReader, FileStore
 from cache_manager.storage.file.directory import CHANGES_MAX
 from cache_manager.storage.records import RecordStore
-from cache_manager.testing.records import LAYOUT, key_of, put
+from cache_manager.testing.records import BOTH, LAYOUT, Content, held, key_of, offer, put
 from tests.storage.stores import PER_EXTENT, SMALL_NBYTES, files, opened, put_others, reading, there
 
 
@@ -74,7 +76,9 @@ def test_a_reader_finds_what_its_writer_found_when_it_was_opened(tmp_path: Path)
         disk.on_written = ends
         with pytest.raises(StorageError):
             put(store, [2])
-        store.backend.close()
+        disk.write_budget_nbytes, disk.write_errno = 0, errno.EIO  # nor can the head be erased
+        with pytest.raises(StorageError, match="erase"):
+            store.backend.close()
         with opened(tmp_path) as after:
             assert all(put(after, [2]))
             assert there(reader, [1, 2]) == {1, 2}
@@ -138,7 +142,7 @@ def test_a_thread_that_misses_while_another_one_looks_asks_again(tmp_path: Path)
         if armed and threading.current_thread().name == "looks":
             armed.pop()
             looks.set()
-            assert goes_on.wait(60)
+            assert goes_on.wait(GIVE_UP_S)
 
     armed, disk = list[int](), FaultyDisk()
     disk.on_read = held_up
@@ -150,12 +154,12 @@ def test_a_thread_that_misses_while_another_one_looks_asks_again(tmp_path: Path)
         first = threading.Thread(target=lambda: there(reader, [3]), name="looks")
         second = threading.Thread(target=lambda: found.append(there(reader, [2])))
         first.start()
-        assert looks.wait(60)
+        assert looks.wait(GIVE_UP_S)
         second.start()
         second.join(0.2)  # it waits for the look, or has wrongly missed the record
         goes_on.set()
-        first.join(60)
-        second.join(60)
+        first.join(GIVE_UP_S)
+        second.join(GIVE_UP_S)
     assert found == [{2}]
 
 
@@ -234,3 +238,53 @@ def test_a_head_larger_than_a_page_that_cannot_be_read_is_a_miss(tmp_path: Path)
             store.put([RecordHeader(key, b"f" * 16, 1, 7, b"\xff" * 5000, 64, 5) for key in keys[1:]], [b"p" * 64] * 2)
             disk.bad = range(4096, 1 << 40)
             assert reader.contains(keys) == [True, False, False]
+
+
+def test_a_reader_serves_nothing_of_an_extent_that_was_dropped(tmp_path: Path) -> None:
+    """A bug that was found: a reader went on with the records of an extent that the writer had dropped, also those
+    that were deleted, or put anew under another origin, until another key was missing. Method: another layout takes the
+    room of the only extent."""
+    with opened(tmp_path, quota_nbytes=SMALL_NBYTES) as store, reading(tmp_path) as reader:
+        assert offer(store.backend, [(1, Content(1, BOTH))], replace=False) == [Content(1, BOTH)]
+        assert held(reader, [1]) == [Content(1, BOTH)]
+        assert put_others(store, [1]) == 1
+        store.backend.delete([key_of(1)])
+        assert held(reader, [1]) == [Absence.MISS]
+        assert offer(store.backend, [(1, Content(2, BOTH))], replace=False) == [Content(2, BOTH)]
+        assert held(reader, [1]) == [Content(2, BOTH)]
+
+
+@pytest.mark.parametrize("how", ["deleted", "dropped", "moved"])
+def test_a_reader_knows_at_once_that_a_record_is_gone(tmp_path: Path, how: str) -> None:
+    """Goal: ``contains`` of a reader is what the writer has, without a read in between. Method: the record is deleted,
+    its extent is dropped for another layout, or another store is made in the directory's place."""
+    home = tmp_path / "s"
+    with opened(home, quota_nbytes=SMALL_NBYTES) as store, reading(home) as reader:
+        assert all(put(store, [1]))
+        assert reader.contains([key_of(1)]) == [True]
+        if how == "deleted":
+            store.backend.delete([key_of(1)])
+        elif how == "dropped":
+            assert put_others(store, [1]) == 1
+        else:
+            home.rename(tmp_path / "moved")
+            with opened(home):
+                assert reader.contains([key_of(1)]) == [False]
+        assert how == "moved" or store.contains([key_of(1)]) == [False]
+        assert reader.contains([key_of(1)]) == [False]
+
+
+def test_a_look_that_failed_is_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Goal: one error of the disk hides no record. Method: the directory cannot be listed when the reader looks for the
+    writer's new extent; nothing changes after that."""
+    with opened(tmp_path) as store, reading(tmp_path) as reader:
+        assert not there(reader, [1])
+        assert all(put(store, [1]))
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "listdir", _raises)
+            assert not there(reader, [1])
+        assert there(reader, [1]) == {1}
+
+
+def _raises(*_: object) -> list[str]:
+    raise OSError(errno.EIO, "on purpose")

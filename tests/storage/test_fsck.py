@@ -15,6 +15,7 @@ from faulty_disk import FaultyDisk
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
+from waiting import GIVE_UP_S
 
 from cache_manager.errors import StoreFormatError, StoreMissingError
 from cache_manager.keys import SCOPE_NBYTES, BlockKey
@@ -112,7 +113,7 @@ def test_where_there_is_no_store_nothing_is_checked_and_nothing_made(
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-P", "-m", "kvroute.cli", "fsck", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=GIVE_UP_S, check=False)
 
 
 def test_the_command_prints_a_report_and_returns_a_status(tmp_path: Path) -> None:

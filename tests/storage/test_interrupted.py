@@ -10,6 +10,7 @@ from shutil import rmtree
 
 import pytest
 from stopped import EVERY, is_stopped
+from waiting import GIVE_UP_S
 
 from cache_manager.ports import StorageBackend
 from cache_manager.storage import open_store
@@ -25,7 +26,7 @@ X = Content(1, BOTH)
 HEADERS = [header_of(0, origin=2), header_of(7)]
 PAYLOADS = [payload_of(0, origin=2), payload_of(7)]
 KEYS = [key_of(0), key_of(1), key_of(7)]
-WAIT_S = 60.0
+WAIT_S = GIVE_UP_S
 
 CALLS: dict[str, Callable[[StorageBackend], object]] = {
     "put": lambda store: store.put(HEADERS, PAYLOADS, replace=True),

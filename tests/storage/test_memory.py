@@ -5,11 +5,9 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
-import pytest
 from stopped import is_stopped
 
-from cache_manager.errors import RecordError
-from cache_manager.ports import Absence, StorageBackend
+from cache_manager.ports import StorageBackend
 from cache_manager.storage.memory import MemoryStore
 from cache_manager.storage.records import RecordStore
 from cache_manager.testing.contract import StorageContract
@@ -35,14 +33,31 @@ def test_the_least_recently_used_record_makes_room() -> None:
     backend.close()
 
 
-def test_a_record_of_another_size_is_an_error_that_changes_nothing() -> None:
-    backend = MemoryStore(1 << 20)
-    store = RecordStore(backend, LAYOUT)
-    put(store, [1])
-    with pytest.raises(RecordError, match=rf"payload size: wanted {LAYOUT.nbytes}, .* got 128"):
-        backend.put([header_of(2), header_of(3, 128)], [payload_of(2), payload_of(3, 128)])
-    assert get(store, [1, 2]) == [payload_of(1), Absence.MISS]
-    backend.close()
+def test_records_of_several_sizes_share_the_capacity() -> None:
+    """Goal: layouts make room for each other, and not a byte more is taken. A bug that was found: the first record
+    fixed the size of all for ever, so that a second layout was an error at each put.
+
+    Method: sizes that change with the number, the same key with a larger record, and deletions; the store's count is
+    compared with that of the records that are there.
+    """
+    sizes = {n: 64 * (1 + n % 5) for n in range(40)}
+    with MemoryStore(1000) as backend:
+        for n, nbytes in sizes.items():
+            assert backend.put([header_of(n, nbytes)], [payload_of(n, nbytes)]) == [header_of(n, nbytes)]
+            there = [n for n in sizes if backend.contains([key_of(n)])[0]]
+            assert there[-1] == n
+            assert backend.usage()["used_nbytes"] == sum(sizes[n] for n in there) <= 1000
+        evicted = backend.usage()["evicted_records"]
+        larger = header_of(39, 960, origin=2)
+        assert backend.put([larger], [payload_of(39, 960, origin=2)], replace=True) == [larger]
+        usage = backend.usage()
+        assert (usage["records"], usage["used_nbytes"]) == (1, 960)
+        assert usage["evicted_records"] == evicted + len(there) - 1, "what is replaced is not evicted"
+        buffer = memoryview(bytearray(960))
+        assert backend.get_into([key_of(39)], [buffer]) == [larger]
+        assert buffer == payload_of(39, 960, origin=2)
+        backend.delete([key_of(39), key_of(1)])
+        assert backend.usage()["used_nbytes"] == 0
 
 
 def test_a_put_that_is_interrupted_costs_no_room() -> None:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 from mooncake_pool import Master, Owner
+from waiting import GIVE_UP_S
 
 from cache_manager.errors import StorageError
 from cache_manager.keys import BlockKey
@@ -93,6 +94,7 @@ def test_a_record_that_changes_while_it_is_read_is_read_again(
     assert first is not header_of(1) or bytes(room[0]) == payload_of(1)
 
 
+@LONG_LEASE
 def test_a_record_that_others_read_can_be_deleted_and_replaced(master: Master, owner: Owner) -> None:
     """Goal: a lease keeps no record that was denied. Method: another process renews its lease again and again."""
     backend, other = opened(master, timeout_ms=CALM_MS), opened(master, timeout_ms=CALM_MS)
@@ -109,18 +111,19 @@ def test_a_record_that_others_read_can_be_deleted_and_replaced(master: Master, o
     reader = threading.Thread(target=lease, daemon=True)
     reader.start()
     try:
-        assert asked.wait(60)
+        assert asked.wait(GIVE_UP_S)
         backend.delete([key_of(1)])
         assert held(other, [1]) == [Absence.MISS]
         assert offer(backend, [(2, new)], replace=True) == [new]
         assert held(other, [1, 2]) == [Absence.MISS, new]
     finally:
         stop.set()
-        reader.join(10)
+        reader.join(GIVE_UP_S)
     backend.close()
     other.close()
 
 
+@LONG_LEASE
 def test_a_damaged_object_gives_way_to_what_is_put(calm: MooncakeStore, owner: Owner) -> None:
     assert owner.ask("put", name_of(1), "junk") == 0
     assert owner.ask("put", name_of(2), "j" * 5000) == 0

@@ -10,6 +10,8 @@ import tomllib
 from pathlib import Path
 from types import ModuleType
 
+from waiting import GIVE_UP_S
+
 from cache_manager.storage import GROUP
 from cache_manager.testing.contract import StorageContract
 
@@ -75,7 +77,7 @@ def test_an_installed_package_is_found_by_its_entry_point(tmp_path: Path) -> Non
         env={**os.environ, "PYTHONPATH": path},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=GIVE_UP_S,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from toy_engine import TOKENS, Toy, _seed, held, row_of
+from waiting import GIVE_UP_S
 
 from cache_manager.errors import RowError
 from kvroute.connector import Tokens, routes
@@ -159,7 +160,7 @@ class House:
     def _admit(self, request: Running) -> None:
         if not self.rows.ready(request.request_id):
             self.let_worker_go_on()
-            give_up_s = time.monotonic() + 20
+            give_up_s = time.monotonic() + GIVE_UP_S
             while not self.rows.ready(request.request_id):
                 assert time.monotonic() < give_up_s, "an earlier rollout of its name never goes"
                 time.sleep(0.001)
@@ -312,7 +313,7 @@ class House:
             choice = {"index": 0, "prompt_token_ids": prompt, "token_ids": answered}
             answer: dict[str, Any] = {"id": each.name, "choices": [choice]}
             if each.told is not None:
-                answer["kv_transfer_params"] = each.told.result(30)
+                answer["kv_transfer_params"] = each.told.result(GIVE_UP_S)
             # Of several requests with one name the last is found; rollouts of the others may remain by chance.
             doubtful = each.gone or last[each.name] is not each or each.told is None
             try:

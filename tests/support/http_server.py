@@ -12,8 +12,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from nursery import Born
+from waiting import GIVE_UP_S
 
-START_S = 400
+START_S = GIVE_UP_S
 
 
 @contextmanager

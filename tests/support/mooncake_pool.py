@@ -16,10 +16,12 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+from waiting import GIVE_UP_S
+
 from paged_engine import pool
 from paged_engine.processes import hold_port, tied
 
-START_S = 60.0
+START_S = GIVE_UP_S
 LEASE_MS = 60
 
 OWNER = """

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from collections.abc import Callable
 
+from waiting import GIVE_UP_S
+
 from cache_manager.regions import SharedRegion, list_regions
 from cache_manager.regions.directory import DIRECTORY
 from cache_manager.spec import AuxBlockDataSpec, RecordLayout
@@ -64,7 +66,7 @@ class Child:
 
     def finish(self) -> tuple[int, str]:
         """Let the child go on to its end: exit status, and what it printed on both streams."""
-        out, err = self.process.communicate(timeout=30)
+        out, err = self.process.communicate(timeout=GIVE_UP_S)
         return self.process.returncode, out + err
 
 

@@ -17,13 +17,14 @@ from typing import Any
 import numpy as np
 import tiny_moe
 from numpy.typing import NDArray
+from waiting import GIVE_UP_S
 
 from kvroute.routes import Routes
 
 FAMILIES = tuple(sorted(tiny_moe.FAMILIES))
 REFUSED = ("gemma4_text", "jamba", "lfm2_moe", "nemotron_h", "qwen3_5_moe_text")
 """What the engine refuses: keys and values of several shapes, and recurrent states."""
-DEADLINE_S = 60.0
+DEADLINE_S = GIVE_UP_S
 
 
 @dataclass(frozen=True)

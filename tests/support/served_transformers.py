@@ -19,6 +19,7 @@ from salted_moe import SaltedMoe, Verdict
 from transformers import GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.generation.continuous_batching.requests import RequestState
+from waiting import GIVE_UP_S
 
 import kvroute
 
@@ -62,7 +63,7 @@ class Served:
         """All of them, to the end."""
         waiting = self.begin(prompts)
         while waiting:
-            answer = self.manager.get_result(timeout=60)
+            answer = self.manager.get_result(timeout=GIVE_UP_S)
             assert answer is not None, "the engine answers"
             assert answer.error is None, answer.error
             waiting.discard(answer.request_id)
@@ -81,7 +82,7 @@ class Served:
         self._hold_at, self._until = self._passes + passes, until
 
     def held(self) -> None:
-        assert self._held.wait(timeout=120), "the engine comes to that pass"
+        assert self._held.wait(timeout=GIVE_UP_S), "the engine comes to that pass"
 
     def running(self, request: str) -> int:
         """How many tokens of the request are computed; 0 when it does not run."""

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 from nursery import ENGINE, nursery
+from waiting import GIVE_UP_S
 
 from cache_manager.keys import Namespace
 from kvroute.routes import Routes
@@ -19,7 +20,7 @@ from paged_engine.models import build_model
 from paged_engine.request import EngineConfig, Output, Request
 from paged_engine.text import END, VOCAB_SIZE, encode, paragraphs
 
-DEADLINE_S = 120.0
+DEADLINE_S = GIVE_UP_S
 
 
 def prompt(number: int, tokens: int = 40) -> list[int]:

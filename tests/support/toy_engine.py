@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from waiting import GIVE_UP_S
 
 from cache_manager.keys import Namespace
 from kvroute.connector import Engine, SchedulerRows, Settings, Tokens, routes
@@ -53,7 +54,7 @@ class Sum:
 
     def __init__(self) -> None:
         self._parts = [torch.zeros(0, dtype=torch.int64)] * 2
-        self._met = threading.Barrier(2, timeout=60)
+        self._met = threading.Barrier(2, timeout=GIVE_UP_S)
 
     def add(self, rank: int, part: torch.Tensor) -> None:
         self._parts[rank] = part.clone()
@@ -189,7 +190,7 @@ class Toy:
         told = self.scheduler.finished(name, self.table, len(tokens), Tokens(tokens, len(tokens)), ended=ended)
         self.free += self.table
         self.cached |= dict(zip(hashes, self.table, strict=False))
-        return {"kv_transfer_params": {"kvroute": left} if lends else told and told.result(60)}
+        return {"kv_transfer_params": {"kvroute": left} if lends else told and told.result(GIVE_UP_S)}
 
     def _land(self, request: Asked, computed: int) -> None:
         """The KV has come; rows are waited for as long as the worker says."""
@@ -264,13 +265,13 @@ class Toy:
         other = self.threads.submit(getattr(self.other_rank, call), *given) if self.other_rank else None
         getattr(self.worker, call)(*given)
         if other is not None:
-            other.result(60)
+            other.result(GIVE_UP_S)
 
     def settle(self) -> None:
         """Until the store has everything."""
         self.worker.settle()
         while self.worker.blocks.jobs:
-            assert self.worker.blocks.wait(30)
+            assert self.worker.blocks.wait(GIVE_UP_S)
             self.worker.blocks.poll()
 
     def close(self) -> None:
@@ -321,7 +322,7 @@ def begun(toy: Toy, n: int, ended: Ended | None = None) -> Future[dict[str, Any]
 
 def seen(toy: Toy, n: int, ended: Ended | None = None) -> Any:
     """The routes that a client gets of the one request."""
-    return routes({"kv_transfer_params": begun(toy, n, ended).result(60)})
+    return routes({"kv_transfer_params": begun(toy, n, ended).result(GIVE_UP_S)})
 
 
 def held(toy: Toy) -> threading.Event:
@@ -329,7 +330,7 @@ def held(toy: Toy) -> threading.Event:
     go = threading.Event()
     toy.held.append(go)
     assert toy.worker._behind is not None
-    toy.worker._behind.put(lambda: go.wait(60) and None)
+    toy.worker._behind.put(lambda: go.wait(GIVE_UP_S) and None)
     return go
 
 

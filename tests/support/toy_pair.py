@@ -10,6 +10,7 @@ from typing import Any
 
 from toy_engine import Toy, judge
 from toy_side import Side
+from waiting import GIVE_UP_S
 
 from kvroute.connector import missing, routes
 from transfer import Node
@@ -82,7 +83,7 @@ def installed(toy: Toy) -> int:
 
 
 def until(reached: Callable[[], object]) -> None:
-    give_up_s = time.monotonic() + 60
+    give_up_s = time.monotonic() + GIVE_UP_S
     while not reached():
         assert time.monotonic() < give_up_s
         time.sleep(0.002)

@@ -20,6 +20,7 @@ from typing import Any
 from msgspec import to_builtins
 from nursery import nursery
 from toy_engine import Toy, judge
+from waiting import GIVE_UP_S
 
 from kvroute.connector import missing, routes
 from kvroute.connector.tickets import Ticket
@@ -56,7 +57,7 @@ class Side:
     def hang(self) -> None:
         """Stand still, from when this returns."""
         os.kill(self.process.pid, signal.SIGSTOP)
-        give_up_s = time.monotonic() + 60
+        give_up_s = time.monotonic() + GIVE_UP_S
         while any(_state(task) != "T" for task in Path(f"/proc/{self.process.pid}/task").iterdir()):
             assert time.monotonic() < give_up_s
             time.sleep(0.001)
@@ -66,14 +67,14 @@ class Side:
 
     def kill(self) -> None:
         self.process.kill()
-        self.process.wait(60)
+        self.process.wait(GIVE_UP_S)
 
     def close(self) -> None:
         self._write.close()
         if self.process.poll() is None:
             self.go_on()
         try:
-            self.process.wait(20)
+            self.process.wait(GIVE_UP_S)
         except subprocess.TimeoutExpired:
             self.kill()
         self._read.close()

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from transfer_rows import CanarySink, identity_of, offered, wanted
+from waiting import GIVE_UP_S
 
 from transfer.actions import Finished, Release
 from transfer.identity import Identity
@@ -18,7 +19,7 @@ from transfer.node import Node, new_transfer
 from transfer.zmq_link import ZmqLink
 from transfer.zmq_settings import ZmqSettings
 
-PATIENCE_S = 60.0
+PATIENCE_S = GIVE_UP_S
 _T = TypeVar("_T")
 QUICK = TransferLimits(lease_s=60.0, retry_s=0.2, retries_max=300)
 """Lost messages are asked for again soon; a machine that stands still ends no pull and no lease."""

@@ -13,7 +13,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-PATIENCE_S = 60.0
+from waiting import GIVE_UP_S
+
+PATIENCE_S = GIVE_UP_S
 
 
 class PeerProcess:

@@ -6,12 +6,13 @@ import secrets
 
 import zmq
 from transfer_rows import PART, identity_of
+from waiting import GIVE_UP_S
 
 import transfer.messages as wire
 from cache_manager.record import HEADER_NBYTES_MIN
 from transfer.messages import MAGIC, MAJOR, PREFIX, Hello, Message, Refuse, Welcome, decode, encode
 
-PATIENCE_S = 60.0
+PATIENCE_S = GIVE_UP_S
 
 
 def malformed(good: bytes) -> list[list[bytes]]:

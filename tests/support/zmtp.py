@@ -7,7 +7,9 @@ import socket
 import struct
 from collections.abc import Iterator
 
-PATIENCE_S = 60.0
+from waiting import GIVE_UP_S
+
+PATIENCE_S = GIVE_UP_S
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from waiting import GIVE_UP_S
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -25,7 +26,7 @@ def test_an_example_runs_as_it_stands(page: Path, code: str) -> None:
         env={"PYTHONPATH": f"{ROOT}:{HERE}", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=GIVE_UP_S,
         check=False,
     )
     assert ran.returncode == 0, f"{page.name}:\n{ran.stderr}"

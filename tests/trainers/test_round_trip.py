@@ -18,6 +18,7 @@ from rollouts import Rollout, load
 from skyrl.backends.skyrl_train.utils import replay_utils as skyrl_replay
 from test_automodel import gates
 from torch import nn
+from waiting import GIVE_UP_S
 
 from kvroute.replay import megatron, nemo_rl, skyrl, verl
 from kvroute.routes import Routes, Split
@@ -36,7 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         [ENGINE_PYTHON, str(ROOT / "tests" / "support" / "rollouts.py"), str(made), *FAMILIES],
         env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'examples'}"},
         check=True,
-        timeout=600,
+        timeout=GIVE_UP_S,
     )
     return made
 

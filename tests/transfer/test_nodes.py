@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import zmq
 from transfer_nodes import PATIENCE_S, QUICK, ended, fetched, lend, nodes, released, until
@@ -23,6 +24,7 @@ from transfer.actions import OfferedBlock, Reason
 from transfer.errors import LocalProtocolError, NodeClosedError, NodeFullError
 from transfer.identity import Identity
 from transfer.limits import TransferLimits
+from transfer.link import Arrival, Came
 from transfer.messages import BootId, Hello, Outcome, Part, Pull, Range, TransferId, encode
 from transfer.node import COMMANDS_MAX, Node, new_transfer
 from transfer.zmq_link import ZmqLink
@@ -48,7 +50,7 @@ def test_many_requests_cross_and_every_block_comes_back(tmp_path: Path) -> None:
 
 
 def test_a_sink_that_fails_costs_that_record_only(tmp_path: Path) -> None:
-    """Goal: another generation, a busy block and a bug in the sink: stale, sent again, stale; the rest is there."""
+    """Goal: another generation, a busy block and a bug in the sink: stale, sent again, failed; the rest is there."""
 
     class Difficult(CanarySink):
         busy = 2
@@ -68,10 +70,10 @@ def test_a_sink_that_fails_costs_that_record_only(tmp_path: Path) -> None:
         sink = Difficult(1)
         decode.pull(transfer, prefill.address, wanted(1, 5), sink)
         result = ended(decode, {transfer})[transfer]
-        assert {(m.index, m.reason) for m in result.missing} == {(0, Reason.STALE), (1, Reason.STALE)}
+        assert {(m.index, m.reason) for m in result.missing} == {(0, Reason.STALE), (1, Reason.FAILED)}
         assert sink.there == {2, 3, 4}
         assert sink.wrong == sink.busy == 0
-        assert decode.counters.engine_errors == 1
+        assert (decode.counters.engine_errors, decode.counters.records_stale) == (1, 1)
         assert decode.alive
 
 
@@ -147,6 +149,48 @@ def test_a_callback_that_fails_costs_no_block(tmp_path: Path) -> None:
     assert {r.outcome for r in released(prefill, transfers).values()} == {Outcome.RESET}
     assert prefill.counters.engine_errors == 4
     assert prefill.close()
+
+
+def test_a_notice_comes_when_there_is_something_to_poll(tmp_path: Path) -> None:
+    """Method: ``notify`` polls, and nobody else does."""
+    found = list[TransferId]()
+    link = ZmqLink(ZmqSettings(bind=f"ipc://{tmp_path}/p"))
+    prefill = Node(link, identity_of(1), QUICK, notify=lambda: found.extend(each.transfer for each in prefill.poll()))
+    transfers = {lend(prefill, request, 1) for request in range(4)}
+    prefill.reset(Namespace("m", 2))
+    until(lambda: set(found), lambda got: got == transfers)
+    assert prefill.close()
+    assert prefill.poll() == []
+
+
+def test_memory_of_an_invalid_message_is_given_back(tmp_path: Path) -> None:
+    """Goal: a hostile peer leaks no buffers. Method: the link counts what came and what was released."""
+
+    class CountingLink(ZmqLink):
+        came = released = 0
+
+        def poll(self, timeout_s: float, most: int) -> list[Came]:
+            return [
+                self._counted(each) if isinstance(each, Arrival) else each for each in super().poll(timeout_s, most)
+            ]
+
+        def _counted(self, arrival: Arrival) -> Arrival:
+            def release() -> None:
+                arrival.release()
+                self.released += 1
+
+            self.came += 1
+            return msgspec.structs.replace(arrival, release=release)
+
+    link = CountingLink(ZmqSettings(bind=f"ipc://{tmp_path}/p"))
+    prefill = Node(link, identity_of(1), QUICK)
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.connect(prefill.address)
+        for _ in range(5):
+            socket.send_multipart([b"no message", bytes(1 << 16)])
+        until(lambda: prefill.counters.bad_messages, (5).__eq__)
+    assert prefill.close()
+    assert link.came == link.released == 5
 
 
 @pytest.mark.parametrize("address", ["ipc://{}/p", "tcp://127.0.0.1:*"])

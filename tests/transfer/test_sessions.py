@@ -31,7 +31,7 @@ from session_pair import (
 
 from cache_manager.errors import BlockBusyError
 from cache_manager.record import HEADER_NBYTES_MAX, OfferedRecord
-from transfer.actions import Missing, OfferedBlock, Reason
+from transfer.actions import Missing, OfferedBlock, Reason, WantedBlock
 from transfer.errors import RemoteProtocolError
 from transfer.kept import KeptBuffers
 from transfer.limits import TransferLimits
@@ -367,3 +367,52 @@ def test_wrong_calls_change_nothing() -> None:
     assert "pulled before" in refused(lambda: pair.decode.pull(P, T, wanted(1), pair, 0.0))
     assert ours.grow(T, [blocks(4)[3]], 0.0) == []
     assert "lease_s" in refused(lambda: TransferLimits(lease_s=5, lease_max_s=1))
+
+
+def test_retries_are_counted_from_the_last_progress() -> None:
+    """Goal: a pull that goes on is not given up. Method: of each attempt one message of records arrives, and there are
+    more attempts than retries."""
+    heard = set[int]()
+
+    def lose(message: Message) -> bool:
+        if not isinstance(message, Records):
+            return False
+        is_lost = message.epoch in heard
+        heard.add(message.epoch)
+        return is_lost
+
+    pair = Pair(lose=lose)
+    pair.offer(blocks(2 * LIMITS.retries_max))
+    pair.pull(2 * LIMITS.retries_max)
+    pair.pass_time(LIMITS.lease_max_s)
+    assert pair.result.complete
+    assert len(heard) > LIMITS.retries_max + 1
+
+
+def test_blocks_with_different_parts_are_asked_for_one_by_one() -> None:
+    """Goal: no record is sent that nobody wants. Method: neighbours of which some are wanted in part."""
+    pair, asked = Pair(), ((0, 1), (0,), (0,), (1,), (0, 1))
+    pair.offer(blocks(len(asked)))
+    some = [WantedBlock(i, key(i), parts) for i, parts in enumerate(asked)]
+    pair.do(D, pair.decode.pull(P, T, some, pair, pair.now_s))
+    pair.talk()
+    sent = [
+        (entry.part, entry.index) for message in pair.said if isinstance(message, Records) for entry in message.entries
+    ]
+    assert sorted(sent) == sorted((part, i) for i, parts in enumerate(asked) for part in parts)
+    assert pair.result.complete
+
+
+def test_a_later_attempt_takes_back_what_an_earlier_one_waits_for() -> None:
+    """Goal: blocks that nobody waits for any more are not sent as they come. Method: the second attempt wants one of
+    two blocks that are not there yet."""
+    pair = Pair()
+    pair.offer([], is_open=True)
+    pair.hear(P, D, hello())
+    pair.hear(P, D, Pull(D_RUN, T, 1, want(2)))
+    pair.hear(P, D, Pull(D_RUN, T, 2, want(1, start=1)))
+    grow(pair, 0, 1)
+    sent = [
+        (entry.part, entry.index) for message in pair.said if isinstance(message, Records) for entry in message.entries
+    ]
+    assert sorted(sent) == [(0, 1), (1, 1)]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from waiting import until
+from waiting import GIVE_UP_S, until
 
 from cache_manager.ports import Absence
 from cache_manager.regions import RegionView, SharedRegion, reap_orphans
@@ -20,7 +20,7 @@ from cache_manager.storage import open_store
 from cache_manager.storage.records import RecordStore
 from cache_manager.testing.records import LAYOUT, get, payload_of
 
-WAIT_S = 60.0
+WAIT_S = GIVE_UP_S
 BLOCKS, TOKENS = 16, 4
 
 ENGINE = f"""

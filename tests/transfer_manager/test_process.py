@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from waiting import until
+from waiting import GIVE_UP_S, until
 
 from cache_manager.errors import TransferProcessError
 from cache_manager.keys import Namespace
@@ -104,7 +104,7 @@ def test_a_process_killed_in_the_middle_of_a_copy_writes_nothing_after_the_repor
             until(lambda turn=turn, future=future: future.done() or other.rows[rng.randrange(32), 0] == turn)
             os.kill(pid, signal.SIGKILL)
             try:
-                future.result(60)
+                future.result(GIVE_UP_S)
                 assert (other.rows == turn).all()
             except TransferProcessError:
                 torn += bool((other.rows == turn).any() and not (other.rows == turn).all())

@@ -179,9 +179,12 @@ class LockedDirectory(StoreDirectory):
         os.pwrite(self.lock_fd, change, at)
 
     def unlink(self, name: str) -> None:
-        """Remove a file, or nothing; ``OSError`` for a directory of that name."""
-        with suppress(FileNotFoundError):
+        """Remove a file, or nothing; ``OSError`` if something of that name is left, such as a directory."""
+        try:
             os.unlink(name, dir_fd=self.fd)
+        except OSError:  # there was none, or it was removed and the answer was lost
+            if name in self.names():
+                raise
 
     def finish(self, name: str) -> None:
         """Give an unfinished file its name."""

@@ -148,6 +148,11 @@ class Extent:
         os.close(self.fd)
 
     @property
+    def is_dropped(self) -> bool:
+        """Whether its file has no name any more, so that nothing in it is stored; ``OSError``."""
+        return not os.fstat(self.fd).st_nlink
+
+    @property
     def served(self) -> NDArray[np.int64]:
         """The slots of records that are served."""
         return np.flatnonzero(self.uses <= USES_MAX)
@@ -321,8 +326,9 @@ def make_extent(disk: Disk, directory: LockedDirectory, shape: Shape) -> Extent:
         disk.sync(fd)  # so that no power cut leaves a file without its page
         directory.finish(name)
     except BaseException:
-        with suppress(OSError):  # the first failure says more
-            directory.unlink(name + TEMP_SUFFIX)
+        for each in (name + TEMP_SUFFIX, name):  # a rename that was answered with an error may have been done
+            with suppress(OSError):  # the first failure says more
+                directory.unlink(each)
         raise
     return extent
 

@@ -218,8 +218,8 @@ class FileReader(Shelf):
         return []
 
     def contains(self, keys: Sequence[BlockKey]) -> list[bool]:
-        looks, found = self._looks, super().contains(keys)
-        return found if all(found) or not self._looked_again(False, looks) else super().contains(keys)
+        self._looked_again(False, self._looks)  # what is known here may have been deleted there
+        return super().contains(keys)
 
     def delete(self, keys: Sequence[BlockKey]) -> None:
         """Hide records from this reader, until it is opened anew or the writer stores them anew."""
@@ -240,7 +240,8 @@ class FileReader(Shelf):
                 self.index, self._directory = KeyIndex(), None
 
     def _heads_now(self, extent: Extent, local: int, count: int) -> bytearray:
-        return extent.read_heads(self._disk, local, count)
+        heads = extent.read_heads(self._disk, local, count)
+        return bytearray(len(heads)) if extent.is_dropped else heads
 
     def _looked_again(self, changed: bool, looks: int) -> bool:  # noqa: ARG002 - what is missing, too
         """Look if the writer has changed anything; whether a look has ended since there were ``looks``, of any thread.
@@ -293,7 +294,7 @@ class FileReader(Shelf):
     def _look_at_files(self, known: Collection[Extent]) -> list[Extent]:
         """Close dropped extents; the new ones, with their heads."""
         assert self._directory is not None
-        gone = [extent for extent in known if not os.fstat(extent.fd).st_nlink]
+        gone = [extent for extent in known if extent.is_dropped]
         names = {extent.name for extent in known if extent not in gone}  # a new one may have its name
         opened = open_extents(self._disk, self._directory, os.O_RDONLY, self.refused, names)
         for extent in opened:

@@ -121,6 +121,8 @@ class FileStore(Shelf):
                 held = self._held(older := self.index.find(keys))
             groups = self._wanted(headers, payloads, held, replace)
             evicted, may_lose = self._evicted, bool(held) or len(groups) > 1
+            with suppress(OSError):  # their slots stay taken
+                self._erase()
             with self._saying("write"):
                 for group in groups:
                     self._store(*group, held, ANY if older else ())
@@ -165,13 +167,19 @@ class FileStore(Shelf):
         return {**super().usage(), "evicted_records": self._evicted}
 
     def close(self) -> None:
-        """Flush, then close the directory; idempotent. :class:`StorageError`: closed, but not all was flushed."""
+        """Erase what failed puts and deletes may have left, flush, then close the directory; idempotent.
+
+        :class:`StorageError`: closed, but not all was erased and flushed.
+        """
         if self.guard.closable:
             with self._writing:
                 if self.guard.close():
                     try:
-                        with self._saying("flush"):
-                            self._sync_all(self.index.extents)
+                        with self._saying("erase and flush"):
+                            try:
+                                self._erase()
+                            finally:
+                                self._sync_all(self.index.extents)
                     finally:
                         self._clocks, self._unsure, self.index = {}, [], KeyIndex()
                         self._directory.close()
@@ -226,9 +234,6 @@ class FileStore(Shelf):
         again: Container[int],
     ) -> None:
         """Store records of one layout while there is room. Held: writing."""
-        if self._unsure:
-            with suppress(OSError):  # their slots stay taken
-                self._erase()
         runs, at = list[Run](), 0
         try:
             self._take(layout, len(headers), runs)

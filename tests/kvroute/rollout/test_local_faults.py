@@ -192,3 +192,15 @@ def test_a_link_in_the_directory_is_not_followed(tmp_path: Path, name: str) -> N
     with pytest.raises(StorageError):
         store.get(handle) if name == "x.routes" else store.put("x", routes_of(2))
     assert elsewhere.stat().st_size > handle.header_nbytes
+
+
+def test_nothing_of_a_longer_put_that_was_killed_is_left(tmp_path: Path) -> None:
+    """Method: the partial file of a killed writer is longer than the next put of its id."""
+    put_nbytes = []
+    for directory, left in ((tmp_path / "without", b""), (tmp_path / "with", b"\xff" * 100_000)):
+        store = store_at(directory)
+        (directory / ".task:1:0:0.partial").write_bytes(left)
+        handle = store.put("task:1:0:0", routes_of(1))
+        assert fetch_routes(store, handle) == routes_of(1)
+        put_nbytes.append((directory / "task:1:0:0.routes").stat().st_size)
+    assert put_nbytes[0] == put_nbytes[1]

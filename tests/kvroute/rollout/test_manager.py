@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from waiting import GIVE_UP_S
 
 from cache_manager.errors import ConfigError, InvalidInputError, StorageError, StoreClosedError
 from kvroute.config import RoutingReplayConfig
@@ -38,7 +39,7 @@ class FaultyRollouts(LocalRollouts):
         self.log: list[str] = []
 
     def put(self, rollout_id: str, routes: Routes) -> RolloutHandle:
-        assert self.gate.wait(60)
+        assert self.gate.wait(GIVE_UP_S)
         if self.fail_put is not None:
             raise self.fail_put
         self.log.append(f"put {rollout_id}")
@@ -103,7 +104,7 @@ def test_a_failed_put_is_reported_by_its_future_by_counters_and_by_close(
     store.fail_close = True
     futures = [manager.submit(f"r{i}", routes_of(2)) for i in range(10)]
     with pytest.raises(StorageError, match=f"rollout r0 was not stored: .*{said}"):
-        futures[0].result(60)
+        futures[0].result(GIVE_UP_S)
     with pytest.raises(StorageError, match=rf"^rollouts were lost: close failed .*{said}.*; and 2 more$"):
         manager.close()
     assert all(future.done() for future in futures)
@@ -126,7 +127,7 @@ def test_only_the_last_turn_stays(tmp_path: Path) -> None:
     assert manager.counters.turns_deleted == 2
     for turn, error in enumerate([StorageError("no"), ValueError("a bug"), CancelledError()], 3):
         store.fail_delete = error
-        assert manager.submit(f"t:0:{turn}:0", routes_of(9)).result(60).rollout_id == f"t:0:{turn}:0"
+        assert manager.submit(f"t:0:{turn}:0", routes_of(9)).result(GIVE_UP_S).rollout_id == f"t:0:{turn}:0"
     assert (manager.counters.stored, manager.counters.turn_failures) == (8, 3)
     manager.close()
 
@@ -172,7 +173,7 @@ def test_what_is_not_stored_in_time_is_named_at_the_end(tmp_path: Path, monkeypa
     assert (manager.counters.failed, manager.counters.waiting) == (2, 1)
     store.gate.set()
     with pytest.raises(StorageError):  # the one that the store had: it is closed
-        futures[0].result(60)
+        futures[0].result(GIVE_UP_S)
     assert (manager.counters.failed, manager.counters.waiting) == (3, 0)
 
 
@@ -194,7 +195,7 @@ def test_a_callback_that_fails_or_closes_delays_no_other_put(tmp_path: Path) -> 
     futures[0].add_done_callback(fail)
     futures[1].add_done_callback(close)
     store.gate.set()
-    assert ended.wait(60)
+    assert ended.wait(GIVE_UP_S)
     assert all(future.result(0) for future in futures)
     assert store.log == ["put r0", "put r1", "put r2", "close"]
 
@@ -221,7 +222,7 @@ begun.wait()
 
 def test_a_store_that_hangs_keeps_no_process_from_ending(tmp_path: Path) -> None:
     """Goal: an engine can end at any time. Method: a process that ends while a put never returns."""
-    done = subprocess.run([sys.executable, "-c", HANGS, tmp_path], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", HANGS, tmp_path], capture_output=True, text=True, timeout=GIVE_UP_S)
     assert (done.returncode, done.stderr) == (0, "")
 
 

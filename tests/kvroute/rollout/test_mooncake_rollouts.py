@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from mooncake_pool import Master, Owner, running_master, running_owner
 from msgspec.structs import replace
+from waiting import GIVE_UP_S
 
 from cache_manager.errors import StorageError
 from cache_manager.keys import BlockKey
@@ -83,7 +84,9 @@ def test_a_killed_writer_leaves_the_put_before(url: str, opened: Opened, puts: i
     store = opened(open_rollouts(url))
     first = store.put("task:1:0:0", routes_of(1))
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    done = subprocess.run([sys.executable, "-c", WRITER, url, str(puts)], env=environment, check=False, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", WRITER, url, str(puts)], env=environment, check=False, timeout=GIVE_UP_S
+    )
     assert done.returncode == -9
     assert store.find("task:1:0:0") == first
     assert fetch_routes(store, first) == routes_of(1)
