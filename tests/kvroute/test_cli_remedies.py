@@ -104,7 +104,7 @@ def test_a_mistake_is_reported_in_one_line(tmp_path: Path, arguments: tuple[str,
     ],
 )
 def test_what_cannot_be_used_is_said_before_models_are_built(tmp_path: Path, arguments: str, said: str) -> None:
-    """Goal: a mistyped URL, or a port that is in use, costs no minute. Method: without the packages that models need."""
+    """Goal: a mistyped URL, or a port in use, costs no minute. Method: without the packages that models need."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         done = ran(tmp_path, ["torch", "paged_engine"], *arguments.replace("{port}", port).split())
