@@ -23,7 +23,7 @@ def test_invalid_settings_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(ConfigError, match=r"^KVROUTE_SGLANG: wanted a JSON object, got 'store=file:///x'"):
         settings_of(None)
     monkeypatch.setenv("KVROUTE_SGLANG", '{"weights": 3}')
-    with pytest.raises(ConfigError, match=r"KVROUTE_SGLANG: wanted .*`\$\.weights`"):
+    with pytest.raises(ConfigError, match=r"^KVROUTE_SGLANG\.weights: wanted text, got 3"):
         settings_of(None)
     monkeypatch.setenv("KVROUTE_SGLANG", "")
     assert settings_of(None) == Common()
