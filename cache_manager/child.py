@@ -17,6 +17,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from multiprocessing.connection import Connection
@@ -122,11 +123,14 @@ def serve(answer: Callable[[bytes], bytes]) -> NoReturn:
 
 
 def _answer(end: Connection, answer: Callable[[bytes], bytes]) -> NoReturn:
-    while True:
-        try:
+    try:
+        while True:
             end.send_bytes(answer(end.recv_bytes()))
-        except (EOFError, OSError):  # the parent no longer listens
-            os._exit(1)
+    except (EOFError, OSError):  # the parent no longer listens
+        os._exit(1)
+    except BaseException:  # noqa: BLE001 - a thread that ends would leave the parent waiting for its answer
+        traceback.print_exc()
+        os._exit(1)
 
 
 __all__ = ["FRAME_NBYTES_MAX", "Child", "LostError", "arguments", "serve"]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import socket
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -15,7 +16,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Final, NamedTuple, NoReturn
 
-from cache_manager.errors import KVRouteError
+from cache_manager.errors import ConfigError, KVRouteError
 from kvroute import __version__
 
 FAILED, USAGE = 1, 2
@@ -43,6 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = vars(_parser().parse_args(arguments))
     name = chosen.pop("command")
     try:
+        if "host" in chosen:
+            _check_free(chosen["host"], chosen["port"])
         run = COMMANDS[name].run
         if isinstance(run, str):
             module, _, function = run.partition(":")
@@ -131,6 +134,36 @@ def _file(text: str) -> Path:
     return file
 
 
+def _judged(judge: str, *among: str, **how: Any) -> Callable[[str], str]:
+    """Reads a flag's text, which ``judge``, a function ``module:name``, takes; so are the words ``among``."""
+
+    def read(text: str) -> str:
+        module, _, function = judge.partition(":")
+        try:
+            if text not in among:
+                getattr(import_module(module), function)(text, **how)
+        except ConfigError as error:
+            raise argparse.ArgumentTypeError(f"wanted {error.wanted}, got {error.got}") from error
+        return text
+
+    return read
+
+
+_STORE_URL = _judged("cache_manager.storage:check_store_url", "mooncake")
+_ROLLOUTS_URL = _judged("kvroute.rollout:check_rollouts_url", "")
+_ADDRESS = _judged("transfer.zmq_settings:check_address", field="address", curve=False)
+
+
+def _check_free(host: str, port: int) -> None:
+    """Raise :class:`ConfigError` unless a server can listen there, before it builds its model."""
+    try:
+        with socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET):
+            pass
+    except OSError as error:
+        reason = str(error.strerror).partition(" (")[0]
+        raise ConfigError("--host, --port", "an address that is free", f"{host}:{port} ({reason})") from error
+
+
 class _Integer(NamedTuple):
     """Reads a flag's value in ``[least, most]``."""
 
@@ -192,12 +225,19 @@ _LENDS = _flag(
     "--transfer-address",
     dest="peers",
     nargs=1,
+    type=_ADDRESS,
     required=True,
     metavar="URL",
     help="where to lend: tcp://127.0.0.1:PORT",
 )
 _FETCHES = _flag(
-    "--prefill", dest="peers", action="append", default=[], metavar="URL", help="a transfer address to fetch from"
+    "--prefill",
+    dest="peers",
+    action="append",
+    type=_ADDRESS,
+    default=[],
+    metavar="URL",
+    help="a transfer address to fetch from",
 )
 
 COMMANDS: Final[dict[str, Command]] = {
@@ -208,7 +248,7 @@ COMMANDS: Final[dict[str, Command]] = {
             *(_SEED, _number("--requests", 96, _REQUESTS, 1, 100_000), _MODEL, _JSON),
             _number("--device-blocks", None, "KV blocks on the device (by default fewer than needed, on purpose)"),
             _number("--host-blocks", None, "KV blocks to swap to (by default as many)", 0),
-            _flag("--store", metavar="URL", help=_STORE),
+            _flag("--store", type=_STORE_URL, metavar="URL", help=_STORE),
             _flag("--device", default="cpu", choices=("cpu", "cuda"), help="device of model and KV"),
         ),
     ),
@@ -266,7 +306,13 @@ COMMANDS: Final[dict[str, Command]] = {
         (
             _flag("--url", required=True, metavar="URL", help="http://HOST:PORT of vLLM or SGLang"),
             _flag("--model", type=Path, required=True, metavar="DIR", help="the checkpoint, or its config.json alone"),
-            _flag("--rollouts", default="", metavar="URL", help="the rollout store that the engine leaves routes in"),
+            _flag(
+                "--rollouts",
+                default="",
+                type=_ROLLOUTS_URL,
+                metavar="URL",
+                help="the rollout store that the engine leaves routes in",
+            ),
             _number("--requests", 48, "prompts to send"),
             _number("--longest", None, "tokens of the longest prompt (512, or what the model takes)"),
             _number("--new", 16, "tokens to ask for"),

@@ -47,13 +47,29 @@ def open_store(url: str) -> StorageBackend:
     return opener(parsed)
 
 
+def check_store_url(text: str) -> None:
+    """Raise :class:`ConfigError` for text that is no store's URL, or holds none, without an import of any adapter.
+
+    Parameters are judged where the store is opened.
+    """
+    url = StoreUrl.parse(text)
+    entry_of(url.scheme, BUILT_IN, GROUP, "store scheme")
+    for tier in url.tiers:
+        check_store_url(tier)
+
+
 def opener_of(scheme: str, built_in: Mapping[str, EntryPoint], group: str, field: str) -> Any:
     """The object for ``scheme`` in ``built_in`` or among the entry points of ``group``, imported."""
+    return entry_of(scheme, built_in, group, field).load()
+
+
+def entry_of(scheme: str, built_in: Mapping[str, EntryPoint], group: str, field: str) -> EntryPoint:
+    """The entry point for ``scheme``; :class:`ConfigError` names the ``field`` and all schemes if there is none."""
     entry = built_in.get(scheme) or next(iter(entry_points(group=group, name=scheme)), None)
     if entry is None:
         known = sorted({*built_in, *(e.name for e in entry_points(group=group))})
         raise ConfigError(field, "one of " + ", ".join(known), repr(scheme))
-    return entry.load()
+    return entry
 
 
-__all__ = ["BUILT_IN", "GROUP", "StoreOpener", "StoreUrl", "open_store", "opener_of"]
+__all__ = ["BUILT_IN", "GROUP", "StoreOpener", "StoreUrl", "check_store_url", "entry_of", "open_store", "opener_of"]

@@ -240,11 +240,11 @@ class ApartStore(ClosingStore):
         while not self._closing.is_set():
             try:
                 cause = self._run(opened)
-            except KVRouteError as error:
+            except Exception as error:  # noqa: BLE001 (who waits for a process is told, and the next one is tried)
                 if not opened.done():
                     opened.set_exception(error)
                     break
-                cause = f"not started again: {error}"
+                cause = f"not started again: {error if isinstance(error, KVRouteError) else repr(error)}"
             self._cause, self._child = cause, None
             if not self._closing.is_set():
                 logger.error("%s: the process was lost: %s", self.url, cause)

@@ -19,6 +19,7 @@ from typing import Any, Final, Self
 from cache_manager.errors import KVRouteError, RowError
 from cache_manager.spec import AuxBlockDataSpec
 from kvroute.connector import own_field
+from kvroute.connector.tickets import TRANSFER
 from kvroute.rollout import Absence, RolloutHandle, RolloutStore, open_rollouts
 from kvroute.routes import Routes
 from kvroute.routes.token_hash import token_hashes
@@ -30,9 +31,31 @@ MISSING: Final = "missing"
 ERROR: Final = "error"
 START: Final = "start"
 """A request's option under :data:`FIELD`: the position of the first row in its answer."""
+UNHANDED: Final = ("abort", "error")
+"""Ends of requests after which vLLM may send no handle: its front end has ended them, or never had their last step."""
 WHOLE: Final = {"text_completion": "text_completion", "chat.completion.chunk": "chat.completion"}
 """The ``object`` of a stream's chunks, and of the whole answer."""
 POLL_S: Final = 0.01
+POLL_MAX_S: Final = 0.2
+"""Looks into a rollout store are so far apart: each pause is twice the one before."""
+ASKED: Final = (START, TRANSFER, LEFT, UNSEEN, MISSING, ERROR)
+"""Keys of a request's mapping under :data:`FIELD`. All but the first are of an answer of prefill, which goes on as it
+is; of those kvroute reads the second."""
+
+
+def start_of(asked: Any) -> Any:
+    """The start that a request asks for in its mapping ``asked`` under :data:`FIELD`; 0 if it does not.
+
+    Raises :class:`RowError` for anything but a mapping, and for an unknown key.
+    """
+    if asked is None:
+        return 0
+    if not isinstance(asked, Mapping):
+        raise RowError(FIELD, f"a mapping with {START}", repr(asked))
+    for key in asked:
+        if key not in ASKED:
+            raise RowError(FIELD, f"a mapping with {START}", f"the key {key!r}")
+    return asked.get(START, 0)
 
 
 def routes(
@@ -81,14 +104,18 @@ def routes(
         packed = own_field.of(output, index)
     if packed is not None and spec is not None:
         return own_field.routes(packed, asked.tokens, asked.prompt, spec)
-    if gaps := asked.told_of(MISSING):
+    gaps = asked.told_of(MISSING)
+    if rollouts is None and gaps:
         raise RowError("routes", "an answer with all of its rows", f"missing, and why: {gaps}")
     if rollouts is None and packed is not None:
         wanted = "spec=, of the model's rows: kvroute.routing_spec_from_hf(config, block_tokens=1)"
         raise RowError(asked.what, wanted, "rows in the engine's own field, routed_experts")
     if rollouts is None:
         wanted = "an answer with a handle of them, or rollouts=, the store that they were left in"
-        raise RowError(asked.what, wanted, f"handles of {sorted(asked.left)}" if asked.left else "neither")
+        got = f"handles of {sorted(asked.left)}" if asked.left else "neither"
+        if asked.ended in UNHANDED:
+            got += f": the request ended as {asked.ended!r}, and such an answer may have no handle"
+        raise RowError(asked.what, wanted, got)
     return _left(asked, rollouts, wait_s)
 
 
@@ -118,7 +145,7 @@ def _left(asked: _Asked, rollouts: RolloutStore, wait_s: float) -> Routes:
         wanted = "an answer with an id and token ids, by which rollouts of a name are told apart"
         got = "none: see return_token_ids, of responses enable_response_messages, of a stream gathered(chunks)"
         raise RowError(asked.what, wanted, got)
-    give_up_s, refused = time.monotonic() + wait_s, dict[str, str]()
+    give_up_s, pause_s, refused = time.monotonic() + wait_s, POLL_S, dict[str, str]()
     while True:
         for name in asked.names:
             handle = rollouts.find(name)
@@ -135,7 +162,8 @@ def _left(asked: _Asked, rollouts: RolloutStore, wait_s: float) -> Routes:
         if time.monotonic() > give_up_s:
             got = "; ".join(refused.values()) or "neither a handle in the answer nor one in the store"
             raise RowError(asked.what, f"a rollout of this answer's tokens within {wait_s} s", got)
-        time.sleep(POLL_S)
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, POLL_MAX_S)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,11 +175,13 @@ class _Asked:
     tokens: list[int] | None
     prompt: int  # how many of the tokens are the prompt
     told: Mapping[str, Any]
+    ended: str | None = None  # why the request ended
 
     @classmethod
     def of(cls, output: Any, index: int) -> Self:
         """Raises :class:`RowError` for a part of an answer, and for an index without a completion."""
         _refuse_parts(output)
+        ended = None
         told = _mapping(_mapping(field_of(output, "kv_transfer_params")).get(FIELD))
         request = field_of(output, "request_id") or field_of(output, "id")
         if meta := _mapping(field_of(output, "meta_info")):  # SGLang: each completion is an answer of its own
@@ -168,12 +198,13 @@ class _Asked:
             choices = {field_of(each, "index"): each for each in answers_of(output)}
             if choices and index not in choices:
                 raise RowError("index", f"one of {sorted(choices)}, as the answer has them", index)
+            ended = field_of(choices.get(index), "finish_reason")
             prompts = {i: _prompt_of(output, each) for i, each in choices.items()}
             prompt, answered = prompts.get(index), field_of(choices.get(index), "token_ids")
             lists = field_of(output, "outputs") is None
             names = list(dict.fromkeys(_names(str(request), index, prompts, lists=lists))) if request else []
         tokens = None if prompt is None or answered is None else [*prompt, *answered]
-        return cls(index, tuple(names), tokens, len(prompt or ()), told)
+        return cls(index, tuple(names), tokens, len(prompt or ()), told, ended)
 
     @property
     def what(self) -> str:
@@ -241,6 +272,9 @@ def _names(request: str, index: int, prompts: Mapping[int, Any], *, lists: bool)
 def _refuse_parts(output: Any) -> None:
     """Raise :class:`RowError` for a part of an answer, as a stream sends it, and for a server's error in its place."""
     kind, event = field_of(output, "object"), field_of(output, "type")
+    if field_of(output, "sequences") is not None or field_of(output, "cum_logprob") is not None:
+        got = "one of a beam search, whose beams are made of many requests that the answer does not name"
+        raise RowError("routes", "an answer of one request", got)
     whole = field_of(output, "usage") is not None or "kv_transfer_params" in (
         output if isinstance(output, Mapping) else dir(output)
     )
@@ -329,4 +363,16 @@ def _mapping(given: Any) -> Mapping[str, Any]:
     return given if isinstance(given, Mapping) else {}
 
 
-__all__ = ["ERROR", "FIELD", "LEFT", "MISSING", "START", "UNSEEN", "gathered", "missing", "routes", "unseen"]
+__all__ = [
+    "ERROR",
+    "FIELD",
+    "LEFT",
+    "MISSING",
+    "START",
+    "UNSEEN",
+    "gathered",
+    "missing",
+    "routes",
+    "start_of",
+    "unseen",
+]

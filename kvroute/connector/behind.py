@@ -18,10 +18,11 @@ class Behind:
     """Does calls one by one, in the order of :meth:`put`, on a daemon thread of its own.
 
     With ``room`` for so many calls :meth:`put` waits when it is full; with 0 the callers bound them. A call's exception
-    is logged and given to ``on_failure``, on that thread; then the next call is done, whatever ``on_failure`` raises.
+    is logged and given to ``on_failure``, on that thread; then the next call is done, whatever either raises: nothing
+    but :meth:`close` ends the thread.
     """
 
-    def __init__(self, name: str, on_failure: Callable[[Exception], object] = bool, room: int = 0) -> None:
+    def __init__(self, name: str, on_failure: Callable[[BaseException], object] = bool, room: int = 0) -> None:
         self._calls: queue.Queue[Callable[[], object] | None] = queue.Queue(room)
         self._on_failure = on_failure
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -53,11 +54,11 @@ class Behind:
         while (call := self._calls.get()) is not None:
             try:
                 call()
-            except Exception as error:  # no caller is left to raise it to
+            except BaseException as error:  # no caller is left to raise it to
                 logger.exception("rows are lost")
                 try:
                     self._on_failure(error)
-                except Exception:  # the thread goes on, or callers of put would wait for ever
+                except BaseException:  # the thread goes on, or callers of put would wait for ever
                     logger.exception("what was left half done could not be undone")
             del call  # an idle thread keeps no object alive
 

@@ -41,7 +41,7 @@ from transfer import (
     WantedBlock,
     part_of,
 )
-from transfer.errors import NodeFullError
+from transfer.errors import NodeClosedError, NodeFullError
 from transfer.link import Link
 
 LEASE_S: Final = 300.0
@@ -136,6 +136,7 @@ class Lender:
         self._lent_nbytes_max = lent_nbytes_max
         self._lent: dict[TransferId, int] = {}  # bytes of each transfer until it is released
         self._open: set[TransferId] = set()
+        self._over: set[TransferId] = set()  # failed or ended before their last block: no more of them is lent
         self._lock = threading.Lock()
 
     @property
@@ -160,10 +161,12 @@ class Lender:
         ``last``: all are still to come. Rows that a block lacks are absent.
 
         Raises :class:`KVRouteError` if the node takes no more, or copies would exceed ``lent_nbytes_max``: then the
-        whole transfer is withdrawn, and decode is told.
+        whole transfer is withdrawn, decode is told of what it has begun to fetch, and further calls for it raise, too.
         """
         name, nbytes = TransferId(transfer), len(blocks) * self._block_nbytes
         try:
+            if name in self._over:
+                raise NodeClosedError("earlier blocks of this transfer are not lent any more")
             if self.lent_nbytes + nbytes > self._lent_nbytes_max:
                 raise NodeFullError("lent_nbytes_max", self._lent_nbytes_max, self.lent_nbytes + nbytes)
             offered = self._offered(transfer, first, blocks, lives, tokens)
@@ -179,16 +182,22 @@ class Lender:
         except KVRouteError as error:
             if name in self._open:
                 self.withdraw(transfer, str(error))
+            with self._lock:
+                (self._over.discard if last else self._over.add)(name)
             raise
 
     def withdraw(self, transfer: bytes, why: str) -> None:
         """Lend no more of a computation that does not go over; harmless when nothing is on offer."""
-        self._open.discard(TransferId(transfer))
+        with self._lock:
+            self._open.discard(TransferId(transfer))
+            self._over.discard(TransferId(transfer))
         self._node.withdraw(TransferId(transfer), why)
 
     def ended(self, release: Release) -> None:
         with self._lock:
-            self._open.discard(release.transfer)
+            if release.transfer in self._open:
+                self._open.discard(release.transfer)
+                self._over.add(release.transfer)
             self._lent.pop(release.transfer, None)
 
     def _offered(

@@ -52,7 +52,8 @@ class Answer(Future[Told]):
     value: Told | None = None
 
     def tell(self) -> None:
-        self.set_result(self.value)  # type: ignore[arg-type]
+        if self.set_running_or_notify_cancel():  # else whoever waited has cancelled it
+            self.set_result(self.value)  # type: ignore[arg-type]
 
 
 @dataclass(slots=True, eq=False)
@@ -80,6 +81,7 @@ class End:
     held: frozenset[int] = frozenset()  # the same blocks
     spares: list[int] = field(default_factory=list)
     void: bool = False  # another request of this name has begun: delete what this one left
+    failure: str = ""  # why it is ended before its rows are known to be written
 
     def __post_init__(self) -> None:
         self.held = frozenset(self.blocks.tolist())
@@ -100,8 +102,10 @@ class Ends:
         self._lock = threading.Condition(threading.Lock())
         self._unread: dict[End, None] = {}
         self._news = False  # for the thread: something was read, or has ended
+        self._over_for_all = False  # the thread has ended: nobody is told anything by it any more
         self._waiting: dict[End, None] = {}  # for the thread
-        self._pending: dict[str, list[End]] = {}  # by name
+        self._pending: dict[str, list[End]] = {}  # by name,
+        self._count = 0  # and how many
         self._spares = spares
         self._rooms = Behind("kvroute-rooms")
         self._thread = threading.Thread(target=self._run, name="kvroute-ends", daemon=True)
@@ -118,7 +122,7 @@ class Ends:
         self._left.begins(name, group)
         with self._lock:
             earlier = list(self._pending.get(name, ()))
-        if not earlier and self._left.has_room(name):  # this asks no store of another process
+        if not earlier and self._left.keeps_none:  # else a store is asked, and even a file system may hang
             done.set_result(None)
             return done
 
@@ -138,12 +142,17 @@ class Ends:
         """The request is done: the future of its client's data, done when its rows have been left or cannot be."""
         end.give_up_s = time.monotonic() + LATE_S
         with self._lock:
-            if room := len(self._pending) < ENDS_MAX:
+            alive, room = not self._over_for_all, self._count < ENDS_MAX
+            if alive and room:
                 self._pending.setdefault(end.name, []).append(end)
+                self._count += 1
                 if not self._waiting:  # else the thread is at work, or looks again in a moment
                     self._lock.notify()
                 self._unread[end] = self._waiting[end] = None
                 self._news = True
+        if not alive:
+            error = RowError("rows", "a thread of kvroute that leaves them", "none: it has ended")
+            return self.refused(end.name, error, end.group, end.kept)
         if not room:
             error = RowError("requests that are done", f"{ENDS_MAX} at most, for the rollout store to take", "more")
             return self.refused(end.name, error, end.group, end.kept)
@@ -219,13 +228,39 @@ class Ends:
     # ---------------------------------------------------------------- the thread
 
     def _run(self) -> None:
-        while ends := self._ready():
-            self._read_together(each for end in ends for each in (end, *end.kept))
+        try:
+            while ends := self._ready_or_failed():
+                self._read_together(each for end in ends for each in (end, *end.kept))
+                for end in ends:
+                    end.told.value = self._leave(end)
+                for end in ends:
+                    end.told.tell()
+                del end, ends  # an idle thread keeps no end alive
+        finally:  # whatever ends the thread: those who wait for it are told
+            self._end_all()
+
+    def _ready_or_failed(self) -> list[End]:
+        """:meth:`_ready`; if that raises, all ends that wait: their clients are told why they have no routes."""
+        try:
+            return self._ready()
+        except Exception as error:
+            logger.exception("rows of requests cannot be read")
+            with self._lock:
+                ends, self._waiting = list(self._waiting), {}
             for end in ends:
-                end.told.value = self._leave(end)
-            for end in ends:
+                end.failure = repr(error)
+            return ends
+
+    def _end_all(self) -> None:
+        with self._lock:
+            self._over_for_all = True
+            ends = [end for pending in self._pending.values() for end in pending]
+            self._waiting, self._pending = {}, {}
+        for end in ends:
+            why = {end.name: "rows: the thread that leaves them has ended"}
+            end.told.value = end.told.value or {FIELD: {ERROR: why}}
+            if not end.told.done():
                 end.told.tell()
-            del end, ends  # an idle thread keeps no end alive
 
     def _ready(self) -> list[End]:
         """Ends whose rows are written, or that have waited long enough; waits until there are some. None: closed.
@@ -273,12 +308,15 @@ class Ends:
         self.drop((end, *end.kept))
         with self._lock:
             self._pending[end.name].remove(end)
+            self._count -= 1
             if not self._pending[end.name]:
                 del self._pending[end.name]
         return told
 
     def _client_data(self, end: End) -> Told:
         try:
+            if end.failure:
+                raise RowError("rows", "those that the worker has written", end.failure)
             routes, unseen = self._routes(end)
             gaps = gaps_of(routes.missing, end.why, self._engine.tokens) if end.why else []
             return self._left.leave(end.name, routes, end.of, end.group, unseen, gaps)

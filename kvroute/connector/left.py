@@ -15,7 +15,6 @@ from cache_manager.errors import KVRouteError
 from kvroute.connector.answers import ERROR, FIELD, LEFT, MISSING, UNSEEN
 from kvroute.connector.tickets import Gap
 from kvroute.rollout import RolloutStore
-from kvroute.rollout.local import LocalRollouts
 from kvroute.rollout.response import ResponseRollouts
 from kvroute.routes import Routes
 
@@ -65,15 +64,13 @@ class LeftRoutes:
         self._lock = threading.Lock()
         self._siblings: dict[str, dict[str, dict[str, Any]]] = {}
         self._under_way: dict[str, list[str]] = {}  # names by group; twice, if one begins before another has ended
-        self._quiet: OrderedDict[str, int] = OrderedDict()  # groups without any, and the bytes of their data
+        self._quiet: OrderedDict[str, int] = OrderedDict()  # groups without any, and the characters of their data,
+        self._quiet_nbytes = 0  # and of all of them
 
-    def has_room(self, name: str) -> bool:
-        """Whether this process knows, without asking a store elsewhere, that nothing is left under this name."""
-        try:
-            near = self._store
-            return isinstance(near, ResponseRollouts) or (isinstance(near, LocalRollouts) and near.find(name) is None)
-        except KVRouteError:
-            return False
+    @property
+    def keeps_none(self) -> bool:
+        """Whether nothing is left under any name, because the answers have the routes."""
+        return isinstance(self._store, ResponseRollouts)
 
     def make_room(self, name: str, group: str | None) -> None:
         """Remove the routes, and the told data, of an earlier request of this name.
@@ -94,7 +91,7 @@ class LeftRoutes:
             self._untell(name, group)
             with self._lock:
                 self._under_way.setdefault(group, []).append(name)
-                self._quiet.pop(group, None)
+                self._quiet_nbytes -= self._quiet.pop(group, 0)
 
     def _untell(self, name: str, group: str | None) -> None:
         with self._lock:
@@ -114,10 +111,13 @@ class LeftRoutes:
         if not names:
             self._under_way.pop(group, None)
             if (told := self._siblings.get(group)) is not None:
-                self._quiet[group] = sum(len(each) for of in told.values() for each in of.values())
-                self._quiet.move_to_end(group)
-        while len(self._quiet) > (QUIET_MAX if sum(self._quiet.values()) <= QUIET_NBYTES_MAX else 1):
-            self._siblings.pop(self._quiet.popitem(last=False)[0], None)
+                self._quiet_nbytes -= self._quiet.pop(group, 0)
+                self._quiet[group] = sum(len(str(value)) for values in told.values() for value in values.values())
+                self._quiet_nbytes += self._quiet[group]
+        while len(self._quiet) > (QUIET_MAX if self._quiet_nbytes <= QUIET_NBYTES_MAX else 1):
+            oldest, nbytes = self._quiet.popitem(last=False)
+            self._quiet_nbytes -= nbytes
+            self._siblings.pop(oldest, None)
 
     def leave(
         self,

@@ -5,7 +5,6 @@ A step costs a look at each of its requests, and more only for blocks that were 
 
 from __future__ import annotations
 
-import logging
 import sys
 import time
 from collections import deque
@@ -18,14 +17,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 import kvroute
-from cache_manager.errors import KVRouteError, RowError
+from cache_manager.errors import RowError
 from cache_manager.keys import BlockKey, Namespace
-from cache_manager.ports import StorageBackend
 from kvroute.connector.answers import FIELD, START
 from kvroute.connector.ends import End, Ends
 from kvroute.connector.fills import Fills, Request
 from kvroute.connector.left import LeftRoutes, Tokens
 from kvroute.connector.meter import Meter
+from kvroute.connector.reader import StoreReader
 from kvroute.connector.settings import Engine, Handshake, StepMeta
 from kvroute.connector.spares import SpareBlocks
 from kvroute.connector.stream import RowStream
@@ -33,8 +32,6 @@ from kvroute.connector.tickets import Tickets
 from kvroute.connector.versions import Versions
 from kvroute.rollout import open_rollouts
 from kvroute.witness import Run
-
-logger = logging.getLogger(__name__)
 
 HELD_S: Final = 1.0
 """How long the scheduling thread waits at most for a store elsewhere, where an engine cannot ask again."""
@@ -92,7 +89,9 @@ class SchedulerRows:
         self._late = False
         self._steps = 0  # sent so far
         self._sent: deque[tuple[int, dict[str, int]]] = deque(maxlen=SENT_MAX)  # the last: number, tokens by request
-        self._reader: StorageBackend | None = None
+        self._reader: StoreReader | None = None
+        if engine.gate and settings.store:
+            self._reader = StoreReader(settings.reads)
         spares = SpareBlocks(self.feed, engine.spares)
         self._ends: Ends | None = None
         if settings.rollouts:
@@ -161,20 +160,11 @@ class SchedulerRows:
         """How many of the ``found`` tokens to load from outside, after ``local`` ones: as many as have rows."""
         size, before = self.engine.tokens, self._requests.get(request.request_id)
         self._requests[request.request_id] = _State(request, local // size, later, before.kept if before else [])
-        if not found or not self.engine.gate or not self.engine.settings.store:
+        if not found or self._reader is None:
             return found
         keys = self._keys(request, local // size, (local + found) // size)
-        there = [False] * len(keys) if self.weights.mixed else self._in_store(keys)
+        there = [False] * len(keys) if self.weights.mixed else self._reader.contains(keys)
         return there.index(False) * size if False in there else found
-
-    def _in_store(self, keys: Sequence[BlockKey]) -> list[bool]:
-        try:
-            if self._reader is None:
-                self._reader = kvroute.open_store(self.engine.settings.reads)
-            return self._reader.contains(keys)
-        except KVRouteError as error:
-            logger.warning("hits from outside are computed again, the store of rows cannot be asked: %s", error)
-            return [False] * len(keys)
 
     def _keys(self, request: Request, first: int, last: int) -> list[BlockKey]:
         return [self.keys.adopt(bytes(each)) for each in request.block_hashes[first:last]]
@@ -390,6 +380,10 @@ class SchedulerRows:
         begun_s, answer = time.monotonic(), self._ends.begin(end)
         answer.add_done_callback(lambda _: self.meter.took("answer", time.monotonic() - begun_s))
         return answer
+
+    def refused(self, name: str, error: RowError, ended: Ended, group: str | None) -> Future[dict[str, Any]] | None:
+        """The request of this ``name``, of a ``group``, has ended; its answer has this ``error`` in place of rows."""
+        return None if self._ends is None else self._ends.refused(name, error, group, ended.kept)
 
     def unanswered(self, ended: Ended, name: str = "", group: str | None = None) -> None:
         """The request of this ``name``, of a ``group``, has ended without an answer about its rows."""

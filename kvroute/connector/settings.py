@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, Final, Literal, Self
 
 import msgspec
+from msgspec import inspect
 
 from cache_manager.errors import ConfigError
 from cache_manager.keys import Namespace
 from cache_manager.spec import AuxBlockDataSpec, RecordLayout
+from cache_manager.storage import StoreUrl, check_store_url
 from kvroute.connector.tickets import Fetch, Lend
 from kvroute.connector.versions import AS_LOADED
+from kvroute.rollout import check_rollouts_url
 from kvroute.routing import weights_version_spec
 from kvroute.witness import Run
 
@@ -37,12 +41,57 @@ class Common(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @classmethod
     def of(cls, given: Any, where: str = "kv_connector_extra_config.kvroute") -> Self:
-        """From the mapping that the operator wrote there; :class:`ConfigError` for an invalid one."""
-        try:
-            return msgspec.convert(given, cls)
-        except msgspec.ValidationError as error:
-            wanted = f"some of {', '.join(cls.__struct_fields__)} (docs/settings.md)"
-            raise ConfigError(where, wanted, str(error)) from error
+        """From the mapping that the operator wrote there. URLs and addresses are judged here, and opened later.
+
+        Raises :class:`ConfigError` that names the setting, what was wanted and what came.
+        """
+        if not isinstance(given, Mapping):
+            raise ConfigError(where, "a mapping of settings (docs/settings.md)", repr(given))
+        wanted = {field.encode_name: _words(field.type) for field in inspect.type_info(cls).fields}  # type: ignore[attr-defined]
+        for name, value in given.items():
+            if name not in wanted:
+                raise ConfigError(where, f"some of {', '.join(wanted)} (docs/settings.md)", repr(name))
+            try:
+                msgspec.convert({name: value}, cls)
+            except msgspec.ValidationError as error:
+                raise ConfigError(f"{where}.{name}", wanted[name], repr(value)) from error
+        settings = msgspec.convert(given, cls)
+        for name, check in settings.checks().items():
+            try:
+                check()
+            except ConfigError as error:
+                raise ConfigError(f"{where}.{name}", error.wanted, error.got) from error
+        return settings
+
+    def checks(self) -> dict[str, Callable[[], object]]:
+        """By setting that is not empty: what raises :class:`ConfigError` if its text cannot be used."""
+        checks: dict[str, Callable[[], object]] = {}
+        if self.store:
+            checks["store"] = lambda: check_store_url(self.store)
+        if self.rollouts:
+            checks["rollouts"] = lambda: check_rollouts_url(self.rollouts)
+        return checks
+
+
+def _words(kind: inspect.Type) -> str:
+    """What a setting of this type wants, in words.
+
+    >>> _words(inspect.type_info(Literal["a", "b"] | None))
+    "'a' or 'b' or null"
+    """
+    match kind:
+        case inspect.UnionType(types):
+            return " or ".join(map(_words, sorted(types, key=lambda each: isinstance(each, inspect.NoneType))))
+        case inspect.LiteralType(values):
+            return " or ".join(sorted(map(repr, values)))
+        case inspect.IntType(ge=least, lt=end):
+            return f"a whole number from {least}" + ("" if end is None else f" to {end - 1}")
+        case inspect.BoolType():
+            return "true or false"
+        case inspect.StrType():
+            return "text"
+        case _:
+            return "null"
 
 
 class Settings(Common, frozen=True):
@@ -72,20 +121,78 @@ class Settings(Common, frozen=True):
 
     @property
     def writes(self) -> bool:
-        return bool(self.store) and "mode=read" not in self.store
+        """Whether the engine stores rows: a store that it only reads takes none."""
+        return bool(self.store) and _written(self.store)
 
     @property
     def reads(self) -> str:
-        """The URL of a reader of the store; a reader of files may be opened before the writer has made them."""
-        if not self.store.startswith("file:"):
-            return self.store
-        url = self.store.partition("?")[0] + "?mode=read" if self.writes else self.store
-        return url if "absent=" in url else f"{url}&absent=wait"
+        """The URL of a reader beside the worker's own store, opened perhaps before a writer has made its files.
+
+        Of ``tiered:`` and ``apart:`` it is that of readers of what they hold. Empty: only the worker's process can read
+        the store.
+        """
+        return _reader(self.store) if self.store else ""
 
     @property
     def opens(self) -> str:
         """The URL by which the worker opens the store."""
-        return self.store if self.writes else self.reads
+        return _opened(self.store) if self.store else ""
+
+    def checks(self) -> dict[str, Callable[[], object]]:
+        checks = Common.checks(self)
+        checks["lend"] = self._check_lend
+        if self.keys:
+            checks["keys"] = self._check_keys
+        return checks
+
+    def _check_lend(self) -> None:
+        from transfer.zmq_settings import check_address
+
+        check_address(self.lend, "lend", curve=bool(self.keys))
+
+    def _check_keys(self) -> None:
+        from transfer.curve import read_keys
+
+        read_keys(Path(self.keys))
+
+
+def _written(store: str) -> bool:
+    """Whether a store at this URL takes records, or one that it holds does."""
+    url = StoreUrl.parse(store)
+    if url.tiers:
+        return any(map(_written, url.tiers))
+    return url.parameters.get("mode") != "read"
+
+
+def _opened(store: str) -> str:
+    """The store's URL, so that a reader of files may be opened before they are there."""
+    url = StoreUrl.parse(store)
+    if url.tiers:
+        return _holding(url, [_opened(tier) for tier in url.tiers])
+    if url.scheme != "file" or url.parameters.get("mode") != "read" or "absent" in url.parameters:
+        return store
+    return f"{store}&absent=wait"
+
+
+def _reader(store: str) -> str:
+    """The URL of a reader of this store in another process; empty if there can be none."""
+    url = StoreUrl.parse(store)
+    if url.tiers:
+        readers = [reader for tier in url.tiers if (reader := _reader(tier))]
+        if url.scheme == "tiered" and len(readers) < 2:
+            return "".join(readers)
+        return _holding(url, readers) if readers else ""
+    if url.scheme == "memory":
+        return ""
+    if url.scheme == "file" and _written(store):
+        return store.partition("?")[0] + "?mode=read&absent=wait"
+    return _opened(store)
+
+
+def _holding(url: StoreUrl, tiers: Sequence[str]) -> str:
+    """The URL of a store like this one, which holds ``tiers``."""
+    own = url.text.removesuffix(url.path)
+    return own + ",".join(tiers)
 
 
 @dataclass(frozen=True, slots=True)

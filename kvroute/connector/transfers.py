@@ -20,6 +20,7 @@ logger = logging.getLogger(__name__)
 
 LATE_S: Final = 1.0
 """How long a request whose KV has come waits at most for its rows; later ones may land until the request ends."""
+TAKEN: Final = "another request fetches the rows of this ticket"
 LATE: Final = f"they were not here {LATE_S} s after their KV"
 
 
@@ -42,9 +43,12 @@ class Transfers:
         self._why: dict[str, Mapping[int, str]] = {}  # not yet told to the scheduler
 
     def expect(self, step: StepMeta) -> None:
-        """A step begins: from now on its requests wait for its fetches."""
-        self._under_way |= {fetch.transfer: fetch for fetch in step.fetches}
-        self._since_s |= {fetch.transfer: time.monotonic() for fetch in step.fetches}
+        """A step begins: from now on its requests wait for its fetches. A transfer brings rows to one request."""
+        for fetch in step.fetches:
+            if self._under_way.setdefault(fetch.transfer, fetch) is fetch:
+                self._since_s[fetch.transfer] = time.monotonic()
+            else:
+                self._missed(fetch, dict.fromkeys(range(fetch.first, fetch.first + len(fetch.blocks)), TAKEN))
 
     def begin(self, step: StepMeta) -> None:
         """Begin the step's fetches, when its blocks are in the lives that it means."""
@@ -52,6 +56,8 @@ class Transfers:
         for transfer in step.withdrawn:
             self.crossing.lender.withdraw(transfer, "it is computed again")
         for each in step.fetches:
+            if self._under_way.get(each.transfer) is not each:
+                continue
             keys = self._keys(each)
             self.crossing.borrower.fetch(each.transfer, each.address, each.first, keys, each.lives, each.tokens)
 
@@ -77,9 +83,7 @@ class Transfers:
         for each in self.crossing.poll():
             if isinstance(each, Came) and (fetch := self._under_way.pop(each.transfer, None)):
                 self._meter.took("transfer", time.monotonic() - self._since_s.pop(each.transfer))
-                self._why[fetch.request] = each.why
-                for reason in each.why.values():
-                    self._meter.miss(reason, self._blocks.block_tokens)
+                self._missed(fetch, each.why)
         now_s, under_way = time.monotonic(), {fetch.request: fetch for fetch in self._under_way.values()}
         self._waiting |= dict.fromkeys(requests, now_s + LATE_S)
         go = {name for name, end_s in self._waiting.items() if name not in under_way or end_s < now_s or name in failed}
@@ -88,6 +92,12 @@ class Transfers:
             if (fetch := under_way.get(name)) is not None:
                 self._why[name] = dict.fromkeys(range(fetch.first, fetch.first + len(fetch.blocks)), LATE)
         return go
+
+    def _missed(self, fetch: Fetch, why: Mapping[int, str]) -> None:
+        """Rows of these blocks do not come: the scheduler is told, and they are counted."""
+        self._why[fetch.request] = why
+        for reason in why.values():
+            self._meter.miss(reason, self._blocks.block_tokens)
 
     def told(self) -> dict[str, Mapping[int, str]]:
         """Reasons for rows that did not come, by request and block, each returned once."""

@@ -100,7 +100,7 @@ class WorkerRows:
         if not self._on_cpu if late is None else late:
             self._behind = Behind("kvroute-behind", self._lose, PENDING_MAX)
         self._slots_stay = self._behind is None and not engine.drafts  # until the step's end, their last reader's
-        self._lost: Exception | None = None
+        self._lost: BaseException | None = None
         self._step: StepMeta | None = None
         self._begun = False  # on the host
         self._failed: set[int] = set()  # blocks whose KV has not come, in the step at hand
@@ -215,7 +215,7 @@ class WorkerRows:
             call = partial(_after, done, call)
         self._behind.put(call)
 
-    def _lose(self, error: Exception) -> None:
+    def _lose(self, error: BaseException) -> None:
         """A step's work on the host has failed: the state of its blocks is unknown, so forget all rows."""
         self._lost = error
         self.blocks.forget()

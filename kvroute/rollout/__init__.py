@@ -20,7 +20,7 @@ from typing import Final
 
 from cache_manager.errors import ConfigError
 from cache_manager.ports import Absence
-from cache_manager.storage import opener_of
+from cache_manager.storage import entry_of, opener_of
 from cache_manager.storage.url import StoreUrl
 from kvroute.rollout.handle import RolloutHandle
 from kvroute.rollout.ids import previous_turn, rollout_id_of
@@ -57,6 +57,14 @@ def open_rollouts(url: str) -> RolloutStore:
     return opener(parsed)
 
 
+def check_rollouts_url(text: str) -> None:
+    """Raise :class:`ConfigError` for text that is no rollout store's URL, without an import of its adapter.
+
+    Parameters, and the URLs that it holds, are judged where the store is opened.
+    """
+    entry_of(StoreUrl.parse(text).scheme, BUILT_IN, GROUP, "rollout store scheme")
+
+
 __all__ = [
     "BUILT_IN",
     "GROUP",
@@ -64,6 +72,7 @@ __all__ = [
     "RolloutCounters",
     "RolloutHandle",
     "RolloutStore",
+    "check_rollouts_url",
     "fetch_shard",
     "open_rollouts",
     "previous_turn",

@@ -32,7 +32,7 @@ def odd() -> Iterator[Child]:
 
 @pytest.mark.parametrize(
     ("how", "cause"),
-    [("half", "ended"), ("too long", "ended"), ("silence", "not answer in time"), ("end", "ended")],
+    [("half", "ended"), ("too long", "ended"), ("silence", "not answer in time"), ("end", "ended"), ("raise", "ended")],
 )
 def test_a_child_that_does_not_answer_is_killed(odd: Child, how: str, cause: str) -> None:
     """A further question is in flight on another channel; the third channel is asked when the child is gone."""
@@ -40,7 +40,7 @@ def test_a_child_that_does_not_answer_is_killed(odd: Child, how: str, cause: str
         beside = threads.submit(odd.ask, 1, b"silence", WAIT_S)
         with pytest.raises(LostError, match=cause):
             odd.ask(0, how.encode(), 0.3 if how == "silence" else WAIT_S)
-        assert odd.wait() == (3 if how == "end" else -signal.SIGKILL)
+        assert odd.wait() == {"end": 3, "raise": 1}.get(how, -signal.SIGKILL)
         assert not Path(f"/proc/{odd.pid}").exists()
         with pytest.raises(LostError, match="ended"):
             beside.result(WAIT_S)

@@ -178,7 +178,7 @@ def _stored_blocks(store: Path) -> int:
         ("demo-pd --requests many", "--requests: wanted an integer of 1 to 100000, got 'many'"),
         ("demo --device-blocks 3", "--device-blocks: wanted at least "),
         ("demo --host-blocks -1", "--host-blocks: wanted an integer of 0 or more, got '-1'"),
-        ("demo --store ftp://somewhere", "store scheme: wanted one of apart, file, memory"),
+        ("demo --store ftp://somewhere", "argument --store: wanted one of apart, file, memory"),
         ("demo --store file://{file}/below", "cannot open the store's directory"),
         ("demo --json {file}/below/numbers.json", "--json: wanted a file that can be written"),
         ("demo --json {directory}", "--json: wanted a file that can be written"),

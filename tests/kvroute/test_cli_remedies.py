@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -85,3 +86,29 @@ def test_a_mistake_is_reported_in_one_line(tmp_path: Path, arguments: tuple[str,
     assert (found.returncode, found.stdout) == (USAGE, "")
     assert found.stderr.startswith(said)
     assert found.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (
+            "demo --store bogus://x",
+            "argument --store: wanted one of apart, file, memory, mooncake, tiered, got 'bogus'",
+        ),
+        ("prefill --port 0 --transfer-address x", "argument --transfer-address: wanted ipc:///PATH or tcp://HOST:PORT"),
+        ("decode --port 0 --prefill tcp://10.0.0.1:7", "argument --prefill: wanted an address of this machine alone"),
+        ("verify --url http://x --model m --rollouts x:", "argument --rollouts: wanted one of file, mooncake, ray"),
+        (
+            "decode --port {port}",
+            "--host, --port: wanted an address that is free, got 127.0.0.1:{port} (Address already",
+        ),
+    ],
+)
+def test_what_cannot_be_used_is_said_before_models_are_built(tmp_path: Path, arguments: str, said: str) -> None:
+    """Goal: a mistyped URL, or a port in use, costs no minute. Method: without the packages that models need."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        done = ran(tmp_path, ["torch", "paged_engine"], *arguments.replace("{port}", port).split())
+    assert done.returncode == USAGE
+    assert said.replace("{port}", port) in done.stderr
+    assert done.stderr.count("\n") == 1

@@ -3,6 +3,7 @@ again."""
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -13,9 +14,10 @@ import pytest
 from toy_engine import Asked, Toy, admitted, held, judge, stepped
 from waiting import GIVE_UP_S
 
-from cache_manager.errors import RowError
+from cache_manager.errors import RegionError, RowError
 from kvroute.connector import Tokens, ends, routes, settings
 from kvroute.connector.left import LeftRoutes
+from kvroute.connector.scheduler import SENT_MAX
 from kvroute.rollout import RolloutStore, open_rollouts
 from kvroute.routes import Routes
 
@@ -141,15 +143,18 @@ def test_a_name_is_used_again_when_its_rows_are_gone(stuck: tuple[Toy, Stuck], n
     assert store.find("r") is None
 
 
-def test_a_store_that_stays_stuck_bounds_what_waits(stuck: tuple[Toy, Stuck], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("names", ["abc", "aaa"])
+def test_a_store_that_stays_stuck_bounds_what_waits(
+    stuck: tuple[Toy, Stuck], monkeypatch: pytest.MonkeyPatch, names: str
+) -> None:
     """Goal: a limit, which the client is told of; no rows of an older request under a newer one's name. Method: room
-    for the ends of two names, and three end; then the first name comes again, and the older request of that name is no
-    longer waited for."""
+    for two ends, and three end, of one name or of more; then the first name comes again, and the older request of
+    that name is no longer waited for."""
     toy, store = stuck
     monkeypatch.setattr(ends, "ENDS_MAX", 2)
     monkeypatch.setattr(ends, "LATE_S", 0.01)
     told = []
-    for name in ("a", "b", "c"):
+    for name in names:
         compute(toy, FIRST)
         told.append(end(toy, FIRST, name))
     with pytest.raises(RowError, match="2 at most, for the rollout store to take"):
@@ -161,7 +166,8 @@ def test_a_store_that_stays_stuck_bounds_what_waits(stuck: tuple[Toy, Stuck], mo
     for each in told[:2]:
         each.result(GIVE_UP_S)
     assert store.find("a") is None
-    assert judge(of(told[1], store._store), FIRST) == {"right": 6}
+    if names == "abc":
+        assert judge(of(told[1], store._store), FIRST) == {"right": 6}
 
 
 def test_an_answer_comes_whatever_happens(start: Callable[..., Toy], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,6 +189,61 @@ def test_an_answer_comes_whatever_happens(start: Callable[..., Toy], monkeypatch
         monkeypatch.setattr(LeftRoutes, at, lambda *_: 1 // 0)
     with pytest.raises(RowError, match="could not be left"):
         of(end(toy, FIRST))
+
+
+class OnceFaulty:
+    """A view whose first question for the worker's progress raises."""
+
+    def __init__(self, view: Any, error: BaseException) -> None:
+        self._view, self._errors = view, [error]
+
+    def generations(self, blocks: Any) -> Any:
+        if self._errors:
+            raise self._errors.pop()
+        return self._view.generations(blocks)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._view, name)
+
+
+def test_an_error_in_the_thread_is_told_to_those_who_wait(start: Callable[..., Toy]) -> None:
+    """Goal: as above, where the region cannot be read. Method: that is so once, while a request waits; the next one has
+    its rows."""
+    toy = start(late=True)
+    house = toy.scheduler._ends
+    assert house is not None
+    go = held(toy)
+    compute(toy, SECOND)
+    house._view = OnceFaulty(house._view, RegionError("gone on purpose"))  # type: ignore[assignment]
+    with pytest.raises(RowError, match="gone on purpose"):
+        of(end(toy, SECOND))
+    go.set()
+    compute(toy, FIRST)
+    assert judge(of(end(toy, FIRST)), FIRST) == {"right": 6}
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_thread_that_ends_leaves_nobody_waiting(start: Callable[..., Toy], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Goal: as above, whatever ends the thread. Method: the interpreter tells it to exit; a request waits, and another
+    one ends after that."""
+    toy = start()
+    compute(toy, FIRST)
+    monkeypatch.setattr(ends.Ends, "_read_together", lambda *_: sys.exit())
+    for why in ("has ended", "it has ended"):
+        with pytest.raises(RowError, match=why):
+            of(end(toy, FIRST))
+        toy.scheduler._ends._thread.join(60)  # type: ignore[union-attr]
+
+
+def test_an_answer_that_nobody_wants_costs_no_other_one(start: Callable[..., Toy]) -> None:
+    """Goal: as above. Method: a client cancels the future of its data while the worker is behind."""
+    toy = start(late=True)
+    go = held(toy)
+    compute(toy, FIRST)
+    assert end(toy, FIRST).cancel()
+    go.set()
+    compute(toy, SECOND)
+    assert judge(of(end(toy, SECOND)), SECOND) == {"right": 6}
 
 
 def test_a_client_gets_the_rows_that_it_lacks(start: Callable[..., Toy]) -> None:
@@ -330,6 +391,29 @@ def test_a_forgetting_takes_no_row_that_a_late_step_writes_over(start: Callable[
     toy.scheduler.reset()
     go.set()
     assert judge(again(toy, [5, 2, 3]), SAID, [0] * 4 + [1] * 5) == {"right": 7, "missing": 2}
+
+
+def test_a_forgetting_takes_no_row_that_an_older_step_writes_over(start: Callable[..., Toy]) -> None:
+    """Goal: as above, of more steps than the scheduler remembers. Method: the draft's row is computed over in the first
+    of six steps that are held up."""
+    toy, tokens = start(late=True, weights_version=1), [*SAID, 6, 1, 4]
+    request = admitted(toy, [*tokens[:4], 0, 0], [5, 2, 3])
+    stepped(toy, request, 6)
+    toy.worker.settle()
+    go = held(toy)
+    request.num_prompt_tokens, request.num_computed_tokens = 4, 4
+    request.tokens, request.all_token_ids = tokens, tokens[:11]
+    for _ in range(SENT_MAX + 2):
+        stepped(toy, request, 1)
+    toy.weights = 1
+    toy.scheduler.preempted(request)
+    toy.scheduler.reset()
+    go.set()
+    request = admitted(toy, tokens, [5, 2, 3])
+    stepped(toy, request, len(tokens))
+    told = toy.scheduler.finished("r", [5, 2, 3], len(tokens), Tokens([*tokens, 5], 4), ended=toy.scheduler.forget("r"))
+    assert told is not None
+    assert judge(of(told), tokens, [1] * len(tokens)) == {"right": 2, "missing": 10}
 
 
 @pytest.mark.parametrize("ends_as", ["nobody asks", "refused", "too many", "behind", "asked from behind it"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -112,6 +113,33 @@ def test_kv_that_never_came_has_no_rows(start: Start, outside: Any, late: bool) 
     assert other.worker.blocks.complete([5, 2]).all()
     assert request.num_computed_tokens == 8
     assert not seen(other, 8, other.scheduler.forget("r")).valid.any()
+
+
+def test_what_did_not_come_is_not_compared(start: Start, outside: Any) -> None:
+    """Goal: a load counts as far as it has come. Method: KV of two blocks comes between steps, and that of the second
+    one does not; of a block that came in part, the part counts."""
+    kept, store = outside(PROMPT)
+    for computed_tokens, blocks in ((8, [5, 2]), (6, [5, 2]), (4, [5]), (0, [])):
+        toy = start(kept=kept, store=store, witness="flagged", later=True)
+        request = admitted(toy, PROMPT, [5, 2, 3], external=8, later=True)
+        toy.worker.begin(toy.scheduler.step({}))
+        toy.worker.end()
+        request.num_computed_tokens = computed_tokens
+        toy.scheduler.loaded("r")
+        landed = toy.scheduler.step({}).landed
+        assert [(run.blocks, run.tokens) for run in landed] == [(blocks, computed_tokens)] * bool(blocks)
+
+
+def test_a_step_whose_end_never_came_is_not_forgotten(start: Start) -> None:
+    """Goal: what has become of blocks is known although a pass ended in an error. Method: a step gives blocks out and
+    has no end; the next one computes in them."""
+    toy = start()
+    toy.ask("before", PROMPT)
+    request = admitted(toy, PROMPT[::-1], [5, 2, 3])
+    toy.worker.begin(toy.scheduler.step({}))
+    stepped(toy, request, len(PROMPT))
+    assert toy.worker.blocks.counters.feed_gaps == 0
+    assert judge(seen(toy, len(PROMPT), toy.scheduler.forget("r")), PROMPT[::-1]) == {"right": len(PROMPT)}
 
 
 def test_a_token_that_is_computed_again_is_whole(start: Start, outside: Any) -> None:
@@ -280,7 +308,7 @@ def test_an_answer_of_a_step_whose_feed_fails_has_no_rows_and_waits_for_none(
 def test_calls_are_done_in_order_and_room_is_waited_for() -> None:
     """Goal: no call is lost, out of order or waits for ever. Method: more calls than there is room for, one that
     raises, from a thread that is held up in between; then a close that cannot wait."""
-    done, failed, go = list[int](), list[Exception](), threading.Event()
+    done, failed, go = list[int](), list[BaseException](), threading.Event()
     behind = Behind("behind", failed.append, PENDING_MAX)
     behind.put(lambda: go.wait(GIVE_UP_S) and None)
     with ThreadPoolExecutor(1) as threads:
@@ -294,6 +322,9 @@ def test_calls_are_done_in_order_and_room_is_waited_for() -> None:
     assert behind.settle(60)
     assert done == [7 // (i - 3) for i in range(PENDING_MAX + 3) if i != 3]
     assert [type(each) for each in failed] == [ZeroDivisionError]
+    behind.put(sys.exit)  # not even this ends the thread: others wait for it
+    assert behind.settle(60)
+    assert [type(each) for each in failed] == [ZeroDivisionError, SystemExit]
     stop = threading.Event()
     behind.put(lambda: stop.wait(GIVE_UP_S) and None)
     assert not behind.close(0.01)

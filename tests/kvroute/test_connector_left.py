@@ -18,7 +18,8 @@ from waiting import GIVE_UP_S
 
 import kvroute
 from kvroute.connector import Tokens, ends, routes
-from kvroute.rollout import RolloutStore, open_rollouts
+from kvroute.rollout import RolloutHandle, RolloutStore, open_rollouts
+from kvroute.rollout.local import LocalRollouts
 
 TOKENS = [3, 1, 4, 1, 5, 9]
 
@@ -89,15 +90,27 @@ def test_a_request_without_routes_leaves_no_older_ones(
         routes(answered(TOKENS), rollouts=store, wait_s=0)
 
 
-def test_a_name_without_a_rollout_is_ready_at_once(engine: Callable[..., Toy]) -> None:
-    """Goal: a request does not wait for a look-up in the store. Method: a new name, and one that was left before."""
-    toy = engine()
-    toy.ask("r", TOKENS)
+def test_a_request_comes_while_the_store_hangs(engine: Callable[..., Toy], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Goal: the thread that schedules waits for no store, of files neither. Method: the file system does not answer;
+    the request is ready when it has."""
+    toy, go, asked = engine(), threading.Event(), list[str]()
+    find = LocalRollouts.find
+
+    def held_up(self: LocalRollouts, name: str) -> RolloutHandle | None:
+        asked.append(threading.current_thread().name)
+        assert go.wait(60)
+        return find(self, name)
+
+    monkeypatch.setattr(LocalRollouts, "find", held_up)
     toy.scheduler.arrived("new", "new")
-    assert toy.scheduler.ready("new")
-    assert not toy.scheduler._ends._left.has_room("r")  # type: ignore[union-attr]
-    arrive(toy, "r")
-    assert toy.scheduler._ends._left.has_room("r")  # type: ignore[union-attr]
+    assert not toy.scheduler.ready("new")
+    go.set()
+    while not toy.scheduler.ready("new"):
+        time.sleep(0.001)
+    assert asked == ["kvroute-rooms"]
+    plain = engine(rollouts="response:")
+    plain.scheduler.arrived("new", "new")
+    assert plain.scheduler.ready("new")
 
 
 def test_a_store_that_fails_when_a_request_comes_is_reported(

@@ -13,12 +13,12 @@ import pytest
 from toy_engine import TOKENS, Toy, judge
 from waiting import GIVE_UP_S
 
-import kvroute
 from cache_manager.errors import StorageError, StoreMissingError
 from cache_manager.storage.disk import Disk
 from cache_manager.storage.file.directory import StoreDirectory
 from cache_manager.storage.file.fsck import read_extents
 from kvroute.connector import routes, worker
+from kvroute.connector.reader import StoreReader
 from tests.storage.stores import files, flip
 
 Start = Callable[..., Toy]
@@ -84,7 +84,8 @@ def test_a_restore_that_misses_says_why(
     said = {"store": f"file://{rows}?mode=read", "witness": "flagged", **next(harming)}
     asked = said.pop("asked", rows)
     toy = start(kept=kept, late=late, later=later, **said)
-    toy.scheduler._reader = kvroute.open_store(f"file://{asked}?mode=read")
+    toy.scheduler._reader.close()  # type: ignore[union-attr]
+    toy.scheduler._reader = StoreReader(f"file://{asked}?mode=read")
     assert next(harming, None) is None
     with caplog.at_level(logging.WARNING):
         found = routes(toy.ask("b", ASKED))

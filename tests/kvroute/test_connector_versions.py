@@ -106,6 +106,27 @@ def test_rows_of_mixed_weights_are_not_stored(start: Start, tmp_path: Path) -> N
     assert (hits(TOKENS, weights_version=1), hits(other, weights_version=1)) == (0, 8)
 
 
+def test_mixed_weights_take_no_hit(start: Start, outside: Any) -> None:
+    """Goal: rows of a store go with KV of their own weights alone. Method: the weights may have changed and KV was
+    kept; KV and rows of the first weights are outside."""
+    kept, store = outside(TOKENS)
+    toy = start(kept=kept, store=store, witness="flagged")
+    toy.ask("a", [7])
+    toy.scheduler.weights.changed()
+    check(toy, routes(toy.ask("b", TOKENS)), TOKENS)
+    assert toy.loaded == 0
+
+
+def test_weights_that_change_after_a_load_are_not_those_of_its_kv(start: Start, outside: Any) -> None:
+    """Goal: KV that was loaded counts as computed. Method: a step only loads, and then the weights change."""
+    kept, store = outside(TOKENS)
+    toy = start(kept=kept, store=store, witness="flagged", later=True)
+    admitted(toy, TOKENS, [5, 2, 3], external=8, later=True)
+    toy.scheduler.step({})
+    toy.scheduler.weights.changed(1)
+    assert toy.scheduler.weights.mixed
+
+
 @pytest.mark.parametrize(("name", "hits"), [("", 0), ("run-7", 8)])
 def test_a_version_is_shared_by_engines_whose_weights_have_a_name(tmp_path: Path, name: str, hits: int) -> None:
     """Goal: name and version together identify the weights. Method: two engines with the same version over one store,

@@ -23,7 +23,7 @@ from cache_manager.spec import RecordLayout
 from kvroute.connector.crossing import Came, Crossing, link_of
 from kvroute.routing import routing_spec
 from transfer import Outcome, Release
-from transfer.errors import NodeFullError
+from transfer.errors import NodeClosedError, NodeFullError
 
 SIZE, EXPERTS = 4, 16
 
@@ -254,6 +254,30 @@ def test_lent_copies_are_bounded_by_their_bytes() -> None:
     first.lend(names[3], tokens[:8], [0, 1], 0, 8)
     first.close()
     second.close()
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_transfer_that_failed_is_lent_no_further(begun: bool) -> None:
+    """Goal: decode never takes the rest of a prompt for its whole. Method: there is no room for a prompt's first
+    blocks, or for its second ones; then there is, and more of it is filled. Its last block ends it."""
+    first = Half(lent_nbytes_max=1)
+    lender, room, tokens, name = first.crossing.lender, 1 << 30, list(range(16)), secrets.token_bytes(16)
+    first.rows.renew([0, 1, 2, 3])
+    first.compute(tokens, [0, 1, 2, 3], 0, 16)
+    if begun:
+        lender._lent_nbytes_max = room
+        first.lend(name, tokens, [0, 1, 2, 3], 0, 4)
+        lender._lent_nbytes_max = 1
+    with pytest.raises(NodeFullError):
+        first.lend(name, tokens, [0, 1, 2, 3], 4, 8)
+    lender._lent_nbytes_max = room
+    if begun:
+        first.ended()
+    for start, stop in ((8, 12), (12, 16)):
+        with pytest.raises(NodeClosedError, match="not lent any more"):
+            first.lend(name, tokens, [0, 1, 2, 3], start, stop)
+    assert (lender.lent_nbytes, lender._over, lender._open) == (0, set(), set())
+    first.close()
 
 
 @pytest.mark.parametrize("kv", [False, True])

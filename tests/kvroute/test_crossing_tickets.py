@@ -8,8 +8,10 @@ import pytest
 from budget import examples
 from hypothesis import given
 from hypothesis import strategies as st
-from toy_engine import Toy
-from toy_pair import ALL, OWN, PROMPT, handed_over, taken, two
+from toy_engine import TOKENS, Asked, Toy
+from toy_pair import ALL, OWN, PROMPT, handed_over, taken, two, until
+
+from kvroute.connector.transfers import TAKEN
 
 
 @examples(25)
@@ -59,3 +61,29 @@ def test_addresses_that_clients_make_up_fill_neither_memory_nor_logs(caplog: pyt
         blocks = -(-(len(PROMPT) - 1) // 4)
         assert list(second.worker.missing.values()) == [5 * 4 * blocks]
     assert len([each for each in caplog.records if "have no rows" in each.message]) == 1
+
+
+def test_a_ticket_brings_rows_to_one_request() -> None:
+    """Goal: of two requests with one ticket, completions of a prompt, the first has its rows and the second the reason.
+    Method: both are admitted in one step; each goes on when it is due."""
+    with two(blocks=20) as (first, second):
+        ticket, rows, worker = handed_over(first, PROMPT), second.scheduler, second.worker
+        tables = {"0_r": [0, 1, 2], "1_r": [3, 4, 5]}
+        for name, table in tables.items():
+            request = Asked(name, PROMPT)
+            assert rows.matched(request, 0, len(PROMPT), later=True) == len(PROMPT)
+            rows.given(table)
+            rows.admitted(request, table, len(PROMPT), ticket=ticket)
+        worker.begin(rows.step({}))
+        worker.end()
+        came, gone = set(tables), dict[str, int]()
+        assert worker.transfers is not None
+        until(lambda: worker.transfers.crossing.node.counters.pulls_in_flight == 0)  # type: ignore[union-attr]
+        while len(gone) < 2:
+            for name in worker.arrived(came):
+                gone[name] = int(worker.blocks.read("routing", tables[name], 0, len(PROMPT) - 1).valid.sum())
+            came = set()
+            second.hear()
+        assert gone == {"0_r": len(PROMPT) - 1, "1_r": 0}
+        assert {name: set(rows.forget(name).why.values()) for name in tables} == {"0_r": set(), "1_r": {TAKEN}}
+        assert worker.missing == {TAKEN: 3 * TOKENS}

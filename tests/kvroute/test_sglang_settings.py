@@ -17,13 +17,13 @@ from kvroute.integrations.sglang.settings import settings_of
 def test_invalid_settings_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """Goal: a mistake can be mended by its message. Method: the place, what may stand there, and what was written."""
     wanted = "store, rollouts, weights, witness, strict, untested"
-    with pytest.raises(ConfigError, match=rf"^linker_extra_config: wanted some of {wanted}.*got .*field `stor`"):
+    with pytest.raises(ConfigError, match=rf"^linker_extra_config: wanted some of {wanted} .*got 'stor'"):
         settings_of({"linker": "KvrouteLinker", "linker_extra_config": {"stor": "x"}})
     monkeypatch.setenv("KVROUTE_SGLANG", "store=file:///x")
     with pytest.raises(ConfigError, match=r"^KVROUTE_SGLANG: wanted a JSON object, got 'store=file:///x'"):
         settings_of(None)
     monkeypatch.setenv("KVROUTE_SGLANG", '{"weights": 3}')
-    with pytest.raises(ConfigError, match=r"KVROUTE_SGLANG: wanted .*`\$\.weights`"):
+    with pytest.raises(ConfigError, match=r"^KVROUTE_SGLANG\.weights: wanted text, got 3"):
         settings_of(None)
     monkeypatch.setenv("KVROUTE_SGLANG", "")
     assert settings_of(None) == Common()

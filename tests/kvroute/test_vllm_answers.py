@@ -16,6 +16,7 @@ from waiting import GIVE_UP_S
 
 import kvroute
 from kvroute.connector import Tokens
+from kvroute.connector.answers import start_of
 from kvroute.connector.left import LeftRoutes
 from kvroute.integrations.vllm import gathered, routes, unseen
 from kvroute.rollout import RolloutStore, open_rollouts
@@ -365,3 +366,42 @@ def test_chunks_that_are_not_one_stream_are_refused() -> None:
     ):
         with pytest.raises(kvroute.RowError, match=why):
             gathered(chunks)
+
+
+@pytest.mark.parametrize(
+    ("asked", "why"),
+    [
+        (7, "kvroute: wanted a mapping with start, got 7"),
+        ([], r"kvroute: wanted a mapping with start, got \[\]"),
+        ({"strat": 1}, "kvroute: wanted a mapping with start, got the key 'strat'"),
+        ({"start": 1, 2: 3}, "kvroute: wanted a mapping with start, got the key 2"),
+    ],
+)
+def test_a_request_that_asks_for_what_there_is_not_is_refused(asked: Any, why: str) -> None:
+    """Goal: a misspelt option is an error in the answer. Method: other values than a mapping, and other keys."""
+    with pytest.raises(kvroute.RowError, match=why):
+        start_of(asked)
+
+
+def test_what_goes_on_from_prefill_is_a_request() -> None:
+    """Goal: a proxy hands prefill's answer over as it is. Method: each key that such an answer may have."""
+    assert start_of(None) == 0
+    assert start_of({"transfer": {}, "error": {}, "rollouts": {}, "unseen": {}, "missing": {}}) == 0
+    assert start_of({"start": "3"}) == "3"  # judged where the prompt is known
+
+
+@pytest.mark.parametrize(("reason", "said"), [("abort", True), ("error", True), ("stop", False)])
+def test_an_answer_without_a_handle_says_why(reason: str, said: bool) -> None:
+    """Goal: a client learns why there are no routes. Method: requests that ended in each way, without a store."""
+    answer = answered()
+    answer["choices"][0]["finish_reason"] = reason
+    with pytest.raises(kvroute.RowError, match="handle of them") as refused:
+        routes(answer)
+    assert (f"the request ended as {reason!r}" in str(refused.value)) == said
+
+
+@pytest.mark.parametrize("output", [{"sequences": []}, SimpleNamespace(tokens=[1], cum_logprob=-1.0)])
+def test_a_beam_has_no_routes(output: Any) -> None:
+    """Goal: as above. Method: a beam search's answer, and one of its beams."""
+    with pytest.raises(kvroute.RowError, match="got one of a beam search"):
+        routes(output)

@@ -197,12 +197,13 @@ def test_kills_at_random_moments_never_lose_an_answered_record_nor_make_a_wrong_
 def test_while_it_cannot_start_calls_are_refused_with_the_cause(
     store: ApartStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No descriptor is free; then a file stands where the store's directory was. A bug that was found: the former ended
-    the thread that restarts the process."""
+    """No descriptor is free, or something unforeseen happens; then a file stands where the store's directory was. Bugs
+    that were found: the former two ended the thread that restarts the process."""
     place, aside = tmp_path / "store", tmp_path / "aside"
+    errors = [OSError(errno.EMFILE, "no descriptor, on purpose"), ValueError("unforeseen, on purpose")]
 
     def popen(*_: object, **__: object) -> None:
-        raise OSError(errno.EMFILE, "no descriptor, on purpose")
+        raise errors[0]
 
     def said(cause: str) -> bool:
         with pytest.raises(StoreUnavailableError) as refused:
@@ -216,6 +217,8 @@ def test_while_it_cannot_start_calls_are_refused_with_the_cause(
         pid = end(store.pid)
         until(lambda: gone(pid), WAIT_S)
         until(lambda: said("no descriptor, on purpose"), WAIT_S)
+        del errors[0]
+        until(lambda: said("unforeseen, on purpose"), WAIT_S)
     until(lambda: said(str(place)), WAIT_S)
     place.unlink()
     aside.rename(place)

@@ -21,6 +21,8 @@ def answer(body: bytes) -> bytes:
             os.write(CHANNEL, b"\0\0\0\x05twice")
         case b"end":
             os._exit(3)
+        case b"raise":
+            raise ValueError("on purpose")
     if body in (b"half", b"too long", b"silence"):
         time.sleep(600)
     return body

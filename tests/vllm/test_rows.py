@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engines import BLOCK, Engine, Verdict, judge, prompts
+from engines import BLOCK, Engine, Verdict, judge, judge_tokens, prompts
 from vllm import SamplingParams
+from vllm.v1.request import RequestStatus
 
 import kvroute
 from kvroute.integrations.vllm import routes
@@ -105,6 +106,32 @@ def test_an_aborted_request_leaves_nothing_wrong(qwen: Engine) -> None:
             time.sleep(0.01)
         assert left.rows == len(prompt) + steps - 1
     all_right(qwen, qwen.ask(asked))
+
+
+def test_a_request_that_ends_in_an_error_leaves_its_rows(qwen: Engine) -> None:
+    """Goal: rows that were computed can be had, however a request ends. Method: vLLM's scheduler ends one as it does
+    when KV has failed to load, after steps."""
+    core, (asked,) = qwen.llm.llm_engine, prompts(12, 60)
+    sampling = SamplingParams(temperature=0, max_tokens=99, ignore_eos=True)
+    core.add_request("failed", {"prompt_token_ids": asked}, sampling)
+    for _ in range(5):
+        core.step()
+    (request,) = core.engine_core.engine_core.scheduler.requests.values()
+    tokens = list(request.all_token_ids)
+    core.engine_core.engine_core.scheduler.finish_requests([request.request_id], RequestStatus.FINISHED_ERROR)
+    core.abort_request(["failed"])
+    while (left := qwen.rollouts.find("failed")) is None:
+        time.sleep(0.01)
+    found, _ = qwen.rollouts.get(left)
+    assert judge_tokens(qwen.home, tokens[: found.stop + 1], found).right == len(asked) + 5 - 1
+
+
+@pytest.mark.parametrize("asked_for", [{"strat": 1}, 7])
+def test_a_request_that_asks_for_what_there_is_not_is_told(qwen: Engine, asked_for: Any) -> None:
+    """Goal: a misspelt option is an error in the answer. Method: another key than there is, and no mapping."""
+    (output,) = qwen.ask(prompts(13, 20), extra_args={"kv_transfer_params": {"kvroute": asked_for}})
+    with pytest.raises(kvroute.RowError, match="kvroute: wanted a mapping with start, got"):
+        routes(output, rollouts=qwen.rollouts)
 
 
 def test_a_request_that_does_not_wait_for_its_name(qwen: Engine) -> None:

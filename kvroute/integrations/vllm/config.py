@@ -94,7 +94,7 @@ def refuse(config: Any, cache: Any, settings: Settings) -> None:
         "no routed experts of vLLM's own (one hook a router)": any(
             getattr(place, "enable_return_routed_experts", False) for place in own
         ),
-        "a store that other processes can read": settings.store.startswith("memory:"),
+        "a store that other processes can read, not memory: alone": bool(settings.store) and not settings.reads,
     }.items():
         if got:
             raise ConfigError("vLLM with kvroute", wanted, f"vLLM {vllm.__version__} as it is configured")

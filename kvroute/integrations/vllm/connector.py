@@ -7,9 +7,9 @@ from functools import partial
 from importlib import import_module
 from typing import Any
 
-from cache_manager.errors import ConfigError
+from cache_manager.errors import ConfigError, RowError
 from kvroute.connector import Handshake, SchedulerRows, StepMeta, Tokens
-from kvroute.connector.answers import FIELD, START
+from kvroute.connector.answers import FIELD, start_of
 from kvroute.connector.pages import page_name
 from kvroute.connector.settings import Told
 from kvroute.connector.tickets import TRANSFER
@@ -209,14 +209,18 @@ class RowsWithKV(Base):  # type: ignore[misc]
         ended, tokens = rows.forget(name), min(request.num_tokens - 1, request.num_computed_tokens)
         client, group = _names_of(request)
         gone = status.endswith("ABORTED") and rows.engine.settings.rollouts == "response:"
-        if ticket is not None or status == "FINISHED_ERROR" or gone:
+        if ticket is not None or gone:
             rows.unanswered(ended, client, group)
             return keep, params if ticket is None else {**(params or {}), FIELD: ticket}  # who goes on has the rows
         stops = request.sampling_params is not None and bool(request.sampling_params.stop)
-        of = Tokens(list(request.all_token_ids), request.num_prompt_tokens, stops or status.endswith("ABORTED"))
-        said = (request.kv_transfer_params or {}).get(FIELD)
-        start = said.get(START, 0) if isinstance(said, Mapping) else 0
-        told = rows.finished(client, blocks, tokens, of, group=group, ended=ended, start=start)
+        cut = stops or status.endswith(("ABORTED", "ERROR"))
+        of = Tokens(list(request.all_token_ids), request.num_prompt_tokens, cut)
+        try:
+            start = start_of((request.kv_transfer_params or {}).get(FIELD))
+        except RowError as error:
+            told = rows.refused(client, error, ended, group)
+        else:
+            told = rows.finished(client, blocks, tokens, of, group=group, ended=ended, start=start)
         return keep, {**(params or {}), FIELD: told} if told else params  # the answer waits for it: core
 
     # ---------------------------------------------------------------- in both, and in the front end

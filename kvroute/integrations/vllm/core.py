@@ -15,7 +15,7 @@ import msgspec
 from cache_manager.errors import ConfigError
 from kvroute.connector.answers import FIELD
 from kvroute.connector.behind import Behind
-from kvroute.connector.versions import version_of
+from kvroute.connector.versions import AS_LOADED, version_of
 from kvroute.integrations.vllm.field import join
 
 logger = logging.getLogger(__name__)
@@ -107,7 +107,8 @@ def check_followed(rows: Any) -> None:
 
 def _set_weight_version(weights: Any, weight_version: str) -> None:
     if (version := version_of(weight_version)) is None:
-        logger.warning("weights version %r is not a whole number: rows have no version", weight_version)
+        wanted = f"a whole number from 0 to {AS_LOADED - 1}"
+        logger.warning("kvroute: weights version: wanted %s, got %r: rows have no version", wanted, weight_version)
     weights.changed(version)
 
 

@@ -1,0 +1,77 @@
+"""Which keys a store of rows has, for a thread that must not wait for a store that hangs."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from concurrent.futures import Future, wait
+from functools import partial
+from typing import Final
+
+import kvroute
+from cache_manager.errors import KVRouteError
+from cache_manager.keys import BlockKey
+from cache_manager.ports import StorageBackend
+from kvroute.connector.behind import Behind
+
+logger = logging.getLogger(__name__)
+
+ASKED_S: Final = 1.0
+"""How long a question waits at most for its answer,"""
+OPENED_S: Final = 30.0
+"""and the start of an engine for the store to be opened."""
+
+
+class StoreReader:
+    """A reader of the store at ``url``, opened and asked on a thread of its own.
+
+    One that cannot be opened at first, or not within :data:`OPENED_S`, is opened with a later question.
+    A store that fails, or that does not answer within :data:`ASKED_S`, has none of the keys. Until it has answered that
+    question it is asked no further one, and has no keys: it holds the calling thread once.
+    """
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._store: StorageBackend | None = None
+        self._thread = Behind("kvroute-reader")
+        self._asked = Future[list[bool]]()  # the last question
+        self._ask([], self._asked)
+        wait([self._asked], OPENED_S)
+
+    def contains(self, keys: Sequence[BlockKey]) -> list[bool]:
+        """Whether the store has each of ``keys``."""
+        try:
+            if self._asked.done():
+                self._asked = Future()
+                self._ask(keys, self._asked)
+                return self._asked.result(ASKED_S)
+        except TimeoutError:
+            logger.warning("hits from outside are computed again, the store of rows has not answered for %s s", ASKED_S)
+        except KVRouteError as error:
+            logger.warning("hits from outside are computed again, the store of rows cannot be asked: %s", error)
+        return [False] * len(keys)
+
+    def close(self) -> None:
+        """Close the reader. A store that hangs is left to its thread, which ends with the process."""
+        self._thread.put(self._close)
+        self._thread.close(ASKED_S)
+
+    def _ask(self, keys: Sequence[BlockKey], answer: Future[list[bool]]) -> None:
+        self._thread.put(partial(self._answer, keys, answer))
+
+    # ---------------------------------------------------------------- the thread
+
+    def _answer(self, keys: Sequence[BlockKey], answer: Future[list[bool]]) -> None:
+        try:
+            if self._store is None:
+                self._store = kvroute.open_store(self._url)
+            answer.set_result(self._store.contains(keys))
+        except BaseException as error:  # noqa: BLE001 - who asked gets it
+            answer.set_exception(error)
+
+    def _close(self) -> None:
+        if self._store is not None:
+            self._store.close()
+
+
+__all__ = ["ASKED_S", "StoreReader"]
