@@ -71,7 +71,7 @@ CONFIG: Mapping[str, Any] = {
 def test_equal_configurations_have_one_digest_wherever_they_come_from() -> None:
     """Goal: names, the order of keys and types that JSON does not have make no difference."""
     digest = configuration_digest(CONFIG, dtype=torch.float32, load_format=Format.DUMMY)
-    same = dict(reversed(CONFIG.items()))
+    same = dict(reversed(list(CONFIG.items())))
     same |= {"_name_or_path": "/two", "transformers_version": "9", "architectures": ("Qwen3MoeForCausalLM",)}
     same |= {"dtype": "torch.float32", "id2label": {"0": "a", "1": "b"}}
     assert configuration_digest(same, load_format="dummy", dtype="torch.float32") == digest
