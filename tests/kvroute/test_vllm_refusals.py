@@ -84,7 +84,7 @@ def test_what_is_judged_is_taken() -> None:
 
 def test_a_scheduler_without_a_first_rank_says_so() -> None:
     """Goal: no bare StopIteration in vLLM's core. Method: what the core of a second rank passes on."""
-    rows = SimpleNamespace(_scheduler_rows=SimpleNamespace(attach=print))
+    rows: Any = SimpleNamespace(_scheduler_rows=SimpleNamespace(attach=print))
     with pytest.raises(
         ConfigError, match="workers: wanted a first rank beside this scheduler, with rows, got 0 without"
     ):

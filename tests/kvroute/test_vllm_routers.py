@@ -23,6 +23,9 @@ RIGHT = {
 }
 
 
+HOOK_OF: Any = lambda layer: lambda _: layer  # noqa: E731 - a hook that says its layer
+
+
 class DeepseekV4MegaMoEExperts:
     """Under the name of vLLM's experts that report what they are given."""
 
@@ -46,7 +49,7 @@ def bound(layers: dict[str, int]) -> dict[str, Any]:
         name: SimpleNamespace(layer_id=layer) if name.endswith("attn") else DeepseekV4MegaMoEExperts(layer)
         for name, layer in layers.items()
     }
-    bind(modules, SPEC, lambda layer: lambda _: layer)
+    bind(modules, SPEC, HOOK_OF)
     return {name: each.capture_fn(None) for name, each in modules.items() if getattr(each, "capture_fn", None)}
 
 
@@ -75,7 +78,7 @@ ONE = routing_spec(num_experts=8, top_k=2, layer_ids=[1], num_layers=4, block_to
 @pytest.mark.parametrize("kind", [kind for kind, judged in ROUTERS.items() if not judged.wanted])
 def test_a_judged_router_is_hooked(kind: str) -> None:
     layer = router_named(kind, num_fused_shared_experts=0)
-    bind({"layers.1.mlp": layer}, ONE, lambda i: lambda _: i)
+    bind({"layers.1.mlp": layer}, ONE, HOOK_OF)
     assert layer.router.capture(None) == 1
 
 
@@ -98,6 +101,6 @@ def test_a_router_whose_hook_sees_other_ids_is_refused_by_name(kind: str, fields
     nothing, shared experts among the ids, a class that nobody judged; nothing is hooked."""
     layer = router_named(kind, **fields)
     with pytest.raises(ConfigError, match=message) as refusal:
-        bind({"layers.1.mlp": layer}, ONE, lambda i: lambda _: i)
+        bind({"layers.1.mlp": layer}, ONE, HOOK_OF)
     assert refusal.value.field == "router of layers.1.mlp"
     assert not hasattr(layer.router, "capture")
