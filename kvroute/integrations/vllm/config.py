@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Final, Literal
 
 from cache_manager.errors import ConfigError
@@ -9,13 +10,23 @@ from cache_manager.keys import Namespace
 from kvroute.connector.pages import page_name
 from kvroute.connector.settings import Engine, Settings
 from kvroute.connector.versions import AS_LOADED
+from kvroute.integrations.vllm.refusals import refuse_arguments
 from kvroute.routing import routing_spec_from_hf
-from kvroute.weights import weights_digest
+from kvroute.weights import configuration_digest, weights_digest
 
 TESTED: Final = ("0.32", "0.33")
 """Versions of vLLM that rows were judged on: 0.32 by the tests, 0.33's Python over 0.32's native code by hand."""
 WHOLE_REQUESTS: Final = tuple(f"{each}Connector" for each in ("Nixl", "NixlPull", "NixlPush", "Mooncake", "MoRIIO"))
 """Connectors that move a request's KV whole, from one engine to another: hits are not cut, and rows go beside it."""
+CHOICES: Final = (
+    "dtype",
+    "quantization",
+    "quantization_config",
+    "model_impl",
+    "model_class_overrides",
+    "disable_sliding_window",
+)
+"""Fields of vLLM's ``ModelConfig`` that change what is computed with the same files."""
 
 
 def settings_of(transfer: Any) -> Settings:
@@ -45,12 +56,13 @@ def engine_of(config: Any, cache: Any, inner: str) -> Engine:
         raise ConfigError("settings.store", wanted, settings.store)
     witness = _witness(settings) if settings.store and inner != "Connector" else "off"
     version = AS_LOADED if settings.weights_version is None else settings.weights_version
-    weights = settings.weights or weights_digest(model.model, str(model.revision or ""))
-    precision = f"{model.dtype}/{config.cache_config.cache_dtype}/{model.quantization}"
+    weights = settings.weights or weights_digest(
+        getattr(model, "model_weights", "") or model.model, str(model.revision or "")
+    )
     return Engine(
         settings,
         spec,
-        Namespace(f"{weights}/{precision}", version),
+        Namespace(f"{weights}/{computation(config)}", version),
         blocks=cache.num_blocks,
         max_tokens=config.scheduler_config.max_num_batched_tokens,
         witness=witness,
@@ -75,29 +87,71 @@ def refuse(config: Any, cache: Any, settings: Settings) -> None:
     """Raise :class:`ConfigError` naming the first unsupported feature of the engine."""
     import vllm  # type: ignore[import-not-found]
 
-    model, parallel, kv = config.model_config, config.parallel_config, cache.kv_cache_groups[0].kv_cache_spec
+    model, kv = config.model_config, cache.kv_cache_groups[0].kv_cache_spec
     version = ".".join(vllm.__version__.split(".")[:2])
     lossy, hashed = _lossy(kv, model.max_model_len), getattr(cache, "hash_block_size", None)
-    contexts = parallel.decode_context_parallel_size * getattr(parallel, "prefill_context_parallel_size", 1)
-    own = (model, getattr(config, "aux_output_config", None))
     for wanted, got in {
         f"vLLM {' or '.join(TESTED)}, or settings.untested={version!r}": version not in (*TESTED, settings.untested),
         "one KV cache group (a hybrid model has more; --disable-hybrid-kv-cache-manager makes one of windows and full "
         "attention)": len(cache.kv_cache_groups) > 1,
         f"KV of all tokens, or max_model_len within the window, not {', '.join(lossy)}": bool(lossy),
         "a hash for each whole block": hashed not in (None, kv.block_size),
-        "no pipeline parallelism": parallel.pipeline_parallel_size > 1,
-        "no data parallelism": parallel.data_parallel_size > 1,
-        "no context parallelism": contexts > 1,
-        "no dual-batch overlap": getattr(parallel, "enable_dbo", False),
-        "prompts of tokens (embeddings all have the same ids)": getattr(model, "enable_prompt_embeds", False),
-        "no routed experts of vLLM's own (one hook a router)": any(
-            getattr(place, "enable_return_routed_experts", False) for place in own
-        ),
         "a store that other processes can read, not memory: alone": bool(settings.store) and not settings.reads,
     }.items():
         if got:
             raise ConfigError("vLLM with kvroute", wanted, f"vLLM {vllm.__version__} as it is configured")
+    refuse_arguments(config)
+
+
+def computation(config: Any) -> str:
+    """32 hex digits that differ between engines of the same files that compute differently.
+
+    They cover the model's effective configuration, with ``hf_overrides`` and an edited ``config.json``, and vLLM's own
+    choices. vLLM's ``VllmConfig`` is read, and the model's configuration once more from where vLLM had it: a model that
+    is built fills in its own copy, in the workers alone, and all processes have to agree.
+    """
+    import vllm.envs as envs  # type: ignore[import-not-found]
+
+    model, load, effective = config.model_config, config.load_config, _effective(config.model_config)
+    chosen = {name: _plain(getattr(model, name, None)) for name in CHOICES}
+    long_rope = "longrope" in str(effective)  # it has other factors for engines of long sequences
+    return configuration_digest(
+        effective,
+        **chosen,
+        kv_cache_dtype=config.cache_config.cache_dtype,
+        load_format=_plain(load.load_format),
+        loader=_plain(load.model_loader_extra_config),
+        lora_dtype=_plain(getattr(config.lora_config, "lora_dtype", None)),
+        max_model_len=model.max_model_len if long_rope else None,
+        routing=getattr(envs, "VLLM_MOE_ROUTING_SIMULATION_STRATEGY", ""),
+    )
+
+
+def _effective(model: Any) -> Mapping[str, Any]:
+    """The model's configuration as vLLM's ``ModelConfig`` made it: from the files, then with its overrides."""
+    from vllm.transformers_utils.config import get_config  # type: ignore[import-not-found]
+
+    overrides, flat, nested = model.hf_overrides or {}, {}, {}
+    if not callable(overrides):
+        nested = {key: value for key, value in overrides.items() if isinstance(value, dict)}
+        flat = {key: value for key, value in overrides.items() if key not in nested}
+    effective = get_config(
+        model.hf_config_path or model.model,
+        model.trust_remote_code,
+        getattr(model, "_hf_config_revision", None) or model.revision,
+        model.code_revision,
+        model.config_format,
+        hf_overrides_kw=flat,
+        hf_overrides_fn=overrides if callable(overrides) else None,
+        token=model.hf_token,
+    )
+    model._apply_dict_overrides(effective, nested)
+    return dict(effective.to_dict())
+
+
+def _plain(value: Any) -> Any:
+    """``value`` of vLLM's as the digest takes it: its own classes of settings by their fields."""
+    return value if value is None or isinstance(value, (bool, int, float, str, Mapping)) else str(value)
 
 
 def _lossy(kv: Any, tokens_max: int) -> list[str]:
@@ -115,4 +169,4 @@ def _lossy(kv: Any, tokens_max: int) -> list[str]:
     return list(found)
 
 
-__all__ = ["TESTED", "engine_of", "refuse", "settings_of"]
+__all__ = ["TESTED", "computation", "engine_of", "refuse", "settings_of"]

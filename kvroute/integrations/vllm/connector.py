@@ -123,7 +123,10 @@ class RowsWithKV(Base):  # type: ignore[misc]
     # ---------------------------------------------------------------- in the scheduler's process
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[Any, Handshake]) -> None:
-        self._scheduler_rows.attach(next(each for each in metadata.values() if each.region))
+        first = next((each for each in metadata.values() if each.region), None)
+        if first is None:
+            raise ConfigError("workers", "a first rank beside this scheduler, with rows", f"{len(metadata)} without")
+        self._scheduler_rows.attach(first)
         if inner := {rank: each.inner for rank, each in metadata.items() if each.inner is not None}:
             super().set_xfer_handshake_metadata_pp_aware(inner)
 

@@ -3,7 +3,8 @@
 The engine core's end is :class:`Field`. Each output of a step gets the rows of the tokens that the model has read since
 the request's last output, because the front end may end a request at any of them (a stop string, an abort); it
 concatenates these chunks when the request ends. The front end's end is :func:`watch`: an answer that lacks a row has no
-field, and says why. :func:`take_over` turns vLLM's own flag into the connector's setting.
+field, and says why. :func:`take_over` turns vLLM's own flag into the connector's setting, and calls :func:`watch` where
+a configuration asks for the field: every front end makes its configuration itself.
 """
 
 from __future__ import annotations
@@ -288,12 +289,15 @@ def take_over() -> None:
 
     @wraps(create)
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
-        places = [self, getattr(self, "aux_output_config", None)]
-        flagged = [place for place in places if getattr(place, FLAG, False)]
-        settings = settings_in(self.kv_transfer_config) if flagged else None
-        if settings is not None and settings.setdefault("field", True):
-            for place in flagged:
-                setattr(place, FLAG, False)
+        settings = settings_in(self.kv_transfer_config)
+        if settings is not None:
+            places = [self, getattr(self, "aux_output_config", None)]
+            flagged = [place for place in places if getattr(place, FLAG, False)]
+            if flagged and settings.setdefault("field", True):
+                for place in flagged:
+                    setattr(place, FLAG, False)
+            if settings.get("field"):
+                watch()  # this process has the front end
         return create(self, *args, **kwargs)
 
     setattr(create_engine_config, WRAPPED, True)

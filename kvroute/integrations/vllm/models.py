@@ -1,26 +1,32 @@
 """vLLM's own models with one more layer of KV for rows; see :mod:`kvroute.connector.pages`.
 
-vLLM asks a model for its layers before it knows any connector, so the layer belongs to the model. ``register`` is the
-entry point that vLLM calls in each of its processes (``vllm.general_plugins``); a class here extends vLLM's own: it
-adds the layer when the connector's settings say so, and tells the layer the tokens that the model gets. Attribute
-access makes the class: vLLM's models are not imported earlier.
+vLLM asks a model for its layers before it makes any connector, so the layer belongs to the model. ``register`` is the
+entry point that vLLM calls in each of its processes (``vllm.general_plugins``), before there is a configuration. When a
+worker builds a model whose configuration asks for the layer, the class is one that extends vLLM's own: it adds the
+layer, and tells the layer the tokens that the model gets. In every other process vLLM's classes are vLLM's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from functools import wraps
-from importlib import import_module
+import logging
+from collections.abc import Callable, Mapping
+from functools import cache, wraps
 from typing import Any, Final
 
 from cache_manager.errors import ConfigError
 from cache_manager.spec import AuxBlockDataSpec
+from kvroute.connector.answers import FIELD
 from kvroute.connector.pages import Pages, StepTokens, page_name, token_nbytes
 from kvroute.connector.settings import Settings
 from kvroute.connector.witness import by_layer
 from kvroute.integrations.vllm.config import settings_of
+from kvroute.integrations.vllm.field import take_over
 from kvroute.routing import routing_spec_from_hf
 
+logger = logging.getLogger(f"vllm.{__name__}")  # vLLM shows informations below its own name alone
+
+PACKAGE: Final = "kvroute.integrations.vllm"
+"""``kv_connector_module_path`` of an engine with a connector of kvroute."""
 ARCHITECTURES: Final = {
     "Qwen3MoeForCausalLM": "qwen3_moe",
     "MixtralForCausalLM": "mixtral",
@@ -34,32 +40,61 @@ LAYERED: Final = ("KvrouteExampleConnector", "KvrouteOffloadingConnector")
 
 
 def register() -> None:
-    """Replace vLLM's classes by those of this module; a second call is harmless."""
-    from vllm import ModelRegistry  # type: ignore[import-not-found]
+    """Let vLLM's loader ask :func:`with_layer` for the class of each model that it builds; a second call is harmless.
 
-    from kvroute.integrations.vllm.field import take_over, watch
-
+    This, and a look at each configuration that is made (:func:`take_over`), are the only changes to vLLM in a process
+    whose configuration does not name kvroute.
+    """
     take_over()
-    watch()
-    for architecture in ARCHITECTURES:
-        ModelRegistry.register_model(architecture, f"{__name__}:{architecture}")
+    from vllm.model_executor.model_loader import utils  # type: ignore[import-not-found]
+
+    resolve = getattr(utils, "get_model_architecture", None)
+    if resolve is None:
+        logger.warning("this vLLM's loader is unknown: no model gets a layer of rows (carrier 'layer')")
+    elif not hasattr(resolve, FIELD):
+        utils.get_model_architecture = made = _resolving(resolve)
+        setattr(made, FIELD, True)
 
 
-def __getattr__(name: str) -> Any:
-    if name not in ARCHITECTURES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    base = getattr(import_module(f"vllm.model_executor.models.{ARCHITECTURES[name]}"), name)
-    globals()[name] = made = type(
-        name, (base,), {"__init__": _init(base), "forward": _forward(base), "__module__": __name__}
-    )
-    return made
+def _resolving(resolve: Callable[..., tuple[type, str]]) -> Callable[..., tuple[type, str]]:
+    @wraps(resolve)
+    def resolved(model_config: Any) -> tuple[type, str]:
+        from vllm.config import get_current_vllm_config_or_none  # type: ignore[import-not-found]
+
+        kind, architecture = resolve(model_config)
+        config = get_current_vllm_config_or_none()
+        return (kind if config is None else with_layer(kind, config)), architecture
+
+    return resolved
+
+
+def with_layer(kind: type, config: Any) -> type:
+    """The class ``kind`` of a model with a layer of rows, if ``config`` asks for one; otherwise ``kind`` itself.
+
+    To ask is to name a connector of kvroute, or settings of kvroute for a connector inside another, and what
+    :func:`wants_pages` adds. The log has a line either way.
+    """
+    transfer, name = config.kv_transfer_config, kind.__name__
+    if transfer is None or not (
+        transfer.kv_connector_module_path == PACKAGE or "kvroute" in transfer.kv_connector_extra_config
+    ):
+        logger.info("kvroute does nothing here: the configuration names no connector of kvroute")
+        return kind
+    if ARCHITECTURES.get(name) != kind.__module__.rpartition(".")[2] or not wants_pages(settings_of(transfer), config):
+        return kind
+    logger.info("kvroute gives %s a layer of KV for rows", name)
+    return _layered(kind)
+
+
+@cache
+def _layered(kind: Any) -> type:
+    return type(kind.__name__, (kind,), {"__init__": _init(kind), "forward": _forward(kind), "__module__": __name__})
 
 
 def _init(base: Any) -> Any:
     def __init__(self: Any, *, vllm_config: Any, prefix: str = "") -> None:  # noqa: N807 - becomes a class's method
         base.__init__(self, vllm_config=vllm_config, prefix=prefix)
-        if (transfer := vllm_config.kv_transfer_config) is not None and wants_pages(settings_of(transfer), vllm_config):
-            self.kvroute_rows = _layer(vllm_config)
+        self.kvroute_rows = _layer(vllm_config)
 
     return __init__
 
@@ -67,8 +102,7 @@ def _init(base: Any) -> Any:
 def _forward(base: Any) -> Any:
     @wraps(base.forward)
     def forward(self: Any, input_ids: Any, positions: Any, *args: Any, **kwargs: Any) -> Any:
-        if (layer := getattr(self, "kvroute_rows", None)) is not None:
-            layer.seen.saw(input_ids, positions)
+        self.kvroute_rows.seen.saw(input_ids, positions)
         return base.forward(self, input_ids, positions, *args, **kwargs)
 
     return forward
@@ -153,4 +187,4 @@ def _places(layer: Any, kv: Any, dtype: Any) -> Any:
     return torch.stack(places)
 
 
-__all__ = ["ARCHITECTURES", "pages_of", "register", "wants_pages"]
+__all__ = ["ARCHITECTURES", "pages_of", "register", "wants_pages", "with_layer"]

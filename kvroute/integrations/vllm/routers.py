@@ -1,25 +1,66 @@
-"""Hooks on the choices of vLLM's Mixture-of-Experts layers: on a router, or on a kernel that routes inside."""
+"""Hooks on the choices of vLLM's Mixture-of-Experts layers: on a router, or on a kernel that routes inside.
+
+:data:`ROUTERS` has what the hook sees of every class that routes, beside what the kernel uses; ``docs/vllm.md`` has the
+same table. Any other class is refused by its name.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Final, NamedTuple
 
 from cache_manager.errors import ConfigError
 from cache_manager.spec import AuxBlockDataSpec
 
 
+class Judged(NamedTuple):
+    """A class that routes."""
+
+    sees: str  # what its hook gets
+    how: str  # how that was judged against what the kernel uses
+    wanted: str = ""  # what is wanted instead of a class that is refused
+
+    @property
+    def verdict(self) -> str:
+        """As the page has it."""
+        return f"refused: {self.wanted}" if self.wanted else self.how
+
+
+TOP_K: Final = "the top-k ids, before the map to physical experts; renormalisation changes weights alone"
+PADDING: Final = "; -1 in rows of padding, which have no slot"
+SHARED: Final = "refused with fused shared experts, whose ids follow the top-k"
+UNSHARED: Final = "no shared experts among the ids (`VLLM_ROCM_USE_AITER_FUSION_SHARED_EXPERTS=0`)"
+ROUTERS: Final[dict[str, Judged]] = {
+    "CPURouter": Judged(TOP_K, "tested: plain, grouped, biased, a function"),
+    "FusedTopKRouter": Judged(TOP_K + PADDING, "tested; judged on a GPU"),
+    "FusedTopKBiasRouter": Judged(TOP_K + PADDING + "; hash routing too", f"tested; {SHARED}"),
+    "GroupedTopKRouter": Judged(TOP_K + PADDING, f"tested; judged on a GPU; {SHARED}"),
+    "CustomRoutingRouter": Judged(TOP_K, "tested"),
+    "RoutingSimulatorRouter": Judged("the simulated ids, which the kernel uses", "tested"),
+    "ZeroExpertRouter": Judged(
+        "0 in place of an expert that computes nothing",
+        "tested",
+        "routers whose ids reach the hook as they were chosen; this one turns experts that compute nothing into 0",
+    ),
+    "AiterSharedRoutedFusedMoERouter": Judged("shared experts' ids behind the top-k", "read", UNSHARED),
+    "DeepseekV4MegaMoEExperts": Judged("the top-k ids that its kernel is given, before that map", "read"),
+    "KimiK3MegaMoEExperts": Judged("the top-k ids that its kernel is given, before that map", "read"),
+}
+"""By class: vLLM's routers, and experts that do without vLLM's runner and report what they are given."""
+
+
 def bind(modules: Mapping[str, Any], spec: AuxBlockDataSpec, hook_of: Callable[[int], Callable[[Any], None]]) -> None:
     """Hook each router of the model, but not those of a draft model or of layers behind the model's own.
 
-    ``modules`` are vLLM's by name. :class:`ConfigError` unless just the spec's layers have one router each: where the
-    spec knows of none, its routes would say that the layer is dense.
+    ``modules`` are vLLM's by name. :class:`ConfigError` unless just the spec's layers have one router each, of a class
+    of :data:`ROUTERS`: where the spec knows of none, its routes would say that the layer is dense.
     """
     wanted, bound = spec.attrs["layer_ids"], dict[int, str]()
     for name, module in modules.items():
         layer = getattr(module, "layer_id", None)
-        if layer is None or "draft" in name or not 0 <= layer < spec.attrs["num_layers"]:
+        if layer is None or _of_a_draft(name) or not 0 <= layer < spec.attrs["num_layers"]:
             continue
+        check(name, module)
         if not hook(name, module, hook_of(layer) if layer in wanted else lambda _: None):
             continue
         if layer not in wanted:
@@ -30,6 +71,31 @@ def bind(modules: Mapping[str, Any], spec: AuxBlockDataSpec, hook_of: Callable[[
     if len(bound) != len(wanted):
         got = f"{sorted(bound)}; vLLM has no named layer for the experts of the others"
         raise ConfigError("routers with a hook", f"layers {list(wanted)}", got)
+
+
+def _of_a_draft(name: str) -> bool:
+    """Whether a module belongs to a draft model, whose layers may be numbered from 0: ``mtp.layers.0.mlp.experts``."""
+    return any(part == "mtp" or "draft" in part for part in name.split("."))
+
+
+def check(name: str, layer: Any) -> None:
+    """Raise :class:`ConfigError` unless :data:`ROUTERS` says that the hook of ``layer`` sees what its kernel uses.
+
+    A kernel that routes inside is not asked here: :func:`hook` asks it.
+    """
+    router = getattr(layer, "router", None)
+    method = getattr(getattr(layer, "routed_experts", None), "quant_method", None)
+    source = layer if hasattr(layer, "capture_fn") else router
+    if source is None or (source is router and getattr(method, "is_monolithic", False)):
+        return
+    kind = type(source).__name__
+    judged = ROUTERS.get(kind)
+    if judged is None:
+        raise ConfigError(f"router of {name}", "a class whose hook was judged", kind)
+    if judged.wanted:
+        raise ConfigError(f"router of {name}", judged.wanted, kind)
+    if shared := getattr(source, "num_fused_shared_experts", 0):
+        raise ConfigError(f"router of {name}", UNSHARED, f"{kind} with {shared}")
 
 
 def hook(name: str, layer: Any, capture: Callable[[Any], None]) -> bool:
@@ -59,4 +125,4 @@ def hook(name: str, layer: Any, capture: Callable[[Any], None]) -> bool:
     return True
 
 
-__all__ = ["bind", "hook"]
+__all__ = ["ROUTERS", "bind", "check", "hook"]

@@ -1,0 +1,108 @@
+"""Arguments of vLLM that are refused, and the page that lists them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from cache_manager.errors import ConfigError
+from kvroute.integrations.vllm.connector import RowsWithKV
+from kvroute.integrations.vllm.refusals import ARGUMENTS, refuse_arguments
+from kvroute.integrations.vllm.routers import ROUTERS
+
+PAGE = Path(__file__).parents[2] / "docs" / "vllm.md"
+
+
+class ExecutorWithExternalLauncher:
+    """Under the name of vLLM's executor."""
+
+
+class OwnScheduler:
+    """Somebody's own."""
+
+
+VALUES: dict[str, Any] = {
+    "parallel_config.pipeline_parallel_size": 2,
+    "parallel_config.data_parallel_size": 2,
+    "parallel_config.prefill_context_parallel_size": 2,
+    "parallel_config.decode_context_parallel_size": 2,
+    "parallel_config.enable_dbo": True,
+    "parallel_config.ubatch_size": 2,
+    "parallel_config.enable_elastic_ep": True,
+    "parallel_config.enable_fault_tolerance": True,
+    "parallel_config.distributed_executor_backend": "external_launcher",
+    "scheduler_config.scheduler_cls": OwnScheduler,
+    "model_config.enable_prompt_embeds": True,
+    "model_config.enable_return_routed_experts": True,
+    "aux_output_config.enable_return_routed_experts": True,
+    "cache_config.kv_sharing_fast_prefill": True,
+    "diffusion_config": SimpleNamespace(canvas_length=32),
+}
+"""A refused value of each argument that has one."""
+TAKEN: dict[str, Any] = {
+    "parallel_config.pipeline_parallel_size": 1,
+    "parallel_config.ubatch_size": 0,
+    "parallel_config.distributed_executor_backend": "mp",
+    "scheduler_config.scheduler_cls": "vllm.v1.core.sched.async_scheduler.AsyncScheduler",
+    "scheduler_config.async_scheduling": True,
+}
+
+
+def configured(values: dict[str, Any]) -> Any:
+    """vLLM's configuration with these values; it has no other fields, as another release may not."""
+    config = SimpleNamespace()
+    for name, value in values.items():
+        *path, field = name.split(".")
+        where = config
+        for part in path:
+            where.__dict__.setdefault(part, SimpleNamespace())
+            where = getattr(where, part)
+        setattr(where, field, value)
+    return config
+
+
+def test_every_refused_argument_has_a_value_here() -> None:
+    assert VALUES.keys() == {name for name, argument in ARGUMENTS.items() if argument.refused}
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_an_argument_is_refused_by_its_name_and_value(name: str) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        refuse_arguments(configured(TAKEN | {name: VALUES[name]}))
+    assert refusal.value.wanted == ARGUMENTS[name].text
+    assert str(refusal.value.got).startswith(f"{name.split('.')[-1]}=")
+
+
+def test_what_is_judged_is_taken() -> None:
+    refuse_arguments(configured(TAKEN))
+    refuse_arguments(SimpleNamespace())
+
+
+def test_a_scheduler_without_a_first_rank_says_so() -> None:
+    """Goal: no bare StopIteration in vLLM's core. Method: what the core of a second rank passes on."""
+    rows: Any = SimpleNamespace(_scheduler_rows=SimpleNamespace(attach=print))
+    with pytest.raises(
+        ConfigError, match="workers: wanted a first rank beside this scheduler, with rows, got 0 without"
+    ):
+        RowsWithKV.set_xfer_handshake_metadata_pp_aware(rows, {})
+
+
+def table(heading: str) -> list[list[str]]:
+    """The rows of the page's table under this heading."""
+    section = PAGE.read_text().split(f"### {heading}\n")[1].split("\n#")[0]
+    lines = [line for line in section.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines[2:]]
+
+
+def test_the_page_has_the_table_of_arguments() -> None:
+    """Goal: the page says what the code does. Method: cell by cell."""
+    assert table("Arguments") == [[f"`{name}`", argument.verdict] for name, argument in ARGUMENTS.items()]
+
+
+def test_the_page_has_the_table_of_routers() -> None:
+    rows = [[f"`{name}`", judged.sees, judged.verdict] for name, judged in ROUTERS.items()]
+    assert [row for row in table("Routers") if re.fullmatch(r"`\w+`", row[0])] == rows
