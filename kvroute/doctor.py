@@ -176,7 +176,7 @@ def look(*, vllm: bool = False) -> Machine:
 
 
 def _look_at_vllm() -> Vllm:
-    from kvroute.integrations.vllm.config import TESTED
+    from kvroute.integrations.vllm.versions import TESTED
 
     installed = _versions(VLLM)
     plugins = importlib.metadata.entry_points(group="vllm.general_plugins")

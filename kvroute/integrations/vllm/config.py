@@ -9,11 +9,10 @@ from cache_manager.keys import Namespace
 from kvroute.connector.pages import page_name
 from kvroute.connector.settings import Engine, Settings
 from kvroute.connector.versions import AS_LOADED
+from kvroute.integrations.vllm.versions import TESTED, drafts_by_model, minor
 from kvroute.routing import routing_spec_from_hf
 from kvroute.weights import weights_digest
 
-TESTED: Final = ("0.32", "0.33")
-"""Versions of vLLM that rows were judged on: 0.32 by the tests, 0.33's Python over 0.32's native code by hand."""
 WHOLE_REQUESTS: Final = tuple(f"{each}Connector" for each in ("Nixl", "NixlPull", "NixlPush", "Mooncake", "MoRIIO"))
 """Connectors that move a request's KV whole, from one engine to another: hits are not cut, and rows go beside it."""
 
@@ -55,7 +54,7 @@ def engine_of(config: Any, cache: Any, inner: str) -> Engine:
         witness=settings.witness if settings.store and inner != "Connector" else "off",
         pages=pages,
         transfer=transfer,
-        drafts=config.speculative_config is not None and not config.speculative_config.use_ngram(),
+        drafts=drafts_by_model(config.speculative_config),
         gate=inner not in WHOLE_REQUESTS,
     )
 
@@ -65,7 +64,7 @@ def refuse(config: Any, cache: Any, settings: Settings) -> None:
     import vllm  # type: ignore[import-not-found]
 
     model, parallel, kv = config.model_config, config.parallel_config, cache.kv_cache_groups[0].kv_cache_spec
-    version = ".".join(vllm.__version__.split(".")[:2])
+    version = minor(vllm.__version__)
     lossy, hashed = _lossy(kv, model.max_model_len), getattr(cache, "hash_block_size", None)
     contexts = parallel.decode_context_parallel_size * getattr(parallel, "prefill_context_parallel_size", 1)
     own = (model, getattr(config, "aux_output_config", None))
@@ -104,4 +103,4 @@ def _lossy(kv: Any, tokens_max: int) -> list[str]:
     return list(found)
 
 
-__all__ = ["TESTED", "engine_of", "refuse", "settings_of"]
+__all__ = ["engine_of", "refuse", "settings_of"]

@@ -15,6 +15,7 @@ import msgspec
 from cache_manager.errors import ConfigError
 from kvroute.connector.answers import FIELD
 from kvroute.connector.versions import version_of
+from kvroute.integrations.vllm import blocks, versions
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +39,7 @@ def follow() -> None:
     """
     from vllm.v1.engine.core import EngineCore, EngineCoreProc  # type: ignore[import-not-found]
 
+    versions.let_versions_be_given(EngineCore)
     for kind in (EngineCore, EngineCoreProc):
         for name in {*HEARD, *STEPS} & set(vars(kind)):
             call = vars(kind)[name]
@@ -139,6 +141,8 @@ def answering(step: Callable[[Any], Any]) -> Callable[[Any], Any]:
     def stepped(core: Any) -> Any:
         for rows in _rows_of(core):
             rows.followed = True
+            if not rows.blocks_followed:  # before 0.30 a connector hears nothing of the manager
+                blocks.follow(rows, core.scheduler.kv_cache_manager)
         by_client, executed = step(core)
         queue = getattr(core, "output_queue", None)
         for client, sent in (by_client or {}).items():
