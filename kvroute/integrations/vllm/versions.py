@@ -27,11 +27,12 @@ class Judged(NamedTuple):
 
 
 WAYS: Final[Mapping[str, str]] = {
-    "tests": "`make test-vllm`, all of it",
-    "smoke": "`make smoke-vllm`: prefix hits, a store, an update, stop strings",
-    "GPU": "on a GPU",
+    "tests": "`make test-vllm`",
+    "smoke": "`make smoke-vllm`",
+    "GPU": "GPU",
     "by hand": "by hand",
 }
+"""How a release was judged, as a page says it."""
 JUDGED: Final = (
     Judged("0.24.0", ("smoke",), "2026-11-28", "its Python over 0.32.0's native code"),
     Judged("0.25.1", ("smoke",), "2026-11-28", "its Python over 0.32.0's native code"),
@@ -125,7 +126,7 @@ def resolve() -> None:
 
 
 def older_calls(base: Any) -> dict[str, Any]:
-    """Methods of a connector around ``base`` for releases before 0.30, which ask for arrived KV by another name."""
+    """Methods of a connector around ``base`` for releases up to 0.28, which ask for arrived KV by another name."""
     if hasattr(base, "get_transfer_results"):
         return {}
 
