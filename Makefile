@@ -19,7 +19,7 @@ help:
 	@echo "make quick   lint, types, import contracts, and tests of what the changed files touch"
 	@echo "make test-trainers   replay against the real packages of the trainers, in an environment of its own (2 GB)"
 	@echo "make test-vllm   the connector inside vLLM on a CPU, in the environment of the benches (2.9 GB)"
-	@echo "make smoke-vllm  one engine of every release of vLLM that kvroute takes (0.9 GB more)"
+	@echo "make smoke-vllm  one engine of every release of vLLM that kvroute takes (1.2 GB more)"
 	@echo "make newest  the newest release of each neighbour: was it judged, and has it all names that kvroute hooks"
 	@echo "make test-sglang the plugin and the linker inside SGLang on a CPU, and its tree under the life-cycle kit (2 GB)"
 	@echo "make test-managers   vLLM's own block manager under the life-cycle kit, in the same environment"
