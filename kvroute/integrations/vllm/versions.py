@@ -59,13 +59,17 @@ NAMES: Final[Mapping[str, str]] = {
     "vllm": "__version__ ModelRegistry.register_model",
     "vllm.config:VllmConfig": (
         "kv_transfer_config model_config cache_config scheduler_config parallel_config compilation_config "
-        "speculative_config instance_id"
+        "speculative_config instance_id use_v2_model_runner"
     ),
     "vllm.config:ModelConfig": (
-        "hf_text_config architectures model revision dtype quantization use_mla max_model_len get_sliding_window"
+        "hf_text_config architectures model revision dtype quantization use_mla max_model_len get_sliding_window "
+        "enable_prompt_embeds"
     ),
     "vllm.config:CacheConfig": "block_size cache_dtype",
-    "vllm.config:ParallelConfig": "pipeline_parallel_size data_parallel_size decode_context_parallel_size",
+    "vllm.config:ParallelConfig": (
+        "pipeline_parallel_size data_parallel_size decode_context_parallel_size prefill_context_parallel_size "
+        "enable_dbo"
+    ),
     "vllm.config:SchedulerConfig": "max_num_batched_tokens",
     "vllm.config:CompilationConfig": "static_forward_context",
     "vllm.config:KVTransferConfig": "kv_connector kv_connector_extra_config",
@@ -83,6 +87,7 @@ NAMES: Final[Mapping[str, str]] = {
     "vllm.distributed.kv_transfer.kv_connector.v1.metrics:KVConnectorPromMetrics": "observe per_engine_labelvalues",
     "vllm.distributed.kv_transfer.kv_connector.v1.metrics": "Counter Histogram",
     "vllm.distributed.parallel_state": "get_tp_group",
+    "vllm.envs": "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION",
     "vllm.forward_context:ForwardContext": "slot_mapping",
     "vllm.lora.request:LoRARequest": "lora_int_id",
     "vllm.model_executor.layers.attention_layer_base": "AttentionLayerBase",
@@ -104,7 +109,7 @@ NAMES: Final[Mapping[str, str]] = {
     "vllm.v1.outputs:KVConnectorOutput": "kv_connector_worker_meta finished_recving",
     "vllm.v1.request:Request": (
         "request_id num_tokens num_computed_tokens all_token_ids num_prompt_tokens sampling_params block_hashes "
-        "kv_transfer_params status is_finished"
+        "kv_transfer_params status is_finished skip_reading_prefix_cache"
     ),
     "vllm.v1.request:RequestStatus": "FINISHED_ABORTED FINISHED_ERROR",
 }
