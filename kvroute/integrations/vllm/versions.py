@@ -33,10 +33,11 @@ WAYS: Final[Mapping[str, str]] = {
     "by hand": "by hand",
 }
 """How a release was judged, as a page says it."""
+_OLDER: Final = "its Python over 0.32.0's native code; a router chooses, as on a GPU"
 JUDGED: Final = (
-    Judged("0.24.0", ("smoke",), "2026-11-28", "its Python over 0.32.0's native code"),
-    Judged("0.25.1", ("smoke",), "2026-11-28", "its Python over 0.32.0's native code"),
-    Judged("0.26.0", ("smoke",), "2026-11-28", "its Python over 0.32.0's native code"),
+    Judged("0.24.0", ("smoke",), "2026-11-28", _OLDER),
+    Judged("0.25.1", ("smoke",), "2026-11-28", _OLDER),
+    Judged("0.26.0", ("smoke",), "2026-11-28", _OLDER),
     Judged("0.30.0", ("smoke",), "2026-11-28"),
     Judged("0.31.0", ("smoke",), "2026-11-28"),
     Judged("0.32.0", ("tests", "smoke"), "2026-11-28"),
