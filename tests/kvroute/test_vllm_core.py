@@ -32,6 +32,7 @@ class Rows:
     """The part of a scheduler's rows that a core sees."""
 
     followed = False
+    blocks_followed = True
 
     def __init__(self, weights: Versions) -> None:
         self.weights = weights

@@ -12,8 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvroute.connector import gathered, missing, routes, unseen
-
-PREFIX = "Kvroute"
+from kvroute.integrations.vllm.versions import PREFIX
 
 
 def __getattr__(name: str) -> Any:

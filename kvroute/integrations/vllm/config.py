@@ -11,11 +11,10 @@ from kvroute.connector.pages import page_name
 from kvroute.connector.settings import Engine, Settings
 from kvroute.connector.versions import AS_LOADED
 from kvroute.integrations.vllm.refusals import refuse_arguments
+from kvroute.integrations.vllm.versions import TESTED, drafts_by_model, minor
 from kvroute.routing import routing_spec_from_hf
 from kvroute.weights import configuration_digest, weights_digest
 
-TESTED: Final = ("0.32", "0.33")
-"""Versions of vLLM that rows were judged on: 0.32 by the tests, 0.33's Python over 0.32's native code by hand."""
 WHOLE_REQUESTS: Final = tuple(f"{each}Connector" for each in ("Nixl", "NixlPull", "NixlPush", "Mooncake", "MoRIIO"))
 """Connectors that move a request's KV whole, from one engine to another: hits are not cut, and rows go beside it."""
 CHOICES: Final = (
@@ -68,7 +67,7 @@ def engine_of(config: Any, cache: Any, inner: str) -> Engine:
         witness=witness,
         pages=pages,
         transfer=transfer,
-        drafts=config.speculative_config is not None and not config.speculative_config.use_ngram(),
+        drafts=drafts_by_model(config.speculative_config),
         gate=inner not in WHOLE_REQUESTS,
     )
 
@@ -88,7 +87,7 @@ def refuse(config: Any, cache: Any, settings: Settings) -> None:
     import vllm  # type: ignore[import-not-found]
 
     model, kv = config.model_config, cache.kv_cache_groups[0].kv_cache_spec
-    version = ".".join(vllm.__version__.split(".")[:2])
+    version = minor(vllm.__version__)
     lossy, hashed = _lossy(kv, model.max_model_len), getattr(cache, "hash_block_size", None)
     for wanted, got in {
         f"vLLM {' or '.join(TESTED)}, or settings.untested={version!r}": version not in (*TESTED, settings.untested),
@@ -169,4 +168,4 @@ def _lossy(kv: Any, tokens_max: int) -> list[str]:
     return list(found)
 
 
-__all__ = ["TESTED", "computation", "engine_of", "refuse", "settings_of"]
+__all__ = ["computation", "engine_of", "refuse", "settings_of"]

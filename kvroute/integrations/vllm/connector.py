@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -13,7 +12,7 @@ from kvroute.connector.answers import FIELD, start_of
 from kvroute.connector.pages import page_name
 from kvroute.connector.settings import Told
 from kvroute.connector.tickets import TRANSFER
-from kvroute.integrations.vllm import core
+from kvroute.integrations.vllm import blocks, core, versions
 from kvroute.integrations.vllm.config import engine_of
 from kvroute.integrations.vllm.field import Field
 from kvroute.integrations.vllm.routers import bind
@@ -132,32 +131,7 @@ class RowsWithKV(Base):  # type: ignore[misc]
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
         super().bind_kv_cache_manager(kv_cache_manager)
-        rows, pool = self._scheduler_rows, kv_cache_manager.block_pool
-
-        def get_new_blocks(give: Any, num_blocks: int) -> Any:  # the pool's only exit
-            blocks = give(num_blocks)
-            rows.given(block.block_id for block in blocks)
-            return blocks
-
-        def blocks_of(name: str, first: int, last: int) -> list[int]:
-            return [block.block_id for block in kv_cache_manager.get_blocks(name).blocks[0][first:last]]
-
-        def reset_prefix_cache(forget: Any) -> bool:  # vLLM tells connectors of refused resets, too
-            if done := forget():
-                rows.reset()
-            return bool(done)
-
-        def freed(free: Any, request: Any) -> Any:
-            if not request.is_finished():
-                rows.preempted(request)
-                if rows.field is not None:
-                    rows.field.preempted(request)
-            return free(request)
-
-        for name in ("free", "pop_blocks_for_free"):
-            setattr(kv_cache_manager, name, partial(freed, getattr(kv_cache_manager, name)))
-        pool.get_new_blocks, rows.blocks_of = partial(get_new_blocks, pool.get_new_blocks), blocks_of
-        pool.reset_prefix_cache = partial(reset_prefix_cache, pool.reset_prefix_cache)
+        blocks.follow(self._scheduler_rows, kv_cache_manager)
 
     def on_new_request(self, request: Any) -> None:
         super().on_new_request(request)
@@ -271,7 +245,11 @@ def _names_of(request: Any) -> tuple[str, str | None]:
 
 
 def connector_class(inner: str) -> type:
-    """The connector around ``inner``: ``Connector`` for none, a name that vLLM knows, or ``module:class``."""
+    """The connector around ``inner``: ``Connector`` for none, a name that vLLM knows, or ``module:class``.
+
+    Raises :class:`ConfigError` that lists what this release of vLLM lacks, before anything of it is hooked.
+    """
+    versions.resolve()
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory  # type: ignore[import-not-found]
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1  # type: ignore[import-not-found]
 
@@ -286,7 +264,7 @@ def connector_class(inner: str) -> type:
     else:
         known = ", ".join(f"Kvroute{each}" for each in ("Connector", *KVConnectorFactory._registry))
         raise ConfigError("kv_connector", f"{known}, or Kvroute<module>:<class>", f"Kvroute{inner}")
-    return type(f"Kvroute{name}", (RowsWithKV, base), made)
+    return type(f"Kvroute{name}", (RowsWithKV, base), {**made, **versions.older_calls(base)})
 
 
 __all__ = ["RowsWithKV", "connector_class"]

@@ -16,6 +16,7 @@ from cache_manager.errors import ConfigError
 from kvroute.connector.answers import FIELD
 from kvroute.connector.behind import Behind
 from kvroute.connector.versions import AS_LOADED, version_of
+from kvroute.integrations.vllm import blocks, versions
 from kvroute.integrations.vllm.field import join
 
 logger = logging.getLogger(__name__)
@@ -41,6 +42,7 @@ def follow() -> None:
     """
     from vllm.v1.engine.core import EngineCore, EngineCoreProc  # type: ignore[import-not-found]
 
+    versions.let_versions_be_given(EngineCore)
     for kind in (EngineCore, EngineCoreProc):
         for name in {*HEARD, *STEPS} & set(vars(kind)):
             call = vars(kind)[name]
@@ -146,6 +148,8 @@ def answering(step: Callable[[Any], Any]) -> Callable[[Any], Any]:
             rows.followed = True
             if rows.field is not None:
                 fields.append(sending(core, rows.field))
+            if not rows.blocks_followed:  # up to 0.28 a connector hears nothing of the manager
+                blocks.follow(rows, core.scheduler.kv_cache_manager)
         by_client, executed = step(core)
         for each in fields:
             each.send()

@@ -25,7 +25,7 @@ from kvroute.connector.scheduler import SchedulerRows
 from kvroute.connector.settings import StepMeta
 from kvroute.connector.stream import Outcome, Piece
 from kvroute.connector.tickets import Gap
-from kvroute.integrations.vllm import PREFIX
+from kvroute.integrations.vllm.versions import PREFIX
 
 logger = logging.getLogger(__name__)
 
@@ -177,6 +177,7 @@ class _Dropped(list[Any]):
 
 def watch() -> None:
     """In the front end: an answer that lacks a row has no field at all, and says why. A second call is harmless."""
+    from vllm.outputs import RequestOutput  # type: ignore[import-not-found]
     from vllm.v1.engine.output_processor import OutputProcessor, RequestState  # type: ignore[import-not-found]
 
     if hasattr(OutputProcessor.process_outputs, WRAPPED):
@@ -185,6 +186,7 @@ def watch() -> None:
         (OutputProcessor, "add_request"): _adding,
         (OutputProcessor, "process_outputs"): _processing,
         (RequestState, "make_request_output"): _answering,
+        (RequestOutput, "add"): _merging,
     }
     for (owner, name), wrapper in wrappers.items():
         call = getattr(owner, name)
@@ -244,6 +246,20 @@ def _answering(make: Callable[..., Any]) -> Callable[..., Any]:
         return make(*bound.args, **bound.kwargs)
 
     return make_request_output
+
+
+def _merging(add: Callable[..., Any]) -> Callable[..., Any]:
+    """``RequestOutput.add``, which up to 0.30 loses the field where chunks of a stream wait for their client."""
+
+    def merge(self: Any, next_output: Any, *args: Any, **kwargs: Any) -> Any:
+        result = add(self, next_output, *args, **kwargs)
+        merged = {completion.index: completion for completion in self.outputs}
+        for completion in next_output.outputs:
+            if completion.routed_experts is not None:
+                merged[completion.index].routed_experts = completion.routed_experts
+        return result
+
+    return merge
 
 
 def _check(state: Any) -> None:

@@ -11,6 +11,7 @@ from typing import Any, Final, NamedTuple
 
 from cache_manager.errors import ConfigError
 from cache_manager.spec import AuxBlockDataSpec
+from kvroute.integrations.vllm import versions
 
 
 class Judged(NamedTuple):
@@ -115,9 +116,7 @@ def hook(name: str, layer: Any, capture: Callable[[Any], None]) -> bool:
             got = f"{type(method if kernel is None else kernel).__name__}, which routes inside and does not say how"
             wanted = "a kernel that says which experts it chose; --moe-backend selects another"
             raise ConfigError(f"experts of {name}", wanted, got)
-        from vllm.model_executor.layers.fused_moe import routed_experts_capturer  # type: ignore[import-not-found]
-
-        experts.routing_sink = routed_experts_capturer.RoutedExpertsSink(kernel.moe_config, capture)
+        experts.routing_sink = versions.routing_sink(kernel.moe_config, capture)
         return True
     if not hasattr(router, "set_capture_fn"):
         return False

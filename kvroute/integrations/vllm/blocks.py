@@ -1,0 +1,40 @@
+"""The lives of vLLM's blocks: its pool and its manager tell the rows which blocks they give out, free and forget."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+
+def follow(rows: Any, kv_cache_manager: Any) -> None:
+    """Let ``rows`` hear of every block of this manager from here on; call it before the pool gives any out."""
+    pool = kv_cache_manager.block_pool
+
+    def get_new_blocks(give: Any, num_blocks: int) -> Any:  # the pool's only exit
+        blocks = give(num_blocks)
+        rows.given(block.block_id for block in blocks)
+        return blocks
+
+    def blocks_of(name: str, first: int, last: int) -> list[int]:
+        return [block.block_id for block in kv_cache_manager.get_blocks(name).blocks[0][first:last]]
+
+    def reset_prefix_cache(forget: Any) -> bool:  # vLLM tells connectors of refused resets, too
+        if done := forget():
+            rows.reset()
+        return bool(done)
+
+    def freed(free: Any, request: Any) -> Any:
+        if not request.is_finished():
+            rows.preempted(request)
+            if rows.field is not None:
+                rows.field.preempted(request)
+        return free(request)
+
+    for name in ("free", "pop_blocks_for_free"):
+        setattr(kv_cache_manager, name, partial(freed, getattr(kv_cache_manager, name)))
+    pool.get_new_blocks, rows.blocks_of = partial(get_new_blocks, pool.get_new_blocks), blocks_of
+    pool.reset_prefix_cache = partial(reset_prefix_cache, pool.reset_prefix_cache)
+    rows.blocks_followed = True
+
+
+__all__ = ["follow"]
