@@ -46,7 +46,7 @@ def test_what_depends_on_the_store_is_refused_by_name() -> None:
     linker = {"linker": "KvrouteLinker", "linker_extra_config": {}}
     ours = {"enable_unified_cache_external_linker": True, "unified_cache_external_linker_config": linker}
     store = Common(store="memory:")
-    for changed, settings, refused in [
+    cases: list[tuple[dict[str, Any], Common, str | None]] = [
         (ours, Common(), "store"),
         ({"hicache_storage_backend": "file"}, Common(), "store"),
         (ours | {"tp_size": 2}, store, "tp_size"),
@@ -55,5 +55,6 @@ def test_what_depends_on_the_store_is_refused_by_name() -> None:
         ({"enable_lora": True}, Common(), None),
         ({"load_format": "remote"}, store, "load_format"),
         ({"load_format": "remote"}, Common(store="memory:", weights="w"), None),
-    ]:
+    ]
+    for changed, settings, refused in cases:
         assert [name for name, *_ in refusals(arguments(**changed), settings)] == ([refused] if refused else [])

@@ -87,7 +87,7 @@ def test_a_version_that_was_not_judged_is_refused_or_accepted_by_name(monkeypatc
     assert versions.unfit("9.9", "") == ("SGLang 0.5.23, or untested='9.9'", "9.9")
     assert versions.unfit("9.9", "9.9") is None
     lacking = ("sglang.srt.managers.scheduler.Scheduler.flush_cache", ("no_such_parameter",))
-    monkeypatch.setitem(versions.PLACES, "flushed", lacking)  # type: ignore[arg-type]
+    monkeypatch.setitem(versions.PLACES, "flushed", lacking)
     told = versions.unfit("9.9", "9.9")
     assert told is not None
     assert "flush_cache(no_such_parameter)" in told[0]
