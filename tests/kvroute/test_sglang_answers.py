@@ -59,7 +59,12 @@ def test_an_answer_whose_routes_cannot_be_left_has_no_earlier_ones(rows: RoutedR
 def test_routes_of_embeddings_are_bound_to_no_tokens(rows: RoutedRows, embedded: str) -> None:
     """Goal: merged parts are of one sequence. Method: two prompts of embeddings, to which SGLang gives the same ids;
     the rows of the first one's prompt, and those of the second one's answer."""
-    capturer = Capturer(SimpleNamespace(capture=None, destroy=lambda: None), rows)
+    capturer = Capturer(
+        SimpleNamespace(
+            device_cache=SimpleNamespace(buffer=torch.zeros(8, 3, 2, dtype=torch.int32)), destroy=lambda: None
+        ),
+        rows,
+    )
     pool, found = SimpleNamespace(req_to_token=torch.from_numpy(SLOTS)[None]), list[Routes]()
     for start in (0, 3):
         run(rows, start)
@@ -72,3 +77,58 @@ def test_routes_of_embeddings_are_bound_to_no_tokens(rows: RoutedRows, embedded:
     assert (first.complete, second.complete, first.token_hashes) == (True, True, ())
     with pytest.raises(RowError, match="parts of one sequence"):
         first.slice(0, 3).merge(second)
+
+
+class Theirs:
+    """SGLang's capturer, without its buffer on the host."""
+
+    def __init__(self) -> None:
+        self.device_cache = SimpleNamespace(buffer=torch.zeros(8, 3, 2, dtype=torch.int32))
+        self.destroy = lambda: None
+
+    def capture(self, *, layer_id: int, topk_indices: torch.Tensor) -> None:
+        self.device_cache.buffer[: len(topk_indices), layer_id] = topk_indices
+
+    def on_forward_end(self, batch: Any, *_: Any, **__: Any) -> Any:
+        topk = self.device_cache.buffer[: len(batch.out_cache_loc)].clone()
+        return SimpleNamespace(out_cache_loc=batch.out_cache_loc, topk=topk)
+
+
+@pytest.mark.parametrize("odd", ["two batches", "a shard", "not called", ""])
+def test_a_layer_whose_router_was_not_called_once_with_all_tokens_has_no_rows(rows: RoutedRows, odd: str) -> None:
+    """Goal: what SGLang's buffer does not hold is missing. Method: in the second pass one router is called a half of
+    the batch at a time (two-batch overlap), with a part of the tokens, or not at all; earlier calls, before a pass
+    begins, do not count."""
+    capturer = Capturer(Theirs(), rows)
+    for salt in (0, 100):
+        ids = torch.arange(36, dtype=torch.int32).reshape(6, 3, 2) + salt
+        capturer.capture(layer_id=1, topk_indices=ids[:2, 1])  # to warm up
+        capturer.begin()
+        for layer in (1, 2):
+            parts = {"two batches": [ids[:3], ids[3:]], "a shard": [ids[:3]], "not called": []}
+            for part in parts[odd] if salt and odd and layer == 1 else [ids]:
+                capturer.capture(layer_id=layer, topk_indices=part[:, layer])
+        batch = SimpleNamespace(out_cache_loc=torch.from_numpy(SLOTS), out_cache_loc_virtual=None)
+        capturer.on_forward_end(batch, can_run_graph=False, cuda_graph_batch=None)
+    found = rows.routes(SLOTS, 0)[0]
+    assert found.valid.tolist() == [not odd] * 6
+    assert odd or found.ids.tolist() == ids[:, 1:].tolist()
+
+
+def test_an_answer_without_a_token_has_its_routes(rows: RoutedRows) -> None:
+    """Goal: ``max_new_tokens=0``. Method: SGLang cuts what a request has to say of each token to its tokens: none."""
+    capturer = Capturer(Theirs(), rows)
+    pool = SimpleNamespace(req_to_token=torch.from_numpy(SLOTS)[None])
+    run(rows, 0)
+    capturer.req = SimpleNamespace(
+        rid="id",
+        output_ids_through_stop=[],
+        customized_info=None,
+        origin_input_ids=list(range(7)),
+        input_embeds=None,
+        positional_embed_overrides=None,
+    )
+    capturer.get_topk(0, 7, pool, 0)
+    entries = {name: values[0:0] for name, values in capturer.req.customized_info.items()}
+    answer = {"meta_info": {"id": "id", **entries}, "prompt_token_ids": list(range(7)), "output_ids": []}
+    assert (len(routes(answer)), routes(answer).complete) == (6, True)

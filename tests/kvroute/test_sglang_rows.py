@@ -18,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from waiting import GIVE_UP_S
 
+from cache_manager.errors import KVRouteError
 from cache_manager.keys import Namespace
 from cache_manager.spec import AuxBlockDataSpec
 from cache_manager.testing.faults import FaultyStore
@@ -353,6 +354,23 @@ def test_what_happens_behind_a_pass_that_never_ends_happens_before_the_next() ->
     engine.bring_back(1)
     engine.run()
     assert engine.check(complete=False) == 2 * PAGE
+
+
+def test_a_call_that_raises_costs_no_other() -> None:
+    """Goal: a page that waits for a copy does not keep its old rows. Method: two copies wait for a pass; the first
+    one's memory is gone."""
+    engine = Engine("host")
+    old, new = engine.computed(), engine.computed()
+    engine.launch((engine.request(), 1))
+    engine.rows.copied(np.array([PAGES + HOST + 9]), np.array([PAGES]))
+    engine.back_up(new)
+    engine.finish(old, soon=True)
+    engine.finish(new, soon=True)
+    with pytest.raises((KVRouteError, IndexError)):
+        engine.end()
+    engine.bring_back(1)
+    engine.run()
+    assert engine.check(complete=True) >= PAGE
 
 
 @pytest.mark.parametrize("comes", [False, True])

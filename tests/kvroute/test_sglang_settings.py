@@ -1,9 +1,11 @@
-"""Settings of the SGLang integration, and its plugin: what stands in a configuration or in the environment."""
+"""Settings of the SGLang integration, its door, and its tables, which a page shows."""
 
 from __future__ import annotations
 
+import logging
 import sys
-from importlib import import_module
+from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 
 from kvroute import ConfigError
 from kvroute.connector.settings import Common
+from kvroute.integrations.sglang import plugin, refusals, register, routers, versions
 from kvroute.integrations.sglang.settings import settings_of
 
 
@@ -31,20 +34,53 @@ def test_invalid_settings_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -
     assert settings_of({"linker": "another"}) == Common(weights="w")
 
 
-def test_a_plugin_that_two_packages_name_has_each_hook_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Goal: kvroute installed twice is kvroute once. Method: a small registry; the plugin is called twice."""
-    registered = list[tuple[str, Any]]()
-    registry = SimpleNamespace(register=lambda place, _, kind: registered.append((place, kind)))
-    hooks = SimpleNamespace(HookRegistry=registry, HookType=SimpleNamespace(BEFORE="before", AFTER="after"))
-    stubs = {"sglang.srt.plugins.hook_registry": hooks, "sglang.srt": SimpleNamespace(runtime_context=None)}
-    ours = "kvroute.integrations.sglang.plugin"
-    for name in ("sglang", "sglang.srt.plugins", *stubs):
-        monkeypatch.setitem(sys.modules, name, stubs.get(name, SimpleNamespace()))
-    monkeypatch.delitem(sys.modules, ours, raising=False)
-    sglang = import_module("kvroute.integrations.sglang")
-    try:
-        for _ in range(2):
-            sglang.register()
-    finally:
-        sys.modules.pop(ours, None)  # it has the stubs
-    assert len(registered) == len(set(registered)) > 10
+class Scheduler:
+    """An engine's start."""
+
+    def __init__(self, server_args: Any, port_args: Any) -> None:
+        self.started = (server_args, port_args)
+
+
+@pytest.fixture
+def door(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Scheduler]]:
+    """A scheduler whose start is the door."""
+    made = type("Scheduler", (Scheduler,), {"__init__": Scheduler.__init__})
+    monkeypatch.setitem(sys.modules, "engine_of_a_test", SimpleNamespace(Scheduler=made))
+    monkeypatch.setattr(versions, "DOOR", "engine_of_a_test.Scheduler.__init__")
+    plugin.register_door.cache_clear()
+    yield made
+    plugin.register_door.cache_clear()
+
+
+def test_a_plugin_that_two_packages_name_has_one_door(door: type[Scheduler], caplog: pytest.LogCaptureFixture) -> None:
+    """Goal: kvroute installed twice is kvroute once. Method: the plugin is called twice; a scheduler starts."""
+    caplog.set_level(logging.INFO)
+    for _ in range(2):
+        register()
+    asked = SimpleNamespace(enable_return_routed_experts=False)
+    assert door(asked, "ports").started == (asked, "ports")
+    assert [record.message for record in caplog.records if "kvroute does nothing here" in record.message] == [
+        "kvroute does nothing here: routed experts are not asked for (--enable-return-routed-experts)"
+    ]
+
+
+@pytest.mark.usefixtures("door")
+def test_an_engine_without_the_door_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Goal: never silent. SGLang's loader logs an ``Exception`` of a plugin and goes on, so it is none."""
+    monkeypatch.setattr(versions, "DOOR", "engine_of_a_test.Scheduler.run")
+    with pytest.raises(SystemExit, match=r"lacks engine_of_a_test\.Scheduler\.run .*: leave it out of SGLANG_PLUGINS"):
+        register()
+
+
+def test_what_a_server_refuses_is_on_the_page() -> None:
+    """Goal: the page says what the code does. Method: each line of the tables, made from them."""
+    page = (Path(__file__).parents[2] / "docs" / "sglang.md").read_text()
+    lines = [f"| `{entry.argument}` | {entry.why} |" for entry in refusals.REFUSED]
+    lines += [f"| `{argument}` | {how} |" for argument, how in refusals.JUDGED.items()]
+    for table in (routers.ROUTERS, routers.FORMATS):
+        for name, router in table.items():
+            accepted = "accepted" if router.accepted else "refused"
+            lines.append(f"| `{name}` | {router.sees} | {router.judged} | {accepted} |")
+    lines += [f"| {path} | {sees} |" for path, sees in routers.PATHS.items()]
+    lines += [f"| {entry.version} | {entry.how} | {entry.date} |" for entry in versions.JUDGED]
+    assert [line for line in lines if line not in page] == []

@@ -30,7 +30,9 @@ def pool() -> Any:
 def given(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The arguments from which SGLang makes a linker, in a process that has rows."""
     rows = RoutedRows(SPEC, PAGES, Namespace("m", 1), Common(store="memory:", strict=True))
-    theirs = SimpleNamespace(capture=None, destroy=lambda: None)
+    theirs = SimpleNamespace(
+        device_cache=SimpleNamespace(buffer=torch.zeros(8, 3, 2, dtype=torch.int32)), destroy=lambda: None
+    )
     monkeypatch.setattr(context.get_resources(), "experts_capturer", Capturer(theirs, rows))
     kv = pool()
     allocator = SimpleNamespace(get_kvcache=lambda: kv)

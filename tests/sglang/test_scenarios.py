@@ -44,6 +44,7 @@ SCENARIOS: list[Any] = [  # later ones push earlier ones out of a pool of 512 to
     ["turns", "turns", {"prompts": prompts(4, 60, 41)}],
     ["n = 3", "ask", {"prompts": prompts(5, 50), "n": 3}],
     ["part of a route", "ask", {"prompts": prompts(6, 40), "start": 21}],
+    ["no token", "ask", {"prompts": prompts(10, 50, 33), "new": 0}],
     ["abort", "abort", {"prompts": prompts(7, 30, 40, 30, 40)}],
     ["retraction", "ask", {"prompts": prompts(8, 70, 70, 70, 70), "new": 90}],
     ["others", "ask", {"prompts": prompts(9, 120, 120, 120)}],

@@ -12,9 +12,9 @@ from kvroute.connector import missing, routes, unseen
 
 def register() -> None:
     """The plugin, called by SGLang in each of its processes before its engine starts."""
-    from kvroute.integrations.sglang.plugin import register_hooks
+    from kvroute.integrations.sglang.plugin import register_door
 
-    register_hooks()
+    register_door()
 
 
 def __getattr__(name: str) -> Any:

@@ -42,6 +42,7 @@ logger = logging.getLogger(__name__)
 MADE, BY_KV, GONE = range(3)
 """A page's rows were made here; or came from the store, matched by the KV; or did not come for KV that was loaded."""
 WHY: Final = "the store has no rows of the KV that was loaded"
+PART: Final = "layer %d has no rows of this pass: its router was called with %s tokens, of %d"
 GONE_MAX: Final = 1 << 16
 
 Ids = NDArray[np.int64]
@@ -150,11 +151,21 @@ class RoutedRows:
             self.go_on()
 
     def go_on(self) -> None:
-        """Do the calls that waited for passes that are over now, or for room."""
+        """Do the calls that waited for passes that are over now, or for room.
+
+        One that raises costs no other, because a page whose call was lost would keep the rows that it had before. The
+        first error is raised behind the last call.
+        """
         self.aux.poll()
         late, self._late = self._late, []
+        errors: list[Exception] = []
         for after, call in late:
-            self._then(call, after)
+            try:
+                self._then(call, after)
+            except Exception as error:  # noqa: BLE001 - it is raised below
+                errors.append(error)
+        if errors:
+            raise errors[0]
 
     def _then(self, call: Callable[[], None], after: int | None = None) -> None:
         """Do this when ``after`` passes are over, by default all that were launched."""
@@ -334,21 +345,58 @@ class RoutedRows:
             self._store.close()
 
 
+class Uncut(list[Any]):
+    """What an answer without a token has: SGLang cuts a request's list of entries, one a token, to its tokens."""
+
+    def __getitem__(self, at: Any) -> Any:
+        return list(self) if isinstance(at, slice) else super().__getitem__(at)
+
+
 class Capturer:
-    """Replaces SGLang's ``RoutedExpertsCapturer``: keeps its device buffer, without its buffer on the host."""
+    """Replaces SGLang's ``RoutedExpertsCapturer``: keeps its device buffer, without its buffer on the host.
+
+    SGLang's buffer keeps the last call of a router, from row 0 on. So a layer whose router was called twice in a pass,
+    or with fewer tokens than the pass has, has no rows of that pass. A pass that replays a CUDA graph calls no router.
+    The buffer is emptied behind each pass: what a pass did not write is missing, and never of an earlier one.
+    """
 
     def __init__(self, theirs: Any, rows: RoutedRows) -> None:
-        self.theirs, self.rows, self.capture, self.destroy = theirs, rows, theirs.capture, rows.close
+        self.theirs, self.rows, self.destroy = theirs, rows, rows.close
         self.req: Any = None
         """The request whose rows SGLang asks for next."""
+        self._tokens: dict[int, list[int]] = {}  # of each call of a layer's router in this pass
+        self._buffer: torch.Tensor = theirs.device_cache.buffer  # int32 [tokens, layers, top_k]
+        self._buffer.fill_(-1)
         theirs.destroy()
 
+    def begin(self) -> None:
+        """A pass begins: earlier calls of routers, to warm up or to record a graph, are not its own."""
+        self._empty(0)
+
+    def _empty(self, rows: int) -> None:
+        """Nobody reads what is in the buffer any more; at least so many of its rows were written."""
+        rows = max([rows, *(max(tokens) for tokens in self._tokens.values())])
+        if rows:
+            self._buffer[:rows].fill_(-1)
+        self._tokens.clear()
+
+    def capture(self, layer_id: int, topk_indices: torch.Tensor) -> None:
+        """The choice int32 ``[tokens, top_k]`` of a layer's router."""
+        if not torch.compiler.is_compiling():
+            self._tokens.setdefault(layer_id, []).append(len(topk_indices))
+        self.theirs.capture(layer_id=layer_id, topk_indices=topk_indices)
+
     def on_forward_end(
-        self, forward_batch: Any, *args: Any, no_copy_to_cpu: bool = False, **named: Any
+        self, forward_batch: Any, can_run_graph: bool, cuda_graph_batch: int | None, no_copy_to_cpu: bool = False
     ) -> Launched | None:
-        made = self.theirs.on_forward_end(forward_batch, *args, no_copy_to_cpu=True, **named)
+        made = self.theirs.on_forward_end(forward_batch, can_run_graph, cuda_graph_batch, no_copy_to_cpu=True)
         early = forward_batch.out_cache_loc_virtual
         early = forward_batch.out_cache_loc if early is None else early
+        for layer, tokens in self._tokens.items():
+            if len(tokens) > 1 or tokens[0] < len(made.topk):
+                logger.warning(PART, layer, tokens, len(made.topk))
+                made.topk[:, layer] = -1
+        self._empty(max(len(made.topk), cuda_graph_batch or 0))  # behind the copy in ``made``, on the same stream
         launched = self.rows.launch(made.out_cache_loc, made.topk, early)
         if no_copy_to_cpu:
             return launched
@@ -363,8 +411,9 @@ class Capturer:
         if req.input_embeds is not None or req.positional_embed_overrides is not None:
             tokens = None  # SGLang gives such a prompt the same ids whatever it says
         field, told = self.rows.answer(req.rid, slots, min(start_len, len(slots)), tokens)
-        if told is not None and said:
-            req.customized_info = (req.customized_info or {}) | {FIELD: [*(None for _ in said[1:]), told]}
+        if told is not None:
+            entries = [*(None for _ in said[1:]), told] if said else Uncut([told])
+            req.customized_info = (req.customized_info or {}) | {FIELD: entries}
         return field
 
 

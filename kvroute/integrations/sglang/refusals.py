@@ -1,0 +1,142 @@
+"""SGLang's server arguments that change how often, in which order or with how many tokens a router is called, or where
+KV comes from: which are refused, and which were judged, and how. The page ``docs/sglang.md`` shows this table.
+
+``tests/sglang/server_args.txt`` holds the names of all of SGLang's arguments. A new one fails a test, until somebody
+has decided about it: here, or that it matters to no row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Final, NamedTuple
+
+from cache_manager.errors import ConfigError
+from kvroute.connector.settings import Common
+from kvroute.integrations.sglang.settings import LINKER, VARIABLE
+
+
+class Refused(NamedTuple):
+    """An argument with which the server does not start, unless its value is one of ``accepted``."""
+
+    argument: str
+    why: str
+    accepted: tuple[Any, ...] = (None, False, 0, "")
+
+
+_ONE: Final = (None, 1)
+_NONE: Final = (None, "", "none", "null")
+_TWICE: Final = "a router is called more than once in a pass, and SGLang's buffer keeps the last call's tokens"
+_SCATTERED: Final = "a router has a part of the tokens only"
+_KERNEL: Final = "experts are chosen inside a kernel, which nothing has judged"
+_PHYSICAL: Final = "experts have other numbers than in the checkpoint, which nothing has judged"
+_ELSEWHERE: Final = "KV comes from places that no hook follows"
+
+REFUSED: Final = (
+    Refused("enable_two_batch_overlap", _TWICE),
+    Refused("enable_single_batch_overlap", "it needs moe_a2a_backend"),
+    Refused("enable_pdmux", "a prefill pass is cut by layers, and its end is not reported"),
+    Refused("dllm_algorithm", "a diffusion model computes a token many times"),
+    Refused("speculative_algorithm", "tokens that are rejected have rows, and drafts share the step"),
+    Refused("decoupled_spec_role", "drafts come from another engine", _NONE),
+    Refused("dp_size", "each rank has requests of its own", _ONE),
+    Refused("attn_dp_size", "each rank has requests of its own", _ONE),
+    Refused("enable_dp_attention", "a router has the tokens of all ranks"),
+    Refused("pp_size", "a rank has a part of the layers", _ONE),
+    Refused("attn_cp_size", _SCATTERED, _ONE),
+    Refused("dcp_size", "a rank has a part of the KV", _ONE),
+    Refused("moe_dp_size", _SCATTERED, _ONE),
+    Refused("dwdp_size", "a rank has requests of its own", _ONE),
+    Refused("enable_prefill_cp", _SCATTERED),
+    Refused("enable_kv_cache_sharding", "a rank has a part of the KV"),
+    Refused("enable_dsa_cache_layer_split", "a rank has a part of the KV"),
+    Refused("enable_attn_tp_input_scattered", _SCATTERED),
+    Refused("enable_layernorm_sp", _SCATTERED),
+    Refused("enable_scattered_sconv", _SCATTERED),
+    Refused("moe_a2a_backend", _SCATTERED, _NONE),
+    Refused("ep_num_redundant_experts", _PHYSICAL),
+    Refused("enable_eplb", _PHYSICAL),
+    Refused("init_expert_location", _PHYSICAL, (None, "", "trivial")),
+    Refused("ep_dispatch_algorithm", "experts may be chosen by chance or by load", (None, "", "static", "dynamic")),
+    Refused("enable_waterfill", _PHYSICAL),
+    Refused("elastic_ep_backend", "a pass may be computed twice"),
+    Refused("kt_weight_path", "experts may be computed a step later, or not at all"),
+    Refused("enable_paged_experts", _KERNEL),
+    Refused("enable_w4a4_mxfp4_megamoe", _KERNEL),
+    Refused("enable_megamoe_for_layernorm_sp", _KERNEL),
+    Refused("enable_nvidia_megakernel", _KERNEL),
+    Refused("enable_amd_monokernel", _KERNEL),
+    Refused("enable_torch_compile", "the router is compiled, which nothing has judged"),
+    Refused("disaggregation_mode", "KV comes from another engine, without rows", _NONE),
+    Refused("enable_pd_role_switch", "KV comes from another engine, without rows"),
+    Refused("encoder_only", "there is no router"),
+    Refused("prefill_only_disable_kv_cache", "tokens have no slots"),
+    Refused("enable_hisparse", _ELSEWHERE),
+    Refused("enable_lmcache", _ELSEWHERE),
+    Refused("enable_flexkv", _ELSEWHERE),
+    Refused("radix_cache_backend", _ELSEWHERE),
+    Refused("enable_unified_memory", _ELSEWHERE),
+    Refused("hicache_host_memory_mode", "pages on the host have no life of their own", (None, "cache")),
+)
+
+ELSEWHERE: Final = ("remote", "remote_instance", "dummy")
+"""Formats of loading whose weights do not come from the files of the model: no digest of files names them."""
+
+JUDGED: Final = {
+    "tp_size": "2 ranks, by hand; refused with KvrouteLinker",
+    "ep_size": "by reading: without an a2a backend every rank's router has every token",
+    "chunked_prefill_size": "tests",
+    "page_size": "tests",
+    "disable_overlap_schedule": "tests, both values",
+    "enable_mixed_chunk": "by reading: decode tokens follow the prompt's in one pass and one list of slots",
+    "num_continuous_decode_steps": "by reading: each step is a pass of its own",
+    "disable_radix_cache": "by reading: every page begins its life in a pass",
+    "enable_hierarchical_cache": "tests",
+    "hicache_storage_backend": "tests ('file')",
+    "enable_unified_cache_external_linker": "tests",
+    "enable_streaming_session": "by hand",
+    "enable_lora": "by reading: an adapter has keys of its own; refused with a store",
+    "disable_cuda_graph": "tests; CUDA graphs on one H100",
+    "disable_shared_experts_fusion": "by reading: SGLang cuts the shared experts' columns",
+    "moe_runner_backend": "its effect on each router is looked up at the start: see the table of routers",
+    "skip_tokenizer_init": "tests, both values",
+}
+"""Accepted arguments that change passes, pages or routers, and how each was judged."""
+
+
+def refusals(server_args: Any, settings: Common) -> Iterator[tuple[str, str, Any]]:
+    """For each refused argument: it, what is wanted, and its value. ``server_args`` are the resolved ones."""
+    for argument, why, accepted in REFUSED:
+        value = getattr(server_args, argument, None)  # an older SGLang has no such argument
+        if value not in accepted:
+            yield argument, f"{' or '.join(repr(each) for each in accepted if each is not None)}: {why}", value
+    ours = server_args.enable_unified_cache_external_linker and (
+        (server_args.unified_cache_external_linker_config or {}).get("linker") == LINKER
+    )
+    if ours and server_args.tp_size > 1:
+        yield "tp_size", f"1 with {LINKER}: ranks may fail to load different pages", server_args.tp_size
+    if settings.store and server_args.enable_lora:
+        yield "enable_lora", "no adapters with a store: SGLang's keys name an adapter, not its weights", True
+    if settings.store and not settings.weights and server_args.load_format in ELSEWHERE:
+        yield "load_format", f"a name of the weights (weights) with {server_args.load_format!r}", "none"
+    loads = (
+        "an external linker"
+        if server_args.enable_unified_cache_external_linker
+        else server_args.hicache_storage_backend
+    )
+    if loads and not settings.store:
+        yield (
+            "store",
+            f"a store for the rows of KV that is loaded, in {VARIABLE} or for {LINKER}",
+            f"none, beside {loads}",
+        )
+
+
+def supported(server_args: Any, settings: Common) -> None:
+    """:class:`ConfigError` names the first unsupported feature of an engine with these published arguments."""
+    from sglang.srt.arg_groups.overrides import resolved_view  # type: ignore[import-not-found]
+
+    for argument, wanted, got in refusals(resolved_view(server_args), settings):
+        raise ConfigError(f"SGLang with kvroute: {argument}", wanted, got)
+
+
+__all__ = ["JUDGED", "REFUSED", "Refused", "refusals", "supported"]

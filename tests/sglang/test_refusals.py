@@ -1,0 +1,60 @@
+"""Every server argument of the installed SGLang was decided about: refused, judged, or of no matter to a row."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from sglang.srt.server_args import ServerArgs
+
+from kvroute.connector.settings import Common
+from kvroute.integrations.sglang.hooks import COMPUTES
+from kvroute.integrations.sglang.refusals import JUDGED, REFUSED, refusals
+
+NAMES = (Path(__file__).parent / "server_args.txt").read_text().split()
+
+
+def arguments(**changed: Any) -> Any:
+    defaults = ServerArgs(model_path="m")
+    return SimpleNamespace(**{name: getattr(defaults, name) for name in ServerArgs.__struct_fields__} | changed)
+
+
+def test_a_new_argument_of_sglang_is_noticed() -> None:
+    """Method: a file has the names of all. Decide about a new one in ``refusals.py``, then add it to the file."""
+    assert sorted(ServerArgs.__struct_fields__) == NAMES
+    assert {*(entry.argument for entry in REFUSED), *JUDGED, *COMPUTES} <= set(NAMES)
+    assert not {entry.argument for entry in REFUSED} & set(JUDGED)
+
+
+def test_an_engine_with_default_arguments_is_accepted() -> None:
+    assert list(refusals(arguments(), Common())) == []
+
+
+@pytest.mark.parametrize("argument", [entry.argument for entry in REFUSED])
+def test_each_argument_is_refused_by_name(argument: str) -> None:
+    """Method: a value of its type that is not the default."""
+    default = getattr(arguments(), argument)
+    value = not default if isinstance(default, bool) else 2 if isinstance(default, int) else "another"
+    ((name, wanted, got),) = refusals(arguments(**{argument: value}), Common())
+    assert (name, got) == (argument, value)
+    assert wanted
+
+
+def test_what_depends_on_the_store_is_refused_by_name() -> None:
+    linker = {"linker": "KvrouteLinker", "linker_extra_config": {}}
+    ours = {"enable_unified_cache_external_linker": True, "unified_cache_external_linker_config": linker}
+    store = Common(store="memory:")
+    cases: list[tuple[dict[str, Any], Common, str | None]] = [
+        (ours, Common(), "store"),
+        ({"hicache_storage_backend": "file"}, Common(), "store"),
+        (ours | {"tp_size": 2}, store, "tp_size"),
+        ({"tp_size": 2}, store, None),
+        ({"enable_lora": True}, store, "enable_lora"),
+        ({"enable_lora": True}, Common(), None),
+        ({"load_format": "remote"}, store, "load_format"),
+        ({"load_format": "remote"}, Common(store="memory:", weights="w"), None),
+    ]
+    for changed, settings, refused in cases:
+        assert [name for name, *_ in refusals(arguments(**changed), settings)] == ([refused] if refused else [])
