@@ -44,8 +44,9 @@ _SCHEDULED: WeakSet[nn.Module] = WeakSet()
 def layer_ids(model: Model) -> tuple[int, ...]:
     """The layers, counted from 0 over the whole model, whose routers this rank has; increasing.
 
-    Raises :class:`ReplayError` when there are none: the model was built without ``moe_enable_routing_replay``; and when
-    two routers have the same layer number: one would get the other's routes.
+    A stage of dense layers only, or of the embedding or the loss, has none: there is nothing to replay, and its rows
+    are ``[tokens, 0, top_k]``. Raises :class:`ReplayError` when the model was built without
+    ``moe_enable_routing_replay``, and when two routers have the same layer number: one would get the other's routes.
     """
     return tuple(_routers(model))
 
@@ -115,8 +116,10 @@ def install(
         if getattr(router.config, "moe_router_fusion", False):
             wanted = "moe_router_fusion=False: a fused router ignores replay"
             raise ReplayError(f"router of layer {layer}", wanted, True)
-    config = next(iter(routers.values())).config
-    ids = checked_ids(given, "rows", tuple(routers), top_k=config.moe_router_topk, experts=config.num_moe_experts)
+    limits: dict[str, Any] = {}
+    for router in routers.values():
+        limits = {"top_k": router.config.moe_router_topk, "experts": router.config.num_moe_experts}
+    ids = checked_ids(given, "rows", tuple(routers), **limits)
     for index, router in enumerate(routers.values()):
         router_ids = ids[:, index].contiguous()
         router.router_replay.set_target_indices(router_ids)
