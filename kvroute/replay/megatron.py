@@ -8,8 +8,10 @@ so this module ignores it. It walks the model instead, and knows each router by 
         for batch in micro_batches:
             install(model, packed(model, routes, tokens, split))
             loss = forward(batch)
-            backward(model)                                 # before the backward pass recomputes
+            backward(model)                                 # no forward pass of this micro-batch from here on
             loss.backward()
+
+A recomputation, in whatever order backward passes run, uses the experts of its own forward pass, or is refused.
 
 Works for Megatron-core 0.16 and later, and for verl's own class: neither is imported here.
 """
@@ -20,14 +22,14 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakSet
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
+from kvroute.replay.passes import known_passes, passes_of
 from kvroute.replay.rows import ReplayError, checked_ids, replaying
 from kvroute.routes import Routes, Split, shard_packed, shard_padded
 from kvroute.routes.fill import Filler, Missing, Side
@@ -35,8 +37,6 @@ from kvroute.routes.fill import Filler, Missing, Side
 Model = nn.Module | Sequence[nn.Module]
 """A model, or the chunks of a virtual pipeline."""
 
-_HOOKS: WeakKeyDictionary[nn.Module, RemovableHandle] = WeakKeyDictionary()
-"""The hooks that count tokens, on routers with installed rows."""
 _SCHEDULED: WeakSet[nn.Module] = WeakSet()
 """Routers inside a schedule."""
 
@@ -44,8 +44,9 @@ _SCHEDULED: WeakSet[nn.Module] = WeakSet()
 def layer_ids(model: Model) -> tuple[int, ...]:
     """The layers, counted from 0 over the whole model, whose routers this rank has; increasing.
 
-    Raises :class:`ReplayError` when there are none: the model was built without ``moe_enable_routing_replay``; and when
-    two routers have the same layer number: one would get the other's routes.
+    A stage of dense layers only, or of the embedding or the loss, has none: there is nothing to replay, and its rows
+    are ``[tokens, 0, top_k]``. Raises :class:`ReplayError` when the model was built without
+    ``moe_enable_routing_replay``, and when two routers have the same layer number: one would get the other's routes.
     """
     return tuple(_routers(model))
 
@@ -102,8 +103,8 @@ def install(
 ) -> None:
     """Make the next forward pass of ``model`` use the experts in ``rows``; ``layers`` are those of :func:`layer_ids`.
 
-    Each router also keeps its rows in a first-in-first-out list for the recomputation of the backward pass, one entry
-    for each call; see :func:`backward` and :func:`schedule`.
+    A recomputation inside a backward pass uses the rows of its own forward pass, whichever micro-batch that was; they
+    are kept until :func:`clear` or the end of the :func:`schedule`. Megatron's first-in-first-out list is not read.
 
     Raises :class:`ReplayError`, with nothing installed, for rows that do not fit; for an id outside the experts, -1
     included (Megatron would gather out of bounds); for an id twice in a row (its dispatcher would lose a token); and
@@ -115,28 +116,37 @@ def install(
         if getattr(router.config, "moe_router_fusion", False):
             wanted = "moe_router_fusion=False: a fused router ignores replay"
             raise ReplayError(f"router of layer {layer}", wanted, True)
-    config = next(iter(routers.values())).config
-    ids = checked_ids(given, "rows", tuple(routers), top_k=config.moe_router_topk, experts=config.num_moe_experts)
-    for index, router in enumerate(routers.values()):
-        router.router_replay.set_target_indices(ids[:, index].contiguous())
-    _set_action(routers, "REPLAY_FORWARD")
+    limits: dict[str, Any] = {}
     for router in routers.values():
-        if router not in _HOOKS:
-            _HOOKS[router] = router.register_forward_pre_hook(_count)
+        limits = {"top_k": router.config.moe_router_topk, "experts": router.config.num_moe_experts}
+    ids = checked_ids(given, "rows", tuple(routers), **limits)
+    for index, router in enumerate(routers.values()):
+        router_ids = ids[:, index].contiguous()
+        router.router_replay.set_target_indices(router_ids)
+        _replay_forward(router)
+        passes_of(router, _before).begin(router_ids)
 
 
 def backward(model: Model) -> None:
-    """From here on, recomputations use each installed row once, in the order of installation."""
-    _set_action(_routers(model), "REPLAY_BACKWARD")
+    """The installed rows have had their forward pass; from here on, routers compute again until the next installation.
+
+    A forward pass before that raises :class:`ReplayError`.
+    """
+    for router in _routers(model).values():
+        if (passes := known_passes(router)) is not None:
+            passes.end()
 
 
 def clear(model: Model) -> None:
-    """Let the routers choose for themselves, and forget every installed and recorded row."""
+    """Let the routers choose for themselves, and forget every installed and recorded row.
+
+    A recomputation of a forward pass whose rows are forgotten raises :class:`ReplayError`.
+    """
     for router in _routers(model).values():
         router.router_replay.clear_router_replay_action()
         router.router_replay.clear_indices()
-        if (hook := _HOOKS.pop(router, None)) is not None:
-            hook.remove()
+        if (passes := known_passes(router)) is not None:
+            passes.finish()
 
 
 @contextmanager
@@ -145,8 +155,7 @@ def schedule(model: Model) -> Iterator[None]:
 
     Raises :class:`ReplayError` inside another schedule of the same routers: it would forget that one's rows.
 
-    A forward-only pass, a schedule without recomputation and a failed one all leave entries behind, which the next
-    backward pass would use in place of its own micro-batch's routes.
+    Rows are kept until its end, for recomputations; a backward pass after it that recomputes is an error.
     """
     routers = list(_routers(model).values())
     if not _SCHEDULED.isdisjoint(routers):
@@ -172,17 +181,29 @@ def _layers_of(model: Model, routes: Sequence[Routes], split: Split) -> tuple[in
     return layers
 
 
-def _count(router: nn.Module, inputs: tuple[Any, ...]) -> None:
-    """Before a router's forward pass: raise unless it has as many tokens as the rows that it is about to use."""
+def _before(router: nn.Module, inputs: tuple[Any, ...]) -> None:
+    """Before a router's forward pass: give it the rows of the pass that it computes again, and count its tokens."""
+    if torch.compiler.is_compiling() or (passes := known_passes(router)) is None:
+        return
     replay: Any = router.router_replay
-    action = getattr(replay.router_replay_action, "name", "")
-    queue = replay.replay_backward_list
-    rows = {"REPLAY_FORWARD": replay.target_topk_idx, "REPLAY_BACKWARD": queue[0] if queue else None}.get(action)
+    number: Any = router.layer_number
+    where = f"router of layer {number - 1}"
+    installed = passes.recomputed(where)
+    if installed is not None:
+        if not torch.is_grad_enabled():
+            raise ReplayError(where, "no recomputation inside a recomputation", "a checkpoint in one")
+        _replay_forward(router)
+    elif not passes.replaying or getattr(replay.router_replay_action, "name", "") != "REPLAY_FORWARD":
+        return
+    else:
+        installed = passes.current
+    if installed is None:
+        raise ReplayError(where, "rows for a forward pass, by install", "none since backward")
+    assert installed.ids is not None
     hidden = inputs[0]  # [..., hidden size]
-    if rows is not None and (tokens := hidden.shape[:-1].numel()) != len(rows):
-        layer: Any = router.layer_number
-        wanted = f"{len(rows)} local tokens, as rows were installed"
-        raise ReplayError(f"router of layer {layer - 1}", wanted, tokens)
+    if (tokens := hidden.shape[:-1].numel()) != len(installed.ids):
+        raise ReplayError(where, f"{len(installed.ids)} local tokens, as rows were installed", tokens)
+    replay.target_topk_idx = installed.ids
 
 
 def _routers(model: Model) -> dict[int, Any]:
@@ -197,8 +218,7 @@ def _layer_of(path: str, router: Any) -> int:
     return int(number) - 1
 
 
-def _set_action(routers: dict[int, Any], name: str) -> None:
-    for router in routers.values():
-        # The actions are an enumeration beside the class; verl has its own.
-        actions = sys.modules[type(router.router_replay).__module__].RouterReplayAction
-        router.router_replay.set_router_replay_action(actions[name])
+def _replay_forward(router: Any) -> None:
+    # The actions are an enumeration beside the class; verl has its own.
+    actions = sys.modules[type(router.router_replay).__module__].RouterReplayAction
+    router.router_replay.set_router_replay_action(actions.REPLAY_FORWARD)

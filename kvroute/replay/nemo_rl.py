@@ -55,11 +55,13 @@ def automodel(model: nn.Module, rows: torch.Tensor) -> Iterator[None]:
     Tokens are the flattened ``[batch, sequence]``; layers are the model's gates in the order of their layer, found by
     walking the model, not in Automodel's list of all gates ever built. Automodel replays every row: none may be
     missing. The same rows serve the recomputation of activation checkpointing, so the backward pass belongs in the
-    block too.
+    block too: a recomputation after the block, or in another micro-batch's, raises :class:`ReplayError`.
 
-    Raises :class:`ReplayError` for rows that do not fit, for a model that was built without
+    Raises :class:`ReplayError` also for rows that do not fit, for a model that was built without
     ``enable_routing_replay``, and inside another such block of its gates, which would end with this one.
     """
+    from kvroute.replay.passes import one_pass
+
     gates = replaying([model], _layer_of, "gate", "enable_routing_replay")
     ids = checked_ids(rows, "rows", tuple(gates))
     replays = [gate.router_replay for gate in gates.values()]
@@ -70,7 +72,8 @@ def automodel(model: nn.Module, rows: torch.Tensor) -> Iterator[None]:
         for index, replay in enumerate(replays):
             replay.set_target(ids[:, index].contiguous())
             replay.mode = mode
-        yield
+        with one_pass(gates):
+            yield
     finally:
         for replay in replays:
             replay.mode = None

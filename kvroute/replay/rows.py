@@ -32,7 +32,7 @@ def replaying(chunks: Sequence[nn.Module], layer_of: Callable[[str, Any], int], 
     """The modules with a replay object by layer id, in increasing order, without those of multi-token prediction.
 
     ``layer_of(name, module)`` returns a module's layer. :class:`ReplayError` for two of ``what`` in one layer, and if
-    there are none: the model was built without ``flag``.
+    there are none in a model that was built without ``flag``. With it, a pipeline stage may be without any.
     """
     found: dict[int, tuple[str, Any]] = {}
     for number, chunk in enumerate(chunks):
@@ -43,9 +43,17 @@ def replaying(chunks: Sequence[nn.Module], layer_of: Callable[[str, Any], int], 
             if (layer := layer_of(path, module)) in found:
                 raise ReplayError(f"layer {layer}", f"one {what}", f"{found[layer][0]} and {path}")
             found[layer] = path, module
-    if not found:
+    if not found and not _replays(chunks, what, flag):
         raise ReplayError("model", f"{what}s with a replay object: {flag}", "none")
     return {layer: found[layer][1] for layer in sorted(found)}
+
+
+def _replays(chunks: Sequence[nn.Module], what: str, flag: str) -> bool:
+    """Whether the configuration of ``chunks`` has ``flag``, and no module called ``what`` is without replay."""
+    modules = [(name.split("."), module) for chunk in chunks for name, module in chunk.named_modules()]
+    if any(path[-1] == what and "mtp" not in path for path, _ in modules):
+        return False
+    return any(getattr(getattr(module, "config", None), flag, False) for _, module in modules)
 
 
 def read_rows(tokens: int, field: str = "tokens") -> int:
@@ -123,7 +131,7 @@ def versions(routes: Routes, tokens: int) -> list[int]:
     return versions
 
 
-def check_batch(routes: Sequence[Routes], **counts: Sequence[int]) -> None:
+def check_batch(routes: Sequence[Routes], **counts: Sequence[Any]) -> None:
     """Raise unless there are samples, as many numbers in each of ``counts``, and all samples are of one model.
 
     :class:`ReplayError` names the counts; ``RowError`` the sample, the field and both values.
@@ -131,4 +139,4 @@ def check_batch(routes: Sequence[Routes], **counts: Sequence[int]) -> None:
     if not routes or any(len(each) != len(routes) for each in counts.values()):
         wanted = f"one number for each of {len(routes)} samples, at least one"
         raise ReplayError(", ".join(counts), wanted, " and ".join(str(len(each)) for each in counts.values()))
-    check_alike([part.layout for part in routes])
+    check_alike(routes)

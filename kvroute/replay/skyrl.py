@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal
 
+import numpy as np
 from numpy.typing import NDArray
 
 from kvroute.replay.rows import ReplayError, all_layers, check_batch, read_rows
@@ -16,7 +17,11 @@ from kvroute.routes import Routes
 
 
 def rollout_expert_indices(
-    routes: Sequence[Routes], tokens: Sequence[int], *, holes: Literal["error", "cut"] = "error"
+    routes: Sequence[Routes],
+    tokens: Sequence[int],
+    *,
+    holes: Literal["error", "cut"] = "error",
+    loss_masks: Sequence[Sequence[int]] | None = None,
 ) -> list[NDArray[Any]]:
     """``GeneratorOutput["rollout_expert_indices"]``: an array ``[rows, num_layers, top_k]`` for each sample.
 
@@ -24,13 +29,23 @@ def rollout_expert_indices(
     requires: uint8 if the *largest id in the array* is below 256, else int16, else int32. The arrays are new, in C
     order and writable.
 
-    Raises :class:`ReplayError` for a sample without a whole first row, and for a hole with rows after it unless
+    With ``loss_masks``, SkyRL's for the responses, a sample that trains nothing and has no whole first row, because
+    its generation failed, gets one row of the experts ``0 .. top_k - 1``: SkyRL takes no sample without a row.
+
+    Raises :class:`ReplayError` for any other sample without a whole first row, and for a hole with rows after it unless
     ``holes`` is ``"cut"``: then the prefix ends at the hole, and the trainer does not get the later rows.
     """
-    check_batch(routes, tokens=tokens)
+    counts: dict[str, Sequence[Any]] = {"tokens": tokens}
+    if loss_masks is not None:
+        counts["loss_masks"] = loss_masks
+    check_batch(routes, **counts)
     if holes not in ("error", "cut"):
         raise ReplayError("holes", "error or cut", repr(holes))
-    return [_prefix(part, count, i, holes) for i, (part, count) in enumerate(zip(routes, tokens, strict=True))]
+    trains = [True] * len(routes) if loss_masks is None else [bool(np.any(mask)) for mask in loss_masks]
+    return [
+        _prefix(part, count, i, holes, trains=trains[i])
+        for i, (part, count) in enumerate(zip(routes, tokens, strict=True))
+    ]
 
 
 def delta(routes: Routes, held: int, tokens: int) -> NDArray[Any]:
@@ -42,10 +57,13 @@ def delta(routes: Routes, held: int, tokens: int) -> NDArray[Any]:
     return _narrowed(all_layers(routes, tokens, "int32", held=held))
 
 
-def _prefix(routes: Routes, tokens: int, sample: int, holes: str) -> NDArray[Any]:
+def _prefix(routes: Routes, tokens: int, sample: int, holes: str, *, trains: bool) -> NDArray[Any]:
     rows = read_rows(tokens)
     gap = routes.first_gap(rows)
     end = rows if gap is None else gap[0]
+    if not end and not trains:
+        shape = (1, routes.num_layers, routes.top_k)
+        return _narrowed(np.broadcast_to(np.arange(routes.top_k), shape).copy())
     if not end:
         got = "none" if gap is None or gap[1] is None else f"one without layer {gap[1]}"
         raise ReplayError(f"sample {sample}", "a row at position 0: SkyRL takes prefixes", got)

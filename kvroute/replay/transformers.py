@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import count
 from typing import Any, Final
 
 import torch
@@ -27,13 +26,13 @@ from torch.overrides import TorchFunctionMode
 
 from cache_manager.spec import AuxBlockDataSpec
 from kvroute.capture.capture import RoutingCapture, find_routers
+from kvroute.replay.passes import one_pass
 from kvroute.replay.rows import ReplayError, checked_ids
 from kvroute.routes import Routes, Split, shard_packed, shard_padded
 from kvroute.routes.fill import Side
 from kvroute.routing import routing_spec_from_hf
 
 _WHOLE: Final = Split()
-_NUMBERS = count()  # numbers of replays in this process: they distinguish the targets of micro-batches
 
 
 def padded(
@@ -100,11 +99,12 @@ def replay(
 
     The leading axes of ``targets`` are the model's flattened tokens, ``[batch, sequence]`` batch by batch. Every
     forward pass inside the block takes the same targets, so the block is one micro-batch: with gradient checkpointing
-    its backward pass too, because the recomputation routes again. A recomputation (``use_reentrant=False``) without a
-    replay, or with another micro-batch's, is an error, never a silent mix.
+    its backward pass too, because the recomputation routes again. A recomputation of the block's passes after the
+    block, or in another micro-batch's, is an error, reentrant or not; one hook on each router stays to see it.
 
     ``spec`` (by default ``routing_spec_from_hf(model.config)``) says which layers route among how many experts. Leaving
-    the block leaves the model as it was. Not for ``torch.compile``, nor for kernels that fuse router and experts.
+    the block leaves the model as it was but for that hook. Not for ``torch.compile``, nor for kernels that fuse router
+    and experts.
 
     Raises :class:`ReplayError` for targets that do not fit the model, for a token count that is not the batch's, and
     for a router that does not select by exactly one ``torch.topk`` over its experts.
@@ -119,14 +119,15 @@ def replay(
     flat = targets if targets.dim() < 3 else targets.flatten(0, -3)
     experts, top_k = spec.attrs["num_experts"], spec.row_shape[1]
     ids = checked_ids(flat, "targets", layer_ids, top_k=top_k, experts=experts, missing=True)
-    any_missing, number = bool((ids < 0).any()), next(_NUMBERS)
+    any_missing = bool((ids < 0).any())
     if replayed := [layer for layer, router in found.items() if isinstance(vars(router).get("forward"), _Forced)]:
         raise ReplayError("model", "no replay in progress", f"one on layers {replayed}")
     try:
         for index, layer_id in enumerate(layer_ids):
             router, where, rows = found[layer_id], f"router of layer {layer_id}", ids[:, index].contiguous()
-            _Forced(router, where, rows, experts, any_missing, number).install()
-        yield
+            _Forced(router, where, rows, experts, any_missing).install()
+        with one_pass(found):
+            yield
     finally:
         for router in found.values():
             if isinstance(forced := vars(router).get("forward"), _Forced):
@@ -136,12 +137,9 @@ def replay(
 class _Forced:
     """Stands in for one router's ``forward`` while its routes ``ids`` ``[tokens, top_k]`` are replayed."""
 
-    def __init__(
-        self, router: nn.Module, where: str, ids: torch.Tensor, num_experts: int, any_missing: bool, number: int
-    ) -> None:
+    def __init__(self, router: nn.Module, where: str, ids: torch.Tensor, num_experts: int, any_missing: bool) -> None:
         self._router = router
         self.where, self.ids, self.num_experts, self.any_missing = where, ids, num_experts, any_missing
-        self._number = torch.tensor(number)
         self._shadowed = vars(router).get("forward")  # an own forward of this one module, as accelerate sets
         self._forward: Callable[..., Any] = router.forward
 
@@ -162,8 +160,7 @@ class _Forced:
             raise ReplayError(self.where, wanted, f"{selection.selected} in {type(self._router).__name__}")
         if not isinstance(answer, tuple) or len(answer) < 3:
             raise ReplayError(self.where, "an answer (logits, weights, ids)", type(answer).__name__)
-        logits, weights, *rest = answer
-        return logits, _witnessed(weights, self._number, self.where), *rest
+        return answer
 
 
 class _Selection(TorchFunctionMode):
@@ -204,25 +201,3 @@ class _Selection(TorchFunctionMode):
 
     def _before_blanks(self, scores: torch.Tensor) -> torch.Tensor:
         return next((whole for blanked, whole in self._blanked if blanked is scores), scores)
-
-
-class _Witness(torch.autograd.Function):
-    """The identity; its backward pass checks that a recomputation went through the same targets as the forward pass.
-
-    Checkpointing replaces saved tensors by those of the recomputation, but leaves other attributes alone.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, weights: torch.Tensor, number: torch.Tensor, where: str) -> torch.Tensor:
-        ctx.save_for_backward(number)
-        ctx.made_with, ctx.where = int(number), where
-        return weights.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        if int(ctx.saved_tensors[0]) != ctx.made_with:
-            raise ReplayError(ctx.where, "the targets of its forward pass at recomputation", "another micro-batch's")
-        return gradients[0], None, None
-
-
-_witnessed: Callable[[torch.Tensor, torch.Tensor, str], torch.Tensor] = _Witness.apply

@@ -15,7 +15,7 @@ from typing import Any, Final
 import numpy as np
 import ray
 from numpy.typing import NDArray
-from ray.exceptions import ActorDiedError, ObjectLostError, RayError
+from ray.exceptions import ActorDiedError, GetTimeoutError, ObjectLostError, RayTaskError
 
 from cache_manager.errors import StorageError
 from cache_manager.record import Buffer
@@ -57,7 +57,9 @@ class RayRollouts(PartStore):
     """A ``RolloutStore`` in the Ray cluster that this process is connected to, or else in this machine's.
 
     ``name`` is that of the owner, which is started if there is none, and outlives this store. A call that takes longer
-    than ``timeout_s`` is a ``StorageError``. Rollouts whose owner has ended are misses.
+    than ``timeout_s`` is a ``StorageError``. Rollouts whose owner has ended are misses. So are those of a
+    cluster that has ended, after one ``StorageError``: a store goes on in the cluster to which the process is connected
+    then.
     """
 
     scheme = "ray"
@@ -66,11 +68,11 @@ class RayRollouts(PartStore):
         super().__init__(f"the rollout store ray:{name}", layers)
         self._owner_name, self._timeout_s = name, timeout_s
         with self._translated():
-            if not ray.is_initialized():
-                ray.init(address="auto", namespace=NAMESPACE)
             self._owner = self._started()
 
     def _started(self) -> Any:
+        if not ray.is_initialized():
+            ray.init(address="auto", namespace=NAMESPACE)
         options = {"name": self._owner_name, "namespace": NAMESPACE, "lifetime": "detached", "get_if_exists": True}
         return ray.remote(num_cpus=0)(Owner).options(**options).remote()
 
@@ -96,16 +98,21 @@ class RayRollouts(PartStore):
         with self._translated():
             try:
                 return ray.get(getattr(self._owner, what).remote(*values), timeout=self._timeout_s)
-            except ActorDiedError:
+            except (GetTimeoutError, RayTaskError):
+                raise
+            except Exception:  # Ray has no class of its own for an owner in a cluster that has ended
                 self._owner = self._started()  # for the next call; the old one's rollouts are gone
                 raise
 
     @contextmanager
     def _translated(self) -> Iterator[None]:
-        """Ray's errors become ``StorageError``, or :class:`GoneError` if the owner, or an object, is gone."""
+        """Ray's errors become ``StorageError``, or :class:`GoneError` if the owner, or an object, is gone.
+
+        There is nothing but Ray's code within: it raises a bare ``Exception`` for an owner of an ended cluster.
+        """
         try:
             yield
-        except (RayError, ConnectionError, RuntimeError) as error:
+        except Exception as error:
             gone = isinstance(error, (ActorDiedError, ObjectLostError))
             first = (str(error).splitlines() or [""])[0]
             raise (GoneError if gone else StorageError)(f"{self._name}: {type(error).__name__}: {first}") from error

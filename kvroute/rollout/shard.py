@@ -35,6 +35,10 @@ def fetch_shard(
     """
     if len(handles) != len(tokens) or not handles:
         raise InvalidInputError("tokens", f"one number for each of {len(handles)} handles, at least one", len(tokens))
+    for i, handle in enumerate(handles):
+        if not isinstance(handle, RolloutHandle):
+            wanted = "a RolloutHandle, of empty routes for a sample without rows"
+            raise InvalidInputError(f"handle of sequence {i}", wanted, type(handle).__name__)
     stage = split.layers(handles[0].layout.num_layers) if layers is None else tuple(layers)
     if layers is not None:
         routed = handles[0].layout.routed_layers

@@ -69,6 +69,9 @@ class Cells:
         made._take(*(fields[name] if name in fields else getattr(self, name) for name in Cells.__slots__))
         return made
 
+    def __setstate__(self, state: Sequence[Any]) -> None:
+        self._take(*state)  # arrays that were pickled or copied are writable
+
     # ---------------------------------------------------------------- what there is
 
     @property
@@ -94,10 +97,8 @@ class Cells:
     @property
     def end(self) -> int:
         """The position after the last row with a known cell; 0 if there is none."""
-        there = self.some
-        if len(there) and there[-1]:
-            return self.stop
-        return self.start + int(rows[-1]) + 1 if len(rows := np.flatnonzero(there)) else 0
+        rows = last_of(self.some)
+        return self.start + rows if rows else 0
 
     @property
     def complete(self) -> bool:
@@ -136,6 +137,14 @@ class Cells:
 def some(mask: Mask) -> NDArray[np.bool_]:
     """Which rows have a known cell: bool ``[n]``."""
     return mask if mask.ndim == 1 else np.logical_or.reduce(mask, axis=1)
+
+
+def last_of(there: NDArray[np.bool_]) -> int:
+    """The index after the last true of ``there`` ``[n]``; 0 if there is none."""
+    if len(there) and there[-1]:
+        return len(there)
+    rows = np.flatnonzero(there)
+    return int(rows[-1]) + 1 if len(rows) else 0
 
 
 def blank(ids: NDArray[Any], mask: Mask) -> None:

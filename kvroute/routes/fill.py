@@ -249,7 +249,7 @@ def _plan(
 ) -> Plan:
     if not parts or len(parts) != len(tokens):
         raise RowError("tokens", f"one number for each of {len(parts)} routes, at least one", len(tokens))
-    check_alike([part.layout for part in parts])
+    check_alike(parts)
     wanted = layers if isinstance(layers, str) else tuple(layers)
     asked = (parts[0].layout, split, wanted, np.dtype(dtype), *more)
     try:

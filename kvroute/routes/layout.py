@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, Final, Literal, Self
+from typing import Any, Final, Literal, Protocol, Self
 
 import msgspec
 import numpy as np
@@ -96,8 +96,19 @@ def _distinct(field: str, layers: Iterable[int], num_layers: int, but: Sequence[
     return tuple(map(int, given))
 
 
-def check_alike(layouts: Sequence[Layout], what: str = "sample") -> None:
-    """Raise :class:`RowError` that names ``what``, the field and both values unless ``layouts`` are of one model."""
-    for i, other in enumerate(layouts):
-        if other is not layouts[0]:
-            layouts[0].check_model(other, f"{what} {i}", f"as {what} 0 has")
+class HasLayout(Protocol):
+    @property
+    def layout(self) -> Layout: ...
+
+
+def check_alike(parts: Sequence[HasLayout], what: str = "sample") -> None:
+    """Raise :class:`RowError` that names ``what``, the field and both values unless ``parts`` are of one model.
+
+    The same for something that is no routes, as ``None`` for a sample without rows.
+    """
+    for i, part in enumerate(parts):
+        if not isinstance(getattr(part, "layout", None), Layout):
+            wanted = f"routes, with no rows for a {what} that has none"
+            raise RowError(f"{what} {i}", wanted, type(part).__name__)
+        if part.layout is not parts[0].layout:
+            parts[0].layout.check_model(part.layout, f"{what} {i}", f"as {what} 0 has")

@@ -14,11 +14,19 @@ from cache_manager.publish import Rows
 from cache_manager.spec import AuxBlockDataSpec
 from kvroute.checks import whole
 from kvroute.routes import spans, wire
-from kvroute.routes.cells import Cells, Mask, blank, check_known, lacking, union
+from kvroute.routes.cells import Cells, Mask, blank, check_known, lacking, last_of, some, union
 from kvroute.routes.fill import Missing, Plan
 from kvroute.routes.layout import Layers, Layout, check_alike
 from kvroute.routes.spans import UNKNOWN, WeightsSpan
-from kvroute.routes.token_hash import TokenHash, check_tokens, joined_hashes, of_one_sequence, token_hashes, token_ids
+from kvroute.routes.token_hash import (
+    TokenHash,
+    check_tokens,
+    joined_hashes,
+    of_one_sequence,
+    token_hashes,
+    token_ids,
+    tying,
+)
 
 JSON_FORMAT: Final = "kvroute.routes/4"
 
@@ -192,7 +200,7 @@ class Routes(Cells):
         :class:`RowError` names position and layer where two parts differ; and parts of another model or other tokens.
         """
         parts = (self, *others)
-        check_alike([part.layout for part in parts], "part")
+        check_alike(parts, "part")
         if tokens is None:
             return union(parts, token_hashes=of_one_sequence([(part.end, part.token_hashes) for part in parts]))
         given = token_ids(tokens)
@@ -218,17 +226,20 @@ class Routes(Cells):
     def slice(self, start: int, stop: int) -> Routes:
         """The routes of the *positions* ``[start, stop)``, sharing memory; they must lie inside these routes.
 
-        A token hash of more than ``stop + 1`` tokens says nothing about a sequence cut off there, and is dropped.
+        A token hash of more than ``stop + 1`` tokens is kept only where no other ties the rows to their tokens:
+        such a part is refused with tokens that cannot be compared. To cut a sequence off there, first :meth:`bind` the
+        routes to its tokens with a count of ``stop + 1``.
         """
         if not self.start <= start <= stop <= self.stop:
             raise RowError("slice", f"positions inside [{self.start}, {self.stop}]", f"[{start}, {stop})")
         at = np.s_[start - self.start : stop - self.start]
+        rows = last_of(some(self.mask[at]))
         return self._with(
             ids=self.ids[at],
             mask=self.mask[at],
             start=start,
             weights_versions=spans.clipped(self.weights_versions, start, stop),
-            token_hashes=tuple(h for h in self.token_hashes if h[0] <= stop + 1),
+            token_hashes=tying(self.token_hashes, start + rows if rows else 0, stop + 1),
         )
 
     # ---------------------------------------------------------------- tokens
@@ -237,14 +248,23 @@ class Routes(Cells):
         """These routes, bound to ``tokens`` ``[n]``, the ids of the sequence from position 0; memory is shared.
 
         There must be a token for every position up to :attr:`stop`; one more is usual, because the last sampled token
-        has no row. With ``counts`` they are bound only to hashes of that many first tokens each. :class:`RowError` for
-        too few tokens, and if the routes are already bound to other tokens, by a hash of at most as many.
+        has no row. With ``counts`` they are bound to hashes of that many first tokens each, and to no others but those
+        without which rows that were tied to tokens would not be. :class:`RowError` for too few tokens; if the routes
+        are already bound to other tokens; and if nothing but hashes of more tokens than these ties their rows.
         """
         given = token_ids(tokens, self.stop)
+        held = [count for count, _ in self.token_hashes if count >= self.end]
+        if held and held[0] > len(given):
+            raise RowError("tokens", f"{held[0]} or more, as the routes are bound to", len(given))
         wanted = {len(given)} if counts is None else set(counts)
         hashes = token_hashes(given, wanted.union(count for count, _ in self.token_hashes if count <= len(given)))
         joined = joined_hashes((*self.token_hashes, *hashes))
-        return self._with(token_hashes=joined if counts is None else tuple(h for h in hashes if h[0] in wanted))
+        if counts is None:
+            return self._with(token_hashes=joined)
+        own = tuple(h for h in hashes if h[0] in wanted)
+        if held and not any(count >= self.end for count, _ in own):
+            own = joined_hashes((*own, *(h for h in self.token_hashes if h[0] in held)))
+        return self._with(token_hashes=own)
 
     def validate(
         self, tokens: ArrayLike | None = None, *, rows: int | None = None, loss_mask: ArrayLike | None = None
@@ -321,12 +341,15 @@ class Routes(Cells):
         are taken over, and known to be those that were written; :class:`RowError` for a header that does not fit them.
         """
         layout, mask = header.layout, header.mask[first : first + len(ids)]
+        rows = last_of(some(mask))
         if layers is not None:
             layout = layout.only(tuple(layout.layer_ids[i] for i in layers))
             mask = mask if mask.ndim == 1 else mask[:, list(layers)]
         start, stop = header.start + first, header.start + first + len(ids)
         versions = spans.checked_versions(header.weights_versions, header.start, header.stop)
-        hashes = (h for h in header.token_hashes if stop == header.stop or h[0] <= stop + 1)  # cut off: as a slice
+        hashes = joined_hashes(header.token_hashes)
+        if stop < header.stop:  # as a slice
+            hashes = tying(hashes, start + rows if rows else 0, stop + 1)
         return cls.checked(layout, ids, mask, start, spans.clipped(versions, start, stop), hashes)
 
     def to_json(self) -> dict[str, str]:

@@ -71,6 +71,16 @@ def joined_hashes(hashes: Iterable[TokenHash]) -> tuple[TokenHash, ...]:
     return tuple(sorted(found.items()))
 
 
+def tying(hashes: tuple[TokenHash, ...], end: int, count: int) -> tuple[TokenHash, ...]:
+    """Those of ``hashes`` of at most ``count`` tokens; all, if none of these ties the rows up to ``end`` to tokens.
+
+    A hash of more tokens cannot be compared with those of a part alone, but rows whose tie is kept are taken for no
+    others.
+    """
+    kept = tuple(entry for entry in hashes if entry[0] <= count)
+    return kept if not end or any(number >= end for number, _ in kept) else hashes
+
+
 def check_tokens(hashes: tuple[TokenHash, ...], tokens: NDArray[Any], end: int) -> None:
     """Raise :class:`RowError` unless each hash matches its count of first ``tokens`` ``[n]``, and one covers ``end``.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -206,3 +207,51 @@ def test_unlike_samples_are_no_batch(adapter: str, field: str) -> None:
         BATCHES[adapter]([first])
     with pytest.raises(KVRouteError):
         BATCHES[adapter]([])
+    for at in range(2):
+        batch: list[Any] = [first, first]
+        batch[at] = None
+        with pytest.raises(RowError, match=f"sample {at}: wanted routes, with no rows for .*, got NoneType"):
+            BATCHES[adapter](batch)
+
+
+def test_a_sample_without_a_handle_is_named(tmp_path: Path) -> None:
+    store = open_rollouts(f"file:{tmp_path}")
+    handle = store.put("a", ONE.whole(4))
+    for handles in ([handle, None], [None, handle]):
+        wanted = f"handle of sequence {handles.index(None)}: wanted a RolloutHandle, .*, got NoneType"
+        with pytest.raises(KVRouteError, match=wanted):
+            fetch_shard(store, handles, [5, 5], Split())  # type: ignore[arg-type]
+    store.close()
+
+
+def test_skyrl_gets_a_row_of_a_sample_that_trains_nothing() -> None:
+    """Goal: a failed sample does not refuse its batch, and no trained token gets a made-up row. Method: no row, and one
+    that lacks a layer, with and without a loss."""
+    whole = ONE.whole(4)
+    for failed in (whole.slice(0, 0), whole.without([1], np.arange(4) == 0)):
+        one, other = skyrl.rollout_expert_indices([whole, failed], [5, 5], holes="cut", loss_masks=[[0, 1], [0, 0]])
+        assert np.array_equal(one, whole.materialize(4))
+        assert (other.dtype, other.tolist()) == (np.uint8, [[[0, 1]] * 3])
+        for masks in ([[0, 0], [0, 1]], None):
+            with pytest.raises(KVRouteError, match="sample 1: wanted a row at position 0"):
+                skyrl.rollout_expert_indices([whole, failed], [5, 5], holes="cut", loss_masks=masks)
+    with pytest.raises(KVRouteError, match="tokens, loss_masks: wanted one number for each of 1 samples"):
+        skyrl.rollout_expert_indices([whole], [5], loss_masks=[])
+
+
+def test_skyrl_says_a_hole_only_where_whole_rows_follow() -> None:
+    """Goal: a partial last row is no hole. Method: the row at the end lacks a layer; one behind it makes it a hole."""
+    lacks = ONE.whole(4).without([1], np.arange(4) == 3)
+    (prefix,) = skyrl.rollout_expert_indices([lacks], [5])
+    assert np.array_equal(prefix, ONE.whole(4).materialize(3))
+    with pytest.raises(KVRouteError, match="no row behind position 3, which has no layer 1, got one at 4"):
+        skyrl.rollout_expert_indices([lacks.merge(ONE.whole(5).slice(4, 5), tokens=range(6))], [6])
+
+
+def test_the_last_token_has_no_row_and_no_version() -> None:
+    """Goal: of n tokens n - 1 rows count. Method: a row of the last token, as an engine may have it, with other weights
+    or of unknown ones; its bit in verl's mask, and the sample's versions."""
+    whole = ONE.routes(0, [True] * 5, versions=((0, 4, 7), (4, 5, 8)))
+    assert verl.replay_mask([whole], [5]).unbind()[0].tolist() == [True] * 4 + [False]
+    assert verl.global_steps(whole, 3, 2) == {"global_steps": 7, "min_global_steps": 7, "max_global_steps": 7}
+    assert slime.weight_versions(ONE.routes(0, [True] * 5, versions=((0, 4, 7),)), 5) == ["7"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Self
 
 import numpy as np
@@ -13,6 +14,7 @@ from torch import nn
 
 from cache_manager.errors import KVRouteError
 from kvroute.capture.capture import RoutingCapture, find_routers
+from kvroute.replay.passes import known_passes, one_pass
 from kvroute.replay.rows import ReplayError
 from kvroute.replay.transformers import packed, padded, recorded, replay
 from kvroute.routes import Routes
@@ -168,45 +170,83 @@ def test_routes_reach_their_tokens_padded_on_either_side_and_packed(qwen: Any) -
         assert int((flat[:, 0, 0] >= 0).sum()) == sum(lengths) - 2
 
 
-def checkpointed(build_moe: Any) -> Any:
+def checkpointed(build_moe: Any, *, reentrant: bool) -> Any:
     tiny = build_moe("qwen3_moe")
     tiny.model.train()
-    tiny.model.activation_checkpointing_enable({"use_reentrant": False})
+    tiny.model.activation_checkpointing_enable({"use_reentrant": reentrant})
+    if reentrant:  # such a checkpoint needs an input with a gradient
+        tiny.model.enable_input_require_grads()
     return tiny
 
 
-def test_a_recomputation_sees_the_same_routes(build_moe: Any) -> None:
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_recomputation_sees_the_same_routes(build_moe: Any, reentrant: bool) -> None:
     """Goal: gradient checkpointing inside the block. Method: gradients with and without it, random routes."""
     tiny = build_moe("qwen3_moe")
     targets = random_targets(tiny, TOKENS.numel())
     with replay(tiny.model, targets):
         _, expected = loss_and_gradients(tiny)
-    again = checkpointed(build_moe)
+    again = checkpointed(build_moe, reentrant=reentrant)
     with replay(again.model, targets), RouterCalls(again.model) as calls:
         _, gradients = loss_and_gradients(again)
     assert {len(answers) for answers in calls.answers.values()} == {2}
     assert all(torch.equal(gradients[n], expected[n]) for n in expected)
 
 
-def test_a_recomputation_without_or_with_other_routes_is_an_error(build_moe: Any) -> None:
-    """Goal: never a silent mix of routes. Method: the backward pass after the block, and in another's block."""
-    tiny = checkpointed(build_moe)
-    with replay(tiny.model, random_targets(tiny, TOKENS.numel())):
-        loss = tiny.model(TOKENS, use_cache=False).logits.sum()
-    with pytest.raises(torch.utils.checkpoint.CheckpointError, match="different number of tensors"):
-        loss.backward()
-    # torch sees that by itself where routes change shapes; a router alone has the same shapes for any routes.
-    router = find_routers(tiny.model)[3]
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_recomputation_without_or_with_other_routes_is_an_error(build_moe: Any, reentrant: bool) -> None:
+    """Goal: never a silent mix of routes. Method: two micro-batches; the backward pass of the first behind its block,
+    in the second's block, and of a pass without replay in a block; after the errors the blocks are as good as new."""
+    tiny = checkpointed(build_moe, reentrant=reentrant)
+    targets = [random_targets(tiny, TOKENS.numel(), seed) for seed in (3, 4)]
+
+    def loss() -> torch.Tensor:
+        return tiny.model(TOKENS, use_cache=False).logits.sum()
+
+    with replay(tiny.model, targets[0]):
+        behind, inside = loss(), loss()
+    plain = loss()
+    over = r"router of layer 3: wanted a backward pass inside the replay of its forward pass, got one after it"
+    with pytest.raises(ReplayError, match=over):
+        behind.backward()
+    with replay(tiny.model, targets[1]):
+        own = loss()
+        with pytest.raises(ReplayError, match=over):
+            (inside + own).backward()
+        with pytest.raises(ReplayError, match="layer 3: wanted a recomputation of a forward pass that had rows"):
+            plain.backward()
+        loss().backward()
+    loss().backward()
+
+
+def test_a_router_is_watched_in_few_numbers(build_moe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Goal: a run of many micro-batches keeps no memory of each, and still refuses the oldest. Method: a limit of two,
+    five blocks with a graph and five without; then the backward pass of the first."""
+    monkeypatch.setattr("kvroute.replay.passes.PASSES_MAX", 2)
+    router = find_routers(build_moe("qwen3_moe").model)[3]
     hidden = torch.rand(14, 32, requires_grad=True)
-    with replay(tiny.model, random_targets(tiny, 14)):
-        weights = torch.utils.checkpoint.checkpoint(router, hidden, use_reentrant=False)[1]
+    weights = []
+    for _ in range(5):
+        with one_pass({3: router}):
+            weights.append(torch.utils.checkpoint.checkpoint(router, hidden, use_reentrant=False)[1])
+        with one_pass({3: router}), torch.no_grad():
+            router(hidden)
+    passes = known_passes(router)
+    assert passes is not None
+    assert len(passes._passes) == 2
+    assert len(router._forward_pre_hooks) == 1
+    with pytest.raises(ReplayError, match="got one after it"):
+        weights[0].sum().backward()
+
+
+def test_a_forward_pass_in_another_thread_is_an_error(qwen: Any) -> None:
+    """Goal: nodes are numbered by thread, so that a pass elsewhere could not be told from another's."""
     with (
-        replay(tiny.model, random_targets(tiny, 14, seed=4)),
-        pytest.raises(
-            ReplayError, match="layer 3: wanted the targets of its forward pass at recomputation, got another"
-        ),
+        replay(qwen.model, random_targets(qwen, TOKENS.numel())),
+        ThreadPoolExecutor(1) as threads,
+        pytest.raises(ReplayError, match="layer 1: wanted forward passes in the thread that gave the rows"),
     ):
-        weights.sum().backward()
+        threads.submit(qwen.forward, TOKENS).result()
 
 
 def test_the_model_is_left_as_it_was(build_moe: Any) -> None:

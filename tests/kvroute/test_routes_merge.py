@@ -6,6 +6,8 @@ Rows prove nothing: those of two prompts may be equal at every position, as they
 
 from __future__ import annotations
 
+import copy
+import pickle
 from itertools import permutations
 from typing import Any
 
@@ -17,7 +19,7 @@ from sample_routes import Cells, Shape, cells_of, cellwise, masks, shapes, witho
 
 from cache_manager.errors import RowError
 from kvroute.replay import verl
-from kvroute.routes import Routes
+from kvroute.routes import Routes, wire
 from kvroute.routes.token_hash import token_hashes
 
 SHAPE = Shape()
@@ -227,7 +229,65 @@ def test_binding_to_fewer_counts_does_not_hide_other_tokens() -> None:
     for counts in ([5], [7], [], None):  # the hash that they have is not among those asked for
         with pytest.raises(RowError, match="hash of the first 6 tokens"):
             bound.bind([9, *TOKENS[1:7]], counts)
-    assert bound.bind(TOKENS[:5], [5]).token_hashes == token_hashes(TOKENS, [5])  # of six tokens nothing is said
+    for wrong in (TOKENS[:5], [*TOKENS[:4], 0]):  # the tie is to six tokens: of five nothing can be said
+        with pytest.raises(RowError, match="tokens: wanted 6 or more, as the routes are bound to, got 5"):
+            bound.bind(wrong, [5])
+    for counts in ([2], []):
+        assert bound.bind(TOKENS, counts).token_hashes == token_hashes(TOKENS, [*counts, 6])
+
+
+def test_a_part_never_loses_its_tie_to_tokens() -> None:
+    """Goal: rows of another branch are never taken, however the part was made. Method: two sequences that share three
+    tokens, rows equal; a part of the first by slice, a mask, a record, a record's rows, a pickle, a bind to the tokens
+    that both share; the second's tokens and rows refuse it, the first's take it."""
+    branch = [*TOKENS[:3], *range(100, 104)]
+    whole, other = SHAPE.whole(6).bind(TOKENS[:7]), SHAPE.whole(6).bind(branch)
+    header, ids = wire.read(whole.to_bytes())
+    parts = [
+        whole.slice(0, 4),
+        whole.slice(3, 5),
+        whole.slice(0, 5).slice(1, 4),
+        whole.without(SHAPE.layer_ids[:1], np.arange(6) > 3).slice(0, 5),
+        Routes.from_bytes(whole.slice(0, 4).to_bytes()),
+        Routes.from_json(whole.slice(0, 4).to_json()),
+        Routes.of_record(header, ids[:4].copy()),
+        Routes.of_record(header, ids[2:5, :1].copy(), 2, [0]),
+        pickle.loads(pickle.dumps(whole.slice(0, 4))),  # noqa: S301 - made here
+        copy.deepcopy(whole).slice(0, 4),
+        whole.bind(TOKENS[:7], [3]).slice(0, 4),
+        whole.merge(whole.slice(2, 4)).slice(0, 4),
+    ]
+    for part in parts:
+        for taken in (
+            lambda part=part: part.merge(other.slice(4, 6), tokens=branch),
+            lambda part=part: part.merge(tokens=branch[:5]),
+            lambda part=part: part.validate(branch),
+            lambda part=part: part.validate(branch[: part.stop]),
+            lambda part=part: part.bind(branch[: part.stop]),
+            lambda part=part: part.bind(branch),
+            lambda part=part: part.merge(other),
+        ):
+            with pytest.raises(RowError, match="tokens"):
+                taken()
+        part.validate(TOKENS[:7])
+        for merged in (part.merge(whole, tokens=TOKENS[:7]), part.merge(whole)):
+            assert merged.bind(TOKENS[:7], [7]) == whole
+    cut = whole.bind(TOKENS[:7], [5, 7]).slice(0, 4)  # a sequence that is cut off there
+    assert cut.token_hashes == token_hashes(TOKENS, [5])
+    cut.validate(TOKENS[:5], rows=4)
+
+
+def test_a_short_part_among_longer_ones_hides_no_difference() -> None:
+    """Goal: what is compared is what is there, not the last part. Method: a part inside an earlier one, and one that
+    begins in it after the short one's end and differs."""
+    long, short, late = SHAPE.whole(10), SHAPE.whole(4).slice(2, 4), SHAPE.whole(12).slice(3, 12)
+    ids = late.ids.copy()
+    ids[3] = ids[3, :, ::-1]
+    differs = late._with(ids=ids)
+    for parts in permutations((long, short, differs)):
+        with pytest.raises(RowError, match=r"^row 6 layer"):
+            parts[0].merge(*parts[1:], tokens=TOKENS)
+    assert long.merge(short, late, tokens=TOKENS) == SHAPE.whole(12).bind(TOKENS)
 
 
 def test_a_hash_of_fewer_tokens_than_rows_does_not_bind_them() -> None:

@@ -81,6 +81,19 @@ def gpt(**changes: Any) -> GPTModel:
     )
 
 
+def stage_of(made: TransformerConfig, *, first: bool, last: bool) -> GPTModel:
+    """One stage of a pipeline."""
+    return GPTModel(
+        made,
+        get_gpt_decoder_block_spec(made, use_transformer_engine=False),
+        vocab_size=64,
+        max_sequence_length=64,
+        pre_process=first,
+        post_process=last,
+        position_embedding_type="learned_absolute",
+    )
+
+
 def run(model: GPTModel, tokens: torch.Tensor) -> torch.Tensor:
     """The loss ``[batch, sequence]`` of ``tokens`` ``[batch, sequence]``."""
     length = tokens.shape[1]

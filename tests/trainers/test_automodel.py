@@ -118,6 +118,34 @@ def test_one_replay_of_a_model_at_a_time() -> None:
         assert torch.equal(model(hidden)[0][1], rows().flip(0)[:, 0])
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_recomputation_elsewhere_is_an_error(reentrant: bool) -> None:
+    """Goal: NeMo-Automodel 3156 and its kind: a recomputation never takes another's rows, or the gate's own choice.
+    Method: a checkpointed model; backward in its block, behind it, and in another micro-batch's block."""
+    model = Model()
+
+    def loss() -> Any:
+        hidden = torch.randn(6, HIDDEN, requires_grad=True)
+        with torch.utils.checkpoint.set_checkpoint_early_stop(False):
+            return torch.utils.checkpoint.checkpoint(weights, hidden, use_reentrant=reentrant)
+
+    def weights(hidden: torch.Tensor) -> torch.Tensor:
+        return torch.stack([weights for weights, _ in model(hidden)]).square().sum()
+
+    used: list[torch.Tensor] = []
+    model.layers[1].gate.register_forward_hook(lambda _gate, _inputs, answer: used.append(answer[1]))
+    with nemo_rl.automodel(model, rows()):
+        loss().backward()
+        behind, inside = loss(), loss()
+    assert len(used) == 4
+    assert all(torch.equal(ids, rows()[:, 0]) for ids in used)
+    wanted = "router of layer 1: wanted a backward pass inside the replay of its forward pass"
+    with pytest.raises(ReplayError, match=wanted):
+        behind.backward()
+    with nemo_rl.automodel(model, rows().flip(0)), pytest.raises(ReplayError, match=wanted):
+        (inside + loss()).backward()
+
+
 def test_rows_that_do_not_fit_are_refused() -> None:
     """Goal: nothing is replayed by a refused call. Method: every misfit, and a model without replay."""
     model = Model()

@@ -111,33 +111,72 @@ def test_recorded_routes_hold_through_an_update(megatron: Any, model: Any) -> No
         assert torch.equal(seen[3], seen[0])
 
 
-def micro_batch(stage: Any, megatron: Any, sample: int, *, learn: bool) -> Any:
+def micro_batch(stage: Any, megatron: Any, sample: int, *, learn: bool, reentrant: bool = False) -> Any:
     """One micro-batch's weights, from a checkpointed router whose recomputation asks for replayed ids again."""
-    replay.install(stage, replay.packed(stage, [made_routes(sample, 6)], [6], ALONE))
+    replay.install(stage, replay.packed(stage, [made_routes(sample, 5)], [6], ALONE))
     hidden = torch.randn(6, 1, megatron.HIDDEN, requires_grad=True)
     # A recomputation that stopped early would not be seen from outside.
     with torch.set_grad_enabled(learn), torch.utils.checkpoint.set_checkpoint_early_stop(False):
-        answer = torch.utils.checkpoint.checkpoint(stage.decoder[0], hidden, use_reentrant=False)
+        answer = torch.utils.checkpoint.checkpoint(stage.decoder[0], hidden, use_reentrant=reentrant)
     return answer[0].square().sum()
 
 
-def test_a_left_over_entry_would_reach_the_next_backward_pass(megatron: Any) -> None:
-    """Goal: SkyRL 1908: a forward-only pass leaves entries in the first-in-first-out list, and the next recomputation
-    takes another micro-batch's routes. Method: inside schedule() each micro-batch sees its own, and nothing is left."""
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("order", [(2, 3, 4), (4, 3, 2), (3, 4, 2)])
+def test_a_recomputation_has_the_experts_of_its_own_forward_pass(
+    megatron: Any, order: tuple[int, ...], reentrant: bool
+) -> None:
+    """Goal: SkyRL 1908, verl 5219, AReaL 1166: recomputations take another micro-batch's routes. Method: in one
+    schedule passes without a gradient, then three with one, whose backward passes run in any order, between them a
+    forward pass of a further micro-batch; nothing is left for the next schedule."""
     stage = megatron.Stage(LAYERS, megatron.config())
     used = megatron.Used(stage)
     with replay.schedule(stage):
-        micro_batch(stage, megatron, 1, learn=False)
-    with replay.schedule(stage):
-        losses = [micro_batch(stage, megatron, sample, learn=True) for sample in (2, 3)]
+        for sample in (4, 1):
+            micro_batch(stage, megatron, sample, learn=False)
+        losses = {s: micro_batch(stage, megatron, s, learn=True, reentrant=reentrant) for s in (2, 3, 4)}
         replay.backward(stage)
-        for loss in losses:
-            loss.backward()
-        assert [len(router.router_replay.replay_backward_list) for router in stage.decoder] == [0, 2, 2]
-    for seen, sample in zip(used.experts[1][-2:], (2, 3), strict=True):
-        assert torch.equal(seen[:5], expected([sample], 5)[1][:, 0])
+        losses[order[0]].backward()
+        last = micro_batch(stage, megatron, 5, learn=True, reentrant=reentrant)
+        replay.backward(stage)
+        for sample in order[1:]:
+            losses[sample].backward()
+        last.backward()
+    for experts, sample in zip(used.experts[1], (4, 1, 2, 3, 4, order[0], 5, *order[1:], 5), strict=True):
+        assert torch.equal(experts[:5], expected([sample], 5)[1][:, 0])
     assert all(not router.router_replay.replay_backward_list for router in stage.decoder)
     assert all(router.router_replay.router_replay_action is None for router in stage.decoder)
+
+
+def test_a_recomputation_without_its_rows_is_an_error(megatron: Any) -> None:
+    """Goal: never the router's own choice, or another's rows, in silence. Method: a backward pass after the schedule,
+    one of a pass before it inside, one inside a recomputation, and a forward pass for which nothing was installed."""
+    stage = megatron.Stage(LAYERS, megatron.config())
+    router = stage.decoder[0]
+
+    def checkpoint(fn: Any, hidden: torch.Tensor) -> Any:
+        return torch.utils.checkpoint.checkpoint(fn, hidden, use_reentrant=True).sum()
+
+    def weights(hidden: torch.Tensor) -> Any:
+        return router(hidden)[0].square()
+
+    hidden = torch.randn(6, 1, megatron.HIDDEN, requires_grad=True)
+    rows = replay.packed(stage, [made_routes(1, 5)], [6], ALONE)
+    plain = checkpoint(weights, hidden)
+    with replay.schedule(stage):
+        late = micro_batch(stage, megatron, 1, learn=True, reentrant=True)
+        with pytest.raises(ReplayError, match="layer 1: wanted a recomputation of a forward pass that had rows"):
+            plain.backward()
+        replay.install(stage, rows)
+        nested = checkpoint(lambda x: checkpoint(weights, x), hidden)
+        replay.backward(stage)
+        with pytest.raises(ReplayError, match="layer 1: wanted no recomputation inside a recomputation"):
+            nested.backward()
+        with pytest.raises(ReplayError, match="layer 1: wanted rows for a forward pass, by install, got none since"):
+            router(hidden)
+    with pytest.raises(ReplayError, match="layer 1: wanted a backward pass inside the replay of its forward pass"):
+        late.backward()
+    router(hidden)
 
 
 def test_virtual_pipeline_chunks_are_one_model(megatron: Any) -> None:

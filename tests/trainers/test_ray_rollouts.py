@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import ClassVar
 
 import numpy as np
@@ -127,6 +128,37 @@ def test_nemo_rl_takes_references() -> None:
     for other in (ref, ref | {"store_instance_id": "x"}):
         with pytest.raises(ValueError, match="one of rows that are here"):
             ray.get(source.get_ref.remote(other))
+
+
+def test_a_store_goes_on_in_the_next_cluster() -> None:
+    """Goal: a driver that restarts Ray keeps its open store: an error of ours, then misses, then rollouts. Method: the
+    cluster ends and another begins, once for each call that may be the first to see it."""
+    routes = routes_of(1, 20)
+    first: list[Callable[[], object]] = [
+        lambda: store.get(handle),
+        lambda: store.find("a"),
+        lambda: store.put("a", routes),
+        lambda: store.delete(handle),
+    ]
+    with TemporaryDirectory(prefix="ray") as directory:
+
+        def restart() -> None:
+            ray.shutdown()
+            ray.init(num_cpus=1, include_dashboard=False, object_store_memory=100 << 20, _temp_dir=directory)
+
+        try:
+            restart()
+            store = open_rollouts("ray:again")
+            for call in first:
+                handle = store.put("a", routes)
+                restart()
+                with pytest.raises(StorageError, match="the rollout store ray:again: "):
+                    call()
+                assert store.get(handle) is Absence.MISS
+                assert store.find("a") is None
+                assert fetch_routes(store, store.put("a", routes)) == routes
+        finally:
+            ray.shutdown()
 
 
 def test_where_there_is_no_cluster_the_store_says_so() -> None:
