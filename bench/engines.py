@@ -107,7 +107,8 @@ def in_turns(
 
         # Generators that draw alike: in a round all engines are asked the same.
         each = engines.items()
-        racers = [Racer(name, partial(turn, engine, np.random.default_rng(batch))) for name, engine in each]
+        seed = [batch, end == "apart"]
+        racers = [Racer(name, partial(turn, engine, np.random.default_rng(seed))) for name, engine in each]
         race(racers, rounds, warm=1, until_s=until_s)
         load = f"{batch} sequences that end {end}"
         print_ratios(

@@ -7,8 +7,8 @@ tensor-parallel ranks too.
 
 ``--what speed`` starts engines of Qwen3-30B-A3B's shape with random weights, which take turns: no connector, one that
 does nothing, kvroute with a store of rows and the witness of every full block (rows come back in the response, or go to
-a rollout store), kvroute with rows in a layer of the KV. The answers of a round end together, which is the worst case,
-or apart. Ratios are to vLLM without a connector in the same round.
+a rollout store), kvroute with rows in a layer of the KV, vLLM's own flag with kvroute and without. The answers of a
+round end together, which is the worst case, or apart. Ratios are to vLLM without a connector in the same round.
 ``--layers 48`` is the whole model; two such engines fill an H200 (``--engines off store``).
 
 Needs vLLM in the Python that runs it, with this checkout.
@@ -35,6 +35,7 @@ from bench.vllm_peers import CONNECTORS, connector, plugin
 
 GRAPHS = [1, 2, 4, 8, 16, 32, 64, 128, 256]
 CLOSE = {"float32": 0.1, "bfloat16": 0.5}  # the logits of a router vary by about 5
+KVROUTE, OFFLOADING = "KvrouteConnector", "KvrouteOffloadingConnector"
 V1 = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
 
 
@@ -42,7 +43,7 @@ V1 = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
 class Case:
     """A configuration whose rows are judged."""
 
-    connector: str = "KvrouteConnector"
+    connector: str = KVROUTE
     family: str = "qwen3"
     settings: Callable[[Path], dict[str, Any]] = lambda _: {}
     extra: Mapping[str, Any] = field(default_factory=dict)
@@ -67,9 +68,9 @@ def in_pages(_: Path) -> dict[str, Any]:
     return {"carrier": "layer", **NAMED}
 
 
+FLAG = {"enable_return_routed_experts": True}
 FLOAT32, EAGER, TWO = {"dtype": "float32"}, {"enforce_eager": True}, {"tensor_parallel_size": 2}
 HOST = {"cpu_bytes_to_use": 1 << 30}
-OFFLOADING = "KvrouteOffloadingConnector"
 CASES = {
     "defaults": Case(),
     "float32": Case(options=FLOAT32),
@@ -81,6 +82,9 @@ CASES = {
     "offloading, rows in the KV": Case(OFFLOADING, settings=in_pages, extra=HOST, reset=True),
     "offloading, float32": Case(OFFLOADING, settings=stored, extra=HOST, options=FLOAT32, reset=True),
     "offloading, latent attention": Case(OFFLOADING, "deepseek", stored, HOST, reset=True),
+    "own field": Case(options=FLAG),
+    "own field, offloading, a store": Case(OFFLOADING, settings=stored, extra=HOST, options=FLAG, reset=True),
+    "own field, offloading, rows in the KV": Case(OFFLOADING, settings=in_pages, extra=HOST, options=FLAG, reset=True),
     "two ranks": Case(options=FLOAT32 | TWO, gpus=2),
     "two ranks, offloading, a store": Case(OFFLOADING, settings=stored, extra=HOST, options=TWO, gpus=2, reset=True),
     "two ranks, offloading, latent attention": Case(
@@ -179,12 +183,14 @@ def left(home: Path) -> dict[str, Any]:
     return stored(home) | {"rollouts": f"file://{home}/rollouts"}
 
 
-ENGINES = {
-    "off": {},
-    "nothing": connector("NothingConnector", CONNECTORS),
-    "store": stored,
-    "left": left,
-    "layer": in_pages,
+ENGINES: Mapping[str, Callable[[Path], dict[str, Any]]] = {
+    "off": lambda _: {},
+    "nothing": lambda _: {"kv_transfer_config": connector("NothingConnector", CONNECTORS)},
+    "store": lambda home: transfer(KVROUTE, stored(home), {}),
+    "left": lambda home: transfer(KVROUTE, left(home), {}),
+    "layer": lambda home: transfer(KVROUTE, in_pages(home), {}),
+    "field": lambda _: transfer(KVROUTE, {}, {}) | FLAG,
+    "stock flag": lambda _: FLAG,
 }
 
 
@@ -196,12 +202,9 @@ def speed(starter: Starter, layers: int, names: Sequence[str], batches: Sequence
     options |= {"kv_cache_memory_bytes": 4 << 30, "gpu_memory_utilization": 0.05, "enable_prefix_caching": True}
 
     def start(name: str) -> Engine:
-        kind, home = ENGINES[name], starter.home / f"of {name}"
+        home = starter.home / f"of {name}"
         home.mkdir()
-        config: dict[str, Any] = {"kv_transfer_config": kind} if kind else {}
-        if callable(kind):
-            config = transfer("KvrouteConnector", kind(home), {})
-        return starter.start(name, options | config, {})
+        return starter.start(name, options | ENGINES[name](home), {})
 
     with ThreadPoolExecutor(len(names)) as threads:
         engines = dict(zip(names, threads.map(start, names), strict=True))

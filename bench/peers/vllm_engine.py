@@ -25,7 +25,10 @@ def packed(array: Any) -> dict[str, Any]:
 
 
 def rows_of(output: Any) -> dict[str, Any] | None:
-    """The rows in an answer: kvroute's, or vLLM's own, or ``None``."""
+    """The rows in an answer: those in vLLM's own field, or kvroute's, or ``None``."""
+    experts = output.outputs[0].routed_experts
+    if experts is not None:
+        return {"ids": packed(experts), "valid": packed(np.ones(len(experts), np.bool_))}
     if output.kv_transfer_params and "kvroute" in output.kv_transfer_params:
         from kvroute import RowError
         from kvroute.integrations.vllm import routes
@@ -35,8 +38,7 @@ def rows_of(output: Any) -> dict[str, Any] | None:
         except RowError:
             return None
         return {"ids": packed(found.ids), "valid": packed(found.valid)}
-    experts = output.outputs[0].routed_experts
-    return None if experts is None else {"ids": packed(experts), "valid": packed(np.ones(len(experts), np.bool_))}
+    return None
 
 
 def main() -> None:
