@@ -227,6 +227,9 @@ class RowsWithKV(Base):  # type: ignore[misc]
         for name in ("_scheduler_rows", "_worker_rows"):
             if (rows := self.__dict__.pop(name, None)) is not None:
                 core.hears_no_more(rows)
+                field = getattr(rows, "field", None)
+                if field is not None and field.sending is not None:
+                    field.sending.close()
                 rows.close()
 
 

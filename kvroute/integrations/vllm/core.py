@@ -30,6 +30,8 @@ HARMLESS: Final = (
 """Calls to all workers that leave the weights as they are. Any other call may change them, whatever its name."""
 STEPS: Final = ("step", "step_with_batch_queue")
 SENDING: Final = "_kvroute_sending"
+CLOSE_S: Final = 10.0
+"""How long a core that shuts down waits for messages that wait for rows."""
 
 
 _HEARING: Final[list[tuple[Any, weakref.ref[Any]]]] = []
@@ -181,12 +183,13 @@ class Sending:
         self._scheduler, self._update = core.scheduler, core.scheduler.update_from_output
         self._at_hand: tuple[Any, Any] | None = None
         self._behind: Behind | None = None
+        self._queue = getattr(core, "output_queue", None)
         core.scheduler.update_from_output = self.update
-        queue = getattr(core, "output_queue", None)
-        if queue is not None and field.stream.late:
-            put, behind = queue.put_nowait, Behind("kvroute-field")
-            queue.put_nowait = lambda message: behind.put(partial(put, message))
+        if self._queue is not None and field.stream.late:
+            put, behind = self._queue.put_nowait, Behind("kvroute-field")
+            self._queue.put_nowait = lambda message: behind.put(partial(put, message))
             self._behind = behind
+        field.sending = self
 
     def update(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         by_client, *self._at_hand = self.field.update(
@@ -203,6 +206,13 @@ class Sending:
             self._behind.put(partial(self.field.fill, *at_hand))
         if self.field.failed:
             self.field.end_failed(self._scheduler)
+
+    def close(self) -> None:
+        """The core shuts down: what waits goes out, and its calls are its own again."""
+        if self._behind is not None and self._queue is not None:
+            self._behind.close(CLOSE_S)
+            del self._queue.put_nowait
+        del self._scheduler.update_from_output
 
 
 def sending(core: Any, field: Any) -> Sending:

@@ -47,6 +47,8 @@ class Field:
         self.rows, self.stream = rows, rows.stream
         self.failed: deque[str] = deque()
         """Requests that have failed for a missing row, and that the scheduler does not know of yet."""
+        self.sending: Any = None
+        """What sends the outputs of the core, and is to be closed with it."""
         self._layer_ids = np.array(spec.attrs["layer_ids"])
         self._shape = (layers, spec.row_shape[1])
         self._dtype = np.dtype("uint8" if spec.attrs["num_experts"] <= 256 else "uint16")

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import updates
 import vllm
@@ -35,6 +36,7 @@ def engine(homes: dict[int, Path], tmp_path_factory: pytest.TempPathFactory) -> 
         "witness": "flagged",
         "rollouts": rollouts,
         "weights_version": 0,
+        "field": True,
     }
     number = [int(part) for part in vllm.__version__.split(".")[:2]]
     if number < [0, 30]:
@@ -55,10 +57,17 @@ def engine(homes: dict[int, Path], tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 def assert_right(engine: Engine, outputs: Sequence[Any], homes: dict[int, Path]) -> None:
-    """Every row of these answers is there, and is transformers' with the weights that its version names."""
+    """Every row of these answers is there, and is transformers' with the weights that its version names; vLLM's own
+    field has the same rows."""
     for output in outputs:
         tokens = [*output.prompt_token_ids, *output.outputs[0].token_ids]
-        assert updates.right(routes(output, rollouts=engine.rollouts), tokens, homes)
+        rows = routes(output, rollouts=engine.rollouts)
+        assert updates.right(rows, tokens, homes)
+        field = output.outputs[0].routed_experts
+        assert field is not None, output.kv_transfer_params
+        assert (field.dtype, len(field)) == (np.dtype("uint8"), len(tokens) - 1)
+        assert (field[:, rows.layer_ids] == rows.ids).all()
+        assert field.shape[1] == rows.num_layers
 
 
 def core_of(engine: Engine) -> Any:
