@@ -102,6 +102,13 @@ class RegionView:
         ids, _ = _pairs(region, blocks, np.zeros(len(blocks), np.int64))
         return (region.words[ids] >> np.uint64(GENERATION_SHIFT)).astype(np.int64)
 
+    def generation(self, block: int) -> int:
+        """Which life one block is in now: for a thread that looks often."""
+        region = self._attached()
+        if not 0 <= block < region.blocks:
+            raise InvalidInputError("block", f"an integer in [0, {region.blocks})", block)
+        return int(region.words[block]) >> GENERATION_SHIFT
+
     def follow(self, namespace: bytes) -> None:
         """After a weight update: read rows of ``namespace`` from here on.
 

@@ -369,7 +369,7 @@ class Ends:
     def _through(self) -> float:
         """The last step that the worker has finished."""
         assert self._view is not None, "the handshake comes before the first request"
-        return int(self._view.generations([self._engine.clock])[0]) if self._late else float("inf")
+        return self._view.generation(self._engine.clock) if self._late else float("inf")
 
     def _read(self, ends: Sequence[End]) -> None:
         found = self._rows_of(ends, self._engine.spec.name)

@@ -28,7 +28,7 @@ LATE_S: Final = 10.0
 """How long the sending thread waits for rows that a worker has not written yet,"""
 FORGETTING_S: Final = 1.0
 """and the scheduling thread, when all rows are about to be forgotten."""
-POLL_S: Final = 50e-6
+POLL_S: Final = 100e-6
 
 NOT_WRITTEN: Final = "no row was written, or it was lost; the log and kvroute:tokens_without_rows_total say why"
 BEHIND: Final = f"the worker is more than {LATE_S:.0f} s behind"
@@ -359,7 +359,7 @@ class RowStream:
     def _through(self) -> float:
         """The last step that the worker has finished."""
         assert self._view is not None, "the handshake comes before the first request"
-        return int(self._view.generations([self._clock])[0]) if self.late else float("inf")
+        return self._view.generation(self._clock) if self.late else float("inf")
 
     def _wait(self, number: int, seconds: float) -> None:
         give_up_s = time.monotonic() + seconds

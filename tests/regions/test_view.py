@@ -144,6 +144,15 @@ def test_slots_that_cannot_be_are_refused(shared: SharedRegion, slots: Any, gene
         assert caught.value.field == field
 
 
+def test_the_generation_of_one_block(shared: SharedRegion) -> None:
+    Writer(shared).begin_lives(IDS[2:3])
+    with RegionView(shared.name) as view:
+        assert [view.generation(block) for block in range(BLOCKS)] == view.generations(IDS).tolist()
+        for block in (-1, BLOCKS):
+            with pytest.raises(InvalidInputError, match="block"):
+                view.generation(block)
+
+
 # ---- the owner's end -------------------------------------------------------------------------------------------------
 
 
