@@ -6,7 +6,9 @@ reentrant). So the node's number lies between those of the beginning and the end
 them is computed again, without a look at the order, at token counts or at values.
 
 A recomputation inside a recomputation has nodes that the backward pass has made. Where all micro-batches but one are
-over it is told from theirs; Megatron's adapter refuses a reentrant one in a reentrant one.
+over it is told from theirs; Megatron's adapter refuses a reentrant one in a reentrant one. **Not told apart**: one that
+is not reentrant inside a reentrant one, while several micro-batches of one Megatron schedule wait for their backward
+passes; it would take the rows of the last one. Megatron-core nests no checkpoints so.
 """
 
 from __future__ import annotations
