@@ -100,7 +100,7 @@ $(TRAINERS)/.ready: tests/trainers/requirements.txt
 
 # Stock vLLM on a CPU with tiny models: every row against transformers. Two processes, for two cores: one whose engines are
 # asked in processes of their own, and one that has engines itself, one after the other. `make -j2 -O test-vllm` runs both.
-VLLM_FRONTS := $(patsubst %,tests/vllm/test_%.py,drafts far_end far_nixl server)
+VLLM_FRONTS := $(patsubst %,tests/vllm/test_%.py,drafts far_end far_field far_nixl field_server server)
 VLLM_ENGINES := $(filter-out $(VLLM_FRONTS),$(sort $(wildcard tests/vllm/test_*.py)))
 test-vllm: test-vllm-fronts test-vllm-engines
 test-vllm-fronts: FILES := $(VLLM_FRONTS)

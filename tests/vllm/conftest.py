@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from waiting import GIVE_UP_S
 
 HERE = Path(__file__).parent
 collect_ignore_glob = [] if importlib.util.find_spec("vllm") else ["*.py"]
@@ -52,8 +53,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 @pytest.fixture(scope="session", autouse=True)
 def plugin() -> None:
     """What vLLM's plugin loader does in each of its processes, before it looks for a model."""
+    from kvroute.connector import reader
     from kvroute.integrations.vllm.models import register
 
+    reader.ASKED_S = GIVE_UP_S  # a loaded machine may need more than a second, and then computes hits again
     register()
 
 

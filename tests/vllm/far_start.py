@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 from engines import BLOCK, MODULE, prompts
 from fronts import Front
+from waiting import GIVE_UP_S
 
 from bench.harness import PeerError
 from bench.vllm_peers import ON_CPU, plugin
@@ -110,6 +111,7 @@ class Engines:
         told = {
             "front": front,
             "ahead": ahead,
+            "give_up_s": GIVE_UP_S,
             "rollouts": settings.get("rollouts", ""),
             "arguments": {"model": str(self._homes[weights]), **ENGINE, "kv_transfer_config": given, **arguments},
         }
