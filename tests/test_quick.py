@@ -16,7 +16,7 @@ def test_a_changed_module_touches_the_tests_that_import_it() -> None:
     assert found[0] == "tests/bench/test_benches_run.py"
     assert "tests/regions/test_shared.py" in found
     assert "tests/test_imports.py" not in found
-    assert touched([Path("tests/support/ports.py")])[0] == "tests/storage/test_mooncake_faults.py"
+    assert "tests/storage/test_mooncake_faults.py" in touched([Path("tests/support/ports.py")])
     assert touched([Path("transfer/testing/loopback.py")]) == ["tests/simulation/test_transfer_simulation.py"]
 
 

@@ -14,7 +14,7 @@ from kvroute.connector import Settings
 @pytest.mark.parametrize(
     ("written", "wanted"),
     [
-        ({"witness": "maybe"}, ".witness: wanted 'flagged' or 'missing', got 'maybe'"),
+        ({"witness": "maybe"}, ".witness: wanted 'auto' or 'flagged' or 'missing', got 'maybe'"),
         ({"strict": "yes"}, ".strict: wanted true or false, got 'yes'"),
         ({"lent_nbytes_max": 0}, ".lent_nbytes_max: wanted a whole number from 1, got 0"),
         ({"weights_version": -1}, ".weights_version: wanted a whole number from 0 to 4294967294 or null, got -1"),

@@ -15,7 +15,7 @@ from waiting import GIVE_UP_S
 from cache_manager.lock import AuxCounters
 from cache_manager.ports import RecordCounters
 from kvroute.connector import meter, pages, worker
-from kvroute.connector.meter import EVENTS, METRICS, MISSING, SECONDS, WHAT, Meter, merged
+from kvroute.connector.meter import EVENTS, FIELDLESS, METRICS, MISSING, SECONDS, WHAT, Meter, merged
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -32,18 +32,20 @@ def test_take_returns_the_counters_that_have_grown(monkeypatch) -> None:
     node = Counters()
     found = Meter(lambda: {"blocks": Counters(3), "transfer": {"node": node}})
     found.took("persist", 0.5)
+    found.lose_field("no row was written; see the log")
     for at in range(meter.CAUSES_MAX + 5):
         found.miss(f"cause {at}: detail", 2)
     first = found.take()
     assert first[EVENTS] == {"blocks/rows": 3}
     assert first[SECONDS] == {"persist": [0.5]}
+    assert first[FIELDLESS] == {"no row was written": 1}
     assert len(first[MISSING]) == meter.CAUSES_MAX + 1
     assert (first[MISSING]["cause 0"], first[MISSING]["other"]) == (2, 10)
     assert found.take() is None
     node.rows = 4
     found.took("persist", 1.0)
     second = found.take()
-    assert second == {EVENTS: {"transfer/node.rows": 4}, MISSING: {}, SECONDS: {"persist": [1.0]}}
+    assert second == {EVENTS: {"transfer/node.rows": 4}, MISSING: {}, FIELDLESS: {}, SECONDS: {"persist": [1.0]}}
     both = merged(first, second)
     assert (both[EVENTS], both[SECONDS]) == ({"blocks/rows": 3, "transfer/node.rows": 4}, {"persist": [0.5, 1.0]})
 

@@ -33,6 +33,7 @@ class Rows:
 
     followed = False
     blocks_followed = True
+    field = None
 
     def __init__(self, weights: Versions) -> None:
         self.weights = weights

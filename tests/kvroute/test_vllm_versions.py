@@ -71,6 +71,7 @@ class Rows:
 
     def __init__(self) -> None:
         self.followed = self.blocks_followed = False
+        self.field = None
         self.heard: list[int | str] = []
 
     def given(self, blocks: Any) -> None:

@@ -218,6 +218,7 @@ class FileReader(Shelf):
         return []
 
     def contains(self, keys: Sequence[BlockKey]) -> list[bool]:
+        self.guard.check()  # before any lock: a forked child has its parent's
         self._looked_again(False, self._looks)  # what is known here may have been deleted there
         return super().contains(keys)
 
