@@ -37,7 +37,7 @@ def answer_of(output: Any, rollouts: RolloutStore | None) -> dict[str, Any]:
     for each in output.outputs:
         told: dict[str, Any] = {"tokens": list(each.token_ids), "ended": each.stop_reason or each.finish_reason}
         if (field := each.routed_experts) is not None:
-            told["field"] = {"dtype": str(field.dtype), "shape": field.shape, "data": b64encode(field).decode()}
+            told["own_field"] = {"dtype": str(field.dtype), "shape": field.shape, "data": b64encode(field).decode()}
         try:
             told["routes"] = routes(output, each.index, rollouts=rollouts, wait_s=WAIT_S).to_json()
             told["unseen"] = unseen(output, each.index)

@@ -188,7 +188,7 @@ class Judge:
         due, layers = len(tokens) - 1, len(self._one.layers)
         tally = Tally(answers=1, due=due * layers)
         if routes is None:
-            tally += self.fielded(told.get("field"), tokens, before, after, over)
+            tally += self.fielded(told.get("own_field"), tokens, before, after, over)
         if routes is None and "routes" not in told:
             tally.missing[told["refused"].partition(":")[0]] += due * layers
             return tally

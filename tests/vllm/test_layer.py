@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from engines import LATENT, prompts
 
+from bench.vllm_peers import plugin
 from cache_manager.errors import ConfigError
 from kvroute.integrations.vllm import routes, unseen
 
@@ -91,7 +92,8 @@ def test_without_a_connector_vllm_is_stock(model: Model, tmp_path: Path) -> None
     script.write_text(STOCK)
     lines = list[list[str]]()
     for plugins in ("kvroute", ""):
-        environment = {**os.environ, "VLLM_PLUGINS": plugins, "VLLM_LOGGING_LEVEL": "INFO"}
+        search = f"{plugin(tmp_path / f'plugin-{plugins}')}:{os.environ.get('PYTHONPATH', '')}"  # as an installed one
+        environment = {**os.environ, "VLLM_PLUGINS": plugins, "VLLM_LOGGING_LEVEL": "INFO", "PYTHONPATH": search}
         command = [sys.executable, str(script), str(model("qwen3_moe"))]
         done = subprocess.run(command, env=environment, text=True, capture_output=True)
         assert done.returncode == 0, done.stderr[-3000:]
