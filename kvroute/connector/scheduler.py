@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 import kvroute
 from cache_manager.errors import ConfigError, RowError
 from cache_manager.keys import BlockKey, Namespace
-from kvroute.connector.answers import FIELD, START
-from kvroute.connector.ends import End, Ends
+from kvroute.connector.answers import ERROR, FIELD, START
+from kvroute.connector.ends import Answer, End, Ends
 from kvroute.connector.fills import Fills, Request
 from kvroute.connector.left import LeftRoutes, Tokens
 from kvroute.connector.meter import Meter
@@ -400,7 +400,14 @@ class SchedulerRows:
 
     def refused(self, name: str, error: RowError, ended: Ended, group: str | None) -> Future[dict[str, Any]] | None:
         """The request of this ``name``, of a ``group``, has ended; its answer has this ``error`` in place of rows."""
-        return None if self._ends is None else self._ends.refused(name, error, group, ended.kept)
+        if self._ends is not None:
+            return self._ends.refused(name, error, group, ended.kept)
+        if self.stream is None:
+            return None
+        answer = Answer()  # no routes are left, but a mistake is not ignored
+        answer.value = {FIELD: {ERROR: {name: str(error)}}}
+        answer.tell()
+        return answer
 
     def unanswered(self, ended: Ended, name: str = "", group: str | None = None) -> None:
         """The request of this ``name``, of a ``group``, has ended without an answer about its rows."""

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 from engines import BLOCK, Engine, prompts
 
+import kvroute
 from kvroute.connector.worker import WorkerRows
-from kvroute.integrations.vllm import missing
+from kvroute.integrations.vllm import missing, routes
 
 LAYERS, TOP_K = 3, 4
 
@@ -73,6 +74,16 @@ def test_stop_strings_and_several_completions(qwen: Engine) -> None:
     assert stopped.outputs[0].stop_reason == word
     assert_right(qwen, [whole, stopped])
     assert_right(qwen, qwen.ask(prompts(24, 40, 64), n=3, temperature=1.0, seed=1))
+
+
+@pytest.mark.parametrize("asked_for", [{"strat": 1}, 7])
+def test_a_request_that_asks_for_what_there_is_not_is_told(qwen: Engine, asked_for: Any) -> None:
+    """Goal: a misspelt key is not ignored where rows go into the field alone. Method: the answer has its rows, and says
+    what was wrong."""
+    (output,) = qwen.ask(prompts(28, 40), extra_args={"kv_transfer_params": {"kvroute": asked_for}})
+    assert_right(qwen, [output])
+    with pytest.raises(kvroute.RowError, match="kvroute: wanted a mapping with start"):
+        routes(output)
 
 
 def test_a_lost_row_costs_the_answer_its_field(qwen: Engine) -> None:
