@@ -78,9 +78,12 @@ class BlocksMachine(BlocksStored):
 
     @rule(blocks=SOME)
     def forget_blocks(self, blocks) -> None:
+        """Their KV stays, and with it that nothing is restored beside it."""
         self.engine.forget([*blocks, -1])
         for block in blocks:
+            computed = self.lives["device"][block].computed
             self.forget("device", block)
+            self.lives["device"][block].computed = computed
 
     @rule(blocks=SOME)
     def origins_are_handed_out(self, blocks) -> None:

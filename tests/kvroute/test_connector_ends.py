@@ -197,10 +197,10 @@ class OnceFaulty:
     def __init__(self, view: Any, error: BaseException) -> None:
         self._view, self._errors = view, [error]
 
-    def generations(self, blocks: Any) -> Any:
+    def generation(self, block: int) -> int:
         if self._errors:
             raise self._errors.pop()
-        return self._view.generations(blocks)
+        return int(self._view.generation(block))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._view, name)
