@@ -83,8 +83,8 @@ class Timed:
         rows.ids.take = self._clock.timed("  ids of the step", rows.ids.take)
         rows.blocks.write_step = self._clock.timed("  write_step", rows.blocks.write_step)
         rows.blocks.apply = self._clock.timed("  apply (feed)", rows.blocks.apply)
-        if rows.witness:
-            rows.witness.name = self._clock.timed("  witness of full blocks", rows.witness.name)
+        if witness := getattr(rows.carrier, "witness", None):
+            witness.name = self._clock.timed("  witness of full blocks", witness.name)
 
 
 def __getattr__(name: str) -> Any:

@@ -12,8 +12,9 @@ A client calls :func:`routes`. Only the worker's end needs torch.
 from kvroute.connector.answers import gathered, missing, routes, unseen
 from kvroute.connector.fills import Request
 from kvroute.connector.left import Tokens
+from kvroute.connector.messages import Handshake, StepMeta
 from kvroute.connector.scheduler import SchedulerRows
-from kvroute.connector.settings import Engine, Handshake, Settings, StepMeta
+from kvroute.connector.settings import Engine, Settings
 
 __all__ = [
     "Engine",

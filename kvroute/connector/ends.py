@@ -335,7 +335,7 @@ class Ends:
         rows, unseen = self._rows(end), list[list[int]]()
         found = Routes.checked(self._layout, rows.values, rows.valid, end.start, _labels(end))
         if end.by_kv is not None:
-            found, unseen = settled(found, end.by_kv[end.start :], flagged=self._engine.witness == "flagged")
+            found, unseen = settled(found, end.by_kv[end.start :], flagged=self._engine.carrier.flagged)
         for kept in reversed(end.kept):
             assert end.of is not None, "an end with kept rows has tokens"
             if kept.stop <= found.start:

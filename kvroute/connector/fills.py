@@ -58,15 +58,9 @@ class Fills:
         """Rows come for these blocks, by their KV."""
         self._lives[blocks], self._front[blocks], self._came = lives, self._size, True
 
-    def tokens_by_kv(self, blocks: NDArray[np.int64], lives: NDArray[np.int64]) -> NDArray[np.bool_] | None:
-        """Which tokens of these blocks have rows that came by KV: ``[n * size]``; ``None``: no row has ever come."""
-        if not self._came:
-            return None
-        front = np.where(self._lives[blocks] == lives, self._front[blocks], 0)
-        return (np.arange(self._size) < front[:, None]).reshape(-1)
-
     def slots_by_kv(self, slots: NDArray[np.int64], lives: NDArray[np.int64]) -> NDArray[np.bool_] | None:
-        """The same of ``slots [n]`` whose blocks are in these ``lives [n]``."""
+        """Which of ``slots [n]``, whose blocks are in these ``lives [n]``, have rows that came by KV; ``None``: no row
+        has ever come."""
         if not self._came:
             return None
         blocks = slots // self._size

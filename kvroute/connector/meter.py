@@ -26,6 +26,8 @@ METRICS: Final[Mapping[str, tuple[str, tuple[str, ...]]]] = {
 WHAT: Final = ("persist", "restore", "transfer", "answer")
 BUCKETS_S: Final = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 
+NO_IDS: Final = "ids that no router can choose, or KV that could not be loaded"
+
 EVERY_S: Final = 1.0
 """Shortest time between two readings of the counters: there are a hundred."""
 CAUSES_MAX: Final = 32
@@ -115,4 +117,16 @@ def _flat(of: Any, *names: str) -> list[tuple[str, int]]:
     return [(f"{tier}/{'.'.join(rest)}", of)] if isinstance(of, int) and not rest[-1].endswith("in_flight") else []
 
 
-__all__ = ["BUCKETS_S", "EVENTS", "FIELDLESS", "METRICS", "MISSING", "SECONDS", "WHAT", "Meter", "Taken", "merged"]
+__all__ = [
+    "BUCKETS_S",
+    "EVENTS",
+    "FIELDLESS",
+    "METRICS",
+    "MISSING",
+    "NO_IDS",
+    "SECONDS",
+    "WHAT",
+    "Meter",
+    "Taken",
+    "merged",
+]

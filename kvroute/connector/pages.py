@@ -150,6 +150,11 @@ class Pages:
         rows = torch.where(real[:, None], packed, packed[one]).view(torch.uint8)
         self.cache[blocks, 0, offsets] = torch.where(real.any(), rows, self.cache[blocks, 0, offsets])
 
+    def outside(self, slots: torch.Tensor, blocks: Sequence[int]) -> torch.Tensor:
+        """Which of ``slots [T]`` lie in none of these blocks: bool ``[T]`` on their device. Waits for nothing."""
+        left_out = torch.tensor(blocks).to(slots.device, non_blocking=True)
+        return ~torch.isin(self._at(slots)[0], left_out)
+
     def forget(self) -> None:
         """Forget every row in the pages. Waits for nothing."""
         self.cache[..., :WORD_NBYTES] = 0

@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -18,17 +18,17 @@ from numpy.typing import NDArray
 
 import kvroute
 from cache_manager.errors import ConfigError, RowError
-from cache_manager.keys import BlockKey, Namespace
+from cache_manager.keys import Namespace
 from kvroute.connector.answers import ERROR, FIELD, START
+from kvroute.connector.carriers.port import Admission, SchedulerParts
 from kvroute.connector.ends import Answer, End, Ends
-from kvroute.connector.fills import Fills, Request
+from kvroute.connector.fills import Request
 from kvroute.connector.left import LeftRoutes, Tokens
+from kvroute.connector.messages import Handshake, Loads, StepMeta
 from kvroute.connector.meter import Meter
-from kvroute.connector.reader import StoreReader
-from kvroute.connector.settings import Engine, Handshake, StepMeta
+from kvroute.connector.settings import Engine
 from kvroute.connector.spares import SpareBlocks
 from kvroute.connector.stream import RowStream
-from kvroute.connector.tickets import Tickets
 from kvroute.connector.versions import Versions
 from kvroute.rollout import open_rollouts
 from kvroute.witness import Run
@@ -49,7 +49,6 @@ class _State:
     kept: list[End]  # rows that were kept when it was preempted
     admitted: bool = False
     load: Run | None = None  # KV from outside, until the worker knows all of it
-    keys: list[BlockKey] = field(default_factory=list)  # of its full blocks, where there is a store
 
     def come(self, size: int) -> Run:
         """The part of a load that has come: all of it, or the part before the first block that could not be loaded."""
@@ -91,9 +90,8 @@ class SchedulerRows:
         self._late = False
         self._steps = 0  # sent so far
         self._sent: deque[tuple[int, dict[str, int]]] = deque(maxlen=SENT_MAX)  # the last: number, tokens by request
-        self._reader: StoreReader | None = None
-        if engine.gate and settings.store:
-            self._reader = StoreReader(settings.reads)
+        parts = SchedulerParts(engine, self.feed, self.weights, lambda: self.keys, self._blocks_of)
+        self.carrier = engine.carrier.scheduler(parts)
         spares = SpareBlocks(self.feed, engine.spares)
         self._ends: Ends | None = None
         if settings.rollouts:
@@ -106,10 +104,6 @@ class SchedulerRows:
         self._joined: list[list[int]] = []
         self._loads: list[_State] = []
         self._landed: list[_State] = []
-        self._tickets = Tickets(engine.tokens, lambda: self.feed.generations)
-        self._fills: Fills | None = None
-        if settings.store:
-            self._fills = Fills(engine.blocks, engine.tokens, lambda *of: self.blocks_of(*of))
         self.stream: RowStream | None = None
         """The rows of answers step by step, for an engine that returns them in a field of its own."""
         self.field: Any = None
@@ -120,9 +114,9 @@ class SchedulerRows:
                 self.feed,
                 spares,
                 engine.clock,
-                blocks_of=lambda *of: self.blocks_of(*of),
+                blocks_of=self._blocks_of,
                 doubts=self._doubts,
-                why=self._tickets.why,
+                why=self.carrier.why,
             )
         kvroute.preload()
 
@@ -133,7 +127,8 @@ class SchedulerRows:
         learn of another namespace only with its next step.
         """
         assert worker.region is not None, "of the rank that has rows"
-        self._late, self._tickets.address = worker.late, worker.address
+        self._late = worker.late
+        self.carrier.attach(worker.carrier)
         if self.view is not None and worker.region == self._region:
             return
         self.view = kvroute.RegionView(worker.region, namespace=self.keys.namespace.fingerprint)
@@ -169,16 +164,10 @@ class SchedulerRows:
 
     def matched(self, request: Request, local: int, found: int, *, later: bool) -> int:
         """How many of the ``found`` tokens to load from outside, after ``local`` ones: as many as have rows."""
-        size, before = self.engine.tokens, self._requests.get(request.request_id)
-        self._requests[request.request_id] = _State(request, local // size, later, before.kept if before else [])
-        if not found or self._reader is None:
-            return found
-        keys = self._keys(request, local // size, (local + found) // size)
-        there = [False] * len(keys) if self.weights.mixed else self._reader.contains(keys)
-        return there.index(False) * size if False in there else found
-
-    def _keys(self, request: Request, first: int, last: int) -> list[BlockKey]:
-        return [self.keys.adopt(bytes(each)) for each in request.block_hashes[first:last]]
+        first = local // self.engine.tokens
+        before = self._requests.get(request.request_id)
+        self._requests[request.request_id] = _State(request, first, later, before.kept if before else [])
+        return self.carrier.takes(request, first, found)
 
     def admitted(
         self, request: Request, blocks: list[int], external: int, *, lends: bool = False, ticket: Any = None
@@ -188,30 +177,15 @@ class SchedulerRows:
         ``lends``: another engine goes on from its prompt. ``ticket`` is that of prefill's answer, if this engine goes
         on from one.
         """
-        state, size = self._requests[request.request_id], self.engine.tokens
+        state = self._requests[request.request_id]
         self._joined.append(blocks)
         if state.admitted:  # the second call for a load that came later; what has not come by now does not come
             if state not in self._landed:
                 state.load = None
             return
-        first = state.first
-        last = first + external // size
         state.admitted = True
-        if self._fills is not None:
-            self._fills.admitted(request, last * size, loaded=external > 0)
-        if self.engine.transfer:
-            if lends:
-                self._tickets.lend(request)
-            if external or ticket is not None:
-                self._tickets.fetch(request, ticket, first, external, blocks)
-        elif external:  # a partial block has no key: its rows come in pages or not at all
-            partial, start = self.engine.pages and external % size > 0, first * size
-            tokens = list(request.all_token_ids[start : start + external]) if self.engine.pages else []
-            state.load = Run(
-                blocks[first - 1] if first else -1, blocks[first : last + partial], external, start, tokens
-            )
-            if self.engine.settings.store and not self.weights.mixed:
-                state.keys = self._keys(request, first, last)
+        state.load = self.carrier.admitted(Admission(request, blocks, state.first, external, lends, ticket))
+        if state.load is not None:
             self._loads.append(state)
 
     def loaded(self, request_id: str) -> None:
@@ -230,7 +204,6 @@ class SchedulerRows:
         if scheduled and not self._heard:
             wanted = "every block that its pool gives out, before the step that fills it"
             raise ConfigError("the engine", wanted, "a step of tokens before any block")
-        mixed, loads = self.weights.mixed, self._loads
         if self._given:
             given, self._given = list(self._given), {}
             if self._ends is not None:
@@ -238,41 +211,31 @@ class SchedulerRows:
             if self.stream is not None:
                 self.stream.given(given, self._steps + 1)
             self.feed.renew(given)
-        if loads:
-            loads, self._loads = self._still(loads), []
+        loads, self._loads = self._still(self._loads), []
         for state in loads:
-            if state.keys and state.load is not None:
-                blocks = state.load.blocks
-                self.feed.restore(dict(zip(state.keys, blocks, strict=False)))
-                if self._fills is not None:
-                    self._fills.by_kv(blocks, self.feed.generations[blocks])
+            assert state.load is not None
+            self.carrier.load(state.request.request_id, state.load)
         before = self.feed.take()
         if scheduled or loads:
             self.weights.computes()
         self._steps += 1
         tokens = sum(scheduled.values())
-        full = self._filled(self._fills, scheduled) if self._fills is not None else ()
-        joined, self._joined = self._joined, []
-        meta = StepMeta(inner, before, self.feed.take(), self._steps, tokens, self.weights.version, full=full)
-        if self.engine.pages:
-            meta.namespace = b"" if mixed else self.keys.namespace.fingerprint
-        if loads:
-            meta.joined = joined
-            now = [state for state in loads if not state.later]
-            meta.loads = [state.load for state in now if state.load is not None]
-            for state in now:
-                state.load = None
-        if self._landed:
-            landed, self._landed = self._still(self._landed), []
-            meta.landed = [run for state in landed if (run := state.come(self.engine.tokens)).blocks]
-            for state in landed:
-                state.load = None
-        if self.engine.transfer:
-            meta.lends = self._tickets.fills(scheduled, self.blocks_of, mixed=mixed)
-            meta.withdrawn, meta.fetches = self._tickets.withdrawn(), self._tickets.fetches()
+        meta = StepMeta(inner, before, self._steps, tokens, self.weights.version, self._loads_of_step(loads))
+        meta.carrier = self.carrier.step(scheduled)
         if self._late:
             self._sent.append((meta.number, dict(scheduled)))
         return meta
+
+    def _loads_of_step(self, loads: Sequence[_State]) -> Loads:
+        """What the worker has to know of KV from outside; ``loads`` begin with this step."""
+        joined, self._joined = self._joined, []
+        landed, self._landed = self._still(self._landed), []
+        now = [state for state in loads if not state.later]
+        runs = [state.load for state in now if state.load is not None]
+        come = [state.come(self.engine.tokens) for state in landed]
+        for state in (*now, *landed):
+            state.load = None
+        return Loads(joined if loads else (), runs, [run for run in come if run.blocks])
 
     def _steps_of(self, request: Request) -> list[tuple[int, int]]:
         """The last steps sent to a late worker for this request: number, and the first position that each may write.
@@ -290,37 +253,20 @@ class SchedulerRows:
         """The states that wait for KV and have neither ended nor begun again."""
         return [each for each in states if each.load and self._requests.get(each.request.request_id) is each]
 
-    def _filled(self, fills: Fills, scheduled: Mapping[str, int]) -> list[Run]:
-        """The blocks that this step completes; they are to be stored."""
-        full: dict[BlockKey, int] = {}
-        runs: list[Run] = []
-        for request, first, last in fills.step(scheduled, stores=not self.weights.mixed):
-            held = self.blocks_of(request.request_id, max(0, first - 1), last)
-            runs.append(run := Run(held[0], held[1:]) if first else Run(-1, held))
-            full |= zip(self._keys(request, first, last), run.blocks, strict=True)
-        if full and self.engine.settings.writes:
-            self.feed.persist(full)
-        return runs
-
-    def told(self, why: Mapping[str, Mapping[int, str]]) -> None:
-        """The worker has ended its wait for these requests' fetches."""
-        for name, blocks in why.items():
-            if name in self._requests:
-                self._tickets.came(name, blocks)
+    def told(self, message: Any) -> None:
+        """The worker's carrier has this message: :attr:`Told.carrier`."""
+        self.carrier.told(message)
 
     # ---------------------------------------------------------------- the end
 
     def ticket(self, request: Request) -> dict[str, Any] | None:
         """The ticket for decode beside a lent request's answer; call it before :meth:`forget`."""
-        prompt = request.all_token_ids[: request.num_prompt_tokens]
-        return self._tickets.ticket(request.request_id, prompt, mixed=self.weights.mixed)
+        return self.carrier.ticket(request)
 
     def forget(self, request_id: str) -> Ended:
         """The request has ended, in whatever way; for :meth:`finished` or :meth:`unanswered`."""
         self._rooms.pop(request_id, None)
-        state, why = self._requests.pop(request_id, None), self._tickets.end(request_id)
-        if self._fills is not None:
-            self._fills.ended(request_id)
+        state, why = self._requests.pop(request_id, None), self.carrier.ended(request_id)
         if state is None:
             return Ended(sys.maxsize, [], why, [])
         tokens = sys.maxsize if state.load is None else state.load.start
@@ -347,9 +293,11 @@ class SchedulerRows:
 
     def _doubts(self, slots: NDArray[np.int64], lives: NDArray[np.int64]) -> NDArray[np.bool_] | None:
         """Which of these rows ``[n]`` lack the proof of their last router's choice that the operator wants."""
-        if self._fills is None or not self.engine.unseen or self.engine.witness == "flagged":
-            return None
-        return self._fills.slots_by_kv(slots, lives)
+        return None if self.engine.carrier.flagged else self.carrier.unproved(slots, lives)
+
+    def _blocks_of(self, request_id: str, first: int, last: int) -> list[int]:
+        """:attr:`blocks_of`, which an engine sets later."""
+        return self.blocks_of(request_id, first, last)
 
     def _end(self, name: str, blocks: Sequence[int], start: int, stop: int, steps: Sequence[tuple[int, int]]) -> End:
         """The end with rows of the positions ``[start, stop)``, without steps that wrote none of them."""
@@ -360,9 +308,8 @@ class SchedulerRows:
         wrote = [(number, first) for number, first in steps if first < stop] or [(self._steps, 0)]
         weights = self.weights
         end = End(name, ids, lives, min(start, stop), stop, wrote, weights.changes, weights.version, weights.mixed)
-        if self._fills is not None and self.engine.unseen:
-            by_kv = self._fills.tokens_by_kv(ids, lives)
-            end.by_kv = None if by_kv is None else by_kv[:stop]
+        slots = (ids[:, None] * size + np.arange(size)).reshape(-1)[:stop]
+        end.by_kv = self.carrier.unproved(slots, lives.repeat(size)[:stop])
         return end
 
     def finished(
@@ -430,9 +377,9 @@ class SchedulerRows:
             self.view.follow(namespace.fingerprint)
 
     def close(self) -> None:
-        for each in (self._ends, self.view, self._reader):
-            if each is not None:
-                each.close()
+        for part in (self._ends, self.view, self.carrier):
+            if part is not None:
+                part.close()
 
 
 __all__ = ["Ended", "SchedulerRows"]

@@ -1,9 +1,9 @@
-"""The operator's settings, the engine's facts, and the messages between a scheduler and a worker."""
+"""The operator's settings, and the engine's facts."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, Self
 
@@ -14,11 +14,11 @@ from cache_manager.errors import ConfigError
 from cache_manager.keys import Namespace
 from cache_manager.spec import AuxBlockDataSpec, RecordLayout
 from cache_manager.storage import StoreUrl, check_store_url
-from kvroute.connector.tickets import Fetch, Lend
+from kvroute.connector.carriers.none import NoCarrier
+from kvroute.connector.carriers.port import Carrier
 from kvroute.connector.versions import AS_LOADED
 from kvroute.rollout import check_rollouts_url
 from kvroute.routing import weights_version_spec
-from kvroute.witness import Run
 
 VERSION: Final = "weights_version"
 """The spec of the rows' labels; see :func:`kvroute.weights_version_spec`."""
@@ -204,11 +204,8 @@ class Engine:
     namespace: Namespace
     blocks: int
     max_tokens: int  # of one step
-    gate: bool  # hits are cut to KV that has rows
-    pages: bool  # rows are in a layer of the KV
-    witness: Literal["missing", "flagged", "off"]  # "off": no KV is loaded that others kept
+    carrier: Carrier = field(default_factory=NoCarrier)  # how rows arrive beside KV from outside
     drafts: bool = True  # a draft model computes in the same steps, and uses the memory of their slots for its own
-    transfer: bool = False  # rows of prompts are lent to other engines, and fetched from them
 
     @property
     def layout(self) -> RecordLayout:
@@ -230,53 +227,5 @@ class Engine:
         """Extra blocks, to which rows are copied that are still to be read."""
         return range(self.clock + 1, self.clock + 1 + SPARES + (FIELD_SPARES if self.settings.field else 0))
 
-    @property
-    def unseen(self) -> bool:
-        """Whether a witness does not show the last router's choice, because no later layer has KV."""
-        last: int = self.spec.attrs["layer_ids"][-1]
-        return self.witness != "off" and last == self.spec.attrs["num_layers"] - 1
 
-
-@dataclass(slots=True)
-class StepMeta:
-    """The worker's message with a step."""
-
-    inner: Any  # the message of the connector that moves the KV
-    before: bytes  # a batch of the feed: what has become of blocks
-    after: bytes = b""  # a batch of the feed: what to store after the step has written
-    number: int = 0  # of the step, from 1
-    tokens: int = 0  # that the step computes
-    version: int | None = None  # of the weights that it computes with
-    namespace: bytes = b""  # where rows are in the KV, its fingerprint; empty: of no weights that have a name
-    joined: Sequence[Sequence[int]] = ()  # blocks of each request that joins a step with loads
-    loads: Sequence[Run] = ()  # blocks whose KV is loaded in this step
-    landed: Sequence[Run] = ()  # blocks whose KV has come between steps
-    full: Sequence[Run] = ()  # blocks that this step fills
-    lends: Sequence[Lend] = ()  # what it fills of prompts that other engines go on from,
-    withdrawn: Sequence[bytes] = ()  # transfers that are not those any more,
-    fetches: Sequence[Fetch] = ()  # and what other engines lend us
-
-
-@dataclass(frozen=True, slots=True)
-class Handshake:
-    """A worker's first message: that of the inner connector, and the region of the rows if this worker has them."""
-
-    inner: Any
-    region: str | None = None
-    late: bool = False  # rows are written behind a device, perhaps after the scheduler has the answers
-    address: str = ""  # where rows are lent
-
-
-@dataclass(frozen=True, slots=True)
-class Told:
-    """A worker's message after a step, beside the inner connector's: fetches that no request waits for any more."""
-
-    inner: Any
-    why: Mapping[str, Mapping[int, str]]  # reasons for rows that did not come, by request and block
-
-    def aggregate(self, other: Any) -> Told:
-        """Merged with the message of another rank, which has no rows."""
-        return Told(other if self.inner is None else self.inner.aggregate(other), self.why)
-
-
-__all__ = ["SPARES", "VERSION", "Common", "Engine", "Handshake", "Settings", "StepMeta", "Told"]
+__all__ = ["SPARES", "VERSION", "Common", "Engine", "Settings"]

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from cache_manager.blocks import AuxBlocks
 from cache_manager.errors import ConfigError
-from kvroute.connector.settings import StepMeta
+from kvroute.connector.messages import StepMeta
 from kvroute.witness import ROOT, UNKNOWN, WORD_NBYTES, Run, chained, fold_keys, folded
 
 GATHER_NBYTES_MAX: Final = 32 << 20  # of KV copied at a time; the device briefly needs about three times that
@@ -170,12 +170,13 @@ class OtherRank:
 
     def begin(self, step: StepMeta) -> None:
         self._step = step
-        self._fold(step.landed)
+        self._fold(step.loads.landed)
 
     def end(self) -> None:
         step, self._step = self._step, None
-        for runs in (step.loads, step.full) if step is not None else ():
-            self._fold(runs)
+        if step is not None:
+            self._fold(step.loads.runs)
+            self._fold(step.carrier.runs)
 
     def _fold(self, runs: Sequence[Run]) -> None:
         self._folder.folds([block for run in runs for block in run.blocks])

@@ -1,9 +1,8 @@
-"""The worker's end: the rows, their life, and the KV's witnesses, which it takes and compares."""
+"""The worker's end: the rows of steps, and their life. How rows arrive beside KV from outside is the carrier's."""
 
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from functools import partial
@@ -14,40 +13,29 @@ import torch
 from torch import distributed
 
 import kvroute
-from cache_manager.stored import AnyJob, RestoreJob
 from kvroute.capture.step_ids import StepIds
-from kvroute.checks import unsound, valid_rows
+from kvroute.checks import unsound
 from kvroute.connector.behind import PENDING_MAX, Behind
-from kvroute.connector.meter import Meter
-from kvroute.connector.pages import Look, Pages
-from kvroute.connector.settings import VERSION, Engine, Handshake, StepMeta, Told
-from kvroute.connector.transfers import Transfers
-from kvroute.connector.witness import Join, KvFolder, KvWitness, OtherRank, to_host, witnessing
+from kvroute.connector.carriers.port import WorkerParts
+from kvroute.connector.messages import Handshake, StepMeta, Told
+from kvroute.connector.meter import NO_IDS, Meter
+from kvroute.connector.pages import Pages
+from kvroute.connector.settings import VERSION, Engine
+from kvroute.connector.witness import Join, OtherRank, to_host
 from kvroute.witness import Run
 
 logger = logging.getLogger(__name__)
 
-RESTORE_S: Final = 30.0
-"""How long a step waits at most for the rows of KV that it loads; rows that have not come by then are missing."""
-NO_IDS: Final = "ids that no router can choose, or KV that could not be loaded"
+SETTLE_S: Final = 30.0
+"""How long the end of a worker, or a test, waits at most for the host's part of all steps."""
 NO_SLOTS: Final = "the engine did not say where a step's tokens are"
-NO_CARRIER: Final = "nothing brings the rows of KV that was loaded: no store, or a part of a block"
-OTHER: Final = "rows of other KV than was loaded"
-NO_ANSWER: Final = f"the store of rows has not answered within {RESTORE_S} s"
-NOT_RESTORED: Final = {
-    "absent_blocks_not_restored": "the store of rows does not have them",
-    "corrupt_blocks_not_restored": "the store of rows has damaged ones",
-    "failed_blocks_not_restored": "the store of rows has failed",
-}
-"""Why a restore brought nothing, by the counters of :attr:`RestoreJob.lost`."""
 
 
-class _Come(NamedTuple):
-    """KV that was loaded, with its pages and folds, if any."""
+class LoadedKv(NamedTuple):
+    """KV that was loaded, and the carrier's look at it."""
 
     runs: Sequence[Run]
-    page: Look | None
-    folds: torch.Tensor | None  # of all blocks
+    look: Any
 
 
 class WorkerRows:
@@ -71,11 +59,10 @@ class WorkerRows:
         late: bool | None = None,
         pages: Pages | None = None,
     ) -> None:
-        assert engine.pages == (pages is not None)
-        self.engine, self.pages = engine, pages
+        self.engine = engine
         settings, self._device = engine.settings, next(iter(kv_caches.values())).device
         self._on_cpu = self._device.type == "cpu"  # asked for once: it takes as long as a small array
-        self.store = kvroute.open_store(settings.opens) if settings.store else None
+        self.store = engine.carrier.store(settings)
         self.blocks = kvroute.AuxBlocks(
             engine.layout.specs,
             blocks=engine.spares.stop,
@@ -85,16 +72,11 @@ class WorkerRows:
             memory="shared",
             strict=settings.strict,
         )
-        self.witness: KvWitness | None = None
-        if engine.witness != "off":
-            folder = KvFolder(witnessing(kv_caches, engine.spec.attrs["layer_ids"]), join=joined)
-            self.witness = KvWitness(self.blocks, folder, engine.blocks)
         self.meter = Meter(self._counters)
         self.missing = self.meter.missing  # numbers of tokens without rows, by cause
-        self.transfers = Transfers(self.blocks, settings, self.meter) if engine.transfer else None
+        self.carrier = engine.carrier.worker(WorkerParts(engine, self.blocks, self.meter, kv_caches, joined, pages))
         self._experts: int = engine.spec.attrs["num_experts"]
         self.ids = StepIds(engine.spec, engine.max_tokens, self._device)
-        self._failed_jobs = False  # whether a job of the store has failed
         self._slots: torch.Tensor | None = None
         self._behind: Behind | None = None
         if not self._on_cpu if late is None else late:
@@ -125,8 +107,7 @@ class WorkerRows:
     def handshake(self, inner: Any = None) -> Handshake:
         """The message for the scheduler before the first request."""
         region: Any = self.blocks.region("device")
-        address = self.transfers.crossing.address if self.transfers else ""
-        return Handshake(inner, region.name, self._behind is not None, address)
+        return Handshake(inner, region.name, self._behind is not None, self.carrier.greeting)
 
     # ---------------------------------------------------------------- a step, as it is launched
 
@@ -136,13 +117,10 @@ class WorkerRows:
             self._then(self._begin_on_host, self._step, None)
         self._step, self._slots = step, None
         self.ids.begin()
-        if self.pages:
-            self.pages.seen.begin()
-        if self.transfers:
-            self.transfers.expect(step)
-        if begun := bool(step.joined or step.landed or step.fetches or step.withdrawn):
-            self._then(self._begin_on_host, step, self._look(step.landed))
-        self._begun = begun
+        hurries = self.carrier.begun(step)
+        self._begun = hurries or bool(step.loads.joined or step.loads.landed)
+        if self._begun:
+            self._then(self._begin_on_host, step, self._look(step.loads.landed))
 
     def fail(self, blocks: set[int]) -> None:
         """The KV of these blocks could not be loaded; a connector says so once. :meth:`failures` tells the
@@ -150,8 +128,7 @@ class WorkerRows:
         if blocks:
             self._failed |= blocks
             self._failed_untold |= blocks
-            if self.transfers:
-                self.transfers.crossing.borrower.give_up(blocks)
+            self.carrier.fail(blocks)
 
     def failures(self) -> set[int]:
         """The failed blocks that the scheduler has not been told of."""
@@ -160,11 +137,12 @@ class WorkerRows:
 
     def arrived(self, requests: AbstractSet[str], failed: AbstractSet[str] = frozenset()) -> set[str]:
         """The KV of these ``requests`` has come, or has ``failed`` to: which of all that wait for rows go on now."""
-        return self.transfers.arrived(requests, failed) if self.transfers else set(requests)
+        return self.carrier.arrived(requests, failed)
 
     def told(self, inner: Any = None) -> Any:
         """The message for the scheduler after a step, beside the ``inner`` connector's."""
-        return Told(inner, why) if self.transfers and (why := self.transfers.told()) else inner
+        message = self.carrier.told()
+        return inner if message is None else Told(inner, message)
 
     def end(self) -> None:
         """The step is over."""
@@ -174,32 +152,22 @@ class WorkerRows:
             return
         redone: list[int] = []
         if failed:  # tokens computed from KV that had not come will be computed again
-            redone = [block for table in step.joined if not failed.isdisjoint(table) for block in table]
+            redone = [block for table in step.loads.joined if not failed.isdisjoint(table) for block in table]
+        slots = self._slots
         ids: torch.Tensor | str = NO_SLOTS
-        if (slots := self._slots) is not None:
+        if slots is not None:
             ids = self.ids.take(slots.shape[0])
-            if self.pages:
-                keep = None
-                if redone:
-                    blocks = torch.tensor(redone).to(slots.device, non_blocking=True)
-                    keep = ~torch.isin(slots.div(self.engine.tokens, rounding_mode="floor"), blocks)
-                self.pages.put(slots, None if isinstance(ids, str) else ids, step.namespace, keep)
-            if not self._on_cpu:  # else both are this step's own
-                slots, ids = to_host(slots), ids if isinstance(ids, str) else to_host(ids)
-        elif self.pages and step.tokens:
-            self.pages.forget()
-        come, full = self._look(step.loads, failed), None
-        if self.witness and step.full:
-            full = self.witness.look(step.full)
+        loaded = self._look(step.loads.runs, failed)
+        computed = self.carrier.computed(step, slots, None if isinstance(ids, str) else ids, redone)
+        if slots is not None and not self._on_cpu:  # else both are this step's own
+            slots = to_host(slots)
+            ids = ids if isinstance(ids, str) else to_host(ids)
         begun, self._begun = self._begun, True
-        self._then(self._end_on_host, step, begun, come, failed, slots, ids, redone, full)
+        self._then(self._end_on_host, step, begun, loaded, failed, slots, ids, redone, computed)
 
-    def _look(self, runs: Sequence[Run], without: Collection[int] = ()) -> _Come | None:
+    def _look(self, runs: Sequence[Run], without: Collection[int] = ()) -> LoadedKv | None:
         """Look at the loaded KV of these blocks; blocks ``without`` got none."""
-        if not runs:
-            return None
-        page = self.pages.look(runs, without) if self.pages else None
-        return _Come(runs, page, self.witness.look(runs) if self.witness else None)
+        return LoadedKv(runs, self.carrier.look(runs, without)) if runs else None
 
     def _then(self, does: Callable[..., None], *given: Any) -> None:
         """Do this when the device has done the work launched until now: on a CPU at once."""
@@ -222,55 +190,46 @@ class WorkerRows:
 
     # ---------------------------------------------------------------- and on the host, behind the device
 
-    def _begin_on_host(self, step: StepMeta, landed: _Come | None) -> None:
+    def _begin_on_host(self, step: StepMeta, landed: LoadedKv | None) -> None:
         if step.before:
             self.blocks.apply(step.before)
-        if self.transfers:
-            self.transfers.begin(step)
+        self.carrier.start(step)
         if landed:
-            self._land()
-            self._compare(landed, step.namespace)
+            self.carrier.land()
+            self.carrier.compare(step, *landed)
 
     def _end_on_host(
         self,
         step: StepMeta,
         begun: bool,
-        come: _Come | None,
+        loaded: LoadedKv | None,
         failed: Collection[int],
         slots: torch.Tensor | None,
         ids: torch.Tensor | str,
         redone: Sequence[int],
-        full: torch.Tensor | None,
+        computed: Any,
     ) -> None:
         try:
             if not begun and step.before:
                 self._begin_on_host(step, None)
-            if come:
-                self._land()
+            if loaded:
+                self.carrier.land()
             if failed:
                 self.blocks.forget(sorted(failed))
-            if come:
-                self._compare(come, step.namespace)  # before the step counts as over: then its rows are trusted
+            if loaded:
+                self.carrier.compare(step, *loaded)  # before the step counts as over: then its rows are trusted
             if slots is not None:
                 self._write(slots, ids, step, redone)
             elif step.tokens:  # rows that it overwrote, for example a draft's, must not stay
                 self.meter.miss(NO_SLOTS, step.tokens)
                 self.blocks.forget()
-            if self.transfers:
-                self.transfers.lend(step)
         except BaseException:
             self.blocks.forget()  # before the step counts as over, so that its rows are missing
             raise
         finally:
             if self._behind is not None:
                 self.blocks.renew([self.engine.clock], [step.number])
-        if full is not None and self.witness:
-            self.witness.name(step.full, full)
-        if step.after:
-            self.blocks.apply(step.after)
-        if step.before or step.after:
-            for job in self.blocks.poll():
-                self._tell(job)
+        self.carrier.filled(step, computed)
 
     def _write(self, at: torch.Tensor, given: torch.Tensor | str, step: StepMeta, redone: Sequence[int]) -> None:
         """Write the ids of the tokens ``at`` these slots, if they were ``given``; blocks ``redone`` get no rows."""
@@ -291,63 +250,22 @@ class WorkerRows:
             written[VERSION] = np.full(slots.size, step.version, np.uint32)
         self.blocks.write_step(slots, written, None if wrong is None else ~wrong)
 
-    def _land(self) -> None:
-        """Wait for rows that are on their way from the store, but not for cancelled jobs."""
-        give_up_s = time.monotonic() + RESTORE_S
-        for job in self.blocks.jobs:
-            if not isinstance(job, RestoreJob) or job.cancelled:
-                continue
-            if job.wait(max(0.0, give_up_s - time.monotonic())):
-                self._tell(job)
-            else:
-                job.cancel()
-                self.meter.miss(NO_ANSWER, len(job.blocks) * self.engine.tokens)
-
-    def _compare(self, come: _Come, namespace: bytes) -> None:
-        """KV has come with its rows, from the store or in pages: make rows of other KV missing."""
-        if self.pages and come.page:
-            ids, good, lost = self.pages.rows(come.page, namespace)
-            sound = good & valid_rows(self.engine.spec, ids)
-            lost[NO_IDS] = int(np.count_nonzero(good & ~sound))
-            for reason, tokens in lost.items():
-                self.meter.miss(reason, tokens)
-            self.blocks.write_step(come.page.slots, {self.engine.spec.name: ids}, sound)
-        else:  # only the store brings rows, for whole blocks
-            size = self.engine.tokens if self.store else 0
-            self.meter.miss(NO_CARRIER, sum(max(0, run.tokens - size * len(run.blocks)) for run in come.runs))
-        if self.witness and come.folds is not None:
-            self.meter.miss(OTHER, len(self.witness.refused(come.runs, come.folds)) * self.engine.tokens)
-
     # ---------------------------------------------------------------- what is counted, and the end
-
-    def _tell(self, job: AnyJob) -> None:
-        """Count the time of a landed job, and the blocks that it did not bring."""
-        self.meter.took(job.name, time.monotonic() - job.begun_s)
-        if job.failure is not None and not self._failed_jobs:
-            self._failed_jobs = True
-            logger.warning("the store of rows has failed, %s: %s; further times are counted", job.name, job.failure)
-        for why, blocks in job.lost.items() if isinstance(job, RestoreJob) else ():
-            self.meter.miss(NOT_RESTORED[why], blocks * self.engine.tokens)
 
     def _counters(self) -> dict[str, Any]:
         """The present counters of each tier."""
-        node = self.transfers and self.transfers.crossing.node.counters
-        return {"blocks": self.blocks.counters, "store": self.blocks.store_counters or {}, "transfer": node or {}}
+        return {"blocks": self.blocks.counters, **self.carrier.counters()}
 
     def settle(self) -> None:
-        """Wait until the host's part of all steps is done, at most :data:`RESTORE_S`."""
+        """Wait until the host's part of all steps is done, at most :data:`SETTLE_S`."""
         if self._behind is not None:
-            self._behind.settle(RESTORE_S)
+            self._behind.settle(SETTLE_S)
 
     def close(self) -> None:
-        if self._behind is not None and not self._behind.close(RESTORE_S):
+        if self._behind is not None and not self._behind.close(SETTLE_S):
             logger.warning("the device is not done with the last steps: their rows stay behind")
             return
-        if self.transfers:
-            self.transfers.crossing.close()
-        give_up_s = time.monotonic() + RESTORE_S
-        for job in self.blocks.jobs:
-            job.wait(max(0.0, give_up_s - time.monotonic()))
+        self.carrier.close()
         self.blocks.close()
         if self.store is not None:
             self.store.close()
@@ -371,14 +289,12 @@ def part_of(
     If ranks have ``divided`` the heads of the KV, the others fold theirs for the witness; else the first has all heads.
     ``group`` are all ranks, on the device of the KV.
     """
-    rank, folds = distributed.get_rank(group), divided and distributed.get_world_size(group) > 1
+    rank = distributed.get_rank(group)
+    folds = divided and distributed.get_world_size(group) > 1
     joined = partial(distributed.all_reduce, group=group) if folds else None
     if not rank:
         return WorkerRows(engine, kv_caches, joined, pages=pages)
-    if engine.witness == "off" or joined is None:
-        return None
-    layers = witnessing(kv_caches, engine.spec.attrs["layer_ids"])
-    return OtherRank(KvFolder(layers, rank * layers[0].shape[1], joined))
+    return engine.carrier.other_rank(engine, kv_caches, rank, joined)
 
 
 __all__ = ["WorkerRows", "part_of"]

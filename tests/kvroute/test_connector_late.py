@@ -17,9 +17,10 @@ from toy_engine import TOKENS, Asked, Toy, admitted, begun, computed, held, judg
 from waiting import GIVE_UP_S
 
 from cache_manager.stored import RestoreJob
-from kvroute.connector import ends, routes, worker
+from kvroute.connector import ends, routes
 from kvroute.connector.behind import PENDING_MAX, Behind
-from kvroute.connector.settings import StepMeta
+from kvroute.connector.carriers import by_key
+from kvroute.connector.messages import Loads, StepMeta
 from kvroute.integrations.vllm.connector import RowsWithKV
 from kvroute.routes import Routes
 from kvroute.witness import Run
@@ -83,14 +84,14 @@ def test_an_aborted_request_waits_for_the_comparison_of_what_it_loads(start: Sta
     kept[hashes[1]]["layers.1"].view(torch.int32)[0, 2, 3] ^= 1
     other = start(kept=kept, late=True, store=store, witness="flagged")
     request = admitted(other, PROMPT, [5, 2, 3], external=8)
-    compare, landed, go = other.worker._compare, threading.Event(), threading.Event()
+    compare, landed, go = other.worker.carrier.compare, threading.Event(), threading.Event()
 
     def compared(*come: Any) -> None:
         landed.set()
         assert go.wait(GIVE_UP_S)
         compare(*come)
 
-    other.worker._compare = compared  # type: ignore[method-assign]
+    other.worker.carrier.compare = compared  # type: ignore[method-assign]
     computed(other, request, 3)
     for block, each in zip((5, 2), hashes, strict=False):
         for name, page in kept[each].items():
@@ -126,7 +127,7 @@ def test_what_did_not_come_is_not_compared(start: Start, outside: Any) -> None:
         toy.worker.end()
         request.num_computed_tokens = computed_tokens
         toy.scheduler.loaded("r")
-        landed = toy.scheduler.step({}).landed
+        landed = toy.scheduler.step({}).loads.landed
         assert [(run.blocks, run.tokens) for run in landed] == [(blocks, computed_tokens)] * bool(blocks)
 
 
@@ -214,7 +215,7 @@ def test_a_store_that_is_stuck_holds_up_one_step_and_for_one_limit(
     start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Goal: every wait ends. Method: the store never answers; a step with two loads, and one with another load."""
-    monkeypatch.setattr(worker, "RESTORE_S", 0.2)
+    monkeypatch.setattr(by_key, "RESTORE_S", 0.2)
     toy, go, waits = start(store=f"file://{tmp_path}", witness="flagged"), threading.Event(), list[float]()
     wait = RestoreJob.wait
 
@@ -230,7 +231,7 @@ def test_a_store_that_is_stuck_holds_up_one_step_and_for_one_limit(
         feed.renew(blocks)
         for block in blocks:
             feed.restore({keys.adopt(bytes([block]) * 32): block})
-        toy.worker.begin(StepMeta(None, feed.take(), b"", loads=[Run(-1, blocks, TOKENS * len(blocks))]))
+        toy.worker.begin(StepMeta(None, feed.take(), loads=Loads(runs=[Run(-1, blocks, TOKENS * len(blocks))])))
         toy.worker.end()
     assert sum(waits) <= 3 * 0.2
     assert len(waits) == 3  # each job once
@@ -248,7 +249,7 @@ def test_slots_of_a_pass_in_one_graph_are_not_a_draft_models(start: Start) -> No
     made._worker_rows = toy.worker
     for drafts in (True, False):
         made._engine = replace(toy.worker.engine, drafts=drafts)
-        toy.worker.begin(StepMeta(None, b"", b""))
+        toy.worker.begin(StepMeta(None, b""))
         made.start_load_kv(context, attn_metadata={"layer": SimpleNamespace(slot_mapping=torch.tensor([3]))})
         assert (toy.worker.slots is None) == drafts
 

@@ -17,7 +17,9 @@ from cache_manager.errors import StorageError, StoreMissingError
 from cache_manager.storage.disk import Disk
 from cache_manager.storage.file.directory import StoreDirectory
 from cache_manager.storage.file.fsck import read_extents
-from kvroute.connector import routes, worker
+from kvroute.connector import routes
+from kvroute.connector.carriers import by_key
+from kvroute.connector.carriers.none import NO_CARRIER
 from kvroute.connector.reader import StoreReader
 from tests.storage.stores import files, flip
 
@@ -84,8 +86,8 @@ def test_a_restore_that_misses_says_why(
     said = {"store": f"file://{rows}?mode=read", "witness": "flagged", **next(harming)}
     asked = said.pop("asked", rows)
     toy = start(kept=kept, late=late, later=later, **said)
-    toy.scheduler._reader.close()  # type: ignore[union-attr]
-    toy.scheduler._reader = StoreReader(f"file://{asked}?mode=read")
+    toy.scheduler.carrier.reader.close()  # type: ignore[union-attr]
+    toy.scheduler.carrier.reader = StoreReader(f"file://{asked}?mode=read")
     assert next(harming, None) is None
     with caplog.at_level(logging.WARNING):
         found = routes(toy.ask("b", ASKED))
@@ -108,7 +110,7 @@ def test_a_store_that_fails_or_does_not_answer_is_the_reason_given(
 ) -> None:
     """Goal: as above. Method: the disk fails each read; then the store never answers."""
     kept, rows = there
-    monkeypatch.setattr(worker, "RESTORE_S", 0.1)
+    monkeypatch.setattr(by_key, "RESTORE_S", 0.1)
     go = threading.Event()
 
     def fails(*_: object) -> list[Any]:
@@ -118,7 +120,7 @@ def test_a_store_that_fails_or_does_not_answer_is_the_reason_given(
         go.wait(GIVE_UP_S)
         return []
 
-    for answer, reason in ((fails, FAILED), (waits, worker.NO_ANSWER)):
+    for answer, reason in ((fails, FAILED), (waits, by_key.NO_ANSWER)):
         toy = start(kept=kept, store=f"file://{rows}?mode=read", witness="flagged")
         monkeypatch.setattr(type(toy.worker.store), "get_into", answer)
         with caplog.at_level(logging.WARNING):
@@ -136,7 +138,7 @@ def test_rows_of_kv_that_nothing_brings_are_counted(start: Start) -> None:
     first, other = start(kept=kept), start(kept=kept)
     first.ask("a", ASKED)
     assert judge(routes(other.ask("b", ASKED)), ASKED) == {"right": 3, "missing": 8}
-    assert other.worker.missing == {worker.NO_CARRIER.partition(":")[0]: 8}
+    assert other.worker.missing == {NO_CARRIER.partition(":")[0]: 8}
     assert not first.worker.missing
 
 

@@ -14,7 +14,9 @@ from waiting import GIVE_UP_S
 
 from cache_manager.keys import Namespace
 from kvroute.connector import Engine, Settings
-from kvroute.connector.settings import StepMeta
+from kvroute.connector.carriers import ByKey
+from kvroute.connector.carriers.by_key import ByKeyWorker, Filled
+from kvroute.connector.messages import StepMeta
 from kvroute.connector.witness import OtherRank
 from kvroute.connector.worker import WorkerRows, part_of
 from kvroute.routing import routing_spec
@@ -37,18 +39,20 @@ def rank_of(rank: int, directory: Path, damaged: bool) -> None:
     if damaged and rank:
         kv.view(torch.int32)[0, 0, 2, 3] ^= 1
     spec = routing_spec(8, 2, range(2), num_layers=2, block_tokens=4)
-    settings = Settings.of({"strict": True, "weights": "m"})
-    engine = Engine(settings, spec, Namespace("m", 1), 8, max_tokens=64, gate=True, pages=False, witness="flagged")
+    settings = Settings.of({"strict": True, "weights": "m", "store": "memory:"})
+    engine = Engine(settings, spec, Namespace("m", 1), 8, max_tokens=64, carrier=ByKey("flagged"))
     group = distributed.group.WORLD
     assert group is not None
     part = part_of(engine, {"layers.1": kv}, group, divided=True)
     assert isinstance(part, OtherRank if rank else WorkerRows)
-    part.begin(StepMeta(None, b"", b"", full=[RUN]))
+    part.begin(StepMeta(None, b"", carrier=Filled([RUN], b"")))
     part.end()
     if isinstance(part, WorkerRows):
-        assert part.witness is not None
-        assert part.witness._lives[RUN.blocks].tolist() == part.blocks.generations(RUN.blocks).tolist()
-        found = part.witness._of[RUN.blocks].tolist()
+        assert isinstance(part.carrier, ByKeyWorker)
+        witness = part.carrier.witness
+        assert witness is not None
+        assert witness._lives[RUN.blocks].tolist() == part.blocks.generations(RUN.blocks).tolist()
+        found = witness._of[RUN.blocks].tolist()
         (directory / "witnesses").write_text(" ".join(map(str, found)))
         part.close()
     distributed.destroy_process_group()

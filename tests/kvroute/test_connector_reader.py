@@ -64,7 +64,7 @@ def test_a_store_that_hangs_holds_the_scheduler_once(
         assert caplog.text.count("has not answered for 0.5 s") == 1
         go.set()
         monkeypatch.setattr(reader, "ASKED_S", 60.0)
-        toy.scheduler._reader._asked.result(60)  # type: ignore[union-attr]
+        toy.scheduler.carrier.reader._asked.result(60)  # type: ignore[union-attr]
     assert toy.scheduler.matched(Asked("c", PROMPT), 0, 2 * TOKENS, later=False) == 2 * TOKENS
 
 

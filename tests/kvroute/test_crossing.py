@@ -29,7 +29,8 @@ from toy_pair import (
 )
 from toy_side import Side, early_ticket
 
-from kvroute.connector import crossing, missing, routes, tickets, transfers
+from kvroute.connector import crossing, missing, routes, tickets
+from kvroute.connector.carriers import by_transfer
 from transfer import TransferLimits
 
 
@@ -65,11 +66,11 @@ def test_decode_answers_with_the_rows_of_the_kv_that_it_was_given(
 def test_prefill_that_ends_before_the_fetch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Goal: decode answers with the rows that it computed. Method: SIGKILL between the ticket and the fetch; then
     another prefill engine, from which all rows come."""
-    monkeypatch.setattr(transfers, "LATE_S", 0.3)
+    monkeypatch.setattr(by_transfer, "LATE_S", 0.3)
     with sides() as (first, second):
         ticket = first.ask(name="p", tokens=PROMPT, lends=True)["ticket"]
         first.kill()
-        assert taken(second, ticket) == ({"right": OWN, "missing": ALL - OWN}, [transfers.LATE])
+        assert taken(second, ticket) == ({"right": OWN, "missing": ALL - OWN}, [by_transfer.LATE])
         other = Side(weights=PREFILL)
         second.cached.clear()
         ticket = other.ask(name="p", tokens=PROMPT, lends=True)["ticket"]
@@ -81,7 +82,7 @@ def test_prefill_that_ends_before_the_fetch(monkeypatch: pytest.MonkeyPatch) -> 
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     """A peer that is gone is noticed soon, and what is on its way is waited for until then."""
     monkeypatch.setattr(crossing, "LIMITS", TransferLimits(retry_s=0.4, retries_max=3, early_s=0.4))
-    monkeypatch.setattr(transfers, "LATE_S", 60.0)
+    monkeypatch.setattr(by_transfer, "LATE_S", 60.0)
 
 
 @pytest.mark.parametrize("chunks", [[4, 7], [4, 4, 3], [9, 2]])
@@ -111,7 +112,7 @@ def test_prefill_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Goal: decode goes on without rows; rows that come before its end are in its answer, later rows land nowhere.
     Method: prefill is stopped; it goes on in the middle of one answer, and behind the end of another one, when that
     one's blocks are another prompt's."""
-    monkeypatch.setattr(transfers, "LATE_S", 0.2)
+    monkeypatch.setattr(by_transfer, "LATE_S", 0.2)
     with sides() as (first, second):
         ticket = first.ask(name="p", tokens=PROMPT, lends=True)["ticket"]
         first.hang()
@@ -126,13 +127,13 @@ def test_prefill_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
         ticket = first.ask(name="q", tokens=PROMPT[::-1], lends=True)["ticket"]
         first.hang()
         verdict, why = taken(second, ticket, PROMPT[::-1], name="e")
-        assert (verdict, why) == ({"right": OWN, "missing": ALL - OWN}, [transfers.LATE])
+        assert (verdict, why) == ({"right": OWN, "missing": ALL - OWN}, [by_transfer.LATE])
         other = [i % 7 for i in range(33)]  # all blocks that there are
         second.cached.clear()
         assert judge(routes(second.ask("other", other)), other) == {"right": 33}
         table, before = second.table, installed(second)
         first.go_on()
-        until(lambda: not second.worker.transfers.crossing.node.counters.pulls_in_flight)
+        until(lambda: not second.worker.carrier.crossing.node.counters.pulls_in_flight)
         rows = second.worker.blocks.read("routing", table, 0, 33)
         assert rows.valid.all()
         assert installed(second) == before
@@ -292,7 +293,7 @@ def test_rows_come_when_their_kv_was_computed_again_and_a_step_was_lost() -> Non
         ticket = first.ask(name="p", tokens=PROMPT, lends=True)["ticket"]
         first.hang()
         second.unbrought, second.waits = {0}, False
-        node = second.worker.transfers.crossing.node
+        node = second.worker.carrier.crossing.node
 
         def come() -> None:
             second.between = lambda: None
@@ -319,7 +320,7 @@ def test_a_prompt_that_is_computed_again_is_lent_anew(chunks: list[int]) -> None
         def preempt() -> None:
             first.between = lambda: None
             old.append(early_ticket(first))
-            (held,) = first.scheduler._tickets._lent.values()
+            (held,) = first.scheduler.carrier.tickets._lent.values()
             request: Any = held.request
             given = [first.free.pop(0) for _ in first.table]
             first.free += first.table
@@ -350,7 +351,7 @@ def test_kv_that_fails_to_load_at_prefill_is_lent_anew() -> None:
         def fail() -> None:
             first.between = lambda: None
             old.append(early_ticket(first))
-            (held,) = first.scheduler._tickets._lent.values()
+            (held,) = first.scheduler.carrier.tickets._lent.values()
             first.worker.begin(first.scheduler.step({}))
             first.worker.fail(set(first.table[:1]))
             first.worker.end()

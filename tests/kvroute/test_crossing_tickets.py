@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from toy_engine import TOKENS, Asked, Toy
 from toy_pair import ALL, OWN, PROMPT, handed_over, taken, two, until
 
-from kvroute.connector.transfers import TAKEN
+from kvroute.connector.carriers.by_transfer import TAKEN
 
 
 @examples(25)
@@ -77,8 +77,7 @@ def test_a_ticket_brings_rows_to_one_request() -> None:
         worker.begin(rows.step({}))
         worker.end()
         came, gone = set(tables), dict[str, int]()
-        assert worker.transfers is not None
-        until(lambda: worker.transfers.crossing.node.counters.pulls_in_flight == 0)  # type: ignore[union-attr]
+        until(lambda: worker.carrier.crossing.node.counters.pulls_in_flight == 0)  # type: ignore[union-attr]
         while len(gone) < 2:
             for name in worker.arrived(came):
                 gone[name] = int(worker.blocks.read("routing", tables[name], 0, len(PROMPT) - 1).valid.sum())

@@ -213,8 +213,8 @@ def test_padding_and_invalid_ids_leave_no_row(seed: int, spec: Any) -> None:
 
 def test_a_step_without_slots_leaves_no_row() -> None:
     """Goal: a page that may have been overwritten is not trusted. Method: a step whose slots are unknown."""
-    toy, (held, _) = Toy(), full(1, SPECS[0])
-    toy.worker.pages = held.pages
+    toy, (held, _) = Toy(pages=True), full(1, SPECS[0])
+    toy.worker.carrier.pages = held.pages
     admitted(toy, [3, 1, 4], [5])
     toy.worker.begin(toy.scheduler.step({"r": 3}))
     assert held.get()[1].all()

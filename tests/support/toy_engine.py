@@ -18,9 +18,10 @@ from waiting import GIVE_UP_S
 
 from cache_manager.keys import Namespace
 from kvroute.connector import Engine, SchedulerRows, Settings, Tokens, routes
+from kvroute.connector.carriers import ByKey, ByTransfer, Carrier, InKv, NoCarrier
+from kvroute.connector.messages import StepMeta
 from kvroute.connector.pages import Pages, StepTokens, page_name, token_nbytes
 from kvroute.connector.scheduler import Ended
-from kvroute.connector.settings import StepMeta
 from kvroute.connector.versions import AS_LOADED
 from kvroute.connector.witness import KvFolder, OtherRank, witnessing
 from kvroute.connector.worker import WorkerRows
@@ -63,6 +64,14 @@ class Sum:
         self._met.wait()
 
 
+def _carrier(settings: Settings, pages: bool) -> Carrier:
+    if settings.carrier == "transfer":
+        return ByTransfer()
+    if settings.store:
+        return ByKey("flagged" if settings.witness == "flagged" else "missing")
+    return InKv() if pages else NoCarrier()
+
+
 class Toy:
     """A paged engine for one request at a time: a prefix cache over ``blocks`` blocks, and KV that others may have.
 
@@ -99,11 +108,8 @@ class Toy:
             Namespace(settings.weights, AS_LOADED if settings.weights_version is None else settings.weights_version),
             blocks=blocks,
             max_tokens=64,
-            gate=not pages,
-            pages=pages,
+            carrier=_carrier(settings, pages),
             drafts=drafts,
-            transfer=settings.carrier == "transfer",
-            witness=settings.witness if settings.store else "off",
         )
         added = Sum()
         joined = partial(added.add, 0) if ranks > 1 else None
@@ -198,7 +204,7 @@ class Toy:
         self._step(request, 0, range(0))
         if self.unbrought:
             self.worker.settle()
-            while self.waits and self.worker.transfers._under_way:
+            while self.waits and self.worker.carrier._under_way:
                 self.worker.arrived(set())
                 time.sleep(0.001)
             self.worker.begin(self.scheduler.step({}))
@@ -220,7 +226,7 @@ class Toy:
     def hear(self) -> None:
         """The worker's report after a step."""
         if (told := self.worker.told()) is not None:
-            self.scheduler.told(told.why)
+            self.scheduler.told(told.carrier)
 
     def _step(self, request: Asked, n: int, loading: range) -> int | None:
         """Load, compute and write; the place of the first block that could not be loaded."""

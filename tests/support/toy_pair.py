@@ -75,7 +75,7 @@ ALL, OWN = len(PROMPT) + len(SAID), len(SAID) + 1  # rows of an answer, and thos
 
 
 def lent(toy: Toy) -> Node:
-    return toy.worker.transfers.crossing.node
+    return toy.worker.carrier.crossing.node
 
 
 def installed(toy: Toy) -> int:

@@ -87,10 +87,10 @@ def _state(task: Path) -> str:
 
 def early_ticket(toy: Toy) -> dict[str, Any]:
     """The ticket by which another side can fetch the prompt that this one computes at this moment."""
-    (lent,) = toy.scheduler._tickets._lent.values()
+    (lent,) = toy.scheduler.carrier.tickets._lent.values()
     tokens = lent.request.all_token_ids
     digest = token_hash(tokens).hex()
-    return to_builtins(Ticket(lent.transfer.hex(), toy.scheduler._tickets.address, len(tokens), digest))
+    return to_builtins(Ticket(lent.transfer.hex(), toy.scheduler.carrier.tickets.address, len(tokens), digest))
 
 
 def main() -> None:

@@ -21,8 +21,8 @@ from ports import hold_port
 from waiting import until
 
 from bench.harness import PeerError
+from kvroute.connector.carriers.by_transfer import LATE
 from kvroute.connector.tickets import MIXED, NO_TICKET
-from kvroute.connector.transfers import LATE
 
 LAYERS = 3
 NAMED = {"weights": "tiny", "weights_version": 1}

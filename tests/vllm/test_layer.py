@@ -26,7 +26,7 @@ def start(engine: Start, home: Path, kv: Path, **arguments: Any) -> Any:
     """An engine that says nothing of how rows are carried: with this connector and no store, in the KV."""
     kv.mkdir(exist_ok=True)
     made = engine(home, "KvrouteExampleConnector", {}, {"shared_storage_path": str(kv)}, **arguments)
-    assert made.kept.pages is not None
+    assert made.kept.carrier.layer is not None
     return made
 
 

@@ -11,6 +11,7 @@ from engines import BLOCK, RANKS, Engine, prompts
 from host_offload import DAMAGED_RANK
 
 from bench.vllm_peers import plugin as installed
+from kvroute.connector.carriers import InKv
 from kvroute.integrations.vllm import routes, unseen
 
 Start = Any  # conftest's Engines
@@ -25,7 +26,7 @@ def start(engine: Start, home: Path, carrier: str, directory: Path, **arguments:
     extra = {"spec_name": "HostSpec", "spec_module_path": "host_offload", "cpu_bytes_to_use": 4 << 20}
     few = {"num_gpu_blocks_override": POOL, "max_model_len": 256}
     made: Engine = engine(home, "KvrouteOffloadingConnector", settings, extra, **few, **arguments)
-    assert made.sent.engine.pages == (carrier == "layer")
+    assert isinstance(made.sent.engine.carrier, InKv) == (carrier == "layer")
     return made
 
 

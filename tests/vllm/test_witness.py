@@ -18,7 +18,7 @@ import torch
 from engines import BLOCK, Engine, noise, prompts
 from numpy.typing import NDArray
 
-from kvroute.connector.worker import OTHER
+from kvroute.connector.carriers.by_key import OTHER
 from kvroute.integrations.vllm import routes, unseen
 
 Start = Any  # conftest's Engines

@@ -7,6 +7,7 @@ from typing import Any, Final, Literal
 
 from cache_manager.errors import ConfigError
 from cache_manager.keys import Namespace
+from kvroute.connector.carriers import ByKey, ByTransfer, Carrier, InKv, NoCarrier
 from kvroute.connector.pages import page_name
 from kvroute.connector.settings import Engine, Settings
 from kvroute.connector.versions import AS_LOADED
@@ -41,19 +42,8 @@ def engine_of(config: Any, cache: Any, inner: str) -> Engine:
     settings, model = settings_of(config.kv_transfer_config), config.model_config
     refuse(config, cache, settings)
     spec = routing_spec_from_hf(model.hf_text_config, cache.kv_cache_groups[0].kv_cache_spec.block_size)
-    pages = page_name(spec) in cache.kv_cache_groups[0].layer_names
-    if settings.carrier == "layer" and (settings.store or not pages):
-        wanted = "no store, and a model with a layer of rows (the plugin of kvroute, an architecture that it knows)"
-        raise ConfigError("settings.carrier 'layer'", wanted, f"{model.architectures}, store {settings.store!r}")
-    transfer = settings.carrier == "transfer" or (settings.carrier == "auto" and inner in WHOLE_REQUESTS)
-    if transfer and inner not in WHOLE_REQUESTS:
-        raise ConfigError(
-            "settings.carrier 'transfer'", f"a connector that moves whole requests, {WHOLE_REQUESTS}", inner
-        )
-    if transfer and settings.store:
-        wanted = "none where prefill lends rows to decode, or carrier 'connector'"
-        raise ConfigError("settings.store", wanted, settings.store)
-    witness = _witness(settings) if settings.store and inner != "Connector" else "off"
+    layered = page_name(spec) in cache.kv_cache_groups[0].layer_names
+    carrier = carrier_of(settings, inner, model.architectures, layered=layered)
     version = AS_LOADED if settings.weights_version is None else settings.weights_version
     weights = settings.weights or weights_digest(
         getattr(model, "model_weights", "") or model.model, str(model.revision or "")
@@ -64,12 +54,32 @@ def engine_of(config: Any, cache: Any, inner: str) -> Engine:
         Namespace(f"{weights}/{computation(config)}", version),
         blocks=cache.num_blocks,
         max_tokens=config.scheduler_config.max_num_batched_tokens,
-        witness=witness,
-        pages=pages,
-        transfer=transfer,
+        carrier=carrier,
         drafts=drafts_by_model(config.speculative_config),
-        gate=inner not in WHOLE_REQUESTS,
     )
+
+
+def carrier_of(settings: Settings, inner: str, architectures: Any, *, layered: bool) -> Carrier:
+    """How rows arrive beside the KV that the connector ``inner`` brings; ``layered``: the model has a layer of rows.
+
+    Raises :class:`ConfigError` for settings that do not fit together.
+    """
+    if settings.carrier == "layer" and (settings.store or not layered):
+        wanted = "no store, and a model with a layer of rows (the plugin of kvroute, an architecture that it knows)"
+        raise ConfigError("settings.carrier 'layer'", wanted, f"{architectures}, store {settings.store!r}")
+    whole = inner in WHOLE_REQUESTS
+    transfer = settings.carrier == "transfer" or (settings.carrier == "auto" and whole)
+    if transfer and not whole:
+        wanted = f"a connector that moves whole requests, {WHOLE_REQUESTS}"
+        raise ConfigError("settings.carrier 'transfer'", wanted, inner)
+    if transfer and settings.store:
+        wanted = "none where prefill lends rows to decode, or carrier 'connector'"
+        raise ConfigError("settings.store", wanted, settings.store)
+    if transfer:
+        return ByTransfer()
+    if settings.store:
+        return ByKey("off" if inner == "Connector" else _witness(settings), gate=not whole)
+    return InKv() if layered else NoCarrier()
 
 
 def _witness(settings: Settings) -> Literal["missing", "flagged"]:
@@ -168,4 +178,4 @@ def _lossy(kv: Any, tokens_max: int) -> list[str]:
     return list(found)
 
 
-__all__ = ["computation", "engine_of", "refuse", "settings_of"]
+__all__ = ["carrier_of", "computation", "engine_of", "refuse", "settings_of"]

@@ -9,8 +9,8 @@ from typing import Any
 from cache_manager.errors import ConfigError, RowError
 from kvroute.connector import Handshake, SchedulerRows, StepMeta, Tokens
 from kvroute.connector.answers import FIELD, start_of
+from kvroute.connector.messages import Told
 from kvroute.connector.pages import page_name
-from kvroute.connector.settings import Told
 from kvroute.connector.tickets import TRANSFER
 from kvroute.integrations.vllm import blocks, core, versions
 from kvroute.integrations.vllm.config import engine_of
@@ -51,7 +51,7 @@ class RowsWithKV(Base):  # type: ignore[misc]
         from kvroute.integrations.vllm.models import pages_of
 
         group, divided = get_tp_group(), not self._vllm_config.model_config.use_mla
-        pages = pages_of(self._vllm_config, kv_caches, self._engine.spec) if self._engine.pages else None
+        pages = pages_of(self._vllm_config, kv_caches, self._engine.spec)
         self._rank = part_of(self._engine, kv_caches, group.device_group, divided=divided, pages=pages)
         if group.rank_in_group == 0:
             self._worker_rows = self._rank
@@ -87,24 +87,25 @@ class RowsWithKV(Base):  # type: ignore[misc]
 
     def wait_for_save(self) -> None:
         rows = self._worker_rows
-        if rows is None or rows.pages is None:
+        layer = rows.carrier.layer if rows else None
+        if layer is None:
             super().wait_for_save()
         if rows:
             rows.fail(super().get_block_ids_with_load_errors())
         if self._rank:
             self._rank.end()
-        if rows and rows.pages:  # rows are written by now and saved like any layer
+        if layer is not None:  # rows are written by now and saved like any layer
             from vllm.model_executor.models import extract_hidden_states  # type: ignore[import-not-found]
 
             if rows.slots is not None and self.has_connector_metadata():
                 given = extract_hidden_states.CacheOnlyAttentionMetadata(rows.slots)
-                super().save_kv_layer(page_name(self._engine.spec), rows.pages.cache, given)
+                super().save_kv_layer(page_name(self._engine.spec), layer, given)
             super().wait_for_save()
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         results = super().get_transfer_results(finished_req_ids)
         rows = self._worker_rows
-        if rows and rows.transfers:  # a request whose KV has come waits a little for its rows, where they come later
+        if rows:  # a request whose KV has come waits a little for its rows, where they come later
             results.finished_recving = rows.arrived(results.finished_recving, results.failed_recving)
         return results
 
@@ -161,7 +162,7 @@ class RowsWithKV(Base):  # type: ignore[misc]
     def update_connector_output(self, connector_output: Any) -> None:
         if isinstance(told := connector_output.kv_connector_worker_meta, Told):
             connector_output.kv_connector_worker_meta = told.inner
-            self._scheduler_rows.told(told.why)
+            self._scheduler_rows.told(told.carrier)
         super().update_connector_output(connector_output)
         for request in connector_output.finished_recving or ():
             self._scheduler_rows.loaded(request)

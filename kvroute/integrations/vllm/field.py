@@ -21,8 +21,8 @@ import numpy as np
 
 from cache_manager.errors import RowError
 from kvroute.connector.answers import FIELD, MISSING
+from kvroute.connector.messages import StepMeta
 from kvroute.connector.scheduler import SchedulerRows
-from kvroute.connector.settings import StepMeta
 from kvroute.connector.stream import Outcome, Piece
 from kvroute.connector.tickets import Gap
 from kvroute.integrations.vllm.versions import PREFIX

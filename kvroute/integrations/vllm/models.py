@@ -156,13 +156,16 @@ def _layer(config: Any) -> Any:
     return RowsLayer()
 
 
-def pages_of(config: Any, kv_caches: Mapping[str, Any], spec: AuxBlockDataSpec) -> Pages:
-    """The pages among a worker's layers of KV, each ``[blocks, heads, tokens, values]``, beside the last KV layer.
+def pages_of(config: Any, kv_caches: Mapping[str, Any], spec: AuxBlockDataSpec) -> Pages | None:
+    """The pages among a worker's layers of KV, each ``[blocks, heads, tokens, values]``, beside the last KV layer;
+    ``None`` where the model has no layer of rows.
 
     The first head proves enough, and is in the first rank however many ranks divide the heads. For KV of eight bits a
     value all heads of the rank are used.
     """
     layers, name = config.compilation_config.static_forward_context, page_name(spec)
+    if name not in kv_caches:
+        return None
     *_, last = by_layer(each for each in kv_caches if each != name).values()
     kv, places = kv_caches[last], None
     kv = kv if kv.element_size() == 1 else kv[:, :1]

@@ -1,0 +1,229 @@
+"""Rows by key, from a store: they are stored as blocks fill, and restored when KV of the same key is loaded.
+
+A key names tokens, not KV. So a fold of the KV goes with the rows as their origin, and is compared when both are here.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+import kvroute
+from cache_manager.keys import BlockKey
+from cache_manager.stored import AnyJob, RestoreJob
+from kvroute.connector.carriers.none import NO_CARRIER
+from kvroute.connector.carriers.port import (
+    Admission,
+    Carrier,
+    SchedulerParts,
+    SchedulerSide,
+    WorkerParts,
+    WorkerSide,
+)
+from kvroute.connector.fills import Fills, Request
+from kvroute.connector.reader import StoreReader
+from kvroute.witness import Run
+
+if TYPE_CHECKING:
+    import torch
+
+    from cache_manager.ports import StorageBackend
+    from kvroute.connector.messages import StepMeta
+    from kvroute.connector.settings import Engine, Settings
+    from kvroute.connector.witness import Join, KvWitness, OtherRank
+
+logger = logging.getLogger(__name__)
+
+RESTORE_S: Final = 30.0
+"""How long a step waits at most for the rows of KV that it loads; rows that have not come by then are missing."""
+OTHER: Final = "rows of other KV than was loaded"
+NO_ANSWER: Final = f"the store of rows has not answered within {RESTORE_S} s"
+NOT_RESTORED: Final = {
+    "absent_blocks_not_restored": "the store of rows does not have them",
+    "corrupt_blocks_not_restored": "the store of rows has damaged ones",
+    "failed_blocks_not_restored": "the store of rows has failed",
+}
+"""Why a restore brought nothing, by the counters of :attr:`RestoreJob.lost`."""
+
+
+@dataclass(frozen=True, slots=True)
+class ByKey(Carrier):
+    """Rows come from ``settings.store``."""
+
+    witness: Literal["missing", "flagged", "off"]
+    """What is said of the last router's choice, which no fold shows; "off": no KV is loaded that others kept."""
+    gate: bool = True
+    """Whether hits are cut to KV that has rows."""
+
+    @property
+    def flagged(self) -> bool:  # type: ignore[override]
+        return self.witness == "flagged"
+
+    def store(self, settings: Settings) -> StorageBackend:
+        return kvroute.open_store(settings.opens)
+
+    def scheduler(self, parts: SchedulerParts) -> SchedulerSide:
+        return ByKeyScheduler(self, parts)
+
+    def worker(self, parts: WorkerParts) -> WorkerSide:
+        from kvroute.connector.witness import KvFolder, KvWitness, witnessing
+
+        witness: KvWitness | None = None
+        if self.witness != "off":
+            layers = witnessing(parts.kv_caches, parts.engine.spec.attrs["layer_ids"])
+            witness = KvWitness(parts.blocks, KvFolder(layers, join=parts.joined), parts.engine.blocks)
+        return ByKeyWorker(parts, witness)
+
+    def other_rank(
+        self, engine: Engine, kv_caches: Mapping[str, torch.Tensor], rank: int, joined: Join | None
+    ) -> OtherRank | None:
+        from kvroute.connector.witness import KvFolder, OtherRank, witnessing
+
+        if self.witness == "off" or joined is None:
+            return None
+        layers = witnessing(kv_caches, engine.spec.attrs["layer_ids"])
+        return OtherRank(KvFolder(layers, rank * layers[0].shape[1], joined))
+
+
+class Filled(NamedTuple):
+    """The message with a step: the blocks that it fills, and a batch of the feed that stores their rows after it."""
+
+    runs: Sequence[Run]
+    persist: bytes
+
+
+class ByKeyScheduler(SchedulerSide):
+    """Keys, what fills, and how much of a hit has rows."""
+
+    def __init__(self, carrier: ByKey, parts: SchedulerParts) -> None:
+        engine = parts.engine
+        self._parts, self._size, self._writes = parts, engine.tokens, engine.settings.writes
+        self._fills = Fills(engine.blocks, engine.tokens, parts.blocks_of)
+        self._restores: dict[str, list[BlockKey]] = {}  # keys of rows to restore, by request, until its load begins
+        last_router: int = engine.spec.attrs["layer_ids"][-1]
+        # no layer behind the last router has KV that depends on its choice
+        self._unseen = carrier.witness != "off" and last_router == engine.spec.attrs["num_layers"] - 1
+        self.reader: StoreReader | None = StoreReader(engine.settings.reads) if carrier.gate else None
+
+    def takes(self, request: Request, first: int, external: int) -> int:
+        if self.reader is None or not external:
+            return external
+        keys = self._keys(request, first, first + external // self._size)
+        stored = [False] * len(keys) if self._parts.weights.mixed else self.reader.contains(keys)
+        return stored.index(False) * self._size if False in stored else external
+
+    def admitted(self, admission: Admission) -> Run | None:
+        request, first = admission.request, admission.first
+        last = first + admission.external // self._size
+        self._fills.admitted(request, last * self._size, loaded=admission.external > 0)
+        self._restores.pop(request.request_id, None)
+        run = admission.run(self._size)
+        if run is not None and not self._parts.weights.mixed:
+            self._restores[request.request_id] = self._keys(request, first, last)
+        return run
+
+    def load(self, request_id: str, run: Run) -> None:
+        keys = self._restores.pop(request_id, [])
+        if keys:
+            self._parts.feed.restore(dict(zip(keys, run.blocks, strict=False)))
+            self._fills.by_kv(run.blocks, self._parts.feed.generations[run.blocks])
+
+    def step(self, scheduled: Mapping[str, int]) -> Filled:
+        keys: dict[BlockKey, int] = {}
+        runs: list[Run] = []
+        for request, first, last in self._fills.step(scheduled, stores=not self._parts.weights.mixed):
+            blocks = self._parts.blocks_of(request.request_id, max(0, first - 1), last)
+            run = Run(blocks[0], blocks[1:]) if first else Run(-1, blocks)
+            runs.append(run)
+            keys |= zip(self._keys(request, first, last), run.blocks, strict=True)
+        if keys and self._writes:
+            self._parts.feed.persist(keys)
+        return Filled(runs, self._parts.feed.take())
+
+    def unproved(self, slots: NDArray[np.int64], lives: NDArray[np.int64]) -> NDArray[np.bool_] | None:
+        return self._fills.slots_by_kv(slots, lives) if self._unseen else None
+
+    def ended(self, request_id: str) -> Mapping[int, str]:
+        self._fills.ended(request_id)
+        self._restores.pop(request_id, None)
+        return {}
+
+    def close(self) -> None:
+        if self.reader is not None:
+            self.reader.close()
+
+    def _keys(self, request: Request, first: int, last: int) -> list[BlockKey]:
+        keys = self._parts.keys()
+        return [keys.adopt(bytes(block_hash)) for block_hash in request.block_hashes[first:last]]
+
+
+class ByKeyWorker(WorkerSide):
+    """Folds of KV, and the jobs of the store."""
+
+    def __init__(self, parts: WorkerParts, witness: KvWitness | None) -> None:
+        self.witness = witness
+        self._blocks, self._meter, self._size = parts.blocks, parts.meter, parts.engine.tokens
+        self._failed_jobs = False  # whether a job of the store has failed
+
+    def look(self, runs: Sequence[Run], without: Collection[int] = ()) -> torch.Tensor | None:
+        return None if self.witness is None else self.witness.look(runs)
+
+    def computed(
+        self, step: StepMeta, slots: torch.Tensor | None, ids: torch.Tensor | None, redone: Sequence[int]
+    ) -> torch.Tensor | None:
+        filled: Filled | None = step.carrier
+        return None if self.witness is None or not filled or not filled.runs else self.witness.look(filled.runs)
+
+    def land(self) -> None:
+        """Wait for rows that are on their way from the store, but not for cancelled jobs."""
+        give_up_s = time.monotonic() + RESTORE_S
+        for job in self._blocks.jobs:
+            if not isinstance(job, RestoreJob) or job.cancelled:
+                continue
+            if job.wait(max(0.0, give_up_s - time.monotonic())):
+                self._count(job)
+            else:
+                job.cancel()
+                self._meter.miss(NO_ANSWER, len(job.blocks) * self._size)
+
+    def compare(self, step: StepMeta, runs: Sequence[Run], look: torch.Tensor | None) -> None:
+        """The store brings rows of whole blocks only."""
+        self._meter.miss(NO_CARRIER, sum(max(0, run.tokens - self._size * len(run.blocks)) for run in runs))
+        if self.witness is not None and look is not None:
+            self._meter.miss(OTHER, len(self.witness.refused(runs, look)) * self._size)
+
+    def filled(self, step: StepMeta, computed: torch.Tensor | None) -> None:
+        filled: Filled | None = step.carrier
+        if filled and self.witness is not None and computed is not None:
+            self.witness.name(filled.runs, computed)
+        if filled and filled.persist:
+            self._blocks.apply(filled.persist)
+        if step.before or (filled and filled.persist):
+            for job in self._blocks.poll():
+                self._count(job)
+
+    def _count(self, job: AnyJob) -> None:
+        """Count the time of a landed job, and the blocks that it did not bring."""
+        self._meter.took(job.name, time.monotonic() - job.begun_s)
+        if job.failure is not None and not self._failed_jobs:
+            self._failed_jobs = True
+            logger.warning("the store of rows has failed, %s: %s; further times are counted", job.name, job.failure)
+        for cause, blocks in job.lost.items() if isinstance(job, RestoreJob) else ():
+            self._meter.miss(NOT_RESTORED[cause], blocks * self._size)
+
+    def counters(self) -> dict[str, Any]:
+        return {"store": self._blocks.store_counters or {}}
+
+    def close(self) -> None:
+        give_up_s = time.monotonic() + RESTORE_S
+        for job in self._blocks.jobs:
+            job.wait(max(0.0, give_up_s - time.monotonic()))
+
+
+__all__ = ["NOT_RESTORED", "NO_ANSWER", "OTHER", "ByKey", "ByKeyScheduler", "ByKeyWorker", "Filled"]

@@ -1,0 +1,216 @@
+"""The port of a carrier: a value that makes two sides, one in the scheduler's process and one in the worker's.
+
+The law of a carrier: a row is readable beside KV from outside only if the carrier has proved that it is of that KV. A
+side by itself does nothing; each carrier defines the calls that it needs. Nothing here needs torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvroute.witness import Run
+
+if TYPE_CHECKING:
+    import torch
+
+    from cache_manager.blocks import AuxBlocks
+    from cache_manager.feed import BlockFeed
+    from cache_manager.keys import KeyChain
+    from cache_manager.ports import StorageBackend
+    from kvroute.connector.fills import Request
+    from kvroute.connector.messages import StepMeta
+    from kvroute.connector.meter import Meter
+    from kvroute.connector.pages import Pages
+    from kvroute.connector.settings import Engine, Settings
+    from kvroute.connector.versions import Versions
+    from kvroute.connector.witness import Join, OtherRank
+
+
+class Admission(NamedTuple):
+    """A request that has got its blocks."""
+
+    request: Request
+    blocks: Sequence[int]
+    first: int  # leading blocks that were hits here
+    external: int  # tokens behind them whose KV comes from outside
+    lends: bool  # another engine goes on from its prompt
+    ticket: Any  # of prefill's answer, if this engine goes on from one
+
+    def run(self, size: int) -> Run | None:
+        """The whole blocks of ``size`` tokens whose KV comes from outside; ``None``: no KV does."""
+        if not self.external:
+            return None
+        blocks = self.blocks[self.first : self.first + self.external // size]
+        return Run(self.before, blocks, self.external, self.first * size)
+
+    @property
+    def before(self) -> int:
+        """The block before those whose KV comes; -1: none."""
+        return self.blocks[self.first - 1] if self.first else -1
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerParts:
+    """What the scheduler's end shares with its side of the carrier."""
+
+    engine: Engine
+    feed: BlockFeed
+    weights: Versions
+    keys: Callable[[], KeyChain]  # of the present namespace
+    blocks_of: Callable[[str, int, int], list[int]]  # the blocks [first, last) of a request
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerParts:
+    """What the worker's end shares with its side of the carrier."""
+
+    engine: Engine
+    blocks: AuxBlocks
+    meter: Meter
+    kv_caches: Mapping[str, torch.Tensor]
+    joined: Join | None  # see :class:`kvroute.connector.witness.KvFolder`
+    pages: Pages | None  # of rows in the KV
+
+
+class SchedulerSide:
+    """The side in the scheduler's process. Its thread makes all calls, and none of them waits for a device."""
+
+    def attach(self, greeting: Any) -> None:
+        """The worker's side has started, with this message."""
+
+    def takes(self, request: Request, first: int, external: int) -> int:
+        """How many of ``external`` tokens behind the ``first`` blocks to load: as many as have rows."""
+        return external
+
+    def admitted(self, admission: Admission) -> Run | None:
+        """The request has its blocks. The KV that comes for it in or between steps, if a worker is to look at it."""
+        raise NotImplementedError
+
+    def load(self, request_id: str, run: Run) -> None:
+        """The next step begins to load this KV, or waits for it."""
+
+    def step(self, scheduled: Mapping[str, int]) -> Any:
+        """The message for the worker's side with a step that computes so many tokens of each request."""
+        return None
+
+    def told(self, message: Any) -> None:
+        """The worker's side has this message."""
+
+    def why(self, request_id: str) -> Mapping[int, str]:
+        """The reasons known so far for rows of the request that did not come, by block."""
+        return {}
+
+    def unproved(self, slots: NDArray[np.int64], lives: NDArray[np.int64]) -> NDArray[np.bool_] | None:
+        """Which rows ``[n]``, at these slots in these lives of their blocks, came without a proof of the last router's
+        choice; ``None``: none did."""
+        return None
+
+    def ticket(self, request: Request) -> dict[str, Any] | None:
+        """The data beside a lent request's answer, for the engine that goes on from it."""
+        return None
+
+    def ended(self, request_id: str) -> Mapping[int, str]:
+        """The request has ended: as :meth:`why`, for the last time."""
+        return {}
+
+    def close(self) -> None:
+        """Free what the side holds."""
+
+
+class WorkerSide:
+    """The side in the worker's process.
+
+    The thread that launches steps calls the first group, and waits for nothing; the thread behind the device, which may
+    be the same one, calls the second group, of each step in this order.
+    """
+
+    layer: torch.Tensor | None = None
+    """The layer of KV in which rows lie, for a connector that saves layer by layer."""
+
+    @property
+    def greeting(self) -> Any:
+        """The message for :meth:`SchedulerSide.attach`."""
+        return None
+
+    # ---------------------------------------------------------------- the thread that launches
+
+    def begun(self, step: StepMeta) -> bool:
+        """A step begins. Whether the thread behind has to :meth:`start` it now, and not with its end."""
+        return False
+
+    def look(self, runs: Sequence[Run], without: Collection[int] = ()) -> Any:
+        """A look at the KV of ``runs``, which was loaded, for :meth:`compare`; blocks ``without`` got none."""
+        return None
+
+    def computed(
+        self, step: StepMeta, slots: torch.Tensor | None, ids: torch.Tensor | None, redone: Sequence[int]
+    ) -> Any:
+        """The step has been launched: ``ids [T, layers, top_k]`` at ``slots [T]``, if both are known. Rows in blocks
+        ``redone`` count for nothing. The result is for :meth:`filled`."""
+        return None
+
+    def fail(self, blocks: set[int]) -> None:
+        """The KV of these blocks could not be loaded."""
+
+    def arrived(self, requests: AbstractSet[str], failed: AbstractSet[str]) -> set[str]:
+        """Of ``requests``, whose KV has come or has ``failed`` to, and of those that wait: which may go on."""
+        return set(requests)
+
+    def told(self) -> Any:
+        """The message for :meth:`SchedulerSide.told`; ``None``: there is none."""
+        return None
+
+    # ---------------------------------------------------------------- the thread behind the device
+
+    def start(self, step: StepMeta) -> None:
+        """Blocks are in the lives that the step means."""
+
+    def land(self) -> None:
+        """Wait for rows that are on their way to KV that has come."""
+
+    def compare(self, step: StepMeta, runs: Sequence[Run], look: Any) -> None:
+        """KV has come, with or without rows: make rows of other KV missing, and count those that did not come."""
+
+    def filled(self, step: StepMeta, computed: Any) -> None:
+        """The step's rows are written; ``computed`` is the result of :meth:`computed`."""
+
+    # ---------------------------------------------------------------- any thread
+
+    def counters(self) -> dict[str, Any]:
+        """The present counters of what the carrier uses, by tier."""
+        return {}
+
+    def close(self) -> None:
+        """Free what the side holds; the blocks are still open."""
+
+
+class Carrier:
+    """How rows arrive beside KV from outside. A value; see :mod:`kvroute.connector.carriers`."""
+
+    flagged: bool = False
+    """Whether rows without a proof of the last router's choice are handed out, with a flag."""
+
+    def store(self, settings: Settings) -> StorageBackend | None:
+        """The store of rows that the worker opens, and closes; ``None``: there is none."""
+        return None
+
+    def scheduler(self, parts: SchedulerParts) -> SchedulerSide:
+        raise NotImplementedError
+
+    def worker(self, parts: WorkerParts) -> WorkerSide:
+        raise NotImplementedError
+
+    def other_rank(
+        self, engine: Engine, kv_caches: Mapping[str, torch.Tensor], rank: int, joined: Join | None
+    ) -> OtherRank | None:
+        """The part of a rank that has no rows; ``None``: it has none."""
+        return None
+
+
+__all__ = ["Admission", "Carrier", "SchedulerParts", "SchedulerSide", "WorkerParts", "WorkerSide"]
