@@ -91,13 +91,14 @@ class StoreUrl:
         return default if name not in self.parameters else self._measure(name, _SECONDS, _SECONDS_MAX, "seconds")
 
     def _measure(self, name: str, units: Mapping[str, float], most: int, unit: str) -> float:
-        match = _MEASURE.fullmatch(self.parameters[name])
+        text = self.parameters[name]
+        match = _MEASURE.fullmatch(text)
         if match is None or match[2] not in units or int(match[1]) == 0:
             wanted = "a positive whole number with one of the units " + ", ".join(filter(None, units))
-            raise ConfigError(f"{self.scheme}: store parameter {name}", wanted, repr(self.parameters[name]))
+            raise ConfigError(f"{self.scheme}: store parameter {name}", wanted, repr(text))
         measure = int(match[1]) * units[match[2]]
         if measure > most:
-            raise ConfigError(f"{self.scheme}: store parameter {name}", f"{most} {unit} at most", self.parameters[name])
+            raise ConfigError(f"{self.scheme}: store parameter {name}", f"{most} {unit} at most", repr(text))
         return measure
 
     def milliseconds(self, name: str, default: int) -> int:

@@ -45,7 +45,7 @@ def test_a_file_store_is_in_the_directory_of_its_url(tmp_path: Path, name: str) 
         ("memory:?capacity=0", "store parameter capacity: wanted a positive"),
         (
             "file:///tmp/x?quota=999999999TiB",
-            "file: store parameter quota: wanted 9223372036854775807 bytes at most, got 999999999TiB",
+            "file: store parameter quota: wanted 9223372036854775807 bytes at most, got '999999999TiB'",
         ),
         ("file:///tmp/x?ttl=999999999d", "file: store parameter ttl: wanted 3155760000 seconds at most"),
         ("memory:?capacity=", "store parameter: wanted name=value, got 'capacity='"),
