@@ -33,9 +33,9 @@ logger = logging.getLogger(__name__)
 LOST: Final = "kvroute_field"
 """From the engine core to the front end, beside an output that lacks rows: ``{"gaps": [...], "fails": bool}``."""
 ROWS: Final = "kvroute_rows"
-"""From the engine core to the front end, beside one output of a message: the rows of all of them, in one piece. Where
-256 requests get a row each, 256 arrays cost more than everything else. A front end that knows nothing of this finds no
-field, and never another request's rows."""
+"""From the engine core to the front end, beside one output of a message: the rows of all of them, in one piece, because
+each array is encoded and decoded by itself. A front end that knows nothing of this finds no field, and never another
+request's rows."""
 WRAPPED: Final = "_kvroute_field"
 FLAG: Final = "enable_return_routed_experts"
 SHORT: Final = "the engine core sent rows of other tokens than those of the answer"
@@ -123,15 +123,18 @@ class Field:
                 output, rows = with_rows[0]
                 output.routed_experts = self._array(rows)
             elif with_rows:
-                array = self._array(np.concatenate([rows for _, rows in with_rows]))
-                together = {
-                    "requests": [output.request_id for output, _ in with_rows],
-                    "counts": [len(rows) for _, rows in with_rows],
-                    "shape": list(array.shape[1:]),
-                    "dtype": array.dtype.str,
-                    "data": array.tobytes(),
-                }
-                join(with_rows[0][0], {ROWS: together})
+                join(with_rows[0][0], {ROWS: self._together(with_rows)})
+
+    def _together(self, with_rows: Sequence[tuple[Any, Any]]) -> dict[str, Any]:
+        """The rows of several outputs as plain values; :func:`_divide` is the other end."""
+        array = self._array(np.concatenate([rows for _, rows in with_rows]))
+        return {
+            "requests": [output.request_id for output, _ in with_rows],
+            "counts": [len(rows) for _, rows in with_rows],
+            "shape": list(array.shape[1:]),
+            "dtype": array.dtype.str,
+            "data": array.tobytes(),
+        }
 
     def _array(self, ids: Any) -> Any:
         if len(self._layer_ids) == self._shape[0]:
