@@ -47,15 +47,11 @@ if not collect_ignore_glob:
 
 
 @pytest.fixture(scope="session")
-def homes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Checkpoints of one shape that talk: A, and B which is A with another embedding; the first layer is dense."""
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint that talks; its first layer is dense."""
     import models
-    import updates
 
-    root = tmp_path_factory.mktemp("models")
-    first, other = (models.saved(root, "qwen3_moe_dense_first", seed) for seed in (0, 1))
-    live.talking(first)
-    return {"A": first, "B": updates.with_embedding_of(first, other, root / "B")}
+    return live.talking(models.saved(tmp_path_factory.mktemp("models"), "qwen3_moe_dense_first"))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -110,7 +110,7 @@ def verdict(trainer: str, engine: str, scenario: str, tally: Tally) -> None:
 def table() -> str:
     lines = [
         "| trainer | engine | what happens | answers | cells due | right | missing | wrong |",
-        "|---|" * 1 + "---|" * 7,
+        "|" + "---|" * 8,
     ]
     for trainer, engine, scenario, t in TABLE:
         lines.append(

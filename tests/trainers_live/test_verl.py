@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ PROMPT, RESPONSE = 160, 128
 
 
 def configured(home: Path, files: Path) -> Any:
-    """verl's configuration, with the lines of docs/trainers/verl.md."""
+    """verl's configuration, with the lines of docs/trainers/verl.md, and around a connector that stores KV and rows."""
     import verl
 
     kvroute = f"{{on_missing:fail,witness:flagged,store:'file://{files}/rows'}}"
@@ -64,7 +64,7 @@ def configured(home: Path, files: Path) -> Any:
 class Rollout:
     """A server of verl in its Ray actor, and verl's manager of agent loops that ask it."""
 
-    def __init__(self, ray: Any, config: Any, client: type | None = None) -> None:
+    def __init__(self, ray: Any, config: Any) -> None:
         from verl.experimental.agent_loop.agent_loop import AgentLoopManager
         from verl.workers.rollout.llm_server import LLMServerClient
         from verl.workers.rollout.replica import RolloutMode
@@ -79,7 +79,7 @@ class Rollout:
         )  # fmt: skip
         ray.get(self.server.launch_server.remote())
         balancer = get_router_handle({"one": self.server})
-        self.manager = AgentLoopManager.create(config, (client or LLMServerClient)(config, balancer))
+        self.manager = AgentLoopManager.create(config, LLMServerClient(config, balancer))
 
     def batch(self, loop: str, prompts: list[str]) -> Any:
         from verl.protocol import DataProto
@@ -96,48 +96,33 @@ class Rollout:
         self.ray.kill(self.server)
 
 
-def samples(batch: Any) -> list[tuple[Any, list[int], int]]:
-    """Of a DataProto: each sample's rows, its tokens and how many of these are the prompt's."""
-    found = []
+def samples(batch: Any) -> list[tuple[Any, list[int]]]:
+    """Of a DataProto: each sample's rows and its tokens."""
+    pairs = []
     for i in range(len(batch)):
         mask = batch.batch["attention_mask"][i].bool()
         rows = batch.batch["routed_experts"][i][mask].numpy()
-        found.append((rows, batch.batch["input_ids"][i][mask].tolist(), int(mask[:PROMPT].sum())))
-    return found
+        pairs.append((rows, batch.batch["input_ids"][i][mask].tolist()))
+    return pairs
 
 
 @pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where engines keep KV and rows."""
-    return tmp_path_factory.mktemp("files")
-
-
-@pytest.fixture(scope="module")
-def start(cluster: Any, homes: dict[str, Path], files: Path) -> Iterator[Callable[..., Rollout]]:
-    running = list[Rollout]()
-
-    def started(client: type | None = None) -> Rollout:
-        for earlier in running:
-            earlier.end()
-        running[:] = [Rollout(cluster, configured(homes["A"], files), client)]
-        return running[0]
-
-    yield started
-    for last in running:
-        last.end()
+def rollout(cluster: Any, home: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rollout]:
+    rollout = Rollout(cluster, configured(home, tmp_path_factory.mktemp("files")))
+    yield rollout
+    rollout.end()
 
 
 ASKED = [prompt(seed, 100 + seed) for seed in range(4)]
 
 
-def test_turns_and_stop_strings(start: Callable[..., Rollout], homes: dict[str, Path]) -> None:
+def test_turns_and_stop_strings(rollout: Rollout, home: Path) -> None:
     """Goal: rows of conversations with a tool, and of answers that a string ends. Method: verl's loops over one
     server; its DataProto."""
-    rollout = start()
     turns = rollout("tool_agent", [prompt(7, 20), prompt(8, 40)])
     assert turns.batch["routed_experts"].shape[1] == PROMPT + RESPONSE
-    verdict(NAME, ENGINE, "three turns with a tool", judged(homes["A"], [each[:2] for each in samples(turns)]))
-    stopped = rollout("stopping", ASKED)
-    ends = [WORDS[tokens[-1]] for _, tokens, _ in samples(stopped)]
+    verdict(NAME, ENGINE, "three turns with a tool", judged(home, samples(turns)))
+    stopped = samples(rollout("stopping", ASKED))
+    ends = [WORDS[tokens[-1]] for _, tokens in stopped]
     assert set(ends) & set(STOPS), ends
-    verdict(NAME, ENGINE, "stop strings", judged(homes["A"], [each[:2] for each in samples(stopped)]))
+    verdict(NAME, ENGINE, "stop strings", judged(home, stopped))
