@@ -120,8 +120,8 @@ def forgets(kept: WorkerRows, steps: Sequence[int]) -> None:
 def test_rows_of_a_message_go_together_and_each_request_gets_its_own() -> None:
     """Goal: one array a message in place of one a request. Method: a step's outputs through vLLM's own serialization
     to a front end's requests, one of which has gone; a front end without kvroute finds no field."""
-    rows = np.arange(5 * LAYERS * TOP_K, dtype=np.uint8).reshape(5, LAYERS, TOP_K)
-    counts = {"a": 2, "gone": 1, "b": 0, "c": 2}
+    rows = np.arange(8 * LAYERS * TOP_K, dtype=np.uint8).reshape(8, LAYERS, TOP_K)
+    counts = {"a": 3, "b": 1, "gone": 2, "c": 0, "d": 2}
     pieces, outcomes = [], []
     for name, count in counts.items():
         at = sum(piece.stop for piece in pieces)
