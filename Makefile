@@ -160,6 +160,7 @@ nightly: $(READY)
 		tests/cache_manager tests/storage tests/transfer tests/transfer_manager tests/kvroute tests/serving
 
 check: lint
+	@echo "== what a reader has to hold"; $(BIN)/python .ci/gauges.py
 	@echo "== this machine";      $(BIN)/kvroute doctor --require mooncake || true
 	@echo "== tests (Hypothesis profile: $(HYPOTHESIS_PROFILE), examples: x $(KVROUTE_EXAMPLES))"
 	@$(BIN)/pytest -n $(WORKERS) --dist loadgroup $(ARGS)
