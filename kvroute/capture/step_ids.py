@@ -16,7 +16,8 @@ from kvroute.capture.hooks import MISSED, ONCE, OWN, Hooks, Values
 
 NOTHING = -1  # no expert has this id
 OTHERS = "a router had other tokens than the step"
-NONE = "a router's ids are not integers"
+WIDTH = "a router chose another number of experts than the model's configuration says"
+TYPE = "a router's ids are not integers, or not of the type of the other routers'"
 INTEGERS: Final = (torch.int32, torch.int64, torch.int16, torch.uint16, torch.uint8, torch.int8, torch.uint32)
 REASONS: Final = {
     MISSED: "a router's hook was not called: the model was compiled before it was bound",
@@ -65,11 +66,23 @@ class StepIds:
                 return ids
             found, *_ = self._hooks.taken()
         except CaptureError as error:
-            wanted = str(error.wanted)
-            return REASONS.get(wanted, NONE if wanted.startswith("a dtype") else OTHERS)
+            return self._reason(str(error.wanted))
         finally:
             self._hooks.clear()
         return torch.stack(found, 1) if len(found[0]) == tokens else OTHERS
+
+    def _reason(self, wanted: str) -> str:
+        """Why a pass has no ids whose hooks wanted this and got something else. The hooks still keep what they got."""
+        if wanted in REASONS:
+            return REASONS[wanted]
+        kept = self._hooks.once()
+        assert kept is not None, "each router was called once"
+        dtypes = {ids.dtype for ids in kept}
+        if len(dtypes) > 1 or not dtypes.issubset(INTEGERS):
+            return TYPE
+        if any(ids.shape[1:] != self._row_shape[1:] for ids in kept):
+            return WIDTH
+        return OTHERS
 
     def _plain(self, tokens: int) -> torch.Tensor | None:
         """The ids of a pass in which all is as usual: one call of each router, with integers ``[tokens, top_k]`` that

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 from nursery import nursery
+from waiting import GIVE_UP_S
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
@@ -69,7 +70,7 @@ def serve(plugins: Path, tmp_path: Path) -> Callable[..., list[dict[str, Any]]]:
         out = plan.with_suffix(".jsonl")
         plan.write_text(json.dumps({"model": str(model), "options": options, "do": do, "out": str(out)}))
         environment = engine_environment(plugins, kvroute=kvroute) | {"KVROUTE_SGLANG": json.dumps(settings or {})}
-        done = warm.run(["-m", "serve", str(plan)], env=environment, timeout=600)
+        done = warm.run(["-m", "serve", str(plan)], env=environment, timeout=GIVE_UP_S)
         assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
         return [json.loads(line) for line in out.read_text().splitlines()]
 

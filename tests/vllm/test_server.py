@@ -22,6 +22,7 @@ from fronts import in_a_session
 from http_server import answering, kill
 from nursery import Born
 from ports import hold_port
+from waiting import GIVE_UP_S
 
 import kvroute
 from kvroute.cli import main
@@ -46,7 +47,7 @@ class Server:
         return [json.loads(each.removeprefix("data: ")) for each in events if each.startswith("data: {")]
 
     def metrics(self) -> str:
-        with urllib.request.urlopen(self.url + "/metrics", timeout=60) as answer:  # noqa: S310
+        with urllib.request.urlopen(self.url + "/metrics", timeout=GIVE_UP_S) as answer:  # noqa: S310
             return str(answer.read().decode())
 
     def _sent(self, path: str, request_id: str | None, body: dict[str, Any]) -> bytes:
@@ -54,7 +55,7 @@ class Server:
         given = {name: value for name, value in given.items() if value is not None}
         headers = {"Content-Type": "application/json"} | ({"X-Request-Id": request_id} if request_id else {})
         request = urllib.request.Request(self.url + path, json.dumps(given).encode(), headers)  # noqa: S310 (our own)
-        with urllib.request.urlopen(request, timeout=600) as answer:  # noqa: S310
+        with urllib.request.urlopen(request, timeout=GIVE_UP_S) as answer:  # noqa: S310
             content: bytes = answer.read()
         return content
 

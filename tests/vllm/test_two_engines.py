@@ -23,6 +23,7 @@ from fronts import Front
 from numpy.typing import NDArray
 from ports import hold_port
 from vllm.distributed.kv_transfer import get_kv_transfer_group
+from waiting import GIVE_UP_S
 
 import kvroute
 from bench.vllm_models import unpacked
@@ -31,7 +32,6 @@ from kvroute.integrations.vllm import routes
 
 Start = Any  # conftest's Engines
 Model = Callable[..., Path]
-START_S = 30
 ENGINE: dict[str, Any] = {
     "dtype": "float32",
     "enforce_eager": True,
@@ -167,7 +167,7 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         master = subprocess.Popen(command, stdout=log, stderr=log)
         stack.callback(master.wait)
         stack.callback(master.kill)
-        give_up_s = time.monotonic() + START_S
+        give_up_s = time.monotonic() + GIVE_UP_S
         while True:
             try:
                 socket.create_connection(("127.0.0.1", rpc), 1).close()
