@@ -10,11 +10,12 @@ A client calls :func:`routes`. Only the worker's end needs torch.
 """
 
 from kvroute.connector.answers import gathered, missing, routes, unseen
+from kvroute.connector.engine import Engine
 from kvroute.connector.fills import Request
 from kvroute.connector.left import Tokens
 from kvroute.connector.messages import Handshake, StepMeta
 from kvroute.connector.scheduler import SchedulerRows
-from kvroute.connector.settings import Engine, Settings
+from kvroute.connector.settings import Settings
 
 __all__ = [
     "Engine",

@@ -25,8 +25,9 @@ from cache_manager.feed import BlockFeed
 from cache_manager.publish import Rows
 from kvroute.connector.answers import ERROR, FIELD
 from kvroute.connector.behind import Behind
+from kvroute.connector.engine import Engine
 from kvroute.connector.left import LeftRoutes, Tokens, settled
-from kvroute.connector.settings import VERSION, Engine
+from kvroute.connector.settings import VERSION
 from kvroute.connector.spares import SpareBlocks
 from kvroute.connector.tickets import gaps_of
 from kvroute.routes import Layout, Routes

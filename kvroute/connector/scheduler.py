@@ -22,11 +22,11 @@ from cache_manager.keys import Namespace
 from kvroute.connector.answers import ERROR, FIELD, START
 from kvroute.connector.carriers.port import Admission, SchedulerParts
 from kvroute.connector.ends import Answer, End, Ends
+from kvroute.connector.engine import Engine
 from kvroute.connector.fills import Request
 from kvroute.connector.left import LeftRoutes, Tokens
 from kvroute.connector.messages import Handshake, Loads, StepMeta
 from kvroute.connector.meter import Meter
-from kvroute.connector.settings import Engine
 from kvroute.connector.spares import SpareBlocks
 from kvroute.connector.stream import RowStream
 from kvroute.connector.versions import Versions
@@ -90,7 +90,9 @@ class SchedulerRows:
         self._late = False
         self._steps = 0  # sent so far
         self._sent: deque[tuple[int, dict[str, int]]] = deque(maxlen=SENT_MAX)  # the last: number, tokens by request
-        parts = SchedulerParts(engine, self.feed, self.weights, lambda: self.keys, self._blocks_of)
+        parts = SchedulerParts(
+            settings, engine.spec, engine.blocks, self.feed, self.weights, lambda: self.keys, self._blocks_of
+        )
         self.carrier = engine.carrier.scheduler(parts)
         spares = SpareBlocks(self.feed, engine.spares)
         self._ends: Ends | None = None

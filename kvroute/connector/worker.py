@@ -17,10 +17,11 @@ from kvroute.capture.step_ids import StepIds
 from kvroute.checks import unsound
 from kvroute.connector.behind import PENDING_MAX, Behind
 from kvroute.connector.carriers.port import WorkerParts
+from kvroute.connector.engine import Engine
 from kvroute.connector.messages import Handshake, StepMeta, Told
 from kvroute.connector.meter import NO_IDS, Meter
 from kvroute.connector.pages import Pages
-from kvroute.connector.settings import VERSION, Engine
+from kvroute.connector.settings import VERSION
 from kvroute.connector.witness import Join, OtherRank, to_host
 from kvroute.witness import Run
 
@@ -74,7 +75,9 @@ class WorkerRows:
         )
         self.meter = Meter(self._counters)
         self.missing = self.meter.missing  # numbers of tokens without rows, by cause
-        self.carrier = engine.carrier.worker(WorkerParts(engine, self.blocks, self.meter, kv_caches, joined, pages))
+        self.carrier = engine.carrier.worker(
+            WorkerParts(settings, engine.spec, engine.blocks, self.blocks, self.meter, kv_caches, joined, pages)
+        )
         self._experts: int = engine.spec.attrs["num_experts"]
         self.ids = StepIds(engine.spec, engine.max_tokens, self._device)
         self._slots: torch.Tensor | None = None
@@ -294,7 +297,7 @@ def part_of(
     joined = partial(distributed.all_reduce, group=group) if folds else None
     if not rank:
         return WorkerRows(engine, kv_caches, joined, pages=pages)
-    return engine.carrier.other_rank(engine, kv_caches, rank, joined)
+    return engine.carrier.other_rank(engine.spec, kv_caches, rank, joined)
 
 
 __all__ = ["WorkerRows", "part_of"]

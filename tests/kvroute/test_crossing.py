@@ -119,11 +119,11 @@ def test_prefill_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
 
         def come() -> None:
             first.go_on()
-            until(lambda: not second.worker.transfers.crossing.node.counters.pulls_in_flight)
+            until(lambda: not second.worker.carrier.crossing.node.counters.pulls_in_flight)
 
         second.between = come
         late = len(PROMPT) % 4 - 1  # of the last block, without the token that decode computes
-        assert taken(second, ticket) == ({"right": ALL - late, "missing": late}, [transfers.LATE])
+        assert taken(second, ticket) == ({"right": ALL - late, "missing": late}, [by_transfer.LATE])
         second.between = lambda: None
         ticket = first.ask(name="q", tokens=PROMPT[::-1], lends=True)["ticket"]
         first.hang()

@@ -34,8 +34,9 @@ if TYPE_CHECKING:
     import torch
 
     from cache_manager.ports import StorageBackend
+    from cache_manager.spec import AuxBlockDataSpec
     from kvroute.connector.messages import StepMeta
-    from kvroute.connector.settings import Engine, Settings
+    from kvroute.connector.settings import Settings
     from kvroute.connector.witness import Join, KvWitness, OtherRank
 
 logger = logging.getLogger(__name__)
@@ -76,18 +77,18 @@ class ByKey(Carrier):
 
         witness: KvWitness | None = None
         if self.witness != "off":
-            layers = witnessing(parts.kv_caches, parts.engine.spec.attrs["layer_ids"])
-            witness = KvWitness(parts.blocks, KvFolder(layers, join=parts.joined), parts.engine.blocks)
+            layers = witnessing(parts.kv_caches, parts.spec.attrs["layer_ids"])
+            witness = KvWitness(parts.blocks, KvFolder(layers, join=parts.joined), parts.kv_blocks)
         return ByKeyWorker(parts, witness)
 
     def other_rank(
-        self, engine: Engine, kv_caches: Mapping[str, torch.Tensor], rank: int, joined: Join | None
+        self, spec: AuxBlockDataSpec, kv_caches: Mapping[str, torch.Tensor], rank: int, joined: Join | None
     ) -> OtherRank | None:
         from kvroute.connector.witness import KvFolder, OtherRank, witnessing
 
         if self.witness == "off" or joined is None:
             return None
-        layers = witnessing(kv_caches, engine.spec.attrs["layer_ids"])
+        layers = witnessing(kv_caches, spec.attrs["layer_ids"])
         return OtherRank(KvFolder(layers, rank * layers[0].shape[1], joined))
 
 
@@ -102,14 +103,15 @@ class ByKeyScheduler(SchedulerSide):
     """Keys, what fills, and how much of a hit has rows."""
 
     def __init__(self, carrier: ByKey, parts: SchedulerParts) -> None:
-        engine = parts.engine
-        self._parts, self._size, self._writes = parts, engine.tokens, engine.settings.writes
-        self._fills = Fills(engine.blocks, engine.tokens, parts.blocks_of)
+        self._parts = parts
+        self._size = parts.spec.block_tokens
+        self._writes = parts.settings.writes
+        self._fills = Fills(parts.kv_blocks, self._size, parts.blocks_of)
         self._restores: dict[str, list[BlockKey]] = {}  # keys of rows to restore, by request, until its load begins
-        last_router: int = engine.spec.attrs["layer_ids"][-1]
+        last_router: int = parts.spec.attrs["layer_ids"][-1]
         # no layer behind the last router has KV that depends on its choice
-        self._unseen = carrier.witness != "off" and last_router == engine.spec.attrs["num_layers"] - 1
-        self.reader: StoreReader | None = StoreReader(engine.settings.reads) if carrier.gate else None
+        self._unseen = carrier.witness != "off" and last_router == parts.spec.attrs["num_layers"] - 1
+        self.reader: StoreReader | None = StoreReader(parts.settings.reads) if carrier.gate else None
 
     def takes(self, request: Request, first: int, external: int) -> int:
         if self.reader is None or not external:
@@ -168,7 +170,7 @@ class ByKeyWorker(WorkerSide):
 
     def __init__(self, parts: WorkerParts, witness: KvWitness | None) -> None:
         self.witness = witness
-        self._blocks, self._meter, self._size = parts.blocks, parts.meter, parts.engine.tokens
+        self._blocks, self._meter, self._size = parts.blocks, parts.meter, parts.spec.block_tokens
         self._failed_jobs = False  # whether a job of the store has failed
 
     def look(self, runs: Sequence[Run], without: Collection[int] = ()) -> torch.Tensor | None:

@@ -63,7 +63,7 @@ class ByTransferScheduler(SchedulerSide):
 
     def __init__(self, parts: SchedulerParts) -> None:
         self._weights, self._blocks_of = parts.weights, parts.blocks_of
-        self.tickets = Tickets(parts.engine.tokens, lambda: parts.feed.generations)
+        self.tickets = Tickets(parts.spec.block_tokens, lambda: parts.feed.generations)
         self._admitted: set[str] = set()  # requests that have not ended
 
     def attach(self, greeting: str) -> None:
@@ -103,7 +103,7 @@ class ByTransferWorker(WorkerSide):
     """Lends and fetches rows as the scheduler says, and counts rows that do not come."""
 
     def __init__(self, parts: WorkerParts) -> None:
-        settings = parts.engine.settings
+        settings = parts.settings
         link = link_of(settings.lend, settings.keys)
         self.crossing = Crossing(parts.blocks, link, lent_nbytes_max=settings.lent_nbytes_max)
         self.not_lent = 0

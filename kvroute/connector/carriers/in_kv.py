@@ -45,7 +45,7 @@ class InKv(Carrier):
 
 class _Scheduler(SchedulerSide):
     def __init__(self, parts: SchedulerParts) -> None:
-        self._parts, self._size = parts, parts.engine.tokens
+        self._parts, self._size = parts, parts.spec.block_tokens
 
     def admitted(self, admission: Admission) -> Run | None:
         """Of a partial block, too: a page proves each row by itself."""
@@ -65,7 +65,7 @@ class InKvWorker(WorkerSide):
     def __init__(self, parts: WorkerParts) -> None:
         assert parts.pages is not None, "rows in the KV need its pages"
         self.pages, self._blocks, self._meter = parts.pages, parts.blocks, parts.meter
-        self._spec = parts.engine.spec
+        self._spec = parts.spec
         self.layer = parts.pages.cache
 
     def begun(self, step: StepMeta) -> bool:

@@ -27,7 +27,7 @@ class NoCarrier(Carrier):
     """Rows end with their blocks."""
 
     def scheduler(self, parts: SchedulerParts) -> SchedulerSide:
-        return _Scheduler(parts.engine.tokens)
+        return _Scheduler(parts.spec.block_tokens)
 
     def worker(self, parts: WorkerParts) -> WorkerSide:
         return _Worker(parts)

@@ -23,11 +23,12 @@ if TYPE_CHECKING:
     from cache_manager.feed import BlockFeed
     from cache_manager.keys import KeyChain
     from cache_manager.ports import StorageBackend
+    from cache_manager.spec import AuxBlockDataSpec
     from kvroute.connector.fills import Request
     from kvroute.connector.messages import StepMeta
     from kvroute.connector.meter import Meter
     from kvroute.connector.pages import Pages
-    from kvroute.connector.settings import Engine, Settings
+    from kvroute.connector.settings import Settings
     from kvroute.connector.versions import Versions
     from kvroute.connector.witness import Join, OtherRank
 
@@ -59,7 +60,9 @@ class Admission(NamedTuple):
 class SchedulerParts:
     """What the scheduler's end shares with its side of the carrier."""
 
-    engine: Engine
+    settings: Settings
+    spec: AuxBlockDataSpec  # of routing
+    kv_blocks: int  # of the engine
     feed: BlockFeed
     weights: Versions
     keys: Callable[[], KeyChain]  # of the present namespace
@@ -70,7 +73,9 @@ class SchedulerParts:
 class WorkerParts:
     """What the worker's end shares with its side of the carrier."""
 
-    engine: Engine
+    settings: Settings
+    spec: AuxBlockDataSpec  # of routing
+    kv_blocks: int  # of the engine
     blocks: AuxBlocks
     meter: Meter
     kv_caches: Mapping[str, torch.Tensor]
@@ -207,7 +212,7 @@ class Carrier:
         raise NotImplementedError
 
     def other_rank(
-        self, engine: Engine, kv_caches: Mapping[str, torch.Tensor], rank: int, joined: Join | None
+        self, spec: AuxBlockDataSpec, kv_caches: Mapping[str, torch.Tensor], rank: int, joined: Join | None
     ) -> OtherRank | None:
         """The part of a rank that has no rows; ``None``: it has none."""
         return None

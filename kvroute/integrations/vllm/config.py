@@ -8,8 +8,9 @@ from typing import Any, Final, Literal
 from cache_manager.errors import ConfigError
 from cache_manager.keys import Namespace
 from kvroute.connector.carriers import ByKey, ByTransfer, Carrier, InKv, NoCarrier
+from kvroute.connector.engine import Engine
 from kvroute.connector.pages import page_name
-from kvroute.connector.settings import Engine, Settings
+from kvroute.connector.settings import Settings
 from kvroute.connector.versions import AS_LOADED
 from kvroute.integrations.vllm.refusals import refuse_arguments
 from kvroute.integrations.vllm.versions import TESTED, drafts_by_model, minor

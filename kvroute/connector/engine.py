@@ -1,0 +1,53 @@
+"""The facts about an engine that matter for rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Final
+
+from cache_manager.keys import Namespace
+from cache_manager.spec import AuxBlockDataSpec, RecordLayout
+from kvroute.connector.carriers.none import NoCarrier
+from kvroute.connector.carriers.port import Carrier
+from kvroute.connector.settings import Settings
+from kvroute.routing import weights_version_spec
+
+SPARES: Final = 64
+FIELD_SPARES: Final = 512
+"""Beside them, where rows are returned with their tokens: one row that is missing costs the answer its field."""
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """The facts about an engine that matter for rows."""
+
+    settings: Settings
+    spec: AuxBlockDataSpec  # of routing
+    namespace: Namespace
+    blocks: int
+    max_tokens: int  # of one step
+    carrier: Carrier = field(default_factory=NoCarrier)  # how rows arrive beside KV from outside
+    drafts: bool = True  # a draft model computes in the same steps, and uses the memory of their slots for its own
+
+    @property
+    def layout(self) -> RecordLayout:
+        """The layout of a block: rows, and the version of the weights that made each."""
+        return RecordLayout((self.spec, weights_version_spec(self.tokens)))
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of one block."""
+        return self.spec.block_tokens
+
+    @property
+    def clock(self) -> int:
+        """An extra block, used as progress counter: its generation is the number of the last step with written rows."""
+        return self.blocks
+
+    @property
+    def spares(self) -> range:
+        """Extra blocks, to which rows are copied that are still to be read."""
+        return range(self.clock + 1, self.clock + 1 + SPARES + (FIELD_SPARES if self.settings.field else 0))
+
+
+__all__ = ["SPARES", "Engine"]
