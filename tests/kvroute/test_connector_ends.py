@@ -15,7 +15,7 @@ from toy_engine import Asked, Toy, admitted, held, judge, stepped
 from waiting import GIVE_UP_S
 
 from cache_manager.errors import RegionError, RowError
-from kvroute.connector import Tokens, ends, routes, settings
+from kvroute.connector import Tokens, ends, engine, routes
 from kvroute.connector.left import LeftRoutes
 from kvroute.connector.scheduler import SENT_MAX
 from kvroute.rollout import RolloutStore, open_rollouts
@@ -66,7 +66,7 @@ def test_no_request_waits_for_a_worker_that_is_behind(start: Callable[..., Toy])
 
 def test_without_room_for_a_copy_rows_are_missing(start: Callable[..., Toy], monkeypatch: pytest.MonkeyPatch) -> None:
     """Goal: never another request's rows. Method: there is one spare block, and two blocks are given out again."""
-    monkeypatch.setattr(settings, "SPARES", 1)
+    monkeypatch.setattr(engine, "SPARES", 1)
     toy = start(late=True)
     for tokens, other in ((FIRST, SECOND), (SECOND, FIRST)):  # the spare one is free again
         go = held(toy)
@@ -335,7 +335,7 @@ def test_rows_that_could_not_be_kept(
     """Goal: a row of other weights does not take the place of one that was lost; one of the same weights does. Method:
     the blocks of a preempted request are given out while the worker is behind, and nothing is spare.
     """
-    monkeypatch.setattr(settings, "SPARES", 0)
+    monkeypatch.setattr(engine, "SPARES", 0)
     toy = start(late=True, weights_version=1)
     go = held(toy)
     preempted(toy, 6)
