@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from waiting import GIVE_UP_S
 
 from cache_manager.keys import Namespace
-from kvroute.connector import Engine, SchedulerRows, Settings, Tokens, routes
+from kvroute.connector import Engine, SchedulerRows, Settings, Tokens, reader, routes
 from kvroute.connector.carriers import ByKey, ByTransfer, Carrier, InKv, NoCarrier
 from kvroute.connector.messages import StepMeta
 from kvroute.connector.pages import Pages, StepTokens, page_name, token_nbytes
@@ -28,6 +28,7 @@ from kvroute.connector.worker import WorkerRows
 from kvroute.routes import Routes
 from kvroute.routing import routing_spec
 
+reader.ASKED_S = GIVE_UP_S  # a loaded machine may need more than a second, and then computes hits again
 TOKENS, EXPERTS, TOP_K = 4, 8, 2
 
 
