@@ -5,12 +5,17 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Final
+
+import msgspec
 
 from cache_manager.errors import ConfigError
 from cache_manager.keys import Namespace
 from cache_manager.spec import RecordLayout, canonical_json
 from transfer.errors import IncompatiblePeerError, RemoteProtocolError
-from transfer.messages import FIELDS_MAX, BootId, Hello, Part, Space, decode, encode
+from transfer.messages import FIELDS_MAX, BootId, Part, Refuse, Space, TransferId, decode, encode
+
+_encoder: Final = msgspec.msgpack.Encoder(order="deterministic")
 
 
 def part_of(name: str, layout: RecordLayout, *, replicated: bool = False) -> Part:
@@ -37,18 +42,30 @@ class Identity:
     namespace: Namespace
     parts: tuple[Part, ...]
     space: Space = field(init=False, repr=False)
+    digest: bytes = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         own = self.namespace
         salt = hashlib.blake2b(own.salt.encode(), digest_size=16, person=b"kvroute.salt/1").digest()
-        object.__setattr__(self, "space", Space(own.model, own.weights_version, salt, own.rank, own.world))
+        space = Space(own.model, own.weights_version, salt, own.rank, own.world)
+        object.__setattr__(self, "space", space)
+        object.__setattr__(self, "digest", digest_of(space, self.parts))
         try:
-            decode(encode(self.hello()))
+            decode(encode(self.refuse(self.boot_id, TransferId(bytes(16)))))
         except RemoteProtocolError as error:
-            raise ConfigError("identity", "what fits a hello", error) from error
+            raise ConfigError("identity", "what fits a message", error) from error
 
-    def hello(self) -> Hello:
-        return Hello(self.boot_id, self.space, list(self.parts))
+    def refuse(self, boot_id: bytes, transfer: TransferId) -> Refuse:
+        """This side's identity in words, for the run ``boot_id`` of a peer that has another one."""
+        return Refuse(boot_id, transfer, self.space, list(self.parts))
+
+
+def digest_of(space: Space, parts: Sequence[Part]) -> bytes:
+    """16 bytes, equal for two sides exactly where :func:`check_peer` finds no difference."""
+    if all(part.replicated for part in parts):
+        space = msgspec.structs.replace(space, rank=0, world=0)
+    identity = _encoder.encode([space, list(parts)])
+    return hashlib.blake2b(identity, digest_size=16, person=b"kvroute.peer/1").digest()
 
 
 def check_peer(own: Identity, space: Space, parts: Sequence[Part]) -> None:
@@ -61,7 +78,7 @@ def check_peer(own: Identity, space: Space, parts: Sequence[Part]) -> None:
     _same("parts", [part.name for part in own.parts], [part.name for part in parts])
     for mine, theirs in zip(own.parts, parts, strict=True):
         for name in sorted({*mine.fields, *theirs.fields}):
-            _same(f"{mine.name}.{name}", mine.fields.get(name, "none"), theirs.fields.get(name, "none"))
+            _same(f"{mine.name}.{name}", mine.fields.get(name), theirs.fields.get(name))
         for name in ("block_tokens", "nbytes", "replicated", "fingerprint"):
             _same(f"{mine.name}.{name}", getattr(mine, name), getattr(theirs, name))
 

@@ -14,7 +14,7 @@ from transfer.errors import RemoteProtocolError
 from transfer.identity import Identity
 from transfer.limits import TransferLimits
 from transfer.link import Peer
-from transfer.messages import BootId, Hello, Message, Outcome, Part, Range, Records, Space, TransferId, decode, encode
+from transfer.messages import BootId, Message, Outcome, Part, Pull, Range, Records, Space, TransferId, decode, encode
 from transfer.offers import Offers
 from transfer.pulls import Pulls
 
@@ -55,12 +55,13 @@ def space(namespace: Namespace = NAMESPACE) -> Space:
     return Identity(P_RUN, namespace, PARTS).space
 
 
-def hello(run: BootId = D_RUN) -> Hello:
-    return Hello(run, space(), list(PARTS))
-
-
 def want(n: int, parts: int = 3, start: int = 0) -> list[Range]:
     return [Range(start, parts, b"".join(key(i) for i in range(start, start + n)))]
+
+
+def pull_of(wants: list[Range], epoch: int = 1, transfer: TransferId = T, run: BootId = D_RUN) -> Pull:
+    """A pull of a peer whose identity is prefill's."""
+    return Pull(run, transfer, epoch, Identity(P_RUN, NAMESPACE, PARTS).digest, wants)
 
 
 def bulk_of(records: Records) -> list[memoryview]:
