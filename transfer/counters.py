@@ -12,7 +12,6 @@ class Counters:
 
     Of offers: ``early_pulls`` came before their offer; ``late_messages`` for a transfer that had ended,
     ``unknown_transfers`` for one that never existed. ``refused_pulls`` came from a peer of another identity.
-    ``slow_peers`` were cut off because they let a lease end.
 
     Of pulls: ``duplicate_records`` were in place already, ``corrupt_records`` failed a check and were requested again,
     ``postponed_records`` came for a busy block.
@@ -33,7 +32,6 @@ class Counters:
     late_messages: int = 0
     unknown_transfers: int = 0
     refused_pulls: int = 0
-    slow_peers: int = 0
 
     pulls: int = 0
     done: int = 0

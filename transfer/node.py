@@ -21,7 +21,7 @@ import msgspec
 from cache_manager.errors import BlockBusyError, KVRouteError
 from cache_manager.keys import Namespace
 from cache_manager.record import RecordHeader
-from transfer.actions import Action, BlockSink, Cut, Finished, Missing, OfferedBlock, Reason, Release, Send, WantedBlock
+from transfer.actions import Action, BlockSink, Finished, Missing, OfferedBlock, Reason, Release, Send, WantedBlock
 from transfer.counters import Counters
 from transfer.errors import LocalProtocolError, NodeClosedError, NodeFullError, RemoteProtocolError, SinkError
 from transfer.identity import Identity
@@ -310,13 +310,10 @@ class Node:
 
     def _act(self, actions: Iterable[Action]) -> None:
         for action in actions:
-            match action:
-                case Send():
-                    self._send(action)
-                case Cut(peer):
-                    self._link.cut(peer)
-                case _:
-                    self._report(action)
+            if isinstance(action, Send):
+                self._send(action)
+            else:
+                self._report(action)
 
     def _send(self, send: Send) -> None:
         if not self._link.send(send.peer, encode(send.message), send.bulk):

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import transfer.messages as wire
 from cache_manager.keys import Namespace
-from transfer.actions import Action, Cut, OfferedBlock, Release, Send
+from transfer.actions import Action, OfferedBlock, Release, Send
 from transfer.counters import Counters
 from transfer.errors import LocalProtocolError, NodeFullError
 from transfer.identity import Identity
@@ -267,9 +267,6 @@ class Offers:
             actions += self._end_early()
         for offer in [offer for offer in self._offers.values() if offer.expires_s <= now_s]:
             actions += self._end(offer, wire.Outcome.EXPIRED)
-            if offer.owner is not None:  # the link may still hold messages that the peer does not read
-                self.counters.slow_peers += 1
-                actions.append(Cut(offer.owner[0]))
         for offer in [self._offers[transfer] for transfer in self._stalled]:
             if offer.resend_s <= now_s:
                 del self._stalled[offer.id]

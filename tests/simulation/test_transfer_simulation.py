@@ -108,7 +108,7 @@ EXPECTED = (
     *("released acked", "released aborted", "released expired", "released reset", "installed", "stale"),
     *("pull done", "pull gone", "pull timeout", "pull refused", "pull aborted", "pull reset", "complete pull"),
     *("P late_messages", "P foreign_messages", "P stale_messages", "P unknown_transfers"),
-    *("P early_pulls", "P slow_peers", "P refused_pulls", "P records_absent", "P sends_refused", "D told_later"),
+    *("P early_pulls", "P refused_pulls", "P records_absent", "P sends_refused", "D told_later"),
     *("D corrupt_records", "D duplicate_records", "D foreign_messages", "D stale_messages"),
     *("D postponed_records", "D sends_refused", "D retries", "D records_stale", "D refusals"),
 )

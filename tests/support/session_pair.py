@@ -8,7 +8,7 @@ from collections.abc import Callable
 from cache_manager.errors import KVRouteError
 from cache_manager.keys import Namespace
 from cache_manager.record import OfferedRecord, RecordHeader
-from transfer.actions import Action, Cut, Finished, OfferedBlock, Release, Send, WantedBlock
+from transfer.actions import Action, Finished, OfferedBlock, Release, Send, WantedBlock
 from transfer.counters import Counters
 from transfer.errors import RemoteProtocolError
 from transfer.identity import Identity
@@ -87,7 +87,6 @@ class Pair:
         self.installed: list[tuple[int, int, bytes]] = []
         self.finished: list[Finished] = []
         self.released: list[Release] = []
-        self.cut: list[Peer] = []
         self.bad_messages = 0
         self.said: list[Message] = []
         self._queue: deque[tuple[Peer, Send]] = deque()
@@ -104,8 +103,6 @@ class Pair:
             match action:
                 case Send():
                     self._queue.append((who, action))
-                case Cut(peer):
-                    self.cut.append(peer)
                 case Release():
                     self.released.append(action)
                 case Finished():
