@@ -239,7 +239,8 @@ def decode(frame: Buffer) -> Message:
     if not PREFIX.size < nbytes <= CONTROL_NBYTES_MAX:
         raise RemoteProtocolError(f"frame: wanted {PREFIX.size + 1} to {CONTROL_NBYTES_MAX} bytes, got {nbytes}")
     raw = bytes(frame)  # slices of bytes are cheaper than views
-    if (body_of := _DECODERS.get(raw[: PREFIX.size])) is None:
+    body_of = _DECODERS.get(raw[: PREFIX.size])
+    if body_of is None:
         magic, major, kind, reserved = PREFIX.unpack_from(raw)
         if magic != MAGIC:
             raise RemoteProtocolError(f"magic: wanted {MAGIC!r}, got {magic!r}")
@@ -259,8 +260,11 @@ def join(payloads: Sequence[Buffer], together: Callable[[Sequence[Buffer]], Buff
         return tuple(payloads)
     frames: list[Buffer] = []
     for small, run in groupby(payloads, lambda payload: nbytes_of(payload) <= JOINED_NBYTES_MAX):
-        each = list(run)
-        frames += [together(each)] if small and len(each) > 1 else each
+        neighbours = list(run)
+        if small and len(neighbours) > 1:
+            frames.append(together(neighbours))
+        else:
+            frames += neighbours
     return tuple(frames)
 
 
@@ -278,11 +282,13 @@ def split(frames: Sequence[memoryview], nbytes: Sequence[int]) -> Sequence[memor
         return frames
     payloads: list[memoryview] = []
     for frame in frames:
-        start, size = 0, frame.nbytes
-        while start < size:
-            end = start + nbytes[len(payloads)] if len(payloads) < len(nbytes) else size + 1
-            if end > size:
-                raise RemoteProtocolError(f"bulk: wanted whole payloads in a frame, got {size} bytes")
+        start = 0
+        while start < frame.nbytes:
+            if len(payloads) == len(nbytes):
+                raise RemoteProtocolError(f"bulk: wanted {len(nbytes)} payloads, got more")
+            end = start + nbytes[len(payloads)]
+            if end > frame.nbytes:
+                raise RemoteProtocolError(f"bulk: wanted whole payloads in a frame, got {frame.nbytes} bytes")
             payloads.append(frame[start:end])
             start = end
     if len(payloads) != len(nbytes):

@@ -116,8 +116,12 @@ class Node:
 
     @property
     def counters(self) -> Counters:
-        in_flight = {"offers_in_flight": self._offers.in_flight, "pulls_in_flight": self._pulls.in_flight}
-        return replace(self._counters, **in_flight, link=getattr(self._link, "counters", None))
+        return replace(
+            self._counters,
+            offers_in_flight=self._offers.in_flight,
+            pulls_in_flight=self._pulls.in_flight,
+            link=getattr(self._link, "counters", None),
+        )
 
     def offer(
         self,
@@ -297,11 +301,11 @@ class Node:
     def _turn(self) -> float:
         """Do what is due, and send a bounded number of messages; returns when the next turn is due."""
         now_s = time.monotonic()
-        for session in (self._offers, self._pulls):
-            if session.next_due_s() <= now_s:
-                self._act(session.tick(now_s))
+        self._act(self._offers.tick(now_s))
+        self._act(self._pulls.tick(now_s))
         for _ in range(SENDS_A_TURN):
-            if (send := self._offers.next_records()) is None:
+            send = self._offers.next_records()
+            if send is None:
                 return min(self._offers.next_due_s(), self._pulls.next_due_s())
             self._send(send)
         return now_s

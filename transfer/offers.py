@@ -80,8 +80,10 @@ class Offers:
         check_blocks(blocks, self.identity.parts)
         if self.in_flight >= self.limits.transfers_max:
             raise NodeFullError("transfers_max", self.limits.transfers_max, "one more offer")
+        if lease_s is None:
+            lease_s = self.limits.lease_s
         end_s = now_s + self.limits.lease_max_s
-        expires_s = min(now_s + (self.limits.lease_s if lease_s is None else lease_s), end_s)
+        expires_s = min(now_s + lease_s, end_s)
         offer = Offer(transfer, expires_s, end_s)
         self._offers[transfer] = offer
         self._check_by(expires_s)
@@ -217,38 +219,50 @@ class Offers:
         offer.owner = who
         absent = offer.want(pull)
         self._ready.pop(offer.id, None)
-        later = [self._later(who, pull)] if offer.later else []
-        return self._grown(offer, absent) + later
+        actions = self._grown(offer, absent)
+        if offer.later:
+            actions.append(self._later(who, pull))
+        return actions
 
     def _without_offer(self, who: Owner, message: wire.OfTransfer, now_s: float) -> list[Action]:
         transfer = wire.TransferId(message.transfer)
         early = self._early.get(transfer)
-        outcome, owner = self._ended.get(transfer, (None, early and early.owner))
+        outcome, owner = self._ended.get(transfer, (wire.Outcome.UNKNOWN, early and early.owner))
         if owner not in (None, who):
             self.counters.foreign_messages += 1
             return [_gone(who, transfer, wire.Outcome.FOREIGN)]
-        if outcome is not None:
+        if transfer in self._ended:
             self.counters.late_messages += 1
-            return [] if isinstance(message, wire.Abort) else [_gone(who, transfer, outcome)]
-        if isinstance(message, wire.Pull):  # its offer may still come: the pull waits a bounded time
-            self.counters.early_pulls += early is None
-            until_s = early.until_s if early else now_s + self.limits.early_s
-            self._early[transfer] = _Early(who, message, until_s)
-            self._check_by(until_s)
-            later = [self._later(who, message)]
-            return later + (self._end_early() if len(self._early) > self.limits.transfers_max else [])
-        if early is not None and isinstance(message, wire.Renew):
+        elif isinstance(message, wire.Pull):
+            return self._wait(early, who, message, now_s)
+        elif early is not None and isinstance(message, wire.Renew):
             return []
-        self._early.pop(transfer, None)
-        self.counters.unknown_transfers += 1
-        return [] if isinstance(message, wire.Abort) else [_gone(who, transfer, wire.Outcome.UNKNOWN)]
+        else:
+            self._early.pop(transfer, None)
+            self.counters.unknown_transfers += 1
+        return [] if isinstance(message, wire.Abort) else [_gone(who, transfer, outcome)]
+
+    def _wait(self, early: _Early | None, who: Owner, pull: wire.Pull, now_s: float) -> list[Action]:
+        """The offer of ``pull`` may still come: it waits a bounded time, in place of an earlier one."""
+        self.counters.early_pulls += early is None
+        until_s = now_s + self.limits.early_s if early is None else early.until_s
+        self._early[wire.TransferId(pull.transfer)] = _Early(who, pull, until_s)
+        self._check_by(until_s)
+        actions = [self._later(who, pull)]
+        if len(self._early) > self.limits.transfers_max:
+            actions += self._end_early()
+        return actions
 
     def _on_bye(self, who: Owner) -> list[Action]:
         """The run ends: what it has pulled is over, and it is not told."""
-        for transfer in [transfer for transfer, early in self._early.items() if early.owner == who]:
-            del self._early[transfer]
-        owned = [offer for offer in self._offers.values() if offer.owner == who]
-        return [action for offer in owned for action in self._end(offer, wire.Outcome.ABORTED, tell=False)]
+        for transfer, early in list(self._early.items()):
+            if early.owner == who:
+                del self._early[transfer]
+        actions: list[Action] = []
+        for offer in list(self._offers.values()):
+            if offer.owner == who:
+                actions += self._end(offer, wire.Outcome.ABORTED, tell=False)
+        return actions
 
     def _later(self, who: Owner, pull: wire.Pull) -> Action:
         peer, boot_id = who
@@ -263,26 +277,32 @@ class Offers:
     def _expire(self, now_s: float) -> list[Action]:
         """End what has waited long enough, and let stalled offers send again when their pauses are over."""
         actions: list[Action] = []
-        while self._early and next(iter(self._early.values())).until_s <= now_s:
-            actions += self._end_early()
-        for offer in [offer for offer in self._offers.values() if offer.expires_s <= now_s]:
-            actions += self._end(offer, wire.Outcome.EXPIRED)
-        for offer in [self._offers[transfer] for transfer in self._stalled]:
-            if offer.resend_s <= now_s:
-                del self._stalled[offer.id]
-                if offer.wanted:
-                    self._ready[offer.id] = None
         self._next_check_s = math.inf
-        if self._early:
-            self._check_by(next(iter(self._early.values())).until_s)
-        for offer in self._offers.values():
-            self._check_by(offer.expires_s)
-        for transfer in self._stalled:
-            self._check_by(self._offers[transfer].resend_s)
+        while self._early:
+            first = next(iter(self._early.values()))
+            if first.until_s > now_s:
+                self._check_by(first.until_s)
+                break
+            actions += self._end_early()
+        for offer in list(self._offers.values()):
+            if offer.expires_s <= now_s:
+                actions += self._end(offer, wire.Outcome.EXPIRED)
+            else:
+                self._check_by(offer.expires_s)
+        for transfer in list(self._stalled):
+            offer = self._offers[transfer]
+            if offer.resend_s > now_s:
+                self._check_by(offer.resend_s)
+                continue
+            del self._stalled[transfer]
+            if offer.wanted:
+                self._ready[transfer] = None
         return actions
 
     def _end_all(self, outcome: wire.Outcome) -> list[Action]:
-        actions = [action for offer in list(self._offers.values()) for action in self._end(offer, outcome)]
+        actions: list[Action] = []
+        for offer in list(self._offers.values()):
+            actions += self._end(offer, outcome)
         while self._early:
             actions += self._end_early(outcome)
         return actions
@@ -298,12 +318,15 @@ class Offers:
         del self._offers[offer.id]
         self._ready.pop(offer.id, None)
         self._stalled.pop(offer.id, None)
-        setattr(self.counters, outcome.value, getattr(self.counters, outcome.value) + 1)
+        count = getattr(self.counters, outcome.value)
+        setattr(self.counters, outcome.value, count + 1)
         self._ended[offer.id] = outcome, offer.owner
         while len(self._ended) > self.limits.remembered_max:
             self._ended.popitem(last=False)
-        gone = [_gone(offer.owner, offer.id, outcome)] if offer.owner is not None and tell else []
-        return [*gone, Release(offer.id, outcome, detail)]
+        actions: list[Action] = []
+        if offer.owner is not None and tell:
+            actions.append(_gone(offer.owner, offer.id, outcome))
+        return [*actions, Release(offer.id, outcome, detail)]
 
 
 def _gone(who: Owner, transfer: wire.TransferId, outcome: wire.Outcome) -> Action:

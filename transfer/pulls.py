@@ -215,7 +215,10 @@ class Pulls:
         return Send(pull.peer, pull.next_message(self.identity, now_s))
 
     def _fail_all(self, reason: Reason, detail: str) -> list[Action]:
-        return [action for pull in list(self._pulls.values()) for action in self._fail(pull, reason, detail)]
+        actions: list[Action] = []
+        for pull in list(self._pulls.values()):
+            actions += self._fail(pull, reason, detail)
+        return actions
 
     def _fail(self, pull: Pulling, reason: Reason, detail: str) -> list[Action]:
         """The pull ends early; prefill is told unless it knows. If all was settled, the pull is just done."""

@@ -108,7 +108,8 @@ class ZmqLink:
         """
         self._open()
         peer = Peer(b"server " + address.encode() if isinstance(address, str) else b"")
-        if (server := self._servers.get(peer)) is None:
+        server = self._servers.get(peer)
+        if server is None:
             check_address(address, "address", curve=self.settings.keys is not None)
             if len(self._servers) >= self.settings.servers_max:
                 self._forget_server()
@@ -137,7 +138,8 @@ class ZmqLink:
         self._open()
         came: list[Came] = []
         for source, _ in zmq.zmq_poll(self._poller.sockets, 0 if self._news else max(int(timeout_s * 1000 + 0.999), 0)):
-            if (server := self._at.get(source)) is not None:
+            server = self._at.get(source)
+            if server is not None:
                 if source is server.socket:
                     self._take(source, server.peer, came, limit)
                 else:
@@ -231,7 +233,7 @@ class ZmqLink:
                 self._news.append(PeerLost(server.peer))
 
     def _forget_server(self) -> None:
-        idle = [(s.used, peer) for peer, s in self._servers.items() if not s.connected]
+        idle = [(server.used, peer) for peer, server in self._servers.items() if not server.connected]
         if not idle:
             raise TransferError(f"servers_max: wanted at most {self.settings.servers_max} servers, got another")
         server = self._servers.pop(min(idle)[1])
