@@ -55,6 +55,7 @@ BootId = NewType("BootId", bytes)
 """16 random bytes, drawn when a process starts: a restarted peer has another one."""
 
 _Id = Annotated[bytes, Meta(min_length=16, max_length=16)]
+_Transfer = Annotated[TransferId, Meta(min_length=16, max_length=16)]
 _Version = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 _Name = Annotated[str, Meta(max_length=64)]
 _Value = Annotated[str, Meta(max_length=512)]
@@ -135,7 +136,7 @@ class Refuse(msgspec.Struct, frozen=True, array_like=True, tag=1):
     """P's answer to a pull of another identity: its own in words, so that D can name the field that differs."""
 
     boot_id: _Id
-    transfer: _Id
+    transfer: _Transfer
     namespace: Space
     parts: _Parts
 
@@ -144,7 +145,7 @@ class Pull(msgspec.Struct, frozen=True, array_like=True, tag=2):
     """D's attempt number ``epoch`` for what it still wants. ``identity`` is the digest of D's namespace and parts."""
 
     boot_id: _Id
-    transfer: _Id
+    transfer: _Transfer
     epoch: _Epoch
     identity: _Id
     wanted: Annotated[list[Range], Meta(max_length=BLOCKS_MAX)]
@@ -154,21 +155,21 @@ class Renew(msgspec.Struct, frozen=True, array_like=True, tag=3, gc=False):
     """D is still there and still wants the transfer."""
 
     boot_id: _Id
-    transfer: _Id
+    transfer: _Transfer
 
 
 class Ack(msgspec.Struct, frozen=True, array_like=True, tag=4, gc=False):
     """D will ask for nothing more: every record is in place or given up."""
 
     boot_id: _Id
-    transfer: _Id
+    transfer: _Transfer
 
 
 class Abort(msgspec.Struct, frozen=True, array_like=True, tag=5, gc=False):
     """D gives the transfer up."""
 
     boot_id: _Id
-    transfer: _Id
+    transfer: _Transfer
     reason: _Text
 
 
@@ -176,7 +177,7 @@ class Records(msgspec.Struct, frozen=True, array_like=True, tag=6):
     """Records of a transfer; their payloads, in order, are in the bulk frames: one or several whole ones per frame."""
 
     boot_id: _Id
-    transfer: _Id
+    transfer: _Transfer
     epoch: _Epoch
     lease_ms: _Milliseconds
     entries: Annotated[list[Entry], Meta(min_length=1, max_length=ENTRIES_MAX)]
@@ -186,7 +187,7 @@ class Absent(msgspec.Struct, frozen=True, array_like=True, tag=7):
     """Wanted records that P does not have, or has under another key."""
 
     boot_id: _Id
-    transfer: _Id
+    transfer: _Transfer
     epoch: _Epoch
     entries: Annotated[list[Place], Meta(min_length=1, max_length=PARTS_MAX * BLOCKS_MAX)]
 
@@ -195,7 +196,7 @@ class Gone(msgspec.Struct, frozen=True, array_like=True, tag=8, gc=False):
     """P has ended this transfer, or never had it; also its answer to an :class:`Ack`."""
 
     boot_id: _Id
-    transfer: _Id
+    transfer: _Transfer
     outcome: Outcome
 
 
@@ -209,7 +210,7 @@ class Later(msgspec.Struct, frozen=True, array_like=True, tag=10, gc=False):
     """P may have more of the wanted records later: they are still to be offered, or to be computed."""
 
     boot_id: _Id
-    transfer: _Id
+    transfer: _Transfer
     epoch: _Epoch
     lease_ms: _Milliseconds
 

@@ -24,6 +24,7 @@ from transfer.identity import Identity
 from transfer.kept import KeptBuffers
 from transfer.limits import TransferLimits
 from transfer.link import Peer
+from transfer.messages import Outcome, TransferId
 from transfer.offer import Offer, Owner, check_blocks
 
 
@@ -47,11 +48,11 @@ class Offers:
         self.limits = limits
         self.counters = counters
         self._lease_ms = int(limits.lease_s * 1000)
-        self._offers: dict[wire.TransferId, Offer] = {}
-        self._early: OrderedDict[wire.TransferId, _Early] = OrderedDict()  # in the order in which their waits end
-        self._ended: OrderedDict[wire.TransferId, tuple[wire.Outcome, Owner | None]] = OrderedDict()
-        self._ready: OrderedDict[wire.TransferId, None] = OrderedDict()  # offers with records to send
-        self._stalled: dict[wire.TransferId, None] = {}  # offers whose records the link refused
+        self._offers: dict[TransferId, Offer] = {}
+        self._early: OrderedDict[TransferId, _Early] = OrderedDict()  # in the order in which their waits end
+        self._ended: OrderedDict[TransferId, tuple[Outcome, Owner | None]] = OrderedDict()
+        self._ready: OrderedDict[TransferId, None] = OrderedDict()  # offers with records to send
+        self._stalled: dict[TransferId, None] = {}  # offers whose records the link refused
         self._next_check_s = math.inf  # nothing is due before this time
         self._kept = KeptBuffers()
 
@@ -64,7 +65,7 @@ class Offers:
 
     def offer(
         self,
-        transfer: wire.TransferId,
+        transfer: TransferId,
         blocks: Sequence[OfferedBlock],
         now_s: float,
         is_open: bool = False,
@@ -94,7 +95,7 @@ class Offers:
         early = self._early.pop(transfer, None)
         return [] if early is None else self._on_pull(offer, early.owner, early.pull)
 
-    def grow(self, transfer: wire.TransferId, blocks: Sequence[OfferedBlock], now_s: float) -> list[Action]:
+    def grow(self, transfer: TransferId, blocks: Sequence[OfferedBlock], now_s: float) -> list[Action]:
         """Add blocks to an open offer, which renews its lease. Harmless when it has ended."""
         offer = self._open(transfer, now_s)
         if offer is None:
@@ -102,26 +103,26 @@ class Offers:
         check_blocks(blocks, self.identity.parts, offer.blocks)
         return self._grown(offer, offer.grow(blocks))
 
-    def seal(self, transfer: wire.TransferId, now_s: float) -> list[Action]:
+    def seal(self, transfer: TransferId, now_s: float) -> list[Action]:
         """No more blocks come: other wanted blocks are absent. Harmless when the offer has ended."""
         offer = self._open(transfer, now_s)
         return [] if offer is None else self._grown(offer, offer.seal())
 
-    def withdraw(self, transfer: wire.TransferId, detail: str = "") -> list[Action]:
+    def withdraw(self, transfer: TransferId, detail: str = "") -> list[Action]:
         """Give an offer up; harmless when it has ended."""
         offer = self._offers.get(transfer)
-        return [] if offer is None else self._end(offer, wire.Outcome.ABORTED, detail=detail)
+        return [] if offer is None else self._end(offer, Outcome.ABORTED, detail=detail)
 
     def reset(self, namespace: Namespace) -> list[Action]:
         """This side's rows belong to another namespace from here on: every offer ends, and every pull that waits."""
         self.identity = replace(self.identity, namespace=namespace)
-        return self._end_all(wire.Outcome.RESET)
+        return self._end_all(Outcome.RESET)
 
     def close(self) -> list[Action]:
         """End every offer, and every pull that waits."""
-        return self._end_all(wire.Outcome.ABORTED)
+        return self._end_all(Outcome.ABORTED)
 
-    def _open(self, transfer: wire.TransferId, now_s: float) -> Offer | None:
+    def _open(self, transfer: TransferId, now_s: float) -> Offer | None:
         offer = self._offers.get(transfer)
         if offer is None:
             if transfer not in self._ended:
@@ -150,7 +151,7 @@ class Offers:
         who = peer, message.boot_id
         if isinstance(message, wire.Bye):
             return actions + self._on_bye(who)
-        transfer = wire.TransferId(message.transfer)
+        transfer = message.transfer
         if isinstance(message, wire.Pull) and message.identity != self.identity.digest:
             self.counters.refused_pulls += 1
             return [*actions, Send(peer, self.identity.refuse(message.boot_id, transfer))]
@@ -186,7 +187,7 @@ class Offers:
         self.counters.sends_refused += 1
         message = send.message
         if isinstance(message, wire.Records):
-            offer = self._offers[wire.TransferId(message.transfer)]
+            offer = self._offers[message.transfer]
             offer.take_back(message, now_s, self.limits.resend_s, self.limits.retry_s)
             self.counters.records_sent -= len(message.entries)
             self._ready.pop(offer.id, None)
@@ -196,7 +197,7 @@ class Offers:
     def _on_transfer_message(self, offer: Offer, who: Owner, message: wire.OfTransfer, now_s: float) -> list[Action]:
         if offer.owner not in (None, who):
             self.counters.foreign_messages += 1
-            return [_gone(who, offer.id, wire.Outcome.FOREIGN)]
+            return [_gone(who, offer.id, Outcome.FOREIGN)]
         if offer.owner is None and isinstance(message, wire.Renew):  # only a pull makes an owner
             self.counters.stale_messages += 1
             return []
@@ -208,9 +209,9 @@ class Offers:
                 self.counters.stale_messages += 1
             case wire.Ack():  # also from a peer that wanted nothing, and so has not pulled
                 offer.owner = who
-                return self._end(offer, wire.Outcome.ACKED)
+                return self._end(offer, Outcome.ACKED)
             case wire.Abort():
-                return self._end(offer, wire.Outcome.ABORTED, tell=False)
+                return self._end(offer, Outcome.ABORTED, tell=False)
         return []
 
     def _on_pull(self, offer: Offer, who: Owner, pull: wire.Pull) -> list[Action]:
@@ -225,12 +226,12 @@ class Offers:
         return actions
 
     def _without_offer(self, who: Owner, message: wire.OfTransfer, now_s: float) -> list[Action]:
-        transfer = wire.TransferId(message.transfer)
+        transfer = message.transfer
         early = self._early.get(transfer)
-        outcome, owner = self._ended.get(transfer, (wire.Outcome.UNKNOWN, early and early.owner))
+        outcome, owner = self._ended.get(transfer, (Outcome.UNKNOWN, early and early.owner))
         if owner not in (None, who):
             self.counters.foreign_messages += 1
-            return [_gone(who, transfer, wire.Outcome.FOREIGN)]
+            return [_gone(who, transfer, Outcome.FOREIGN)]
         if transfer in self._ended:
             self.counters.late_messages += 1
         elif isinstance(message, wire.Pull):
@@ -246,7 +247,7 @@ class Offers:
         """The offer of ``pull`` may still come: it waits a bounded time, in place of an earlier one."""
         self.counters.early_pulls += early is None
         until_s = now_s + self.limits.early_s if early is None else early.until_s
-        self._early[wire.TransferId(pull.transfer)] = _Early(who, pull, until_s)
+        self._early[pull.transfer] = _Early(who, pull, until_s)
         self._check_by(until_s)
         actions = [self._later(who, pull)]
         if len(self._early) > self.limits.transfers_max:
@@ -261,7 +262,7 @@ class Offers:
         actions: list[Action] = []
         for offer in list(self._offers.values()):
             if offer.owner == who:
-                actions += self._end(offer, wire.Outcome.ABORTED, tell=False)
+                actions += self._end(offer, Outcome.ABORTED, tell=False)
         return actions
 
     def _later(self, who: Owner, pull: wire.Pull) -> Action:
@@ -286,7 +287,7 @@ class Offers:
             actions += self._end_early()
         for offer in list(self._offers.values()):
             if offer.expires_s <= now_s:
-                actions += self._end(offer, wire.Outcome.EXPIRED)
+                actions += self._end(offer, Outcome.EXPIRED)
             else:
                 self._check_by(offer.expires_s)
         for transfer in list(self._stalled):
@@ -299,7 +300,7 @@ class Offers:
                 self._ready[transfer] = None
         return actions
 
-    def _end_all(self, outcome: wire.Outcome) -> list[Action]:
+    def _end_all(self, outcome: Outcome) -> list[Action]:
         actions: list[Action] = []
         for offer in list(self._offers.values()):
             actions += self._end(offer, outcome)
@@ -307,13 +308,13 @@ class Offers:
             actions += self._end_early(outcome)
         return actions
 
-    def _end_early(self, outcome: wire.Outcome = wire.Outcome.UNKNOWN) -> list[Action]:
+    def _end_early(self, outcome: Outcome = Outcome.UNKNOWN) -> list[Action]:
         """End the wait of the pull that has waited longest."""
         transfer, early = self._early.popitem(last=False)
-        self.counters.unknown_transfers += outcome is wire.Outcome.UNKNOWN
+        self.counters.unknown_transfers += outcome is Outcome.UNKNOWN
         return [_gone(early.owner, transfer, outcome)]
 
-    def _end(self, offer: Offer, outcome: wire.Outcome, *, tell: bool = True, detail: str = "") -> list[Action]:
+    def _end(self, offer: Offer, outcome: Outcome, *, tell: bool = True, detail: str = "") -> list[Action]:
         """End the offer; its owner is told unless it knows already."""
         del self._offers[offer.id]
         self._ready.pop(offer.id, None)
@@ -329,6 +330,6 @@ class Offers:
         return [*actions, Release(offer.id, outcome, detail)]
 
 
-def _gone(who: Owner, transfer: wire.TransferId, outcome: wire.Outcome) -> Action:
+def _gone(who: Owner, transfer: TransferId, outcome: Outcome) -> Action:
     peer, boot_id = who
     return Send(peer, wire.Gone(boot_id, transfer, outcome))

@@ -25,6 +25,7 @@ from transfer.errors import IncompatiblePeerError, LocalProtocolError, NodeFullE
 from transfer.identity import Identity, check_peer
 from transfer.limits import TransferLimits
 from transfer.link import Peer
+from transfer.messages import TransferId
 from transfer.pull import Pulling, payloads_of, places_of
 
 RENEWALS_A_LEASE: Final = 3
@@ -42,9 +43,9 @@ class Pulls:
         self.identity = identity
         self.limits = limits
         self.counters = counters
-        self._pulls: dict[wire.TransferId, Pulling] = {}
+        self._pulls: dict[TransferId, Pulling] = {}
         self._acking = 0  # how many of these the engine knows to be finished
-        self._ended: OrderedDict[wire.TransferId, None] = OrderedDict()
+        self._ended: OrderedDict[TransferId, None] = OrderedDict()
         self._next_check_s = math.inf  # nothing is due before this time
 
     # ---------------------------------------------------------------- the engine's side
@@ -55,7 +56,7 @@ class Pulls:
         return len(self._pulls) - self._acking
 
     def pull(
-        self, peer: Peer, transfer: wire.TransferId, wanted: Sequence[WantedBlock], sink: BlockSink, now_s: float
+        self, peer: Peer, transfer: TransferId, wanted: Sequence[WantedBlock], sink: BlockSink, now_s: float
     ) -> list[Action]:
         """Begin to pull ``wanted`` blocks from ``peer``. No blocks are fine: prefill may then release the offer.
 
@@ -85,7 +86,7 @@ class Pulls:
         self._next_check_s = min(self._next_check_s, pull.next_check_s)
         return [self._next(pull, now_s)] if keys else self._settle(pull, now_s)
 
-    def abort(self, transfer: wire.TransferId) -> list[Action]:
+    def abort(self, transfer: TransferId) -> list[Action]:
         """Give a pull up; harmless when it has finished."""
         pull = self._pulls.get(transfer)
         return [] if pull is None or pull.acking else self._fail(pull, Reason.ABORTED, "")
@@ -108,7 +109,7 @@ class Pulls:
         change, for bulk that does not fit the message.
         """
         payloads = payloads_of(message, bulk, self.identity.parts) if isinstance(message, wire.Records) else ()
-        pull = self._pulls.get(wire.TransferId(message.transfer))
+        pull = self._pulls.get(message.transfer)
         if pull is None or message.boot_id != self.identity.boot_id:
             self.counters.stale_messages += 1
             return []
@@ -160,7 +161,7 @@ class Pulls:
         self.counters.sends_refused += 1
         message = send.message
         if isinstance(message, (wire.Pull, wire.Ack)):
-            pull = self._pulls.get(wire.TransferId(message.transfer))
+            pull = self._pulls.get(message.transfer)
             if pull is not None:
                 pull.refused(now_s, self.limits.resend_s, self.limits.retry_s)
                 self._next_check_s = min(self._next_check_s, pull.resend_s)
