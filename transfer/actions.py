@@ -57,12 +57,6 @@ class Send(msgspec.Struct, frozen=True):
     bulk: tuple[Buffer, ...] = ()
 
 
-class Cut(msgspec.Struct, frozen=True):
-    """Break the connection of a peer that let a transfer's lease end, so that the link keeps no messages for it."""
-
-    peer: Peer
-
-
 class Release(msgspec.Struct, frozen=True):
     """The offer is over: no record of it is sent any more. Reported once for each offer.
 
@@ -113,4 +107,4 @@ class Finished(msgspec.Struct, frozen=True):
         return not self.missing
 
 
-Action = Send | Cut | Release | Finished
+Action = Send | Release | Finished

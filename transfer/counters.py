@@ -11,15 +11,14 @@ class Counters:
     """Every number only grows, except those ``in_flight``, which are current; ``link`` has the link's own counters.
 
     Of offers: ``early_pulls`` came before their offer; ``late_messages`` for a transfer that had ended,
-    ``unknown_transfers`` for one that never existed, ``stranger_messages`` came without a hello. ``slow_peers`` were
-    cut off because they let a lease end.
+    ``unknown_transfers`` for one that never existed. ``refused_pulls`` came from a peer of another identity.
 
     Of pulls: ``duplicate_records`` were in place already, ``corrupt_records`` failed a check and were requested again,
     ``postponed_records`` came for a busy block.
 
     Of both: ``foreign_messages`` came from a peer that has no part in the transfer, ``stale_messages`` belong to an
-    epoch that is over, ``bad_messages`` are not valid messages. ``forgotten_peers`` were the idlest of too many.
-    ``engine_errors`` were raised by sinks, whose records are missing, or by ``notify``.
+    epoch that is over, or to another run, ``bad_messages`` are not valid messages. ``engine_errors`` were raised by
+    sinks, whose records are missing, or by ``notify``.
     """
 
     offered: int = 0
@@ -32,9 +31,7 @@ class Counters:
     records_sent: int = 0
     late_messages: int = 0
     unknown_transfers: int = 0
-    stranger_messages: int = 0
-    refused_peers: int = 0
-    slow_peers: int = 0
+    refused_pulls: int = 0
 
     pulls: int = 0
     done: int = 0
@@ -52,7 +49,6 @@ class Counters:
     foreign_messages: int = 0
     stale_messages: int = 0
     bad_messages: int = 0
-    forgotten_peers: int = 0
     sends_refused: int = 0
     peers_lost: int = 0
     engine_errors: int = 0

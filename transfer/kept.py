@@ -26,9 +26,11 @@ class KeptBuffers:
     def together(self, payloads: Sequence[Buffer]) -> Buffer:
         """The bytes of ``payloads``: a view of a buffer which is used again when no view of it is left, or a copy."""
         nbytes = sum(map(nbytes_of, payloads))
-        if not JOINED_NBYTES_MAX < nbytes <= BUFFER_NBYTES or (buffer := self._free()) is None:
+        buffer = self._free() if JOINED_NBYTES_MAX < nbytes <= BUFFER_NBYTES else None
+        if buffer is None:
             return b"".join(payloads)
-        whole, start = memoryview(buffer), 0
+        whole = memoryview(buffer)
+        start = 0
         for payload in payloads:
             end = start + nbytes_of(payload)
             whole[start:end] = memoryview(payload).cast("B")

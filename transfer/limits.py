@@ -26,7 +26,6 @@ class TransferLimits:
     resend_s: float = 0.01
     retries_max: int = 5
     transfers_max: int = 1024
-    peers_max: int = 1024
     remembered_max: int = 8192
     records_nbytes_max: int = 512 << 10
 

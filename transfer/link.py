@@ -32,7 +32,10 @@ class PeerFound(msgspec.Struct, frozen=True):
 
 
 class PeerLost(msgspec.Struct, frozen=True):
-    """The link can no longer reach ``peer``; it may come back under the same name."""
+    """The link can no longer reach ``peer``, which it had connected to; it may come back under the same name.
+
+    The loss of a peer that connected to us need not be reported: a send to it is refused.
+    """
 
     peer: Peer
 
@@ -62,9 +65,6 @@ class Link(Protocol):
     def send(self, peer: Peer, control: bytes, bulk: Sequence[Buffer] = ()) -> bool: ...
 
     def poll(self, timeout_s: float, limit: int = 64) -> list[Came]: ...
-
-    def cut(self, peer: Peer) -> None:
-        """Break the connection by which ``peer`` came, and drop messages for it; harmless when there is none."""
 
     def wake(self) -> None:
         """Make :meth:`poll` return soon; the one method that any thread may call."""

@@ -3,6 +3,9 @@
 The prefix is checked before anything is decoded, every length has a limit, and bytes that are not a message raise
 :class:`RemoteProtocolError` and nothing else. ``docs/protocol.md`` has the byte table. Pure: bytes in, values out.
 
+In both directions ``boot_id`` is that of D's run: a message from it, or to it. ``lease_ms``: after how many silent
+milliseconds P gives a transfer up.
+
 Payloads of records travel in bulk frames beside it, small ones copied together, because a frame costs more than a copy.
 The law: frames hold only whole payloads, in the order of the entries. As many frames as entries means one payload each.
 """
@@ -23,7 +26,7 @@ from cache_manager.record import HEADER_NBYTES_MAX, HEADER_NBYTES_MIN, Buffer
 from transfer.errors import RemoteProtocolError
 
 MAGIC: Final = b"KVRT"
-MAJOR: Final = 3
+MAJOR: Final = 4
 """Peers of different majors do not understand each other; fields that are appended to a message's array are skipped."""
 
 PREFIX: Final = struct.Struct("<4sBBH")  # magic, major, kind, reserved
@@ -52,12 +55,14 @@ BootId = NewType("BootId", bytes)
 """16 random bytes, drawn when a process starts: a restarted peer has another one."""
 
 _Id = Annotated[bytes, Meta(min_length=16, max_length=16)]
+_Transfer = Annotated[TransferId, Meta(min_length=16, max_length=16)]
 _Version = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 _Name = Annotated[str, Meta(max_length=64)]
 _Value = Annotated[str, Meta(max_length=512)]
 _Index = Annotated[int, Meta(ge=0, lt=BLOCKS_MAX)]
 _PartIndex = Annotated[int, Meta(ge=0, lt=PARTS_MAX)]
 _Epoch = Annotated[int, Meta(ge=1, lt=1 << 31)]
+_Milliseconds = Annotated[int, Meta(ge=1, lt=1 << 31)]
 _Text = Annotated[str, Meta(max_length=256)]
 _Header = Annotated[bytes, Meta(min_length=HEADER_NBYTES_MIN, max_length=HEADER_NBYTES_MAX)]
 
@@ -127,109 +132,96 @@ class Place(msgspec.Struct, frozen=True, array_like=True, gc=False):
 _Parts = Annotated[list[Part], Meta(min_length=1, max_length=PARTS_MAX)]
 
 
-class Hello(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """D's first message: its identity and parts."""
+class Refuse(msgspec.Struct, frozen=True, array_like=True, tag=1):
+    """P's answer to a pull of another identity: its own in words, so that D can name the field that differs."""
 
     boot_id: _Id
+    transfer: _Transfer
     namespace: Space
     parts: _Parts
 
 
-class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """P's answer: its identity, and after how many silent ms it gives a transfer up. ``to`` is the run of the hello."""
+class Pull(msgspec.Struct, frozen=True, array_like=True, tag=2):
+    """D's attempt number ``epoch`` for what it still wants. ``identity`` is the digest of D's namespace and parts."""
 
     boot_id: _Id
-    namespace: Space
-    parts: _Parts
-    lease_ms: Annotated[int, Meta(ge=1, lt=1 << 31)]
-    to: _Id
-
-
-class Refuse(msgspec.Struct, frozen=True, array_like=True, tag=3):
-    """P's other answer: how the two differ. The field ``hello`` asks for a hello first, as after P's restart."""
-
-    field: _Text
-    wanted: _Text
-    got: _Text
-    to: _Id
-
-
-class Pull(msgspec.Struct, frozen=True, array_like=True, tag=4):
-    """D's attempt number ``epoch`` for what it still wants."""
-
-    boot_id: _Id
-    transfer: _Id
+    transfer: _Transfer
     epoch: _Epoch
+    identity: _Id
     wanted: Annotated[list[Range], Meta(max_length=BLOCKS_MAX)]
 
 
-class Renew(msgspec.Struct, frozen=True, array_like=True, tag=5, gc=False):
+class Renew(msgspec.Struct, frozen=True, array_like=True, tag=3, gc=False):
     """D is still there and still wants the transfer."""
 
     boot_id: _Id
-    transfer: _Id
+    transfer: _Transfer
 
 
-class Ack(msgspec.Struct, frozen=True, array_like=True, tag=6, gc=False):
+class Ack(msgspec.Struct, frozen=True, array_like=True, tag=4, gc=False):
     """D will ask for nothing more: every record is in place or given up."""
 
     boot_id: _Id
-    transfer: _Id
+    transfer: _Transfer
 
 
-class Abort(msgspec.Struct, frozen=True, array_like=True, tag=7, gc=False):
+class Abort(msgspec.Struct, frozen=True, array_like=True, tag=5, gc=False):
     """D gives the transfer up."""
 
     boot_id: _Id
-    transfer: _Id
+    transfer: _Transfer
     reason: _Text
 
 
-class Records(msgspec.Struct, frozen=True, array_like=True, tag=8):
+class Records(msgspec.Struct, frozen=True, array_like=True, tag=6):
     """Records of a transfer; their payloads, in order, are in the bulk frames: one or several whole ones per frame."""
 
-    transfer: _Id
+    boot_id: _Id
+    transfer: _Transfer
     epoch: _Epoch
+    lease_ms: _Milliseconds
     entries: Annotated[list[Entry], Meta(min_length=1, max_length=ENTRIES_MAX)]
 
 
-class Absent(msgspec.Struct, frozen=True, array_like=True, tag=9):
+class Absent(msgspec.Struct, frozen=True, array_like=True, tag=7):
     """Wanted records that P does not have, or has under another key."""
 
-    transfer: _Id
+    boot_id: _Id
+    transfer: _Transfer
     epoch: _Epoch
     entries: Annotated[list[Place], Meta(min_length=1, max_length=PARTS_MAX * BLOCKS_MAX)]
 
 
-class Gone(msgspec.Struct, frozen=True, array_like=True, tag=10, gc=False):
-    """P has nothing (more) for this peer under that id; also the answer to an ack."""
+class Gone(msgspec.Struct, frozen=True, array_like=True, tag=8, gc=False):
+    """P has ended this transfer, or never had it; also its answer to an :class:`Ack`."""
 
-    transfer: _Id
+    boot_id: _Id
+    transfer: _Transfer
     outcome: Outcome
 
 
-class Bye(msgspec.Struct, frozen=True, array_like=True, tag=11, gc=False):
-    """The run ends; its offers and pulls are over."""
+class Bye(msgspec.Struct, frozen=True, array_like=True, tag=9, gc=False):
+    """D's run ends, and all its transfers with it."""
 
     boot_id: _Id
 
 
-class Later(msgspec.Struct, frozen=True, array_like=True, tag=12, gc=False):
+class Later(msgspec.Struct, frozen=True, array_like=True, tag=10, gc=False):
     """P may have more of the wanted records later: they are still to be offered, or to be computed."""
 
-    transfer: _Id
+    boot_id: _Id
+    transfer: _Transfer
     epoch: _Epoch
+    lease_ms: _Milliseconds
 
 
 OfTransfer = Pull | Renew | Ack | Abort
-ToOffers = Hello | OfTransfer
-ToPulls = Welcome | Refuse | Records | Absent | Gone | Later
-Message = ToOffers | ToPulls | Bye
-TO_OFFERS: Final = (Hello, Pull, Renew, Ack, Abort)  # a tuple: `isinstance` of a union takes ten times as long
+ToOffers = OfTransfer | Bye
+ToPulls = Refuse | Records | Absent | Gone | Later
+Message = ToOffers | ToPulls
+TO_OFFERS: Final = (Pull, Renew, Ack, Abort, Bye)  # a tuple: `isinstance` of a union takes ten times as long
 
-KINDS: Final[tuple[type[Message], ...]] = (
-    Hello, Welcome, Refuse, Pull, Renew, Ack, Abort, Records, Absent, Gone, Bye, Later,
-)  # fmt: skip
+KINDS: Final[tuple[type[Message], ...]] = (Refuse, Pull, Renew, Ack, Abort, Records, Absent, Gone, Bye, Later)
 _PREFIXES: Final = {kind: PREFIX.pack(MAGIC, MAJOR, kind.__struct_config__.tag, 0) for kind in KINDS}
 _DECODERS: Final = {_PREFIXES[kind]: msgspec.msgpack.Decoder(kind).decode for kind in KINDS}
 _encoder = msgspec.msgpack.Encoder()
@@ -248,7 +240,8 @@ def decode(frame: Buffer) -> Message:
     if not PREFIX.size < nbytes <= CONTROL_NBYTES_MAX:
         raise RemoteProtocolError(f"frame: wanted {PREFIX.size + 1} to {CONTROL_NBYTES_MAX} bytes, got {nbytes}")
     raw = bytes(frame)  # slices of bytes are cheaper than views
-    if (body_of := _DECODERS.get(raw[: PREFIX.size])) is None:
+    body_of = _DECODERS.get(raw[: PREFIX.size])
+    if body_of is None:
         magic, major, kind, reserved = PREFIX.unpack_from(raw)
         if magic != MAGIC:
             raise RemoteProtocolError(f"magic: wanted {MAGIC!r}, got {magic!r}")
@@ -268,8 +261,11 @@ def join(payloads: Sequence[Buffer], together: Callable[[Sequence[Buffer]], Buff
         return tuple(payloads)
     frames: list[Buffer] = []
     for small, run in groupby(payloads, lambda payload: nbytes_of(payload) <= JOINED_NBYTES_MAX):
-        each = list(run)
-        frames += [together(each)] if small and len(each) > 1 else each
+        neighbours = list(run)
+        if small and len(neighbours) > 1:
+            frames.append(together(neighbours))
+        else:
+            frames += neighbours
     return tuple(frames)
 
 
@@ -287,11 +283,13 @@ def split(frames: Sequence[memoryview], nbytes: Sequence[int]) -> Sequence[memor
         return frames
     payloads: list[memoryview] = []
     for frame in frames:
-        start, size = 0, frame.nbytes
-        while start < size:
-            end = start + nbytes[len(payloads)] if len(payloads) < len(nbytes) else size + 1
-            if end > size:
-                raise RemoteProtocolError(f"bulk: wanted whole payloads in a frame, got {size} bytes")
+        start = 0
+        while start < frame.nbytes:
+            if len(payloads) == len(nbytes):
+                raise RemoteProtocolError(f"bulk: wanted {len(nbytes)} payloads, got more")
+            end = start + nbytes[len(payloads)]
+            if end > frame.nbytes:
+                raise RemoteProtocolError(f"bulk: wanted whole payloads in a frame, got {frame.nbytes} bytes")
             payloads.append(frame[start:end])
             start = end
     if len(payloads) != len(nbytes):

@@ -21,13 +21,13 @@ import msgspec
 from cache_manager.errors import BlockBusyError, KVRouteError
 from cache_manager.keys import Namespace
 from cache_manager.record import RecordHeader
-from transfer.actions import Action, BlockSink, Cut, Finished, Missing, OfferedBlock, Reason, Release, Send, WantedBlock
+from transfer.actions import Action, BlockSink, Finished, Missing, OfferedBlock, Reason, Release, Send, WantedBlock
 from transfer.counters import Counters
 from transfer.errors import LocalProtocolError, NodeClosedError, NodeFullError, RemoteProtocolError, SinkError
 from transfer.identity import Identity
 from transfer.limits import TransferLimits
 from transfer.link import Arrival, Came, Link, PeerFound
-from transfer.messages import TO_OFFERS, Bye, Outcome, Records, TransferId, decode, encode
+from transfer.messages import TO_OFFERS, Outcome, Records, TransferId, decode, encode
 from transfer.offers import Offers
 from transfer.pulls import Pulls
 
@@ -55,7 +55,7 @@ class _Command(NamedTuple):
     """A request to the node's thread: one of its verbs, and the arguments, the transfer first."""
 
     verb: Callable[..., list[Action]]
-    said: tuple[Any, ...]
+    arguments: tuple[Any, ...]
 
 
 class _Guarded(msgspec.Struct, frozen=True):
@@ -93,7 +93,8 @@ class Node:
         self.last_error = ""
         self._link = link
         self._counters = Counters()
-        self._offers, self._pulls = Offers(identity, limits, self._counters), Pulls(identity, limits, self._counters)
+        self._offers = Offers(identity, limits, self._counters)
+        self._pulls = Pulls(identity, limits, self._counters)
         self._notify = notify
         self._ended: deque[Release | Finished] = deque()  # bounded by the transfers in flight, if the engine polls
         self._lock = threading.Lock()  # for the fields below, which the engine's threads use
@@ -115,8 +116,12 @@ class Node:
 
     @property
     def counters(self) -> Counters:
-        in_flight = {"offers_in_flight": self._offers.in_flight, "pulls_in_flight": self._pulls.in_flight}
-        return replace(self._counters, **in_flight, link=getattr(self._link, "counters", None))
+        return replace(
+            self._counters,
+            offers_in_flight=self._offers.in_flight,
+            pulls_in_flight=self._pulls.in_flight,
+            link=getattr(self._link, "counters", None),
+        )
 
     def offer(
         self,
@@ -131,8 +136,8 @@ class Node:
         :class:`Release` comes once; if there was no room it comes with a detail. Raises :class:`LocalProtocolError` for
         an id that is being lent, :class:`NodeFullError` or :class:`NodeClosedError`; then no :class:`Release` comes.
         """
-        said = transfer, tuple(blocks), time.monotonic(), is_open, lease_s
-        self._submit(_Command(self._offers.offer, said), self._lent)
+        arguments = transfer, tuple(blocks), time.monotonic(), is_open, lease_s
+        self._submit(_Command(self._offers.offer, arguments), self._lent)
 
     def grow(self, transfer: TransferId, blocks: Sequence[OfferedBlock]) -> None:
         """Add blocks to an open offer; harmless when it has ended."""
@@ -195,12 +200,13 @@ class Node:
                 raise NodeClosedError("the node is closed")
             if len(self._commands) >= COMMANDS_MAX:
                 raise NodeFullError("COMMANDS_MAX", COMMANDS_MAX, "one more command")
-            if new is not None and (transfer := command.said[0]) in new:
+            transfer = command.arguments[0]
+            if new is not None and transfer in new:
                 verb = "lent" if new is self._lent else "pulled"
                 raise LocalProtocolError(f"transfer: wanted one that is not {verb}, got {transfer.hex()}")
             self._commands.append(command)
             if new is not None:  # last: if a signal handler raises before it, no id stays that is never released
-                new.add(command.said[0])
+                new.add(transfer)
         self._link.wake()
 
     # ---------------------------------------------------------------- the thread
@@ -234,7 +240,7 @@ class Node:
 
     def _do(self, command: _Command) -> None:
         try:
-            actions = command.verb(*command.said)
+            actions = command.verb(*command.arguments)
         except Exception as error:
             foreseen = isinstance(error, KVRouteError)
             actions = self._undone(command, str(error) if foreseen else f"{type(error).__name__}: {error}")
@@ -246,9 +252,11 @@ class Node:
 
     def _undone(self, command: _Command, why: str) -> list[Action]:
         """A failed command ends its transfer: ``poll`` reports it, and no peer waits for blocks that will not come."""
-        verb, (transfer, *said) = command
+        verb, (transfer, *arguments) = command
         if verb == self._begin_pull:
-            missing = tuple(Missing(part, block.index, Reason.ABORTED) for block in said[0] for part in block.parts)
+            missing = tuple(
+                Missing(part, block.index, Reason.ABORTED) for block in arguments[0] for part in block.parts
+            )
             return [Finished(transfer, 0, missing, Reason.ABORTED, why)]
         with self._lock:  # the call that brought the command may just be noting it
             lent = transfer in self._lent
@@ -269,7 +277,7 @@ class Node:
     def _arrived(self, item: Came) -> None:
         if isinstance(item, Arrival):
             try:
-                self._act(self._heard(item, time.monotonic()))
+                self._act(self._received(item, time.monotonic()))
             except RemoteProtocolError as error:
                 self._counters.bad_messages += 1
                 if self._logs("bad"):
@@ -280,25 +288,24 @@ class Node:
             self._act(self._pulls.peer_found(item.peer, time.monotonic()))
         else:
             self._counters.peers_lost += 1
-            self._offers.peer_lost(item.peer)
             self._pulls.peer_lost(item.peer)
 
-    def _heard(self, arrival: Arrival, now_s: float) -> list[Action]:
-        message, peer = decode(arrival.control), arrival.peer
+    def _received(self, arrival: Arrival, now_s: float) -> list[Action]:
+        message = decode(arrival.control)
         if arrival.bulk and not isinstance(message, Records):
             raise RemoteProtocolError(f"{type(message).__name__}: wanted no bulk, got {len(arrival.bulk)} frames")
-        if isinstance(message, TO_OFFERS) or (isinstance(message, Bye) and self._offers.greeted(peer, message.boot_id)):
-            return self._offers.receive(peer, message, now_s)
-        return self._pulls.receive(peer, message, arrival.bulk, now_s)
+        if isinstance(message, TO_OFFERS):
+            return self._offers.receive(arrival.peer, message, now_s)
+        return self._pulls.receive(arrival.peer, message, arrival.bulk, now_s)
 
     def _turn(self) -> float:
         """Do what is due, and send a bounded number of messages; returns when the next turn is due."""
         now_s = time.monotonic()
-        for session in (self._offers, self._pulls):
-            if session.next_due_s() <= now_s:
-                self._act(session.tick(now_s))
+        self._act(self._offers.tick(now_s))
+        self._act(self._pulls.tick(now_s))
         for _ in range(SENDS_A_TURN):
-            if (send := self._offers.next_records()) is None:
+            send = self._offers.next_records()
+            if send is None:
                 return min(self._offers.next_due_s(), self._pulls.next_due_s())
             self._send(send)
         return now_s
@@ -307,20 +314,17 @@ class Node:
 
     def _act(self, actions: Iterable[Action]) -> None:
         for action in actions:
-            match action:
-                case Send():
-                    self._send(action)
-                case Cut(peer):
-                    self._link.cut(peer)
-                case _:
-                    self._tell(action)
+            if isinstance(action, Send):
+                self._send(action)
+            else:
+                self._report(action)
 
     def _send(self, send: Send) -> None:
         if not self._link.send(send.peer, encode(send.message), send.bulk):
             session = self._pulls if isinstance(send.message, TO_OFFERS) else self._offers
             session.unsent(send, time.monotonic())
 
-    def _tell(self, ended: Release | Finished) -> None:
+    def _report(self, ended: Release | Finished) -> None:
         with self._lock:
             (self._lent if isinstance(ended, Release) else self._pulled).discard(ended.transfer)
         self._ended.append(ended)

@@ -1,19 +1,15 @@
-"""One offer: its life as a table, and its data.
+"""One offer: its blocks, and what its owner still wants of them.
 
 The law: an offer's blocks are released once, after an ack, an abort, a reset or the end of its lease. Until it is
 sealed, a block that it lacks is still to come; after that the block is absent.
-
-    OPEN ------ blocks may still be added
-    SEALED ---- every block is there
-    RELEASED -- over
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import Final
 
 from cache_manager.keys import KEY_NBYTES
@@ -53,25 +49,6 @@ Owner = tuple[Peer, bytes]
 """A peer and its run."""
 
 
-class State(StrEnum):
-    OPEN = "open"
-    SEALED = "sealed"
-    RELEASED = "released"
-
-
-class Event(StrEnum):
-    GROW = "blocks are added"
-    SEAL = "no more blocks come"
-    END = "end"
-
-
-TRANSITIONS: Final[dict[State, dict[Event, State]]] = {
-    State.OPEN: {Event.GROW: State.OPEN, Event.SEAL: State.SEALED, Event.END: State.RELEASED},
-    State.SEALED: {Event.END: State.RELEASED},
-    State.RELEASED: {},
-}
-
-
 @dataclass(slots=True, eq=False)
 class Offer:
     """The data of an offer. Times are monotonic seconds."""
@@ -79,7 +56,7 @@ class Offer:
     id: TransferId
     expires_s: float
     expires_max_s: float
-    state: State = State.OPEN
+    sealed: bool = False
     blocks: dict[int, OfferedBlock] = field(default_factory=dict)
     packed: dict[tuple[int, int], Entry] = field(default_factory=dict)  # of small records: packed before a peer waits
     owner: Owner | None = None  # the peer that pulled it first
@@ -87,10 +64,13 @@ class Offer:
     message_nbytes: int = 0
     wanted: deque[tuple[int, int]] = field(default_factory=deque)  # (part, index) of records to send in this epoch
     later: dict[int, tuple[bytes, int]] = field(default_factory=dict)  # wanted in this epoch, still to come
+    refused: bool = False  # the link has refused the last message
+    pause_s: float = 0.0  # before it is tried again; twice as long each time
+    resend_s: float = math.inf  # when that is
 
     def grow(self, blocks: Iterable[OfferedBlock]) -> list[Place]:
         """Add blocks; returns the wanted records that turn out absent, because they were wanted under another key."""
-        self.apply(Event.GROW)
+        assert not self.sealed, "an offer that is sealed does not grow"
         absent: list[Place] = []
         packs = PACKED_MAX
         for block in blocks:
@@ -99,38 +79,43 @@ class Offer:
                 if packs and record is not None and record.nbytes <= JOINED_NBYTES_MAX:
                     self.packed[part, block.index] = Entry(part, block.index, record.pack())
                     packs -= 1
-            if (asked := self.later.pop(block.index, None)) is not None:
-                self._want(block.index, *asked, absent)
+            wish = self.later.pop(block.index, None)
+            if wish is not None:
+                self._want(block.index, *wish, absent)
         return absent
 
     def seal(self) -> list[Place]:
         """No more blocks come; returns the wanted records that are absent for that reason."""
-        self.apply(Event.SEAL)
+        assert not self.sealed, "an offer is sealed once"
+        self.sealed = True
+        later = self.later
+        self.later = {}
         absent: list[Place] = []
-        later, self.later = self.later, {}
-        for index, asked in later.items():
-            self._want(index, *asked, absent)
+        for index, wish in later.items():
+            self._want(index, *wish, absent)
         return absent
 
     def want(self, pull: Pull) -> list[Place]:
         """Begin the epoch of ``pull``; returns the wanted records that are absent."""
-        self.epoch, self.message_nbytes = pull.epoch, 0
+        self.epoch = pull.epoch
+        self.message_nbytes = 0
         self.wanted.clear()
         self.later.clear()
-        asked: dict[int, tuple[bytes, int]] = {}  # a block that is asked for twice is sent once
-        for wanted in pull.wanted:
-            start, parts, keys = wanted.start, wanted.parts, wanted.keys
-            for at, index in enumerate(range(start, min(start + len(keys) // KEY_NBYTES, BLOCKS_MAX))):
-                asked[index] = keys[at * KEY_NBYTES : (at + 1) * KEY_NBYTES], parts
+        wishes: dict[int, tuple[bytes, int]] = {}  # a block that is wanted twice is sent once
+        for neighbours in pull.wanted:
+            keys = neighbours.keys
+            stop = min(neighbours.start + len(keys) // KEY_NBYTES, BLOCKS_MAX)
+            for place, index in enumerate(range(neighbours.start, stop)):
+                wishes[index] = keys[place * KEY_NBYTES : (place + 1) * KEY_NBYTES], neighbours.parts
         absent: list[Place] = []
-        for index, (key, parts) in asked.items():
-            self._want(index, key, parts, absent)
+        for index, wish in wishes.items():
+            self._want(index, *wish, absent)
         return absent
 
     def _want(self, index: int, key: bytes, parts: int, absent: list[Place]) -> None:
         """Queue the wanted records of a block, or add them to ``absent``."""
         block = self.blocks.get(index)
-        if block is None and self.state is State.OPEN:
+        if block is None and not self.sealed:
             self.later[index] = key, parts
             return
         records = block.records if block is not None and block.key == key else ()
@@ -141,14 +126,18 @@ class Offer:
                 else:
                     absent.append(Place(part, index))
 
-    def take(self, message_nbytes_max: int, kept: KeptBuffers) -> Send:
+    def take(self, message_nbytes_max: int, lease_ms: int, kept: KeptBuffers) -> Send:
         """Records that fit one message, of those that are wanted, taken to be sent."""
-        assert self.owner is not None, "nobody pulled it"
+        assert self.owner is not None, "no peer pulled it"
         assert self.wanted, "nothing is wanted"
+        if not self.refused:
+            self.pause_s = 0.0
+        self.refused = False
         self.message_nbytes = min(message_nbytes_max, 2 * self.message_nbytes or message_nbytes_max // FIRST_MESSAGE)
         entries: list[Entry] = []
         bulk: list[Buffer] = []
-        nbytes = control_nbytes = 0
+        nbytes = 0
+        control_nbytes = 0
         while self.wanted and len(entries) < ENTRIES_MAX:
             part, index = self.wanted[0]
             record = self.blocks[index].records[part]
@@ -163,18 +152,17 @@ class Offer:
             self.wanted.popleft()
             entries.append(entry)
             bulk.append(record.payload)
-        return Send(self.owner[0], Records(self.id, self.epoch, entries), join(bulk, kept.together))
+        peer, boot_id = self.owner
+        records = Records(boot_id, self.id, self.epoch, lease_ms, entries)
+        return Send(peer, records, join(bulk, kept.together))
 
-    def take_back(self, records: Records) -> None:
-        """The link refused the result of the last :meth:`take`."""
+    def take_back(self, records: Records, now_s: float, pause_s_min: float, pause_s_max: float) -> None:
+        """The link refused the result of the last :meth:`take`: it is tried again after a pause that grows."""
         assert self.epoch == records.epoch, "the link refuses at once: nothing can have come between"
-        self.wanted.extendleft((e.part, e.index) for e in reversed(records.entries))
-
-    def apply(self, event: Event) -> None:
-        """The one place where an offer changes its state."""
-        after = TRANSITIONS[self.state].get(event)
-        assert after is not None, f"{event.name} while {self.state.name}"
-        self.state = after
+        self.wanted.extendleft((entry.part, entry.index) for entry in reversed(records.entries))
+        self.refused = True
+        self.pause_s = min(2 * self.pause_s or pause_s_min, pause_s_max)
+        self.resend_s = now_s + self.pause_s
 
 
 def check_blocks(blocks: Sequence[OfferedBlock], parts: Sequence[Part], there: Container[int] = ()) -> None:

@@ -1,16 +1,15 @@
-"""One pull on the decode side: its life as a table, and its data.
+"""One pull on the decode side: what is still wanted, and the message that comes next.
 
 The law: the ack follows the last installation, and every wanted record ends as installed or as missing with a reason.
 
-    PULLING -- a wanted record is neither in place nor given up ACKING --- all settled, and the engine told; prefill has
-    not confirmed yet ENDED ---- over
+    pulling -- a wanted record is neither in place nor given up
+    acking --- all settled, and the engine told; prefill has not confirmed yet
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from enum import StrEnum
-from typing import Final
 
 import msgspec
 
@@ -20,27 +19,9 @@ from cache_manager.record import check_record, unpack_header
 from transfer.actions import BlockSink, Missing, Reason, WantedBlock
 from transfer.counters import Counters
 from transfer.errors import LocalProtocolError, RemoteProtocolError, SinkError
+from transfer.identity import Identity
 from transfer.link import Peer
-from transfer.messages import BLOCKS_MAX, Absent, Ack, BootId, Part, Pull, Range, Records, Renew, TransferId, split
-
-
-class State(StrEnum):
-    PULLING = "pulling"
-    ACKING = "acking"
-    ENDED = "ended"
-
-
-class Event(StrEnum):
-    ALL_SETTLED = "every wanted record was settled"
-    FAIL = "fail"
-    GIVE_UP = "prefill has confirmed, or cannot be reached"
-
-
-TRANSITIONS: Final[dict[State, dict[Event, State]]] = {
-    State.PULLING: {Event.ALL_SETTLED: State.ACKING, Event.FAIL: State.ENDED},
-    State.ACKING: {Event.GIVE_UP: State.ENDED},
-    State.ENDED: {},
-}
+from transfer.messages import BLOCKS_MAX, Absent, Ack, Part, Pull, Range, Records, Renew, TransferId, split
 
 Place = tuple[int, int]
 """(part, index)"""
@@ -77,38 +58,55 @@ class Pulling(msgspec.Struct, eq=False):
     sink: BlockSink
     outstanding: dict[Place, BlockKey]  # keys of records that are not settled
     due_s: float
-    spoken_s: float
+    last_sent_s: float
     give_up_s: float  # even if prefill promises more
-    state: State = State.PULLING
+    renew_s: float  # the longest silence of this side
+    resend_s: float = math.inf  # when a message that the link refused is tried again
+    pause_s: float = 0.0  # the pause before that; twice as long each time
+    acking: bool = False
     epoch: int = 0
     retries: int = 0  # in a row
-    asked: bool = False  # the link has taken the message that the state needs
+    sent: bool = False  # the link has taken the message that is needed now
     installed: int = 0
     missing: list[Missing] = []
 
-    def apply(self, event: Event) -> None:
-        """The one place where a pull changes its state."""
-        after = TRANSITIONS[self.state].get(event)
-        assert after is not None, f"{event.name} while {self.state.name}"
-        self.state = after
+    @property
+    def next_check_s(self) -> float:
+        return min(self.due_s, self.resend_s, self.last_sent_s + self.renew_s)
 
-    def next_message(self, boot_id: BootId, now_s: float) -> Pull | Ack | Renew:
-        """The message that the state needs, to be sent: a pull begins the next epoch; a renewal if all was sent."""
-        self.spoken_s = now_s
-        if self.asked:
-            return Renew(boot_id, self.id)
-        self.asked = True
-        if self.state is State.ACKING:
-            return Ack(boot_id, self.id)
+    def settle(self) -> None:
+        """Every wanted record was settled: from here on only the ack is left."""
+        assert not self.acking, "a pull is settled once"
+        assert not self.outstanding, "a record is neither in place nor given up"
+        self.acking = True
+        self.sent = False
+
+    def next_message(self, own: Identity, now_s: float) -> Pull | Ack | Renew:
+        """The message that is needed now, to be sent: a pull begins the next epoch; a renewal if all was sent."""
+        self.last_sent_s = now_s
+        self.resend_s = math.inf
+        if self.sent:
+            return Renew(own.boot_id, self.id)
+        self.sent = True
+        if self.acking:
+            return Ack(own.boot_id, self.id)
         self.epoch += 1
-        return Pull(boot_id, self.id, self.epoch, self._wants())
+        return Pull(own.boot_id, self.id, self.epoch, own.digest, self._wants())
+
+    def refused(self, now_s: float, pause_s_min: float, pause_s_max: float) -> None:
+        """The link refused the message: it is tried again after a pause that grows."""
+        self.sent = False
+        self.pause_s = min(2 * self.pause_s or pause_s_min, pause_s_max)
+        self.resend_s = now_s + self.pause_s
 
     def take(self, records: Records, payloads: Sequence[memoryview], parts: Sequence[Part], counters: Counters) -> bool:
         """Install the records that are wanted and sound; whether any was settled."""
         before = len(self.outstanding)
         for entry, payload in zip(records.entries, payloads, strict=True):
-            place, part = (entry.part, entry.index), parts[entry.part]
-            if (key := self.outstanding.get(place)) is None:
+            part = parts[entry.part]
+            place = entry.part, entry.index
+            key = self.outstanding.get(place)
+            if key is None:
                 counters.duplicate_records += 1
                 continue
             try:

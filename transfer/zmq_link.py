@@ -22,7 +22,7 @@ from transfer.link import Arrival, Came, Peer, PeerFound, PeerLost
 from transfer.messages import ENTRIES_MAX, nbytes_of
 from transfer.zmq_server import ZmqServer
 from transfer.zmq_settings import ZmqSettings, check_address
-from transfer.zmq_sockets import EVENTS_MAX, Socket, dealer, events, monitored
+from transfer.zmq_sockets import Socket, dealer, events, monitored
 
 FRAMES_MAX: Final = ENTRIES_MAX + 1
 """Frames of a message: control and bulk."""
@@ -38,18 +38,12 @@ _MORE: Final = int(zmq.NOBLOCK | zmq.SNDMORE)
 class ZmqCounters:
     """Counts of a link since it was made.
 
-    ``dropped_messages`` had too many frames or none; ``evicted_connections`` were the idlest of too many,
-    ``cut_connections`` sent forbidden messages or did not read; ``refused_keys`` are not ours. ``connections`` is the
-    present number.
+    ``dropped_messages`` had too many frames or none, ``refused_keys`` are not ours.
     """
 
     received_messages: int = 0
     dropped_messages: int = 0
-    lost_peers: int = 0
-    evicted_connections: int = 0
-    cut_connections: int = 0
     refused_keys: int = 0
-    connections: int = 0
 
 
 @dataclass(slots=True)
@@ -70,7 +64,7 @@ class ZmqLink:
     """A :class:`~transfer.link.Link`; it binds when it is made, or raises :class:`~cache_manager.errors.ConfigError`.
 
     A peer that we connected to is named by its address, a peer that connected to us by the routing id it chose. A
-    message to a peer that is not connected is not taken.
+    message to a peer that is not connected is not taken. Only the loss of a server is reported.
     """
 
     def __init__(self, settings: ZmqSettings | None = None) -> None:
@@ -95,7 +89,7 @@ class ZmqLink:
             try:
                 self._server = ZmqServer(self._context, settings, settings.bind)
                 self.address = self._server.address
-                for socket in self._server.sockets:  # in this order they are looked at, who came and went first
+                for socket in self._server.sockets:
                     self._poller.register(socket, zmq.POLLIN)
             except BaseException:
                 self.close(0)
@@ -103,10 +97,8 @@ class ZmqLink:
 
     @property
     def counters(self) -> ZmqCounters:
-        if (server := self._server) is None:
-            return replace(self._counters)
-        done = {"evicted_connections": server.evicted, "cut_connections": server.cut}
-        return replace(self._counters, **done, refused_keys=server.refused_keys, connections=server.connections)
+        refused_keys = 0 if self._server is None else self._server.refused_keys
+        return replace(self._counters, refused_keys=refused_keys)
 
     def connect(self, address: str) -> Peer:
         """The peer at ``address``, which need not be there yet.
@@ -116,7 +108,8 @@ class ZmqLink:
         """
         self._open()
         peer = Peer(b"server " + address.encode() if isinstance(address, str) else b"")
-        if (server := self._servers.get(peer)) is None:
+        server = self._servers.get(peer)
+        if server is None:
             check_address(address, "address", curve=self.settings.keys is not None)
             if len(self._servers) >= self.settings.servers_max:
                 self._forget_server()
@@ -136,7 +129,7 @@ class ZmqLink:
             if not server.connected:  # ZeroMQ reports a loss before it stops taking messages for the lost peer
                 return False
             return _sent(server.socket, (control, *bulk))
-        routing_id = None if self._server is None else self._server.routing_id(peer)
+        routing_id = ZmqServer.routing_id(peer)
         if self._server is None or routing_id is None:
             return False
         return _sent(self._server.socket, (routing_id, control, *bulk))
@@ -145,7 +138,8 @@ class ZmqLink:
         self._open()
         came: list[Came] = []
         for source, _ in zmq.zmq_poll(self._poller.sockets, 0 if self._news else max(int(timeout_s * 1000 + 0.999), 0)):
-            if (server := self._at.get(source)) is not None:
+            server = self._at.get(source)
+            if server is not None:
                 if source is server.socket:
                     self._take(source, server.peer, came, limit)
                 else:
@@ -159,10 +153,6 @@ class ZmqLink:
             came += self._news[:room]
             del self._news[:room]
         return came
-
-    def cut(self, peer: Peer) -> None:
-        if self._server is not None:
-            self._server.cut_off(peer)
 
     def wake(self) -> None:
         with self._waking:  # against close: the descriptor may be another file's a moment later
@@ -209,12 +199,10 @@ class ZmqLink:
     def _poll_server(self, server: ZmqServer, source: Socket, came: list[Came], limit: int) -> None:
         if source is server.socket:
             self._take(source, None, came, limit)
-        elif source is server.monitor:
-            self._lose(server.watch())
         else:
             server.admit()
 
-    def _take(self, socket: Socket, peer: Peer | None, came: list[Came], limit: int) -> None:
+    def _take(self, socket: Socket, server: Peer | None, came: list[Came], limit: int) -> None:
         """Add the messages that are there to ``came``, up to ``limit``; a client's starts with its routing id."""
         more = True  # the poller has said so
         while more and len(came) < limit:
@@ -227,36 +215,25 @@ class ZmqLink:
                 if len(frames) <= FRAMES_MAX + 1:  # further frames are only removed from the queue
                     frames.append(frame)
             self._counters.received_messages += 1
-            sender = peer
-            if peer is None and self._server is not None:
-                lost: list[Peer] = []
-                named = frames.pop(0).bytes
-                sender = self._server.sender(named, frames[0], lost) if frames else None
-                if lost:
-                    self._lose(lost)
-            if sender is None or len(frames) > FRAMES_MAX:
-                self._counters.dropped_messages += 1
-                if sender is not None:
-                    self.cut(sender)
-            else:
+            sender = server or ZmqServer.client(frames.pop(0).bytes)
+            if frames and len(frames) <= FRAMES_MAX:
                 control, *bulk = frames
                 came.append(Arrival(sender, control.bytes, [frame.buffer for frame in bulk], frames.clear))
+            else:
+                self._counters.dropped_messages += 1
             more = bool(zmq.zmq_poll([(socket, zmq.POLLIN)], 0))  # the socket's own option costs five times as much
 
     def _watch(self, server: _Server) -> None:
-        for event, _ in events(server.monitor):
-            was, server.connected = server.connected, event == zmq.EVENT_HANDSHAKE_SUCCEEDED
+        for event in events(server.monitor):
+            was_connected = server.connected
+            server.connected = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
             if server.connected:
                 self._news.append(PeerFound(server.peer))
-            elif was:
-                self._lose([server.peer])
-
-    def _lose(self, peers: list[Peer]) -> None:
-        self._counters.lost_peers += len(peers)
-        self._news += map(PeerLost, peers[: max(EVENTS_MAX - len(self._news), 0)])
+            elif was_connected:
+                self._news.append(PeerLost(server.peer))
 
     def _forget_server(self) -> None:
-        idle = [(s.used, peer) for peer, s in self._servers.items() if not s.connected]
+        idle = [(server.used, peer) for peer, server in self._servers.items() if not server.connected]
         if not idle:
             raise TransferError(f"servers_max: wanted at most {self.settings.servers_max} servers, got another")
         server = self._servers.pop(min(idle)[1])

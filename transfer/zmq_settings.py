@@ -21,14 +21,13 @@ class ZmqSettings:
 
     ``bind`` makes it a server as well: ``ipc:///path`` or ``tcp://127.0.0.1:PORT`` (port ``*``: any free one). An
     address that other machines reach needs ``keys``, which all peers have. ``identity`` names a client to its servers;
-    the default is 16 random bytes, which no peer can guess. Beyond ``connections_max`` clients the idlest makes room,
-    beyond ``servers_max`` servers one that is not connected.
+    the default is 16 random bytes, which no peer can guess. Beyond ``servers_max`` servers one that is not connected
+    makes room.
     """
 
     bind: str | None = None
     identity: bytes | None = None
     keys: CurveKeys | None = None
-    connections_max: int = 256
     servers_max: int = 256
 
     def __post_init__(self) -> None:
@@ -36,9 +35,8 @@ class ZmqSettings:
             check_address(self.bind, "bind", curve=self.keys is not None)
         if self.identity is not None and (not 1 <= len(self.identity) <= 64 or self.identity[0] == 0):
             raise ConfigError("identity", "1 to 64 bytes, the first not 0", repr(self.identity))
-        for name in ("connections_max", "servers_max"):
-            if type(value := getattr(self, name)) is not int or not 1 <= value <= 1 << 16:
-                raise ConfigError(name, f"an integer from 1 to {1 << 16}", repr(value))
+        if type(self.servers_max) is not int or not 1 <= self.servers_max <= 1 << 16:
+            raise ConfigError("servers_max", f"an integer from 1 to {1 << 16}", repr(self.servers_max))
 
 
 def check_address(address: str, field: str, *, curve: bool) -> None:

@@ -15,14 +15,20 @@ from transfer.messages import CONTROL_NBYTES_MAX, RECORD_NBYTES_MAX
 from transfer.zmq_settings import ZmqSettings
 
 ZAP_DOMAIN: Final = b"kvroute"
+REQUESTS_MAX: Final = 1024
+"""Most admissions at a time."""
+
 EVENTS_MAX: Final = 1024
-MONITORED: Final = zmq.EVENT_ACCEPTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+MONITORED: Final = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
 
 SENT_MESSAGES_MAX: Final = 64
 RECEIVED_MESSAGES_MAX: Final = 16
 SERVED_MESSAGES_MAX: Final = 8
 """Whole messages that are kept for each peer, each server and each client until they are sent or taken. A message with
 endless frames has no limit: a peer that has the key, or runs on this machine, is trusted not to send one."""
+
+BACKLOG_MAX: Final = 256
+"""Connections that wait to be accepted."""
 
 HANDSHAKE_MS: Final = 5_000
 RECONNECT_MS: Final = 50
@@ -41,7 +47,7 @@ def router(context: zmq.Context[Socket], settings: ZmqSettings) -> Socket:
     socket = _limited(context.socket(zmq.ROUTER), settings.bind or "", SERVED_MESSAGES_MAX, CONTROL_NBYTES_MAX)
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
     socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
-    socket.setsockopt(zmq.BACKLOG, settings.connections_max)
+    socket.setsockopt(zmq.BACKLOG, BACKLOG_MAX)
     if settings.keys is not None:
         socket.setsockopt(zmq.CURVE_SERVER, 1)
         socket.setsockopt(zmq.CURVE_SECRETKEY, settings.keys.secret)
@@ -71,13 +77,12 @@ def monitored(socket: Socket) -> Socket:
     return monitor
 
 
-def events(monitor: Socket) -> list[tuple[int, int]]:
-    """A monitor's events, as (event, file descriptor)."""
-    found: list[tuple[int, int]] = []
-    while len(found) < EVENTS_MAX and int(monitor.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
-        event = recv_monitor_message(monitor, zmq.NOBLOCK)
-        found.append((int(event["event"]), int(event["value"])))
-    return found
+def events(monitor: Socket) -> list[int]:
+    """A monitor's events."""
+    happened: list[int] = []
+    while len(happened) < EVENTS_MAX and int(monitor.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+        happened.append(int(recv_monitor_message(monitor, zmq.NOBLOCK)["event"]))
+    return happened
 
 
 def bind(socket: Socket, address: str) -> str:

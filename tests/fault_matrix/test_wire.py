@@ -15,7 +15,7 @@ from budget import examples
 from hypothesis import example, given
 from hypothesis import strategies as st
 from transfer_nodes import PATIENCE_S, ended, fetched, lend, until
-from transfer_rows import PART, SPACE, CanarySink, identity_of, wanted
+from transfer_rows import CanarySink, identity_of, ranges, wanted
 from zmq_peers import Client, Server, malformed
 from zmtp import greeted
 
@@ -29,11 +29,10 @@ from transfer.messages import (
     MAJOR,
     PREFIX,
     Gone,
-    Hello,
+    Later,
     Outcome,
     Pull,
     TransferId,
-    Welcome,
     decode,
     encode,
 )
@@ -44,8 +43,8 @@ from transfer.zmq_settings import ZmqSettings
 CALM = TransferLimits(lease_s=120.0, retry_s=60.0)
 """Nothing is said twice, so that counts are exact."""
 
-HELLO = encode(Hello(bytes(16), SPACE, [PART]))
-WELCOME = encode(Welcome(bytes(16), SPACE, [PART], 60_000, bytes(16)))
+PULL = encode(Pull(bytes(16), bytes(16), 1, identity_of(1).digest, ranges(1, 1)))
+LATER = encode(Later(bytes(16), bytes(16), 1, 60_000))
 
 
 @contextlib.contextmanager
@@ -78,12 +77,10 @@ def counts(node: Node, messages: int) -> None:
     assert node.counters.bad_messages == messages
 
 
-def first_pull(server: Server) -> Pull:
-    """The pull of a decode node, which gets a welcome if it says hello."""
+def pull_of(server: Server, transfer: TransferId) -> Pull:
+    """The pull of ``transfer`` by a decode node."""
     message = server.hear()
-    while not isinstance(message, Pull):
-        if isinstance(message, Hello):
-            server.say(encode(Welcome(server.boot_id, SPACE, [PART], 120_000, message.boot_id)))
+    while not isinstance(message, Pull) or message.transfer != transfer:
         message = server.hear()
     return message
 
@@ -103,10 +100,10 @@ CONTROL = st.one_of(
     st.builds(
         lambda kind, body: PREFIX.pack(MAGIC, MAJOR, kind, 0) + body, st.integers(0, 255), st.binary(max_size=80)
     ),
-    st.builds(lambda good, cut: good[:cut], st.sampled_from([HELLO, WELCOME]), st.integers(0, len(HELLO) - 1)),
+    st.builds(lambda good, cut: good[:cut], st.sampled_from([PULL, LATER]), st.integers(0, len(LATER) - 1)),
     st.builds(
         lambda good, at, bit: bytes(b ^ (1 << bit if i == at else 0) for i, b in enumerate(good)),
-        *(st.sampled_from([HELLO, WELCOME]), st.integers(0, PREFIX.size - 1), st.integers(0, 7)),
+        *(st.sampled_from([PULL, LATER]), st.integers(0, PREFIX.size - 1), st.integers(0, 7)),
     ),
 ).filter(no_message)
 FRAMES = st.builds(lambda first, rest: [first, *rest], CONTROL, st.lists(st.binary(max_size=80), max_size=5))
@@ -118,13 +115,13 @@ def test_r17_r23_any_frames_to_prefill_are_counted(prefill: Node) -> None:
     with contextlib.closing(Client(prefill.address)) as peer:
 
         @examples(60)
-        @example(malformed(HELLO))
+        @example(malformed(PULL))
         @given(SEVERAL)
         def say(messages: list[list[bytes]]) -> None:
             before = prefill.counters.bad_messages
             for frames in messages:
                 peer.say(*frames)
-            assert isinstance(peer.hello(), Welcome)
+            assert peer.is_answered()
             counts(prefill, before + len(messages))
 
         say()
@@ -136,15 +133,15 @@ def test_any_frames_to_decode_are_counted(prefill: Node) -> None:
     with contextlib.closing(Server()) as server, node_of(ZmqLink()) as pulling:
 
         @examples(60)
-        @example(malformed(WELCOME))
+        @example(malformed(LATER))
         @given(SEVERAL)
         def say(messages: list[list[bytes]]) -> None:
             before, transfer = pulling.counters.bad_messages, TransferId(secrets.token_bytes(16))
             pulling.pull(transfer, server.address, wanted(1, 1), CanarySink(1))
-            first_pull(server)
+            pull = pull_of(server, transfer)
             for frames in messages:
                 server.say(*frames)
-            server.say(encode(Gone(transfer, Outcome.UNKNOWN)))
+            server.say(encode(Gone(pull.boot_id, transfer, Outcome.UNKNOWN)))
             assert ended(pulling, {transfer})[transfer].reason is Reason.GONE
             counts(pulling, before + len(messages))
 
@@ -181,7 +178,7 @@ def test_r16_a_stray_client_costs_one_count(prefill: Node) -> None:
             with contextlib.closing(Client(prefill.address, identity=identity)) as stray:
                 stray.say(b"stray")
                 counts(prefill, number)
-                assert isinstance(stray.hello(), Welcome), "what it says decides, not its name"
+                assert stray.is_answered(), "what it says decides, not its name"
         with greeted(prefill.address) as largest:
             largest.sendall(b"\x02" + struct.pack(">Q", CONTROL_NBYTES_MAX) + bytes(CONTROL_NBYTES_MAX))
             counts(prefill, len(identities) + 1)

@@ -297,7 +297,7 @@ def test_ranks_that_are_not_alike(kv: bool) -> None:
     assert isinstance(came, Came)
     if kv:
         assert set(came.why) == {0, 1}
-        assert came.why[0] == "refused: namespace.rank: wanted 2, got 1"
+        assert came.why[0] == "refused: peer's namespace.rank: wanted 1, got 2"
         assert second.right(tokens, [5, 6]) == []
     else:
         assert came.why == {}

@@ -230,7 +230,7 @@ def test_prefill_of_other_ranks_is_refused(plain: Plain) -> None:
     with pair(prefills=replace(NAMESPACE, rank=1, world=2)) as engines:
         engines.begin(completion(26))
         (output,) = engines.judge(plain)
-        assert output.note == "computed here from position 0 on: refused: namespace.rank: wanted 1, got 0"
+        assert output.note == "computed here from position 0 on: refused: peer's namespace.rank: wanted 0, got 1"
 
 
 def test_prefill_gone_when_all_was_fetched(plain: Plain) -> None:

@@ -8,15 +8,12 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterator
-from enum import Enum
 
 import pytest
 from budget import scaled
 from transfer_world import World
 
 import transfer.messages
-import transfer.offer
-import transfer.pull
 from transfer.link import Arrival
 from transfer.testing.loopback import Faults, Network
 
@@ -28,29 +25,12 @@ STEPS_A_RUN = 40
 SEED = os.environ.get("KVROUTE_SIMULATION_SEED")
 
 
-class Recorded(dict):
-    """A row of a transition table that counts how often each event was taken in this state."""
-
-    def __init__(self, state: Enum, row: dict[Enum, Enum], taken: Counter[tuple[str, str]]) -> None:
-        super().__init__(row)
-        self.state, self.taken = state, taken
-
-    def get(self, event, default=None):
-        if event in self:
-            self.taken[self.state.name, event.name] += 1
-        return super().get(event, default)
-
-
-@pytest.fixture(scope="module")
-def taken() -> Iterator[Counter[tuple[str, str]]]:
-    """Transitions taken, by (state, event), while every table is watched."""
-    counts: Counter[tuple[str, str]] = Counter()
+@pytest.fixture(scope="module", autouse=True)
+def small_payloads_alone() -> Iterator[None]:
+    """Small KV, too, is sent from where it lies."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(transfer.messages, "JOINED_NBYTES_MAX", 28)  # so that small KV, too, is sent from where it lies
-        for table in (transfer.offer.TRANSITIONS, transfer.pull.TRANSITIONS):
-            for state, row in table.items():
-                patch.setitem(table, state, Recorded(state, row, counts))
-        yield counts
+        patch.setattr(transfer.messages, "JOINED_NBYTES_MAX", 28)
+        yield
 
 
 def seeds() -> range:
@@ -58,10 +38,10 @@ def seeds() -> range:
 
 
 @pytest.mark.timeout(0 if STEPS > 200_000 else 900)
-def test_every_claim_holds_under_every_fault(taken: Counter[tuple[str, str]]) -> None:
+def test_every_claim_holds_under_every_fault() -> None:
     """Goal: all invariants of transfers hold, whatever fails and when. Method: seeded runs in virtual time; every claim
-    is checked after every step, and at the end of each run everything has come back. Then: each kind of fault, each way
-    to end and each transition of the tables really happened."""
+    is checked after every step, and at the end of each run everything has come back. Then: each kind of fault and each
+    way to go on and to end really happened."""
     happened: Counter[str] = Counter()
     for seed in seeds():
         world = World(seed)
@@ -74,9 +54,6 @@ def test_every_claim_holds_under_every_fault(taken: Counter[tuple[str, str]]) ->
         return
     missed = [name for name in EXPECTED if not happened[name]]
     assert not missed, f"never happened: {missed}"
-    rows = [(s, e) for t in (transfer.offer.TRANSITIONS, transfer.pull.TRANSITIONS) for s in t for e in t[s]]
-    missed = [(s.name, e.name) for s, e in rows if not taken[s.name, e.name]]
-    assert not missed, f"never taken: {missed}"
 
 
 def test_a_seed_is_a_run() -> None:
@@ -113,12 +90,25 @@ def _counts(counters: object) -> dict[str, int]:
 
 
 EXPECTED = (
-    *("drop", "duplicate", "delay", "reorder", "truncate", "flip", "full", "crash", "lost", "forged", "grown"),
+    *(
+        "drop",
+        "duplicate",
+        "delay",
+        "reorder",
+        "truncate",
+        "flip",
+        "full",
+        "crash",
+        "lost",
+        "forged",
+        "grown",
+        "sealed",
+    ),
     *("crash P", "crash D", "reset P", "reset D", "P table full", "D table full", "P bad message", "D bad message"),
     *("released acked", "released aborted", "released expired", "released reset", "installed", "stale"),
     *("pull done", "pull gone", "pull timeout", "pull refused", "pull aborted", "pull reset", "complete pull"),
-    *("P late_messages", "P foreign_messages", "P stale_messages", "P stranger_messages", "P unknown_transfers"),
-    *("P early_pulls", "P slow_peers", "P refused_peers", "P records_absent", "P sends_refused", "D told_later"),
+    *("P late_messages", "P foreign_messages", "P stale_messages", "P unknown_transfers"),
+    *("P early_pulls", "P refused_pulls", "P records_absent", "P sends_refused", "D told_later"),
     *("D corrupt_records", "D duplicate_records", "D foreign_messages", "D stale_messages"),
     *("D postponed_records", "D sends_refused", "D retries", "D records_stale", "D refusals"),
 )

@@ -8,13 +8,13 @@ from collections.abc import Callable
 from cache_manager.errors import KVRouteError
 from cache_manager.keys import Namespace
 from cache_manager.record import OfferedRecord, RecordHeader
-from transfer.actions import Action, Cut, Finished, OfferedBlock, Release, Send, WantedBlock
+from transfer.actions import Action, Finished, OfferedBlock, Release, Send, WantedBlock
 from transfer.counters import Counters
 from transfer.errors import RemoteProtocolError
 from transfer.identity import Identity
 from transfer.limits import TransferLimits
 from transfer.link import Peer
-from transfer.messages import BootId, Hello, Message, Outcome, Part, Range, Records, Space, TransferId, decode, encode
+from transfer.messages import BootId, Message, Outcome, Part, Pull, Range, Records, Space, TransferId, decode, encode
 from transfer.offers import Offers
 from transfer.pulls import Pulls
 
@@ -55,12 +55,13 @@ def space(namespace: Namespace = NAMESPACE) -> Space:
     return Identity(P_RUN, namespace, PARTS).space
 
 
-def hello(run: BootId = D_RUN) -> Hello:
-    return Hello(run, space(), list(PARTS))
-
-
 def want(n: int, parts: int = 3, start: int = 0) -> list[Range]:
     return [Range(start, parts, b"".join(key(i) for i in range(start, start + n)))]
+
+
+def pull_of(wants: list[Range], epoch: int = 1, transfer: TransferId = T, run: BootId = D_RUN) -> Pull:
+    """A pull of a peer whose identity is prefill's."""
+    return Pull(run, transfer, epoch, Identity(P_RUN, NAMESPACE, PARTS).digest, wants)
 
 
 def bulk_of(records: Records) -> list[memoryview]:
@@ -86,7 +87,6 @@ class Pair:
         self.installed: list[tuple[int, int, bytes]] = []
         self.finished: list[Finished] = []
         self.released: list[Release] = []
-        self.cut: list[Peer] = []
         self.bad_messages = 0
         self.said: list[Message] = []
         self._queue: deque[tuple[Peer, Send]] = deque()
@@ -103,8 +103,6 @@ class Pair:
             match action:
                 case Send():
                     self._queue.append((who, action))
-                case Cut(peer):
-                    self.cut.append(peer)
                 case Release():
                     self.released.append(action)
                 case Finished():

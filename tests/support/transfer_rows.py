@@ -26,10 +26,6 @@ def key_of(request: int, index: int) -> BlockKey:
     return BlockKey(hashlib.sha256(b"key %d %d" % (request, index)).digest())
 
 
-SPACE = identity_of(1).space
-"""The namespace as peers tell it."""
-
-
 def ranges(request: int, blocks: int, parts: int = 1) -> list[Range]:
     """The request of a pull for the first ``blocks`` blocks."""
     return [Range(0, parts, b"".join(key_of(request, i) for i in range(blocks)))]

@@ -33,7 +33,6 @@ LIMITS = TransferLimits(
     resend_s=0.1,
     retries_max=3,
     transfers_max=4,
-    peers_max=3,
     remembered_max=6,
     records_nbytes_max=300,
 )
@@ -118,7 +117,7 @@ class _Side:
     def pump(self, limit: int = 8) -> None:
         for item in self.link.poll(limit):
             if isinstance(item, PeerLost):
-                self.session.peer_lost(item.peer)
+                self.lost(item.peer)
                 continue
             try:
                 message = decode(item.control)
@@ -130,6 +129,9 @@ class _Side:
             item.release()
         self.act(self.session.tick(self.world.now_s))
 
+    def lost(self, peer: Peer) -> None:
+        """Prefill learns nothing of it: decode asks again."""
+
     def act(self, actions: list[Action]) -> None:
         for action in actions:
             self.do(action)
@@ -138,7 +140,7 @@ class _Side:
 
 
 class PrefillSide(_Side):
-    name, kinds = "P", wire.ToOffers | wire.Bye
+    name, kinds = "P", wire.ToOffers
     session: Offers
 
     def start(self) -> None:
@@ -205,6 +207,7 @@ class PrefillSide(_Side):
             else:
                 offered.open = False
                 self.act(self.session.seal(offered.id, self.world.now_s))
+                self.world.happened["sealed"] += 1
 
     def abort(self) -> None:
         if live := [o for o in self.offers.values() if o.released is None]:
@@ -283,7 +286,7 @@ class Landing:
 
 
 class DecodeSide(_Side):
-    name, kinds = "D", wire.ToPulls | wire.Bye
+    name, kinds = "D", wire.ToPulls
     session: Pulls
 
     def start(self) -> None:
@@ -311,6 +314,9 @@ class DecodeSide(_Side):
         else:
             self.pulls[offered.id] = landing
             self.act(actions)
+
+    def lost(self, peer: Peer) -> None:
+        self.session.peer_lost(peer)
 
     def finish(self) -> None:
         """A request ends; an engine may give the landing blocks away without a word."""

@@ -6,7 +6,6 @@ what, what was acknowledged, aborted and reset, and when the owner was last hear
 
 from __future__ import annotations
 
-import contextlib
 import random
 from collections import Counter
 from operator import attrgetter
@@ -16,9 +15,8 @@ from transfer_sides import HELD, LIMITS, DecodeSide, PrefillSide, claim
 
 import transfer.messages as wire
 from cache_manager.errors import KVRouteError
-from transfer.errors import RemoteProtocolError
 from transfer.link import Peer
-from transfer.messages import MAGIC, MAJOR, PREFIX, decode, encode
+from transfer.messages import KINDS, MAGIC, MAJOR, PREFIX, decode, encode
 from transfer.testing.loopback import Faults, LoopbackLink, Network
 
 
@@ -74,24 +72,21 @@ class World:
         to = dice.choice((self.prefill.link.name, self.decode.link.name))
         self.happened["forged"] += 1
         if kind < 0.4 and known:  # she says that she is decode's run
-            run, own, name = self.decode.session.identity.boot_id, self.prefill.session.identity, dice.choice(known).id
-            hello = wire.Hello(run, own.space, list(own.parts))
+            run = self.decode.session.identity.boot_id
+            name = dice.choice(known).id
             forged = (wire.Ack(run, name), wire.Abort(run, name, ""), wire.Bye(run), wire.Renew(run, name))
-            for message in (hello, dice.choice(forged)):
-                self.eve.send(self.prefill.link.name, encode(message), ())
+            self.eve.send(self.prefill.link.name, encode(dice.choice(forged)), ())
             return
         kind = dice.random()
         if kind < 0.2 or not self.captured:
             frame = self.random_bytes(dice.randint(1, 60))
         elif kind < 0.3:
-            frame = PREFIX.pack(MAGIC, MAJOR, dice.randint(1, 12), 0) + self.random_bytes(dice.randint(1, 40))
+            frame = PREFIX.pack(MAGIC, MAJOR, dice.randint(1, len(KINDS)), 0) + self.random_bytes(dice.randint(1, 40))
         else:
             frame = dice.choice(self.captured)
             message = decode(frame)
             if isinstance(message, wire.Ack | wire.Abort) and kind < 0.5 and known:
                 frame = encode(msgspec.structs.replace(message, transfer=dice.choice(known).id))
-        with contextlib.suppress(RemoteProtocolError):
-            to = self.prefill.link.name if isinstance(decode(frame), wire.Hello) else to
         self.eve.send(to, frame, ())
         self.eve.poll()
 
@@ -103,11 +98,10 @@ class World:
             prefill.in_flight <= LIMITS.transfers_max
             and len(prefill._early) <= LIMITS.transfers_max
             and len(prefill._ended) <= LIMITS.remembered_max
-            and len(prefill._runs) <= LIMITS.peers_max
+            and len(prefill._stalled) <= LIMITS.transfers_max
             and len(prefill._ready) <= LIMITS.transfers_max
             and len(decode._pulls) <= 2 * LIMITS.transfers_max
             and len(decode._ended) <= LIMITS.remembered_max
-            and len(decode._peers) <= LIMITS.peers_max
         )
         claim("tables are bounded", bounded)
         live = {offered.id for offered in self.prefill.offers.values() if offered.released is None}

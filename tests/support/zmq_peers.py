@@ -5,12 +5,11 @@ from __future__ import annotations
 import secrets
 
 import zmq
-from transfer_rows import PART, identity_of
 from waiting import GIVE_UP_S
 
 import transfer.messages as wire
 from cache_manager.record import HEADER_NBYTES_MIN
-from transfer.messages import MAGIC, MAJOR, PREFIX, Hello, Message, Refuse, Welcome, decode, encode
+from transfer.messages import MAGIC, MAJOR, PREFIX, Gone, Message, Outcome, Renew, decode, encode
 
 PATIENCE_S = GIVE_UP_S
 
@@ -30,7 +29,7 @@ def malformed(good: bytes) -> list[list[bytes]]:
         [start + body.replace(bytes([kind]), b"\x7f", 1)],
         *([start + huge + b"\xff" * 4] for huge in (b"\xdd", b"\xdb", b"\xdf", b"\xc6")),  # four billion of something
         [start + b"\x91" * 100_000],  # nested without end
-        [encode(wire.Records(bytes(16), 1, [wire.Entry(0, 0, bytes(HEADER_NBYTES_MIN))]))],
+        [encode(wire.Records(bytes(16), bytes(16), 1, 1, [wire.Entry(0, 0, bytes(HEADER_NBYTES_MIN))]))],
     ]
 
 
@@ -46,15 +45,18 @@ class Client:
             self._socket.setsockopt(zmq.ROUTING_ID, identity)
         self._socket.connect(address)
 
-    def hello(self) -> Message:
-        self.say(encode(Hello(self.boot_id, identity_of(1).space, [PART])))
-        return self.hear()
+    def is_answered(self) -> bool:
+        """Whether the server answers what this client asks: an unknown transfer is gone."""
+        asked = Renew(self.boot_id, secrets.token_bytes(16))
+        self.say(encode(asked))
+        return self.hear() == Gone(self.boot_id, asked.transfer, Outcome.UNKNOWN)
 
     def hear_out(self) -> None:
         """Returns when the server has acted on every message sent: it answers in order."""
-        answer = self.hello()
-        while not (isinstance(answer, (Welcome, Refuse)) and answer.to == self.boot_id):
-            answer = self.hear()
+        asked = Renew(self.boot_id, secrets.token_bytes(16))
+        self.say(encode(asked))
+        while self.hear() != Gone(self.boot_id, asked.transfer, Outcome.UNKNOWN):
+            pass
 
     def say(self, *frames: bytes) -> None:
         assert self._socket.poll(int(PATIENCE_S * 1000), zmq.POLLOUT), "the server takes nothing any more"

@@ -72,6 +72,31 @@ def test_our_key_gets_rows_and_others_nothing(tmp_path: Path) -> None:
     assert prefill.close()
 
 
+@pytest.mark.parametrize(
+    "old",
+    [b"\xff" + bytes(8) + b"\x7f\x01\x05" + b"\x00\x00" + b"\x00\x05hello", b"\x01\x00" + b"\x06\x00hello"],
+    ids=["ZMTP 2", "ZMTP 1"],
+)
+def test_no_older_protocol_is_a_way_around_the_key(tmp_path: Path, old: bytes) -> None:
+    """Goal: ZMTP before 3 has no keys, and no message of it enters where keys are asked for. Method: such a message to
+    a server without keys, which hears it, and to one with keys, which hangs up."""
+    for keys, heard in ((None, 1), (keys_of(tmp_path), 0)):
+        server = ZmqLink(ZmqSettings(bind="tcp://127.0.0.1:*", keys=keys))
+        host, port = server.address.removeprefix("tcp://").split(":")
+        with socket.create_connection((host, int(port)), timeout=PATIENCE_S) as peer:
+            peer.sendall(old)
+            if heard:
+                (arrival,) = arrivals(poll_until(server, lambda came: bool(arrivals(came))))
+                assert arrival.control == b"hello"
+            else:
+                with contextlib.suppress(ConnectionError):
+                    while peer.recv(4096):  # a server that does not hang up is a TimeoutError
+                        pass
+        assert server.poll(0.0) == []
+        assert server.counters.received_messages == heard
+        server.close()
+
+
 def test_a_key_that_is_not_ours_is_counted_and_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Goal: an operator sees that a peer has another key. Method: clients that know our public key, and have others."""
     import zmq

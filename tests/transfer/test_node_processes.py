@@ -11,7 +11,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from transfer_nodes import QUICK, fetched
 from transfer_peer import PeerProcess
+from transfer_rows import identity_of
+
+from transfer.messages import TransferId
+from transfer.node import Node
+from transfer.zmq_link import ZmqLink
 
 
 @contextlib.contextmanager
@@ -77,6 +83,17 @@ def test_prefill_stopped_for_longer_than_the_lease(tmp_path: Path) -> None:
         prefill.ended(4)
         crosses(prefill, decode)
         assert all(done["right"] for done in decode.ended(5).values())
+
+
+def test_peers_that_come_and_go_are_all_answered(tmp_path: Path) -> None:
+    """Goal: no peer is taken for one that has just gone. Method: two hundred, one after another; the server's
+    process uses its descriptors again."""
+    with processes(tmp_path, lease_s=60.0) as (prefill, _):
+        for n in range(200):
+            decode = Node(ZmqLink(), identity_of(2 + n), QUICK)
+            transfer = TransferId(bytes.fromhex(prefill.lend(n, 1)))
+            assert fetched(decode, prefill.address, transfer, n, 1)
+            assert decode.close()
 
 
 @pytest.mark.parametrize("who", ["prefill", "decode"])

@@ -19,9 +19,9 @@ from session_pair import (
     T,
     blocks,
     bulk_of,
-    hello,
     key,
     payload,
+    pull_of,
     pulled,
     record,
     refused,
@@ -44,9 +44,7 @@ from transfer.messages import (
     Pull,
     Range,
     Records,
-    Refuse,
     TransferId,
-    Welcome,
 )
 from transfer.offer import PACKED_MAX, Offer
 
@@ -101,15 +99,14 @@ def test_under_any_loss_each_record_arrives_once_or_is_missing(lost: list[bool],
 
 
 def test_repeated_and_late_messages_change_nothing() -> None:
-    """Goal: doubled records and welcomes start no epoch; an older pull is ignored. Method: every message is sent
-    again."""
+    """Goal: doubled records start no epoch; an older pull is ignored. Method: every message is sent again."""
     pair, doubled = Pair(), list[Message]()
 
     def lose(message: Message) -> bool:
-        if isinstance(message, (Records, Welcome)) and message not in doubled:
+        if isinstance(message, Records) and message not in doubled:
             doubled.append(message)
             for _ in range(2):
-                pair.hear(D, P, message, bulk_of(message) if isinstance(message, Records) else [])
+                pair.hear(D, P, message, bulk_of(message))
             return True
         return False
 
@@ -121,8 +118,7 @@ def test_repeated_and_late_messages_change_nothing() -> None:
 
     pair = Pair()
     pair.offer(blocks(3))
-    pair.hear(P, D, hello())
-    newer, older = (Pull(D_RUN, T, epoch, want(1, 1)) for epoch in (2, 1))
+    newer, older = (pull_of(want(1, 1), epoch) for epoch in (2, 1))
     pair.hear(P, D, newer)
     pair.talk()
     pair.said.clear()
@@ -146,10 +142,10 @@ def test_a_damaged_record_is_asked_for_again() -> None:
         (message.entries, [view[:-1] for view in good]),
     ):
         before = counters.corrupt_records
-        pair.hear(D, P, Records(T, 1, entries), bulk)
+        pair.hear(D, P, Records(D_RUN, T, 1, 10_000, entries), bulk)
         assert counters.corrupt_records == before + 2
     swapped = [Entry(e.part, e.index + 2, e.header) for e in message.entries]  # sound, but another block's
-    pair.hear(D, P, Records(T, 1, swapped), good)
+    pair.hear(D, P, Records(D_RUN, T, 1, 10_000, swapped), good)
     assert counters.duplicate_records == 2
     whole = b"".join(good)
     unknown = msgspec.structs.replace(message, entries=[msgspec.structs.replace(e, part=7) for e in message.entries])
@@ -166,23 +162,19 @@ def test_a_damaged_record_is_asked_for_again() -> None:
 
 
 def test_what_the_link_refuses_is_sent_again() -> None:
-    """Goal: a full link costs nothing but time. Method: refuse a hello, a pull and records, once each; a hello that was
-    refused before the link was connected is sent as soon as it is."""
+    """Goal: a full link costs nothing but time. Method: refuse pulls and records; a pull that was refused before the
+    link was connected is sent as soon as it is."""
     pair = Pair()
     pair.offer(blocks(2))
     (first,) = pair.decode.pull(P, T, wanted(2), pair, 0.0)
     pair.decode.unsent(first, 0.0)
     assert pair.decode.next_due_s() == LIMITS.resend_s
     (again,) = pair.decode.peer_found(P, 0.0)
-    assert again == first
+    assert (again.message.epoch, again.message.wanted) == (2, first.message.wanted)
     assert pair.decode.peer_found(P, 0.0) == []
     pair.decode.unsent(again, 0.0)
-    (first,) = pair.decode.tick(2 * LIMITS.resend_s)
-    (welcome,) = pair.prefill.receive(D, first.message, 0.0)
-    (pull,) = pair.decode.receive(P, welcome.message, [], 0.0)
-    pair.decode.unsent(pull, 0.0)
-    (pull,) = pair.decode.tick(1.0)
-    assert pull.message.epoch == 2
+    (pull,) = pair.decode.tick(2 * LIMITS.resend_s)
+    assert pull.message.epoch == 3
     assert pair.prefill.receive(D, pull.message, 1.0) == []
     records = pair.prefill.next_records()
     pair.prefill.unsent(records, 1.0)
@@ -196,13 +188,27 @@ def test_what_the_link_refuses_is_sent_again() -> None:
     assert pair.result.complete
 
 
-def test_a_repeated_hello_that_the_link_refuses_is_sent_again_promptly() -> None:
-    """Goal: a restarted peer is greeted without waiting for a retry. Method: prefill no longer knows us, and our hello
-    is refused."""
-    pair = pulled()
-    (hello,) = pair.decode.receive(P, Refuse("hello", "one", "none", D_RUN), [], 0.5)
-    pair.decode.unsent(hello, 0.5)
-    assert pair.decode.peer_found(P, 0.6) == [hello]
+def test_records_that_are_refused_again_and_again_are_tried_less_and_less_often() -> None:
+    """Goal: a peer that is gone costs little until its lease ends, and one that reads again gets records at the old
+    pace. Method: refuse every message for a while, then one now and then."""
+    pair = Pair()
+    pair.offer(blocks(2))
+    pair.prefill.receive(D, pull_of(want(2)), 0.0)
+    tries = 0
+    now_s = 0.0
+    while now_s < LIMITS.lease_s / 2:
+        pair.prefill.tick(now_s)
+        send = pair.prefill.next_records()
+        if send is not None:
+            tries += 1
+            pair.prefill.unsent(send, now_s)
+        now_s += LIMITS.resend_s
+    assert 6 <= tries <= 12
+    pair.prefill.tick(now_s + LIMITS.retry_s)
+    assert pair.prefill.next_records() is not None, "this one is sent"
+    refused = pair.prefill.next_records()
+    pair.prefill.unsent(refused, now_s)
+    assert pair.prefill.next_due_s() == now_s + LIMITS.resend_s
 
 
 def test_an_unreachable_peer_is_tried_with_a_pause_of_its_own_that_grows() -> None:
@@ -225,8 +231,7 @@ def test_a_block_asked_for_a_thousand_times_is_sent_once() -> None:
     """Goal: no message of a peer can make this side hold more than it offered."""
     pair = Pair()
     pair.offer(blocks(1))
-    pair.hear(P, D, hello())
-    pair.hear(P, D, Pull(D_RUN, T, 1, 1000 * want(1, 255)))
+    pair.hear(P, D, pull_of(1000 * want(1, 255)))
     pair.talk()
     assert [(e.part, e.index) for m in pair.said if isinstance(m, Records) for e in m.entries] == [(0, 0), (1, 0)]
     assert pair.prefill.counters.records_absent == 6
@@ -314,7 +319,7 @@ def test_a_slow_prefill_outlasts_every_retry_but_not_the_lease() -> None:
         if not pair.finished:
             pair.prefill._early.clear()
             (known,) = pair.decode._pulls.values()
-            pair.hear(D, P, Later(T, known.epoch))
+            pair.hear(D, P, Later(D_RUN, T, known.epoch, 10_000))
     assert (pair.result.reason, pair.now_s) == (Reason.TIMEOUT, LIMITS.lease_max_s)
     assert "lease_max_s" in pair.result.detail
 
@@ -326,10 +331,10 @@ def test_a_large_offer_does_not_hold_the_node(monkeypatch: pytest.MonkeyPatch) -
     offer, count = Offer(T, 0.0, 0.0, owner=(D, D_RUN)), PACKED_MAX
     offer.grow(OfferedBlock(i, one.key, one.records) for i in range(count))
     assert len(sums) == PACKED_MAX
-    offer.want(Pull(D_RUN, T, 1, [Range(0, 3, one.key * count)]))
+    offer.want(pull_of([Range(0, 3, one.key * count)]))
     sent = []
     while offer.wanted:
-        message = offer.take(LIMITS.records_nbytes_max, KeptBuffers()).message
+        message = offer.take(LIMITS.records_nbytes_max, 10_000, KeptBuffers()).message
         assert isinstance(message, Records)
         sent += [(entry.part, entry.index, entry.header) for entry in message.entries]
     headers = [pack(record) for record in one.records if record is not None]
@@ -408,9 +413,8 @@ def test_a_later_attempt_takes_back_what_an_earlier_one_waits_for() -> None:
     two blocks that are not there yet."""
     pair = Pair()
     pair.offer([], is_open=True)
-    pair.hear(P, D, hello())
-    pair.hear(P, D, Pull(D_RUN, T, 1, want(2)))
-    pair.hear(P, D, Pull(D_RUN, T, 2, want(1, start=1)))
+    pair.hear(P, D, pull_of(want(2)))
+    pair.hear(P, D, pull_of(want(1, start=1), epoch=2))
     grow(pair, 0, 1)
     sent = [
         (entry.part, entry.index) for message in pair.said if isinstance(message, Records) for entry in message.entries

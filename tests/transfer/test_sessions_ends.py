@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -21,14 +22,14 @@ from session_pair import (
     T,
     blocks,
     bulk_of,
-    hello,
+    pull_of,
     pulled,
     refused,
-    space,
     want,
     wanted,
 )
 
+from cache_manager.record import HEADER_NBYTES_MIN
 from transfer.actions import OfferedBlock, Reason, Release, Send
 from transfer.counters import Counters
 from transfer.identity import Identity
@@ -38,20 +39,19 @@ from transfer.messages import (
     Absent,
     Ack,
     Bye,
+    Entry,
     Gone,
-    Hello,
     Later,
     Message,
     Outcome,
     Pull,
     Range,
     Records,
-    Refuse,
     Renew,
     TransferId,
-    Welcome,
 )
 from transfer.offers import Offers
+from transfer.pulls import Pulls
 
 NEXT = TransferId(b"the transfer id2")
 
@@ -60,17 +60,22 @@ NEXT = TransferId(b"the transfer id2")
 
 
 def test_a_restarted_decode_owns_nothing_of_its_old_run() -> None:
+    """Goal: no record and no end of a transfer for another run, though it has the old one's name. Method: the new run
+    asks for it, and gets what was sent to the old one."""
     pair = pulled()
-    pair.hear(P, D, hello(E_RUN))  # the same name, another run
-    assert pair.prefill.receive(D, Ack(E_RUN, T), 1.0) == [Send(D, Gone(T, Outcome.FOREIGN))]
-    (refuse,) = pair.prefill.receive(D, Ack(D_RUN, T), 1.0)  # a late message of the old run
-    assert isinstance(refuse.message, Refuse)
-    assert refuse.message.field == "hello"
+    records = next(message for message in pair.said if isinstance(message, Records))
+    for message in (Ack(E_RUN, T), pull_of(want(1), epoch=7, run=E_RUN)):
+        assert pair.prefill.receive(D, message, 1.0) == [Send(D, Gone(E_RUN, T, Outcome.FOREIGN))]
+    pair.decode = Pulls(Identity(E_RUN, NAMESPACE, PARTS), LIMITS, Counters())
+    pair.decode.pull(P, T, wanted(1), pair, 1.0)
+    pair.hear(D, P, records, bulk_of(records))
+    assert not pair.installed
+    assert pair.decode.counters.stale_messages == 1
     pair.do(P, pair.prefill.tick(LIMITS.lease_s))
     assert pair.outcomes == [Outcome.EXPIRED]
 
 
-def test_a_restarted_prefill_is_greeted_again_and_has_nothing() -> None:
+def test_a_restarted_prefill_has_nothing() -> None:
     pair = pulled()
     pair.prefill = Pair().prefill
     pair.pass_time(LIMITS.retry_s + LIMITS.early_s + 1)
@@ -79,10 +84,12 @@ def test_a_restarted_prefill_is_greeted_again_and_has_nothing() -> None:
     assert pair.prefill.counters.unknown_transfers == 1
 
 
-def test_after_another_welcome_what_is_missing_is_asked_for_again() -> None:
-    """Goal: a prefill that greets anew has forgotten its transfers. Method: a pull, then another run's welcome."""
+def test_after_a_lost_peer_is_found_what_is_missing_is_asked_for_again() -> None:
+    """Goal: prefill may have been started anew, and is asked without a pause. Method: the peer is lost and found."""
     pair = pulled()
-    (pull,) = pair.decode.receive(P, Welcome(E_RUN, space(), list(PARTS), 1000, D_RUN), [], 0.0)
+    assert pair.decode.peer_found(P, 0.0) == [], "nothing was lost"
+    pair.decode.peer_lost(P)
+    (pull,) = pair.decode.peer_found(P, 0.0)
     assert isinstance(pull.message, Pull)
     assert (pull.message.epoch, pull.message.wanted) == (2, want(1))
 
@@ -90,21 +97,18 @@ def test_after_another_welcome_what_is_missing_is_asked_for_again() -> None:
 # ---------------------------------------------------------------- leases
 
 
-def test_a_peer_that_lets_a_lease_end_is_cut_off() -> None:
-    """Goal: the link keeps nothing for a peer that does not read. Method: a peer pulls one offer and is silent; the
-    other offer is never pulled. A message that comes at the very moment is late, counted and refused."""
+def test_a_lease_that_ends_is_the_end() -> None:
+    """Goal: an offer that was pulled and one that never was are released. Method: a peer pulls one and is silent; its
+    message comes at the very moment: it is late, and counted."""
     pair = pulled()
     pair.offer(blocks(1), TransferId(bytes(16)))
     actions = pair.prefill.receive(D, Ack(D_RUN, T), LIMITS.lease_s)
-    assert [a.message for a in actions if isinstance(a, Send)] == 2 * [Gone(T, Outcome.EXPIRED)]
+    assert [a.message for a in actions if isinstance(a, Send)] == 2 * [Gone(D_RUN, T, Outcome.EXPIRED)]
     assert [a.outcome for a in actions if isinstance(a, Release)] == 2 * [Outcome.EXPIRED]
-    pair.do(P, actions)
-    assert pair.cut == [D]
-    counters = pair.prefill.counters
-    assert (counters.slow_peers, counters.late_messages, counters.acked) == (1, 1, 0)
+    assert (pair.prefill.counters.late_messages, pair.prefill.counters.acked) == (1, 0)
 
 
-@pytest.mark.parametrize("said", [Renew(D_RUN, T), Pull(D_RUN, T, 1, [])], ids=lambda m: type(m).__name__)
+@pytest.mark.parametrize("said", [Renew(D_RUN, T), pull_of([])], ids=lambda m: type(m).__name__)
 def test_a_lease_is_renewed_by_messages_and_ends_at_its_bound(said: Message) -> None:
     pair = pulled()
     while pair.now_s + 5 < LIMITS.lease_max_s:
@@ -125,33 +129,46 @@ def test_decode_renews_while_it_waits() -> None:
     assert sum(isinstance(m, Renew) for m in pair.said) >= 40 / 3 - 1
 
 
-@pytest.mark.parametrize(("welcomed_s", "lease_ms"), [(6.25, 1_200), (2.25, 1_200), (7.75, 600), (0.25, 1)])
-def test_a_pull_whose_prefill_is_silent_ends_once_and_does_not_babble(welcomed_s: float, lease_ms: int) -> None:
-    """Goal: whatever lease prefill announces, however late, decode asks at a bounded rate. Method: decode receives only
-    a welcome."""
+@pytest.mark.parametrize(("heard_s", "lease_ms"), [(6.25, 1_200), (2.25, 1_200), (7.75, 600), (0.25, 1)])
+@pytest.mark.parametrize("kind", [Later, Records])
+def test_a_pull_whose_prefill_is_silent_ends_once_and_does_not_babble(
+    heard_s: float, lease_ms: int, kind: type[Message]
+) -> None:
+    """Goal: whatever lease prefill announces, however late, decode renews it in time, and asks at a bounded rate.
+    Method: decode receives one message, whose record is damaged if it has one."""
     decode, actions = Pair().decode, list[Any]()
     actions += decode.pull(P, T, wanted(2), Pair(), 0.0)
     now_s = 0.0
+    sent_s = list[float]()
     while decode.in_flight:
         due_s = decode.next_due_s()
-        if now_s < welcomed_s <= due_s:
-            now_s = welcomed_s
-            actions += decode.receive(P, Welcome(P_RUN, space(), list(PARTS), lease_ms, D_RUN), [], now_s)
+        if now_s < heard_s <= due_s:
+            now_s = heard_s
+            (pull,) = decode._pulls.values()
+            message: Any = Later(D_RUN, T, pull.epoch, lease_ms)
+            bulk = []
+            if kind is Records:
+                message = Records(D_RUN, T, pull.epoch, lease_ms, [Entry(0, 0, bytes(HEADER_NBYTES_MIN))])
+                bulk = [memoryview(bytes(PARTS[0].nbytes))]
+            actions += decode.receive(P, message, bulk, now_s)
         now_s = max(now_s, min(due_s, decode.next_due_s()))
-        actions += decode.tick(now_s)
+        said = decode.tick(now_s)
+        sent_s += [now_s for action in said if isinstance(action, Send)]
+        actions += said
     assert [a.reason for a in actions if not isinstance(a, Send)] == [Reason.TIMEOUT]
-    assert now_s <= (LIMITS.retries_max + 1) * LIMITS.retry_s
+    assert now_s <= 2 * (LIMITS.retries_max + 1) * LIMITS.retry_s
     assert len(actions) <= now_s / max(lease_ms / 3000, 0.02) + 10
+    silences_s = [after_s - before_s for before_s, after_s in pairwise(sent_s) if before_s > heard_s]
+    assert max(silences_s) <= max(lease_ms, 60) / 1000
 
 
-@pytest.mark.parametrize("end", [Bye(P_RUN), Refuse("parts", "others", "these", D_RUN)])
-def test_no_renewal_is_sent_to_a_peer_that_has_gone(end: Message) -> None:
-    """Goal: no busy loop. Method: a welcomed peer reports that the transfer is over, and is pulled from again; it never
-    answers."""
+def test_a_pull_from_a_peer_that_has_refused_another_is_asked_for_as_any() -> None:
+    """Goal: no busy loop. Method: a peer refuses a transfer, and is pulled from again; it never answers."""
     pair = pulled()
-    pair.hear(D, P, end)
+    pair.hear(D, P, Identity(P_RUN, OTHER, PARTS).refuse(D_RUN, T))
+    assert pair.result.reason is Reason.REFUSED
     (first,) = pair.decode.pull(P, NEXT, wanted(1), pair, pair.now_s)
-    assert isinstance(first.message, Hello), "it is greeted anew"
+    assert isinstance(first.message, Pull)
     pair.now_s += LIMITS.lease_s / 2
     pair.decode.tick(pair.now_s)
     assert pair.decode.next_due_s() > pair.now_s
@@ -185,7 +202,7 @@ def test_a_reset_ends_everything_on_both_sides(side: str) -> None:
     pair.talk()
     assert pair.outcomes == [Outcome.RESET if side == "P" else Outcome.ABORTED]
     assert pair.result.reason is (Reason.GONE if side == "P" else Reason.RESET)
-    pair.pull(1, transfer=TransferId(bytes(16)))  # greeted anew, and refused: the other side is as it was
+    pair.pull(1, transfer=TransferId(bytes(16)))  # refused: the other side is as it was
     assert pair.finished[-1].reason is Reason.REFUSED
 
 
@@ -198,13 +215,12 @@ def test_a_reference_used_again_gives_no_row_of_the_next_tenant() -> None:
     pair.do(P, pair.prefill.tick(LIMITS.lease_s))
     memory[:] = later.records[0].payload  # type: ignore[union-attr]
     pair.offer([OfferedBlock(0, later.key, (replace(later.records[0], payload=memory), None))], NEXT)
-    pair.hear(P, E, hello(E_RUN))
     for who, run, reason in ((D, D_RUN, Outcome.EXPIRED), (E, E_RUN, Outcome.FOREIGN)):
         for name in (first.key, later.key):
-            pair.hear(P, who, Pull(run, T, 7 + name[0], [Range(0, 3, name)]))
+            pair.hear(P, who, pull_of([Range(0, 3, name)], 7 + name[0], run=run))
             pair.talk()
-            assert pair.said.pop() == Gone(T, reason)
-    pair.hear(P, E, Pull(E_RUN, NEXT, 1, want(1, 1)))  # the new id for the old tokens
+            assert pair.said.pop() == Gone(run, T, reason)
+    pair.hear(P, E, pull_of(want(1, 1), transfer=NEXT, run=E_RUN))  # the new id for the old tokens
     pair.talk()
     assert isinstance(pair.said.pop(), Absent)
     assert pair.prefill.counters.records_sent == sent
@@ -248,7 +264,7 @@ def test_records_that_come_after_the_end_are_placed_nowhere(end: str) -> None:
     assert pair.decode.counters.stale_messages == before + 1
 
 
-KINDS = [Hello, Welcome, Pull, Records, Renew, Ack, Absent, Gone, Later]
+KINDS = [Pull, Records, Renew, Ack, Absent, Gone, Later]
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
@@ -283,8 +299,8 @@ def test_both_sides_end_whichever_message_is_always_lost(kind: type[Message], af
 
 
 def test_full_tables_are_an_answer() -> None:
-    """Goal: nothing grows without a bound. Method: fill each table; of peers, one that owns nothing makes room."""
-    pair = Pair(TransferLimits(transfers_max=2, peers_max=2, remembered_max=2))
+    """Goal: nothing grows without a bound. Method: fill each table."""
+    pair = Pair(TransferLimits(transfers_max=2, remembered_max=2))
     names = [TransferId(bytes([i]) * 16) for i in range(8)]
     for name in names[:2]:
         pair.offer(blocks(1), name)
@@ -294,17 +310,6 @@ def test_full_tables_are_an_answer() -> None:
         pair.decode.pull(peer, name, wanted(1), pair, 0.0)
     assert "transfers_max" in refused(lambda: pair.decode.pull(P, names[2], wanted(1), pair, 0.0))
     assert pair.decode.in_flight == 2
-    lonely = Pair(TransferLimits(peers_max=1)).decode
-    lonely.pull(P, names[0], wanted(1), pair, 0.0)
-    assert "peers_max" in refused(lambda: lonely.pull(E, names[1], wanted(1), pair, 0.0))
-    for peer in (b"1", b"2", b"3"):
-        (answer,) = pair.prefill.receive(peer, hello(), 0.0)
-        assert isinstance(answer.message, Welcome)
-    assert pair.prefill.counters.forgotten_peers == 1
-    for peer, name in ((b"2", names[0]), (b"3", names[1])):
-        pair.prefill.receive(peer, Pull(D_RUN, name, 1, []), 0.0)
-    (answer,) = pair.prefill.receive(E, hello(E_RUN), 0.0)
-    assert answer.message.field == "peers"
     for i, name in enumerate(names):
         if i > 1:
             pair.offer(blocks(1), name)
@@ -316,24 +321,30 @@ def test_full_tables_are_an_answer() -> None:
 def test_early_pulls_are_bounded_and_of_their_peer() -> None:
     """Goal: made-up ids cost a peer its own wait. Method: more of them than there is room, and a thief of one."""
     pair = Pair(TransferLimits(transfers_max=2))
-    for peer in (D, E):
-        pair.prefill.receive(peer, hello(), 0.0)
     names = [TransferId(bytes([i]) * 16) for i in range(3)]
-    said = [pair.prefill.receive(D, Pull(D_RUN, name, 1, want(1)), 0.0) for name in names]
+    said = [pair.prefill.receive(D, pull_of(want(1), transfer=name), 0.0) for name in names]
     assert [[type(a.message) for a in actions] for actions in said] == [[Later], [Later], [Later, Gone]]
-    assert said[2][1].message == Gone(names[0], Outcome.UNKNOWN)
-    (foreign,) = pair.prefill.receive(E, Pull(D_RUN, names[2], 9, want(1)), 0.0)
-    assert foreign.message == Gone(names[2], Outcome.FOREIGN)
+    assert said[2][1].message == Gone(D_RUN, names[0], Outcome.UNKNOWN)
+    (foreign,) = pair.prefill.receive(E, pull_of(want(1), 9, names[2]), 0.0)
+    assert foreign.message == Gone(D_RUN, names[2], Outcome.FOREIGN)
     assert pair.prefill.receive(D, Renew(D_RUN, names[2]), 0.0) == []
     (heard,) = pair.prefill.receive(D, Ack(D_RUN, names[2]), 0.0)
-    assert heard.message == Gone(names[2], Outcome.UNKNOWN)
+    assert heard.message == Gone(D_RUN, names[2], Outcome.UNKNOWN)
     assert list(pair.prefill._early) == [names[1]]
-    pair.hear(P, D, Bye(D_RUN))
+    for other in (Bye(E_RUN), Bye(D_RUN)):
+        assert list(pair.prefill._early) == [names[1]], "another run has gone"
+        pair.hear(P, D, other)
     assert pair.prefill.in_flight == 0
     assert not pair.prefill._early
-    (stranger,) = pair.prefill.receive(D, Ack(D_RUN, names[2]), 0.0)
-    assert isinstance(stranger.message, Refuse)
-    assert pair.prefill.counters.stranger_messages == 1
+
+
+def test_prefill_that_closes_tells_every_peer_that_waits() -> None:
+    """Method: of two transfers one is offered, and one is still to come."""
+    pair = pulled()
+    pair.pull(1, transfer=NEXT)
+    pair.do(P, pair.prefill.close())
+    pair.talk()
+    assert [(each.reason, each.detail) for each in pair.finished] == 2 * [(Reason.GONE, "aborted")]
 
 
 def test_a_pull_that_waits_for_its_offer_ends_with_a_reset() -> None:
@@ -349,40 +360,19 @@ def test_a_pull_that_waits_for_its_offer_ends_with_a_reset() -> None:
 # ---------------------------------------------------------------- several peers
 
 
-def test_two_pulls_greet_their_peer_once() -> None:
-    """Goal: a hello that is on its way is not said again before its time. Method: two pulls, and then the retry."""
-    pair = Pair()
-    (first,) = pair.decode.pull(P, T, wanted(1), pair, 0.0)
-    assert isinstance(first.message, Hello)
-    assert pair.decode.pull(P, NEXT, wanted(1), pair, 0.0) == []
-    assert pair.decode.tick(LIMITS.retry_s) == [first]
-
-
-def test_a_pull_after_its_peer_was_lost_says_hello_at_once() -> None:
-    """Goal: prefill that was started anew is asked without a pause. Method: the peer is lost just after its welcome."""
-    pair = Pair()
-    pair.offer(blocks(1))
-    pair.pull(1)
-    pair.decode.peer_lost(P)
-    again = TransferId(bytes(16))
-    actions = pair.decode.pull(P, again, wanted(1), pair, pair.now_s)
-    assert [type(action.message) for action in actions if isinstance(action, Send)] == [Hello]
-
-
 def test_records_that_were_refused_are_tried_again_whatever_another_peer_refuses() -> None:
     """Goal: a peer that reads gets its records. Method: another one pulls again and again, and reads nothing."""
     offers = Offers(Identity(P_RUN, NAMESPACE, PARTS), LIMITS, Counters())
-    for peer, run, of in ((D, D_RUN, T), (E, E_RUN, TransferId(bytes(16)))):
-        offers.receive(peer, hello(run), 0.0)
+    for of in (T, NEXT):
         offers.offer(of, blocks(1), 0.0)
-    offers.receive(D, Pull(D_RUN, T, 1, want(1)), 0.0)
+    offers.receive(D, pull_of(want(1)), 0.0)
     refused = offers.next_records()
     assert refused is not None
     offers.unsent(refused, 0.0)
     sent, now_s = list[Peer](), 0.0
     for epoch in range(1, 20):
         now_s += LIMITS.resend_s / 2
-        offers.receive(E, Pull(E_RUN, TransferId(bytes(16)), epoch, want(1)), now_s)
+        offers.receive(E, pull_of(want(1), epoch, NEXT, E_RUN), now_s)
         offers.tick(now_s)
         while (send := offers.next_records()) is not None:
             sent.append(send.peer)

@@ -224,7 +224,7 @@ def test_new_weights(pair: Pair, judge: Judge, homes: dict[str, Path]) -> None:
     asked = prompts(43, 70, 33, 20, 100)
     answers = seen("prefill is ahead", pair.given("ahead", asked), "B", "A", right=False)
     reasons = {why(answer) for answer in answers}
-    assert "refused: namespace.weights_version: wanted 2, got 1" in reasons
+    assert "refused: peer's namespace.weights_version: wanted 1, got 2" in reasons
     emptied(pair["decode"])
     pair["decode"].do(acts=updated)
     asked = prompts(44, 70, 33, 20, 100)

@@ -57,9 +57,9 @@ class LinkContract:
     def make_client(self, directory: Path) -> Link:
         raise NotImplementedError
 
-    def lose(self, client: Link) -> None:
-        """The client's process is gone."""
-        client.close()
+    def lose(self, end: Link) -> None:
+        """The process of this end is gone."""
+        end.close()
 
     @pytest.fixture
     def server(self, tmp_path: Path) -> Iterator[Link]:
@@ -172,13 +172,23 @@ class LinkContract:
         assert time.monotonic() - start_s < PATIENCE_S / 2
         waker.join()
 
-    def test_a_peer_that_goes_is_reported(self, server: Link, client: Link) -> None:
-        """Goal: a sender learns that its peer went. Method: the client closes."""
+    def test_a_server_that_goes_is_reported(self, server: Link, client: Link) -> None:
+        """Goal: a sender learns that its peer went. Method: the server closes."""
+        there, _ = self.meet(server, client)
+        self.lose(server)
+        came = poll_until(client, lambda came: PeerLost(there) in came)
+        assert not arrivals(came)
+        assert not client.send(there, b"still there?")
+
+    def test_nothing_is_taken_for_a_client_that_has_gone(self, server: Link, client: Link) -> None:
+        """Goal: messages for a peer that went do not pile up. Method: the client closes; a send is refused soon."""
         _, here = self.meet(server, client)
         self.lose(client)
-        came = poll_until(server, lambda came: PeerLost(here) in came)
-        assert not arrivals(came)
-        assert not server.send(here, b"hello?")
+        give_up_s = time.monotonic() + PATIENCE_S
+        while server.send(here, b"still there?"):
+            assert time.monotonic() < give_up_s, "it is still taken"
+            server.poll(0.01)
+        assert not server.send(here, b"still there?")
 
     def test_close_ends_while_the_peer_does_not_read(self, server: Link, client: Link) -> None:
         """Goal: messages for a peer that does not read keep no link open. Method: close, twice."""
