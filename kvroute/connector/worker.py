@@ -14,7 +14,7 @@ import torch
 from torch import distributed
 
 import kvroute
-from cache_manager.stored import AnyJob, RestoreJob
+from cache_manager.jobs import AnyJob, RestoreJob
 from kvroute.capture.step_ids import StepIds
 from kvroute.checks import unsound, valid_rows
 from kvroute.connector.behind import PENDING_MAX, Behind
@@ -269,7 +269,7 @@ class WorkerRows:
         if step.after:
             self.blocks.apply(step.after)
         if step.before or step.after:
-            for job in self.blocks.poll():
+            for job in self.blocks.jobs.poll():
                 self._tell(job)
 
     def _write(self, at: torch.Tensor, given: torch.Tensor | str, step: StepMeta, redone: Sequence[int]) -> None:
@@ -332,7 +332,8 @@ class WorkerRows:
     def _counters(self) -> dict[str, Any]:
         """The present counters of each tier."""
         node = self.transfers and self.transfers.crossing.node.counters
-        return {"blocks": self.blocks.counters, "store": self.blocks.store_counters or {}, "transfer": node or {}}
+        store = self.blocks.store and self.blocks.store.counters
+        return {"blocks": self.blocks.counters, "store": store or {}, "transfer": node or {}}
 
     def settle(self) -> None:
         """Wait until the host's part of all steps is done, at most :data:`RESTORE_S`."""

@@ -192,7 +192,7 @@ def test_a_bug_in_the_store_is_raised_and_the_sequence_goes_on(house, monkeypatc
 
     monkeypatch.setattr(house.store, "get_into", wrong)
     assert house.manager.begin_allocate("b", PROMPT).pending
-    assert house.aux.wait(GIVE_UP_S)
+    assert house.aux.jobs.wait(GIVE_UP_S)
     with pytest.raises(ZeroDivisionError):
         house.manager.poll()
     assert house.manager.poll()["b"].cached_tokens == 0
