@@ -22,7 +22,7 @@ from cache_manager.keys import BlockKey
 from cache_manager.ports import Absence, StorageBackend
 from cache_manager.record import Buffer, RecordHeader
 from cache_manager.storage.batch import is_sound, one_each
-from cache_manager.storage.guard import ClosingStore, OpenCheck
+from cache_manager.storage.guard import ClosingStore, StoreLock
 from cache_manager.storage.url import StoreUrl
 
 _T = TypeVar("_T")
@@ -81,7 +81,7 @@ class TieredStore(ClosingStore):
     def __init__(self, tiers: Mapping[str, StorageBackend]) -> None:
         if len(tiers) < 2:
             raise ConfigError("tiered: store tiers", "2 or more", len(tiers))
-        self._open = OpenCheck("tiered store", threading.Lock())
+        self._open = StoreLock("tiered store")
         self._deleting = RLock()  # held over the calls of a deletion, and over those of a promotion
         self._deletions = 0  # begun so far
         self._tiers = [Tier(name, backend) for name, backend in tiers.items()]

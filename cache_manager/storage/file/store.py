@@ -110,15 +110,13 @@ class FileStore(Shelf):
         for header, payload in zip(headers, payloads, strict=True):
             if (size := payload.nbytes if isinstance(payload, memoryview) else len(payload)) != header.payload_nbytes:
                 raise RecordError("payload size", header.payload_nbytes, size)
-        self.guard.check()
+        self.lock.check()
         keys = [header.key for header in headers]
         with self._writing:
-            with self.guard.lock():
-                self.guard.check()
+            with self.lock:
                 self.calls += 1
-                self.index.mend(self._unsure)
-                self._forget_unsure()
-                held = self._held(older := self.index.find(keys))
+                older = self.index.find(keys)
+                held = self._held(older)
             groups = self._wanted(headers, payloads, held, replace)
             evicted, may_lose = self._evicted, bool(held) or len(groups) > 1
             with suppress(OSError):  # their slots stay taken
@@ -135,15 +133,14 @@ class FileStore(Shelf):
 
     def delete(self, keys: Sequence[BlockKey]) -> None:
         """Gone from this process in any case; :class:`StorageError` if a record may come back after a restart."""
-        self.guard.check()
+        self.lock.check()
         wanted = list(dict.fromkeys(keys))
         with self._writing:
-            with self.guard.lock():
-                self.guard.check()
-                self.index.mend(self._unsure)
+            with self.lock:
                 found = self.index.find(wanted)
-                self._unsure += [(extent, start, count) for _, extent, start, count in found]
-                self._forget_unsure()
+                for _, extent, start, count in found:
+                    extent.forget(start, count)
+                    self._unsure.append((extent, start, count))
                 lost = any(extent.lost for extent in self.index.extents)
             with self._saying("delete a record"):
                 self._erase()
@@ -156,8 +153,7 @@ class FileStore(Shelf):
         :class:`StorageError` if that fails: then records put before may be lost, even after a later flush that
         succeeds, because an operating system counts pages whose write has failed as written.
         """
-        with self.guard.lock():
-            self.guard.check()
+        with self.lock:
             extents = self.index.extents
         with self._saying("flush"):
             self._sync_all(extents)
@@ -171,18 +167,23 @@ class FileStore(Shelf):
 
         :class:`StorageError`: closed, but not all was erased and flushed.
         """
-        if self.guard.closable:
-            with self._writing:
-                if self.guard.close():
+        if not self.lock.closable:
+            return
+        with self._writing:
+            if not self.lock.closable:  # by another thread meanwhile
+                return
+            try:
+                with self._saying("erase and flush"):
                     try:
-                        with self._saying("erase and flush"):
-                            try:
-                                self._erase()
-                            finally:
-                                self._sync_all(self.index.extents)
+                        self._erase()
                     finally:
-                        self._clocks, self._unsure, self.index = {}, [], KeyIndex()
-                        self._directory.close()
+                        self._sync_all(self.index.extents)
+            finally:
+                self.lock.close()
+                self._clocks = {}
+                self._unsure = []
+                self.index = KeyIndex(self.lock)
+                self._directory.close()
 
     @contextmanager
     def _saying(self, what: str) -> Iterator[None]:
@@ -257,11 +258,6 @@ class FileStore(Shelf):
                 raise
         finally:
             self._unsure += runs
-
-    def _forget_unsure(self) -> None:
-        """Serve nothing that is to be erased: a call that was interrupted may have left it served. Held: both locks."""
-        for run in self._unsure:
-            Extent.forget(*run)
 
     def _erase(self) -> None:
         """Erase the heads of forgotten records, so that none comes back; ``OSError``. Held: writing."""
