@@ -64,8 +64,8 @@ class StorageBackend(Protocol):
       more, a record of another origin only with ``replace``; otherwise it stays
       (:func:`cache_manager.record.takes_the_place`).
     * A read may return any record that was put under the key and not deleted since: an older one after a power cut, or
-      if one of several places has made room. Deleted records are gone when ``delete`` returns; if it raises, nothing is
-      promised.
+      if one of several places has made room. Deleted records are gone when ``delete`` returns, unless one is copied
+      from place to place meanwhile; if it raises, nothing is promised.
 
     A miss is an :class:`Absence`, a failure is ``StorageError``; nothing else is returned. Every call is safe from
     several threads. One bad key fails that key only. A buffer of another size than its record is ``Absence.CORRUPT``.
