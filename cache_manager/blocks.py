@@ -22,12 +22,12 @@ from cache_manager.jobs import JobLimits, Jobs, PersistJob, RestoreJob
 from cache_manager.keys import BlockKey, KeyChain, Namespace
 from cache_manager.lock import AuxCounters, Lock, Mistakes
 from cache_manager.moves import Pairs, follow
-from cache_manager.numbers import Blocks, Flags, Ints, count_in_range, integers, readable, unsigned
 from cache_manager.own_keys import Keyed, OwnKeys
 from cache_manager.ports import KVBlocks, Region, StorageBackend, TierName
 from cache_manager.publish import GENERATION_END, Rows, window_of
 from cache_manager.record import Buffer, OfferedRecord, RecordHeader
 from cache_manager.regions import Memory
+from cache_manager.slots import Blocks, Flags, Ints, count_in_range, integers, readable, unsigned
 from cache_manager.spec import AuxBlockDataSpec, RecordLayout
 from cache_manager.step import Keep, Step
 from cache_manager.storage.records import RecordStore
@@ -128,25 +128,25 @@ class AuxBlocks:
         """Which life each block is in, ``[n]``."""
         with self._lock:
             table = self._tiers[tier]
-            return table.generations.take(table.ids(blocks))
+            return table.generations.take(table.slots.ids(blocks))
 
     def complete(self, blocks: Blocks, tier: TierName = "device") -> Flags:
         """Which blocks have every required row: ``[n]``."""
         with self._lock:
             table = self._tiers[tier]
-            return table.complete(table.ids(blocks), self._required)
+            return table.complete(table.slots.ids(blocks), self._required)
 
     def writing(self, blocks: Blocks) -> Flags:
         """Which device blocks a step in flight, and so its forward pass, will write: ``[n]``."""
         with self._lock:
-            return self._device.writing(self._device.ids(blocks))
+            return self._device.writing(self._device.slots.ids(blocks))
 
     def origins(self, blocks: Blocks, tier: TierName = "device") -> list[int]:
         """The origin of each block's content, to be kept beside its KV; 0 where nothing was written. Asking ends it:
         rows that a step writes, or commits, from now on get another origin. So ask after the pass has committed."""
         with self._lock:
             table = self._tiers[tier]
-            return table.hand_out(table.ids(blocks))
+            return table.hand_out(table.slots.ids(blocks))
 
     # ---------------------------------------------------------------- lives
 
@@ -161,7 +161,7 @@ class AuxBlocks:
             self._lock.check_open()
             return np.empty(0, np.int64)
         with self._lock:
-            ids, known = table.known(blocks)
+            ids, known = table.slots.known(blocks)
             good = known.copy()
             lives = table.generations.take(ids, mode="clip") + 1
             if generations is not None:
@@ -191,7 +191,7 @@ class AuxBlocks:
         """Make all rows written so far unreadable, in every tier or only in these device blocks; generations stay."""
         with self._lock:
             if blocks is not None:
-                ids, good = self._device.known(blocks)
+                ids, good = self._device.slots.known(blocks)
                 self._device.forget(ids[good])
                 return
             self._tiers.forget_all()
@@ -215,7 +215,7 @@ class AuxBlocks:
         """What these device blocks hold is known outside under these ``origins [n]``, which their KV itself says."""
         with self._lock:
             table = self._device
-            ids, good = table.known(blocks)
+            ids, good = table.slots.known(blocks)
             lives = integers(generations, "generations", "one integer for each block", n=ids.size)
             named = unsigned(origins, "origins", "one uint64 for each block", n=ids.size)
             good &= (table.generations.take(ids, mode="clip") == lives) & (named != 0)
@@ -285,7 +285,7 @@ class AuxBlocks:
         """
         table = self._tiers[tier]
         index = self.layout.index(name)
-        ids = table.ids(blocks)
+        ids = table.slots.ids(blocks)
         held, window = window_of(ids.size, start, stop, table.tokens)
         ids = ids[held]
         if generations is not None:

@@ -21,8 +21,8 @@ import numpy as np
 from cache_manager.errors import FeedGapError, InvalidInputError, KVRouteError
 from cache_manager.keys import KEY_NBYTES, BlockKey
 from cache_manager.lock import Mistakes
-from cache_manager.numbers import Ints, Numbers, count_in_range, integers
 from cache_manager.ports import TierName
+from cache_manager.slots import Ints, SlotSpace, count_in_range, integers
 from cache_manager.tiers import Tiers
 
 Weights = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
@@ -148,7 +148,7 @@ class BlockFeed:
     """
 
     def __init__(self, blocks: int) -> None:
-        self._blocks = Numbers("device", count_in_range(blocks, "blocks", 1), 1)
+        self._blocks = SlotSpace("device", count_in_range(blocks, "blocks", 1), 1)
         self._operations: list[Any] = []
         self._epoch, self._number = int(np.random.default_rng().integers(1 << 63)), 0  # of the system's entropy
         self.generations: Ints = np.full(blocks, self._epoch >> 16)  # far below GENERATION_END

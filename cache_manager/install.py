@@ -12,10 +12,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from cache_manager.errors import BlockBusyError, InvalidInputError, RecordError
-from cache_manager.numbers import Bits, Blocks, integers, prefix_bits, rows_in
 from cache_manager.own_keys import Keyed, OwnKeys
 from cache_manager.publish import Copies, bits_of, copies_of
 from cache_manager.record import Buffer, OfferedRecord, RecordHeader
+from cache_manager.slots import Bits, Blocks, integers, prefix_bits, rows_in
 from cache_manager.table import BlockTable
 
 
@@ -60,7 +60,7 @@ def bind_origin(table: BlockTable, block: int, generation: int, origin: int) -> 
     """
     if not isinstance(origin, int) or isinstance(origin, bool) or not 0 < origin < 1 << 64:
         raise InvalidInputError("origin", "an integer in [1, 2**64)", repr(origin))
-    (index,) = table.ids([block]).tolist()
+    (index,) = table.slots.ids([block]).tolist()
     with table.lock:
         if not _in_life(table, index, generation):
             return False
@@ -79,7 +79,7 @@ def install(
     """
     bits = _bits_in(table, header, payload)
     record = Copies(table.layout, np.frombuffer(payload, np.uint8)[None])
-    (index,) = table.ids([block]).tolist()
+    (index,) = table.slots.ids([block]).tolist()
     with table.lock:
         if not _in_life(table, index, generation, ours=keys.owns(header.key)):
             return 0

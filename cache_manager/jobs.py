@@ -22,11 +22,11 @@ from numpy.typing import NDArray
 
 from cache_manager.errors import BlockStateError, ConfigError, StorageError
 from cache_manager.keys import BlockKey
-from cache_manager.numbers import Blocks, Flags, Ints
 from cache_manager.own_keys import Keyed, OwnKeys
 from cache_manager.ports import Absence, KVBlocks
 from cache_manager.publish import bits_in, bits_of, copies_of
 from cache_manager.record import RecordHeader
+from cache_manager.slots import Blocks, Flags, Ints
 from cache_manager.storage.records import RecordStore
 from cache_manager.table import BlockTable
 
@@ -190,7 +190,7 @@ class RestoreJob(Job[bool]):
     found: Sequence[RecordHeader | Absence] = ()
 
     def wanted(self, ids: Ints, live: Flags, /) -> Flags:
-        return live & self.table.known(ids)[1]  # a block is filled once
+        return live & self.table.slots.known(ids)[1]  # a block is filled once
 
     def carry(self) -> None:
         if not self.cancelled:

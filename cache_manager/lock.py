@@ -22,7 +22,7 @@ from functools import wraps
 from typing import Any, Final, TypeVar, cast
 
 from cache_manager.errors import BlockBusyError, BlockStateError, InvalidInputError, KVRouteError
-from cache_manager.numbers import Ints
+from cache_manager.slots import Ints
 
 logger = logging.getLogger(__name__)
 

@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 from cache_manager.claims import Fence
 from cache_manager.errors import InvalidInputError, KVRouteError
 from cache_manager.lock import Mistakes
-from cache_manager.numbers import Ints, integers, prefix_bits, readable, rows_in
 from cache_manager.ports import KVBlocks, Region, TierName
 from cache_manager.publish import bits_of
+from cache_manager.slots import Ints, integers, prefix_bits, readable, rows_in
 from cache_manager.table import BlockTable
 
 Pairs = Sequence[tuple[int, int]] | NDArray[np.int64]
@@ -75,9 +75,9 @@ def move(
         limits = prefix_bits(integers(rows, "rows", "one count for each pair", n=targets.size), target.tokens)
     try:
         with lock:
-            if not target.differ(targets):
+            if not target.slots.differ(targets):
                 raise InvalidInputError("pairs target", "each block once", "one twice")
-            if source is target and count(both := source.among(sources, targets)):
+            if source is target and count(both := source.slots.among(sources, targets)):
                 raise InvalidInputError("pairs", "no block as source and as target", int(sources[both].min()))
             if target.tier == "host":  # a copy into a host block begins the block's life
                 target.renew(targets, target.generations.take(targets) + 1)
@@ -116,7 +116,7 @@ def split_pairs(pairs: Pairs, source: BlockTable, target: BlockTable) -> tuple[I
     if table.size and table.shape[1] != 2:
         raise InvalidInputError("pairs", wanted, f"{table.dtype} of shape {table.shape}")
     table = table.reshape(-1, 2)
-    return source.ids(table[:, 0], "pairs source"), target.ids(table[:, 1], "pairs target")
+    return source.slots.ids(table[:, 0], "pairs source"), target.slots.ids(table[:, 1], "pairs target")
 
 
 def copy_records(source: Region, target: Region, sources: Ints, targets: Ints) -> None:

@@ -12,7 +12,7 @@ from numpy import count_nonzero as count
 from cache_manager.errors import InvalidInputError
 from cache_manager.keys import SCOPE_NBYTES, BlockKey, KeyChain, Namespace, is_key
 from cache_manager.lock import Mistakes
-from cache_manager.numbers import Blocks, Flags, Ints, integers
+from cache_manager.slots import Blocks, Flags, Ints, integers
 from cache_manager.spec import RecordLayout
 from cache_manager.table import BlockTable
 
@@ -52,7 +52,7 @@ class OwnKeys:
         each. The lock is held. A key that was made nowhere here is a mistake; one from before a reset is late."""
         if not isinstance(blocks, Mapping):
             raise InvalidInputError("blocks", "a mapping of keys to block ids", repr(blocks))
-        ids = table.ids(list(blocks.values()))
+        ids = table.slots.ids(list(blocks.values()))
         lives = integers(generations, "generations", "one integer for each block", n=ids.size)
         live = table.generations.take(ids) == lives
         ours: Flags = np.array([self.owns(key) for key in blocks], np.bool_)

@@ -17,7 +17,7 @@ from cache_manager.errors import BlockStateError, InvalidInputError
 from cache_manager.keys import Tokens
 from cache_manager.manager.pool import BlockPool
 from cache_manager.manager.sequence import UNKNOWN, Ints, Sequence, Sequences
-from cache_manager.numbers import integers
+from cache_manager.slots import integers
 from cache_manager.step import PADDING
 
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from cache_manager.errors import BlockBusyError, BlockStateError, InvalidInputError
 from cache_manager.jobs import RestoreJob
 from cache_manager.keys import BlockKey, KeyChain
-from cache_manager.numbers import integers
+from cache_manager.slots import integers
 
 Ints = NDArray[np.int64]
 NOTHING: Final[tuple[bytes, Ints, Ints]] = b"", np.empty(0, np.int64), np.empty(0, np.int64)

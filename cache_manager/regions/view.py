@@ -10,7 +10,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cache_manager.errors import InvalidInputError, RegionError, RegionMismatchError
-from cache_manager.numbers import integers
 from cache_manager.publish import (
     GENERATION_END,
     GENERATION_SHIFT,
@@ -22,6 +21,7 @@ from cache_manager.publish import (
 )
 from cache_manager.regions.header import pack_namespace
 from cache_manager.regions.shared import SharedRegion
+from cache_manager.slots import integers
 
 
 class RegionView:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Final
 
 from cache_manager.errors import KVRouteError, TransferProcessError
-from cache_manager.numbers import Ints
 from cache_manager.regions import SharedRegion
+from cache_manager.slots import Ints
 from cache_manager.storage.apart import ApartSettings, ApartStore
 from cache_manager.storage.guard import ClosingStore
 
