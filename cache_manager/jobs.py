@@ -79,7 +79,7 @@ class Job(Generic[_T]):
         self.cancelled = False
         self.failure: BaseException | None = None  # the store's; known once the job has been carried
         self.answers: dict[BlockKey, _T] = dict.fromkeys(blocks, self.no_answer)
-        self.lost: dict[str, int] = {}
+        self.not_restored: dict[str, int] = {}
         """Blocks in the same life that did not come back, by the counter that says why; set on landing."""
         which = self.wanted(ids, live)
         self.keys = [key for key, wanted in zip(blocks, which.tolist(), strict=True) if wanted]
@@ -227,9 +227,9 @@ class RestoreJob(Job[bool]):
             lost = {"failed_blocks_not_restored": missing}
         else:
             lost = {"corrupt_blocks_not_restored": missing & corrupt, "absent_blocks_not_restored": missing & ~corrupt}
-        self.lost = {why: n for why, which in lost.items() if (n := int(count(which)))}
+        self.not_restored = {why: n for why, which in lost.items() if (n := int(count(which)))}
         counts = {"restored_blocks": int(count(arrived)), "late_restores_dropped": int(count((origins != 0) & ~live))}
-        for name, n in (self.lost | counts).items():
+        for name, n in (self.not_restored | counts).items():
             table.lock.count(name, n)
 
 

@@ -27,6 +27,7 @@ from cache_manager.slots import Ints
 logger = logging.getLogger(__name__)
 
 NAMED_MAX: Final = 8  # blocks that one error names
+BUSY: Final = "a call while no other one of this thread runs"
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +87,7 @@ class Lock(RLock):  # type: ignore[misc]  # final for mypy alone
         if os.getpid() != self._pid:
             raise BlockStateError("blocks", "use by the process that made them", "a forked child")
         if self._is_owned():  # type: ignore[attr-defined]
-            raise BlockBusyError("blocks", "a call from outside their own calls", "a finaliser or a signal handler")
+            raise BlockBusyError("AuxBlocks", BUSY, "one of a finaliser or a signal handler, to be tried again later")
         try:
             self.acquire()
             if self.closed:

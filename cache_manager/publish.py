@@ -288,7 +288,7 @@ def window_of(ids: int, start: int, stop: int | None, block_tokens: int) -> tupl
     """For rows ``[start, stop)`` of a sequence that lies in ``ids`` blocks: the blocks that hold them, and where
     the rows are among those blocks' rows.
 
-    No ``stop`` is the end of the last block. Raises :class:`InvalidInputError` for rows outside the blocks.
+    Without ``stop``: to the end of the last block. Raises :class:`InvalidInputError` for rows outside the blocks.
 
     >>> window_of(10, 70, 130, block_tokens=64)
     (slice(1, 3, None), slice(6, 66, None))

@@ -12,6 +12,7 @@ from functools import wraps
 from typing import Any, TypeVar, cast
 
 from cache_manager.errors import BlockBusyError, KVRouteError
+from cache_manager.lock import BUSY
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -27,7 +28,7 @@ class Calls:
 
     def check_none_runs(self) -> None:
         if self.running:
-            raise BlockBusyError("manager", "a call from outside its own calls", "a finaliser or a signal handler")
+            raise BlockBusyError("manager", BUSY, "one of a finaliser or a signal handler, to be tried again later")
 
 
 def whole(method: F) -> F:

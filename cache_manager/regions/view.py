@@ -60,8 +60,8 @@ class RegionView:
     ) -> Rows:
         """Rows ``[start, stop)`` of a sequence that lies in ``blocks``, copied; ``generations`` has one for each block.
 
-        No ``stop`` is the end of the last block. Missing are rows of a block that is now in another generation, rows
-        not yet committed, all rows of another namespace, and rows of a block that kept changing under the copy.
+        Without ``stop``: to the end of the last block. Missing are rows of a block that is now in another generation,
+        rows not yet committed, all rows of another namespace, and rows of a block that kept changing under the copy.
         """
         region = self._attached()
         index, tokens = region.layout.index(name), region.layout.block_tokens

@@ -167,11 +167,11 @@ class ApartStore(ClosingStore):
         finally:
             self._free_slots.put(number)
 
-    def call(self, slot: Slot, what: str, *takes: object, reaped: bool = False) -> Any:
+    def call(self, slot: Slot, what: str, *takes: object, until_reaped: bool = False) -> Any:
         """Ask, with the slot's content, and wait: up to ``call_s``, then until a lost process is reaped.
 
         Raises what the store raised, :class:`StoreUnavailableError` when the process is lost or not there. With
-        ``reaped`` that wait has no limit, so that nothing touches the memory that the call names.
+        ``until_reaped`` that wait has no limit, so that nothing touches the memory that the call names.
         """
         child = slot.child
         try:
@@ -179,7 +179,7 @@ class ApartStore(ClosingStore):
         except StoreUnavailableError as error:
             child.kill(str(error))
             self._count(lost_calls=1)
-            if not child.gone.wait(None if reaped else self.settings.close_s):
+            if not child.gone.wait(None if until_reaped else self.settings.close_s):
                 raise StoreUnavailableError(f"{self.url}: the process does not end") from error
             if self._closing.is_set():
                 raise StoreClosedError(f"{self.url}: the store was closed meanwhile") from error
@@ -187,10 +187,10 @@ class ApartStore(ClosingStore):
         self._pause_s = self.settings.restart_pause_s
         return gives
 
-    def ask(self, what: str, *takes: object, reaped: bool = False) -> Any:
+    def ask(self, what: str, *takes: object, until_reaped: bool = False) -> Any:
         """A :meth:`call` that has no records."""
         with self.slot() as slot:
-            return self.call(slot, what, *takes, reaped=reaped)
+            return self.call(slot, what, *takes, until_reaped=until_reaped)
 
     def _ask(self, child: Child, channel: int, within_s: float, what: str, *takes: object) -> Any:
         try:

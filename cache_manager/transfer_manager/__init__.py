@@ -35,7 +35,7 @@ class CacheTransferManager(ClosingStore):
         mean nothing, and the process touches neither region for this call any more.
         """
         try:
-            self._apart.ask("copy", source.name, target.name, sources.tolist(), targets.tolist(), reaped=True)
+            self._apart.ask("copy", source.name, target.name, sources.tolist(), targets.tolist(), until_reaped=True)
         except KVRouteError as error:
             raise TransferProcessError(f"the cache-transfer process: {error}") from error
 

@@ -39,7 +39,7 @@ NOT_RESTORED: Final = {
     "corrupt_blocks_not_restored": "the store of rows has damaged ones",
     "failed_blocks_not_restored": "the store of rows has failed",
 }
-"""Why a restore brought nothing, by the counters of :attr:`RestoreJob.lost`."""
+"""Why a restore brought nothing, by the counters of :attr:`RestoreJob.not_restored`."""
 
 
 class _Come(NamedTuple):
@@ -326,7 +326,7 @@ class WorkerRows:
         if job.failure is not None and not self._failed_jobs:
             self._failed_jobs = True
             logger.warning("the store of rows has failed, %s: %s; further times are counted", job.name, job.failure)
-        for why, blocks in job.lost.items() if isinstance(job, RestoreJob) else ():
+        for why, blocks in job.not_restored.items() if isinstance(job, RestoreJob) else ():
             self.meter.miss(NOT_RESTORED[why], blocks * self.engine.tokens)
 
     def _counters(self) -> dict[str, Any]:

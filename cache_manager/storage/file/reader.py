@@ -33,7 +33,7 @@ _LOOKS_MAX: Final = 4
 _AGAIN_S: Final = 1.0  # until heads that the disk could not read are read again
 
 
-class Shelf(ClosingStore):
+class ExtentFiles(ClosingStore):
     """The part that the writer and a reader share. ``lock`` guards everything in memory and is never held over I/O."""
 
     _quota_nbytes = 0  # a reader has none
@@ -168,7 +168,7 @@ class Shelf(ClosingStore):
         return changed
 
 
-class FileReader(Shelf):
+class FileReader(ExtentFiles):
     """A ``StorageBackend`` that only reads; ``put`` is :class:`StoreReadOnlyError`.
 
     ``delete``, which a quarantine calls, only hides a record from this reader. ``ttl_s`` is the reader's own: it serves

@@ -36,7 +36,7 @@ from cache_manager.storage.file.extent import (
     open_extents,
 )
 from cache_manager.storage.file.index import ANY, Found, KeyIndex
-from cache_manager.storage.file.reader import Shelf
+from cache_manager.storage.file.reader import ExtentFiles
 
 QUOTA_NBYTES: Final = 4 << 30
 NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
@@ -53,7 +53,7 @@ class Sync(StrEnum):
     BATCH = "batch"  # when put returns
 
 
-class FileStore(Shelf):
+class FileStore(ExtentFiles):
     """A ``StorageBackend`` in a directory, for one process at a time; others may read (:class:`FileReader`).
 
     Records of one layout have one size: they lie in the slots of extents of about ``extent_nbytes`` each, which
@@ -89,11 +89,11 @@ class FileStore(Shelf):
         self._writing = threading.Lock()  # one put or delete at a time; taken before the others
         self._flushing = threading.Lock()  # one sync at a time
         self._clocks: dict[Layout, Clock] = {}
-        self._unsure: list[Run] = []  # slots that hold nothing, but may have heads on the disk
+        self._to_erase: list[Run] = []  # slots that hold nothing, but may have heads on the disk
         self._tick = self._evicted = self._used_nbytes = 0
         self._directory = LockedDirectory(directory, file_mode)
         try:
-            with self._saying("open the store"):
+            with self._as_storage_error("open the store"):
                 self._recover()
         except BaseException:
             self._directory.close()
@@ -121,7 +121,7 @@ class FileStore(Shelf):
             evicted, may_lose = self._evicted, bool(held) or len(groups) > 1
             with suppress(OSError):  # their slots stay taken
                 self._erase()
-            with self._saying("write"):
+            with self._as_storage_error("write"):
                 for group in groups:
                     self._store(*group, held, ANY if older else ())
                 if self._sync is Sync.BATCH:  # what is held, too: its sync may have failed
@@ -140,9 +140,9 @@ class FileStore(Shelf):
                 found = self.index.find(wanted)
                 for _, extent, start, count in found:
                     extent.forget(start, count)
-                    self._unsure.append((extent, start, count))
+                    self._to_erase.append((extent, start, count))
                 lost = any(extent.lost for extent in self.index.extents)
-            with self._saying("delete a record"):
+            with self._as_storage_error("delete a record"):
                 self._erase()
         if lost and sum(count for *_, count in found) < len(wanted):
             raise StorageError(f"{self.path}: a record may be among those whose heads the disk did not give at opening")
@@ -155,7 +155,7 @@ class FileStore(Shelf):
         """
         with self.lock:
             extents = self.index.extents
-        with self._saying("flush"):
+        with self._as_storage_error("flush"):
             self._sync_all(extents)
 
     def usage(self) -> Mapping[str, int]:
@@ -173,7 +173,7 @@ class FileStore(Shelf):
             if not self.lock.closable:  # by another thread meanwhile
                 return
             try:
-                with self._saying("erase and flush"):
+                with self._as_storage_error("erase and flush"):
                     try:
                         self._erase()
                     finally:
@@ -181,12 +181,12 @@ class FileStore(Shelf):
             finally:
                 self.lock.close()
                 self._clocks = {}
-                self._unsure = []
+                self._to_erase = []
                 self.index = KeyIndex(self.lock)
                 self._directory.close()
 
     @contextmanager
-    def _saying(self, what: str) -> Iterator[None]:
+    def _as_storage_error(self, what: str) -> Iterator[None]:
         """A failure of the disk within the block as :class:`StorageError`."""
         try:
             yield
@@ -246,28 +246,28 @@ class FileStore(Shelf):
                 extent.write(self._disk, start, heads, payloads[at : at + count])
                 with self.lock:
                     extent.used_at = self.calls
-                    self.index.hold(extent, start, heads, again, self._unsure)
+                    self.index.hold(extent, start, heads, again, self._to_erase)
                 self._directory.tell(extent.shape.number, start, count)
                 runs.pop(0)
                 at += count
                 held |= {header.key: header for header in some}
-                if again and self._unsure:
+                if again and self._to_erase:
                     self._erase()
         except OSError as error:
             if error.errno not in NO_ROOM:
                 raise
         finally:
-            self._unsure += runs
+            self._to_erase += runs
 
     def _erase(self) -> None:
         """Erase the heads of forgotten records, so that none comes back; ``OSError``. Held: writing."""
-        while self._unsure:
-            extent, start, count = self._unsure[-1]
+        while self._to_erase:
+            extent, start, count = self._to_erase[-1]
             extent.write_heads(self._disk, start, bytes(count * extent.head_nbytes))
             self._directory.tell(extent.shape.number, start, count)
             with self.lock:
                 self.index.release(extent, start, count)
-            self._unsure.pop()
+            self._to_erase.pop()
 
     def _sync_all(self, extents: Iterable[Extent]) -> None:
         """Make names and bytes durable; a file that cannot be synced stays dirty."""
@@ -352,7 +352,7 @@ class FileStore(Shelf):
             layout = extent.shape.layout
             (self._clocks.get(layout) or self._new_clock(layout)).extents.append(extent)
         with self.lock:
-            self.index.join(extents, self._unsure)
+            self.index.join(extents, self._to_erase)
 
     def _drop(self, extent: Extent) -> None:
         """Remove an extent with its records. Held: writing."""
@@ -362,7 +362,7 @@ class FileStore(Shelf):
             self.index.leave(extent)
         self._used_nbytes -= extent.shape.nbytes
         self._clocks[extent.shape.layout].leave(extent)
-        self._unsure = [run for run in self._unsure if run[0] is not extent]
+        self._to_erase = [run for run in self._to_erase if run[0] is not extent]
         self._directory.tell(extent.shape.number)
 
     def _recover(self) -> None:
