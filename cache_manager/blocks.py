@@ -8,36 +8,33 @@ counted, and the rows that it would have made readable are missing. With ``stric
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import Any, Final, Self
+from typing import Any, Self
 
 import numpy as np
 from numpy import count_nonzero as count
 from numpy.typing import NDArray
 
-from cache_manager import moves, publish
+from cache_manager import install, publish
 from cache_manager.errors import BlockStateError, InvalidInputError, KVRouteError, RowError, SpecError
-from cache_manager.feed import Fed
-from cache_manager.keys import KeyChain, Namespace
-from cache_manager.landing import Landing
-from cache_manager.limits import JobLimits
-from cache_manager.lock import AuxCounters
-from cache_manager.moves import MOVED, Pairs
-from cache_manager.numbers import Bits, Blocks, Flags, Ints, count_in_range, integers, readable, unsigned
+from cache_manager.feed import WorkerEnd
+from cache_manager.jobs import JobLimits, Jobs, PersistJob, RestoreJob
+from cache_manager.keys import BlockKey, KeyChain, Namespace
+from cache_manager.lock import AuxCounters, Lock, Mistakes
+from cache_manager.moves import Pairs, follow
+from cache_manager.own_keys import Keyed, OwnKeys
 from cache_manager.ports import KVBlocks, Region, StorageBackend, TierName
 from cache_manager.publish import GENERATION_END, Rows, window_of
-from cache_manager.regions import Memory, region_in
+from cache_manager.record import Buffer, OfferedRecord, RecordHeader
+from cache_manager.regions import Memory
+from cache_manager.slots import Blocks, Flags, Ints, count_in_range, integers, readable, unsigned
 from cache_manager.spec import AuxBlockDataSpec, RecordLayout
 from cache_manager.step import Keep, Step
-from cache_manager.table import BlockTable
-
-OUTDATED_MAX: Final = 1024
-"""Namespaces from before a reset whose keys are known to be outdated; keys of older ones count as foreign."""
+from cache_manager.storage.records import RecordStore
+from cache_manager.tiers import Tiers
 
 
-class AuxBlocks(Landing, Fed):
+class AuxBlocks:
     """Rows for ``blocks`` device blocks, and ``host_blocks`` on the CPU, that an engine gives out itself.
 
     ``required`` names the specs whose rows a block must have in full to be stored and to count as a hit (default: all;
@@ -45,6 +42,9 @@ class AuxBlocks(Landing, Fed):
     in SharedMemory regions that other processes can attach. ``kv`` goes wherever rows go: a block's KV and rows are
     stored as one record, under keys that name the layout of both. Every method may be called from any thread; one lock
     is held for bookkeeping and for placing rows and KV, never while a store is read or written.
+
+    ``jobs`` are those that have begun and not landed (:class:`cache_manager.jobs.Jobs`); ``store`` verifies what the
+    given store keeps (:class:`RecordStore`), ``None`` without one.
     """
 
     def __init__(
@@ -66,55 +66,39 @@ class AuxBlocks(Landing, Fed):
             raise SpecError("specs", "a sequence of AuxBlockDataSpec", "a single one")
         self.layout = RecordLayout(tuple(specs))
         self.block_tokens = self.layout.block_tokens
-        names = [s.name for s in self.layout.specs] if required is None else list(required)
+        self.device_blocks = count_in_range(blocks, "blocks", 1)
+        self.host_blocks = count_in_range(host_blocks, "host_blocks", 0)
+        names = [spec.name for spec in self.layout.specs] if required is None else list(required)
         self._required = tuple(self.layout.index(name) for name in names)
-        self._record = self.layout if kv is None else RecordLayout((*self.layout.specs, kv.spec))
-        self._steps_max, self._kv = count_in_range(steps_max, "steps_max", 1), kv
-        super().__init__(strict=strict)
-        self._lock.mend, self.keys = self._mend, KeyChain(namespace, self._record)
-        self._outdated: dict[bytes, None] = {}
-        self._open_store(store, jobs or JobLimits())
-        sizes: dict[TierName, int] = {
-            "device": count_in_range(blocks, "blocks", 1),
-            "host": count_in_range(host_blocks, "host_blocks", 0),
-        }
-        self._tables: dict[TierName, BlockTable] = {}
-        try:
-            for tier in (tier for tier, n in sizes.items() if n):
-                region = region_in(memory, self.layout, sizes[tier], tier, namespace)
-                self._tables[tier] = BlockTable(tier, region, self._lock)
-        except BaseException:
-            self._give_back()
-            raise
-
-    @property
-    def _device(self) -> BlockTable:
-        self._lock.check_open()
-        return self._tables["device"]
-
-    def _table(self, tier: TierName) -> BlockTable:
-        self._lock.check_open()
-        table = self._tables.get(tier) if isinstance(tier, str) else None
-        if table is None:
-            raise InvalidInputError("tier", "'device', or 'host' with host_blocks > 0", repr(tier))
-        return table
+        self._steps_max = count_in_range(steps_max, "steps_max", 1)
+        self._kv = kv
+        self._lock = Lock()
+        self._mistakes = Mistakes(self._lock, strict=strict)
+        record = self.layout if kv is None else RecordLayout((*self.layout.specs, kv.spec))
+        self._own_keys = OwnKeys(namespace, record, self._mistakes)
+        self.store = None if store is None else RecordStore(store, record)
+        sizes: dict[TierName, int] = {"device": self.device_blocks, "host": self.host_blocks}
+        self._tiers = Tiers(sizes, memory, self.layout, namespace, self._lock)
+        self._device = self._tiers["device"]
+        self._lock.mend = self._mend
+        self._worker_end = WorkerEnd(self._tiers, self._mistakes)
+        self.jobs = Jobs(
+            self._device, self._own_keys, self.store, required=self._required, kv=kv, limits=jobs or JobLimits()
+        )
 
     def _mend(self) -> None:
         """Forget all rows: a change was interrupted, or a loss could not be recorded. The lock is held."""
-        for table in self._tables.values():
+        for table in self._tiers:
             table.lose(None)
-            table.region.renew(self.namespace.fingerprint)
-        self._drop("interrupted_calls", 1, "a call was interrupted in the middle: all rows are forgotten")
+        self._tiers.renew_regions(self.namespace)
+        self._mistakes.drop("interrupted_calls", 1, "a call was interrupted in the middle: all rows are forgotten")
 
     # ---------------------------------------------------------------- what it is
 
     @property
-    def device_blocks(self) -> int:
-        return self._device.blocks
-
-    @property
-    def host_blocks(self) -> int:
-        return self._tables["host"].blocks if "host" in self._tables else 0
+    def keys(self) -> KeyChain:
+        """Makes the keys of blocks, in the present namespace; :meth:`reset` begins another one."""
+        return self._own_keys.chain
 
     @property
     def namespace(self) -> Namespace:
@@ -128,11 +112,7 @@ class AuxBlocks(Landing, Fed):
     def in_flight(self) -> int:
         """Steps, moves and jobs that have begun and not ended."""
         with self._lock:
-            return self._moving() + len(self.jobs)
-
-    def _moving(self) -> int:
-        fences = sum(not fence.over for table in self._tables.values() for fence in table.fences)
-        return len(self._tables["device"].steps) + fences
+            return self._tiers.in_flight + len(self.jobs)
 
     @property
     def steps(self) -> list[Step]:
@@ -142,31 +122,31 @@ class AuxBlocks(Landing, Fed):
 
     def region(self, tier: TierName) -> Region:
         """The memory of a tier, for readers in other processes and for capture on the device."""
-        return self._table(tier).region
+        return self._tiers[tier].region
 
     def generations(self, blocks: Blocks, tier: TierName = "device") -> Ints:
         """Which life each block is in, ``[n]``."""
         with self._lock:
-            table = self._table(tier)
-            return table.generations.take(table.ids(blocks))
+            table = self._tiers[tier]
+            return table.generations.take(table.slots.ids(blocks))
 
     def complete(self, blocks: Blocks, tier: TierName = "device") -> Flags:
         """Which blocks have every required row: ``[n]``."""
         with self._lock:
-            table = self._table(tier)
-            return table.complete(table.ids(blocks), self._required)
+            table = self._tiers[tier]
+            return table.complete(table.slots.ids(blocks), self._required)
 
     def writing(self, blocks: Blocks) -> Flags:
         """Which device blocks a step in flight, and so its forward pass, will write: ``[n]``."""
         with self._lock:
-            return self._device.writing(self._device.ids(blocks))
+            return self._device.writing(self._device.slots.ids(blocks))
 
     def origins(self, blocks: Blocks, tier: TierName = "device") -> list[int]:
         """The origin of each block's content, to be kept beside its KV; 0 where nothing was written. Asking ends it:
         rows that a step writes, or commits, from now on get another origin. So ask after the pass has committed."""
         with self._lock:
-            table = self._table(tier)
-            return table.hand_out(table.ids(blocks))
+            table = self._tiers[tier]
+            return table.hand_out(table.slots.ids(blocks))
 
     # ---------------------------------------------------------------- lives
 
@@ -178,18 +158,22 @@ class AuxBlocks(Landing, Fed):
         """
         table = self._device
         if generations is None and isinstance(blocks, list) and not blocks:  # engines ask for room for every token
+            self._lock.check_open()
             return np.empty(0, np.int64)
         with self._lock:
-            ids, known = table.known(blocks)
-            lives, good = table.generations.take(ids, mode="clip") + 1, known.copy()
+            ids, known = table.slots.known(blocks)
+            good = known.copy()
+            lives = table.generations.take(ids, mode="clip") + 1
             if generations is not None:
-                least, lives = lives, integers(generations, "generations", "one integer for each block", n=ids.size)
+                least = lives
+                lives = integers(generations, "generations", "one integer for each block", n=ids.size)
                 good &= (lives >= least) & (lives < GENERATION_END)
             if table.fences:
                 good[good] = ~table.fenced(ids[good])
             if count(good) != ids.size:
                 table.forget(ids[known & (table.generations.take(ids, mode="clip") == lives)])  # another caller's life
-                outside, fenced = ids.view(np.uint64) >= np.uint64(table.blocks), ~good & known
+                outside = ids.view(np.uint64) >= np.uint64(table.blocks)
+                fenced = ~good & known
                 fenced[fenced] = table.fenced(ids[fenced])
                 for bad, wanted in (
                     (outside, f"block ids in [0, {table.blocks})"),
@@ -197,7 +181,7 @@ class AuxBlocks(Landing, Fed):
                     (fenced, "blocks that are not being copied into"),
                     (known & ~good & ~fenced, f"generations larger than before, and below {GENERATION_END}"),
                 ):
-                    self._bad("stale_blocks", ids[bad], "renew", wanted)
+                    self._mistakes.bad("stale_blocks", ids[bad], "renew", wanted)
                 table.renew(ids[good], lives[good])
                 return np.where(good, lives, 0)
             table.renew(ids, lives)
@@ -207,11 +191,10 @@ class AuxBlocks(Landing, Fed):
         """Make all rows written so far unreadable, in every tier or only in these device blocks; generations stay."""
         with self._lock:
             if blocks is not None:
-                ids, good = self._device.known(blocks)
+                ids, good = self._device.slots.known(blocks)
                 self._device.forget(ids[good])
                 return
-            for table in self._tables.values():
-                table.forget_all()
+            self._tiers.forget_all()
 
     def reset(self, *, weights_version: int) -> None:
         """A weight update: every row from before becomes unreadable in every tier, in-flight work included.
@@ -219,25 +202,20 @@ class AuxBlocks(Landing, Fed):
         Keys are derived in the new namespace from here on; keys from before are refused.
         """
         with self._lock:
-            tables = self._tables.values()
-            keys = KeyChain(replace(self.namespace, weights_version=weights_version), self._record)
-            self._outdated[self.keys.scope] = None
-            if len(self._outdated) > OUTDATED_MAX:
-                del self._outdated[next(iter(self._outdated))]
+            keys = self._own_keys.after_reset(weights_version)
             self._lock.torn += 1  # until keys and regions say the same
-            for table in tables:
+            for table in self._tiers:
                 table.reset()
-            self.keys = keys
+            self._own_keys.enter(keys)
             self._lock.count("resets")
-            for table in tables:
-                table.region.renew(keys.namespace.fingerprint)
+            self._tiers.renew_regions(keys.namespace)
             self._lock.torn -= 1
 
     def name_origins(self, blocks: Blocks, generations: Blocks, origins: NDArray[np.uint64]) -> None:
         """What these device blocks hold is known outside under these ``origins [n]``, which their KV itself says."""
         with self._lock:
             table = self._device
-            ids, good = table.known(blocks)
+            ids, good = table.slots.known(blocks)
             lives = integers(generations, "generations", "one integer for each block", n=ids.size)
             named = unsigned(origins, "origins", "one uint64 for each block", n=ids.size)
             good &= (table.generations.take(ids, mode="clip") == lives) & (named != 0)
@@ -257,16 +235,14 @@ class AuxBlocks(Landing, Fed):
         ``bad_writes_dropped``; if the slots cannot be read, those of every device block. No device may write a refused
         step's rows.
         """
-        device = self._tables["device"]
+        device = self._device
         try:
-            return Step(device, slots, steps_max=self._steps_max, in_place=in_place, strict=self.strict)
+            return Step(device, slots, steps_max=self._steps_max, in_place=in_place, strict=self._mistakes.strict)
         except KVRouteError as error:
             known, n = readable(slots)
             blocks = None if known is None else known // device.tokens
-            self._lost("bad_writes_dropped", n, f"begin_step: {error}", lambda: device.lose(blocks))
+            self._mistakes.lost("bad_writes_dropped", n, f"begin_step: {error}", lambda: device.lose(blocks))
             raise
-
-    step = begin_step
 
     def write_step(self, slots: NDArray[Any], rows: Mapping[str, NDArray[Any]], keep: Keep | None = None) -> int:
         """A whole step with given rows ``[T, *row_shape]``: begin, write, commit. Returns how many became readable.
@@ -278,18 +254,18 @@ class AuxBlocks(Landing, Fed):
         try:
             step = self.begin_step(slots)
         except KVRouteError:
-            if self.strict:
+            if self._mistakes.strict:
                 raise
             return 0
         try:
             with step:
                 if not isinstance(rows, Mapping):
                     raise RowError("rows", "rows by spec's name", repr(type(rows)))
-                for name, given in rows.items():
-                    step.write(name, given)
+                for name, of_spec in rows.items():
+                    step.write(name, of_spec)
                 return step.commit(keep)
         except KVRouteError as error:
-            self.dropped("bad_writes_dropped", readable(slots)[1], "write_step", error)
+            self._mistakes.dropped("bad_writes_dropped", readable(slots)[1], "write_step", error)
             return 0
 
     def read(
@@ -307,32 +283,30 @@ class AuxBlocks(Landing, Fed):
         Blocks that are not in these ``generations`` count as missing; without them the caller must know what blocks
         hold.
         """
-        table, index = self._table(tier), self.layout.index(name)
-        ids = table.ids(blocks)
+        table = self._tiers[tier]
+        index = self.layout.index(name)
+        ids = table.slots.ids(blocks)
         held, window = window_of(ids.size, start, stop, table.tokens)
         ids = ids[held]
         if generations is not None:
             generations = integers(generations, "generations", "one integer for each block")
             if generations.size < held.stop:
                 raise InvalidInputError("generations", f"one for each of {held.stop} blocks", generations.size)
-        unlocked = publish.STORES_ARE_ORDERED and not self._lock.torn  # else the lock may have to be mended first
-        copied = self._gathered(table, index, ids) if unlocked else None
+        copied = None
+        if publish.STORES_ARE_ORDERED and not self._lock.torn:  # else the lock may have to be mended first
+            try:
+                copied = publish.gather(table.region, index, ids)
+            except AttributeError:  # the region's arrays are gone: a close has come meanwhile
+                self._lock.check_open()
+                raise
         with self._lock:
             rows, bits, words = copied or publish.gather(table.region, index, ids, locked=True)
             if generations is not None:
                 bits[(table.generations.take(ids) != generations[held]) | (table.region.words.take(ids) != words)] = 0
-            found = Rows.of(self.layout.specs[index], rows, bits, window)
-            self._lock.count("rows_read", found.valid.size)
-            self._lock.count("rows_missing", found.valid.size - int(count(found.valid)))
-        return found
-
-    def _gathered(self, table: BlockTable, spec: int, ids: Ints) -> tuple[NDArray[np.uint8], Bits, Bits]:
-        """Gather without the lock; a close may come meanwhile."""
-        try:
-            return publish.gather(table.region, spec, ids)
-        except AttributeError:  # the region's arrays are gone
-            self._table(table.tier)
-            raise
+            read = Rows.of(self.layout.specs[index], rows, bits, window)
+            self._lock.count("rows_read", read.valid.size)
+            self._lock.count("rows_missing", read.valid.size - int(count(read.valid)))
+        return read
 
     # ---------------------------------------------------------------- moving
 
@@ -340,35 +314,92 @@ class AuxBlocks(Landing, Fed):
         """Device blocks were copied to device blocks; ``pairs`` ``[n, 2]`` are (source, target).
 
         At most the first ``rows`` of each come along. The target's own rows are forgotten: its KV was copied over.
+        Where KV moves too, here and in a swap, every mistake and every failure is raised, and nothing has arrived.
         """
-        self.move("device", "device", pairs, rows)
+        follow(self._tiers["device"], self._tiers["device"], pairs, rows, self._kv, self._mistakes)
 
     def swap_out(self, pairs: Pairs) -> None:
         """Device blocks were copied to host blocks, (device, host); the source stays as it is."""
-        self.move("device", "host", pairs)
+        follow(self._tiers["device"], self._tiers["host"], pairs, None, self._kv, self._mistakes)
 
     def swap_in(self, pairs: Pairs) -> None:
         """Host blocks were copied to device blocks that the engine has given out, (host, device)."""
-        self.move("host", "device", pairs)
+        follow(self._tiers["host"], self._tiers["device"], pairs, None, self._kv, self._mistakes)
 
-    def move(self, source: TierName, target: TierName, pairs: Pairs, rows: Sequence[int] | None = None) -> None:
-        """:meth:`copy`, :meth:`swap_out` or :meth:`swap_in`, by the names of the tiers.
+    # ---------------------------------------------------------------- storing
 
-        Where KV moves too, every mistake and every failure is raised, and nothing has arrived.
+    def begin_persist(self, blocks: Keyed, generations: Blocks) -> PersistJob | None:
+        """Store device blocks, in these generations, under their keys; the answers: which origin is stored now.
+
+        Equal to the block's (:meth:`origins`): this content is stored; another: content of another computation was
+        there and stays; 0: nothing is. ``None`` if there is no room for a further job: nothing has changed.
         """
-        if (source, target) not in MOVED:
-            raise InvalidInputError("move", "blocks of the device as sources or as targets", f"{source} to {target}")
-        tables = self._table(source), self._table(target)
-        try:
-            moves.move(
-                *tables, pairs, rows, self._kv, lambda ids, wanted: self._bad("bad_moves_dropped", ids, "move", wanted)
-            )
-        except KVRouteError as error:
-            if self._kv is not None or self.strict:
-                raise
-            known, n = readable(pairs)
-            lost = None if known is None or n % 2 else known[1::2]
-            self._lost("bad_moves_dropped", -(-n // 2), f"move: {error}", lambda: tables[1].lose(lost))
+        return self.jobs.begin(PersistJob, blocks, generations)
+
+    def begin_restore(self, blocks: Keyed, generations: Blocks) -> RestoreJob | None:
+        """Fill device blocks without rows from the records under their keys; the answers: which have come back.
+
+        Callers that keep the KV elsewhere first name its origin (:meth:`name_origins`): rows of another are not
+        restored. A record that was read is dropped after a reset, a cancel, or a write into the block.
+        """
+        return self.jobs.begin(RestoreJob, blocks, generations)
+
+    def persist(self, blocks: Keyed, generations: Blocks) -> dict[BlockKey, int]:
+        """:meth:`begin_persist`, done by the calling thread, without limits on jobs: by key, the origin of what is
+        stored under it now; 0 for nothing."""
+        return self.jobs.run(PersistJob, blocks, generations)
+
+    def restore(self, blocks: Keyed, generations: Blocks) -> dict[BlockKey, bool]:
+        """:meth:`begin_restore`, done by the calling thread, without limits on jobs: by key, whether the block's rows
+        have come back."""
+        return self.jobs.run(RestoreJob, blocks, generations)
+
+    def stored(self, keys: Sequence[BlockKey]) -> list[bool]:
+        """Which keys the store seems to have; only ``restore`` verifies."""
+        return self.jobs.records().contains(keys)
+
+    # ---------------------------------------------------------------- other processes
+
+    def export(
+        self, blocks: Keyed, generations: Blocks, rows: Sequence[int] | None = None
+    ) -> list[OfferedRecord | None]:
+        """Records of device blocks in these generations, for another process; at most the first ``rows`` of each.
+
+        Copies, in the order of the call, with readable rows only; they hold no block. ``None`` if no row is readable,
+        the block is in another life or the key is of another namespace; the latter two are counted.
+        """
+        return install.export(self._device, self._own_keys, blocks, generations, rows)
+
+    def bind_origin(self, block: int, generation: int, origin: int) -> bool:
+        """The block's KV has come from another place, where it had this ``origin``.
+
+        Rows of another origin, of those computed here too, are dropped. ``False``: the block is in another life than
+        ``generation``. Raises ``BlockBusyError`` while bytes are copied into it.
+        """
+        return install.bind_origin(self._device, block, generation, origin)
+
+    def install(self, block: int, generation: int, header: RecordHeader, payload: Buffer) -> int:
+        """Put the rows of a record into a device block, where no row is readable.
+
+        Returns how many rows landed. The caller has verified the record's sum and key. No row lands in a block that a
+        step has written, or will write, in this life, beside KV that came under another origin (:meth:`bind_origin`),
+        in a block in another life than ``generation``, or from a record of another namespace; each case is counted.
+        Raises ``BlockBusyError`` while bytes are copied into the block, or a device writes it for an earlier life, and
+        ``RecordError`` for a record that does not fit the layout.
+        """
+        return install.install(self._device, self._own_keys, block, generation, header, payload)
+
+    def apply(self, operations: bytes) -> None:
+        """Do what a scheduler's :class:`BlockFeed` says has become of blocks, in its order.
+
+        A batch that came before is skipped and counted. After a missing batch the state of every block is unknown: all
+        rows are forgotten, no device block counts as given out until the feed renews it, the gap is counted, and a
+        strict set then raises :class:`FeedGapError`. The same holds after a call that ended with an exception. The
+        first batch of another feed means that the scheduler was started anew: this counts as a gap too, generations
+        begin anew, and a strict set goes on. Bytes that are not a feed's batch are refused before anything is done.
+        Jobs for which there is no room are not begun, and counted (``jobs_refused``).
+        """
+        self._worker_end.apply(operations, self)
 
     # ---------------------------------------------------------------- the end
 
@@ -380,26 +411,18 @@ class AuxBlocks(Landing, Fed):
         """
         if not self._lock.closed:
             self._check_still()  # in a forked child this raises before any wait
-            self._land_jobs()
+            self.jobs.land_all()
             self._check_still(close=True)  # from here on no job begins
-        self._end_threads()
-        self._give_back()
+        self.jobs.end_threads()
+        self._tiers.close()
 
     def _check_still(self, *, close: bool = False) -> None:
         with self._lock:
-            moving, jobs = self._moving(), len(self.jobs) if close else 0
+            moving = self._tiers.in_flight
+            jobs = len(self.jobs) if close else 0
             if moving or jobs:
                 raise BlockStateError("close", "nothing in flight", f"{moving} steps and moves, {jobs} jobs")
             self._lock.closed = close
-
-    def _give_back(self) -> None:
-        for table in reversed(self._tables.values()):
-            table.view(drop=True)
-            try:
-                table.region.close()
-            except BufferError:
-                gc.collect()  # a store that failed leaves its frames, and their views, in a cycle with the exception
-                table.region.close()
 
     def __enter__(self) -> Self:
         return self
@@ -410,5 +433,5 @@ class AuxBlocks(Landing, Fed):
     def assert_consistent(self) -> None:
         """Raise ``AssertionError`` unless every invariant that can be seen from inside holds."""
         with self._lock:
-            for table in self._tables.values():
+            for table in self._tiers:
                 table.assert_consistent()

@@ -7,14 +7,14 @@ from typing import Any, Final
 
 import numpy as np
 
-from cache_manager.numbers import Bits, Flags, Ints
+from cache_manager.slots import Bits, Flags, Ints
 
 NO_INTS: Final[Ints] = np.empty(0, np.int64)
 
 
 @dataclass(slots=True, eq=False)
 class Claim:
-    """What a step in flight will write: rows at ``slots [n]``, in ``cells [m]``, each once, with their ``bits [m]``.
+    """What a step in flight will write: rows at ``slots [n]``: ``bits [m]`` of ``mask_words [m]``, each once.
 
     A device writes at ``reach``, which includes slots that were dropped from the step. The blocks of those are among
     ``blocks``, in a generation that no block has.
@@ -22,7 +22,7 @@ class Claim:
 
     step: Any
     slots: Ints
-    cells: Ints
+    mask_words: Ints
     bits: Bits
     in_place: bool
     reach: Ints

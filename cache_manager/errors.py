@@ -44,7 +44,7 @@ class BlockStateError(InvalidInputError):
 
 
 class BlockBusyError(BlockStateError):
-    """The block is in motion, or a step that writes it is in flight; try again when that has ended."""
+    """Not possible now, for the reason in the message; nothing was changed. Try again when that has ended."""
 
 
 class FeedGapError(KVRouteError):

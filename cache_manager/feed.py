@@ -21,11 +21,12 @@ import numpy as np
 from cache_manager.errors import FeedGapError, InvalidInputError, KVRouteError
 from cache_manager.keys import KEY_NBYTES, BlockKey
 from cache_manager.lock import Mistakes
-from cache_manager.numbers import Ints, Numbers, count_in_range, integers
 from cache_manager.ports import TierName
-from cache_manager.table import BlockTable
+from cache_manager.slots import Ints, SlotSpace, count_in_range, integers
+from cache_manager.tiers import Tiers
 
 Weights = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+COPY: Final[tuple[TierName, TierName]] = ("device", "device")
 
 
 class Operation(msgspec.Struct, frozen=True, array_like=True, tag=str.lower):
@@ -50,7 +51,8 @@ class Renew(Operation, frozen=True):
 
 
 class Moved(Operation, frozen=True):
-    """Blocks were copied: ``pairs`` (source, target), flat, between the tiers; at most the first ``rows`` of each."""
+    """Blocks were copied: ``pairs`` (source, target), flat, between the tiers; within the device at most the first
+    ``rows`` of each."""
 
     source: TierName
     target: TierName
@@ -59,9 +61,17 @@ class Moved(Operation, frozen=True):
 
     def __post_init__(self) -> None:
         _check_each(self.pairs[::2], self.pairs[1::2], *(() if self.rows is None else (self.rows,)))
+        if self.source == self.target == "host" or (self.rows is not None and (self.source, self.target) != COPY):
+            raise InvalidInputError("feed", "a copy, or a swap of whole blocks", f"{self.source} to {self.target}")
 
     def do(self, to: Any) -> None:
-        to.move(self.source, self.target, self.pairs.reshape(-1, 2), self.rows)
+        pairs = self.pairs.reshape(-1, 2)
+        if (self.source, self.target) == COPY:
+            to.copy(pairs, self.rows)
+        elif self.source == "device":
+            to.swap_out(pairs)
+        else:
+            to.swap_in(pairs)
 
 
 class _Keyed(Operation, frozen=True):
@@ -138,7 +148,7 @@ class BlockFeed:
     """
 
     def __init__(self, blocks: int) -> None:
-        self._blocks = Numbers("device", count_in_range(blocks, "blocks", 1), 1)
+        self._blocks = SlotSpace("device", count_in_range(blocks, "blocks", 1), 1)
         self._operations: list[Any] = []
         self._epoch, self._number = int(np.random.default_rng().integers(1 << 63)), 0  # of the system's entropy
         self.generations: Ints = np.full(blocks, self._epoch >> 16)  # far below GENERATION_END
@@ -198,55 +208,51 @@ class BlockFeed:
         return _ENCODER.encode(batch)
 
 
-class Fed(Mistakes):
-    """The part of a set of blocks that applies the operations of a feed."""
+class WorkerEnd:
+    """The worker's end of a feed: which batch comes next, for blocks in ``tiers``."""
 
-    _tables: dict[TierName, BlockTable]
-    _fed: tuple[int, int] | None = None
-    """The epoch of the feed applied last, and the number of its next batch."""
+    def __init__(self, tiers: Tiers, mistakes: Mistakes) -> None:
+        self._tiers = tiers
+        self._mistakes = mistakes
+        self.next: tuple[int, int] | None = None  # the epoch of the feed applied last, and the number of its next batch
 
-    def apply(self, operations: bytes) -> None:
-        """Do what a scheduler's :class:`BlockFeed` says has become of blocks, in its order.
-
-        A batch that came before is skipped and counted. After a missing batch the state of every block is unknown: all
-        rows are forgotten, no device block counts as given out until the feed renews it, the gap is counted, and a
-        strict set then raises :class:`FeedGapError`. The same holds after a call that ended with an exception. The
-        first batch of another feed means that the scheduler was started anew: this counts as a gap too, generations
-        begin anew, and a strict set goes on. Bytes that are not a feed's batch are refused before anything is done.
-        Jobs for which there is no room are not begun, and counted (``jobs_refused``).
-        """
+    def apply(self, operations: bytes, to: Any) -> None:
+        """Do what a batch says, by the methods of ``to``: see :meth:`AuxBlocks.apply`."""
         if isinstance(operations, bytes) and not operations:
             return
         try:
             batch = _DECODER.decode(operations)
         except (msgspec.MsgspecError, UnicodeDecodeError, TypeError) as error:
             raise InvalidInputError("feed", "a batch of a BlockFeed", str(error)) from error
+        mistakes = self._mistakes
         try:
             for operation in batch.operations if self._begin_batch(batch.epoch, batch.number) else ():
                 try:
-                    operation.do(self)
+                    operation.do(to)
                 except KVRouteError as error:
-                    self.dropped("feed_operations_failed", 1, "apply", error)
+                    mistakes.dropped("feed_operations_failed", 1, "apply", error)
         except BaseException:
-            with self._lock:  # what the batch still had to say is lost with this call: in which life is each block?
-                self._lock.torn += 1
-                self._tables["device"].forget_all(lives=True)
+            with mistakes.lock:  # what the batch still had to say is lost with this call: where is each block?
+                mistakes.lock.torn += 1
+                self._tiers["device"].forget_all(lives=True)
             raise
 
     def _begin_batch(self, epoch: int, number: int) -> bool:
         """Take note of batch ``number`` of the feed ``epoch``; whether to apply it."""
-        with self._lock:
-            before, wanted = self._fed or (epoch, 0)
-            if restarted := before != epoch:
+        mistakes = self._mistakes
+        with mistakes.lock:
+            before, wanted = self.next or (epoch, 0)
+            restarted = before != epoch
+            if restarted:
                 wanted = 0
-                self._drop("feed_gaps", 1, "apply: a feed begins anew")
+                mistakes.drop("feed_gaps", 1, "apply: a feed begins anew")
             if restarted or number > wanted:
-                for tier, table in self._tables.items():
-                    table.forget_all(lives=restarted or tier == "device")
+                for table in self._tiers:
+                    table.forget_all(lives=restarted or table.tier == "device")
             if number >= wanted:
-                self._fed = epoch, number + 1
+                self.next = epoch, number + 1
         if number > wanted:
-            self.dropped("feed_gaps", 1, "apply", FeedGapError(f"feed: wanted batch {wanted}, got batch {number}"))
+            mistakes.dropped("feed_gaps", 1, "apply", FeedGapError(f"feed: wanted batch {wanted}, got batch {number}"))
         elif number < wanted:
-            self.dropped("feed_repetitions", 1, "apply", InvalidInputError("feed", f"batch {wanted}", number))
+            mistakes.dropped("feed_repetitions", 1, "apply", InvalidInputError("feed", f"batch {wanted}", number))
         return number >= wanted

@@ -18,7 +18,7 @@ from typing import Any, NewType, TypeGuard
 from numpy.typing import NDArray
 
 from cache_manager.errors import InvalidInputError, SpecError
-from cache_manager.numbers import integers
+from cache_manager.slots import integers
 from cache_manager.spec import RecordLayout
 
 FORMAT = 2

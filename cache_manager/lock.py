@@ -22,11 +22,12 @@ from functools import wraps
 from typing import Any, Final, TypeVar, cast
 
 from cache_manager.errors import BlockBusyError, BlockStateError, InvalidInputError, KVRouteError
-from cache_manager.numbers import Ints
+from cache_manager.slots import Ints
 
 logger = logging.getLogger(__name__)
 
 NAMED_MAX: Final = 8  # blocks that one error names
+BUSY: Final = "a call while no other one of this thread runs"
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +87,7 @@ class Lock(RLock):  # type: ignore[misc]  # final for mypy alone
         if os.getpid() != self._pid:
             raise BlockStateError("blocks", "use by the process that made them", "a forked child")
         if self._is_owned():  # type: ignore[attr-defined]
-            raise BlockBusyError("blocks", "a call from outside their own calls", "a finaliser or a signal handler")
+            raise BlockBusyError("AuxBlocks", BUSY, "one of a finaliser or a signal handler, to be tried again later")
         try:
             self.acquire()
             if self.closed:
@@ -126,34 +127,42 @@ def change(method: F) -> F:
 
 
 class Mistakes:
-    """The part of a set of blocks that drops and counts mistakes, logging each kind once, or raises them."""
+    """Drops and counts the mistakes of a set's callers, logging each kind once, or raises them: ``strict``."""
 
-    def __init__(self, *, strict: bool) -> None:
-        self.strict, self._lock = strict, Lock()
+    def __init__(self, lock: Lock, *, strict: bool) -> None:
+        self.lock = lock
+        self.strict = strict
         self._logged: set[str] = set()
+
+    def drop(self, counter: str, n: int, why: str) -> None:
+        """``n`` things are dropped, strict or not. The lock is held."""
+        self.lock.count(counter, n)
+        if counter not in self._logged:
+            self._logged.add(counter)
+            logger.warning("%s; %d dropped, further ones are counted as %s", why, n, counter)
 
     def dropped(self, counter: str, n: int, call: str, error: KVRouteError) -> None:
         """``n`` things were dropped for ``error``, which a strict set raises."""
         if self.strict:
             raise error
-        with self._lock:
-            self._drop(counter, n, f"{call}: {error}")
+        with self.lock:
+            self.drop(counter, n, f"{call}: {error}")
 
-    def _lost(self, counter: str, n: int, why: str, lose: Callable[[], None]) -> None:
+    def lost(self, counter: str, n: int, why: str, lose: Callable[[], None]) -> None:
         """The engine did what was refused here: ``lose`` makes the rows that it overwrote unreadable; the loss is
         counted, also where the set is closed, or a forked child's copy, and nothing is readable any more."""
         try:
-            with self._lock:
+            with self.lock:
                 lose()
-                self._drop(counter, n, why)
+                self.drop(counter, n, why)
         except BlockBusyError:
-            self._lock.torn += 1  # in the middle of a call of our own: the next one forgets everything
+            self.lock.torn += 1  # in the middle of a call of our own: the next one forgets everything
             raise
         except BlockStateError:
-            self._drop(counter, n, why)
+            self.drop(counter, n, why)
             raise
 
-    def _bad(self, counter: str, bad: Ints, call: str, wanted: str) -> None:
+    def bad(self, counter: str, bad: Ints, call: str, wanted: str) -> None:
         """The blocks ``bad``, if any, were named by mistake: drop and count them, or raise when strict. The lock is
         held."""
         if not bad.size:
@@ -163,10 +172,4 @@ class Mistakes:
         error = InvalidInputError(call, wanted, f"{'block' if bad.size == 1 else 'blocks'} {named}{more}")
         if self.strict:
             raise error
-        self._drop(counter, bad.size, str(error))
-
-    def _drop(self, counter: str, n: int, why: str) -> None:
-        self._lock.count(counter, n)
-        if counter not in self._logged:
-            self._logged.add(counter)
-            logger.warning("%s; %d dropped, further ones are counted as %s", why, n, counter)
+        self.drop(counter, bad.size, str(error))

@@ -6,7 +6,7 @@ lose their rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
@@ -14,10 +14,11 @@ from numpy import count_nonzero as count
 from numpy.typing import NDArray
 
 from cache_manager.claims import Fence
-from cache_manager.errors import InvalidInputError
-from cache_manager.numbers import Ints, integers, prefix_bits, rows_in
+from cache_manager.errors import InvalidInputError, KVRouteError
+from cache_manager.lock import Mistakes
 from cache_manager.ports import KVBlocks, Region, TierName
 from cache_manager.publish import bits_of
+from cache_manager.slots import Ints, integers, prefix_bits, readable, rows_in
 from cache_manager.table import BlockTable
 
 Pairs = Sequence[tuple[int, int]] | NDArray[np.int64]
@@ -29,29 +30,54 @@ MOVED: Final[dict[tuple[TierName, TierName], str]] = {
 }
 
 
+def follow(
+    source: BlockTable,
+    target: BlockTable,
+    pairs: Pairs,
+    rows: Sequence[int] | None,
+    kv: KVBlocks | None,
+    mistakes: Mistakes,
+) -> None:
+    """:func:`move`; where it is refused, the engine has copied KV all the same: the targets' rows are missing.
+
+    Where ``kv`` moves too, every mistake and every failure is raised, and nothing has arrived.
+    """
+    try:
+        move(source, target, pairs, rows, kv, mistakes)
+    except KVRouteError as error:
+        if kv is not None or mistakes.strict:
+            raise
+        known, n = readable(pairs)
+        lost = None if known is None or n % 2 else known[1::2]
+        mistakes.lost("bad_moves_dropped", -(-n // 2), f"move: {error}", lambda: target.lose(lost))
+
+
 def move(
     source: BlockTable,
     target: BlockTable,
     pairs: Pairs,
     rows: Sequence[int] | None,
     kv: KVBlocks | None,
-    bad: Callable[[Ints, str], None],
+    mistakes: Mistakes,
 ) -> None:
-    """Copy between tiers; at most the first ``rows`` of each pair. ``bad`` gets blocks of pairs whose rows cannot
-    follow, and what was wanted of these blocks.
+    """Copy between tiers; at most the first ``rows`` of each pair. What cannot follow is dropped.
 
     ``kv`` is copied for every pair, also where rows cannot follow. Raises :class:`InvalidInputError` for impossible
     pairs, before anything has changed, and what ``kv`` raises.
     """
+
+    def bad(blocks: Ints, wanted: str) -> None:
+        mistakes.bad("bad_moves_dropped", blocks, "move", wanted)
+
     lock, fence = target.lock, Fence()
     sources, targets = split_pairs(pairs, source, target)
     if rows is not None:
         limits = prefix_bits(integers(rows, "rows", "one count for each pair", n=targets.size), target.tokens)
     try:
         with lock:
-            if not target.differ(targets):
+            if not target.slots.differ(targets):
                 raise InvalidInputError("pairs target", "each block once", "one twice")
-            if source is target and count(both := source.among(sources, targets)):
+            if source is target and count(both := source.slots.among(sources, targets)):
                 raise InvalidInputError("pairs", "no block as source and as target", int(sources[both].min()))
             if target.tier == "host":  # a copy into a host block begins the block's life
                 target.renew(targets, target.generations.take(targets) + 1)
@@ -90,7 +116,7 @@ def split_pairs(pairs: Pairs, source: BlockTable, target: BlockTable) -> tuple[I
     if table.size and table.shape[1] != 2:
         raise InvalidInputError("pairs", wanted, f"{table.dtype} of shape {table.shape}")
     table = table.reshape(-1, 2)
-    return source.ids(table[:, 0], "pairs source"), target.ids(table[:, 1], "pairs target")
+    return source.slots.ids(table[:, 0], "pairs source"), target.slots.ids(table[:, 1], "pairs target")
 
 
 def copy_records(source: Region, target: Region, sources: Ints, targets: Ints) -> None:

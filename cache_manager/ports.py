@@ -58,14 +58,14 @@ class StorageBackend(Protocol):
     * A record is visible whole or not at all, also after a crash. ``put`` has copied the payloads when it returns;
       ``get_into`` fills the whole buffer or reports an absence, after which the buffer's content means nothing.
     * ``put`` returns, key by key, the header of the record that is stored under the key when it returns, or ``None`` if
-      none is, for lack of room. If this call stored the record, that is the offered header, the same object. An older
-      record is known by its header only: a read finds a payload that was damaged since.
+      none is, for lack of room. If this call stored the record, that is the offered header, the same object. Of an
+      older record only the header was read; if its payload is damaged, a read finds that.
     * If a stored key is put again, a record of the same origin gives way to one that has all of its valid rows and
       more, a record of another origin only with ``replace``; otherwise it stays
       (:func:`cache_manager.record.takes_the_place`).
     * A read may return any record that was put under the key and not deleted since: an older one after a power cut, or
-      if one of several places has made room. Deleted records are gone when ``delete`` returns; if it raises, nothing is
-      promised.
+      if one of several places has made room. Deleted records are gone when ``delete`` returns, unless one is copied
+      from place to place meanwhile; if it raises, nothing is promised.
 
     A miss is an :class:`Absence`, a failure is ``StorageError``; nothing else is returned. Every call is safe from
     several threads. One bad key fails that key only. A buffer of another size than its record is ``Absence.CORRUPT``.

@@ -17,7 +17,7 @@ elsewhere a reader without the writer's lock is refused, and one in the writer's
 (:data:`STORES_ARE_ORDERED`). It also needs a copy to see fewer than 65,536 changes within one generation: the sequence
 has 16 bits.
 
-Cells are those of :class:`cache_manager.numbers`.
+*Mask words* are those of :mod:`cache_manager.slots`.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cache_manager.errors import InvalidInputError, RegionError
-from cache_manager.numbers import full_bits, unpack_bits
 from cache_manager.ports import Region
+from cache_manager.slots import full_bits, unpack_bits
 from cache_manager.spec import AuxBlockDataSpec, RecordLayout
 
 GENERATION_SHIFT: Final = 16
@@ -120,28 +120,28 @@ def lives_of(region: Region) -> NDArray[np.int64]:
     return (region.words >> _SHIFT).astype(np.int64)
 
 
-def clear(region: Region, cells: NDArray[np.int64], bits: NDArray[np.uint64]) -> None:
-    """Make the rows ``bits [n]`` of ``cells [n]``, each once, unreadable in every spec: their bytes may change then.
+def clear(region: Region, mask_words: NDArray[np.int64], bits: NDArray[np.uint64]) -> None:
+    """Make rows ``bits [n]`` of ``mask_words [n]``, each once, unreadable in every spec; then their bytes may change.
 
     A block that had none of them readable keeps its word, because no reader can have taken one.
     """
     had = None
     for spec in range(region.valid.shape[1]):
-        words, at = _words_at(region, spec, cells)
+        words, at = _words_at(region, spec, mask_words)
         now = words[at]
         hit = now & bits
         if hit.tobytes() != bytes(hit.nbytes):  # some readable; count_nonzero() touches more code
             words[at] = now & ~bits
             had = hit if had is None else had | hit
     if had is not None:
-        blocks = cells[had != 0] // region.valid.shape[2]  # a block that is there twice changes once
+        blocks = mask_words[had != 0] // region.valid.shape[2]  # a block that is there twice changes once
         word = region.words[blocks]
         region.words[blocks] = (word & ~SEQUENCE_MASK) | ((word + _ONE) & SEQUENCE_MASK)
 
 
-def add(region: Region, spec: int, cells: NDArray[np.int64], bits: NDArray[np.uint64]) -> None:
-    """Make the rows ``bits [n]`` of ``cells [n]``, each once, readable in ``spec``; their bytes are in place."""
-    words, at = _words_at(region, spec, cells)
+def add(region: Region, spec: int, mask_words: NDArray[np.int64], bits: NDArray[np.uint64]) -> None:
+    """Make the rows ``bits [n]`` of ``mask_words [n]``, each once, readable in ``spec``; their bytes are in place."""
+    words, at = _words_at(region, spec, mask_words)
     words[at] |= bits
 
 
@@ -172,10 +172,12 @@ def _flat(region: Region) -> NDArray[np.uint64]:
     return region.valid.reshape(-1)
 
 
-def _words_at(region: Region, spec: int, cells: NDArray[np.int64]) -> tuple[NDArray[np.uint64], Any]:
-    """A spec's validity words, and where in them those of ``cells [n]`` are."""
+def _words_at(region: Region, spec: int, mask_words: NDArray[np.int64]) -> tuple[NDArray[np.uint64], Any]:
+    """A spec's validity words, and where in them those of ``mask_words [n]`` are."""
     words = region.valid.shape[2]
-    return (region.valid[:, spec, 0], cells) if words == 1 else (region.valid[:, spec], np.divmod(cells, words))
+    if words == 1:
+        return region.valid[:, spec, 0], mask_words
+    return region.valid[:, spec], np.divmod(mask_words, words)
 
 
 # ---- the reader's side: no lock, any thread or process -------------------------------------------------------------
@@ -286,7 +288,7 @@ def window_of(ids: int, start: int, stop: int | None, block_tokens: int) -> tupl
     """For rows ``[start, stop)`` of a sequence that lies in ``ids`` blocks: the blocks that hold them, and where
     the rows are among those blocks' rows.
 
-    No ``stop`` is the end of the last block. Raises :class:`InvalidInputError` for rows outside the blocks.
+    Without ``stop``: to the end of the last block. Raises :class:`InvalidInputError` for rows outside the blocks.
 
     >>> window_of(10, 70, 130, block_tokens=64)
     (slice(1, 3, None), slice(6, 66, None))

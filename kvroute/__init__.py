@@ -40,7 +40,7 @@ _NAMES = {
     "cache_manager.publish": "Rows",
     "cache_manager.spec": "AuxBlockDataSpec RecordLayout",
     "cache_manager.storage": "open_store",
-    "cache_manager.stored": "JobLimits",
+    "cache_manager.jobs": "JobLimits",
     "kvroute.checks": "valid_rows",
     "kvroute.config": "RoutingReplayConfig",
     "kvroute.journal": "RequestJournal",

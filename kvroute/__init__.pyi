@@ -23,6 +23,7 @@ from cache_manager.errors import StoreMissingError as StoreMissingError
 from cache_manager.errors import StoreReadOnlyError as StoreReadOnlyError
 from cache_manager.errors import StoreUnavailableError as StoreUnavailableError
 from cache_manager.feed import BlockFeed as BlockFeed
+from cache_manager.jobs import JobLimits as JobLimits
 from cache_manager.keys import BlockKey as BlockKey
 from cache_manager.keys import KeyChain as KeyChain
 from cache_manager.keys import Namespace as Namespace
@@ -32,7 +33,6 @@ from cache_manager.regions.view import RegionView as RegionView
 from cache_manager.spec import AuxBlockDataSpec as AuxBlockDataSpec
 from cache_manager.spec import RecordLayout as RecordLayout
 from cache_manager.storage import open_store as open_store
-from cache_manager.stored import JobLimits as JobLimits
 from kvroute.checks import valid_rows as valid_rows
 from kvroute.config import RoutingReplayConfig as RoutingReplayConfig
 from kvroute.journal import RequestJournal as RequestJournal

@@ -10,7 +10,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cache_manager.errors import InvalidInputError, RegionError, RegionMismatchError
-from cache_manager.numbers import integers
 from cache_manager.publish import (
     GENERATION_END,
     GENERATION_SHIFT,
@@ -22,6 +21,7 @@ from cache_manager.publish import (
 )
 from cache_manager.regions.header import pack_namespace
 from cache_manager.regions.shared import SharedRegion
+from cache_manager.slots import integers
 
 
 class RegionView:
@@ -60,8 +60,8 @@ class RegionView:
     ) -> Rows:
         """Rows ``[start, stop)`` of a sequence that lies in ``blocks``, copied; ``generations`` has one for each block.
 
-        No ``stop`` is the end of the last block. Missing are rows of a block that is now in another generation, rows
-        not yet committed, all rows of another namespace, and rows of a block that kept changing under the copy.
+        Without ``stop``: to the end of the last block. Missing are rows of a block that is now in another generation,
+        rows not yet committed, all rows of another namespace, and rows of a block that kept changing under the copy.
         """
         region = self._attached()
         index, tokens = region.layout.index(name), region.layout.block_tokens

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import mmap
 import os
+import queue
 import threading
 import time
 from collections import Counter
@@ -30,15 +31,13 @@ from cache_manager.spec import align
 from cache_manager.storage import apart_process
 from cache_manager.storage.apart_process import ANSWERS, CALLS_MAX, encode
 from cache_manager.storage.batch import flat
-from cache_manager.storage.guard import ClosingStore, OpenCheck
+from cache_manager.storage.guard import ClosingStore, StoreLock
 from cache_manager.storage.url import StoreUrl
 
 logger = logging.getLogger(__name__)
 
 KEYS_MAX: Final = 500
 """Keys of one call. ``CALLS_MAX`` such calls stay under 2048 transfers, which is what one peer of Mooncake bears."""
-SLOT_POLL_S: Final = 0.0005
-"""How often a call looks for a slot while all are lent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,11 +99,12 @@ class ApartStore(ClosingStore):
         self._cause = ""  # why there is no process
         self._pause_s = s.restart_pause_s
         self._closing = threading.Event()
-        self._guard = OpenCheck(f"apart:{url}", self._lock)
+        self._open = StoreLock(f"apart:{url}")
         self._slot_nbytes = align(-(-s.arena_nbytes // CALLS_MAX), 4096)
         self._arena_nbytes = CALLS_MAX * self._slot_nbytes
-        self._lent: dict[object, int] = {}  # the slots that are lent, by their borrowers
-        self._lending = threading.Lock()  # held while a slot is chosen, never over a wait
+        self._free_slots: queue.LifoQueue[int] = queue.LifoQueue()  # the last one is in the processor's cache
+        for number in range(CALLS_MAX - 1, -1, -1):
+            self._free_slots.put(number)
         self._fd = os.memfd_create("kvroute-arena", os.MFD_CLOEXEC)
         opened = Future[None]()
         self._keeper = threading.Thread(target=self._keep, args=(opened,), name="kvroute-apart", daemon=True)
@@ -136,7 +136,7 @@ class ApartStore(ClosingStore):
 
     def _check(self) -> Child:
         """The process that takes calls now; :class:`StoreUnavailableError` while there is none."""
-        self._guard.check()
+        self._open.check()
         child = self._child
         if cause := self._cause if child is None else child.cause:
             self._count(bypassed=1)
@@ -154,32 +154,24 @@ class ApartStore(ClosingStore):
 
     @contextmanager
     def _borrowed(self, within_s: float) -> Iterator[int]:
-        """A free slot, for the ``with`` block; :class:`StoreUnavailableError` if there is none ``within_s``."""
-        borrower, give_up_s = object(), time.monotonic() + within_s
+        """A free slot, for the ``with`` block; :class:`StoreUnavailableError` if there is none ``within_s``.
+
+        An exception from a signal handler, just when a slot was lent, may lose it until the store is opened anew.
+        """
         try:
-            while not self._lend(borrower):
-                if time.monotonic() > give_up_s:
-                    raise StoreUnavailableError(f"{self.url}: all slots of the arena stay taken: no call ends")
-                time.sleep(SLOT_POLL_S)
-            yield self._lent[borrower]
-        finally:  # whatever was interrupted, and where: the borrower has a slot exactly if it is named here
-            self._lent.pop(borrower, None)
+            number = self._free_slots.get(timeout=within_s)
+        except queue.Empty:
+            raise StoreUnavailableError(f"{self.url}: all slots of the arena stay taken: no call ends") from None
+        try:
+            yield number
+        finally:
+            self._free_slots.put(number)
 
-    def _lend(self, borrower: object) -> bool:
-        """Whether there was a free slot: the borrower has the first one, which the processor has in its cache."""
-        with self._lending:
-            taken = list(self._lent.values())
-            for number in range(CALLS_MAX):
-                if number not in taken:
-                    self._lent[borrower] = number
-                    return True
-        return False
-
-    def call(self, slot: Slot, what: str, *takes: object, reaped: bool = False) -> Any:
+    def call(self, slot: Slot, what: str, *takes: object, until_reaped: bool = False) -> Any:
         """Ask, with the slot's content, and wait: up to ``call_s``, then until a lost process is reaped.
 
         Raises what the store raised, :class:`StoreUnavailableError` when the process is lost or not there. With
-        ``reaped`` that wait has no limit, so that nothing touches the memory that the call names.
+        ``until_reaped`` that wait has no limit, so that nothing touches the memory that the call names.
         """
         child = slot.child
         try:
@@ -187,7 +179,7 @@ class ApartStore(ClosingStore):
         except StoreUnavailableError as error:
             child.kill(str(error))
             self._count(lost_calls=1)
-            if not child.gone.wait(None if reaped else self.settings.close_s):
+            if not child.gone.wait(None if until_reaped else self.settings.close_s):
                 raise StoreUnavailableError(f"{self.url}: the process does not end") from error
             if self._closing.is_set():
                 raise StoreClosedError(f"{self.url}: the store was closed meanwhile") from error
@@ -195,10 +187,10 @@ class ApartStore(ClosingStore):
         self._pause_s = self.settings.restart_pause_s
         return gives
 
-    def ask(self, what: str, *takes: object, reaped: bool = False) -> Any:
+    def ask(self, what: str, *takes: object, until_reaped: bool = False) -> Any:
         """A :meth:`call` that has no records."""
         with self.slot() as slot:
-            return self.call(slot, what, *takes, reaped=reaped)
+            return self.call(slot, what, *takes, until_reaped=until_reaped)
 
     def _ask(self, child: Child, channel: int, within_s: float, what: str, *takes: object) -> Any:
         try:
@@ -217,7 +209,7 @@ class ApartStore(ClosingStore):
     def close(self) -> None:
         """End the process; its store is closed first, if that takes at most ``close_s``. A call in flight may raise
         :class:`StoreClosedError`. Idempotent; does nothing in a forked child."""
-        if not self._guard.close():
+        if not self._open.close():
             return
         self._closing.set()
         close_s = self.settings.close_s

@@ -1,30 +1,30 @@
-"""The check of every store before it touches a lock: is it open, and is this the process that opened it?
+"""The lock of every store, which says whether a call may go on: is the store open, whole, and of this process?
 
-A forked child has its parent's locks as they were at the fork, held by threads that it does not have. So every method
-checks before any lock, and once more under the lock where another thread may close meanwhile.
+A forked child has its parent's locks as they were at the fork, held by threads that it does not have. So every call
+checks before any lock.
 """
 
 from __future__ import annotations
 
 import os
-import threading
+from _thread import RLock  # its class: threading.RLock is a function
 from typing import Self
 
-from cache_manager.errors import StoreClosedError
+from cache_manager.errors import StorageError, StoreClosedError
 
 
-class OpenCheck:
-    """Whether calls may go on; messages begin with ``name``, and ``lock`` is the store's.
+class StoreLock(RLock):  # type: ignore[misc]  # final for mypy alone
+    """The lock over a store's memory; messages begin with ``name``.
 
-    A call begins with ``with guard.lock():`` and ``guard.check()``. So the lock's own methods take and leave it: an
-    exception from a signal handler never leaves it taken, as one inside an ``__exit__`` of ours would.
+    Who takes it where calls may not go on gets the error of :meth:`check`. ``torn`` counts changes that have begun and
+    not ended (:func:`cache_manager.lock.change`): if one was interrupted, as by an exception from a signal handler, the
+    store serves no more until it is opened anew. The lock's own method releases it, so such an exception never leaves
+    it taken.
     """
 
-    __slots__ = ("_lock", "_name", "_open", "_pid")
-
-    def __init__(self, name: object, lock: threading.Lock) -> None:
+    def __init__(self, name: object) -> None:
+        self.torn = 0
         self._name = name
-        self._lock = lock
         self._open = True
         self._pid = os.getpid()
 
@@ -35,10 +35,19 @@ class OpenCheck:
         if not self._open:
             raise StoreClosedError(f"{self._name}: the store is closed")
 
-    def lock(self) -> threading.Lock:
-        """The store's lock, for a ``with`` statement, where calls may go on; :meth:`check` again when it is held."""
+    def __enter__(self) -> None:  # type: ignore[override]
         self.check()
-        return self._lock
+        if self._is_owned():  # type: ignore[attr-defined]
+            raise StorageError(f"{self._name}: a call inside another one of its thread, as of a signal handler")
+        try:
+            self.acquire()
+            self.check()
+            if self.torn:
+                raise StorageError(f"{self._name}: a call was interrupted in the middle: open the store anew")
+        except BaseException:  # also from a signal handler, just after the lock was taken
+            if self._is_owned():  # type: ignore[attr-defined]
+                self.release()
+            raise
 
     @property
     def closable(self) -> bool:
@@ -49,8 +58,13 @@ class OpenCheck:
         """No call begins from here on; ``False`` if that was so before."""
         if not self.closable:
             return False
-        with self._lock:
-            was_open, self._open = self._open, False
+        was_open = self._open
+        self._open = False
+        try:
+            self.acquire()  # who has it ends first
+        finally:
+            if self._is_owned():  # type: ignore[attr-defined]
+                self.release()
         return was_open
 
 

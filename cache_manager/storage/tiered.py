@@ -1,7 +1,7 @@
 """A storage backend made of others: the first tier that has a record answers, and the tiers before it get a copy.
 
-Law: a deleted record is in no tier when the deletion returns, and no promotion brings it back. Nothing else is kept in
-step: if a tier was away or made room, an older record of a key may answer, which is whole and names its origin.
+Tiers are not kept in step. If one was away or made room, an older record of a key may answer; if a record is deleted in
+the middle of its promotion, it may stay in front. Each is verified, whole, and names its origin.
 
 No thread, no queue, no pause: a tier that is down has to fail at once, as ``mooncake:`` and ``apart:`` do.
 """
@@ -9,7 +9,6 @@ No thread, no queue, no pause: a tier that is down has to fail at once, as ``moo
 from __future__ import annotations
 
 import threading
-from _thread import RLock  # its class: threading.RLock is a function
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -22,7 +21,7 @@ from cache_manager.keys import BlockKey
 from cache_manager.ports import Absence, StorageBackend
 from cache_manager.record import Buffer, RecordHeader
 from cache_manager.storage.batch import is_sound, one_each
-from cache_manager.storage.guard import ClosingStore, OpenCheck
+from cache_manager.storage.guard import ClosingStore, StoreLock
 from cache_manager.storage.url import StoreUrl
 
 _T = TypeVar("_T")
@@ -81,9 +80,7 @@ class TieredStore(ClosingStore):
     def __init__(self, tiers: Mapping[str, StorageBackend]) -> None:
         if len(tiers) < 2:
             raise ConfigError("tiered: store tiers", "2 or more", len(tiers))
-        self._open = OpenCheck("tiered store", threading.Lock())
-        self._deleting = RLock()  # held over the calls of a deletion, and over those of a promotion
-        self._deletions = 0  # begun so far
+        self._open = StoreLock("tiered store")
         self._tiers = [Tier(name, backend) for name, backend in tiers.items()]
 
     def put(
@@ -109,7 +106,6 @@ class TieredStore(ClosingStore):
         errors = Errors()
         for depth, tier in enumerate(self._tiers):
             left = [i for i, each in enumerate(found) if not isinstance(each, RecordHeader)]
-            deletions = self._deletions
             get = partial(tier.backend.get_into, [keys[i] for i in left], [buffers[i] for i in left])
             hits: dict[int, RecordHeader] = {}
             bad: list[BlockKey] = []
@@ -122,30 +118,21 @@ class TieredStore(ClosingStore):
             tier.count(hits=len(hits), corrupt=len(bad))
             if bad:  # if this fails, the copy is found bad again
                 tier.ask("failed_writes", range(len(bad)), partial(tier.backend.delete, bad), {})
-            self._promote(self._tiers[:depth], hits, buffers, deletions)
+            self._promote(self._tiers[:depth], hits, buffers)
         _raise(errors, len(self._tiers))
         if errors:  # a tier that did not answer may have a sound copy
             found = [Absence.MISS if each is Absence.CORRUPT else each for each in found]
         return found
 
-    def _promote(
-        self, fronts: list[Tier], hits: dict[int, RecordHeader], buffers: Sequence[memoryview], deletions: int
-    ) -> None:
-        """Put records that were read into the tiers in front, unless a deletion has begun since; waits for no other
-        call."""
-        if not hits or self._deleting._is_owned():  # type: ignore[attr-defined]  # a handler's, amid a deletion
+    def _promote(self, fronts: list[Tier], hits: dict[int, RecordHeader], buffers: Sequence[memoryview]) -> None:
+        """Put records that were read into the tiers in front."""
+        if not hits:
             return
-        try:
-            if not self._deleting.acquire(blocking=False):
-                return
-            headers, payloads = list(hits.values()), [buffers[i] for i in hits]
-            for front in fronts if deletions == self._deletions else ():
-                put = partial(front.backend.put, headers, payloads)
-                answers = front.ask("failed_writes", range(len(hits)), put, {})
-                front.count(promoted=sum(map(is_, answers.values(), headers)))
-        finally:
-            if self._deleting._is_owned():  # type: ignore[attr-defined]
-                self._deleting.release()
+        headers = list(hits.values())
+        payloads = [buffers[i] for i in hits]
+        for front in fronts:
+            answers = front.ask("failed_writes", range(len(hits)), partial(front.backend.put, headers, payloads), {})
+            front.count(promoted=sum(map(is_, answers.values(), headers)))
 
     def contains(self, keys: Sequence[BlockKey]) -> list[bool]:
         self._open.check()
@@ -161,10 +148,8 @@ class TieredStore(ClosingStore):
     def delete(self, keys: Sequence[BlockKey]) -> None:
         self._open.check()
         errors = Errors()
-        with self._deleting:
-            self._deletions += 1
-            for tier in self._tiers:
-                tier.ask("failed_writes", range(len(keys)), partial(tier.backend.delete, keys), errors)
+        for tier in self._tiers:
+            tier.ask("failed_writes", range(len(keys)), partial(tier.backend.delete, keys), errors)
         _raise(errors)
 
     def flush(self) -> None:

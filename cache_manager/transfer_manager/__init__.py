@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Final
 
 from cache_manager.errors import KVRouteError, TransferProcessError
-from cache_manager.numbers import Ints
 from cache_manager.regions import SharedRegion
+from cache_manager.slots import Ints
 from cache_manager.storage.apart import ApartSettings, ApartStore
 from cache_manager.storage.guard import ClosingStore
 
@@ -35,7 +35,7 @@ class CacheTransferManager(ClosingStore):
         mean nothing, and the process touches neither region for this call any more.
         """
         try:
-            self._apart.ask("copy", source.name, target.name, sources.tolist(), targets.tolist(), reaped=True)
+            self._apart.ask("copy", source.name, target.name, sources.tolist(), targets.tolist(), until_reaped=True)
         except KVRouteError as error:
             raise TransferProcessError(f"the cache-transfer process: {error}") from error
 

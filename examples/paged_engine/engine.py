@@ -140,7 +140,7 @@ class Engine:
         elif self.scheduler.unfinished and not self.waits:
             self._idle_steps += 1  # a lone sequence that swapped itself out comes back in the next step
             if self.manager.in_flight:  # nothing to compute until the store has answered
-                self.aux.wait(STORE_WAIT_S)
+                self.aux.jobs.wait(STORE_WAIT_S)
             elif self._idle_steps > 1:
                 raise AssertionError(f"nothing can run: {self.scheduler.counts()}")
         done, self._done = self._done, []
@@ -178,7 +178,9 @@ class Engine:
 
     def traffic(self) -> dict[str, int]:
         """What became of blocks and rows so far."""
-        blocks, rows, store = self.manager.counters, self.aux.counters, self.aux.store_counters
+        blocks = self.manager.counters
+        rows = self.aux.counters
+        store = self.aux.store and self.aux.store.counters
         return {
             "steps": self.steps,
             "computed_tokens": self.computed_tokens,

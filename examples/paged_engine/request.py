@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from cache_manager.errors import InvalidInputError
-from cache_manager.stored import JobLimits
+from cache_manager.jobs import JobLimits
 from kvroute.routes import Routes
 
 SAMPLES_MAX = 64

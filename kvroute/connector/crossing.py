@@ -25,9 +25,9 @@ from msgspec.structs import replace
 from cache_manager.blocks import AuxBlocks
 from cache_manager.errors import KVRouteError
 from cache_manager.keys import KEY_NBYTES, BlockKey
-from cache_manager.numbers import prefix_bits
 from cache_manager.ports import KVBlocks
 from cache_manager.record import OfferedRecord, RecordHeader
+from cache_manager.slots import prefix_bits
 from cache_manager.spec import RecordLayout
 from transfer import (
     BootId,

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from cache_manager.errors import RowError
-from cache_manager.numbers import integers
+from cache_manager.slots import integers
 
 TokenHash = tuple[int, bytes]
 """How many tokens, counted from position 0, and their :func:`token_hash`."""

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from blocks_house import TOKENS, House, slots
 
-from cache_manager.blocks import OUTDATED_MAX
 from cache_manager.errors import BlockBusyError, BlockStateError, InvalidInputError, KVRouteError
 from cache_manager.feed import BlockFeed
+from cache_manager.own_keys import OUTDATED_MAX
 
 
 def test_a_mistake_inside_a_forward_pass_is_dropped_counted_and_logged_once(house, caplog) -> None:

@@ -209,7 +209,7 @@ def test_all_changes_of_a_batch_are_made_under_the_lock() -> None:
         with engine._lock:
             thread.start()
             assert until_it_waits(thread)
-            assert engine._fed is None
+            assert engine._worker_end.next is None
         thread.join(GIVE_UP_S)
         engine.apply(packed)
         assert engine.counters.feed_repetitions == 1
@@ -245,7 +245,7 @@ def test_any_bytes_are_a_batch_or_a_typed_error(packed: bytes) -> None:
         fill(engine, 0, "mine")
         with contextlib.suppress(InvalidInputError):
             engine.apply(packed)
-        engine.wait(GIVE_UP_S)
-        engine.poll()
+        engine.jobs.wait(GIVE_UP_S)
+        engine.jobs.poll()
         engine.assert_consistent()
         assert engine.in_flight == 0

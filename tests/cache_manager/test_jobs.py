@@ -15,8 +15,8 @@ from waiting import GIVE_UP_S, until
 
 from cache_manager.blocks import AuxBlocks
 from cache_manager.errors import BlockStateError, ConfigError, StorageError
+from cache_manager.jobs import JobLimits
 from cache_manager.keys import Namespace
-from cache_manager.limits import JobLimits
 from cache_manager.spec import AuxBlockDataSpec, RecordLayout
 from cache_manager.storage import open_store
 
@@ -86,7 +86,7 @@ def test_jobs_go_on_while_kv_is_copied_from_the_device() -> None:
     def slow(*given: np.ndarray) -> None:
         house.gate.open()
         thread = threading.Thread(
-            target=lambda: seen.append(house.engine.jobs == [first] and house.engine.wait(60)), daemon=True
+            target=lambda: seen.append(list(house.engine.jobs) == [first] and house.engine.jobs.wait(60)), daemon=True
         )
         thread.start()
         thread.join(120)
@@ -175,8 +175,8 @@ def test_nothing_is_pinned_while_a_store_hangs(full) -> None:
     assert [full.valid(block) for block in range(3)] == [[True] * TOKENS] * 3
     full.gate.open()
     while engine.jobs:
-        assert engine.wait(GIVE_UP_S)
-        engine.poll()
+        assert engine.jobs.wait(GIVE_UP_S)
+        engine.jobs.poll()
     assert full.brings(3, key=engine.keys.key(None, [2]))
     assert full.holds(3, full.rows("block 2")), "what the block had when the job began"
 
@@ -211,7 +211,7 @@ def test_an_answer_names_the_origin_that_is_stored(house) -> None:
     house.fill(1, "b")
     assert engine.origins([1]) != [first]
     assert engine.persist({house.key: 1}, lives) == {house.key: first}, "the whole record that is there stays"
-    assert engine.store_counters.conflicts == 1
+    assert engine.store.counters.conflicts == 1
     house.store.put = lambda headers, *_, **__: [None] * len(headers)
     assert engine.persist({engine.keys.key(None, [2]): 1}, lives) == {engine.keys.key(None, [2]): 0}
     assert engine.counters.persisted_blocks == 2
@@ -340,14 +340,14 @@ def test_a_close_that_meets_a_job_of_another_thread_refuses_no_later_one(house) 
     other = threading.Thread(target=persists, daemon=True)
 
     def meets() -> None:
-        with engine._changed:
-            engine._changed.wait_for(lambda: engine._closing, 60)
+        with engine.jobs._changed:
+            engine.jobs._changed.wait_for(lambda: engine.jobs._closing, 60)
         other.start()
-        until(lambda: engine._lock.closed or engine.jobs != [], what="the persist has not begun")
+        until(lambda: engine._lock.closed or len(engine.jobs) > 0, what="the persist has not begun")
 
     meeting = threading.Thread(target=meets, daemon=True)
     meeting.start()
-    engine._threads.append(meeting)
+    engine.jobs._threads.append(meeting)
     try:
         engine.close()
     except BlockStateError:

@@ -5,17 +5,12 @@ from __future__ import annotations
 import subprocess
 import sys
 
-import numpy as np
 import pytest
 from canary import canary_rows
 from house import LIMITS, PROMPT, SPEC, House
 from waiting import GIVE_UP_S
 
-from cache_manager.blocks import AuxBlocks
 from cache_manager.errors import BlockBusyError, TransferProcessError
-from cache_manager.keys import Namespace
-from cache_manager.manager import BlockManager
-from cache_manager.manager.sequence import Sequence
 
 
 @pytest.fixture
@@ -192,7 +187,7 @@ def test_a_bug_in_the_store_is_raised_and_the_sequence_goes_on(house, monkeypatc
 
     monkeypatch.setattr(house.store, "get_into", wrong)
     assert house.manager.begin_allocate("b", PROMPT).pending
-    assert house.aux.wait(GIVE_UP_S)
+    assert house.aux.jobs.wait(GIVE_UP_S)
     with pytest.raises(ZeroDivisionError):
         house.manager.poll()
     assert house.manager.poll()["b"].cached_tokens == 0
@@ -203,36 +198,7 @@ def test_a_bug_in_the_store_is_raised_and_the_sequence_goes_on(house, monkeypatc
     assert (rows.values == canary_rows(SPEC, [("x", p) for p in range(8)])).all()
 
 
-# ---------------------------------------------------------------- calls that end early, interpreters without asserts
-
-
-def test_no_key_names_a_block_behind_one_whose_key_is_missing(monkeypatch) -> None:
-    """Goal: a prompt hits KV of its own prefix only. Method: a signal ends the call that would have let a key find a
-    full block; the next block fills; a prompt of the blocks around the missing one is admitted."""
-    blocks = AuxBlocks([SPEC], blocks=8, namespace=Namespace("m", 1))
-    manager, size = BlockManager(blocks), SPEC.block_tokens
-    tokens = list(range(3 * size + 1))
-
-    def decode(at: int) -> None:
-        seqs = np.array([manager.sequence("a")])
-        blocks.write_step(manager.append_batch(seqs), {"routing": canary_rows(SPEC, [("a", at)])})
-        manager.publish_batch(seqs, np.array(tokens[at : at + 1]))
-
-    manager.allocate("a", tokens[: 2 * size - 1])
-    slots = manager.slots("a", 0, 2 * size - 1)
-    blocks.write_step(slots, {"routing": canary_rows(SPEC, [("a", at) for at in range(2 * size - 1)])})
-    manager.publish("a", tokens[: 2 * size - 1])
-    with monkeypatch.context() as patch:
-        patch.setattr(type(manager._pool), "publish", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
-        patch.setattr(Sequence, "add", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
-        with pytest.raises(KeyboardInterrupt):
-            decode(2 * size - 1)
-    assert manager.computed("a") == 2 * size
-    for at in range(2 * size, 3 * size):
-        decode(at)
-    manager.free("a")
-    skipped = [*tokens[:size], *tokens[2 * size :]]
-    assert manager.allocate("b", skipped).cached_tokens == size
+# ---------------------------------------------------------------- interpreters without asserts
 
 
 def test_blocks_are_given_out_once_where_python_runs_without_asserts() -> None:

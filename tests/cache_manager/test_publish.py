@@ -13,9 +13,9 @@ from life_canary import Writer, layout_of, written, wrong
 from numpy.typing import NDArray
 from watched_region import WatchedRegion, Who, interleave
 
-from cache_manager.numbers import unpack_bits
 from cache_manager.publish import GENERATION_SHIFT, READ_RETRIES_MAX, copies_of, gather, gather_slots
 from cache_manager.regions import HeapRegion
+from cache_manager.slots import unpack_bits
 from cache_manager.spec import AuxBlockDataSpec, RecordLayout
 
 TOKENS = 3

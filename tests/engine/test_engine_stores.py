@@ -13,8 +13,8 @@ from torch import nn
 from waiting import until
 
 from cache_manager.errors import BlockStateError
+from cache_manager.jobs import JobLimits
 from cache_manager.storage import open_store
-from cache_manager.stored import JobLimits
 from paged_engine.engine import Engine
 from paged_engine.judge import Checker
 from paged_engine.request import Output, Request

@@ -62,7 +62,7 @@ def persist(aux: AuxBlocks, numbers: Sequence[int]) -> bool:
         write(aux, block, f"record-{number}")
     blocks = {key(aux, number): block for block, number in enumerate(numbers)}
     done = aux.persist(blocks, aux.generations(list(blocks.values())))
-    aux._store.flush()
+    aux.store.flush()
     return all(done.values())
 
 

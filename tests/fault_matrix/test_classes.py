@@ -15,7 +15,7 @@ from waiting import GIVE_UP_S
 
 from cache_manager.blocks import AuxBlocks
 from cache_manager.keys import Namespace
-from cache_manager.numbers import Numbers, integers
+from cache_manager.slots import SlotSpace, integers
 from cache_manager.spec import AuxBlockDataSpec
 from cache_manager.storage import open_store
 from cache_manager.testing.faults import FaultyStore
@@ -98,10 +98,10 @@ def test_offsets_beyond_two_gigabytes_are_right() -> None:
     blocks, tokens = 100_000_000, 64
     last = np.array([(blocks - 1) * tokens + 63, 2**31 // 64 * tokens + 1])
     for shift in (6, -1):
-        geometry = Numbers("device", 1, tokens)
+        geometry = SlotSpace("device", 1, tokens)
         geometry._shift = shift  # by a shift, and by a division
-        cells, bits = geometry.bit_by_bit(integers(last, "slots", "integers"))
-        assert geometry.blocks_of(cells).tolist() == [blocks - 1, 2**31 // 64]
+        mask_words, bits = geometry.bit_by_bit(integers(last, "slots", "integers"))
+        assert geometry.blocks_of(mask_words).tolist() == [blocks - 1, 2**31 // 64]
         assert bits.tolist() == [1 << 63, 1 << 1]
 
 

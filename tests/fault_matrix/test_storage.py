@@ -57,8 +57,8 @@ def test_r03_r05_r12_r21_a_damaged_file_shows_no_stale_byte(
         if is_open:
             damage(*files(tmp_path))
             assert restored(aux, 1, 2) == while_open
-            assert aux.store_counters is not None
-            assert (aux.store_counters.hits, aux.store_counters.corrupt) == (len(while_open), 2 - len(while_open))
+            assert aux.store is not None
+            assert (aux.store.counters.hits, aux.store.counters.corrupt) == (len(while_open), 2 - len(while_open))
             assert len(os.listdir("/proc/self/fd")) == descriptors
     if not is_open:
         damage(*files(tmp_path))
@@ -189,8 +189,8 @@ def test_r19_rows_are_never_reinterpreted(change: dict[str, Any], tmp_path: Path
         assert persist(aux, [1])
     with stored(tmp_path, **{**own, **change}) as (aux, _):
         assert restored(aux, 1) == []
-        assert aux.store_counters is not None
-        assert (aux.store_counters.misses, aux.store_counters.corrupt) == (1, 0)
+        assert aux.store is not None
+        assert (aux.store.counters.misses, aux.store.counters.corrupt) == (1, 0)
         assert persist(aux, [1])
     for options in (own, {**own, **change}):
         with stored(tmp_path, **options) as (aux, _):

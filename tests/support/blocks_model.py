@@ -16,11 +16,11 @@ from watched_region import watch_rows
 from cache_manager.blocks import AuxBlocks
 from cache_manager.errors import BlockBusyError, SlotError
 from cache_manager.feed import BlockFeed
+from cache_manager.jobs import JobLimits
 from cache_manager.keys import BlockKey, Namespace
 from cache_manager.publish import places
 from cache_manager.spec import AuxBlockDataSpec
 from cache_manager.storage import open_store
-from cache_manager.stored import JobLimits
 
 DEVICE, HOST, TOKENS, STEPS_MAX, JOBS_MAX = 4, 3, 3, 3, 3
 SPEC = AuxBlockDataSpec("routing", (2, 3), "uint8", TOKENS)
@@ -148,7 +148,7 @@ class BlocksModel(RuleBasedStateMachine):
 
     def origins(self, tier: str) -> list[int]:
         """Of every block, without handing any out."""
-        return self.engine._tables[tier].origin.tolist()
+        return self.engine._tiers[tier].origin.tolist()
 
     def leave(self, tier: str, block: int) -> int:
         """What the block holds is known elsewhere under its origin, from now on."""

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 from waiting import until
 
-from cache_manager.stored import Phase
+from cache_manager.jobs import Phase
 
 
 class BlocksStored(BlocksModel):
@@ -56,7 +56,7 @@ class BlocksStored(BlocksModel):
     @rule()
     def poll(self) -> None:
         carried = [job for job in self.jobs if job.real.phase is Phase.CARRIED]
-        assert self.engine.poll() == [job.real for job in carried]
+        assert self.engine.jobs.poll() == [job.real for job in carried]
         for job in carried:
             self.jobs.remove(job)
             (answer,) = job.real.result().values()

@@ -8,11 +8,11 @@ from gate import Gate, GatedStore
 from kv import SlotKV, prefix_digest
 
 from cache_manager.blocks import AuxBlocks
+from cache_manager.jobs import JobLimits
 from cache_manager.keys import Namespace
 from cache_manager.manager import BlockManager
 from cache_manager.spec import AuxBlockDataSpec
 from cache_manager.storage import open_store
-from cache_manager.stored import JobLimits
 
 SPEC = AuxBlockDataSpec("routing", (2,), "uint8", 4)
 PROMPT = list(range(10))

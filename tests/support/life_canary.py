@@ -14,9 +14,9 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from cache_manager.numbers import unpack_bits
 from cache_manager.ports import Region
 from cache_manager.publish import GENERATION_SHIFT, add, clear, places, publish
+from cache_manager.slots import unpack_bits
 from cache_manager.spec import AuxBlockDataSpec, RecordLayout
 
 _MIX = tuple(np.uint64(n) for n in (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0x27D4EB2F165667C5))

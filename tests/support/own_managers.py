@@ -12,11 +12,11 @@ from gate import Gate, GatedStore
 
 from cache_manager.blocks import AuxBlocks
 from cache_manager.errors import StorageError
+from cache_manager.jobs import JobLimits
 from cache_manager.keys import Namespace
 from cache_manager.manager import BlockManager
 from cache_manager.spec import AuxBlockDataSpec
 from cache_manager.storage import open_store
-from cache_manager.stored import JobLimits
 from cache_manager.testing.life import BlockManagerAdapter, CanaryKV, MoveFailed
 
 CORE = ("prefix", "salt", "fork", "swap", "reset", "abort", "lost_step", "drafts", "rows", "failing_moves")

@@ -278,8 +278,8 @@ class Toy:
         """Until the store has everything."""
         self.worker.settle()
         while self.worker.blocks.jobs:
-            assert self.worker.blocks.wait(GIVE_UP_S)
-            self.worker.blocks.poll()
+            assert self.worker.blocks.jobs.wait(GIVE_UP_S)
+            self.worker.blocks.jobs.poll()
 
     def close(self) -> None:
         for go in self.held:  # a test that has failed leaves nothing to wait for

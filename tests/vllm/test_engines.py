@@ -85,7 +85,7 @@ def test_hits_from_outside_bring_rows_after_a_restart(engine: Start, model: Mode
     first = engine(model("qwen3_moe"), **shared.arguments())
     with first.storing() as keys:
         first.assert_right(alone(first))
-        first.kept.blocks.wait(10)
+        first.kept.blocks.jobs.wait(10)
     lost = keys[2]
     assert first.llm.llm_engine.engine_core.reset_prefix_cache(False, True)
     updated = alone(first)

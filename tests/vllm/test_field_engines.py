@@ -46,7 +46,7 @@ def test_a_restart_over_a_store(engine: Start, model: Model, tmp_path: Path) -> 
         assert [output.num_cached_tokens for output in outputs] == cached
         assert_right(made, outputs)
         made.assert_right(outputs)
-        made.kept.blocks.wait(10)
+        made.kept.blocks.jobs.wait(10)
 
 
 def test_a_request_fails_if_the_operator_says_so(engine: Start, model: Model) -> None:

@@ -198,7 +198,7 @@ def test_mooncake_has_kv_and_rows(
     LEFT_OPEN.extend([client, get_kv_transfer_group().connector_worker.lookup_server])
     with noise(first, layer=0, size=0.3, seed=5):
         before = [routes(first.ask([prompt], max_tokens=1)[0]) for prompt in ASKED]
-    first.kept.blocks.wait(10)
+    first.kept.blocks.jobs.wait(10)
     client.executor.shutdown()  # it gets no more requests
     with decoder(home, tmp_path, given[1]) as second:
         answers = asked(second)

@@ -44,8 +44,8 @@ def crossed(engine: Engine, kv: Path, layer: int, size: float) -> Crossed:
     with engine.storing() as keys:
         with noise(engine, layer, size, seed=1):
             first = [rows_of(output) for output in engine.ask(ASKED, max_tokens=1)]
-        engine.kept.blocks.wait(30)
-        engine.kept.blocks.poll()
+        engine.kept.blocks.jobs.wait(30)
+        engine.kept.blocks.jobs.poll()
     engine.kept.store.delete(keys)
     aside = kv.with_name("aside")
     shutil.move(kv, aside)
@@ -54,8 +54,8 @@ def crossed(engine: Engine, kv: Path, layer: int, size: float) -> Crossed:
     with noise(engine, layer, size, seed=2):
         second = [rows_of(output) for output in engine.ask(ASKED, max_tokens=1)]
     while engine.kept.blocks.jobs:
-        assert engine.kept.blocks.wait(30)
-        engine.kept.blocks.poll()
+        assert engine.kept.blocks.jobs.wait(30)
+        engine.kept.blocks.jobs.poll()
     shutil.rmtree(kv)
     shutil.move(aside, kv)
     engine.forget_locally()

@@ -41,8 +41,8 @@ class Clock:
                 place, at, self.turned = 0, 0, True
             extent = self.extents[place]
             while count and (run := extent.find_unused(at, count)):
+                extent.forget(*run)
                 taken.append((extent, *run))
-                extent.forget(*run)  # last: if this is interrupted, its head is erased
                 count -= run[1]
                 at = sum(run)
             if not count:

@@ -39,8 +39,8 @@ TICK_MAX: Final = 1 << 62
 EXTENTS_MAX: Final = 512
 """Each has an open descriptor."""
 FREE, TAKEN, BLANK, USES_MAX = 255, 254, 253, 3
-"""In place of a slot's uses. FREE: its head is zeros, on the disk too. TAKEN: not free, and nothing in it is served.
-BLANK: taken when it was free."""
+"""In place of a slot's uses. FREE: its head is zeros, on the disk too. TAKEN: being rewritten; its old head may be in
+an index chain. BLANK: the same, but in no chain."""
 FAILED_MAX: Final = 16
 """Pages of heads that the disk may not give before the rest of the extent is not asked for."""
 KEY_AT: Final = 40

@@ -21,6 +21,7 @@ from cache_manager.storage.disk import Disk, read_all
 from cache_manager.storage.file.directory import StoreDirectory
 from cache_manager.storage.file.extent import PAGE_NBYTES, Extent, open_extents
 from cache_manager.storage.file.index import KeyIndex
+from cache_manager.storage.guard import StoreLock
 
 _COLUMNS: Final = ("nbytes", "slots", "records", "damaged_heads", "damaged_pages", "corrupt")
 
@@ -110,7 +111,8 @@ def fsck(
 
 def read_extents(opened: StoreDirectory, disk: Disk) -> Iterator[tuple[ExtentReport, Extent | None, list[int]]]:
     """The report of each file, its extent if it is one, and which of its slots are served: older copies are not."""
-    index, refused = KeyIndex(), dict[str, str]()
+    index = KeyIndex(StoreLock("fsck"))
+    refused: dict[str, str] = {}
     damaged: dict[Extent, int] = {}
     for extent in open_extents(disk, opened, os.O_RDONLY, refused):
         damaged[extent] = extent.serve(disk) + extent.lost

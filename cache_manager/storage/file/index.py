@@ -16,7 +16,9 @@ from typing import Final
 import numpy as np
 
 from cache_manager.keys import KEY_NBYTES, BlockKey
+from cache_manager.lock import change
 from cache_manager.storage.file.extent import BLANK, KEY_AT, NUMBER, USES_MAX, Extent, Run
+from cache_manager.storage.guard import StoreLock
 
 Found = tuple[int, Extent, int, int]
 """Keys whose records are neighbours: the place of the first one among the keys, its extent and slot, and how many."""
@@ -31,38 +33,36 @@ ANY: Final = range(1 << 32)
 
 
 class KeyIndex:
-    """The slots of keys, and the extents by their ordinals, of which the first one is 1: no slot is 0."""
+    """The slots of keys, and the extents by their ordinals, of which the first one is 1: no slot is 0.
 
-    def __init__(self) -> None:
+    If a change is interrupted, the store's ``lock`` stays torn.
+    """
+
+    def __init__(self, lock: StoreLock) -> None:
+        self.lock = lock
         self._extents: dict[int, Extent] = {}
-        self._torn = False  # the chains are being made
         self._make_buckets(_BUCKETS_MIN)
 
     @property
     def extents(self) -> list[Extent]:
         return list(self._extents.values())
 
+    @change
     def join(self, extents: Sequence[Extent], older: list[Run]) -> None:
         """Find what extents serve; ``older`` gets the slots of older copies, which are served no more."""
         for extent in extents:
             extent.ordinal = next(i for i in range(1, len(self._extents) + 2) if i not in self._extents)
             self._extents[extent.ordinal] = extent
         slots = sum(extent.slots for extent in self.extents)
-        if slots > len(self._firsts) or self._torn:
-            self._torn = True
-            self._make_buckets(max(slots, len(self._firsts)))
+        if slots > len(self._firsts):
+            self._make_buckets(slots)
             extents = self.extents
         twice = self._twice() if any(extent.ticks.any() for extent in extents) else ()
         for extent in extents:
             is_served = (extent.uses <= USES_MAX).tobytes()
             self._link(extent, compress(extent.numbered(0, extent.slots), is_served), twice, older)
-        self._torn = False
 
-    def mend(self, older: list[Run]) -> None:
-        """After a :meth:`join` that was interrupted: make the chains again."""
-        if self._torn:
-            self.join((), older)
-
+    @change
     def leave(self, extent: Extent) -> None:
         """Remove an extent from the index."""
         self._unlink(extent, 0, extent.slots)
@@ -89,6 +89,7 @@ class KeyIndex:
                 slot = extent.nexts[local]
         return found
 
+    @change
     def hold(self, extent: Extent, start: int, heads: bytearray, again: Container[int], older: list[Run]) -> None:
         """Serve records in slots. Of keys with a number in ``again`` there may be copies: the older ones are forgotten,
         and ``older`` gets their slots."""
@@ -98,6 +99,7 @@ class KeyIndex:
         extent.hold(start, heads)
         self._link(extent, extent.numbered(start, count), again, older)
 
+    @change
     def release(self, extent: Extent, start: int, count: int) -> None:
         """Let slots that hold nothing, and have no heads on the disk, be taken again."""
         self._unlink(extent, start, count)
@@ -119,7 +121,7 @@ class KeyIndex:
                 _, other, there, _ = found[0]
                 is_older = other.ticks[there] < extent.ticks[local]
                 older.append((other, there, 1) if is_older else (extent, local, 1))
-                Extent.forget(*older[-1])  # last: if this is interrupted, its head is erased
+                Extent.forget(*older[-1])
             nexts[local], firsts[bucket] = firsts[bucket], ordinal + local
 
     def _unlink(self, extent: Extent, start: int, count: int) -> None:

@@ -27,13 +27,13 @@ from cache_manager.storage.disk import Disk, Room, read_all
 from cache_manager.storage.file.directory import Seen, StoreDirectory
 from cache_manager.storage.file.extent import Extent, open_extents, runs_of
 from cache_manager.storage.file.index import ANY, Found, KeyIndex
-from cache_manager.storage.guard import ClosingStore, OpenCheck
+from cache_manager.storage.guard import ClosingStore, StoreLock
 
 _LOOKS_MAX: Final = 4
 _AGAIN_S: Final = 1.0  # until heads that the disk could not read are read again
 
 
-class Shelf(ClosingStore):
+class ExtentFiles(ClosingStore):
     """The part that the writer and a reader share. ``lock`` guards everything in memory and is never held over I/O."""
 
     _quota_nbytes = 0  # a reader has none
@@ -43,9 +43,8 @@ class Shelf(ClosingStore):
         if ttl_s is not None and not 0 < ttl_s < float("inf"):
             raise ConfigError("ttl", "a positive number of seconds", ttl_s)
         self.path = path
-        self.lock = threading.Lock()
-        self.guard = OpenCheck(path, self.lock)
-        self.index = KeyIndex()
+        self.lock = StoreLock(path)
+        self.index = KeyIndex(self.lock)
         self.calls = 0  # calls that used records
         self.failed_reads = 0
         self.refused: dict[str, str] = {}
@@ -56,8 +55,7 @@ class Shelf(ClosingStore):
 
     def usage(self) -> Mapping[str, int]:
         """The port's four, ``failed_reads`` of the disk, and ``refused_files``."""
-        with self.guard.lock():
-            self.guard.check()
+        with self.lock:
             used_nbytes = sum(extent.shape.nbytes for extent in self.index.extents)
             capacity_nbytes = self._quota_nbytes or used_nbytes
             return {
@@ -85,8 +83,7 @@ class Shelf(ClosingStore):
 
     def contains(self, keys: Sequence[BlockKey]) -> list[bool]:
         there = [False] * len(keys)
-        with self.guard.lock():
-            self.guard.check()
+        with self.lock:
             for at, _, _, count in self.fresh(self.index.find(keys)):
                 there[at : at + count] = [True] * count
         return there
@@ -103,8 +100,7 @@ class Shelf(ClosingStore):
         left: Sequence[int] = range(len(keys))
         for look in range(_LOOKS_MAX):
             looks, changed = self._looks, False
-            with self.guard.lock():
-                self.guard.check()
+            with self.lock:
                 self.calls += 1
                 runs = self.fresh(self.index.find([keys[i] for i in left] if look else keys))
                 heads = [extent.packed(local, count) for _, extent, local, count in runs]
@@ -172,7 +168,7 @@ class Shelf(ClosingStore):
         return changed
 
 
-class FileReader(Shelf):
+class FileReader(ExtentFiles):
     """A ``StorageBackend`` that only reads; ``put`` is :class:`StoreReadOnlyError`.
 
     ``delete``, which a quarantine calls, only hides a record from this reader. ``ttl_s`` is the reader's own: it serves
@@ -212,33 +208,33 @@ class FileReader(Shelf):
         *,
         replace: bool = False,  # noqa: ARG002 - part of the port
     ) -> list[RecordHeader | None]:
-        self.guard.check()
+        self.lock.check()
         if headers or payloads:
             raise StoreReadOnlyError(f"{self.path}: opened with mode=read; nothing can be put here")
         return []
 
     def contains(self, keys: Sequence[BlockKey]) -> list[bool]:
-        self.guard.check()  # before any lock: a forked child has its parent's
+        self.lock.check()  # before any lock: a forked child has its parent's
         self._looked_again(False, self._looks)  # what is known here may have been deleted there
         return super().contains(keys)
 
     def delete(self, keys: Sequence[BlockKey]) -> None:
         """Hide records from this reader, until it is opened anew or the writer stores them anew."""
-        with self.guard.lock():
-            self.guard.check()
+        with self.lock:
             for _, extent, local, count in self.index.find(keys):
                 extent.forget(local, count)
 
     def flush(self) -> None:
-        self.guard.check()
+        self.lock.check()
 
     def close(self) -> None:
         """Close the files, those in use when their last call ends; idempotent."""
-        if not self.guard.closable:
+        if not self.lock.closable:
             return
         with self._looking:
-            if self.guard.close():
-                self.index, self._directory = KeyIndex(), None
+            if self.lock.close():
+                self.index = KeyIndex(self.lock)
+                self._directory = None
 
     def _heads_now(self, extent: Extent, local: int, count: int) -> bytearray:
         heads = extent.read_heads(self._disk, local, count)
@@ -250,7 +246,7 @@ class FileReader(Shelf):
         If there is news, a caller waits for a look of another thread, which may be past the heads that this one needs.
         """
         with self._looking:
-            self.guard.check()
+            self.lock.check()
             with suppress(StorageError):  # a miss is the truth about what can be read
                 self._looks += self._look()  # now: who has missed a key meanwhile has to ask again
         return self._looks != looks
@@ -261,7 +257,9 @@ class FileReader(Shelf):
             with suppress(StorageError):  # it was moved, and no store is in its place
                 directory = StoreDirectory.existing(self.path)
                 with self.lock:
-                    self.index, self._directory, self._seen = KeyIndex(), directory, None
+                    self.index = KeyIndex(self.lock)
+                    self._directory = directory
+                    self._seen = None
         if self._directory is None:
             return False
         seen, changes = self._directory.changes(self._seen)

@@ -36,7 +36,7 @@ from cache_manager.storage.file.extent import (
     open_extents,
 )
 from cache_manager.storage.file.index import ANY, Found, KeyIndex
-from cache_manager.storage.file.reader import Shelf
+from cache_manager.storage.file.reader import ExtentFiles
 
 QUOTA_NBYTES: Final = 4 << 30
 NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
@@ -53,7 +53,7 @@ class Sync(StrEnum):
     BATCH = "batch"  # when put returns
 
 
-class FileStore(Shelf):
+class FileStore(ExtentFiles):
     """A ``StorageBackend`` in a directory, for one process at a time; others may read (:class:`FileReader`).
 
     Records of one layout have one size: they lie in the slots of extents of about ``extent_nbytes`` each, which
@@ -89,11 +89,11 @@ class FileStore(Shelf):
         self._writing = threading.Lock()  # one put or delete at a time; taken before the others
         self._flushing = threading.Lock()  # one sync at a time
         self._clocks: dict[Layout, Clock] = {}
-        self._unsure: list[Run] = []  # slots that hold nothing, but may have heads on the disk
+        self._to_erase: list[Run] = []  # slots that hold nothing, but may have heads on the disk
         self._tick = self._evicted = self._used_nbytes = 0
         self._directory = LockedDirectory(directory, file_mode)
         try:
-            with self._saying("open the store"):
+            with self._as_storage_error("open the store"):
                 self._recover()
         except BaseException:
             self._directory.close()
@@ -110,20 +110,18 @@ class FileStore(Shelf):
         for header, payload in zip(headers, payloads, strict=True):
             if (size := payload.nbytes if isinstance(payload, memoryview) else len(payload)) != header.payload_nbytes:
                 raise RecordError("payload size", header.payload_nbytes, size)
-        self.guard.check()
+        self.lock.check()
         keys = [header.key for header in headers]
         with self._writing:
-            with self.guard.lock():
-                self.guard.check()
+            with self.lock:
                 self.calls += 1
-                self.index.mend(self._unsure)
-                self._forget_unsure()
-                held = self._held(older := self.index.find(keys))
+                older = self.index.find(keys)
+                held = self._held(older)
             groups = self._wanted(headers, payloads, held, replace)
             evicted, may_lose = self._evicted, bool(held) or len(groups) > 1
             with suppress(OSError):  # their slots stay taken
                 self._erase()
-            with self._saying("write"):
+            with self._as_storage_error("write"):
                 for group in groups:
                     self._store(*group, held, ANY if older else ())
                 if self._sync is Sync.BATCH:  # what is held, too: its sync may have failed
@@ -135,17 +133,16 @@ class FileStore(Shelf):
 
     def delete(self, keys: Sequence[BlockKey]) -> None:
         """Gone from this process in any case; :class:`StorageError` if a record may come back after a restart."""
-        self.guard.check()
+        self.lock.check()
         wanted = list(dict.fromkeys(keys))
         with self._writing:
-            with self.guard.lock():
-                self.guard.check()
-                self.index.mend(self._unsure)
+            with self.lock:
                 found = self.index.find(wanted)
-                self._unsure += [(extent, start, count) for _, extent, start, count in found]
-                self._forget_unsure()
+                for _, extent, start, count in found:
+                    extent.forget(start, count)
+                    self._to_erase.append((extent, start, count))
                 lost = any(extent.lost for extent in self.index.extents)
-            with self._saying("delete a record"):
+            with self._as_storage_error("delete a record"):
                 self._erase()
         if lost and sum(count for *_, count in found) < len(wanted):
             raise StorageError(f"{self.path}: a record may be among those whose heads the disk did not give at opening")
@@ -156,10 +153,9 @@ class FileStore(Shelf):
         :class:`StorageError` if that fails: then records put before may be lost, even after a later flush that
         succeeds, because an operating system counts pages whose write has failed as written.
         """
-        with self.guard.lock():
-            self.guard.check()
+        with self.lock:
             extents = self.index.extents
-        with self._saying("flush"):
+        with self._as_storage_error("flush"):
             self._sync_all(extents)
 
     def usage(self) -> Mapping[str, int]:
@@ -171,21 +167,26 @@ class FileStore(Shelf):
 
         :class:`StorageError`: closed, but not all was erased and flushed.
         """
-        if self.guard.closable:
-            with self._writing:
-                if self.guard.close():
+        if not self.lock.closable:
+            return
+        with self._writing:
+            if not self.lock.closable:  # by another thread meanwhile
+                return
+            try:
+                with self._as_storage_error("erase and flush"):
                     try:
-                        with self._saying("erase and flush"):
-                            try:
-                                self._erase()
-                            finally:
-                                self._sync_all(self.index.extents)
+                        self._erase()
                     finally:
-                        self._clocks, self._unsure, self.index = {}, [], KeyIndex()
-                        self._directory.close()
+                        self._sync_all(self.index.extents)
+            finally:
+                self.lock.close()
+                self._clocks = {}
+                self._to_erase = []
+                self.index = KeyIndex(self.lock)
+                self._directory.close()
 
     @contextmanager
-    def _saying(self, what: str) -> Iterator[None]:
+    def _as_storage_error(self, what: str) -> Iterator[None]:
         """A failure of the disk within the block as :class:`StorageError`."""
         try:
             yield
@@ -245,33 +246,28 @@ class FileStore(Shelf):
                 extent.write(self._disk, start, heads, payloads[at : at + count])
                 with self.lock:
                     extent.used_at = self.calls
-                    self.index.hold(extent, start, heads, again, self._unsure)
+                    self.index.hold(extent, start, heads, again, self._to_erase)
                 self._directory.tell(extent.shape.number, start, count)
                 runs.pop(0)
                 at += count
                 held |= {header.key: header for header in some}
-                if again and self._unsure:
+                if again and self._to_erase:
                     self._erase()
         except OSError as error:
             if error.errno not in NO_ROOM:
                 raise
         finally:
-            self._unsure += runs
-
-    def _forget_unsure(self) -> None:
-        """Serve nothing that is to be erased: a call that was interrupted may have left it served. Held: both locks."""
-        for run in self._unsure:
-            Extent.forget(*run)
+            self._to_erase += runs
 
     def _erase(self) -> None:
         """Erase the heads of forgotten records, so that none comes back; ``OSError``. Held: writing."""
-        while self._unsure:
-            extent, start, count = self._unsure[-1]
+        while self._to_erase:
+            extent, start, count = self._to_erase[-1]
             extent.write_heads(self._disk, start, bytes(count * extent.head_nbytes))
             self._directory.tell(extent.shape.number, start, count)
             with self.lock:
                 self.index.release(extent, start, count)
-            self._unsure.pop()
+            self._to_erase.pop()
 
     def _sync_all(self, extents: Iterable[Extent]) -> None:
         """Make names and bytes durable; a file that cannot be synced stays dirty."""
@@ -356,7 +352,7 @@ class FileStore(Shelf):
             layout = extent.shape.layout
             (self._clocks.get(layout) or self._new_clock(layout)).extents.append(extent)
         with self.lock:
-            self.index.join(extents, self._unsure)
+            self.index.join(extents, self._to_erase)
 
     def _drop(self, extent: Extent) -> None:
         """Remove an extent with its records. Held: writing."""
@@ -366,7 +362,7 @@ class FileStore(Shelf):
             self.index.leave(extent)
         self._used_nbytes -= extent.shape.nbytes
         self._clocks[extent.shape.layout].leave(extent)
-        self._unsure = [run for run in self._unsure if run[0] is not extent]
+        self._to_erase = [run for run in self._to_erase if run[0] is not extent]
         self._directory.tell(extent.shape.number)
 
     def _recover(self) -> None:

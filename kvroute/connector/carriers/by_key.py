@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 import kvroute
+from cache_manager.jobs import AnyJob, RestoreJob
 from cache_manager.keys import BlockKey
-from cache_manager.stored import AnyJob, RestoreJob
 from kvroute.connector.carriers.none import NO_CARRIER
 from kvroute.connector.carriers.port import (
     Admission,
@@ -50,7 +50,7 @@ NOT_RESTORED: Final = {
     "corrupt_blocks_not_restored": "the store of rows has damaged ones",
     "failed_blocks_not_restored": "the store of rows has failed",
 }
-"""Why a restore brought nothing, by the counters of :attr:`RestoreJob.lost`."""
+"""Why a restore brought nothing, by the counters of :attr:`RestoreJob.not_restored`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +207,7 @@ class ByKeyWorker(WorkerSide):
         if filled and filled.persist:
             self._blocks.apply(filled.persist)
         if step.before or (filled and filled.persist):
-            for job in self._blocks.poll():
+            for job in self._blocks.jobs.poll():
                 self._count(job)
 
     def _count(self, job: AnyJob) -> None:
@@ -216,11 +216,12 @@ class ByKeyWorker(WorkerSide):
         if job.failure is not None and not self._failed_jobs:
             self._failed_jobs = True
             logger.warning("the store of rows has failed, %s: %s; further times are counted", job.name, job.failure)
-        for cause, blocks in job.lost.items() if isinstance(job, RestoreJob) else ():
+        for cause, blocks in job.not_restored.items() if isinstance(job, RestoreJob) else ():
             self._meter.miss(NOT_RESTORED[cause], blocks * self._size)
 
     def counters(self) -> dict[str, Any]:
-        return {"store": self._blocks.store_counters or {}}
+        store = self._blocks.store
+        return {"store": {} if store is None else store.counters}
 
     def close(self) -> None:
         give_up_s = time.monotonic() + RESTORE_S

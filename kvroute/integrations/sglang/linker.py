@@ -13,8 +13,8 @@ from sglang.srt.mem_cache.hicache_storage import PoolName  # type: ignore[import
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker  # type: ignore[import-not-found]
 
 from cache_manager.errors import ConfigError, KVRouteError
+from cache_manager.jobs import PersistJob
 from cache_manager.spec import AuxBlockDataSpec
-from cache_manager.stored import PersistJob
 from kvroute.connector.witness import KvFolder
 from kvroute.integrations.sglang.rows import RoutedRows, capturer, logger
 

@@ -21,9 +21,9 @@ from numpy.typing import NDArray
 
 from cache_manager.blocks import AuxBlocks
 from cache_manager.errors import KVRouteError
+from cache_manager.jobs import PersistJob
 from cache_manager.keys import BlockKey, Namespace
 from cache_manager.spec import AuxBlockDataSpec
-from cache_manager.stored import PersistJob
 from kvroute import open_store
 from kvroute.checks import unsound
 from kvroute.connector.answers import FIELD
@@ -156,7 +156,7 @@ class RoutedRows:
         One that raises costs no other, because a page whose call was lost would keep the rows that it had before. The
         first error is raised behind the last call.
         """
-        self.aux.poll()
+        self.aux.jobs.poll()
         late, self._late = self._late, []
         errors: list[Exception] = []
         for after, call in late:

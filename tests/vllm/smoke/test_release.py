@@ -89,7 +89,7 @@ def test_prefix_hits(engine: Engine, homes: dict[int, Path]) -> None:
 
 def test_kv_and_rows_from_a_store(engine: Engine, homes: dict[int, Path]) -> None:
     """Method: the pool forgets its blocks, so that the connector inside brings the KV of the test before."""
-    engine.kept.blocks.wait(10)
+    engine.kept.blocks.jobs.wait(10)
     restored = engine.kept.blocks.counters.restored_blocks
     engine.forget_locally()
     loaded = engine.ask(ASKED)

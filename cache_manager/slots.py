@@ -1,8 +1,9 @@
-"""Blocks, slots and rows as numbers: what callers pass, or an error that names the field; rows as bits.
+"""Checks the ids, slots and counts that callers pass; turns rows into validity bits and back.
 
 Row ``t`` of a block is bit ``t % 64`` of validity word ``t // 64``, as a record's header has it. A block of ``T``
-tokens has ``W = ceil(T / 64)`` words for each spec; the bits behind the last row are 0. A *cell* is one validity word
-of a block for every spec: ``block * W + word``. Where a block has at most 64 rows the cells are the blocks.
+tokens has ``W = ceil(T / 64)`` words for each spec; the bits behind the last row are 0. A *mask word* holds the bits of
+64 rows of one block, for every spec at the same index: ``block * W + word``. Where a block has at most 64 rows the mask
+words are the blocks.
 """
 
 from __future__ import annotations
@@ -122,13 +123,13 @@ def count_in_range(value: int, field: str, low: int) -> int:
     return value
 
 
-class Numbers:
+class SlotSpace:
     """The ``blocks`` blocks of one tier and their slots, ``tokens`` each, as callers number them."""
 
     def __init__(self, name: str, blocks: int, tokens: int) -> None:
         self._name, self.blocks, self.tokens, self.end = name, blocks, tokens, blocks * tokens
         self.words_per_block = words_of(tokens)
-        # A shift turns a slot into its cell if a block has one word, or only whole words.
+        # A shift turns a slot into its mask word if a block has one word, or only whole words.
         unit = WORD_BITS if tokens % WORD_BITS == 0 else tokens
         plain = unit & (unit - 1) == 0 and (self.words_per_block == 1 or unit == WORD_BITS)
         self._shift, self._mask = (unit.bit_length() - 1, unit - 1) if plain else (-1, 0)
@@ -154,7 +155,7 @@ class Numbers:
         return ids, good
 
     def differ(self, numbers: Ints) -> bool:
-        """Whether no two of ``numbers``, of blocks or of cells, are the same. The lock is held.
+        """Whether no two of ``numbers``, of blocks or of mask words, are the same. The lock is held.
 
         The position of each number is written at its own place and read back; a duplicate changes it. No sort.
         """
@@ -172,38 +173,38 @@ class Numbers:
         finally:
             self._mark[others] = False
 
-    def cells_of(self, slots: Ints) -> tuple[Ints, Bits] | None:
-        """The cells of ``slots``, each once, and the bits in each; ``None`` if a slot is given twice. Lock held."""
-        cells, bits = self.bit_by_bit(slots)
+    def mask_words_of(self, slots: Ints) -> tuple[Ints, Bits] | None:
+        """The mask words of ``slots``, each once, and their bits; ``None`` if a slot is given twice. Lock held."""
+        mask_words, bits = self.bit_by_bit(slots)
         runs = slots.size > 1 and slots[1] == slots[0] + 1  # a prefill, if any, comes first
-        if not runs and self.differ(cells):  # one row of each sequence, as decode has them
-            return cells, bits
-        cells, bits = self.merged(cells, bits)
-        if not self.differ(cells):
-            cells, bits = self.cells_of_ordered(np.sort(slots))
-        return (cells, bits) if int(np.bitwise_count(bits).sum()) == slots.size else None
+        if not runs and self.differ(mask_words):  # one row of each sequence, as decode has them
+            return mask_words, bits
+        mask_words, bits = self.merged(mask_words, bits)
+        if not self.differ(mask_words):
+            mask_words, bits = self.mask_words_of_ordered(np.sort(slots))
+        return (mask_words, bits) if int(np.bitwise_count(bits).sum()) == slots.size else None
 
     def bit_by_bit(self, slots: Ints) -> tuple[Ints, Bits]:
-        """The cell of each slot, and its one bit there."""
+        """The mask word of each slot, and its one bit there."""
         if self._shift >= 0:
             return slots >> self._shift, _EACH.take(slots & self._mask)
         blocks, offsets = np.divmod(slots, self.tokens)
         return blocks * self.words_per_block + (offsets >> 6), _EACH.take(offsets & 63)
 
-    def cells_of_ordered(self, slots: Ints) -> tuple[Ints, Bits]:
-        """The cells of ``slots`` in order, each once, and the bits in each."""
+    def mask_words_of_ordered(self, slots: Ints) -> tuple[Ints, Bits]:
+        """The mask words of ``slots`` in order, each once, and the bits in each."""
         return self.merged(*self.bit_by_bit(slots))
 
-    def merged(self, cells: Ints, bits: Bits) -> tuple[Ints, Bits]:
-        """A cell, and its bits in one word, where several of ``cells`` next to each other are the same."""
-        if not cells.size:
-            return cells, bits
-        start = np.flatnonzero(np.concatenate(([True], cells[1:] != cells[:-1])))
-        return cells[start], np.bitwise_or.reduceat(bits, start)
+    def merged(self, mask_words: Ints, bits: Bits) -> tuple[Ints, Bits]:
+        """A mask word, and its bits in one, where several of ``mask_words`` next to each other are the same."""
+        if not mask_words.size:
+            return mask_words, bits
+        start = np.flatnonzero(np.concatenate(([True], mask_words[1:] != mask_words[:-1])))
+        return mask_words[start], np.bitwise_or.reduceat(bits, start)
 
-    def blocks_of(self, cells: Ints) -> Ints:
-        """The blocks of cells, each once."""
-        return cells if self.words_per_block == 1 else np.unique(cells // self.words_per_block)
+    def blocks_of(self, mask_words: Ints) -> Ints:
+        """The blocks of mask words, each once."""
+        return mask_words if self.words_per_block == 1 else np.unique(mask_words // self.words_per_block)
 
 
 def extreme(ids: Ints) -> int:

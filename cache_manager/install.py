@@ -1,0 +1,124 @@
+"""Records for other processes, and where rows and KV from other processes land in device blocks.
+
+A record's row lands only where no row is readable, in a block in which nothing has been computed here, and only beside
+KV of its own origin. So the rows of the KV that is really used win, and a row lands at most once. The functions take
+their table's lock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from cache_manager.errors import BlockBusyError, InvalidInputError, RecordError
+from cache_manager.own_keys import Keyed, OwnKeys
+from cache_manager.publish import Copies, bits_of, copies_of
+from cache_manager.record import Buffer, OfferedRecord, RecordHeader
+from cache_manager.slots import Bits, Blocks, integers, prefix_bits, rows_in
+from cache_manager.table import BlockTable
+
+
+def export(
+    table: BlockTable, keys: OwnKeys, blocks: Keyed, generations: Blocks, rows: Sequence[int] | None
+) -> list[OfferedRecord | None]:
+    """Records of blocks in these generations, in their order, with their readable rows among the first ``rows``.
+
+    ``None`` where no row is readable, the block is in another life or the key is of another namespace; the latter two
+    are counted.
+    """
+    limits = table.full
+    if rows is not None:
+        limits = prefix_bits(integers(rows, "rows", "one count for each block", n=len(blocks)), table.tokens)
+    with table.lock:
+        ids, lives, live = keys.claimed(table, blocks, generations)
+        valid = bits_of(table.region, ids) & limits
+        live &= (valid != 0).any(axis=(1, 2))
+        ids, valid = ids[live], valid[live]
+        table.seal(ids)
+        table.lock.count("rows_exported", rows_in(valid))
+        origins = table.origin.take(ids)
+        copies = copies_of(table.region, ids, valid)
+    fingerprint = table.layout.fingerprint
+    named = [key if is_live else None for key, is_live in zip(blocks, live.tolist(), strict=True)]
+    contents = zip(lives[live].tolist(), origins.tolist(), valid.astype("<u8"), copies, strict=True)
+    records: list[OfferedRecord | None] = []
+    for key in named:
+        if key is None:
+            records.append(None)
+            continue
+        life, origin, bits, copy = next(contents)
+        records.append(OfferedRecord(key, fingerprint, life, origin, bits.tobytes(), copy.tobytes()))
+    return records
+
+
+def bind_origin(table: BlockTable, block: int, generation: int, origin: int) -> bool:
+    """The block's KV has come from another place, where it had this ``origin``: rows of another are dropped.
+
+    ``False``: the block is in another life than ``generation``. Raises ``BlockBusyError`` while bytes are copied into
+    it.
+    """
+    if not isinstance(origin, int) or isinstance(origin, bool) or not 0 < origin < 1 << 64:
+        raise InvalidInputError("origin", "an integer in [1, 2**64)", repr(origin))
+    (index,) = table.slots.ids([block]).tolist()
+    with table.lock:
+        if not _in_life(table, index, generation):
+            return False
+        _check_not_copied_into(table, index)
+        table.bind(index, origin)
+        return True
+
+
+def install(
+    table: BlockTable, keys: OwnKeys, block: int, generation: int, header: RecordHeader, payload: Buffer
+) -> int:
+    """Put the rows of a record into a block where no row is readable; how many landed.
+
+    None where the block takes no rows of the record's origin, is in another life, or the record is of another
+    namespace; each case is counted. Raises ``BlockBusyError`` and :class:`RecordError` before anything has changed.
+    """
+    bits = _bits_in(table, header, payload)
+    record = Copies(table.layout, np.frombuffer(payload, np.uint8)[None])
+    (index,) = table.slots.ids([block]).tolist()
+    with table.lock:
+        if not _in_life(table, index, generation, ours=keys.owns(header.key)):
+            return 0
+        _check_not_copied_into(table, index)
+        if not table.takes(index, header.origin):
+            table.lock.count("installs_of_another_origin_dropped")
+            return 0
+        if table.writing(np.array([index]))[0]:
+            raise BlockBusyError(f"{table.tier} block {index}", "one that no device writes", "a step of before")
+        landed = rows_in(table.install(index, header.origin, bits, record))
+        table.lock.count("rows_installed", landed)
+        return landed
+
+
+def _in_life(table: BlockTable, block: int, generation: int, *, ours: bool = True) -> bool:
+    """Whether the block is in that life, and the record ``ours``; what is not is counted."""
+    if not ours or not generation or int(table.generations[block]) != generation:
+        table.lock.count("late_installs_dropped")
+        return False
+    return True
+
+
+def _check_not_copied_into(table: BlockTable, block: int) -> None:
+    if table.fenced(np.array([block]))[0]:
+        raise BlockBusyError(f"{table.tier} block {block}", "one that nothing else fills", "one being copied into")
+
+
+def _bits_in(table: BlockTable, header: RecordHeader, payload: Buffer) -> Bits:
+    """The record's validity words ``[specs, W]``; :class:`RecordError` unless it is one of the table's layout."""
+    layout = table.layout
+    if header.fingerprint != layout.fingerprint:
+        raise RecordError("fingerprint", layout.fingerprint.hex(), header.fingerprint.hex())
+    nbytes = payload.nbytes if isinstance(payload, memoryview) else len(payload)
+    if nbytes != layout.nbytes:
+        raise RecordError("payload size", layout.nbytes, nbytes)
+    bitmap_nbytes = 8 * layout.valid_words * len(layout.specs)
+    if len(header.valid) != bitmap_nbytes:
+        raise RecordError("bitmap size", bitmap_nbytes, len(header.valid))
+    bits = np.frombuffer(header.valid, "<u8").astype(np.uint64).reshape(len(layout.specs), layout.valid_words)
+    if (bits & ~table.full).any():
+        raise RecordError("bitmap", f"bits for {layout.block_tokens} rows of each spec", "others")
+    return bits

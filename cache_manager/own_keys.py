@@ -1,0 +1,73 @@
+"""The keys under which a set of blocks stores, restores and exports: those of its namespace, until the next reset."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Final
+
+import numpy as np
+from numpy import count_nonzero as count
+
+from cache_manager.errors import InvalidInputError
+from cache_manager.keys import SCOPE_NBYTES, BlockKey, KeyChain, Namespace, is_key
+from cache_manager.lock import Mistakes
+from cache_manager.slots import Blocks, Flags, Ints, integers
+from cache_manager.spec import RecordLayout
+from cache_manager.table import BlockTable
+
+OUTDATED_MAX: Final = 1024
+"""Namespaces from before a reset whose keys are known to be outdated; keys of older ones count as foreign."""
+
+Keyed = Mapping[BlockKey, int]
+"""Block ids by the keys of their content."""
+
+
+class OwnKeys:
+    """The ``chain`` that makes the keys of ``record``, the layout of stored records: rows, and KV where kvroute keeps
+    it."""
+
+    def __init__(self, namespace: Namespace, record: RecordLayout, mistakes: Mistakes) -> None:
+        self.record = record
+        self.chain = KeyChain(namespace, record)
+        self._mistakes = mistakes
+        self._outdated: dict[bytes, None] = {}  # scopes of keys from before a reset, the oldest first
+
+    def after_reset(self, weights_version: int) -> KeyChain:
+        """The chain of the same namespace under other weights; :class:`SpecError` for an impossible version."""
+        return KeyChain(replace(self.chain.namespace, weights_version=weights_version), self.record)
+
+    def enter(self, chain: KeyChain) -> None:
+        """Keys are made by this chain from here on; those from before are outdated. The lock is held."""
+        self._outdated[self.chain.scope] = None
+        if len(self._outdated) > OUTDATED_MAX:
+            del self._outdated[next(iter(self._outdated))]
+        self.chain = chain
+
+    def owns(self, key: bytes) -> bool:
+        return self.chain.owns(key)
+
+    def claimed(self, table: BlockTable, blocks: Keyed, generations: Blocks) -> tuple[Ints, Ints, Flags]:
+        """Block ids, generations, and which blocks are still in the given life and have a key of our namespace: ``[n]``
+        each. The lock is held. A key that was made nowhere here is a mistake; one from before a reset is late."""
+        if not isinstance(blocks, Mapping):
+            raise InvalidInputError("blocks", "a mapping of keys to block ids", repr(blocks))
+        ids = table.slots.ids(list(blocks.values()))
+        lives = integers(generations, "generations", "one integer for each block", n=ids.size)
+        live = table.generations.take(ids) == lives
+        ours: Flags = np.array([self.owns(key) for key in blocks], np.bool_)
+        if count(ours) != ours.size:
+            self._count_others([key for key in blocks if not self.owns(key)])
+        table.lock.count("stale_blocks", int(count(~live)))
+        return ids, lives, live & ours
+
+    def _count_others(self, keys: list[BlockKey]) -> None:
+        """Count ``keys``, none of them ours, as foreign or as stale; a strict set raises the first foreign one."""
+        foreign = [key for key in keys if not (is_key(key) and key[:SCOPE_NBYTES] in self._outdated)]
+        if foreign:
+            wanted = "keys that AuxBlocks.keys has adopted, or made of tokens, in this namespace and layout"
+            error = InvalidInputError("keys", wanted, repr(foreign[0]))
+            if self._mistakes.strict:
+                raise error
+            self._mistakes.drop("foreign_keys", len(foreign), str(error))
+        self._mistakes.lock.count("stale_keys", len(keys) - len(foreign))
