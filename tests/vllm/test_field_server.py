@@ -28,17 +28,17 @@ CONNECTOR = {
 
 @pytest.mark.timeout(900)
 def test_the_flag_is_all_that_a_client_needs(model: Callable[..., Path], tmp_path: Path) -> None:
-    """Goal: base64 fields of completions and chats. Method: vLLM's own flag and a connector
-    without settings; prefix hits, several completions, stop strings, a first position; fields of another form."""
+    """Goal: base64 fields of completions, chats and tokens in and out. Method: vLLM's own flag and a connector without
+    settings; prefix hits, several completions, stop strings, a first position; fields of another form."""
     home = model("qwen3_moe")
     spec = kvroute.routing_spec_from_hf(AutoConfig.from_pretrained(home), block_tokens=1)
 
-    def right(answer: dict[str, Any], start: int = 0) -> int:
-        """Every row that is due is there, and right; how many."""
+    def right(answer: dict[str, Any], start: int = 0, sent: list[int] | None = None) -> int:
+        """Every row that is due is there, and right; how many. ``sent``: a prompt that the answer does not repeat."""
         rows = 0
         for choice in answer["choices"]:
             found = routes(answer, choice["index"], spec=spec)
-            prompt = answer.get("prompt_token_ids") or choice.get("prompt_token_ids")
+            prompt = sent or answer.get("prompt_token_ids") or choice.get("prompt_token_ids")
             tokens = [*prompt, *choice["token_ids"]]
             assert (found.start, found.stop) == (start, len(tokens) - 1)
             found.validate(tokens, rows=None if start else len(tokens) - 1)
@@ -48,6 +48,7 @@ def test_the_flag_is_all_that_a_client_needs(model: Callable[..., Path], tmp_pat
         return rows
 
     arguments = ["--enforce-eager", "--enable-return-routed-experts", "--kv-transfer-config", json.dumps(CONNECTOR)]
+    arguments.append("--enable-scale-out")  # for tokens in and out
     search = f"{plugin(tmp_path / 'plugin')}:{os.environ.get('PYTHONPATH', '')}"  # as an installed kvroute
     with running(home, tmp_path / "server.log", *arguments, environment={"PYTHONPATH": search}) as server:
         (asked,) = prompts(91, 100)
@@ -63,6 +64,10 @@ def test_the_flag_is_all_that_a_client_needs(model: Callable[..., Path], tmp_pat
         assert right(several) > 300
         said = [{"role": "user", "content": " ".join(f"t{i}" for i in asked)}]
         assert right(server.post("/v1/chat/completions", messages=said, max_tokens=16)) > 100
+        sampling = {"temperature": 1.0, "max_tokens": 20, "ignore_eos": True}
+        for n in (1, 2):
+            in_and_out = {"token_ids": asked, "sampling_params": {**sampling, "n": n}}
+            assert right(server.post("/inference/v1/generate", **in_and_out), sent=asked) == 119 * n
         wrong = {**whole, "choices": [{**whole["choices"][0], "routed_experts": "bm8="}]}
         with pytest.raises(kvroute.RowError, match="npy"):
             routes(wrong, spec=spec)

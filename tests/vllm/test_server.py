@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
@@ -55,8 +56,12 @@ class Server:
         given = {name: value for name, value in given.items() if value is not None}
         headers = {"Content-Type": "application/json"} | ({"X-Request-Id": request_id} if request_id else {})
         request = urllib.request.Request(self.url + path, json.dumps(given).encode(), headers)  # noqa: S310 (our own)
-        with urllib.request.urlopen(request, timeout=GIVE_UP_S) as answer:  # noqa: S310
-            content: bytes = answer.read()
+        try:
+            with urllib.request.urlopen(request, timeout=GIVE_UP_S) as answer:  # noqa: S310
+                content: bytes = answer.read()
+        except urllib.error.HTTPError as error:
+            error.add_note(error.read().decode())
+            raise
         return content
 
 
