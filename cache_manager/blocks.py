@@ -30,7 +30,7 @@ from cache_manager.ports import KVBlocks, Region, StorageBackend, TierName
 from cache_manager.publish import GENERATION_END, Rows, window_of
 from cache_manager.regions import Memory, region_in
 from cache_manager.spec import AuxBlockDataSpec, RecordLayout
-from cache_manager.step import Keep, Step, write_whole
+from cache_manager.step import Keep, Step
 from cache_manager.table import BlockTable
 
 OUTDATED_MAX: Final = 1024
@@ -275,8 +275,6 @@ class AuxBlocks(Landing, Fed):
         step after :meth:`close`. Rows are bytes here: whether they can be a router's choice is judged by who writes
         them, or at the end by :meth:`kvroute.Routes.from_rows`.
         """
-        if keep is None and (landed := write_whole(self._tables["device"], slots, rows)) is not None:
-            return landed
         try:
             step = self.begin_step(slots)
         except KVRouteError:

@@ -112,16 +112,12 @@ class Lock(RLock):  # type: ignore[misc]  # final for mypy alone
 
 
 def change(method: F) -> F:
-    """Mark a method that changes a table's state: if it does not come to its end, the lock stays torn.
-
-    From its beginning on nothing is known of the blocks that a step wrote before: ``table.latest``.
-    """
+    """Mark a method that changes a table's state: if it does not come to its end, the lock stays torn."""
 
     @wraps(method)
     def whole(table: Any, *args: Any, **kwargs: Any) -> Any:
         lock = table.lock
         lock.torn += 1
-        table.latest = None
         answer = method(table, *args, **kwargs)
         lock.torn -= 1
         return answer

@@ -174,16 +174,14 @@ class Numbers:
 
     def cells_of(self, slots: Ints) -> tuple[Ints, Bits] | None:
         """The cells of ``slots``, each once, and the bits in each; ``None`` if a slot is given twice. Lock held."""
-        return self.each_once(slots, *self.bit_by_bit(slots))
-
-    def each_once(self, slots: Ints, cells: Ints, bits: Bits) -> tuple[Ints, Bits] | None:
-        """:meth:`cells_of` slots with these ``cells`` and ``bits``, which are the answer if no cell is there twice."""
+        cells, bits = self.bit_by_bit(slots)
         runs = slots.size > 1 and slots[1] == slots[0] + 1  # a prefill, if any, comes first
         if not runs and self.differ(cells):  # one row of each sequence, as decode has them
             return cells, bits
-        if not self.differ((found := self.merged(cells, bits))[0]):
-            found = self.cells_of_ordered(np.sort(slots))
-        return found if int(np.bitwise_count(found[1]).sum()) == slots.size else None
+        cells, bits = self.merged(cells, bits)
+        if not self.differ(cells):
+            cells, bits = self.cells_of_ordered(np.sort(slots))
+        return (cells, bits) if int(np.bitwise_count(bits).sum()) == slots.size else None
 
     def bit_by_bit(self, slots: Ints) -> tuple[Ints, Bits]:
         """The cell of each slot, and its one bit there."""

@@ -120,41 +120,29 @@ def lives_of(region: Region) -> NDArray[np.int64]:
     return (region.words >> _SHIFT).astype(np.int64)
 
 
-def clear(region: Region, cells: NDArray[np.int64], bits: NDArray[np.uint64]) -> list[NDArray[np.uint64]]:
+def clear(region: Region, cells: NDArray[np.int64], bits: NDArray[np.uint64]) -> None:
     """Make the rows ``bits [n]`` of ``cells [n]``, each once, unreadable in every spec: their bytes may change then.
 
-    A block that had none of them readable keeps its word, because no reader can have taken one. By spec, the validity
-    words ``[n]`` of the cells after that.
+    A block that had none of them readable keeps its word, because no reader can have taken one.
     """
-    had, left = None, []
+    had = None
     for spec in range(region.valid.shape[1]):
         words, at = _words_at(region, spec, cells)
         now = words[at]
         hit = now & bits
         if hit.tobytes() != bytes(hit.nbytes):  # some readable; count_nonzero() touches more code
-            words[at] = now = now & ~bits
+            words[at] = now & ~bits
             had = hit if had is None else had | hit
-        left.append(now)
     if had is not None:
         blocks = cells[had != 0] // region.valid.shape[2]  # a block that is there twice changes once
         word = region.words[blocks]
         region.words[blocks] = (word & ~SEQUENCE_MASK) | ((word + _ONE) & SEQUENCE_MASK)
-    return left
 
 
-def add(
-    region: Region,
-    spec: int,
-    cells: NDArray[np.int64],
-    bits: NDArray[np.uint64],
-    now: NDArray[np.uint64] | None = None,
-) -> None:
-    """Make the rows ``bits [n]`` of ``cells [n]``, each once, readable in ``spec``; their bytes are in place.
-
-    ``now`` are the cells' validity words ``[n]``, if they are known.
-    """
+def add(region: Region, spec: int, cells: NDArray[np.int64], bits: NDArray[np.uint64]) -> None:
+    """Make the rows ``bits [n]`` of ``cells [n]``, each once, readable in ``spec``; their bytes are in place."""
     words, at = _words_at(region, spec, cells)
-    words[at] = (words[at] if now is None else now) | bits
+    words[at] |= bits
 
 
 def bits_of(region: Region, ids: NDArray[np.int64]) -> NDArray[np.uint64]:

@@ -43,9 +43,9 @@ class BlockSink(Protocol):
     def install(self, part: int, index: int, header: RecordHeader, payload: memoryview) -> bool:
         """Put a verified record in its place. ``payload`` is valid during the call.
 
-        ``False``: the block has another generation now; the record is dropped and reported missing. A
-        :class:`~cache_manager.errors.BlockBusyError` makes the node ask for it again later. A node counts and logs any
-        other error, and the record is missing as ``failed``.
+        ``False``: the block has another generation now, or was computed here meanwhile; the record is dropped and
+        reported missing. A :class:`~cache_manager.errors.BlockBusyError` makes the node ask for it again later. A node
+        counts and logs any other error, and the record is missing as ``failed``.
         """
 
 
@@ -78,7 +78,7 @@ class Reason(Enum):
     """Why a record is missing, or a pull failed."""
 
     ABSENT = "absent"  # prefill does not have it, or has other tokens there
-    STALE = "stale"  # the target block is in another life now
+    STALE = "stale"  # the target block is in another life now, or was computed here meanwhile
     FAILED = "failed"  # this side's engine raised an error instead of taking the record
     GONE = "gone"  # prefill has ended the transfer, or never had it
     TIMEOUT = "timeout"  # no more messages came

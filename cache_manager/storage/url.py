@@ -20,6 +20,8 @@ from cache_manager.errors import ConfigError
 
 _SIZES: Final = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 _SECONDS: Final = {"ms": 0.001, "s": 1, "m": 60, "h": 3600, "d": 86_400}
+_SIZE_MAX: Final = (1 << 63) - 1  # of a file
+_SECONDS_MAX: Final = 36_525 * 86_400  # a century
 _COMPOSITE = re.compile(r"([a-z][a-z0-9+.-]*):(\?[^,]*,)?(?=[a-z][a-z0-9+.-]*:)")
 _DIVIDER = re.compile(r",(?=[a-z][a-z0-9+.-]*:)")
 _MEASURE = re.compile(r"([0-9]{1,18})([A-Za-z]*)")
@@ -80,19 +82,24 @@ class StoreUrl:
                 raise ConfigError(f"{self.scheme}: store parameter", "one of " + ", ".join(names), repr(name))
 
     def nbytes(self, name: str, default: int) -> int:
-        """The size called ``name``, such as ``4096`` or ``64MiB``, in bytes and above zero."""
-        return default if name not in self.parameters else int(self._measure(name, _SIZES))
+        """The size called ``name``, such as ``4096`` or ``64MiB``, in bytes: above zero, and below 2**63."""
+        return default if name not in self.parameters else int(self._measure(name, _SIZES, _SIZE_MAX, "bytes"))
 
     def seconds(self, name: str, default: float | None) -> float | None:
-        """The duration called ``name``, such as ``500ms``, ``15m`` or ``7d``, in seconds and above zero."""
-        return default if name not in self.parameters else self._measure(name, _SECONDS)
+        """The duration called ``name``, such as ``500ms``, ``15m`` or ``7d``, in seconds: above zero, and a century at
+        most."""
+        return default if name not in self.parameters else self._measure(name, _SECONDS, _SECONDS_MAX, "seconds")
 
-    def _measure(self, name: str, units: Mapping[str, float]) -> float:
-        match = _MEASURE.fullmatch(self.parameters[name])
+    def _measure(self, name: str, units: Mapping[str, float], most: int, unit: str) -> float:
+        text = self.parameters[name]
+        match = _MEASURE.fullmatch(text)
         if match is None or match[2] not in units or int(match[1]) == 0:
             wanted = "a positive whole number with one of the units " + ", ".join(filter(None, units))
-            raise ConfigError(f"{self.scheme}: store parameter {name}", wanted, repr(self.parameters[name]))
-        return int(match[1]) * units[match[2]]
+            raise ConfigError(f"{self.scheme}: store parameter {name}", wanted, repr(text))
+        measure = int(match[1]) * units[match[2]]
+        if measure > most:
+            raise ConfigError(f"{self.scheme}: store parameter {name}", f"{most} {unit} at most", repr(text))
+        return measure
 
     def milliseconds(self, name: str, default: int) -> int:
         """The whole number of milliseconds called ``name``."""

@@ -262,8 +262,8 @@ class Borrower:
             names: Iterable[BlockKey] = blocks
             if self._kv is None:
                 names = [place_of(transfer, first + i) for i in range(len(blocks))]
-                for i, (block, life, count) in enumerate(zip(landing.ids, lives, counts, strict=True)):
-                    self._blocks.bind_origin(block, life, landing.origin(i), count)
+                for i, (block, life) in enumerate(zip(landing.ids, lives, strict=True)):
+                    self._blocks.bind_origin(block, life, landing.origin(i))
             wanted = [WantedBlock(first + i, key, parts) for i, key in enumerate(names)]
             self._node.pull(TransferId(transfer), address, wanted, landing)
         except KVRouteError as error:
@@ -347,7 +347,7 @@ class _Fetch:
         wanted = (1 << self.counts[at]) - 1
         if int.from_bytes(header.valid, "little") & wanted != wanted or not header.origin:
             return False
-        if not self.rows.bind_origin(self.ids[at], self.lives[at], header.origin, self.counts[at]):
+        if not self.rows.bind_origin(self.ids[at], self.lives[at], header.origin):
             return False
         given = np.frombuffer(payload, np.uint8)[: self.kv.spec.block_nbytes]
         self.kv.fill(np.array([self.ids[at]]), given[None])

@@ -262,15 +262,16 @@ class RowStream:
                     self._lost.add(piece.name)
 
     def _outcome(self, piece: Piece) -> Outcome | None:
-        name, n = piece.name, piece.stop - piece.start
+        name, n, batch = piece.name, piece.stop - piece.start, piece.batch
         known = name in self._lost
         if piece.last:
             self._lost.discard(name)
         if known:
             return None
+        if batch is not None and batch.whole and batch.rows is not None:
+            return Outcome(piece, batch.rows.values[piece.at : piece.at + n])
         gaps: list[Gap] = []
         rows: NDArray[np.generic] | None = None
-        batch = piece.batch
         if batch is None:
             gaps = [(piece.start, piece.stop, piece.lost)] if piece.lost else []
             if not gaps and not n:
@@ -282,7 +283,7 @@ class RowStream:
             valid = batch.rows.valid[part]
             if batch.doubted is not None:
                 valid = valid & ~batch.doubted[part]
-            if batch.whole or valid.all():
+            if valid.all():
                 rows = batch.rows.values[part]
             else:
                 missing = [(piece.start + first, piece.start + stop) for first, stop in runs(~valid)]

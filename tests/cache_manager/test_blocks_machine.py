@@ -249,6 +249,7 @@ class BlocksMachine(BlocksStored):
         for n, (s, t) in enumerate(pairs):
             written = target == "device" and any(self.filled_by(step, t) for step in self.steps)
             self.forget(target, t)
+            self.lives[target][t].computed = target == "device"  # the engine has copied the KV, rows or not
             if target == "host":
                 self.given["host"].add(t)
             if s in self.given[source] and t in self.given[target] and not written:

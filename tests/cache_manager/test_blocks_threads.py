@@ -152,7 +152,7 @@ def _calls(house: House) -> dict[str, Callable[[], object]]:
         "persist": lambda: engine.persist({engine.keys.key(None, [9]): 3}, lives[3:4]),
         "restore": lambda: engine.restore({house.key: 4}, lives[4:]),
         "install": lambda: engine.install(4, int(lives[4]), header, payload),
-        "bind": lambda: engine.bind_origin(0, int(lives[0]), 77, 4),
+        "bind": lambda: engine.bind_origin(0, int(lives[0]), 77),
         "origins": lambda: engine.origins([0, 3]),
         "export": lambda: engine.export({house.key: 3}, lives[3:4]),
         "read": lambda: engine.read("routing", [0, 1, 2]),

@@ -275,9 +275,9 @@ class OriginMachine(RuleBasedStateMachine):
             generation, header = receiver.life(sink), record.seal()
             self.crossing.append(Crossing(1 - side, sink, generation, header, bytes(record.payload)))
             (before,) = origins_of(receiver.aux, [sink])
-            if receiver.aux.bind_origin(sink, generation, header.origin, tokens):
+            if receiver.aux.bind_origin(sink, generation, header.origin):
                 (named,) = origins_of(receiver.aux, [sink])
-                assert named in (header.origin, before or header.origin), "KV that came has the name it came under"
+                assert named == header.origin, "KV that came has the name it came under"
                 receiver.kv.device[sink, :tokens] = sender.kv.device[source, :tokens]
                 if before != header.origin:  # the tokens behind them are of no computation that this origin names
                     receiver.kv.device[sink, tokens:] = 0
@@ -290,6 +290,14 @@ class OriginMachine(RuleBasedStateMachine):
             self.crossing.remove(crossing)
         aux = self.sides[crossing.side].aux
         aux.install(crossing.block, crossing.generation, crossing.header, crossing.payload)
+
+    @precondition(lambda self: self.crossing)
+    @rule(n=st.integers(0, 9), again=st.booleans())
+    def rows_arrive_when_their_block_was_computed_and_forgotten(self, n, again) -> None:
+        crossing = self.crossing[n % len(self.crossing)]
+        self.forward(crossing.side, crossing.block, WHOLE, "commit")
+        self.forget(crossing.side, [crossing.block])
+        self.rows_arrive(n, again)
 
     # ---------------------------------------------------------------- what must hold
 

@@ -23,14 +23,17 @@ assert importlib.util.find_spec(package).origin == f"{copy}/__init__.py"
 import pytest
 known = "ignore:Module already imported:pytest.PytestAssertRewriteWarning"
 left = "ignore::ResourceWarning"
-status = pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-p", "no:anyio", "-W", known, "-W", left, test])
+beside = "ignore:(rm_rf) error removing:pytest.PytestWarning"
+options = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:anyio", "-W", known, "-W", left, "-W", beside]
+status = pytest.main([*options, test])
 atexit._run_exitfuncs()
 sys.stdout.flush()
 os._exit(status)
 """
 """No module of ours is loaded before the copy is on the path: what is imported from here on is the copy's. A test that
-fails may leave files and sockets open; a warning of them would end pytest before it names the test. The process ends at
-once: to take down all that is loaded costs as much time as most of these tests."""
+fails may leave files and sockets open, and hunts beside each other clear one directory of old runs; a warning of that
+would end pytest before it names the test. The process ends at once: to take down all that is loaded costs as much time
+as most of these tests."""
 
 HUNTS = 4
 """Some tests have threads, and on a busy machine these may never be where the fault shows: then the test runs again."""

@@ -43,6 +43,11 @@ def test_a_file_store_is_in_the_directory_of_its_url(tmp_path: Path, name: str) 
         ("redis://host/1", "store scheme: wanted one of apart, file, memory.* got 'redis'"),
         ("memory:?capacity=64MB", r"memory: store parameter capacity: wanted a positive whole number .* got '64MB'"),
         ("memory:?capacity=0", "store parameter capacity: wanted a positive"),
+        (
+            "file:///tmp/x?quota=999999999TiB",
+            "file: store parameter quota: wanted 9223372036854775807 bytes at most, got '999999999TiB'",
+        ),
+        ("file:///tmp/x?ttl=999999999d", "file: store parameter ttl: wanted 3155760000 seconds at most"),
         ("memory:?capacity=", "store parameter: wanted name=value, got 'capacity='"),
         ("memory:?size=1MiB", "memory: store parameter: wanted one of capacity, got 'size'"),
         ("memory:?capacity=1MiB&capacity=2MiB", "store parameter capacity: wanted one value"),

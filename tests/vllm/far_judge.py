@@ -228,9 +228,9 @@ class Judge:
         return Tally(fields=int(right.sum()), wrong=+wrong)
 
     def trained(self, found: Routes, truth: Truth, prompt: int, response: int) -> Tally:
-        """The same routes through every trainer's adapter, in each of its words."""
+        """The same routes through every trainer's adapter, in each of its words. None trains on an empty response."""
         tally, complete = Tally(), bool(truth.known.all())
-        for name, trainer in TRAINERS.items():
+        for name, trainer in TRAINERS.items() if response else ():
             for word in trainer.words:
                 try:
                     got = trainer.given(found, prompt, response, word)

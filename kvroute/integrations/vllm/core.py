@@ -6,7 +6,6 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable
-from concurrent.futures import Future
 from functools import partial, wraps
 from typing import Any, Final
 
@@ -17,7 +16,7 @@ from kvroute.connector.answers import FIELD
 from kvroute.connector.behind import Behind
 from kvroute.connector.versions import AS_LOADED, version_of
 from kvroute.integrations.vllm import blocks, versions
-from kvroute.integrations.vllm.field import join
+from kvroute.integrations.vllm.field import awaited, join
 
 logger = logging.getLogger(__name__)
 
@@ -157,10 +156,10 @@ def answering(step: Callable[[Any], Any]) -> Callable[[Any], Any]:
             each.send()
         queue = getattr(core, "output_queue", None)
         for client, sent in (by_client or {}).items():
-            waiting = [each for each in sent.outputs if each.kv_transfer_params and _awaited(each) is not None]
+            waiting = [each for each in sent.outputs if each.kv_transfer_params and awaited(each) is not None]
             if queue is None:
                 for each in waiting:
-                    _bring(each, _awaited(each).result())
+                    _bring(each, awaited(each).result())
             elif waiting:
                 ids = set(map(id, waiting))
                 sent.outputs = [each for each in sent.outputs if id(each) not in ids]
@@ -192,10 +191,20 @@ class Sending:
         field.sending = self
 
     def update(self, scheduler_output: Any, model_runner_output: Any) -> Any:
-        by_client, *self._at_hand = self.field.update(
-            self._scheduler, self._update, scheduler_output, model_runner_output
-        )
+        by_client, pieces = self.field.update(self._scheduler, self._update, scheduler_output, model_runner_output)
+        self._at_hand = self._messages(by_client), pieces
         return by_client
+
+    def _messages(self, by_client: Any) -> list[list[Any]]:
+        """The outputs that go to a front end together. One in this process gets no message."""
+        messages: list[list[Any]] = []
+        for sent in (by_client or {}).values():
+            if self._queue is None:
+                messages += [[output] for output in sent.outputs]
+            else:
+                messages += [[output] for output in sent.outputs if awaited(output) is not None]
+                messages.append([output for output in sent.outputs if awaited(output) is None])
+        return messages
 
     def send(self) -> None:
         """Fill the outputs of the step that is over; and end the requests that have failed in earlier ones."""
@@ -225,7 +234,7 @@ def sending(core: Any, field: Any) -> Sending:
 
 
 def _put_when_ready(queue: Any, client: int, sent: Any, outputs: list[Any]) -> None:
-    lock, left = threading.Lock(), {_awaited(each): each for each in outputs}
+    lock, left = threading.Lock(), {awaited(each): each for each in outputs}
 
     def ready(answer: Any) -> None:
         if answer not in left:  # it went out with another answer
@@ -240,11 +249,6 @@ def _put_when_ready(queue: Any, client: int, sent: Any, outputs: list[Any]) -> N
 
     for each in list(left):
         each.add_done_callback(ready)
-
-
-def _awaited(output: Any) -> Any:
-    told = (output.kv_transfer_params or {}).get(FIELD)
-    return told if isinstance(told, Future) else None
 
 
 def _bring(output: Any, told: Any) -> None:

@@ -14,6 +14,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from functools import wraps
 from typing import Any, Final
 
@@ -31,6 +32,10 @@ logger = logging.getLogger(__name__)
 
 LOST: Final = "kvroute_field"
 """From the engine core to the front end, beside an output that lacks rows: ``{"gaps": [...], "fails": bool}``."""
+ROWS: Final = "kvroute_rows"
+"""From the engine core to the front end, beside one output of a message: the rows of all of them, in one piece, because
+each array is encoded and decoded by itself. A front end that knows nothing of this finds no field, and never another
+request's rows."""
 WRAPPED: Final = "_kvroute_field"
 FLAG: Final = "enable_return_routed_experts"
 SHORT: Final = "the engine core sent rows of other tokens than those of the answer"
@@ -68,7 +73,7 @@ class Field:
             self.stream.preempted(request, _start(request), request.num_computed_tokens, self.rows.steps)
 
     def update(self, scheduler: Any, update: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
-        """``update_from_output`` of vLLM's scheduler; its outputs, and the pieces of rows that belong to them."""
+        """``update_from_output`` of vLLM's scheduler: what it returns, and the pieces of rows that belong to it."""
         requests = scheduler.requests
         stale = {
             name
@@ -82,8 +87,7 @@ class Field:
             number, self._number = self._number, 0
         outputs = [output for sent in (by_client or {}).values() for output in sent.outputs]
         asked = [_asked(output, requests, stale) for output in outputs]
-        pieces = self.stream.take(asked, number)
-        return by_client, outputs, pieces
+        return by_client, self.stream.take(asked, number)
 
     def end_failed(self, scheduler: Any) -> None:
         """Requests that have failed in the meantime end in the scheduler, too."""
@@ -95,23 +99,42 @@ class Field:
 
     # ---------------------------------------------------------------- the thread that sends
 
-    def fill(self, outputs: Sequence[Any], pieces: Sequence[Piece]) -> None:
-        """Give each output its rows, or tell it why its answer has none. The pieces are those of :meth:`update`."""
-        by_id = {output.request_id: output for output in outputs}
+    def fill(self, messages: Sequence[Sequence[Any]], pieces: Sequence[Piece]) -> None:
+        """Give each output its rows, or tell it why its answer has none. The pieces are those of :meth:`update`, and
+        the outputs of one of the ``messages`` go to their front end together."""
         try:
             outcomes = self.stream.read(pieces)
         except Exception as error:  # the outputs go out whatever happens
-            logger.exception("the rows of %d outputs cannot be read", len(outputs))
+            logger.exception("the rows of %d outputs cannot be read", sum(map(len, messages)))
             outcomes = [Outcome(piece, None, [(piece.start, piece.stop, repr(error))]) for piece in pieces]
             self.stream.lose(pieces)
-        for outcome in outcomes:
-            output = by_id.get(outcome.piece.name)
-            if output is None:
-                continue
-            if outcome.rows is not None:
-                output.routed_experts = self._array(outcome.rows)
-            else:
-                self._lose(output, outcome.gaps)
+        by_id = {outcome.piece.name: outcome for outcome in outcomes}
+        for outputs in messages:
+            with_rows: list[tuple[Any, Any]] = []
+            for output in outputs:
+                outcome = by_id.get(output.request_id)
+                if outcome is None:
+                    continue
+                if outcome.rows is None:
+                    self._lose(output, outcome.gaps)
+                else:
+                    with_rows.append((output, outcome.rows))
+            if len(with_rows) == 1:
+                output, rows = with_rows[0]
+                output.routed_experts = self._array(rows)
+            elif with_rows:
+                join(with_rows[0][0], {ROWS: self._together(with_rows)})
+
+    def _together(self, with_rows: Sequence[tuple[Any, Any]]) -> dict[str, Any]:
+        """The rows of several outputs as plain values; :func:`_divide` is the other end."""
+        array = self._array(np.concatenate([rows for _, rows in with_rows]))
+        return {
+            "requests": [output.request_id for output, _ in with_rows],
+            "counts": [len(rows) for _, rows in with_rows],
+            "shape": list(array.shape[1:]),
+            "dtype": array.dtype.str,
+            "data": array.tobytes(),
+        }
 
     def _array(self, ids: Any) -> Any:
         if len(self._layer_ids) == self._shape[0]:
@@ -144,6 +167,12 @@ def join(output: Any, data: Mapping[str, Any]) -> None:
     """Add ``data`` beside an answer; any thread may."""
     with _JOINING:
         output.kv_transfer_params = {**(output.kv_transfer_params or {}), **data}
+
+
+def awaited(output: Any) -> Any:
+    """The data beside an answer that goes out in a message of its own when it is there, or ``None``."""
+    beside = (output.kv_transfer_params or {}).get(FIELD)
+    return beside if isinstance(beside, Future) else None
 
 
 def _start(request: Any) -> int:
@@ -211,15 +240,20 @@ def _adding(add: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _processing(process: Callable[..., Any]) -> Callable[..., Any]:
-    """``OutputProcessor.process_outputs``: hear which requests have lost a row."""
+    """``OutputProcessor.process_outputs``: each request gets its rows, and we hear which ones have lost a row."""
 
     def process_outputs(self: Any, engine_core_outputs: Any, *args: Any, **kwargs: Any) -> Any:
         for output in engine_core_outputs:
-            lost = output.kv_transfer_params.pop(LOST, None) if output.kv_transfer_params else None
+            if not output.kv_transfer_params:
+                continue
+            together = output.kv_transfer_params.pop(ROWS, None)
+            if together is not None:
+                _divide(self.request_states, together)
+            lost = output.kv_transfer_params.pop(LOST, None)
+            output.kv_transfer_params = output.kv_transfer_params or None
             state = self.request_states.get(output.request_id)
             if lost is None or state is None:
                 continue
-            output.kv_transfer_params = output.kv_transfer_params or None
             gaps = [(start, stop, why) for start, stop, why in lost["gaps"]]
             _drop(state, gaps)
             if lost["fails"] and state.queue is not None:
@@ -229,6 +263,17 @@ def _processing(process: Callable[..., Any]) -> Callable[..., Any]:
         return process(self, engine_core_outputs, *args, **kwargs)
 
     return process_outputs
+
+
+def _divide(states: Mapping[str, Any], together: Mapping[str, Any]) -> None:
+    """Add the rows of a message to those of their requests, copied: a long request keeps nobody else's."""
+    array = np.frombuffer(together["data"], together["dtype"]).reshape(-1, *together["shape"])
+    at = 0
+    for name, count in zip(together["requests"], together["counts"], strict=True):
+        state = states.get(name)
+        if state is not None:
+            state.routed_experts_chunks.append(array[at : at + count].copy())
+        at += count
 
 
 def _answering(make: Callable[..., Any]) -> Callable[..., Any]:
@@ -345,4 +390,4 @@ def _extra(transfer: Any) -> dict[str, Any]:
     return own
 
 
-__all__ = ["FLAG", "Field", "join", "settings_in", "take_over", "watch"]
+__all__ = ["FLAG", "Field", "awaited", "join", "settings_in", "take_over", "watch"]

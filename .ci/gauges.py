@@ -1,0 +1,127 @@
+"""What a reader of the packages has to hold at once, as numbers. No number stops anything: ``make check`` prints them.
+
+Run at the root of a checkout: ``python .ci/gauges.py``.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import tokenize
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+PACKAGES = ("cache_manager", "transfer", "kvroute")
+NOT_CORE = ("manager", "regions", "storage", "testing", "transfer_manager")
+METHODS_AIM = 30
+SILENT = {
+    tokenize.COMMENT,
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENCODING,
+    tokenize.ENDMARKER,
+}
+Definition = (ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+class Module:
+    """One source file: its code tokens, its lines, and what its syntax tree says."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        source = path.read_text()
+        self.lines = source.count("\n")
+        self.tree = ast.parse(source)
+        prose = {line for docstring in docstrings(self.tree) for line in docstring}
+        spoken = [
+            token
+            for token in tokenize.generate_tokens(io.StringIO(source).readline)
+            if token.type not in SILENT and token.start[0] not in prose
+        ]
+        self.tokens = len(spoken)
+        self.code_lines = len({token.start[0] for token in spoken})
+        self.packed = sum(is_packed(node) for node in ast.walk(self.tree))
+        self.reaches = sum(is_reach(node) for node in ast.walk(self.tree))
+
+    @property
+    def is_core(self) -> bool:
+        return self.path.parts[0] == "cache_manager" and self.path.parts[1] not in NOT_CORE
+
+    @property
+    def is_testing(self) -> bool:
+        return "testing" in self.path.parts
+
+
+def docstrings(tree: ast.Module) -> Iterator[range]:
+    """The lines of every string that stands alone: docstrings, and those behind an attribute."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            assert node.end_lineno is not None
+            yield range(node.lineno, node.end_lineno + 1)
+
+
+def is_packed(node: ast.AST) -> bool:
+    """Several assignments in one statement: ``a, b = x, y``."""
+    return isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Tuple) and isinstance(node.value, ast.Tuple)
+
+
+def is_reach(node: ast.AST) -> bool:
+    """A private attribute of another object: ``other._name``."""
+    if not isinstance(node, ast.Attribute) or not node.attr.startswith("_") or node.attr.startswith("__"):
+        return False
+    owner = node.value
+    if isinstance(owner, ast.Call) and isinstance(owner.func, ast.Name) and owner.func.id == "super":
+        return False
+    return not (isinstance(owner, ast.Name) and owner.id in ("self", "cls"))
+
+
+def methods(modules: list[Module]) -> dict[str, int]:
+    """By class, how many methods it has with those of its bases in these modules."""
+    classes = {
+        node.name: node for module in modules for node in ast.walk(module.tree) if isinstance(node, ast.ClassDef)
+    }
+
+    def names(name: str, seen: tuple[str, ...]) -> Counter[str]:
+        if name not in classes or name in seen:
+            return Counter()
+        node = classes[name]
+        own = Counter(statement.name for statement in node.body if isinstance(statement, Definition))
+        for base in node.bases:
+            root = base.value if isinstance(base, ast.Subscript) else base
+            own += names(getattr(root, "id", getattr(root, "attr", "")), (*seen, name))
+        return own
+
+    return {name: names(name, ()).total() for name in classes}
+
+
+def show(name: str, modules: list[Module]) -> None:
+    code_lines = sum(module.code_lines for module in modules)
+    tokens = sum(module.tokens for module in modules)
+    packed = 100 * sum(module.packed for module in modules) / code_lines
+    reaches = sum(module.reaches for module in modules)
+    counted = methods(modules)
+    largest = max(counted, key=lambda name: counted[name])
+    over = sum(n > METHODS_AIM for n in counted.values())
+    lines = sum(module.lines for module in modules)
+    print(
+        f"{name:24} {lines:6} {tokens:8} {tokens / code_lines:11.2f} {packed:11.2f} {reaches:8}"
+        f" {over:9}   {largest} {counted[largest]}"
+    )
+
+
+def main() -> None:
+    head = f"{'':24} {'lines':>6} {'tokens':>8} {'tokens/line':>11} {'packed/100':>11} {'reaches':>8}"
+    print(f"{head} {f'>{METHODS_AIM} meth.':>9}   most methods")
+    for package in PACKAGES:
+        modules = [Module(path) for path in sorted(Path(package).rglob("*.py"))]
+        if package == "cache_manager":
+            show("cache_manager, its core", [module for module in modules if module.is_core])
+            show("cache_manager, runtime", [module for module in modules if not module.is_testing])
+        show(package, modules)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,128 @@
+"""verl's own server, client, agent loops and DataProto, with kvroute as vLLM's connector, over Ray."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import vllm
+from hydra import compose, initialize_config_dir
+from live import HERE, STOPS, WORDS, judged, prompt, verdict
+
+NAME, ENGINE = "verl 0.9.1", f"vLLM {vllm.__version__}"
+PROMPT, RESPONSE = 160, 128
+
+
+def configured(home: Path, files: Path) -> Any:
+    """verl's configuration, with the lines of docs/trainers/verl.md, and around a connector that stores KV and rows."""
+    import verl
+
+    kvroute = f"{{on_missing:fail,witness:flagged,store:'file://{files}/rows'}}"
+    transfer = (
+        "{kv_connector:KvrouteExampleConnector,kv_connector_module_path:kvroute.integrations.vllm,kv_role:kv_both,"
+        f"kv_connector_extra_config:{{shared_storage_path:'{files}/kv',kvroute:{kvroute}}}}}"
+    )
+    (files / "loops.yaml").write_text("- name: stopping\n  _target_: verl_parts.Stopping\n")
+    overrides = [
+        f"actor_rollout_ref.model.path={home}",
+        f"data.max_prompt_length={PROMPT}",
+        f"data.max_response_length={RESPONSE}",
+        "+actor_rollout_ref.rollout.enable_sleep_mode=false",
+        *(
+            f"actor_rollout_ref.rollout.{line}"
+            for line in (
+                "name=vllm",
+                "enable_rollout_routing_replay=true",
+                "tensor_model_parallel_size=1",
+                "dtype=float32",
+                "load_format=auto",
+                "enforce_eager=true",
+                "free_cache_engine=false",
+                "max_model_len=512",
+                "max_num_batched_tokens=512",
+                "max_num_seqs=16",
+                "ignore_eos=true",
+                "agent.num_workers=1",
+                f"agent.agent_loop_config_path={files / 'loops.yaml'}",
+                f"multi_turn.function_tool_path={HERE / 'verl_tool.py'}",
+                "multi_turn.format=always",
+                "multi_turn.max_assistant_turns=3",
+            )
+        ),
+        *(
+            f"+actor_rollout_ref.rollout.engine_kwargs.vllm.{line}"
+            for line in (f"kv_transfer_config={transfer}", "block_size=32", "num_gpu_blocks_override=64")
+        ),
+    ]
+    with initialize_config_dir(str(Path(verl.__file__).parent / "trainer/config"), version_base=None):
+        return compose("ppo_trainer", overrides)
+
+
+class Rollout:
+    """A server of verl in its Ray actor, and verl's manager of agent loops that ask it."""
+
+    def __init__(self, ray: Any, config: Any) -> None:
+        from verl.experimental.agent_loop.agent_loop import AgentLoopManager
+        from verl.workers.rollout.llm_server import LLMServerClient
+        from verl.workers.rollout.replica import RolloutMode
+        from verl.workers.rollout.router import get_router_handle
+        from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
+
+        self.ray = ray
+        of = config.actor_rollout_ref
+        self.server = ray.remote(vLLMHttpServer).options(max_concurrency=64).remote(
+            config=of.rollout, model_config=of.model, rollout_mode=RolloutMode.STANDALONE, workers=[], replica_rank=0,
+            node_rank=0, gpus_per_node=1, nnodes=1, cuda_visible_devices="",
+        )  # fmt: skip
+        ray.get(self.server.launch_server.remote())
+        balancer = get_router_handle({"one": self.server})
+        self.manager = AgentLoopManager.create(config, LLMServerClient(config, balancer))
+
+    def batch(self, loop: str, prompts: list[str]) -> Any:
+        from verl.protocol import DataProto
+
+        raw = np.empty(len(prompts), dtype=object)
+        raw[:] = [[{"role": "user", "content": text}] for text in prompts]
+        names = np.array([loop] * len(prompts), dtype=object)
+        return DataProto(non_tensor_batch={"raw_prompt": raw, "agent_name": names}, meta_info={"global_steps": 0})
+
+    def __call__(self, loop: str, prompts: list[str]) -> Any:
+        return self.manager.generate_sequences(self.batch(loop, prompts))
+
+    def end(self) -> None:
+        self.ray.kill(self.server)
+
+
+def samples(batch: Any) -> list[tuple[Any, list[int]]]:
+    """Of a DataProto: each sample's rows and its tokens."""
+    pairs = []
+    for i in range(len(batch)):
+        mask = batch.batch["attention_mask"][i].bool()
+        rows = batch.batch["routed_experts"][i][mask].numpy()
+        pairs.append((rows, batch.batch["input_ids"][i][mask].tolist()))
+    return pairs
+
+
+@pytest.fixture(scope="module")
+def rollout(cluster: Any, home: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rollout]:
+    rollout = Rollout(cluster, configured(home, tmp_path_factory.mktemp("files")))
+    yield rollout
+    rollout.end()
+
+
+ASKED = [prompt(seed, 100 + seed) for seed in range(4)]
+
+
+def test_turns_and_stop_strings(rollout: Rollout, home: Path) -> None:
+    """Goal: rows of conversations with a tool, and of answers that a string ends. Method: verl's loops over one
+    server; its DataProto."""
+    turns = rollout("tool_agent", [prompt(7, 20), prompt(8, 40)])
+    assert turns.batch["routed_experts"].shape[1] == PROMPT + RESPONSE
+    verdict(NAME, ENGINE, "three turns with a tool", judged(home, samples(turns)))
+    stopped = samples(rollout("stopping", ASKED))
+    ends = [WORDS[tokens[-1]] for _, tokens in stopped]
+    assert set(ends) & set(STOPS), ends
+    verdict(NAME, ENGINE, "stop strings", judged(home, stopped))
