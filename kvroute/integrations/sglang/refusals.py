@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple
 from cache_manager.errors import ConfigError
 from kvroute.connector.settings import Common
 from kvroute.integrations.sglang import versions
-from kvroute.integrations.sglang.settings import LINKER, VARIABLE
+from kvroute.integrations.sglang.settings import LINKER, LINKER_CONFIG, VARIABLE
 
 
 class Refused(NamedTuple):
@@ -124,7 +124,7 @@ def refusals(server_args: Any, settings: Common) -> Iterator[tuple[str, str, Any
     for part in versions.PARTS:
         if getattr(server_args, part, False) and (lacking := versions.absent(sglang.__version__, part)):
             yield part, f"False: SGLang {sglang.__version__} has not {lacking[0]}, where its pages are followed", True
-    ours = linked and (server_args.unified_cache_external_linker_config or {}).get("linker") == LINKER
+    ours = linked and (getattr(server_args, LINKER_CONFIG, None) or {}).get("linker") == LINKER
     if ours and server_args.tp_size > 1:
         yield "tp_size", f"1 with {LINKER}: ranks may fail to load different pages", server_args.tp_size
     if settings.store and server_args.enable_lora:
