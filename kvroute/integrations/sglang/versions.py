@@ -17,19 +17,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any, Final, NamedTuple
 
+from kvroute.integrations.judged import Judged
 
-class Judged(NamedTuple):
-    """A release, and how its rows were judged against transformers."""
-
-    version: str
-    how: tuple[str, ...]  # of WAYS
-    date: str  # of the last judgement, ISO 8601
-    note: str = ""
-
-
-WAYS: Final[Mapping[str, str]] = {"tests": "`make test-sglang`"}
+WAYS: Final[Mapping[str, str]] = {"tests": "`make test-sglang`", "smoke": "`make smoke-sglang`"}
 """How a release was judged, as a page says it."""
-JUDGED: Final = (Judged("0.5.23", ("tests",), "2026-11-28"),)
+_OLDER: Final = "its Python over 0.5.23's packages; without pages on the host and external linkers"
+JUDGED: Final = (
+    Judged("0.5.12.post1", ("smoke",), "2026-11-29", _OLDER),
+    Judged("0.5.15.post1", ("smoke",), "2026-11-29", _OLDER),
+    Judged("0.5.16", ("smoke",), "2026-11-29", _OLDER),
+    Judged("0.5.22", ("smoke",), "2026-11-29", "its Python over 0.5.23's packages; without external linkers"),
+    Judged("0.5.23", ("tests", "smoke"), "2026-11-29"),
+)
 """The releases that kvroute works with, oldest first. The refusal, ``kvroute doctor`` and the pages read this table."""
 TESTED: Final = tuple(entry.version for entry in JUDGED)
 PREFERRED: Final = next(entry.version for entry in JUDGED if "tests" in entry.how)
@@ -144,11 +143,15 @@ def name_of(place: Place) -> str | None:
     return next((name for name in place.names if not _lacks(name, place.parameters)), None)
 
 
+def release(version: str) -> tuple[int, ...]:
+    """``(0, 5, 12)`` of ``"0.5.12.post1"``."""
+    return tuple(int(digits) for digits in re.findall(r"\d+", version)[:3])
+
+
 def _wanted(version: str, part: str) -> Iterator[Place]:
     """The places that a release has to have for this part, or with ``""`` for all else."""
-    release = tuple(int(digits) for digits in re.findall(r"\d+", version)[:3])
     for place in (*PLACES.values(), *TAKEN):
-        if place.part == part and place.since <= release < place.until:
+        if place.part == part and place.since <= release(version) < place.until:
             yield place
 
 
@@ -264,7 +267,6 @@ __all__ = [
     "TAKEN",
     "TESTED",
     "WAYS",
-    "Judged",
     "Place",
     "absent",
     "arguments",
@@ -275,6 +277,7 @@ __all__ = [
     "kv_cache_dtype",
     "name_of",
     "page_size",
+    "release",
     "resolved",
     "set_experts_capturer",
     "slots_of",
