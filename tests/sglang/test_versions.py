@@ -16,6 +16,7 @@ from kvroute import ConfigError
 from kvroute.integrations.sglang import plugin, versions
 from kvroute.integrations.sglang.hooks import HOOKS
 
+TESTED = f"SGLang {' or '.join(versions.TESTED)}"
 STARTED = """
 import json, logging, sys
 logging.basicConfig(level=logging.INFO, stream=sys.stderr)
@@ -81,11 +82,11 @@ def test_a_server_without_one_of_the_names_does_not_start(plugins: Path, unteste
     ended, hooked, _ = started(plugins, asked=True, missing=("flushed",), untested=untested)
     assert hooked == set()
     assert "flush_cache_of_another_version" in ended
-    assert ended.startswith("ConfigError: SGLang with kvroute: wanted SGLang 0.5.23, or one with sglang.srt.managers")
+    assert ended.startswith(f"ConfigError: SGLang with kvroute: wanted {TESTED}, or one with sglang.srt.managers")
 
 
 def test_a_version_that_was_not_judged_is_refused_or_accepted_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert versions.unfit("9.9", "") == ("SGLang 0.5.23, or untested='9.9'", "9.9")
+    assert versions.unfit("9.9", "") == (f"{TESTED}, or untested='9.9'", "9.9")
     assert versions.unfit("9.9", "9.9") is None
     lacking = versions.Place(("sglang.srt.managers.scheduler.Scheduler.flush_cache",), ("no_such_parameter",))
     monkeypatch.setitem(versions.PLACES, "flushed", lacking)
