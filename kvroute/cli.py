@@ -328,7 +328,7 @@ COMMANDS: Final[dict[str, Command]] = {
     "doctor": Command(
         "what this machine lacks, and the command that installs it",
         "kvroute.doctor:main",
-        (_flag("--require", choices=("mooncake", "vllm"), help="a lack of this part is a problem"),),
+        (_flag("--require", choices=("mooncake", "vllm", "sglang"), help="a lack of this part is a problem"),),
     ),
 }
 

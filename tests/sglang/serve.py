@@ -1,7 +1,7 @@
 """One SGLang engine in a process of its own, which runs a plan; each answer is a line of JSON in ``out``.
 
 ``python -m serve PLAN`` where PLAN is the path of a JSON object: ``model``, ``options`` of the engine, ``do`` (a list
-of ``[scenario, verb, arguments]``) and ``out``.
+of ``[scenario, verb, arguments]``), ``rollouts`` (the URL of the store with the routes, or null) and ``out``.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from sglang.srt.managers.io_struct import (
 
 from kvroute import KVRouteError
 from kvroute.integrations.sglang import missing, routes
+from kvroute.rollout import open_rollouts
 
 FIXED: dict[str, Any] = {
     "device": "cpu",
@@ -38,8 +39,8 @@ FIXED: dict[str, Any] = {
 class Asked:
     """Sends requests to the engine, and writes down the answers."""
 
-    def __init__(self, engine: Any, out: Any) -> None:
-        self.engine, self.out = engine, out
+    def __init__(self, engine: Any, out: Any, rollouts: Any) -> None:
+        self.engine, self.out, self.rollouts = engine, out, rollouts
 
     def ask(
         self, scenario: str, prompts: list[list[int]], new: int = 8, n: int = 1, start: int = 0, alone: bool = False
@@ -53,6 +54,16 @@ class Asked:
         for i, each in enumerate(given):
             self.write(scenario, prompts[i // n], each, start)
         return [each["output_ids"] for each in given]
+
+    def stop(self, scenario: str, prompts: list[list[int]], words: int) -> None:
+        """Answers that end with a string: their first ``words`` tokens."""
+        for prompt, (*tokens,) in zip(prompts, self.ask(scenario, prompts), strict=True):
+            text = " ".join(f"t{token}" for token in tokens[:words])
+            sampling = {"max_new_tokens": len(tokens), "temperature": 0.0, "ignore_eos": True, "stop": [text]}
+            answer = self.engine.generate(input_ids=prompt, sampling_params=sampling, return_routed_experts=True)
+            if len(answer["output_ids"]) != words or answer["meta_info"]["finish_reason"].get("matched") != text:
+                raise RuntimeError(f"an answer that did not end with {text!r}: {answer}")
+            self.write(scenario, prompt, answer, 0)
 
     def turns(self, scenario: str, prompts: list[list[int]], new: int = 8) -> None:
         """A second turn behind each answer."""
@@ -131,12 +142,14 @@ class Asked:
             "prompt": prompt,
             "tokens": list(answer["output_ids"]),
             "start": start,
+            "hits": meta["cached_tokens"],
             "cached": meta.get("cached_tokens_details") or {},
             "field": field.tolist(),
             "versions": meta.get("weight_versions"),
+            "finish": meta["finish_reason"],
         }
         try:
-            line["routes"], line["why"] = routes(answer).to_json(), missing(answer)
+            line["routes"], line["why"] = routes(answer, rollouts=self.rollouts).to_json(), missing(answer)
         except KVRouteError as error:
             line["refused"] = str(error)
         self.out.write(json.dumps(line) + "\n")
@@ -148,7 +161,7 @@ def main() -> None:
 
     plan = json.loads(Path(sys.argv[1]).read_text())
     with sglang.Engine(model_path=plan["model"], **FIXED | plan["options"]) as engine, open(plan["out"], "w") as out:
-        asked = Asked(engine, out)
+        asked = Asked(engine, out, open_rollouts(plan["rollouts"]) if plan["rollouts"] else None)
         for scenario, verb, arguments in plan["do"]:
             getattr(asked, verb)(scenario, **arguments)
 

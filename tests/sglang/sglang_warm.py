@@ -7,6 +7,12 @@ seconds of a processor. The servers of ``test_verify.py`` are left as they are i
 from __future__ import annotations
 
 import multiprocessing
+from importlib.metadata import version
+
+from kvroute.integrations.sglang.versions import release
+
+if release(version("sglang")) < (0, 5, 17):
+    import older  # noqa: F401
 
 import sglang.srt.entrypoints.engine
 import sglang.srt.managers.detokenizer_manager

@@ -11,7 +11,7 @@ from sglang.srt.server_args import ServerArgs
 
 from kvroute.connector.settings import Common
 from kvroute.integrations.sglang.hooks import COMPUTES
-from kvroute.integrations.sglang.refusals import JUDGED, REFUSED, refusals
+from kvroute.integrations.sglang.refusals import JUDGED, OLDER, REFUSED, refusals
 
 NAMES = (Path(__file__).parent / "server_args.txt").read_text().split()
 
@@ -26,6 +26,7 @@ def test_a_new_argument_of_sglang_is_noticed() -> None:
     assert sorted(ServerArgs.__struct_fields__) == NAMES
     assert {*(entry.argument for entry in REFUSED), *JUDGED, *COMPUTES} <= set(NAMES)
     assert not {entry.argument for entry in REFUSED} & set(JUDGED)
+    assert not {entry.argument for entry in OLDER} & set(NAMES)
 
 
 def test_an_engine_with_default_arguments_is_accepted() -> None:

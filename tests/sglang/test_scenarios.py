@@ -10,6 +10,7 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,11 @@ from models import routing
 from bench.sglang_gpu import HOST
 from kvroute import Routes
 from kvroute.integrations.sglang.rows import WHY
+from kvroute.integrations.sglang.versions import release
 
 Serve = Callable[..., list[dict[str, Any]]]
 Models = Callable[..., Path]
+RELEASE = release(version("sglang"))
 PAGE = 16
 SMALL = {"max_total_tokens": 512, "max_running_requests": 4, "page_size": PAGE, "context_length": 400}
 
@@ -61,7 +64,9 @@ def tally(home: Path, title: str, answers: list[dict[str, Any]]) -> dict[str, Co
     found: dict[str, Counter[str]] = {}
     for each in answers:
         tokens = [*each["prompt"], *each["tokens"]]
-        due = routing(home, tokens[:-1])[each["start"] :]
+        if each["tokens"] or RELEASE >= (0, 5, 15):  # earlier ones have the row of the last token of a prompt, too
+            tokens = tokens[:-1]
+        due = routing(home, tokens)[each["start"] :]
         field = np.array(each["field"]).reshape(len(due), -1, due.shape[2])
         rows = np.sort(field[:, field.shape[1] - due.shape[1] :], axis=-1)
         if "routes" in each:  # kvroute's answer says the same

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-from sglang.srt import runtime_context as context  # type: ignore[import-not-found]
-from sglang.srt.arg_groups.overrides import resolved_view  # type: ignore[import-not-found]
-
 from cache_manager.keys import Namespace
+from kvroute.connector.answers import FIELD
 from kvroute.connector.settings import Common
 from kvroute.connector.versions import AS_LOADED, version_of
+from kvroute.integrations.sglang import versions
 from kvroute.integrations.sglang.refusals import supported
 from kvroute.integrations.sglang.routers import routed_layers
 from kvroute.integrations.sglang.rows import Capturer, RoutedRows, capturer
@@ -61,34 +60,37 @@ def _before(hook: Hook) -> Hook:
     return wrapper
 
 
-def _creates(create: Callable[..., Any], *, model: Any, model_config: Any, num_tokens: int, **named: Any) -> Any:
-    """``RoutedExpertsCapturer.create``: ours on the first rank, if SGLang returns routed experts."""
-    theirs = create(model=model, model_config=model_config, num_tokens=num_tokens, **named)
-    if theirs is None or context.get_parallel().tp_rank:
-        return theirs
-    server_args, page = context.get_server_args(), context.get_schedule().page_size
-    settings = settings_of_arguments(server_args)
-    supported(server_args, settings)
-    spec = routing_spec_from_hf(model_config.hf_text_config, page)
-    routed_layers(model, spec.attrs["layer_ids"])
-    name = namespace_name(model_config, server_args, settings)
-    return Capturer(theirs, RoutedRows(spec, -(-num_tokens // page) + 1, Namespace(name, AS_LOADED), settings))
+def _created(create: Callable[..., Any], runner: Any, *args: Any, **named: Any) -> None:
+    """``ModelRunner.init_routed_experts_capturer``: ours on the first rank, if SGLang returns routed experts."""
+    create(runner, *args, **named)
+    theirs = versions.experts_capturer()
+    if theirs is None or isinstance(theirs, Capturer) or not versions.first_rank():
+        return
+    arguments, page = versions.arguments(), versions.page_size()
+    settings = settings_of_arguments(arguments)
+    supported(arguments, settings)
+    spec = routing_spec_from_hf(runner.model_config.hf_text_config, page)
+    routed_layers(runner.model, spec.attrs["layer_ids"])
+    name = namespace_name(runner.model_config, arguments, settings)
+    pages = -(-versions.host_tokens(theirs) // page) + 1
+    versions.without_host_buffer(theirs)
+    rows = RoutedRows(spec, pages, Namespace(name, AS_LOADED), settings)
+    versions.set_experts_capturer(Capturer(theirs, rows))
 
 
-def namespace_name(model_config: Any, server_args: Any, settings: Common) -> str:
+def namespace_name(model_config: Any, arguments: Any, settings: Common) -> str:
     """Names the weights and the effective configuration: engines that differ in either never share a key.
 
     Adapters are not in it: with a store they are refused.
     """
-    arguments = resolved_view(server_args)
     revision = getattr(model_config.hf_config, "_commit_hash", None) or model_config.revision or ""
     weights = settings.weights or weights_digest(model_config.model_path, str(revision))
-    chosen = {name: getattr(arguments, name) for name in COMPUTES}
+    chosen = {name: getattr(arguments, name, None) for name in COMPUTES}
     computed = configuration_digest(
         model_config.hf_config.to_dict(),
         dtype=model_config.dtype,
         quantization=model_config.quantization,
-        kv_cache_dtype=context.get_model().kv_cache_dtype,
+        kv_cache_dtype=versions.kv_cache_dtype(),
         **chosen,
     )
     return f"{weights}/{computed}"
@@ -153,6 +155,14 @@ def _collects(found: Capturer, _: Any, req: Any) -> None:
     found.req = req
 
 
+def _sends(_: Capturer, __: Any, reqs: list[Any], *___: Any, **____: Any) -> None:
+    """Answers go out together, up to 0.5.14 with one list of entries for each key, which is as long as the number of
+    answers that have the key: so each has ours, or none."""
+    informed = [req for req in reqs if FIELD in (req.customized_info or {})]
+    for req in reqs if informed else ():
+        req.customized_info = {FIELD: [], **(req.customized_info or {})}
+
+
 def _updated(found: Capturer, answer: Any, _: Any, asked: Any, *__: Any, **___: Any) -> None:
     """Weights were updated, perhaps partly: later rows are of other weights."""
     version = asked.weight_version if getattr(answer, "success", False) else None
@@ -169,7 +179,7 @@ def _flushed(found: Capturer, done: Any, *_: Any, **__: Any) -> None:
 
 
 HOOKS: Final[Mapping[str, Hook]] = {
-    "created": _creates,
+    "created": _created,
     "hosted": _after(_hosted),
     "backed_up": _after(_backed_up),
     "brought_back": _after(_brought_back),
@@ -185,6 +195,7 @@ HOOKS: Final[Mapping[str, Hook]] = {
     "prefetched": _before(_prefetched),
     "collects": _before(_collects),
     "begins": _before(_begins),
+    "sends": _before(_sends),
 }
 """By the names of :data:`versions.PLACES`."""
 

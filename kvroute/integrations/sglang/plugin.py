@@ -59,10 +59,10 @@ def _guarded(start: Callable[..., Any], scheduler: Any, server_args: Any, *args:
 
 
 @cache
-def _hooked() -> None:
+def _hooked(version: str) -> None:
     from kvroute.integrations.sglang.hooks import HOOKS
 
-    hook_all({versions.PLACES[name][0]: wrapper for name, wrapper in HOOKS.items()})
+    hook_all({name: HOOKS[what] for what, name in versions.hooked(version).items()})
 
 
 def begin(server_args: Any) -> None:
@@ -72,7 +72,7 @@ def begin(server_args: Any) -> None:
     settings = settings_of_arguments(server_args)
     if (refusal := versions.unfit(sglang.__version__, settings.untested)) is not None:
         raise ConfigError("SGLang with kvroute", *refusal)
-    _hooked()
+    _hooked(sglang.__version__)
 
 
 def hook_all(wrappers: Mapping[str, Callable[..., Any]]) -> None:

@@ -12,7 +12,8 @@ from typing import Any, Final, NamedTuple
 
 from cache_manager.errors import ConfigError
 from kvroute.connector.settings import Common
-from kvroute.integrations.sglang.settings import LINKER, VARIABLE
+from kvroute.integrations.sglang import versions
+from kvroute.integrations.sglang.settings import LINKER, LINKER_CONFIG, VARIABLE
 
 
 class Refused(NamedTuple):
@@ -78,6 +79,14 @@ REFUSED: Final = (
     Refused("hicache_host_memory_mode", "pages on the host have no life of their own", (None, "cache")),
 )
 
+OLDER: Final = (
+    Refused("enable_prefill_context_parallel", _SCATTERED),
+    Refused("enable_nsa_prefill_context_parallel", _SCATTERED),
+    Refused("enable_dsa_prefill_context_parallel", _SCATTERED),
+    Refused("enable_deepep_waterfill", _PHYSICAL),
+)
+"""Arguments that 0.5.16 or earlier releases have, and later ones have not."""
+
 ELSEWHERE: Final = ("remote", "remote_instance", "dummy")
 """Formats of loading whose weights do not come from the files of the model: no digest of files names them."""
 
@@ -105,24 +114,24 @@ JUDGED: Final = {
 
 def refusals(server_args: Any, settings: Common) -> Iterator[tuple[str, str, Any]]:
     """For each refused argument: it, what is wanted, and its value. ``server_args`` are the resolved ones."""
-    for argument, why, accepted in REFUSED:
+    import sglang  # type: ignore[import-not-found]
+
+    for argument, why, accepted in (*REFUSED, *OLDER):
         value = getattr(server_args, argument, None)  # an older SGLang has no such argument
         if value not in accepted:
             yield argument, f"{' or '.join(repr(each) for each in accepted if each is not None)}: {why}", value
-    ours = server_args.enable_unified_cache_external_linker and (
-        (server_args.unified_cache_external_linker_config or {}).get("linker") == LINKER
-    )
+    linked = getattr(server_args, versions.LINKER, False)
+    for part in versions.PARTS:
+        if getattr(server_args, part, False) and (lacking := versions.absent(sglang.__version__, part)):
+            yield part, f"False: SGLang {sglang.__version__} has not {lacking[0]}, where its pages are followed", True
+    ours = linked and (getattr(server_args, LINKER_CONFIG, None) or {}).get("linker") == LINKER
     if ours and server_args.tp_size > 1:
         yield "tp_size", f"1 with {LINKER}: ranks may fail to load different pages", server_args.tp_size
     if settings.store and server_args.enable_lora:
         yield "enable_lora", "no adapters with a store: SGLang's keys name an adapter, not its weights", True
     if settings.store and not settings.weights and server_args.load_format in ELSEWHERE:
         yield "load_format", f"a name of the weights (weights) with {server_args.load_format!r}", "none"
-    loads = (
-        "an external linker"
-        if server_args.enable_unified_cache_external_linker
-        else server_args.hicache_storage_backend
-    )
+    loads = "an external linker" if linked else server_args.hicache_storage_backend
     if loads and not settings.store:
         yield (
             "store",
@@ -133,10 +142,8 @@ def refusals(server_args: Any, settings: Common) -> Iterator[tuple[str, str, Any
 
 def supported(server_args: Any, settings: Common) -> None:
     """:class:`ConfigError` names the first unsupported feature of an engine with these published arguments."""
-    from sglang.srt.arg_groups.overrides import resolved_view  # type: ignore[import-not-found]
-
-    for argument, wanted, got in refusals(resolved_view(server_args), settings):
+    for argument, wanted, got in refusals(server_args, settings):
         raise ConfigError(f"SGLang with kvroute: {argument}", wanted, got)
 
 
-__all__ = ["JUDGED", "REFUSED", "Refused", "refusals", "supported"]
+__all__ = ["JUDGED", "OLDER", "REFUSED", "Refused", "refusals", "supported"]

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Final, NamedTuple
 
 from cache_manager.errors import ConfigError
+from kvroute.integrations.sglang import versions
 
 
 class Router(NamedTuple):
@@ -77,11 +78,13 @@ def routed_layers(model: Any, layers: Iterable[int]) -> None:
         router = ROUTERS.get(kind)
         if router is None:
             continue
-        form = getattr(getattr(module, "topk_config", None), "output_format", None)
-        if kind == TOPK and form is not None:
-            router, kind = FORMATS.get(form.name, Router("unknown", "", accepted=False)), f"{kind} ({form.name})"
+        form = None
+        if kind == TOPK:
+            named = getattr(getattr(module, "topk_config", None), "output_format", None)
+            form = versions.undecided_format() if named is None else named.name
+            router, kind = FORMATS.get(form, Router("unknown", "", accepted=False)), f"{kind} ({form})"
         if not router.accepted:
-            remedy = "; try --moe-runner-backend triton" if form is not None else ""
+            remedy = "" if form is None else "; try --moe-runner-backend triton"
             raise ConfigError(
                 "SGLang with kvroute: router", f"one whose choice is captured{remedy}", f"{kind} in {name}"
             )

@@ -32,6 +32,7 @@ from kvroute.connector.settings import Common
 from kvroute.connector.tickets import Gap, gaps_of
 from kvroute.connector.versions import Versions
 from kvroute.connector.witness import KvFolder
+from kvroute.integrations.sglang import versions
 from kvroute.rollout import open_rollouts
 from kvroute.routes import Routes
 from kvroute.routing import weights_version_spec
@@ -69,6 +70,10 @@ class Launched:
 
     def map_device_tensors(self, copied: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self.slots, self.ids = copied(self.slots), copied(self.ids)
+
+    def copy_to_cpu(self) -> None:
+        """SGLang's older call, up to 0.5.12."""
+        self.map_device_tensors(lambda tensor: tensor.to("cpu", non_blocking=True))
 
     def finalize(self) -> None:
         self.rows.end(self)
@@ -367,7 +372,6 @@ class Capturer:
         self._tokens: dict[int, list[int]] = {}  # of each call of a layer's router in this pass
         self._buffer: torch.Tensor = theirs.device_cache.buffer  # int32 [tokens, layers, top_k]
         self._buffer.fill_(-1)
-        theirs.destroy()
 
     def begin(self) -> None:
         """A pass begins: earlier calls of routers, to warm up or to record a graph, are not its own."""
@@ -389,15 +393,14 @@ class Capturer:
     def on_forward_end(
         self, forward_batch: Any, can_run_graph: bool, cuda_graph_batch: int | None, no_copy_to_cpu: bool = False
     ) -> Launched | None:
-        made = self.theirs.on_forward_end(forward_batch, can_run_graph, cuda_graph_batch, no_copy_to_cpu=True)
-        early = forward_batch.out_cache_loc_virtual
-        early = forward_batch.out_cache_loc if early is None else early
+        slots = versions.slots_of(forward_batch)
+        ids = self.theirs._get_local_slice(forward_batch, can_run_graph, cuda_graph_batch)[: len(slots)].clone()
         for layer, tokens in self._tokens.items():
-            if len(tokens) > 1 or tokens[0] < len(made.topk):
-                logger.warning(PART, layer, tokens, len(made.topk))
-                made.topk[:, layer] = -1
-        self._empty(max(len(made.topk), cuda_graph_batch or 0))  # behind the copy in ``made``, on the same stream
-        launched = self.rows.launch(made.out_cache_loc, made.topk, early)
+            if len(tokens) > 1 or tokens[0] < len(ids):
+                logger.warning(PART, layer, tokens, len(ids))
+                ids[:, layer] = -1
+        self._empty(max(len(ids), cuda_graph_batch or 0))  # behind the copy, on the same stream
+        launched = self.rows.launch(slots.clone(), ids, slots)
         if no_copy_to_cpu:
             return launched
         launched.finalize()
@@ -419,9 +422,7 @@ class Capturer:
 
 def capturer() -> Capturer | None:
     """This process's capturer, or ``None``."""
-    from sglang.srt import runtime_context as context  # type: ignore[import-not-found]
-
-    found = context.get_resources().experts_capturer
+    found = versions.experts_capturer()
     return found if isinstance(found, Capturer) else None
 
 

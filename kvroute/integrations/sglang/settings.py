@@ -11,6 +11,8 @@ from kvroute.connector.settings import Common
 
 VARIABLE: Final = "KVROUTE_SGLANG"
 LINKER: Final = "KvrouteLinker"
+LINKER_CONFIG: Final = "unified_cache_external_linker_config"
+"""SGLang's argument, which 0.5.22 has not."""
 
 
 def settings_of(linker: dict[str, Any] | None) -> Common:
@@ -31,7 +33,7 @@ def settings_of(linker: dict[str, Any] | None) -> Common:
 def settings_of_arguments(server_args: Any) -> Common:
     """The settings of the engine with these server arguments; :class:`ConfigError` for invalid ones."""
     linked = getattr(server_args, "enable_unified_cache_external_linker", False)
-    return settings_of(server_args.unified_cache_external_linker_config if linked else None)
+    return settings_of(getattr(server_args, LINKER_CONFIG, None) if linked else None)
 
 
-__all__ = ["LINKER", "VARIABLE", "settings_of", "settings_of_arguments"]
+__all__ = ["LINKER", "LINKER_CONFIG", "VARIABLE", "settings_of", "settings_of_arguments"]

@@ -1,66 +1,121 @@
-"""The versions of SGLang that kvroute was judged with, and every name of SGLang that it takes.
+"""What differs between SGLang's releases: which were judged, which names are needed, and how older ones are asked.
 
-This module imports nothing of SGLang by itself. All names are resolved before the first one is hooked. SGLang's plugin
-loader logs what a plugin raises and goes on, so nothing is refused there: see ``plugin.py`` for the place.
+The law: every name of SGLang that kvroute takes or hooks is in this module, and is looked up before the first one is
+hooked. A release without one of them is refused by that name, whatever the setting ``untested`` says; where a part of
+SGLang needs the name, an older release refuses that part's argument alone.
+
+This module imports nothing of SGLang by itself. SGLang's plugin loader logs what a plugin raises and goes on, so
+nothing is refused there: see ``plugin.py`` for the place.
 """
 
 from __future__ import annotations
 
 import inspect
 import pkgutil
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any, Final, NamedTuple
 
+from kvroute.integrations.judged import Judged
 
-class Judged(NamedTuple):
-    version: str
-    how: str  # "tests": all of `make test-sglang`
-    date: str
-
-
-JUDGED: Final = (Judged("0.5.23", "tests", "2026-11-28"),)
-"""Newest first. The refusal, ``kvroute doctor`` and the pages read this table."""
+WAYS: Final[Mapping[str, str]] = {"tests": "`make test-sglang`", "smoke": "`make smoke-sglang`"}
+"""How a release was judged, as a page says it."""
+_OLDER: Final = "its Python over 0.5.23's packages; without pages on the host and external linkers"
+JUDGED: Final = (
+    Judged("0.5.12.post1", ("smoke",), "2026-11-29", _OLDER),
+    Judged("0.5.15.post1", ("smoke",), "2026-11-29", _OLDER),
+    Judged("0.5.16", ("smoke",), "2026-11-29", _OLDER),
+    Judged("0.5.22", ("smoke",), "2026-11-29", "its Python over 0.5.23's packages; without external linkers"),
+    Judged("0.5.23", ("tests", "smoke"), "2026-11-29"),
+)
+"""The releases that kvroute works with, oldest first. The refusal, ``kvroute doctor`` and the pages read this table."""
+TESTED: Final = tuple(entry.version for entry in JUDGED)
+PREFERRED: Final = next(entry.version for entry in JUDGED if "tests" in entry.how)
+"""The release to install: all tests run on it."""
 
 DOOR: Final = "sglang.srt.managers.scheduler.Scheduler.__init__"
 """Called once in each process with rows, with all server arguments; an exception in it ends the server."""
+
+HOST: Final = "enable_hierarchical_cache"
+LINKER: Final = "enable_unified_cache_external_linker"
+PARTS: Final = (HOST, LINKER)
+"""Server arguments that need names of their own: a release without one of them refuses the argument, and no more."""
+
+
+class Place(NamedTuple):
+    """A name of SGLang."""
+
+    names: tuple[str, ...]  # the newest release's first; of an older one the next that is there
+    parameters: tuple[str, ...] = ()  # those that our hook reads
+    part: str = ""  # of PARTS, which alone needs it
+    since: tuple[int, ...] = ()  # releases before this have nothing there to follow
+    until: tuple[int, ...] = (1 << 30,)  # nor have those from this one on
+
 
 _MEMORY: Final = "sglang.srt.mem_cache"
 _PARTS: Final = "sglang.srt.managers.scheduler_components"
 _CONTROLLER: Final = f"{_MEMORY}.hybrid_cache.hybrid_cache_controller.HybridCacheController"
 _UPDATER: Final = f"{_PARTS}.weight_updater.SchedulerWeightUpdaterManager.update_weights_from"
+_OLD_UPDATER: Final = (
+    "sglang.srt.managers.scheduler_update_weights_mixin.SchedulerUpdateWeightsMixin.update_weights_from"
+)
+_OLD_RESULTS: Final = "sglang.srt.managers.scheduler_output_processor_mixin.SchedulerOutputProcessorMixin"
 
-PLACES: Final[Mapping[str, tuple[str, tuple[str, ...]]]] = {
-    "created": (
-        "sglang.srt.state_capturer.routed_experts.RoutedExpertsCapturer.create",
-        ("model", "model_config", "num_tokens"),
+PLACES: Final[Mapping[str, Place]] = {
+    "created": Place(("sglang.srt.model_executor.model_runner.ModelRunner.init_routed_experts_capturer",)),
+    "hosted": Place((f"{_CONTROLLER}.__init__",), part=HOST),
+    "backed_up": Place((f"{_CONTROLLER}.write",), ("device_indices",), HOST),
+    "brought_back": Place((f"{_CONTROLLER}.load",), ("host_indices",), HOST),
+    "stored": Place((f"{_CONTROLLER}.write_storage",), part=HOST),
+    "found": Place((f"{_CONTROLLER}._storage_hit_query",), part=HOST),
+    "prefetched": Place(
+        (f"{_MEMORY}.unified_radix_cache.UnifiedRadixCache._handle_prefetch_result",), ("operation",), HOST
     ),
-    "hosted": (f"{_CONTROLLER}.__init__", ()),
-    "backed_up": (f"{_CONTROLLER}.write", ("device_indices",)),
-    "brought_back": (f"{_CONTROLLER}.load", ("host_indices",)),
-    "stored": (f"{_CONTROLLER}.write_storage", ()),
-    "found": (f"{_CONTROLLER}._storage_hit_query", ()),
-    "linked": (f"{_MEMORY}.unified_cache.linker_factory.create_unified_cache_linker", ("params", "components")),
-    "flushed": ("sglang.srt.managers.scheduler.Scheduler.flush_cache", ()),
-    "named": ("sglang.srt.managers.scheduler.Scheduler.handle_update_weight_version", ()),
-    **{f"updated_{way}": (f"{_UPDATER}_{way}", ()) for way in ("disk", "distributed", "tensor", "ipc")},
-    "prefetched": (f"{_MEMORY}.unified_radix_cache.UnifiedRadixCache._handle_prefetch_result", ("operation",)),
-    "collects": (
-        f"{_PARTS}.batch_result_processor.SchedulerBatchResultProcessor._maybe_collect_routed_experts",
+    "linked": Place(
+        (f"{_MEMORY}.unified_cache.linker_factory.create_unified_cache_linker",), ("params", "components"), LINKER
+    ),
+    "flushed": Place(("sglang.srt.managers.scheduler.Scheduler.flush_cache",)),
+    "named": Place(("sglang.srt.managers.scheduler.Scheduler.handle_update_weight_version",), since=(0, 5, 17)),
+    **{
+        f"updated_{way}": Place((f"{_UPDATER}_{way}", f"{_OLD_UPDATER}_{way}"))
+        for way in ("disk", "distributed", "tensor", "ipc")
+    },
+    "collects": Place(
+        (
+            f"{_PARTS}.batch_result_processor.SchedulerBatchResultProcessor._maybe_collect_routed_experts",
+            f"{_OLD_RESULTS}.maybe_collect_routed_experts",
+        ),
         ("req",),
     ),
-    "begins": ("sglang.srt.model_executor.model_runner.ModelRunner.forward", ("forward_batch",)),
+    "begins": Place(("sglang.srt.model_executor.model_runner.ModelRunner.forward",), ("forward_batch",)),
+    "sends": Place((f"{_OLD_RESULTS}.stream_output_generation",), ("reqs",), until=(0, 5, 15)),
 }
-"""What is hooked: its place, and the parameters that our hook reads."""
+"""What is hooked.
+
+0.5.22 makes its linkers elsewhere, and up to 0.5.16 pages on the host have another controller: no hook follows either.
+"""
 
 _CONTEXT: Final = "sglang.srt.runtime_context"
-_BASE: Final = "sglang.srt.state_capturer.base.BaseTopkCapturer"
-_LINKER: Final = f"{_MEMORY}.unified_cache.unified_cache_linker.UnifiedCacheLinker"
+_EXPERTS: Final = "sglang.srt.state_capturer.routed_experts"
+_LINKERS: Final = f"{_MEMORY}.unified_cache.unified_cache_linker.UnifiedCacheLinker"
+_SERVER_ARGS: Final = Place((f"{_CONTEXT}.get_server_args", "sglang.srt.server_args.get_global_server_args"))
+_RESOLVED: Final = Place(("sglang.srt.arg_groups.overrides.resolved_view",), since=(0, 5, 15))
+_SCHEDULE: Final = Place((f"{_CONTEXT}.get_schedule",), since=(0, 5, 17))
+_MODEL: Final = Place((f"{_CONTEXT}.get_model",), since=(0, 5, 17))
+_CAPTURER: Final = Place((f"{_EXPERTS}.get_global_experts_capturer",))
+_SET_CAPTURER: Final = Place((f"{_EXPERTS}.set_global_experts_capturer",))
+_RANK: Final = Place(("sglang.srt.distributed.parallel_state.get_tensor_model_parallel_rank",))
+_RUNNER: Final = Place(("sglang.srt.layers.moe.get_moe_runner_backend",))
 TAKEN: Final = (
-    *(f"{_CONTEXT}.get_{part}" for part in ("memory", "model", "parallel", "resources", "schedule", "server_args")),
-    "sglang.srt.arg_groups.overrides.resolved_view",
-    *(f"{_BASE}.{name}" for name in ("capture", "on_forward_end", "destroy", "get_topk")),
-    f"{_MEMORY}.hicache_storage.PoolName",
-    *(f"{_LINKER}.{name}" for name in ("lookup", "load", "offload", "num_completed_offloads", "pop_completed_offload")),
+    *(_SERVER_ARGS, _RESOLVED, _SCHEDULE, _MODEL, _CAPTURER, _SET_CAPTURER, _RANK, _RUNNER),
+    *(Place((f"{_EXPERTS}.RoutedExpertsCapturer.{name}",)) for name in ("capture", "_get_local_slice")),
+    Place((f"{_EXPERTS}.RoutedExpertsCapturer.destroy",), since=(0, 5, 17)),
+    Place((f"{_MEMORY}.hicache_storage.PoolName",), part=LINKER),
+    *(
+        Place((f"{_LINKERS}.{name}",), part=LINKER)
+        for name in ("lookup", "load", "offload", "num_completed_offloads", "pop_completed_offload")
+    ),
 )
 """What is called or replaced, and not hooked."""
 
@@ -73,18 +128,48 @@ def resolved(place: str) -> tuple[Any, str]:
     return owner, name
 
 
-def absent() -> list[str]:
-    """The names that this SGLang lacks, and ``name(parameter)`` for those that lack a parameter."""
-    lacking: list[str] = []
-    for place, parameters in (*PLACES.values(), *((place, ()) for place in TAKEN)):
-        try:
-            owner, name = resolved(place)
-        except Exception as error:  # noqa: BLE001 - a module of another version may fail in any way when it is imported
-            lacking.append(place if isinstance(error, (ImportError, AttributeError)) else f"{place} ({error!r})")
-            continue
-        known = inspect.signature(getattr(owner, name)).parameters if parameters else {}
-        lacking += [f"{place}({parameter})" for parameter in parameters if parameter not in known]
-    return lacking
+def _lacks(name: str, parameters: Sequence[str]) -> str:
+    """What of this SGLang's ``name`` is absent: it, or ``name(parameter)``; empty if it is there."""
+    try:
+        owner, last = resolved(name)
+    except Exception as error:  # noqa: BLE001 - a module of another version may fail in any way when it is imported
+        return name if isinstance(error, (ImportError, AttributeError)) else f"{name} ({error!r})"
+    known = inspect.signature(getattr(owner, last)).parameters if parameters else {}
+    return next((f"{name}({parameter})" for parameter in parameters if parameter not in known), "")
+
+
+def name_of(place: Place) -> str | None:
+    """The first of a place's names that this SGLang has; ``None``: it has none."""
+    return next((name for name in place.names if not _lacks(name, place.parameters)), None)
+
+
+def release(version: str) -> tuple[int, ...]:
+    """``(0, 5, 12)`` of ``"0.5.12.post1"``."""
+    return tuple(int(digits) for digits in re.findall(r"\d+", version)[:3])
+
+
+def _wanted(version: str, part: str) -> Iterator[Place]:
+    """The places that a release has to have for this part, or with ``""`` for all else."""
+    for place in (*PLACES.values(), *TAKEN):
+        if place.part == part and place.since <= release(version) < place.until:
+            yield place
+
+
+def absent(version: str, part: str = "") -> list[str]:
+    """The names that this SGLang lacks for a part of :data:`PARTS`, or for all else.
+
+    A name without one of the parameters that a hook reads is ``name(parameter)``.
+    """
+    lacking = ([_lacks(name, place.parameters) for name in place.names] for place in _wanted(version, part))
+    return [reasons[0] for reasons in lacking if all(reasons)]
+
+
+def hooked(version: str) -> dict[str, str]:
+    """What is hooked in this SGLang, and its name there; nothing of a part that it does not have whole."""
+    parts = ("", *(part for part in PARTS if not absent(version, part)))
+    wanted = [place for part in parts for place in _wanted(version, part)]
+    names = {what: name_of(place) for what, place in PLACES.items() if place in wanted}
+    return {what: name for what, name in names.items() if name is not None}
 
 
 def unfit(version: str, untested: str) -> tuple[str, str] | None:
@@ -92,13 +177,111 @@ def unfit(version: str, untested: str) -> tuple[str, str] | None:
 
     ``untested``, an operator's setting, accepts a version that was not judged, and never one that lacks a name.
     """
-    judged = " or ".join(entry.version for entry in JUDGED)
-    if lacking := absent():
+    judged = " or ".join(TESTED)
+    if lacking := absent(version):
         more = f" and {len(lacking) - 1} more" if len(lacking) > 1 else ""
         return f"SGLang {judged}, or one with {lacking[0]}{more}", f"{version}, which lacks it"
-    if version not in (untested, *(entry.version for entry in JUDGED)):
+    if version not in (untested, *TESTED):
         return f"SGLang {judged}, or untested={version!r}", version
     return None
 
 
-__all__ = ["DOOR", "JUDGED", "PLACES", "TAKEN", "Judged", "absent", "resolved", "unfit"]
+@cache
+def _function(place: Place) -> Any:
+    """What is at a place of this SGLang, for calls in each pass; ``None`` if there is nothing."""
+    name = name_of(place)
+    return None if name is None else pkgutil.resolve_name(name)
+
+
+def arguments() -> Any:
+    """The server arguments of this process, as SGLang has resolved them."""
+    published, view = _function(_SERVER_ARGS)(), _function(_RESOLVED)
+    return published if view is None else view(published)
+
+
+def page_size() -> int:
+    """Tokens of a page of KV."""
+    schedule = _function(_SCHEDULE)
+    size: int = (arguments() if schedule is None else schedule()).page_size
+    return size
+
+
+def kv_cache_dtype() -> Any:
+    """The dtype of KV, as SGLang names it."""
+    model = _function(_MODEL)
+    return (arguments() if model is None else model()).kv_cache_dtype
+
+
+def first_rank() -> bool:
+    """Whether this process has the rows: the first rank of tensor parallelism, which answers."""
+    return not _function(_RANK)()
+
+
+def experts_capturer() -> Any:
+    """This process's capturer of routed experts, or ``None``."""
+    return _function(_CAPTURER)()
+
+
+def set_experts_capturer(capturer: Any) -> None:
+    _function(_SET_CAPTURER)(capturer)
+
+
+def host_tokens(capturer: Any) -> int:
+    """For how many slots SGLang's capturer has a buffer on the host."""
+    return len(capturer.host_cache.buffer)
+
+
+def without_host_buffer(capturer: Any) -> None:
+    """Free SGLang's buffer on the host, whose place kvroute's blocks take."""
+    if hasattr(capturer, "destroy"):
+        capturer.destroy()
+    capturer.host_cache = None
+
+
+def slots_of(forward_batch: Any) -> Any:
+    """The slots of a pass's tokens, as requests have them; attention may know them by other numbers."""
+    virtual = getattr(forward_batch, "out_cache_loc_virtual", None)  # since 0.5.22
+    return forward_batch.out_cache_loc if virtual is None else virtual
+
+
+def undecided_format() -> str:
+    """The form of a choice for which a ``TopK`` names none. Up to 0.5.22 the runner's backend decides in each pass."""
+    backend = _function(_RUNNER)()
+    if backend.is_triton_kernels():
+        return "TRITON_KERNEL"
+    asked = (getattr(backend, f"is_{name}", None) for name in _BYPASSING)
+    return "BYPASSED" if any(ask is not None and ask() for ask in asked) else "STANDARD"
+
+
+_BYPASSING: Final = ("flashinfer_trtllm", "flashinfer_mxfp4", "experimental_sgl_trtllm")
+
+
+__all__ = [
+    "DOOR",
+    "HOST",
+    "JUDGED",
+    "LINKER",
+    "PARTS",
+    "PLACES",
+    "PREFERRED",
+    "TAKEN",
+    "TESTED",
+    "WAYS",
+    "Place",
+    "absent",
+    "arguments",
+    "experts_capturer",
+    "first_rank",
+    "hooked",
+    "host_tokens",
+    "kv_cache_dtype",
+    "name_of",
+    "page_size",
+    "release",
+    "resolved",
+    "set_experts_capturer",
+    "slots_of",
+    "undecided_format",
+    "unfit",
+    "without_host_buffer",
+]

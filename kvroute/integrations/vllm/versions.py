@@ -12,19 +12,10 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from importlib import import_module
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from cache_manager.errors import ConfigError
-
-
-class Judged(NamedTuple):
-    """A release, and how its rows were judged against transformers."""
-
-    version: str
-    how: tuple[str, ...]  # of WAYS
-    date: str  # of the last judgement, ISO 8601
-    note: str = ""
-
+from kvroute.integrations.judged import Judged
 
 WAYS: Final[Mapping[str, str]] = {
     "tests": "`make test-vllm`",
@@ -224,7 +215,6 @@ __all__ = [
     "PREFERRED",
     "TESTED",
     "WAYS",
-    "Judged",
     "drafts_by_model",
     "lacking",
     "let_versions_be_given",

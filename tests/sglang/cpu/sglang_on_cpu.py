@@ -14,7 +14,10 @@ def transfer_kv_direct(
 
 
 def register() -> None:
-    import sglang.srt.mem_cache.pool_host.mha as host_pool
+    try:
+        import sglang.srt.mem_cache.pool_host.mha as host_pool
+    except ModuleNotFoundError:  # releases whose pages on the host no hook of kvroute follows
+        return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     place = "sglang.srt.mem_cache.pool_host.common._cuda_host_register"
