@@ -9,7 +9,6 @@ a configuration asks for the field: every front end makes its configuration itse
 
 from __future__ import annotations
 
-import inspect
 import logging
 import threading
 from collections import deque
@@ -277,20 +276,32 @@ def _divide(states: Mapping[str, Any], together: Mapping[str, Any]) -> None:
 
 
 def _answering(make: Callable[..., Any]) -> Callable[..., Any]:
-    """``RequestState.make_request_output``: never a shorter array, and the reason beside an answer without one."""
-    signature = inspect.signature(make)
+    """``RequestState.make_request_output``: never a shorter array, and the reason beside an answer without one.
 
-    def make_request_output(self: Any, *args: Any, **kwargs: Any) -> Any:
-        bound = signature.bind(self, *args, **kwargs)
-        if bound.arguments["finish_reason"] is not None:
+    It is called for each output of each step; its first five parameters are those of every release.
+    """
+
+    def make_request_output(
+        self: Any,
+        new_token_ids: Any,
+        pooling_output: Any,
+        finish_reason: Any,
+        stop_reason: Any,
+        kv_transfer_params: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        if finish_reason is not None:
             _check(self)
             missing = getattr(_family(self), "kvroute_missing", None)
             if missing:
-                params = bound.arguments.get("kv_transfer_params") or {}
+                params = kv_transfer_params or {}
                 beside = dict(params.get(FIELD) or {})
                 beside[MISSING] = {**beside.get(MISSING, {}), **missing}
-                bound.arguments["kv_transfer_params"] = {**params, FIELD: beside}
-        return make(*bound.args, **bound.kwargs)
+                kv_transfer_params = {**params, FIELD: beside}
+        return make(
+            self, new_token_ids, pooling_output, finish_reason, stop_reason, kv_transfer_params, *args, **kwargs
+        )
 
     return make_request_output
 
