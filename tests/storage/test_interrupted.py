@@ -123,10 +123,11 @@ def test_a_call_inside_another_one_of_its_thread_is_an_error(tmp_path: Path) -> 
 
     with FileStore(tmp_path, quota_nbytes=2 << 20, ttl_s=10.0, clock=clock) as store:
         offer(store, [(1, X)], replace=False)
-        asks.append(lambda: store.contains(KEYS))
-        assert store.contains(KEYS) == [False, True, False]
-        assert not asks, "it was asked"
-        assert store.contains(KEYS) == [False, True, False]
+        for call in (lambda: store.contains(KEYS), lambda: store.put(HEADERS[:1], PAYLOADS[:1])):
+            asks.append(call)
+            assert offer(store, [(1, X)], replace=False) == [X]
+            assert not asks, "it was asked"
+            assert store.contains(KEYS) == [False, True, False]
 
 
 def _caught(call: Callable[[], None], errors: list[BaseException]) -> None:
