@@ -134,7 +134,7 @@ class AuxBlocks:
         """Which blocks have every required row: ``[n]``."""
         with self._lock:
             table = self._tiers[tier]
-            return table.complete(table.slots.ids(blocks), self._required)
+            return publish.have_all(table.region, table.slots.ids(blocks), self._required)
 
     def writing(self, blocks: Blocks) -> Flags:
         """Which device blocks a step in flight, and so its forward pass, will write: ``[n]``."""

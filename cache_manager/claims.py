@@ -12,6 +12,11 @@ from cache_manager.slots import Bits, Flags, Ints
 NO_INTS: Final[Ints] = np.empty(0, np.int64)
 
 
+def draw(random: np.random.Generator, n: int) -> Bits:
+    """New origins ``[n]``: random numbers from 1 to 2**64 - 1."""
+    return random.integers(1, (1 << 64) - 1, size=n, dtype=np.uint64, endpoint=True)
+
+
 @dataclass(slots=True, eq=False)
 class Claim:
     """What a step in flight will write: rows at ``slots [n]``: ``bits [m]`` of ``mask_words [m]``, each once.

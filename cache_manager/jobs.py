@@ -24,7 +24,7 @@ from cache_manager.errors import BlockStateError, ConfigError, StorageError
 from cache_manager.keys import BlockKey
 from cache_manager.own_keys import Keyed, OwnKeys
 from cache_manager.ports import Absence, KVBlocks
-from cache_manager.publish import bits_in, bits_of, copies_of
+from cache_manager.publish import bits_in, bits_of, copies_of, have_all, have_none
 from cache_manager.record import RecordHeader
 from cache_manager.slots import Blocks, Flags, Ints
 from cache_manager.storage.records import RecordStore
@@ -142,9 +142,9 @@ class PersistJob(Job[int]):
     no_answer = 0
 
     def wanted(self, ids: Ints, live: Flags, /) -> Flags:
-        whole = self.table.complete(ids, self.jobs.required)
+        whole = have_all(self.table.region, ids, self.jobs.required)
         if self.jobs.kv is None:
-            whole &= ~self.table.empty(ids)  # nothing is required, and nothing is there
+            whole &= ~have_none(self.table.region, ids)  # nothing is required, and nothing is there
         self.table.lock.count("incomplete_blocks_not_persisted", int(count(live & ~whole)))
         return live & whole
 
@@ -200,7 +200,7 @@ class RestoreJob(Job[bool]):
         """Make the read records readable in blocks that are still in the same life and still empty."""
         table, kv, ids = self.table, self.jobs.kv, self.ids
         live = (table.changes.take(ids) == self.changes) & table.fillable(ids)
-        live &= table.empty(ids) & ~table.own.take(ids)
+        live &= have_none(table.region, ids) & ~table.own.take(ids)
         live &= not self.cancelled
         bits = np.zeros((ids.size, *table.region.valid.shape[1:]), np.uint64)
         origins = np.zeros(ids.size, np.uint64)

@@ -23,6 +23,7 @@ has 16 bits.
 from __future__ import annotations
 
 import platform
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Self
 
@@ -68,15 +69,34 @@ def places(records: Records) -> tuple[NDArray[np.uint8], ...]:
     )
 
 
-def items(region: Region) -> tuple[NDArray[Any], ...]:
-    """By spec, one item a row: ``[blocks, block_tokens]``, or a flat array by slot where one spec fills the records.
+class Items:
+    """The rows of a region as the hot paths index them, one item a row; dropped before the region is closed.
 
-    The layout decides, for all specs: strides do not, because that of an axis of length 1 means nothing.
+    ``views`` are by spec: ``[blocks, block_tokens]``, or a flat array by slot where one spec fills the records. The
+    layout decides, for all specs: strides do not, because that of an axis of length 1 means nothing.
     """
-    each = [rows.view(f"V{rows.shape[2]}")[..., 0] for rows in places(region)]
-    if region.layout.specs[0].block_nbytes == region.layout.nbytes:
-        return (each[0].reshape(-1),)
-    return tuple(each)
+
+    __slots__ = ("_flat", "_layout", "_types", "views")
+
+    def __init__(self, region: Region) -> None:
+        views = tuple(rows.view(f"V{rows.shape[2]}")[..., 0] for rows in places(region))
+        self._layout = region.layout
+        self._types = tuple(each.dtype for each in views)
+        self._flat = region.layout.specs[0].block_nbytes == region.layout.nbytes
+        self.views: tuple[NDArray[Any], ...] = (views[0].reshape(-1),) if self._flat else views
+
+    def of(self, spec: int, rows: NDArray[Any], tokens: int) -> NDArray[Any]:
+        """``rows [tokens, *row_shape]`` as one item each, ``[tokens]``; :class:`RowError` for others."""
+        values = self._layout.specs[spec].rows(rows, tokens=tokens, copy=False)
+        return np.ascontiguousarray(values).reshape(-1).view(self._types[spec])
+
+    def at(self, slots: NDArray[np.int64]) -> Any:
+        """The index of ``slots [n]`` in each of the views."""
+        return slots if self._flat else np.divmod(slots, self._layout.block_tokens)
+
+    def drop(self) -> None:
+        """Make the region closable."""
+        self.views = ()
 
 
 def copies_of(region: Region, ids: NDArray[np.int64], bits: NDArray[np.uint64]) -> NDArray[np.uint8]:
@@ -148,6 +168,17 @@ def add(region: Region, spec: int, mask_words: NDArray[np.int64], bits: NDArray[
 def bits_of(region: Region, ids: NDArray[np.int64]) -> NDArray[np.uint64]:
     """The validity words ``[n, specs, W]`` of blocks ``ids [n]``: a copy, for the holder of the writer's lock."""
     return region.valid.take(ids, axis=0)
+
+
+def have_all(region: Region, ids: NDArray[np.int64], specs: Sequence[int]) -> NDArray[np.bool_]:
+    """Which of blocks ``ids [n]`` have every row of every one of ``specs``; for the holder of the writer's lock."""
+    full = full_bits(region.layout.block_tokens)
+    return np.asarray((bits_of(region, ids)[:, specs, :] == full).all(axis=(1, 2)))
+
+
+def have_none(region: Region, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Which of blocks ``ids [n]`` have no readable row at all; for the holder of the writer's lock."""
+    return np.asarray((bits_of(region, ids) == 0).all(axis=(1, 2)))
 
 
 def bits_in(valid: bytes, region: Region) -> NDArray[np.uint64]:

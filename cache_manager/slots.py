@@ -173,6 +173,11 @@ class SlotSpace:
         finally:
             self._mark[others] = False
 
+    def without(self, mine: Flags | None, of: Ints, those: Ints) -> Flags:
+        """``mine [n]`` (``None``: all) of blocks or slots ``of [n]``, without ``those``. The lock is held."""
+        kept = ~self.among(of, those)
+        return kept if mine is None else mine & kept
+
     def mask_words_of(self, slots: Ints) -> tuple[Ints, Bits] | None:
         """The mask words of ``slots``, each once, and their bits; ``None`` if a slot is given twice. Lock held."""
         mask_words, bits = self.bit_by_bit(slots)

@@ -59,7 +59,7 @@ class Tiers:
     def close(self) -> None:
         """Give the memory back; idempotent. ``BufferError`` while a view of a region is alive."""
         for table in reversed(self._tables.values()):
-            table.view(drop=True)
+            table.items.drop()
             try:
                 table.region.close()
             except BufferError:

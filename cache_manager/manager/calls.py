@@ -8,8 +8,9 @@ cached, so that no block has the content of another sequence.
 from __future__ import annotations
 
 from collections.abc import Callable
+from enum import IntEnum
 from functools import wraps
-from typing import Any, TypeVar, cast
+from typing import Any, Final, TypeVar, cast
 
 from cache_manager.errors import BlockBusyError, KVRouteError
 from cache_manager.lock import BUSY
@@ -17,37 +18,60 @@ from cache_manager.lock import BUSY
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-class Calls:
-    """Whether a call runs, and whether one was interrupted."""
+class State(IntEnum):
+    """Of a manager's calls."""
 
-    def __init__(self) -> None:
-        self.running = False
-        self.torn = False
+    WHOLE = 0
+    RUNNING = 1
+    TORN = 2
+
+
+WHOLE: Final = State.WHOLE
+RUNNING: Final = State.RUNNING
+
+
+class Calls:
+    """Whether a call runs, and whether one was interrupted: the next one calls ``begin_anew`` first."""
+
+    __slots__ = ("_begin_anew", "state", "undone")
+
+    def __init__(self, begin_anew: Callable[[], None]) -> None:
+        self._begin_anew = begin_anew
+        self.state = WHOLE
         self.undone = False
         """Whether what the error that is on its way has stopped is undone: the manager is in order."""
 
-    def check_none_runs(self) -> None:
-        if self.running:
+    def check(self) -> None:
+        """What the manager knows is whole, or made anew. ``BlockBusyError`` in the middle of one of its calls."""
+        if self.state is RUNNING:
             raise BlockBusyError("manager", BUSY, "one of a finaliser or a signal handler, to be tried again later")
+        if self.state is State.TORN:
+            self._begin_anew()
+            self.state = WHOLE
 
 
 def whole(method: F) -> F:
-    """Mark a method that changes what a manager knows: it ends well, or is refused, or the next one begins anew."""
+    """Mark a method that changes what a manager knows: it ends well, or is refused, or the next one begins anew.
+
+    Of an object with ``calls``. A method that is not marked calls :meth:`Calls.check` and makes one change at most.
+    """
 
     @wraps(method)
     def marked(self: Any, *args: Any, **kwargs: Any) -> Any:
-        self.check()
         calls: Calls = self.calls
-        calls.running = calls.torn = True
-        calls.undone = False
+        if calls.state is not WHOLE:
+            calls.check()
+        calls.state = RUNNING
         try:
             answer = method(self, *args, **kwargs)
         except BaseException as error:
-            calls.torn = not (calls.undone or isinstance(error, KVRouteError))
+            undone = calls.undone
+            calls.undone = False
+            calls.state = State.TORN
+            if undone or isinstance(error, KVRouteError):
+                calls.state = WHOLE
             raise
-        finally:
-            calls.running = False
-        calls.torn = False
+        calls.state = WHOLE
         return answer
 
     return cast("F", marked)

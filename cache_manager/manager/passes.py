@@ -15,9 +15,10 @@ import numpy as np
 from cache_manager.blocks import AuxBlocks
 from cache_manager.errors import BlockStateError, InvalidInputError
 from cache_manager.keys import Tokens
+from cache_manager.manager.calls import Calls, whole
 from cache_manager.manager.pool import BlockPool
 from cache_manager.manager.sequence import UNKNOWN, Ints, Sequence, Sequences
-from cache_manager.slots import integers
+from cache_manager.slots import Flags, integers
 from cache_manager.step import PADDING
 
 
@@ -25,8 +26,16 @@ class Passes:
     """The calls of :class:`BlockManager` around a forward pass, which has their contracts."""
 
     def __init__(
-        self, aux: AuxBlocks, pool: BlockPool, sequences: Sequences, counts: Counter[str], *, caching: bool
+        self,
+        aux: AuxBlocks,
+        pool: BlockPool,
+        sequences: Sequences,
+        counts: Counter[str],
+        calls: Calls,
+        *,
+        caching: bool,
     ) -> None:
+        self.calls = calls
         self._aux = aux
         self._pool = pool
         self._sequences = sequences
@@ -70,6 +79,7 @@ class Passes:
             self._new_slots(numbers, slots)
         return slots
 
+    @whole
     def _new_slots(self, numbers: Ints, slots: Ints) -> None:
         """The slots of those sequences, among ``numbers [n]``, for which none is known in ``slots [n]``."""
         waiting: list[int] = []
@@ -148,11 +158,17 @@ class Passes:
             owner = f"owner {sequences.by_number[int(numbers[left.argmin()])].owner!r}"
             raise BlockStateError(owner, "append_batch() before it is written", "no room of its own for a token")
         sequences.filled[ends - left] = ids
-        slots += 1
-        full: list[Sequence] = []
-        if least == 1:
-            full = [sequences.by_number[number] for number in numbers[left == 1].tolist()]
-            slots[left == 1] = [UNKNOWN + sequences.computed(s) + 1 for s in full]
+        if least > 1:
+            sequences.next[numbers] = slots + 1
+        else:
+            self._publish_full(numbers, slots + 1, left == 1)
+
+    @whole
+    def _publish_full(self, numbers: Ints, slots: Ints, is_full: Flags) -> None:
+        """The next ``slots [n]`` of sequences whose tokens are computed, some of which have filled a block."""
+        sequences = self._sequences
+        full = [sequences.by_number[number] for number in numbers[is_full].tolist()]
+        slots[is_full] = [UNKNOWN + sequences.computed(s) + 1 for s in full]
         sequences.next[numbers] = slots
         for s in full:
             sequences.edge[s.number] = UNKNOWN

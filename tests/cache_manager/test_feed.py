@@ -175,12 +175,14 @@ ONE, TWO = np.array([1], "<i8").tobytes(), np.array([1, 2], "<i8").tobytes()
         batch(["moved", "device", "device", TWO, TWO]),
         batch(["moved", "device", "device", TWO, b"x"]),
         batch(["moved", "device", "hoss", TWO, None]),
+        batch(["moved", "host", "host", TWO, None]),
+        batch(["moved", "device", "host", TWO, ONE]),
         batch(["persist", b"\0" * 31, ONE, ONE]),
         batch(["persist", b"\0" * 32, ONE, TWO]),
         batch(["restore", b"\0" * 64, TWO, TWO]),
         batch(["reset", -1]),
     ],
-    ids=range(16),
+    ids=range(18),
 )
 def test_bytes_that_no_feed_made_are_refused_and_change_nothing(packed: bytes) -> None:
     """Goal: a typed error before anything is done. Method: each kind of mistake, after a valid operation."""

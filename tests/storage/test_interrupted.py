@@ -110,6 +110,26 @@ def test_a_change_that_was_interrupted_ends_the_store(url: str, tmp_path: Path) 
     assert refused
 
 
+def test_a_call_inside_another_one_of_its_thread_is_an_error(tmp_path: Path) -> None:
+    """Goal: a finaliser or a signal handler in the middle of a call hangs nobody. Method: the clock of a file store,
+    which is read under its lock, asks the store; the next call is served."""
+    asks: list[Callable[[], object]] = []
+
+    def clock() -> float:
+        if asks:
+            with pytest.raises(StorageError, match="a call inside another one of its thread"):
+                asks.pop()()
+        return 1.0
+
+    with FileStore(tmp_path, quota_nbytes=2 << 20, ttl_s=10.0, clock=clock) as store:
+        offer(store, [(1, X)], replace=False)
+        for call in (lambda: store.contains(KEYS), lambda: store.put(HEADERS[:1], PAYLOADS[:1])):
+            asks.append(call)
+            assert offer(store, [(1, X)], replace=False) == [X]
+            assert not asks, "it was asked"
+            assert store.contains(KEYS) == [False, True, False]
+
+
 def _caught(call: Callable[[], None], errors: list[BaseException]) -> None:
     try:
         call()

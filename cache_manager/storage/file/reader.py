@@ -9,7 +9,6 @@ while its payload was read is looked up again, or a miss: its slot was used agai
 from __future__ import annotations
 
 import os
-import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
@@ -191,7 +190,7 @@ class FileReader(ExtentFiles):
     ) -> None:
         super().__init__(directory, disk, ttl_s, clock)
         self._directory: StoreDirectory | None = None
-        self._looking = threading.Lock()  # one look at a time; taken before the other
+        self._looking = StoreLock(directory)  # one look at a time; taken before the other
         self._seen: Seen | None = None
         self._lost_at = 0.0  # when the disk was asked last for heads that it had not given
         try:

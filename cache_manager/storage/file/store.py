@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import errno
 import os
-import threading
 import time
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -37,6 +36,7 @@ from cache_manager.storage.file.extent import (
 )
 from cache_manager.storage.file.index import ANY, Found, KeyIndex
 from cache_manager.storage.file.reader import ExtentFiles
+from cache_manager.storage.guard import StoreLock
 
 QUOTA_NBYTES: Final = 4 << 30
 NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
@@ -86,8 +86,8 @@ class FileStore(ExtentFiles):
         default = align(max(quota_nbytes // _EXTENTS, _EXTENT_NBYTES_MIN), PAGE_NBYTES)
         self._quota_nbytes, self._extent_nbytes = quota_nbytes, min(extent_nbytes or default, quota_nbytes)
         self._min_free_nbytes, self._sync = min_free_nbytes, sync
-        self._writing = threading.Lock()  # one put or delete at a time; taken before the others
-        self._flushing = threading.Lock()  # one sync at a time
+        self._writing = StoreLock(directory)  # one put or delete at a time; taken before the others
+        self._flushing = StoreLock(directory)  # one sync at a time
         self._clocks: dict[Layout, Clock] = {}
         self._to_erase: list[Run] = []  # slots that hold nothing, but may have heads on the disk
         self._tick = self._evicted = self._used_nbytes = 0
