@@ -146,7 +146,6 @@ class Asked:
             "cached": meta.get("cached_tokens_details") or {},
             "field": field.tolist(),
             "versions": meta.get("weight_versions"),
-            "finish": meta["finish_reason"],
         }
         try:
             line["routes"], line["why"] = routes(answer, rollouts=self.rollouts).to_json(), missing(answer)

@@ -18,7 +18,7 @@ from kvroute.integrations.sglang import versions
 Serve = Callable[..., list[dict[str, Any]]]
 Models = Callable[..., Path]
 SGLANG = version("sglang")
-HOSTED = versions.release(SGLANG) >= (0, 5, 22)
+HOSTED = versions.release(SGLANG) >= (0, 5, 22)  # kvroute follows its pages on the host
 ASKED = prompts(21, 70, 33)
 
 
