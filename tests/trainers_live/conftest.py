@@ -18,9 +18,11 @@ from typing import Any
 import pytest
 
 HERE = Path(__file__).parent
-collect_ignore_glob = [] if importlib.util.find_spec("vllm") and "KVROUTE_TRAINERS" in os.environ else ["*.py"]
+PINNED = {"0.24.0": "test_verl.py", "0.30.0": "test_skyrl.py"}
+"""By vLLM's release: the trainer that pins it."""
+collect_ignore_glob = ["*.py"]
 
-if not collect_ignore_glob:
+if importlib.util.find_spec("vllm") and "KVROUTE_TRAINERS" in os.environ:
     from bench.vllm_peers import ON_CPU
 
     os.environ.update(
@@ -33,12 +35,18 @@ if not collect_ignore_glob:
         VERL_USE_EXTERNAL_MODULES="verl_parts",
         VLLM_MAX_STOP_STRINGS="1000",
         VLLM_NO_USAGE_STATS="1",
+        VLLM_PLUGINS="kvroute,on_cpu",
     )
     os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix="kvroute-live-")
+    # Each engine has three processes that import the same: the first one compiles for all.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    sys.dont_write_bytecode = False
+    sys.pycache_prefix = os.environ.setdefault("PYTHONPYCACHEPREFIX", f"{tempfile.tempdir}/compiled")
     SESSION = os.getpid()
     atexit.register(lambda: os.getpid() == SESSION and shutil.rmtree(tempfile.tempdir, ignore_errors=True))
     import vllm
 
+    collect_ignore_glob = [name for release, name in PINNED.items() if release != vllm.__version__]
     sys.path[:0] = [str(HERE), str(HERE.parent / "vllm")]
     import live
 
@@ -47,11 +55,21 @@ if not collect_ignore_glob:
 
 
 @pytest.fixture(scope="session")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint that talks; its first layer is dense."""
+def homes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Checkpoints of one shape that talk: A, and B, which is A with another embedding; the first layer is dense."""
     import models
+    import updates
 
-    return live.talking(models.saved(tmp_path_factory.mktemp("models"), "qwen3_moe_dense_first"))
+    root = tmp_path_factory.mktemp("models")
+    first, other = (models.saved(root, "qwen3_moe_dense_first", seed) for seed in (0, 1))
+    live.talking(first)
+    return {"A": first, "B": updates.with_embedding_of(first, other, root / "B")}
+
+
+@pytest.fixture(scope="session")
+def home(homes: dict[str, Path]) -> Path:
+    """The checkpoint that engines load."""
+    return homes["A"]
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import models
 import numpy as np
+import updates
 from numpy.typing import NDArray
 from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers.models import WordLevel
@@ -71,6 +72,8 @@ class Tally:
     right: int = 0
     wrong: int = 0
     missing: int = 0
+    places: list[tuple[int, ...]] = field(default_factory=list)
+    """The first wrong cells of each answer: answer, position, layer among the routed ones."""
 
     def add(self, rows: NDArray[Any] | None, tokens: Sequence[int], expected: NDArray[Any]) -> None:
         """``rows`` ``[tokens, layers, top_k]`` as the trainer has them, of the tokens' first position on; ``None``: the
@@ -87,6 +90,7 @@ class Tally:
         self.right += int(same.sum())
         self.wrong += int((~same).sum())
         self.missing += (due - len(there)) * len(ROUTED)
+        self.places += [(self.answers, *map(int, place)) for place in np.argwhere(~same)[:3]]
 
 
 def judged(home: Path, samples: Sequence[tuple[Any, Sequence[int]]]) -> Tally:
@@ -95,6 +99,28 @@ def judged(home: Path, samples: Sequence[tuple[Any, Sequence[int]]]) -> Tally:
     for rows, tokens in samples:
         tally.add(rows, tokens, models.routing(home, list(tokens))[:-1])
     return tally
+
+
+def judged_over_update(
+    before: Path, after: Path, samples: Sequence[tuple[Any, Sequence[int]]], *, again: bool
+) -> tuple[Tally, list[int]]:
+    """Of ``(rows, tokens)`` that the weights in ``before`` have computed up to some position, and those in ``after``
+    from there on, over the KV that was there or, with ``again``, over all tokens computed again. And those positions:
+    where the first row is that the weights before have not computed."""
+    tally, cuts = Tally(), list[int]()
+    for rows, tokens in samples:
+        first, known = models.routing(before, list(tokens))[:-1], list(tokens[:-1])
+        there = np.sort(np.asarray(rows[: len(known), ROUTED]).astype(np.int64), axis=-1)
+        same = (there == first[: len(there)]).all(axis=(1, 2))
+        cut = len(known) if same.all() else int(same.argmin())
+        expected = first
+        if again:
+            expected = np.concatenate([first[:cut], models.routing(after, list(tokens))[cut:-1]])
+        elif 0 < cut < len(known):
+            expected = updates.due([(cut, before), (len(known), after)], known)
+        tally.add(rows, tokens, expected)
+        cuts.append(cut)
+    return tally, cuts
 
 
 TABLE: list[tuple[str, str, str, Tally]] = []

@@ -8,9 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import requests
 import vllm
 from hydra import compose, initialize_config_dir
 from live import HERE, STOPS, WORDS, judged, prompt, verdict
+from verl.experimental.agent_loop.agent_loop import AgentLoopManager
+from verl.protocol import DataProto
+from verl.workers.rollout.llm_server import LLMServerClient
 
 NAME, ENGINE = "verl 0.9.1", f"vLLM {vllm.__version__}"
 PROMPT, RESPONSE = 160, 128
@@ -45,6 +49,7 @@ def configured(home: Path, files: Path) -> Any:
                 "max_num_batched_tokens=512",
                 "max_num_seqs=16",
                 "ignore_eos=true",
+                "disable_log_stats=false",
                 "agent.num_workers=1",
                 f"agent.agent_loop_config_path={files / 'loops.yaml'}",
                 f"multi_turn.function_tool_path={HERE / 'verl_tool.py'}",
@@ -62,35 +67,40 @@ def configured(home: Path, files: Path) -> Any:
 
 
 class Rollout:
-    """A server of verl in its Ray actor, and verl's manager of agent loops that ask it."""
+    """A server of verl in its Ray actor, and verl's managers of agent loops that ask it."""
 
     def __init__(self, ray: Any, config: Any) -> None:
-        from verl.experimental.agent_loop.agent_loop import AgentLoopManager
-        from verl.workers.rollout.llm_server import LLMServerClient
         from verl.workers.rollout.replica import RolloutMode
         from verl.workers.rollout.router import get_router_handle
         from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
 
-        self.ray = ray
+        self.ray, self.config = ray, config
         of = config.actor_rollout_ref
         self.server = ray.remote(vLLMHttpServer).options(max_concurrency=64).remote(
             config=of.rollout, model_config=of.model, rollout_mode=RolloutMode.STANDALONE, workers=[], replica_rank=0,
             node_rank=0, gpus_per_node=1, nnodes=1, cuda_visible_devices="",
         )  # fmt: skip
         ray.get(self.server.launch_server.remote())
-        balancer = get_router_handle({"one": self.server})
-        self.manager = AgentLoopManager.create(config, LLMServerClient(config, balancer))
+        self.address = "{}:{}".format(*ray.get(self.server.get_server_address.remote()))
+        self.balancer = get_router_handle({"one": self.server})
+
+    def manager(self, client: type) -> Any:
+        """Of agent loops that ask the server by such a client."""
+        return AgentLoopManager.create(self.config, client(self.config, self.balancer))
 
     def batch(self, loop: str, prompts: list[str]) -> Any:
-        from verl.protocol import DataProto
-
         raw = np.empty(len(prompts), dtype=object)
         raw[:] = [[{"role": "user", "content": text}] for text in prompts]
         names = np.array([loop] * len(prompts), dtype=object)
         return DataProto(non_tensor_batch={"raw_prompt": raw, "agent_name": names}, meta_info={"global_steps": 0})
 
     def __call__(self, loop: str, prompts: list[str]) -> Any:
-        return self.manager.generate_sequences(self.batch(loop, prompts))
+        return self.manager(LLMServerClient).generate_sequences(self.batch(loop, prompts))
+
+    def counter(self, name: str) -> float:
+        """Of vLLM's, by the server's page of metrics."""
+        lines = requests.get(f"http://{self.address}/metrics", timeout=60).text.splitlines()
+        return sum(float(line.split()[-1]) for line in lines if line.startswith(f"vllm:{name}_total"))
 
     def end(self) -> None:
         self.ray.kill(self.server)
@@ -126,3 +136,15 @@ def test_turns_and_stop_strings(rollout: Rollout, home: Path) -> None:
     ends = [WORDS[tokens[-1]] for _, tokens in stopped]
     assert set(ends) & set(STOPS), ends
     verdict(NAME, ENGINE, "stop strings", judged(home, stopped))
+
+
+def test_kv_from_outside(rollout: Rollout, home: Path) -> None:
+    """Goal: rows of KV that has left the engine. Method: answers that fill its pool between two answers to the same
+    prompts, whose KV and rows then come from files."""
+    loaded = rollout.counter("external_prefix_cache_hits")
+    for seeds in (range(20, 25), range(25, 30)):
+        rollout("single_turn_agent", [prompt(seed, 110) for seed in seeds])
+    again = rollout("single_turn_agent", ASKED)
+    loaded = rollout.counter("external_prefix_cache_hits") - loaded
+    assert loaded >= 96 * len(ASKED), (loaded, again.non_tensor_batch["num_cached_tokens"])
+    verdict(NAME, ENGINE, "prefixes whose KV came from files", judged(home, samples(again)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
@@ -17,6 +18,7 @@ from kvroute.integrations.vllm.config import engine_of
 from kvroute.integrations.vllm.field import Field
 from kvroute.integrations.vllm.routers import bind
 
+logger = logging.getLogger(__name__)
 Base: Any = object  # vLLM's classes, unknown here
 SUFFIX = 9
 """Characters that vLLM appends to a client's id, a hyphen and eight random ones, unless that is turned off."""
@@ -34,6 +36,13 @@ class RowsWithKV(Base):  # type: ignore[misc]
         self._engine = engine_of(vllm_config, kv_cache_config, type(self).inner)
         if role.name == "SCHEDULER":
             core.check_alone(vllm_config)
+            store = self._engine.settings.store
+            if store and versions.names_blocks_at_random(vllm_config.cache_config.prefix_caching_hash_algo):
+                logger.warning(
+                    "rows in %s are found by this process alone, for vLLM gives blocks random hashes here: set "
+                    "PYTHONHASHSEED to one value in all engines",
+                    store,
+                )
             self._scheduler_rows = SchedulerRows(self._engine)
             core.follow()
             core.hears(vllm_config, self._scheduler_rows)

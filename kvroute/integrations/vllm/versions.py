@@ -9,6 +9,7 @@ Nothing here imports vLLM before it is called: ``kvroute doctor`` reads the tabl
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from importlib import import_module
@@ -60,7 +61,7 @@ NAMES: Final[Mapping[str, str]] = {
         "hf_text_config architectures model revision dtype quantization use_mla max_model_len get_sliding_window "
         "enable_prompt_embeds get_total_num_hidden_layers"
     ),
-    "vllm.config:CacheConfig": "block_size cache_dtype",
+    "vllm.config:CacheConfig": "block_size cache_dtype prefix_caching_hash_algo",
     "vllm.config:ParallelConfig": (
         "pipeline_parallel_size data_parallel_size decode_context_parallel_size prefill_context_parallel_size "
         "enable_dbo"
@@ -163,6 +164,20 @@ def let_versions_be_given(core: Any) -> None:
         core.set_weight_version = set_weight_version
 
 
+def names_blocks_at_random(algorithm: str) -> bool:
+    """Whether vLLM gives blocks other hashes in each process; ``algorithm`` is its ``prefix_caching_hash_algo``.
+
+    Up to 0.26 the first hash is a random number, later with a weak algorithm alone; ``PYTHONHASHSEED`` replaces it.
+    """
+    if "PYTHONHASHSEED" in os.environ:
+        return False
+    from vllm.v1.core import kv_cache_utils  # type: ignore[import-not-found]
+
+    if not hasattr(kv_cache_utils, "resolve_none_hash_seed"):
+        return True
+    return algorithm.startswith("xxhash")
+
+
 def drafts_by_model(speculative: Any) -> bool:
     """Whether a draft model runs beside the model; ``speculative`` is vLLM's configuration of it, or ``None``."""
     return speculative is not None and speculative.method not in ("ngram", "ngram_gpu")
@@ -219,6 +234,7 @@ __all__ = [
     "lacking",
     "let_versions_be_given",
     "minor",
+    "names_blocks_at_random",
     "older_calls",
     "resolve",
     "routing_sink",

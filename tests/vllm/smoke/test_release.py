@@ -138,6 +138,24 @@ def test_sleep_and_wake_up(engine: Engine, homes: dict[int, Path], monkeypatch: 
     assert {version for o in outputs for *_, version in routes(o, rollouts=engine.rollouts).weights_versions} == {1}
 
 
+@pytest.mark.parametrize("algorithm", ["sha256", "xxhash"])
+@pytest.mark.parametrize("seed", [None, "7"])
+def test_whether_blocks_have_random_hashes(algorithm: str, seed: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Goal: kvroute knows if another process can find its rows. Method: vLLM's first hash, made twice."""
+    from vllm.utils.hashing import get_hash_fn_by_name
+    from vllm.v1.core import kv_cache_utils
+
+    monkeypatch.setattr(kv_cache_utils, "NONE_HASH", b"", raising=False)
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    if seed is not None:
+        monkeypatch.setenv("PYTHONHASHSEED", seed)
+    made = set()
+    for _ in range(2):
+        kv_cache_utils.init_none_hash(get_hash_fn_by_name(algorithm))
+        made.add(bytes(kv_cache_utils.NONE_HASH))
+    assert versions.names_blocks_at_random(algorithm) == (len(made) > 1)
+
+
 def test_a_release_without_a_name_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Goal: an absent name ends the start, before anything is hooked, whatever the settings say. Method: it is gone."""
     from vllm.v1.core.block_pool import BlockPool
