@@ -16,6 +16,7 @@ from waiting import GIVE_UP_S
 from cache_manager.errors import StorageError
 from cache_manager.ports import StorageBackend
 from cache_manager.storage import open_store
+from cache_manager.storage.disk import Disk
 from cache_manager.storage.file import FileReader, FileStore
 from cache_manager.testing.records import BOTH, LAYOUT, Content, header_of, held, key_of, offer, payload_of
 
@@ -128,6 +129,36 @@ def test_a_call_inside_another_one_of_its_thread_is_an_error(tmp_path: Path) -> 
             assert offer(store, [(1, X)], replace=False) == [X]
             assert not asks, "it was asked"
             assert store.contains(KEYS) == [False, True, False]
+
+
+class StoppedDisk(Disk):
+    """Whose next sync is interrupted if it ``stops``."""
+
+    stops = False
+    synced = 0
+
+    def sync(self, fd: int) -> None:
+        if self.stops:
+            self.stops = False
+            raise KeyboardInterrupt
+        super().sync(fd)
+        self.synced += 1
+
+
+def test_what_an_interrupted_flush_has_not_synced_the_next_one_syncs(tmp_path: Path) -> None:
+    disk = StoppedDisk()
+    with FileStore(tmp_path, quota_nbytes=2 << 20, disk=disk) as store:
+        offer(store, [(1, X)], replace=False)
+        disk.synced = 0
+        store.flush()
+        files = disk.synced
+        offer(store, [(2, X)], replace=False)
+        disk.stops = True
+        with pytest.raises(KeyboardInterrupt):
+            store.flush()
+        assert disk.synced == files
+        store.flush()
+        assert disk.synced > files
 
 
 def _caught(call: Callable[[], None], errors: list[BaseException]) -> None:

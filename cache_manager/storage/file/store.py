@@ -278,9 +278,9 @@ class FileStore(ExtentFiles):
                     each.dirty = False  # before the sync: a write meanwhile sets it again
                     try:
                         self._disk.sync(each.fd)
-                    except OSError:
-                        if isinstance(each, Extent):  # the next sync may succeed without these bytes
-                            with self.lock:
+                    except BaseException as error:
+                        if isinstance(error, OSError) and isinstance(each, Extent):
+                            with self.lock:  # the next sync may succeed without these bytes
                                 self._suspects.update(each.ticks[each.ticks > 0].tolist())
                         each.dirty = True
                         raise
