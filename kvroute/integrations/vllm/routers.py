@@ -33,9 +33,9 @@ SHARED: Final = "refused with fused shared experts, whose ids follow the top-k"
 UNSHARED: Final = "no shared experts among the ids (`VLLM_ROCM_USE_AITER_FUSION_SHARED_EXPERTS=0`)"
 ROUTERS: Final[dict[str, Judged]] = {
     "CPURouter": Judged(TOP_K, "tested: plain, grouped, biased, a function"),
-    "FusedTopKRouter": Judged(TOP_K + PADDING, "tested; judged on a GPU"),
+    "FusedTopKRouter": Judged(TOP_K + PADDING, "tested; by reading the one of engines judged on a GPU"),
     "FusedTopKBiasRouter": Judged(TOP_K + PADDING + "; hash routing too", f"tested; {SHARED}"),
-    "GroupedTopKRouter": Judged(TOP_K + PADDING, f"tested; judged on a GPU; {SHARED}"),
+    "GroupedTopKRouter": Judged(TOP_K + PADDING, f"tested; by reading the one of engines judged on a GPU; {SHARED}"),
     "CustomRoutingRouter": Judged(TOP_K, "tested"),
     "RoutingSimulatorRouter": Judged("the simulated ids, which the kernel uses", "tested"),
     "ZeroExpertRouter": Judged(
