@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,12 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 import requests
+import updates
 import vllm
 from hydra import compose, initialize_config_dir
-from live import HERE, STOPS, WORDS, judged, prompt, verdict
+from live import HERE, STOPS, WORDS, judged, judged_over_update, prompt, verdict
+from safetensors.torch import load_file
 from verl.experimental.agent_loop.agent_loop import AgentLoopManager
 from verl.protocol import DataProto
-from verl.workers.rollout.llm_server import LLMServerClient
+from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
+from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightSender
 
 NAME, ENGINE = "verl 0.9.1", f"vLLM {vllm.__version__}"
 PROMPT, RESPONSE = 160, 128
@@ -46,7 +50,7 @@ def configured(home: Path, files: Path) -> Any:
                 "enforce_eager=true",
                 "free_cache_engine=false",
                 "max_model_len=512",
-                "max_num_batched_tokens=512",
+                "max_num_batched_tokens=1024",
                 "max_num_seqs=16",
                 "ignore_eos=true",
                 "disable_log_stats=false",
@@ -148,3 +152,35 @@ def test_kv_from_outside(rollout: Rollout, home: Path) -> None:
     loaded = rollout.counter("external_prefix_cache_hits") - loaded
     assert loaded >= 96 * len(ASKED), (loaded, again.non_tensor_batch["num_cached_tokens"])
     verdict(NAME, ENGINE, "prefixes whose KV came from files", judged(home, samples(again)))
+
+
+def test_an_update_amid_answers(rollout: Rollout, homes: dict[str, Path]) -> None:
+    """Goal: each row is of the weights that its token was sampled with. Method: verl aborts, sends weights by its own
+    sender, and resumes; its fully-async client asks for the rest and joins the parts."""
+    server, ray = rollout.server, rollout.ray
+    weights = load_file(homes["B"] / "model.safetensors")
+
+    async def update() -> None:
+        job = ray.get_runtime_context().get_job_id()
+        sender = BucketedWeightSender(
+            f"ipc:///tmp/rl-colocate-zmq-{job}-replica-0-rank-0.sock", bucket_size_mb=16, use_shm=True
+        )
+        loaded = server.collective_rpc.remote("update_weights_from_ipc", kwargs={"use_shm": True})
+        await sender.async_send_weights(iter([(updates.EMBEDDING, weights[updates.EMBEDDING])]))
+        await loaded
+
+    async def run() -> Any:
+        worker = rollout.manager(FullyAsyncLLMServerClient).agent_loop_workers[0]
+        asked = worker.generate_sequences.remote(rollout.batch("single_turn_agent", ASKED))
+        aborted = 0  # the first time there may be no token yet; its client asks for the rest after a second
+        while (aborted := aborted + (await server.abort_all_requests.remote())["aborted_count"]) <= len(ASKED):
+            await server.resume_generation.remote()
+            await asyncio.sleep(1.5 if aborted else 0.2)
+        await update()
+        await server.resume_generation.remote()
+        return await asked
+
+    pairs = samples(asyncio.run(run()))
+    tally, cuts = judged_over_update(homes["A"], homes["B"], pairs, again=True)
+    assert any(len(tokens) - RESPONSE < cut < len(tokens) - 1 for cut, (_, tokens) in zip(cuts, pairs, strict=True))
+    verdict(NAME, ENGINE, "weights updated amid answers", tally)
