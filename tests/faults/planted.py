@@ -8,7 +8,9 @@ file and the test that must fail, and what is replaced, as in a patch::
     -        self.carry_origin(fence.ids[arrived], origins[arrived])
 
 The text behind the minus signs, whole lines or a part of one, occurs once in the file; the text behind the plus signs
-takes its place. Behind the test, after a colon, is the claim that it must name, unless that is the test's own name.
+takes its place. Behind the test, after a colon, is the claim that it must name, unless that is the test's own name. A
+state machine may meet a fault in several ways, and which is first depends on how it draws: then there are claims with
+`` | `` between them, and it must name one.
 """
 
 from __future__ import annotations
@@ -19,12 +21,13 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """``removed``, which occurs once in ``file``, gives way to ``added``; ``test`` must then fail, saying ``claim``."""
+    """``removed``, which occurs once in ``file``, gives way to ``added``; ``test`` must then fail and say one of
+    ``claims``."""
 
     name: str
     file: str
     test: str
-    claim: str
+    claims: tuple[str, ...]
     removed: str
     added: str
 
@@ -45,7 +48,8 @@ def read(path: Path) -> list[Fault]:
     for entry in path.read_text().split("\n# ")[1:]:
         name, where, *lines = entry.rstrip("\n").split("\n")
         file, _, rest = where.partition(" ")
-        test, _, claim = rest.partition(": ")
+        test, _, said = rest.partition(": ")
+        claims = tuple((said or test.rpartition("::")[2]).split(" | "))
         removed, added = ("\n".join(line[1:] for line in lines if line[0] == sign) for sign in "-+")
-        faults.append(Fault(name, file, test, claim or test.rpartition("::")[2], removed, added))
+        faults.append(Fault(name, file, test, claims, removed, added))
     return faults
