@@ -314,7 +314,8 @@ class AuxBlocks:
         """Device blocks were copied to device blocks; ``pairs`` ``[n, 2]`` are (source, target).
 
         At most the first ``rows`` of each come along. The target's own rows are forgotten: its KV was copied over.
-        Where KV moves too, here and in a swap, every mistake and every failure is raised, and nothing has arrived.
+        Where KV moves too, here and in a swap, pairs that are not possible and failures of the copy are raised, and
+        nothing has arrived.
         """
         follow(self._tiers["device"], self._tiers["device"], pairs, rows, self._kv, self._mistakes)
 

@@ -150,8 +150,9 @@ class BlockFeed:
     def __init__(self, blocks: int) -> None:
         self._blocks = SlotSpace("device", count_in_range(blocks, "blocks", 1), 1)
         self._operations: list[Any] = []
-        self._epoch, self._number = int(np.random.default_rng().integers(1 << 63)), 0  # of the system's entropy
-        self.generations: Ints = np.full(blocks, self._epoch >> 16)  # far below GENERATION_END
+        self._epoch = int(np.random.default_rng().integers(1 << 62))  # of the system's entropy
+        self._number = 0
+        self.generations: Ints = np.full(blocks, self._epoch >> 16)  # below half of GENERATION_END
 
     def renew(self, blocks: Sequence[int] | Ints) -> Ints:
         """Blocks were given out anew; the generations they begin ``[n]``. A block may be named once in a call."""

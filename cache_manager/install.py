@@ -74,8 +74,9 @@ def install(
 ) -> int:
     """Put the rows of a record into a block where no row is readable; how many landed.
 
-    None where the block takes no rows of the record's origin, is in another life, or the record is of another
-    namespace; each case is counted. Raises ``BlockBusyError`` and :class:`RecordError` before anything has changed.
+    No row lands where the block takes none of the record's origin, or is in another life, or where the record is of
+    another namespace; each case is counted. Raises ``BlockBusyError`` while a step writes the block, and
+    :class:`RecordError`, before anything has changed.
     """
     bits = _bits_in(table, header, payload)
     record = Copies(table.layout, np.frombuffer(payload, np.uint8)[None])

@@ -197,7 +197,8 @@ class RestoreJob(Job[bool]):
             self.found = self.store.get_into(self.keys, [row.data for row in self.staging])
 
     def land(self) -> None:
-        """Make the read records readable in blocks that are still in the same life and still empty."""
+        """Make the read records readable in blocks that nothing was done to since the begin, that have no readable row
+        and no origin of their own, and whose KV is of the record's origin or of none that is known."""
         table, kv, ids = self.table, self.jobs.kv, self.ids
         live = (table.changes.take(ids) == self.changes) & table.fillable(ids)
         live &= have_none(table.region, ids) & ~table.own.take(ids)

@@ -40,7 +40,7 @@ def follow(
 ) -> None:
     """:func:`move`; where it is refused, the engine has copied KV all the same: the targets' rows are missing.
 
-    Where ``kv`` moves too, every mistake and every failure is raised, and nothing has arrived.
+    Where ``kv`` moves too, pairs that are not possible and failures of the copy are raised, and nothing has arrived.
     """
     try:
         move(source, target, pairs, rows, kv, mistakes)

@@ -18,6 +18,7 @@ from cache_manager.blocks import AuxBlocks
 from cache_manager.errors import ConfigError, FeedGapError, InvalidInputError, KVRouteError
 from cache_manager.feed import BlockFeed, Renew
 from cache_manager.keys import Namespace
+from cache_manager.publish import GENERATION_END
 from cache_manager.regions.view import RegionView
 from cache_manager.spec import AuxBlockDataSpec
 from cache_manager.storage import open_store
@@ -113,6 +114,18 @@ def test_rows_after_a_batch_that_ended_are_not_of_an_older_life(how: str, monkey
         engine.apply(feed.take())
         rows = fill(engine, 0, "later")
         assert (engine.read("routing", [0], generations=feed.generations[[0]]).values == rows).all()
+
+
+def test_no_feed_begins_near_the_last_generation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Goal: a feed does not run out of generations. Method: the largest number that its random start can be."""
+
+    class Largest:
+        def integers(self, end: int) -> int:
+            return end - 1
+
+    monkeypatch.setattr(np.random, "default_rng", Largest)
+    (first,) = BlockFeed(1).generations
+    assert first <= GENERATION_END // 2
 
 
 def test_an_engine_that_renews_beside_its_feed_hands_out_no_row_of_its_own_lives() -> None:
