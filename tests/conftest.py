@@ -7,10 +7,12 @@ neither see nor reap each other's. A thread that a failed test left running does
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import sys
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -19,6 +21,8 @@ from hypothesis import HealthCheck, Phase, settings
 from own_shm import take_own_shm
 
 OWN_SHM = take_own_shm()
+ENDING_S = 10.0
+"""How long a thread may take that is about to end."""
 os.environ.setdefault(
     "TRITON_INTERPRET", "1"
 )  # read when triton is first imported: kernels run on the CPU; tests/gpu say "0"
@@ -70,6 +74,11 @@ def pytest_sessionfinish(exitstatus: int) -> Iterator[None]:
 
 
 def _threads_left() -> list[str]:
-    """The threads that would keep this process from ending."""
-    main = threading.main_thread()
-    return [thread.name for thread in threading.enumerate() if thread is not main and not thread.daemon]
+    """The threads that would keep this process from ending. One of an executor that nobody has any more ends first."""
+    gc.collect()
+    main, give_up_s = threading.main_thread(), time.monotonic() + ENDING_S
+    while True:
+        left = [thread.name for thread in threading.enumerate() if thread is not main and not thread.daemon]
+        if not left or time.monotonic() > give_up_s:
+            return left
+        time.sleep(0.01)

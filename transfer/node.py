@@ -315,7 +315,7 @@ class Node:
     def _act(self, actions: Iterable[Action]) -> None:
         for action in actions:
             if isinstance(action, Send):
-                self._send(action)
+                self._attempt(self._send, action)  # an end behind it is reported all the same
             else:
                 self._report(action)
 

@@ -109,8 +109,9 @@ class Crossing:
     def follow(self) -> None:
         """The blocks' weights may have changed: from here on no record of earlier weights goes out or comes in."""
         if self._blocks.namespace != self._namespace:
-            self._namespace = self._blocks.namespace
-            self.node.reset(self._namespace)
+            namespace = self._blocks.namespace
+            self.node.reset(namespace)  # first: a node that refuses is asked again
+            self._namespace = namespace
 
     def poll(self) -> list[Release | Came]:
         """The transfers that ended since the last call: sent ones and received ones."""

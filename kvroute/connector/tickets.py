@@ -180,7 +180,9 @@ class Tickets:
         return self._why.get(name, {})
 
     def end(self, name: str) -> Mapping[int, str]:
-        """The request has ended, or begins again: withdraw what has no ticket. Returns reasons for :func:`gaps_of`."""
+        """The request has ended, or begins again: withdraw what has no ticket, and fetch nothing into blocks that it no
+        longer has. Returns reasons for :func:`gaps_of`."""
+        self._fetches = [fetch for fetch in self._fetches if fetch[0] != name]
         if (lent := self._lent.pop(name, None)) is not None:
             self._withdrawn.append(lent.transfer)
         return self._why.pop(name, {})

@@ -63,6 +63,20 @@ def test_addresses_that_clients_make_up_fill_neither_memory_nor_logs(caplog: pyt
     assert len([each for each in caplog.records if "have no rows" in each.message]) == 1
 
 
+def test_a_request_that_ends_before_a_step_fetches_nothing() -> None:
+    """Goal: rows land in no life that another request has. Method: a request with a ticket ends before the next step,
+    and its blocks are given to another one."""
+    with two(blocks=20) as (first, second):
+        ticket, rows = handed_over(first, PROMPT), second.scheduler
+        request, table = Asked("r", PROMPT), [0, 1, 2]
+        rows.matched(request, 0, len(PROMPT), later=True)
+        rows.given(table)
+        rows.admitted(request, table, len(PROMPT), ticket=ticket)
+        rows.forget("r")
+        rows.given(table)
+        assert rows.step({}).carrier.fetches == []
+
+
 def test_a_ticket_brings_rows_to_one_request() -> None:
     """Goal: of two requests with one ticket, completions of a prompt, the first has its rows and the second the reason.
     Method: both are admitted in one step; each goes on when it is due."""

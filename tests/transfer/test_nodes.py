@@ -21,7 +21,7 @@ from cache_manager.errors import BlockBusyError
 from cache_manager.keys import Namespace
 from cache_manager.record import OfferedRecord, RecordHeader
 from transfer.actions import OfferedBlock, Reason
-from transfer.errors import LocalProtocolError, NodeClosedError, NodeFullError
+from transfer.errors import LocalProtocolError, NodeClosedError, NodeFullError, TransferError
 from transfer.identity import Identity
 from transfer.limits import TransferLimits
 from transfer.link import Arrival, Came
@@ -165,6 +165,26 @@ def test_a_notice_comes_when_there_is_something_to_poll(tmp_path: Path) -> None:
     until(lambda: set(found), lambda got: got == transfers)
     assert prefill.close()
     assert prefill.poll() == []
+
+
+def test_an_end_is_reported_though_the_link_fails(tmp_path: Path) -> None:
+    """Goal: nobody waits for ever for the end of a transfer. Method: the link of decode raises at each message; a pull
+    is aborted, and the node is closed with another one under way."""
+
+    class BrokenLink(ZmqLink):
+        def send(self, *_: Any, **__: Any) -> bool:
+            raise TransferError("send: broken on purpose")
+
+    with nodes(tmp_path) as (prefill, _):
+        decode = Node(BrokenLink(ZmqSettings(bind=f"ipc://{tmp_path}/broken")), identity_of(7), QUICK)
+        aborted, closed = new_transfer(), new_transfer()
+        for transfer in (aborted, closed):
+            decode.pull(transfer, prefill.address, wanted(0, 1), CanarySink(0))
+        decode.abort(aborted, "on purpose")
+        assert ended(decode, {aborted})[aborted].reason is Reason.ABORTED
+        assert decode.close()
+        assert [end.transfer for end in decode.poll()] == [closed]
+        assert "broken on purpose" in decode.last_error
 
 
 def test_memory_of_an_invalid_message_is_given_back(tmp_path: Path) -> None:
