@@ -224,7 +224,7 @@ def test_a_peer_that_never_reads_keeps_no_block(tmp_path: Path, address: str) ->
     part = Part("kv", b"k" * 16, 1 << 20, 64)
     link = ZmqLink(ZmqSettings(bind=address.format(tmp_path)))
     own = Identity(BootId(b"p" * 16), NAMESPACE, (part,))
-    prefill = Node(link, own, TransferLimits(lease_s=2.0))
+    prefill = Node(link, own, TransferLimits(lease_s=5.0))  # a busy machine fills the queues within it
     kept = bytearray(part.nbytes)
     records = [OfferedRecord(key_of(1, i), part.fingerprint, 1, 1, VALID, kept) for i in range(200)]
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
