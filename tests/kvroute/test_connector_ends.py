@@ -140,6 +140,7 @@ def test_a_name_is_used_again_when_its_rows_are_gone(stuck: tuple[Toy, Stuck], n
     while not toy.scheduler.ready("again", now=now):
         assert not now
         threading.Event().wait(0.001)
+    assert store.go.is_set(), "the request is not ready while the earlier rows are on their way"
     assert store.find("r") is None
 
 
