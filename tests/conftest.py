@@ -19,10 +19,9 @@ import pytest
 from budget import FACTOR, scaled
 from hypothesis import HealthCheck, Phase, settings
 from own_shm import take_own_shm
+from waiting import ENDING_S
 
 OWN_SHM = take_own_shm()
-ENDING_S = 10.0
-"""How long a thread may take that is about to end."""
 os.environ.setdefault(
     "TRITON_INTERPRET", "1"
 )  # read when triton is first imported: kernels run on the CPU; tests/gpu say "0"

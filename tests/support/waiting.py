@@ -13,6 +13,8 @@ HUNT = os.environ.get("HYPOTHESIS_PROFILE") == "hunt"
 GIVE_UP_S = 60.0 if HUNT else 1200.0
 """The limit of every wait of the tests, in this one place: a last resort against a hang, ten times the 120 s at which a
 loaded machine was seen to fail examples that only were slow. Where a fault is planted, a hang is what is looked for."""
+ENDING_S = 10.0
+"""How long the end of a run waits for threads that are about to end. One that stays fails the run: that is no hang."""
 
 
 def until_it_waits(thread: threading.Thread) -> bool:
