@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from budget import FACTOR, scaled
@@ -73,8 +74,12 @@ def pytest_sessionfinish(exitstatus: int) -> Iterator[None]:
 
 
 def _threads_left() -> list[str]:
-    """The threads that would keep this process from ending. One of an executor that nobody has any more ends first."""
+    """The threads that would keep this process from ending. An executor's workers, which Python ends at its own end,
+    are ended first, as torch's module has one for ever: one that is left is busy."""
     gc.collect()
+    for executor in gc.get_objects():
+        if type(executor) is ThreadPoolExecutor:
+            executor.shutdown(wait=False)
     main, give_up_s = threading.main_thread(), time.monotonic() + ENDING_S
     while True:
         left = [thread.name for thread in threading.enumerate() if thread is not main and not thread.daemon]
