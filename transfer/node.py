@@ -168,7 +168,7 @@ class Node:
         self._submit(_Command(self._pulls.abort, (transfer,)))
 
     def reset(self, namespace: Namespace) -> None:
-        """Rows belong to this namespace from here on; every offer and every pull ends."""
+        """Rows belong to this namespace from here on; every offer and every pull ends. There is always room for it."""
         self._submit(_Command(self._reset, (namespace,)))
 
     def poll(self) -> list[Release | Finished]:
@@ -198,7 +198,7 @@ class Node:
         with self._lock:
             if self._stopping:
                 raise NodeClosedError("the node is closed")
-            if len(self._commands) >= COMMANDS_MAX:
+            if len(self._commands) >= COMMANDS_MAX and command.verb != self._reset:
                 raise NodeFullError("COMMANDS_MAX", COMMANDS_MAX, "one more command")
             transfer = command.arguments[0]
             if new is not None and transfer in new:

@@ -109,9 +109,9 @@ class Crossing:
     def follow(self) -> None:
         """The blocks' weights may have changed: from here on no record of earlier weights goes out or comes in."""
         if self._blocks.namespace != self._namespace:
-            namespace = self._blocks.namespace
-            self.node.reset(namespace)  # first: a node that refuses is asked again
-            self._namespace = namespace
+            self._namespace = self._blocks.namespace
+            with suppress(NodeClosedError):  # then nothing crosses
+                self.node.reset(self._namespace)
 
     def poll(self) -> list[Release | Came]:
         """The transfers that ended since the last call: sent ones and received ones."""
@@ -188,11 +188,13 @@ class Lender:
             raise
 
     def withdraw(self, transfer: bytes, why: str) -> None:
-        """Lend no more of a computation that does not go over; harmless when nothing is on offer."""
+        """Lend no more of a computation that does not go over; harmless when nothing is on offer. A full or closed node
+        lends it until its lease ends: there is no ticket for it."""
         with self._lock:
             self._open.discard(TransferId(transfer))
             self._over.discard(TransferId(transfer))
-        self._node.withdraw(TransferId(transfer), why)
+        with suppress(KVRouteError):
+            self._node.withdraw(TransferId(transfer), why)
 
     def ended(self, release: Release) -> None:
         with self._lock:

@@ -29,6 +29,7 @@ from kvroute.connector.messages import Handshake, Loads, StepMeta
 from kvroute.connector.meter import Meter
 from kvroute.connector.spares import SpareBlocks
 from kvroute.connector.stream import RowStream
+from kvroute.connector.tickets import UNNAMED
 from kvroute.connector.versions import Versions
 from kvroute.rollout import open_rollouts
 from kvroute.witness import Run
@@ -172,12 +173,19 @@ class SchedulerRows:
         return self.carrier.takes(request, first, found)
 
     def admitted(
-        self, request: Request, blocks: list[int], external: int, *, lends: bool = False, ticket: Any = None
+        self,
+        request: Request,
+        blocks: list[int],
+        external: int,
+        *,
+        lends: bool = False,
+        ticket: Any = None,
+        kv: Mapping[str, str] = UNNAMED,
     ) -> None:
         """The request has these blocks now; the KV of ``external`` tokens is loaded into some of them.
 
         ``lends``: another engine goes on from its prompt. ``ticket`` is that of prefill's answer, if this engine goes
-        on from one.
+        on from one, and ``kv`` names the KV that the inner connector brings with it.
         """
         state = self._requests[request.request_id]
         self._joined.append(blocks)
@@ -186,7 +194,7 @@ class SchedulerRows:
                 state.load = None
             return
         state.admitted = True
-        state.load = self.carrier.admitted(Admission(request, blocks, state.first, external, lends, ticket))
+        state.load = self.carrier.admitted(Admission(request, blocks, state.first, external, lends, ticket, kv))
         if state.load is not None:
             self._loads.append(state)
 
@@ -261,9 +269,10 @@ class SchedulerRows:
 
     # ---------------------------------------------------------------- the end
 
-    def ticket(self, request: Request) -> dict[str, Any] | None:
-        """The ticket for decode beside a lent request's answer; call it before :meth:`forget`."""
-        return self.carrier.ticket(request)
+    def ticket(self, request: Request, kv: Mapping[str, str] = UNNAMED) -> dict[str, Any] | None:
+        """The ticket for decode beside a lent request's answer, whose KV has the names ``kv`` there; call it before
+        :meth:`forget`."""
+        return self.carrier.ticket(request, kv)
 
     def forget(self, request_id: str) -> Ended:
         """The request has ended, in whatever way; for :meth:`finished` or :meth:`unanswered`."""

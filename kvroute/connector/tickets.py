@@ -1,7 +1,8 @@
 """The scheduler's part of rows that cross to another engine: which are lent and fetched, and the tickets in answers.
 
 A *ticket* in prefill's answer tells decode where the rows are, ``kv_transfer_params["kvroute"]["transfer"]`` in vLLM:
-it goes beside the inner connector's parameters, on the same way.
+it goes beside the inner connector's parameters, on the same way. It names the KV that these parameters bring, so that
+rows never come beside KV of another computation of the same prompt.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Annotated, Any, Final, Protocol
 
 import msgspec
@@ -20,6 +22,9 @@ TRANSFER: Final = "transfer"
 """The ticket's key in the data beside an answer."""
 MIXED: Final = "prefill's weights have changed and its KV was kept: its rows have no one name"
 NO_TICKET: Final = "prefill's answer has no ticket for its rows: is kvroute there, with the same carrier?"
+
+UNNAMED: Final[Mapping[str, str]] = MappingProxyType({})
+"""The names of KV whose connector gives it none."""
 
 Gap = tuple[int, int, str]
 """Positions ``[start, stop)`` whose rows are missing, and why."""
@@ -36,6 +41,7 @@ class Ticket(msgspec.Struct, frozen=True, omit_defaults=True):
     address: _Text = ""  # where prefill's worker lends
     tokens: int = 0  # number of the prompt's tokens,
     digest: _Text = ""  # and their hash, as hex
+    kv: dict[_Text, _Text] = {}  # what names prefill's KV among the inner connector's parameters
     why: _Text = ""
 
 
@@ -101,14 +107,23 @@ class Tickets:
         self.end(request.request_id)  # after a preemption this is another computation
         self._lent[request.request_id] = _Lent(request, secrets.token_bytes(16))
 
-    def fetch(self, request: Asked, given: Any, first: int, external: int, blocks: Sequence[int]) -> None:
-        """KV of ``external`` tokens comes into the request's blocks from ``first`` on; ``given`` is its ticket."""
+    def fetch(
+        self,
+        request: Asked,
+        given: Any,
+        first: int,
+        external: int,
+        blocks: Sequence[int],
+        kv: Mapping[str, str] = UNNAMED,
+    ) -> None:
+        """KV of ``external`` tokens comes into the request's blocks from ``first`` on: ``given`` is its ticket, ``kv``
+        are its names."""
         name, start, prompt = request.request_id, first * self._size, list(request.all_token_ids)
         stop = min(start + external, len(prompt) - 1)  # the last token is computed here again, for its logits
         held = list(blocks[first : -(-stop // self._size)]) if stop > start else []
         try:
             ticket = Ticket(why=NO_TICKET) if given is None else msgspec.convert(given, Ticket)
-            why = ticket.why or self._refusal(ticket, prompt)
+            why = ticket.why or self._refusal(ticket, prompt, kv)
         except (msgspec.ValidationError, ValueError) as error:
             why = f"an invalid ticket: {error}"
         if not why:
@@ -116,13 +131,16 @@ class Tickets:
         elif held:
             self._why[name] = dict.fromkeys(range(first, first + len(held)), why)
 
-    def _refusal(self, ticket: Ticket, prompt: Sequence[int]) -> str:
+    def _refusal(self, ticket: Ticket, prompt: Sequence[int], kv: Mapping[str, str]) -> str:
         if len(bytes.fromhex(ticket.id)) != 16:
             return f"an invalid ticket: id of {len(ticket.id) // 2} bytes, not 16"
         if ticket.tokens != len(prompt):
             return f"prompt: prefill's has {ticket.tokens} tokens, decode's {len(prompt)}"
         if ticket.digest != (digest := token_hash(prompt).hex()):
             return f"prompt: the hash of prefill's tokens is {ticket.digest[:64]}, of decode's {digest}"
+        for name, value in ticket.kv.items():
+            if kv.get(name) != value:
+                return f"the ticket is of other KV: {name}: wanted {value}, got {kv.get(name)}"
         return ""
 
     def fetches(self) -> list[Fetch]:
@@ -161,14 +179,17 @@ class Tickets:
         found, self._withdrawn = self._withdrawn, []
         return found
 
-    def ticket(self, name: str, tokens: Sequence[int], *, mixed: bool) -> dict[str, Any] | None:
-        """The ticket in the request's answer; ``None`` if the request is not lent. ``tokens`` are its prompt."""
+    def ticket(
+        self, name: str, tokens: Sequence[int], *, mixed: bool, kv: Mapping[str, str] = UNNAMED
+    ) -> dict[str, Any] | None:
+        """The ticket in the request's answer; ``None`` if the request is not lent. Its prompt is ``tokens``, and its KV
+        is known as ``kv``."""
         if (lent := self._lent.pop(name, None)) is None:
             return None
         if mixed or not lent.whole:
             self._withdrawn.append(lent.transfer)
             return {TRANSFER: msgspec.to_builtins(Ticket(why=MIXED if mixed else "prefill did not compute all of it"))}
-        given = Ticket(lent.transfer.hex(), self.address, len(tokens), token_hash(tokens).hex())
+        given = Ticket(lent.transfer.hex(), self.address, len(tokens), token_hash(tokens).hex(), dict(kv))
         return {TRANSFER: msgspec.to_builtins(given)}
 
     def came(self, name: str, why: Mapping[int, str]) -> None:

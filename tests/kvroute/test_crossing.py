@@ -10,7 +10,7 @@ import pytest
 from budget import examples
 from hypothesis import given
 from hypothesis import strategies as st
-from toy_engine import Toy, judge
+from toy_engine import Asked, Toy, judge
 from toy_pair import (
     ALL,
     DECODE,
@@ -207,6 +207,27 @@ def test_weights_that_are_reset_at_prefill(version: int | None) -> None:
         first.ask("other", [7])
         verdict, (why,) = taken(second, ticket)
         assert verdict == {"right": OWN, "missing": ALL - OWN}
+        assert "weights_version" in why
+
+
+def test_a_full_queue_of_commands_costs_no_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Goal: a step ends, with its rows, whatever the node takes; a reset is never refused. Method: no command has room
+    while a request that is lent ends early, and while the weights change."""
+    with two(weights_version=1) as (first, second):
+        ticket, rows = handed_over(first, PROMPT), first.scheduler
+        request = Asked("early", PROMPT)
+        rows.matched(request, 0, 0, later=False)
+        rows.admitted(request, [9], 0, lends=True)
+        rows.forget("early")
+        monkeypatch.setattr("transfer.node.COMMANDS_MAX", 0)
+        assert rows.carrier.tickets._withdrawn  # type: ignore[attr-defined]
+        rows.weights.changed(2)
+        rows.reset()
+        first.cached.clear()
+        answer = first.ask("other", [7, 8])
+        assert judge(routes(answer), [7, 8], [1, 1]) == {"right": 2}
+        monkeypatch.undo()
+        _, (why,) = taken(second, ticket)
         assert "weights_version" in why
 
 

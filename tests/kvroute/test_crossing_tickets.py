@@ -20,7 +20,7 @@ from kvroute.connector.carriers.by_transfer import TAKEN
         st.none() | st.integers() | st.text(max_size=40) | st.binary(max_size=16).map(bytes.hex),
         lambda each: (
             st.lists(each, max_size=3)
-            | st.dictionaries(st.sampled_from(["id", "address", "tokens", "digest", "why"]), each, max_size=5)
+            | st.dictionaries(st.sampled_from(["id", "address", "tokens", "digest", "kv", "why"]), each, max_size=5)
         ),
         max_leaves=6,
     )
@@ -45,6 +45,20 @@ def test_a_ticket_of_another_prompt() -> None:
             assert verdict == {"right": OWN, "missing": ALL - OWN}
             assert words in why
             second.cached.clear()
+
+
+def test_a_ticket_of_other_kv() -> None:
+    """Goal: rows come beside the KV of their own computation alone. Method: a prompt is computed twice, and a router
+    mixes the answers up: one's ticket goes with the other's parameters, or with parameters of no name."""
+    with two() as (first, second):
+        names = [{"remote_engine_id": "e", "remote_request_id": name} for name in ("p0", "p1")]
+        ticket = handed_over(first, PROMPT, kv=names[0])
+        for kv, got in ((names[1], "p1"), ({"remote_engine_id": "e"}, "None")):
+            verdict, (why,) = taken(second, ticket, kv=kv)
+            assert verdict == {"right": OWN, "missing": ALL - OWN}
+            assert why == f"the ticket is of other KV: remote_request_id: wanted p0, got {got}"
+            second.cached.clear()
+        assert taken(second, ticket, kv=names[0] | {"transfer_id": "decode's own"})[0] == {"right": ALL}
 
 
 def test_addresses_that_clients_make_up_fill_neither_memory_nor_logs(caplog: pytest.LogCaptureFixture) -> None:

@@ -6,7 +6,7 @@ import hashlib
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -22,6 +22,7 @@ from kvroute.connector.carriers import ByKey, ByTransfer, Carrier, InKv, NoCarri
 from kvroute.connector.messages import StepMeta
 from kvroute.connector.pages import Pages, StepTokens, page_name, token_nbytes
 from kvroute.connector.scheduler import Ended
+from kvroute.connector.tickets import UNNAMED
 from kvroute.connector.versions import AS_LOADED
 from kvroute.connector.witness import KvFolder, OtherRank, witnessing
 from kvroute.connector.worker import WorkerRows
@@ -145,11 +146,13 @@ class Toy:
         brought: int | None = None,
         ticket: Any = None,
         more: Sequence[int] = (),
+        kv: Mapping[str, str] = UNNAMED,
     ) -> dict[str, Any]:
         """Compute ``tokens`` in steps of so many tokens; what goes to the client.
 
         ``lends``: another engine goes on from here, and the answer is for that. Here that brings KV of the first tokens
-        that are not cached, up to ``brought``, and a ``ticket`` for their rows; ``more`` is said behind the prompt.
+        that are not cached, up to ``brought``, and a ``ticket`` for their rows; ``more`` is said behind the prompt. The
+        KV that goes over is called ``kv``.
         """
         self.scheduler.arrived(name, name)
         while not self.scheduler.ready(name):
@@ -168,7 +171,7 @@ class Toy:
         self.cached = {each: block for each, block in self.cached.items() if block not in given}
         self.table += given
         self.scheduler.given(given)
-        self.scheduler.admitted(request, self.table, taken, lends=lends, ticket=ticket)
+        self.scheduler.admitted(request, self.table, taken, lends=lends, ticket=ticket, kv=kv)
         request.num_computed_tokens, self.loaded = local * TOKENS + taken, taken
         loading, sizes = range(local, local + taken // TOKENS), [*chunks]
         if self.later and taken:
@@ -192,7 +195,7 @@ class Toy:
             request.num_computed_tokens = failed * TOKENS if failed is not None else request.num_computed_tokens + n
             loading = range(0)
             self.between()
-        left = self.scheduler.ticket(request) if lends else None
+        left = self.scheduler.ticket(request, kv) if lends else None
         ended = self.scheduler.forget(name)
         told = self.scheduler.finished(name, self.table, len(tokens), Tokens(tokens, len(tokens)), ended=ended)
         self.free += self.table

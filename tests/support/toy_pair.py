@@ -32,9 +32,11 @@ def two(**said: Any) -> Iterator[tuple[Toy, Toy]]:
         second.close()
 
 
-def handed_over(first: Toy, tokens: list[int], chunks: list[int] | tuple[int, ...] = (64,), name: str = "p") -> Any:
+def handed_over(
+    first: Toy, tokens: list[int], chunks: list[int] | tuple[int, ...] = (64,), name: str = "p", **more: Any
+) -> Any:
     """The ticket for a prompt that prefill has computed."""
-    return first.ask(name, tokens, chunks, lends=True)["kv_transfer_params"]["kvroute"]["transfer"]
+    return first.ask(name, tokens, chunks, lends=True, **more)["kv_transfer_params"]["kvroute"]["transfer"]
 
 
 def makers(tokens: int, said: int, local: int = 0) -> list[int]:
@@ -53,9 +55,11 @@ def sides() -> Iterator[tuple[Side, Toy]]:
         second.close()
 
 
-def taken(second: Toy, ticket: Any, prompt: list[int] = PROMPT, name: str = "d") -> tuple[Counter[str], list[str]]:
+def taken(
+    second: Toy, ticket: Any, prompt: list[int] = PROMPT, name: str = "d", **more: Any
+) -> tuple[Counter[str], list[str]]:
     """The verdict on decode's answer: its rows, judged, and the reasons for the missing ones."""
-    answer = second.ask(name, prompt, brought=len(prompt), ticket=ticket, more=SAID)
+    answer = second.ask(name, prompt, brought=len(prompt), ticket=ticket, more=SAID, **more)
     found = routes(answer)
     gaps = missing(answer)
     assert [(start, stop) for start, stop, _ in _joined(gaps)] == list(found.missing), "every gap has its reason"

@@ -87,6 +87,12 @@ def why(answer: Mapping[str, Any]) -> str:
     return str(reason)
 
 
+def with_ticket(params: Mapping[str, Any], ticket: Mapping[str, Any]) -> dict[str, Any]:
+    """These parameters with the ticket of another answer, which a client has made to fit their KV."""
+    fits = {"transfer": {**ticket["transfer"], "kv": params["kvroute"]["transfer"]["kv"]}}
+    return {**params, "kvroute": fits}
+
+
 def emptied(engine: Engine) -> None:
     """The engine has no KV any more; vLLM refuses that while KV of an earlier request is still fetched."""
     until(lambda: engine.do(acts=[["reset", {"reset_connector": True}]])[1] == [True])
@@ -97,7 +103,7 @@ def test_tickets(pair: Pair, judge: Judge) -> None:
     a ticket of another prompt, a used ticket, or one of no engine, it has the rows that decode computed. Method:
     prompts of several chunks that end everywhere in a block or have a part in common, sampled at temperature 1, so that
     decode's first token is not prefill's; all at once. Then tickets change places, are used again, and name an address
-    where no engine lends, while the KV comes."""
+    where no engine lends, while the KV comes; and two computations of the same prompts change theirs."""
     asked = [*prompts(80, 10, 33, 1, shared=150), *prompts(81, 31, 32, 33, 64, 65)]
     with verdict(
         "decode alone", of_all(judge, pair.taken("d", asked, pair.given("p", asked), temperature=1.0), labels=LABELS)
@@ -119,11 +125,17 @@ def test_tickets(pair: Pair, judge: Judge) -> None:
         ("used again", short, used, "pulled before"),
         ("of no engine", short, nobodys, "s after their KV"),
     ):
-        params = [{**each, "kvroute": theirs[i]} for i, each in enumerate(pair.given(f"{which}-q", asked))]
+        params = [with_ticket(each, theirs[i]) for i, each in enumerate(pair.given(f"{which}-q", asked))]
         answers = pair.taken(f"{which}-e", asked, params)
         with verdict(f"tickets {which}", of_all(judge, answers, labels=LABELS)) as found:
             assert found.right == len(asked) * 20 * LAYERS
         assert all(reason in why(answer) for answer in answers)
+    twice = [pair.given(f"twice{i}", short) for i in range(2)]
+    params = [{**each, "kvroute": twice[1][i]["kvroute"]} for i, each in enumerate(twice[0])]
+    answers = pair.taken("mixed-up-", short, params)
+    with verdict("tickets of another computation of their prompts", of_all(judge, answers, labels=LABELS)) as found:
+        assert found.right == len(short) * 20 * LAYERS
+    assert all("the ticket is of other KV: remote_request_id: wanted twice1" in why(answer) for answer in answers)
 
 
 def test_prefill_hangs_and_is_killed(pair: Pair, judge: Judge) -> None:
@@ -151,7 +163,7 @@ def test_prefill_hangs_and_is_killed(pair: Pair, judge: Judge) -> None:
             assert found.right == found.due
     fresh = pair.given("fresh", short)
     params = [
-        {**each, "kvroute": {"transfer": {**lost[i], "address": each["kvroute"]["transfer"]["address"]}}}
+        with_ticket(each, {"transfer": {**lost[i], "address": each["kvroute"]["transfer"]["address"]}})
         for i, each in enumerate(fresh)
     ]
     answers = pair.taken("lost-", short, params)
@@ -189,7 +201,7 @@ def test_decode_is_killed(pair: Pair, judge: Judge) -> None:
     answers = pair.taken("next-", asked, pair.given("next", asked))
     with verdict("another decode engine", of_all(judge, answers, labels=LABELS)) as found:
         assert found.right == found.due
-    params = [{**each, "kvroute": used[i]} for i, each in enumerate(pair.given("used", short))]
+    params = [with_ticket(each, used[i]) for i, each in enumerate(pair.given("used", short))]
     answers = pair.taken("used-", short, params)
     with verdict("tickets that a killed decode engine used", of_all(judge, answers, labels=LABELS)) as found:
         assert found.right == len(short) * 20 * LAYERS

@@ -75,7 +75,7 @@ class ByTransferScheduler(SchedulerSide):
         if admission.lends:
             self.tickets.lend(request)
         if external or admission.ticket is not None:
-            self.tickets.fetch(request, admission.ticket, first, external, admission.blocks)
+            self.tickets.fetch(request, admission.ticket, first, external, admission.blocks, admission.kv)
         return None
 
     def step(self, scheduled: Mapping[str, int]) -> TransferStep:
@@ -90,9 +90,9 @@ class ByTransferScheduler(SchedulerSide):
     def why(self, request_id: str) -> Mapping[int, str]:
         return self.tickets.why(request_id)
 
-    def ticket(self, request: Request) -> dict[str, Any] | None:
+    def ticket(self, request: Request, kv: Mapping[str, str]) -> dict[str, Any] | None:
         prompt = request.all_token_ids[: request.num_prompt_tokens]
-        return self.tickets.ticket(request.request_id, prompt, mixed=self._weights.mixed)
+        return self.tickets.ticket(request.request_id, prompt, mixed=self._weights.mixed, kv=kv)
 
     def ended(self, request_id: str) -> Mapping[int, str]:
         self._admitted.discard(request_id)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from kvroute.connector.tickets import UNNAMED
 from kvroute.witness import Run
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ class Admission(NamedTuple):
     external: int  # tokens behind them whose KV comes from outside
     lends: bool  # another engine goes on from its prompt
     ticket: Any  # of prefill's answer, if this engine goes on from one
+    kv: Mapping[str, str] = UNNAMED  # what names the KV among the inner connector's parameters
 
     def run(self, size: int) -> Run | None:
         """The whole blocks of ``size`` tokens whose KV comes from outside; ``None``: no KV does."""
@@ -116,8 +118,8 @@ class SchedulerSide:
         choice; ``None``: none did."""
         return None
 
-    def ticket(self, request: Request) -> dict[str, Any] | None:
-        """The data beside a lent request's answer, for the engine that goes on from it."""
+    def ticket(self, request: Request, kv: Mapping[str, str]) -> dict[str, Any] | None:
+        """The data beside a lent request's answer, for the engine that goes on from it; ``kv`` names its KV there."""
         return None
 
     def ended(self, request_id: str) -> Mapping[int, str]:

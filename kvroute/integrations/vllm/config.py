@@ -19,6 +19,8 @@ from kvroute.weights import configuration_digest, weights_digest
 
 WHOLE_REQUESTS: Final = tuple(f"{each}Connector" for each in ("Nixl", "NixlPull", "NixlPush", "Mooncake", "MoRIIO"))
 """Connectors that move a request's KV whole, from one engine to another: hits are not cut, and rows go beside it."""
+KV_NAMES: Final = ("remote_engine_id", "remote_request_id", "transfer_id")
+"""Fields of ``kv_transfer_params`` by which those connectors find one request's KV: a ticket repeats them."""
 CHOICES: Final = (
     "dtype",
     "quantization",
@@ -28,6 +30,16 @@ CHOICES: Final = (
     "disable_sliding_window",
 )
 """Fields of vLLM's ``ModelConfig`` that change what is computed with the same files."""
+
+
+def kv_names(request: Any, answered: Mapping[str, Any] | None = None) -> dict[str, str]:
+    """What names a request's KV: in decode's request, or in prefill's with what the inner connector ``answered``."""
+    asked: Mapping[str, Any] = request.kv_transfer_params or {}
+    if answered is not None:
+        mine = str(asked.get("transfer_id")).endswith(request.request_id)  # MoRIIO's, of a client that gives no name
+        asked = {**({} if mine else {"transfer_id": asked.get("transfer_id")}), **answered}
+    names = {name: asked.get(name) for name in KV_NAMES}
+    return {name: str(value)[-256:] for name, value in names.items() if value}
 
 
 def settings_of(transfer: Any) -> Settings:

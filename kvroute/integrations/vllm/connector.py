@@ -14,7 +14,7 @@ from kvroute.connector.messages import Told
 from kvroute.connector.pages import page_name
 from kvroute.connector.tickets import TRANSFER
 from kvroute.integrations.vllm import blocks, core, versions
-from kvroute.integrations.vllm.config import engine_of
+from kvroute.integrations.vllm.config import engine_of, kv_names
 from kvroute.integrations.vllm.field import Field
 from kvroute.integrations.vllm.routers import bind
 
@@ -166,7 +166,8 @@ class RowsWithKV(Base):  # type: ignore[misc]
         super().update_state_after_alloc(request, blocks, num_external_tokens)  # this marks the KV as fetched
         ticket = told.get(TRANSFER) if isinstance(told, Mapping) else told
         ids = list(blocks.get_block_ids()[0])
-        self._scheduler_rows.admitted(request, ids, num_external_tokens, lends=lends, ticket=ticket)
+        kv = kv_names(request)
+        self._scheduler_rows.admitted(request, ids, num_external_tokens, lends=lends, ticket=ticket, kv=kv)
 
     def update_connector_output(self, connector_output: Any) -> None:
         if isinstance(told := connector_output.kv_connector_worker_meta, Told):
@@ -192,7 +193,8 @@ class RowsWithKV(Base):  # type: ignore[misc]
         rows, name, status = self._scheduler_rows, request.request_id, request.status.name
         if rows.field is not None:
             rows.field.ended(request, blocks)
-        ticket = rows.ticket(request) if keep and not status.endswith("ABORTED") else None
+        lent = keep and not status.endswith("ABORTED")
+        ticket = rows.ticket(request, kv_names(request, params or {})) if lent else None
         ended, tokens = rows.forget(name), min(request.num_tokens - 1, request.num_computed_tokens)
         client, group = _names_of(request)
         gone = status.endswith("ABORTED") and rows.engine.settings.rollouts == "response:"
