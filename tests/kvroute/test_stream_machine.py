@@ -17,7 +17,7 @@ from connector_house import House, Kv, Running
 from toy_engine import TOKENS, row_of
 
 from kvroute.connector import stream
-from kvroute.connector.stream import Piece, RowStream
+from kvroute.connector.stream import Outcome, Piece, RowStream, StepRows
 
 
 class Output(NamedTuple):
@@ -35,7 +35,7 @@ class Streams(House):
         super().__init__(seed, home)
         assert self.rows.stream is not None
         self.stream: RowStream = self.rows.stream
-        self.held: list[list[Output]] = []
+        self.held: list[tuple[StepRows, list[Output]]] = []
         self.sent, self.lost = Counter[str](), set[str]()
         self.count: Counter[str] = Counter()
 
@@ -43,16 +43,19 @@ class Streams(House):
         before = {name: len(self.running[name].all_token_ids) for name in scheduled}
         super()._step(scheduled, *args, **kwargs)
         outputs = [self.running[name] for name, tokens in before.items() if self._now(name) > tokens]
-        asked = [(each.request_id, Sized(each), 0, False) for each in outputs]
-        self._hold(self.stream.take(asked, self.rows.steps))
+        self._hold(self._taken([(each.request_id, Sized(each)) for each in outputs]))
         if self.random.random() < 0.5:
             self.send()
 
     def _now(self, name: str) -> int:
         return len(self.running[name].all_token_ids)
 
-    def _hold(self, pieces: list[Piece]) -> None:
-        self.held.append([Output(piece, self._due(piece)) for piece in pieces])
+    def _taken(self, outputs: list[tuple[str, Sized | None]]) -> StepRows:
+        return self.stream.take(outputs, self.rows.steps, start=lambda _: 0)
+
+    def _hold(self, step: StepRows) -> None:
+        pieces = [*step.pieces, *(step.steady.pieces() if step.steady else ())]
+        self.held.append((step, [Output(piece, self._due(piece)) for piece in pieces]))
 
     def _due(self, piece: Piece) -> list[Kv]:
         request = self.running.get(piece.name)
@@ -66,8 +69,16 @@ class Streams(House):
         if self.held:
             self.let_worker_go_on()
         held, self.held = self.held, []
-        for outputs in held:
-            outcomes = {each.piece.name: each for each in self.stream.read([each.piece for each in outputs])}
+        for step, outputs in held:
+            found, together = self.stream.read(step, apart=self.random.random() < 0.3)
+            if together is not None and step.steady is not None:
+                self.count["steady"] += len(together)
+                at = 0
+                for piece in step.steady.pieces():
+                    found.append(Outcome(piece, together[at : at + piece.stop - piece.start]))
+                    at += piece.stop - piece.start
+                assert at == len(together)
+            outcomes = {each.piece.name: each for each in found}
             for output in outputs:
                 name, outcome = output.piece.name, outcomes.get(output.piece.name)
                 if outcome is None:
@@ -94,14 +105,19 @@ class Streams(House):
     def is_over(self, request: Running) -> None:
         self.stream.ended(Sized(request), 0, list(request.table), self.rows.steps)
         name = request.request_id
-        self._hold(self.stream.take([] if self.random.random() < 0.3 else [(name, None, 0, False)], self.rows.steps))
+        self._hold(self._taken([] if self.random.random() < 0.3 else [(name, None)]))
         if request.num_computed_tokens < len(request.all_token_ids) - 1:
-            self.held[-1] = [each._replace(lossy=True) for each in self.held[-1]]
+            self.held.append(lossy(self.held.pop()))
 
     def forgets(self) -> None:
         if self.late:
-            self.held = [[each._replace(lossy=True) for each in outputs] for outputs in self.held]
+            self.held = list(map(lossy, self.held))
         super().forgets()
+
+
+def lossy(held: tuple[StepRows, list[Output]]) -> tuple[StepRows, list[Output]]:
+    step, outputs = held
+    return step, [output._replace(lossy=True) for output in outputs]
 
 
 class Sized:
@@ -122,8 +138,9 @@ def test_every_output_has_the_rows_of_its_tokens(seed: int, tmp_path: Path, monk
         house.send()
         for request in list(house.running.values()):
             house.stream.ended(Sized(request), 0, list(request.table), house.rows.steps)
-        house.stream.read(house.stream.take([], house.rows.steps))
+        house.stream.read(house._taken([]), apart=False)
         assert house.count["rows"] > 30
+        assert house.count["steady"] > 5
         assert not house.stream._unread
         assert not house.stream._sequences
         assert not house.stream._lost

@@ -15,7 +15,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 import kvroute
-from kvroute.connector.stream import Outcome, Piece
+from kvroute.connector.stream import Outcome, Piece, StepRows
 from kvroute.connector.worker import WorkerRows
 from kvroute.integrations.vllm import field, missing, routes
 
@@ -129,9 +129,9 @@ def test_rows_of_a_message_go_together_and_each_request_gets_its_own() -> None:
         outcomes.append(Outcome(pieces[-1], rows[at : at + count]))
     own = object.__new__(field.Field)
     own._layer_ids, own._shape, own._dtype = np.arange(LAYERS), (LAYERS, TOP_K), np.dtype("uint8")
-    own.stream = SimpleNamespace(read=lambda _: outcomes)  # type: ignore[assignment]
+    own.stream = SimpleNamespace(read=lambda *_, **__: (outcomes, None))  # type: ignore[assignment]
     sent = EngineCoreOutputs(outputs=[EngineCoreOutput(request_id=name, new_token_ids=[1]) for name in counts])
-    own.fill([sent.outputs], pieces)
+    own.fill([sent.outputs], StepRows(pieces, None), apart=True)
     came = MsgpackDecoder(EngineCoreOutputs).decode([bytes(part) for part in MsgpackEncoder().encode(sent)])
     assert [output.routed_experts for output in came.outputs] == [None] * len(counts)
     states = {name: SimpleNamespace(routed_experts_chunks=[]) for name in counts if name != "gone"}

@@ -23,7 +23,7 @@ from cache_manager.errors import RowError
 from kvroute.connector.answers import FIELD, MISSING
 from kvroute.connector.messages import StepMeta
 from kvroute.connector.scheduler import SchedulerRows
-from kvroute.connector.stream import Outcome, Piece
+from kvroute.connector.stream import StepRows
 from kvroute.connector.tickets import Gap
 from kvroute.integrations.vllm.versions import PREFIX
 
@@ -72,7 +72,7 @@ class Field:
             self.stream.preempted(request, _start(request), request.num_computed_tokens, self.rows.steps)
 
     def update(self, scheduler: Any, update: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
-        """``update_from_output`` of vLLM's scheduler: what it returns, and the pieces of rows that belong to it."""
+        """``update_from_output`` of vLLM's scheduler: what it returns, and the rows that belong to it."""
         requests = scheduler.requests
         stale = {
             name
@@ -84,9 +84,12 @@ class Field:
             by_client = update(scheduler_output, model_runner_output)
         finally:
             number, self._number = self._number, 0
-        outputs = [output for sent in (by_client or {}).values() for output in sent.outputs]
-        asked = [_asked(output, requests, stale) for output in outputs]
-        return by_client, self.stream.take(asked, number)
+        outputs = [
+            (output.request_id, None if output.finish_reason is not None else requests.get(output.request_id))
+            for sent in (by_client or {}).values()
+            for output in sent.outputs
+        ]
+        return by_client, self.stream.take(outputs, number, start=_start, stale=stale)
 
     def end_failed(self, scheduler: Any) -> None:
         """Requests that have failed in the meantime end in the scheduler, too."""
@@ -98,19 +101,19 @@ class Field:
 
     # ---------------------------------------------------------------- the thread that sends
 
-    def fill(self, messages: Sequence[Sequence[Any]], pieces: Sequence[Piece]) -> None:
-        """Give each output its rows, or tell it why its answer has none. The pieces are those of :meth:`update`, and
-        the outputs of one of the ``messages`` go to their front end together."""
+    def fill(self, messages: Sequence[Sequence[Any]], step: StepRows, *, apart: bool) -> None:
+        """Give each output its rows, or tell it why its answer has none. The step is that of :meth:`update`, and the
+        outputs of one of the ``messages`` go to their front end together; those of requests that go on are in the last
+        message, if they are not ``apart``."""
         try:
-            outcomes = self.stream.read(pieces)
+            outcomes, steady = self.stream.read(step, apart=apart)
         except Exception as error:  # the outputs go out whatever happens
             logger.exception("the rows of %d outputs cannot be read", sum(map(len, messages)))
-            outcomes = [Outcome(piece, None, [(piece.start, piece.stop, repr(error))]) for piece in pieces]
-            self.stream.lose(pieces)
+            outcomes, steady = self.stream.lose(step, repr(error)), None
         by_id = {outcome.piece.name: outcome for outcome in outcomes}
         for outputs in messages:
             with_rows: list[tuple[Any, Any]] = []
-            for output in outputs:
+            for output in outputs if by_id else ():
                 outcome = by_id.get(output.request_id)
                 if outcome is None:
                     continue
@@ -118,18 +121,25 @@ class Field:
                     self._lose(output, outcome.gaps)
                 else:
                     with_rows.append((output, outcome.rows))
-            if len(with_rows) == 1:
+            names = [output.request_id for output, _ in with_rows]
+            parts = [rows for _, rows in with_rows]
+            counts = [len(rows) for rows in parts]
+            if steady is not None and step.steady is not None and outputs is messages[-1]:
+                names += step.steady.names
+                parts.append(steady)
+                counts += step.steady.counts
+            if len(with_rows) == len(names) == 1:
                 output, rows = with_rows[0]
                 output.routed_experts = self._array(rows)
-            elif with_rows:
-                join(with_rows[0][0], {ROWS: self._together(with_rows)})
+            elif names:
+                join(outputs[0], {ROWS: self._together(names, counts, parts)})
 
-    def _together(self, with_rows: Sequence[tuple[Any, Any]]) -> dict[str, Any]:
+    def _together(self, names: Sequence[str], counts: Sequence[int], parts: Sequence[Any]) -> dict[str, Any]:
         """The rows of several outputs as plain values; :func:`_divide` is the other end."""
-        array = self._array(np.concatenate([rows for _, rows in with_rows]))
+        array = self._array(parts[0] if len(parts) == 1 else np.concatenate(parts))
         return {
-            "requests": [output.request_id for output, _ in with_rows],
-            "counts": [len(rows) for _, rows in with_rows],
+            "requests": names,
+            "counts": counts,
             "shape": list(array.shape[1:]),
             "dtype": array.dtype.str,
             "data": array.tobytes(),
@@ -179,12 +189,6 @@ def _start(request: Any) -> int:
     start: int = getattr(request.sampling_params, "routed_experts_prompt_start", 0)
     prompt: int = request.num_prompt_tokens
     return min(start, prompt)
-
-
-def _asked(output: Any, requests: Mapping[str, Any], stale: set[str]) -> tuple[str, Any, int, bool]:
-    name = output.request_id
-    request = None if output.finish_reason is not None else requests.get(name)
-    return name, request, 0 if request is None else _start(request), name in stale
 
 
 def _number_of(metadata: Any) -> int:
