@@ -20,10 +20,10 @@ help:
 	@echo "make test-trainers   replay against the real packages of the trainers, in an environment of its own (2 GB)"
 	@echo "make test-trainers-live   trainers' own rollout code, unchanged, over vLLM with kvroute; needs both environments"
 	@echo "make test-vllm   the connector inside vLLM on a CPU, in the environment of the benches (2.9 GB)"
-	@echo "make smoke-vllm  one engine of every release of vLLM that kvroute takes (1.2 GB more)"
+	@echo "make smoke-vllm  one engine of every other release of vLLM that kvroute takes (1.2 GB more)"
 	@echo "make newest  the newest release of each neighbour: was it judged, and has it all names that kvroute hooks"
 	@echo "make test-sglang the plugin and the linker inside SGLang on a CPU, and its tree under the life-cycle kit (2 GB)"
-	@echo "make smoke-sglang  one engine of every release of SGLang that kvroute takes (0.3 GB more)"
+	@echo "make smoke-sglang  one engine of every other release of SGLang that kvroute takes (0.3 GB more)"
 	@echo "make test-managers   vLLM's own block manager under the life-cycle kit, in the same environment"
 	@echo "make nightly the state machines and the transfer simulation for hours"
 	@echo "make bench   print the benchmark tables (TRACE=FILE replays a Mooncake trace beside vLLM's block manager: 2.9 GB)"
@@ -115,9 +115,9 @@ test-vllm: test-vllm-fronts test-vllm-engines
 test-vllm-fronts: FILES := $(VLLM_FRONTS)
 test-vllm-engines: FILES := $(VLLM_ENGINES)
 
-# Each release of the table in kvroute/integrations/vllm/versions.py, over the packages of one that has a build for CPUs. Older
+# Each other release of the table in kvroute/integrations/vllm/versions.py, over the packages of one with a build for CPUs. Older
 # ones want torch 2.11 for their native code, and 0.33.0 has none for CPUs: their Python runs over that of 0.32.0.
-RELEASES := 0.24.0 0.25.1 0.26.0 0.30.0 0.31.0 0.32.0 0.33.0
+RELEASES := 0.24.0 0.25.1 0.26.0 0.30.0 0.31.0 0.33.0
 RELEASE := bench/.venvs/vllm-releases
 smoke-vllm: $(RELEASES:%=smoke-vllm-%)
 
@@ -149,8 +149,8 @@ $(SGLANG)/.ready: tests/sglang/requirements.txt
 	@$(SGLANG)/bin/python -m $(PIP_INSTALL) --no-deps -r $<
 	@touch $@
 
-# Each release of the table in kvroute/integrations/sglang/versions.py: its Python over the packages of the one that has all tests.
-SGLANG_RELEASES := 0.5.12.post1 0.5.15.post1 0.5.16 0.5.22 0.5.23
+# Each other release of the table in kvroute/integrations/sglang/versions.py: its Python over the packages of the one that has all tests.
+SGLANG_RELEASES := 0.5.12.post1 0.5.15.post1 0.5.16 0.5.22
 SGLANG_RELEASE := bench/.venvs/sglang-releases
 smoke-sglang: $(SGLANG_RELEASES:%=smoke-sglang-%)
 

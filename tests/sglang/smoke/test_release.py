@@ -1,4 +1,4 @@
-"""Every release of SGLang that kvroute takes, with one engine: `make smoke-sglang` runs this on each of them."""
+"""Every release of SGLang that has not all tests, with one engine: `make smoke-sglang` runs this on each of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every release of vLLM that kvroute takes, with one engine: `make smoke-vllm` runs this on each of them."""
+"""Every release of vLLM that has not all tests, with one engine: `make smoke-vllm` runs this on each of them."""
 
 from __future__ import annotations
 
