@@ -80,8 +80,8 @@ test-demos: $(READY)
 	$(MAKE) demo ARGS="--requests 24"
 	.ci/happened demo-output/demo.json swapped_out_rows swapped_in_rows restored_rows cow_rows prefix_hit_rows \
 		evicted_blocks update_rows_recomputed
-	$(MAKE) demo STORE=mooncake ARGS="--requests 12"
-	.ci/happened demo-output/demo.json restored_rows
+	$(MAKE) demo STORE=mooncake ARGS="--requests 12 --transfer-process"
+	.ci/happened demo-output/demo.json restored_rows blocks_moved_by_process
 	$(MAKE) demo-pd ARGS="--requests 24"
 	.ci/happened demo-output/demo-pd.json ok transferred_rows transferred_blocks handovers clients_left \
 		swapped_out_rows cow_rows tokens_match blocks_returned

@@ -250,6 +250,7 @@ COMMANDS: Final[dict[str, Command]] = {
             _number("--host-blocks", None, "KV blocks to swap to (by default as many)", 0),
             _flag("--store", type=_STORE_URL, metavar="URL", help=_STORE),
             _flag("--device", default="cpu", choices=("cpu", "cuda"), help="device of model and KV"),
+            _flag("--transfer-process", action="store_true", help="a process beside the engine copies KV (on cpu)"),
         ),
     ),
     "demo-pd": Command(

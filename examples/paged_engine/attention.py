@@ -63,6 +63,8 @@ class PagedKV:
         row = (config.block_tokens, shape.layers, shape.width)  # both tiers: [blocks, block_tokens, layers, width]
         dims = {"heads": shape.heads, "k_dim": shape.k_dim, "v_dim": shape.v_dim}
         dtype = str(shape.dtype).removeprefix("torch.")
+        self.moved_blocks = 0
+        """Blocks that a process beside the engine has copied."""
         self.shape, self.spec = shape, AuxBlockDataSpec("kv", row[1:], dtype, config.block_tokens, dims)
         self.device = torch.zeros((config.device_blocks, *row), dtype=shape.dtype, device=device)
         self.host = torch.zeros((config.host_blocks, *row), dtype=shape.dtype)
@@ -72,6 +74,9 @@ class PagedKV:
         shape, slots = self.shape, self.device.view(-1, self.shape.layers, self.shape.width)[:, index]
         split = shape.heads * shape.k_dim
         return slots[:, :split].unflatten(1, (shape.heads, -1)), slots[:, split:].unflatten(1, (shape.heads, -1))
+
+    def close(self) -> None:
+        """Free what is not this process's own memory."""
 
     # ---------------------------------------------------------------- KVBlocks: KV moves where rows move
 

@@ -60,7 +60,8 @@ class Options:
 
     By default the device has room for a quarter of the conversations at their longest, but at least one and a quarter
     and at most three; the host has the same. That is less than the running sequences need. ``store`` is a URL or
-    ``MOONCAKE``. Model and KV are on ``device``; on ``cuda`` one launch a pass captures the rows.
+    ``MOONCAKE``. Model and KV are on ``device``; on ``cuda`` one launch a pass captures the rows. With
+    ``transfer_process`` the cache-transfer process copies KV.
 
     Raises :class:`ConfigError` naming the flag.
     """
@@ -72,11 +73,14 @@ class Options:
     model: str = "qwen3_moe"
     store: str | None = None
     device: str = "cpu"
+    transfer_process: bool = False
     json: Path | None = None
 
     def __post_init__(self) -> None:
         if self.device == "cuda" and not torch.cuda.device_count():
             raise ConfigError("--device", "cpu, for torch sees no CUDA GPU here", self.device)
+        if self.device != "cpu" and self.transfer_process:
+            raise ConfigError("--transfer-process", "--device cpu: it copies SharedMemory", self.device)
         if self.engine.device_blocks < (longest := self._longest_blocks):
             raise ConfigError("--device-blocks", f"at least {longest}, for the longest sequence", self.device_blocks)
 
@@ -91,7 +95,7 @@ class Options:
         room = round(self._longest_blocks * max(1.25, min(3.0, clients / 4)))
         device = room if self.device_blocks is None else self.device_blocks
         host = device if self.host_blocks is None else self.host_blocks
-        return EngineConfig(device_blocks=device, host_blocks=host)
+        return EngineConfig(device_blocks=device, host_blocks=host, transfer_process=self.transfer_process)
 
 
 class Driver:

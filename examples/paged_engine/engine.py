@@ -35,6 +35,7 @@ from paged_engine.models import BATCH_MULTIPLE
 from paged_engine.request import EngineConfig, FinishReason, Output, Request
 from paged_engine.scheduler import Scheduler, Work
 from paged_engine.sequence import Sequence, State
+from paged_engine.shared_kv import SharedKV
 
 if TYPE_CHECKING:
     from kvroute.capture.launched import LaunchedCapture
@@ -67,7 +68,11 @@ class Engine:
         self.config, self._model, self._observer = config, model, observer
         self.spec = routing_spec_from_hf(model.config, config.block_tokens)  # type: ignore[arg-type]
         self._positions_max: int = model.config.max_position_embeddings  # type: ignore[union-attr, assignment]
-        self.kv = PagedKV(kv_shape(model), config, next(model.parameters()).device)
+        device = next(model.parameters()).device
+        if config.transfer_process and device.type != "cpu":
+            raise InvalidInputError("transfer_process", "a model on a CPU", device.type)
+        shape = kv_shape(model)
+        self.kv = SharedKV(shape, config, namespace) if config.transfer_process else PagedKV(shape, config, device)
         self.aux = AuxBlocks(
             [self.spec, weights_version_spec(config.block_tokens)],
             blocks=config.device_blocks,
@@ -169,6 +174,7 @@ class Engine:
         self._capture.close()
         self.drain()
         self.aux.close()
+        self.kv.close()
 
     def __enter__(self) -> Self:
         return self
@@ -193,6 +199,8 @@ class Engine:
             "persisted_blocks": blocks.persisted_blocks,
             "preemptions": blocks.preemptions,
             "dropped_sequences": self.scheduler.dropped,
+            "blocks_moved_by_process": self.kv.moved_blocks,
+            "failed_moves": blocks.moves_failed,
             "store_failures": blocks.store_failures,
             "corrupt_records": store.corrupt if store else 0,
         }

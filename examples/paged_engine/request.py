@@ -19,7 +19,7 @@ class EngineConfig:
     ``step_tokens`` is the most tokens that one forward pass computes; a longer prompt is computed in chunks.
     ``sequences_max`` bounds the sequences that run at once. With ``caching=False`` nothing is reused or stored.
     ``jobs`` bounds the store's concurrent jobs, ``restore_wait_s`` how long a sequence waits for the store before it is
-    computed.
+    computed. With ``transfer_process`` KV is in SharedMemory, and a process beside the engine copies it; on a CPU.
     """
 
     block_tokens: int = 16
@@ -30,6 +30,7 @@ class EngineConfig:
     caching: bool = True
     jobs: JobLimits = field(default_factory=JobLimits)
     restore_wait_s: float = 10.0
+    transfer_process: bool = False
 
 
 @dataclass(frozen=True, slots=True)
