@@ -42,10 +42,8 @@ _NAMES = {
     "cache_manager.storage": "open_store",
     "cache_manager.jobs": "JobLimits",
     "kvroute.checks": "valid_rows",
-    "kvroute.config": "RoutingReplayConfig",
     "kvroute.journal": "RequestJournal",
     "kvroute.rollout": "RolloutHandle fetch_shard open_rollouts",
-    "kvroute.rollout.manager": "RoutingReplayManager",
     "kvroute.routes": "Routes Split",
     "kvroute.routing": "logprob_spec routing_spec routing_spec_from_hf weights_version_spec",
 }

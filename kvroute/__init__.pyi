@@ -34,12 +34,10 @@ from cache_manager.spec import AuxBlockDataSpec as AuxBlockDataSpec
 from cache_manager.spec import RecordLayout as RecordLayout
 from cache_manager.storage import open_store as open_store
 from kvroute.checks import valid_rows as valid_rows
-from kvroute.config import RoutingReplayConfig as RoutingReplayConfig
 from kvroute.journal import RequestJournal as RequestJournal
 from kvroute.rollout import RolloutHandle as RolloutHandle
 from kvroute.rollout import fetch_shard as fetch_shard
 from kvroute.rollout import open_rollouts as open_rollouts
-from kvroute.rollout.manager import RoutingReplayManager as RoutingReplayManager
 from kvroute.routes import Routes as Routes
 from kvroute.routes import Split as Split
 from kvroute.routing import logprob_spec as logprob_spec

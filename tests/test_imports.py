@@ -45,7 +45,7 @@ def test_importing_kvroute_loads_nothing_heavy() -> None:
         "import cache_manager",
         "import transfer",
         "import kvroute; [getattr(kvroute, name) for name in kvroute.__all__]",
-        "import kvroute.routing, kvroute.routes, kvroute.config, kvroute.capture",
+        "import kvroute.routing, kvroute.routes, kvroute.integrations.fastdeploy, kvroute.capture",
         "import kvroute.capture.errors",
         "import kvroute.cli, kvroute.encodings, kvroute.connector",
     ],

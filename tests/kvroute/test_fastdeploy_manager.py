@@ -14,10 +14,10 @@ import pytest
 from waiting import GIVE_UP_S
 
 from cache_manager.errors import ConfigError, InvalidInputError, StorageError, StoreClosedError
-from kvroute.config import RoutingReplayConfig
+from kvroute.integrations.fastdeploy.config import RoutingReplayConfig
+from kvroute.integrations.fastdeploy.manager import ReplayCounters, RoutingReplayManager
 from kvroute.rollout import RolloutHandle
 from kvroute.rollout.local import LocalRollouts
-from kvroute.rollout.manager import ReplayCounters, RoutingReplayManager
 from kvroute.routes import Routes
 from kvroute.routing import routing_spec
 from kvroute.testing.rollouts import fetch_routes, routes_of
@@ -138,7 +138,7 @@ def test_too_many_are_refused_and_counted(
 ) -> None:
     """Goal: a slow store costs bounded memory and blocks no caller. Method: the store waits; submissions over the limit
     are refused."""
-    monkeypatch.setattr(f"kvroute.rollout.manager.{name}", limit)
+    monkeypatch.setattr(f"kvroute.integrations.fastdeploy.manager.{name}", limit)
     manager, store = managed(tmp_path)
     store.gate.clear()
     futures = [manager.submit(f"r{i}", routes_of(i)) for i in range(8)]
@@ -159,7 +159,7 @@ def test_too_many_are_refused_and_counted(
 
 def test_what_is_not_stored_in_time_is_named_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Goal: close ends, and reports what it left undone. Method: a store that hangs longer than close may wait."""
-    monkeypatch.setattr("kvroute.rollout.manager.CLOSE_S", 0.2)
+    monkeypatch.setattr("kvroute.integrations.fastdeploy.manager.CLOSE_S", 0.2)
     manager, store = managed(tmp_path)
     store.gate.clear()
     futures = [manager.submit(f"r{i}", routes_of(i)) for i in range(3)]
@@ -203,7 +203,8 @@ def test_a_callback_that_fails_or_closes_delays_no_other_put(tmp_path: Path) -> 
 HANGS = """
 import sys, threading
 from pathlib import Path
-from kvroute import RoutingReplayConfig, RoutingReplayManager, routing_spec
+from kvroute import routing_spec
+from kvroute.integrations.fastdeploy import RoutingReplayConfig, RoutingReplayManager
 from kvroute.rollout.local import LocalRollouts
 from kvroute.testing.rollouts import fetch_routes, routes_of
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from cache_manager.errors import ConfigError
-from kvroute.config import RoutingReplayConfig
+from kvroute.integrations.fastdeploy.config import RoutingReplayConfig
 from kvroute.routing import routing_spec
 
 FASTDEPLOY = {

@@ -16,7 +16,7 @@ from typing import Final, NamedTuple
 
 from cache_manager.errors import ConfigError, StorageError, StoreClosedError
 from cache_manager.spec import AuxBlockDataSpec
-from kvroute.config import RoutingReplayConfig
+from kvroute.integrations.fastdeploy.config import RoutingReplayConfig
 from kvroute.rollout import open_rollouts
 from kvroute.rollout.handle import RolloutHandle
 from kvroute.rollout.ids import previous_turn, rollout_id_of
