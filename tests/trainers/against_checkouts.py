@@ -272,7 +272,7 @@ def nemo_rl_references(_root: Path) -> str:
     import ray
 
     theirs = import_module("nemo_rl.utils.routed_experts_ref")
-    from kvroute.rollout.nemo_rl import References
+    from kvroute.replay.nemo_rl_references import References
 
     os.environ["PYTHONPATH"] = os.pathsep.join(map(os.path.abspath, sys.path))  # for the actors
     samples, cells = [made_routes(0, TOKENS[0] - 1, holes=(2,)), ROUTES[1]], 0

@@ -17,8 +17,8 @@ from hypothesis import settings
 
 from cache_manager.errors import InvalidInputError, StorageError
 from cache_manager.ports import Absence
+from kvroute.replay.nemo_rl_references import References
 from kvroute.rollout import RolloutHandle, RolloutStore, fetch_shard, open_rollouts
-from kvroute.rollout.nemo_rl import References
 from kvroute.rollout.ray import NAMESPACE
 from kvroute.routes import Split, shard_packed
 from kvroute.testing.rollouts import RolloutContract, fetch_routes, routes_of
