@@ -41,7 +41,7 @@ V1 = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A configuration whose rows are judged."""
+    """A configuration whose rows are judged; without a ``connector`` they are stock vLLM's."""
 
     connector: str = KVROUTE
     family: str = "qwen3"
@@ -82,9 +82,14 @@ CASES = {
     "offloading, rows in the KV": Case(OFFLOADING, settings=in_pages, extra=HOST, reset=True),
     "offloading, float32": Case(OFFLOADING, settings=stored, extra=HOST, options=FLOAT32, reset=True),
     "offloading, latent attention": Case(OFFLOADING, "deepseek", stored, HOST, reset=True),
+    "stock flag": Case("", options=FLAG),
     "own field": Case(options=FLAG),
     "own field, offloading, a store": Case(OFFLOADING, settings=stored, extra=HOST, options=FLAG, reset=True),
     "own field, offloading, rows in the KV": Case(OFFLOADING, settings=in_pages, extra=HOST, options=FLAG, reset=True),
+    "linear attention": Case(family="qwen3_next"),
+    "linear attention, own field": Case(family="qwen3_next", options=FLAG),
+    "windows": Case(family="gpt_oss"),
+    "windows, own field": Case(family="gpt_oss", options=FLAG),
     "two ranks": Case(options=FLOAT32 | TWO, gpus=2),
     "two ranks, offloading, a store": Case(OFFLOADING, settings=stored, extra=HOST, options=TWO, gpus=2, reset=True),
     "two ranks, offloading, latent attention": Case(
@@ -135,7 +140,8 @@ def rows(starter: Starter, names: Sequence[str]) -> Table:
     def run(name: str) -> tuple[list[dict[str, Any]], str]:
         case, home = cases[name], starter.home / f"of {name}"
         home.mkdir()
-        config = transfer(case.connector, {"strict": True, **case.settings(home)}, case.extra)
+        settings = {"strict": True, **case.settings(home)}
+        config = transfer(case.connector, settings, case.extra) if case.connector else {}
         options = {"max_model_len": 1024, "max_num_seqs": 32, "gpu_memory_utilization": 0.05}
         options |= {"kv_cache_memory_bytes": 256 << 20, **config, **case.options}
         try:

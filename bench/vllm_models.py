@@ -12,6 +12,8 @@ import torch
 from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.models.deepseek_v3 import DeepseekV3Config, DeepseekV3ForCausalLM
+from transformers.models.gpt_oss import GptOssConfig, GptOssForCausalLM
+from transformers.models.qwen3_next import Qwen3NextConfig, Qwen3NextForCausalLM
 
 EXPERTS, TOP_K, VOCABULARY = 16, 4, 512
 COMMON: dict[str, Any] = {
@@ -40,13 +42,26 @@ LATENT: dict[str, Any] = {  # its heads and what it keeps have DeepSeek-V3's own
 }
 
 
+LINEAR: dict[str, Any] = {  # linear attention in every other layer
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+    "head_dim": 128,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "shared_expert_intermediate_size": 128,
+}
+WINDOWS: dict[str, Any] = {"num_local_experts": EXPERTS, "intermediate_size": 128}  # in every other layer
+FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "qwen3": (Qwen3MoeForCausalLM, Qwen3MoeConfig, HEADS),
+    "deepseek": (DeepseekV3ForCausalLM, DeepseekV3Config, LATENT),
+    "qwen3_next": (Qwen3NextForCausalLM, Qwen3NextConfig, HEADS | LINEAR),
+    "gpt_oss": (GptOssForCausalLM, GptOssConfig, HEADS | WINDOWS),
+}
+
+
 def build(directory: Path, family: str, dtype: torch.dtype) -> None:
-    """A Qwen3-MoE or a DeepSeek-V3 (latent attention) with seeded weights and head sizes for GPU attention."""
-    config: Any = Qwen3MoeConfig(**COMMON, **SMALL, **HEADS)
-    kind: Any = Qwen3MoeForCausalLM
-    if family != "qwen3":
-        kind, config = DeepseekV3ForCausalLM, DeepseekV3Config(**COMMON, **SMALL, **LATENT)
-    seeded(kind, config, 0.3, 0.05).to(dtype).save_pretrained(directory)
+    """A model of the family with seeded weights and head sizes for GPU attention."""
+    kind, config, sizes = FAMILIES[family]
+    seeded(kind, config(**{**COMMON, **SMALL, **sizes}), 0.3, 0.05).to(dtype).save_pretrained(directory)
 
 
 def build_qwen3(directory: Path, *, width: int = 1, head_dim: int = 32) -> None:
@@ -80,7 +95,7 @@ def seeded(kind: Any, config: Any, routers: float, others: float) -> Any:
                 if weight.ndim == 1:
                     weight.fill_(1.0 if "norm" in name else 0.0)
                 else:
-                    weight.normal_(0, routers if name.endswith("gate.weight") else others)
+                    weight.normal_(0, routers if name.endswith(("gate.weight", "router.weight")) else others)
     return model
 
 
@@ -119,12 +134,13 @@ class Judge:
         self._model, self._close, self._device = model.to(device).eval(), close, device
         self._logits: dict[int, torch.Tensor] = {}
         for index, layer in enumerate(self._model.model.layers):
-            if hasattr(layer.mlp, "gate"):
-                layer.mlp.gate.register_forward_hook(lambda m, a, _o, i=index: self._keep(i, m, a[0]))
+            router = getattr(layer.mlp, "gate", None) or getattr(layer.mlp, "router", None)
+            if router is not None:
+                router.register_forward_hook(lambda m, a, _o, i=index: self._keep(i, m, a[0]))
 
     def _keep(self, layer: int, gate: Any, hidden: torch.Tensor) -> None:
         flat = hidden.reshape(-1, hidden.shape[-1]).float()
-        self._logits[layer] = torch.nn.functional.linear(flat, gate.weight.float())
+        self._logits[layer] = torch.nn.functional.linear(flat, gate.weight.float(), getattr(gate, "bias", None))
 
     def chosen(self, tokens: Sequence[int]) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
         """The experts ``[tokens, layers, top_k]`` that each token is given to, sorted; and how close a choice was.
