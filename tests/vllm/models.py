@@ -72,7 +72,7 @@ FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "gpt_oss": (
         GptOssConfig,
         GptOssForCausalLM,
-        {**_HEADS, "num_local_experts": 16, "num_experts_per_tok": 4, "sliding_window": 128},
+        {**_HEADS, "num_hidden_layers": 4, "num_local_experts": 16, "num_experts_per_tok": 4, "sliding_window": 128},
     ),
     "glm4_moe": (
         Glm4MoeConfig,

@@ -22,7 +22,9 @@ from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
     KVCacheGroupSpec,
     MambaSpec,
+    MLAAttentionSpec,
     RSWASpec,
+    SlidingWindowMLASpec,
     SlidingWindowSpec,
 )
 
@@ -204,7 +206,7 @@ REFUSED: dict[str, Any] = {
     "one pool of blocks": {"groups": 2, "group": {"host_resident": True}},
     "a hash for each block of 32 tokens, not one for 96": {
         "groups": 2,
-        "second": 96,
+        "second": lambda: MambaSpec(96, shapes=((8,),), dtypes=(torch.float32,)),
         "settings": {"store": "file:///x"},
     },
     "KV of all tokens.*not SlidingWindowSpec": {"kv": SlidingWindowSpec, "window": {"sliding_window": 64}},
@@ -213,6 +215,21 @@ REFUSED: dict[str, Any] = {
         "window": {"attention_chunk_size": 64},
     },
     "KV of all tokens.*not RSWASpec": {"kv": RSWASpec, "window": {"rswa_window": 64}},
+    "KV of all tokens.*not MLAAttentionSpec of 4 tokens a state": {
+        "kv": MLAAttentionSpec,
+        "window": {"tokens_per_state": 4},
+    },
+    "no bounded replay of windows": {
+        "groups": 2,
+        "second": lambda: SlidingWindowMLASpec(
+            block_size=BLOCK,
+            num_kv_heads=1,
+            head_size=32,
+            dtype=torch.float32,
+            sliding_window=64,
+            bounded_replay=True,
+        ),
+    },
     # attends to a window and keeps all KV: the next condition is the one refused
     "no pipeline": {"window": {"sliding_window": 64}, "parallel": {"pipeline_parallel_size": 2}},
     "no pipeline parallelism": {"parallel": {"pipeline_parallel_size": 2}},
@@ -241,8 +258,8 @@ def test_what_is_not_followed_is_refused_by_name(model: Model, monkeypatch: pyte
     made = config.create_engine_config()
     shape = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 32, "dtype": torch.float32}
     kinds = [changed.get("kv", FullAttentionSpec)(**shape, **changed.get("window", {}))] * changed.get("groups", 1)
-    if "second" in changed:  # a state that is no KV of tokens
-        kinds[1] = MambaSpec(changed["second"], shapes=((8,),), dtypes=(torch.float32,))
+    if "second" in changed:
+        kinds[1] = changed["second"]()
     groups = [KVCacheGroupSpec(["layer"], kind, **changed.get("group", {})) for kind in kinds]
     cache = KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=groups)
     for where, name in ((made.parallel_config, "parallel"), (made.model_config, "model")):

@@ -1,7 +1,7 @@
 """Hybrid models: windows, or states of linear attention, in KV cache groups of their own beside full attention.
 
-Each test is of two models. A tiny gpt-oss has windows in two groups. A tiny Qwen3-Next has states that are aligned with
-blocks, and finds prompts by hashes of a quarter of a block: vLLM copies a block that is hit in part.
+Each test is of two models. A tiny gpt-oss has windows in a group of their own. A tiny Qwen3-Next has states that are
+aligned with blocks, and finds prompts by hashes of a quarter of a block: vLLM copies a block that is hit in part.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from kvroute.weights import configuration_digest, weights_digest
 
 WHOLE_REQUESTS: Final = tuple(f"{each}Connector" for each in ("Nixl", "NixlPull", "NixlPush", "Mooncake", "MoRIIO"))
 """Connectors that move a request's KV whole, from one engine to another: hits are not cut, and rows go beside it."""
-OF_GROUPS: Final = ("Connector",)
+OF_GROUPS: Final = ("Connector", "OffloadingConnector", "NixlConnector")
 """Connectors around which a model with several KV cache groups was judged."""
 CHOICES: Final = (
     "dtype",
@@ -145,6 +145,9 @@ def refuse(config: Any, cache: Any, settings: Settings, inner: str) -> None:
         f"one KV cache group (a hybrid model has more), or a connector that was judged with several, "
         f"{', '.join(f'Kvroute{name}' for name in OF_GROUPS)}": len(groups) > 1 and inner not in OF_GROUPS,
         "one pool of blocks for all KV cache groups": any(getattr(each, "host_resident", False) for each in groups),
+        "no bounded replay of windows (--no-swa-bounded-replay): tokens of a hit would be routed again": any(
+            getattr(each.kv_cache_spec, "prefix_replay_tokens", 0) for each in groups
+        ),
         f"no store, or a hash for each block of {block} tokens, not one for {hashed}": bool(settings.store)
         and bool(block % hashed),
         "a store that other processes can read, not memory: alone": bool(settings.store) and not settings.reads,
@@ -206,7 +209,8 @@ def _plain(value: Any) -> Any:
 
 
 def _lossy(kv: Any, tokens_max: int) -> list[str]:
-    """The specs of a KV cache group that give up KV of earlier tokens, and their rows with it.
+    """The specs of a KV cache group that give up KV of earlier tokens, and their rows with it, or that have no slot for
+    each token: a state of several tokens.
 
     A spec of full attention keeps all KV, even if a layer reads only a window of it.
     """
@@ -214,8 +218,11 @@ def _lossy(kv: Any, tokens_max: int) -> list[str]:
 
     found = dict[str, None]()
     for spec in getattr(kv, "kv_cache_specs", {"": kv}).values():
+        per_state = getattr(spec, "tokens_per_state", getattr(spec, "compress_ratio", 1))
         full = isinstance(spec, FullAttentionSpec) and not hasattr(spec, "rswa_window")
-        if not full and not (isinstance(spec, SlidingWindowSpec) and spec.sliding_window >= tokens_max):
+        if per_state != 1:
+            found[f"{type(spec).__name__} of {per_state} tokens a state"] = None
+        elif not full and not (isinstance(spec, SlidingWindowSpec) and spec.sliding_window >= tokens_max):
             found[type(spec).__name__] = None
     return list(found)
 

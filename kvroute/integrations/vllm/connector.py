@@ -57,12 +57,14 @@ class RowsWithKV(Base):  # type: ignore[misc]
         super().register_kv_caches(kv_caches)
         from vllm.distributed.parallel_state import get_tp_group  # type: ignore[import-not-found]
 
+        from kvroute.connector.witness import by_block
         from kvroute.connector.worker import part_of
         from kvroute.integrations.vllm.models import pages_of
 
         kv_caches = {name: kv_caches[name] for name in self._layers if name in kv_caches}
         group, divided = get_tp_group(), not self._vllm_config.model_config.use_mla
         pages = pages_of(self._vllm_config, kv_caches, self._engine.spec)
+        kv_caches = {name: by_block(kv, self._engine.blocks) for name, kv in kv_caches.items()}
         self._rank = part_of(self._engine, kv_caches, group.device_group, divided=divided, pages=pages)
         if group.rank_in_group == 0:
             self._worker_rows = self._rank
