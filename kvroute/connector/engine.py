@@ -28,6 +28,8 @@ class Engine:
     max_tokens: int  # of one step
     carrier: Carrier = field(default_factory=NoCarrier)  # how rows arrive beside KV from outside
     drafts: bool = True  # a draft model computes in the same steps, and uses the memory of their slots for its own
+    hashes: int = 1  # that a request has for each of its blocks
+    group: int = 0  # of the engine's groups of layers: the one whose blocks rows go with
 
     @property
     def layout(self) -> RecordLayout:

@@ -23,7 +23,8 @@ class Request(Asked, Protocol):
 
     @property
     def block_hashes(self) -> Sequence[bytes]:
-        """Of its full blocks, in order; each stands for all tokens up to the end of its block."""
+        """Of its full blocks in order, one each, or several: of equal parts of a block. Each stands for all tokens up
+        to the end of its block or part."""
         ...
 
 
@@ -36,10 +37,13 @@ class _Filling:
 
 
 class Fills:
-    """Of ``blocks`` blocks of ``size`` tokens each; ``blocks_of`` is that of :class:`SchedulerRows`."""
+    """Of ``blocks`` blocks of ``size`` tokens and with ``hashes`` hashes each; ``blocks_of`` is that of
+    :class:`SchedulerRows`."""
 
-    def __init__(self, blocks: int, size: int, blocks_of: Callable[[str, int, int], list[int]]) -> None:
-        self._size, self._blocks_of, self._step = size, blocks_of, 0
+    def __init__(
+        self, blocks: int, size: int, blocks_of: Callable[[str, int, int], list[int]], hashes: int = 1
+    ) -> None:
+        self._size, self._hashes, self._blocks_of, self._step = size, hashes, blocks_of, 0
         self._of: dict[str, _Filling] = {}
         self._due: dict[int, list[str]] = {}  # requests, by step
         self._lives: NDArray[np.int64] = np.zeros(blocks, np.int64)  # of blocks whose rows went by their KV,
@@ -57,6 +61,11 @@ class Fills:
     def by_kv(self, blocks: Sequence[int], lives: NDArray[np.int64]) -> None:
         """Rows come for these blocks, by their KV."""
         self._lives[blocks], self._front[blocks], self._came = lives, self._size, True
+
+    def copied(self, source: int, target: int, rows: int, lives: NDArray[np.int64]) -> None:
+        """The first ``rows`` of a block are copied to another one; ``lives [2]`` are theirs."""
+        came = self._lives[source] == lives[0]
+        self._lives[target], self._front[target] = lives[1], min(self._front[source], rows) if came else 0
 
     def slots_by_kv(self, slots: NDArray[np.int64], lives: NDArray[np.int64]) -> NDArray[np.bool_] | None:
         """Which of ``slots [n]``, whose blocks are in these ``lives [n]``, have rows that came by KV; ``None``: no row
@@ -109,7 +118,7 @@ class Fills:
         if at < done:  # it had been loaded, and is computed here now
             for i, block in enumerate(self._blocks_of(request.request_id, at // size, done // size)):
                 self._front[block] = min(self._front[block], 0 if i else at % size)
-        first, last = min(done, at) // size, min((at + n) // size, len(request.block_hashes))
+        first, last = min(done, at) // size, min((at + n) // size, len(request.block_hashes) // self._hashes)
         return (request, first, last) if first < last else None
 
 

@@ -92,7 +92,14 @@ class SchedulerRows:
         self._steps = 0  # sent so far
         self._sent: deque[tuple[int, dict[str, int]]] = deque(maxlen=SENT_MAX)  # the last: number, tokens by request
         parts = SchedulerParts(
-            settings, engine.spec, engine.blocks, self.feed, self.weights, lambda: self.keys, self._blocks_of
+            settings,
+            engine.spec,
+            engine.blocks,
+            self.feed,
+            self.weights,
+            lambda: self.keys,
+            self._blocks_of,
+            engine.hashes,
         )
         self.carrier = engine.carrier.scheduler(parts)
         spares = SpareBlocks(self.feed, engine.spares)
@@ -104,7 +111,7 @@ class SchedulerRows:
         self._heard = False  # of any block
         # Since the last step was sent:
         self._given: dict[int, None] = {}
-        self._joined: list[list[int]] = []
+        self._joined: list[tuple[Request, list[int]]] = []
         self._loads: list[_State] = []
         self._landed: list[_State] = []
         self.stream: RowStream | None = None
@@ -188,7 +195,7 @@ class SchedulerRows:
         on from one, and ``kv`` names the KV that the inner connector brings with it.
         """
         state = self._requests[request.request_id]
-        self._joined.append(blocks)
+        self._joined.append((request, blocks))
         if state.admitted:  # the second call for a load that came later; what has not come by now does not come
             if state not in self._landed:
                 state.load = None
@@ -206,8 +213,11 @@ class SchedulerRows:
 
     # ---------------------------------------------------------------- a step
 
-    def step(self, scheduled: Mapping[str, int], inner: Any = None) -> StepMeta:
+    def step(self, scheduled: Mapping[str, int], inner: Any = None, copies: Iterable[tuple[int, int]] = ()) -> StepMeta:
         """What the worker has to know of a step that computes so many tokens of each request.
+
+        Before it computes, the engine makes these ``copies`` of blocks, (source, target), of which a request that was
+        admitted since the last step hits a part. Copies for others are none of ours.
 
         Raises :class:`ConfigError` for tokens before any block was :meth:`given`: rows of an earlier life would stay.
         """
@@ -221,6 +231,7 @@ class SchedulerRows:
             if self.stream is not None:
                 self.stream.given(given, self._steps + 1)
             self.feed.renew(given)
+        self._copy(copies)
         loads, self._loads = self._still(self._loads), []
         for state in loads:
             assert state.load is not None
@@ -236,9 +247,25 @@ class SchedulerRows:
             self._sent.append((meta.number, dict(scheduled)))
         return meta
 
+    def _copy(self, copies: Iterable[tuple[int, int]]) -> None:
+        """Rows go along with the KV of these copies, (source, target), up to the last token that was hit: the rows
+        behind it are those of the source's own tokens."""
+        sources = {target: source for source, target in copies}
+        pairs = list[tuple[int, int]]()
+        rows = list[int]()
+        for request, blocks in self._joined if sources else ():
+            place, part = divmod(request.num_computed_tokens, self.engine.tokens)
+            source = sources.get(blocks[place]) if part else None
+            if source is not None:
+                pairs.append((source, blocks[place]))
+                rows.append(part)
+                self.carrier.copied(source, blocks[place], part)
+        if pairs:
+            self.feed.copy(pairs, rows)
+
     def _loads_of_step(self, loads: Sequence[_State]) -> Loads:
         """What the worker has to know of KV from outside; ``loads`` begin with this step."""
-        joined, self._joined = self._joined, []
+        joined, self._joined = [blocks for _, blocks in self._joined], []
         landed, self._landed = self._still(self._landed), []
         now = [state for state in loads if not state.later]
         runs = [state.load for state in now if state.load is not None]

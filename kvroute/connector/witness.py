@@ -182,6 +182,13 @@ class OtherRank:
         self._folder.folds([block for run in runs for block in run.blocks])
 
 
+def by_block(kv: torch.Tensor, blocks: int) -> torch.Tensor:
+    """A layer's KV as ``blocks`` whole blocks, not copied: kernels may have it in smaller ones, ``[blocks * n, heads,
+    tokens / n, ...]``. The heads stay in front, ``[blocks, heads, n, tokens / n, ...]``, so that ranks divide them."""
+    split, rest = divmod(kv.shape[0], blocks)
+    return kv if rest or split < 2 else kv.unflatten(0, (blocks, split)).movedim(1, 2)
+
+
 def by_layer(names: Iterable[str]) -> dict[int, str]:
     """The names of layers by the number in each, in order.
 
@@ -211,4 +218,4 @@ def witnessing(kv_caches: Mapping[str, torch.Tensor], moe_layers: Sequence[int])
     return list(layers.values()) if layers[last].element_size() == 1 else [layers[last]]
 
 
-__all__ = ["Join", "KvFolder", "KvWitness", "OtherRank", "by_layer", "witnessing"]
+__all__ = ["Join", "KvFolder", "KvWitness", "OtherRank", "by_block", "by_layer", "witnessing"]

@@ -208,3 +208,30 @@ def test_tokens_before_any_block_are_refused(start: Start) -> None:
     """Goal: an engine whose pool was never heard of hands out no row of an earlier life. Method: a step without one."""
     with pytest.raises(kvroute.ConfigError, match="before any block"):
         start().scheduler.step({"a": 3})
+
+
+def test_a_copy_of_a_block_that_is_hit_in_part_has_no_rows_behind_the_hit(start: Start) -> None:
+    """Goal: the rows of another request's own tokens stay behind. Method: a request goes on in a copy of a block of
+    which it shares two tokens, and computes the third; a copy for a block that nobody was given here brings nothing."""
+    toy, tokens = start(), [3, 1, 4, 1]
+    rows, worker = toy.scheduler, toy.worker
+
+    def step(request: Asked, block: int, copies: list[tuple[int, int]], ids: list[int]) -> None:
+        rows.given([block])
+        rows.matched(request, 0, 0, later=False)
+        rows.admitted(request, [block], 0)
+        worker.begin(rows.step({request.request_id: len(ids)}, copies=copies))
+        for hook in toy.hooks:
+            hook(torch.tensor([[at, at + 1] for at in ids]))
+        worker.slots = block * 4 + request.num_computed_tokens + torch.arange(len(ids))
+        worker.end()
+
+    step(Asked("a", tokens), 0, [], [0, 1, 2, 3])
+    second = Asked("b", [*tokens[:2], 5, 9])
+    second.num_computed_tokens = 2
+    rows.given([7])
+    step(second, 1, [(0, 1), (0, 7)], [6])
+    worker.settle()
+    copied = worker.blocks.read("routing", [1, 7], 0, 8)
+    assert copied.valid.tolist() == [True, True, True, False] + [False] * 4
+    assert copied.values[:3, 0, 0].tolist() == [0, 1, 6]

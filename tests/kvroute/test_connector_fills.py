@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 from budget import examples
 from hypothesis import given
@@ -94,3 +95,32 @@ def test_a_call_that_raises_loses_no_request() -> None:
             assert not list(fills.step(scheduled, stores=True))
             for request in requests:
                 request.num_computed_tokens += 1
+
+
+def test_a_copy_has_of_the_kv_that_came_as_much_as_was_copied() -> None:
+    """Goal: rows that came by their KV stay known as such in a copy. Method: a block whose rows came, and one whose did
+    not, are each copied in part."""
+    fills = Fills(8, SIZE, lambda *_: [])
+    fills.by_kv([1], np.array([5]))
+    fills.copied(1, 2, 3, np.array([5, 6]))
+    fills.copied(4, 3, 3, np.array([7, 8]))
+    fills.copied(2, 5, 1, np.array([6, 9]))
+    slots, lives = np.arange(8 * SIZE), np.repeat([0, 5, 6, 8, 7, 9, 0, 0], SIZE)
+    came = fills.slots_by_kv(slots, lives)
+    assert came is not None
+    assert came.reshape(8, SIZE).sum(1).tolist() == [0, 4, 3, 0, 0, 1, 0, 0]
+
+
+def test_a_block_of_several_hashes_is_full_with_its_last_one() -> None:
+    """Goal: hashes of parts of a block are not taken for those of blocks. Method: two hashes a block, one after another
+    while a request grows."""
+    fills, full = Fills(64, SIZE, lambda _name, first, last: list(range(first, last)), hashes=2), []
+    request = Asked("a", range(200))
+    parts = [bytes([number]) for number in range(100)]
+    fills.admitted(request, 0, loaded=False)
+    for at in range(40):
+        request.num_computed_tokens, request.block_hashes = at, parts[: at // 2]
+        full += [(at, first, last) for _, first, last in fills.step({"a": 1}, stores=True)]
+    assert [(first, last) for _, first, last in full] == [(number, number + 1) for number in range(len(full))]
+    assert all(len(parts[: at // 2]) >= 2 * last for at, _, last in full)
+    assert len(full) >= 8

@@ -239,19 +239,23 @@ def test_a_store_that_is_stuck_holds_up_one_step_and_for_one_limit(
 
 
 def test_slots_of_a_pass_in_one_graph_are_not_a_draft_models(start: Start) -> None:
-    """Goal: as above, where the engine says the slots when the draft model has run. Method: with and without one."""
+    """Goal: as above, where the engine says the slots when the draft model has run. Method: with and without one;
+    layers of another group have other slots."""
 
     class Inner:
         def start_load_kv(self, *_: Any, **__: Any) -> None: ...
 
     toy, context = start(), SimpleNamespace(slot_mapping={})
     made = type("Made", (RowsWithKV, Inner), {"__init__": lambda _: None})()
-    made._worker_rows = toy.worker
+    made._worker_rows, made._layers = toy.worker, ("full",)
+    layers = {name: SimpleNamespace(slot_mapping=torch.tensor([slot])) for name, slot in (("window", 9), ("full", 3))}
     for drafts in (True, False):
         made._engine = replace(toy.worker.engine, drafts=drafts)
         toy.worker.begin(StepMeta(None, b""))
-        made.start_load_kv(context, attn_metadata={"layer": SimpleNamespace(slot_mapping=torch.tensor([3]))})
+        made.start_load_kv(context, attn_metadata=layers)
         assert (toy.worker.slots is None) == drafts
+    assert toy.worker.slots is not None
+    assert toy.worker.slots.tolist() == [3]
 
 
 def test_an_answer_waits_for_its_own_rows_alone(start: Start) -> None:

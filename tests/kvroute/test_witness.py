@@ -16,7 +16,7 @@ from cache_manager.blocks import AuxBlocks
 from cache_manager.errors import ConfigError, InvalidInputError
 from cache_manager.keys import Namespace
 from cache_manager.storage import open_store
-from kvroute.connector.witness import KvFolder, KvWitness, witnessing
+from kvroute.connector.witness import KvFolder, KvWitness, by_block, witnessing
 from kvroute.routing import routing_spec
 from kvroute.witness import ROOT, UNKNOWN, Run, chained, fold_keys, fold_reference
 
@@ -89,6 +89,24 @@ def test_folds_of_ranks_add_up(seed: int, split: tuple[int, ...]) -> None:
     firsts = np.cumsum([0, *split[:-1]]).tolist()
     parts = [folds([kv[:, f : f + n]], [0, 1, 2], first_head=f) for f, n in zip(firsts, split, strict=True)]
     assert np.sum(parts, axis=0, dtype=np.uint64).tolist() == folds([kv], [0, 1, 2]).tolist()
+
+
+@given(seeds, st.sampled_from([1, 2, 4]))
+def test_blocks_that_kernels_have_in_parts_are_folded_whole(seed: int, parts: int) -> None:
+    """Goal: the fold of a block is of its own KV, and the same however kernels divide it. Method: blocks in parts;
+    ranks that divide the heads; KV of other blocks changes."""
+    whole = kv_of(seed, (4, 2, 8, 16), torch.bfloat16)
+    divided = whole.unflatten(2, (parts, 8 // parts)).transpose(1, 2).flatten(0, 1).contiguous()
+    seen = by_block(divided, 4)
+    assert seen.data_ptr() == divided.data_ptr(), "not copied"
+    expected = folds([whole], [2]).tolist()
+    assert folds([seen], [2]).tolist() == expected
+    ranks = [folds([seen[:, head : head + 1]], [2], first_head=head) for head in (0, 1)]
+    assert np.sum(ranks, axis=0, dtype=np.uint64).tolist() == expected
+    divided[: 2 * parts].view(torch.int16).bitwise_xor_(1)
+    assert folds([seen], [2]).tolist() == expected
+    divided.view(torch.int16)[3 * parts - 1, 1, -1, -1] ^= 1
+    assert folds([seen], [2]).tolist() != expected
 
 
 @given(seeds)

@@ -215,7 +215,7 @@ class House:
         drafts: dict[str, tuple[list[int], int]] | None = None,
         loads: Sequence[tuple[Running, int]] = (),
     ) -> None:
-        meta, drafts = self.rows.step(scheduled), drafts or {}
+        meta, drafts = self.rows.step(scheduled, copies=self.copies()), drafts or {}
         if self.go is not None and self.toy.worker._behind._calls.qsize() > 8:  # type: ignore[union-attr]
             self.let_worker_go_on()
         self.worker.begin(meta)
@@ -261,6 +261,10 @@ class House:
                 if self.outside is not None and digest not in self.outside:
                     pages = {name: page[block].clone() for name, page in self.toy.kv.items()}
                     self.outside[digest] = [self.kv[block, i] for i in range(TOKENS)], pages
+
+    def copies(self) -> list[tuple[int, int]]:
+        """What the engine copies before the step at hand, (source, target)."""
+        return []
 
     def _settled(self, request: Running, stop: int) -> list[Kv]:
         now = [self.kv[request.table[i // TOKENS], i % TOKENS] for i in range(len(request.settled), stop)]

@@ -1,4 +1,4 @@
-"""Tiny Mixture-of-Experts models of five families with seeded weights, and their routing by transformers."""
+"""Tiny Mixture-of-Experts models of six families with seeded weights, and their routing by transformers."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from transformers.models.gpt_oss import GptOssConfig, GptOssForCausalLM
 from transformers.models.mixtral import MixtralConfig, MixtralForCausalLM
 from transformers.models.olmoe import OlmoeConfig, OlmoeForCausalLM
 from transformers.models.qwen3_moe import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers.models.qwen3_next import Qwen3NextConfig, Qwen3NextForCausalLM
 
 VOCABULARY = 512
 _COMMON: dict[str, Any] = {
@@ -71,15 +72,58 @@ FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "gpt_oss": (
         GptOssConfig,
         GptOssForCausalLM,
-        {**_HEADS, "num_local_experts": 16, "num_experts_per_tok": 4, "sliding_window": 128},
+        {**_HEADS, "num_hidden_layers": 4, "num_local_experts": 16, "num_experts_per_tok": 4, "sliding_window": 128},
     ),
     "glm4_moe": (
         Glm4MoeConfig,
         Glm4MoeForCausalLM,
         {**_HEADS, **_SHARED, "n_group": 1, "topk_group": 1, "partial_rotary_factor": 0.5},
     ),
+    # Linear attention and, in every other layer, full attention. vLLM's linear attention on a CPU wants bfloat16.
+    "qwen3_next": (
+        Qwen3NextConfig,
+        Qwen3NextForCausalLM,
+        {
+            **_QWEN,
+            "num_hidden_layers": 4,
+            "layer_types": ["linear_attention", "full_attention"] * 2,
+            "shared_expert_intermediate_size": 32,
+            "num_key_value_heads": 2,  # so much KV that a block, which is as large as a state, has few tokens
+            "head_dim": 128,
+            "linear_num_key_heads": 1,
+            "linear_num_value_heads": 1,
+        },
+    ),
     "deepseek_v3": (DeepseekV3Config, DeepseekV3ForCausalLM, {**_SHARED, **_MLA}),
 }
+
+
+CODE = 32
+"""Of the hidden values of a model for bfloat16: so many, the first ones, say which token it is, and nothing else."""
+GAP = 0.2
+"""Between the scores of the last expert that is chosen and the first that is not, in standard deviations."""
+
+
+def decide_by_token(model: Any, generator: torch.Generator) -> None:
+    """Let the routers of a model in bfloat16 choose by the token alone, and by a wide margin.
+
+    They read the first :data:`CODE` hidden values, into which no layer writes; the embedding has there, for each token,
+    the first random values for which all routers decide by :data:`GAP`.
+    """
+    routers = []
+    for layer in model.model.layers:
+        layer.mlp.gate.weight[:, CODE:] = 0
+        routers.append(layer.mlp.gate.weight[:, :CODE])
+        for name, parameter in layer.named_parameters():
+            if "down_proj" in name or name.endswith(("o_proj.weight", "out_proj.weight")):
+                parameter.narrow(parameter.ndim - 2, 0, CODE).zero_()  # [..., hidden, inner]
+    codes = torch.randn(200_000, CODE, generator=generator)
+    keep = torch.ones(len(codes), dtype=torch.bool)
+    for router in routers:
+        scores = (codes @ router.T).sort(-1, descending=True).values
+        top_k = _QWEN["num_experts_per_tok"]
+        keep &= scores[:, top_k - 1] - scores[:, top_k] > GAP * scores.std(-1)
+    model.model.embed_tokens.weight[:, :CODE] = codes[keep][:VOCABULARY]
 
 
 def save(family: str, home: Path, seed: int = 0) -> Path:
@@ -95,6 +139,8 @@ def save(family: str, home: Path, seed: int = 0) -> Path:
                 parameter.normal_(0, 0.3 if name.endswith(("gate.weight", "router.weight")) else 0.08)
             if name.endswith("kv_a_proj_with_mqa.weight"):  # vLLM's CPU kernel rotates otherwise than transformers
                 parameter[_MLA["kv_lora_rank"] :] = 0
+        if family == "qwen3_next":
+            decide_by_token(model, torch.Generator().manual_seed(seed))
     model.save_pretrained(home, safe_serialization=True)
     words = Tokenizer(models.WordLevel({f"t{i}": i for i in range(VOCABULARY)}, unk_token="t3"))  # noqa: S106 (no password)
     words.pre_tokenizer = pre_tokenizers.Whitespace()

@@ -21,7 +21,10 @@ from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
+    MambaSpec,
+    MLAAttentionSpec,
     RSWASpec,
+    SlidingWindowMLASpec,
     SlidingWindowSpec,
 )
 
@@ -116,8 +119,10 @@ def test_engines_with_other_weights_never_meet(engine: Start, model: Model, shar
 
 
 def test_windows_beside_full_attention(engine: Start, model: Model) -> None:
-    """Goal: gpt-oss' routers, and its windows, which drop nothing. Method: plain, prefix hits and a second turn."""
-    made = engine(model("gpt_oss"))
+    """Goal: gpt-oss' routers, and windows that drop nothing. Method: one KV cache group, as vLLM makes it with this
+    argument; plain, prefix hits and a second turn. Groups of their own are in `test_hybrid.py`."""
+    made = engine(model("gpt_oss"), disable_hybrid_kv_cache_manager=True)
+    assert len(made.scheduler.kv_cache_config.kv_cache_groups) == 1
     asked = prompts(30, 10, 33, 1, shared=100)
     for _ in range(2):
         outputs = made.ask(asked)
@@ -194,16 +199,39 @@ def test_a_compiled_model_has_no_rows_and_says_why(engine: Start, model: Model) 
 
 REFUSED: dict[str, Any] = {
     "0.32": {"vllm": "0.99.1"},
-    "one KV cache group": {"groups": 2},
+    "one KV cache group.* or a connector that was judged .*KvrouteConnector": {
+        "groups": 2,
+        "inner": "connectors:LateConnector",
+    },
+    "one pool of blocks": {"groups": 2, "group": {"host_resident": True}},
+    "a hash for each block of 32 tokens, not one for 96": {
+        "groups": 2,
+        "second": lambda: MambaSpec(96, shapes=((8,),), dtypes=(torch.float32,)),
+        "settings": {"store": "file:///x"},
+    },
     "KV of all tokens.*not SlidingWindowSpec": {"kv": SlidingWindowSpec, "window": {"sliding_window": 64}},
     "KV of all tokens.*not ChunkedLocalAttentionSpec": {
         "kv": ChunkedLocalAttentionSpec,
         "window": {"attention_chunk_size": 64},
     },
     "KV of all tokens.*not RSWASpec": {"kv": RSWASpec, "window": {"rswa_window": 64}},
+    "KV of all tokens.*not MLAAttentionSpec of 4 tokens a state": {
+        "kv": MLAAttentionSpec,
+        "window": {"tokens_per_state": 4},
+    },
+    "no bounded replay of windows": {
+        "groups": 2,
+        "second": lambda: SlidingWindowMLASpec(
+            block_size=BLOCK,
+            num_kv_heads=1,
+            head_size=32,
+            dtype=torch.float32,
+            sliding_window=64,
+            bounded_replay=True,
+        ),
+    },
     # attends to a window and keeps all KV: the next condition is the one refused
     "no pipeline": {"window": {"sliding_window": 64}, "parallel": {"pipeline_parallel_size": 2}},
-    "a hash for each whole block": {"cache": {"hash_block_size": 16}},
     "no pipeline parallelism": {"parallel": {"pipeline_parallel_size": 2}},
     "no data parallelism": {"parallel": {"data_parallel_size": 2}},
     "no context parallelism": {"parallel": {"decode_context_parallel_size": 2}},
@@ -229,14 +257,17 @@ def test_what_is_not_followed_is_refused_by_name(model: Model, monkeypatch: pyte
     config = EngineArgs(model=str(model("qwen3_moe")), max_model_len=512, kv_transfer_config=transfer)
     made = config.create_engine_config()
     shape = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 32, "dtype": torch.float32}
-    kv = KVCacheGroupSpec(["layer"], changed.get("kv", FullAttentionSpec)(**shape, **changed.get("window", {})))
-    cache = KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=[kv] * changed.get("groups", 1))
-    for where, name in ((cache, "cache"), (made.parallel_config, "parallel"), (made.model_config, "model")):
+    kinds = [changed.get("kv", FullAttentionSpec)(**shape, **changed.get("window", {}))] * changed.get("groups", 1)
+    if "second" in changed:
+        kinds[1] = changed["second"]()
+    groups = [KVCacheGroupSpec(["layer"], kind, **changed.get("group", {})) for kind in kinds]
+    cache = KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=groups)
+    for where, name in ((made.parallel_config, "parallel"), (made.model_config, "model")):
         for field, value in changed.get(name, {}).items():
             object.__setattr__(where, field, value)
     monkeypatch.setattr(vllm, "__version__", changed.get("vllm", vllm.__version__))
     with pytest.raises(kvroute.ConfigError, match=wanted):
-        engine_of(made, cache, "Connector")
+        engine_of(made, cache, changed.get("inner", "Connector"))
 
 
 @pytest.mark.parametrize(
@@ -261,6 +292,8 @@ def test_any_connector_can_be_the_inner_one(inner: str) -> None:
         wrapped = KVConnectorFactory.get_connector_class_by_name(inner)
         assert issubclass(found, wrapped)
         assert supports_hma(found) == supports_hma(wrapped)
+    if inner == "Connector":
+        assert supports_hma(found)
 
 
 def test_a_connector_that_vllm_does_not_know_is_named_as_ours() -> None:

@@ -25,7 +25,7 @@ def start(engine: Start, home: Path, carrier: str, directory: Path, **arguments:
     settings = {"store": f"file://{directory}/rows", "witness": "flagged"} if carrier == "connector" else {}
     extra = {"spec_name": "HostSpec", "spec_module_path": "host_offload", "cpu_bytes_to_use": 4 << 20}
     few = {"num_gpu_blocks_override": POOL, "max_model_len": 256}
-    made: Engine = engine(home, "KvrouteOffloadingConnector", settings, extra, **few, **arguments)
+    made: Engine = engine(home, "KvrouteOffloadingConnector", settings, extra, **{**few, **arguments})
     assert isinstance(made.sent.engine.carrier, InKv) == (carrier == "layer")
     return made
 
@@ -49,6 +49,38 @@ def test_rows_far_beyond_the_pool(engine: Start, model: Model, tmp_path: Path, c
     made = start(engine, model("qwen3_moe"), carrier, tmp_path)
     again(made, prompts(70, *[150] * 12), carrier)
     assert made.metric("external_prefix_cache_hits") >= 12 * 4 * BLOCK - POOL * BLOCK
+    assert made.kept.missing.total() == 0
+    made.kept.blocks.assert_consistent()
+
+
+HYBRID: dict[str, dict[str, Any]] = {
+    "gpt_oss": {"num_gpu_blocks_override": 40},
+    "qwen3_next": {"dtype": "bfloat16", "block_size": None, "max_model_len": 640, "num_gpu_blocks_override": 14},
+}
+"""Models with several KV cache groups, and pools of a few of their requests."""
+
+
+@pytest.mark.parametrize("family", HYBRID)
+def test_groups_whose_kv_comes_back(engine: Start, model: Model, tmp_path: Path, family: str) -> None:
+    """Goal: KV of all groups comes back, and rows beside that of full attention. Method: prompts that fill the pool
+    several times; again; and again after the rows of one block are lost: a hit without all of its rows is none, because
+    states of other groups are kept for its end alone.
+    """
+    made, asked = start(engine, model(family), "connector", tmp_path, **HYBRID[family]), prompts(75, *[200] * 8)
+    assert made.sent.engine.group == 1
+    block = made.sent.engine.tokens
+    hit = 200 // block * block
+    with made.storing() as keys:
+        for prompt in asked:
+            made.assert_right(made.ask([prompt], max_tokens=4))
+    made.kept.blocks.jobs.wait(10)
+    outputs = [made.ask([prompt], max_tokens=4)[0] for prompt in asked]
+    made.assert_right(outputs)
+    assert [unseen(output) for output in outputs] == [((0, hit),)] * len(asked)
+    made.kept.store.delete(keys[hit // block - 1 : hit // block])  # the last block of the first prompt
+    outputs = [made.ask([prompt], max_tokens=4)[0] for prompt in asked]
+    made.assert_right(outputs)
+    assert [output.num_cached_tokens for output in outputs] == [0, *[hit] * (len(asked) - 1)]
     assert made.kept.missing.total() == 0
     made.kept.blocks.assert_consistent()
 

@@ -11,9 +11,10 @@ import os
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -42,6 +43,12 @@ ENGINE: dict[str, Any] = {
     "disable_log_stats": False,
     "skip_tokenizer_init": True,
 }
+HYBRID: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {},
+    "gpt_oss": {},
+    "qwen3_next": {"dtype": "bfloat16", "block_size": None, "max_model_len": 640},
+}
+"""How engines of these models differ; the last two have several KV cache groups."""
 NIXL = {"kv_buffer_device": "cpu", "kv_load_failure_policy": "fail"}
 ASKED = prompts(80, 10, 33, 1, shared=150)  # two of them end inside a block
 LEFT_OPEN: list[Any] = []
@@ -60,14 +67,16 @@ def transfer(connector: str, settings: dict[str, Any], extra: dict[str, Any], **
 
 
 @contextmanager
-def decoder(home: Path, logs: Path, given: dict[str, Any], **variables: str) -> Iterator[Front]:
-    """An engine in a process of its own, until it is left."""
+def decoder(
+    home: Path, logs: Path, given: dict[str, Any], more: Mapping[str, Any] = MappingProxyType({}), **variables: str
+) -> Iterator[Front]:
+    """An engine in a process of its own, with ``more`` arguments, until it is left."""
     environment = {
         **{name: value for name, value in os.environ.items() if name.startswith(("VLLM_", "HF_", "MC_", "MOONCAKE_"))},
         "PYTHONPATH": f"{plugin(logs / 'plugin')}:{os.environ.get('PYTHONPATH', '')}",
         **variables,
     }
-    arguments = json.dumps({"model": str(home), **ENGINE, "kv_transfer_config": given})
+    arguments = json.dumps({"model": str(home), **ENGINE, **more, "kv_transfer_config": given})
     peer = Front("bench.peers.vllm_engine", logs / "decode.log", environment, arguments)
     try:
         yield peer
@@ -109,7 +118,7 @@ def told(answer: dict[str, Any]) -> NDArray[np.int64]:
 
 @pytest.fixture
 def prefill(engine: Start, model: Model, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Engine]:
-    def made(given: dict[str, Any]) -> Engine:
+    def made(given: dict[str, Any], family: str = "qwen3_moe") -> Engine:
         monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_HOST", "127.0.0.1")
         monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_PORT", str(hold_port()))
         given = dict(given)
@@ -117,29 +126,37 @@ def prefill(engine: Start, model: Model, monkeypatch: pytest.MonkeyPatch) -> Cal
         name, settings = given.pop("kv_connector"), extra.pop("kvroute")
         for known in ("kv_connector_module_path", "kv_role"):
             given.pop(known)
-        found: Engine = engine(model("qwen3_moe"), name, settings, extra, transfer=given)
+        found: Engine = engine(model(family), name, settings, extra, transfer=given, **HYBRID[family])
         return found
 
     return made
 
 
-@pytest.mark.parametrize("carrier", ["layer", "auto"])
-def test_nixl_over_ucx(prefill: Any, model: Model, tmp_path: Path, carrier: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "carrier"),
+    [("qwen3_moe", "layer"), ("qwen3_moe", "auto"), ("gpt_oss", "auto"), ("qwen3_next", "auto")],
+)
+def test_nixl_over_ucx(
+    prefill: Any, model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, carrier: str
+) -> None:
     """Goal: the decode engine computes nothing of a prompt and every row of it is there, those of the KV it was given.
     (The last token it does compute, as vLLM always does, for its logits.) Method: KV over UCX, partial blocks too; rows
     in the KV, or beside it by a transfer of their own. They are the prefill engine's, under noise, and not
     transformers': what lies in the very blocks that it hands over says so.
     """
     pytest.importorskip("nixl")
-    home, settings = model("qwen3_moe"), {"carrier": carrier}
-    first = prefill(transfer("KvrouteNixlConnector", settings, {}, **NIXL))
+    home, settings = model(family), {"carrier": carrier}
+    monkeypatch.setenv("VLLM_SSM_CONV_STATE_LAYOUT", "DS")  # NIXL moves states of linear attention in this one alone
+    first = prefill(transfer("KvrouteNixlConnector", settings, {}, **NIXL), family)
+    group = first.sent.engine.group
+    assert bool(group) == (family != "qwen3_moe")
     with noise(first, layer=0, size=0.3, seed=4):
         given = [first.ask([prompt], max_tokens=1, extra_args={"kv_transfer_params": GIVE})[0] for prompt in ASKED]
-    lent = [output.kv_transfer_params["remote_block_ids"][0] for output in given]
+    lent = [output.kv_transfer_params["remote_block_ids"][group] for output in given]
     before = [first.kept.blocks.read("routing", ids, 0, len(p)) for ids, p in zip(lent, ASKED, strict=True)]
     assert all(found.valid.all() for found in before)
     there = transfer("KvrouteNixlConnector", settings, {}, **NIXL)
-    with decoder(home, tmp_path, there, VLLM_NIXL_SIDE_CHANNEL_PORT=str(hold_port())) as second:
+    with decoder(home, tmp_path, there, HYBRID[family], VLLM_NIXL_SIDE_CHANNEL_PORT=str(hold_port())) as second:
         params = [{"kv_transfer_params": output.kv_transfer_params} for output in given]
         answers = asked(second, params)
         assert by_source(second)["local_compute"] == 0

@@ -18,6 +18,8 @@ import kvroute
 
 EMBEDDING = "model.embed_tokens.weight"
 """It decides all routing, and vLLM has it on a CPU as the checkpoint does: linear layers are packed there."""
+OF_GPT_OSS = "model.embedding.weight"
+"""Its name in vLLM's gpt-oss."""
 
 
 def with_embedding_of(home: Path, other: Path, at: Path) -> Path:
@@ -37,7 +39,8 @@ class Embedding:
     def put(self, home: str) -> None:
         """The embedding of the checkpoint in ``home`` takes the place of the worker's."""
         new = load_file(Path(home) / "model.safetensors")[EMBEDDING]
-        self.get_model().get_parameter(EMBEDDING).data[: len(new)].copy_(new)
+        held = dict(self.get_model().named_parameters())
+        held[OF_GPT_OSS if OF_GPT_OSS in held else EMBEDDING].data[: len(new)].copy_(new)
 
 
 def due(parts: Sequence[tuple[int, Path]], tokens: list[int]) -> NDArray[np.int64]:

@@ -61,6 +61,9 @@ class ByKey(Carrier):
     """What is said of the last router's choice, which no fold shows; "off": no KV is loaded that others kept."""
     gate: bool = True
     """Whether hits are cut to KV that has rows."""
+    cuts: bool = True
+    """Whether a hit may be cut anywhere; else one without all of its rows is none: states of other layers, which are
+    kept for its end alone, belong to it."""
 
     @property
     def flagged(self) -> bool:  # type: ignore[override]
@@ -106,11 +109,12 @@ class ByKeyScheduler(SchedulerSide):
         self._parts = parts
         self._size = parts.spec.block_tokens
         self._writes = parts.settings.writes
-        self._fills = Fills(parts.kv_blocks, self._size, parts.blocks_of)
+        self._fills = Fills(parts.kv_blocks, self._size, parts.blocks_of, parts.hashes)
         self._restores: dict[str, list[BlockKey]] = {}  # keys of rows to restore, by request, until its load begins
         last_router: int = parts.spec.attrs["layer_ids"][-1]
         # no layer behind the last router has KV that depends on its choice
         self._unseen = carrier.witness != "off" and last_router == parts.spec.attrs["num_layers"] - 1
+        self._cuts = carrier.cuts
         self.reader: StoreReader | None = StoreReader(parts.settings.reads) if carrier.gate else None
 
     def takes(self, request: Request, first: int, external: int) -> int:
@@ -118,6 +122,8 @@ class ByKeyScheduler(SchedulerSide):
             return external
         keys = self._keys(request, first, first + external // self._size)
         stored = [False] * len(keys) if self._parts.weights.mixed else self.reader.contains(keys)
+        if not self._cuts:
+            return external if all(stored) and len(stored) * self._size == external else 0
         return stored.index(False) * self._size if False in stored else external
 
     def admitted(self, admission: Admission) -> Run | None:
@@ -135,6 +141,9 @@ class ByKeyScheduler(SchedulerSide):
         if keys:
             self._parts.feed.restore(dict(zip(keys, run.blocks, strict=False)))
             self._fills.by_kv(run.blocks, self._parts.feed.generations[run.blocks])
+
+    def copied(self, source: int, target: int, rows: int) -> None:
+        self._fills.copied(source, target, rows, self._parts.feed.generations[[source, target]])
 
     def step(self, scheduled: Mapping[str, int]) -> Filled:
         keys: dict[BlockKey, int] = {}
@@ -161,8 +170,10 @@ class ByKeyScheduler(SchedulerSide):
             self.reader.close()
 
     def _keys(self, request: Request, first: int, last: int) -> list[BlockKey]:
-        keys = self._parts.keys()
-        return [keys.adopt(bytes(block_hash)) for block_hash in request.block_hashes[first:last]]
+        """The names of the blocks ``[first, last)``: of the last hash of each, which stands for all tokens before."""
+        keys, each, hashes = self._parts.keys(), self._parts.hashes, request.block_hashes
+        stop = min(last * each, len(hashes))
+        return [keys.adopt(bytes(hashes[at])) for at in range(first * each + each - 1, stop, each)]
 
 
 class ByKeyWorker(WorkerSide):

@@ -69,6 +69,7 @@ class SchedulerParts:
     weights: Versions
     keys: Callable[[], KeyChain]  # of the present namespace
     blocks_of: Callable[[str, int, int], list[int]]  # the blocks [first, last) of a request
+    hashes: int = 1  # that a request has for each of its blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +102,9 @@ class SchedulerSide:
 
     def load(self, request_id: str, run: Run) -> None:
         """The next step begins to load this KV, or waits for it."""
+
+    def copied(self, source: int, target: int, rows: int) -> None:
+        """The first rows of a block go to another one with the next step, as their KV does."""
 
     def step(self, scheduled: Mapping[str, int]) -> Any:
         """The message for the worker's side with a step that computes so many tokens of each request."""

@@ -7,7 +7,11 @@ from typing import Any
 
 
 def follow(rows: Any, kv_cache_manager: Any) -> None:
-    """Let ``rows`` hear of every block of this manager from here on; call it before the pool gives any out."""
+    """Let ``rows`` hear of every block of this manager from here on; call it before the pool gives any out.
+
+    Rows go with the blocks of one KV cache group. Blocks that the pool gives to other groups have lives, too, of which
+    nothing is read.
+    """
     pool = kv_cache_manager.block_pool
 
     def get_new_blocks(give: Any, num_blocks: int) -> Any:  # the pool's only exit
@@ -16,7 +20,8 @@ def follow(rows: Any, kv_cache_manager: Any) -> None:
         return blocks
 
     def blocks_of(name: str, first: int, last: int) -> list[int]:
-        return [block.block_id for block in kv_cache_manager.get_blocks(name).blocks[0][first:last]]
+        blocks = kv_cache_manager.get_blocks(name).blocks[rows.engine.group]
+        return [block.block_id for block in blocks[first:last]]
 
     def reset_prefix_cache(forget: Any) -> bool:  # vLLM tells connectors of refused resets, too
         if done := forget():

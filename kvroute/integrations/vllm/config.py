@@ -21,6 +21,8 @@ WHOLE_REQUESTS: Final = tuple(f"{each}Connector" for each in ("Nixl", "NixlPull"
 """Connectors that move a request's KV whole, from one engine to another: hits are not cut, and rows go beside it."""
 KV_NAMES: Final = ("remote_engine_id", "remote_request_id", "transfer_id")
 """Fields of ``kv_transfer_params`` by which those connectors find one request's KV: a ticket repeats them."""
+OF_GROUPS: Final = ("Connector", "OffloadingConnector", "NixlConnector")
+"""Connectors around which a model with several KV cache groups was judged."""
 CHOICES: Final = (
     "dtype",
     "quantization",
@@ -53,10 +55,17 @@ def engine_of(config: Any, cache: Any, inner: str) -> Engine:
     Raises :class:`ConfigError` for unsupported configurations, :class:`SpecError` for a model without experts.
     """
     settings, model = settings_of(config.kv_transfer_config), config.model_config
-    refuse(config, cache, settings)
-    spec = routing_spec_from_hf(model.hf_text_config, cache.kv_cache_groups[0].kv_cache_spec.block_size)
-    layered = page_name(spec) in cache.kv_cache_groups[0].layer_names
-    carrier = carrier_of(settings, inner, model.architectures, layered=layered)
+    refuse(config, cache, settings, inner)
+    number = group_of(cache, model.max_model_len)
+    group = cache.kv_cache_groups[number]
+    spec = routing_spec_from_hf(model.hf_text_config, group.kv_cache_spec.block_size)
+    carrier = carrier_of(
+        settings,
+        inner,
+        model.architectures,
+        layered=page_name(spec) in group.layer_names,
+        cuts=len(cache.kv_cache_groups) == 1,
+    )
     version = AS_LOADED if settings.weights_version is None else settings.weights_version
     weights = settings.weights or weights_digest(
         getattr(model, "model_weights", "") or model.model, str(model.revision or "")
@@ -69,13 +78,43 @@ def engine_of(config: Any, cache: Any, inner: str) -> Engine:
         max_tokens=config.scheduler_config.max_num_batched_tokens,
         carrier=carrier,
         drafts=drafts_by_model(config.speculative_config),
+        hashes=max(1, spec.block_tokens // hashed_tokens(config, cache)),
+        group=number,
     )
 
 
-def carrier_of(settings: Settings, inner: str, architectures: Any, *, layered: bool) -> Carrier:
+def group_of(cache: Any, tokens_max: int) -> int:
+    """The KV cache group whose blocks rows go with: the first one that keeps the KV of all tokens of a request.
+
+    Blocks of all groups are of one pool, so that each has one life at a time, in one group. A draft model's group is
+    not taken: its slots are of other tokens. Raises :class:`ConfigError` if there is none.
+    """
+    lossy = dict[str, None]()
+    for number, group in enumerate(cache.kv_cache_groups):
+        gives_up = _lossy(group.kv_cache_spec, tokens_max)
+        if not gives_up and not getattr(group, "is_eagle_group", False):
+            return number
+        lossy |= dict.fromkeys(gives_up)
+    wanted = f"a KV cache group with the KV of all tokens, or max_model_len within a window, not {', '.join(lossy)}"
+    raise ConfigError("vLLM with kvroute", wanted, f"{len(cache.kv_cache_groups)} groups without")
+
+
+def hashed_tokens(config: Any, cache: Any) -> int:
+    """For how many tokens vLLM makes a hash: those of a block, or, beside several groups, fewer or more."""
+    groups = cache.kv_cache_groups
+    if len(groups) == 1:
+        return int(groups[0].kv_cache_spec.block_size)
+    from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes  # type: ignore[import-not-found]
+
+    tokens: int = resolve_kv_cache_block_sizes(cache, config)[1]
+    return tokens
+
+
+def carrier_of(settings: Settings, inner: str, architectures: Any, *, layered: bool, cuts: bool = True) -> Carrier:
     """How rows arrive beside the KV that the connector ``inner`` brings; ``layered``: the model has a layer of rows.
 
-    Raises :class:`ConfigError` for settings that do not fit together.
+    ``cuts``: a hit of this connector may be cut; else it is taken whole or not at all. Raises :class:`ConfigError` for
+    settings that do not fit together.
     """
     if settings.carrier == "layer" and (settings.store or not layered):
         wanted = "no store, and a model with a layer of rows (the plugin of kvroute, an architecture that it knows)"
@@ -91,7 +130,7 @@ def carrier_of(settings: Settings, inner: str, architectures: Any, *, layered: b
     if transfer:
         return ByTransfer()
     if settings.store:
-        return ByKey("off" if inner == "Connector" else _witness(settings), gate=not whole)
+        return ByKey("off" if inner == "Connector" else _witness(settings), gate=not whole, cuts=cuts)
     return InKv() if layered else NoCarrier()
 
 
@@ -105,19 +144,24 @@ def _witness(settings: Settings) -> Literal["missing", "flagged"]:
     return "missing"
 
 
-def refuse(config: Any, cache: Any, settings: Settings) -> None:
-    """Raise :class:`ConfigError` naming the first unsupported feature of the engine."""
+def refuse(config: Any, cache: Any, settings: Settings, inner: str) -> None:
+    """Raise :class:`ConfigError` naming the first unsupported feature of the engine, whose KV the connector ``inner``
+    keeps."""
     import vllm  # type: ignore[import-not-found]
 
-    model, kv = config.model_config, cache.kv_cache_groups[0].kv_cache_spec
-    version = minor(vllm.__version__)
-    lossy, hashed = _lossy(kv, model.max_model_len), getattr(cache, "hash_block_size", None)
+    version, groups = minor(vllm.__version__), cache.kv_cache_groups
+    block = groups[group_of(cache, config.model_config.max_model_len)].kv_cache_spec.block_size
+    hashed = hashed_tokens(config, cache)
     for wanted, got in {
         f"vLLM {' or '.join(TESTED)}, or settings.untested={version!r}": version not in (*TESTED, settings.untested),
-        "one KV cache group (a hybrid model has more; --disable-hybrid-kv-cache-manager makes one of windows and full "
-        "attention)": len(cache.kv_cache_groups) > 1,
-        f"KV of all tokens, or max_model_len within the window, not {', '.join(lossy)}": bool(lossy),
-        "a hash for each whole block": hashed not in (None, kv.block_size),
+        f"one KV cache group (a hybrid model has more), or a connector that was judged with several, "
+        f"{', '.join(f'Kvroute{name}' for name in OF_GROUPS)}": len(groups) > 1 and inner not in OF_GROUPS,
+        "one pool of blocks for all KV cache groups": any(getattr(each, "host_resident", False) for each in groups),
+        "no bounded replay of windows (--no-swa-bounded-replay): tokens of a hit would be routed again": any(
+            getattr(each.kv_cache_spec, "prefix_replay_tokens", 0) for each in groups
+        ),
+        f"no store, or a hash for each block of {block} tokens, not one for {hashed}": bool(settings.store)
+        and bool(block % hashed),
         "a store that other processes can read, not memory: alone": bool(settings.store) and not settings.reads,
     }.items():
         if got:
@@ -177,7 +221,8 @@ def _plain(value: Any) -> Any:
 
 
 def _lossy(kv: Any, tokens_max: int) -> list[str]:
-    """The specs of a KV cache group that give up KV of earlier tokens, and their rows with it.
+    """The specs of a KV cache group that give up KV of earlier tokens, and their rows with it, or that have no slot for
+    each token: a state of several tokens.
 
     A spec of full attention keeps all KV, even if a layer reads only a window of it.
     """
@@ -185,10 +230,13 @@ def _lossy(kv: Any, tokens_max: int) -> list[str]:
 
     found = dict[str, None]()
     for spec in getattr(kv, "kv_cache_specs", {"": kv}).values():
+        per_state = getattr(spec, "tokens_per_state", getattr(spec, "compress_ratio", 1))
         full = isinstance(spec, FullAttentionSpec) and not hasattr(spec, "rswa_window")
-        if not full and not (isinstance(spec, SlidingWindowSpec) and spec.sliding_window >= tokens_max):
+        if per_state != 1:
+            found[f"{type(spec).__name__} of {per_state} tokens a state"] = None
+        elif not full and not (isinstance(spec, SlidingWindowSpec) and spec.sliding_window >= tokens_max):
             found[type(spec).__name__] = None
     return list(found)
 
 
-__all__ = ["carrier_of", "computation", "engine_of", "refuse", "settings_of"]
+__all__ = ["OF_GROUPS", "carrier_of", "computation", "engine_of", "group_of", "refuse", "settings_of"]

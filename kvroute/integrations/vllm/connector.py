@@ -34,6 +34,7 @@ class RowsWithKV(Base):  # type: ignore[misc]
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self._engine = engine_of(vllm_config, kv_cache_config, type(self).inner)
+        self._layers = tuple(kv_cache_config.kv_cache_groups[self._engine.group].layer_names)
         if role.name == "SCHEDULER":
             core.check_alone(vllm_config)
             store = self._engine.settings.store
@@ -56,11 +57,14 @@ class RowsWithKV(Base):  # type: ignore[misc]
         super().register_kv_caches(kv_caches)
         from vllm.distributed.parallel_state import get_tp_group  # type: ignore[import-not-found]
 
+        from kvroute.connector.witness import by_block
         from kvroute.connector.worker import part_of
         from kvroute.integrations.vllm.models import pages_of
 
+        kv_caches = {name: kv_caches[name] for name in self._layers if name in kv_caches}
         group, divided = get_tp_group(), not self._vllm_config.model_config.use_mla
         pages = pages_of(self._vllm_config, kv_caches, self._engine.spec)
+        kv_caches = {name: by_block(kv, self._engine.blocks) for name, kv in kv_caches.items()}
         self._rank = part_of(self._engine, kv_caches, group.device_group, divided=divided, pages=pages)
         if group.rank_in_group == 0:
             self._worker_rows = self._rank
@@ -85,13 +89,18 @@ class RowsWithKV(Base):  # type: ignore[misc]
         super().start_load_kv(forward_context, **kwargs)
         slots, rows = forward_context.slot_mapping, self._worker_rows
         if rows and slots and isinstance(slots, dict):
-            rows.slots = next(iter(slots.values()))
+            rows.slots = self._of_group(slots)
         elif rows and not self._engine.drafts and isinstance(layers := kwargs.get("attn_metadata"), dict):  # in a graph
-            rows.slots = getattr(next(iter(layers.values()), None), "slot_mapping", None)
+            rows.slots = getattr(self._of_group(layers), "slot_mapping", None)
+
+    def _of_group(self, by_layer: Mapping[str, Any]) -> Any:
+        """What is said of the first layer whose blocks the rows go with: those of other groups have other slots."""
+        return next((by_layer[name] for name in self._layers if name in by_layer), None)
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
         super().save_kv_layer(layer_name, kv_layer, attn_metadata, **kwargs)
-        if (rows := self._worker_rows) and rows.slots is None:  # Model Runner V2 loads in an empty context
+        rows = self._worker_rows
+        if rows and rows.slots is None and layer_name in self._layers:  # Model Runner V2 loads in an empty context
             rows.slots = getattr(attn_metadata, "slot_mapping", None)
 
     def wait_for_save(self) -> None:
@@ -165,7 +174,7 @@ class RowsWithKV(Base):  # type: ignore[misc]
         lends, told = bool(given.get("do_remote_decode")), given.get(FIELD) if given.get("do_remote_prefill") else None
         super().update_state_after_alloc(request, blocks, num_external_tokens)  # this marks the KV as fetched
         ticket = told.get(TRANSFER) if isinstance(told, Mapping) else told
-        ids = list(blocks.get_block_ids()[0])
+        ids = list(blocks.get_block_ids()[self._engine.group])
         kv = kv_names(request)
         self._scheduler_rows.admitted(request, ids, num_external_tokens, lends=lends, ticket=ticket, kv=kv)
 
@@ -180,13 +189,15 @@ class RowsWithKV(Base):  # type: ignore[misc]
     def build_connector_meta(self, scheduler_output: Any) -> StepMeta:
         core.check_followed(self._scheduler_rows)
         inner = super().build_connector_meta(scheduler_output)
-        return self._scheduler_rows.step(scheduler_output.num_scheduled_tokens, inner)
+        copies = getattr(scheduler_output, "kv_cache_block_copies", None) or ()
+        return self._scheduler_rows.step(scheduler_output.num_scheduled_tokens, inner, copies)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> Any:
         return self._finished(request, block_ids, super().request_finished(request, block_ids))
 
     def request_finished_all_groups(self, request: Any, block_ids: tuple[list[int], ...]) -> Any:
-        return self._finished(request, block_ids[0], super().request_finished_all_groups(request, block_ids))
+        inner = super().request_finished_all_groups(request, block_ids)
+        return self._finished(request, block_ids[self._engine.group], inner)
 
     def _finished(self, request: Any, blocks: list[int], inner: Any) -> tuple[bool, dict[str, Any] | None]:
         keep, params = inner
@@ -266,12 +277,16 @@ def connector_class(inner: str) -> type:
     """
     versions.resolve()
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory  # type: ignore[import-not-found]
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1  # type: ignore[import-not-found]
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import (  # type: ignore[import-not-found]
+        KVConnectorBase_V1,
+        SupportsHMA,
+    )
 
     module, _, name = inner.rpartition(":")
     made: dict[str, Any] = {"inner": name, "__module__": __name__}
     if inner == "Connector":
-        base, made["wait_for_layer_load"] = KVConnectorBase_V1, lambda *_: None  # the one call without a default above
+        nothing = {"wait_for_layer_load": lambda *_: None, "request_finished_all_groups": lambda *_: (False, None)}
+        base = type("NoKv", (KVConnectorBase_V1, SupportsHMA), nothing)  # the calls without a default above
     elif module:
         base = getattr(import_module(module), name)
     elif inner in KVConnectorFactory._registry:
