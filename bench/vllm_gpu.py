@@ -70,6 +70,7 @@ def in_pages(_: Path) -> dict[str, Any]:
 
 FLAG = {"enable_return_routed_experts": True}
 FLOAT32, EAGER, TWO = {"dtype": "float32"}, {"enforce_eager": True}, {"tensor_parallel_size": 2}
+TRITON = {"gdn_prefill_backend": "triton"}  # of linear attention; FlashInfer may not be there
 HOST = {"cpu_bytes_to_use": 1 << 30}
 CASES = {
     "defaults": Case(),
@@ -86,8 +87,10 @@ CASES = {
     "own field": Case(options=FLAG),
     "own field, offloading, a store": Case(OFFLOADING, settings=stored, extra=HOST, options=FLAG, reset=True),
     "own field, offloading, rows in the KV": Case(OFFLOADING, settings=in_pages, extra=HOST, options=FLAG, reset=True),
-    "linear attention": Case(family="qwen3_next"),
-    "linear attention, own field": Case(family="qwen3_next", options=FLAG),
+    "linear attention, stock flag": Case("", family="qwen3_next", options=FLAG | TRITON),
+    "linear attention": Case(family="qwen3_next", options=TRITON),
+    "linear attention, own field": Case(family="qwen3_next", options=FLAG | TRITON),
+    "windows, stock flag": Case("", family="gpt_oss", options=FLAG),
     "windows": Case(family="gpt_oss"),
     "windows, own field": Case(family="gpt_oss", options=FLAG),
     "two ranks": Case(options=FLOAT32 | TWO, gpus=2),
