@@ -1,8 +1,9 @@
 """The client's end: the routes of an answer, from an engine's own object or from the JSON of an OpenAI server.
 
-Beside an answer goes ``{"kvroute": {"rollouts": {i: handle}, "unseen": {i: spans}, "missing": {i: gaps},
-"error": {i: text}}}``. ``i`` is a completion's number among those of its prompt, ``"0"`` where there is one. An answer
-without that has its routes in a rollout store, under the key that its request carried
+Beside an answer goes ``{"kvroute": {"routes": {i: routes}, "rollouts": {i: handle}, "unseen": {i: spans}, "missing":
+{i: gaps}, "error": {i: text}}}``. ``i`` is a completion's number among those of its prompt, ``"0"`` where there is one.
+It has routes, as :meth:`Routes.to_json` says, or where a rollout store is used handles of them. An answer without that
+has its routes in a rollout store, under the key that its request carried
 (:mod:`kvroute.connector.key`). Routes found there belong to an answer only if their token hashes say so.
 """
 
@@ -19,11 +20,12 @@ from cache_manager.spec import AuxBlockDataSpec
 from kvroute.connector import own_field
 from kvroute.connector.key import checked_choice, checked_key, is_void, rollout_id
 from kvroute.connector.tickets import TRANSFER
-from kvroute.rollout import Absence, RolloutHandle, RolloutStore, open_rollouts
+from kvroute.rollout import Absence, RolloutHandle, RolloutStore
 from kvroute.routes import Routes
 from kvroute.routes.token_hash import token_hashes
 
 FIELD: Final = "kvroute"
+ROUTES: Final = "routes"
 LEFT: Final = "rollouts"
 UNSEEN: Final = "unseen"
 MISSING: Final = "missing"
@@ -40,7 +42,7 @@ POLL_S: Final = 0.01
 POLL_MAX_S: Final = 0.2
 """Looks into a rollout store are so far apart: each pause is twice the one before."""
 OPTIONS: Final = f"a mapping with {START} or {KEY}"
-ASKED: Final = (START, KEY, TRANSFER, LEFT, UNSEEN, MISSING, ERROR)
+ASKED: Final = (START, KEY, TRANSFER, ROUTES, LEFT, UNSEEN, MISSING, ERROR)
 """Keys of a request's mapping under :data:`FIELD`. All but the first two are of an answer of prefill, which goes on as
 it is; of those kvroute reads the first."""
 
@@ -101,18 +103,19 @@ def routes(
         checked_choice(key, KEY)
     with _parsed("answer"):
         asked = _Asked.of(output, index)
-    if (told := asked.told_of(LEFT)) is not None:
-        handle = RolloutHandle.from_json(told)
-        store = open_rollouts("response:") if handle.store == "response" else rollouts
-        if store is None:
+    encoded = asked.told_of(ROUTES)
+    if encoded is not None:
+        return asked.proved(Routes.from_json(encoded))
+    encoded = asked.told_of(LEFT)
+    if encoded is not None:
+        handle = RolloutHandle.from_json(encoded)
+        if rollouts is None:
             wanted = "rollouts=, the store that they were left in"
             raise RowError("routes", wanted, f"a handle of a store of kind {handle.store}")
-        found = store.get(handle)
-        if isinstance(found, Absence):
-            raise RowError("routes", "a rollout that is there and sound", found.value)
-        if (why := asked.refusal(found[0])) is not None:
-            raise RowError(f"routes of {handle.rollout_id}", "those of this answer's tokens", why)
-        return asked.own(found[0])
+        left = rollouts.get(handle)
+        if isinstance(left, Absence):
+            raise RowError("routes", "a rollout that is there and sound", left.value)
+        return asked.proved(left[0])
     if (error := asked.told_of(ERROR)) is not None:
         raise RowError("routes", "an answer with routes", error)
     with _parsed("answer"):
@@ -126,8 +129,8 @@ def routes(
         wanted = "spec=, of the model's rows: kvroute.routing_spec_from_hf(config, block_tokens=1)"
         raise RowError(asked.what, wanted, "rows in the engine's own field, routed_experts")
     if rollouts is None:
-        wanted = "an answer with a handle of them, or rollouts=, the store that they were left in"
-        got = f"handles of {sorted(asked.left)}" if asked.left else "neither"
+        wanted = "an answer that has them or their handle, or rollouts=, the store that they were left in"
+        got = f"those of completions {asked.others}" if asked.others else "neither"
         if asked.ended in UNHANDED:
             got += f": the request ended as {asked.ended!r}, and such an answer may have no handle"
         raise RowError(asked.what, wanted, got)
@@ -221,8 +224,9 @@ class _Asked:
         return f"routes of completion {self.index} of {self.request or 'an answer without an id'}"
 
     @property
-    def left(self) -> Mapping[str, Any]:
-        return _mapping(self.told.get(LEFT))
+    def others(self) -> list[str]:
+        """Numbers of the completions whose routes, or whose handles, the answer has."""
+        return sorted({*_mapping(self.told.get(ROUTES)), *_mapping(self.told.get(LEFT))})
 
     def told_of(self, kind: str) -> Any:
         """The entry of this kind in the answer.
@@ -248,6 +252,13 @@ class _Asked:
             return f"rows of other tokens: the hash of the first {differ[0]} differs"
         rows = self._rows(found)
         return None if rows in theirs else f"rows of tokens that nothing says to be the first {rows} of this answer"
+
+    def proved(self, found: Routes) -> Routes:
+        """:meth:`own`; :class:`RowError` for routes that do not belong to this answer."""
+        why = self.refusal(found)
+        if why is not None:
+            raise RowError(self.what, "those of this answer's tokens", why)
+        return self.own(found)
 
     def refusal_by_key(self, left: Routes, key: str) -> str | None:
         """As :meth:`refusal`, for routes under the key of this answer's request.
@@ -375,6 +386,7 @@ __all__ = [
     "KEY",
     "LEFT",
     "MISSING",
+    "ROUTES",
     "START",
     "UNSEEN",
     "Options",

@@ -8,16 +8,17 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from contextlib import suppress
 from secrets import token_hex
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cache_manager.errors import KVRouteError
-from kvroute.connector.answers import ERROR, FIELD, KEY, LEFT, MISSING, UNSEEN
+from kvroute.connector.answers import ERROR, FIELD, KEY, LEFT, MISSING, ROUTES, UNSEEN
 from kvroute.connector.key import Key, rollout_id, void
+from kvroute.connector.settings import RESPONSE
 from kvroute.connector.tickets import Gap
-from kvroute.rollout import RolloutStore
+from kvroute.rollout import RolloutHandle, RolloutStore, open_rollouts
 from kvroute.routes import Layout, Routes
 
 logger = logging.getLogger(__name__)
@@ -61,16 +62,22 @@ def settled(routes: Routes, by_kv: NDArray[np.bool_], *, flagged: bool) -> tuple
 class LeftRoutes:
     """Puts routes into a store, which it owns, and makes the client's data beside an answer. Any thread may call it.
 
+    Without a store the data has the routes themselves.
     The data is ``{kind: {number: value}}``, with the request's number among the completions of its prompt.
     """
 
-    def __init__(self, store: RolloutStore) -> None:
+    def __init__(self, store: RolloutStore | None = None) -> None:
         self._store = store
         self._lock = threading.Lock()
         self._siblings: dict[str, dict[str, dict[str, Any]]] = {}
         self._under_way: dict[str, list[int]] = {}  # numbers of completions by group
         self._quiet: OrderedDict[str, int] = OrderedDict()  # groups without any, and the characters of their data,
         self._quiet_nbytes = 0  # and of all of them
+
+    @classmethod
+    def by(cls, rollouts: str) -> Self:
+        """For the setting ``rollouts``, which is not empty. Raises what :func:`~kvroute.rollout.open_rollouts` does."""
+        return cls(None if rollouts == RESPONSE else open_rollouts(rollouts))
 
     def begins(self, key: Key) -> None:
         """The request of this key is under way, until it has its data or is :meth:`unanswered`."""
@@ -96,7 +103,7 @@ class LeftRoutes:
             self._under_way.pop(group, None)
             if (told := self._siblings.get(group)) is not None:
                 self._quiet_nbytes -= self._quiet.pop(group, 0)
-                self._quiet[group] = sum(len(str(value)) for values in told.values() for value in values.values())
+                self._quiet[group] = sum(_size(value) for values in told.values() for value in values.values())
                 self._quiet_nbytes += self._quiet[group]
         while len(self._quiet) > (QUIET_MAX if self._quiet_nbytes <= QUIET_NBYTES_MAX else 1):
             oldest, nbytes = self._quiet.popitem(last=False)
@@ -122,31 +129,19 @@ class LeftRoutes:
         """
         if tokens is not None:
             routes = routes.bind(np.asarray(tokens.ids), tokens.counts(routes.stop, routes.start))
-        name = _name(key, tokens)
-        if key.of_client and self._voided(name, routes.layout):
-            logger.warning(
-                "%s.%s: wanted one that no other request has had with its prompt, got %r", FIELD, KEY, key.text
-            )
-            name = f"{key.text}@{token_hex(16)}"
-        handle = self._store.put(name, routes).to_json()
-        values = {LEFT: handle, UNSEEN: unseen, MISSING: [list(gap) for gap in gaps]}
+        values: dict[str, Any] = {UNSEEN: unseen, MISSING: [list(gap) for gap in gaps]}
+        if self._store is None:
+            values[ROUTES] = routes.to_json()
+        else:
+            values[LEFT] = _put(self._store, key, tokens, routes).to_json()
         ends_here = tokens is not None and not tokens.cut
         return self._client_data(key, {kind: value for kind, value in values.items() if value}, ends_here=ends_here)
 
     def void(self, key: Key, tokens: Tokens | None, layout: Layout) -> None:
         """The request of this ``key`` leaves no routes: those of an earlier one are not found in their place either."""
-        if key.of_client:
+        if key.of_client and self._store is not None:
             with suppress(KVRouteError):
-                self._voided(_name(key, tokens), layout)
-
-    def _voided(self, name: str, layout: Layout) -> bool:
-        """Whether routes of an earlier request were there; then nobody finds them any more."""
-        earlier = self._store.find(name)
-        if earlier is None:
-            return False
-        self._store.delete(earlier)  # this may succeed where a put does not: a full disk
-        self._store.put(name, void(layout))
-        return True
+                _voided(self._store, _name(key, tokens), layout)
 
     def fail(self, key: Key, error: KVRouteError) -> dict[str, Any]:
         """The client's data for the request of this ``key`` without routes."""
@@ -167,7 +162,31 @@ class LeftRoutes:
             return {FIELD: {kind: dict(values) for kind, values in siblings.items() if values}}
 
     def close(self) -> None:
-        self._store.close()
+        if self._store is not None:
+            self._store.close()
+
+
+def _put(store: RolloutStore, key: Key, tokens: Tokens | None, routes: Routes) -> RolloutHandle:
+    name = _name(key, tokens)
+    if key.of_client and _voided(store, name, routes.layout):
+        logger.warning("%s.%s: wanted one that no other request has had with its prompt, got %r", FIELD, KEY, key.text)
+        name = f"{key.text}@{token_hex(16)}"
+    return store.put(name, routes)
+
+
+def _voided(store: RolloutStore, name: str, layout: Layout) -> bool:
+    """Whether routes of an earlier request were there; then nobody finds them any more."""
+    earlier = store.find(name)
+    if earlier is None:
+        return False
+    store.delete(earlier)  # this may succeed where a put does not: a full disk
+    store.put(name, void(layout))
+    return True
+
+
+def _size(value: Any) -> int:
+    """About how many characters a client's data has as JSON."""
+    return len(value["record"]) if isinstance(value, dict) else len(str(value))
 
 
 def _name(key: Key, tokens: Tokens | None) -> str:

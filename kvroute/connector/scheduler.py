@@ -31,7 +31,6 @@ from kvroute.connector.meter import Meter
 from kvroute.connector.spares import SpareBlocks
 from kvroute.connector.stream import RowStream
 from kvroute.connector.versions import Versions
-from kvroute.rollout import open_rollouts
 from kvroute.witness import Run
 
 SENT_MAX: Final = 4
@@ -96,7 +95,7 @@ class SchedulerRows:
         spares = SpareBlocks(self.feed, engine.spares)
         self._ends: Ends | None = None
         if settings.rollouts:
-            self._ends = Ends(engine, LeftRoutes(open_rollouts(settings.rollouts)), self.feed, spares)
+            self._ends = Ends(engine, LeftRoutes.by(settings.rollouts), self.feed, spares)
         self._requests: dict[str, _State] = {}
         self._heard = False  # of any block
         # Since the last step was sent:

@@ -33,7 +33,13 @@ def made(rows: int, seed: int = 0) -> kvroute.Routes:
 
 
 def left(
-    store: RolloutStore, key: str, tokens: list[int], seed: int = 0, *, cut: bool = False, prompt: int = len(PROMPT)
+    store: RolloutStore | None,
+    key: str,
+    tokens: list[int],
+    seed: int = 0,
+    *,
+    cut: bool = False,
+    prompt: int = len(PROMPT),
 ) -> Any:
     """An engine has left the routes of these tokens, the last of which was sampled only; returns the engine's message
     to the client."""
@@ -65,8 +71,8 @@ def answered(request: str = "r", *choices: tuple[list[int], list[int]], **more: 
 
 def test_a_response_brings_its_routes() -> None:
     """Goal: bound to the prompt and to the tokens that have rows, not to the last one. Method: an object and JSON."""
-    with closing(open_rollouts("response:")) as inline:
-        told = left(inline, "r", TOKENS)
+    told = left(None, "r", TOKENS)
+    assert set(told["kvroute"]) == {"routes"}
     output = SimpleNamespace(
         request_id="r",
         prompt_token_ids=PROMPT,
@@ -148,28 +154,27 @@ def test_completions_that_are_all_done_are_not_kept(monkeypatch: pytest.MonkeyPa
     """Goal: the scheduler's memory does not grow with the answers that have gone out, and no answer of several lacks
     one's routes. Method: requests with two completions; of one, the second is under way until the end; of another, the
     second begins when the first is done; of a third, the second ends without an answer."""
-    with closing(open_rollouts("response:")) as inline:
-        engine, tokens = LeftRoutes(inline), Tokens(TOKENS, 3)
+    engine, tokens = LeftRoutes(), Tokens(TOKENS, 3)
 
-        def says(choice: int, group: str) -> Any:
-            return engine.leave(sibling(choice, group), made(6), tokens, ())["kvroute"]["rollouts"]
+    def says(choice: int, group: str) -> Any:
+        return engine.leave(sibling(choice, group), made(6), tokens, ())["kvroute"]["routes"]
 
-        monkeypatch.setattr("kvroute.connector.left.QUIET_NBYTES_MAX", 9 * len(says(0, "a")["0"]) // 2)
-        for choice, group in ((0, "slow"), (1, "slow"), (0, "gone"), (1, "gone")):
-            engine.begins(sibling(choice, group))
-        says(0, "slow")
-        says(0, "gone")
-        for i in range(20):
-            for choice in (0, 1):
-                engine.begins(sibling(choice, f"r{i}"))
-                told = says(choice, f"r{i}")
-            assert sorted(told) == ["0", "1"]
-        assert set(engine._siblings) == {"slow", "gone", "r18", "r19"}
-        engine.unanswered(sibling(1, "gone"))
-        says(2, "r19")
-        says(0, "r20")
-        assert set(engine._siblings) == {"slow", "r19", "r20"}
-        assert sorted(says(1, "slow")) == ["0", "1"]
+    monkeypatch.setattr("kvroute.connector.left.QUIET_NBYTES_MAX", 9 * len(says(0, "a")["0"]["record"]) // 2)
+    for choice, group in ((0, "slow"), (1, "slow"), (0, "gone"), (1, "gone")):
+        engine.begins(sibling(choice, group))
+    says(0, "slow")
+    says(0, "gone")
+    for i in range(20):
+        for choice in (0, 1):
+            engine.begins(sibling(choice, f"r{i}"))
+            told = says(choice, f"r{i}")
+        assert sorted(told) == ["0", "1"]
+    assert set(engine._siblings) == {"slow", "gone", "r18", "r19"}
+    engine.unanswered(sibling(1, "gone"))
+    says(2, "r19")
+    says(0, "r20")
+    assert set(engine._siblings) == {"slow", "r19", "r20"}
+    assert sorted(says(1, "slow")) == ["0", "1"]
 
 
 # Routes found by a key ------------------------------------------------------------------------------------------------
@@ -249,14 +254,13 @@ def test_a_client_may_keep_some_choices(store: RolloutStore) -> None:
 def test_handles_of_one_prompt_say_nothing_of_another() -> None:
     """Goal: of a connector's messages vLLM sends only that of the first prompt. Method: its handles; the error of the
     second."""
-    with closing(open_rollouts("response:")) as inline:
-        both = LeftRoutes(inline)
-        both.leave(sibling(0, "group"), made(4, 0), Tokens([*PROMPT, 20, 30], 3), ())
-        told = both.leave(sibling(1, "group"), made(4, 1), Tokens([*PROMPT, 21, 30], 3), ())
+    both = LeftRoutes()
+    both.leave(sibling(0, "group"), made(4, 0), Tokens([*PROMPT, 20, 30], 3), ())
+    told = both.leave(sibling(1, "group"), made(4, 1), Tokens([*PROMPT, 21, 30], 3), ())
     said = [(PROMPT, [20, 30]), (PROMPT, [21, 30]), (OTHER, [20, 31]), (OTHER, [21, 31])]
     answer = answered("cmpl-x", *said, kv_transfer_params=told)
     assert [routes(answer, i) for i in (0, 1)] == [made(4, i).bind([*PROMPT, 20 + i], [3, 4]) for i in (0, 1)]
-    with pytest.raises(kvroute.RowError, match=r"completion 2 of cmpl-x: .* rollouts=.* handles of \['0'"):
+    with pytest.raises(kvroute.RowError, match=r"completion 2 of cmpl-x: .* rollouts=.* those of completions \['0'"):
         routes(answer, 2)
 
 
@@ -265,9 +269,8 @@ def test_ids_that_look_like_a_child_s_are_the_client_s(name: str) -> None:
     """Goal: the number of a client's own id is no choice of an answer, and another choice's rows are not taken. Method:
     a client's ids with a handle; with one of other tokens."""
     output = {"request_id": name, "prompt_token_ids": PROMPT, "outputs": [{"index": 0, "token_ids": ANSWER}]}
-    with closing(open_rollouts("response:")) as inline:
-        told = LeftRoutes(inline).leave(Key.of(f"{name}-12345678"), made(6), Tokens(TOKENS, 3), ())
-        other = LeftRoutes(inline).leave(Key.of(f"{name}-12345678"), made(6), Tokens([*TOKENS[:5], 1, 1], 3), ())
+    told = LeftRoutes().leave(Key.of(f"{name}-12345678"), made(6), Tokens(TOKENS, 3), ())
+    other = LeftRoutes().leave(Key.of(f"{name}-12345678"), made(6), Tokens([*TOKENS[:5], 1, 1], 3), ())
     assert len(routes({**output, "kv_transfer_params": told})) == 6
     with pytest.raises(kvroute.RowError, match="other tokens"):
         routes({**output, "kv_transfer_params": other})
@@ -391,7 +394,7 @@ def test_an_answer_without_a_handle_says_why(reason: str, said: bool) -> None:
     """Goal: a client learns why there are no routes. Method: requests that ended in each way, without a store."""
     answer = answered()
     answer["choices"][0]["finish_reason"] = reason
-    with pytest.raises(kvroute.RowError, match="handle of them") as refused:
+    with pytest.raises(kvroute.RowError, match="their handle") as refused:
         routes(answer)
     assert (f"the request ended as {reason!r}" in str(refused.value)) == said
 

@@ -34,7 +34,6 @@ from kvroute.connector.tickets import Gap, gaps_of
 from kvroute.connector.versions import Versions
 from kvroute.connector.witness import KvFolder
 from kvroute.integrations.sglang import versions
-from kvroute.rollout import open_rollouts
 from kvroute.routes import Layout, Routes
 from kvroute.routing import weights_version_spec
 from kvroute.witness import ROOT, chained
@@ -93,7 +92,7 @@ class RoutedRows:
         self._flight: deque[Launched] = deque()
         self._late: list[tuple[int, Callable[[], None]]] = []  # calls to do when so many passes are over
         self._filled = np.zeros(pages, np.int64)  # passes launched when a page was filled ahead of its turn
-        self._left = LeftRoutes(open_rollouts(settings.rollouts)) if settings.rollouts else None
+        self._left = LeftRoutes.by(settings.rollouts) if settings.rollouts else None
         self._gone: set[BlockKey] = set()  # keys without rows in the store, for KV that others keep
         self._store = open_store(settings.store) if settings.store else None
         self.aux = self._made(namespace)

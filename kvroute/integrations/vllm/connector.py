@@ -13,6 +13,7 @@ from kvroute.connector.answers import FIELD, KEY, Options, options_of
 from kvroute.connector.key import Key
 from kvroute.connector.messages import Told
 from kvroute.connector.pages import page_name
+from kvroute.connector.settings import RESPONSE
 from kvroute.connector.tickets import TRANSFER
 from kvroute.integrations.vllm import blocks, core, versions
 from kvroute.integrations.vllm.config import engine_of
@@ -201,7 +202,7 @@ class RowsWithKV(Base):  # type: ignore[misc]
             own = {} if options.key is None else {KEY: options.key}
             return keep, {**(params or {}), FIELD: {**ticket, **own}}
         reached = key.of_client or key.group is not None  # by a key, or with the last of several completions
-        if status.endswith("ABORTED") and (rows.engine.settings.rollouts == "response:" or not reached):
+        if status.endswith("ABORTED") and (rows.engine.settings.rollouts == RESPONSE or not reached):
             rows.unanswered(ended, key)
             return keep, params
         stops = request.sampling_params is not None and bool(request.sampling_params.stop)
