@@ -105,7 +105,7 @@ def answered(core: Any, outputs: int) -> None:
 
 def test_an_aborted_request_leaves_nothing_wrong(qwen: Engine) -> None:
     """Goal: abort in prefill and in decode. Method: abort after steps; check its rows, and those of requests that hit
-    its blocks."""
+    its blocks; without a key nothing is left, for nobody could find it."""
     core, asked = qwen.llm.llm_engine, prompts(7, 100, 60)
     for name, prompt, steps in (("gone-1", asked[0], 1), ("gone-2", asked[1], 9)):
         sampling = SamplingParams(temperature=0, max_tokens=99, ignore_eos=True, **keyed(name))
@@ -115,7 +115,13 @@ def test_an_aborted_request_leaves_nothing_wrong(qwen: Engine) -> None:
         while (left := qwen.rollouts.find(rollout_id(name, prompt))) is None:
             time.sleep(0.01)
         assert left.rows == len(prompt) + steps - 1
-    all_right(qwen, qwen.ask(asked))
+    before = set(qwen.rollouts.directory.iterdir())
+    core.add_request("no-key", {"prompt_token_ids": asked[0]}, SamplingParams(temperature=0, max_tokens=99))
+    answered(core, 2)
+    core.abort_request(["no-key"])
+    outputs = qwen.ask(asked)
+    all_right(qwen, outputs)
+    assert len(set(qwen.rollouts.directory.iterdir()) - before) == len(outputs), "of a request without a key none"
 
 
 def test_a_request_that_ends_in_an_error_leaves_its_rows(qwen: Engine) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from cache_manager.errors import ConfigError, RowError
 from kvroute.connector import Handshake, SchedulerRows, StepMeta, Tokens
-from kvroute.connector.answers import FIELD, KEY, Options, options_of
+from kvroute.connector.answers import FIELD, Options, options_of
 from kvroute.connector.key import Key
 from kvroute.connector.messages import Told
 from kvroute.connector.pages import page_name
@@ -199,8 +199,7 @@ class RowsWithKV(Base):  # type: ignore[misc]
         key = Key.of(name, options.key)
         if ticket is not None:  # who goes on has the rows
             rows.unanswered(ended, key)
-            own = {} if options.key is None else {KEY: options.key}
-            return keep, {**(params or {}), FIELD: {**ticket, **own}}
+            return keep, {**(params or {}), FIELD: ticket}
         reached = key.of_client or key.group is not None  # by a key, or with the last of several completions
         if status.endswith("ABORTED") and (rows.engine.settings.rollouts == RESPONSE or not reached):
             rows.unanswered(ended, key)
