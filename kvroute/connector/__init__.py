@@ -12,6 +12,7 @@ A client calls :func:`routes`. Only the worker's end needs torch.
 from kvroute.connector.answers import gathered, missing, routes, unseen
 from kvroute.connector.engine import Engine
 from kvroute.connector.fills import Request
+from kvroute.connector.key import Key, choice_key
 from kvroute.connector.left import Tokens
 from kvroute.connector.messages import Handshake, StepMeta
 from kvroute.connector.scheduler import SchedulerRows
@@ -20,11 +21,13 @@ from kvroute.connector.settings import Settings
 __all__ = [
     "Engine",
     "Handshake",
+    "Key",
     "Request",
     "SchedulerRows",
     "Settings",
     "StepMeta",
     "Tokens",
+    "choice_key",
     "gathered",
     "missing",
     "routes",

@@ -1,9 +1,10 @@
 """The client's end: the routes of an answer, from an engine's own object or from the JSON of an OpenAI server.
 
-Beside an answer goes ``{"kvroute": {"rollouts": {name: handle}, "unseen": {name: spans}, "missing": {name: gaps},
-"error": {name: text}}}``. A name is the engine's name of a request: its id, after ``<i>_`` if it is one of several
-completions. Several requests may have one name, one after the other. Routes found by a name belong to an answer only if
-their token hashes say so.
+Beside an answer goes ``{"kvroute": {"routes": {i: routes}, "rollouts": {i: handle}, "unseen": {i: spans}, "missing":
+{i: gaps}, "error": {i: text}}}``. ``i`` is a completion's number among those of its prompt, ``"0"`` where there is one.
+It has routes, as :meth:`Routes.to_json` says, or where a rollout store is used handles of them. An answer without that
+has its routes in a rollout store, under the key that its request carried
+(:mod:`kvroute.connector.key`). Routes found there belong to an answer only if their token hashes say so.
 """
 
 from __future__ import annotations
@@ -12,25 +13,27 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import groupby
-from math import gcd
-from typing import Any, Final, Self
+from typing import Any, Final, NamedTuple, Self
 
 from cache_manager.errors import KVRouteError, RowError
 from cache_manager.spec import AuxBlockDataSpec
 from kvroute.connector import own_field
+from kvroute.connector.key import checked_choice, checked_key, is_void, rollout_id
 from kvroute.connector.tickets import TRANSFER
-from kvroute.rollout import Absence, RolloutHandle, RolloutStore, open_rollouts
+from kvroute.rollout import Absence, RolloutHandle, RolloutStore
 from kvroute.routes import Routes
 from kvroute.routes.token_hash import token_hashes
 
 FIELD: Final = "kvroute"
+ROUTES: Final = "routes"
 LEFT: Final = "rollouts"
 UNSEEN: Final = "unseen"
 MISSING: Final = "missing"
 ERROR: Final = "error"
 START: Final = "start"
 """A request's option under :data:`FIELD`: the position of the first row in its answer."""
+KEY: Final = "key"
+"""A request's option under :data:`FIELD`: where its routes lie in a rollout store."""
 UNHANDED: Final = ("abort", "error")
 """Ends of requests after which vLLM may send no handle: its front end has ended them, or never had their last step."""
 WHOLE: Final = {"text_completion": "text_completion", "chat.completion.chunk": "chat.completion"}
@@ -38,24 +41,33 @@ WHOLE: Final = {"text_completion": "text_completion", "chat.completion.chunk": "
 POLL_S: Final = 0.01
 POLL_MAX_S: Final = 0.2
 """Looks into a rollout store are so far apart: each pause is twice the one before."""
-ASKED: Final = (START, TRANSFER, LEFT, UNSEEN, MISSING, ERROR)
-"""Keys of a request's mapping under :data:`FIELD`. All but the first are of an answer of prefill, which goes on as it
-is; of those kvroute reads the second."""
+OPTIONS: Final = f"a mapping with {START} or {KEY}"
+ASKED: Final = (START, KEY, TRANSFER, ROUTES, LEFT, UNSEEN, MISSING, ERROR)
+"""Keys of a request's mapping under :data:`FIELD`. All but the first two are of an answer of prefill, which goes on as
+it is; of those kvroute reads the first."""
 
 
-def start_of(asked: Any) -> Any:
-    """The start that a request asks for in its mapping ``asked`` under :data:`FIELD`; 0 if it does not.
+class Options(NamedTuple):
+    """A request's own options."""
 
-    Raises :class:`RowError` for anything but a mapping, and for an unknown key.
+    start: Any = 0  # judged where the prompt is known
+    key: str | None = None
+
+
+def options_of(asked: Any) -> Options:
+    """The options that a request has in its mapping ``asked`` under :data:`FIELD`.
+
+    Raises :class:`RowError` for anything but a mapping, for an unknown name in it, and for a key that is not one.
     """
     if asked is None:
-        return 0
+        return Options()
     if not isinstance(asked, Mapping):
-        raise RowError(FIELD, f"a mapping with {START}", repr(asked))
-    for key in asked:
-        if key not in ASKED:
-            raise RowError(FIELD, f"a mapping with {START}", f"the key {key!r}")
-    return asked.get(START, 0)
+        raise RowError(FIELD, OPTIONS, repr(asked))
+    for name in asked:
+        if name not in ASKED:
+            raise RowError(FIELD, OPTIONS, f"the key {name!r}")
+    key = checked_key(asked[KEY], f"{FIELD}.{KEY}") if KEY in asked else None
+    return Options(asked.get(START, 0), key)
 
 
 def routes(
@@ -63,6 +75,7 @@ def routes(
     index: int = 0,
     *,
     rollouts: RolloutStore | None = None,
+    key: str | None = None,
     wait_s: float = 5.0,
     spec: AuxBlockDataSpec | None = None,
 ) -> Routes:
@@ -75,29 +88,34 @@ def routes(
 
     ``rollouts`` is the store that the engine was configured to leave routes in. An answer without a handle has its
     routes only there: a stream, the second and later prompts of a list, a request that the front end has ended (a stop
-    string). The call waits up to ``wait_s`` seconds for routes of these tokens; an error in the answer ends the wait at
-    once.
+    string). ``key`` is the one that the request carried, or ``choice_key(key, i)`` for completion ``i`` of ``n > 1``.
+    The call waits up to ``wait_s`` seconds for routes of these tokens under this key; an error in the answer ends the
+    wait at once.
 
     With ``spec``, the model's :func:`kvroute.routing_spec_from_hf`, an answer that has neither may have its rows in the
     engine's own field, ``routed_experts``: they are bound to the answer's tokens. The engine has refused the field, and
     said why, if one of them is missing.
 
-    Raises :class:`RowError` if there are none, if they are of other tokens, and for an unsound handle.
+    Raises :class:`RowError` if there are none, if they are of other tokens, for an unsound handle, and for a key that
+    is none.
     """
+    if key is not None:
+        checked_choice(key, KEY)
     with _parsed("answer"):
         asked = _Asked.of(output, index)
-    if (told := asked.told_of(LEFT)) is not None:
-        handle = RolloutHandle.from_json(told)
-        store = open_rollouts("response:") if handle.store == "response" else rollouts
-        if store is None:
+    encoded = asked.told_of(ROUTES)
+    if encoded is not None:
+        return asked.proved(Routes.from_json(encoded))
+    encoded = asked.told_of(LEFT)
+    if encoded is not None:
+        handle = RolloutHandle.from_json(encoded)
+        if rollouts is None:
             wanted = "rollouts=, the store that they were left in"
             raise RowError("routes", wanted, f"a handle of a store of kind {handle.store}")
-        found = store.get(handle)
-        if isinstance(found, Absence):
-            raise RowError("routes", "a rollout that is there and sound", found.value)
-        if (why := asked.refusal(found[0])) is not None:
-            raise RowError(f"routes of {handle.rollout_id}", "those of this answer's tokens", why)
-        return asked.own(found[0])
+        left = rollouts.get(handle)
+        if isinstance(left, Absence):
+            raise RowError("routes", "a rollout that is there and sound", left.value)
+        return asked.proved(left[0])
     if (error := asked.told_of(ERROR)) is not None:
         raise RowError("routes", "an answer with routes", error)
     with _parsed("answer"):
@@ -111,12 +129,12 @@ def routes(
         wanted = "spec=, of the model's rows: kvroute.routing_spec_from_hf(config, block_tokens=1)"
         raise RowError(asked.what, wanted, "rows in the engine's own field, routed_experts")
     if rollouts is None:
-        wanted = "an answer with a handle of them, or rollouts=, the store that they were left in"
-        got = f"handles of {sorted(asked.left)}" if asked.left else "neither"
+        wanted = "an answer that has them or their handle, or rollouts=, the store that they were left in"
+        got = f"those of completions {asked.others}" if asked.others else "neither"
         if asked.ended in UNHANDED:
             got += f": the request ended as {asked.ended!r}, and such an answer may have no handle"
         raise RowError(asked.what, wanted, got)
-    return _left(asked, rollouts, wait_s)
+    return _left(asked, rollouts, key or asked.key, wait_s)
 
 
 def unseen(output: Any, index: int = 0) -> tuple[tuple[int, int], ...]:
@@ -139,29 +157,29 @@ def missing(output: Any, index: int = 0) -> tuple[tuple[int, int, str], ...]:
         return tuple((int(start), int(stop), str(why)) for start, stop, why in gaps)
 
 
-def _left(asked: _Asked, rollouts: RolloutStore, wait_s: float) -> Routes:
-    """The routes that the engine has left in the store, or leaves there during the wait."""
-    if asked.tokens is None or not asked.names:
-        wanted = "an answer with an id and token ids, by which rollouts of a name are told apart"
+def _left(asked: _Asked, rollouts: RolloutStore, key: str | None, wait_s: float) -> Routes:
+    """The routes that the engine has left in the store under ``key``, or leaves there during the wait."""
+    if asked.tokens is None:
+        wanted = "an answer with token ids, by which rollouts of a key are told apart"
         got = "none: see return_token_ids, of responses enable_response_messages, of a stream gathered(chunks)"
         raise RowError(asked.what, wanted, got)
+    if key is None:
+        wanted = f"{KEY}=, the one that its request carried in kv_transfer_params.{FIELD}.{KEY}"
+        raise RowError(asked.what, wanted, "neither that nor a handle in the answer")
+    name = rollout_id(key, asked.tokens[: asked.prompt])
     give_up_s, pause_s, refused = time.monotonic() + wait_s, POLL_S, dict[str, str]()
     while True:
-        for name in asked.names:
-            handle = rollouts.find(name)
-            if handle is None or handle.put_id in refused:
-                continue
-            found = rollouts.get(handle)
-            if isinstance(found, Absence):
-                why: str | None = found.value
-            elif (stop := found[0].stop) < len(asked.tokens) - 1:  # perhaps of an earlier request that began alike
-                why = f"rows of the first {stop} tokens, of {len(asked.tokens) - 1} that have some"
-            elif (why := asked.refusal(found[0])) is None:
-                return asked.own(found[0])
-            refused[handle.put_id] = f"{name}: {why}"
+        handle = rollouts.find(name)
+        if handle is not None and handle.put_id not in refused:
+            left = rollouts.get(handle)
+            why = left.value if isinstance(left, Absence) else asked.refusal_by_key(left[0], key)
+            if why is None:
+                assert not isinstance(left, Absence)
+                return asked.own(left[0])
+            refused[handle.put_id] = why
         if time.monotonic() > give_up_s:
             got = "; ".join(refused.values()) or "neither a handle in the answer nor one in the store"
-            raise RowError(asked.what, f"a rollout of this answer's tokens within {wait_s} s", got)
+            raise RowError(asked.what, f"a rollout of its tokens under the {KEY} {key} within {wait_s} s", got)
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, POLL_MAX_S)
 
@@ -171,56 +189,58 @@ class _Asked:
     """The parts of an answer about the wanted completion."""
 
     index: int
-    names: tuple[str, ...]  # its request's possible names in the engine; none where the answer has no id
+    request: str  # the answer's id
     tokens: list[int] | None
     prompt: int  # how many of the tokens are the prompt
     told: Mapping[str, Any]
     ended: str | None = None  # why the request ended
+    key: str | None = None  # of SGLang's request, whose id it is
 
     @classmethod
     def of(cls, output: Any, index: int) -> Self:
         """Raises :class:`RowError` for a part of an answer, and for an index without a completion."""
         _refuse_parts(output)
-        ended = None
         told = _mapping(_mapping(field_of(output, "kv_transfer_params")).get(FIELD))
-        request = field_of(output, "request_id") or field_of(output, "id")
+        request = str(field_of(output, "request_id") or field_of(output, "id") or "")
+        ended = key = None
         if meta := _mapping(field_of(output, "meta_info")):  # SGLang: each completion is an answer of its own
-            told, request = _mapping(next(filter(None, reversed(meta.get(FIELD) or ())), None)), meta.get("id")
-            prompt, answered, names = (
-                field_of(output, "prompt_token_ids"),
-                field_of(output, "output_ids"),
-                [str(request)],
-            )
+            told = _mapping(next(filter(None, reversed(meta.get(FIELD) or ())), None))
+            request = key = str(meta.get("id") or "")
+            index, prompt, answered = 0, field_of(output, "prompt_token_ids"), field_of(output, "output_ids")
         elif field_of(output, "object") == "response":  # each of several turns is a request of its own
             prompt, answered = _tokens_of(output, "input_messages"), _tokens_of(output, "output_messages")
-            names = [f"{request}_0"]
         else:
-            choices = {field_of(each, "index"): each for each in answers_of(output)}
+            choices = {field_of(choice, "index"): choice for choice in answers_of(output)}
             if choices and index not in choices:
                 raise RowError("index", f"one of {sorted(choices)}, as the answer has them", index)
-            ended = field_of(choices.get(index), "finish_reason")
-            prompts = {i: _prompt_of(output, each) for i, each in choices.items()}
-            prompt, answered = prompts.get(index), field_of(choices.get(index), "token_ids")
-            lists = field_of(output, "outputs") is None
-            names = list(dict.fromkeys(_names(str(request), index, prompts, lists=lists))) if request else []
+            choice = choices.get(index)
+            ended = field_of(choice, "finish_reason")
+            prompt, answered = choice and _prompt_of(output, choice), field_of(choice, "token_ids")
         tokens = None if prompt is None or answered is None else [*prompt, *answered]
-        return cls(index, tuple(names), tokens, len(prompt or ()), told, ended)
+        return cls(index, request, tokens, len(prompt or ()), told, ended, key)
 
     @property
     def what(self) -> str:
-        return f"routes of completion {self.index} ({' or '.join(self.names[:4]) or 'no id'})"
+        return f"routes of completion {self.index} of {self.request or 'an answer without an id'}"
 
     @property
-    def left(self) -> Mapping[str, Any]:
-        return _mapping(self.told.get(LEFT))
+    def others(self) -> list[str]:
+        """Numbers of the completions whose routes, or whose handles, the answer has."""
+        return sorted({*_mapping(self.told.get(ROUTES)), *_mapping(self.told.get(LEFT))})
 
     def told_of(self, kind: str) -> Any:
-        """The entry of this kind in the answer. Without an id, an answer can have it for one request only."""
+        """The entry of this kind in the answer.
+
+        Where the only entry has another number, the client's own id began with that: whether it is of this answer the
+        tokens have to show.
+        """
         told = self.told.get(kind)
         if not isinstance(told, Mapping):
             return told
-        names = self.names or (list(told) if len(told) == 1 else ())
-        return next((told[name] for name in names if name in told), None)
+        number = str(self.index)
+        if number == "0" and len(told) == 1 and self.tokens is not None and number not in told:
+            number = self.request.partition("_")[0]
+        return told.get(number)
 
     def refusal(self, found: Routes) -> str | None:
         """Why routes do not belong to this answer, in words; ``None`` if they do, or if it has no token ids."""
@@ -232,6 +252,25 @@ class _Asked:
             return f"rows of other tokens: the hash of the first {differ[0]} differs"
         rows = self._rows(found)
         return None if rows in theirs else f"rows of tokens that nothing says to be the first {rows} of this answer"
+
+    def proved(self, found: Routes) -> Routes:
+        """:meth:`own`; :class:`RowError` for routes that do not belong to this answer."""
+        why = self.refusal(found)
+        if why is not None:
+            raise RowError(self.what, "those of this answer's tokens", why)
+        return self.own(found)
+
+    def refusal_by_key(self, left: Routes, key: str) -> str | None:
+        """As :meth:`refusal`, for routes under the key of this answer's request.
+
+        Raises :class:`RowError` if several requests had it.
+        """
+        assert self.tokens is not None
+        if is_void(left):
+            raise RowError(self.what, f"a {KEY} that no other request has had with this prompt", repr(key))
+        if left.stop < len(self.tokens) - 1:  # of a request that was cut earlier, or of another one
+            return f"rows of the first {left.stop} tokens, of {len(self.tokens) - 1} that have some"
+        return self.refusal(left)
 
     def own(self, found: Routes) -> Routes:
         """``found`` without rows of tokens that are not in the answer, bound to the answer's tokens."""
@@ -245,28 +284,6 @@ class _Asked:
     def _rows(self, found: Routes) -> int:
         assert self.tokens is not None
         return max(0, min(found.stop, len(self.tokens) - 1))
-
-
-def _names(request: str, index: int, prompts: Mapping[int, Any], *, lists: bool) -> Iterator[str]:
-    """The engine's possible names for completion ``index`` of an answer whose choices have these prompts.
-
-    A server with ``lists`` of prompts makes a request of each, with the prompt's number after the id, and numbers all
-    choices in one sequence. It does not say how many completions a prompt has: if all choices are there, ``n`` divides
-    the number of successive choices with the same prompt.
-    """
-    if len(prompts) > 1 and sorted(prompts) == list(range(len(prompts))):
-        runs = gcd(*(len(list(run)) for _, run in groupby(prompts[i] for i in range(len(prompts)))))
-        counts = [n for n in range(runs, 0, -1) if runs % n == 0]
-    else:
-        counts = list(range(1, max(index, 1) + 2))  # the last stands for every larger n
-    for n in counts:
-        prompt, number = divmod(index, n)
-        child = f"{number}_" if n > 1 else ""
-        if prompt == 0:
-            yield f"{child}{request}"
-        if lists:
-            yield f"{child}{request}-{prompt}"  # a completion
-            yield f"{child}{request}_{prompt}"  # a chat
 
 
 def _refuse_parts(output: Any) -> None:
@@ -366,13 +383,16 @@ def _mapping(given: Any) -> Mapping[str, Any]:
 __all__ = [
     "ERROR",
     "FIELD",
+    "KEY",
     "LEFT",
     "MISSING",
+    "ROUTES",
     "START",
     "UNSEEN",
+    "Options",
     "gathered",
     "missing",
+    "options_of",
     "routes",
-    "start_of",
     "unseen",
 ]

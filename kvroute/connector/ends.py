@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, Final
@@ -24,8 +24,8 @@ from cache_manager.errors import KVRouteError, RowError
 from cache_manager.feed import BlockFeed
 from cache_manager.publish import Rows
 from kvroute.connector.answers import ERROR, FIELD
-from kvroute.connector.behind import Behind
 from kvroute.connector.engine import Engine
+from kvroute.connector.key import Key
 from kvroute.connector.left import LeftRoutes, Tokens, settled
 from kvroute.connector.settings import VERSION
 from kvroute.connector.spares import SpareBlocks
@@ -61,7 +61,7 @@ class Answer(Future[Told]):
 class End:
     """A request that is done. Its rows are those of the positions ``[start, stop)``, in ``blocks`` from position 0."""
 
-    name: str  # the client's name for it
+    key: Key
     blocks: NDArray[np.int64]
     lives: NDArray[np.int64]
     start: int
@@ -70,7 +70,6 @@ class End:
     weights: int  # a number that changes when the weights may have changed
     version: int | None  # of the weights, if all rows have the same
     mixed: bool  # if not, the rows have labels
-    group: str | None = None  # of requests that are told together
     of: Tokens | None = None
     kept: Sequence[End] = ()  # rows that tokens were sampled with before preemptions, in order
     by_kv: NDArray[np.bool_] | None = None  # [stop], rows matched by KV, which cannot prove the last router's choice
@@ -81,7 +80,6 @@ class End:
     versions: Rows | int | None = None
     held: frozenset[int] = frozenset()  # the same blocks
     spares: list[int] = field(default_factory=list)
-    void: bool = False  # another request of this name has begun: delete what this one left
     failure: str = ""  # why it is ended before its rows are known to be written
 
     def __post_init__(self) -> None:
@@ -105,10 +103,8 @@ class Ends:
         self._news = False  # for the thread: something was read, or has ended
         self._over_for_all = False  # the thread has ended: nobody is told anything by it any more
         self._waiting: dict[End, None] = {}  # for the thread
-        self._pending: dict[str, list[End]] = {}  # by name,
-        self._count = 0  # and how many
+        self._pending: dict[End, None] = {}  # begun, and not yet told
         self._spares = spares
-        self._rooms = Behind("kvroute-rooms")
         self._thread = threading.Thread(target=self._run, name="kvroute-ends", daemon=True)
         self._thread.start()
 
@@ -117,46 +113,27 @@ class Ends:
         with self._lock:
             self._view, self._late = view, late
 
-    def make_room(self, name: str, group: str | None) -> Future[None]:
-        """Delete the routes that earlier requests of this name have left, or are leaving; done after that."""
-        done = Future[None]()
-        self._left.begins(name, group)
-        with self._lock:
-            earlier = list(self._pending.get(name, ()))
-        if not earlier and self._left.keeps_none:  # else a store is asked, and even a file system may hang
-            done.set_result(None)
-            return done
-
-        def cleared() -> None:
-            try:
-                wait([end.told for end in earlier], 2 * LATE_S)
-                for end in earlier:
-                    end.void = True
-                self._left.make_room(name, group)
-            finally:
-                done.set_result(None)
-
-        self._rooms.put(cleared)
-        return done
+    def begins(self, key: Key) -> None:
+        """A request of this key is under way."""
+        self._left.begins(key)
 
     def begin(self, end: End) -> Answer:
         """The request is done: the future of its client's data, done when its rows have been left or cannot be."""
         end.give_up_s = time.monotonic() + LATE_S
         with self._lock:
-            alive, room = not self._over_for_all, self._count < ENDS_MAX
+            alive, room = not self._over_for_all, len(self._pending) < ENDS_MAX
             if alive and room:
-                self._pending.setdefault(end.name, []).append(end)
-                self._count += 1
+                self._pending[end] = None
                 if not self._waiting:  # else the thread is at work, or looks again in a moment
                     self._lock.notify()
                 self._unread[end] = self._waiting[end] = None
                 self._news = True
         if not alive:
             error = RowError("rows", "a thread of kvroute that leaves them", "none: it has ended")
-            return self.refused(end.name, error, end.group, end.kept)
+            return self.refused(end.key, error, end.kept)
         if not room:
             error = RowError("requests that are done", f"{ENDS_MAX} at most, for the rollout store to take", "more")
-            return self.refused(end.name, error, end.group, end.kept)
+            return self.refused(end.key, error, end.kept)
         return end.told
 
     def keep(self, end: End) -> None:
@@ -170,16 +147,16 @@ class Ends:
             for each in kept:
                 self._over(each)
 
-    def unanswered(self, kept: Iterable[End], name: str, group: str | None) -> None:
+    def unanswered(self, kept: Iterable[End], key: Key) -> None:
         """The request is done, and its client is told nothing."""
         self.drop(kept)
-        self._left.unanswered(name, group)
+        self._left.unanswered(key)
 
-    def refused(self, name: str, error: RowError, group: str | None, kept: Sequence[End]) -> Answer:
+    def refused(self, key: Key, error: RowError, kept: Sequence[End]) -> Answer:
         """The request is done, and its client is told why it has no routes."""
         self.drop(kept)
         told = Answer()
-        told.value = self._left.fail(name, error, group)
+        told.value = self._left.fail(key, error)
         told.tell()
         return told
 
@@ -219,7 +196,6 @@ class Ends:
 
     def close(self) -> None:
         """Leave the remaining rows, and close the store."""
-        self._rooms.close(2 * LATE_S)
         with self._lock:
             self._closed = True
             self._lock.notify()
@@ -255,10 +231,10 @@ class Ends:
     def _end_all(self) -> None:
         with self._lock:
             self._over_for_all = True
-            ends = [end for pending in self._pending.values() for end in pending]
+            ends = list(self._pending)
             self._waiting, self._pending = {}, {}
         for end in ends:
-            why = {end.name: "rows: the thread that leaves them has ended"}
+            why = {str(end.key.choice): "rows: the thread that leaves them has ended"}
             end.told.value = end.told.value or {FIELD: {ERROR: why}}
             if not end.told.done():
                 end.told.tell()
@@ -299,33 +275,32 @@ class Ends:
 
     def _leave(self, end: End) -> Told:
         """Leave the routes if possible; the client's data. Raises nothing, because an answer waits."""
-        told: Told = {FIELD: {ERROR: {end.name: "rows: they could not be left, nor could the reason be told"}}}
+        why = {str(end.key.choice): "rows: they could not be left, nor could the reason be told"}
+        told: Told = {FIELD: {ERROR: why}}
         try:
             told = self._client_data(end)
-            if end.void:
-                self._left.make_room(end.name, end.group)
         except Exception:
-            logger.exception("rows of request %s are lost", end.name)
+            logger.exception("rows of request %s are lost", end.key.text)
         self.drop((end, *end.kept))
         with self._lock:
-            self._pending[end.name].remove(end)
-            self._count -= 1
-            if not self._pending[end.name]:
-                del self._pending[end.name]
+            del self._pending[end]
         return told
 
     def _client_data(self, end: End) -> Told:
+        why: KVRouteError
         try:
             if end.failure:
                 raise RowError("rows", "those that the worker has written", end.failure)
             routes, unseen = self._routes(end)
             gaps = gaps_of(routes.missing, end.why, self._engine.tokens) if end.why else []
-            return self._left.leave(end.name, routes, end.of, end.group, unseen, gaps)
+            return self._left.leave(end.key, routes, end.of, unseen, gaps)
         except KVRouteError as error:
-            return self._left.fail(end.name, error, end.group)
+            why = error
         except Exception as error:
-            logger.exception("rows of request %s are lost", end.name)
-            return self._left.fail(end.name, RowError("rows", "left for the client", repr(error)), end.group)
+            logger.exception("rows of request %s are lost", end.key.text)
+            why = RowError("rows", "left for the client", repr(error))
+        self._left.void(end.key, end.of, self._layout)
+        return self._left.fail(end.key, why)
 
     def _routes(self, end: End) -> tuple[Routes, list[list[int]]]:
         """The routes of the request, and the positions at which the last router's choice is not proved.

@@ -6,17 +6,20 @@ import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Any, Final, NamedTuple
+from contextlib import suppress
+from secrets import token_hex
+from typing import Any, Final, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cache_manager.errors import KVRouteError
-from kvroute.connector.answers import ERROR, FIELD, LEFT, MISSING, UNSEEN
+from kvroute.connector.answers import ERROR, FIELD, KEY, LEFT, MISSING, ROUTES, UNSEEN
+from kvroute.connector.key import Key, rollout_id, void
+from kvroute.connector.settings import RESPONSE
 from kvroute.connector.tickets import Gap
-from kvroute.rollout import RolloutStore
-from kvroute.rollout.response import ResponseRollouts
-from kvroute.routes import Routes
+from kvroute.rollout import RolloutHandle, RolloutStore, open_rollouts
+from kvroute.routes import Layout, Routes
 
 logger = logging.getLogger(__name__)
 
@@ -57,62 +60,50 @@ def settled(routes: Routes, by_kv: NDArray[np.bool_], *, flagged: bool) -> tuple
 
 
 class LeftRoutes:
-    """Puts routes into a store, which it owns, and makes the client's data beside an answer. Any thread may call it."""
+    """Puts routes into a store, which it owns, and makes the client's data beside an answer. Any thread may call it.
 
-    def __init__(self, store: RolloutStore) -> None:
+    Without a store the data has the routes themselves.
+    The data is ``{kind: {number: value}}``, with the request's number among the completions of its prompt.
+    """
+
+    def __init__(self, store: RolloutStore | None = None) -> None:
         self._store = store
         self._lock = threading.Lock()
         self._siblings: dict[str, dict[str, dict[str, Any]]] = {}
-        self._under_way: dict[str, list[str]] = {}  # names by group; twice, if one begins before another has ended
+        self._under_way: dict[str, list[int]] = {}  # numbers of completions by group
         self._quiet: OrderedDict[str, int] = OrderedDict()  # groups without any, and the characters of their data,
         self._quiet_nbytes = 0  # and of all of them
 
-    @property
-    def keeps_none(self) -> bool:
-        """Whether nothing is left under any name, because the answers have the routes."""
-        return isinstance(self._store, ResponseRollouts)
+    @classmethod
+    def by(cls, rollouts: str) -> Self:
+        """For the setting ``rollouts``, which is not empty. Raises what :func:`~kvroute.rollout.open_rollouts` does."""
+        return cls(None if rollouts == RESPONSE else open_rollouts(rollouts))
 
-    def make_room(self, name: str, group: str | None) -> None:
-        """Remove the routes, and the told data, of an earlier request of this name.
-
-        The earlier one may have the same tokens but other weights. A client may look for routes by the name as soon as
-        a front end has ended the request, which is before the engine knows.
-        """
-        self._untell(name, group)
-        try:
-            if (left := self._store.find(name)) is not None:
-                self._store.delete(left)
-        except KVRouteError as error:
-            logger.warning("a rollout %s that may be of an earlier request cannot be deleted: %s", name, error)
-
-    def begins(self, name: str, group: str | None) -> None:
-        """A request of this name is under way, until it has its data or is :meth:`unanswered`."""
-        if group is not None:
-            self._untell(name, group)
-            with self._lock:
-                self._under_way.setdefault(group, []).append(name)
-                self._quiet_nbytes -= self._quiet.pop(group, 0)
-
-    def _untell(self, name: str, group: str | None) -> None:
+    def begins(self, key: Key) -> None:
+        """The request of this key is under way, until it has its data or is :meth:`unanswered`."""
+        if key.group is None:
+            return
         with self._lock:
-            for told in self._siblings.get(group, {}).values() if group is not None else ():
-                told.pop(name, None)
+            for values in self._siblings.get(key.group, {}).values():  # an id is used again: these are of the earlier
+                values.pop(str(key.choice), None)
+            self._under_way.setdefault(key.group, []).append(key.choice)
+            self._quiet_nbytes -= self._quiet.pop(key.group, 0)
 
-    def unanswered(self, name: str, group: str | None) -> None:
-        """The request of this name has ended without an answer."""
-        if group is not None:
+    def unanswered(self, key: Key) -> None:
+        """The request of this key has ended without an answer."""
+        if key.group is not None:
             with self._lock:
-                self._over(name, group)
+                self._over(key.choice, key.group)
 
-    def _over(self, name: str, group: str) -> None:
+    def _over(self, choice: int, group: str) -> None:
         """Forget the oldest groups that are done, where there are too many; held: _lock."""
-        if name in (names := self._under_way.get(group, [])):
-            names.remove(name)
-        if not names:
+        if choice in (choices := self._under_way.get(group, [])):
+            choices.remove(choice)
+        if not choices:
             self._under_way.pop(group, None)
             if (told := self._siblings.get(group)) is not None:
                 self._quiet_nbytes -= self._quiet.pop(group, 0)
-                self._quiet[group] = sum(len(str(value)) for values in told.values() for value in values.values())
+                self._quiet[group] = sum(_size(value) for values in told.values() for value in values.values())
                 self._quiet_nbytes += self._quiet[group]
         while len(self._quiet) > (QUIET_MAX if self._quiet_nbytes <= QUIET_NBYTES_MAX else 1):
             oldest, nbytes = self._quiet.popitem(last=False)
@@ -121,48 +112,86 @@ class LeftRoutes:
 
     def leave(
         self,
-        name: str,
+        key: Key,
         routes: Routes,
         tokens: Tokens | None,
-        group: str | None,
         unseen: Sequence[Sequence[int]],
         gaps: Sequence[Gap] = (),
     ) -> dict[str, Any]:
-        """The client's data for request ``name`` with these routes, which are bound to ``tokens``.
+        """The client's data for the request of this ``key`` with these routes, which are bound to ``tokens``.
 
-        A front end sends on only the data of a ``group``'s last request: so this has the data of all that are done,
+        A front end sends on only the data of a group's last request: so this has the data of all that are done,
         unless another one is still under way in the engine. A request that the front end may have ended by itself is
-        not waited for by that front end: beside one, each has the data of all. Raises what the store raises.
+        not waited for by that front end: beside one, each has the data of all.
+
+        If routes of an earlier request lie under a client's key and this prompt, none are found there any more, and
+        these by the handle alone. Raises what the store raises.
         """
         if tokens is not None:
             routes = routes.bind(np.asarray(tokens.ids), tokens.counts(routes.stop, routes.start))
-        handle = self._store.put(name, routes).to_json()
-        said = {LEFT: handle, UNSEEN: unseen, MISSING: [list(gap) for gap in gaps]}
+        values: dict[str, Any] = {UNSEEN: unseen, MISSING: [list(gap) for gap in gaps]}
+        if self._store is None:
+            values[ROUTES] = routes.to_json()
+        else:
+            values[LEFT] = _put(self._store, key, tokens, routes).to_json()
         ends_here = tokens is not None and not tokens.cut
-        return self._client_data(name, {kind: each for kind, each in said.items() if each}, group, ends_here=ends_here)
+        return self._client_data(key, {kind: value for kind, value in values.items() if value}, ends_here=ends_here)
 
-    def fail(self, name: str, error: KVRouteError, group: str | None) -> dict[str, Any]:
-        """The client's data for request ``name`` without routes."""
-        logger.warning("request %s has no routes: %s", name, error)
-        return self._client_data(name, {ERROR: str(error)}, group)
+    def void(self, key: Key, tokens: Tokens | None, layout: Layout) -> None:
+        """The request of this ``key`` leaves no routes: those of an earlier one are not found in their place either."""
+        if key.of_client and self._store is not None:
+            with suppress(KVRouteError):
+                _voided(self._store, _name(key, tokens), layout)
 
-    def _client_data(
-        self, name: str, said: dict[str, Any], group: str | None, *, ends_here: bool = False
-    ) -> dict[str, Any]:
-        own = {kind: {name: each} for kind, each in said.items()}
-        if group is None:
+    def fail(self, key: Key, error: KVRouteError) -> dict[str, Any]:
+        """The client's data for the request of this ``key`` without routes."""
+        logger.warning("request %s has no routes: %s", key.text, error)
+        return self._client_data(key, {ERROR: str(error)})
+
+    def _client_data(self, key: Key, values: dict[str, Any], *, ends_here: bool = False) -> dict[str, Any]:
+        own = {kind: {str(key.choice): value} for kind, value in values.items()}
+        if key.group is None:
             return {FIELD: own}
         with self._lock:
-            found = self._siblings.setdefault(group, {})
-            for kind, each in own.items():
-                found.setdefault(kind, {}).update(each)
-            self._over(name, group)
-            if ends_here and group in self._under_way:
+            siblings = self._siblings.setdefault(key.group, {})
+            for kind, value in own.items():
+                siblings.setdefault(kind, {}).update(value)
+            self._over(key.choice, key.group)
+            if ends_here and key.group in self._under_way:
                 return {FIELD: own}
-            return {FIELD: {kind: dict(each) for kind, each in found.items() if each}}
+            return {FIELD: {kind: dict(values) for kind, values in siblings.items() if values}}
 
     def close(self) -> None:
-        self._store.close()
+        if self._store is not None:
+            self._store.close()
+
+
+def _put(store: RolloutStore, key: Key, tokens: Tokens | None, routes: Routes) -> RolloutHandle:
+    name = _name(key, tokens)
+    if key.of_client and _voided(store, name, routes.layout):
+        logger.warning("%s.%s: wanted one that no other request has had with its prompt, got %r", FIELD, KEY, key.text)
+        name = f"{key.text}@{token_hex(16)}"
+    return store.put(name, routes)
+
+
+def _voided(store: RolloutStore, name: str, layout: Layout) -> bool:
+    """Whether routes of an earlier request were there; then nobody finds them any more."""
+    earlier = store.find(name)
+    if earlier is None:
+        return False
+    store.delete(earlier)  # this may succeed where a put does not: a full disk
+    store.put(name, void(layout))
+    return True
+
+
+def _size(value: Any) -> int:
+    """About how many characters a client's data has as JSON."""
+    return len(value["record"]) if isinstance(value, dict) else len(str(value))
+
+
+def _name(key: Key, tokens: Tokens | None) -> str:
+    """The id of a request's rollout; of one whose tokens are not known the key alone, where no client looks."""
+    return key.text if tokens is None else rollout_id(key.text, tokens.ids[: tokens.prompt])
 
 
 __all__ = ["LeftRoutes", "Tokens", "settled"]

@@ -9,7 +9,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple
 
@@ -24,6 +24,7 @@ from kvroute.connector.carriers.port import Admission, SchedulerParts
 from kvroute.connector.ends import Answer, End, Ends
 from kvroute.connector.engine import Engine
 from kvroute.connector.fills import Request
+from kvroute.connector.key import Key
 from kvroute.connector.left import LeftRoutes, Tokens
 from kvroute.connector.messages import Handshake, Loads, StepMeta
 from kvroute.connector.meter import Meter
@@ -31,11 +32,8 @@ from kvroute.connector.spares import SpareBlocks
 from kvroute.connector.stream import RowStream
 from kvroute.connector.tickets import UNNAMED
 from kvroute.connector.versions import Versions
-from kvroute.rollout import open_rollouts
 from kvroute.witness import Run
 
-HELD_S: Final = 1.0
-"""How long the scheduling thread waits at most for a store elsewhere, where an engine cannot ask again."""
 SENT_MAX: Final = 4
 """Steps that are remembered; the first of them stands for all earlier ones."""
 
@@ -105,8 +103,7 @@ class SchedulerRows:
         spares = SpareBlocks(self.feed, engine.spares)
         self._ends: Ends | None = None
         if settings.rollouts:
-            self._ends = Ends(engine, LeftRoutes(open_rollouts(settings.rollouts)), self.feed, spares)
-        self._rooms: dict[str, Future[None]] = {}  # by request not yet admitted
+            self._ends = Ends(engine, LeftRoutes.by(settings.rollouts), self.feed, spares)
         self._requests: dict[str, _State] = {}
         self._heard = False  # of any block
         # Since the last step was sent:
@@ -155,22 +152,11 @@ class SchedulerRows:
 
     # ---------------------------------------------------------------- admission
 
-    def arrived(self, request_id: str, name: str, group: str | None = None) -> None:
-        """A request has come that will be :meth:`finished` under this ``name``; it has no answer yet."""
+    def begins(self, key: Key) -> None:
+        """A request has come that will be :meth:`finished` with this ``key``; only one of several completions has to
+        say so."""
         if self._ends is not None:
-            self._rooms[request_id] = self._ends.make_room(name, group)
-
-    def ready(self, request_id: str, *, now: bool = False) -> bool:
-        """Whether the request may be :meth:`matched`: the routes that an earlier one left under its name are gone.
-
-        With ``now``, for an engine that does not ask again, the call waits for that, at most :data:`HELD_S`.
-        """
-        if (room := self._rooms.get(request_id)) is not None:
-            if now:
-                wait([room], HELD_S)
-            if now or room.done():
-                del self._rooms[request_id]
-        return request_id not in self._rooms
+            self._ends.begins(key)
 
     def matched(self, request: Request, local: int, found: int, *, later: bool) -> int:
         """How many of the ``found`` tokens to load from outside, after ``local`` ones: as many as have rows."""
@@ -303,7 +289,6 @@ class SchedulerRows:
 
     def forget(self, request_id: str) -> Ended:
         """The request has ended, in whatever way; for :meth:`finished` or :meth:`unanswered`."""
-        self._rooms.pop(request_id, None)
         state, why = self._requests.pop(request_id, None), self.carrier.ended(request_id)
         if state is None:
             return Ended(sys.maxsize, [], why, [])
@@ -321,7 +306,7 @@ class SchedulerRows:
         if self._ends is None or state is None or stop <= max((each.stop for each in state.kept), default=0):
             return
         blocks = self.blocks_of(name, 0, -(-stop // self.engine.tokens))
-        self._ends.keep(end := self._end(name, blocks, 0, stop, self._steps_of(request)))
+        self._ends.keep(end := self._end(Key(name), blocks, 0, stop, self._steps_of(request)))
         state.kept.append(end)
 
     @property
@@ -337,7 +322,7 @@ class SchedulerRows:
         """:attr:`blocks_of`, which an engine sets later."""
         return self.blocks_of(request_id, first, last)
 
-    def _end(self, name: str, blocks: Sequence[int], start: int, stop: int, steps: Sequence[tuple[int, int]]) -> End:
+    def _end(self, key: Key, blocks: Sequence[int], start: int, stop: int, steps: Sequence[tuple[int, int]]) -> End:
         """The end with rows of the positions ``[start, stop)``, without steps that wrote none of them."""
         size = self.engine.tokens
         stop = max(0, min(stop, len(blocks) * size))
@@ -345,19 +330,18 @@ class SchedulerRows:
         lives = self.feed.generations[ids]
         wrote = [(number, first) for number, first in steps if first < stop] or [(self._steps, 0)]
         weights = self.weights
-        end = End(name, ids, lives, min(start, stop), stop, wrote, weights.changes, weights.version, weights.mixed)
+        end = End(key, ids, lives, min(start, stop), stop, wrote, weights.changes, weights.version, weights.mixed)
         slots = (ids[:, None] * size + np.arange(size)).reshape(-1)[:stop]
         end.by_kv = self.carrier.unproved(slots, lives.repeat(size)[:stop])
         return end
 
     def finished(
         self,
-        name: str,
+        key: Key,
         blocks: Sequence[int],
         tokens: int,
         of: Tokens | None = None,
         *,
-        group: str | None = None,
         ended: Ended | None = None,
         start: Any = 0,
     ) -> Future[dict[str, Any]] | None:
@@ -365,39 +349,39 @@ class SchedulerRows:
 
         A thread of kvroute leaves the rows and then completes the future; this call does not wait.
 
-        ``name`` is the client's name for the request, by which a rollout store finds it. ``of`` are its tokens: routes
-        not bound to them are handed out only with answers that have no token ids. With ``ended``, the result of
-        :meth:`forget`, the wait skips steps that wrote none of these rows. The last of a ``group`` of requests, the
-        completions of one prompt, gets the data of all, for engines that send on only the last one's. The client has
-        the rows before ``start``; if that is no position of the prompt, the answer has an error.
+        Under ``key`` its routes lie in a rollout store. ``of`` are its tokens: routes not bound to them are handed out
+        only with answers that have no token ids. With ``ended``, the result of :meth:`forget`, the wait skips steps
+        that wrote none of these rows. The last of a key's group of requests, the completions of one prompt, gets the
+        data of all, for engines that send on only the last one's. The client has the rows before ``start``; if that is
+        no position of the prompt, the answer has an error.
         """
         if self._ends is None:
             return None
         ended, most = ended or Ended(sys.maxsize, [], {}, []), of.prompt if of else tokens
         if not isinstance(start, int) or isinstance(start, bool) or not 0 <= start <= most:
             error = RowError(f"{FIELD}.{START}", f"a position of the prompt, from 0 to {most}", repr(start))
-            return self._ends.refused(name, error, group, ended.kept)
-        end = self._end(name, blocks, start, min(tokens, ended.tokens), ended.steps)
-        end.group, end.of, end.why, end.kept = group, of, ended.why, ended.kept
+            return self._ends.refused(key, error, ended.kept)
+        end = self._end(key, blocks, start, min(tokens, ended.tokens), ended.steps)
+        end.of, end.why, end.kept = of, ended.why, ended.kept
         begun_s, answer = time.monotonic(), self._ends.begin(end)
         answer.add_done_callback(lambda _: self.meter.took("answer", time.monotonic() - begun_s))
         return answer
 
-    def refused(self, name: str, error: RowError, ended: Ended, group: str | None) -> Future[dict[str, Any]] | None:
-        """The request of this ``name``, of a ``group``, has ended; its answer has this ``error`` in place of rows."""
+    def refused(self, key: Key, error: RowError, ended: Ended) -> Future[dict[str, Any]] | None:
+        """The request of this ``key`` has ended; its answer has this ``error`` in place of rows."""
         if self._ends is not None:
-            return self._ends.refused(name, error, group, ended.kept)
+            return self._ends.refused(key, error, ended.kept)
         if self.stream is None:
             return None
         answer = Answer()  # no routes are left, but a mistake is not ignored
-        answer.value = {FIELD: {ERROR: {name: str(error)}}}
+        answer.value = {FIELD: {ERROR: {str(key.choice): str(error)}}}
         answer.tell()
         return answer
 
-    def unanswered(self, ended: Ended, name: str = "", group: str | None = None) -> None:
-        """The request of this ``name``, of a ``group``, has ended without an answer about its rows."""
+    def unanswered(self, ended: Ended, key: Key) -> None:
+        """The request of this ``key`` has ended without an answer about its rows."""
         if self._ends is not None:
-            self._ends.unanswered(ended.kept, name, group)
+            self._ends.unanswered(ended.kept, key)
 
     def reset(self) -> None:
         """The pool has forgotten all blocks: no earlier row is readable, in any tier."""

@@ -14,6 +14,8 @@ from cache_manager.storage import StoreUrl, check_store_url
 from kvroute.connector.versions import AS_LOADED
 from kvroute.rollout import check_rollouts_url
 
+RESPONSE: Final = "response:"
+"""The setting ``rollouts`` that leaves routes in no store: the answers carry them, as JSON."""
 VERSION: Final = "weights_version"
 """The spec of the rows' labels; see :func:`kvroute.weights_version_spec`."""
 
@@ -22,7 +24,7 @@ class Common(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """An operator's settings in every engine."""
 
     store: str = ""  # URL of the store of rows that belong to KV from elsewhere; "": rows end with their blocks
-    rollouts: str = "response:"  # URL of the rollout store where routes are left; "": nowhere
+    rollouts: str = RESPONSE  # routes go into the response; or the URL of the rollout store for them; "": nowhere
     weights: str = ""  # names the weights; by default a digest of where they are, their sizes, times and samples
     # Rows that come for KV that others kept are compared with it. KV does not show the last router's choice: that is
     # "missing" from the routes, or there and "flagged" in the answer.
@@ -59,7 +61,7 @@ class Common(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         checks: dict[str, Callable[[], object]] = {}
         if self.store:
             checks["store"] = lambda: check_store_url(self.store)
-        if self.rollouts:
+        if self.rollouts not in ("", RESPONSE):
             checks["rollouts"] = lambda: check_rollouts_url(self.rollouts)
         return checks
 
@@ -108,7 +110,7 @@ class Settings(Common, frozen=True):
 
     def __post_init__(self) -> None:
         if self.rollouts == "auto":
-            msgspec.structs.force_setattr(self, "rollouts", "" if self.field else "response:")
+            msgspec.structs.force_setattr(self, "rollouts", "" if self.field else RESPONSE)
 
     @property
     def writes(self) -> bool:
@@ -186,4 +188,4 @@ def _holding(url: StoreUrl, tiers: Sequence[str]) -> str:
     return own + ",".join(tiers)
 
 
-__all__ = ["VERSION", "Common", "Settings"]
+__all__ = ["RESPONSE", "VERSION", "Common", "Settings"]

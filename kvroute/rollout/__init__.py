@@ -5,7 +5,6 @@
 ``mooncake://host:port/prefix?...``              :class:`~kvroute.rollout.mooncake.MooncakeRollouts`: in a Mooncake pool
 ``ray:name?layers=1``                            :class:`~kvroute.rollout.ray.RayRollouts`: objects of an actor
 ``tq:?column=NAME,URL``                          :class:`~kvroute.rollout.transfer_queue.QueueRollouts`: a column
-``response:``                                    :class:`~kvroute.rollout.response.ResponseRollouts`: in the handle
 ===============================================  =====================================================================
 
 Further schemes come from entry points in the group ``kvroute.rollout_stores``: the entry's name is the scheme, its
@@ -34,7 +33,6 @@ _OPENERS = {
     "mooncake": "mooncake:open_mooncake_rollouts",
     "ray": "ray:open_ray_rollouts",
     "tq": "transfer_queue:open_queue_rollouts",
-    "response": "response:open_response_rollouts",
 }
 BUILT_IN: Final = {name: EntryPoint(name, f"kvroute.rollout.{opener}", GROUP) for name, opener in _OPENERS.items()}
 

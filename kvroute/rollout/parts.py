@@ -15,8 +15,6 @@ from contextlib import contextmanager
 from functools import partial
 from typing import ClassVar, Final
 
-from msgspec.structs import replace as with_fields
-
 from cache_manager.errors import ConfigError, InvalidInputError, StorageError, StoreClosedError
 from cache_manager.ports import Absence
 from cache_manager.record import Buffer
@@ -212,9 +210,9 @@ def checked_header(handle: RolloutHandle, head: Buffer) -> Header:
     """The header in ``head``, if it is of this put; ``GoneError`` if of another put of the rollout, else
     ``InvalidInputError``."""
     header = unpack(head)
-    found, told = RolloutHandle.of(handle.store, header, len(head)), with_fields(handle, inline=b"")
-    if found != told:
+    found = RolloutHandle.of(handle.store, header, len(head))
+    if found != handle:
         if found.rollout_id == handle.rollout_id and found.put_id != handle.put_id:
             raise GoneError(f"rollout {handle.rollout_id} was put again")
-        raise InvalidInputError("routes record", told.name, found.name)
+        raise InvalidInputError("routes record", handle.name, found.name)
     return header

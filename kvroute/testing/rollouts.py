@@ -87,10 +87,6 @@ def of_layers(routes: Routes, layers: set[int]) -> Routes:
 class RolloutContract(ABC):
     """Subclass it, name the class ``Test...``, and implement :meth:`make_store`."""
 
-    finds: bool = True
-    """Whether a rollout can be found by its id."""
-    forgets: bool = True
-    """Whether a deleted rollout is not there any more."""
     reads_parts: bool = True
     """Whether a get reads little more than the wanted rows, not the whole rollout."""
     settings: ClassVar[settings | None] = None
@@ -186,7 +182,7 @@ class RolloutContract(ABC):
             handles = [store.put(rollout_id, routes_of(i)) for i, rollout_id in enumerate(ids)]
             for i, (rollout_id, handle) in enumerate(zip(ids, handles, strict=True)):
                 assert fetch_routes(store, handle) == routes_of(i)
-                assert store.find(rollout_id) == (handle if self.finds else None)
+                assert store.find(rollout_id) == handle
             assert os.listdir(directory.parent) == ["store"]
             for wrong in ("", "x" * 201, "\udc80", 7, None):
                 with pytest.raises(InvalidInputError, match="rollout id: wanted"):
@@ -208,8 +204,7 @@ class RolloutContract(ABC):
     def test_a_handle_of_another_store_is_a_miss(self) -> None:
         with self._opened() as (store, _), self._opened() as (other, _):
             handle = store.put("task:1:0:0", routes_of(1))
-            if not handle.inline:
-                assert other.get(handle) is Absence.MISS
+            assert other.get(handle) is Absence.MISS
 
     def test_damage_is_a_counted_absence(self) -> None:
         """Goal: never wrong. Method: one byte of the stored rollout is changed; other rollouts stay sound."""
@@ -245,8 +240,7 @@ class RolloutContract(ABC):
             writers = [threads.submit(write, seed) for seed in (0, 100, 200)]
             for each in [*writers, threads.submit(read), threads.submit(read)]:
                 each.result(60)
-            if self.finds:
-                assert all(store.find(rollout_id) is not None for rollout_id in ids)
+            assert all(store.find(rollout_id) is not None for rollout_id in ids)
             assert (store.counters.puts, store.counters.put_failures, store.counters.corrupt) == (24, 0, 0)
 
     # ---------------------------------------------------------------- the end
@@ -305,12 +299,11 @@ def _machine(contract: RolloutContract) -> type[RuleBasedStateMachine]:
             there = not isinstance(found, Absence)
             self.count(hits=there, misses=not there)
             assert found == routes_of(one[1], 3 + one[1]) if there else found is Absence.MISS
-            assert there or not (last or one[0].inline)
-            assert not there or last or not contract.forgets
+            assert there == last
 
         @rule(rollout_id=ids)
         def find(self, rollout_id: str) -> None:
-            assert self.store.find(rollout_id) == (self.last.get(rollout_id) if contract.finds else None)
+            assert self.store.find(rollout_id) == self.last.get(rollout_id)
 
         @invariant()
         def counters_add_up(self) -> None:

@@ -15,7 +15,7 @@ from toy_engine import Asked, Toy, admitted, held, judge, stepped
 from waiting import GIVE_UP_S
 
 from cache_manager.errors import RegionError, RowError
-from kvroute.connector import Tokens, ends, engine, routes
+from kvroute.connector import Key, Tokens, ends, engine, routes
 from kvroute.connector.left import LeftRoutes
 from kvroute.connector.scheduler import SENT_MAX
 from kvroute.rollout import RolloutStore, open_rollouts
@@ -33,7 +33,7 @@ def compute(toy: Toy, tokens: list[int]) -> None:
 def end(toy: Toy, tokens: list[int], name: str = "r") -> Future[dict[str, Any]]:
     """The request in the blocks is done; the scheduler's thread is not held up."""
     ended = toy.scheduler.forget("r")
-    told = toy.scheduler.finished(name, BLOCKS, len(tokens), Tokens(tokens, len(tokens)), ended=ended)
+    told = toy.scheduler.finished(Key(name, True), BLOCKS, len(tokens), Tokens(tokens, len(tokens)), ended=ended)
     assert told is not None
     return told
 
@@ -125,50 +125,21 @@ def test_no_thread_of_the_engine_waits_for_a_store(stuck: tuple[Toy, Stuck]) -> 
         assert judge(of(each, store._store), tokens) == {"right": 6}
 
 
-@pytest.mark.parametrize("now", [False, True])
-def test_a_name_is_used_again_when_its_rows_are_gone(stuck: tuple[Toy, Stuck], now: bool) -> None:
-    """Goal: rows of an earlier request are not found under the name of one that is computed. Method: a name comes again
-    while the rows of its first request are on their way into the store; the engine asks again, or only once."""
-    toy, store = stuck
-    compute(toy, FIRST)
-    end(toy, FIRST)
-    assert store.began.wait(GIVE_UP_S)
-    toy.scheduler.arrived("again", "r")
-    toy.scheduler.arrived("other", "s")
-    assert not toy.scheduler.ready("again")
-    threading.Timer(0.1 * now, store.go.set).start()
-    while not toy.scheduler.ready("again", now=now):
-        assert not now
-        threading.Event().wait(0.001)
-    assert store.go.is_set(), "the request is not ready while the earlier rows are on their way"
-    assert store.find("r") is None
-
-
 @pytest.mark.parametrize("names", ["abc", "aaa"])
 def test_a_store_that_stays_stuck_bounds_what_waits(
     stuck: tuple[Toy, Stuck], monkeypatch: pytest.MonkeyPatch, names: str
 ) -> None:
-    """Goal: a limit, which the client is told of; no rows of an older request under a newer one's name. Method: room
-    for two ends, and three end, of one name or of more; then the first name comes again, and the older request of
-    that name is no longer waited for."""
+    """Goal: a limit, which the client is told of. Method: room for two ends, and three end, of one key or of more."""
     toy, store = stuck
     monkeypatch.setattr(ends, "ENDS_MAX", 2)
-    monkeypatch.setattr(ends, "LATE_S", 0.01)
     told = []
     for name in names:
         compute(toy, FIRST)
         told.append(end(toy, FIRST, name))
     with pytest.raises(RowError, match="2 at most, for the rollout store to take"):
         of(told[2], store._store)
-    toy.scheduler.arrived("again", "a")
-    while not toy.scheduler.ready("again"):
-        threading.Event().wait(0.001)
     store.go.set()
-    for each in told[:2]:
-        each.result(GIVE_UP_S)
-    assert store.find("a") is None
-    if names == "abc":
-        assert judge(of(told[1], store._store), FIRST) == {"right": 6}
+    assert judge(of(told[1], store._store), FIRST) == {"right": 6}
 
 
 def test_an_answer_comes_whatever_happens(start: Callable[..., Toy], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -268,7 +239,7 @@ def test_a_client_gets_the_rows_that_it_lacks(start: Callable[..., Toy]) -> None
 
 
 def told_from(toy: Toy, tokens: list[int], at: Any) -> Future[dict[str, Any]]:
-    told = toy.scheduler.finished("r", toy.table, len(tokens), Tokens([*tokens, 5], min(9, len(tokens))), start=at)
+    told = toy.scheduler.finished(Key("r"), toy.table, len(tokens), Tokens([*tokens, 5], min(9, len(tokens))), start=at)
     assert told is not None
     return told
 
@@ -301,7 +272,7 @@ def again(toy: Toy, blocks: list[int]) -> Routes:
     request = admitted(toy, SAID, blocks)
     stepped(toy, request, len(SAID))
     ended = toy.scheduler.forget("r")
-    told = toy.scheduler.finished("r", blocks, len(SAID), Tokens([*SAID, 5], 4), ended=ended)
+    told = toy.scheduler.finished(Key("r"), blocks, len(SAID), Tokens([*SAID, 5], 4), ended=ended)
     assert told is not None
     return of(told)
 
@@ -412,7 +383,9 @@ def test_a_forgetting_takes_no_row_that_an_older_step_writes_over(start: Callabl
     go.set()
     request = admitted(toy, tokens, [5, 2, 3])
     stepped(toy, request, len(tokens))
-    told = toy.scheduler.finished("r", [5, 2, 3], len(tokens), Tokens([*tokens, 5], 4), ended=toy.scheduler.forget("r"))
+    told = toy.scheduler.finished(
+        Key("r"), [5, 2, 3], len(tokens), Tokens([*tokens, 5], 4), ended=toy.scheduler.forget("r")
+    )
     assert told is not None
     assert judge(of(told), tokens, [1] * len(tokens)) == {"right": 2, "missing": 10}
 
@@ -435,14 +408,14 @@ def test_what_was_kept_of_a_request_is_let_go_at_its_end(
     assert len(house._spares) < spares
     ended, of_it = toy.scheduler.forget("r"), Tokens([*SAID, 5], 4)
     if ends_as == "nobody asks":
-        toy.scheduler.unanswered(ended)
+        toy.scheduler.unanswered(ended, Key("r"))
     else:
         monkeypatch.setattr(ends, "ENDS_MAX", 0 if ends_as == "too many" else 9)
         monkeypatch.setattr(ends, "LATE_S", 0.01 if ends_as == "behind" else 60.0)
         if ends_as == "asked from behind it":
             go.set()
         begin = {"refused": -1, "asked from behind it": 4}.get(ends_as, 0)
-        told = toy.scheduler.finished("r", [5, 2, 3], len(SAID), of_it, ended=ended, start=begin)
+        told = toy.scheduler.finished(Key("r"), [5, 2, 3], len(SAID), of_it, ended=ended, start=begin)
         assert told is not None
         assert told.result(GIVE_UP_S)
     assert (len(house._spares), house._unread) == (spares, {})

@@ -1,10 +1,8 @@
-"""Rollouts that a scheduler leaves for clients: bound to the request's tokens, and never those of an earlier
-request."""
+"""Rollouts that a scheduler leaves for clients: bound to the request's tokens, under a key that its client never uses
+again; if it does, nobody gets another request's rows."""
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import closing
@@ -17,11 +15,12 @@ from toy_engine import Toy, admitted, judge
 from waiting import GIVE_UP_S
 
 import kvroute
-from kvroute.connector import Tokens, ends, routes
-from kvroute.rollout import RolloutHandle, RolloutStore, open_rollouts
-from kvroute.rollout.local import LocalRollouts
+from kvroute.connector import Key, Tokens, choice_key, ends, routes
+from kvroute.connector.key import rollout_id
+from kvroute.rollout import RolloutStore, open_rollouts
 
 TOKENS = [3, 1, 4, 1, 5, 9]
+PROMPT = 3
 
 
 @pytest.fixture
@@ -35,161 +34,221 @@ def store(tmp_path: Path) -> Iterator[RolloutStore]:
         yield opened
 
 
-def arrive(toy: Toy, name: str, group: str | None = None) -> None:
-    toy.scheduler.arrived(name, name, group)
-    while not toy.scheduler.ready(name):
-        time.sleep(0.001)
-
-
 def told_of(begun: Future[dict[str, Any]] | None) -> dict[str, Any]:
     assert begun is not None
     return begun.result(GIVE_UP_S)
 
 
-def answered(tokens: list[int], **more: Any) -> dict[str, Any]:
-    """The answer of a front end that has ended request ``r`` by itself: only the toy's prompt tokens have rows."""
-    said = {"prompt_token_ids": tokens[:3], "token_ids": [*tokens[3:], 7]}
+def left(toy: Toy, key: Key, tokens: list[int] = TOKENS, *, cut: bool = False, weights: int = 0) -> dict[str, Any]:
+    """A request with these tokens, the first of which are its prompt, was computed by these weights and has ended."""
+    toy.weights = weights
+    toy.ask("of nobody", tokens)
+    return told_of(toy.scheduler.finished(key, toy.table, len(tokens), Tokens([*tokens, 7], PROMPT, cut)))
+
+
+def own(text: str, choice: int = 0, group: str | None = None) -> Key:
+    """A client's key."""
+    return Key(text, True, choice, group)
+
+
+def answered(tokens: list[int] = TOKENS, **more: Any) -> dict[str, Any]:
+    """An answer without a handle: of a stream, or of a request that a front end has ended by itself."""
+    said = {"prompt_token_ids": tokens[:PROMPT], "token_ids": [*tokens[PROMPT:], 7]}
     return {"id": "r", "choices": [{"index": 0, **said}], "kv_transfer_params": None, **more}
 
 
-def test_rows_of_older_weights_are_not_those_of_the_same_tokens_again(
-    engine: Callable[..., Toy], store: RolloutStore
+# One key, one request -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cut", [False, True])
+def test_routes_are_found_by_the_key_that_the_request_carried(
+    engine: Callable[..., Toy], store: RolloutStore, cut: bool
 ) -> None:
-    """Goal: a second epoch with the same id and, by greedy decoding, the same tokens does not get the first epoch's
-    rows. Method: an engine has left a rollout; another one with new weights gets the same request; its front end
-    answers first."""
-    engine(weights_version=1).ask("r", TOKENS)
-    engine(weights_version=1).ask("of another", TOKENS)
-    assert routes(answered(TOKENS), rollouts=store, wait_s=0).weights_versions == ((0, 6, 1),)
-    second = engine(weights_version=2)
-    arrive(second, "r")
-    with pytest.raises(kvroute.RowError, match="nor one in the store"):
-        routes(answered(TOKENS), rollouts=store, wait_s=0)
-    told = second.ask("r", TOKENS)
-    for answer in (answered(TOKENS), answered(TOKENS, **told)):
-        found = routes(answer, rollouts=store, wait_s=0)
-        assert found.weights_versions == ((0, 6, 2),)
-        assert judge(found, TOKENS) == {"right": 6}
-    assert store.find("of another") is not None
+    """Goal: an answer without a handle has its rows, whatever its front end has cut off. Method: two requests with one
+    prompt and keys of their own; the whole answer and shorter ones."""
+    toy = engine()
+    left(toy, own("a"), cut=cut)
+    left(toy, own("b"), [*TOKENS[:5], 2], cut=cut)
+    for rows in (6, 5, 4) if cut else (6,):
+        answer = answered()
+        answer["choices"][0]["token_ids"] = [*TOKENS, 7][PROMPT : rows + 1]
+        assert judge(routes(answer, rollouts=store, key="a", wait_s=0), TOKENS[:rows]) == {"right": rows}
+    with pytest.raises(kvroute.RowError, match="rows of other tokens"):
+        routes(answered(), rollouts=store, key="b", wait_s=0)
 
 
-def test_a_request_without_routes_leaves_no_older_ones(
+def test_a_list_of_prompts_has_one_key(engine: Callable[..., Toy], store: RolloutStore) -> None:
+    """Goal: each prompt of a list has its rows, though the server gives all of them the request's key. Method: two
+    prompts that begin alike."""
+    toy, prompts = engine(), ([3, 1, 4, 1], [3, 1, 5, 9])
+    for tokens in prompts:
+        left(toy, own("a"), tokens)
+    for tokens in prompts:
+        assert judge(routes(answered(tokens), rollouts=store, key="a", wait_s=0), tokens) == {"right": 4}
+
+
+def test_each_of_several_completions_has_a_key_of_its_own(engine: Callable[..., Toy], store: RolloutStore) -> None:
+    """Goal: equal completions of one prompt do not get each other's rows. Method: vLLM's ids of two completions, with
+    the same tokens by different weights."""
+    toy, keys = engine(weights_version=1), [Key.of(f"{i}_cmpl-x-0-12345678", "a") for i in (0, 1)]
+    assert [key.text for key in keys] == [choice_key("a", 0), choice_key("a", 1)] == ["a~0", "a~1"]
+    for weights, key in enumerate(keys):
+        toy.scheduler.reset()
+        toy.cached.clear()
+        left(toy, key, weights=weights)
+    for weights in (0, 1):
+        found = routes(answered(), rollouts=store, key=choice_key("a", weights), wait_s=0)
+        assert judge(found, TOKENS, [weights] * 6) == {"right": 6}
+    with pytest.raises(kvroute.RowError, match="under the key a within"):
+        routes(answered(), rollouts=store, key="a", wait_s=0)
+
+
+@pytest.mark.parametrize("name", ["5_1", "12_7_0", "2026_step", "0_1", "7_abc-12345678"])
+def test_an_id_that_begins_like_a_child_s_has_the_number_in_its_key(name: str) -> None:
+    """Goal: one rule, which a client knows. Method: ids of a client's own, and others that are no child's."""
+    number = name.partition("_")[0]
+    assert Key.of(name, "k") == Key(f"k~{number}", True, int(number), name.partition("_")[2])
+    assert Key.of(name) == Key(name, False, int(number), name.partition("_")[2])
+    for other in ("cmpl-1_2", "_1", "²_1", "x", "9876543210_1"):
+        assert Key.of(other, "k") == Key("k", True)
+        assert Key.of(other) == Key(other)
+
+
+# A key that comes again -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cut", [False, True])
+@pytest.mark.parametrize("again", [False, True])
+def test_a_key_that_is_used_again_finds_no_other_request_s_rows(
+    engine: Callable[..., Toy], store: RolloutStore, cut: bool, again: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Goal: of a second epoch, a restarted engine or another engine over the same store with the same key and, by
+    greedy decoding, the same tokens, nobody gets the other's rows. Method: two engines with different weights, the
+    second ``again`` after it was restarted; by key, and by the handles."""
+    told = [left(engine(weights_version=1), own("a"), cut=cut)]
+    left(engine(weights_version=1), own("of-another"), cut=cut)
+    assert routes(answered(), rollouts=store, key="a", wait_s=0).weights_versions == ((0, 6, 1),)
+    for version in (2, 3)[: 1 + again]:
+        told.append(left(engine(weights_version=version), own("a"), cut=cut, weights=version))
+        with pytest.raises(kvroute.RowError, match="a key that no other request has had with this prompt, got 'a'"):
+            routes(answered(), rollouts=store, key="a", wait_s=60)
+        found = routes(answered(kv_transfer_params=told[-1]), rollouts=store)
+        assert found.weights_versions == ((0, 6, version),)
+        assert judge(found, TOKENS, [version] * 6) == {"right": 6}
+        assert "kvroute.key: wanted one that no other request has had" in caplog.text
+    with pytest.raises(kvroute.RowError, match="there and sound, got miss"):
+        routes(answered(kv_transfer_params=told[0]), rollouts=store)
+    assert routes(answered(), rollouts=store, key="of-another", wait_s=0).weights_versions == ((0, 6, 1),)
+
+
+@pytest.mark.parametrize("cut", [False, True])
+def test_a_retried_request_gets_no_rows_of_its_first_try(
+    engine: Callable[..., Toy], store: RolloutStore, cut: bool
+) -> None:
+    """Goal: as above, before the engine has seen the second one's end. Method: a client's library sends a request
+    again, with its key; the first one was aborted, the second says other tokens, and its client looks at once; or the
+    same ones and more."""
+    left(engine(), own("a"), cut=True)
+    for tokens in ([*TOKENS[:4], 8, 8], [*TOKENS, 7, 1]):
+        with pytest.raises(kvroute.RowError, match="rows of "):
+            routes(answered(tokens), rollouts=store, key="a", wait_s=0)
+    left(engine(), own("a"), [*TOKENS[:4], 8, 8], cut=cut)
+    for tokens in (TOKENS, [*TOKENS[:4], 8, 8]):
+        with pytest.raises(kvroute.RowError, match="a key that no other request has had"):
+            routes(answered(tokens), rollouts=store, key="a", wait_s=60)
+
+
+def test_a_request_that_loses_its_rows_finds_none_of_an_earlier_one(
     engine: Callable[..., Toy], store: RolloutStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Goal: a stream's client, who sees no error, finds nothing. Method: a worker is behind when its request ends."""
+    """Goal: a stream's client, who sees no error, finds nothing. Method: a worker is behind when the second request of
+    a key ends."""
     monkeypatch.setattr(ends, "LATE_S", 0.0)
-    engine().ask("r", TOKENS)
+    left(engine(), own("a"))
     toy = engine(late=True)
-    arrive(toy, "r")
     admitted(toy, TOKENS, [5, 2])
     toy.scheduler.step({"r": 6})
-    told = told_of(toy.scheduler.finished("r", [5, 2], 6, Tokens(TOKENS, 3)))
+    told = told_of(toy.scheduler.finished(own("a"), [5, 2], 6, Tokens([*TOKENS, 7], PROMPT)))
     with pytest.raises(kvroute.RowError, match="a worker that is behind"):
-        routes(answered(TOKENS, kv_transfer_params=told), rollouts=store, wait_s=60)
-    with pytest.raises(kvroute.RowError, match="nor one in the store"):
-        routes(answered(TOKENS), rollouts=store, wait_s=0)
+        routes(answered(kv_transfer_params=told), rollouts=store, key="a", wait_s=60)
+    with pytest.raises(kvroute.RowError, match="a key that no other request has had"):
+        routes(answered(), rollouts=store, key="a", wait_s=60)
 
 
-def test_a_request_comes_while_the_store_hangs(engine: Callable[..., Toy], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Goal: the thread that schedules waits for no store, of files neither. Method: the file system does not answer;
-    the request is ready when it has."""
-    toy, go, asked = engine(), threading.Event(), list[str]()
-    find = LocalRollouts.find
-
-    def held_up(self: LocalRollouts, name: str) -> RolloutHandle | None:
-        asked.append(threading.current_thread().name)
-        assert go.wait(60)
-        return find(self, name)
-
-    monkeypatch.setattr(LocalRollouts, "find", held_up)
-    toy.scheduler.arrived("new", "new")
-    assert not toy.scheduler.ready("new")
-    go.set()
-    while not toy.scheduler.ready("new"):
-        time.sleep(0.001)
-    assert asked == ["kvroute-rooms"]
-    plain = engine(rollouts="response:")
-    plain.scheduler.arrived("new", "new")
-    assert plain.scheduler.ready("new")
+def test_engines_share_a_store_though_their_ids_are_the_same(engine: Callable[..., Toy], store: RolloutStore) -> None:
+    """Goal: a request without a key disturbs nobody. Method: two engines that count their requests from 0, over one
+    store, with the same tokens."""
+    told = [left(engine(weights_version=v), Key.of(f"0-{v}0000000"), weights=v) for v in (1, 2)]
+    for version, each in zip((1, 2), told, strict=True):
+        found = routes(answered(kv_transfer_params=each), rollouts=store)
+        assert judge(found, TOKENS, [version] * 6) == {"right": 6}
+    with pytest.raises(kvroute.RowError, match="key=, the one that its request carried in kv_transfer_params"):
+        routes(answered(), rollouts=store, wait_s=60)
 
 
-def test_a_store_that_fails_when_a_request_comes_is_reported(
-    engine: Callable[..., Toy], caplog: pytest.LogCaptureFixture
-) -> None:
-    """Goal: the request is served. Method: a store that was closed; an id that no rollout can have."""
+@pytest.mark.parametrize("key", ["", "x" * 129, "a b", "a/b", "a@b", "~1", "a~", "a~x", "é", 7, b"a", ["a"]])
+def test_a_key_that_is_none_is_refused(store: RolloutStore, key: Any) -> None:
+    """Goal: a client's mistake is named. Method: lengths, characters, types; what a choice's key may not be."""
+    with pytest.raises(kvroute.RowError, match="key: wanted 1 to 128 letters and digits"):
+        routes(answered(), rollouts=store, key=key, wait_s=60)
+
+
+def test_the_longest_key_has_a_place(engine: Callable[..., Toy], store: RolloutStore) -> None:
+    """Goal: what a client may choose, a store can hold. Method: the longest key, with every odd character, of a
+    completion with a long number."""
+    key = choice_key("-_.:" * 32, 10**9 - 1)
+    left(engine(), own(key))
+    assert judge(routes(answered(), rollouts=store, key=key, wait_s=0), TOKENS) == {"right": 6}
+    assert store.find(rollout_id(key, TOKENS[:PROMPT])) is not None
+
+
+# Several completions --------------------------------------------------------------------------------------------------
+
+
+def test_a_store_that_fails_is_reported(engine: Callable[..., Toy]) -> None:
+    """Goal: the answer says why it has no rows. Method: a store that was closed; an id that no rollout can have."""
     toy = engine()
+    told = left(toy, Key("x" * 999))
+    with pytest.raises(kvroute.RowError, match="rollout id: wanted at most 200 bytes"):
+        routes(answered(kv_transfer_params=told))
     assert toy.scheduler._ends is not None
-    toy.scheduler._ends.make_room("x" * 999, None).result(GIVE_UP_S)
     toy.scheduler._ends._left.close()
-    toy.scheduler._ends.make_room("r", None).result(GIVE_UP_S)
-    assert [each.getMessage().partition(" that may")[0] for each in caplog.records] == [
-        f"a rollout {'x' * 999}",
-        "a rollout r",
-    ]
-    told = toy.ask("r", TOKENS)
     with pytest.raises(kvroute.RowError, match="closed"):
-        routes(answered(TOKENS, **told))
+        routes(answered(kv_transfer_params=left(toy, own("a"))))
 
 
 def test_the_last_member_of_a_group_has_the_data_of_all(engine: Callable[..., Toy]) -> None:
     """Goal: vLLM sends on what comes with the last completion only, and the others carry nothing twice. Method: two of
-    one request, one of another; three of one whose front end may end each by itself, so that any may be the last."""
+    one request, one of-another; three of one whose front end may end each by itself, so that any may be the last."""
     toy = engine()
     toy.ask("before", TOKENS)
 
-    def told(name: str, group: str | None, *, cut: bool = False) -> list[str]:
-        begun = toy.scheduler.finished(name, toy.table, 6, Tokens(TOKENS, 3, cut), group=group)
+    def begins(choice: int, group: str) -> None:
+        toy.scheduler.begins(Key("of none", choice=choice, group=group))
+
+    def told(choice: int, group: str | None, *, cut: bool = False) -> list[str]:
+        key = Key(f"{choice}_{group}", False, choice, group)
+        begun = toy.scheduler.finished(key, toy.table, 6, Tokens(TOKENS, 3, cut))
         return sorted(told_of(begun)["kvroute"]["rollouts"])
 
-    for name, group in (("0_r", "r-1"), ("1_r", "r-1"), ("1_s", "s-1"), ("0_c", "c"), ("1_c", "c"), ("2_c", "c")):
-        arrive(toy, name, group)
-    assert told("1_r", "r-1") == ["1_r"]
-    assert told("1_s", "s-1") == ["1_s"]
-    assert told("0_r", "r-1") == ["0_r", "1_r"]
-    assert told("5_1", None) == ["5_1"]
-    assert told("0_c", "c", cut=True) == ["0_c"]
-    assert told("1_c", "c", cut=True) == ["0_c", "1_c"]
-    arrive(toy, "2_r", "r-1")  # vLLM sends the engine one after the other
-    arrive(toy, "3_r", "r-1")
-    assert told("3_r", "r-1") == ["3_r"]
-    assert told("2_r", "r-1") == ["0_r", "1_r", "2_r", "3_r"]
-    arrive(toy, "1_r", "r-1")  # the same id again, in an engine whose ids have nothing random
-    assert told("0_r", "r-1") == ["0_r"]
-    assert told("1_r", "r-1") == ["0_r", "1_r", "2_r", "3_r"]
-
-
-class Elsewhere:
-    """A rollout store in another process, which is slow to say what it has."""
-
-    def __init__(self, store: RolloutStore) -> None:
-        self.store, self.answers = store, threading.Event()
-
-    def find(self, name: str) -> Any:
-        assert self.answers.wait(GIVE_UP_S)
-        return self.store.find(name)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.store, name)
-
-
-def test_a_request_that_ends_before_it_is_ready_holds_no_siblings_rows_back(engine: Callable[..., Toy]) -> None:
-    """Goal: the last completion's answer has the rows of all. Method: three of one prompt; one is done, one is aborted
-    while a slow store is asked for an earlier request of its name, then the last one is done."""
-    toy = engine()
-    toy.ask("before", TOKENS)
-    assert toy.scheduler._ends is not None
-    left = toy.scheduler._ends._left
-    left._store = slow = Elsewhere(left._store)  # type: ignore[assignment]
-    slow.answers.set()
-    arrive(toy, "0_r", "r")
-    arrive(toy, "1_r", "r")
-    first = told_of(toy.scheduler.finished("0_r", toy.table, 6, Tokens(TOKENS, 3), group="r"))
-    slow.answers.clear()
-    toy.scheduler.arrived("2_r", "2_r", "r")
-    assert not toy.scheduler.ready("2_r")
-    room = toy.scheduler._rooms["2_r"]
-    toy.scheduler.unanswered(toy.scheduler.forget("2_r"), "2_r", "r")
-    slow.answers.set()
-    room.result(GIVE_UP_S)
-    last = told_of(toy.scheduler.finished("1_r", toy.table, 6, Tokens(TOKENS, 3), group="r"))
-    assert [sorted(each["kvroute"]["rollouts"]) for each in (first, last)] == [["0_r"], ["0_r", "1_r"]]
+    for choice, group in ((0, "r"), (1, "r"), (1, "s"), (0, "c"), (1, "c"), (2, "c")):
+        begins(choice, group)
+    assert told(1, "r") == ["1"]
+    assert told(1, "s") == ["1"]
+    assert told(0, "r") == ["0", "1"]
+    assert told(0, None) == ["0"]
+    assert told(0, "c", cut=True) == ["0"]
+    assert told(1, "c", cut=True) == ["0", "1"]
+    begins(2, "r")  # vLLM sends the engine one after the other
+    begins(3, "r")
+    assert told(3, "r") == ["3"]
+    assert told(2, "r") == ["0", "1", "2", "3"]
+    begins(1, "r")  # the same id again, in an engine whose ids have nothing random
+    assert told(0, "r") == ["0"]
+    assert told(1, "r") == ["0", "1", "2", "3"]
+    begins(0, "t")
+    begins(1, "t")
+    assert told(0, "t") == ["0"]
+    toy.scheduler.unanswered(toy.scheduler.forget("of none"), Key("of none", choice=1, group="t"))
+    begins(2, "t")
+    assert told(2, "t") == ["0", "2"]

@@ -59,8 +59,7 @@ ON = {"enable_routing_replay": True}
         ({"num_moe_layers": 0}, r"`int` >= 1 - at `\$.num_moe_layers`"),
         (ON | {"debug_mode": True}, "^debug_mode: wanted false: ids are checked at capture"),
         (ON | {"routing_store_type": "rdma"}, "^rdma_store_server: wanted HOST:PORT.* of a Mooncake master"),
-        (ON | {"routing_store_type": "response", "only_last_turn": True}, "^only_last_turn: wanted false: rollouts"),
-        (ON | {"rollout_store": "response:", "only_last_turn": True}, "^only_last_turn: wanted false: rollouts"),
+        ({"routing_store_type": "response"}, r"'response' - at `\$.routing_store_type`"),
         (ON | {"rollout_store": "file:///x", "use_fused_put": True}, "^use_fused_put: wanted no value beside"),
         (ON | {"rollout_store": "file:///x", "local_store_dir": "y"}, "^local_store_dir: wanted no value beside"),
         (ON | {"rollout_store": "nothing"}, "^store: wanted a URL"),
@@ -80,7 +79,6 @@ def test_invalid_configurations_are_refused_by_name(value: Any, message: str) ->
         ({"local_store_dir": "/data", "use_fused_put": True}, "file:///data?layers=all"),
         ({"routing_store_type": "rdma", "rdma_store_server": "h:1/p"}, "mooncake://h:1/p"),
         ({"routing_store_type": "rdma", "rdma_store_server": "mooncake://h:1"}, "mooncake://h:1"),
-        ({"routing_store_type": "response"}, "response:"),
         ({"rollout_store": "mine://somewhere?x=1"}, "mine://somewhere?x=1"),
     ],
 )

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from a_store import a_store
 from adapters import WHOLE
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,7 +18,7 @@ from numpy.typing import NDArray
 from routes_of import expert_rows, made_routes
 
 from cache_manager.errors import InvalidInputError, KVRouteError, RowError
-from kvroute import fetch_shard, open_rollouts
+from kvroute import fetch_shard
 from kvroute.replay import nemo_rl, prime_rl, skyrl, slime, transformers, verl
 from kvroute.replay.rows import ReplayError
 from kvroute.routes import Routes, Split, shard_packed, shard_padded
@@ -115,7 +116,7 @@ def test_lazy_ranks_have_every_row_once(
     random splits together have every row of every routed layer, told by its value, and spread padding beside; the
     layers are asked for in any order."""
     samples = [made_routes(i, n - 1, experts=256) for i, n in enumerate(tokens)]
-    store = open_rollouts("response:")
+    store = a_store()
     handles = [store.put(f"r{i}", sample) for i, sample in enumerate(samples)]
     seen: Counter[tuple[int, ...]] = Counter()
     for pp_rank, cp_rank, tp_rank in product(range(pp), range(cp), range(tp)):
@@ -182,7 +183,7 @@ SAMPLE, WHOLE_BATCH = made_routes(1, 4), Split()
 
 
 def stored() -> tuple[Any, list[Any], list[int], Split]:
-    store = open_rollouts("response:")
+    store = a_store()
     return store, [store.put("r", SAMPLE)], [5], WHOLE_BATCH
 
 

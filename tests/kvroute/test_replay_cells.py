@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from a_store import a_store
 from adapters import WHOLE
 from hypothesis import assume, given
 from hypothesis import strategies as st
@@ -141,7 +142,7 @@ def test_stores_and_shards_give_no_missing_layer_away(
     """Goal: a rank reads its layers, and layers that the rollout lacks are missing for it. Method: a stage of the
     pipeline, or layers in an order of the caller's, by way of a store that is asked for these layers only."""
     shape, routes, tokens = sample
-    known, store = cells_of(shape, routes), open_rollouts("response:")
+    known, store = cells_of(shape, routes), a_store()
     handle = store.put("r", routes)
     rank = data.draw(st.integers(0, 1)) if shape.num_layers % 2 == 0 else 0
     split = Split(pp=2, pp_rank=rank)

@@ -39,20 +39,28 @@ def run(rows: RoutedRows, salt: int) -> None:
     rows.launch(torch.from_numpy(SLOTS), ids).finalize()
 
 
-def test_an_answer_whose_routes_cannot_be_left_has_no_earlier_ones(rows: RoutedRows, tmp_path: Path) -> None:
+@pytest.mark.parametrize("fails", ["disk", "rows"])
+def test_an_answer_whose_routes_cannot_be_left_has_no_earlier_ones(
+    rows: RoutedRows, tmp_path: Path, fails: str
+) -> None:
     """Goal: a row is of the weights that answered. Method: two requests of one ``rid`` with the same tokens; the
-    disk is full when the second one's routes are left, and the answer is one of a server that sends no handle."""
+    disk is full when the second one's routes are left, or its rows cannot be read; the answer is one of a server that
+    sends no handle."""
     disk, tokens = FaultyDisk(), list(range(7))
     rows._left = LeftRoutes(store := LocalRollouts(tmp_path, disk=disk))
     answer = {"id": "s", "prompt_token_ids": tokens[:5], "choices": [{"index": 0, "token_ids": tokens[5:]}]}
     run(rows, 0)
     rows.answer("s", SLOTS, 0, Tokens(tokens, 5))
-    assert routes(answer, rollouts=store).complete
+    assert routes(answer, rollouts=store, key="s").complete
     run(rows, 100)
-    disk.write_budget_nbytes = 0
+    if fails == "disk":
+        disk.write_budget_nbytes = 0
+    else:
+        rows.aux.close()
     rows.answer("s", SLOTS, 0, Tokens(tokens, 5))
-    with pytest.raises(RowError, match="wanted a rollout of this answer's tokens"):
-        routes(answer, rollouts=store, wait_s=0)
+    why = {"disk": "neither a handle in the answer nor one in the store", "rows": "a key that no other request has had"}
+    with pytest.raises(RowError, match=why[fails]):
+        routes(answer, rollouts=store, key="s", wait_s=0)
 
 
 @pytest.mark.parametrize("embedded", ["input_embeds", "positional_embed_overrides"])

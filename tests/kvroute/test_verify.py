@@ -51,7 +51,7 @@ class Engine:
         choices = [{"index": i, "token_ids": new, "routed_experts": r} for i, (new, r) in enumerate(found)]
         if self.kind == "vllm":
             return {"id": "cmpl-1", "choices": choices, "prompt_token_ids": prompt}
-        told = {"missing": {}, "error": {"cmpl-1": "rows were not kept"}}
+        told = {"missing": {}, "error": {"0": "rows were not kept"}}
         return {"id": "cmpl-1", "choices": choices, "kv_transfer_params": {"kvroute": told}}
 
     def completion(self, prompt: list[int], index: int) -> tuple[list[int], str | None]:

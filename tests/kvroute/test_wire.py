@@ -9,12 +9,12 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from a_store import a_store
 from hypothesis import given
 from hypothesis import strategies as st
 from sample_routes import of_shapes
 
 from cache_manager.errors import RowError
-from kvroute.rollout import open_rollouts
 from kvroute.routes import Layout, Routes, wire
 from kvroute.routes.parts import ROWS_MAX
 
@@ -125,10 +125,22 @@ def test_what_could_not_be_read_back_is_not_written(rows: int, holed: bool, mess
     turns are more than a header holds; as bytes, and put to a store."""
     known = np.arange(rows) % 2 == 0 if holed else np.ones(rows, np.bool_)
     made = Routes.checked(Layout((0,), 2, 1, 1), np.zeros((rows, 1, 1), np.uint8), known)
-    store = open_rollouts("response:")
+    store = a_store()
     for write in (made.to_bytes, lambda: store.put("x", made)):
         with pytest.raises(RowError, match=message):
             write()
+
+
+def test_no_memory_is_taken_for_what_a_record_claims() -> None:
+    """Goal: a hostile answer is refused, and ends no trainer. Method: a record whose header is sound, says that 2^36
+    ids follow, and has none."""
+    layout = Layout(tuple(range(64)), 4096, 64, 64)
+    claims = wire.Header(layout=layout, rows=1 << 24, start=0, part_layers=64, part_tokens=512)
+    head = msgspec.structs.replace(claims, sums=bytes(8 * claims.parts)).pack()
+    with pytest.raises(RowError, match=r"routes record: wanted [0-9]+ bytes"):
+        Routes.from_bytes(head)
+    with pytest.raises(RowError, match=r"routes record: wanted [0-9]+ bytes"):
+        Routes.from_json({"format": "kvroute.routes/4", "record": b64encode(head).decode()})
 
 
 def test_rows_that_no_router_chose_do_not_come_back() -> None:

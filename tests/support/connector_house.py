@@ -1,7 +1,7 @@
 """Both ends of a connector under a scheduler that acts at random, as real ones may; clients judge their answers.
 
 The engine here runs several requests at once: chunks, prefix hits (of blocks that the same step fills, too), rejected
-drafts, preemption, aborts, names that are used again, KV from outside, weights that change under running requests and
+drafts, preemption, aborts, keys that are used again, KV from outside, weights that change under running requests and
 resets. What each slot holds is kept beside it: the tokens, and the weights that computed it. So every row of every
 answer is known, and its version: rows are those that its tokens were sampled with.
 """
@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import random
 import threading
-import time
 from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
@@ -25,10 +24,10 @@ from toy_engine import TOKENS, Toy, _seed, held, row_of
 from waiting import GIVE_UP_S
 
 from cache_manager.errors import RowError
-from kvroute.connector import Tokens, routes
+from kvroute.connector import Key, Tokens, routes
 from kvroute.rollout import open_rollouts
 
-BLOCKS, RUNNING_MAX, NAMES = 14, 4, ("a", "b", "c")
+BLOCKS, RUNNING_MAX, AGAIN = 14, 4, ("a", "b", "c")
 HEADS = ([0, 1, 1, 0, 1, 0, 0, 1], [0, 1, 1, 0, 0, 0, 0, 0], [1, 1, 1, 1, 0])
 
 
@@ -44,11 +43,11 @@ class Kv(NamedTuple):
 class Running:
     """A request, under the names that the connector asks for."""
 
-    def __init__(self, request_id: str, name: str, tokens: list[int]) -> None:
-        self.request_id, self.name, self.all_token_ids = request_id, name, tokens
+    def __init__(self, request_id: str, key: str, tokens: list[int]) -> None:
+        self.request_id, self.key, self.all_token_ids = request_id, key, tokens
         self.num_prompt_tokens, self.num_computed_tokens = len(tokens), 0
         self.table: list[int] = []
-        self.admitted = self.shared = False  # shared: its name is another's, too
+        self.admitted = False
         self.settled: list[Kv] = []  # the rows that its tokens were sampled with, up to its last preemption
 
     @property
@@ -60,13 +59,13 @@ class Running:
 class Said(NamedTuple):
     """An answer, and the rows that are due."""
 
-    name: str
+    key: str
     tokens: list[int]
     prompt: int
     due: list[Kv]
-    told: Future[dict[str, Any]] | None
+    told: Future[dict[str, Any]]
+    aborted: bool = False  # its client has no handle
     lossy: bool = False  # all was forgotten while the worker was behind
-    gone: bool = False  # another request has or had its name
 
 
 class House:
@@ -141,29 +140,18 @@ class House:
     # ---------------------------------------------------------------- requests
 
     def arrives(self) -> None:
-        """A request; what was left under its name is gone from now on, so clients have read it."""
+        """A request, whose client gives it a key that it never uses again, or one that it uses all the time."""
         if len(self.running) >= RUNNING_MAX:
             return
-        pick, name = self.random, self.random.choice(NAMES)
+        pick = self.random
         tokens = pick.choice(HEADS)[: pick.randint(1, 8)] + pick.choices([0, 1], k=pick.randint(0, 5))
-        if pick.random() < 0.5:
-            self.collect(name)
-        self.said = [each._replace(gone=each.gone or each.name == name) for each in self.said]
         self.made += 1
-        request = Running(f"{name}-{self.made}", name, tokens)
-        for each in [each for each in self.running.values() if each.name == name]:
-            each.shared = request.shared = True
-        self.running[request.request_id] = request
-        self.rows.arrived(request.request_id, name)
+        request_id = f"r-{self.made}"
+        request = Running(request_id, pick.choice(AGAIN) if pick.random() < 0.3 else request_id, tokens)
+        self.running[request_id] = request
         self._admit(request)
 
     def _admit(self, request: Running) -> None:
-        if not self.rows.ready(request.request_id):
-            self.let_worker_go_on()
-            give_up_s = time.monotonic() + GIVE_UP_S
-            while not self.rows.ready(request.request_id):
-                assert time.monotonic() < give_up_s, "an earlier rollout of its name never goes"
-                time.sleep(0.001)
         hashes, size = request.block_hashes, len(request.all_token_ids)
         most = (size - 1) // TOKENS
         local = next((i for i, each in enumerate(hashes[:most]) if each not in self.cached), most)
@@ -283,7 +271,7 @@ class House:
             self._preempt(self.random.choice(admitted))
 
     def ends(self) -> None:
-        """A request is done, or aborted: then its front end may have answered fewer tokens, and finds rows by name."""
+        """A request is done, or aborted: then its front end may have answered fewer tokens; rows are found by key."""
         if not (admitted := [each for each in self.running.values() if each.admitted]):
             return
         request, cut = self.random.choice(admitted), self.random.randint(0, 2)
@@ -293,57 +281,58 @@ class House:
         due = self._settled(request, stop)[:stop]
         ended = self.rows.forget(request.request_id)
         of = Tokens(tokens, prompt, aborted)
-        told = self.rows.finished(request.name, list(request.table), stop, of, ended=ended)
+        told = self.rows.finished(Key(request.key, of_client=True), list(request.table), stop, of, ended=ended)
         assert told is not None
         self.is_over(request)
         self._let_go(request)
         del self.running[request.request_id]
         if aborted:
-            answered = tokens[: max(prompt, len(tokens) - cut)]
-            due, told, tokens = due[: max(0, len(answered) - 1)], None, answered
-        self.said.append(Said(request.name, tokens, prompt, due, told, gone=request.shared))
+            tokens = tokens[: max(prompt, len(tokens) - cut)]
+            due = due[: len(tokens) - 1]
+        self.said.append(Said(request.key, tokens, prompt, due, told, aborted))
 
     def is_over(self, request: Running) -> None:
         """The request has ended, and still has its blocks."""
 
-    def collect(self, name: str | None = None) -> None:
-        """Judge what was answered (under a ``name``), before another request may have it."""
-        if of_name := [each for each in self.said if name in (None, each.name)]:
-            self.let_worker_go_on()
-        self.said = [each for each in self.said if each not in of_name]
-        last = {each.name: each for each in of_name}
-        for each in of_name:
-            prompt, answered = each.tokens[: each.prompt], each.tokens[each.prompt :]
-            choice = {"index": 0, "prompt_token_ids": prompt, "token_ids": answered}
-            answer: dict[str, Any] = {"id": each.name, "choices": [choice]}
-            if each.told is not None:
-                answer["kv_transfer_params"] = each.told.result(GIVE_UP_S)
-            # Of several requests with one name the last is found; rollouts of the others may remain by chance.
-            doubtful = each.gone or last[each.name] is not each or each.told is None
+    def collect(self) -> None:
+        """Judge what was answered."""
+        self.let_worker_go_on()
+        answers, self.said = self.said, []
+        for said in answers:
+            choice = {
+                "index": 0,
+                "prompt_token_ids": said.tokens[: said.prompt],
+                "token_ids": said.tokens[said.prompt :],
+            }
+            told = said.told.result(GIVE_UP_S)
+            answer = {"id": "r", "choices": [choice], "kv_transfer_params": None if said.aborted else told}
+            again = said.key in AGAIN  # perhaps of another request with this prompt: then none are found
+            short = len(said.due) < len(said.tokens) - 1  # aborted before all tokens were computed
+            wait_s = 0.05 if again or short else 5
             try:
-                found = routes(answer, rollouts=self.rollouts, wait_s=0.05 if doubtful else 5)
+                found = routes(answer, rollouts=self.rollouts, key=said.key, wait_s=wait_s)
             except RowError:
-                if doubtful and self.rollouts is not None:
+                if (again and self.rollouts is not None) or (short and said.aborted):
                     continue
                 raise
-            self._judge(each, found)
+            self._judge(said, found)
 
     def _judge(self, said: Said, found: Any) -> None:
         assert not found.start
         assert found.stop <= len(said.due)
-        assert said.told is None or found.stop == len(said.due)
+        assert said.aborted or found.stop == len(said.due)
         for i, kv in enumerate(said.due[: found.stop]):
             known = found.known[i]
             right = (found.ids[i] == row_of(kv.prefix, kv.weights)[list(found.layer_ids)]).all(1)
-            assert right[known].all(), f"{said.name}: a wrong row at {i}, due {kv}"
-            assert known.all() or kv.loaded or said.lossy, f"{said.name}: a row is missing at {i}, due {kv}"
+            assert right[known].all(), f"{said.key}: a wrong row at {i}, due {kv}"
+            assert known.all() or kv.loaded or said.lossy, f"{said.key}: a row is missing at {i}, due {kv}"
         for start, stop, version in found.weights_versions:
             for kv in said.due[start:stop]:
-                assert kv.weights == version == kv.version, f"{said.name}: a false version in [{start}, {stop})"
+                assert kv.weights == version == kv.version, f"{said.key}: a false version in [{start}, {stop})"
         labelled = {i for start, stop, _ in found.weights_versions for i in range(start, stop)}
         for i, kv in enumerate(said.due[: found.stop]):
             known = kv.version is not None and found.valid[i]
-            assert i in labelled or not known or kv.loaded, f"{said.name}: no version at {i}, due {kv}"
+            assert i in labelled or not known or kv.loaded, f"{said.key}: no version at {i}, due {kv}"
 
     # ---------------------------------------------------------------- weights
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from waiting import GIVE_UP_S
 
 from cache_manager.keys import Namespace
-from kvroute.connector import Engine, SchedulerRows, Settings, Tokens, reader, routes
+from kvroute.connector import Engine, Key, SchedulerRows, Settings, Tokens, reader, routes
 from kvroute.connector.carriers import ByKey, ByTransfer, Carrier, InKv, NoCarrier
 from kvroute.connector.messages import StepMeta
 from kvroute.connector.pages import Pages, StepTokens, page_name, token_nbytes
@@ -154,9 +154,6 @@ class Toy:
         that are not cached, up to ``brought``, and a ``ticket`` for their rows; ``more`` is said behind the prompt. The
         KV that goes over is called ``kv``.
         """
-        self.scheduler.arrived(name, name)
-        while not self.scheduler.ready(name):
-            time.sleep(0.001)
         request, hashes = Asked(name, tokens), Asked(name, tokens).block_hashes
         most = (len(tokens) - 1) // TOKENS  # the last token is always computed
         local = next((i for i, each in enumerate(hashes[:most]) if each not in self.cached), most)
@@ -197,7 +194,8 @@ class Toy:
             self.between()
         left = self.scheduler.ticket(request, kv) if lends else None
         ended = self.scheduler.forget(name)
-        told = self.scheduler.finished(name, self.table, len(tokens), Tokens(tokens, len(tokens)), ended=ended)
+        key = Key(name, of_client=True)
+        told = self.scheduler.finished(key, self.table, len(tokens), Tokens(tokens, len(tokens)), ended=ended)
         self.free += self.table
         self.cached |= dict(zip(hashes, self.table, strict=False))
         return {"kv_transfer_params": {"kvroute": left} if lends else told and told.result(GIVE_UP_S)}
@@ -325,7 +323,7 @@ def admitted(toy: Toy, tokens: list[int], blocks: list[int], external: int = 0, 
 
 def begun(toy: Toy, n: int, ended: Ended | None = None) -> Future[dict[str, Any]]:
     """What a client will be told about the one request, of which this many tokens were computed."""
-    told = toy.scheduler.finished("r", toy.table, n, ended=ended)
+    told = toy.scheduler.finished(Key("r"), toy.table, n, ended=ended)
     assert told is not None
     return told
 

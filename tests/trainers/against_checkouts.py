@@ -31,10 +31,11 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
 import mcore
+from a_store import a_store
 from routes_of import expert_rows, made_routes
 from sources import code_of
 
-from kvroute import fetch_shard, open_rollouts
+from kvroute import fetch_shard
 from kvroute.encodings import encode
 from kvroute.replay import nemo_rl, prime_rl, slime
 from kvroute.routes import Split, shard_packed
@@ -83,7 +84,7 @@ def slime_ranks(root: Path) -> str:
         "fill_routing_replay",
         prepare_routed_experts_for_routing_replay=cut.prepare_routed_experts_for_routing_replay,
     )["fill_routing_replay"]
-    store = open_rollouts("response:")
+    store = a_store()
     handles = [store.put(f"r{i}", routes) for i, routes in enumerate(ROUTES)]
     topk = replays.get_routing_replay_compute_topk(lambda scores, k, **_: torch.topk(scores, k, dim=1))
     replays.accelerator.current_device = lambda: torch.device("cpu")

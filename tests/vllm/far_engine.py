@@ -5,8 +5,8 @@ The argument has ``front`` (``"LLM"`` or ``"AsyncLLM"``), its ``arguments``, the
 and whether the engine runs ``ahead`` of its worker, as beside a device. Each line has ``asks``, ``acts`` or both. An
 ask is one request: its ``prompt``, ``sampling``, the caller's ``id`` (which ``LLM`` does not take: it counts), and
 whether it is asked ``alone`` or beside the others. An act is a name with arguments, see :data:`ACTS`; beside asks the
-acts are done once each of those has ``after`` tokens. Routes are taken where a trainer takes them: at once when the
-answer is there, in the process that asked.
+acts are done once each of those has ``after`` tokens. With ``rollouts`` each request carries a new key. Routes are
+taken where a trainer takes them: at once when the answer is there, in the process that asked.
 """
 
 from __future__ import annotations
@@ -18,20 +18,21 @@ import sys
 from base64 import b64encode
 from collections.abc import Mapping, Sequence
 from typing import Any
+from uuid import uuid4
 
 import torch
 
 from bench.harness import serve_answers
 from kvroute import KVRouteError
 from kvroute.connector import reader
-from kvroute.integrations.vllm import missing, routes, unseen
+from kvroute.integrations.vllm import choice_key, missing, routes, unseen
 from kvroute.rollout import RolloutStore, open_rollouts
 
 WAIT_S = 3.0
 """How long rows of an answer that a stop string ended are waited for."""
 
 
-def answer_of(output: Any, rollouts: RolloutStore | None) -> dict[str, Any]:
+def answer_of(output: Any, rollouts: RolloutStore | None, sampling: Any, key: str | None) -> dict[str, Any]:
     """An answer as JSON, with the routes of each completion or the text of the error."""
     found: list[dict[str, Any]] = []
     for each in output.outputs:
@@ -39,7 +40,8 @@ def answer_of(output: Any, rollouts: RolloutStore | None) -> dict[str, Any]:
         if (field := each.routed_experts) is not None:
             told["own_field"] = {"dtype": str(field.dtype), "shape": field.shape, "data": b64encode(field).decode()}
         try:
-            told["routes"] = routes(output, each.index, rollouts=rollouts, wait_s=WAIT_S).to_json()
+            own = choice_key(key, each.index) if key and sampling.n > 1 else key
+            told["routes"] = routes(output, each.index, rollouts=rollouts, key=own, wait_s=WAIT_S).to_json()
             told["unseen"] = unseen(output, each.index)
             told["missing"] = missing(output, each.index)
         except KVRouteError as error:
@@ -54,10 +56,19 @@ def answer_of(output: Any, rollouts: RolloutStore | None) -> dict[str, Any]:
     }
 
 
-def sampling_of(ask: Mapping[str, Any]) -> Any:
+def sampling_of(ask: Mapping[str, Any], key: str | None) -> Any:
     from vllm import SamplingParams
 
-    return SamplingParams(**{"temperature": 0, "ignore_eos": True, "max_tokens": 20, **ask["sampling"]})
+    given = {"temperature": 0, "ignore_eos": True, "max_tokens": 20, **ask["sampling"]}
+    if key is not None:
+        assert "extra_args" not in given
+        given["extra_args"] = {"kv_transfer_params": {"kvroute": {"key": key}}}
+    return SamplingParams(**given)
+
+
+def new_key(rollouts: RolloutStore | None) -> str | None:
+    """A key that is never used again, if routes lie in a store under it."""
+    return None if rollouts is None else str(uuid4())
 
 
 class Offline:
@@ -69,10 +80,10 @@ class Offline:
         self._llm, self._rollouts = LLM(**arguments), rollouts
 
     def ask(self, asks: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        outputs = self._llm.generate(
-            [{"prompt_token_ids": ask["prompt"]} for ask in asks], [sampling_of(ask) for ask in asks], use_tqdm=False
-        )
-        return [answer_of(output, self._rollouts) for output in outputs]
+        keys = [new_key(self._rollouts) for _ in asks]
+        sampling = [sampling_of(ask, key) for ask, key in zip(asks, keys, strict=True)]
+        outputs = self._llm.generate([{"prompt_token_ids": ask["prompt"]} for ask in asks], sampling, use_tqdm=False)
+        return [answer_of(output, self._rollouts, *of) for output, *of in zip(outputs, sampling, keys, strict=True)]
 
     def do(self, asked: Mapping[str, Any]) -> dict[str, Any]:
         asks, acts = asked.get("asks", ()), asked.get("acts", ())
@@ -101,11 +112,12 @@ class Online:
         self._llm = self._loop.run_until_complete(start())
 
     async def _ask(self, ask: Mapping[str, Any], so_far: dict[str, int]) -> dict[str, Any]:
-        output: Any = None
-        async for output in self._llm.generate({"prompt_token_ids": ask["prompt"]}, sampling_of(ask), ask["id"]):
+        output, key = None, new_key(self._rollouts)
+        sampling = sampling_of(ask, key)
+        async for output in self._llm.generate({"prompt_token_ids": ask["prompt"]}, sampling, ask["id"]):
             so_far[ask["id"]] = len(output.outputs[0].token_ids)
         so_far[ask["id"]] = sys.maxsize
-        return await asyncio.to_thread(answer_of, output, self._rollouts)
+        return await asyncio.to_thread(answer_of, output, self._rollouts, sampling, key)
 
     async def _do(self, asked: Mapping[str, Any]) -> dict[str, Any]:
         so_far = dict.fromkeys((ask["id"] for ask in asked.get("asks", ())), 0)

@@ -112,7 +112,7 @@ class Engines:
             "front": front,
             "ahead": ahead,
             "give_up_s": GIVE_UP_S,
-            "rollouts": settings.get("rollouts", ""),
+            "rollouts": settings.get("rollouts", "").removeprefix("response:"),
             "arguments": {"model": str(self._homes[weights]), **ENGINE, "kv_transfer_config": given, **arguments},
         }
         search = [str(self._plugin), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,7 +15,8 @@ from vllm import SamplingParams
 from vllm.v1.request import RequestStatus
 
 import kvroute
-from kvroute.integrations.vllm import routes
+from kvroute.connector.key import rollout_id
+from kvroute.integrations.vllm import choice_key, routes
 from kvroute.rollout import open_rollouts
 
 
@@ -85,73 +85,109 @@ def test_stop_strings(qwen: Engine) -> None:
     (asked,) = prompts(6, 45)
     (whole,) = qwen.ask([asked])
     word = f"t{whole.outputs[0].token_ids[7]}"
-    (stopped,) = qwen.ask([asked], stop=[word])
+    (stopped,) = qwen.ask([asked], stop=[word], **keyed("stops"))
     assert stopped.outputs[0].stop_reason == word
     assert len(stopped.outputs[0].token_ids) <= 8
     assert stopped.kv_transfer_params is None
-    all_right(qwen, [stopped])
+    qwen.assert_right([stopped], rollouts=qwen.rollouts, key="stops")
+
+
+def keyed(key: str) -> dict[str, Any]:
+    """Sampling parameters of a request that carries this key."""
+    return {"extra_args": {"kv_transfer_params": {"kvroute": {"key": key}}}}
 
 
 def answered(core: Any, outputs: int) -> None:
-    """Step until there were so many outputs: a request waits until its name is free."""
+    """Step until there were so many outputs."""
     while outputs:
         outputs -= bool(core.step())
 
 
 def test_an_aborted_request_leaves_nothing_wrong(qwen: Engine) -> None:
     """Goal: abort in prefill and in decode. Method: abort after steps; check its rows, and those of requests that hit
-    its blocks."""
+    its blocks; without a key nothing is left, for nobody could find it."""
     core, asked = qwen.llm.llm_engine, prompts(7, 100, 60)
-    sampling = SamplingParams(temperature=0, max_tokens=99, ignore_eos=True)
     for name, prompt, steps in (("gone-1", asked[0], 1), ("gone-2", asked[1], 9)):
-        core.add_request(name, {"prompt_token_ids": prompt}, sampling)
+        sampling = SamplingParams(temperature=0, max_tokens=99, ignore_eos=True, **keyed(name))
+        core.add_request("gone", {"prompt_token_ids": prompt}, sampling)
         answered(core, steps)
-        core.abort_request([name])
-        while (left := qwen.rollouts.find(name)) is None:
+        core.abort_request(["gone"])
+        while (left := qwen.rollouts.find(rollout_id(name, prompt))) is None:
             time.sleep(0.01)
         assert left.rows == len(prompt) + steps - 1
-    all_right(qwen, qwen.ask(asked))
+    before = set(qwen.rollouts.directory.iterdir())
+    core.add_request("no-key", {"prompt_token_ids": asked[0]}, SamplingParams(temperature=0, max_tokens=99))
+    answered(core, 2)
+    core.abort_request(["no-key"])
+    outputs = qwen.ask(asked)
+    all_right(qwen, outputs)
+    assert len(set(qwen.rollouts.directory.iterdir()) - before) == len(outputs), "of a request without a key none"
 
 
 def test_a_request_that_ends_in_an_error_leaves_its_rows(qwen: Engine) -> None:
     """Goal: rows that were computed can be had, however a request ends. Method: vLLM's scheduler ends one as it does
     when KV has failed to load, after steps."""
     core, (asked,) = qwen.llm.llm_engine, prompts(12, 60)
-    sampling = SamplingParams(temperature=0, max_tokens=99, ignore_eos=True)
+    sampling = SamplingParams(temperature=0, max_tokens=99, ignore_eos=True, **keyed("a-failure"))
     core.add_request("failed", {"prompt_token_ids": asked}, sampling)
     answered(core, 5)
     (request,) = core.engine_core.engine_core.scheduler.requests.values()
     tokens = list(request.all_token_ids)
     core.engine_core.engine_core.scheduler.finish_requests([request.request_id], RequestStatus.FINISHED_ERROR)
     core.abort_request(["failed"])
-    while (left := qwen.rollouts.find("failed")) is None:
+    while (left := qwen.rollouts.find(rollout_id("a-failure", asked))) is None:
         time.sleep(0.01)
     found = qwen.rollouts.get(left)[0]
     assert judge_tokens(qwen.home, tokens[: found.stop + 1], found).right == len(asked) + 5 - 1
 
 
-@pytest.mark.parametrize("asked_for", [{"strat": 1}, 7])
-def test_a_request_that_asks_for_what_there_is_not_is_told(qwen: Engine, asked_for: Any) -> None:
-    """Goal: a misspelt option is an error in the answer. Method: another key than there is, and no mapping."""
+@pytest.mark.parametrize(
+    ("asked_for", "why"),
+    [
+        ({"strat": 1}, "kvroute: wanted a mapping with start or key, got"),
+        (7, "kvroute: wanted a mapping with start or key, got"),
+        ({"key": "a b"}, "kvroute.key: wanted 1 to 128 letters and digits"),
+    ],
+)
+def test_a_request_that_asks_for_what_there_is_not_is_told(qwen: Engine, asked_for: Any, why: str) -> None:
+    """Goal: a misspelt option is an error in the answer. Method: another name than there is, no mapping, and a key that
+    is none."""
     (output,) = qwen.ask(prompts(13, 20), extra_args={"kv_transfer_params": {"kvroute": asked_for}})
-    with pytest.raises(kvroute.RowError, match="kvroute: wanted a mapping with start, got"):
+    with pytest.raises(kvroute.RowError, match=why):
         routes(output, rollouts=qwen.rollouts)
 
 
-def test_a_request_that_does_not_wait_for_its_name(qwen: Engine) -> None:
-    """Goal: a request for which vLLM does not ask a connector again has its own rows. Method: log probabilities of a
-    prompt, under a name whose earlier routes are not deleted yet when vLLM admits it."""
-    core, (asked,) = qwen.llm.llm_engine, prompts(11, 50)
+def test_completions_of_a_prompt_have_keys_of_their_own(qwen: Engine) -> None:
+    """Goal: each of several completions is found, though all have the same tokens. Method: the likeliest tokens,
+    a key, and an answer without its handles; the key without a number finds nothing."""
+    (output,) = qwen.ask(prompts(14, 40), n=3, temperature=1.0, top_k=1, **keyed("several"))
+    assert len({tuple(choice.token_ids) for choice in output.outputs}) == 1
+    output.kv_transfer_params = None
+    for choice in output.outputs:
+        key = choice_key("several", choice.index)
+        found = judge(qwen.home, output, routes(output, choice.index, rollouts=qwen.rollouts, key=key), choice.index)
+        assert found == Verdict(59, 59, 0, 0)
+    with pytest.raises(kvroute.RowError, match="under the key several within"):
+        routes(output, rollouts=qwen.rollouts, key="several", wait_s=0)
+
+
+def test_a_key_that_is_used_again_finds_nothing(qwen: Engine) -> None:
+    """Goal: nobody gets another request's rows. Method: one prompt twice with one key and one id; the handles, and the
+    key alone."""
+    outputs = [qwen.ask(prompts(15, 40), **keyed("again"))[0] for _ in range(2)]
+    all_right(qwen, outputs[1:])
+    for output in outputs:
+        output.kv_transfer_params = None
+        with pytest.raises(kvroute.RowError, match="a key that no other request has had"):
+            routes(output, rollouts=qwen.rollouts, key="again", wait_s=60)
+
+
+def test_log_probabilities_of_a_prompt(qwen: Engine) -> None:
+    """Goal: a request for which vLLM does not take a connector's hits has its rows. Method: the same prompt twice, the
+    second time with log probabilities."""
+    (asked,) = prompts(11, 50)
     for logprobs in (None, 1):
-        if logprobs is not None:
-            busy = threading.Event()
-            qwen.sent._ends._rooms.put(busy.wait)
-            threading.Timer(0.5, busy.set).start()
-        sampling = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, prompt_logprobs=logprobs)
-        core.add_request("again", {"prompt_token_ids": asked}, sampling)
-        while core.has_unfinished_requests():
-            outputs = core.step()
-        all_right(qwen, outputs)
+        all_right(qwen, qwen.ask([asked], max_tokens=8, prompt_logprobs=logprobs))
 
 
 def test_rows_that_were_lost_are_missing(qwen: Engine) -> None:

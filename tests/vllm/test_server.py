@@ -9,6 +9,7 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
+import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -27,7 +28,7 @@ from waiting import GIVE_UP_S
 
 import kvroute
 from kvroute.cli import main
-from kvroute.integrations.vllm import gathered, routes, unseen
+from kvroute.integrations.vllm import choice_key, gathered, routes, unseen
 from kvroute.rollout import RolloutStore, open_rollouts
 
 MODULE = "vllm.entrypoints.openai.api_server"
@@ -157,19 +158,31 @@ def no_rows(answer: dict[str, Any], index: int, why: str, **where: Any) -> None:
         routes(answer, index, **where)
 
 
+def keyed() -> tuple[str, dict[str, Any]]:
+    """A key that is never used again, and what a request says with it."""
+    key = str(uuid.uuid4())
+    return key, {"kv_transfer_params": {"kvroute": {"key": key}}}
+
+
+def of_choice(key: str, index: int, n: int) -> str:
+    return choice_key(key, index % n) if n > 1 else key
+
+
 def lists(server: Server, home: Path, store: RolloutStore) -> int:
     """Lists of prompts, each with one completion and two, with a stop string and without: how many rows were right."""
     asked, found = prompts(81, 40, 50, 45), 0
     for n in (1, 2):
         for stop in (None, STOPS):
-            body = {"prompt": asked, "n": n, "max_tokens": 20, "temperature": 1.0, "seed": 5, "stop": stop}
+            key, carried = keyed()
+            body = {"prompt": asked, "n": n, "max_tokens": 20, "temperature": 1.0, "seed": 5, "stop": stop, **carried}
             answer = server.post("/v1/completions", **body)
             assert len(answer["choices"]) == 3 * n
-            found += sum(right(home, answer, i, rollouts=store) for i in range(3 * n))
+            keys = [of_choice(key, i, n) for i in range(3 * n)]
+            found += sum(right(home, answer, i, rollouts=store, key=keys[i]) for i in range(3 * n))
             kept = {**answer, "choices": answer["choices"][-1:], "kv_transfer_params": None}
-            assert right(home, kept, 3 * n - 1, rollouts=store) >= 45
-            no_rows(kept, 0, "index", rollouts=store)
-            no_rows(answer, n, f"completion {n} .*cmpl-.*-1.*rollouts=")  # of the second prompt
+            assert right(home, kept, 3 * n - 1, rollouts=store, key=keys[-1]) >= 45
+            no_rows(kept, 0, "index", rollouts=store, key=keys[0])
+            no_rows(answer, n, f"completion {n} of cmpl-.*rollouts=")  # of the second prompt
     return found
 
 
@@ -185,12 +198,15 @@ def streams(server: Server, home: Path, store: RolloutStore) -> int:
         ("/v1/chat/completions", {**said, "max_tokens": 16, "stream_options": {"include_usage": True}}),
         ("/v1/chat/completions", {**said, **several, "stop": STOPS}),
     ):
-        chunks = server.stream(path, **body)
+        key, carried = keyed()
+        chunks = server.stream(path, **body, **carried)
         for each in (chunks[0], chunks[-2], chunks[-1]):
-            no_rows(each, 0, "gathered", rollouts=store, wait_s=60)
-        answer = gathered(chunks)
-        found += sum(right(home, answer, each["index"], rollouts=store) for each in answer["choices"])
+            no_rows(each, 0, "gathered", rollouts=store, key=key, wait_s=60)
+        answer, n = gathered(chunks), int(body.get("n", 1))
+        indices = [each["index"] for each in answer["choices"]]
+        found += sum(right(home, answer, i, rollouts=store, key=of_choice(key, i, n)) for i in indices)
         no_rows(answer, 0, "rollouts=")
+        no_rows(answer, 0, "key=, the one that its request carried", rollouts=store, wait_s=60)
     whole = server.post("/v1/chat/completions", **said, **several)
     return found + sum(right(home, whole, i, rollouts=store) for i in (0, 1))
 
@@ -201,7 +217,7 @@ def responses(server: Server, home: Path, store: RolloutStore) -> None:
     more = {"ignore_eos": None, "return_token_ids": None}
     answer = server.post("/v1/responses", **asked, **more, enable_response_messages=True)
     tokens = [*answer["input_messages"][0]["tokens"], *answer["output_messages"][0]["tokens"]]
-    for each in (answer, {**answer, "input_messages": None}, {**answer, "kv_transfer_params": None}):
+    for each in (answer, {**answer, "input_messages": None}):
         found = routes(each, rollouts=store)
         found.validate(tokens, rows=len(tokens) - 1)
         assert (np.sort(found.ids.astype(np.int64), axis=-1) == models.routing(home, tokens)[: len(found)]).all()
@@ -250,10 +266,12 @@ def test_the_server_answers_routes_and_survives_a_kill(
             whole = second.post("/v1/completions", prompt=prompt, max_tokens=20)
             body = {"prompt": prompt, "max_tokens": 20}
             for n, more in ((1, {"stop": [word_of(whole, 5)]}), (2, {"stop": STOPS, "temperature": 1.0})):
-                stopped = second.post("/v1/completions", "the-client-s-own", **body, n=n, **more)
+                key, carried = keyed()
+                stopped = second.post("/v1/completions", "the-client-s-own", **body, **carried, n=n, **more)
                 assert stopped["id"] == "cmpl-the-client-s-own"
                 most = len(prompt) + (5 if n == 1 else 19)
-                assert all(right(home, stopped, i, rollouts=left) <= most for i in range(n))
+                keys = [of_choice(key, i, n) for i in range(n)]
+                assert all(right(home, stopped, i, rollouts=left, key=keys[i]) <= most for i in range(n))
         assert lists(second, home, left) > 900
         assert streams(second, home, left) > 300
         responses(second, home, left)

@@ -16,7 +16,7 @@ from cache_manager.errors import ConfigError
 from cache_manager.spec import AuxBlockDataSpec
 from cache_manager.storage.url import StoreUrl
 
-RoutingStoreType = Literal["local", "rdma", "response"]
+RoutingStoreType = Literal["local", "rdma"]
 IdDtype = Literal["uint8", "uint16", "uint32"]
 
 _Count = Annotated[int, Meta(ge=1)] | None
@@ -56,18 +56,14 @@ class RoutingReplayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
         """What cannot be followed is refused with the reason, and not left aside."""
         if self.debug_mode:
             raise ConfigError("debug_mode", "false: ids are checked at capture; kvroute verify judges a server", True)
-        kind: str = self.routing_store_type
         if self.rollout_store:
-            kind = StoreUrl.parse(self.rollout_store).scheme
+            StoreUrl.parse(self.rollout_store)
             for field in msgspec.structs.fields(self):
                 if field.name in _BY_URL and (given := getattr(self, field.name)) != field.default:
                     raise ConfigError(field.name, "no value beside rollout_store, which replaces it", repr(given))
-        elif kind == "rdma" and not _SERVER.fullmatch(self.rdma_store_server):
+        elif self.routing_store_type == "rdma" and not _SERVER.fullmatch(self.rdma_store_server):
             wanted = "HOST:PORT[/PREFIX] of a Mooncake master, which 'rdma' means here"
             raise ConfigError("rdma_store_server", wanted, repr(self.rdma_store_server))
-        for name in ("only_last_turn", "use_fused_put"):
-            if kind == "response" and getattr(self, name):
-                raise ConfigError(name, "false: rollouts that are handed over in the response are not stored", True)
 
     @property
     def rollout_url(self) -> str:
@@ -78,7 +74,6 @@ class RoutingReplayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
         return {
             "local": f"file://{quote(os.path.abspath(self.local_store_dir))}{layers}",
             "rdma": f"mooncake://{self.rdma_store_server.removeprefix('mooncake://')}{layers}",
-            "response": "response:",
         }[self.routing_store_type]
 
     @classmethod

@@ -27,14 +27,14 @@ from cache_manager.spec import AuxBlockDataSpec
 from kvroute import open_store
 from kvroute.checks import unsound
 from kvroute.connector.answers import FIELD
+from kvroute.connector.key import Key
 from kvroute.connector.left import LeftRoutes, Tokens, settled
 from kvroute.connector.settings import Common
 from kvroute.connector.tickets import Gap, gaps_of
 from kvroute.connector.versions import Versions
 from kvroute.connector.witness import KvFolder
 from kvroute.integrations.sglang import versions
-from kvroute.rollout import open_rollouts
-from kvroute.routes import Routes
+from kvroute.routes import Layout, Routes
 from kvroute.routing import weights_version_spec
 from kvroute.witness import ROOT, chained
 
@@ -92,7 +92,7 @@ class RoutedRows:
         self._flight: deque[Launched] = deque()
         self._late: list[tuple[int, Callable[[], None]]] = []  # calls to do when so many passes are over
         self._filled = np.zeros(pages, np.int64)  # passes launched when a page was filled ahead of its turn
-        self._left = LeftRoutes(open_rollouts(settings.rollouts)) if settings.rollouts else None
+        self._left = LeftRoutes.by(settings.rollouts) if settings.rollouts else None
         self._gone: set[BlockKey] = set()  # keys without rows in the store, for KV that others keep
         self._store = open_store(settings.store) if settings.store else None
         self.aux = self._made(namespace)
@@ -326,20 +326,21 @@ class RoutedRows:
     def answer(self, rid: str, slots: Ids, start: int, tokens: Tokens | None) -> tuple[torch.Tensor, Any]:
         """SGLang's own field int32 ``[n, layers of the model, top_k]``, and kvroute's data beside it.
 
-        Layers without a router are 0 in the field, as in SGLang; missing cells are -1, which is no expert. If the
-        routes cannot be left, those of an earlier request with this ``rid`` are not found any more either.
+        Layers without a router are 0 in the field, as in SGLang; missing cells are -1, which is no expert. The key of
+        the routes in a rollout store is SGLang's ``rid``.
         """
+        key = Key(rid, of_client=True)
         field = np.zeros((max(0, len(slots) - start), self.spec.attrs["num_layers"], self.spec.row_shape[1]), np.int32)
         try:
             routes, unseen, gaps = self.routes(slots, start)
             field[:, self.layers] = np.where(routes.known[:, :, None], routes.ids.astype(np.int32), -1)
-            told = self._left.leave(rid, routes, tokens, None, unseen, gaps) if self._left else {}
+            told = self._left.leave(key, routes, tokens, unseen, gaps) if self._left else {}
         except KVRouteError as error:
             field[:, self.layers] = -1
             told = {}
             if self._left:
-                told = self._left.fail(rid, error, None)
-                self._left.make_room(rid, None)
+                self._left.void(key, tokens, Layout.of(self.spec))
+                told = self._left.fail(key, error)
         return torch.from_numpy(field), told.get(FIELD)
 
     def close(self) -> None:

@@ -9,9 +9,11 @@ from typing import Any
 
 from cache_manager.errors import ConfigError, RowError
 from kvroute.connector import Handshake, SchedulerRows, StepMeta, Tokens
-from kvroute.connector.answers import FIELD, start_of
+from kvroute.connector.answers import FIELD, Options, options_of
+from kvroute.connector.key import Key
 from kvroute.connector.messages import Told
 from kvroute.connector.pages import page_name
+from kvroute.connector.settings import RESPONSE
 from kvroute.connector.tickets import TRANSFER
 from kvroute.integrations.vllm import blocks, core, versions
 from kvroute.integrations.vllm.config import engine_of, kv_names
@@ -20,8 +22,6 @@ from kvroute.integrations.vllm.routers import bind
 
 logger = logging.getLogger(__name__)
 Base: Any = object  # vLLM's classes, unknown here
-SUFFIX = 9
-"""Characters that vLLM appends to a client's id, a hyphen and eight random ones, unless that is turned off."""
 
 
 class RowsWithKV(Base):  # type: ignore[misc]
@@ -154,14 +154,11 @@ class RowsWithKV(Base):  # type: ignore[misc]
 
     def on_new_request(self, request: Any) -> None:
         super().on_new_request(request)
-        self._scheduler_rows.arrived(request.request_id, *_names_of(request))
+        self._scheduler_rows.begins(Key.of(request.request_id))
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        at_once = getattr(request, "skip_reading_prefix_cache", False)  # vLLM then takes any answer for (0, False)
-        if not self._scheduler_rows.ready(request.request_id, now=at_once):
-            return None, False  # vLLM asks again
         found, later = super().get_num_new_matched_tokens(request, num_computed_tokens) or (0, False)
-        if at_once:
+        if getattr(request, "skip_reading_prefix_cache", False):  # vLLM then takes any answer for (0, False)
             found, later = 0, False
         if found is None:  # vLLM asks again
             return None, later
@@ -207,20 +204,26 @@ class RowsWithKV(Base):  # type: ignore[misc]
         lent = keep and not status.endswith("ABORTED")
         ticket = rows.ticket(request, kv_names(request, params or {})) if lent else None
         ended, tokens = rows.forget(name), min(request.num_tokens - 1, request.num_computed_tokens)
-        client, group = _names_of(request)
-        gone = status.endswith("ABORTED") and rows.engine.settings.rollouts == "response:"
-        if ticket is not None or gone:
-            rows.unanswered(ended, client, group)
-            return keep, params if ticket is None else {**(params or {}), FIELD: ticket}  # who goes on has the rows
+        refusal = None
+        try:
+            options = options_of((request.kv_transfer_params or {}).get(FIELD))
+        except RowError as error:
+            options, refusal = Options(), error
+        key = Key.of(name, options.key)
+        if ticket is not None:  # who goes on has the rows
+            rows.unanswered(ended, key)
+            return keep, {**(params or {}), FIELD: ticket}
+        reached = key.of_client or key.group is not None  # by a key, or with the last of several completions
+        if status.endswith("ABORTED") and (rows.engine.settings.rollouts == RESPONSE or not reached):
+            rows.unanswered(ended, key)
+            return keep, params
         stops = request.sampling_params is not None and bool(request.sampling_params.stop)
         cut = stops or status.endswith(("ABORTED", "ERROR"))
         of = Tokens(list(request.all_token_ids), request.num_prompt_tokens, cut)
-        try:
-            start = start_of((request.kv_transfer_params or {}).get(FIELD))
-        except RowError as error:
-            told = rows.refused(client, error, ended, group)
+        if refusal is not None:
+            told = rows.refused(key, refusal, ended)
         else:
-            told = rows.finished(client, blocks, tokens, of, group=group, ended=ended, start=start)
+            told = rows.finished(key, blocks, tokens, of, ended=ended, start=options.start)
         return keep, {**(params or {}), FIELD: told} if told else params  # the answer waits for it: core
 
     # ---------------------------------------------------------------- in both, and in the front end
@@ -254,20 +257,6 @@ class RowsWithKV(Base):  # type: ignore[misc]
                 if field is not None and field.sending is not None:
                     field.sending.close()
                 rows.close()
-
-
-def _names_of(request: Any) -> tuple[str, str | None]:
-    """The client's name of a request, and the group of its prompt's completions, if it may be one of several.
-
-    The name is the client's id, after ``<i>_`` if it is the i-th of several completions. Only the client knows whether
-    its own id begins like that: the group of such an id may have one member.
-    """
-    from vllm import envs  # type: ignore[import-not-found]
-
-    name: str = request.request_id
-    number, _, parent = name.partition("_")
-    random = not getattr(envs, "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", False)
-    return name[:-SUFFIX] if random else name, parent if number.isdecimal() else None
 
 
 def connector_class(inner: str) -> type:

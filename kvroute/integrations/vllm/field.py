@@ -341,9 +341,8 @@ def _check(state: Any) -> None:
 def _drop(state: Any, gaps: Sequence[Gap]) -> None:
     """The answer has no field, for these gaps; the last answer of a prompt says so for all of its completions."""
     state.routed_experts_chunks = _Dropped()
-    number = f"{state.request_index}_" if state.parent_req is not None else ""
     missing = vars(_family(state)).setdefault("kvroute_missing", {})
-    missing[f"{number}{state.external_req_id}"] = [list(gap) for gap in gaps]
+    missing[str(state.request_index)] = [list(gap) for gap in gaps]
 
 
 def _family(state: Any) -> Any:

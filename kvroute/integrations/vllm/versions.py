@@ -108,8 +108,7 @@ NAMES: Final[Mapping[str, str]] = {
     "vllm.v1.engine.core:EngineCoreProc": "output_queue pause_scheduler resume_scheduler",
     "vllm.v1.engine.output_processor:OutputProcessor": "add_request process_outputs request_states",
     "vllm.v1.engine.output_processor:RequestState": (
-        "make_request_output routed_experts_chunks prompt_len detokenizer parent_req request_index external_req_id "
-        "queue"
+        "make_request_output routed_experts_chunks prompt_len detokenizer parent_req request_index queue"
     ),
     "vllm.v1.kv_cache_interface": "FullAttentionSpec SlidingWindowSpec.sliding_window MLAAttentionSpec",
     "vllm.v1.kv_cache_interface:KVCacheConfig": "num_blocks kv_cache_groups",

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from importlib.metadata import EntryPoint
+from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
 import pytest
+from a_store import a_store
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,7 +18,7 @@ import kvroute.rollout
 from cache_manager.errors import ConfigError, InvalidInputError
 from kvroute.rollout import RolloutHandle, open_rollouts, previous_turn, rollout_id_of
 from kvroute.rollout.ids import file_name
-from kvroute.rollout.response import ResponseRollouts
+from kvroute.rollout.local import LocalRollouts
 from kvroute.testing.rollouts import routes_of
 
 UUID4 = "d9f16c5c-65f6-4815-b44d-14e2c581907c"
@@ -71,7 +73,7 @@ def test_a_file_name_is_one_name_and_leads_nowhere_else(rollout_id: str) -> None
 
 
 def a_handle() -> RolloutHandle:
-    return ResponseRollouts().put("task:1:0:0", routes_of(1, 10, start=3))
+    return a_store().put("task:1:0:0", routes_of(1, 10, start=3))
 
 
 @pytest.mark.parametrize(
@@ -109,18 +111,18 @@ def test_anything_else_is_no_handle(junk: Any) -> None:
 @pytest.mark.parametrize(
     ("url", "message"),
     [
-        ("nowhere:", "rollout store scheme: wanted one of file, mooncake, ray, response, tq"),
+        ("nowhere:", "rollout store scheme: wanted one of file, mooncake, ray, tq"),
         ("file:///x?layers=some", "layers: wanted 1 to 1024, or all"),
         ("file:///x?sync=always", "sync: wanted one of none, put"),
         ("file:///x?layers=1025", "layers: wanted 1 to 1024, or all"),
-        ("response:?x=1", "store parameter"),
+        ("file:///x?x=1", "store parameter"),
+        ("response:", "rollout store scheme: wanted one of file"),
         ("mooncake://nowhere", "HOST:PORT"),
         ("", "^url: wanted a URL"),
         ("file://data/rollouts", "file: rollout store path: wanted file:///absolute/path or file:relative/path"),
         ("file://", "file: rollout store path: wanted"),
         ("file:?layers=1", "file: rollout store path: wanted"),
         ("file:///tmp/a\0b", "file: rollout store path: wanted"),
-        ("response:x", "response: rollout store: wanted response: alone"),
     ],
 )
 def test_a_url_that_cannot_be_is_refused(url: str, message: str) -> None:
@@ -128,17 +130,17 @@ def test_a_url_that_cannot_be_is_refused(url: str, message: str) -> None:
         open_rollouts(url)
 
 
-def test_a_stranger_adds_a_scheme(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stranger_adds_a_scheme(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Goal: a store by entry point. Method: the group has one more entry, as an installed package would bring
     it. A package that is not installed is named."""
-    entry = EntryPoint("mine", "kvroute.rollout.response:open_response_rollouts", kvroute.rollout.GROUP)
+    entry = EntryPoint("mine", "kvroute.rollout.local:open_local_rollouts", kvroute.rollout.GROUP)
     entries: Callable[..., list[EntryPoint]] = lambda group, name=None: [  # noqa: E731
         e for e in [entry] if group == kvroute.rollout.GROUP and name in (None, e.name)
     ]
     monkeypatch.setattr("cache_manager.storage.entry_points", entries)
-    assert isinstance(open_rollouts("mine:"), ResponseRollouts)
+    assert isinstance(open_rollouts(f"mine://{tmp_path}"), LocalRollouts)
     monkeypatch.setitem(kvroute.rollout.BUILT_IN, "ray", EntryPoint("ray", "no_ray_here.store:open", "x"))
     with pytest.raises(ConfigError, match="ray: rollout store: wanted the package no_ray_here"):
         open_rollouts("ray:x")
-    with pytest.raises(ConfigError, match="file, mine, mooncake, ray, response, tq"):
+    with pytest.raises(ConfigError, match="file, mine, mooncake, ray, tq"):
         open_rollouts("other:")

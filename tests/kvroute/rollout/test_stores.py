@@ -13,14 +13,12 @@ import pytest
 from budget import examples
 from mooncake_pool import Master, running_master, running_owner
 
-from cache_manager.ports import Absence
 from cache_manager.record import RecordHeader
 from kvroute.rollout import RolloutHandle, RolloutStore, open_rollouts
 from kvroute.rollout.local import LocalRollouts
 from kvroute.rollout.mooncake import MooncakeRollouts, keys_of
 from kvroute.rollout.shard import fetch_shard
-from kvroute.routes import Layout, Split, shard_packed
-from kvroute.routes.wire import Header
+from kvroute.routes import Split, shard_packed
 from kvroute.testing.rollouts import RolloutContract, routes_of
 
 
@@ -49,29 +47,6 @@ class TestFusedLocalRollouts(TestLocalRollouts):
 
     def make_store(self, directory: Path) -> RolloutStore:
         return LocalRollouts(directory / "rollouts", 6, sync=True)
-
-
-class TestResponseRollouts(RolloutContract):
-    finds = forgets = reads_parts = False
-
-    def make_store(self, directory: Path) -> RolloutStore:
-        return open_rollouts("response:")
-
-    def damage(self, directory: Path, store: RolloutStore, handle: RolloutHandle) -> RolloutHandle:
-        middle = len(handle.inline) // 2
-        inline = handle.inline[:middle] + bytes([handle.inline[middle] ^ 1]) + handle.inline[middle + 1 :]
-        return msgspec.structs.replace(handle, inline=inline)
-
-    def test_no_memory_is_taken_for_what_a_record_claims(self) -> None:
-        """Goal: a hostile answer is corrupt, and ends no trainer. Method: a record whose header is sound, says that
-        2^36 ids follow, and has none."""
-        layout = Layout(tuple(range(64)), 4096, 64, 64)
-        claims = Header(layout=layout, rows=1 << 24, start=0, part_layers=64, part_tokens=512, sums=b"")
-        claims = msgspec.structs.replace(claims, sums=bytes(8 * claims.parts), name=f"{'0' * 32} id")
-        head = claims.pack()
-        handle = msgspec.structs.replace(RolloutHandle.of("response", claims, len(head)), inline=head)
-        with closing(open_rollouts("response:")) as store:
-            assert store.get(RolloutHandle.from_json(handle.to_json())) is Absence.CORRUPT
 
 
 @pytest.fixture(scope="module")

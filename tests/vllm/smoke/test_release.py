@@ -56,12 +56,12 @@ def engine(homes: dict[int, Path], tmp_path_factory: pytest.TempPathFactory) -> 
     made.close()
 
 
-def assert_right(engine: Engine, outputs: Sequence[Any], homes: dict[int, Path]) -> None:
+def assert_right(engine: Engine, outputs: Sequence[Any], homes: dict[int, Path], key: str | None = None) -> None:
     """Every row of these answers is there, and is transformers' with the weights that its version names; vLLM's own
     field has the same rows."""
     for output in outputs:
         tokens = [*output.prompt_token_ids, *output.outputs[0].token_ids]
-        rows = routes(output, rollouts=engine.rollouts)
+        rows = routes(output, rollouts=engine.rollouts, key=key)
         assert updates.right(rows, tokens, homes)
         field = output.outputs[0].routed_experts
         assert field is not None, output.kv_transfer_params
@@ -101,9 +101,10 @@ def test_kv_and_rows_from_a_store(engine: Engine, homes: dict[int, Path]) -> Non
 def test_a_stop_string(engine: Engine, homes: dict[int, Path]) -> None:
     (whole,) = engine.ask(ASKED[:1])
     word = f"t{whole.outputs[0].token_ids[7]}"
-    (stopped,) = engine.ask(ASKED[:1], stop=[word])
+    carried = {"extra_args": {"kv_transfer_params": {"kvroute": {"key": "stops"}}}}
+    (stopped,) = engine.ask(ASKED[:1], stop=[word], **carried)
     assert stopped.outputs[0].stop_reason == word
-    assert_right(engine, [stopped], homes)
+    assert_right(engine, [stopped], homes, key="stops")
 
 
 def test_an_update(engine: Engine, homes: dict[int, Path]) -> None:
