@@ -134,9 +134,9 @@ class Tickets:
     def _refusal(self, ticket: Ticket, prompt: Sequence[int], kv: Mapping[str, str]) -> str:
         if len(bytes.fromhex(ticket.id)) != 16:
             return f"an invalid ticket: id of {len(ticket.id) // 2} bytes, not 16"
-        if ticket.tokens != len(prompt):
+        if ticket.tokens not in (len(prompt) - 1, len(prompt)):  # beside a state prefill leaves the last one to decode
             return f"prompt: prefill's has {ticket.tokens} tokens, decode's {len(prompt)}"
-        if ticket.digest != (digest := token_hash(prompt).hex()):
+        if ticket.digest != (digest := token_hash(prompt[: ticket.tokens]).hex()):
             return f"prompt: the hash of prefill's tokens is {ticket.digest[:64]}, of decode's {digest}"
         for name, value in ticket.kv.items():
             if kv.get(name) != value:

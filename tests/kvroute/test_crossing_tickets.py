@@ -40,7 +40,7 @@ TOYS: list[Toy] = []
 def test_a_ticket_of_another_prompt() -> None:
     """Goal: rows are of the answer's tokens. Method: prompts of another length, and of one other token."""
     with two() as (first, second):
-        for prompt, words in ((PROMPT[:-1], "10 tokens, decode's 11"), ([*PROMPT[:-1], 6], "the hash")):
+        for prompt, words in ((PROMPT[:-2], "9 tokens, decode's 11"), ([*PROMPT[:-1], 6], "the hash")):
             verdict, (why,) = taken(second, handed_over(first, prompt))
             assert verdict == {"right": OWN, "missing": ALL - OWN}
             assert words in why
@@ -59,6 +59,18 @@ def test_a_ticket_of_other_kv() -> None:
             assert why == f"the ticket is of other KV: remote_request_id: wanted p0, got {got}"
             second.cached.clear()
         assert taken(second, ticket, kv=names[0] | {"transfer_id": "decode's own"})[0] == {"right": ALL}
+
+
+def test_a_prompt_whose_last_token_is_left_to_decode() -> None:
+    """Goal: all of its rows, beside a state as of linear attention, which prefill hands over before that token. Method:
+    prefill is given all tokens but the last; with another one before it the rows are missing."""
+    with two() as (first, second):
+        verdict, why = taken(second, handed_over(first, PROMPT[:-1]))
+        assert (verdict, list(why)) == ({"right": ALL}, [])
+        second.cached.clear()
+        verdict, (reason,) = taken(second, handed_over(first, [*PROMPT[:-2], 6]), name="other")
+        assert verdict == {"right": OWN, "missing": ALL - OWN}
+        assert "the hash" in reason
 
 
 def test_addresses_that_clients_make_up_fill_neither_memory_nor_logs(caplog: pytest.LogCaptureFixture) -> None:

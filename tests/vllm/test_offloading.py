@@ -10,6 +10,7 @@ import pytest
 from engines import BLOCK, RANKS, Engine, prompts
 from host_offload import DAMAGED_RANK
 
+import kvroute
 from bench.vllm_peers import plugin as installed
 from kvroute.connector.carriers import InKv
 from kvroute.integrations.vllm import routes, unseen
@@ -20,12 +21,16 @@ POOL = 16
 """Blocks of the engine, of which one is vLLM's own and stays empty."""
 
 
-def start(engine: Start, home: Path, carrier: str, directory: Path, **arguments: Any) -> Engine:
+def start(engine: Start, home: Path, carrier: str, directory: Path, *, multi: bool = False, **arguments: Any) -> Engine:
     """An engine of few blocks whose KV goes to 4 MB of host memory, which is 170 blocks of this model."""
     settings = {"store": f"file://{directory}/rows", "witness": "flagged"} if carrier == "connector" else {}
     extra = {"spec_name": "HostSpec", "spec_module_path": "host_offload", "cpu_bytes_to_use": 4 << 20}
+    name = "KvrouteOffloadingConnector"
+    if multi:
+        inside = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+        name, extra = "KvrouteMultiConnector", {"connectors": [inside]}
     few = {"num_gpu_blocks_override": POOL, "max_model_len": 256}
-    made: Engine = engine(home, "KvrouteOffloadingConnector", settings, extra, **{**few, **arguments})
+    made: Engine = engine(home, name, settings, extra, **{**few, **arguments})
     assert isinstance(made.sent.engine.carrier, InKv) == (carrier == "layer")
     return made
 
@@ -60,13 +65,28 @@ HYBRID: dict[str, dict[str, Any]] = {
 """Models with several KV cache groups, and pools of a few of their requests."""
 
 
+def test_connectors_inside_that_bear_one_group_alone_are_refused(engine: Start, model: Model, tmp_path: Path) -> None:
+    """Goal: an error with what to do, and not vLLM's assertion. Method: a MultiConnector around files and ours."""
+    inside = [
+        {
+            "kv_connector": "ExampleConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {"shared_storage_path": str(tmp_path)},
+        }
+    ]
+    with pytest.raises(kvroute.ConfigError, match=r"SupportsHMA.*--disable-hybrid-kv-cache-manager, got others inside"):
+        engine(model("gpt_oss"), "KvrouteMultiConnector", {}, {"connectors": inside})
+
+
+@pytest.mark.parametrize("around", ["", "Multi"])
 @pytest.mark.parametrize("family", HYBRID)
-def test_groups_whose_kv_comes_back(engine: Start, model: Model, tmp_path: Path, family: str) -> None:
+def test_groups_whose_kv_comes_back(engine: Start, model: Model, tmp_path: Path, family: str, around: str) -> None:
     """Goal: KV of all groups comes back, and rows beside that of full attention. Method: prompts that fill the pool
     several times; again; and again after the rows of one block are lost: a hit without all of its rows is none, because
-    states of other groups are kept for its end alone.
+    states of other groups are kept for its end alone. Of the connector itself, and of one inside a MultiConnector.
     """
-    made, asked = start(engine, model(family), "connector", tmp_path, **HYBRID[family]), prompts(75, *[200] * 8)
+    made = start(engine, model(family), "connector", tmp_path, multi=bool(around), **HYBRID[family])
+    asked = prompts(75, *[200] * 8)
     assert made.sent.engine.group == 1
     block = made.sent.engine.tokens
     hit = 200 // block * block

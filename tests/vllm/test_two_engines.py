@@ -153,13 +153,14 @@ def test_nixl_over_ucx(
     with noise(first, layer=0, size=0.3, seed=4):
         given = [first.ask([prompt], max_tokens=1, extra_args={"kv_transfer_params": GIVE})[0] for prompt in ASKED]
     lent = [output.kv_transfer_params["remote_block_ids"][group] for output in given]
-    before = [first.kept.blocks.read("routing", ids, 0, len(p)) for ids, p in zip(lent, ASKED, strict=True)]
+    last = int(family == "qwen3_next")  # a state of all tokens but the last goes over, so only decode computes that one
+    before = [first.kept.blocks.read("routing", ids, 0, len(p) - last) for ids, p in zip(lent, ASKED, strict=True)]
     assert all(found.valid.all() for found in before)
     there = transfer("KvrouteNixlConnector", settings, {}, **NIXL)
     with decoder(home, tmp_path, there, HYBRID[family], VLLM_NIXL_SIDE_CHANNEL_PORT=str(hold_port())) as second:
         params = [{"kv_transfer_params": output.kv_transfer_params} for output in given]
         answers = asked(second, params)
-        assert by_source(second)["local_compute"] == 0
+        assert by_source(second)["local_compute"] in (0, last * len(ASKED))
         assert by_source(second)["external_kv_transfer"] > 0
     changed = 0
     for prompt, own, answer in zip(ASKED, before, answers, strict=True):

@@ -21,7 +21,7 @@ WHOLE_REQUESTS: Final = tuple(f"{each}Connector" for each in ("Nixl", "NixlPull"
 """Connectors that move a request's KV whole, from one engine to another: hits are not cut, and rows go beside it."""
 KV_NAMES: Final = ("remote_engine_id", "remote_request_id", "transfer_id")
 """Fields of ``kv_transfer_params`` by which those connectors find one request's KV: a ticket repeats them."""
-OF_GROUPS: Final = ("Connector", "OffloadingConnector", "NixlConnector")
+OF_GROUPS: Final = ("Connector", "OffloadingConnector", "NixlConnector", "MultiConnector")
 """Connectors around which a model with several KV cache groups was judged."""
 CHOICES: Final = (
     "dtype",
@@ -81,6 +81,17 @@ def engine_of(config: Any, cache: Any, inner: str) -> Engine:
         hashes=max(1, spec.block_tokens // hashed_tokens(config, cache)),
         group=number,
     )
+
+
+def check_children(config: Any, connector: Any) -> None:
+    """Raise :class:`ConfigError` for connectors inside a MultiConnector that do not bear several KV cache groups: vLLM
+    makes one group for these if it knows the outer connector by its own name."""
+    bear = getattr(connector, "all_children_support_hma", None)
+    if bear is None or config.scheduler_config.disable_hybrid_kv_cache_manager:
+        return
+    if not bear(config.kv_transfer_config):
+        wanted = "connectors that bear several KV cache groups (SupportsHMA), or --disable-hybrid-kv-cache-manager"
+        raise ConfigError("connectors", wanted, f"others inside {connector.__name__}")
 
 
 def group_of(cache: Any, tokens_max: int) -> int:
@@ -239,4 +250,13 @@ def _lossy(kv: Any, tokens_max: int) -> list[str]:
     return list(found)
 
 
-__all__ = ["OF_GROUPS", "carrier_of", "computation", "engine_of", "group_of", "refuse", "settings_of"]
+__all__ = [
+    "OF_GROUPS",
+    "carrier_of",
+    "check_children",
+    "computation",
+    "engine_of",
+    "group_of",
+    "refuse",
+    "settings_of",
+]

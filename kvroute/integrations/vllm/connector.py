@@ -16,7 +16,7 @@ from kvroute.connector.pages import page_name
 from kvroute.connector.settings import RESPONSE
 from kvroute.connector.tickets import TRANSFER
 from kvroute.integrations.vllm import blocks, core, versions
-from kvroute.integrations.vllm.config import engine_of, kv_names
+from kvroute.integrations.vllm.config import check_children, engine_of, kv_names
 from kvroute.integrations.vllm.field import Field
 from kvroute.integrations.vllm.routers import bind
 
@@ -32,6 +32,7 @@ class RowsWithKV(Base):  # type: ignore[misc]
     _rank: Any = None
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        check_children(vllm_config, type(self))
         super().__init__(vllm_config, role, kv_cache_config)
         self._engine = engine_of(vllm_config, kv_cache_config, type(self).inner)
         self._layers = tuple(kv_cache_config.kv_cache_groups[self._engine.group].layer_names)
