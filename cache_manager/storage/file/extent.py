@@ -1,4 +1,4 @@
-"""The bytes of an extent: a first page, heads, payloads, and the first page once more.
+"""The bytes of an extent: a page, heads and payloads.
 
 An extent belongs to one layout, so all of its records have one size, and arithmetic says where each lies. A slot is a
 head and a payload. A head says which record the payload is, and has a sum that includes the extent's identity; a head
@@ -19,7 +19,7 @@ from collections.abc import Container, Iterator, Sequence
 from contextlib import suppress
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,7 +32,7 @@ from cache_manager.storage.disk import Disk, read_all, write_all
 from cache_manager.storage.file.directory import TEMP_SUFFIX, LockedDirectory, StoreDirectory, extent_name, parse_name
 
 PAGE_NBYTES: Final = 4096
-VERSION: Final = 7
+VERSION: Final = 8
 MAGIC: Final = b"KVREXTNT"
 SLOTS_MAX: Final = 1 << 20
 TICK_MAX: Final = 1 << 62
@@ -41,8 +41,6 @@ EXTENTS_MAX: Final = 512
 FREE, TAKEN, BLANK, USES_MAX = 255, 254, 253, 3
 """In place of a slot's uses. FREE: its head is zeros, on the disk too. TAKEN: being rewritten; its old head may be in
 an index chain. BLANK: the same, but in no chain."""
-FAILED_MAX: Final = 16
-"""Pages of heads that the disk may not give before the rest of the extent is not asked for."""
 KEY_AT: Final = 40
 """Offset of the key in a head."""
 NUMBER: Final = "28xI"
@@ -66,6 +64,16 @@ Run = tuple["Extent", int, int]
 """An extent, the first of some slots in it that are neighbours, and how many."""
 
 
+class Refusal(NamedTuple):
+    """Why nothing in a file with an extent's name is served.
+
+    ``is_unread``: the disk did not give it, so that records in it may come back when it is opened again.
+    """
+
+    why: str
+    is_unread: bool
+
+
 class Shape:
     """What an extent's page says, and where everything in it lies; no slots if none fits."""
 
@@ -77,22 +85,22 @@ class Shape:
         self.slots = min(slots, SLOTS_MAX, _HEADS_NBYTES_MAX // self.head_nbytes) if fits else 0
         self.step = align(payload_nbytes, _SECTOR_NBYTES)  # from payload to payload: they share no sector
         self.payloads_at = align(PAGE_NBYTES + self.slots * self.head_nbytes, PAGE_NBYTES)
-        self.nbytes = align(self.payloads_at + self.slots * self.step, PAGE_NBYTES) + PAGE_NBYTES
+        self.nbytes = align(self.payloads_at + self.slots * self.step, PAGE_NBYTES)
 
     @classmethod
     def within(cls, number: int, layout: Layout, nbytes: int) -> Shape:
         """With as many slots as fit ``nbytes``, possibly none."""
         one = cls(number, 1, layout)
-        shape = cls(number, max(nbytes - 2 * PAGE_NBYTES, 0) // (one.step + one.head_nbytes), layout)
+        shape = cls(number, max(nbytes - PAGE_NBYTES, 0) // (one.step + one.head_nbytes), layout)
         while shape.slots and shape.nbytes > nbytes:
             shape = cls(number, shape.slots - 1, layout)
         return shape
 
     @classmethod
-    def read(cls, disk: Disk, fd: int, at: int, path: str) -> Shape:
-        """What the page at ``at`` says; ``OSError``; :class:`StoreFormatError` names the first field that is wrong."""
+    def read(cls, disk: Disk, fd: int, path: str) -> Shape:
+        """What a file's page says; ``OSError``; :class:`StoreFormatError` names the first field that is wrong."""
         raw = bytearray(PAGE_NBYTES)
-        found = read_all(disk, fd, [raw], at, PAGE_NBYTES)
+        found = read_all(disk, fd, [raw], 0, PAGE_NBYTES)
         magic, version, _, valid_nbytes, number, slots, payload_nbytes, fingerprint = _PAGE.unpack_from(raw)
         shape = cls(number, slots, (fingerprint, payload_nbytes, valid_nbytes))
         for field, wanted, got in (
@@ -109,7 +117,7 @@ class Shape:
 
     @cached_property
     def page(self) -> bytes:
-        """The first page, and the last one."""
+        """The first page of the file."""
         fingerprint, payload_nbytes, valid_nbytes = self.layout
         fixed = _PAGE.pack(MAGIC, VERSION, 0, valid_nbytes, self.number, self.slots, payload_nbytes, fingerprint)
         body = fixed.ljust(PAGE_NBYTES - 4, b"\0")
@@ -128,7 +136,7 @@ class Extent:
         self.ordinal = 0  # in an index
         self.nexts = array("I", [0]) * shape.slots  # of an index
         self.used_at = 0  # when a record in it was used last, in calls
-        self.lost = False  # heads that the disk did not give when they were asked for last
+        self.damaged_heads = 0  # when it was opened
         self.dirty = True  # written since the last sync; unknown for a file found
         self.raw = bytearray(shape.slots * shape.head_nbytes)
         self.heads: Heads = np.frombuffer(self.raw, np.uint8).reshape(shape.slots, -1)
@@ -255,37 +263,15 @@ class Extent:
         read_all(disk, self.fd, [heads], PAGE_NBYTES + start * self.head_nbytes, len(heads))
         return heads
 
-    def load(self, disk: Disk, start: int, heads: bytearray) -> int:
-        """Read heads; those that are not sound, or that the disk does not give, are zeros. How many were damaged.
-
-        Where the disk fails, pages are read one by one; when a few have failed, no more is asked for.
-        """
-        view, base, failed = memoryview(heads), PAGE_NBYTES + start * self.head_nbytes, 0
-        try:
-            read_all(disk, self.fd, [view], base, len(view))
-        except OSError:
-            self.lost = True
-            end = base + len(view)
-            for at, stop in pairwise([base, *range((base // PAGE_NBYTES + 1) * PAGE_NBYTES, end, PAGE_NBYTES), end]):
-                some = view[at - base : stop - base]
-                try:
-                    if failed < FAILED_MAX:
-                        read_all(disk, self.fd, [some], at, len(some))
-                        continue
-                except OSError:
-                    failed += 1
-                some[:] = bytes(len(some))
-        return self.clean(heads)
-
-    def serve(self, disk: Disk) -> int:
-        """Serve what the disk has; how many heads were damaged."""
-        damaged = self.load(disk, 0, self.raw)
+    def serve(self, disk: Disk) -> None:
+        """Serve what the disk has; ``OSError``."""
+        self.raw[:] = self.read_heads(disk, 0, self.slots)
+        self.damaged_heads = self.clean(self.raw)
         self.uses[self.ticks > 0] = 1
-        return damaged
 
     def write(self, disk: Disk, start: int, heads: bytearray, payloads: Sequence[Buffer]) -> None:
-        """Write records into slots: zeros where there may be heads, payloads, heads; in memory nothing yet."""
-        if self.lost or self.use_bytes[start] == TAKEN:
+        """Write records into slots: zeros where there are heads, payloads, heads; in memory nothing yet."""
+        if self.use_bytes[start] == TAKEN:
             self.write_heads(disk, start, bytes(len(heads)))
         pad = bytes(self.shape.step - self.shape.layout[1])
         vector = [part for payload in payloads for part in (payload, pad)] if pad else payloads
@@ -321,8 +307,7 @@ def make_extent(disk: Disk, directory: LockedDirectory, shape: Shape) -> Extent:
     try:
         extent = Extent(name, fd, shape)
         disk.allocate(fd, shape.nbytes)
-        for at in (0, shape.nbytes - PAGE_NBYTES):
-            write_all(disk, fd, [shape.page], at, PAGE_NBYTES)
+        write_all(disk, fd, [shape.page], 0, PAGE_NBYTES)
         disk.sync(fd)  # so that no power cut leaves a file without its page
         directory.finish(name)
     except BaseException:
@@ -334,36 +319,40 @@ def make_extent(disk: Disk, directory: LockedDirectory, shape: Shape) -> Extent:
 
 
 def open_extents(
-    disk: Disk, directory: StoreDirectory, flags: int, refused: dict[str, str], known: Container[str] = ()
+    disk: Disk, directory: StoreDirectory, flags: int, refused: dict[str, Refusal], known: Container[str] = ()
 ) -> list[Extent]:
-    """The extents of a directory that are not known yet, by name, without their heads; ``refused`` gets why other files
-    are not extents, or cannot be read now. :class:`StorageError` when the directory cannot be read."""
-    found: list[Extent] = []
+    """The extents of a directory that are not known yet, by name, with their heads; ``refused`` becomes the other files
+    of such names. :class:`StorageError` when the directory cannot be read."""
+    opened: list[Extent] = []
     try:
         names = [name for name in sorted(directory.names()) if parse_name(name) is not None and name not in known]
     except OSError as error:
         raise StorageError(f"{directory.path}: cannot read the store: {error}") from error
+    for name in refused.keys() - set(names):
+        del refused[name]
     for name in names:
         path = str(directory.path / name)
         try:
-            if len(found) == EXTENTS_MAX:
+            if len(opened) == EXTENTS_MAX:
                 raise StoreFormatError(path, "extents", f"{EXTENTS_MAX} at most", len(names))
-            found.append(_open_extent(disk, directory.open(name, flags), path))
+            opened.append(_open_extent(disk, directory.open(name, flags), path))
             refused.pop(name, None)
         except FileNotFoundError:
             continue  # a writer has dropped it
-        except (StoreFormatError, OSError) as error:
-            refused[name] = str(error)
-    return found
+        except StoreFormatError as error:
+            refused[name] = Refusal(str(error), is_unread=False)
+        except OSError as error:
+            refused[name] = Refusal(f"{path}: {error}", is_unread=True)
+    return opened
 
 
 def _open_extent(disk: Disk, fd: int, path: str) -> Extent:
-    """The extent in an open file, which it owns; the file is closed on failure. One good page of the two is enough."""
+    """The extent in an open file, which it owns, with its heads; the file is closed on failure."""
     try:
-        return Extent(os.path.basename(path), fd, Shape.read(disk, fd, 0, path))
+        shape = Shape.read(disk, fd, path)
     except (StoreFormatError, OSError):
-        with suppress(StoreFormatError, OSError):
-            copy_at = max(disk.size(fd) - PAGE_NBYTES, 0)
-            return Extent(os.path.basename(path), fd, Shape.read(disk, fd, copy_at, path))
         os.close(fd)
         raise
+    extent = Extent(os.path.basename(path), fd, shape)
+    extent.serve(disk)
+    return extent

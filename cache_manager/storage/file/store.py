@@ -124,7 +124,7 @@ class FileStore(ExtentFiles):
             with self._as_storage_error("write"):
                 for group in groups:
                     self._store(*group, held, ANY if older else ())
-                if self._sync is Sync.BATCH:  # what is held, too: its sync may have failed
+                if self._sync is Sync.BATCH:  # what is held, too: it may not be synced yet
                     self._sync_all(self.index.extents)
             if may_lose and self._evicted != evicted:  # perhaps of these keys, for a later record
                 there = self.contains(keys)
@@ -141,11 +141,11 @@ class FileStore(ExtentFiles):
                 for _, extent, start, count in found:
                     extent.forget(start, count)
                     self._to_erase.append((extent, start, count))
-                lost = any(extent.lost for extent in self.index.extents)
             with self._as_storage_error("delete a record"):
                 self._erase()
-        if lost and sum(count for *_, count in found) < len(wanted):
-            raise StorageError(f"{self.path}: a record may be among those whose heads the disk did not give at opening")
+        unread = [refusal.why for refusal in self.refused.values() if refusal.is_unread]
+        if unread and sum(count for *_, count in found) < len(wanted):
+            raise StorageError(f"a record may be in an extent that was not read at opening: {', '.join(unread)}")
 
     def flush(self) -> None:
         """Return when every record put before is on stable storage.
@@ -196,13 +196,11 @@ class FileStore(ExtentFiles):
     # What put and delete do.
 
     def _held(self, found: list[Found]) -> dict[BlockKey, RecordHeader]:
-        """What is stored in these slots, if it is not too old and the disk gives it back; storing it again is a use.
-        Held: lock."""
+        """What is stored in these slots, if it is not too old; storing it again is a use. Held: lock."""
         held: dict[BlockKey, RecordHeader] = {}
         for _, extent, local, count in self.fresh(found):
             headers = extent.headers(extent.packed(local, count))
-            ticks = extent.ticks[local : local + count].tolist()
-            held |= {each.key: each for each, tick in zip(headers, ticks, strict=True) if tick not in self._suspects}
+            held |= {header.key: header for header in headers}
             extent.use(local, count, self.calls)
         return held
 
@@ -278,10 +276,7 @@ class FileStore(ExtentFiles):
                     each.dirty = False  # before the sync: a write meanwhile sets it again
                     try:
                         self._disk.sync(each.fd)
-                    except BaseException as error:
-                        if isinstance(error, OSError) and isinstance(each, Extent):
-                            with self.lock:  # the next sync may succeed without these bytes
-                                self._suspects.update(each.ticks[each.ticks > 0].tolist())
+                    except BaseException:
                         each.dirty = True
                         raise
 
@@ -372,7 +367,6 @@ class FileStore(ExtentFiles):
             raise ConfigError("min_free", f"{most} bytes at most, on this file system", self._min_free_nbytes)
         opened = open_extents(self._disk, self._directory, os.O_RDWR, self.refused)
         for extent in opened:
-            extent.serve(self._disk)
             if self._disk.size(extent.fd) != extent.shape.nbytes:  # was cut, or what lies behind is no part of it
                 self._disk.truncate(extent.fd, extent.shape.nbytes)
         opened.sort(key=lambda extent: int(extent.ticks.max()))
