@@ -34,7 +34,8 @@ def export(
         ids, lives, live = keys.claimed(table, blocks, generations)
         valid = bits_of(table.region, ids) & limits
         live &= (valid != 0).any(axis=(1, 2))
-        ids, valid = ids[live], valid[live]
+        ids = ids[live]
+        valid = valid[live]
         table.seal(ids)
         table.lock.count("rows_exported", rows_in(valid))
         origins = table.origin.take(ids)

@@ -150,7 +150,8 @@ class PersistJob(Job[int]):
 
     def stage(self) -> None:
         super().stage()
-        table, kv = self.table, self.jobs.kv
+        table = self.table
+        kv = self.jobs.kv
         table.seal(self.ids)
         words = bits_of(table.region, self.ids)
         self.staging[:, : table.layout.nbytes] = copies_of(table.region, self.ids, words)
@@ -199,7 +200,9 @@ class RestoreJob(Job[bool]):
     def land(self) -> None:
         """Make the read records readable in blocks that nothing was done to since the begin, that have no readable row
         and no origin of their own, and whose KV is of the record's origin or of none that is known."""
-        table, kv, ids = self.table, self.jobs.kv, self.ids
+        table = self.table
+        kv = self.jobs.kv
+        ids = self.ids
         live = (table.changes.take(ids) == self.changes) & table.fillable(ids)
         live &= have_none(table.region, ids) & ~table.own.take(ids)
         live &= not self.cancelled

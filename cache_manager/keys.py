@@ -161,7 +161,8 @@ class KeyChain:
 
     def keys(self, tokens: Tokens) -> list[BlockKey]:
         """The keys of all full blocks of ``tokens``, in order; a partial last block has none here."""
-        ids, step = _token_bytes(tokens), self.block_tokens * 8
+        ids = _token_bytes(tokens)
+        step = self.block_tokens * 8
         found: list[BlockKey] = []
         for at in range(0, len(ids) - step + 1, step):
             found.append(self.following(found[-1] if found else None, ids[at : at + step]))

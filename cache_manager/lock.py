@@ -80,7 +80,8 @@ class Lock(RLock):  # type: ignore[misc]  # final for mypy alone
     def __init__(self) -> None:
         self._pid = os.getpid()
         self._counts = {f.name: 0 for f in fields(AuxCounters)}
-        self.closed, self.torn = False, 0
+        self.closed = False
+        self.torn = 0
         self.mend: Callable[[], None] = lambda: None
 
     def __enter__(self) -> None:  # type: ignore[override]

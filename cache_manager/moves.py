@@ -69,7 +69,8 @@ def move(
     def bad(blocks: Ints, wanted: str) -> None:
         mistakes.bad("bad_moves_dropped", blocks, "move", wanted)
 
-    lock, fence = target.lock, Fence()
+    lock = target.lock
+    fence = Fence()
     sources, targets = split_pairs(pairs, source, target)
     if rows is not None:
         limits = prefix_bits(integers(rows, "rows", "one count for each pair", n=targets.size), target.tokens)
@@ -83,19 +84,22 @@ def move(
                 target.renew(targets, target.generations.take(targets) + 1)
             else:
                 target.lose(targets)
-            live, known = source.live(sources), target.generations.take(targets) > 0
+            live = source.live(sources)
+            known = target.generations.take(targets) > 0
             good = live & target.fillable(targets)
             if count(good) != targets.size:
                 bad(sources[~live], "sources that were given out, and are not being copied into")
                 bad(targets[live & ~known], "targets that were given out")
                 bad(targets[live & known & ~good], "targets into which no copy, step or device writes")
             pairs_of_kv = sources, targets
-            sources, targets = sources[good], targets[good]
+            sources = sources[good]
+            targets = targets[good]
             valid = bits_of(source.region, sources)
             if rows is not None:
                 valid &= limits[good]
             source.seal(sources)
-            origins, changes = source.origin.take(sources), source.changes.take(sources)
+            origins = source.origin.take(sources)
+            changes = source.changes.take(sources)
             target.fence(fence, targets)
         copy_records(source.region, target.region, sources, targets)
         if kv is not None and pairs_of_kv[0].size:
@@ -121,7 +125,8 @@ def split_pairs(pairs: Pairs, source: BlockTable, target: BlockTable) -> tuple[I
 
 def copy_records(source: Region, target: Region, sources: Ints, targets: Ints) -> None:
     """Copy records pair by pair, neighbours in one copy; a fancy index would gather them first."""
-    rows, into = source.rows, target.rows
+    rows = source.rows
+    into = target.rows
     if not (count(np.diff(sources) == 1) and count(np.diff(targets) == 1)):  # no neighbours
         for first, to in zip(sources.tolist(), targets.tolist(), strict=True):
             into[to] = rows[first]

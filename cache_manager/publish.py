@@ -62,7 +62,8 @@ Records = Region | Copies
 
 def places(records: Records) -> tuple[NDArray[np.uint8], ...]:
     """By spec, views ``[n, block_tokens, row_nbytes]`` of ``n`` blocks' rows. Drop a region's before its close."""
-    layout, rows = records.layout, records.rows
+    layout = records.layout
+    rows = records.rows
     return tuple(
         rows[:, offset : offset + spec.block_nbytes].reshape(len(rows), spec.block_tokens, spec.row_nbytes)
         for spec, offset in zip(layout.specs, layout.offsets, strict=True)
@@ -104,7 +105,8 @@ def copies_of(region: Region, ids: NDArray[np.int64], bits: NDArray[np.uint64]) 
 
     What else lies in a block is of another life, perhaps of another tenant: it does not leave with a copy.
     """
-    layout, full = region.layout, full_bits(region.layout.block_tokens)
+    layout = region.layout
+    full = full_bits(region.layout.block_tokens)
     copies = Copies(layout, region.rows[ids])
     ends = (*layout.offsets[1:], layout.nbytes)
     for index, (spec, rows, end) in enumerate(zip(layout.specs, places(copies), ends, strict=True)):
@@ -124,7 +126,8 @@ def copy_rows(source: Records, at: int, target: Records, to: int, bits: NDArray[
 
 def publish(region: Region, ids: NDArray[np.int64], generations: NDArray[np.int64]) -> None:
     """Begin a new life of blocks ``ids [n]``, each once: no row is readable, the word names ``generations [n]``."""
-    words, bits = generations.astype(np.uint64) << _SHIFT, _by_block(region)
+    words = generations.astype(np.uint64) << _SHIFT
+    bits = _by_block(region)
     bits[ids] = np.zeros(1, bits.dtype)
     region.words[ids] = words
 
@@ -232,11 +235,13 @@ def gather(
     """
     if not locked:
         require_ordered_stores("gather")
-    offset, nbytes = region.layout.offsets[spec], region.layout.specs[spec].block_nbytes
+    offset = region.layout.offsets[spec]
+    nbytes = region.layout.specs[spec].block_nbytes
     # One item a block: numpy copies items faster than rows of bytes.
     source = region.rows[:, offset : offset + nbytes].view(f"V{nbytes}")[:, 0]
     valid = region.valid[:, spec]
-    words, bits = region.words[ids], valid[ids]
+    words = region.words[ids]
+    bits = valid[ids]
     rows = source[ids]
     torn = np.flatnonzero(region.words[ids] != words)
     for _ in range(READ_RETRIES_MAX - 1):
@@ -262,10 +267,12 @@ def gather_slots(
     require_ordered_stores("gather_slots")
     layout = region.layout
     aux_spec = layout.specs[spec]
-    offset, nbytes = layout.offsets[spec], aux_spec.block_nbytes
+    offset = layout.offsets[spec]
+    nbytes = aux_spec.block_nbytes
     source = region.rows[:, offset : offset + nbytes].view(f"V{aux_spec.row_nbytes}")  # one item a row
     valid = region.valid[:, spec]
-    mask_words, shifts = offsets >> 6, (offsets & 63).astype(np.uint64)
+    mask_words = offsets >> 6
+    shifts = (offsets & 63).astype(np.uint64)
     words = region.words[blocks]
     bits = valid[blocks, mask_words]
     rows = source[blocks, offsets]

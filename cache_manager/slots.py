@@ -127,7 +127,10 @@ class SlotSpace:
     """The ``blocks`` blocks of one tier and their slots, ``tokens`` each, as callers number them."""
 
     def __init__(self, name: str, blocks: int, tokens: int) -> None:
-        self._name, self.blocks, self.tokens, self.end = name, blocks, tokens, blocks * tokens
+        self._name = name
+        self.blocks = blocks
+        self.tokens = tokens
+        self.end = blocks * tokens
         self.words_per_block = words_of(tokens)
         # A shift turns a slot into its mask word if a block has one word, or only whole words.
         unit = WORD_BITS if tokens % WORD_BITS == 0 else tokens

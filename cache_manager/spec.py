@@ -212,7 +212,8 @@ class RecordLayout:
         if len({s.block_tokens for s in specs}) != 1:
             got = ", ".join(f"{s.name}={s.block_tokens}" for s in specs)
             raise SpecError("specs", "one block_tokens for all", got)
-        offsets, at = [], 0
+        offsets = []
+        at = 0
         for s in specs:
             offsets.append(at)
             at = align(at + s.block_nbytes)

@@ -38,7 +38,8 @@ class RecordStore:
         self._nbytes = layout.nbytes
         self._valid_nbytes = 8 * layout.valid_words * len(layout.specs)
         # Unused bits of the bitmap: a spec's words may hold more bits than a block has tokens.
-        width, rows = 64 * layout.valid_words, layout.block_tokens
+        width = 64 * layout.valid_words
+        rows = layout.block_tokens
         unused = (1 << width) - (1 << rows)
         self._no_row = sum(unused << width * i for i in range(len(layout.specs)))
         self._counts: Counter[str] = Counter()
@@ -49,7 +50,8 @@ class RecordStore:
         """The counts of this moment, consistent with each other."""
         with self._lock:
             counts = self._counts.copy()
-        put_nbytes, get_nbytes = counts["stored"] * self._nbytes, counts["hits"] * self._nbytes
+        put_nbytes = counts["stored"] * self._nbytes
+        get_nbytes = counts["hits"] * self._nbytes
         return RecordCounters(**counts, put_nbytes=put_nbytes, get_nbytes=get_nbytes)
 
     def _count(self, **by: int) -> None:
@@ -74,7 +76,8 @@ class RecordStore:
         copied when this returns. :class:`RecordError` when one does not fit the layout (nothing is stored then) and
         :class:`StorageError` when the backend fails.
         """
-        fingerprint, nbytes = self._fingerprint, self._nbytes
+        fingerprint = self._fingerprint
+        nbytes = self._nbytes
         for field, wanted, sizes in (
             ("payload size", nbytes, {each.nbytes if isinstance(each, memoryview) else len(each) for each in payloads}),
             ("bitmap size", self._valid_nbytes, set(map(len, valid))),
@@ -135,8 +138,12 @@ class RecordStore:
     ) -> tuple[list[RecordHeader | Absence], list[int]]:
         """Each record verified in its buffer, and which ones are corrupt."""
         found = one_each(self.backend.get_into(keys, buffers), keys)
-        fingerprint, nbytes, valid_nbytes, no_row = self._fingerprint, self._nbytes, self._valid_nbytes, self._no_row
-        torn, miss = [], Absence.MISS  # looked up once: that takes as long as what is done with a record here
+        fingerprint = self._fingerprint
+        nbytes = self._nbytes
+        valid_nbytes = self._valid_nbytes
+        no_row = self._no_row
+        torn = []
+        miss = Absence.MISS  # looked up once: that takes as long as what is done with a record here
         for i, (header, key, buffer) in enumerate(zip(found, keys, buffers, strict=True)):
             if header is not miss and (
                 not isinstance(header, RecordHeader)

@@ -49,9 +49,11 @@ class Tier:
     """One tier, and its counts."""
 
     def __init__(self, name: str, backend: StorageBackend) -> None:
-        self.name, self.backend = name, backend
+        self.name = name
+        self.backend = backend
         self.usage = backend.usage()  # its last answer
-        self.counts, self._lock = Counter[str](), threading.Lock()  # which guards the counts
+        self.counts = Counter[str]()
+        self._lock = threading.Lock()  # which guards the counts
 
     def ask(self, what: str, left: Sequence[int], call: Callable[[], list[_T] | None], errors: Errors) -> dict[int, _T]:
         """The backend's answers for the positions ``left``; if it failed, none, and ``errors`` says why."""
@@ -88,7 +90,8 @@ class TieredStore(ClosingStore):
     ) -> list[RecordHeader | None]:
         self._open.check()
         stored: list[RecordHeader | None] = [None for _ in zip(headers, payloads, strict=True)]
-        left, errors = list(range(len(headers))), Errors()
+        left = list(range(len(headers)))
+        errors = Errors()
         for tier in self._tiers:
             put = partial(tier.backend.put, [headers[i] for i in left], [payloads[i] for i in left], replace=replace)
             answers = tier.ask("failed_writes", left, put, errors)
@@ -136,7 +139,8 @@ class TieredStore(ClosingStore):
 
     def contains(self, keys: Sequence[BlockKey]) -> list[bool]:
         self._open.check()
-        there, errors = [False] * len(keys), Errors()
+        there = [False] * len(keys)
+        errors = Errors()
         for tier in self._tiers:
             left = [i for i, here in enumerate(there) if not here]
             contains = partial(tier.backend.contains, [keys[i] for i in left])

@@ -25,7 +25,8 @@ LOCK_NAME: Final = "kvroute.lock"
 TEMP_SUFFIX: Final = ".tmp"
 CHANGES_MAX: Final = 500
 """Changes in the lock file; a reader that is further behind reads all heads."""
-_PID_NBYTES, _CHANGES_AT = 32, 40
+_PID_NBYTES = 32
+_CHANGES_AT = 40
 _CHANGE = struct.Struct("<4Q")  # its number, the extent's, first slot << 32 | slots, and all three xored
 _NAME = re.compile(r"extent-([0-9a-f]{8})\.kvr")
 _OPEN: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
@@ -115,7 +116,8 @@ class StoreDirectory:
         raw = self.read_lock()
         if len(raw) < _CHANGES_AT:
             return None, None
-        opening, count = raw[_PID_NBYTES:_CHANGES_AT], (len(raw) - _CHANGES_AT) // _CHANGE.size
+        opening = raw[_PID_NBYTES:_CHANGES_AT]
+        count = (len(raw) - _CHANGES_AT) // _CHANGE.size
         found = np.frombuffer(raw, "<u8", 4 * count, _CHANGES_AT).reshape(-1, 4)
         found = found[np.bitwise_xor.reduce(found, axis=1) == 0]  # the others are being written
         last = int(found[:, 0].max(initial=0))
@@ -174,7 +176,8 @@ class LockedDirectory(StoreDirectory):
     def tell(self, number: int, first: int = 0, count: int = 0) -> None:
         """Record a :data:`Change` for readers; ``OSError``."""
         self._changes += 1
-        run, at = first << 32 | count, _CHANGES_AT + self._changes % CHANGES_MAX * _CHANGE.size
+        run = first << 32 | count
+        at = _CHANGES_AT + self._changes % CHANGES_MAX * _CHANGE.size
         change = _CHANGE.pack(self._changes, number, run, self._changes ^ number ^ run)
         os.pwrite(self.lock_fd, change, at)
 

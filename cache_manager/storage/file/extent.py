@@ -38,7 +38,10 @@ SLOTS_MAX: Final = 1 << 20
 TICK_MAX: Final = 1 << 62
 EXTENTS_MAX: Final = 512
 """Each has an open descriptor."""
-FREE, TAKEN, BLANK, USES_MAX = 255, 254, 253, 3
+FREE = 255
+TAKEN = 254
+BLANK = 253
+USES_MAX = 3
 """In place of a slot's uses. FREE: its head is zeros, on the disk too. TAKEN: being rewritten; its old head may be in
 an index chain. BLANK: the same, but in no chain."""
 KEY_AT: Final = 40
@@ -78,7 +81,8 @@ class Shape:
     """What an extent's page says, and where everything in it lies; no slots if none fits."""
 
     def __init__(self, number: int, slots: int, layout: Layout) -> None:
-        self.number, self.layout = number, layout
+        self.number = number
+        self.layout = layout
         _, payload_nbytes, valid_nbytes = layout
         self.head_nbytes = _HEAD_NBYTES + valid_nbytes
         fits = self.head_nbytes <= _HEAD_NBYTES_MAX and not valid_nbytes % 8
@@ -131,8 +135,11 @@ class Extent:
     """
 
     def __init__(self, name: str, fd: int, shape: Shape) -> None:
-        self.name, self.fd, self.shape = name, fd, shape
-        self.slots, self.head_nbytes = shape.slots, shape.head_nbytes
+        self.name = name
+        self.fd = fd
+        self.shape = shape
+        self.slots = shape.slots
+        self.head_nbytes = shape.head_nbytes
         self.ordinal = 0  # in an index
         self.nexts = array("I", [0]) * shape.slots  # of an index
         self.used_at = 0  # when a record in it was used last, in calls
@@ -140,7 +147,8 @@ class Extent:
         self.dirty = True  # written since the last sync; unknown for a file found
         self.raw = bytearray(shape.slots * shape.head_nbytes)
         self.heads: Heads = np.frombuffer(self.raw, np.uint8).reshape(shape.slots, -1)
-        self.ticks, self.created_ms = _column(self.heads, 0), _column(self.heads, 8, "<i8")
+        self.ticks = _column(self.heads, 0)
+        self.created_ms = _column(self.heads, 8, "<i8")
         self.numbers = _column(self.heads, KEY_AT + 28, "<u4")  # of keys
         self.use_bytes = bytearray(bytes([FREE])) * shape.slots
         self.uses = np.frombuffer(self.use_bytes, np.uint8)
@@ -209,7 +217,8 @@ class Extent:
 
     def hold(self, start: int, heads: bytearray) -> None:
         """Serve the records of packed heads in slots; called by the index, as is ``release``."""
-        at, count = start * self.head_nbytes, len(heads) // self.head_nbytes
+        at = start * self.head_nbytes
+        count = len(heads) // self.head_nbytes
         self.raw[at : at + len(heads)] = heads
         self.use_bytes[start : start + count] = b"\1" * count
 
@@ -233,7 +242,9 @@ class Extent:
 
     def pack(self, headers: Sequence[RecordHeader], tick: int, created_ms: int) -> bytearray:
         """Packed heads for records, the first with ``tick``, the next with one more, and so on."""
-        pack, seed, parts = self._head.pack, self._seed, list[bytes]()
+        pack = self._head.pack
+        seed = self._seed
+        parts: list[bytes] = []
         for at, h in enumerate(headers, tick):
             head = pack(at, created_ms, h.generation, h.origin, h.payload_xxh3, h.key, h.valid)
             parts += head, digest(head, seed)
@@ -241,7 +252,9 @@ class Extent:
 
     def clean(self, heads: bytearray | memoryview) -> int:
         """Turn damaged heads into zeros, in place; how many of them were not zeros before."""
-        seed, damaged, size = self._seed, 0, _CLEANED * self.head_nbytes
+        seed = self._seed
+        damaged = 0
+        size = _CLEANED * self.head_nbytes
         for at in range(0, len(heads), size):
             some = memoryview(heads)[at : at + size]
             array = np.frombuffer(some, np.uint8).reshape(-1, self.head_nbytes)

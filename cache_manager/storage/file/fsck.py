@@ -92,7 +92,9 @@ def fsck(
     :class:`StoreMissingError` and :class:`StoreFormatError` when there is no store; :class:`StorageError` when its
     directory cannot be read.
     """
-    disk, reports, shares = disk or Disk(), list[ExtentReport](), dict[str, Share]()
+    disk = disk or Disk()
+    reports: list[ExtentReport] = []
+    shares: dict[str, Share] = {}
     now_s = time.time() if now_s is None else now_s
     with closing(StoreDirectory.existing(directory)) as opened:
         for report, extent, served in read_extents(opened, disk):
@@ -101,9 +103,12 @@ def fsck(
                 assert extent is not None
                 report.corrupt += payloads and not _is_sound(disk, extent, local)
                 scope = extent.key_of(local)[:SCOPE_NBYTES].hex()
-                share, age_s = shares.setdefault(scope, Share(scope)), now_s - int(extent.created_ms[local]) / 1000
-                share.records, share.nbytes = share.records + 1, share.nbytes + extent.shape.layout[1]
-                share.oldest_s, share.newest_s = max(share.oldest_s, age_s), min(share.newest_s, age_s)
+                share = shares.setdefault(scope, Share(scope))
+                age_s = now_s - int(extent.created_ms[local]) / 1000
+                share.records = share.records + 1
+                share.nbytes = share.nbytes + extent.shape.layout[1]
+                share.oldest_s = max(share.oldest_s, age_s)
+                share.newest_s = min(share.newest_s, age_s)
     namespaces = tuple(sorted(shares.values(), key=lambda share: -share.nbytes))
     return FsckReport(str(directory), payloads, all(each.sound for each in reports), namespaces, tuple(reports))
 
@@ -123,7 +128,8 @@ def read_extents(opened: StoreDirectory, disk: Disk) -> Iterator[tuple[ExtentRep
 
 def _is_sound(disk: Disk, extent: Extent, local: int) -> bool:
     """Whether a payload matches its head, or the head has changed by now."""
-    nbytes, head = extent.shape.layout[1], extent.packed(local, 1)
+    nbytes = extent.shape.layout[1]
+    head = extent.packed(local, 1)
     payload = bytearray(nbytes)
     try:
         whole = read_all(disk, extent.fd, [payload], extent.payload_at(local), nbytes) == nbytes

@@ -49,7 +49,8 @@ class ExtentFiles(ClosingStore):
         self.refused: dict[str, Refusal] = {}
         """Files with an extent's name that are not extents, or that the disk did not give; they are left alone."""
         self._disk = disk or Disk()
-        self._ttl_s, self._clock = ttl_s, clock
+        self._ttl_s = ttl_s
+        self._clock = clock
 
     def usage(self) -> Mapping[str, int]:
         """The port's four, ``failed_reads`` of the disk, and ``refused_files``."""
@@ -72,7 +73,8 @@ class ExtentFiles(ClosingStore):
         """
         if self._ttl_s is None:
             return found
-        now_ms, ttl_ms = self._clock() * 1000, self._ttl_s * 1000
+        now_ms = self._clock() * 1000
+        ttl_ms = self._ttl_s * 1000
         return [
             (at + first, extent, local + first, some)
             for at, extent, local, count in found
@@ -97,7 +99,8 @@ class ExtentFiles(ClosingStore):
         found: list[RecordHeader | Absence | None] = [None] * len(keys)
         left: Sequence[int] = range(len(keys))
         for look in range(_LOOKS_MAX):
-            looks, changed = self._looks, False
+            looks = self._looks
+            changed = False
             with self.lock:
                 self.calls += 1
                 runs = self.fresh(self.index.find([keys[i] for i in left] if look else keys))
@@ -124,7 +127,10 @@ class ExtentFiles(ClosingStore):
 
         Whether heads have changed meanwhile: these are not ``found``.
         """
-        count, nbytes, step, size = len(wanted), extent.shape.layout[1], extent.shape.step, extent.head_nbytes
+        count = len(wanted)
+        nbytes = extent.shape.layout[1]
+        step = extent.shape.step
+        size = extent.head_nbytes
         rooms = [buffers[i] for i in wanted]
         vector: Sequence[Room] = rooms
         absence: Absence | None = Absence.CORRUPT  # or the file was cut

@@ -84,8 +84,10 @@ class FileStore(ExtentFiles):
             raise ConfigError("quota", f"{_QUOTA_NBYTES_MIN} bytes or more", f"{quota_nbytes} bytes")
         super().__init__(directory, disk, ttl_s, clock)
         default = align(max(quota_nbytes // _EXTENTS, _EXTENT_NBYTES_MIN), PAGE_NBYTES)
-        self._quota_nbytes, self._extent_nbytes = quota_nbytes, min(extent_nbytes or default, quota_nbytes)
-        self._min_free_nbytes, self._sync = min_free_nbytes, sync
+        self._quota_nbytes = quota_nbytes
+        self._extent_nbytes = min(extent_nbytes or default, quota_nbytes)
+        self._min_free_nbytes = min_free_nbytes
+        self._sync = sync
         self._writing = StoreLock(directory)  # one put or delete at a time; taken before the others
         self._flushing = StoreLock(directory)  # one sync at a time
         self._clocks: dict[Layout, Clock] = {}
@@ -118,7 +120,8 @@ class FileStore(ExtentFiles):
                 older = self.index.find(keys)
                 held = self._held(older)
             groups = self._wanted(headers, payloads, held, replace)
-            evicted, may_lose = self._evicted, bool(held) or len(groups) > 1
+            evicted = self._evicted
+            may_lose = bool(held) or len(groups) > 1
             with suppress(OSError):  # their slots stay taken
                 self._erase()
             with self._as_storage_error("write"):
@@ -233,7 +236,8 @@ class FileStore(ExtentFiles):
         again: Container[int],
     ) -> None:
         """Store records of one layout while there is room. Held: writing."""
-        runs, at = list[Run](), 0
+        runs: list[Run] = []
+        at = 0
         try:
             self._take(layout, len(headers), runs)
             while runs:
@@ -286,8 +290,10 @@ class FileStore(ExtentFiles):
         """Add slots for records of a layout to ``runs``, as many as there is room for. Held: writing."""
         clock = self._clocks.get(layout) or self._new_clock(layout)
         if clock.turned:
-            idle, turned_at = self._oldest(clock), clock.turned_at
-            clock.turned, clock.turned_at = False, self.calls  # first: what cannot go may stay a turn
+            idle = self._oldest(clock)
+            turned_at = clock.turned_at
+            clock.turned = False  # first: what cannot go may stay a turn
+            clock.turned_at = self.calls
             if idle and idle.used_at < turned_at:
                 self._drop(idle)
         clock.take_free(count, runs)
@@ -307,7 +313,8 @@ class FileStore(ExtentFiles):
 
     def _grow(self, layout: Layout, clock: Clock) -> bool:
         """Whether a layout got another extent; for its first, other layouts' extents go. ``OSError``: it has none."""
-        wanted, has = clock.extent_nbytes, bool(clock.extents)
+        wanted = clock.extent_nbytes
+        has = bool(clock.extents)
         least = wanted // 4 if has else 0
         while self._quota_nbytes - self._used_nbytes >= least:
             try:
