@@ -90,8 +90,8 @@ class AuxBlocks:
         """Forget all rows: a change was interrupted, or a loss could not be recorded. The lock is held."""
         for table in self._tiers:
             table.lose(None)
-        self._tiers.renew_regions(self.namespace)
-        self._mistakes.drop("interrupted_calls", 1, "a call was interrupted in the middle: all rows are forgotten")
+        self._tiers.enter(self.namespace)
+        self._mistakes.report("interrupted_calls", 1, "a call was interrupted in the middle: all rows are forgotten")
 
     # ---------------------------------------------------------------- what it is
 
@@ -181,7 +181,7 @@ class AuxBlocks:
                     (fenced, "blocks that are not being copied into"),
                     (known & ~good & ~fenced, f"generations larger than before, and below {GENERATION_END}"),
                 ):
-                    self._mistakes.bad("stale_blocks", ids[bad], "renew", wanted)
+                    self._mistakes.report_blocks("stale_blocks", ids[bad], "renew", wanted)
                 table.renew(ids[good], lives[good])
                 return np.where(good, lives, 0)
             table.renew(ids, lives)
@@ -208,7 +208,7 @@ class AuxBlocks:
                 table.reset()
             self._own_keys.enter(keys)
             self._lock.count("resets")
-            self._tiers.renew_regions(keys.namespace)
+            self._tiers.enter(keys.namespace)
             self._lock.torn -= 1
 
     def name_origins(self, blocks: Blocks, generations: Blocks, origins: NDArray[np.uint64]) -> None:
@@ -241,7 +241,7 @@ class AuxBlocks:
         except KVRouteError as error:
             known, n = readable(slots)
             blocks = None if known is None else known // device.tokens
-            self._mistakes.lost("bad_writes_dropped", n, f"begin_step: {error}", lambda: device.lose(blocks))
+            self._mistakes.report_loss("bad_writes_dropped", n, f"begin_step: {error}", lambda: device.lose(blocks))
             raise
 
     def write_step(self, slots: NDArray[Any], rows: Mapping[str, NDArray[Any]], keep: Keep | None = None) -> int:
@@ -265,7 +265,7 @@ class AuxBlocks:
                     step.write(name, of_spec)
                 return step.commit(keep)
         except KVRouteError as error:
-            self._mistakes.dropped("bad_writes_dropped", readable(slots)[1], "write_step", error)
+            self._mistakes.raise_or_report("bad_writes_dropped", readable(slots)[1], "write_step", error)
             return 0
 
     def read(

@@ -210,11 +210,11 @@ class WorkerEnd:
                 try:
                     operation.do(to)
                 except KVRouteError as error:
-                    mistakes.dropped("feed_operations_failed", 1, "apply", error)
+                    mistakes.raise_or_report("feed_operations_failed", 1, "apply", error)
         except BaseException:
             with mistakes.lock:  # what the batch still had to say is lost with this call: where is each block?
                 mistakes.lock.torn += 1
-                self._tiers["device"].forget_all(lives=True)
+                self._tiers["device"].forget_all(ends_lives=True)
             raise
 
     def _begin_batch(self, epoch: int, number: int) -> bool:
@@ -225,14 +225,16 @@ class WorkerEnd:
             restarted = before != epoch
             if restarted:
                 wanted = 0
-                mistakes.drop("feed_gaps", 1, "apply: a feed begins anew")
+                mistakes.report("feed_gaps", 1, "apply: a feed begins anew")
             if restarted or number > wanted:
                 for table in self._tiers:  # a feed gives out device blocks: the lives of host blocks go on
-                    table.forget_all(lives=table.tier == "device")
+                    table.forget_all(ends_lives=table.tier == "device")
             if number >= wanted:
                 self.next = epoch, number + 1
         if number > wanted:
-            mistakes.dropped("feed_gaps", 1, "apply", FeedGapError(f"feed: wanted batch {wanted}, got batch {number}"))
+            gap = FeedGapError(f"feed: wanted batch {wanted}, got batch {number}")
+            mistakes.raise_or_report("feed_gaps", 1, "apply", gap)
         elif number < wanted:
-            mistakes.dropped("feed_repetitions", 1, "apply", InvalidInputError("feed", f"batch {wanted}", number))
+            repetition = InvalidInputError("feed", f"batch {wanted}", number)
+            mistakes.raise_or_report("feed_repetitions", 1, "apply", repetition)
         return number >= wanted

@@ -31,18 +31,18 @@ def export(
     if rows is not None:
         limits = prefix_bits(integers(rows, "rows", "one count for each block", n=len(blocks)), table.tokens)
     with table.lock:
-        ids, lives, live = keys.claimed(table, blocks, generations)
+        ids, lives, current = keys.resolve(table, blocks, generations)
         valid = bits_of(table.region, ids) & limits
-        live &= (valid != 0).any(axis=(1, 2))
-        ids = ids[live]
-        valid = valid[live]
-        table.seal(ids)
+        current &= (valid != 0).any(axis=(1, 2))
+        ids = ids[current]
+        valid = valid[current]
+        table.fix_origins(ids)
         table.lock.count("rows_exported", rows_in(valid))
         origins = table.origin.take(ids)
         copies = copies_of(table.region, ids, valid)
     fingerprint = table.layout.fingerprint
-    named = [key if is_live else None for key, is_live in zip(blocks, live.tolist(), strict=True)]
-    contents = zip(lives[live].tolist(), origins.tolist(), valid.astype("<u8"), copies, strict=True)
+    named = [key if is_current else None for key, is_current in zip(blocks, current.tolist(), strict=True)]
+    contents = zip(lives[current].tolist(), origins.tolist(), valid.astype("<u8"), copies, strict=True)
     records: list[OfferedRecord | None] = []
     for key in named:
         if key is None:

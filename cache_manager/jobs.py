@@ -73,7 +73,7 @@ class Job(Generic[_T]):
         self.jobs = jobs
         self.table = jobs.table
         self.store = jobs.records()
-        ids, lives, live = jobs.keys.claimed(self.table, blocks, generations)
+        ids, lives, current = jobs.keys.resolve(self.table, blocks, generations)
         self.blocks = dict(blocks)
         self.begun_s = time.monotonic()
         self.cancelled = False
@@ -81,18 +81,18 @@ class Job(Generic[_T]):
         self.answers: dict[BlockKey, _T] = dict.fromkeys(blocks, self.no_answer)
         self.not_restored: dict[str, int] = {}
         """Blocks in the same life that did not come back, by the counter that says why; set on landing."""
-        which = self.wanted(ids, live)
+        which = self.wanted(ids, current)
         self.keys = [key for key, wanted in zip(blocks, which.tolist(), strict=True) if wanted]
         self.ids = ids[which]
         self.lives = lives[which]
-        self.changes = self.table.changes.take(self.ids)
+        self.drops = self.table.drops.take(self.ids)
         self.nbytes = len(self.keys) * jobs.keys.record.nbytes
         self.phase = Phase.QUEUED if self.keys else Phase.LANDED
 
     # What a kind of job does, in this order. The lock is held, but not in carry().
 
-    def wanted(self, ids: Ints, live: Flags, /) -> Flags:
-        """Which of the ``live`` blocks ``ids [n]`` take part."""
+    def wanted(self, ids: Ints, current: Flags, /) -> Flags:
+        """Which of the ``current`` blocks ``ids [n]`` take part."""
         raise NotImplementedError
 
     def stage(self) -> None:
@@ -141,18 +141,18 @@ class PersistJob(Job[int]):
     name = "persist"
     no_answer = 0
 
-    def wanted(self, ids: Ints, live: Flags, /) -> Flags:
+    def wanted(self, ids: Ints, current: Flags, /) -> Flags:
         whole = have_all(self.table.region, ids, self.jobs.required)
         if self.jobs.kv is None:
             whole &= ~have_none(self.table.region, ids)  # nothing is required, and nothing is there
-        self.table.lock.count("incomplete_blocks_not_persisted", int(count(live & ~whole)))
-        return live & whole
+        self.table.lock.count("incomplete_blocks_not_persisted", int(count(current & ~whole)))
+        return current & whole
 
     def stage(self) -> None:
         super().stage()
         table = self.table
         kv = self.jobs.kv
-        table.seal(self.ids)
+        table.fix_origins(self.ids)
         words = bits_of(table.region, self.ids)
         self.staging[:, : table.layout.nbytes] = copies_of(table.region, self.ids, words)
         if kv is not None:
@@ -190,8 +190,8 @@ class RestoreJob(Job[bool]):
     no_answer = False
     found: Sequence[RecordHeader | Absence] = ()
 
-    def wanted(self, ids: Ints, live: Flags, /) -> Flags:
-        return live & self.table.slots.known(ids)[1]  # a block is filled once
+    def wanted(self, ids: Ints, current: Flags, /) -> Flags:
+        return current & self.table.slots.known(ids)[1]  # a block is filled once
 
     def carry(self) -> None:
         if not self.cancelled:
@@ -203,9 +203,9 @@ class RestoreJob(Job[bool]):
         table = self.table
         kv = self.jobs.kv
         ids = self.ids
-        live = (table.changes.take(ids) == self.changes) & table.fillable(ids)
-        live &= have_none(table.region, ids) & ~table.own.take(ids)
-        live &= not self.cancelled
+        unchanged = (table.drops.take(ids) == self.drops) & table.fillable(ids)
+        unchanged &= have_none(table.region, ids) & ~table.own.take(ids)
+        unchanged &= not self.cancelled
         bits = np.zeros((ids.size, *table.region.valid.shape[1:]), np.uint64)
         origins = np.zeros(ids.size, np.uint64)
         corrupt = np.zeros(ids.size, np.bool_)
@@ -215,24 +215,27 @@ class RestoreJob(Job[bool]):
                 bits[i] = bits_in(each.valid, table.region)
             corrupt[i] = each is Absence.CORRUPT
         known = table.origin.take(ids)  # of the KV, where the engine has named it
-        arrived = live & (origins != 0) & ((known == 0) | (known == origins))
+        arrived = unchanged & (origins != 0) & ((known == 0) | (known == origins))
         arrived &= (bits[:, self.jobs.required, :] == table.full).all(axis=(1, 2))
         if kv is not None and count(arrived):
             try:
                 kv.fill(ids[arrived], self.staged_kv(kv)[arrived])
             except Exception as error:  # noqa: BLE001 (it is not lost: it comes with the result)
                 self.failure = error.with_traceback(None)
-                table.lose(ids[arrived])  # their KV is torn, so it is of no origin that others know
+                table.lose(ids[arrived])  # their KV is half written, so it is of no origin that others know
                 arrived[:] = False
         table.fill(ids[arrived], self.staging[arrived, : table.layout.nbytes], bits[arrived], origins[arrived])
         self.answers.update(zip(self.keys, arrived.tolist(), strict=True))
-        missing = live & ~arrived
+        missing = unchanged & ~arrived
         if self.failure is not None:
             lost = {"failed_blocks_not_restored": missing}
         else:
             lost = {"corrupt_blocks_not_restored": missing & corrupt, "absent_blocks_not_restored": missing & ~corrupt}
         self.not_restored = {why: n for why, which in lost.items() if (n := int(count(which)))}
-        counts = {"restored_blocks": int(count(arrived)), "late_restores_dropped": int(count((origins != 0) & ~live))}
+        counts = {
+            "restored_blocks": int(count(arrived)),
+            "late_restores_dropped": int(count((origins != 0) & ~unchanged)),
+        }
         for name, n in (self.not_restored | counts).items():
             table.lock.count(name, n)
 

@@ -49,7 +49,7 @@ def follow(
             raise
         known, n = readable(pairs)
         lost = None if known is None or n % 2 else known[1::2]
-        mistakes.lost("bad_moves_dropped", -(-n // 2), f"move: {error}", lambda: target.lose(lost))
+        mistakes.report_loss("bad_moves_dropped", -(-n // 2), f"move: {error}", lambda: target.lose(lost))
 
 
 def move(
@@ -66,8 +66,8 @@ def move(
     pairs, before anything has changed, and what ``kv`` raises.
     """
 
-    def bad(blocks: Ints, wanted: str) -> None:
-        mistakes.bad("bad_moves_dropped", blocks, "move", wanted)
+    def report(blocks: Ints, wanted: str) -> None:
+        mistakes.report_blocks("bad_moves_dropped", blocks, "move", wanted)
 
     lock = target.lock
     fence = Fence()
@@ -84,28 +84,28 @@ def move(
                 target.renew(targets, target.generations.take(targets) + 1)
             else:
                 target.lose(targets)
-            live = source.live(sources)
+            writable = source.writable(sources)
             known = target.generations.take(targets) > 0
-            good = live & target.fillable(targets)
+            good = writable & target.fillable(targets)
             if count(good) != targets.size:
-                bad(sources[~live], "sources that were given out, and are not being copied into")
-                bad(targets[live & ~known], "targets that were given out")
-                bad(targets[live & known & ~good], "targets into which no copy, step or device writes")
+                report(sources[~writable], "sources that were given out, and are not being copied into")
+                report(targets[writable & ~known], "targets that were given out")
+                report(targets[writable & known & ~good], "targets into which no copy, step or device writes")
             pairs_of_kv = sources, targets
             sources = sources[good]
             targets = targets[good]
             valid = bits_of(source.region, sources)
             if rows is not None:
                 valid &= limits[good]
-            source.seal(sources)
+            source.fix_origins(sources)
             origins = source.origin.take(sources)
-            changes = source.changes.take(sources)
+            drops = source.drops.take(sources)
             target.fence(fence, targets)
         copy_records(source.region, target.region, sources, targets)
         if kv is not None and pairs_of_kv[0].size:
             kv.copy(source.tier, target.tier, *pairs_of_kv)
         with lock:
-            same = source.changes.take(sources) == changes  # it was neither forgotten nor given out,
+            same = source.drops.take(sources) == drops  # it was neither forgotten nor given out,
             same &= source.origin.take(sources) == origins  # nor has a pass begun, or ended, to write it
             arrived = target.arrive(fence, same, valid, origins)
             lock.count(MOVED[source.tier, target.tier], rows_in(valid[arrived]))

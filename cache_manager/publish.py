@@ -138,7 +138,7 @@ def republish(region: Region, generations: NDArray[np.int64]) -> None:
     region.words[:] = (generations.astype(np.uint64) << _SHIFT) | ((region.words + _ONE) & SEQUENCE_MASK)
 
 
-def lives_of(region: Region) -> NDArray[np.int64]:
+def generations_in(region: Region) -> NDArray[np.int64]:
     """The generation ``[blocks]`` that each block's word names."""
     return (region.words >> _SHIFT).astype(np.int64)
 
@@ -243,16 +243,16 @@ def gather(
     words = region.words[ids]
     bits = valid[ids]
     rows = source[ids]
-    torn = np.flatnonzero(region.words[ids] != words)
+    changed = np.flatnonzero(region.words[ids] != words)
     for _ in range(READ_RETRIES_MAX - 1):
-        if not torn.size:
+        if not changed.size:
             break
-        again = ids[torn]
-        words[torn] = region.words[again]
-        bits[torn] = valid[again]
-        rows[torn] = source[again]
-        torn = torn[region.words[again] != words[torn]]
-    bits[torn] = 0
+        again = ids[changed]
+        words[changed] = region.words[again]
+        bits[changed] = valid[again]
+        rows[changed] = source[again]
+        changed = changed[region.words[again] != words[changed]]
+    bits[changed] = 0
     return np.asarray(rows).view(np.uint8).reshape(len(ids), nbytes), np.asarray(bits), np.asarray(words)
 
 
@@ -276,16 +276,16 @@ def gather_slots(
     words = region.words[blocks]
     bits = valid[blocks, mask_words]
     rows = source[blocks, offsets]
-    torn = np.flatnonzero(region.words[blocks] != words)
+    changed = np.flatnonzero(region.words[blocks] != words)
     for _ in range(READ_RETRIES_MAX - 1):
-        if not torn.size:
+        if not changed.size:
             break
-        again = blocks[torn]
-        words[torn] = region.words[again]
-        bits[torn] = valid[again, mask_words[torn]]
-        rows[torn] = source[again, offsets[torn]]
-        torn = torn[region.words[again] != words[torn]]
-    bits[torn] = 0
+        again = blocks[changed]
+        words[changed] = region.words[again]
+        bits[changed] = valid[again, mask_words[changed]]
+        rows[changed] = source[again, offsets[changed]]
+        changed = changed[region.words[again] != words[changed]]
+    bits[changed] = 0
     readable = ((bits >> shifts) & _ONE).astype(np.bool_)
     return rows.view(np.uint8).reshape(len(blocks), aux_spec.row_nbytes), readable, words
 

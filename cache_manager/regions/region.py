@@ -128,5 +128,5 @@ class HeapRegion(MappedRegion):
         room.populate(memory, write=True)
         super().__init__(extent, memory)
 
-    def renew(self, namespace: bytes) -> None:
+    def enter(self, namespace: bytes) -> None:
         """See :class:`~cache_manager.ports.Region`; nothing to do, because no other process can look."""

@@ -114,23 +114,23 @@ class RecordStore:
         for _, buffer in zip(keys, buffers, strict=True):
             if buffer.nbytes != self._nbytes:
                 raise RecordError("buffer size", self._nbytes, buffer.nbytes)
-        found, torn = self._read(keys, buffers)
-        if torn:
+        found, corrupt = self._read(keys, buffers)
+        if corrupt:
             # What was read may be gone by now, and another record be there: what goes has to be corrupt twice.
-            again: list[RecordHeader | Absence] = [Absence.MISS] * len(torn)
+            again: list[RecordHeader | Absence] = [Absence.MISS] * len(corrupt)
             twice: list[int] = []
             try:
-                again, twice = self._read([keys[i] for i in torn], [buffers[i] for i in torn])
+                again, twice = self._read([keys[i] for i in corrupt], [buffers[i] for i in corrupt])
             except StorageError:
-                if len(torn) == len(keys):
+                if len(corrupt) == len(keys):
                     raise
-            for i, header in zip(torn, again, strict=True):
+            for i, header in zip(corrupt, again, strict=True):
                 found[i] = header
-            torn = [torn[i] for i in twice]
+            corrupt = [corrupt[i] for i in twice]
         misses = sum(map(is_, found, repeat(Absence.MISS)))  # "count" would compare headers with it
-        self._count(hits=len(found) - misses - len(torn), misses=misses, corrupt=len(torn))
-        if torn:
-            self._quarantine([keys[i] for i in torn])
+        self._count(hits=len(found) - misses - len(corrupt), misses=misses, corrupt=len(corrupt))
+        if corrupt:
+            self._quarantine([keys[i] for i in corrupt])
         return found
 
     def _read(
@@ -142,7 +142,7 @@ class RecordStore:
         nbytes = self._nbytes
         valid_nbytes = self._valid_nbytes
         no_row = self._no_row
-        torn = []
+        corrupt = []
         miss = Absence.MISS  # looked up once: that takes as long as what is done with a record here
         for i, (header, key, buffer) in enumerate(zip(found, keys, buffers, strict=True)):
             if header is not miss and (
@@ -155,8 +155,8 @@ class RecordStore:
                 or checksum(buffer) != header.payload_xxh3
             ):
                 found[i] = Absence.CORRUPT  # another key's or layout's, not whole, or rows more than a block has
-                torn.append(i)
-        return found, torn
+                corrupt.append(i)
+        return found, corrupt
 
     def _quarantine(self, keys: Sequence[BlockKey]) -> None:
         try:
