@@ -27,7 +27,7 @@ from cache_manager.ports import KVBlocks, Region, StorageBackend, TierName
 from cache_manager.publish import GENERATION_END, Rows, window_of
 from cache_manager.record import Buffer, OfferedRecord, RecordHeader
 from cache_manager.regions import Memory
-from cache_manager.slots import Blocks, Flags, Ints, count_in_range, integers, readable, unsigned
+from cache_manager.slots import Bits, Blocks, Flags, Ints, count_in_range, integers, readable, unsigned
 from cache_manager.spec import AuxBlockDataSpec, RecordLayout
 from cache_manager.step import Keep, Step
 from cache_manager.storage.records import RecordStore
@@ -68,8 +68,9 @@ class AuxBlocks:
         self.block_tokens = self.layout.block_tokens
         self.device_blocks = count_in_range(blocks, "blocks", 1)
         self.host_blocks = count_in_range(host_blocks, "host_blocks", 0)
-        names = [spec.name for spec in self.layout.specs] if required is None else list(required)
-        self._required = tuple(self.layout.index(name) for name in names)
+        if required is None:
+            required = [spec.name for spec in self.layout.specs]
+        self._required = tuple(self.layout.index(name) for name in required)
         self._steps_max = count_in_range(steps_max, "steps_max", 1)
         self._kv = kv
         self._lock = Lock()
@@ -211,14 +212,15 @@ class AuxBlocks:
             self._tiers.enter(keys.namespace)
             self._lock.torn -= 1
 
-    def name_origins(self, blocks: Blocks, generations: Blocks, origins: NDArray[np.uint64]) -> None:
+    def name_origins(self, blocks: Blocks, generations: Blocks, origins: Bits) -> None:
         """What these device blocks hold is known outside under these ``origins [n]``, which their KV itself says."""
         with self._lock:
             table = self._device
             ids, good = table.slots.known(blocks)
             lives = integers(generations, "generations", "one integer for each block", n=ids.size)
             named = unsigned(origins, "origins", "one uint64 for each block", n=ids.size)
-            good &= (table.generations.take(ids, mode="clip") == lives) & (named != 0)
+            good &= table.generations.take(ids, mode="clip") == lives
+            good &= named != 0
             table.carry_origin(ids[good], named[good])
 
     # ---------------------------------------------------------------- writing and reading
@@ -302,10 +304,13 @@ class AuxBlocks:
         with self._lock:
             rows, bits, words = copied or publish.gather(table.region, index, ids, locked=True)
             if generations is not None:
-                bits[(table.generations.take(ids) != generations[held]) | (table.region.words.take(ids) != words)] = 0
+                is_other = table.generations.take(ids) != generations[held]
+                is_other |= table.region.words.take(ids) != words
+                bits[is_other] = 0
             read = Rows.of(self.layout.specs[index], rows, bits, window)
-            self._lock.count("rows_read", read.valid.size)
-            self._lock.count("rows_missing", read.valid.size - int(count(read.valid)))
+            n = read.valid.size
+            self._lock.count("rows_read", n)
+            self._lock.count("rows_missing", n - int(count(read.valid)))
         return read
 
     # ---------------------------------------------------------------- moving

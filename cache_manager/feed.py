@@ -77,7 +77,8 @@ class _Keyed(Operation, frozen=True):
 
     @property
     def by_key(self) -> dict[BlockKey, int]:
-        keys = (BlockKey(self.keys[at : at + KEY_NBYTES]) for at in range(0, len(self.keys), KEY_NBYTES))
+        starts = range(0, len(self.keys), KEY_NBYTES)
+        keys = [BlockKey(self.keys[at : at + KEY_NBYTES]) for at in starts]
         return dict(zip(keys, self.blocks.tolist(), strict=True))
 
 
@@ -206,7 +207,8 @@ class WorkerEnd:
             raise InvalidInputError("feed", "a batch of a BlockFeed", str(error)) from error
         mistakes = self._mistakes
         try:
-            for operation in batch.operations if self._begin_batch(batch.epoch, batch.number) else ():
+            is_next = self._begin_batch(batch.epoch, batch.number)
+            for operation in batch.operations if is_next else ():
                 try:
                     operation.do(to)
                 except KVRouteError as error:

@@ -96,14 +96,16 @@ class Job(Generic[_T]):
         raise NotImplementedError
 
     def stage(self) -> None:
-        self.staging = np.zeros((self.ids.size, self.jobs.keys.record.nbytes), np.uint8)
+        shape = (self.ids.size, self.jobs.keys.record.nbytes)
+        self.staging = np.zeros(shape, np.uint8)
 
     def carry(self) -> None: ...
     def land(self) -> None: ...
 
     def staged_kv(self, kv: KVBlocks) -> NDArray[np.uint8]:
         """The part of the staging that KV takes, ``[n, kv.spec.block_nbytes]``."""
-        return self.staging[:, self.table.layout.nbytes :][:, : kv.spec.block_nbytes]
+        first = self.table.layout.nbytes
+        return self.staging[:, first : first + kv.spec.block_nbytes]
 
     # What callers do with a job.
 
@@ -157,7 +159,8 @@ class PersistJob(Job[int]):
         self.staging[:, : table.layout.nbytes] = copies_of(table.region, self.ids, words)
         if kv is not None:
             kv.take(self.ids, self.staged_kv(kv))
-            words = np.append(words, np.broadcast_to(table.full, (self.ids.size, 1, words.shape[2])), axis=1)
+            whole = np.broadcast_to(table.full, (self.ids.size, 1, words.shape[2]))
+            words = np.append(words, whole, axis=1)
         self.valid = words.astype("<u8")
         self.origins = table.origin.take(self.ids)
 
@@ -166,12 +169,18 @@ class PersistJob(Job[int]):
         valid = [words.tobytes() for words in self.valid]
         parts: tuple[Any, ...] = (self.keys, views, valid, self.lives.tolist(), self.origins.tolist())
         headers = self.store.put(*parts)
-        less = [i for i, header in enumerate(headers) if header and header.valid != valid[i] and self._lacks(header)]
+        less: list[int] = []
+        for i, header in enumerate(headers):
+            if header and header.valid != valid[i] and self._lacks(header):
+                less.append(i)
         if less:
             again = ([part[i] for i in less] for part in parts)
-            for i, header in zip(less, self.store.put(*again, replace=True), strict=True):
+            replaced = self.store.put(*again, replace=True)
+            for i, header in zip(less, replaced, strict=True):
                 headers[i] = header
-        self.answers.update((key, header.origin) for key, header in zip(self.keys, headers, strict=True) if header)
+        for key, header in zip(self.keys, headers, strict=True):
+            if header:
+                self.answers[key] = header.origin
 
     def _lacks(self, header: RecordHeader) -> bool:
         """Whether the record misses a row that is required here: an engine that requires less has stored it. It would
@@ -180,7 +189,8 @@ class PersistJob(Job[int]):
         return bool((bits != self.table.full).any())
 
     def land(self) -> None:
-        self.table.lock.count("persisted_blocks", sum(origin != 0 for origin in self.answers.values()))
+        persisted = sum(origin != 0 for origin in self.answers.values())
+        self.table.lock.count("persisted_blocks", persisted)
 
 
 class RestoreJob(Job[bool]):
@@ -195,7 +205,8 @@ class RestoreJob(Job[bool]):
 
     def carry(self) -> None:
         if not self.cancelled:
-            self.found = self.store.get_into(self.keys, [row.data for row in self.staging])
+            buffers = [row.data for row in self.staging]
+            self.found = self.store.get_into(self.keys, buffers)
 
     def land(self) -> None:
         """Make the read records readable in blocks that nothing was done to since the begin, that have no readable row
@@ -215,8 +226,10 @@ class RestoreJob(Job[bool]):
                 bits[i] = bits_in(each.valid, table.region)
             corrupt[i] = each is Absence.CORRUPT
         known = table.origin.take(ids)  # of the KV, where the engine has named it
-        arrived = unchanged & (origins != 0) & ((known == 0) | (known == origins))
-        arrived &= (bits[:, self.jobs.required, :] == table.full).all(axis=(1, 2))
+        is_taken = (known == 0) | (known == origins)
+        arrived = unchanged & (origins != 0) & is_taken
+        required = bits[:, self.jobs.required, :]
+        arrived &= (required == table.full).all(axis=(1, 2))
         if kv is not None and count(arrived):
             try:
                 kv.fill(ids[arrived], self.staged_kv(kv)[arrived])
@@ -224,14 +237,17 @@ class RestoreJob(Job[bool]):
                 self.failure = error.with_traceback(None)
                 table.lose(ids[arrived])  # their KV is half written, so it is of no origin that others know
                 arrived[:] = False
-        table.fill(ids[arrived], self.staging[arrived, : table.layout.nbytes], bits[arrived], origins[arrived])
+        records = self.staging[arrived, : table.layout.nbytes]
+        table.fill(ids[arrived], records, bits[arrived], origins[arrived])
         self.answers.update(zip(self.keys, arrived.tolist(), strict=True))
         missing = unchanged & ~arrived
         if self.failure is not None:
             lost = {"failed_blocks_not_restored": missing}
         else:
             lost = {"corrupt_blocks_not_restored": missing & corrupt, "absent_blocks_not_restored": missing & ~corrupt}
-        self.not_restored = {why: n for why, which in lost.items() if (n := int(count(which)))}
+        for why, which in lost.items():
+            if count(which):
+                self.not_restored[why] = int(count(which))
         counts = {
             "restored_blocks": int(count(arrived)),
             "late_restores_dropped": int(count((origins != 0) & ~unchanged)),

@@ -11,7 +11,6 @@ from typing import Final
 
 import numpy as np
 from numpy import count_nonzero as count
-from numpy.typing import NDArray
 
 from cache_manager.claims import Fence
 from cache_manager.errors import InvalidInputError, KVRouteError
@@ -21,7 +20,7 @@ from cache_manager.publish import bits_of
 from cache_manager.slots import Ints, integers, prefix_bits, readable, rows_in
 from cache_manager.table import BlockTable
 
-Pairs = Sequence[tuple[int, int]] | NDArray[np.int64]
+Pairs = Sequence[tuple[int, int]] | Ints
 """(source, target) block ids ``[n, 2]``."""
 MOVED: Final[dict[tuple[TierName, TierName], str]] = {
     ("device", "device"): "copied_rows",
@@ -73,7 +72,8 @@ def move(
     fence = Fence()
     sources, targets = split_pairs(pairs, source, target)
     if rows is not None:
-        limits = prefix_bits(integers(rows, "rows", "one count for each pair", n=targets.size), target.tokens)
+        counts = integers(rows, "rows", "one count for each pair", n=targets.size)
+        limits = prefix_bits(counts, target.tokens)
     try:
         with lock:
             if not target.slots.differ(targets):
@@ -108,7 +108,8 @@ def move(
             same = source.drops.take(sources) == drops  # it was neither forgotten nor given out,
             same &= source.origin.take(sources) == origins  # nor has a pass begun, or ended, to write it
             arrived = target.arrive(fence, same, valid, origins)
-            lock.count(MOVED[source.tier, target.tier], rows_in(valid[arrived]))
+            counter = MOVED[source.tier, target.tier]
+            lock.count(counter, rows_in(valid[arrived]))
     finally:
         fence.over = True  # in one instruction: a signal handler cannot come between
 
@@ -120,18 +121,22 @@ def split_pairs(pairs: Pairs, source: BlockTable, target: BlockTable) -> tuple[I
     if table.size and table.shape[1] != 2:
         raise InvalidInputError("pairs", wanted, f"{table.dtype} of shape {table.shape}")
     table = table.reshape(-1, 2)
-    return source.slots.ids(table[:, 0], "pairs source"), target.slots.ids(table[:, 1], "pairs target")
+    sources = source.slots.ids(table[:, 0], "pairs source")
+    targets = target.slots.ids(table[:, 1], "pairs target")
+    return sources, targets
 
 
 def copy_records(source: Region, target: Region, sources: Ints, targets: Ints) -> None:
     """Copy records pair by pair, neighbours in one copy; a fancy index would gather them first."""
     rows = source.rows
     into = target.rows
-    if not (count(np.diff(sources) == 1) and count(np.diff(targets) == 1)):  # no neighbours
+    neighbours = (np.diff(sources) == 1) & (np.diff(targets) == 1)
+    if not count(neighbours):
         for first, to in zip(sources.tolist(), targets.tolist(), strict=True):
             into[to] = rows[first]
         return
-    begins = np.flatnonzero((np.diff(sources, prepend=-2) != 1) | (np.diff(targets, prepend=-2) != 1))
-    lengths = np.diff(begins, append=sources.size).tolist()
-    for first, to, n in zip(sources[begins].tolist(), targets[begins].tolist(), lengths, strict=True):
+    begins = np.append(0, np.flatnonzero(~neighbours) + 1)
+    lengths = np.diff(begins, append=sources.size)
+    runs = np.stack([sources[begins], targets[begins], lengths], axis=1)
+    for first, to, n in runs.tolist():
         into[to : to + n] = rows[first : first + n]
