@@ -84,7 +84,12 @@ class AuxBlocks:
         self._lock.mend = self._mend
         self._worker_end = WorkerEnd(self._tiers, self._mistakes)
         self.jobs = Jobs(
-            self._device, self._own_keys, self.store, required=self._required, kv=kv, limits=jobs or JobLimits()
+            self._device,
+            self._own_keys,
+            self.store,
+            required=self._required,
+            kv=kv,
+            limits=jobs or JobLimits(),
         )
 
     def _mend(self) -> None:
@@ -172,7 +177,8 @@ class AuxBlocks:
             if table.fences:
                 good[good] = ~table.fenced(ids[good])
             if count(good) != ids.size:
-                table.forget(ids[known & (table.generations.take(ids, mode="clip") == lives)])  # another caller's life
+                begun = table.generations.take(ids, mode="clip") == lives  # by another caller
+                table.forget(ids[known & begun])
                 outside = ids.view(np.uint64) >= np.uint64(table.blocks)
                 fenced = ~good & known
                 fenced[fenced] = table.fenced(ids[fenced])
@@ -322,15 +328,20 @@ class AuxBlocks:
         Where KV moves too, here and in a swap, pairs that are not possible and failures of the copy are raised, and
         nothing has arrived.
         """
-        follow(self._tiers["device"], self._tiers["device"], pairs, rows, self._kv, self._mistakes)
+        device = self._tiers["device"]
+        follow(device, device, pairs, rows, self._kv, self._mistakes)
 
     def swap_out(self, pairs: Pairs) -> None:
         """Device blocks were copied to host blocks, (device, host); the source stays as it is."""
-        follow(self._tiers["device"], self._tiers["host"], pairs, None, self._kv, self._mistakes)
+        device = self._tiers["device"]
+        host = self._tiers["host"]
+        follow(device, host, pairs, None, self._kv, self._mistakes)
 
     def swap_in(self, pairs: Pairs) -> None:
         """Host blocks were copied to device blocks that the engine has given out, (host, device)."""
-        follow(self._tiers["host"], self._tiers["device"], pairs, None, self._kv, self._mistakes)
+        host = self._tiers["host"]
+        device = self._tiers["device"]
+        follow(host, device, pairs, None, self._kv, self._mistakes)
 
     # ---------------------------------------------------------------- storing
 

@@ -72,8 +72,9 @@ class _Keyed(Operation, frozen=True):
 
     def __post_init__(self) -> None:
         _check_each(self.blocks, self.generations)
-        if len(self.keys) != KEY_NBYTES * self.blocks.size or len(self.by_key) != self.blocks.size:
-            raise InvalidInputError("feed", f"{self.blocks.size} keys of {KEY_NBYTES} bytes, each once", self.keys)
+        n = self.blocks.size
+        if len(self.keys) != KEY_NBYTES * n or len(self.by_key) != n:
+            raise InvalidInputError("feed", f"{n} keys of {KEY_NBYTES} bytes, each once", self.keys)
 
     @property
     def by_key(self) -> dict[BlockKey, int]:

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from itertools import compress
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -48,7 +49,8 @@ class JobLimits:
 
     def __post_init__(self) -> None:
         for name in ("threads_max", "jobs_max", "nbytes_max"):
-            if not isinstance(value := getattr(self, name), int) or isinstance(value, bool) or value < 1:
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ConfigError(name, "an integer of 1 or more", repr(value))
         if not 0 <= self.close_s < float("inf"):
             raise ConfigError("close_s", "a finite number of seconds, 0 or more", self.close_s)
@@ -82,7 +84,7 @@ class Job(Generic[_T]):
         self.not_restored: dict[str, int] = {}
         """Blocks in the same life that did not come back, by the counter that says why; set on landing."""
         which = self.wanted(ids, current)
-        self.keys = [key for key, wanted in zip(blocks, which.tolist(), strict=True) if wanted]
+        self.keys = list(compress(blocks, which.tolist()))
         self.ids = ids[which]
         self.lives = lives[which]
         self.drops = self.table.drops.take(self.ids)
@@ -156,10 +158,12 @@ class PersistJob(Job[int]):
         kv = self.jobs.kv
         table.fix_origins(self.ids)
         words = bits_of(table.region, self.ids)
-        self.staging[:, : table.layout.nbytes] = copies_of(table.region, self.ids, words)
+        copies = copies_of(table.region, self.ids, words)
+        self.staging[:, : table.layout.nbytes] = copies
         if kv is not None:
             kv.take(self.ids, self.staged_kv(kv))
-            whole = np.broadcast_to(table.full, (self.ids.size, 1, words.shape[2]))
+            shape = (self.ids.size, 1, words.shape[2])
+            whole = np.broadcast_to(table.full, shape)
             words = np.append(words, whole, axis=1)
         self.valid = words.astype("<u8")
         self.origins = table.origin.take(self.ids)
@@ -167,7 +171,9 @@ class PersistJob(Job[int]):
     def carry(self) -> None:
         views = [row.data for row in self.staging]
         valid = [words.tobytes() for words in self.valid]
-        parts: tuple[Any, ...] = (self.keys, views, valid, self.lives.tolist(), self.origins.tolist())
+        lives = self.lives.tolist()
+        origins = self.origins.tolist()
+        parts: tuple[Any, ...] = (self.keys, views, valid, lives, origins)
         headers = self.store.put(*parts)
         less: list[int] = []
         for i, header in enumerate(headers):
@@ -217,7 +223,8 @@ class RestoreJob(Job[bool]):
         unchanged = (table.drops.take(ids) == self.drops) & table.fillable(ids)
         unchanged &= have_none(table.region, ids) & ~table.own.take(ids)
         unchanged &= not self.cancelled
-        bits = np.zeros((ids.size, *table.region.valid.shape[1:]), np.uint64)
+        _, specs, words = table.region.valid.shape
+        bits = np.zeros((ids.size, specs, words), np.uint64)
         origins = np.zeros(ids.size, np.uint64)
         corrupt = np.zeros(ids.size, np.bool_)
         for i, each in enumerate(self.found):
@@ -311,8 +318,11 @@ class Jobs:
 
     def wait(self, timeout_s: float) -> bool:
         """Sleep until :meth:`poll` has something to land, or no job is left; ``False`` after ``timeout_s``."""
-        begun = self._begun
-        return self.sleep(lambda: not begun or any(job.phase is Phase.CARRIED for job in begun), timeout_s)
+
+        def has_news() -> bool:
+            return not self._begun or any(job.phase is Phase.CARRIED for job in self._begun)
+
+        return self.sleep(has_news, timeout_s)
 
     def sleep(self, reached: Callable[[], bool], timeout_s: float) -> bool:
         """Sleep until a change of some job makes ``reached`` true; whether it is."""

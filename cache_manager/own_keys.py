@@ -55,7 +55,8 @@ class OwnKeys:
         ids = table.slots.ids(list(blocks.values()))
         lives = integers(generations, "generations", "one integer for each block", n=ids.size)
         current = table.generations.take(ids) == lives
-        ours: Flags = np.array([self.owns(key) for key in blocks], np.bool_)
+        owned = [self.owns(key) for key in blocks]
+        ours: Flags = np.array(owned, np.bool_)
         if count(ours) != ours.size:
             self._count_others([key for key in blocks if not self.owns(key)])
         table.lock.count("stale_blocks", int(count(~current)))
@@ -63,7 +64,7 @@ class OwnKeys:
 
     def _count_others(self, keys: list[BlockKey]) -> None:
         """Count ``keys``, none of them ours, as foreign or as stale; a strict set raises the first foreign one."""
-        foreign = [key for key in keys if not (is_key(key) and key[:SCOPE_NBYTES] in self._outdated)]
+        foreign = [key for key in keys if not self._is_outdated(key)]
         if foreign:
             wanted = "keys that AuxBlocks.keys has adopted, or made of tokens, in this namespace and layout"
             error = InvalidInputError("keys", wanted, repr(foreign[0]))
@@ -71,3 +72,6 @@ class OwnKeys:
                 raise error
             self._mistakes.report("foreign_keys", len(foreign), str(error))
         self._mistakes.lock.count("stale_keys", len(keys) - len(foreign))
+
+    def _is_outdated(self, key: BlockKey) -> bool:
+        return is_key(key) and key[:SCOPE_NBYTES] in self._outdated

@@ -160,7 +160,8 @@ class SlotSpace:
         """``blocks`` as an array, and which are blocks of the tier, named there for the first time. Lock held."""
         ids = integers(blocks, "blocks", "a flat sequence of block ids")
         good: Flags = np.ones(ids.size, np.bool_)
-        if ids.size and not (0 <= extreme(ids) < self.blocks and self.differ(ids)):
+        is_inside = not ids.size or 0 <= extreme(ids) < self.blocks
+        if not is_inside or not self.differ(ids):
             good[:] = False
             good[np.unique(ids, return_index=True)[1]] = True
             good &= ids.view(np.uint64) < np.uint64(self.blocks)

@@ -96,7 +96,8 @@ def held(store: StorageBackend | RecordStore, wanted: Sequence[int]) -> list[Con
     """What each key holds; a header and a payload of different records are an ``AssertionError``."""
     buffers = [memoryview(bytearray(b"\xee" * LAYOUT.nbytes)) for _ in wanted]
     answers: list[Content | Absence] = []
-    for n, buffer, found in zip(wanted, buffers, store.get_into([key_of(n) for n in wanted], buffers), strict=True):
+    headers = store.get_into([key_of(n) for n in wanted], buffers)
+    for n, buffer, found in zip(wanted, buffers, headers, strict=True):
         if isinstance(found, Absence):
             answers.append(found)
         else:

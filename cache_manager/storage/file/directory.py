@@ -125,8 +125,11 @@ class StoreDirectory:
             return (opening, last), None
         found = found[found[:, 0] > seen[1]]
         known = len(found) == last - seen[1]
-        rows = found[np.argsort(found[:, 0])].tolist() if known else ()
-        return (opening, last), [(n, run >> 32, run & 0xFFFFFFFF) for _, n, run, _ in rows] if known else None
+        if not known:
+            return (opening, last), None
+        ordered = found[np.argsort(found[:, 0])]
+        changes = [(number, run >> 32, run & 0xFFFFFFFF) for _, number, run, _ in ordered.tolist()]
+        return (opening, last), changes
 
     def close(self) -> None:
         """Close the descriptors; idempotent."""
@@ -161,14 +164,16 @@ class LockedDirectory(StoreDirectory):
             self.is_store()
             fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self.lock_fd = self.open(LOCK_NAME, os.O_RDWR | os.O_CREAT)
-            start = str(os.getpid()).encode().ljust(_PID_NBYTES, b"\0") + os.urandom(_CHANGES_AT - _PID_NBYTES)
-            os.pwrite(self.lock_fd, start + bytes(CHANGES_MAX * _CHANGE.size), 0)
+            pid = str(os.getpid()).encode().ljust(_PID_NBYTES, b"\0")
+            opening = os.urandom(_CHANGES_AT - _PID_NBYTES)
+            no_changes = bytes(CHANGES_MAX * _CHANGE.size)
+            os.pwrite(self.lock_fd, pid + opening + no_changes, 0)
             for name in self.names():
                 if name.endswith(TEMP_SUFFIX) and parse_name(name.removesuffix(TEMP_SUFFIX)) is not None:
                     self.unlink(name)
         except BlockingIOError as error:
-            pid = self.read_lock()[:_PID_NBYTES].rstrip(b"\0").decode("ascii", "replace")
-            who = f"process {pid or 'unknown'} writes this store"
+            writer = self.read_lock()[:_PID_NBYTES].rstrip(b"\0").decode("ascii", "replace")
+            who = f"process {writer or 'unknown'} writes this store"
             raise StoreLockedError(f"{path}: {who}; one writer at a time") from error
         except OSError as error:
             raise StorageError(f"{path}: cannot open the store's directory: {error}") from error

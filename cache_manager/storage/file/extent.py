@@ -95,7 +95,8 @@ class Shape:
     def within(cls, number: int, layout: Layout, nbytes: int) -> Shape:
         """With as many slots as fit ``nbytes``, possibly none."""
         one = cls(number, 1, layout)
-        shape = cls(number, max(nbytes - PAGE_NBYTES, 0) // (one.step + one.head_nbytes), layout)
+        room = max(nbytes - PAGE_NBYTES, 0)
+        shape = cls(number, room // (one.step + one.head_nbytes), layout)
         while shape.slots and shape.nbytes > nbytes:
             shape = cls(number, shape.slots - 1, layout)
         return shape
@@ -146,7 +147,8 @@ class Extent:
         self.damaged_heads = 0  # when it was opened
         self.dirty = True  # written since the last sync; unknown for a file found
         self.raw = bytearray(shape.slots * shape.head_nbytes)
-        self.heads: Heads = np.frombuffer(self.raw, np.uint8).reshape(shape.slots, -1)
+        flat = np.frombuffer(self.raw, np.uint8)
+        self.heads: Heads = flat.reshape(shape.slots, -1)
         self.ticks = _column(self.heads, 0)
         self.created_ms = _column(self.heads, 8, "<i8")
         self.numbers = _column(self.heads, KEY_AT + 28, "<u4")  # of keys
@@ -182,7 +184,8 @@ class Extent:
 
     def numbered(self, start: int, count: int) -> Iterator[tuple[int, tuple[int]]]:
         """Slots, and the numbers of the keys in them."""
-        heads = memoryview(self.raw)[start * self.head_nbytes : (start + count) * self.head_nbytes]
+        first = start * self.head_nbytes
+        heads = memoryview(self.raw)[first : first + count * self.head_nbytes]
         return enumerate(self._number.iter_unpack(heads), start)
 
     # What is in memory.
@@ -230,7 +233,8 @@ class Extent:
     def use(self, start: int, count: int, call: int) -> None:
         """Count that records were asked for, or put again."""
         self.used_at = call
-        self.use_bytes[start : start + count] = self.use_bytes[start : start + count].translate(_USED)
+        stop = start + count
+        self.use_bytes[start:stop] = self.use_bytes[start:stop].translate(_USED)
 
     def headers(self, heads: bytearray) -> list[RecordHeader]:
         """What packed heads say."""
@@ -261,7 +265,8 @@ class Extent:
             ticks = _column(array, 0)
             bad = (ticks == 0) | (ticks >= TICK_MAX)
             bad |= [digest(head, seed) != sum_ for head, sum_ in self._summed.iter_unpack(some)]
-            damaged += int(array[bad].any(axis=1).sum())
+            not_free = array[bad].any(axis=1)
+            damaged += int(not_free.sum())
             array[bad] = 0
         return damaged
 
@@ -304,13 +309,15 @@ def runs_of(slots: Sequence[int] | NDArray[np.int64]) -> list[tuple[int, int]]:
     [(3, 3), (9, 1)]
     """
     found = np.asarray(slots, np.int64)
-    cuts = [0, *(np.flatnonzero(np.diff(found) != 1) + 1).tolist(), len(found)]
+    gaps = np.flatnonzero(np.diff(found) != 1) + 1
+    cuts = [0, *gaps.tolist(), len(found)]
     return [(int(found[start]), stop - start) for start, stop in pairwise(cuts) if stop > start]
 
 
 def _column(heads: Heads, at: int, dtype: str = "<u8") -> NDArray[Any]:
     """A field of each head, ``[n]``; a view."""
-    return heads[:, at : at + np.dtype(dtype).itemsize].view(dtype)[:, 0]
+    nbytes = np.dtype(dtype).itemsize
+    return heads[:, at : at + nbytes].view(dtype)[:, 0]
 
 
 def make_extent(disk: Disk, directory: LockedDirectory, shape: Shape) -> Extent:
@@ -338,7 +345,8 @@ def open_extents(
     of such names. :class:`StorageError` when the directory cannot be read."""
     opened: list[Extent] = []
     try:
-        names = [name for name in sorted(directory.names()) if parse_name(name) is not None and name not in known]
+        extents = [name for name in sorted(directory.names()) if parse_name(name) is not None]
+        names = [name for name in extents if name not in known]
     except OSError as error:
         raise StorageError(f"{directory.path}: cannot read the store: {error}") from error
     for name in refused.keys() - set(names):

@@ -132,8 +132,11 @@ def _is_sound(disk: Disk, extent: Extent, local: int) -> bool:
     head = extent.packed(local, 1)
     payload = bytearray(nbytes)
     try:
-        whole = read_all(disk, extent.fd, [payload], extent.payload_at(local), nbytes) == nbytes
+        found_nbytes = read_all(disk, extent.fd, [payload], extent.payload_at(local), nbytes)
         now = extent.read_heads(disk, local, 1)
     except OSError:
         return False
-    return now != head or (whole and checksum(payload) == extent.headers(head)[0].payload_xxh3)
+    if now != head:
+        return True
+    (header,) = extent.headers(head)
+    return found_nbytes == nbytes and checksum(payload) == header.payload_xxh3

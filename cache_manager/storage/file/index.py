@@ -116,7 +116,9 @@ class KeyIndex:
         """The numbers that several keys in the extents have, as copies do."""
         numbers = np.concatenate([extent.numbers for extent in self.extents])
         numbers.sort()
-        return set(numbers[1:][numbers[1:] == numbers[:-1]].tolist())
+        later = numbers[1:]
+        twice = later[later == numbers[:-1]]
+        return set(twice.tolist())
 
     def _link(
         self, extent: Extent, slots: Iterable[tuple[int, tuple[int]]], again: Container[int], older: list[Run]

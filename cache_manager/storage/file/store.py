@@ -110,7 +110,8 @@ class FileStore(ExtentFiles):
         self, headers: Sequence[RecordHeader], payloads: Sequence[Buffer], *, replace: bool = False
     ) -> list[RecordHeader | None]:
         for header, payload in zip(headers, payloads, strict=True):
-            if (size := payload.nbytes if isinstance(payload, memoryview) else len(payload)) != header.payload_nbytes:
+            size = payload.nbytes if isinstance(payload, memoryview) else len(payload)
+            if size != header.payload_nbytes:
                 raise RecordError("payload size", header.payload_nbytes, size)
         self.lock.check()
         keys = [header.key for header in headers]
@@ -224,8 +225,11 @@ class FileStore(ExtentFiles):
             stored = headers[wanted[key]] if key in wanted else held.get(key)
             if stored is None or takes_the_place(header, stored, replace=replace):
                 wanted[key] = i
-        groups = [(layout, list(some)) for layout, some in groupby(sorted(wanted.values()), layouts.__getitem__)]
-        return [(layout, [headers[i] for i in some], [payloads[i] for i in some]) for layout, some in groups]
+        groups: list[tuple[Layout, Sequence[RecordHeader], Sequence[Buffer]]] = []
+        for layout, places in groupby(sorted(wanted.values()), layouts.__getitem__):
+            some = list(places)
+            groups.append((layout, [headers[i] for i in some], [payloads[i] for i in some]))
+        return groups
 
     def _store(
         self,
@@ -243,7 +247,8 @@ class FileStore(ExtentFiles):
             while runs:
                 extent, start, count = runs[0]
                 some = headers[at : at + count]
-                heads = extent.pack(some, self._tick + 1, int(self._clock() * 1000))
+                now_ms = int(self._clock() * 1000)
+                heads = extent.pack(some, self._tick + 1, now_ms)
                 self._tick += count
                 extent.write(self._disk, start, heads, payloads[at : at + count])
                 with self.lock:
@@ -308,7 +313,9 @@ class FileStore(ExtentFiles):
         runs[:] = [run for run in runs if run[0].ordinal]  # without slots of extents dropped meanwhile
 
     def _new_clock(self, layout: Layout) -> Clock:
-        clock = self._clocks[layout] = Clock(max(self._extent_nbytes, Shape(0, 1, layout).nbytes))
+        least = Shape(0, 1, layout).nbytes
+        clock = Clock(max(self._extent_nbytes, least))
+        self._clocks[layout] = clock
         return clock
 
     def _grow(self, layout: Layout, clock: Clock) -> bool:
@@ -322,7 +329,8 @@ class FileStore(ExtentFiles):
                 shape = Shape.within(0, layout, min(wanted, room))
                 fits = shape.slots and shape.nbytes >= least and len(self.index.extents) < EXTENTS_MAX
                 if fits and (has or room >= wanted or not self._oldest(clock)):
-                    shape.number = max((parse_name(name) or 0 for name in self._directory.names()), default=0) + 1
+                    numbers = [parse_name(name) or 0 for name in self._directory.names()]
+                    shape.number = max(numbers, default=0) + 1
                     self._join([make_extent(self._disk, self._directory, shape)])
                     self._directory.tell(shape.number)
                     return True
@@ -336,7 +344,10 @@ class FileStore(ExtentFiles):
 
     def _oldest(self, clock: Clock | None = None) -> Extent | None:
         """The extent that was used least recently, of other layouts than a clock's."""
-        others = [extent for each in self._clocks.values() if each is not clock for extent in each.extents]
+        others: list[Extent] = []
+        for other in self._clocks.values():
+            if other is not clock:
+                others += other.extents
         return min(others, key=lambda extent: extent.used_at, default=None)
 
     def _room(self) -> int:
@@ -380,7 +391,8 @@ class FileStore(ExtentFiles):
         for place, extent in enumerate(opened, -len(opened)):
             extent.used_at = place
         # Deleted records may have had higher ticks, which readers remember.
-        self._tick = max([0, *(int(extent.ticks.max()) for extent in opened)]) + int.from_bytes(os.urandom(4), "little")
+        ticks = [int(extent.ticks.max()) for extent in opened]
+        self._tick = max(ticks, default=0) + int.from_bytes(os.urandom(4), "little")
         self._join(opened)
         while self._used_nbytes > self._quota_nbytes:
             self._drop(opened.pop(0))
@@ -388,4 +400,5 @@ class FileStore(ExtentFiles):
             self._erase()
         for clock in self._clocks.values():  # the hand begins after the newest record
             if clock.extents:
-                clock.hand = (len(clock.extents) - 1, int(np.argmax(clock.extents[-1].ticks)) + 1)
+                newest = int(np.argmax(clock.extents[-1].ticks))
+                clock.hand = (len(clock.extents) - 1, newest + 1)
