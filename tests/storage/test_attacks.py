@@ -66,8 +66,8 @@ def everybody_serves(directory: Path, wanted: set[int]) -> None:
 
 @pytest.mark.parametrize("harm", ["flip", "cut", "remove"])
 def test_no_file_is_a_single_point_of_failure(tmp_path: Path, harm: str) -> None:
-    """Goal: damage outside of records costs the records of its extent and no other. Method: bits of the first page of
-    each file, one after the other, and each file that holds no records cut or removed."""
+    """Goal: damage outside of records costs the records of its extent, which is refused by name, and no other. Method:
+    bits of the first page of each file, one after the other, and each file that holds no records cut or removed."""
     with opened(tmp_path / "s") as store:
         assert all(put(store, range(40)))
     raws = {path.name: path.read_bytes() for path in files(tmp_path / "s")}
@@ -86,6 +86,8 @@ def test_no_file_is_a_single_point_of_failure(tmp_path: Path, harm: str) -> None
                 case "remove":
                     (copy / name).unlink()
             everybody_serves(copy, set(range(40)) - records.get(name, set()))
+            with reading(copy) as store:
+                assert list(store.backend.refused) == [name] * (name in records)  # type: ignore[attr-defined]
 
 
 def test_a_file_whose_handle_is_stale_costs_a_reader_what_is_in_it_and_nothing_else(tmp_path: Path) -> None:
