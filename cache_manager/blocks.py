@@ -27,7 +27,7 @@ from cache_manager.ports import KVBlocks, Region, StorageBackend, TierName
 from cache_manager.publish import GENERATION_END, Rows, window_of
 from cache_manager.record import Buffer, OfferedRecord, RecordHeader
 from cache_manager.regions import Memory
-from cache_manager.slots import Blocks, Flags, Ints, count_in_range, integers, readable, unsigned
+from cache_manager.slots import Bits, Blocks, Flags, Ints, count_in_range, integers, readable, unsigned
 from cache_manager.spec import AuxBlockDataSpec, RecordLayout
 from cache_manager.step import Keep, Step
 from cache_manager.storage.records import RecordStore
@@ -68,8 +68,9 @@ class AuxBlocks:
         self.block_tokens = self.layout.block_tokens
         self.device_blocks = count_in_range(blocks, "blocks", 1)
         self.host_blocks = count_in_range(host_blocks, "host_blocks", 0)
-        names = [spec.name for spec in self.layout.specs] if required is None else list(required)
-        self._required = tuple(self.layout.index(name) for name in names)
+        if required is None:
+            required = [spec.name for spec in self.layout.specs]
+        self._required = tuple(self.layout.index(name) for name in required)
         self._steps_max = count_in_range(steps_max, "steps_max", 1)
         self._kv = kv
         self._lock = Lock()
@@ -83,15 +84,20 @@ class AuxBlocks:
         self._lock.mend = self._mend
         self._worker_end = WorkerEnd(self._tiers, self._mistakes)
         self.jobs = Jobs(
-            self._device, self._own_keys, self.store, required=self._required, kv=kv, limits=jobs or JobLimits()
+            self._device,
+            self._own_keys,
+            self.store,
+            required=self._required,
+            kv=kv,
+            limits=jobs or JobLimits(),
         )
 
     def _mend(self) -> None:
         """Forget all rows: a change was interrupted, or a loss could not be recorded. The lock is held."""
         for table in self._tiers:
             table.lose(None)
-        self._tiers.renew_regions(self.namespace)
-        self._mistakes.drop("interrupted_calls", 1, "a call was interrupted in the middle: all rows are forgotten")
+        self._tiers.enter(self.namespace)
+        self._mistakes.report("interrupted_calls", 1, "a call was interrupted in the middle: all rows are forgotten")
 
     # ---------------------------------------------------------------- what it is
 
@@ -171,7 +177,8 @@ class AuxBlocks:
             if table.fences:
                 good[good] = ~table.fenced(ids[good])
             if count(good) != ids.size:
-                table.forget(ids[known & (table.generations.take(ids, mode="clip") == lives)])  # another caller's life
+                begun = table.generations.take(ids, mode="clip") == lives  # by another caller
+                table.forget(ids[known & begun])
                 outside = ids.view(np.uint64) >= np.uint64(table.blocks)
                 fenced = ~good & known
                 fenced[fenced] = table.fenced(ids[fenced])
@@ -181,7 +188,7 @@ class AuxBlocks:
                     (fenced, "blocks that are not being copied into"),
                     (known & ~good & ~fenced, f"generations larger than before, and below {GENERATION_END}"),
                 ):
-                    self._mistakes.bad("stale_blocks", ids[bad], "renew", wanted)
+                    self._mistakes.report_blocks("stale_blocks", ids[bad], "renew", wanted)
                 table.renew(ids[good], lives[good])
                 return np.where(good, lives, 0)
             table.renew(ids, lives)
@@ -208,17 +215,18 @@ class AuxBlocks:
                 table.reset()
             self._own_keys.enter(keys)
             self._lock.count("resets")
-            self._tiers.renew_regions(keys.namespace)
+            self._tiers.enter(keys.namespace)
             self._lock.torn -= 1
 
-    def name_origins(self, blocks: Blocks, generations: Blocks, origins: NDArray[np.uint64]) -> None:
+    def name_origins(self, blocks: Blocks, generations: Blocks, origins: Bits) -> None:
         """What these device blocks hold is known outside under these ``origins [n]``, which their KV itself says."""
         with self._lock:
             table = self._device
             ids, good = table.slots.known(blocks)
             lives = integers(generations, "generations", "one integer for each block", n=ids.size)
             named = unsigned(origins, "origins", "one uint64 for each block", n=ids.size)
-            good &= (table.generations.take(ids, mode="clip") == lives) & (named != 0)
+            good &= table.generations.take(ids, mode="clip") == lives
+            good &= named != 0
             table.carry_origin(ids[good], named[good])
 
     # ---------------------------------------------------------------- writing and reading
@@ -241,7 +249,7 @@ class AuxBlocks:
         except KVRouteError as error:
             known, n = readable(slots)
             blocks = None if known is None else known // device.tokens
-            self._mistakes.lost("bad_writes_dropped", n, f"begin_step: {error}", lambda: device.lose(blocks))
+            self._mistakes.report_loss("bad_writes_dropped", n, f"begin_step: {error}", lambda: device.lose(blocks))
             raise
 
     def write_step(self, slots: NDArray[Any], rows: Mapping[str, NDArray[Any]], keep: Keep | None = None) -> int:
@@ -265,7 +273,7 @@ class AuxBlocks:
                     step.write(name, of_spec)
                 return step.commit(keep)
         except KVRouteError as error:
-            self._mistakes.dropped("bad_writes_dropped", readable(slots)[1], "write_step", error)
+            self._mistakes.raise_or_report("bad_writes_dropped", readable(slots)[1], "write_step", error)
             return 0
 
     def read(
@@ -302,10 +310,13 @@ class AuxBlocks:
         with self._lock:
             rows, bits, words = copied or publish.gather(table.region, index, ids, locked=True)
             if generations is not None:
-                bits[(table.generations.take(ids) != generations[held]) | (table.region.words.take(ids) != words)] = 0
+                is_other = table.generations.take(ids) != generations[held]
+                is_other |= table.region.words.take(ids) != words
+                bits[is_other] = 0
             read = Rows.of(self.layout.specs[index], rows, bits, window)
-            self._lock.count("rows_read", read.valid.size)
-            self._lock.count("rows_missing", read.valid.size - int(count(read.valid)))
+            n = read.valid.size
+            self._lock.count("rows_read", n)
+            self._lock.count("rows_missing", n - int(count(read.valid)))
         return read
 
     # ---------------------------------------------------------------- moving
@@ -317,15 +328,20 @@ class AuxBlocks:
         Where KV moves too, here and in a swap, pairs that are not possible and failures of the copy are raised, and
         nothing has arrived.
         """
-        follow(self._tiers["device"], self._tiers["device"], pairs, rows, self._kv, self._mistakes)
+        device = self._tiers["device"]
+        follow(device, device, pairs, rows, self._kv, self._mistakes)
 
     def swap_out(self, pairs: Pairs) -> None:
         """Device blocks were copied to host blocks, (device, host); the source stays as it is."""
-        follow(self._tiers["device"], self._tiers["host"], pairs, None, self._kv, self._mistakes)
+        device = self._tiers["device"]
+        host = self._tiers["host"]
+        follow(device, host, pairs, None, self._kv, self._mistakes)
 
     def swap_in(self, pairs: Pairs) -> None:
         """Host blocks were copied to device blocks that the engine has given out, (host, device)."""
-        follow(self._tiers["host"], self._tiers["device"], pairs, None, self._kv, self._mistakes)
+        host = self._tiers["host"]
+        device = self._tiers["device"]
+        follow(host, device, pairs, None, self._kv, self._mistakes)
 
     # ---------------------------------------------------------------- storing
 

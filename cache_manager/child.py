@@ -73,7 +73,8 @@ class Child:
     def ask(self, channel: int, body: bytes, within_s: float) -> bytes:
         """The answer. If none comes in time the child is killed, and :class:`LostError` says why. An interrupted call
         kills it too, so that no other caller gets its answer."""
-        end, readable = self._ends[channel], select.poll()
+        end = self._ends[channel]
+        readable = select.poll()
         readable.register(end, select.POLLIN)
         try:
             if self.cause or readable.poll(0):  # a late answer would be taken for this question's
@@ -114,7 +115,8 @@ def arguments() -> list[int]:
 
 def serve(answer: Callable[[bytes], bytes]) -> NoReturn:
     """In the child: answer every question, with one thread per channel, until the parent is gone."""
-    parent, channels = int(sys.argv[1]), int(sys.argv[2])  # not getppid(): the parent may have ended before this line
+    parent = int(sys.argv[1])  # not getppid(): the parent may have ended before this line
+    channels = int(sys.argv[2])
     for fd in sys.argv[3 : 3 + channels]:
         threading.Thread(target=_answer, args=(Connection(int(fd)), answer), daemon=True).start()
     while os.getppid() == parent:  # a fork of the parent may hold the sockets open

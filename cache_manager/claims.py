@@ -34,7 +34,7 @@ class Claim:
     blocks: Ints  # each once
     generations: Ints  # of ``blocks``, at the beginning
     mine: Flags | None = None  # which slots are still the step's; None: all
-    sealed: bool = False  # whether an origin of the blocks may have ended since the beginning
+    origins_ended: bool = False  # whether an origin of the blocks may have ended since the beginning
 
     @property
     def held(self) -> Ints:
@@ -47,5 +47,5 @@ class Fence:
     """A copy into blocks ``ids [n]`` that runs without the lock, until it is ``over``."""
 
     ids: Ints = field(default_factory=lambda: NO_INTS)
-    changes: Ints = field(default_factory=lambda: NO_INTS)  # of the blocks, at the beginning
+    drops: Ints = field(default_factory=lambda: NO_INTS)  # of the blocks, at the beginning
     over: bool = False

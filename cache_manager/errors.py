@@ -16,7 +16,9 @@ class MismatchError(KVRouteError):
 
     def __init__(self, field: str, wanted: object, got: object, *, of: str = "") -> None:
         super().__init__(f"{of}{field}: wanted {wanted}, got {got}")
-        self.field, self.wanted, self.got = field, wanted, got
+        self.field = field
+        self.wanted = wanted
+        self.got = got
 
 
 class InvalidInputError(MismatchError, ValueError):

@@ -21,12 +21,10 @@ import numpy as np
 from cache_manager.errors import FeedGapError, InvalidInputError, KVRouteError
 from cache_manager.keys import KEY_NBYTES, BlockKey
 from cache_manager.lock import Mistakes
-from cache_manager.ports import TierName
 from cache_manager.slots import Ints, SlotSpace, count_in_range, integers
 from cache_manager.tiers import Tiers
 
 Weights = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
-COPY: Final[tuple[TierName, TierName]] = ("device", "device")
 
 
 class Operation(msgspec.Struct, frozen=True, array_like=True, tag=str.lower):
@@ -50,28 +48,19 @@ class Renew(Operation, frozen=True):
         to.renew(self.blocks, self.generations)
 
 
-class Moved(Operation, frozen=True):
-    """Blocks were copied: ``pairs`` (source, target), flat, between the tiers; within the device at most the first
-    ``rows`` of each."""
+class Copy(Operation, frozen=True):
+    """Blocks were copied: ``pairs`` (source, target), flat; at most the first ``rows`` of each."""
 
-    source: TierName
-    target: TierName
     pairs: np.ndarray
-    rows: np.ndarray | None = None
+    rows: np.ndarray | None
 
     def __post_init__(self) -> None:
-        _check_each(self.pairs[::2], self.pairs[1::2], *(() if self.rows is None else (self.rows,)))
-        if self.source == self.target == "host" or (self.rows is not None and (self.source, self.target) != COPY):
-            raise InvalidInputError("feed", "a copy, or a swap of whole blocks", f"{self.source} to {self.target}")
+        _check_each(self.pairs[::2], self.pairs[1::2])
+        if self.rows is not None:
+            _check_each(self.pairs[::2], self.rows)
 
     def do(self, to: Any) -> None:
-        pairs = self.pairs.reshape(-1, 2)
-        if (self.source, self.target) == COPY:
-            to.copy(pairs, self.rows)
-        elif self.source == "device":
-            to.swap_out(pairs)
-        else:
-            to.swap_in(pairs)
+        to.copy(self.pairs.reshape(-1, 2), self.rows)
 
 
 class _Keyed(Operation, frozen=True):
@@ -83,12 +72,14 @@ class _Keyed(Operation, frozen=True):
 
     def __post_init__(self) -> None:
         _check_each(self.blocks, self.generations)
-        if len(self.keys) != KEY_NBYTES * self.blocks.size or len(self.by_key) != self.blocks.size:
-            raise InvalidInputError("feed", f"{self.blocks.size} keys of {KEY_NBYTES} bytes, each once", self.keys)
+        n = self.blocks.size
+        if len(self.keys) != KEY_NBYTES * n or len(self.by_key) != n:
+            raise InvalidInputError("feed", f"{n} keys of {KEY_NBYTES} bytes, each once", self.keys)
 
     @property
     def by_key(self) -> dict[BlockKey, int]:
-        keys = (BlockKey(self.keys[at : at + KEY_NBYTES]) for at in range(0, len(self.keys), KEY_NBYTES))
+        starts = range(0, len(self.keys), KEY_NBYTES)
+        keys = [BlockKey(self.keys[at : at + KEY_NBYTES]) for at in starts]
         return dict(zip(keys, self.blocks.tolist(), strict=True))
 
 
@@ -118,10 +109,10 @@ class Reset(Operation, frozen=True):
 class Batch(msgspec.Struct, frozen=True, array_like=True):
     """Batch ``number`` of the feed ``epoch``: operations in the order in which they happened."""
 
-    version: Literal[3]
+    version: Literal[4]
     epoch: int
     number: int
-    operations: list[Renew | Moved | Persist | Restore | Reset]
+    operations: list[Renew | Copy | Persist | Restore | Reset]
 
 
 def _check_each(first: Ints, *others: Ints) -> None:
@@ -165,21 +156,10 @@ class BlockFeed:
         return lives
 
     def copy(self, pairs: Any, rows: Sequence[int] | None = None) -> None:
-        """Device blocks were copied to device blocks, ``pairs [n, 2]``; at most the first ``rows`` of each."""
-        self._moved("device", "device", pairs, rows)
-
-    def swap_out(self, pairs: Any) -> None:
-        """Device blocks were copied to host blocks."""
-        self._moved("device", "host", pairs)
-
-    def swap_in(self, pairs: Any) -> None:
-        """Host blocks were copied to device blocks."""
-        self._moved("host", "device", pairs)
-
-    def _moved(self, source: TierName, target: TierName, pairs: Any, rows: Sequence[int] | None = None) -> None:
+        """Blocks were copied to blocks, ``pairs [n, 2]``; at most the first ``rows`` of each."""
         flat = integers(pairs, "feed pairs", "(source, target) pairs of block ids", ndim=2).reshape(-1)
         limits = None if rows is None else integers(rows, "feed rows", "one count for each pair")
-        self._operations.append(Moved(source, target, flat, limits))
+        self._operations.append(Copy(flat, limits))
 
     def persist(self, blocks: Mapping[BlockKey, int]) -> None:
         """Store the rows of blocks, in the generations that they are in now."""
@@ -204,7 +184,8 @@ class BlockFeed:
         """The operations since the last time, as one numbered batch; ``b""`` when nothing has happened."""
         if not self._operations:
             return b""
-        batch, self._operations = Batch(3, self._epoch, self._number, self._operations), []
+        batch = Batch(4, self._epoch, self._number, self._operations)
+        self._operations = []
         self._number += 1
         return _ENCODER.encode(batch)
 
@@ -227,15 +208,16 @@ class WorkerEnd:
             raise InvalidInputError("feed", "a batch of a BlockFeed", str(error)) from error
         mistakes = self._mistakes
         try:
-            for operation in batch.operations if self._begin_batch(batch.epoch, batch.number) else ():
+            is_next = self._begin_batch(batch.epoch, batch.number)
+            for operation in batch.operations if is_next else ():
                 try:
                     operation.do(to)
                 except KVRouteError as error:
-                    mistakes.dropped("feed_operations_failed", 1, "apply", error)
+                    mistakes.raise_or_report("feed_operations_failed", 1, "apply", error)
         except BaseException:
             with mistakes.lock:  # what the batch still had to say is lost with this call: where is each block?
                 mistakes.lock.torn += 1
-                self._tiers["device"].forget_all(lives=True)
+                self._tiers["device"].forget_all(ends_lives=True)
             raise
 
     def _begin_batch(self, epoch: int, number: int) -> bool:
@@ -246,14 +228,16 @@ class WorkerEnd:
             restarted = before != epoch
             if restarted:
                 wanted = 0
-                mistakes.drop("feed_gaps", 1, "apply: a feed begins anew")
+                mistakes.report("feed_gaps", 1, "apply: a feed begins anew")
             if restarted or number > wanted:
-                for table in self._tiers:
-                    table.forget_all(lives=restarted or table.tier == "device")
+                for table in self._tiers:  # a feed gives out device blocks: the lives of host blocks go on
+                    table.forget_all(ends_lives=table.tier == "device")
             if number >= wanted:
                 self.next = epoch, number + 1
         if number > wanted:
-            mistakes.dropped("feed_gaps", 1, "apply", FeedGapError(f"feed: wanted batch {wanted}, got batch {number}"))
+            gap = FeedGapError(f"feed: wanted batch {wanted}, got batch {number}")
+            mistakes.raise_or_report("feed_gaps", 1, "apply", gap)
         elif number < wanted:
-            mistakes.dropped("feed_repetitions", 1, "apply", InvalidInputError("feed", f"batch {wanted}", number))
+            repetition = InvalidInputError("feed", f"batch {wanted}", number)
+            mistakes.raise_or_report("feed_repetitions", 1, "apply", repetition)
         return number >= wanted

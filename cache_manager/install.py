@@ -29,26 +29,27 @@ def export(
     """
     limits = table.full
     if rows is not None:
-        limits = prefix_bits(integers(rows, "rows", "one count for each block", n=len(blocks)), table.tokens)
+        counts = integers(rows, "rows", "one count for each block", n=len(blocks))
+        limits = prefix_bits(counts, table.tokens)
     with table.lock:
-        ids, lives, live = keys.claimed(table, blocks, generations)
+        ids, lives, current = keys.resolve(table, blocks, generations)
         valid = bits_of(table.region, ids) & limits
-        live &= (valid != 0).any(axis=(1, 2))
-        ids, valid = ids[live], valid[live]
-        table.seal(ids)
+        current &= (valid != 0).any(axis=(1, 2))
+        ids = ids[current]
+        valid = valid[current]
+        table.fix_origins(ids)
         table.lock.count("rows_exported", rows_in(valid))
         origins = table.origin.take(ids)
         copies = copies_of(table.region, ids, valid)
     fingerprint = table.layout.fingerprint
-    named = [key if is_live else None for key, is_live in zip(blocks, live.tolist(), strict=True)]
-    contents = zip(lives[live].tolist(), origins.tolist(), valid.astype("<u8"), copies, strict=True)
-    records: list[OfferedRecord | None] = []
-    for key in named:
-        if key is None:
-            records.append(None)
-            continue
-        life, origin, bits, copy = next(contents)
-        records.append(OfferedRecord(key, fingerprint, life, origin, bits.tobytes(), copy.tobytes()))
+    bitmaps = valid.astype("<u8")
+    records: list[OfferedRecord | None] = [None] * len(blocks)
+    keys_of_blocks = list(blocks)
+    for i, at in enumerate(np.flatnonzero(current).tolist()):
+        key = keys_of_blocks[at]
+        bitmap = bitmaps[i].tobytes()
+        payload = copies[i].tobytes()
+        records[at] = OfferedRecord(key, fingerprint, int(lives[at]), int(origins[i]), bitmap, payload)
     return records
 
 
@@ -119,7 +120,8 @@ def _bits_in(table: BlockTable, header: RecordHeader, payload: Buffer) -> Bits:
     bitmap_nbytes = 8 * layout.valid_words * len(layout.specs)
     if len(header.valid) != bitmap_nbytes:
         raise RecordError("bitmap size", bitmap_nbytes, len(header.valid))
-    bits = np.frombuffer(header.valid, "<u8").astype(np.uint64).reshape(len(layout.specs), layout.valid_words)
+    words = np.frombuffer(header.valid, "<u8").astype(np.uint64)
+    bits = words.reshape(len(layout.specs), layout.valid_words)
     if (bits & ~table.full).any():
         raise RecordError("bitmap", f"bits for {layout.block_tokens} rows of each spec", "others")
     return bits

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from itertools import compress
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -48,7 +49,8 @@ class JobLimits:
 
     def __post_init__(self) -> None:
         for name in ("threads_max", "jobs_max", "nbytes_max"):
-            if not isinstance(value := getattr(self, name), int) or isinstance(value, bool) or value < 1:
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ConfigError(name, "an integer of 1 or more", repr(value))
         if not 0 <= self.close_s < float("inf"):
             raise ConfigError("close_s", "a finite number of seconds, 0 or more", self.close_s)
@@ -73,7 +75,7 @@ class Job(Generic[_T]):
         self.jobs = jobs
         self.table = jobs.table
         self.store = jobs.records()
-        ids, lives, live = jobs.keys.claimed(self.table, blocks, generations)
+        ids, lives, current = jobs.keys.resolve(self.table, blocks, generations)
         self.blocks = dict(blocks)
         self.begun_s = time.monotonic()
         self.cancelled = False
@@ -81,29 +83,31 @@ class Job(Generic[_T]):
         self.answers: dict[BlockKey, _T] = dict.fromkeys(blocks, self.no_answer)
         self.not_restored: dict[str, int] = {}
         """Blocks in the same life that did not come back, by the counter that says why; set on landing."""
-        which = self.wanted(ids, live)
-        self.keys = [key for key, wanted in zip(blocks, which.tolist(), strict=True) if wanted]
+        which = self.wanted(ids, current)
+        self.keys = list(compress(blocks, which.tolist()))
         self.ids = ids[which]
         self.lives = lives[which]
-        self.changes = self.table.changes.take(self.ids)
+        self.drops = self.table.drops.take(self.ids)
         self.nbytes = len(self.keys) * jobs.keys.record.nbytes
         self.phase = Phase.QUEUED if self.keys else Phase.LANDED
 
     # What a kind of job does, in this order. The lock is held, but not in carry().
 
-    def wanted(self, ids: Ints, live: Flags, /) -> Flags:
-        """Which of the ``live`` blocks ``ids [n]`` take part."""
+    def wanted(self, ids: Ints, current: Flags, /) -> Flags:
+        """Which of the ``current`` blocks ``ids [n]`` take part."""
         raise NotImplementedError
 
     def stage(self) -> None:
-        self.staging = np.zeros((self.ids.size, self.jobs.keys.record.nbytes), np.uint8)
+        shape = (self.ids.size, self.jobs.keys.record.nbytes)
+        self.staging = np.zeros(shape, np.uint8)
 
     def carry(self) -> None: ...
     def land(self) -> None: ...
 
     def staged_kv(self, kv: KVBlocks) -> NDArray[np.uint8]:
         """The part of the staging that KV takes, ``[n, kv.spec.block_nbytes]``."""
-        return self.staging[:, self.table.layout.nbytes :][:, : kv.spec.block_nbytes]
+        first = self.table.layout.nbytes
+        return self.staging[:, first : first + kv.spec.block_nbytes]
 
     # What callers do with a job.
 
@@ -141,36 +145,48 @@ class PersistJob(Job[int]):
     name = "persist"
     no_answer = 0
 
-    def wanted(self, ids: Ints, live: Flags, /) -> Flags:
+    def wanted(self, ids: Ints, current: Flags, /) -> Flags:
         whole = have_all(self.table.region, ids, self.jobs.required)
         if self.jobs.kv is None:
             whole &= ~have_none(self.table.region, ids)  # nothing is required, and nothing is there
-        self.table.lock.count("incomplete_blocks_not_persisted", int(count(live & ~whole)))
-        return live & whole
+        self.table.lock.count("incomplete_blocks_not_persisted", int(count(current & ~whole)))
+        return current & whole
 
     def stage(self) -> None:
         super().stage()
-        table, kv = self.table, self.jobs.kv
-        table.seal(self.ids)
+        table = self.table
+        kv = self.jobs.kv
+        table.fix_origins(self.ids)
         words = bits_of(table.region, self.ids)
-        self.staging[:, : table.layout.nbytes] = copies_of(table.region, self.ids, words)
+        copies = copies_of(table.region, self.ids, words)
+        self.staging[:, : table.layout.nbytes] = copies
         if kv is not None:
             kv.take(self.ids, self.staged_kv(kv))
-            words = np.append(words, np.broadcast_to(table.full, (self.ids.size, 1, words.shape[2])), axis=1)
+            shape = (self.ids.size, 1, words.shape[2])
+            whole = np.broadcast_to(table.full, shape)
+            words = np.append(words, whole, axis=1)
         self.valid = words.astype("<u8")
         self.origins = table.origin.take(self.ids)
 
     def carry(self) -> None:
         views = [row.data for row in self.staging]
         valid = [words.tobytes() for words in self.valid]
-        parts: tuple[Any, ...] = (self.keys, views, valid, self.lives.tolist(), self.origins.tolist())
+        lives = self.lives.tolist()
+        origins = self.origins.tolist()
+        parts: tuple[Any, ...] = (self.keys, views, valid, lives, origins)
         headers = self.store.put(*parts)
-        less = [i for i, header in enumerate(headers) if header and header.valid != valid[i] and self._lacks(header)]
+        less: list[int] = []
+        for i, header in enumerate(headers):
+            if header and header.valid != valid[i] and self._lacks(header):
+                less.append(i)
         if less:
             again = ([part[i] for i in less] for part in parts)
-            for i, header in zip(less, self.store.put(*again, replace=True), strict=True):
+            replaced = self.store.put(*again, replace=True)
+            for i, header in zip(less, replaced, strict=True):
                 headers[i] = header
-        self.answers.update((key, header.origin) for key, header in zip(self.keys, headers, strict=True) if header)
+        for key, header in zip(self.keys, headers, strict=True):
+            if header:
+                self.answers[key] = header.origin
 
     def _lacks(self, header: RecordHeader) -> bool:
         """Whether the record misses a row that is required here: an engine that requires less has stored it. It would
@@ -179,7 +195,8 @@ class PersistJob(Job[int]):
         return bool((bits != self.table.full).any())
 
     def land(self) -> None:
-        self.table.lock.count("persisted_blocks", sum(origin != 0 for origin in self.answers.values()))
+        persisted = sum(origin != 0 for origin in self.answers.values())
+        self.table.lock.count("persisted_blocks", persisted)
 
 
 class RestoreJob(Job[bool]):
@@ -189,21 +206,25 @@ class RestoreJob(Job[bool]):
     no_answer = False
     found: Sequence[RecordHeader | Absence] = ()
 
-    def wanted(self, ids: Ints, live: Flags, /) -> Flags:
-        return live & self.table.slots.known(ids)[1]  # a block is filled once
+    def wanted(self, ids: Ints, current: Flags, /) -> Flags:
+        return current & self.table.slots.known(ids)[1]  # a block is filled once
 
     def carry(self) -> None:
         if not self.cancelled:
-            self.found = self.store.get_into(self.keys, [row.data for row in self.staging])
+            buffers = [row.data for row in self.staging]
+            self.found = self.store.get_into(self.keys, buffers)
 
     def land(self) -> None:
         """Make the read records readable in blocks that nothing was done to since the begin, that have no readable row
         and no origin of their own, and whose KV is of the record's origin or of none that is known."""
-        table, kv, ids = self.table, self.jobs.kv, self.ids
-        live = (table.changes.take(ids) == self.changes) & table.fillable(ids)
-        live &= have_none(table.region, ids) & ~table.own.take(ids)
-        live &= not self.cancelled
-        bits = np.zeros((ids.size, *table.region.valid.shape[1:]), np.uint64)
+        table = self.table
+        kv = self.jobs.kv
+        ids = self.ids
+        unchanged = (table.drops.take(ids) == self.drops) & table.fillable(ids)
+        unchanged &= have_none(table.region, ids) & ~table.own.take(ids)
+        unchanged &= not self.cancelled
+        _, specs, words = table.region.valid.shape
+        bits = np.zeros((ids.size, specs, words), np.uint64)
         origins = np.zeros(ids.size, np.uint64)
         corrupt = np.zeros(ids.size, np.bool_)
         for i, each in enumerate(self.found):
@@ -212,24 +233,32 @@ class RestoreJob(Job[bool]):
                 bits[i] = bits_in(each.valid, table.region)
             corrupt[i] = each is Absence.CORRUPT
         known = table.origin.take(ids)  # of the KV, where the engine has named it
-        arrived = live & (origins != 0) & ((known == 0) | (known == origins))
-        arrived &= (bits[:, self.jobs.required, :] == table.full).all(axis=(1, 2))
+        is_taken = (known == 0) | (known == origins)
+        arrived = unchanged & (origins != 0) & is_taken
+        required = bits[:, self.jobs.required, :]
+        arrived &= (required == table.full).all(axis=(1, 2))
         if kv is not None and count(arrived):
             try:
                 kv.fill(ids[arrived], self.staged_kv(kv)[arrived])
             except Exception as error:  # noqa: BLE001 (it is not lost: it comes with the result)
                 self.failure = error.with_traceback(None)
-                table.lose(ids[arrived])  # their KV is torn, so it is of no origin that others know
+                table.lose(ids[arrived])  # their KV is half written, so it is of no origin that others know
                 arrived[:] = False
-        table.fill(ids[arrived], self.staging[arrived, : table.layout.nbytes], bits[arrived], origins[arrived])
+        records = self.staging[arrived, : table.layout.nbytes]
+        table.fill(ids[arrived], records, bits[arrived], origins[arrived])
         self.answers.update(zip(self.keys, arrived.tolist(), strict=True))
-        missing = live & ~arrived
+        missing = unchanged & ~arrived
         if self.failure is not None:
             lost = {"failed_blocks_not_restored": missing}
         else:
             lost = {"corrupt_blocks_not_restored": missing & corrupt, "absent_blocks_not_restored": missing & ~corrupt}
-        self.not_restored = {why: n for why, which in lost.items() if (n := int(count(which)))}
-        counts = {"restored_blocks": int(count(arrived)), "late_restores_dropped": int(count((origins != 0) & ~live))}
+        for why, which in lost.items():
+            if count(which):
+                self.not_restored[why] = int(count(which))
+        counts = {
+            "restored_blocks": int(count(arrived)),
+            "late_restores_dropped": int(count((origins != 0) & ~unchanged)),
+        }
         for name, n in (self.not_restored | counts).items():
             table.lock.count(name, n)
 
@@ -289,8 +318,11 @@ class Jobs:
 
     def wait(self, timeout_s: float) -> bool:
         """Sleep until :meth:`poll` has something to land, or no job is left; ``False`` after ``timeout_s``."""
-        begun = self._begun
-        return self.sleep(lambda: not begun or any(job.phase is Phase.CARRIED for job in begun), timeout_s)
+
+        def has_news() -> bool:
+            return not self._begun or any(job.phase is Phase.CARRIED for job in self._begun)
+
+        return self.sleep(has_news, timeout_s)
 
     def sleep(self, reached: Callable[[], bool], timeout_s: float) -> bool:
         """Sleep until a change of some job makes ``reached`` true; whether it is."""

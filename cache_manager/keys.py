@@ -32,7 +32,9 @@ Tokens = Sequence[int] | NDArray[Any]
 
 
 def _part(tag: bytes, value: bytes) -> bytes:
-    return len(tag).to_bytes(1, "little") + tag + len(value).to_bytes(8, "little") + value
+    tag_nbytes = len(tag).to_bytes(1, "little")
+    value_nbytes = len(value).to_bytes(8, "little")
+    return tag_nbytes + tag + value_nbytes + value
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +72,14 @@ class Namespace:
 
     @property
     def canonical(self) -> bytes:
-        weights, rank, world = (n.to_bytes(8, "little") for n in (self.weights_version, self.rank, self.world))
-        model = _part(b"model", self.model.encode()) + _part(b"weights", weights)
-        return model + _part(b"salt", self.salt.encode()) + _part(b"rank", rank) + _part(b"world", world)
+        parts = (
+            _part(b"model", self.model.encode()),
+            _part(b"weights", self.weights_version.to_bytes(8, "little")),
+            _part(b"salt", self.salt.encode()),
+            _part(b"rank", self.rank.to_bytes(8, "little")),
+            _part(b"world", self.world.to_bytes(8, "little")),
+        )
+        return b"".join(parts)
 
     @property
     def fingerprint(self) -> bytes:
@@ -161,11 +168,14 @@ class KeyChain:
 
     def keys(self, tokens: Tokens) -> list[BlockKey]:
         """The keys of all full blocks of ``tokens``, in order; a partial last block has none here."""
-        ids, step = _token_bytes(tokens), self.block_tokens * 8
-        found: list[BlockKey] = []
+        ids = _token_bytes(tokens)
+        step = self.block_tokens * 8
+        keys: list[BlockKey] = []
+        parent: BlockKey | None = None
         for at in range(0, len(ids) - step + 1, step):
-            found.append(self.following(found[-1] if found else None, ids[at : at + step]))
-        return found
+            parent = self.following(parent, ids[at : at + step])
+            keys.append(parent)
+        return keys
 
     def owns(self, key: bytes) -> bool:
         """Whether ``key`` was made in this chain's namespace and layout."""
@@ -174,7 +184,8 @@ class KeyChain:
     def following(self, parent: BlockKey | None, ids: bytes) -> BlockKey:
         """:meth:`key` of a full block for callers who have its token ids as little-endian int64; nothing is checked."""
         digest = self._seed.copy()
-        digest.update(b"".join((_PARENT, parent, self._full, ids) if parent else (_FIRST, self._full, ids)))
+        before = _PARENT + parent if parent else _FIRST
+        digest.update(before + self._full + ids)
         return BlockKey(self.scope + digest.digest())
 
 

@@ -80,7 +80,8 @@ class Lock(RLock):  # type: ignore[misc]  # final for mypy alone
     def __init__(self) -> None:
         self._pid = os.getpid()
         self._counts = {f.name: 0 for f in fields(AuxCounters)}
-        self.closed, self.torn = False, 0
+        self.closed = False
+        self.torn = 0
         self.mend: Callable[[], None] = lambda: None
 
     def __enter__(self) -> None:  # type: ignore[override]
@@ -134,35 +135,35 @@ class Mistakes:
         self.strict = strict
         self._logged: set[str] = set()
 
-    def drop(self, counter: str, n: int, why: str) -> None:
+    def report(self, counter: str, n: int, why: str) -> None:
         """``n`` things are dropped, strict or not. The lock is held."""
         self.lock.count(counter, n)
         if counter not in self._logged:
             self._logged.add(counter)
             logger.warning("%s; %d dropped, further ones are counted as %s", why, n, counter)
 
-    def dropped(self, counter: str, n: int, call: str, error: KVRouteError) -> None:
+    def raise_or_report(self, counter: str, n: int, call: str, error: KVRouteError) -> None:
         """``n`` things were dropped for ``error``, which a strict set raises."""
         if self.strict:
             raise error
         with self.lock:
-            self.drop(counter, n, f"{call}: {error}")
+            self.report(counter, n, f"{call}: {error}")
 
-    def lost(self, counter: str, n: int, why: str, lose: Callable[[], None]) -> None:
+    def report_loss(self, counter: str, n: int, why: str, lose: Callable[[], None]) -> None:
         """The engine did what was refused here: ``lose`` makes the rows that it overwrote unreadable; the loss is
         counted, also where the set is closed, or a forked child's copy, and nothing is readable any more."""
         try:
             with self.lock:
                 lose()
-                self.drop(counter, n, why)
+                self.report(counter, n, why)
         except BlockBusyError:
             self.lock.torn += 1  # in the middle of a call of our own: the next one forgets everything
             raise
         except BlockStateError:
-            self.drop(counter, n, why)
+            self.report(counter, n, why)
             raise
 
-    def bad(self, counter: str, bad: Ints, call: str, wanted: str) -> None:
+    def report_blocks(self, counter: str, bad: Ints, call: str, wanted: str) -> None:
         """The blocks ``bad``, if any, were named by mistake: drop and count them, or raise when strict. The lock is
         held."""
         if not bad.size:
@@ -172,4 +173,4 @@ class Mistakes:
         error = InvalidInputError(call, wanted, f"{'block' if bad.size == 1 else 'blocks'} {named}{more}")
         if self.strict:
             raise error
-        self.drop(counter, bad.size, str(error))
+        self.report(counter, bad.size, str(error))

@@ -11,7 +11,6 @@ from typing import Final
 
 import numpy as np
 from numpy import count_nonzero as count
-from numpy.typing import NDArray
 
 from cache_manager.claims import Fence
 from cache_manager.errors import InvalidInputError, KVRouteError
@@ -21,7 +20,7 @@ from cache_manager.publish import bits_of
 from cache_manager.slots import Ints, integers, prefix_bits, readable, rows_in
 from cache_manager.table import BlockTable
 
-Pairs = Sequence[tuple[int, int]] | NDArray[np.int64]
+Pairs = Sequence[tuple[int, int]] | Ints
 """(source, target) block ids ``[n, 2]``."""
 MOVED: Final[dict[tuple[TierName, TierName], str]] = {
     ("device", "device"): "copied_rows",
@@ -49,7 +48,7 @@ def follow(
             raise
         known, n = readable(pairs)
         lost = None if known is None or n % 2 else known[1::2]
-        mistakes.lost("bad_moves_dropped", -(-n // 2), f"move: {error}", lambda: target.lose(lost))
+        mistakes.report_loss("bad_moves_dropped", -(-n // 2), f"move: {error}", lambda: target.lose(lost))
 
 
 def move(
@@ -66,13 +65,15 @@ def move(
     pairs, before anything has changed, and what ``kv`` raises.
     """
 
-    def bad(blocks: Ints, wanted: str) -> None:
-        mistakes.bad("bad_moves_dropped", blocks, "move", wanted)
+    def report(blocks: Ints, wanted: str) -> None:
+        mistakes.report_blocks("bad_moves_dropped", blocks, "move", wanted)
 
-    lock, fence = target.lock, Fence()
+    lock = target.lock
+    fence = Fence()
     sources, targets = split_pairs(pairs, source, target)
     if rows is not None:
-        limits = prefix_bits(integers(rows, "rows", "one count for each pair", n=targets.size), target.tokens)
+        counts = integers(rows, "rows", "one count for each pair", n=targets.size)
+        limits = prefix_bits(counts, target.tokens)
     try:
         with lock:
             if not target.slots.differ(targets):
@@ -83,28 +84,32 @@ def move(
                 target.renew(targets, target.generations.take(targets) + 1)
             else:
                 target.lose(targets)
-            live, known = source.live(sources), target.generations.take(targets) > 0
-            good = live & target.fillable(targets)
+            writable = source.writable(sources)
+            known = target.generations.take(targets) > 0
+            good = writable & target.fillable(targets)
             if count(good) != targets.size:
-                bad(sources[~live], "sources that were given out, and are not being copied into")
-                bad(targets[live & ~known], "targets that were given out")
-                bad(targets[live & known & ~good], "targets into which no copy, step or device writes")
+                report(sources[~writable], "sources that were given out, and are not being copied into")
+                report(targets[writable & ~known], "targets that were given out")
+                report(targets[writable & known & ~good], "targets into which no copy, step or device writes")
             pairs_of_kv = sources, targets
-            sources, targets = sources[good], targets[good]
+            sources = sources[good]
+            targets = targets[good]
             valid = bits_of(source.region, sources)
             if rows is not None:
                 valid &= limits[good]
-            source.seal(sources)
-            origins, changes = source.origin.take(sources), source.changes.take(sources)
+            source.fix_origins(sources)
+            origins = source.origin.take(sources)
+            drops = source.drops.take(sources)
             target.fence(fence, targets)
         copy_records(source.region, target.region, sources, targets)
         if kv is not None and pairs_of_kv[0].size:
             kv.copy(source.tier, target.tier, *pairs_of_kv)
         with lock:
-            same = source.changes.take(sources) == changes  # it was neither forgotten nor given out,
+            same = source.drops.take(sources) == drops  # it was neither forgotten nor given out,
             same &= source.origin.take(sources) == origins  # nor has a pass begun, or ended, to write it
             arrived = target.arrive(fence, same, valid, origins)
-            lock.count(MOVED[source.tier, target.tier], rows_in(valid[arrived]))
+            counter = MOVED[source.tier, target.tier]
+            lock.count(counter, rows_in(valid[arrived]))
     finally:
         fence.over = True  # in one instruction: a signal handler cannot come between
 
@@ -116,17 +121,22 @@ def split_pairs(pairs: Pairs, source: BlockTable, target: BlockTable) -> tuple[I
     if table.size and table.shape[1] != 2:
         raise InvalidInputError("pairs", wanted, f"{table.dtype} of shape {table.shape}")
     table = table.reshape(-1, 2)
-    return source.slots.ids(table[:, 0], "pairs source"), target.slots.ids(table[:, 1], "pairs target")
+    sources = source.slots.ids(table[:, 0], "pairs source")
+    targets = target.slots.ids(table[:, 1], "pairs target")
+    return sources, targets
 
 
 def copy_records(source: Region, target: Region, sources: Ints, targets: Ints) -> None:
     """Copy records pair by pair, neighbours in one copy; a fancy index would gather them first."""
-    rows, into = source.rows, target.rows
-    if not (count(np.diff(sources) == 1) and count(np.diff(targets) == 1)):  # no neighbours
+    rows = source.rows
+    into = target.rows
+    neighbours = (np.diff(sources) == 1) & (np.diff(targets) == 1)
+    if not count(neighbours):
         for first, to in zip(sources.tolist(), targets.tolist(), strict=True):
             into[to] = rows[first]
         return
-    begins = np.flatnonzero((np.diff(sources, prepend=-2) != 1) | (np.diff(targets, prepend=-2) != 1))
-    lengths = np.diff(begins, append=sources.size).tolist()
-    for first, to, n in zip(sources[begins].tolist(), targets[begins].tolist(), lengths, strict=True):
+    begins = np.append(0, np.flatnonzero(~neighbours) + 1)
+    lengths = np.diff(begins, append=sources.size)
+    runs = np.stack([sources[begins], targets[begins], lengths], axis=1)
+    for first, to, n in runs.tolist():
         into[to : to + n] = rows[first : first + n]

@@ -47,27 +47,31 @@ class OwnKeys:
     def owns(self, key: bytes) -> bool:
         return self.chain.owns(key)
 
-    def claimed(self, table: BlockTable, blocks: Keyed, generations: Blocks) -> tuple[Ints, Ints, Flags]:
+    def resolve(self, table: BlockTable, blocks: Keyed, generations: Blocks) -> tuple[Ints, Ints, Flags]:
         """Block ids, generations, and which blocks are still in the given life and have a key of our namespace: ``[n]``
         each. The lock is held. A key that was made nowhere here is a mistake; one from before a reset is late."""
         if not isinstance(blocks, Mapping):
             raise InvalidInputError("blocks", "a mapping of keys to block ids", repr(blocks))
         ids = table.slots.ids(list(blocks.values()))
         lives = integers(generations, "generations", "one integer for each block", n=ids.size)
-        live = table.generations.take(ids) == lives
-        ours: Flags = np.array([self.owns(key) for key in blocks], np.bool_)
+        current = table.generations.take(ids) == lives
+        owned = [self.owns(key) for key in blocks]
+        ours: Flags = np.array(owned, np.bool_)
         if count(ours) != ours.size:
             self._count_others([key for key in blocks if not self.owns(key)])
-        table.lock.count("stale_blocks", int(count(~live)))
-        return ids, lives, live & ours
+        table.lock.count("stale_blocks", int(count(~current)))
+        return ids, lives, current & ours
 
     def _count_others(self, keys: list[BlockKey]) -> None:
         """Count ``keys``, none of them ours, as foreign or as stale; a strict set raises the first foreign one."""
-        foreign = [key for key in keys if not (is_key(key) and key[:SCOPE_NBYTES] in self._outdated)]
+        foreign = [key for key in keys if not self._is_outdated(key)]
         if foreign:
             wanted = "keys that AuxBlocks.keys has adopted, or made of tokens, in this namespace and layout"
             error = InvalidInputError("keys", wanted, repr(foreign[0]))
             if self._mistakes.strict:
                 raise error
-            self._mistakes.drop("foreign_keys", len(foreign), str(error))
+            self._mistakes.report("foreign_keys", len(foreign), str(error))
         self._mistakes.lock.count("stale_keys", len(keys) - len(foreign))
+
+    def _is_outdated(self, key: BlockKey) -> bool:
+        return is_key(key) and key[:SCOPE_NBYTES] in self._outdated

@@ -43,7 +43,7 @@ class Region(Protocol):
     words: NDArray[np.uint64]  # [blocks]
     valid: NDArray[np.uint64]  # [blocks, specs, valid_words]
 
-    def renew(self, namespace: bytes) -> None:
+    def enter(self, namespace: bytes) -> None:
         """Rows belong to another namespace (its fingerprint) from here on.
 
         Call it only after clearing every block's bits and changing its word.

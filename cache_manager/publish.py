@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 
 from cache_manager.errors import InvalidInputError, RegionError
 from cache_manager.ports import Region
-from cache_manager.slots import full_bits, unpack_bits
+from cache_manager.slots import Bits, Flags, Ints, full_bits, unpack_bits
 from cache_manager.spec import AuxBlockDataSpec, RecordLayout
 
 GENERATION_SHIFT: Final = 16
@@ -62,11 +62,13 @@ Records = Region | Copies
 
 def places(records: Records) -> tuple[NDArray[np.uint8], ...]:
     """By spec, views ``[n, block_tokens, row_nbytes]`` of ``n`` blocks' rows. Drop a region's before its close."""
-    layout, rows = records.layout, records.rows
-    return tuple(
-        rows[:, offset : offset + spec.block_nbytes].reshape(len(rows), spec.block_tokens, spec.row_nbytes)
-        for spec, offset in zip(layout.specs, layout.offsets, strict=True)
-    )
+    layout = records.layout
+    rows = records.rows
+    views: list[NDArray[np.uint8]] = []
+    for spec, offset in zip(layout.specs, layout.offsets, strict=True):
+        of_spec = rows[:, offset : offset + spec.block_nbytes]
+        views.append(of_spec.reshape(len(rows), spec.block_tokens, spec.row_nbytes))
+    return tuple(views)
 
 
 class Items:
@@ -79,18 +81,25 @@ class Items:
     __slots__ = ("_flat", "_layout", "_types", "views")
 
     def __init__(self, region: Region) -> None:
-        views = tuple(rows.view(f"V{rows.shape[2]}")[..., 0] for rows in places(region))
+        views: list[NDArray[Any]] = []
+        for rows in places(region):
+            row_nbytes = rows.shape[2]
+            views.append(rows.view(f"V{row_nbytes}")[..., 0])
         self._layout = region.layout
         self._types = tuple(each.dtype for each in views)
         self._flat = region.layout.specs[0].block_nbytes == region.layout.nbytes
-        self.views: tuple[NDArray[Any], ...] = (views[0].reshape(-1),) if self._flat else views
+        if self._flat:
+            views = [views[0].reshape(-1)]
+        self.views: tuple[NDArray[Any], ...] = tuple(views)
 
     def of(self, spec: int, rows: NDArray[Any], tokens: int) -> NDArray[Any]:
         """``rows [tokens, *row_shape]`` as one item each, ``[tokens]``; :class:`RowError` for others."""
-        values = self._layout.specs[spec].rows(rows, tokens=tokens, copy=False)
-        return np.ascontiguousarray(values).reshape(-1).view(self._types[spec])
+        aux_spec = self._layout.specs[spec]
+        values = aux_spec.rows(rows, tokens=tokens, copy=False)
+        flat = np.ascontiguousarray(values).reshape(-1)
+        return flat.view(self._types[spec])
 
-    def at(self, slots: NDArray[np.int64]) -> Any:
+    def at(self, slots: Ints) -> Any:
         """The index of ``slots [n]`` in each of the views."""
         return slots if self._flat else np.divmod(slots, self._layout.block_tokens)
 
@@ -99,48 +108,56 @@ class Items:
         self.views = ()
 
 
-def copies_of(region: Region, ids: NDArray[np.int64], bits: NDArray[np.uint64]) -> NDArray[np.uint8]:
+def copies_of(region: Region, ids: Ints, bits: Bits) -> NDArray[np.uint8]:
     """Records ``[n, layout.nbytes]`` of blocks ``ids [n]``, with their rows ``bits [n, specs, W]``: other bytes are 0.
 
     What else lies in a block is of another life, perhaps of another tenant: it does not leave with a copy.
     """
-    layout, full = region.layout, full_bits(region.layout.block_tokens)
+    layout = region.layout
+    full = full_bits(region.layout.block_tokens)
     copies = Copies(layout, region.rows[ids])
     ends = (*layout.offsets[1:], layout.nbytes)
-    for index, (spec, rows, end) in enumerate(zip(layout.specs, places(copies), ends, strict=True)):
-        copies.rows[:, layout.offsets[index] + spec.block_nbytes : end] = 0
-        partial = np.flatnonzero((bits[:, index] != full).any(axis=1))
+    for index, rows in enumerate(places(copies)):
+        padding = layout.offsets[index] + layout.specs[index].block_nbytes
+        copies.rows[:, padding : ends[index]] = 0
+        of_spec = bits[:, index]
+        partial = np.flatnonzero((of_spec != full).any(axis=1))
         if partial.size:
-            rows[partial] *= unpack_bits(bits[partial, index], layout.block_tokens)[..., None]
+            keep = unpack_bits(of_spec[partial], layout.block_tokens)
+            rows[partial] *= keep[..., None]
     return copies.rows
 
 
-def copy_rows(source: Records, at: int, target: Records, to: int, bits: NDArray[np.uint64]) -> None:
+def copy_rows(source: Records, at: int, target: Records, to: int, bits: Bits) -> None:
     """Copy rows ``bits [specs, W]`` of block ``at`` of ``source`` to block ``to`` of ``target``, and no other byte."""
+    targets = places(target)
     keep = unpack_bits(bits, source.layout.block_tokens)
-    for rows, into, wanted in zip(places(source), places(target), keep, strict=True):
-        into[to][wanted] = rows[at][wanted]
+    for spec, rows in enumerate(places(source)):
+        wanted = keep[spec]
+        targets[spec][to][wanted] = rows[at][wanted]
 
 
-def publish(region: Region, ids: NDArray[np.int64], generations: NDArray[np.int64]) -> None:
+def publish(region: Region, ids: Ints, generations: Ints) -> None:
     """Begin a new life of blocks ``ids [n]``, each once: no row is readable, the word names ``generations [n]``."""
-    words, bits = generations.astype(np.uint64) << _SHIFT, _by_block(region)
+    words = generations.astype(np.uint64) << _SHIFT
+    bits = _by_block(region)
     bits[ids] = np.zeros(1, bits.dtype)
     region.words[ids] = words
 
 
-def republish(region: Region, generations: NDArray[np.int64]) -> None:
+def republish(region: Region, generations: Ints) -> None:
     """No row of any block is readable, every word changes and names ``generations [blocks]``, whatever was there."""
     region.valid[:] = 0
-    region.words[:] = (generations.astype(np.uint64) << _SHIFT) | ((region.words + _ONE) & SEQUENCE_MASK)
+    sequences = (region.words + _ONE) & SEQUENCE_MASK
+    region.words[:] = (generations.astype(np.uint64) << _SHIFT) | sequences
 
 
-def lives_of(region: Region) -> NDArray[np.int64]:
+def generations_in(region: Region) -> Ints:
     """The generation ``[blocks]`` that each block's word names."""
     return (region.words >> _SHIFT).astype(np.int64)
 
 
-def clear(region: Region, mask_words: NDArray[np.int64], bits: NDArray[np.uint64]) -> None:
+def clear(region: Region, mask_words: Ints, bits: Bits) -> None:
     """Make rows ``bits [n]`` of ``mask_words [n]``, each once, unreadable in every spec; then their bytes may change.
 
     A block that had none of them readable keeps its word, because no reader can have taken one.
@@ -155,55 +172,59 @@ def clear(region: Region, mask_words: NDArray[np.int64], bits: NDArray[np.uint64
             had = hit if had is None else had | hit
     if had is not None:
         blocks = mask_words[had != 0] // region.valid.shape[2]  # a block that is there twice changes once
-        word = region.words[blocks]
-        region.words[blocks] = (word & ~SEQUENCE_MASK) | ((word + _ONE) & SEQUENCE_MASK)
+        words = region.words[blocks]
+        sequences = (words + _ONE) & SEQUENCE_MASK
+        region.words[blocks] = (words & ~SEQUENCE_MASK) | sequences
 
 
-def add(region: Region, spec: int, mask_words: NDArray[np.int64], bits: NDArray[np.uint64]) -> None:
+def add(region: Region, spec: int, mask_words: Ints, bits: Bits) -> None:
     """Make the rows ``bits [n]`` of ``mask_words [n]``, each once, readable in ``spec``; their bytes are in place."""
     words, at = _words_at(region, spec, mask_words)
     words[at] |= bits
 
 
-def bits_of(region: Region, ids: NDArray[np.int64]) -> NDArray[np.uint64]:
+def bits_of(region: Region, ids: Ints) -> Bits:
     """The validity words ``[n, specs, W]`` of blocks ``ids [n]``: a copy, for the holder of the writer's lock."""
     return region.valid.take(ids, axis=0)
 
 
-def have_all(region: Region, ids: NDArray[np.int64], specs: Sequence[int]) -> NDArray[np.bool_]:
+def have_all(region: Region, ids: Ints, specs: Sequence[int]) -> Flags:
     """Which of blocks ``ids [n]`` have every row of every one of ``specs``; for the holder of the writer's lock."""
     full = full_bits(region.layout.block_tokens)
-    return np.asarray((bits_of(region, ids)[:, specs, :] == full).all(axis=(1, 2)))
+    bits = bits_of(region, ids)[:, specs, :]
+    complete: Flags = (bits == full).all(axis=(1, 2))
+    return complete
 
 
-def have_none(region: Region, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
+def have_none(region: Region, ids: Ints) -> Flags:
     """Which of blocks ``ids [n]`` have no readable row at all; for the holder of the writer's lock."""
-    return np.asarray((bits_of(region, ids) == 0).all(axis=(1, 2)))
+    empty: Flags = (bits_of(region, ids) == 0).all(axis=(1, 2))
+    return empty
 
 
-def bits_in(valid: bytes, region: Region) -> NDArray[np.uint64]:
+def bits_in(valid: bytes, region: Region) -> Bits:
     """The validity words ``[specs, W]`` of the region's specs in those of a record, which may have more specs."""
-    shape = region.valid.shape[1:]
-    return np.frombuffer(valid, "<u8", shape[0] * shape[1]).reshape(shape)
+    specs, words = region.valid.shape[1:]
+    bits = np.frombuffer(valid, "<u8", specs * words)
+    return bits.reshape(specs, words)
 
 
-def put_bits(region: Region, ids: NDArray[np.int64], bits: NDArray[np.uint64]) -> None:
+def put_bits(region: Region, ids: Ints, bits: Bits) -> None:
     """Make ``bits [n, specs, W]`` the validity words of blocks ``ids [n]``."""
     items = _by_block(region)
-    items[ids] = np.ascontiguousarray(bits).reshape(-1).view(items.dtype)
+    flat = np.ascontiguousarray(bits).reshape(-1)
+    items[ids] = flat.view(items.dtype)
 
 
 def _by_block(region: Region) -> NDArray[Any]:
     """Each block's validity words as one item: an index of rows of words costs five times as much."""
-    words = region.valid.shape[1] * region.valid.shape[2]
-    return _flat(region).view(np.uint64 if words == 1 else f"V{8 * words}")
+    _, specs, words = region.valid.shape
+    nbytes = 8 * specs * words
+    flat = region.valid.reshape(-1)
+    return flat if nbytes == 8 else flat.view(f"V{nbytes}")
 
 
-def _flat(region: Region) -> NDArray[np.uint64]:
-    return region.valid.reshape(-1)
-
-
-def _words_at(region: Region, spec: int, mask_words: NDArray[np.int64]) -> tuple[NDArray[np.uint64], Any]:
+def _words_at(region: Region, spec: int, mask_words: Ints) -> tuple[Bits, Any]:
     """A spec's validity words, and where in them those of ``mask_words [n]`` are."""
     words = region.valid.shape[2]
     if words == 1:
@@ -221,9 +242,7 @@ def require_ordered_stores(reader: str) -> None:
         raise RegionError(f"{reader}: wanted {wanted} to read without a lock, got {platform.machine()}")
 
 
-def gather(
-    region: Region, spec: int, ids: NDArray[np.int64], *, locked: bool = False
-) -> tuple[NDArray[np.uint8], NDArray[np.uint64], NDArray[np.uint64]]:
+def gather(region: Region, spec: int, ids: Ints, *, locked: bool = False) -> tuple[NDArray[np.uint8], Bits, Bits]:
     """Rows ``[n, block_nbytes]``, validity words ``[n, W]`` and block words ``[n]`` of blocks ``ids [n]``, copied.
 
     The rows and bits of a block are those of the generation that its word names. A block that changes under each of
@@ -232,28 +251,30 @@ def gather(
     """
     if not locked:
         require_ordered_stores("gather")
-    offset, nbytes = region.layout.offsets[spec], region.layout.specs[spec].block_nbytes
+    offset = region.layout.offsets[spec]
+    nbytes = region.layout.specs[spec].block_nbytes
     # One item a block: numpy copies items faster than rows of bytes.
-    source = region.rows[:, offset : offset + nbytes].view(f"V{nbytes}")[:, 0]
+    of_spec = region.rows[:, offset : offset + nbytes]
+    source = of_spec.view(f"V{nbytes}")[:, 0]
     valid = region.valid[:, spec]
-    words, bits = region.words[ids], valid[ids]
+    words = region.words[ids]
+    bits = valid[ids]
     rows = source[ids]
-    torn = np.flatnonzero(region.words[ids] != words)
+    changed = np.flatnonzero(region.words[ids] != words)
     for _ in range(READ_RETRIES_MAX - 1):
-        if not torn.size:
+        if not changed.size:
             break
-        again = ids[torn]
-        words[torn] = region.words[again]
-        bits[torn] = valid[again]
-        rows[torn] = source[again]
-        torn = torn[region.words[again] != words[torn]]
-    bits[torn] = 0
-    return np.asarray(rows).view(np.uint8).reshape(len(ids), nbytes), np.asarray(bits), np.asarray(words)
+        again = ids[changed]
+        words[changed] = region.words[again]
+        bits[changed] = valid[again]
+        rows[changed] = source[again]
+        changed = changed[region.words[again] != words[changed]]
+    bits[changed] = 0
+    copied = rows.view(np.uint8).reshape(len(ids), nbytes)
+    return copied, bits, words
 
 
-def gather_slots(
-    region: Region, spec: int, blocks: NDArray[np.int64], offsets: NDArray[np.int64]
-) -> tuple[NDArray[np.uint8], NDArray[np.bool_], NDArray[np.uint64]]:
+def gather_slots(region: Region, spec: int, blocks: Ints, offsets: Ints) -> tuple[NDArray[np.uint8], Flags, Bits]:
     """Rows ``[n, row_nbytes]``, their validity ``[n]`` and block words ``[n]`` of single rows, copied.
 
     Row ``offsets[i]`` of block ``blocks[i]``, by the protocol of :func:`gather`: a row whose block changes under each
@@ -262,25 +283,29 @@ def gather_slots(
     require_ordered_stores("gather_slots")
     layout = region.layout
     aux_spec = layout.specs[spec]
-    offset, nbytes = layout.offsets[spec], aux_spec.block_nbytes
-    source = region.rows[:, offset : offset + nbytes].view(f"V{aux_spec.row_nbytes}")  # one item a row
+    offset = layout.offsets[spec]
+    nbytes = aux_spec.block_nbytes
+    of_spec = region.rows[:, offset : offset + nbytes]
+    source = of_spec.view(f"V{aux_spec.row_nbytes}")  # one item a row
     valid = region.valid[:, spec]
-    mask_words, shifts = offsets >> 6, (offsets & 63).astype(np.uint64)
+    mask_words = offsets >> 6
+    shifts = (offsets & 63).astype(np.uint64)
     words = region.words[blocks]
     bits = valid[blocks, mask_words]
     rows = source[blocks, offsets]
-    torn = np.flatnonzero(region.words[blocks] != words)
+    changed = np.flatnonzero(region.words[blocks] != words)
     for _ in range(READ_RETRIES_MAX - 1):
-        if not torn.size:
+        if not changed.size:
             break
-        again = blocks[torn]
-        words[torn] = region.words[again]
-        bits[torn] = valid[again, mask_words[torn]]
-        rows[torn] = source[again, offsets[torn]]
-        torn = torn[region.words[again] != words[torn]]
-    bits[torn] = 0
+        again = blocks[changed]
+        words[changed] = region.words[again]
+        bits[changed] = valid[again, mask_words[changed]]
+        rows[changed] = source[again, offsets[changed]]
+        changed = changed[region.words[again] != words[changed]]
+    bits[changed] = 0
     readable = ((bits >> shifts) & _ONE).astype(np.bool_)
-    return rows.view(np.uint8).reshape(len(blocks), aux_spec.row_nbytes), readable, words
+    copied = rows.view(np.uint8).reshape(len(blocks), aux_spec.row_nbytes)
+    return copied, readable, words
 
 
 # ---- rows that were read: the reader's own copy, in which nothing but valid rows means anything ----------------------
@@ -296,23 +321,25 @@ class Rows:
     """
 
     values: NDArray[Any]
-    valid: NDArray[np.bool_]
+    valid: Flags
 
     @classmethod
-    def of(cls, spec: AuxBlockDataSpec, copied: NDArray[np.uint8], bits: NDArray[np.uint64], window: slice) -> Self:
+    def of(cls, spec: AuxBlockDataSpec, copied: NDArray[np.uint8], bits: Bits, window: slice) -> Self:
         """The rows ``window`` of blocks copied one after the other, ``[n, block_nbytes]``; takes ``copied`` over.
 
         ``bits`` are the blocks' validity words ``[n, W]``.
         """
-        valid = unpack_bits(bits, spec.block_tokens).reshape(-1)[window]
-        return cls.of_mask(spec, copied.reshape(-1, spec.row_nbytes)[window], valid)
+        valid = unpack_bits(bits, spec.block_tokens).reshape(-1)
+        rows = copied.reshape(-1, spec.row_nbytes)
+        return cls.of_mask(spec, rows[window], valid[window])
 
     @classmethod
-    def of_mask(cls, spec: AuxBlockDataSpec, rows: NDArray[np.uint8], valid: NDArray[np.bool_]) -> Self:
+    def of_mask(cls, spec: AuxBlockDataSpec, rows: NDArray[np.uint8], valid: Flags) -> Self:
         """Copied ``rows [n, row_nbytes]``, of which those in ``valid [n]`` mean anything; takes both over."""
         if np.count_nonzero(valid) != valid.size:
             rows[~valid] = MISSING_BYTE
-        return cls(rows.reshape(-1).view(spec.numpy_dtype).reshape(valid.size, *spec.row_shape), valid)
+        values = rows.reshape(-1).view(spec.numpy_dtype)
+        return cls(values.reshape(valid.size, *spec.row_shape), valid)
 
 
 def window_of(ids: int, start: int, stop: int | None, block_tokens: int) -> tuple[slice, slice]:

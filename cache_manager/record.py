@@ -93,7 +93,9 @@ class OfferedRecord:
 
 def pack_header(header: RecordHeader) -> bytes:
     """The header's bytes: fixed fields, validity bitmap, zeros up to a multiple of 64, CRC-32 in the last four."""
-    key, fingerprint, valid = header.key, header.fingerprint, header.valid
+    key = header.key
+    fingerprint = header.fingerprint
+    valid = header.valid
     size = len(valid)
     if len(key) != KEY_NBYTES or len(fingerprint) != 16 or size % 8:
         raise AssertionError(f"malformed header of key {key.hex()}, fingerprint {fingerprint.hex()}, {size} bytes")

@@ -32,29 +32,33 @@ def words_of(block_tokens: int) -> int:
     return -(-block_tokens // WORD_BITS)
 
 
-def full_bits(block_tokens: int) -> NDArray[np.uint64]:
+def full_bits(block_tokens: int) -> Bits:
     """Validity words ``[W]`` of a block whose rows are all valid."""
-    full: NDArray[np.uint64] = prefix_bits(np.array([block_tokens]), block_tokens)[0, 0]
+    full: Bits = prefix_bits(np.array([block_tokens]), block_tokens)[0, 0]
     return full
 
 
-def prefix_bits(counts: NDArray[np.int64], block_tokens: int) -> NDArray[np.uint64]:
+def prefix_bits(counts: Ints, block_tokens: int) -> Bits:
     """Validity words ``[n, 1, W]`` with the first ``counts[i]`` bits set; a count outside the block is cut to it."""
     first = np.arange(words_of(block_tokens)) * WORD_BITS
-    left = np.clip(np.clip(counts, 0, block_tokens)[:, None, None] - first, 0, WORD_BITS).astype(np.uint64)
-    return np.where(left > 0, _ALL >> (_BITS - left), np.uint64(0))
+    wanted = np.clip(counts, 0, block_tokens)
+    left = wanted[:, None, None] - first
+    in_word = np.clip(left, 0, WORD_BITS).astype(np.uint64)
+    return np.where(in_word > 0, _ALL >> (_BITS - in_word), np.uint64(0))
 
 
-def unpack_bits(words: NDArray[np.uint64], block_tokens: int) -> NDArray[np.bool_]:
+def unpack_bits(words: Bits, block_tokens: int) -> Flags:
     """Validity words ``[n, W]`` as a mask ``[n, block_tokens]``."""
-    as_bytes = np.ascontiguousarray(words.astype("<u8", copy=False)).view(np.uint8)
+    ordered = np.ascontiguousarray(words.astype("<u8", copy=False))
+    as_bytes = ordered.view(np.uint8)
     bits = np.unpackbits(as_bytes, axis=1, bitorder="little", count=block_tokens)
     return bits.view(np.bool_)
 
 
-def rows_in(words: NDArray[np.uint64]) -> int:
+def rows_in(words: Bits) -> int:
     """How many rows are valid in some spec, of blocks' validity words ``[..., specs, W]``."""
-    merged = words if words.shape[-2] == 1 else np.bitwise_or.reduce(words, axis=-2)
+    specs = words.shape[-2]
+    merged = words if specs == 1 else np.bitwise_or.reduce(words, axis=-2)
     return int(np.bitwise_count(merged).sum())
 
 
@@ -70,7 +74,7 @@ def integers(
     ndim: int = 1,
     n: int | None = None,
     error: type[InvalidInputError] = InvalidInputError,
-) -> NDArray[np.int64]:
+) -> Ints:
     """``values`` as a new int64 array of ``ndim`` dimensions, with ``n`` elements if given; ``error`` for other values,
     shapes or numbers of elements.
 
@@ -98,8 +102,11 @@ def integers(
 
 def unsigned(values: Any, field: str, wanted: str, *, n: int) -> Bits:
     """``n`` integers as uint64 ``[n]``, or :class:`InvalidInputError`."""
-    array = values if isinstance(values, np.ndarray) and values.dtype == np.uint64 else integers(values, field, wanted)
-    if array.ndim != 1 or array.size != n or (array.dtype != np.uint64 and count(array < 0)):
+    array: NDArray[Any] = values
+    if not isinstance(values, np.ndarray) or values.dtype != np.uint64:
+        array = integers(values, field, wanted)
+    is_negative = array.dtype != np.uint64 and count(array < 0)
+    if array.ndim != 1 or array.size != n or is_negative:
         raise InvalidInputError(field, f"{n}, {wanted}", f"{array.dtype} of shape {array.shape}")
     return array.astype(np.uint64)
 
@@ -112,8 +119,8 @@ def readable(given: Any) -> tuple[Ints | None, int]:
             numbers = array.astype(np.int64)
     except (TypeError, ValueError, OverflowError):
         return None, 1
-    whole = array.dtype.kind in "iuf" and bool((numbers == array).all())
-    return (numbers if whole else None), array.size
+    is_whole = array.dtype.kind in "iuf" and bool((numbers == array).all())
+    return (numbers if is_whole else None), array.size
 
 
 def count_in_range(value: int, field: str, low: int) -> int:
@@ -127,12 +134,17 @@ class SlotSpace:
     """The ``blocks`` blocks of one tier and their slots, ``tokens`` each, as callers number them."""
 
     def __init__(self, name: str, blocks: int, tokens: int) -> None:
-        self._name, self.blocks, self.tokens, self.end = name, blocks, tokens, blocks * tokens
+        self._name = name
+        self.blocks = blocks
+        self.tokens = tokens
+        self.end = blocks * tokens
         self.words_per_block = words_of(tokens)
         # A shift turns a slot into its mask word if a block has one word, or only whole words.
         unit = WORD_BITS if tokens % WORD_BITS == 0 else tokens
-        plain = unit & (unit - 1) == 0 and (self.words_per_block == 1 or unit == WORD_BITS)
-        self._shift, self._mask = (unit.bit_length() - 1, unit - 1) if plain else (-1, 0)
+        is_power = unit & (unit - 1) == 0
+        is_plain = is_power and (self.words_per_block == 1 or unit == WORD_BITS)
+        self._shift = unit.bit_length() - 1 if is_plain else -1
+        self._mask = unit - 1
         self._order: Ints = np.arange(blocks * self.words_per_block)
         self._seen: Ints = np.zeros(self._order.size, np.int64)  # scratch, as the next: no meaning between calls
         self._mark: Flags = np.zeros(self.end, np.bool_)
@@ -148,7 +160,8 @@ class SlotSpace:
         """``blocks`` as an array, and which are blocks of the tier, named there for the first time. Lock held."""
         ids = integers(blocks, "blocks", "a flat sequence of block ids")
         good: Flags = np.ones(ids.size, np.bool_)
-        if ids.size and not (0 <= extreme(ids) < self.blocks and self.differ(ids)):
+        is_inside = not ids.size or 0 <= extreme(ids) < self.blocks
+        if not is_inside or not self.differ(ids):
             good[:] = False
             good[np.unique(ids, return_index=True)[1]] = True
             good &= ids.view(np.uint64) < np.uint64(self.blocks)
@@ -187,7 +200,8 @@ class SlotSpace:
         mask_words, bits = self.merged(mask_words, bits)
         if not self.differ(mask_words):
             mask_words, bits = self.mask_words_of_ordered(np.sort(slots))
-        return (mask_words, bits) if int(np.bitwise_count(bits).sum()) == slots.size else None
+        different = int(np.bitwise_count(bits).sum())
+        return (mask_words, bits) if different == slots.size else None
 
     def bit_by_bit(self, slots: Ints) -> tuple[Ints, Bits]:
         """The mask word of each slot, and its one bit there."""
@@ -204,7 +218,8 @@ class SlotSpace:
         """A mask word, and its bits in one, where several of ``mask_words`` next to each other are the same."""
         if not mask_words.size:
             return mask_words, bits
-        start = np.flatnonzero(np.concatenate(([True], mask_words[1:] != mask_words[:-1])))
+        differs = mask_words[1:] != mask_words[:-1]
+        start = np.flatnonzero(np.concatenate(([True], differs)))
         return mask_words[start], np.bitwise_or.reduceat(bits, start)
 
     def blocks_of(self, mask_words: Ints) -> Ints:

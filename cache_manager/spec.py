@@ -72,13 +72,23 @@ def _fits(values: NDArray[Any], info: np.iinfo[Any]) -> bool:
     """Whether every integer lies in the range of ``info``."""
     if info.min == 0 and values.dtype.kind == "i" and values.dtype.isnative:
         # Read as unsigned, a negative number is larger than any that fits a narrower type: one pass instead of two.
-        return int(values.view(f"u{values.dtype.itemsize}").max()) <= min(info.max, np.iinfo(values.dtype).max)
-    return int(values.min()) >= info.min and int(values.max()) <= info.max
+        unsigned = values.view(f"u{values.dtype.itemsize}")
+        most = min(info.max, np.iinfo(values.dtype).max)
+        return int(unsigned.max()) <= most
+    least = int(values.min())
+    return least >= info.min and int(values.max()) <= info.max
 
 
 def canonical_json(value: Any) -> bytes:
     """The one byte string that stands for a JSON value: sorted keys, no spaces, ASCII."""
-    return json.dumps(_plain(value), sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False).encode()
+    text = json.dumps(
+        _plain(value),
+        sort_keys=True,
+        separators=(",", ":"),
+        ensure_ascii=True,
+        allow_nan=False,
+    )
+    return text.encode()
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,9 +164,12 @@ class AuxBlockDataSpec:
         """The inverse of :meth:`to_json`."""
         fields = ("name", "row_shape", "dtype", "block_tokens", "attrs")
         if set(value) != set(fields):
-            raise SpecError("spec", "the keys " + ", ".join(fields), ", ".join(map(str, value)))
+            wanted = "the keys " + ", ".join(fields)
+            raise SpecError("spec", wanted, ", ".join(map(str, value)))
         shape = value["row_shape"]
-        return cls(**{**value, "row_shape": tuple(shape) if isinstance(shape, (list, tuple)) else shape})
+        if isinstance(shape, list):
+            shape = tuple(shape)
+        return cls(**{**value, "row_shape": shape})
 
     def rows(self, values: NDArray[Any], *, tokens: int, copy: bool = True) -> NDArray[Any]:
         """``values`` as rows ``[tokens, *row_shape]`` of this dtype, or a :class:`RowError`.
@@ -212,7 +225,8 @@ class RecordLayout:
         if len({s.block_tokens for s in specs}) != 1:
             got = ", ".join(f"{s.name}={s.block_tokens}" for s in specs)
             raise SpecError("specs", "one block_tokens for all", got)
-        offsets, at = [], 0
+        offsets = []
+        at = 0
         for s in specs:
             offsets.append(at)
             at = align(at + s.block_nbytes)

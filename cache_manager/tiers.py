@@ -51,10 +51,10 @@ class Tiers:
         for table in self:
             table.forget_all()
 
-    def renew_regions(self, namespace: Namespace) -> None:
+    def enter(self, namespace: Namespace) -> None:
         """Rows that come from here on are of this namespace, for readers in other processes too; none is readable."""
         for table in self:
-            table.region.renew(namespace.fingerprint)
+            table.region.enter(namespace.fingerprint)
 
     def close(self) -> None:
         """Give the memory back; idempotent. ``BufferError`` while a view of a region is alive."""

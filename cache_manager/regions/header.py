@@ -48,7 +48,8 @@ def extent_of(layout: RecordLayout, blocks: int) -> Extent:
 
 def pack_header(header: RegionHeader) -> bytes:
     """The bytes ``[extent.header_nbytes]`` at the start of a region; its namespace is zeros, which no namespace is."""
-    extent, specs = header.extent, _specs(header.extent.layout)
+    extent = header.extent
+    specs = _specs(header.extent.layout)
     fields = (len(specs), extent.blocks, extent.nbytes, extent.layout.fingerprint, header.uuid)
     body = _FIXED.pack(MAGIC, VERSION, *fields).ljust(CRC_OFFSET, b"\0")
     body += _CRC.pack(zlib.crc32(body))

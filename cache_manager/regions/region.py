@@ -101,7 +101,9 @@ class MappedRegion:
         return f"<{type(self).__name__} blocks={self.blocks}{' closed' if self._memory is None else ''}>"
 
     def _view(self, memory: mmap.mmap) -> None:
-        extent, blocks, nbytes = self._extent, self.blocks, self.layout.nbytes
+        extent = self._extent
+        blocks = self.blocks
+        nbytes = self.layout.nbytes
         shape = blocks, len(self.layout.specs), self.layout.valid_words
         self.rows = np.frombuffer(memory, np.uint8, blocks * nbytes, extent.rows_offset).reshape(blocks, nbytes)
         self.words = np.frombuffer(memory, np.uint64, blocks, extent.words_offset)
@@ -126,5 +128,5 @@ class HeapRegion(MappedRegion):
         room.populate(memory, write=True)
         super().__init__(extent, memory)
 
-    def renew(self, namespace: bytes) -> None:
+    def enter(self, namespace: bytes) -> None:
         """See :class:`~cache_manager.ports.Region`; nothing to do, because no other process can look."""

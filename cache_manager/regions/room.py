@@ -67,7 +67,8 @@ def ask_for_huge_pages(memory: mmap.mmap) -> None:
 
 def populate(memory: mmap.mmap, *, write: bool) -> None:
     """Have every page of ``memory`` mapped now, so that no later access waits for the kernel; contents stay."""
-    advice, size = _MADV_POPULATE_WRITE if write else _MADV_POPULATE_READ, len(memory)
+    advice = _MADV_POPULATE_WRITE if write else _MADV_POPULATE_READ
+    size = len(memory)
     try:
         for start in range(0, size, _POPULATE_CHUNK_NBYTES):
             memory.madvise(advice, start, min(_POPULATE_CHUNK_NBYTES, size - start))
@@ -85,7 +86,8 @@ def _cgroup_free_nbytes(root: Path) -> Iterator[tuple[str, int]]:
     for at in (Path(path), *Path(path).parents):
         group = root / "sys/fs/cgroup" / at.relative_to("/")
         try:
-            most, used = (group / "memory.max").read_text().strip(), int((group / "memory.current").read_text())
+            most = (group / "memory.max").read_text().strip()
+            used = int((group / "memory.current").read_text())
             cached = re.search(r"^inactive_file (\d+)$", (group / "memory.stat").read_text(), re.MULTILINE)
         except FileNotFoundError:
             continue

@@ -119,7 +119,7 @@ class SharedRegion(MappedRegion):
                 return namespace
         return None
 
-    def renew(self, namespace: bytes) -> None:
+    def enter(self, namespace: bytes) -> None:
         """Owner only: rows belong to ``namespace`` from here on. Begin a new life of every block first."""
         if self._owner_pid != os.getpid():
             raise AssertionError(f"region {self.name}: renew by a process that does not own it")

@@ -64,7 +64,8 @@ class RegionView:
         rows not yet committed, all rows of another namespace, and rows of a block that kept changing under the copy.
         """
         region = self._attached()
-        index, tokens = region.layout.index(name), region.layout.block_tokens
+        index = region.layout.index(name)
+        tokens = region.layout.block_tokens
         ids, wanted = _pairs(region, blocks, generations)
         held, window = window_of(ids.size, start, stop, tokens)
         rows, bits, words = gather(region, index, ids[held])
@@ -85,7 +86,8 @@ class RegionView:
         Rows are missing as in :meth:`read`. For the newest rows of many sequences, of which each block has one.
         """
         region = self._attached()
-        index, tokens = region.layout.index(name), region.layout.block_tokens
+        index = region.layout.index(name)
+        tokens = region.layout.block_tokens
         places = integers(slots, "slots", "a flat sequence of slots")
         if places.size and places.min() < 0:
             raise InvalidInputError("slots", "0 or more", int(places.min()))

@@ -89,7 +89,9 @@ class ApartStore(ClosingStore):
         self, url: str, settings: ApartSettings | None = None, module: str = apart_process.__name__, opens: str = ""
     ) -> None:
         self.settings = s = settings or ApartSettings()
-        self.url, self._module, self._opens = url, module, opens or url
+        self.url = url
+        self._module = module
+        self._opens = opens or url
         self.record_nbytes_max = self._margin_nbytes = 0
         """The largest payload: as a slot of the arena or the store allows, whichever is less."""
         self._counts: Counter[str] = Counter()
@@ -237,10 +239,12 @@ class ApartStore(ClosingStore):
                     opened.set_exception(error)
                     break
                 cause = f"not started again: {error if isinstance(error, KVRouteError) else repr(error)}"
-            self._cause, self._child = cause, None
+            self._cause = cause
+            self._child = None
             if not self._closing.is_set():
                 logger.error("%s: the process was lost: %s", self.url, cause)
-            pause_s, self._pause_s = self._pause_s, min(2 * self._pause_s, self.settings.restart_pause_max_s)
+            pause_s = self._pause_s
+            self._pause_s = min(2 * self._pause_s, self.settings.restart_pause_max_s)
             self._closing.wait(pause_s)
         os.close(self._fd)
 
@@ -274,7 +278,8 @@ class ApartStore(ClosingStore):
     def put(
         self, headers: Sequence[RecordHeader], payloads: Sequence[Buffer], *, replace: bool = False
     ) -> list[RecordHeader | None]:
-        flats, memory = [flat(*each) for each in zip(headers, payloads, strict=True)], self._memory
+        flats = [flat(*each) for each in zip(headers, payloads, strict=True)]
+        memory = self._memory
         stored: dict[BlockKey, RecordHeader | None] = {}
         parts = 0
         for part, places in self._parts([header.key for header in headers], [payload.nbytes for payload in flats]):
@@ -291,7 +296,8 @@ class ApartStore(ClosingStore):
         return [stored.get(header.key) for header in headers]
 
     def get_into(self, keys: Sequence[BlockKey], buffers: Sequence[memoryview]) -> list[RecordHeader | Absence]:
-        memory, found = self._memory, list[RecordHeader | Absence]([Absence.MISS] * len(keys))
+        memory = self._memory
+        found = list[RecordHeader | Absence]([Absence.MISS] * len(keys))
         for part, places in self._parts(keys, [buffer.nbytes for buffer in buffers]):
             sizes = [buffers[i].nbytes for i in part]
             with self.slot() as slot:
@@ -322,9 +328,11 @@ class ApartStore(ClosingStore):
         """Which records go together, and the place of each in a slot: as many as fit a call and a slot, each key once;
         records larger than a slot are left out."""
         self._check()
-        give_up_s, slot_nbytes = time.monotonic() + self.settings.call_s, self._slot_nbytes
+        give_up_s = time.monotonic() + self.settings.call_s
+        slot_nbytes = self._slot_nbytes
         part: dict[BlockKey, int] = {}
-        places, end = list[int](), 0
+        places: list[int] = []
+        end = 0
         for i, key in enumerate(keys):
             room = align(sizes[i] + self._margin_nbytes) if sizes else 0
             if room > slot_nbytes:
@@ -333,7 +341,9 @@ class ApartStore(ClosingStore):
                 yield list(part.values()), places
                 if time.monotonic() > give_up_s:
                     raise StorageError(f"{self.url}: {self.settings.call_s} s were over before all {len(keys)} keys")
-                part, places, end = {}, [], 0
+                part = {}
+                places = []
+                end = 0
             part[key] = i
             places.append(end)
             end += room

@@ -87,7 +87,9 @@ class Process:
         counted: Callable[[], dict[str, int]] = getattr(self.store, "counted", dict)
         try:
             what, takes = _QUESTION.decode(body)
-            gives = getattr(self if hasattr(self, what) else self.store, what)(*_TAKES[what].decode(takes))
+            owner = self if hasattr(self, what) else self.store
+            arguments = _TAKES[what].decode(takes)
+            gives = getattr(owner, what)(*arguments)
             return encode((gives, None, counted()))
         except Exception as error:  # noqa: BLE001 - this process's loop edge: the asker gets the reason
             return encode((None, Failure.of(error), counted()))
@@ -120,11 +122,14 @@ class Process:
 
     def rooms(self, at: int, places: list[int], sizes: list[int]) -> list[memoryview]:
         """The payloads of a slot, with their margins."""
-        found = [self.memory[at + place :][: n + self.margin_nbytes] for place, n in zip(places, sizes, strict=True)]
-        assert all(0 <= n == len(room) - self.margin_nbytes for n, room in zip(sizes, found, strict=True)), (
-            "in the arena"
-        )
-        return found
+        rooms: list[memoryview] = []
+        for place, nbytes in zip(places, sizes, strict=True):
+            whole = nbytes + self.margin_nbytes
+            first = at + place
+            room = self.memory[first : first + whole]
+            assert 0 <= nbytes == len(room) - self.margin_nbytes, "in the arena"
+            rooms.append(room)
+        return rooms
 
 
 if __name__ == "__main__":

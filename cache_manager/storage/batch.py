@@ -24,7 +24,8 @@ def chunks(items: Iterable[_T], nbytes: Callable[[_T], int], room_nbytes: int) -
         size = nbytes(item)
         if chunk and size > room:
             yield chunk
-            chunk, room = [], room_nbytes
+            chunk = []
+            room = room_nbytes
         chunk.append(item)
         room -= size
     if chunk:

@@ -38,7 +38,8 @@ class RecordStore:
         self._nbytes = layout.nbytes
         self._valid_nbytes = 8 * layout.valid_words * len(layout.specs)
         # Unused bits of the bitmap: a spec's words may hold more bits than a block has tokens.
-        width, rows = 64 * layout.valid_words, layout.block_tokens
+        width = 64 * layout.valid_words
+        rows = layout.block_tokens
         unused = (1 << width) - (1 << rows)
         self._no_row = sum(unused << width * i for i in range(len(layout.specs)))
         self._counts: Counter[str] = Counter()
@@ -49,7 +50,8 @@ class RecordStore:
         """The counts of this moment, consistent with each other."""
         with self._lock:
             counts = self._counts.copy()
-        put_nbytes, get_nbytes = counts["stored"] * self._nbytes, counts["hits"] * self._nbytes
+        put_nbytes = counts["stored"] * self._nbytes
+        get_nbytes = counts["hits"] * self._nbytes
         return RecordCounters(**counts, put_nbytes=put_nbytes, get_nbytes=get_nbytes)
 
     def _count(self, **by: int) -> None:
@@ -74,7 +76,8 @@ class RecordStore:
         copied when this returns. :class:`RecordError` when one does not fit the layout (nothing is stored then) and
         :class:`StorageError` when the backend fails.
         """
-        fingerprint, nbytes = self._fingerprint, self._nbytes
+        fingerprint = self._fingerprint
+        nbytes = self._nbytes
         for field, wanted, sizes in (
             ("payload size", nbytes, {each.nbytes if isinstance(each, memoryview) else len(each) for each in payloads}),
             ("bitmap size", self._valid_nbytes, set(map(len, valid))),
@@ -111,23 +114,23 @@ class RecordStore:
         for _, buffer in zip(keys, buffers, strict=True):
             if buffer.nbytes != self._nbytes:
                 raise RecordError("buffer size", self._nbytes, buffer.nbytes)
-        found, torn = self._read(keys, buffers)
-        if torn:
+        found, corrupt = self._read(keys, buffers)
+        if corrupt:
             # What was read may be gone by now, and another record be there: what goes has to be corrupt twice.
-            again: list[RecordHeader | Absence] = [Absence.MISS] * len(torn)
+            again: list[RecordHeader | Absence] = [Absence.MISS] * len(corrupt)
             twice: list[int] = []
             try:
-                again, twice = self._read([keys[i] for i in torn], [buffers[i] for i in torn])
+                again, twice = self._read([keys[i] for i in corrupt], [buffers[i] for i in corrupt])
             except StorageError:
-                if len(torn) == len(keys):
+                if len(corrupt) == len(keys):
                     raise
-            for i, header in zip(torn, again, strict=True):
+            for i, header in zip(corrupt, again, strict=True):
                 found[i] = header
-            torn = [torn[i] for i in twice]
+            corrupt = [corrupt[i] for i in twice]
         misses = sum(map(is_, found, repeat(Absence.MISS)))  # "count" would compare headers with it
-        self._count(hits=len(found) - misses - len(torn), misses=misses, corrupt=len(torn))
-        if torn:
-            self._quarantine([keys[i] for i in torn])
+        self._count(hits=len(found) - misses - len(corrupt), misses=misses, corrupt=len(corrupt))
+        if corrupt:
+            self._quarantine([keys[i] for i in corrupt])
         return found
 
     def _read(
@@ -135,8 +138,12 @@ class RecordStore:
     ) -> tuple[list[RecordHeader | Absence], list[int]]:
         """Each record verified in its buffer, and which ones are corrupt."""
         found = one_each(self.backend.get_into(keys, buffers), keys)
-        fingerprint, nbytes, valid_nbytes, no_row = self._fingerprint, self._nbytes, self._valid_nbytes, self._no_row
-        torn, miss = [], Absence.MISS  # looked up once: that takes as long as what is done with a record here
+        fingerprint = self._fingerprint
+        nbytes = self._nbytes
+        valid_nbytes = self._valid_nbytes
+        no_row = self._no_row
+        corrupt = []
+        miss = Absence.MISS  # looked up once: that takes as long as what is done with a record here
         for i, (header, key, buffer) in enumerate(zip(found, keys, buffers, strict=True)):
             if header is not miss and (
                 not isinstance(header, RecordHeader)
@@ -148,8 +155,8 @@ class RecordStore:
                 or checksum(buffer) != header.payload_xxh3
             ):
                 found[i] = Absence.CORRUPT  # another key's or layout's, not whole, or rows more than a block has
-                torn.append(i)
-        return found, torn
+                corrupt.append(i)
+        return found, corrupt
 
     def _quarantine(self, keys: Sequence[BlockKey]) -> None:
         try:

@@ -49,9 +49,11 @@ class Tier:
     """One tier, and its counts."""
 
     def __init__(self, name: str, backend: StorageBackend) -> None:
-        self.name, self.backend = name, backend
+        self.name = name
+        self.backend = backend
         self.usage = backend.usage()  # its last answer
-        self.counts, self._lock = Counter[str](), threading.Lock()  # which guards the counts
+        self.counts = Counter[str]()
+        self._lock = threading.Lock()  # which guards the counts
 
     def ask(self, what: str, left: Sequence[int], call: Callable[[], list[_T] | None], errors: Errors) -> dict[int, _T]:
         """The backend's answers for the positions ``left``; if it failed, none, and ``errors`` says why."""
@@ -88,11 +90,15 @@ class TieredStore(ClosingStore):
     ) -> list[RecordHeader | None]:
         self._open.check()
         stored: list[RecordHeader | None] = [None for _ in zip(headers, payloads, strict=True)]
-        left, errors = list(range(len(headers))), Errors()
+        left = list(range(len(headers)))
+        errors = Errors()
         for tier in self._tiers:
-            put = partial(tier.backend.put, [headers[i] for i in left], [payloads[i] for i in left], replace=replace)
+            their_headers = [headers[i] for i in left]
+            their_payloads = [payloads[i] for i in left]
+            put = partial(tier.backend.put, their_headers, their_payloads, replace=replace)
             answers = tier.ask("failed_writes", left, put, errors)
-            tier.count(written=sum(answer is headers[i] for i, answer in answers.items()))
+            written = sum(answer is headers[i] for i, answer in answers.items())
+            tier.count(written=written)
             for i, answer in answers.items():
                 stored[i] = stored[i] or answer
                 if answer is not None and answer.origin != headers[i].origin:
@@ -106,7 +112,9 @@ class TieredStore(ClosingStore):
         errors = Errors()
         for depth, tier in enumerate(self._tiers):
             left = [i for i, each in enumerate(found) if not isinstance(each, RecordHeader)]
-            get = partial(tier.backend.get_into, [keys[i] for i in left], [buffers[i] for i in left])
+            their_keys = [keys[i] for i in left]
+            their_buffers = [buffers[i] for i in left]
+            get = partial(tier.backend.get_into, their_keys, their_buffers)
             hits: dict[int, RecordHeader] = {}
             bad: list[BlockKey] = []
             for i, answer in tier.ask("failed_reads", left, get, errors).items():
@@ -117,7 +125,8 @@ class TieredStore(ClosingStore):
                     bad.append(keys[i])
             tier.count(hits=len(hits), corrupt=len(bad))
             if bad:  # if this fails, the copy is found bad again
-                tier.ask("failed_writes", range(len(bad)), partial(tier.backend.delete, bad), {})
+                delete = partial(tier.backend.delete, bad)
+                tier.ask("failed_writes", range(len(bad)), delete, {})
             self._promote(self._tiers[:depth], hits, buffers)
         _raise(errors, len(self._tiers))
         if errors:  # a tier that did not answer may have a sound copy
@@ -131,12 +140,15 @@ class TieredStore(ClosingStore):
         headers = list(hits.values())
         payloads = [buffers[i] for i in hits]
         for front in fronts:
-            answers = front.ask("failed_writes", range(len(hits)), partial(front.backend.put, headers, payloads), {})
-            front.count(promoted=sum(map(is_, answers.values(), headers)))
+            put = partial(front.backend.put, headers, payloads)
+            answers = front.ask("failed_writes", range(len(hits)), put, {})
+            promoted = sum(map(is_, answers.values(), headers))
+            front.count(promoted=promoted)
 
     def contains(self, keys: Sequence[BlockKey]) -> list[bool]:
         self._open.check()
-        there, errors = [False] * len(keys), Errors()
+        there = [False] * len(keys)
+        errors = Errors()
         for tier in self._tiers:
             left = [i for i, here in enumerate(there) if not here]
             contains = partial(tier.backend.contains, [keys[i] for i in left])
@@ -170,8 +182,11 @@ class TieredStore(ClosingStore):
                 tier.usage = tier.backend.usage()
             except StorageError:
                 total["stale_tiers"] += 1
-            four = {name: tier.usage[name] for name in ("records", "used_nbytes", "free_nbytes", "capacity_nbytes")}
-            total.update(four | {f"tier{depth}_{name}": number for name, number in (tier.counts | four).items()})
+            names = ("records", "used_nbytes", "free_nbytes", "capacity_nbytes")
+            four = {name: tier.usage[name] for name in names}
+            total.update(four)
+            for name, number in (tier.counts | four).items():
+                total[f"tier{depth}_{name}"] += number
         return total
 
     def close(self) -> None:

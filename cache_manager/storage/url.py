@@ -52,7 +52,9 @@ class StoreUrl:
         """:class:`ConfigError` for text that is not a URL, or that names a parameter twice or without a value."""
         if not isinstance(text, str):
             raise ConfigError("store", "a URL such as file:///var/lib/kvroute", repr(text))
-        own, held, tiers = text, "", tuple[str, ...]()
+        own = text
+        held = ""
+        tiers = tuple[str, ...]()
         if (composite := _COMPOSITE.match(text)) is not None:
             own = text[: composite.end()].rstrip(",")
             held = text[composite.end() :]

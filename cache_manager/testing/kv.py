@@ -39,7 +39,8 @@ class KVBlocksContract(ABC):
 
     def test_no_block_is_no_call_that_fails(self) -> None:
         """Goal: an empty batch is harmless. Method: each call without blocks."""
-        kv, none = self.kv(), np.empty(0, np.int64)
+        kv = self.kv()
+        none = np.empty(0, np.int64)
         kv.copy("device", "host", none, none)
         kv.fill(none, content(kv, 0))
         assert taken(kv, []).shape == (0, kv.spec.block_nbytes)

@@ -31,7 +31,9 @@ LAYOUT = RecordLayout(
 ORIGIN = 1
 """The default origin of a test's records."""
 
-FIRST, SECOND, BOTH = 1, 2, 3
+FIRST = 1
+SECOND = 2
+BOTH = 3
 """The specs whose rows a record has: the layout's first, its second, or both."""
 
 NUMBERS = 6
@@ -56,7 +58,8 @@ def payload_of(number: int, nbytes: int = LAYOUT.nbytes, origin: int = ORIGIN) -
 
 @functools.cache
 def valid_of(number: int, specs: int = BOTH) -> bytes:
-    rows, words = LAYOUT.block_tokens, LAYOUT.valid_words
+    rows = LAYOUT.block_tokens
+    words = LAYOUT.valid_words
     bits = np.random.default_rng(number).bytes(8 * words * len(LAYOUT.specs))
     used = [((1 << rows) - 1) * (specs >> i & 1) for i in range(len(LAYOUT.specs))]
     mask = b"".join(word.to_bytes(8 * words, "little") for word in used)
@@ -71,8 +74,10 @@ def header_of(number: int, nbytes: int = LAYOUT.nbytes, origin: int = ORIGIN, sp
 
 def put(store: RecordStore, wanted: Sequence[int], origin: int = ORIGIN, *, replace: bool = False) -> list[bool]:
     """Whether each key then has a record; a header that was not put is an ``AssertionError``."""
-    keys, payloads = [key_of(n) for n in wanted], [payload_of(n, origin=origin) for n in wanted]
-    valid, origins = [valid_of(n) for n in wanted], [origin] * len(wanted)
+    keys = [key_of(n) for n in wanted]
+    payloads = [payload_of(n, origin=origin) for n in wanted]
+    valid = [valid_of(n) for n in wanted]
+    origins = [origin] * len(wanted)
     answers = store.put(keys, payloads, valid, wanted, origins, replace=replace)
     for n, header in zip(wanted, answers, strict=True):
         assert header is None or header == header_of(n, origin=header.origin)
@@ -91,7 +96,8 @@ def held(store: StorageBackend | RecordStore, wanted: Sequence[int]) -> list[Con
     """What each key holds; a header and a payload of different records are an ``AssertionError``."""
     buffers = [memoryview(bytearray(b"\xee" * LAYOUT.nbytes)) for _ in wanted]
     answers: list[Content | Absence] = []
-    for n, buffer, found in zip(wanted, buffers, store.get_into([key_of(n) for n in wanted], buffers), strict=True):
+    headers = store.get_into([key_of(n) for n in wanted], buffers)
+    for n, buffer, found in zip(wanted, buffers, headers, strict=True):
         if isinstance(found, Absence):
             answers.append(found)
         else:

@@ -58,8 +58,7 @@ class BlocksMachine(BlocksStored):
         """Beside a living worker: generations begin anew, and older ones no longer count."""
         self.feed, self.lost = BlockFeed(blocks=DEVICE), False
         self.known = [0] * DEVICE
-        for tier in SIZES:
-            self.given[tier].clear()
+        self.given["device"].clear()
         self.forget_all()
         self.renew(blocks, bad=False)
 
@@ -214,6 +213,7 @@ class BlocksMachine(BlocksStored):
             self.renew([min(pairs[0][0], DEVICE - 1)], bad=False)
             self.fill(min(pairs[0][0], DEVICE - 1))
         blocks = [s for s, _ in pairs if source == "device"] + [t for t in targets if target == "device"]
+        fed = fed and kind == "copy"
         self.moved(kind, pairs, rows, data.draw(st.sampled_from(blocks)), meanwhile, bad=bad, fed=fed)
 
     @rule(kind=st.sampled_from(tuple(TIERS)), ends=st.permutations(range(DEVICE)), meanwhile=st.sampled_from(MEANWHILE))

@@ -23,7 +23,7 @@ def test_a_reading_attacher_cannot_write(region: SharedRegion) -> None:
         with pytest.raises(ValueError, match="read-only"):
             reader.rows[0] = 1
         with pytest.raises(AssertionError, match="own"):
-            reader.renew(NAMESPACE)
+            reader.enter(NAMESPACE)
 
 
 def test_the_name_goes_with_the_owner_and_the_memory_with_its_last_user() -> None:
@@ -78,7 +78,7 @@ def test_a_namespace_that_is_being_changed_is_read_again(region: SharedRegion) -
         assert reader.namespace == NAMESPACE
         rewrite(region, NAMESPACE_OFFSET, other[:8])
         assert reader.namespace is None
-        region.renew(b"another--of--16b")
+        region.enter(b"another--of--16b")
         assert reader.namespace == b"another--of--16b"
     rewrite(region, NAMESPACE_OFFSET, other[:1] + b"?")
     with pytest.raises(RegionMismatchError) as caught:

@@ -84,13 +84,13 @@ def test_after_a_weight_update_nothing_older_is_readable(shared: SharedRegion) -
     ones = np.ones(BLOCKS, np.int64)
     with RegionView(shared.name, namespace=NAMESPACE) as view:
         assert view.read("long", IDS, generations=ones).valid.all()
-        shared.renew(later)
+        shared.enter(later)
         assert not view.read("long", IDS, generations=ones).valid.any()
         view.follow(later)
         assert view.read("long", IDS, generations=ones).valid.all()
         view.follow(latest)  # told before the owner has done it
         assert not view.read("long", IDS, generations=ones).valid.any()
-        shared.renew(latest)
+        shared.enter(latest)
         assert view.read("long", IDS, generations=ones).valid.all()
         with pytest.raises(InvalidInputError):
             view.follow(b"short")

@@ -177,7 +177,9 @@ def damage(scratch: Path, seed: int) -> str:
         raw = bytearray(path.read_bytes()) if path.exists() else bytearray()
         at = int(rng.integers(0, max(len(raw), 1)))
         harm = str(rng.choice(["flip", "flip", "cut", "zero", "junk", "swap", "gone", "sparse", "first"]))
-        lost[which] += {"flip": 1, "zero": 6, "junk": 6, "swap": 6, "sparse": 0, "first": 0}.get(harm, np.inf)
+        few = {"flip": 1, "zero": 6, "junk": 6, "swap": 6, "sparse": 0}
+        in_page = at < 4096 and harm != "sparse"
+        lost[which] += np.inf if in_page else few.get(harm, np.inf)
         match harm:
             case "flip" if raw:
                 raw[at] ^= 1 << int(rng.integers(0, 8))
@@ -192,7 +194,6 @@ def damage(scratch: Path, seed: int) -> str:
                 raw[at : at + 512] = raw[other : other + 512].ljust(len(raw[at : at + 512]), b"\0")[: len(raw) - at]
             case "first":
                 raw[: min(len(raw), 4096)] = rng.bytes(min(len(raw), 4096))
-                lost[which] += np.inf if lost[which] > 0 else 0  # the copy may be harmed, too
         path.unlink(missing_ok=True)
         if harm != "gone":
             path.write_bytes(raw)

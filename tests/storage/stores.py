@@ -20,7 +20,7 @@ from cache_manager.testing.records import BOTH, LAYOUT, Content, get, held, key_
 
 SMALL_NBYTES = 64 << 10
 """Of an extent: a dozen records."""
-PER_EXTENT = 11
+PER_EXTENT = 12
 """Records of the tests in a small extent."""
 OTHER = RecordLayout((AuxBlockDataSpec("other", row_shape=(40, 8), dtype="uint8", block_tokens=80),))
 MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None  # noqa: S108 - names below it are mkdtemp's

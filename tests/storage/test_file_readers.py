@@ -12,7 +12,6 @@ from faulty_disk import FaultyDisk
 from waiting import GIVE_UP_S
 
 from cache_manager.errors import StorageError, StoreLockedError
-from cache_manager.keys import BlockKey
 from cache_manager.ports import Absence
 from cache_manager.record import RecordHeader, checksum
 from cache_manager.storage.file import FileReader, FileStore
@@ -163,52 +162,62 @@ def test_a_thread_that_misses_while_another_one_looks_asks_again(tmp_path: Path)
     assert found == [{2}]
 
 
-def test_a_page_of_heads_that_cannot_be_read_costs_a_reader_its_records_and_no_others(tmp_path: Path) -> None:
-    """Goal: records on an unreadable page are missing only as long as it is unreadable, new records elsewhere are
-    found, and misses read that page again once a second. Method: reads fail of the byte in which the head of slot 36
-    is; a page has a part of it, 36 heads and a part of that of slot 73. The extent is opened with this fault, or gets
-    it while it is read."""
+@pytest.mark.parametrize("when", ["at opening", "later"])
+def test_an_extent_that_cannot_be_read_is_refused_by_name_and_the_rest_serves(tmp_path: Path, when: str) -> None:
+    """Goal: a reader misses the records of one extent, only as long as the disk does not give its heads, and opens it
+    again once a second. Method: reads of its heads fail when it is opened, or when the writer has changed one."""
     disk, now = FaultyDisk(), [1e9]
-    disk.bad = range(8192, 8193)
-    with (
-        opened(tmp_path, quota_nbytes=8 << 20, extent_nbytes=1 << 20) as store,
-        reading(tmp_path, disk=disk, clock=lambda: now[0]) as reader,
-    ):
-        for first, stop in ((0, 10), (10, 20), (20, 100)):
-            assert all(put(store, range(first, stop)))
-            missing = set(range(stop)) - there(reader, range(stop))
-            assert missing <= set(range(36, 74))
-        assert 36 in missing
-        now[0] += 1
-        there(reader, [36])
-        disk.reads = 0
-        assert not there(reader, [36])
-        assert not disk.reads
-        disk.bad = range(0)
-        now[0] += 1
-        assert there(reader, range(100)) == set(range(100))
+    wanted = set(range(2 * PER_EXTENT))
+    with opened(tmp_path) as store:
+        assert all(put(store, sorted(wanted)))
+        disk.bad_file = files(tmp_path)[0].name
+        disk.bad = range(4096, 4097) if when == "at opening" else range(0)
+        with reading(tmp_path, disk=disk, clock=lambda: now[0]) as reader:
+            if when == "later":
+                assert there(reader, sorted(wanted)) == wanted
+                disk.bad = range(4096, 4097)
+                store.backend.delete([key_of(0)])
+                wanted -= {0}
+                assert not reader.contains([key_of(0)])[0]
+            assert there(reader, sorted(wanted)) == set(range(PER_EXTENT, 2 * PER_EXTENT))
+            assert reader.usage()["refused_files"] == 1
+            assert all(put(store, [50, 51]))  # one of them may get the slot of the deleted one
+            assert 51 in there(reader, [50, 51])
+            disk.reads = 0
+            assert not there(reader, [1])
+            assert not disk.reads
+            ((name, refusal),) = reader.backend.refused.items()  # type: ignore[attr-defined]
+            assert name == disk.bad_file
+            assert "Input/output error" in refusal.why
+            disk.bad = range(0)
+            now[0] += 1
+            assert there(reader, [*sorted(wanted), 50, 51]) == {*wanted, 50, 51}
+            assert reader.usage()["refused_files"] == 0
 
 
 def test_a_record_that_may_come_back_is_not_said_to_be_deleted(tmp_path: Path) -> None:
-    """A bug that was found: a writer whose disk did not give a page of heads deleted a record that was in it, and the
-    next writer served it. Method: reads fail of the byte in which the head of slot 36 is, while a store is opened."""
-    disk, options = FaultyDisk(), {"quota_nbytes": 8 << 20, "extent_nbytes": 1 << 20}
-    with opened(tmp_path, **options) as store:
-        assert all(put(store, range(100)))
-    disk.bad = range(8192, 8193)
-    with opened(tmp_path, disk, **options) as store:
-        assert not there(store, [40])
-        store.backend.delete([key_of(1), key_of(2)])
-        for wanted in ([40], [3, 40]):
-            with pytest.raises(StorageError, match="heads"):
-                store.backend.delete([key_of(n) for n in wanted])
-        assert not there(store, [1, 2, 3, 40])
-    with opened(tmp_path, **options) as store:
-        assert there(store, range(100)) == set(range(100)) - {1, 2, 3}
+    """A bug that was found: a writer whose disk did not give heads deleted a record that was in them, and the next
+    writer served it. Method: reads fail of the heads of the first extent, while a store is opened."""
+    disk, wanted = FaultyDisk(), range(2 * PER_EXTENT)
+    with opened(tmp_path) as store:
+        assert all(put(store, wanted))
+    disk.bad, disk.bad_file = range(4096, 4097), files(tmp_path)[0].name
+    with opened(tmp_path, disk) as store:
+        assert store.usage()["refused_files"] == 1
+        assert there(store, wanted) == set(wanted[PER_EXTENT:])
+        store.backend.delete([key_of(PER_EXTENT), key_of(PER_EXTENT + 1)])
+        for deleted in ([1], [PER_EXTENT + 2, 1]):
+            with pytest.raises(StorageError, match=disk.bad_file):
+                store.backend.delete([key_of(n) for n in deleted])
+        assert there(store, wanted) == set(wanted[PER_EXTENT + 3 :])
+        assert all(put(store, [50]))
+    with opened(tmp_path) as store:
+        gone = {PER_EXTENT, PER_EXTENT + 1, PER_EXTENT + 2}
+        assert there(store, [*wanted, 50]) == {*wanted, 50} - gone
 
 
-def test_a_disk_that_gives_nothing_is_not_asked_for_each_page(tmp_path: Path) -> None:
-    """Goal: with a dead disk a miss makes a few reads, not one for each page. Method: 5,000 records are new to a
+def test_a_disk_that_gives_nothing_is_asked_a_few_times(tmp_path: Path) -> None:
+    """Goal: with a dead disk a miss makes a few reads. Method: 5,000 records are new to a
     reader that has only seen the first; then the disk is back."""
     disk, now = FaultyDisk(), [1e9]
     with (
@@ -225,19 +234,6 @@ def test_a_disk_that_gives_nothing_is_not_asked_for_each_page(tmp_path: Path) ->
         disk.bad = range(0)
         now[0] += 1
         assert there(reader, range(5_001)) == set(range(5_001))
-
-
-def test_a_head_larger_than_a_page_that_cannot_be_read_is_a_miss(tmp_path: Path) -> None:
-    """Goal: no caller of a reader gets an internal error. Method: bitmaps of 5,000 bytes in heads, a dead disk."""
-    disk = FaultyDisk()
-    keys = [BlockKey(bytes([n]) * 32) for n in range(1, 4)]
-    with FileStore(tmp_path) as store:
-        store.put([RecordHeader(keys[0], b"f" * 16, 1, 7, b"\xff" * 5000, 64, 5)], [b"p" * 64])
-        with FileReader(tmp_path, disk=disk) as reader:
-            assert reader.contains(keys[:1]) == [True]
-            store.put([RecordHeader(key, b"f" * 16, 1, 7, b"\xff" * 5000, 64, 5) for key in keys[1:]], [b"p" * 64] * 2)
-            disk.bad = range(4096, 1 << 40)
-            assert reader.contains(keys) == [True, False, False]
 
 
 def test_a_reader_serves_nothing_of_an_extent_that_was_dropped(tmp_path: Path) -> None:

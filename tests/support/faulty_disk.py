@@ -30,6 +30,7 @@ class FaultyDisk(Disk):
         self.call_nbytes_max: int | None = None  # every transfer is cut to this
         self.read_errno: int | None = None
         self.bad = range(0)  # bytes of files that cannot be read
+        self.bad_file = ""  # the end of the name of the one that has them; every file, if empty
         self.on_read: Callable[[], object] = lambda: None  # called before each read
         self.on_written: Callable[[bytes], object] = lambda _: None  # called behind each write
         self.on_allocate: Callable[[], object] = lambda: None
@@ -57,7 +58,9 @@ class FaultyDisk(Disk):
         self.reads += 1
         self.on_read()
         _raise(self.read_errno)
-        if max(self.bad.start, offset) < min(self.bad.stop, offset + sum(memoryview(each).nbytes for each in buffers)):
+        stop = offset + sum(memoryview(buffer).nbytes for buffer in buffers)
+        is_bad = max(self.bad.start, offset) < min(self.bad.stop, stop)
+        if is_bad and os.readlink(f"/proc/self/fd/{fd}").endswith(self.bad_file):
             _raise(errno.EIO)
         if self.call_nbytes_max is not None:
             buffers = [memoryview(buffers[0]).cast("B")[: self.call_nbytes_max]]

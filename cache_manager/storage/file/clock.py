@@ -18,7 +18,8 @@ class Clock:
     def __init__(self, extent_nbytes: int) -> None:
         self.extent_nbytes = extent_nbytes
         self.extents: list[Extent] = []
-        self.turned, self.turned_at = False, 0  # in calls
+        self.turned = False
+        self.turned_at = 0  # in calls
         self.hand = (0, 0)  # the place of an extent, and a slot in it
 
     def leave(self, extent: Extent) -> None:
@@ -38,7 +39,9 @@ class Clock:
         place, at = self.hand
         for _ in range((USES_MAX + 1) * len(self.extents) + 1):
             if place >= len(self.extents):
-                place, at, self.turned = 0, 0, True
+                place = 0
+                at = 0
+                self.turned = True
             extent = self.extents[place]
             while count and (run := extent.find_unused(at, count)):
                 extent.forget(*run)
@@ -47,5 +50,6 @@ class Clock:
                 at = sum(run)
             if not count:
                 break
-            place, at = place + 1, 0
+            place = place + 1
+            at = 0
         self.hand = (place, at)

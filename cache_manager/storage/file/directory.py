@@ -25,7 +25,8 @@ LOCK_NAME: Final = "kvroute.lock"
 TEMP_SUFFIX: Final = ".tmp"
 CHANGES_MAX: Final = 500
 """Changes in the lock file; a reader that is further behind reads all heads."""
-_PID_NBYTES, _CHANGES_AT = 32, 40
+_PID_NBYTES = 32
+_CHANGES_AT = 40
 _CHANGE = struct.Struct("<4Q")  # its number, the extent's, first slot << 32 | slots, and all three xored
 _NAME = re.compile(r"extent-([0-9a-f]{8})\.kvr")
 _OPEN: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
@@ -115,7 +116,8 @@ class StoreDirectory:
         raw = self.read_lock()
         if len(raw) < _CHANGES_AT:
             return None, None
-        opening, count = raw[_PID_NBYTES:_CHANGES_AT], (len(raw) - _CHANGES_AT) // _CHANGE.size
+        opening = raw[_PID_NBYTES:_CHANGES_AT]
+        count = (len(raw) - _CHANGES_AT) // _CHANGE.size
         found = np.frombuffer(raw, "<u8", 4 * count, _CHANGES_AT).reshape(-1, 4)
         found = found[np.bitwise_xor.reduce(found, axis=1) == 0]  # the others are being written
         last = int(found[:, 0].max(initial=0))
@@ -123,8 +125,11 @@ class StoreDirectory:
             return (opening, last), None
         found = found[found[:, 0] > seen[1]]
         known = len(found) == last - seen[1]
-        rows = found[np.argsort(found[:, 0])].tolist() if known else ()
-        return (opening, last), [(n, run >> 32, run & 0xFFFFFFFF) for _, n, run, _ in rows] if known else None
+        if not known:
+            return (opening, last), None
+        ordered = found[np.argsort(found[:, 0])]
+        changes = [(number, run >> 32, run & 0xFFFFFFFF) for _, number, run, _ in ordered.tolist()]
+        return (opening, last), changes
 
     def close(self) -> None:
         """Close the descriptors; idempotent."""
@@ -159,14 +164,16 @@ class LockedDirectory(StoreDirectory):
             self.is_store()
             fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self.lock_fd = self.open(LOCK_NAME, os.O_RDWR | os.O_CREAT)
-            start = str(os.getpid()).encode().ljust(_PID_NBYTES, b"\0") + os.urandom(_CHANGES_AT - _PID_NBYTES)
-            os.pwrite(self.lock_fd, start + bytes(CHANGES_MAX * _CHANGE.size), 0)
+            pid = str(os.getpid()).encode().ljust(_PID_NBYTES, b"\0")
+            opening = os.urandom(_CHANGES_AT - _PID_NBYTES)
+            no_changes = bytes(CHANGES_MAX * _CHANGE.size)
+            os.pwrite(self.lock_fd, pid + opening + no_changes, 0)
             for name in self.names():
                 if name.endswith(TEMP_SUFFIX) and parse_name(name.removesuffix(TEMP_SUFFIX)) is not None:
                     self.unlink(name)
         except BlockingIOError as error:
-            pid = self.read_lock()[:_PID_NBYTES].rstrip(b"\0").decode("ascii", "replace")
-            who = f"process {pid or 'unknown'} writes this store"
+            writer = self.read_lock()[:_PID_NBYTES].rstrip(b"\0").decode("ascii", "replace")
+            who = f"process {writer or 'unknown'} writes this store"
             raise StoreLockedError(f"{path}: {who}; one writer at a time") from error
         except OSError as error:
             raise StorageError(f"{path}: cannot open the store's directory: {error}") from error
@@ -174,7 +181,8 @@ class LockedDirectory(StoreDirectory):
     def tell(self, number: int, first: int = 0, count: int = 0) -> None:
         """Record a :data:`Change` for readers; ``OSError``."""
         self._changes += 1
-        run, at = first << 32 | count, _CHANGES_AT + self._changes % CHANGES_MAX * _CHANGE.size
+        run = first << 32 | count
+        at = _CHANGES_AT + self._changes % CHANGES_MAX * _CHANGE.size
         change = _CHANGE.pack(self._changes, number, run, self._changes ^ number ^ run)
         os.pwrite(self.lock_fd, change, at)
 

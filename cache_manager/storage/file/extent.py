@@ -1,4 +1,4 @@
-"""The bytes of an extent: a first page, heads, payloads, and the first page once more.
+"""The bytes of an extent: a page, heads and payloads.
 
 An extent belongs to one layout, so all of its records have one size, and arithmetic says where each lies. A slot is a
 head and a payload. A head says which record the payload is, and has a sum that includes the extent's identity; a head
@@ -19,7 +19,7 @@ from collections.abc import Container, Iterator, Sequence
 from contextlib import suppress
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,17 +32,18 @@ from cache_manager.storage.disk import Disk, read_all, write_all
 from cache_manager.storage.file.directory import TEMP_SUFFIX, LockedDirectory, StoreDirectory, extent_name, parse_name
 
 PAGE_NBYTES: Final = 4096
-VERSION: Final = 7
+VERSION: Final = 8
 MAGIC: Final = b"KVREXTNT"
 SLOTS_MAX: Final = 1 << 20
 TICK_MAX: Final = 1 << 62
 EXTENTS_MAX: Final = 512
 """Each has an open descriptor."""
-FREE, TAKEN, BLANK, USES_MAX = 255, 254, 253, 3
+FREE = 255
+TAKEN = 254
+BLANK = 253
+USES_MAX = 3
 """In place of a slot's uses. FREE: its head is zeros, on the disk too. TAKEN: being rewritten; its old head may be in
 an index chain. BLANK: the same, but in no chain."""
-FAILED_MAX: Final = 16
-"""Pages of heads that the disk may not give before the rest of the extent is not asked for."""
 KEY_AT: Final = 40
 """Offset of the key in a head."""
 NUMBER: Final = "28xI"
@@ -66,33 +67,45 @@ Run = tuple["Extent", int, int]
 """An extent, the first of some slots in it that are neighbours, and how many."""
 
 
+class Refusal(NamedTuple):
+    """Why nothing in a file with an extent's name is served.
+
+    ``is_unread``: the disk did not give it, so that records in it may come back when it is opened again.
+    """
+
+    why: str
+    is_unread: bool
+
+
 class Shape:
     """What an extent's page says, and where everything in it lies; no slots if none fits."""
 
     def __init__(self, number: int, slots: int, layout: Layout) -> None:
-        self.number, self.layout = number, layout
+        self.number = number
+        self.layout = layout
         _, payload_nbytes, valid_nbytes = layout
         self.head_nbytes = _HEAD_NBYTES + valid_nbytes
         fits = self.head_nbytes <= _HEAD_NBYTES_MAX and not valid_nbytes % 8
         self.slots = min(slots, SLOTS_MAX, _HEADS_NBYTES_MAX // self.head_nbytes) if fits else 0
         self.step = align(payload_nbytes, _SECTOR_NBYTES)  # from payload to payload: they share no sector
         self.payloads_at = align(PAGE_NBYTES + self.slots * self.head_nbytes, PAGE_NBYTES)
-        self.nbytes = align(self.payloads_at + self.slots * self.step, PAGE_NBYTES) + PAGE_NBYTES
+        self.nbytes = align(self.payloads_at + self.slots * self.step, PAGE_NBYTES)
 
     @classmethod
     def within(cls, number: int, layout: Layout, nbytes: int) -> Shape:
         """With as many slots as fit ``nbytes``, possibly none."""
         one = cls(number, 1, layout)
-        shape = cls(number, max(nbytes - 2 * PAGE_NBYTES, 0) // (one.step + one.head_nbytes), layout)
+        room = max(nbytes - PAGE_NBYTES, 0)
+        shape = cls(number, room // (one.step + one.head_nbytes), layout)
         while shape.slots and shape.nbytes > nbytes:
             shape = cls(number, shape.slots - 1, layout)
         return shape
 
     @classmethod
-    def read(cls, disk: Disk, fd: int, at: int, path: str) -> Shape:
-        """What the page at ``at`` says; ``OSError``; :class:`StoreFormatError` names the first field that is wrong."""
+    def read(cls, disk: Disk, fd: int, path: str) -> Shape:
+        """What a file's page says; ``OSError``; :class:`StoreFormatError` names the first field that is wrong."""
         raw = bytearray(PAGE_NBYTES)
-        found = read_all(disk, fd, [raw], at, PAGE_NBYTES)
+        found = read_all(disk, fd, [raw], 0, PAGE_NBYTES)
         magic, version, _, valid_nbytes, number, slots, payload_nbytes, fingerprint = _PAGE.unpack_from(raw)
         shape = cls(number, slots, (fingerprint, payload_nbytes, valid_nbytes))
         for field, wanted, got in (
@@ -109,7 +122,7 @@ class Shape:
 
     @cached_property
     def page(self) -> bytes:
-        """The first page, and the last one."""
+        """The first page of the file."""
         fingerprint, payload_nbytes, valid_nbytes = self.layout
         fixed = _PAGE.pack(MAGIC, VERSION, 0, valid_nbytes, self.number, self.slots, payload_nbytes, fingerprint)
         body = fixed.ljust(PAGE_NBYTES - 4, b"\0")
@@ -123,16 +136,21 @@ class Extent:
     """
 
     def __init__(self, name: str, fd: int, shape: Shape) -> None:
-        self.name, self.fd, self.shape = name, fd, shape
-        self.slots, self.head_nbytes = shape.slots, shape.head_nbytes
+        self.name = name
+        self.fd = fd
+        self.shape = shape
+        self.slots = shape.slots
+        self.head_nbytes = shape.head_nbytes
         self.ordinal = 0  # in an index
         self.nexts = array("I", [0]) * shape.slots  # of an index
         self.used_at = 0  # when a record in it was used last, in calls
-        self.lost = False  # heads that the disk did not give when they were asked for last
+        self.damaged_heads = 0  # when it was opened
         self.dirty = True  # written since the last sync; unknown for a file found
         self.raw = bytearray(shape.slots * shape.head_nbytes)
-        self.heads: Heads = np.frombuffer(self.raw, np.uint8).reshape(shape.slots, -1)
-        self.ticks, self.created_ms = _column(self.heads, 0), _column(self.heads, 8, "<i8")
+        flat = np.frombuffer(self.raw, np.uint8)
+        self.heads: Heads = flat.reshape(shape.slots, -1)
+        self.ticks = _column(self.heads, 0)
+        self.created_ms = _column(self.heads, 8, "<i8")
         self.numbers = _column(self.heads, KEY_AT + 28, "<u4")  # of keys
         self.use_bytes = bytearray(bytes([FREE])) * shape.slots
         self.uses = np.frombuffer(self.use_bytes, np.uint8)
@@ -166,7 +184,8 @@ class Extent:
 
     def numbered(self, start: int, count: int) -> Iterator[tuple[int, tuple[int]]]:
         """Slots, and the numbers of the keys in them."""
-        heads = memoryview(self.raw)[start * self.head_nbytes : (start + count) * self.head_nbytes]
+        first = start * self.head_nbytes
+        heads = memoryview(self.raw)[first : first + count * self.head_nbytes]
         return enumerate(self._number.iter_unpack(heads), start)
 
     # What is in memory.
@@ -201,7 +220,8 @@ class Extent:
 
     def hold(self, start: int, heads: bytearray) -> None:
         """Serve the records of packed heads in slots; called by the index, as is ``release``."""
-        at, count = start * self.head_nbytes, len(heads) // self.head_nbytes
+        at = start * self.head_nbytes
+        count = len(heads) // self.head_nbytes
         self.raw[at : at + len(heads)] = heads
         self.use_bytes[start : start + count] = b"\1" * count
 
@@ -213,7 +233,8 @@ class Extent:
     def use(self, start: int, count: int, call: int) -> None:
         """Count that records were asked for, or put again."""
         self.used_at = call
-        self.use_bytes[start : start + count] = self.use_bytes[start : start + count].translate(_USED)
+        stop = start + count
+        self.use_bytes[start:stop] = self.use_bytes[start:stop].translate(_USED)
 
     def headers(self, heads: bytearray) -> list[RecordHeader]:
         """What packed heads say."""
@@ -225,7 +246,9 @@ class Extent:
 
     def pack(self, headers: Sequence[RecordHeader], tick: int, created_ms: int) -> bytearray:
         """Packed heads for records, the first with ``tick``, the next with one more, and so on."""
-        pack, seed, parts = self._head.pack, self._seed, list[bytes]()
+        pack = self._head.pack
+        seed = self._seed
+        parts: list[bytes] = []
         for at, h in enumerate(headers, tick):
             head = pack(at, created_ms, h.generation, h.origin, h.payload_xxh3, h.key, h.valid)
             parts += head, digest(head, seed)
@@ -233,14 +256,17 @@ class Extent:
 
     def clean(self, heads: bytearray | memoryview) -> int:
         """Turn damaged heads into zeros, in place; how many of them were not zeros before."""
-        seed, damaged, size = self._seed, 0, _CLEANED * self.head_nbytes
+        seed = self._seed
+        damaged = 0
+        size = _CLEANED * self.head_nbytes
         for at in range(0, len(heads), size):
             some = memoryview(heads)[at : at + size]
             array = np.frombuffer(some, np.uint8).reshape(-1, self.head_nbytes)
             ticks = _column(array, 0)
             bad = (ticks == 0) | (ticks >= TICK_MAX)
             bad |= [digest(head, seed) != sum_ for head, sum_ in self._summed.iter_unpack(some)]
-            damaged += int(array[bad].any(axis=1).sum())
+            not_free = array[bad].any(axis=1)
+            damaged += int(not_free.sum())
             array[bad] = 0
         return damaged
 
@@ -255,37 +281,15 @@ class Extent:
         read_all(disk, self.fd, [heads], PAGE_NBYTES + start * self.head_nbytes, len(heads))
         return heads
 
-    def load(self, disk: Disk, start: int, heads: bytearray) -> int:
-        """Read heads; those that are not sound, or that the disk does not give, are zeros. How many were damaged.
-
-        Where the disk fails, pages are read one by one; when a few have failed, no more is asked for.
-        """
-        view, base, failed = memoryview(heads), PAGE_NBYTES + start * self.head_nbytes, 0
-        try:
-            read_all(disk, self.fd, [view], base, len(view))
-        except OSError:
-            self.lost = True
-            end = base + len(view)
-            for at, stop in pairwise([base, *range((base // PAGE_NBYTES + 1) * PAGE_NBYTES, end, PAGE_NBYTES), end]):
-                some = view[at - base : stop - base]
-                try:
-                    if failed < FAILED_MAX:
-                        read_all(disk, self.fd, [some], at, len(some))
-                        continue
-                except OSError:
-                    failed += 1
-                some[:] = bytes(len(some))
-        return self.clean(heads)
-
-    def serve(self, disk: Disk) -> int:
-        """Serve what the disk has; how many heads were damaged."""
-        damaged = self.load(disk, 0, self.raw)
+    def serve(self, disk: Disk) -> None:
+        """Serve what the disk has; ``OSError``."""
+        self.raw[:] = self.read_heads(disk, 0, self.slots)
+        self.damaged_heads = self.clean(self.raw)
         self.uses[self.ticks > 0] = 1
-        return damaged
 
     def write(self, disk: Disk, start: int, heads: bytearray, payloads: Sequence[Buffer]) -> None:
-        """Write records into slots: zeros where there may be heads, payloads, heads; in memory nothing yet."""
-        if self.lost or self.use_bytes[start] == TAKEN:
+        """Write records into slots: zeros where there are heads, payloads, heads; in memory nothing yet."""
+        if self.use_bytes[start] == TAKEN:
             self.write_heads(disk, start, bytes(len(heads)))
         pad = bytes(self.shape.step - self.shape.layout[1])
         vector = [part for payload in payloads for part in (payload, pad)] if pad else payloads
@@ -305,13 +309,15 @@ def runs_of(slots: Sequence[int] | NDArray[np.int64]) -> list[tuple[int, int]]:
     [(3, 3), (9, 1)]
     """
     found = np.asarray(slots, np.int64)
-    cuts = [0, *(np.flatnonzero(np.diff(found) != 1) + 1).tolist(), len(found)]
+    gaps = np.flatnonzero(np.diff(found) != 1) + 1
+    cuts = [0, *gaps.tolist(), len(found)]
     return [(int(found[start]), stop - start) for start, stop in pairwise(cuts) if stop > start]
 
 
 def _column(heads: Heads, at: int, dtype: str = "<u8") -> NDArray[Any]:
     """A field of each head, ``[n]``; a view."""
-    return heads[:, at : at + np.dtype(dtype).itemsize].view(dtype)[:, 0]
+    nbytes = np.dtype(dtype).itemsize
+    return heads[:, at : at + nbytes].view(dtype)[:, 0]
 
 
 def make_extent(disk: Disk, directory: LockedDirectory, shape: Shape) -> Extent:
@@ -321,8 +327,7 @@ def make_extent(disk: Disk, directory: LockedDirectory, shape: Shape) -> Extent:
     try:
         extent = Extent(name, fd, shape)
         disk.allocate(fd, shape.nbytes)
-        for at in (0, shape.nbytes - PAGE_NBYTES):
-            write_all(disk, fd, [shape.page], at, PAGE_NBYTES)
+        write_all(disk, fd, [shape.page], 0, PAGE_NBYTES)
         disk.sync(fd)  # so that no power cut leaves a file without its page
         directory.finish(name)
     except BaseException:
@@ -334,36 +339,41 @@ def make_extent(disk: Disk, directory: LockedDirectory, shape: Shape) -> Extent:
 
 
 def open_extents(
-    disk: Disk, directory: StoreDirectory, flags: int, refused: dict[str, str], known: Container[str] = ()
+    disk: Disk, directory: StoreDirectory, flags: int, refused: dict[str, Refusal], known: Container[str] = ()
 ) -> list[Extent]:
-    """The extents of a directory that are not known yet, by name, without their heads; ``refused`` gets why other files
-    are not extents, or cannot be read now. :class:`StorageError` when the directory cannot be read."""
-    found: list[Extent] = []
+    """The extents of a directory that are not known yet, by name, with their heads; ``refused`` becomes the other files
+    of such names. :class:`StorageError` when the directory cannot be read."""
+    opened: list[Extent] = []
     try:
-        names = [name for name in sorted(directory.names()) if parse_name(name) is not None and name not in known]
+        extents = [name for name in sorted(directory.names()) if parse_name(name) is not None]
+        names = [name for name in extents if name not in known]
     except OSError as error:
         raise StorageError(f"{directory.path}: cannot read the store: {error}") from error
+    for name in refused.keys() - set(names):
+        del refused[name]
     for name in names:
         path = str(directory.path / name)
         try:
-            if len(found) == EXTENTS_MAX:
+            if len(opened) == EXTENTS_MAX:
                 raise StoreFormatError(path, "extents", f"{EXTENTS_MAX} at most", len(names))
-            found.append(_open_extent(disk, directory.open(name, flags), path))
+            opened.append(_open_extent(disk, directory.open(name, flags), path))
             refused.pop(name, None)
         except FileNotFoundError:
             continue  # a writer has dropped it
-        except (StoreFormatError, OSError) as error:
-            refused[name] = str(error)
-    return found
+        except StoreFormatError as error:
+            refused[name] = Refusal(str(error), is_unread=False)
+        except OSError as error:
+            refused[name] = Refusal(f"{path}: {error}", is_unread=True)
+    return opened
 
 
 def _open_extent(disk: Disk, fd: int, path: str) -> Extent:
-    """The extent in an open file, which it owns; the file is closed on failure. One good page of the two is enough."""
+    """The extent in an open file, which it owns, with its heads; the file is closed on failure."""
     try:
-        return Extent(os.path.basename(path), fd, Shape.read(disk, fd, 0, path))
+        shape = Shape.read(disk, fd, path)
     except (StoreFormatError, OSError):
-        with suppress(StoreFormatError, OSError):
-            copy_at = max(disk.size(fd) - PAGE_NBYTES, 0)
-            return Extent(os.path.basename(path), fd, Shape.read(disk, fd, copy_at, path))
         os.close(fd)
         raise
+    extent = Extent(os.path.basename(path), fd, shape)
+    extent.serve(disk)
+    return extent

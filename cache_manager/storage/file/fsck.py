@@ -1,7 +1,7 @@
 """What is in a file store, and is it sound? Every page and every head is read and, if asked for, every payload.
 
-Nothing is locked or written: a damaged record is a miss and its slot is used again, a damaged page has a copy. Changes
-of a live writer may be counted or not.
+Nothing is locked or written: a damaged record is a miss and its slot is used again. Changes of a live writer may be
+counted or not.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import json
 import os
 import time
 from collections.abc import Iterator
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
@@ -19,11 +19,11 @@ from cache_manager.keys import SCOPE_NBYTES
 from cache_manager.record import checksum
 from cache_manager.storage.disk import Disk, read_all
 from cache_manager.storage.file.directory import StoreDirectory
-from cache_manager.storage.file.extent import PAGE_NBYTES, Extent, open_extents
+from cache_manager.storage.file.extent import Extent, Refusal, open_extents
 from cache_manager.storage.file.index import KeyIndex
 from cache_manager.storage.guard import StoreLock
 
-_COLUMNS: Final = ("nbytes", "slots", "records", "damaged_heads", "damaged_pages", "corrupt")
+_COLUMNS: Final = ("nbytes", "slots", "records", "damaged_heads", "corrupt")
 
 
 @dataclass(slots=True)
@@ -47,13 +47,12 @@ class ExtentReport:
     slots: int = 0
     records: int = 0
     damaged_heads: int = 0
-    damaged_pages: int = 0  # of the first and the last
     corrupt: int = 0
     refused: str = ""
 
     @property
     def sound(self) -> bool:
-        return not (self.damaged_heads or self.damaged_pages or self.corrupt or self.refused)
+        return not (self.damaged_heads or self.corrupt or self.refused)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +92,9 @@ def fsck(
     :class:`StoreMissingError` and :class:`StoreFormatError` when there is no store; :class:`StorageError` when its
     directory cannot be read.
     """
-    disk, reports, shares = disk or Disk(), list[ExtentReport](), dict[str, Share]()
+    disk = disk or Disk()
+    reports: list[ExtentReport] = []
+    shares: dict[str, Share] = {}
     now_s = time.time() if now_s is None else now_s
     with closing(StoreDirectory.existing(directory)) as opened:
         for report, extent, served in read_extents(opened, disk):
@@ -102,9 +103,12 @@ def fsck(
                 assert extent is not None
                 report.corrupt += payloads and not _is_sound(disk, extent, local)
                 scope = extent.key_of(local)[:SCOPE_NBYTES].hex()
-                share, age_s = shares.setdefault(scope, Share(scope)), now_s - int(extent.created_ms[local]) / 1000
-                share.records, share.nbytes = share.records + 1, share.nbytes + extent.shape.layout[1]
-                share.oldest_s, share.newest_s = max(share.oldest_s, age_s), min(share.newest_s, age_s)
+                share = shares.setdefault(scope, Share(scope))
+                age_s = now_s - int(extent.created_ms[local]) / 1000
+                share.records = share.records + 1
+                share.nbytes = share.nbytes + extent.shape.layout[1]
+                share.oldest_s = max(share.oldest_s, age_s)
+                share.newest_s = min(share.newest_s, age_s)
     namespaces = tuple(sorted(shares.values(), key=lambda share: -share.nbytes))
     return FsckReport(str(directory), payloads, all(each.sound for each in reports), namespaces, tuple(reports))
 
@@ -112,31 +116,27 @@ def fsck(
 def read_extents(opened: StoreDirectory, disk: Disk) -> Iterator[tuple[ExtentReport, Extent | None, list[int]]]:
     """The report of each file, its extent if it is one, and which of its slots are served: older copies are not."""
     index = KeyIndex(StoreLock("fsck"))
-    refused: dict[str, str] = {}
-    damaged: dict[Extent, int] = {}
-    for extent in open_extents(disk, opened, os.O_RDONLY, refused):
-        damaged[extent] = extent.serve(disk) + extent.lost
-    index.join(list(damaged), [])
-    for name, why in refused.items():
-        yield ExtentReport(name, refused=why), None, []
+    refused: dict[str, Refusal] = {}
+    index.join(open_extents(disk, opened, os.O_RDONLY, refused), [])
+    for name, refusal in refused.items():
+        yield ExtentReport(name, refused=refusal.why), None, []
     for extent in index.extents:
         served = extent.served.tolist()
-        report = ExtentReport(extent.name, extent.shape.nbytes, extent.slots, len(served), damaged[extent])
-        for at in (0, extent.shape.nbytes - PAGE_NBYTES):
-            page = bytearray(PAGE_NBYTES)
-            with suppress(OSError):
-                read_all(disk, extent.fd, [page], at, PAGE_NBYTES)
-            report.damaged_pages += page != extent.shape.page
+        report = ExtentReport(extent.name, extent.shape.nbytes, extent.slots, len(served), extent.damaged_heads)
         yield report, extent, served
 
 
 def _is_sound(disk: Disk, extent: Extent, local: int) -> bool:
     """Whether a payload matches its head, or the head has changed by now."""
-    nbytes, head = extent.shape.layout[1], extent.packed(local, 1)
+    nbytes = extent.shape.layout[1]
+    head = extent.packed(local, 1)
     payload = bytearray(nbytes)
     try:
-        whole = read_all(disk, extent.fd, [payload], extent.payload_at(local), nbytes) == nbytes
+        found_nbytes = read_all(disk, extent.fd, [payload], extent.payload_at(local), nbytes)
         now = extent.read_heads(disk, local, 1)
     except OSError:
         return False
-    return now != head or (whole and checksum(payload) == extent.headers(head)[0].payload_xxh3)
+    if now != head:
+        return True
+    (header,) = extent.headers(head)
+    return found_nbytes == nbytes and checksum(payload) == header.payload_xxh3

@@ -72,15 +72,22 @@ class KeyIndex:
     def find(self, keys: Sequence[BlockKey]) -> list[Found]:
         """Where the records of keys are, in the keys' order; those that have none are left out."""
         found: list[Found] = []
-        firsts, shift, number_of, extents = self._firsts, self._shift, _NUMBER.unpack, self._extents
-        at, count = 0, len(keys)
+        firsts = self._firsts
+        shift = self._shift
+        number_of = _NUMBER.unpack
+        extents = self._extents
+        at = 0
+        count = len(keys)
         while at < count:
-            key, first = keys[at], at
+            key = keys[at]
+            first = at
             at += 1
             slot = firsts[number_of(key)[0] >> shift]
             while slot:
-                extent, local = extents[slot >> _BITS], slot & _LOCAL
-                nbytes, is_next = extent.head_nbytes, extent.raw.startswith
+                extent = extents[slot >> _BITS]
+                local = slot & _LOCAL
+                nbytes = extent.head_nbytes
+                is_next = extent.raw.startswith
                 if is_next(key, after := local * nbytes + KEY_AT):
                     while at < count and is_next(keys[at], after := after + nbytes) and keys[at] != _FREE:
                         at += 1
@@ -109,12 +116,17 @@ class KeyIndex:
         """The numbers that several keys in the extents have, as copies do."""
         numbers = np.concatenate([extent.numbers for extent in self.extents])
         numbers.sort()
-        return set(numbers[1:][numbers[1:] == numbers[:-1]].tolist())
+        later = numbers[1:]
+        twice = later[later == numbers[:-1]]
+        return set(twice.tolist())
 
     def _link(
         self, extent: Extent, slots: Iterable[tuple[int, tuple[int]]], again: Container[int], older: list[Run]
     ) -> None:
-        firsts, shift, nexts, ordinal = self._firsts, self._shift, extent.nexts, extent.ordinal << _BITS
+        firsts = self._firsts
+        shift = self._shift
+        nexts = extent.nexts
+        ordinal = extent.ordinal << _BITS
         for local, (number,) in slots:
             bucket = number >> shift
             if number in again and (found := self.find([extent.key_of(local)])):
@@ -122,14 +134,21 @@ class KeyIndex:
                 is_older = other.ticks[there] < extent.ticks[local]
                 older.append((other, there, 1) if is_older else (extent, local, 1))
                 Extent.forget(*older[-1])
-            nexts[local], firsts[bucket] = firsts[bucket], ordinal + local
+            nexts[local] = firsts[bucket]
+            firsts[bucket] = ordinal + local
 
     def _unlink(self, extent: Extent, start: int, count: int) -> None:
-        firsts, shift, nexts, ordinal = self._firsts, self._shift, extent.nexts, extent.ordinal << _BITS
+        firsts = self._firsts
+        shift = self._shift
+        nexts = extent.nexts
+        ordinal = extent.ordinal << _BITS
         for local, (number,) in extent.numbered(start, count):
-            slots, at, mine = firsts, number >> shift, ordinal + local
+            slots = firsts
+            at = number >> shift
+            mine = ordinal + local
             while (slot := slots[at]) and slot != mine:
-                slots, at = self._extents[slot >> _BITS].nexts, slot & _LOCAL
+                slots = self._extents[slot >> _BITS].nexts
+                at = slot & _LOCAL
             if slot:
                 slots[at] = nexts[local]
 

@@ -24,12 +24,12 @@ from cache_manager.ports import Absence
 from cache_manager.record import Buffer, RecordHeader
 from cache_manager.storage.disk import Disk, Room, read_all
 from cache_manager.storage.file.directory import Seen, StoreDirectory
-from cache_manager.storage.file.extent import Extent, open_extents, runs_of
+from cache_manager.storage.file.extent import Extent, Refusal, open_extents, runs_of
 from cache_manager.storage.file.index import ANY, Found, KeyIndex
 from cache_manager.storage.guard import ClosingStore, StoreLock
 
 _LOOKS_MAX: Final = 4
-_AGAIN_S: Final = 1.0  # until heads that the disk could not read are read again
+_AGAIN_S: Final = 1.0  # until an extent that the disk did not give is opened again
 
 
 class ExtentFiles(ClosingStore):
@@ -46,11 +46,11 @@ class ExtentFiles(ClosingStore):
         self.index = KeyIndex(self.lock)
         self.calls = 0  # calls that used records
         self.failed_reads = 0
-        self.refused: dict[str, str] = {}
-        """Files with an extent's name that are not extents, or cannot be read now, and why; they are left alone."""
+        self.refused: dict[str, Refusal] = {}
+        """Files with an extent's name that are not extents, or that the disk did not give; they are left alone."""
         self._disk = disk or Disk()
-        self._ttl_s, self._clock = ttl_s, clock
-        self._suspects: set[int] = set()  # ticks of records that the disk could not read or sync
+        self._ttl_s = ttl_s
+        self._clock = clock
 
     def usage(self) -> Mapping[str, int]:
         """The port's four, ``failed_reads`` of the disk, and ``refused_files``."""
@@ -73,7 +73,8 @@ class ExtentFiles(ClosingStore):
         """
         if self._ttl_s is None:
             return found
-        now_ms, ttl_ms = self._clock() * 1000, self._ttl_s * 1000
+        now_ms = self._clock() * 1000
+        ttl_ms = self._ttl_s * 1000
         return [
             (at + first, extent, local + first, some)
             for at, extent, local, count in found
@@ -98,7 +99,8 @@ class ExtentFiles(ClosingStore):
         found: list[RecordHeader | Absence | None] = [None] * len(keys)
         left: Sequence[int] = range(len(keys))
         for look in range(_LOOKS_MAX):
-            looks, changed = self._looks, False
+            looks = self._looks
+            changed = False
             with self.lock:
                 self.calls += 1
                 runs = self.fresh(self.index.find([keys[i] for i in left] if look else keys))
@@ -125,7 +127,10 @@ class ExtentFiles(ClosingStore):
 
         Whether heads have changed meanwhile: these are not ``found``.
         """
-        count, nbytes, step, size = len(wanted), extent.shape.layout[1], extent.shape.step, extent.head_nbytes
+        count = len(wanted)
+        nbytes = extent.shape.layout[1]
+        step = extent.shape.step
+        size = extent.head_nbytes
         rooms = [buffers[i] for i in wanted]
         vector: Sequence[Room] = rooms
         absence: Absence | None = Absence.CORRUPT  # or the file was cut
@@ -152,10 +157,9 @@ class ExtentFiles(ClosingStore):
         if absence is Absence.CORRUPT and now != heads:
             return True  # the key may have a record of another size now
         found[wanted[0]] = absence
-        if fits:
+        if absence is Absence.MISS:
             with self.lock:
-                self.failed_reads += absence is Absence.MISS
-                self._suspects.add(int.from_bytes(heads[:8], "little"))
+                self.failed_reads += 1
         return False
 
     def _heads_now(self, extent: Extent, local: int, count: int) -> bytearray:
@@ -192,7 +196,7 @@ class FileReader(ExtentFiles):
         self._directory: StoreDirectory | None = None
         self._looking = StoreLock(directory)  # one look at a time; taken before the other
         self._seen: Seen | None = None
-        self._lost_at = 0.0  # when the disk was asked last for heads that it had not given
+        self._opened_at = 0.0  # when new files, and those that the disk had not given, were opened last
         try:
             self._directory = StoreDirectory.existing(directory)
         except StoreMissingError:
@@ -262,26 +266,27 @@ class FileReader(ExtentFiles):
         if self._directory is None:
             return False
         seen, changes = self._directory.changes(self._seen)
-        extents = {extent.shape.number: extent for extent in self.index.extents}
-        lost = [extent for extent in extents.values() if extent.lost and abs(self._clock() - self._lost_at) >= _AGAIN_S]
-        if changes == [] and not lost:
+        is_unread = any(refusal.is_unread for refusal in self.refused.values())
+        is_due = is_unread and abs(self._clock() - self._opened_at) >= _AGAIN_S
+        if changes == [] and not is_due:
             return False
         opened: list[Extent] = []
-        if changes is None or not all(count for *_, count in changes):
-            opened = self._look_at_files(extents.values())
+        if changes is None or is_due or not all(count for *_, count in changes):
+            opened = self._look_at_files(self.index.extents)
+        extents = {extent.shape.number: extent for extent in self.index.extents}
         if changes is None:
             changes = [(number, 0, extent.slots) for number, extent in extents.items()]
         runs = [(extent, first, count) for number, first, count in changes if (extent := extents.get(number))]
-        for extent in lost:
-            extent.lost, self._lost_at = False, self._clock()
-            runs.append((extent, 0, extent.slots))
         news: dict[Extent, list[NDArray[np.int64]]] = {}
         for extent, first, count in runs:
             news.setdefault(extent, []).append(np.arange(first, min(first + count, extent.slots)))
         held: list[tuple[Extent, int, bytearray]] = []
         for extent, slots in news.items():
-            for run in runs_of(np.unique(np.concatenate(slots))):
-                held += self._read_on(extent, *run)
+            changed = runs_of(np.unique(np.concatenate(slots)))
+            try:
+                held += [heads for run in changed for heads in self._read_on(extent, *run)]
+            except OSError as error:
+                self._refuse(extent, error)
         with self.lock:
             self.index.join(opened, [])
             for extent, start, heads in held:
@@ -295,26 +300,31 @@ class FileReader(ExtentFiles):
         gone = [extent for extent in known if extent.is_dropped]
         names = {extent.name for extent in known if extent not in gone}  # a new one may have its name
         opened = open_extents(self._disk, self._directory, os.O_RDONLY, self.refused, names)
-        for extent in opened:
-            extent.serve(self._disk)
+        self._opened_at = self._clock()
         with self.lock:
             for extent in gone:
                 self.index.leave(extent)
         return opened
 
+    def _refuse(self, extent: Extent, error: OSError) -> None:
+        """Serve nothing of an extent whose heads the disk did not give, until it has been opened again."""
+        with self.lock:
+            self.index.leave(extent)
+        self.refused[extent.name] = Refusal(f"{self.path / extent.name}: {error}", is_unread=True)
+        self._opened_at = self._clock()
+
     def _read_on(self, extent: Extent, first: int, count: int) -> list[tuple[Extent, int, bytearray]]:
-        """Let go of what is gone from slots; the heads that are new in them, as far as the disk gives them.
+        """Let go of what is gone from slots; the heads that are new in them; ``OSError``.
 
         They are served when all is gone that is: a record that was deleted before its writer was opened anew may have a
         higher tick than the next one of its key. The writer takes an older copy's head away.
         """
         size = extent.head_nbytes
-        raw = bytearray(count * size)
-        extent.load(self._disk, first, raw)
+        raw = extent.read_heads(self._disk, first, count)
+        extent.clean(raw)
         ticks = np.frombuffer(raw, np.uint8).reshape(count, -1)[:, :8].view("<u8")[:, 0]
         with self.lock:
             changed = np.flatnonzero(extent.ticks[first : first + count] != ticks)
-            changed = changed if extent.ordinal else changed[:0]
             for at, some in runs_of(changed):
                 self.index.release(extent, first + at, some)
         new = runs_of(changed[ticks[changed] > 0])

@@ -84,8 +84,10 @@ class FileStore(ExtentFiles):
             raise ConfigError("quota", f"{_QUOTA_NBYTES_MIN} bytes or more", f"{quota_nbytes} bytes")
         super().__init__(directory, disk, ttl_s, clock)
         default = align(max(quota_nbytes // _EXTENTS, _EXTENT_NBYTES_MIN), PAGE_NBYTES)
-        self._quota_nbytes, self._extent_nbytes = quota_nbytes, min(extent_nbytes or default, quota_nbytes)
-        self._min_free_nbytes, self._sync = min_free_nbytes, sync
+        self._quota_nbytes = quota_nbytes
+        self._extent_nbytes = min(extent_nbytes or default, quota_nbytes)
+        self._min_free_nbytes = min_free_nbytes
+        self._sync = sync
         self._writing = StoreLock(directory)  # one put or delete at a time; taken before the others
         self._flushing = StoreLock(directory)  # one sync at a time
         self._clocks: dict[Layout, Clock] = {}
@@ -108,7 +110,8 @@ class FileStore(ExtentFiles):
         self, headers: Sequence[RecordHeader], payloads: Sequence[Buffer], *, replace: bool = False
     ) -> list[RecordHeader | None]:
         for header, payload in zip(headers, payloads, strict=True):
-            if (size := payload.nbytes if isinstance(payload, memoryview) else len(payload)) != header.payload_nbytes:
+            size = payload.nbytes if isinstance(payload, memoryview) else len(payload)
+            if size != header.payload_nbytes:
                 raise RecordError("payload size", header.payload_nbytes, size)
         self.lock.check()
         keys = [header.key for header in headers]
@@ -118,13 +121,14 @@ class FileStore(ExtentFiles):
                 older = self.index.find(keys)
                 held = self._held(older)
             groups = self._wanted(headers, payloads, held, replace)
-            evicted, may_lose = self._evicted, bool(held) or len(groups) > 1
+            evicted = self._evicted
+            may_lose = bool(held) or len(groups) > 1
             with suppress(OSError):  # their slots stay taken
                 self._erase()
             with self._as_storage_error("write"):
                 for group in groups:
                     self._store(*group, held, ANY if older else ())
-                if self._sync is Sync.BATCH:  # what is held, too: its sync may have failed
+                if self._sync is Sync.BATCH:  # what is held, too: it may not be synced yet
                     self._sync_all(self.index.extents)
             if may_lose and self._evicted != evicted:  # perhaps of these keys, for a later record
                 there = self.contains(keys)
@@ -141,11 +145,11 @@ class FileStore(ExtentFiles):
                 for _, extent, start, count in found:
                     extent.forget(start, count)
                     self._to_erase.append((extent, start, count))
-                lost = any(extent.lost for extent in self.index.extents)
             with self._as_storage_error("delete a record"):
                 self._erase()
-        if lost and sum(count for *_, count in found) < len(wanted):
-            raise StorageError(f"{self.path}: a record may be among those whose heads the disk did not give at opening")
+        unread = [refusal.why for refusal in self.refused.values() if refusal.is_unread]
+        if unread and sum(count for *_, count in found) < len(wanted):
+            raise StorageError(f"a record may be in an extent that was not read at opening: {', '.join(unread)}")
 
     def flush(self) -> None:
         """Return when every record put before is on stable storage.
@@ -196,13 +200,11 @@ class FileStore(ExtentFiles):
     # What put and delete do.
 
     def _held(self, found: list[Found]) -> dict[BlockKey, RecordHeader]:
-        """What is stored in these slots, if it is not too old and the disk gives it back; storing it again is a use.
-        Held: lock."""
+        """What is stored in these slots, if it is not too old; storing it again is a use. Held: lock."""
         held: dict[BlockKey, RecordHeader] = {}
         for _, extent, local, count in self.fresh(found):
             headers = extent.headers(extent.packed(local, count))
-            ticks = extent.ticks[local : local + count].tolist()
-            held |= {each.key: each for each, tick in zip(headers, ticks, strict=True) if tick not in self._suspects}
+            held |= {header.key: header for header in headers}
             extent.use(local, count, self.calls)
         return held
 
@@ -223,8 +225,11 @@ class FileStore(ExtentFiles):
             stored = headers[wanted[key]] if key in wanted else held.get(key)
             if stored is None or takes_the_place(header, stored, replace=replace):
                 wanted[key] = i
-        groups = [(layout, list(some)) for layout, some in groupby(sorted(wanted.values()), layouts.__getitem__)]
-        return [(layout, [headers[i] for i in some], [payloads[i] for i in some]) for layout, some in groups]
+        groups: list[tuple[Layout, Sequence[RecordHeader], Sequence[Buffer]]] = []
+        for layout, places in groupby(sorted(wanted.values()), layouts.__getitem__):
+            some = list(places)
+            groups.append((layout, [headers[i] for i in some], [payloads[i] for i in some]))
+        return groups
 
     def _store(
         self,
@@ -235,13 +240,15 @@ class FileStore(ExtentFiles):
         again: Container[int],
     ) -> None:
         """Store records of one layout while there is room. Held: writing."""
-        runs, at = list[Run](), 0
+        runs: list[Run] = []
+        at = 0
         try:
             self._take(layout, len(headers), runs)
             while runs:
                 extent, start, count = runs[0]
                 some = headers[at : at + count]
-                heads = extent.pack(some, self._tick + 1, int(self._clock() * 1000))
+                now_ms = int(self._clock() * 1000)
+                heads = extent.pack(some, self._tick + 1, now_ms)
                 self._tick += count
                 extent.write(self._disk, start, heads, payloads[at : at + count])
                 with self.lock:
@@ -278,10 +285,7 @@ class FileStore(ExtentFiles):
                     each.dirty = False  # before the sync: a write meanwhile sets it again
                     try:
                         self._disk.sync(each.fd)
-                    except BaseException as error:
-                        if isinstance(error, OSError) and isinstance(each, Extent):
-                            with self.lock:  # the next sync may succeed without these bytes
-                                self._suspects.update(each.ticks[each.ticks > 0].tolist())
+                    except BaseException:
                         each.dirty = True
                         raise
 
@@ -291,8 +295,10 @@ class FileStore(ExtentFiles):
         """Add slots for records of a layout to ``runs``, as many as there is room for. Held: writing."""
         clock = self._clocks.get(layout) or self._new_clock(layout)
         if clock.turned:
-            idle, turned_at = self._oldest(clock), clock.turned_at
-            clock.turned, clock.turned_at = False, self.calls  # first: what cannot go may stay a turn
+            idle = self._oldest(clock)
+            turned_at = clock.turned_at
+            clock.turned = False  # first: what cannot go may stay a turn
+            clock.turned_at = self.calls
             if idle and idle.used_at < turned_at:
                 self._drop(idle)
         clock.take_free(count, runs)
@@ -307,12 +313,15 @@ class FileStore(ExtentFiles):
         runs[:] = [run for run in runs if run[0].ordinal]  # without slots of extents dropped meanwhile
 
     def _new_clock(self, layout: Layout) -> Clock:
-        clock = self._clocks[layout] = Clock(max(self._extent_nbytes, Shape(0, 1, layout).nbytes))
+        least = Shape(0, 1, layout).nbytes
+        clock = Clock(max(self._extent_nbytes, least))
+        self._clocks[layout] = clock
         return clock
 
     def _grow(self, layout: Layout, clock: Clock) -> bool:
         """Whether a layout got another extent; for its first, other layouts' extents go. ``OSError``: it has none."""
-        wanted, has = clock.extent_nbytes, bool(clock.extents)
+        wanted = clock.extent_nbytes
+        has = bool(clock.extents)
         least = wanted // 4 if has else 0
         while self._quota_nbytes - self._used_nbytes >= least:
             try:
@@ -320,7 +329,8 @@ class FileStore(ExtentFiles):
                 shape = Shape.within(0, layout, min(wanted, room))
                 fits = shape.slots and shape.nbytes >= least and len(self.index.extents) < EXTENTS_MAX
                 if fits and (has or room >= wanted or not self._oldest(clock)):
-                    shape.number = max((parse_name(name) or 0 for name in self._directory.names()), default=0) + 1
+                    numbers = [parse_name(name) or 0 for name in self._directory.names()]
+                    shape.number = max(numbers, default=0) + 1
                     self._join([make_extent(self._disk, self._directory, shape)])
                     self._directory.tell(shape.number)
                     return True
@@ -334,7 +344,10 @@ class FileStore(ExtentFiles):
 
     def _oldest(self, clock: Clock | None = None) -> Extent | None:
         """The extent that was used least recently, of other layouts than a clock's."""
-        others = [extent for each in self._clocks.values() if each is not clock for extent in each.extents]
+        others: list[Extent] = []
+        for other in self._clocks.values():
+            if other is not clock:
+                others += other.extents
         return min(others, key=lambda extent: extent.used_at, default=None)
 
     def _room(self) -> int:
@@ -372,14 +385,14 @@ class FileStore(ExtentFiles):
             raise ConfigError("min_free", f"{most} bytes at most, on this file system", self._min_free_nbytes)
         opened = open_extents(self._disk, self._directory, os.O_RDWR, self.refused)
         for extent in opened:
-            extent.serve(self._disk)
             if self._disk.size(extent.fd) != extent.shape.nbytes:  # was cut, or what lies behind is no part of it
                 self._disk.truncate(extent.fd, extent.shape.nbytes)
         opened.sort(key=lambda extent: int(extent.ticks.max()))
         for place, extent in enumerate(opened, -len(opened)):
             extent.used_at = place
         # Deleted records may have had higher ticks, which readers remember.
-        self._tick = max([0, *(int(extent.ticks.max()) for extent in opened)]) + int.from_bytes(os.urandom(4), "little")
+        ticks = [int(extent.ticks.max()) for extent in opened]
+        self._tick = max(ticks, default=0) + int.from_bytes(os.urandom(4), "little")
         self._join(opened)
         while self._used_nbytes > self._quota_nbytes:
             self._drop(opened.pop(0))
@@ -387,4 +400,5 @@ class FileStore(ExtentFiles):
             self._erase()
         for clock in self._clocks.values():  # the hand begins after the newest record
             if clock.extents:
-                clock.hand = (len(clock.extents) - 1, int(np.argmax(clock.extents[-1].ticks)) + 1)
+                newest = int(np.argmax(clock.extents[-1].ticks))
+                clock.hand = (len(clock.extents) - 1, newest + 1)

@@ -64,12 +64,12 @@ class MooncakeStore(ApartStore):
         for i, header in enumerate(found):
             if isinstance(header, RecordHeader) and checksum(buffers[i]) != header.payload_xxh3:
                 found[i] = Absence.CORRUPT
-        torn = [i for i, header in enumerate(found) if header is Absence.CORRUPT]
-        if torn and looks:
-            again: list[RecordHeader | Absence] = [Absence.MISS] * len(torn)
+        corrupt = [i for i, header in enumerate(found) if header is Absence.CORRUPT]
+        if corrupt and looks:
+            again: list[RecordHeader | Absence] = [Absence.MISS] * len(corrupt)
             with suppress(StorageError):  # a look that fails costs no record that was found
-                again = self.get_into([keys[i] for i in torn], [buffers[i] for i in torn], looks=looks - 1)
-            for i, header in zip(torn, again, strict=True):
+                again = self.get_into([keys[i] for i in corrupt], [buffers[i] for i in corrupt], looks=looks - 1)
+            for i, header in zip(corrupt, again, strict=True):
                 found[i] = header
         return found
 

@@ -31,7 +31,8 @@ def reach(address: tuple[str, int]) -> str:
 
 def pool_usage(admin: tuple[str, int]) -> dict[str, int]:
     """Objects and bytes of the whole pool, for all clients."""
-    connection, where = HTTPConnection(*admin, timeout=ASK_S), f"Mooncake's admin port {admin[0]}:{admin[1]}"
+    connection = HTTPConnection(*admin, timeout=ASK_S)
+    where = f"Mooncake's admin port {admin[0]}:{admin[1]}"
     try:
         connection.request("GET", "/metrics")
         body = connection.getresponse().read(RESPONSE_NBYTES_MAX)

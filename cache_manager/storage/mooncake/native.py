@@ -99,12 +99,14 @@ class Native:
         large = max((header.payload_nbytes for header in headers), default=0) > LARGE_NBYTES
         pool_nbytes = self._pool_nbytes() if large else sys.maxsize
         for i, (header, room) in enumerate(zip(headers, rooms, strict=True)):
-            packed, nbytes = pack_header(header), header.payload_nbytes
+            packed = pack_header(header)
+            nbytes = header.payload_nbytes
             if len(packed) <= HEADER_NBYTES_MAX and nbytes + len(packed) <= pool_nbytes:
                 room[nbytes : nbytes + len(packed)] = packed
                 todo[i] = nbytes + len(packed)
         self.count(too_large=len(headers) - len(todo))
-        give_up_s, pause_s = time.monotonic() + self.settings.full_ms / 1e3, BACK_OFF_S
+        give_up_s = time.monotonic() + self.settings.full_ms / 1e3
+        pause_s = BACK_OFF_S
         with self._alone([headers[i].key for i in todo]):
             while todo:
                 objects = [(self._name(headers[i].key), _address(rooms[i]), nbytes) for i, nbytes in todo.items()]
@@ -148,7 +150,9 @@ class Native:
 
         And whether any was removed. One that is being written, or went meanwhile, is tried again by the caller.
         """
-        names, older, there = [self._name(headers[i].key) for i in taken], [], {}
+        names = [self._name(headers[i].key) for i in taken]
+        older = []
+        there = {}
         places = [rooms[i][headers[i].payload_nbytes + HEADER_NBYTES_MAX :] for i in taken]
         found = self._store.get_into_ranges(
             list(map(_address, places)),
@@ -197,7 +201,8 @@ class Native:
     def get_into(self, keys: list[BlockKey], rooms: list[memoryview]) -> list[RecordHeader | Absence]:
         """Distinct keys, as the native side answers only one of two equal names in a batch."""
         sizes = [len(room) - MARGIN_NBYTES for room in rooms]
-        names, addresses = list(map(self._name, keys)), list(map(_address, rooms))
+        names = list(map(self._name, keys))
+        addresses = list(map(_address, rooms))
         codes = self._store.batch_get_into(names, addresses, [size + HEADER_NBYTES_MAX for size in sizes])
         found: list[RecordHeader | Absence] = []
         for key, room, size, code in zip(keys, rooms, sizes, self._checked("failed_reads", codes), strict=True):
@@ -239,7 +244,8 @@ class Native:
 
     def counted(self) -> dict[str, int]:
         with self._changed:
-            counts, self.counts = self.counts, Counter()
+            counts = self.counts
+            self.counts = Counter()
         return dict(counts)
 
     def _name(self, key: BlockKey) -> str:

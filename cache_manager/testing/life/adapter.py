@@ -104,7 +104,8 @@ class BlockManagerAdapter:
 
     def slots(self, seq: str, start: int, stop: int) -> Sequence[tuple[int, int]]:
         """(block, offset) to write for each position in ``[start, stop)``. Override it if the manager computes them."""
-        table, size = self.table(seq), self.block_tokens
+        table = self.table(seq)
+        size = self.block_tokens
         blocks = [table[position // size] if position // size < len(table) else None for position in range(start, stop)]
         return [(-1 if block is None else block, at % size) for at, block in enumerate(blocks, start)]
 

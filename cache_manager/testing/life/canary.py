@@ -155,7 +155,8 @@ class CanaryKV:
 
     def _maybe_fail(self, targets: Sequence[int], tier: dict[int, Block]) -> None:
         if self.fail_next:
-            self.fail_next, self.failed = False, True
+            self.fail_next = False
+            self.failed = True
             self.counts["failing_moves"] += 1
             for block in targets:
                 tier.pop(block, None)

@@ -15,7 +15,8 @@ from cache_manager.testing.life.world import Sequence, World, blocks
 def check_all(world: World, *touched: str) -> None:
     """Every claim that holds between operations; the operation that ends here may change ``touched``."""
     for name in world.before.tables.keys() & world.after.tables.keys() - set(touched):
-        was, now = world.before.tables[name], world.after.tables[name]
+        was = world.before.tables[name]
+        now = world.after.tables[name]
         if was != now:
             world.fail("others_untouched", f"{name} had {blocks(was)}, and has {blocks(now)}")
     for sequence in world.live.values():
@@ -37,7 +38,8 @@ def check_unchanged(world: World) -> None:
     if not world.can("background"):
         told |= {"free": "free blocks were", "refs": "reference counts were"}
     for what, words in told.items():
-        was, now = getattr(world.before, what), getattr(world.after, what)
+        was = getattr(world.before, what)
+        now = getattr(world.after, what)
         if was != now:
             world.fail("refusal_changes_nothing", f"{words} {was}, and then {now}")
     check_all(world, *world.live)  # every table was compared above
@@ -59,7 +61,8 @@ def check_table(world: World, sequence: Sequence) -> None:
 
 def check_accounts(world: World) -> None:
     """Free and held blocks are all blocks, and counts agree with tables."""
-    seen, held = world.after, world.holders(world.after)
+    seen = world.after
+    held = world.holders(world.after)
     if (free := world.ask("free_ids")) is not None:
         twice = [f"b{block}" for block, n in Counter(free).items() if n > 1]
         both = [f"b{block}" for block in sorted(held.keys() & set(free))]
@@ -72,12 +75,14 @@ def check_accounts(world: World) -> None:
         counted = f"{seen.free} free, {len(held)} held, of {world.capacity} blocks"
         world.fail("no_block_lost", f"{counted}: {wrong}{which}")
     for block in () if seen.refs is None else seen.refs.keys() | held.keys():
-        count, holders = (seen.refs or {}).get(block, 0), held.get(block, ())
+        count = (seen.refs or {}).get(block, 0)
+        holders = held.get(block, ())
         if count != len(holders):
             whose = " and ".join(holders) or "nobody"
             world.fail("ref_count_is_holders", f"the count of b{block} is {count}, held by {whose}")
     if seen.host_free is not None:
-        swapped, total = len(world.holders(seen, "host")), len(world.adapter.host_blocks)
+        swapped = len(world.holders(seen, "host"))
+        total = len(world.adapter.host_blocks)
         if seen.host_free + swapped != total:
             world.fail("host_conserved", f"{seen.host_free} free and {swapped} held, of {total} host blocks")
     world.counts["full pools"] += seen.free == 0
@@ -102,9 +107,11 @@ def check_content(world: World, sequence: Sequence, *, hit: bool = False) -> Non
             continue
         where = f"{'host ' if sequence.swapped else ''}b{block}[{position % world.size}]"
         if cell is None:
-            name, holds = "hit_was_written", f"{where} holds nothing that was computed"
+            name = "hit_was_written"
+            holds = f"{where} holds nothing that was computed"
         else:
-            name, holds = _why(cell.content, wanted), f"{where} holds {cell.content}, {cell.written}"
+            name = _why(cell.content, wanted)
+            holds = f"{where} holds {cell.content}, {cell.written}"
         world.fail(name if hit else "content_survives", f"{holds}; {sequence.name} needs {wanted}")
 
 
@@ -148,8 +155,10 @@ def check_rows(world: World, sequence: Sequence) -> None:
 def check_copies(world: World, kind: str, pairs: list[tuple[int, int]]) -> None:
     """The copies that the manager asks for, before they are made."""
     pools = {"device": world.adapter.blocks, "host": world.adapter.host_blocks}
-    source_tier, target_tier = "host" if kind == "swap_in" else "device", "host" if kind == "swap_out" else "device"
-    given, taken = world.holders(world.after, source_tier), world.holders(world.after, target_tier)
+    source_tier = "host" if kind == "swap_in" else "device"
+    target_tier = "host" if kind == "swap_out" else "device"
+    given = world.holders(world.after, source_tier)
+    taken = world.holders(world.after, target_tier)
     bad = [
         (source, target)
         for source, target in pairs
@@ -165,7 +174,8 @@ def check_copies(world: World, kind: str, pairs: list[tuple[int, int]]) -> None:
 
 def check_fresh(world: World, name: str, first: int) -> None:
     """Blocks that ``name`` has from index ``first`` on, and did not have before, belong to no other sequence."""
-    had, now = world.before.tables.get(name, ()), world.after.tables
+    had = world.before.tables.get(name, ())
+    now = world.after.tables
     others = {
         block
         for other, table in world.before.tables.items()
@@ -180,7 +190,8 @@ def check_fresh(world: World, name: str, first: int) -> None:
 
 def check_hit(world: World, sequence: Sequence, cached: int) -> None:
     """The tokens that the manager calls cached are there; from here on they count as computed."""
-    total, had = len(sequence.tokens), sequence.computed
+    total = len(sequence.tokens)
+    had = sequence.computed
     if not had <= cached < total or cached % world.size:
         world.fail("hit_leaves_one", f"{cached} of {total} tokens need no computing, in blocks of {world.size}")
     for token in sequence.tokens[had:cached]:
@@ -191,7 +202,8 @@ def check_hit(world: World, sequence: Sequence, cached: int) -> None:
 
 def check_found(world: World, sequence: Sequence, cached: int) -> None:
     """The longest run of full blocks that another running sequence holds was hit."""
-    wanted, at = [], world.beginning(sequence.salt)
+    wanted = []
+    at = world.beginning(sequence.salt)
     for token in sequence.tokens:
         at = at.then(token, world.version)
         wanted.append(at)
@@ -215,7 +227,8 @@ def check_found(world: World, sequence: Sequence, cached: int) -> None:
 
 def check_written(world: World, sequence: Sequence, start: int, slots: Collected[tuple[int, int]]) -> None:
     """The slots that a pass is about to write, of the positions from ``start`` on."""
-    holders, name = world.holders(world.after), sequence.name
+    holders = world.holders(world.after)
+    name = sequence.name
     for position, (block, offset) in enumerate(slots, start):
         if block not in world.adapter.blocks or not 0 <= offset < world.size:
             table = blocks(world.after.tables[name])

@@ -20,7 +20,8 @@ def main(adapter: str | None, *, invariants: bool, examples: int, steps: int, se
 
     Raises :class:`InvalidInputError` if ``adapter`` names no usable adapter.
     """
-    out, start_s = sys.stdout, time.perf_counter()
+    out = sys.stdout
+    start_s = time.perf_counter()
     if invariants:
         out.writelines(f"{name}\n  {claim}\n" for name, claim in INVARIANTS.items())
         return 0

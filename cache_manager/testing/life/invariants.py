@@ -51,4 +51,6 @@ class InvariantBroken(AssertionError):  # noqa: N818 - it is a finding, and read
 
     def __init__(self, name: str, what: str, program: list[Operation], told: str = "") -> None:
         super().__init__(told or f"{name}: {what}")
-        self.name, self.what, self.program = name, what, program
+        self.name = name
+        self.what = what
+        self.program = program

@@ -68,12 +68,14 @@ class Life(World):
 
     def _grow(self, sequence: Sequence, upto: int, *, fail: bool = False) -> bool:
         """Have the manager make room for the positions below ``upto``: by new blocks, and copies of shared ones."""
-        name, first = sequence.name, sequence.computed // self.size
+        name = sequence.name
+        first = sequence.computed // self.size
         if self.call("grow", name, list(sequence.tokens), upto, fail=fail):
             self.after = self.look()
             claims.check_fresh(self, name, first)
             return True
-        table, holders = self.before.tables[name], self.holders(self.before)
+        table = self.before.tables[name]
+        holders = self.holders(self.before)
         shared = sum(block is not None and len(holders[block]) > 1 for block in table[first:])
         self._refused(max(0, -(-upto // self.size) - len(table)) + shared)
         return False
@@ -178,7 +180,8 @@ class Life(World):
         sequence = self._ready(name, len(drafts), "drafts")
         if sequence is None or not drafts or sequence.computed != len(sequence.tokens):
             return
-        start, keep = sequence.computed, min(accepted, len(drafts) - 1)
+        start = sequence.computed
+        keep = min(accepted, len(drafts) - 1)
         self.begin(f"step {name} computes the drafts {drafts}, and {keep} of them are accepted")
         sequence.tokens += drafts
         if not self._grow(sequence, start + len(drafts)):

@@ -55,7 +55,9 @@ class Chooser:
     """Chooses the operations of one example."""
 
     def __init__(self, random: Random, steps: int) -> None:
-        self.random, self.steps, self.names = random, steps, 0
+        self.random = random
+        self.steps = steps
+        self.names = 0
 
     def program(self, life: Life) -> Iterator[Operation]:
         self.life = life
@@ -69,10 +71,12 @@ class Chooser:
 
     def _next(self) -> Iterator[Operation]:
         """The next operation, or several of a kind."""
-        life, random = self.life, self.random
+        life = self.life
+        random = self.random
         kind = random.choice([kind for kind in self.kinds if self._possible(kind)] or ["admit"])
         name = random.choice([*life.live]) if life.live else ""
-        rows, fail = random.random() < 0.75, random.random() < 0.25
+        rows = random.random() < 0.75
+        fail = random.random() < 0.25
         match kind:
             case "admit" | "admit_alike":
                 tokens = self._tokens(1, 10)
@@ -105,7 +109,8 @@ class Chooser:
                 yield (kind,)
 
     def _possible(self, kind: str) -> bool:
-        life, live = self.life, len(self.life.live)
+        life = self.life
+        live = len(self.life.live)
         match kind:
             case "admit":
                 return live < LIVE_MAX
@@ -122,7 +127,8 @@ class Chooser:
                 return live > 0
 
     def _tokens(self, least: int, most: int) -> list[int]:
-        n, how = self.random.randint(least, most), self.random.random()
+        n = self.random.randint(least, most)
+        how = self.random.random()
         if how < 0.15:
             return [at % 2 for at in range(n)]
         return [0 if how < 0.3 else self.random.randint(0, 1) for _ in range(n)]
@@ -189,14 +195,17 @@ def _shortest(adapter: type[BlockManagerAdapter], error: InvariantBroken) -> Inv
 
     Any part of a program is a program: an operation that makes no sense then does nothing.
     """
-    played, best, candidates = 0, error, iter([error.program])
+    played = 0
+    best = error
+    candidates = iter([error.program])
     while played < PLAYED_MAX and (candidate := next(candidates, None)) is not None:
         played += len(candidate)
         try:
             replay(adapter, candidate)
         except InvariantBroken as found:
             if found.name == error.name:
-                best, candidates = found, _smaller(found.program)
+                best = found
+                candidates = _smaller(found.program)
         except Exception:  # noqa: BLE001, S110 - another failure than the one to shorten
             pass
     return best

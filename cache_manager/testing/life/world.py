@@ -59,8 +59,10 @@ class World:
 
     def __init__(self, adapter: type[BlockManagerAdapter], counts: Counter[str]) -> None:
         check_adapter(adapter)
-        self.adapter, self.counts = adapter, counts
-        self.size, self.capacity = adapter.block_tokens, len(adapter.blocks)
+        self.adapter = adapter
+        self.counts = counts
+        self.size = adapter.block_tokens
+        self.capacity = len(adapter.blocks)
         self.live: dict[str, Sequence] = {}
         self.past: list[list[int]] = []  # tokens of ended sequences: their prefixes are asked for again
         self.version = self.serial = 0
@@ -69,7 +71,8 @@ class World:
         self.failure: InvariantBroken | None = None
         self._beginnings: dict[str, Content] = {}
         self.kv = CanaryKV(self.size)
-        self.kv.counts, self.kv.rows_return = counts, adapter.hits_need_rows
+        self.kv.counts = counts
+        self.kv.rows_return = adapter.hits_need_rows
         self.before = self.after = Snapshot({}, 0, None, None)
         try:
             self.manager = adapter(self.kv)
@@ -111,7 +114,8 @@ class World:
         lines += [f"  {number}. {line}" for number, line in enumerate(self.story, 1)]
         lines += ["", f"  {'tables':<8}{'before line ' + str(len(self.story)):<30}after"]
         for seq in sorted(self.before.tables.keys() | self.after.tables.keys()):
-            was, now = self.before.tables.get(seq), self.after.tables.get(seq)
+            was = self.before.tables.get(seq)
+            now = self.after.tables.get(seq)
             lines.append(f"  {seq:<8}{blocks(was):<30}{blocks(now)}")
         lines += [f"  {'free':<8}{self.before.free:<30}{self.after.free}", ""]
         for host, tier, ids in (
@@ -156,7 +160,8 @@ class World:
 
     def call(self, method: str, *arguments: Any, fail: bool = False) -> Any:
         """Like :meth:`ask`, for a call that changes something; ``fail``: its first copy of blocks fails."""
-        self.kv.fail_next, self.kv.failed = fail and self.can("failing_moves"), False
+        self.kv.fail_next = fail and self.can("failing_moves")
+        self.kv.failed = False
         try:
             return self.ask(method, *arguments)
         finally:
@@ -185,7 +190,8 @@ class World:
 
     def at(self, sequence: Sequence, position: int) -> tuple[int | None, Cell | None]:
         """The block that the table names for a position, and the content of its slot."""
-        table, (entry, offset) = self.after.tables[sequence.name], divmod(position, self.size)
+        table = self.after.tables[sequence.name]
+        entry, offset = divmod(position, self.size)
         block = table[entry] if entry < len(table) else None
         tier = self.kv.host if sequence.swapped else self.kv.device
         return block, None if block is None else self.kv.cell(tier, block, offset)
