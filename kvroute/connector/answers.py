@@ -251,7 +251,9 @@ class _Asked:
         if differ := [count for count in sorted(theirs) if mine[count] != theirs[count]]:
             return f"rows of other tokens: the hash of the first {differ[0]} differs"
         rows = self._rows(found)
-        return None if rows in theirs else f"rows of tokens that nothing says to be the first {rows} of this answer"
+        if any(count >= rows for count in theirs):  # an answer without a word has its prompt's hash, one token more
+            return None
+        return f"rows of tokens that nothing says to be the first {rows} of this answer"
 
     def proved(self, found: Routes) -> Routes:
         """:meth:`own`; :class:`RowError` for routes that do not belong to this answer."""

@@ -62,8 +62,15 @@ class Common(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if self.store:
             checks["store"] = lambda: check_store_url(self.store)
         if self.rollouts not in ("", RESPONSE):
-            checks["rollouts"] = lambda: check_rollouts_url(self.rollouts)
+            checks["rollouts"] = lambda: _check_rollouts(self.rollouts)
         return checks
+
+
+def _check_rollouts(url: str) -> None:
+    try:
+        check_rollouts_url(url)
+    except ConfigError as error:
+        raise ConfigError("rollouts", f"{RESPONSE} or {error.wanted}", error.got) from error
 
 
 def _words(kind: inspect.Type) -> str:

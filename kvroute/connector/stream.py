@@ -34,7 +34,9 @@ LATE_S: Final = 10.0
 FORGETTING_S: Final = 1.0
 """and the scheduling thread, when all rows are about to be forgotten."""
 POLL_S: Final = 300e-6
-"""Between two looks at the worker: each look takes the interpreter from the scheduling thread."""
+"""Between two looks at the worker. Each look takes the interpreter from the thread that launches steps:"""
+ASLEEP_MAX_S: Final = 0.02
+"""so the first look comes after most of the time that the last wait took, this at most."""
 
 NOT_WRITTEN: Final = "no row was written, or it was lost; the log and kvroute:tokens_without_rows_total say why"
 BEHIND: Final = f"the worker is more than {LATE_S:.0f} s behind"
@@ -151,6 +153,7 @@ class RowStream:
         self._sequences: dict[str, _Sequence] = {}
         self._ended: dict[str, Piece] = {}  # of requests that ended in the step at hand
         self._lost: set[str] = set()
+        self._asleep_s = 0.0
 
     def attach(self, view: kvroute.RegionView, *, late: bool) -> None:
         self._view, self.late = view, late
@@ -426,9 +429,14 @@ class RowStream:
         return self._view.generation(self._clock) if self.late else float("inf")
 
     def _wait(self, number: int, seconds: float) -> None:
-        give_up_s = time.monotonic() + seconds
-        while self._through() < number and time.monotonic() < give_up_s:
+        """Until the worker has finished this step: asleep for most of what the last wait took, then looking."""
+        begun_s = time.monotonic()
+        if self._through() >= number:
+            return
+        time.sleep(min(self._asleep_s, seconds))
+        while self._through() < number and time.monotonic() < begun_s + seconds:
             time.sleep(POLL_S)
+        self._asleep_s = min(ASLEEP_MAX_S, 0.8 * (time.monotonic() - begun_s))
 
     # ---------------------------------------------------------------- held: _lock
 

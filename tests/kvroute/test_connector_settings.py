@@ -22,7 +22,7 @@ from kvroute.connector import Settings
         ({"store": "bogus://x"}, ".store: wanted one of apart, file, memory, mooncake, tiered, got 'bogus'"),
         ({"store": "tiered:file:///a,bogus:b"}, ".store: wanted one of apart, file, memory, mooncake, tiered"),
         ({"store": "/var/lib/rows"}, ".store: wanted a URL such as file:///var/lib/kvroute, got '/var/lib/rows'"),
-        ({"rollouts": "bogus:"}, ".rollouts: wanted one of file, mooncake, ray, response, tq, got 'bogus'"),
+        ({"rollouts": "bogus:"}, ".rollouts: wanted response: or one of file, mooncake, ray, tq, got 'bogus'"),
         ({"lend": "tcp://127.0.0.1:99999"}, ".lend: wanted ipc:///PATH or tcp://HOST:PORT, got"),
         ({"lend": "tcp://10.0.0.1:7"}, ".lend: wanted an address of this machine alone, without CURVE keys"),
         ({"keys": "/nonexistent"}, ".keys: wanted a file with a public and a secret key, got /nonexistent"),
