@@ -15,6 +15,7 @@ from cache_manager.spec import AuxBlockDataSpec
 from kvroute.routes import Layout, Routes
 
 NAME: Final = "routed_experts"
+NPY: Final = b"\x93NUMPY"
 
 
 def of(output: Any, index: int) -> Any:
@@ -35,7 +36,7 @@ def routes(packed: Any, tokens: Sequence[int] | None, prompt: int, spec: AuxBloc
     file. Raises :class:`RowError` for an array of another model, and for an answer without token ids.
     """
     layout = Layout.of(spec)
-    array = packed if isinstance(packed, np.ndarray) else _unpacked(packed)
+    array = packed if isinstance(packed, np.ndarray) else unpacked(packed)
     wanted = f"[tokens, {layout.num_layers}, {layout.top_k}] of whole numbers"
     if array.shape[1:] != (layout.num_layers, layout.top_k) or array.dtype.kind not in "iu":
         raise RowError(NAME, wanted, f"{list(array.shape)} of {array.dtype}")
@@ -54,12 +55,18 @@ def routes(packed: Any, tokens: Sequence[int] | None, prompt: int, spec: AuxBloc
     return found.bind(tokens, [count for count in counts if start <= count <= found.stop])
 
 
-def _unpacked(packed: Any) -> NDArray[Any]:
+def unpacked(packed: Any) -> NDArray[Any]:
+    """What a server sent as base64, not yet judged: vLLM's ``.npy``, or SGLang's int32 one after the other, ``[n]``.
+
+    Raises :class:`RowError` for anything else.
+    """
     try:
-        array = np.load(io.BytesIO(pybase64.b64decode(packed, validate=True)), allow_pickle=False)
-    except (TypeError, ValueError, EOFError) as error:
-        raise RowError(NAME, "an array, or its .npy file as base64", repr(error)) from error
-    return np.asarray(array)
+        content = pybase64.b64decode(packed, validate=True)
+        if not content.startswith(NPY):
+            return np.frombuffer(content, "<i4")
+        return np.asarray(np.load(io.BytesIO(content), allow_pickle=False))
+    except (TypeError, ValueError, OSError, EOFError, MemoryError) as error:
+        raise RowError(NAME, "a .npy, or the bytes of int32, as base64", repr(error)) from error
 
 
-__all__ = ["NAME", "of", "routes"]
+__all__ = ["NAME", "of", "routes", "unpacked"]

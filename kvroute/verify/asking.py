@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import random
 import urllib.error
@@ -19,10 +18,10 @@ from numpy.typing import NDArray
 
 from cache_manager.errors import InvalidInputError, MismatchError, RowError
 from cache_manager.spec import AuxBlockDataSpec
+from kvroute.connector import own_field
 from kvroute.connector.answers import routes
 from kvroute.encodings import FIELD
 from kvroute.rollout import RolloutStore
-from kvroute.routes.wire import from_base64
 
 AT_ONCE: Final = 4
 """Requests that are sent together."""
@@ -141,14 +140,10 @@ class Server:
 def rows_of(told: object, spec: AuxBlockDataSpec, due: int) -> Ids:
     """An engine's own field, not yet judged: ids ``[rows, layers, top_k]`` of the layers with a router.
 
-    vLLM's is a ``.npy``, SGLang's the bytes of int32. Raises :class:`RowError` for anything but an array of such rows.
+    Raises :class:`RowError` for anything but an array of such rows.
     """
-    content, (moe, top_k), every = from_base64(FIELD, told), spec.row_shape, spec.attrs["num_layers"]
-    try:
-        npy = content.startswith(b"\x93NUMPY")
-        found = np.load(io.BytesIO(content), allow_pickle=False) if npy else np.frombuffer(content, "<i4")
-    except (ValueError, OSError, MemoryError) as error:
-        raise RowError(FIELD, "a .npy, or the bytes of int32", error) from error
+    (moe, top_k), every = spec.row_shape, spec.attrs["num_layers"]
+    found = own_field.unpacked(told)
     layers = found.shape[1] if found.ndim == 3 else found.size // (due * top_k)
     if layers not in (every, moe) or found.dtype.kind not in "iu" or found.size % (layers * top_k):
         wanted = f"integers of {due} rows, {every} layers, top {top_k}"
