@@ -55,6 +55,11 @@ class Verdict:
     wrong: int
 
 
+def keyed(key: str) -> dict[str, Any]:
+    """Sampling parameters of a request that carries this key."""
+    return {"extra_args": {"kv_transfer_params": {"kvroute": {"key": key}}}}
+
+
 class Engine:
     """An engine with a connector, for prompts of token ids; strict, so that no mistake of bookkeeping is quiet."""
 

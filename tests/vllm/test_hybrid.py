@@ -7,17 +7,18 @@ aligned with blocks, and finds prompts by hashes of a quarter of a block: vLLM c
 from __future__ import annotations
 
 import shutil
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import updates
-from engines import Engine, judge_tokens, prompts
+from engines import Engine, judge_tokens, keyed, prompts
 from safetensors.torch import load_file, save_file
 from vllm import SamplingParams
+from waiting import until
 
+from kvroute.connector.key import rollout_id
 from kvroute.integrations.vllm import routes
 from kvroute.rollout import open_rollouts
 
@@ -64,13 +65,13 @@ class Hybrid:
         feed.copy = copying  # type: ignore[method-assign]
         pool._maybe_evict_cached_block = evicting
 
-    def assert_right(self, outputs: Sequence[Any]) -> None:
+    def assert_right(self, outputs: Sequence[Any], **where: Any) -> None:
         """Every row of these answers is there, and is transformers' with the weights that its version names; vLLM's own
         field has the same rows."""
         for output in outputs:
             for index, completion in enumerate(output.outputs):
                 tokens = [*output.prompt_token_ids, *completion.token_ids]
-                rows = routes(output, index, rollouts=self.rollouts)
+                rows = routes(output, index, rollouts=self.rollouts, **where)
                 assert updates.right(rows, tokens, self.homes)
                 field = completion.routed_experts
                 assert field is not None, output.kv_transfer_params
@@ -156,26 +157,26 @@ def test_several_completions_and_a_stop_string(hybrid: Hybrid) -> None:
     outputs = hybrid.engine.ask(prompts(65, 150), n=3, temperature=1.0)
     hybrid.assert_right(outputs)
     words = [f"t{i}" for i in range(0, 512, 4)]
-    stopped = hybrid.engine.ask(prompts(66, 45, 160), stop=words, max_tokens=60)
+    stopped = hybrid.engine.ask(prompts(66, 45, 160), stop=words, max_tokens=60, **keyed("stopped"))
     assert {output.outputs[0].stop_reason for output in stopped} <= set(words)
-    hybrid.assert_right(stopped)
+    hybrid.assert_right(stopped, key="stopped")
 
 
 def test_an_abort(hybrid: Hybrid) -> None:
     """Goal: a request that is aborted leaves its rows, and requests that hit its blocks have theirs. Method: aborts in
     prefill and in decode."""
     core, asked = hybrid.engine.llm.llm_engine, prompts(67, 290, 60)
-    sampling = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
     for name, prompt, steps in (("gone-1", asked[0], 1), ("gone-2", asked[1], 9)):
+        sampling = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, **keyed(name))
         core.add_request(name, {"prompt_token_ids": prompt}, sampling)
         (request,) = core.engine_core.engine_core.scheduler.requests.values()
         while request.num_computed_tokens < (256 if steps == 1 else len(prompt) + steps - 1):
             core.step()
         tokens = list(request.all_token_ids)[: request.num_computed_tokens + 1]
         core.abort_request([name])
-        while (left := hybrid.rollouts.find(name)) is None:
-            time.sleep(0.01)
-        rows = hybrid.rollouts.get(left)[0]
+        place = rollout_id(name, prompt)
+        until(lambda place=place: hybrid.rollouts.find(place))
+        rows = hybrid.rollouts.get(hybrid.rollouts.find(place))[0]
         assert judge_tokens(hybrid.homes[0], tokens, rows).right == len(tokens) - 1 >= 60
     hybrid.assert_right(hybrid.engine.ask(asked))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,9 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engines import BLOCK, Engine, Verdict, judge, judge_tokens, prompts
+from engines import BLOCK, Engine, Verdict, judge, judge_tokens, keyed, prompts
 from vllm import SamplingParams
 from vllm.v1.request import RequestStatus
+from waiting import until
 
 import kvroute
 from kvroute.connector.key import rollout_id
@@ -92,11 +92,6 @@ def test_stop_strings(qwen: Engine) -> None:
     qwen.assert_right([stopped], rollouts=qwen.rollouts, key="stops")
 
 
-def keyed(key: str) -> dict[str, Any]:
-    """Sampling parameters of a request that carries this key."""
-    return {"extra_args": {"kv_transfer_params": {"kvroute": {"key": key}}}}
-
-
 def answered(core: Any, outputs: int) -> None:
     """Step until there were so many outputs."""
     while outputs:
@@ -112,8 +107,9 @@ def test_an_aborted_request_leaves_nothing_wrong(qwen: Engine) -> None:
         core.add_request("gone", {"prompt_token_ids": prompt}, sampling)
         answered(core, steps)
         core.abort_request(["gone"])
-        while (left := qwen.rollouts.find(rollout_id(name, prompt))) is None:
-            time.sleep(0.01)
+        place = rollout_id(name, prompt)
+        until(lambda place=place: qwen.rollouts.find(place))
+        left = qwen.rollouts.find(place)
         assert left.rows == len(prompt) + steps - 1
     before = set(qwen.rollouts.directory.iterdir())
     core.add_request("no-key", {"prompt_token_ids": asked[0]}, SamplingParams(temperature=0, max_tokens=99))
@@ -135,9 +131,9 @@ def test_a_request_that_ends_in_an_error_leaves_its_rows(qwen: Engine) -> None:
     tokens = list(request.all_token_ids)
     core.engine_core.engine_core.scheduler.finish_requests([request.request_id], RequestStatus.FINISHED_ERROR)
     core.abort_request(["failed"])
-    while (left := qwen.rollouts.find(rollout_id("a-failure", asked))) is None:
-        time.sleep(0.01)
-    found = qwen.rollouts.get(left)[0]
+    place = rollout_id("a-failure", asked)
+    until(lambda: qwen.rollouts.find(place))
+    found = qwen.rollouts.get(qwen.rollouts.find(place))[0]
     assert judge_tokens(qwen.home, tokens[: found.stop + 1], found).right == len(asked) + 5 - 1
 
 
