@@ -23,7 +23,9 @@ from engines import BLOCK, GIVE, MODULE, Engine, models, noise, prompts
 from fronts import Front
 from numpy.typing import NDArray
 from ports import hold_port
+from vllm import envs
 from vllm.distributed.kv_transfer import get_kv_transfer_group
+from vllm.model_executor.layers.mamba.mamba_utils import get_conv_state_layout
 from waiting import GIVE_UP_S
 
 import kvroute
@@ -132,13 +134,26 @@ def prefill(engine: Start, model: Model, monkeypatch: pytest.MonkeyPatch) -> Cal
     return made
 
 
+@pytest.fixture
+def as_nixl_moves_states(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """NIXL moves states of linear attention in one layout alone; vLLM asks for it once in a process."""
+    monkeypatch.setenv("VLLM_SSM_CONV_STATE_LAYOUT", "DS")
+    forget_the_layout()
+    yield
+    forget_the_layout()
+
+
+def forget_the_layout() -> None:
+    envs.disable_envs_cache()
+    get_conv_state_layout.cache_clear()
+
+
+@pytest.mark.usefixtures("as_nixl_moves_states")
 @pytest.mark.parametrize(
     ("family", "carrier"),
     [("qwen3_moe", "layer"), ("qwen3_moe", "auto"), ("gpt_oss", "auto"), ("qwen3_next", "auto")],
 )
-def test_nixl_over_ucx(
-    prefill: Any, model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, carrier: str
-) -> None:
+def test_nixl_over_ucx(prefill: Any, model: Model, tmp_path: Path, family: str, carrier: str) -> None:
     """Goal: the decode engine computes nothing of a prompt and every row of it is there, those of the KV it was given.
     (The last token it does compute, as vLLM always does, for its logits.) Method: KV over UCX, partial blocks too; rows
     in the KV, or beside it by a transfer of their own. They are the prefill engine's, under noise, and not
@@ -146,7 +161,6 @@ def test_nixl_over_ucx(
     """
     pytest.importorskip("nixl")
     home, settings = model(family), {"carrier": carrier}
-    monkeypatch.setenv("VLLM_SSM_CONV_STATE_LAYOUT", "DS")  # NIXL moves states of linear attention in this one alone
     first = prefill(transfer("KvrouteNixlConnector", settings, {}, **NIXL), family)
     group = first.sent.engine.group
     assert bool(group) == (family != "qwen3_moe")
