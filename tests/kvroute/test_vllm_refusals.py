@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from cache_manager.errors import ConfigError
+from kvroute.integrations.vllm.config import kv_names
 from kvroute.integrations.vllm.connector import RowsWithKV
 from kvroute.integrations.vllm.refusals import ARGUMENTS, refuse_arguments
 from kvroute.integrations.vllm.routers import ROUTERS
@@ -106,3 +107,21 @@ def test_the_page_has_the_table_of_arguments() -> None:
 def test_the_page_has_the_table_of_routers() -> None:
     rows = [[f"`{name}`", judged.sees, judged.verdict] for name, judged in ROUTERS.items()]
     assert [row for row in table("Routers") if re.fullmatch(r"`\w+`", row[0])] == rows
+
+
+@pytest.mark.parametrize(
+    ("asked", "answered", "names"),
+    [
+        (None, {}, {}),
+        ({"remote_engine_id": None}, {"remote_engine_id": "e", "remote_request_id": "r-1", "remote_port": 7}, "NIXL"),
+        ({"transfer_id": "t"}, {}, {"transfer_id": "t"}),  # Mooncake's router names it
+        ({"transfer_id": "sidecar-r-1"}, {}, {}),  # MoRIIO's own name for a request without one
+        ({"transfer_id": "t" * 300}, {}, {"transfer_id": "t" * 256}),
+    ],
+)
+def test_what_names_a_request_s_kv(asked: Any, answered: dict[str, Any], names: Any) -> None:
+    """Goal: a ticket repeats what decode's request has too, and no name that prefill's connector gave itself."""
+    nixl = {"remote_engine_id": "e", "remote_request_id": "r-1"}
+    request = SimpleNamespace(request_id="r-1", kv_transfer_params=asked)
+    assert kv_names(request, answered) == (nixl if names == "NIXL" else names)
+    assert kv_names(SimpleNamespace(request_id="d", kv_transfer_params=nixl | {"kvroute": {}})) == nixl

@@ -257,6 +257,7 @@ __all__ = [
     "computation",
     "engine_of",
     "group_of",
+    "kv_names",
     "refuse",
     "settings_of",
 ]
