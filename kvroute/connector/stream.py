@@ -4,9 +4,6 @@ The scheduling thread makes :class:`StepRows` of each step's outputs, and waits 
 thread that sends the outputs reads them: :meth:`RowStream.read`. All or nothing: after a missing row a request gets no
 further ones, and a reason. Between the two calls blocks may be given out anew: the rows are read at that moment, or
 their blocks are copied to spare ones if a worker behind its device has not written them yet.
-
-Nearly all outputs are :class:`Steady`: their rows follow on those of their last outputs. They have no object each:
-there may be 256 of them every 6 ms.
 """
 
 from __future__ import annotations
@@ -15,9 +12,8 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, field
-from itertools import accumulate
-from typing import Final, NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +22,7 @@ import kvroute
 from cache_manager.feed import BlockFeed
 from cache_manager.publish import Rows
 from kvroute.connector.spares import SpareBlocks
+from kvroute.connector.step_rows import Batch, Outcome, Piece, Steady, StepRows
 from kvroute.connector.tickets import Gap, gaps_of
 from kvroute.routes.spans import runs
 
@@ -51,65 +48,6 @@ class Request(Protocol):
     def request_id(self) -> str: ...
     @property
     def num_tokens(self) -> int: ...
-
-
-@dataclass(slots=True, eq=False)
-class Batch:
-    """Rows of a step's outputs, one after the other: ``slots [n]`` in the lives ``[n]`` of their blocks."""
-
-    number: int  # of the worker's last step that writes one of them
-    slots: NDArray[np.int64]
-    lives: NDArray[np.int64]
-    blocks: frozenset[int]
-    doubted: NDArray[np.bool_] | None = None  # [n], the last router's choice is not proved: counts as missing
-    rows: Rows | None = None  # when they have been read,
-    whole: bool = False  # and whether none of them is missing
-    spares: list[int] = field(default_factory=list)
-
-
-@dataclass(slots=True)
-class Piece:
-    """The part of a batch that belongs to one output: rows of the positions ``[start, stop)``, from ``at`` on."""
-
-    name: str
-    start: int
-    stop: int
-    batch: Batch | None = None  # none: there are no rows to read, for the reason in ``lost``
-    at: int = 0
-    last: bool = False  # the request has ended
-    lost: str = ""
-    why: Mapping[int, str] = field(default_factory=dict)  # reasons for rows that did not come, by block
-
-
-@dataclass(slots=True)
-class Steady:
-    """The outputs of a step whose rows follow on those of their last outputs: all of ``batch``, one after the other."""
-
-    names: list[str]
-    stops: list[int]  # behind the last position of each,
-    counts: list[int]  # and how many positions it has
-    batch: Batch
-
-    def pieces(self) -> list[Piece]:
-        places = accumulate(self.counts, initial=0)
-        outputs = zip(self.names, self.stops, self.counts, places, strict=False)
-        return [Piece(name, stop - n, stop, self.batch, at) for name, stop, n, at in outputs]
-
-
-class StepRows(NamedTuple):
-    """The rows of a step's outputs: of each output alone, and of the steady ones."""
-
-    pieces: list[Piece]
-    steady: Steady | None
-
-
-@dataclass(slots=True)
-class Outcome:
-    """What an output gets: ``rows [stop - start, layers, top_k]``, or the gaps for which the request gets none."""
-
-    piece: Piece
-    rows: NDArray[np.generic] | None
-    gaps: Sequence[Gap] = ()
 
 
 @dataclass(slots=True)
@@ -474,4 +412,4 @@ class RowStream:
             batch.number = max(batch.number, step)
 
 
-__all__ = ["Batch", "Outcome", "Piece", "RowStream", "Steady", "StepRows"]
+__all__ = ["RowStream"]

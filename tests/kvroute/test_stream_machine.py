@@ -17,7 +17,8 @@ from connector_house import House, Kv, Running
 from toy_engine import TOKENS, row_of
 
 from kvroute.connector import stream
-from kvroute.connector.stream import Outcome, Piece, RowStream, StepRows
+from kvroute.connector.step_rows import Outcome, Piece, StepRows
+from kvroute.connector.stream import RowStream
 
 
 class Output(NamedTuple):

@@ -15,7 +15,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 import kvroute
-from kvroute.connector.stream import Outcome, Piece, StepRows
+from kvroute.connector.step_rows import Outcome, Piece, StepRows
 from kvroute.connector.worker import WorkerRows
 from kvroute.integrations.vllm import field, missing, routes
 

@@ -23,7 +23,7 @@ from cache_manager.errors import RowError
 from kvroute.connector.answers import FIELD, MISSING
 from kvroute.connector.messages import StepMeta
 from kvroute.connector.scheduler import SchedulerRows
-from kvroute.connector.stream import StepRows
+from kvroute.connector.step_rows import StepRows
 from kvroute.connector.tickets import Gap
 from kvroute.integrations.vllm.versions import PREFIX
 
