@@ -9,6 +9,7 @@ from typing import Any
 @dataclass(slots=True)
 class Counters:
     """Every number only grows, except those ``in_flight``, which are current; ``link`` has the link's own counters.
+    A transfer is in flight from the engine's call until its end is there to be polled.
 
     Of offers: ``early_pulls`` came before their offer; ``late_messages`` for a transfer that had ended,
     ``unknown_transfers`` for one that never existed. ``refused_pulls`` came from a peer of another identity.

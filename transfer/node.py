@@ -118,8 +118,8 @@ class Node:
     def counters(self) -> Counters:
         return replace(
             self._counters,
-            offers_in_flight=self._offers.in_flight,
-            pulls_in_flight=self._pulls.in_flight,
+            offers_in_flight=len(self._lent),
+            pulls_in_flight=len(self._pulled),
             link=getattr(self._link, "counters", None),
         )
 

@@ -66,11 +66,12 @@ def test_decode_answers_with_the_rows_of_the_kv_that_it_was_given(
 def test_prefill_that_ends_before_the_fetch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Goal: decode answers with the rows that it computed. Method: SIGKILL between the ticket and the fetch; then
     another prefill engine, from which all rows come."""
-    monkeypatch.setattr(by_transfer, "LATE_S", 0.3)
     with sides() as (first, second):
         ticket = first.ask(name="p", tokens=PROMPT, lends=True)["ticket"]
         first.kill()
-        assert taken(second, ticket) == ({"right": OWN, "missing": ALL - OWN}, [by_transfer.LATE])
+        with monkeypatch.context() as patch:
+            patch.setattr(by_transfer, "LATE_S", 0.3)
+            assert taken(second, ticket) == ({"right": OWN, "missing": ALL - OWN}, [by_transfer.LATE])
         other = Side(weights=PREFILL)
         second.cached.clear()
         ticket = other.ask(name="p", tokens=PROMPT, lends=True)["ticket"]
