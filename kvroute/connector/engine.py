@@ -51,5 +51,10 @@ class Engine:
         """Extra blocks, to which rows are copied that are still to be read."""
         return range(self.clock + 1, self.clock + 1 + SPARES + (FIELD_SPARES if self.settings.field else 0))
 
+    @property
+    def places(self) -> range:
+        """Extra blocks, for what the engine keeps on its host; the last ones of the table."""
+        return range(self.spares.stop, self.spares.stop + self.carrier.places)
+
 
 __all__ = ["SPARES", "Engine"]

@@ -20,6 +20,7 @@ import kvroute
 from cache_manager.errors import ConfigError, RowError
 from cache_manager.keys import Namespace
 from kvroute.connector.answers import ERROR, FIELD, START
+from kvroute.connector.carriers.by_pairs import Moves
 from kvroute.connector.carriers.port import Admission, SchedulerParts
 from kvroute.connector.ends import Answer, End, Ends
 from kvroute.connector.engine import Engine
@@ -76,7 +77,7 @@ class SchedulerRows:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self.feed = kvroute.BlockFeed(engine.spares.stop)
+        self.feed = kvroute.BlockFeed(engine.places.stop)
         self.view: kvroute.RegionView | None = None
         self._region = ""  # its name
         self.keys = kvroute.KeyChain(engine.namespace, engine.layout)
@@ -98,6 +99,7 @@ class SchedulerRows:
             lambda: self.keys,
             self._blocks_of,
             engine.hashes,
+            engine.places,
         )
         self.carrier = engine.carrier.scheduler(parts)
         spares = SpareBlocks(self.feed, engine.spares)
@@ -199,17 +201,26 @@ class SchedulerRows:
 
     # ---------------------------------------------------------------- a step
 
-    def step(self, scheduled: Mapping[str, int], inner: Any = None, copies: Iterable[tuple[int, int]] = ()) -> StepMeta:
+    def step(
+        self,
+        scheduled: Mapping[str, int],
+        inner: Any = None,
+        copies: Iterable[tuple[int, int]] = (),
+        moves: Moves | None = None,
+    ) -> StepMeta:
         """What the worker has to know of a step that computes so many tokens of each request.
 
         Before it computes, the engine makes these ``copies`` of blocks, (source, target), of which a request that was
-        admitted since the last step hits a part. Copies for others are none of ours.
+        admitted since the last step hits a part. Copies for others are none of ours. ``moves`` are those to its host
+        and back.
 
         Raises :class:`ConfigError` for tokens before any block was :meth:`given`: rows of an earlier life would stay.
         """
         if scheduled and not self._heard:
             wanted = "every block that its pool gives out, before the step that fills it"
             raise ConfigError("the engine", wanted, "a step of tokens before any block")
+        if moves is not None:
+            self.carrier.leave(moves)
         if self._given:
             given, self._given = list(self._given), {}
             if self._ends is not None:
@@ -218,6 +229,8 @@ class SchedulerRows:
                 self.stream.given(given, self._steps + 1)
             self.feed.renew(given)
         self._copy(copies)
+        if moves is not None:
+            self.carrier.enter(moves)
         loads, self._loads = self._still(self._loads), []
         for state in loads:
             assert state.load is not None

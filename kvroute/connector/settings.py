@@ -101,7 +101,8 @@ class Settings(Common, frozen=True):
     weights_version: Annotated[int, msgspec.Meta(ge=0, lt=AS_LOADED)] | None = None
     # The carrier of rows to other engines: a "transfer" of their own beside the KV of whole requests; the "connector"
     # with its store; a "layer" of the model's paged KV, in which they go wherever the KV goes. "auto" is the transfer
-    # if the connector moves whole requests, else the layer if there is no store and both model and connector allow it.
+    # if the connector moves whole requests. Else, without a store, rows go along with copies to the host and back where
+    # the connector tells of them, or in the layer where both model and connector allow it.
     carrier: Literal["transfer", "connector", "layer", "auto"] = "auto"
     lend: str = "tcp://127.0.0.1:*"  # where rows are lent to other engines: ipc:///path or tcp://HOST:PORT
     lent_nbytes_max: Annotated[int, msgspec.Meta(ge=1)] = 4 << 30  # of copies of rows not fetched yet

@@ -66,7 +66,7 @@ class WorkerRows:
         self.store = engine.carrier.store(settings)
         self.blocks = kvroute.AuxBlocks(
             engine.layout.specs,
-            blocks=engine.spares.stop,
+            blocks=engine.places.stop,
             namespace=engine.namespace,
             store=self.store,
             required=[engine.spec.name],

@@ -29,7 +29,7 @@ def engine(connector: str, *, drafts: bool = False, window: int | None = None) -
     ("connector", "layer"),
     [
         ("KvrouteExampleConnector", True),
-        ("KvrouteOffloadingConnector", True),
+        ("KvrouteOffloadingConnector", False),  # says itself what it copies where
         ("KvrouteNixlConnector", False),  # rows cross beside the KV
         ("KvrouteConnector", False),  # moves no KV
         ("KvrouteLMCacheConnectorV1", False),  # not seen to move it

@@ -23,35 +23,46 @@ class HostSpec(CPUOffloadingSpec):
     """vLLM's offloading to host memory, with another copy."""
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
-        assert self.blocks_per_chunk == 1
-        return HostWorker(kv_caches, self.num_chunks)
+        return HostWorker(kv_caches, self.num_chunks, self.blocks_per_chunk)
 
 
 @dataclass
 class Transfer:
     store: bool
     blocks: Any
-    chunks: Any
+    places: Any
     asked: int = 0  # how often it was asked for
 
 
 class HostWorker(OffloadingWorker):
     """Copies a step after it was told to, as a stream may; or when it is waited for."""
 
-    def __init__(self, kv_caches: CanonicalKVCaches, chunks: int) -> None:
+    def __init__(self, kv_caches: CanonicalKVCaches, chunks: int, blocks_per_chunk: int) -> None:
+        self._size = blocks_per_chunk
         self._device = [each.tensor for each in kv_caches.tensors]
-        self._host = [torch.zeros(chunks, each.shape[1], dtype=torch.int8) for each in self._device]
+        self._host = [torch.zeros(chunks * self._size, each.shape[1], dtype=torch.int8) for each in self._device]
         self._under_way: dict[int, Transfer] = {}
         self._done: list[TransferResult] = []
         self._damages = os.environ.get(DAMAGED_RANK) == str(get_tensor_model_parallel_rank())
 
     def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
-        self._under_way[job_id] = Transfer(True, src_spec.block_ids, dst_spec.block_ids)
+        self._under_way[job_id] = Transfer(True, src_spec.block_ids, self._places(src_spec, dst_spec))
         return True
 
     def submit_load(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
-        self._under_way[job_id] = Transfer(False, dst_spec.block_ids, src_spec.block_ids)
+        self._under_way[job_id] = Transfer(False, dst_spec.block_ids, self._places(dst_spec, src_spec))
         return True
+
+    def _places(self, device: Any, host: Any) -> list[int]:
+        """Where each block of the device is on the host: chunks of some blocks, the first and last used in part."""
+        places, chunks = list[int](), iter(host.block_ids.tolist())
+        for blocks, first in zip(device.group_sizes, device.block_indices, strict=True):
+            skipped = first % self._size
+            for at in range(skipped, skipped + blocks):
+                if at == skipped or at % self._size == 0:
+                    chunk = next(chunks)
+                places.append(chunk * self._size + at % self._size)
+        return places
 
     def get_finished(self) -> list[TransferResult]:
         for transfer in self._under_way.values():
@@ -63,13 +74,13 @@ class HostWorker(OffloadingWorker):
     def wait(self, job_ids: set[int]) -> None:
         for job_id in sorted(job_ids & set(self._under_way)):
             transfer = self._under_way.pop(job_id)
-            blocks, chunks = (torch.as_tensor(ids, dtype=torch.int64) for ids in (transfer.blocks, transfer.chunks))
+            blocks, places = (torch.as_tensor(ids, dtype=torch.int64) for ids in (transfer.blocks, transfer.places))
             nbytes = 0
             for device, host in zip(self._device, self._host, strict=True):
                 if transfer.store:
-                    host[chunks] = device[blocks]
+                    host[places] = device[blocks]
                 else:
-                    device[blocks] = host[chunks]
+                    device[blocks] = host[places]
                     device[blocks[:1], 0] ^= int(self._damages)
                 nbytes += len(blocks) * host.shape[1]
             self._done.append(TransferResult(job_id, success=True, transfer_size=nbytes, transfer_time=1e-3))

@@ -174,7 +174,7 @@ def test_preempted_requests_whose_kv_comes_back(start: Engines, judge: Judge, tm
     with verdict(f"preempted, {'a store' if store else 'no store'}", of_all(judge, answers)) as found:
         assert not found.missing["rows"]
         assert found.right > found.due * 0.6
-        assert store or found.right == found.due, "with the defaults rows go in the KV"
+        assert store or found.right == found.due, "with the defaults rows go by pairs"
     _, (_, done) = engine.do(
         acts=[["swap", {"home": str(judge.weights["B"].home)}], ["reset", {"reset_connector": True}]]
     )

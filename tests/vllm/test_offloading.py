@@ -1,4 +1,5 @@
-"""vLLM's own offloading of KV to host memory, with rows by a store or in the KV: far beyond the pool, and of ranks."""
+"""vLLM's own offloading of KV to host memory, with rows by its pairs, by a store or in the KV: far beyond the pool, and
+of ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from host_offload import DAMAGED_RANK
 
 import kvroute
 from bench.vllm_peers import plugin as installed
-from kvroute.connector.carriers import InKv
+from kvroute.connector.carriers import ByKey, ByPairs, InKv
 from kvroute.integrations.vllm import routes, unseen
 
 Start = Any  # conftest's Engines
@@ -21,17 +22,26 @@ POOL = 16
 """Blocks of the engine, of which one is vLLM's own and stays empty."""
 
 
-def start(engine: Start, home: Path, carrier: str, directory: Path, *, multi: bool = False, **arguments: Any) -> Engine:
-    """An engine of few blocks whose KV goes to 4 MB of host memory, which is 170 blocks of this model."""
-    settings = {"store": f"file://{directory}/rows", "witness": "flagged"} if carrier == "connector" else {}
-    extra = {"spec_name": "HostSpec", "spec_module_path": "host_offload", "cpu_bytes_to_use": 4 << 20}
+CARRIERS: dict[str, Any] = {"pairs": ByPairs, "connector": ByKey, "layer": InKv}
+
+
+def start(
+    engine: Start, home: Path, carrier: str, directory: Path, *, multi: bool = False, chunk: int = 1, **arguments: Any
+) -> Engine:
+    """An engine of few blocks whose KV goes to 4 MB of host memory, which is 170 blocks of this model, in chunks of so
+    many blocks."""
+    stored = {"store": f"file://{directory}/rows", "witness": "flagged"}
+    settings: dict[str, Any] = {"connector": stored, "layer": {"carrier": "layer"}, "pairs": {}}[carrier]
+    extra: dict[str, Any] = {"spec_name": "HostSpec", "spec_module_path": "host_offload", "cpu_bytes_to_use": 4 << 20}
+    if chunk > 1:
+        extra["block_size"] = chunk * BLOCK
     name = "KvrouteOffloadingConnector"
     if multi:
         inside = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
         name, extra = "KvrouteMultiConnector", {"connectors": [inside]}
     few = {"num_gpu_blocks_override": POOL, "max_model_len": 256}
     made: Engine = engine(home, name, settings, extra, **{**few, **arguments})
-    assert isinstance(made.sent.engine.carrier, InKv) == (carrier == "layer")
+    assert type(made.sent.engine.carrier) is CARRIERS[carrier]
     return made
 
 
@@ -46,7 +56,7 @@ def again(made: Engine, asked: list[list[int]], carrier: str) -> None:
     assert [unseen(output) for output in outputs[:2]] == [by_kv] * 2
 
 
-@pytest.mark.parametrize("carrier", ["connector", "layer"])
+@pytest.mark.parametrize("carrier", CARRIERS)
 def test_rows_far_beyond_the_pool(engine: Start, model: Model, tmp_path: Path, carrier: str) -> None:
     """Goal: hits on offloaded KV have their rows, however many blocks went through the pool. Method: twelve prompts,
     three pools full; then each again.
@@ -54,6 +64,20 @@ def test_rows_far_beyond_the_pool(engine: Start, model: Model, tmp_path: Path, c
     made = start(engine, model("qwen3_moe"), carrier, tmp_path)
     again(made, prompts(70, *[150] * 12), carrier)
     assert made.metric("external_prefix_cache_hits") >= 12 * 4 * BLOCK - POOL * BLOCK
+    assert made.kept.missing.total() == 0
+    made.kept.blocks.assert_consistent()
+
+
+def test_chunks_of_several_blocks(engine: Start, model: Model, tmp_path: Path) -> None:
+    """Goal: each block of a chunk has its own rows, also where a hit begins or ends inside one. Method: chunks of two
+    blocks; prompts that share their first three blocks, so that these are hits in the pool and what follows comes from
+    the host.
+    """
+    made = start(engine, model("qwen3_moe"), "pairs", tmp_path, chunk=2)
+    asked = prompts(77, *[150] * 8, shared=3 * BLOCK)
+    for prompt in (*asked, *asked):
+        made.assert_right(made.ask([prompt], max_tokens=4))
+    assert made.metric("external_prefix_cache_hits") > 0
     assert made.kept.missing.total() == 0
     made.kept.blocks.assert_consistent()
 
@@ -105,7 +129,20 @@ def test_groups_whose_kv_comes_back(engine: Start, model: Model, tmp_path: Path,
     made.kept.blocks.assert_consistent()
 
 
-@pytest.mark.parametrize("carrier", ["connector", "layer"])
+@pytest.mark.parametrize("family", HYBRID)
+def test_groups_whose_rows_go_by_pairs(engine: Start, model: Model, tmp_path: Path, family: str) -> None:
+    """Goal: rows go with the group of full attention, whatever the others do. Method: prompts that fill the pool
+    several times, and again; then half of each, whose last block may be a part of one that was kept."""
+    made = start(engine, model(family), "pairs", tmp_path, **HYBRID[family])
+    asked = prompts(78, *[200] * 8)
+    for prompt in (*asked, *asked, *(prompt[:100] for prompt in asked)):
+        made.assert_right(made.ask([prompt], max_tokens=4))
+    assert made.metric("external_prefix_cache_hits") > 0
+    assert made.kept.missing.total() == 0
+    made.kept.blocks.assert_consistent()
+
+
+@pytest.mark.parametrize("carrier", CARRIERS)
 def test_ranks_that_divide_the_heads(
     engine: Start, model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, carrier: str
 ) -> None:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from cache_manager.keys import KeyChain
     from cache_manager.ports import StorageBackend
     from cache_manager.spec import AuxBlockDataSpec
+    from kvroute.connector.carriers.by_pairs import Moves
     from kvroute.connector.fills import Request
     from kvroute.connector.messages import StepMeta
     from kvroute.connector.meter import Meter
@@ -70,6 +71,7 @@ class SchedulerParts:
     keys: Callable[[], KeyChain]  # of the present namespace
     blocks_of: Callable[[str, int, int], list[int]]  # the blocks [first, last) of a request
     hashes: int = 1  # that a request has for each of its blocks
+    places: range = range(0)  # blocks for what the engine keeps on its host
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +107,12 @@ class SchedulerSide:
 
     def copied(self, source: int, target: int, rows: int) -> None:
         """The first rows of a block go to another one with the next step, as their KV does."""
+
+    def leave(self, moves: Moves) -> None:
+        """Before the blocks given out since the last step begin their lives: KV that the engine copies to its host."""
+
+    def enter(self, moves: Moves) -> None:
+        """They have begun: KV that the engine copies back."""
 
     def step(self, scheduled: Mapping[str, int]) -> Any:
         """The message for the worker's side with a step that computes so many tokens of each request."""
@@ -204,6 +212,8 @@ class WorkerSide:
 class Carrier:
     """How rows arrive beside KV from outside. A value; see :mod:`kvroute.connector.carriers`."""
 
+    places: int = 0
+    """How many blocks the engine keeps on its host."""
     flagged: bool = False
     """Whether rows without a proof of the last router's choice are handed out, with a flag."""
 

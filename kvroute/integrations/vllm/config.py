@@ -7,7 +7,7 @@ from typing import Any, Final, Literal
 
 from cache_manager.errors import ConfigError
 from cache_manager.keys import Namespace
-from kvroute.connector.carriers import ByKey, ByTransfer, Carrier, InKv, NoCarrier
+from kvroute.connector.carriers import ByKey, ByPairs, ByTransfer, Carrier, InKv, NoCarrier
 from kvroute.connector.engine import Engine
 from kvroute.connector.pages import page_name
 from kvroute.connector.settings import Settings
@@ -49,8 +49,9 @@ def settings_of(transfer: Any) -> Settings:
     return Settings.of(transfer.kv_connector_extra_config.get("kvroute", {}))
 
 
-def engine_of(config: Any, cache: Any, inner: str) -> Engine:
-    """``config`` and ``cache`` are vLLM's ``VllmConfig`` and ``KVCacheConfig``.
+def engine_of(config: Any, cache: Any, inner: str, places: int = 0) -> Engine:
+    """``config`` and ``cache`` are vLLM's ``VllmConfig`` and ``KVCacheConfig``; the connector ``inner`` says of so many
+    ``places`` on the host what it copies there.
 
     Raises :class:`ConfigError` for unsupported configurations, :class:`SpecError` for a model without experts.
     """
@@ -65,6 +66,7 @@ def engine_of(config: Any, cache: Any, inner: str) -> Engine:
         model.architectures,
         layered=page_name(spec) in group.layer_names,
         cuts=len(cache.kv_cache_groups) == 1,
+        places=places,
     )
     version = AS_LOADED if settings.weights_version is None else settings.weights_version
     weights = settings.weights or weights_digest(
@@ -121,8 +123,11 @@ def hashed_tokens(config: Any, cache: Any) -> int:
     return tokens
 
 
-def carrier_of(settings: Settings, inner: str, architectures: Any, *, layered: bool, cuts: bool = True) -> Carrier:
-    """How rows arrive beside the KV that the connector ``inner`` brings; ``layered``: the model has a layer of rows.
+def carrier_of(
+    settings: Settings, inner: str, architectures: Any, *, layered: bool, cuts: bool = True, places: int = 0
+) -> Carrier:
+    """How rows arrive beside the KV that the connector ``inner`` brings; ``layered``: the model has a layer of rows;
+    ``places``: on the host, of which the connector says what it copies there.
 
     ``cuts``: a hit of this connector may be cut; else it is taken whole or not at all. Raises :class:`ConfigError` for
     settings that do not fit together.
@@ -142,7 +147,9 @@ def carrier_of(settings: Settings, inner: str, architectures: Any, *, layered: b
         return ByTransfer()
     if settings.store:
         return ByKey("off" if inner == "Connector" else _witness(settings), gate=not whole, cuts=cuts)
-    return InKv() if layered else NoCarrier()
+    if layered:
+        return InKv()
+    return ByPairs(places) if places and settings.carrier == "auto" else NoCarrier()
 
 
 def _witness(settings: Settings) -> Literal["missing", "flagged"]:

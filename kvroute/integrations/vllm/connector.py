@@ -15,7 +15,7 @@ from kvroute.connector.messages import Told
 from kvroute.connector.pages import page_name
 from kvroute.connector.settings import RESPONSE
 from kvroute.connector.tickets import TRANSFER
-from kvroute.integrations.vllm import blocks, core, versions
+from kvroute.integrations.vllm import blocks, core, offloading, versions
 from kvroute.integrations.vllm.config import check_children, engine_of, kv_names
 from kvroute.integrations.vllm.field import Field
 from kvroute.integrations.vllm.routers import bind
@@ -34,7 +34,7 @@ class RowsWithKV(Base):  # type: ignore[misc]
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         check_children(vllm_config, type(self))
         super().__init__(vllm_config, role, kv_cache_config)
-        self._engine = engine_of(vllm_config, kv_cache_config, type(self).inner)
+        self._engine = engine_of(vllm_config, kv_cache_config, type(self).inner, offloading.places_of(self))
         self._layers = tuple(kv_cache_config.kv_cache_groups[self._engine.group].layer_names)
         if role.name == "SCHEDULER":
             core.check_alone(vllm_config)
@@ -188,7 +188,10 @@ class RowsWithKV(Base):  # type: ignore[misc]
         core.check_followed(self._scheduler_rows)
         inner = super().build_connector_meta(scheduler_output)
         copies = getattr(scheduler_output, "kv_cache_block_copies", None) or ()
-        return self._scheduler_rows.step(scheduler_output.num_scheduled_tokens, inner, copies)
+        moves = None
+        if self._engine.places:
+            moves = offloading.moves_of(self.connector_scheduler, inner, self._engine.group)
+        return self._scheduler_rows.step(scheduler_output.num_scheduled_tokens, inner, copies, moves)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> Any:
         return self._finished(request, block_ids, super().request_finished(request, block_ids))

@@ -35,7 +35,7 @@ ARCHITECTURES: Final = {
 }
 """Architectures with one uniform group of full or latent attention, and their modules in vLLM."""
 
-LAYERED: Final = ("KvrouteExampleConnector", "KvrouteOffloadingConnector")
+LAYERED: Final = ("KvrouteExampleConnector",)
 """Connectors, by the beginning of their names, that are known to move the layer like any other."""
 
 

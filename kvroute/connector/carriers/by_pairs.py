@@ -1,0 +1,116 @@
+"""Rows by pairs: an engine that keeps KV on its host says which block it copies to which place there, and back.
+
+Places are blocks of the table behind the engine's own, so that a row has one law wherever it lies: a place begins a
+life when KV is copied to it, and what has become of its rows since then does not arrive. Nothing is proved by the KV,
+because rows go where the engine's own messages say that the KV goes, in the engine's order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cache_manager.errors import ConfigError
+from kvroute.connector.carriers.port import (
+    Admission,
+    Carrier,
+    SchedulerParts,
+    SchedulerSide,
+    WorkerParts,
+    WorkerSide,
+)
+from kvroute.witness import Run
+
+Pairs = NDArray[np.int64]
+"""``[n, 2]``: a block of the engine and a place on its host, from 0."""
+NO_PAIRS: Final[Pairs] = np.empty((0, 2), np.int64)
+
+
+class Load(NamedTuple):
+    """KV that comes back for a request: into these blocks, which are its blocks ``first`` and on."""
+
+    request_id: str
+    first: int
+    pairs: Pairs
+
+
+class Moves(NamedTuple):
+    """The copies of KV between an engine's blocks and its host that it begins with a step.
+
+    ``kept`` are read before any block that was given out since the last step has new KV; ``kept_later`` when the step
+    is over and before the next one begins; ``loads`` come when blocks have been given out.
+    """
+
+    kept: Pairs = NO_PAIRS
+    kept_later: Pairs = NO_PAIRS
+    loads: Sequence[Load] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ByPairs(Carrier):
+    """Rows go along with copies to ``places`` blocks on the host."""
+
+    places: int
+
+    def scheduler(self, parts: SchedulerParts) -> SchedulerSide:
+        return _Scheduler(parts)
+
+    def worker(self, parts: WorkerParts) -> WorkerSide:
+        return _Worker(self.places)
+
+
+class _Scheduler(SchedulerSide):
+    def __init__(self, parts: SchedulerParts) -> None:
+        self._feed, self._places, self._size = parts.feed, parts.places, parts.spec.block_tokens
+        self._due = NO_PAIRS  # what the engine copies to its host before its next step
+        self._hits: dict[str, int] = {}  # tokens of requests that were admitted since the last step, whose KV is there
+
+    def attach(self, greeting: Any) -> None:
+        if greeting != len(self._places):
+            raise ConfigError(
+                "places on the host", f"{len(self._places)}, as the scheduler has", f"{greeting} in a worker"
+            )
+
+    def admitted(self, admission: Admission) -> Run | None:
+        if admission.external:
+            self._hits[admission.request.request_id] = admission.first * self._size + admission.external
+        return None
+
+    def leave(self, moves: Moves) -> None:
+        self._keep(self._due)
+        self._keep(moves.kept)
+        self._due = moves.kept_later
+
+    def _keep(self, pairs: Pairs) -> None:
+        if len(pairs):
+            places = pairs[:, 1] + self._places.start
+            self._feed.renew(places)
+            self._feed.copy(np.stack([pairs[:, 0], places], axis=1))
+
+    def enter(self, moves: Moves) -> None:
+        """Behind a hit's last token a block on the host may have rows of the tokens that another request had there."""
+        for load in moves.loads:
+            if not len(load.pairs):
+                continue
+            starts = (load.first + np.arange(len(load.pairs))) * self._size
+            rows = np.clip(self._hits.get(load.request_id, 0) - starts, 0, self._size)
+            places = load.pairs[:, 1] + self._places.start
+            self._feed.copy(np.stack([places, load.pairs[:, 0]], axis=1), rows.tolist())
+        self._hits.clear()
+
+
+class _Worker(WorkerSide):
+    def __init__(self, places: int) -> None:
+        self._places = places
+
+    @property
+    def greeting(self) -> int:
+        """How many places the worker has."""
+        return self._places
+
+
+__all__ = ["ByPairs", "Load", "Moves"]

@@ -1,0 +1,71 @@
+"""The copies that vLLM's ``OffloadingConnector`` makes between blocks and chunks in host memory, from its own messages.
+
+A chunk has the KV of some successive blocks of one group. vLLM's worker copies to a chunk when the step that filled the
+blocks is over, before the next one; earlier, if it needs the blocks anew (``jobs_to_flush``). It loads from a chunk
+while a request waits. Chunks whose content comes from elsewhere, as with further tiers, have no messages: for those
+:func:`places_of` is 0.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from kvroute.connector.carriers.by_pairs import NO_PAIRS, Load, Moves, Pairs
+
+
+def places_of(connector: Any) -> int:
+    """How many blocks this connector of vLLM's keeps in host memory; 0 if it does not say all that happens there."""
+    try:
+        from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager  # type: ignore[import-not-found]
+        from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec  # type: ignore[import-not-found]
+    except ImportError:
+        return 0
+    scheduler: Any = getattr(connector, "connector_scheduler", None)
+    manager: Any = getattr(scheduler, "manager", None)
+    spec: Any = getattr(getattr(connector, "connector_worker", None), "spec", None)
+    if type(manager) is CPUOffloadingManager and hasattr(manager, "_num_chunks"):  # from vLLM 0.30 on
+        return int(manager._num_chunks * scheduler.config.blocks_per_chunk)
+    plain = isinstance(spec, CPUOffloadingSpec) and type(spec).get_manager is CPUOffloadingSpec.get_manager
+    if plain and hasattr(spec, "num_chunks"):
+        return int(spec.num_chunks * spec.blocks_per_chunk)
+    return 0
+
+
+def moves_of(scheduler: Any, message: Any, group: int) -> Moves:
+    """The copies of the KV of this ``group`` that a step's ``message`` of vLLM's ``scheduler`` asks for."""
+    numbers = [each.group_idx for each in scheduler.config.kv_group_configs]
+    if group not in numbers:  # its KV stays on the device
+        return Moves()
+    at, size = numbers.index(group), scheduler.config.blocks_per_chunk
+    flushed = message.jobs_to_flush or ()
+    kept, later = list[Pairs](), list[Pairs]()
+    for name, job in message.store_jobs.items():
+        _, pairs = _pairs(job.src_spec, job.dst_spec, at, size)
+        (kept if name in flushed else later).append(pairs)
+    loads = [Load(job.req_id, *_pairs(job.dst_spec, job.src_spec, at, size)) for job in message.load_jobs.values()]
+    return Moves(np.concatenate([NO_PAIRS, *kept]), np.concatenate([NO_PAIRS, *later]), loads)
+
+
+def _pairs(device: Any, host: Any, group: int, size: int) -> tuple[int, Pairs]:
+    """A group's blocks and places in a job: the first one's place among the request's blocks, and the pairs.
+
+    vLLM lists the blocks of all groups one after the other, and likewise their chunks; the first and the last chunk of
+    a group may be used in part.
+    """
+    block = chunk = 0
+    for number, (blocks, first) in enumerate(zip(device.group_sizes, device.block_indices, strict=True)):
+        skipped = first % size
+        chunks = -(-(blocks + skipped) // size) if blocks else 0
+        if number == group:
+            ids = np.asarray(device.block_ids[block : block + blocks], np.int64)
+            begins = np.asarray(host.block_ids[chunk : chunk + chunks], np.int64)[:, None] * size
+            places = (begins + np.arange(size)).reshape(-1)[skipped : skipped + blocks]
+            return first, np.stack([ids, places], axis=1)
+        block += blocks
+        chunk += chunks
+    return 0, NO_PAIRS
+
+
+__all__ = ["moves_of", "places_of"]
