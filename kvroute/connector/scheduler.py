@@ -20,8 +20,7 @@ import kvroute
 from cache_manager.errors import ConfigError, RowError
 from cache_manager.keys import Namespace
 from kvroute.connector.answers import ERROR, FIELD, START
-from kvroute.connector.carriers.by_pairs import Moves
-from kvroute.connector.carriers.port import Admission, SchedulerParts
+from kvroute.connector.carriers.port import Admission, Moves, SchedulerParts
 from kvroute.connector.ends import Answer, End, Ends
 from kvroute.connector.engine import Engine
 from kvroute.connector.fills import Request

@@ -15,8 +15,7 @@ import kvroute
 from cache_manager.keys import Namespace
 from kvroute.connector import Engine, Settings
 from kvroute.connector.carriers import ByPairs
-from kvroute.connector.carriers.by_pairs import NO_PAIRS, Load, Moves
-from kvroute.connector.carriers.port import Admission, SchedulerParts
+from kvroute.connector.carriers.port import NO_PAIRS, Admission, Load, Moves, SchedulerParts
 from kvroute.connector.versions import AS_LOADED, Versions
 from kvroute.integrations.vllm.offloading import moves_of
 from kvroute.routing import routing_spec

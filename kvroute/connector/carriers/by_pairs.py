@@ -7,47 +7,24 @@ because rows go where the engine's own messages say that the KV goes, in the eng
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from cache_manager.errors import ConfigError
 from kvroute.connector.carriers.port import (
+    NO_PAIRS,
     Admission,
     Carrier,
+    Moves,
+    Pairs,
     SchedulerParts,
     SchedulerSide,
     WorkerParts,
     WorkerSide,
 )
 from kvroute.witness import Run
-
-Pairs = NDArray[np.int64]
-"""``[n, 2]``: a block of the engine and a place on its host, from 0."""
-NO_PAIRS: Final[Pairs] = np.empty((0, 2), np.int64)
-
-
-class Load(NamedTuple):
-    """KV that comes back for a request: into these blocks, which are its blocks ``first`` and on."""
-
-    request_id: str
-    first: int
-    pairs: Pairs
-
-
-class Moves(NamedTuple):
-    """The copies of KV between an engine's blocks and its host that it begins with a step.
-
-    ``kept`` are read before any block that was given out since the last step has new KV; ``kept_later`` when the step
-    is over and before the next one begins; ``loads`` come when blocks have been given out.
-    """
-
-    kept: Pairs = NO_PAIRS
-    kept_later: Pairs = NO_PAIRS
-    loads: Sequence[Load] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,4 +90,4 @@ class _Worker(WorkerSide):
         return self._places
 
 
-__all__ = ["ByPairs", "Load", "Moves"]
+__all__ = ["ByPairs"]

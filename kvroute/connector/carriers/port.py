@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from cache_manager.keys import KeyChain
     from cache_manager.ports import StorageBackend
     from cache_manager.spec import AuxBlockDataSpec
-    from kvroute.connector.carriers.by_pairs import Moves
     from kvroute.connector.fills import Request
     from kvroute.connector.messages import StepMeta
     from kvroute.connector.meter import Meter
@@ -57,6 +56,31 @@ class Admission(NamedTuple):
     def before(self) -> int:
         """The block before those whose KV comes; -1: none."""
         return self.blocks[self.first - 1] if self.first else -1
+
+
+Pairs = NDArray[np.int64]
+"""``[n, 2]``: a block of the engine and a place on its host, from 0."""
+NO_PAIRS: Final[Pairs] = np.empty((0, 2), np.int64)
+
+
+class Load(NamedTuple):
+    """KV that comes back for a request: into these blocks, which are its blocks ``first`` and on."""
+
+    request_id: str
+    first: int
+    pairs: Pairs
+
+
+class Moves(NamedTuple):
+    """The copies of KV between an engine's blocks and its host that it begins with a step.
+
+    ``kept`` are read before any block that was given out since the last step has new KV; ``kept_later`` when the step
+    is over and before the next one begins; ``loads`` come when blocks have been given out.
+    """
+
+    kept: Pairs = NO_PAIRS
+    kept_later: Pairs = NO_PAIRS
+    loads: Sequence[Load] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,4 +258,15 @@ class Carrier:
         return None
 
 
-__all__ = ["Admission", "Carrier", "SchedulerParts", "SchedulerSide", "WorkerParts", "WorkerSide"]
+__all__ = [
+    "NO_PAIRS",
+    "Admission",
+    "Carrier",
+    "Load",
+    "Moves",
+    "Pairs",
+    "SchedulerParts",
+    "SchedulerSide",
+    "WorkerParts",
+    "WorkerSide",
+]

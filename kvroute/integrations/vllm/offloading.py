@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from kvroute.connector.carriers.by_pairs import NO_PAIRS, Load, Moves, Pairs
+from kvroute.connector.carriers.port import NO_PAIRS, Load, Moves, Pairs
 
 
 def places_of(connector: Any) -> int:
