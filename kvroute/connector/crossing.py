@@ -29,6 +29,7 @@ from cache_manager.ports import KVBlocks
 from cache_manager.record import OfferedRecord, RecordHeader
 from cache_manager.slots import prefix_bits
 from cache_manager.spec import RecordLayout
+from kvroute.connector.limits import LIMITS
 from transfer import (
     BootId,
     Finished,
@@ -44,11 +45,8 @@ from transfer import (
 from transfer.errors import NodeClosedError, NodeFullError
 from transfer.link import Link
 
-LEASE_S: Final = 300.0
-"""How long rows are lent at most before decode asks for them: a decode engine may have a queue."""
 LENT_NBYTES_MAX: Final = 4 << 30
 """Bytes of copies, rows and KV, that are lent and not fetched yet: copies beyond this limit are refused."""
-LIMITS: Final = TransferLimits()
 ROWS: Final = 0
 KV: Final = 1
 
@@ -81,7 +79,7 @@ class Crossing:
     """Both ends beside the ``blocks`` of one engine, over one node of ``link``. It owns the node.
 
     With ``kv`` a block has two parts, its rows and its KV. Copies of at most ``lent_nbytes_max`` bytes are lent at a
-    time. All but :meth:`close` return at once.
+    time, for ``lease_s`` until decode asks for them. All but :meth:`close` return at once.
     """
 
     def __init__(
@@ -91,16 +89,17 @@ class Crossing:
         *,
         kv: KVBlocks | None = None,
         limits: TransferLimits | None = None,
+        lease_s: float = LIMITS.lease_s,
         lent_nbytes_max: int = LENT_NBYTES_MAX,
     ) -> None:
         parts = [part_of("rows", blocks.layout, replicated=True)]
         if kv is not None:
             parts.append(part_of("kv", RecordLayout((kv.spec,))))
         self._blocks, self._namespace = blocks, blocks.namespace
-        self.node = Node(
-            link, Identity(BootId(secrets.token_bytes(16)), self._namespace, tuple(parts)), limits or LIMITS
-        )
-        self.lender, self.borrower = Lender(blocks, self.node, kv, lent_nbytes_max), Borrower(blocks, self.node, kv)
+        identity = Identity(BootId(secrets.token_bytes(16)), self._namespace, tuple(parts))
+        self.node = Node(link, identity, limits or LIMITS.transfer)
+        self.lender = Lender(blocks, self.node, kv, lease_s, lent_nbytes_max)
+        self.borrower = Borrower(blocks, self.node, kv)
 
     @property
     def address(self) -> str:
@@ -130,11 +129,11 @@ class Lender:
     """Offers the content of device blocks as steps fill them: rows, and KV if there is a port for it."""
 
     def __init__(
-        self, blocks: AuxBlocks, node: Node, kv: KVBlocks | None = None, lent_nbytes_max: int = LENT_NBYTES_MAX
+        self, blocks: AuxBlocks, node: Node, kv: KVBlocks | None, lease_s: float, lent_nbytes_max: int
     ) -> None:
         self._blocks, self._node, self._kv = blocks, node, kv
         self._block_nbytes = blocks.layout.nbytes + (RecordLayout((kv.spec,)).nbytes if kv else 0)
-        self._lent_nbytes_max = lent_nbytes_max
+        self._lease_s, self._lent_nbytes_max = lease_s, lent_nbytes_max
         self._lent: dict[TransferId, int] = {}  # bytes of each transfer until it is released
         self._open: set[TransferId] = set()
         self._over: set[TransferId] = set()  # failed or ended before their last block: no more of them is lent
@@ -173,7 +172,7 @@ class Lender:
             offered = self._offered(transfer, first, blocks, lives, tokens)
             with self._lock:  # another thread may learn that the offer has ended
                 if name not in self._open:
-                    self._node.offer(name, offered, is_open=not last, lease_s=LEASE_S)
+                    self._node.offer(name, offered, is_open=not last, lease_s=self._lease_s)
                 else:
                     self._node.grow(name, offered)
                     if last:

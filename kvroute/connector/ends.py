@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,14 +34,6 @@ from kvroute.routes import Layout, Routes
 from kvroute.routes.spans import UNKNOWN, WeightsSpan, from_positions, runs
 
 logger = logging.getLogger(__name__)
-
-LATE_S: Final = 10.0
-"""How long to wait for rows that a worker, which waits for its device, has not written yet."""
-POLL_S: Final = 500e-6
-BURST_MAX: Final = 32
-"""Most requests whose clients are told together: clients handle hundreds of messages much slower than a few."""
-ENDS_MAX: Final = 4096
-"""Most finished requests whose rows have not been left yet; a further one gets no rows."""
 
 Told = dict[str, Any]
 """A client's data beside its answer."""
@@ -94,6 +86,7 @@ class Ends:
 
     def __init__(self, engine: Engine, left: LeftRoutes, feed: BlockFeed, spares: SpareBlocks) -> None:
         self._engine, self._left, self._feed = engine, left, feed
+        self._limits = engine.limits
         self._view: kvroute.RegionView | None = None
         self._late = False
         self._closed = False
@@ -119,9 +112,9 @@ class Ends:
 
     def begin(self, end: End) -> Answer:
         """The request is done: the future of its client's data, done when its rows have been left or cannot be."""
-        end.give_up_s = time.monotonic() + LATE_S
+        end.give_up_s = time.monotonic() + self._limits.answer_s
         with self._lock:
-            alive, room = not self._over_for_all, len(self._pending) < ENDS_MAX
+            alive, room = not self._over_for_all, len(self._pending) < self._limits.ends_max
             if alive and room:
                 self._pending[end] = None
                 if not self._waiting:  # else the thread is at work, or looks again in a moment
@@ -132,7 +125,8 @@ class Ends:
             error = RowError("rows", "a thread of kvroute that leaves them", "none: it has ended")
             return self.refused(end.key, error, end.kept)
         if not room:
-            error = RowError("requests that are done", f"{ENDS_MAX} at most, for the rollout store to take", "more")
+            wanted = f"{self._limits.ends_max} at most, for the rollout store to take"
+            error = RowError("requests that are done", wanted, "more")
             return self.refused(end.key, error, end.kept)
         return end.told
 
@@ -199,7 +193,7 @@ class Ends:
         with self._lock:
             self._closed = True
             self._lock.notify()
-        self._thread.join(2 * LATE_S)
+        self._thread.join(2 * self._limits.answer_s)
         self._left.close()
 
     # ---------------------------------------------------------------- the thread
@@ -257,11 +251,11 @@ class Ends:
                 if self._news or through != before or next(iter(self._waiting)).give_up_s < now_s:
                     self._news, before = False, through
                     whole = (end for end in self._waiting if end.give_up_s < now_s or self._whole(end, through))
-                    if found := list(islice(whole, BURST_MAX)):
+                    if found := list(islice(whole, self._limits.burst_max)):
                         for end in found:
                             del self._waiting[end]
                         return found
-                self._lock.wait(POLL_S)
+                self._lock.wait(self._limits.end_poll_s)
         return []
 
     def _read_together(self, ends: Iterable[End]) -> None:
@@ -328,7 +322,8 @@ class Ends:
         with self._lock:
             if end.rows is None:
                 if not self._written(end, self._through()):
-                    raise RowError("rows", f"written by the worker within {LATE_S} s", "a worker that is behind")
+                    wanted = f"written by the worker within {self._limits.answer_s} s"
+                    raise RowError("rows", wanted, "a worker that is behind")
                 self._read([end])
             assert end.rows is not None, "read"
             return end.rows

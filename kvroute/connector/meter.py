@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, is_dataclass
 from typing import Any, Final
 
+from kvroute.connector.limits import LIMITS, Limits
+
 logger = logging.getLogger(__name__)
 
 EVENTS: Final = "kvroute:events_total"
@@ -28,13 +30,6 @@ BUCKETS_S: Final = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 
 NO_IDS: Final = "ids that no router can choose, or KV that could not be loaded"
 
-EVERY_S: Final = 1.0
-"""Shortest time between two readings of the counters: there are a hundred."""
-CAUSES_MAX: Final = 32
-"""Causes that have a label of their own; later ones are ``other``."""
-TIMES_MAX: Final = 4096
-"""Most times that wait to be taken; older ones are dropped."""
-
 Taken = dict[str, dict[str, Any]]
 """By metric: the growth of counters, by labels joined with ``/``; lists of times, by ``what``."""
 
@@ -45,14 +40,15 @@ class Meter:
     Any thread may count; one at a time takes.
     """
 
-    def __init__(self, look: Callable[[], Mapping[str, Any]]) -> None:
+    def __init__(self, look: Callable[[], Mapping[str, Any]], limits: Limits = LIMITS) -> None:
+        self._limits = limits
         self.missing = Counter[str]()
         """Tokens without rows since the start, by cause."""
         self._look, self._missing_before = look, Counter[str]()
         self._fieldless = Counter[str]()
         self._counting = threading.Lock()  # guards the two: several threads miss tokens, another one takes
         self._before: dict[str, int] = {}
-        self._times: deque[tuple[str, float]] = deque(maxlen=TIMES_MAX)
+        self._times: deque[tuple[str, float]] = deque(maxlen=limits.times_max)
         self._next_s = 0.0
 
     def took(self, what: str, seconds: float) -> None:
@@ -64,7 +60,7 @@ class Meter:
             return
         cause = reason.partition(":")[0]  # behind it there may be an address, which a client has sent
         with self._counting:
-            if cause not in self.missing and len(self.missing) >= CAUSES_MAX:
+            if cause not in self.missing and len(self.missing) >= self._limits.causes_max:
                 cause = "other"
             first = cause not in self.missing
             self.missing[cause] += tokens
@@ -75,14 +71,14 @@ class Meter:
         """Count an answer without its field, by the cause in ``reason``."""
         cause = reason.partition(":")[0].partition(";")[0]
         with self._counting:
-            known = cause in self._fieldless or len(self._fieldless) < CAUSES_MAX
+            known = cause in self._fieldless or len(self._fieldless) < self._limits.causes_max
             self._fieldless[cause if known else "other"] += 1
 
     def take(self) -> Taken | None:
-        """What has happened since the last call; ``None`` if that was less than ``EVERY_S`` ago, or nothing has."""
+        """What has happened since the last call; ``None`` if that was less than ``metrics_s`` ago, or nothing has."""
         if (now_s := time.monotonic()) < self._next_s:
             return None
-        self._next_s = now_s + EVERY_S
+        self._next_s = now_s + self._limits.metrics_s
         counted = dict(_flat(self._look()))
         grown = {name: n - self._before.get(name, 0) for name, n in counted.items() if n > self._before.get(name, 0)}
         times: dict[str, list[float]] = {}

@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 
 from cache_manager.errors import ConfigError
 from cache_manager.spec import AuxBlockDataSpec, align
-from kvroute.connector.witness import GATHER_NBYTES_MAX, folded_on_device, keys_on, to_host
+from kvroute.connector.limits import LIMITS, Limits
+from kvroute.connector.witness import folded_on_device, keys_on, to_host
 from kvroute.witness import WORD_NBYTES, Run, fold_keys, folded
 
 NAME: Final = "model.kvroute.{}.rows"
@@ -103,6 +104,7 @@ class Pages:
         kv: torch.Tensor,
         seen: StepTokens,
         places: torch.Tensor | None = None,
+        limits: Limits = LIMITS,
     ) -> None:
         wanted = (1, spec.block_tokens, token_nbytes(spec))
         if cache.dtype != torch.uint8 or cache.shape[1:] != wanted:
@@ -112,7 +114,7 @@ class Pages:
         if not nbytes or nbytes % WORD_NBYTES or (kv.shape[0], kv.shape[2]) != (len(cache), spec.block_tokens):
             beside = f"[{len(cache)}, heads, {spec.block_tokens}, values], whole 8-byte words of each token"
             raise ConfigError("KV beside rows", beside, f"{kv.dtype} of shape {tuple(kv.shape)}")
-        self.cache, self.seen, self._spec = cache, seen, spec
+        self.cache, self.seen, self._spec, self._limits = cache, seen, spec, limits
         self._words = token_nbytes(spec) // WORD_NBYTES
         self._keys = keys_on(cache.device, 0, self._words - 1 + _BESIDE)
         # float8 cannot be gathered everywhere
@@ -166,7 +168,7 @@ class Pages:
 
     def _folds(self, blocks: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
         """The folds int64 ``[T]`` of the K and V of these tokens."""
-        step = max(1, GATHER_NBYTES_MAX // (self._kv_keys.shape[1] * WORD_NBYTES))
+        step = max(1, self._limits.gather_nbytes_max // (self._kv_keys.shape[1] * WORD_NBYTES))
         parts = range(0, max(1, len(blocks)), step)
         return torch.cat([self._folded(blocks[i : i + step], offsets[i : i + step]) for i in parts])
 

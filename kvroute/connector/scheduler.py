@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,9 +33,6 @@ from kvroute.connector.stream import RowStream
 from kvroute.connector.tickets import UNNAMED
 from kvroute.connector.versions import Versions
 from kvroute.witness import Run
-
-SENT_MAX: Final = 4
-"""Steps that are remembered; the first of them stands for all earlier ones."""
 
 
 @dataclass(slots=True, eq=False)
@@ -83,14 +80,16 @@ class SchedulerRows:
         settings = engine.settings
         self.weights = Versions(engine.namespace, settings.weights_version, self._renamed, named=bool(settings.weights))
         self.blocks_of: Callable[[str, int, int], list[int]] = lambda *_: []
-        self.meter = Meter(dict)  # for times; the worker has the counts
+        self.meter = Meter(dict, engine.limits)  # for times; the worker has the counts
         self.followed = False  # whether changes of weights reach this object; set by an engine whose core reports them
         self.blocks_followed = False  # whether its pool's blocks do
         self._late = False
         self._steps = 0  # sent so far
-        self._sent: deque[tuple[int, dict[str, int]]] = deque(maxlen=SENT_MAX)  # the last: number, tokens by request
+        # The last ones: number, tokens by request.
+        self._sent: deque[tuple[int, dict[str, int]]] = deque(maxlen=engine.limits.steps_max)
         parts = SchedulerParts(
             settings,
+            engine.limits,
             engine.spec,
             engine.blocks,
             self.feed,
@@ -103,7 +102,7 @@ class SchedulerRows:
         spares = SpareBlocks(self.feed, engine.spares)
         self._ends: Ends | None = None
         if settings.rollouts:
-            self._ends = Ends(engine, LeftRoutes.by(settings.rollouts), self.feed, spares)
+            self._ends = Ends(engine, LeftRoutes.by(settings.rollouts, engine.limits), self.feed, spares)
         self._requests: dict[str, _State] = {}
         self._heard = False  # of any block
         # Since the last step was sent:
@@ -121,6 +120,7 @@ class SchedulerRows:
                 self.feed,
                 spares,
                 engine.clock,
+                engine.limits,
                 blocks_of=self._blocks_of,
                 doubts=self._doubts,
                 why=self.carrier.why,

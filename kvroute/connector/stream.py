@@ -21,22 +21,14 @@ from numpy.typing import NDArray
 import kvroute
 from cache_manager.feed import BlockFeed
 from cache_manager.publish import Rows
+from kvroute.connector.limits import Limits
 from kvroute.connector.spares import SpareBlocks
 from kvroute.connector.step_rows import Batch, Outcome, Piece, Steady, StepRows
 from kvroute.connector.tickets import Gap, gaps_of
 from kvroute.routes.spans import runs
 
-LATE_S: Final = 10.0
-"""How long the sending thread waits for rows that a worker has not written yet,"""
-FORGETTING_S: Final = 1.0
-"""and the scheduling thread, when all rows are about to be forgotten."""
-POLL_S: Final = 300e-6
-"""Between two looks at the worker. Each look takes the interpreter from the thread that launches steps:"""
-ASLEEP_MAX_S: Final = 0.02
-"""so the first look comes after most of the time that the last wait took, this at most."""
-
 NOT_WRITTEN: Final = "no row was written, or it was lost; the log and kvroute:tokens_without_rows_total say why"
-BEHIND: Final = f"the worker is more than {LATE_S:.0f} s behind"
+BEHIND: Final = "the worker is more than {:.0f} s behind"
 NO_BLOCKS: Final = "the request had lost its blocks"
 GROWN: Final = "the prompt of a session has grown, and its last token was taken back"
 
@@ -75,6 +67,7 @@ class RowStream:
         feed: BlockFeed,
         spares: SpareBlocks,
         clock: int,
+        limits: Limits,
         *,
         blocks_of: Callable[[str, int, int], list[int]],
         doubts: Callable[[NDArray[np.int64], NDArray[np.int64]], NDArray[np.bool_] | None],
@@ -82,6 +75,7 @@ class RowStream:
     ) -> None:
         self._spec, self._size = spec, spec.block_tokens
         self._feed, self._spares, self._clock = feed, spares, clock
+        self._limits = limits
         self._blocks_of, self._doubts, self._why = blocks_of, doubts, why
         self._view: kvroute.RegionView | None = None
         self.late = False
@@ -219,7 +213,7 @@ class RowStream:
             batches = list(self._unread)
         if not batches:
             return
-        self._wait(max(batch.number for batch in batches), FORGETTING_S)
+        self._wait(max(batch.number for batch in batches), self._limits.forgetting_s)
         with self._lock:
             self._read([batch for batch in batches if batch.rows is None and batch.number <= self._through()])
             for batch in batches:
@@ -241,7 +235,7 @@ class RowStream:
         batches = {piece.batch: None for piece in pieces if piece.batch is not None}
         if steady is not None:
             batches[steady.batch] = None
-        self._wait(max((batch.number for batch in batches), default=0), LATE_S)
+        self._wait(max((batch.number for batch in batches), default=0), self._limits.answer_s)
         with self._lock:
             through = self._through()
             self._read([batch for batch in batches if batch.rows is None and batch.number <= through])
@@ -281,7 +275,7 @@ class RowStream:
             if not gaps and not n:
                 return None
         elif batch.rows is None:
-            gaps = [(piece.start, piece.stop, BEHIND)]
+            gaps = [(piece.start, piece.stop, BEHIND.format(self._limits.answer_s))]
         else:
             part = slice(piece.at, piece.at + n)
             valid = batch.rows.valid[part]
@@ -373,8 +367,8 @@ class RowStream:
             return
         time.sleep(min(self._asleep_s, seconds))
         while self._through() < number and time.monotonic() < begun_s + seconds:
-            time.sleep(POLL_S)
-        self._asleep_s = min(ASLEEP_MAX_S, 0.8 * (time.monotonic() - begun_s))
+            time.sleep(self._limits.output_poll_s)
+        self._asleep_s = min(self._limits.asleep_max_s, 0.8 * (time.monotonic() - begun_s))
 
     # ---------------------------------------------------------------- held: _lock
 

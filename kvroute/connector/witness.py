@@ -7,7 +7,6 @@ A layer's KV is ``[blocks, ...]`` as its engine has it, ``[blocks, heads, tokens
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Final
 
 import numpy as np
 import torch
@@ -15,10 +14,9 @@ from numpy.typing import NDArray
 
 from cache_manager.blocks import AuxBlocks
 from cache_manager.errors import ConfigError
+from kvroute.connector.limits import LIMITS, Limits
 from kvroute.connector.messages import StepMeta
 from kvroute.witness import ROOT, UNKNOWN, WORD_NBYTES, Run, chained, fold_keys, folded
-
-GATHER_NBYTES_MAX: Final = 32 << 20  # of KV copied at a time; the device briefly needs about three times that
 
 Join = Callable[[torch.Tensor], object]
 """Turns the ranks' folds, int64 ``[n]``, into those of the whole KV, in place; all ranks call it together."""
@@ -50,8 +48,14 @@ class KvFolder:
     The layers' memory stays the engine's. Raises :class:`ConfigError` for KV whose blocks are not whole 8-byte words.
     """
 
-    def __init__(self, layers: Sequence[torch.Tensor], first_head: int = 0, join: Join | None = None) -> None:
-        self._join = join
+    def __init__(
+        self,
+        layers: Sequence[torch.Tensor],
+        first_head: int = 0,
+        join: Join | None = None,
+        limits: Limits = LIMITS,
+    ) -> None:
+        self._join, self._limits = join, limits
         self._layers: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._host: list[tuple[NDArray[np.uint64], NDArray[np.uint64]]] = []  # words and keys of layers on a CPU
         first = 0
@@ -78,7 +82,7 @@ class KvFolder:
         """
         if not len(blocks):
             return torch.zeros(0, dtype=torch.int64)
-        ids, step = np.asarray(blocks, np.int64), max(1, GATHER_NBYTES_MAX // self.block_nbytes)
+        ids, step = np.asarray(blocks, np.int64), max(1, self._limits.gather_nbytes_max // self.block_nbytes)
         parts = [self._folded(ids[start : start + step]) for start in range(0, len(ids), step)]
         folds = parts[0] if len(parts) == 1 else torch.cat(parts)
         if self._join is not None:

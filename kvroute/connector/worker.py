@@ -15,7 +15,7 @@ from torch import distributed
 import kvroute
 from kvroute.capture.step_ids import StepIds
 from kvroute.checks import unsound
-from kvroute.connector.behind import PENDING_MAX, Behind
+from kvroute.connector.behind import Behind
 from kvroute.connector.carriers.port import WorkerParts
 from kvroute.connector.engine import Engine
 from kvroute.connector.messages import Handshake, StepMeta, Told
@@ -27,8 +27,6 @@ from kvroute.witness import Run
 
 logger = logging.getLogger(__name__)
 
-SETTLE_S: Final = 30.0
-"""How long the end of a worker, or a test, waits at most for the host's part of all steps."""
 NO_SLOTS: Final = "the engine did not say where a step's tokens are"
 
 
@@ -73,17 +71,19 @@ class WorkerRows:
             memory="shared",
             strict=settings.strict,
         )
-        self.meter = Meter(self._counters)
+        self.meter = Meter(self._counters, engine.limits)
         self.missing = self.meter.missing  # numbers of tokens without rows, by cause
         self.carrier = engine.carrier.worker(
-            WorkerParts(settings, engine.spec, engine.blocks, self.blocks, self.meter, kv_caches, joined, pages)
+            WorkerParts(
+                settings, engine.limits, engine.spec, engine.blocks, self.blocks, self.meter, kv_caches, joined, pages
+            )
         )
         self._experts: int = engine.spec.attrs["num_experts"]
         self.ids = StepIds(engine.spec, engine.max_tokens, self._device)
         self._slots: torch.Tensor | None = None
         self._behind: Behind | None = None
         if not self._on_cpu if late is None else late:
-            self._behind = Behind("kvroute-behind", self._lose, PENDING_MAX)
+            self._behind = Behind("kvroute-behind", self._lose, engine.limits.pending_max)
         self._slots_stay = self._behind is None and not engine.drafts  # until the step's end, their last reader's
         self._lost: BaseException | None = None
         self._step: StepMeta | None = None
@@ -260,12 +260,12 @@ class WorkerRows:
         return {"blocks": self.blocks.counters, **self.carrier.counters()}
 
     def settle(self) -> None:
-        """Wait until the host's part of all steps is done, at most :data:`SETTLE_S`."""
+        """Wait until the host's part of all steps is done, at most ``limits.settle_s``."""
         if self._behind is not None:
-            self._behind.settle(SETTLE_S)
+            self._behind.settle(self.engine.limits.settle_s)
 
     def close(self) -> None:
-        if self._behind is not None and not self._behind.close(SETTLE_S):
+        if self._behind is not None and not self._behind.close(self.engine.limits.settle_s):
             logger.warning("the device is not done with the last steps: their rows stay behind")
             return
         self.carrier.close()
@@ -297,7 +297,7 @@ def part_of(
     joined = partial(distributed.all_reduce, group=group) if folds else None
     if not rank:
         return WorkerRows(engine, kv_caches, joined, pages=pages)
-    return engine.carrier.other_rank(engine.spec, kv_caches, rank, joined)
+    return engine.carrier.other_rank(engine.spec, kv_caches, rank, joined, engine.limits)
 
 
 __all__ = ["WorkerRows", "part_of"]

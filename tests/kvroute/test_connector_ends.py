@@ -15,9 +15,9 @@ from toy_engine import Asked, Toy, admitted, held, judge, stepped
 from waiting import GIVE_UP_S
 
 from cache_manager.errors import RegionError, RowError
-from kvroute.connector import Key, Tokens, ends, engine, routes
+from kvroute.connector import Key, Tokens, ends, routes
 from kvroute.connector.left import LeftRoutes
-from kvroute.connector.scheduler import SENT_MAX
+from kvroute.connector.limits import LIMITS
 from kvroute.rollout import RolloutStore, open_rollouts
 from kvroute.routes import Routes
 
@@ -64,10 +64,9 @@ def test_no_request_waits_for_a_worker_that_is_behind(start: Callable[..., Toy])
     assert of(second).weights_versions == ((0, 6, 2),)
 
 
-def test_without_room_for_a_copy_rows_are_missing(start: Callable[..., Toy], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_room_for_a_copy_rows_are_missing(start: Callable[..., Toy]) -> None:
     """Goal: never another request's rows. Method: there is one spare block, and two blocks are given out again."""
-    monkeypatch.setattr(engine, "SPARES", 1)
-    toy = start(late=True)
+    toy = start(late=True, limits={"spares_max": 1})
     for tokens, other in ((FIRST, SECOND), (SECOND, FIRST)):  # the spare one is free again
         go = held(toy)
         compute(toy, tokens)
@@ -98,9 +97,10 @@ class Stuck:
 
 
 @pytest.fixture
-def stuck(start: Callable[..., Toy], tmp_path: Path) -> Iterator[tuple[Toy, Stuck]]:
-    """An engine whose rollout store does not return from its first put until the test is over."""
-    toy = start(rollouts=f"file://{tmp_path}", weights_version=1)
+def stuck(start: Callable[..., Toy], tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[tuple[Toy, Stuck]]:
+    """An engine, with the limits of the parameter, whose rollout store does not return from its first put until the
+    test is over."""
+    toy = start(rollouts=f"file://{tmp_path}", weights_version=1, limits=getattr(request, "param", {}))
     assert toy.scheduler._ends is not None
     toy.scheduler._ends._left._store = store = Stuck(open_rollouts(f"file://{tmp_path}"))  # type: ignore[assignment]
     yield toy, store
@@ -126,12 +126,10 @@ def test_no_thread_of_the_engine_waits_for_a_store(stuck: tuple[Toy, Stuck]) -> 
 
 
 @pytest.mark.parametrize("names", ["abc", "aaa"])
-def test_a_store_that_stays_stuck_bounds_what_waits(
-    stuck: tuple[Toy, Stuck], monkeypatch: pytest.MonkeyPatch, names: str
-) -> None:
+@pytest.mark.parametrize("stuck", [{"ends_max": 2}], indirect=True)
+def test_a_store_that_stays_stuck_bounds_what_waits(stuck: tuple[Toy, Stuck], names: str) -> None:
     """Goal: a limit, which the client is told of. Method: room for two ends, and three end, of one key or of more."""
     toy, store = stuck
-    monkeypatch.setattr(ends, "ENDS_MAX", 2)
     told = []
     for name in names:
         compute(toy, FIRST)
@@ -301,14 +299,11 @@ def test_a_token_keeps_the_row_that_it_was_sampled_with(start: Callable[..., Toy
 
 
 @pytest.mark.parametrize(("changed", "due"), [(True, {"missing": 6, "right": 3}), (False, {"right": 9})])
-def test_rows_that_could_not_be_kept(
-    start: Callable[..., Toy], monkeypatch: pytest.MonkeyPatch, changed: bool, due: dict[str, int]
-) -> None:
+def test_rows_that_could_not_be_kept(start: Callable[..., Toy], changed: bool, due: dict[str, int]) -> None:
     """Goal: a row of other weights does not take the place of one that was lost; one of the same weights does. Method:
     the blocks of a preempted request are given out while the worker is behind, and nothing is spare.
     """
-    monkeypatch.setattr(engine, "SPARES", 0)
-    toy = start(late=True, weights_version=1)
+    toy = start(late=True, weights_version=1, limits={"spares_max": 0})
     go = held(toy)
     preempted(toy, 6)
     if changed:
@@ -375,7 +370,7 @@ def test_a_forgetting_takes_no_row_that_an_older_step_writes_over(start: Callabl
     go = held(toy)
     request.num_prompt_tokens, request.num_computed_tokens = 4, 4
     request.tokens, request.all_token_ids = tokens, tokens[:11]
-    for _ in range(SENT_MAX + 2):
+    for _ in range(LIMITS.steps_max + 2):
         stepped(toy, request, 1)
     toy.weights = 1
     toy.scheduler.preempted(request)
@@ -391,12 +386,11 @@ def test_a_forgetting_takes_no_row_that_an_older_step_writes_over(start: Callabl
 
 
 @pytest.mark.parametrize("ends_as", ["nobody asks", "refused", "too many", "behind", "asked from behind it"])
-def test_what_was_kept_of_a_request_is_let_go_at_its_end(
-    start: Callable[..., Toy], monkeypatch: pytest.MonkeyPatch, ends_as: str
-) -> None:
+def test_what_was_kept_of_a_request_is_let_go_at_its_end(start: Callable[..., Toy], ends_as: str) -> None:
     """Goal: spare blocks that keep the rows of a preempted request's tokens are free again, however the request ends.
     Method: the rows are copied to spare blocks, since the worker is behind; then each way to end."""
-    toy = start(late=True)
+    limits = {"ends_max": 0 if ends_as == "too many" else 9, "answer_s": 0.01 if ends_as == "behind" else 60.0}
+    toy = start(late=True, limits=limits)
     go, house = held(toy), toy.scheduler._ends
     assert house is not None
     spares = len(house._spares)
@@ -410,8 +404,6 @@ def test_what_was_kept_of_a_request_is_let_go_at_its_end(
     if ends_as == "nobody asks":
         toy.scheduler.unanswered(ended, Key("r"))
     else:
-        monkeypatch.setattr(ends, "ENDS_MAX", 0 if ends_as == "too many" else 9)
-        monkeypatch.setattr(ends, "LATE_S", 0.01 if ends_as == "behind" else 60.0)
         if ends_as == "asked from behind it":
             go.set()
         begin = {"refused": -1, "asked from behind it": 4}.get(ends_as, 0)

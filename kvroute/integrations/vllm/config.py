@@ -9,6 +9,7 @@ from cache_manager.errors import ConfigError
 from cache_manager.keys import Namespace
 from kvroute.connector.carriers import ByKey, ByTransfer, Carrier, InKv, NoCarrier
 from kvroute.connector.engine import Engine
+from kvroute.connector.limits import Limits
 from kvroute.connector.pages import page_name
 from kvroute.connector.settings import Settings
 from kvroute.connector.versions import AS_LOADED
@@ -32,6 +33,8 @@ CHOICES: Final = (
     "disable_sliding_window",
 )
 """Fields of vLLM's ``ModelConfig`` that change what is computed with the same files."""
+LIMITS: Final = Limits()
+"""Of every engine of vLLM."""
 
 
 def kv_names(request: Any, answered: Mapping[str, Any] | None = None) -> dict[str, str]:
@@ -80,6 +83,7 @@ def engine_of(config: Any, cache: Any, inner: str) -> Engine:
         drafts=drafts_by_model(config.speculative_config),
         hashes=max(1, spec.block_tokens // hashed_tokens(config, cache)),
         group=number,
+        limits=LIMITS,
     )
 
 
