@@ -5,13 +5,12 @@ A step costs a look at each of its requests, and more only for blocks that were 
 
 from __future__ import annotations
 
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +20,7 @@ from cache_manager.errors import ConfigError, RowError
 from cache_manager.keys import Namespace
 from kvroute.connector.answers import ERROR, FIELD, START
 from kvroute.connector.carriers.port import Admission, SchedulerParts
-from kvroute.connector.ends import Answer, End, Ends
+from kvroute.connector.ends import Answer, Computation, End, Ends
 from kvroute.connector.engine import Engine
 from kvroute.connector.fills import Request
 from kvroute.connector.key import Key
@@ -42,7 +41,7 @@ class _State:
     request: Request
     first: int  # leading blocks that were hits here
     later: bool  # KV from outside comes between steps
-    kept: list[End]  # rows that were kept when it was preempted
+    end: End  # what it leaves, with the rows that were kept when it was preempted
     admitted: bool = False
     load: Run | None = None  # KV from outside, until the worker knows all of it
 
@@ -52,15 +51,6 @@ class _State:
         load = self.load
         tokens = max(0, min(load.tokens, self.request.num_computed_tokens - load.start))
         return replace(load, blocks=load.blocks[: -(-tokens // size)], tokens=tokens, token_ids=load.token_ids[:tokens])
-
-
-class Ended(NamedTuple):
-    """Facts about an ended request, for :meth:`SchedulerRows.finished`."""
-
-    tokens: int  # tokens that may have rows: no later ones, because rows of KV that has not come are never compared
-    steps: Sequence[tuple[int, int]]  # that computed or joined it: number, and the first position each may write
-    why: Mapping[int, str]  # by block whose rows another engine lent and did not all come
-    kept: Sequence[End]  # rows that were kept when it was preempted
 
 
 class SchedulerRows:
@@ -162,7 +152,7 @@ class SchedulerRows:
         """How many of the ``found`` tokens to load from outside, after ``local`` ones: as many as have rows."""
         first = local // self.engine.tokens
         before = self._requests.get(request.request_id)
-        self._requests[request.request_id] = _State(request, first, later, before.kept if before else [])
+        self._requests[request.request_id] = _State(request, first, later, before.end if before else End())
         return self.carrier.takes(request, first, found)
 
     def admitted(
@@ -287,27 +277,33 @@ class SchedulerRows:
         :meth:`forget`."""
         return self.carrier.ticket(request, kv)
 
-    def forget(self, request_id: str) -> Ended:
-        """The request has ended, in whatever way; for :meth:`finished` or :meth:`unanswered`."""
-        state, why = self._requests.pop(request_id, None), self.carrier.ended(request_id)
+    def forget(self, request_id: str) -> End:
+        """The request has ended, in whatever way; for :meth:`finished`, :meth:`refused` or :meth:`unanswered`."""
+        why = self.carrier.ended(request_id)
+        state = self._requests.pop(request_id, None)
         if state is None:
-            return Ended(sys.maxsize, [], why, [])
-        tokens = sys.maxsize if state.load is None else state.load.start
-        return Ended(tokens, self._steps_of(state.request), why, state.kept)
+            return End(why=why)
+        end = state.end
+        end.why = why
+        end.steps = self._steps_of(state.request)
+        if state.load is not None:
+            end.tokens = state.load.start
+        return end
 
     def preempted(self, request: Request) -> None:
         """The request is about to lose its blocks, and begins again later: keep the rows that tokens were sampled with.
 
         The last token was not read by the model, and a prompt without an answer has no such rows yet.
         """
-        name, said = request.request_id, len(request.all_token_ids) - request.num_prompt_tokens
-        stop = min(len(request.all_token_ids) - 1, request.num_computed_tokens) if said > 0 else 0
-        state = self._requests.get(name)
-        if self._ends is None or state is None or stop <= max((each.stop for each in state.kept), default=0):
+        sampled = len(request.all_token_ids) - request.num_prompt_tokens
+        stop = min(len(request.all_token_ids) - 1, request.num_computed_tokens) if sampled > 0 else 0
+        state = self._requests.get(request.request_id)
+        if self._ends is None or state is None:
             return
-        blocks = self.blocks_of(name, 0, -(-stop // self.engine.tokens))
-        self._ends.keep(end := self._end(Key(name), blocks, 0, stop, self._steps_of(request)))
-        state.kept.append(end)
+        if stop <= max((computation.stop for computation in state.end.kept), default=0):
+            return
+        blocks = self.blocks_of(request.request_id, 0, -(-stop // self.engine.tokens))
+        self._ends.keep(state.end, self._computation(blocks, 0, stop, self._steps_of(request)))
 
     @property
     def steps(self) -> int:
@@ -322,18 +318,22 @@ class SchedulerRows:
         """:attr:`blocks_of`, which an engine sets later."""
         return self.blocks_of(request_id, first, last)
 
-    def _end(self, key: Key, blocks: Sequence[int], start: int, stop: int, steps: Sequence[tuple[int, int]]) -> End:
-        """The end with rows of the positions ``[start, stop)``, without steps that wrote none of them."""
+    def _computation(
+        self, blocks: Sequence[int], start: int, stop: int, steps: Sequence[tuple[int, int]]
+    ) -> Computation:
+        """The computation with rows of the positions ``[start, stop)``, without steps that wrote none of them."""
         size = self.engine.tokens
         stop = max(0, min(stop, len(blocks) * size))
         ids = np.array(blocks[: -(-stop // size)], np.int64)  # later blocks have no rows to keep
         lives = self.feed.generations[ids]
         wrote = [(number, first) for number, first in steps if first < stop] or [(self._steps, 0)]
         weights = self.weights
-        end = End(key, ids, lives, min(start, stop), stop, wrote, weights.changes, weights.version, weights.mixed)
+        computation = Computation(
+            ids, lives, min(start, stop), stop, wrote, weights.changes, weights.version, weights.mixed
+        )
         slots = (ids[:, None] * size + np.arange(size)).reshape(-1)[:stop]
-        end.by_kv = self.carrier.unproved(slots, lives.repeat(size)[:stop])
-        return end
+        computation.by_kv = self.carrier.unproved(slots, lives.repeat(size)[:stop])
+        return computation
 
     def finished(
         self,
@@ -342,7 +342,7 @@ class SchedulerRows:
         tokens: int,
         of: Tokens | None = None,
         *,
-        ended: Ended | None = None,
+        ended: End | None = None,
         start: Any = 0,
     ) -> Future[dict[str, Any]] | None:
         """The client's data beside the answer; ``blocks`` are still the request's, ``tokens`` were computed.
@@ -357,20 +357,23 @@ class SchedulerRows:
         """
         if self._ends is None:
             return None
-        ended, most = ended or Ended(sys.maxsize, [], {}, []), of.prompt if of else tokens
+        end = ended or End()
+        end.key = key
+        end.of = of
+        most = of.prompt if of else tokens
         if not isinstance(start, int) or isinstance(start, bool) or not 0 <= start <= most:
-            error = RowError(f"{FIELD}.{START}", f"a position of the prompt, from 0 to {most}", repr(start))
-            return self._ends.refused(key, error, ended.kept)
-        end = self._end(key, blocks, start, min(tokens, ended.tokens), ended.steps)
-        end.of, end.why, end.kept = of, ended.why, ended.kept
-        begun_s, answer = time.monotonic(), self._ends.begin(end)
+            wanted = f"a position of the prompt, from 0 to {most}"
+            return self._ends.refused(end, RowError(f"{FIELD}.{START}", wanted, repr(start)))
+        begun_s = time.monotonic()
+        answer = self._ends.begin(end, self._computation(blocks, start, min(tokens, end.tokens), end.steps))
         answer.add_done_callback(lambda _: self.meter.took("answer", time.monotonic() - begun_s))
         return answer
 
-    def refused(self, key: Key, error: RowError, ended: Ended) -> Future[dict[str, Any]] | None:
+    def refused(self, key: Key, error: RowError, ended: End) -> Future[dict[str, Any]] | None:
         """The request of this ``key`` has ended; its answer has this ``error`` in place of rows."""
+        ended.key = key
         if self._ends is not None:
-            return self._ends.refused(key, error, ended.kept)
+            return self._ends.refused(ended, error)
         if self.stream is None:
             return None
         answer = Answer()  # no routes are left, but a mistake is not ignored
@@ -378,10 +381,11 @@ class SchedulerRows:
         answer.tell()
         return answer
 
-    def unanswered(self, ended: Ended, key: Key) -> None:
+    def unanswered(self, ended: End, key: Key) -> None:
         """The request of this ``key`` has ended without an answer about its rows."""
+        ended.key = key
         if self._ends is not None:
-            self._ends.unanswered(ended.kept, key)
+            self._ends.unanswered(ended)
 
     def reset(self) -> None:
         """The pool has forgotten all blocks: no earlier row is readable, in any tier."""
@@ -404,4 +408,4 @@ class SchedulerRows:
                 part.close()
 
 
-__all__ = ["Ended", "SchedulerRows"]
+__all__ = ["SchedulerRows"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Any, Final
 
@@ -67,3 +67,11 @@ def from_positions(versions: NDArray[Any], start: int) -> tuple[WeightsSpan, ...
     bounds = [0, *(np.flatnonzero(np.diff(versions)) + 1).tolist(), len(versions)]
     found = ((start + a, start + b, int(versions[a])) for a, b in pairwise(bounds) if a < b)
     return tuple(span for span in found if span[2] != UNKNOWN)
+
+
+def flags(spans: Iterable[Sequence[int]], n: int) -> NDArray[np.bool_]:
+    """Which of ``n`` positions lie in one of the ranges ``[start, stop)``."""
+    inside = np.zeros(n, np.bool_)
+    for start, stop in spans:
+        inside[start:stop] = True
+    return inside

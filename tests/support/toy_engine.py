@@ -20,9 +20,9 @@ from waiting import GIVE_UP_S
 from cache_manager.keys import Namespace
 from kvroute.connector import Engine, Key, Limits, SchedulerRows, Settings, Tokens, routes
 from kvroute.connector.carriers import ByKey, ByTransfer, Carrier, InKv, NoCarrier
+from kvroute.connector.ends import End
 from kvroute.connector.messages import StepMeta
 from kvroute.connector.pages import Pages, StepTokens, page_name, token_nbytes
-from kvroute.connector.scheduler import Ended
 from kvroute.connector.tickets import UNNAMED
 from kvroute.connector.versions import AS_LOADED
 from kvroute.connector.witness import KvFolder, OtherRank, witnessing
@@ -324,14 +324,14 @@ def admitted(toy: Toy, tokens: list[int], blocks: list[int], external: int = 0, 
     return request
 
 
-def begun(toy: Toy, n: int, ended: Ended | None = None) -> Future[dict[str, Any]]:
+def begun(toy: Toy, n: int, ended: End | None = None) -> Future[dict[str, Any]]:
     """What a client will be told about the one request, of which this many tokens were computed."""
     told = toy.scheduler.finished(Key("r"), toy.table, n, ended=ended)
     assert told is not None
     return told
 
 
-def seen(toy: Toy, n: int, ended: Ended | None = None) -> Any:
+def seen(toy: Toy, n: int, ended: End | None = None) -> Any:
     """The routes that a client gets of the one request."""
     return routes({"kv_transfer_params": begun(toy, n, ended).result(GIVE_UP_S)})
 
