@@ -115,10 +115,10 @@ class Crossing:
     def poll(self) -> list[Release | Came]:
         """The transfers that ended since the last call: sent ones and received ones."""
         ended = self.borrower.refused()
-        for each in self.node.poll():
-            ended.append(self.borrower.ended(each) if isinstance(each, Finished) else each)
-            if isinstance(each, Release):
-                self.lender.ended(each)
+        for event in self.node.poll():
+            ended.append(self.borrower.ended(event) if isinstance(event, Finished) else event)
+            if isinstance(event, Release):
+                self.lender.ended(event)
         return ended
 
     def close(self) -> None:
@@ -208,8 +208,8 @@ class Lender:
         counts = counts_of(len(blocks), tokens, self._blocks.block_tokens)
         rows = self._blocks.export(blocks, lives, counts)
         if self._kv is not None:
-            each = zip(blocks, rows, self._kv_records(self._kv, blocks, lives, counts), strict=True)
-            return [OfferedBlock(first + i, key, (row, kv)) for i, (key, row, kv) in enumerate(each)]
+            records = zip(blocks, rows, self._kv_records(self._kv, blocks, lives, counts), strict=True)
+            return [OfferedBlock(first + i, key, (row, kv)) for i, (key, row, kv) in enumerate(records)]
         offered = list[OfferedBlock]()
         for index, row in enumerate(rows, first):
             name = place_of(transfer, index)
@@ -222,14 +222,14 @@ class Lender:
         layout, ids = RecordLayout((kv.spec,)), np.array(list(blocks.values()), np.int64)
         raw = np.zeros((len(ids), layout.nbytes), np.uint8)
         kv.take(ids, raw[:, : kv.spec.block_nbytes])
-        origins, now = self._blocks.origins(ids), self._blocks.generations(ids).tolist()
-        found: list[OfferedRecord | None] = []
+        origins, generations = self._blocks.origins(ids), self._blocks.generations(ids).tolist()
+        records: list[OfferedRecord | None] = []
         for i, (key, count) in enumerate(zip(blocks, counts, strict=True)):
             raw[i, count * (kv.spec.block_nbytes // self._blocks.block_tokens) :] = 0  # the rest is of other KV
             valid = ((1 << count) - 1).to_bytes(8 * layout.valid_words, "little")
             record = OfferedRecord(key, layout.fingerprint, lives[i], origins[i], valid, raw[i].data)
-            found.append(record if origins[i] and now[i] == lives[i] else None)
-        return found
+            records.append(record if origins[i] and generations[i] == lives[i] else None)
+        return records
 
 
 class Borrower:
@@ -288,9 +288,9 @@ class Borrower:
         landing = self._under_way.pop(finished.transfer)
         detail = f": {finished.detail}" if finished.detail else ""
         why = landing.short | {
-            each.index: each.reason.value + detail
-            for each in finished.missing
-            if each.part == ROWS or each.index not in landing.kv_there
+            part.index: part.reason.value + detail
+            for part in finished.missing
+            if part.part == ROWS or part.index not in landing.kv_there
         }
         return Came(finished.transfer, frozenset(landing.kv_there), why)
 
@@ -319,41 +319,41 @@ class _Fetch:
         """The result of a fetch that has not begun."""
         return Came(self.transfer, frozenset(), dict.fromkeys(range(self.first, self.first + len(self.blocks)), why))
 
-    def origin(self, at: int) -> int:
+    def origin(self, place: int) -> int:
         """The origin of the KV that another mover brings into a block beside this transfer."""
-        return int.from_bytes(place_of(self.transfer, self.first + at)[:8], "little") or 1
+        return int.from_bytes(place_of(self.transfer, self.first + place)[:8], "little") or 1
 
     def install(self, part: int, index: int, header: RecordHeader, payload: memoryview) -> bool:
         """For the node; see :class:`transfer.node.BlockSink`."""
-        at = index - self.first
-        assert 0 <= at < len(self.ids), f"block {index} was not requested"
-        if self.ids[at] in self.given_up:
+        place = index - self.first
+        assert 0 <= place < len(self.ids), f"block {index} was not requested"
+        if self.ids[place] in self.given_up:
             return False
-        return self._put_kv(at, header, payload) if part == KV else self._put_rows(at, header, payload)
+        return self._put_kv(place, header, payload) if part == KV else self._put_rows(place, header, payload)
 
-    def _put_rows(self, at: int, header: RecordHeader, payload: memoryview) -> bool:
+    def _put_rows(self, place: int, header: RecordHeader, payload: memoryview) -> bool:
         tokens, specs = self.rows.block_tokens, len(self.rows.layout.specs)
-        wanted = prefix_bits(np.array([self.counts[at]]), tokens)[0]
+        wanted = prefix_bits(np.array([self.counts[place]]), tokens)[0]
         bits = np.frombuffer(header.valid, "<u8").reshape(specs, -1) & wanted
-        header = replace(header, key=self.keys[at], valid=bits.astype("<u8").tobytes())
+        header = replace(header, key=self.keys[place], valid=bits.astype("<u8").tobytes())
         if self.kv is None:
-            header = replace(header, origin=self.origin(at))
-        if not self.rows.install(self.ids[at], self.lives[at], header, payload):
+            header = replace(header, origin=self.origin(place))
+        if not self.rows.install(self.ids[place], self.lives[place], header, payload):
             return False
-        if (held := int(np.bitwise_count(bits[0]).sum())) < self.counts[at]:
-            self.short[self.first + at] = f"prefill had rows of {held} of the {self.counts[at]} tokens"
+        if (held := int(np.bitwise_count(bits[0]).sum())) < self.counts[place]:
+            self.short[self.first + place] = f"prefill had rows of {held} of the {self.counts[place]} tokens"
         return True
 
-    def _put_kv(self, at: int, header: RecordHeader, payload: memoryview) -> bool:
+    def _put_kv(self, place: int, header: RecordHeader, payload: memoryview) -> bool:
         assert self.kv is not None, "a part that was not requested"
-        wanted = (1 << self.counts[at]) - 1
+        wanted = (1 << self.counts[place]) - 1
         if int.from_bytes(header.valid, "little") & wanted != wanted or not header.origin:
             return False
-        if not self.rows.bind_origin(self.ids[at], self.lives[at], header.origin):
+        if not self.rows.bind_origin(self.ids[place], self.lives[place], header.origin):
             return False
-        given = np.frombuffer(payload, np.uint8)[: self.kv.spec.block_nbytes]
-        self.kv.fill(np.array([self.ids[at]]), given[None])
-        self.kv_there.add(self.first + at)
+        kv_bytes = np.frombuffer(payload, np.uint8)[: self.kv.spec.block_nbytes]
+        self.kv.fill(np.array([self.ids[place]]), kv_bytes[None])
+        self.kv_there.add(self.first + place)
         return True
 
 

@@ -87,13 +87,13 @@ class End:
 
     kept: list[Computation] = field(default_factory=list)  # with which tokens were sampled before preemptions, in order
     # With SchedulerRows.forget:
-    tokens: int = sys.maxsize  # that may have rows: rows behind KV that has not come are never compared
+    rows_stop: int = sys.maxsize  # no later positions have rows: those behind KV that has not come are never compared
     steps: Sequence[tuple[int, int]] = ()  # that computed or joined it: number, and the first position each may write
     why: Mapping[int, str] = field(default_factory=dict)  # by block whose rows another engine lent and did not all come
     # With SchedulerRows.finished:
     key: Key = field(default_factory=lambda: Key(""))
     last: Computation | None = None
-    of: Tokens | None = None
+    request_tokens: Tokens | None = None
     answer: Answer = field(default_factory=Answer)
     give_up_s: float = 0.0
     failure: str = ""  # why it is left before its rows are known to be written
@@ -229,7 +229,7 @@ class Ends:
     def _run(self) -> None:
         try:
             while ends := self._ready_or_failed():
-                self._read_together(one for end in ends for one in end.computations)
+                self._read_together(computation for end in ends for computation in end.computations)
                 for end in ends:
                     end.answer.value = self._leave(end)
                 for end in ends:
@@ -292,7 +292,8 @@ class Ends:
         with self._lock:
             try:
                 through = self._through()
-                self._read([one for one in computations if one.rows is None and self._written(one, through)])
+                unread = [computation for computation in computations if computation.rows is None]
+                self._read([computation for computation in unread if self._written(computation, through)])
             except Exception:  # each is read by itself, and its client told why that fails
                 logger.exception("the rows of requests cannot be read together")
 
@@ -316,13 +317,13 @@ class Ends:
                 raise RowError("rows", "those that the worker has written", end.failure)
             routes, unseen = self._routes(end)
             gaps = gaps_of(routes.missing, end.why, self._engine.tokens) if end.why else []
-            return self._left.leave(end.key, routes, end.of, unseen, gaps)
+            return self._left.leave(end.key, routes, end.request_tokens, unseen, gaps)
         except KVRouteError as error:
             why = error
         except Exception as error:
             logger.exception("rows of request %s are lost", end.key.text)
             why = RowError("rows", "left for the client", repr(error))
-        self._left.void(end.key, end.of, self._layout)
+        self._left.void(end.key, end.request_tokens, self._layout)
         return self._left.fail(end.key, why)
 
     def _routes(self, end: End) -> tuple[Routes, list[list[int]]]:
@@ -330,14 +331,14 @@ class Ends:
         assert end.last is not None, "begun"
         if not end.kept:
             return self._routes_of(end.last)
-        assert end.of is not None, "an end with kept rows has tokens"
+        assert end.request_tokens is not None, "an end with kept rows has tokens"
         journal = RequestJournal(self._engine.spec)
-        unproved = np.zeros(max(one.stop for one in end.computations), np.bool_)
+        unproved = np.zeros(max(computation.stop for computation in end.computations), np.bool_)
         for count, computation in enumerate(end.computations):
             routes, unseen = self._routes_of(computation)
             positions = journal.record(routes, same_from=_same_weights_from(end.kept[:count], computation))
             unproved[positions] = spans.flags(unseen, len(unproved))[positions]
-            journal.settle(end.of.ids[: computation.stop + 1])
+            journal.settle(end.request_tokens.ids[: computation.stop + 1])
         start, stop = end.last.start, end.last.stop
         unseen = [[first, last] for first, last in spans.runs(unproved[:stop]) if last > start]
         return journal.routes(start, min(stop, journal.stop)), [[max(first, start), last] for first, last in unseen]
@@ -363,7 +364,8 @@ class Ends:
     # ---------------------------------------------------------------- held: _lock
 
     def _whole(self, end: End, through: float) -> bool:
-        return all(one.rows is not None or self._written(one, through) for one in end.computations)
+        unread = [computation for computation in end.computations if computation.rows is None]
+        return all(self._written(computation, through) for computation in unread)
 
     def _written(self, computation: Computation, through: float) -> bool:
         """Whether a worker that is ``through`` with this step has written all rows."""
@@ -376,7 +378,7 @@ class Ends:
 
     def _read(self, computations: Sequence[Computation]) -> None:
         rows_read = self._rows_of(computations, self._engine.spec.name)
-        mixed = [one for one in computations if one.mixed]
+        mixed = [computation for computation in computations if computation.mixed]
         labels = dict(zip(mixed, self._rows_of(mixed, VERSION), strict=True))
         for computation, rows in zip(computations, rows_read, strict=True):
             computation.rows, computation.versions = rows, labels.get(computation, computation.version)
@@ -387,10 +389,10 @@ class Ends:
             return []
         assert self._view is not None
         size = self._engine.tokens
-        parts = [slice(one.start // size, -(-one.stop // size)) for one in computations]
+        parts = [slice(computation.start // size, -(-computation.stop // size)) for computation in computations]
         pairs = list(zip(computations, parts, strict=True))
-        blocks = np.concatenate([one.blocks[part] for one, part in pairs])
-        lives = np.concatenate([one.lives[part] for one, part in pairs])
+        blocks = np.concatenate([computation.blocks[part] for computation, part in pairs])
+        lives = np.concatenate([computation.lives[part] for computation, part in pairs])
         rows = self._view.read(name, blocks, generations=lives)
         rows_of = list[Rows]()
         first = 0
@@ -411,8 +413,8 @@ class Ends:
 
 def _same_weights_from(earlier: Sequence[Computation], computation: Computation) -> int:
     """The first position whose token was sampled with the weights of this computation, or with none before it."""
-    others = (one.stop for one in earlier if one.weights != computation.weights or one.mixed)
-    return max(others, default=0)
+    stops = (before.stop for before in earlier if before.weights != computation.weights or before.mixed)
+    return max(stops, default=0)
 
 
 def _labels(computation: Computation) -> Sequence[WeightsSpan]:

@@ -44,7 +44,7 @@ class Key:
     group: str | None = None
 
     @classmethod
-    def of(cls, request_id: str, given: str | None = None) -> Key:
+    def of(cls, request_id: str, key: str | None = None) -> Key:
         """The key of vLLM's request ``request_id``, for which its client has given this one.
 
         vLLM's ids of several completions are ``<i>_`` and a common id. A client's own id may begin like that, too: the
@@ -52,9 +52,9 @@ class Key:
         """
         number, _, parent = request_id.partition("_")
         if not (number.isascii() and number.isdecimal() and len(number) < 10):
-            return cls(request_id if given is None else given, given is not None)
+            return cls(request_id if key is None else key, key is not None)
         choice = int(number)
-        return cls(request_id if given is None else choice_key(given, choice), given is not None, choice, parent)
+        return cls(request_id if key is None else choice_key(key, choice), key is not None, choice, parent)
 
 
 def checked_key(key: Any, field: str) -> str:

@@ -95,9 +95,9 @@ class LeftRoutes:
             choices.remove(choice)
         if not choices:
             self._under_way.pop(group, None)
-            if (told := self._siblings.get(group)) is not None:
+            if (siblings := self._siblings.get(group)) is not None:
                 self._quiet_nbytes -= self._quiet.pop(group, 0)
-                self._quiet[group] = sum(_size(value) for values in told.values() for value in values.values())
+                self._quiet[group] = sum(_size(value) for values in siblings.values() for value in values.values())
                 self._quiet_nbytes += self._quiet[group]
         limits = self._limits
         while len(self._quiet) > (limits.idle_groups_max if self._quiet_nbytes <= limits.idle_nbytes_max else 1):

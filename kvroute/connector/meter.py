@@ -51,8 +51,8 @@ class Meter:
         self._times: deque[tuple[str, float]] = deque(maxlen=limits.times_max)
         self._next_s = 0.0
 
-    def took(self, what: str, seconds: float) -> None:
-        self._times.append((what, seconds))
+    def took(self, kind: str, seconds: float) -> None:
+        self._times.append((kind, seconds))
 
     def miss(self, reason: str, tokens: int) -> None:
         """Count ``tokens`` without rows by the cause in ``reason``, which ends at a colon; log the first of each."""
@@ -83,8 +83,8 @@ class Meter:
         grown = {name: n - self._before.get(name, 0) for name, n in counted.items() if n > self._before.get(name, 0)}
         times: dict[str, list[float]] = {}
         while self._times:
-            what, seconds = self._times.popleft()
-            times.setdefault(what, []).append(seconds)
+            kind, seconds = self._times.popleft()
+            times.setdefault(kind, []).append(seconds)
         with self._counting:
             missing, self._missing_before = self.missing - self._missing_before, self.missing.copy()
             fieldless, self._fieldless = self._fieldless, Counter[str]()
@@ -95,22 +95,24 @@ class Meter:
 
 def merged(first: Taken, second: Taken) -> Taken:
     """The sum of two takes, of two times or processes."""
-    found = {name: dict(each) for name, each in first.items()}
-    for name, each in second.items():
-        of = found.setdefault(name, {})
-        for label, more in each.items():
-            of[label] = of[label] + more if label in of else more
-    return found
+    total = {name: dict(counts) for name, counts in first.items()}
+    for name, counts in second.items():
+        sums = total.setdefault(name, {})
+        for label, more in counts.items():
+            sums[label] = sums[label] + more if label in sums else more
+    return total
 
 
-def _flat(of: Any, *names: str) -> list[tuple[str, int]]:
-    """The whole numbers in ``of``, by tier and name, without numbers of the moment (``in_flight``)."""
-    if is_dataclass(of) and not isinstance(of, type):
-        of = asdict(of)
-    if isinstance(of, Mapping):
-        return [each for key, value in of.items() for each in _flat(value, *names, key)]
-    tier, *rest = names
-    return [(f"{tier}/{'.'.join(rest)}", of)] if isinstance(of, int) and not rest[-1].endswith("in_flight") else []
+def _flat(counters: Any, *names: str) -> list[tuple[str, int]]:
+    """The whole numbers in ``counters``, by tier and name, without numbers of the moment (``in_flight``)."""
+    if is_dataclass(counters) and not isinstance(counters, type):
+        counters = asdict(counters)
+    if isinstance(counters, Mapping):
+        return [count for key, value in counters.items() for count in _flat(value, *names, key)]
+    tier, *path = names
+    if not isinstance(counters, int) or path[-1].endswith("in_flight"):
+        return []
+    return [(f"{tier}/{'.'.join(path)}", counters)]
 
 
 __all__ = [

@@ -50,9 +50,9 @@ def routes(packed: Any, tokens: Sequence[int] | None, prompt: int, spec: AuxBloc
         raise RowError(NAME, f"experts in [0, {layout.num_experts})", f"{routed.min()} to {routed.max()}")
     valid = np.ones(len(array), np.bool_)
     fields = layout.layer_ids, layout.num_experts, layout.num_layers, start
-    found = Routes(routed.astype(layout.dtype), valid, *fields)
-    counts = {start or found.stop, prompt, found.stop}
-    return found.bind(tokens, [count for count in counts if start <= count <= found.stop])
+    bound = Routes(routed.astype(layout.dtype), valid, *fields)
+    counts = {start or bound.stop, prompt, bound.stop}
+    return bound.bind(tokens, [count for count in counts if start <= count <= bound.stop])
 
 
 def unpacked(packed: Any) -> NDArray[Any]:

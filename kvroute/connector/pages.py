@@ -136,8 +136,8 @@ class Pages:
         spec, packed = self._spec, torch.zeros(len(slots), self._words, dtype=torch.int64, device=slots.device)
         # Leaving padding out would need its number from the device: instead padding repeats the write of one token.
         real = slots >= 0
-        one = real.int().argmax(keepdim=True)
-        blocks, offsets = self._at(torch.where(real, slots, slots[one]))
+        real_token = real.int().argmax(keepdim=True)
+        blocks, offsets = self._at(torch.where(real, slots, slots[real_token]))
         if ids is not None and namespace:
             flat, seen = ids.reshape(len(slots), -1), self.seen.first(len(slots))
             good = ((flat >= 0) & (flat < spec.attrs["num_experts"])).all(1) & (seen >= 0).all(0)
@@ -149,7 +149,7 @@ class Pages:
             covered = torch.cat([packed[:, 1:], seen.T, self._folds(blocks, offsets)[:, None]], 1)
             packed[:, 0] = folded_on_device(covered, self._keys) | 1  # never zero
             packed *= good[:, None]
-        rows = torch.where(real[:, None], packed, packed[one]).view(torch.uint8)
+        rows = torch.where(real[:, None], packed, packed[real_token]).view(torch.uint8)
         self.cache[blocks, 0, offsets] = torch.where(real.any(), rows, self.cache[blocks, 0, offsets])
 
     def outside(self, slots: torch.Tensor, blocks: Sequence[int]) -> torch.Tensor:
@@ -184,10 +184,11 @@ class Pages:
         """Look at the loaded KV of ``runs``, for :meth:`rows`; blocks ``without`` got none."""
         size, parts = self._spec.block_tokens, []
         for run in runs:
-            at = np.arange(len(run.token_ids))
-            parts.append(np.stack([np.array(run.blocks)[at // size] * size + at % size, run.token_ids, run.start + at]))
-        each = np.concatenate(parts, 1)
-        return self.get(*each[:, ~np.isin(each[0] // size, list(without))])
+            offsets = np.arange(len(run.token_ids))
+            slots = np.array(run.blocks)[offsets // size] * size + offsets % size
+            parts.append(np.stack([slots, run.token_ids, run.start + offsets]))
+        columns = np.concatenate(parts, 1)
+        return self.get(*columns[:, ~np.isin(columns[0] // size, list(without))])
 
     def get(self, slots: NDArray[np.int64], token_ids: NDArray[np.int64], positions: NDArray[np.int64]) -> Look:
         """The content of ``slots [T]``, with the tokens and positions that it should be of."""
@@ -206,11 +207,11 @@ class Pages:
         beside = np.stack([look.token_ids, look.positions, look.kv.numpy()], 1).view(np.uint64)
         covered = np.concatenate([packed[:, 1:], beside], 1)
         sums = folded(covered, fold_keys(0, covered.shape[1])) | np.uint64(1)
-        there = packed[:, 0] != 0
+        present = packed[:, 0] != 0
         named = packed[:, 1] == np.uint64(name_word(namespace) % (1 << 64))
-        good = there & named & (packed[:, 0] == sums)
-        lost = {NO_ROW: ~there, OTHER_WEIGHTS: there & ~named, OTHER_KV: there & named & ~good}
-        return ids.reshape(-1, *spec.row_shape), good, {why: n for why, at in lost.items() if (n := int(at.sum()))}
+        good = present & named & (packed[:, 0] == sums)
+        lost = {NO_ROW: ~present, OTHER_WEIGHTS: present & ~named, OTHER_KV: present & named & ~good}
+        return ids.reshape(-1, *spec.row_shape), good, {why: n for why, mask in lost.items() if (n := int(mask.sum()))}
 
 
 __all__ = ["NO_ROW", "OTHER_KV", "OTHER_WEIGHTS", "Look", "Pages", "StepTokens", "page_name", "token_nbytes"]

@@ -45,7 +45,7 @@ class _State:
     admitted: bool = False
     load: Run | None = None  # KV from outside, until the worker knows all of it
 
-    def come(self, size: int) -> Run:
+    def arrived(self, size: int) -> Run:
         """The part of a load that has come: all of it, or the part before the first block that could not be loaded."""
         assert self.load is not None
         load = self.load
@@ -148,12 +148,12 @@ class SchedulerRows:
         if self._ends is not None:
             self._ends.begins(key)
 
-    def matched(self, request: Request, local: int, found: int, *, later: bool) -> int:
-        """How many of the ``found`` tokens to load from outside, after ``local`` ones: as many as have rows."""
+    def matched(self, request: Request, local: int, external: int, *, later: bool) -> int:
+        """How many of the ``external`` tokens to load from outside, after ``local`` ones: as many as have rows."""
         first = local // self.engine.tokens
         before = self._requests.get(request.request_id)
         self._requests[request.request_id] = _State(request, first, later, before.end if before else End())
-        return self.carrier.takes(request, first, found)
+        return self.carrier.takes(request, first, external)
 
     def admitted(
         self,
@@ -201,12 +201,12 @@ class SchedulerRows:
             wanted = "every block that its pool gives out, before the step that fills it"
             raise ConfigError("the engine", wanted, "a step of tokens before any block")
         if self._given:
-            given, self._given = list(self._given), {}
+            blocks, self._given = list(self._given), {}
             if self._ends is not None:
-                self._ends.given(given, self._steps + 1)
+                self._ends.given(blocks, self._steps + 1)
             if self.stream is not None:
-                self.stream.given(given, self._steps + 1)
-            self.feed.renew(given)
+                self.stream.given(blocks, self._steps + 1)
+            self.feed.renew(blocks)
         self._copy(copies)
         loads, self._loads = self._still(self._loads), []
         for state in loads:
@@ -245,29 +245,29 @@ class SchedulerRows:
         landed, self._landed = self._still(self._landed), []
         now = [state for state in loads if not state.later]
         runs = [state.load for state in now if state.load is not None]
-        come = [state.come(self.engine.tokens) for state in landed]
+        arrived = [state.arrived(self.engine.tokens) for state in landed]
         for state in (*now, *landed):
             state.load = None
-        return Loads(joined if loads else (), runs, [run for run in come if run.blocks])
+        return Loads(joined if loads else (), runs, [run for run in arrived if run.blocks])
 
     def _steps_of(self, request: Request) -> list[tuple[int, int]]:
         """The last steps sent to a late worker for this request: number, and the first position that each may write.
 
         Rejected drafts only make a step begin later than stated here.
         """
-        steps, at = list[tuple[int, int]](), request.num_computed_tokens
+        steps, position = list[tuple[int, int]](), request.num_computed_tokens
         for number, tokens in reversed(self._sent):
             if (n := tokens.get(request.request_id, 0)) > 0:
-                at -= n
-                steps.append((number, at))
+                position -= n
+                steps.append((number, position))
         return [*steps[:-1], (steps[-1][0], 0)] if steps else []  # earlier steps may have written, too
 
     def _still(self, states: Iterable[_State]) -> list[_State]:
         """The states that wait for KV and have neither ended nor begun again."""
-        return [each for each in states if each.load and self._requests.get(each.request.request_id) is each]
+        return [state for state in states if state.load and self._requests.get(state.request.request_id) is state]
 
     def told(self, message: Any) -> None:
-        """The worker's carrier has this message: :attr:`Told.carrier`."""
+        """The worker's carrier has this message: :attr:`WorkerMeta.carrier`."""
         self.carrier.told(message)
 
     # ---------------------------------------------------------------- the end
@@ -287,7 +287,7 @@ class SchedulerRows:
         end.why = why
         end.steps = self._steps_of(state.request)
         if state.load is not None:
-            end.tokens = state.load.start
+            end.rows_stop = state.load.start
         return end
 
     def preempted(self, request: Request) -> None:
@@ -340,7 +340,7 @@ class SchedulerRows:
         key: Key,
         blocks: Sequence[int],
         tokens: int,
-        of: Tokens | None = None,
+        request_tokens: Tokens | None = None,
         *,
         ended: End | None = None,
         start: Any = 0,
@@ -349,23 +349,23 @@ class SchedulerRows:
 
         A thread of kvroute leaves the rows and then completes the future; this call does not wait.
 
-        Under ``key`` its routes lie in a rollout store. ``of`` are its tokens: routes not bound to them are handed out
-        only with answers that have no token ids. With ``ended``, the result of :meth:`forget`, the wait skips steps
-        that wrote none of these rows. The last of a key's group of requests, the completions of one prompt, gets the
-        data of all, for engines that send on only the last one's. The client has the rows before ``start``; if that is
-        no position of the prompt, the answer has an error.
+        Under ``key`` its routes lie in a rollout store. ``request_tokens`` are its tokens: routes not bound to them are
+        handed out only with answers that have no token ids. With ``ended``, the result of :meth:`forget`, the wait
+        skips steps that wrote none of these rows. The last of a key's group of requests, the completions of one prompt,
+        gets the data of all, for engines that send on only the last one's. The client has the rows before ``start``; if
+        that is no position of the prompt, the answer has an error.
         """
         if self._ends is None:
             return None
         end = ended or End()
         end.key = key
-        end.of = of
-        most = of.prompt if of else tokens
+        end.request_tokens = request_tokens
+        most = request_tokens.prompt if request_tokens else tokens
         if not isinstance(start, int) or isinstance(start, bool) or not 0 <= start <= most:
             wanted = f"a position of the prompt, from 0 to {most}"
             return self._ends.refused(end, RowError(f"{FIELD}.{START}", wanted, repr(start)))
         begun_s = time.monotonic()
-        answer = self._ends.begin(end, self._computation(blocks, start, min(tokens, end.tokens), end.steps))
+        answer = self._ends.begin(end, self._computation(blocks, start, min(tokens, end.rows_stop), end.steps))
         answer.add_done_callback(lambda _: self.meter.took("answer", time.monotonic() - begun_s))
         return answer
 

@@ -176,20 +176,20 @@ class RowStream:
         if not 0 < stop - start <= size:
             return False
         room = -start % size  # in the block of the row before
-        slot, life, here = sequence.slot, sequence.life, min(room, stop - start)
-        slots.extend(range(slot + 1, slot + 1 + here))
-        lives.extend([life] * here)
-        slot += here
-        if rest := stop - start - here:
+        slot, life, same_block = sequence.slot, sequence.life, min(room, stop - start)
+        slots.extend(range(slot + 1, slot + 1 + same_block))
+        lives.extend([life] * same_block)
+        slot += same_block
+        if next_block := stop - start - same_block:
             index = (stop - 1) // size
             held = self._blocks_of(request.request_id, index, index + 1)
             if not held:
-                del slots[len(slots) - here :], lives[len(lives) - here :]
+                del slots[len(slots) - same_block :], lives[len(lives) - same_block :]
                 return False
             slot, life = held[0] * size, int(self._feed.generations[held[0]])
-            slots.extend(range(slot, slot + rest))
-            lives.extend([life] * rest)
-            slot += rest - 1
+            slots.extend(range(slot, slot + next_block))
+            lives.extend([life] * next_block)
+            slot += next_block - 1
         sequence.slot, sequence.life, sequence.sent = slot, life, stop
         return True
 
@@ -267,7 +267,7 @@ class RowStream:
         if known:
             return None
         if batch is not None and batch.whole and batch.rows is not None:
-            return Outcome(piece, batch.rows.values[piece.at : piece.at + n])
+            return Outcome(piece, batch.rows.values[piece.first_row : piece.first_row + n])
         gaps: list[Gap] = []
         rows: NDArray[np.generic] | None = None
         if batch is None:
@@ -277,7 +277,7 @@ class RowStream:
         elif batch.rows is None:
             gaps = [(piece.start, piece.stop, BEHIND.format(self._limits.answer_s))]
         else:
-            part = slice(piece.at, piece.at + n)
+            part = slice(piece.first_row, piece.first_row + n)
             valid = batch.rows.valid[part]
             if batch.doubted is not None:
                 valid = valid & ~batch.doubted[part]
@@ -314,7 +314,7 @@ class RowStream:
         if sequence.under_way is not None:
             begins, batch = sequence.under_way
             if stale and begins <= first and stop - begins <= len(batch.slots):
-                piece.batch, piece.at = batch, first - begins
+                piece.batch, piece.first_row = batch, first - begins
                 return piece
             self._drop(batch)
             sequence.under_way = None
@@ -379,11 +379,11 @@ class RowStream:
         slots = np.concatenate([batch.slots for batch in batches])
         lives = np.concatenate([batch.lives for batch in batches])
         rows = self._view.read_slots(self._spec.name, slots, generations=lives)
-        at = 0
+        first = 0
         for batch in batches:
-            part = slice(at, at + len(batch.slots))
+            part = slice(first, first + len(batch.slots))
             self._over(batch, Rows(rows.values[part], rows.valid[part]))
-            at = part.stop
+            first = part.stop
 
     def _over(self, batch: Batch, rows: Rows) -> None:
         """Nothing is read of its blocks any more."""
@@ -395,14 +395,14 @@ class RowStream:
 
     def _move(self, batch: Batch, blocks: Sequence[int], step: int) -> None:
         """The worker copies these blocks of the batch to spare ones with this ``step``."""
-        taken = self._spares.take_over(blocks)
-        for block, (spare, life) in taken.items():
-            here = batch.slots // self._size == block
-            batch.slots = np.where(here, batch.slots - block * self._size + spare * self._size, batch.slots)
-            batch.lives = np.where(here, life, batch.lives)
+        spares = self._spares.take_over(blocks)
+        for block, (spare, life) in spares.items():
+            moved = batch.slots // self._size == block
+            batch.slots = np.where(moved, batch.slots - block * self._size + spare * self._size, batch.slots)
+            batch.lives = np.where(moved, life, batch.lives)
             batch.spares.append(spare)
         batch.blocks = frozenset((batch.slots // self._size).tolist())
-        if taken:
+        if spares:
             batch.number = max(batch.number, step)
 
 

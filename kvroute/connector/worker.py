@@ -18,7 +18,7 @@ from kvroute.checks import unsound
 from kvroute.connector.behind import Behind
 from kvroute.connector.carriers.port import WorkerParts
 from kvroute.connector.engine import Engine
-from kvroute.connector.messages import Handshake, StepMeta, Told
+from kvroute.connector.messages import Handshake, StepMeta, WorkerMeta
 from kvroute.connector.meter import NO_IDS, Meter
 from kvroute.connector.pages import Pages
 from kvroute.connector.settings import VERSION
@@ -145,7 +145,7 @@ class WorkerRows:
     def told(self, inner: Any = None) -> Any:
         """The message for the scheduler after a step, beside the ``inner`` connector's."""
         message = self.carrier.told()
-        return inner if message is None else Told(inner, message)
+        return inner if message is None else WorkerMeta(inner, message)
 
     def end(self) -> None:
         """The step is over."""
@@ -172,12 +172,12 @@ class WorkerRows:
         """Look at the loaded KV of these blocks; blocks ``without`` got none."""
         return LoadedKv(runs, self.carrier.look(runs, without)) if runs else None
 
-    def _then(self, does: Callable[..., None], *given: Any) -> None:
+    def _then(self, does: Callable[..., None], *arguments: Any) -> None:
         """Do this when the device has done the work launched until now: on a CPU at once."""
         if self._behind is None:
-            does(*given)
+            does(*arguments)
             return
-        call = partial(does, *given)
+        call = partial(does, *arguments)
         if self._lost is not None and self.engine.settings.strict:
             raise self._lost
         if not self._on_cpu:
@@ -234,14 +234,14 @@ class WorkerRows:
                 self.blocks.renew([self.engine.clock], [step.number])
         self.carrier.filled(step, computed)
 
-    def _write(self, at: torch.Tensor, given: torch.Tensor | str, step: StepMeta, redone: Sequence[int]) -> None:
-        """Write the ids of the tokens ``at`` these slots, if they were ``given``; blocks ``redone`` get no rows."""
-        slots = at.numpy()
-        if isinstance(given, str):
-            self.meter.miss(given, int(np.count_nonzero(slots >= 0)))
+    def _write(self, places: torch.Tensor, captured: torch.Tensor | str, step: StepMeta, redone: Sequence[int]) -> None:
+        """Write the ``captured`` ids at these slots, or count why there are none; blocks ``redone`` get no rows."""
+        slots = places.numpy()
+        if isinstance(captured, str):
+            self.meter.miss(captured, int(np.count_nonzero(slots >= 0)))
             self.blocks.write_step(slots, {})
             return
-        spec, ids = self.engine.spec, given.numpy()
+        spec, ids = self.engine.spec, captured.numpy()
         wrong = unsound(ids, self._experts)
         if redone:
             again = np.isin(slots // self.engine.tokens, redone)

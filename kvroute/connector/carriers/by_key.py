@@ -178,9 +178,9 @@ class ByKeyScheduler(SchedulerSide):
 
     def _keys(self, request: Request, first: int, last: int) -> list[BlockKey]:
         """The names of the blocks ``[first, last)``: of the last hash of each, which stands for all tokens before."""
-        keys, each, hashes = self._parts.keys(), self._parts.hashes, request.block_hashes
-        stop = min(last * each, len(hashes))
-        return [keys.adopt(bytes(hashes[at])) for at in range(first * each + each - 1, stop, each)]
+        keys, per_block, hashes = self._parts.keys(), self._parts.hashes, request.block_hashes
+        stop = min(last * per_block, len(hashes))
+        return [keys.adopt(bytes(hashes[place])) for place in range(first * per_block + per_block - 1, stop, per_block)]
 
 
 class ByKeyWorker(WorkerSide):

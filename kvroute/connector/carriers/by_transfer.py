@@ -160,11 +160,11 @@ class ByTransferWorker(WorkerSide):
                     logger.warning("rows of %d blocks are not lent: %s; others are counted", len(lend.blocks), error)
                 self.not_lent += len(lend.blocks)
 
-    def _keys(self, of: Lend | Fetch) -> dict[BlockKey, int]:
+    def _keys(self, message: Lend | Fetch) -> dict[BlockKey, int]:
         """Names for a transfer's blocks, independent of tokens: the ticket has the tokens' hash."""
-        places = range(of.first, of.first + len(of.blocks))
-        names = [self._blocks.keys.adopt(of.transfer + at.to_bytes(4, "little")) for at in places]
-        return dict(zip(names, of.blocks, strict=True))
+        places = range(message.first, message.first + len(message.blocks))
+        names = [self._blocks.keys.adopt(message.transfer + place.to_bytes(4, "little")) for place in places]
+        return dict(zip(names, message.blocks, strict=True))
 
     def arrived(self, requests: AbstractSet[str], failed: AbstractSet[str]) -> set[str]:
         """Which may go on, of ``requests``, whose KV has come or has ``failed`` to, and of those that waited."""

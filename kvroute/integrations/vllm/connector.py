@@ -11,7 +11,7 @@ from cache_manager.errors import ConfigError, RowError
 from kvroute.connector import Handshake, SchedulerRows, StepMeta, Tokens
 from kvroute.connector.answers import FIELD, Options, options_of
 from kvroute.connector.key import Key
-from kvroute.connector.messages import Told
+from kvroute.connector.messages import WorkerMeta
 from kvroute.connector.pages import page_name
 from kvroute.connector.settings import RESPONSE
 from kvroute.connector.tickets import TRANSFER
@@ -177,7 +177,7 @@ class RowsWithKV(Base):  # type: ignore[misc]
         self._scheduler_rows.admitted(request, ids, num_external_tokens, lends=lends, ticket=ticket, kv=kv)
 
     def update_connector_output(self, connector_output: Any) -> None:
-        if isinstance(told := connector_output.kv_connector_worker_meta, Told):
+        if isinstance(told := connector_output.kv_connector_worker_meta, WorkerMeta):
             connector_output.kv_connector_worker_meta = told.inner
             self._scheduler_rows.told(told.carrier)
         super().update_connector_output(connector_output)
