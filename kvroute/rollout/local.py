@@ -70,7 +70,7 @@ class LocalRollouts(PartStore):
     def _opened(self, handle: RolloutHandle) -> Iterator[Read]:
         with self._reading(self._place(handle.rollout_id)) as (head, read):
             yield lambda parts: [
-                head if run == HEADER else read(*at) for run, at in zip(parts, places(handle, parts), strict=True)
+                head if run == HEADER else read(*place) for run, place in zip(parts, places(handle, parts), strict=True)
             ]
 
     def _find(self, rollout_id: str) -> RolloutHandle:
@@ -97,10 +97,10 @@ class LocalRollouts(PartStore):
             fd = open_regular(partial, os.O_WRONLY | os.O_CREAT)
             try:
                 _lock(fd)
-                if (found := _called(fd, partial)) is None:  # it was renamed or removed during the wait
+                if (status := _called(fd, partial)) is None:  # it was renamed or removed during the wait
                     continue
                 try:
-                    if found.st_size:  # a truncation makes ext4 write the file at its close
+                    if status.st_size:  # a truncation makes ext4 write the file at its close
                         os.ftruncate(fd, 0)
                     yield fd
                     if becomes:
@@ -126,8 +126,8 @@ class LocalRollouts(PartStore):
 
                 def read(offset: int, nbytes: int) -> bytearray:
                     room = bytearray(max(min(nbytes, size - offset), 0))
-                    came = read_all(self._disk, fd, [room], offset, len(room))
-                    return room if came == nbytes else room[:came]
+                    nbytes_read = read_all(self._disk, fd, [room], offset, len(room))
+                    return room if nbytes_read == nbytes else room[:nbytes_read]
 
                 fixed = read(0, FIXED_NBYTES)
                 yield bytes(fixed) + read(FIXED_NBYTES, header_nbytes(fixed)), read
@@ -161,7 +161,7 @@ def _lock(fd: int) -> None:
 def _called(fd: int, path: str) -> os.stat_result | None:
     """The status of this open file, if ``path`` is still its name."""
     try:
-        return found if os.path.samestat(found := os.fstat(fd), os.lstat(path)) else None
+        return status if os.path.samestat(status := os.fstat(fd), os.lstat(path)) else None
     except FileNotFoundError:
         return None
 

@@ -67,8 +67,8 @@ class MooncakeRollouts(PartStore):
         parts: list[Buffer] = [body[a:b] for a, b in pairwise(handle.starts(0, handle.parts))]
         keys = keys_of(handle)
         try:
-            for batch in chunks(zip(keys, [*parts, header], strict=True), lambda each: len(each[1]), BATCH_NBYTES):
-                stored = self.backend.put([_header(*each) for each in batch], [content for _, content in batch])
+            for batch in chunks(zip(keys, [*parts, header], strict=True), lambda entry: len(entry[1]), BATCH_NBYTES):
+                stored = self.backend.put([_header(*entry) for entry in batch], [content for _, content in batch])
                 if lost := stored.count(None):
                     raise StorageError(f"rollout {handle.rollout_id}: no room for {lost} of {len(batch)} parts")
             before = self._point(handle)
@@ -77,7 +77,7 @@ class MooncakeRollouts(PartStore):
                 self.backend.delete(keys)
             raise
         with suppress(StorageError):  # they are not found any more; the pool evicts them
-            self.backend.delete([each for key, of in before for each in (key, *self._stored(of.handle))])
+            self.backend.delete([entry for key, pointer in before for entry in (key, *self._stored(pointer.handle))])
         return handle
 
     def _find(self, rollout_id: str) -> RolloutHandle | None:
@@ -85,11 +85,11 @@ class MooncakeRollouts(PartStore):
         return pointers[-1][1].handle if pointers else None
 
     def _read(self, handle: RolloutHandle, parts: Sequence[Range]) -> list[Buffer]:
-        keys, pages, found = list[BlockKey](), list[memoryview](), list[Buffer]()
+        keys, pages, buffers = list[BlockKey](), list[memoryview](), list[Buffer]()
         for run in parts:
             starts = [0, handle.header_nbytes] if run == HEADER else handle.starts(*run)
             room = memoryview(bytearray(starts[-1] - starts[0]))
-            found.append(room)
+            buffers.append(room)
             keys += keys_of(handle, range(*run))
             pages += [room[a - starts[0] : b - starts[0]] for a, b in pairwise(starts)]
         answers = self.backend.get_into(keys, pages)
@@ -97,7 +97,7 @@ class MooncakeRollouts(PartStore):
             raise InvalidInputError(f"rollout {handle.rollout_id}", "records that are whole", "others")
         if Absence.MISS in answers:
             raise GoneError(f"rollout {handle.rollout_id}: not all parts are there")
-        return found
+        return buffers
 
     def _delete(self, handle: RolloutHandle) -> None:
         pointers = self._pointers(handle.rollout_id)
@@ -123,13 +123,13 @@ class MooncakeRollouts(PartStore):
         """The pointers by their numbers, with their keys. One that is damaged is counted, and removed."""
         places = pointers_of(rollout_id)
         for _ in range(LOOKS_MAX):
-            keys = [key for key, there in zip(places, self.backend.contains(places), strict=True) if there]
+            keys = [key for key, stored in zip(places, self.backend.contains(places), strict=True) if stored]
             room = [bytearray(POINTER_NBYTES) for _ in keys]
-            found = self.backend.get_into(keys, [memoryview(page) for page in room])
-            if Absence.MISS not in found:
+            headers = self.backend.get_into(keys, [memoryview(page) for page in room])
+            if Absence.MISS not in headers:
                 break  # else one was removed meanwhile, and the next may be in a place that was empty
         pointers = []
-        for key, header, page in zip(keys, found, room, strict=True):
+        for key, header, page in zip(keys, headers, room, strict=True):
             if header is Absence.MISS:
                 continue
             try:
@@ -140,7 +140,7 @@ class MooncakeRollouts(PartStore):
                 self._count(corrupt=1)
                 with suppress(StorageError):  # then it is found damaged again
                     self.backend.delete([key])
-        return sorted(pointers, key=lambda each: each[1].number)
+        return sorted(pointers, key=lambda entry: entry[1].number)
 
     def _point(self, handle: RolloutHandle) -> list[tuple[BlockKey, Pointer]]:
         """Make this the put that is found by its rollout's name; the pointers before."""

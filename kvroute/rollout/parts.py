@@ -128,15 +128,15 @@ class PartStore(ABC):
         self._check_open()
         checked_id(rollout_id)
         try:
-            found = self._find(rollout_id)
-            if found is not None and found.rollout_id != rollout_id:
-                raise InvalidInputError("rollout", rollout_id, found.rollout_id)
+            handle = self._find(rollout_id)
+            if handle is not None and handle.rollout_id != rollout_id:
+                raise InvalidInputError("rollout", rollout_id, handle.rollout_id)
         except GoneError:
             return None
         except InvalidInputError:
             self._count(corrupt=1)
             return None
-        return found
+        return handle
 
     def get(
         self, handle: RolloutHandle, layers: Sequence[int] | None = None, spans: Sequence[Range] | None = None
@@ -150,7 +150,10 @@ class PartStore(ABC):
                 # Only now is the handle known to be one that was put, and what it claims made room for.
                 needed = header.needed(chosen, rows)
                 ids = header.ids(_in_turns(header, needed, read), chosen, rows)
-            found = [Routes.of_record(header, each, first, chosen) for each, (first, _) in zip(ids, rows, strict=True)]
+            routes = [
+                Routes.of_record(header, span_ids, first, chosen)
+                for span_ids, (first, _) in zip(ids, rows, strict=True)
+            ]
         except GoneError:
             self._count(misses=1)
             return Absence.MISS
@@ -158,7 +161,7 @@ class PartStore(ABC):
             self._count(corrupt=1)
             return Absence.CORRUPT
         self._count(hits=1, get_nbytes=handle.header_nbytes + sum(map(header.nbytes_of, needed)))
-        return found
+        return routes
 
     def delete(self, handle: RolloutHandle) -> None:
         self._check_open()
@@ -185,7 +188,7 @@ class PartStore(ABC):
 def _in_turns(extent: Extent, parts: Sequence[Range], read: Read) -> Iterator[tuple[Range, Buffer]]:
     """Runs of parts and their bytes, few at once."""
     most = max(1, BATCH_NBYTES // extent.part_nbytes)
-    shorter = ((at, min(at + most, stop)) for start, stop in parts for at in range(start, stop, most))
+    shorter = ((first, min(first + most, stop)) for start, stop in parts for first in range(start, stop, most))
     for batch in chunks(shorter, extent.nbytes_of, BATCH_NBYTES):
         yield from zip(batch, read(batch), strict=True)
 
@@ -199,20 +202,20 @@ def _wanted(
     chosen = tuple(i for i, layer in enumerate(layer_ids) if layer in asked)
     if not chosen:
         raise InvalidInputError("layers", f"one or more of {layer_ids}", sorted(asked))
-    given = ((start, stop),) if spans is None else tuple(spans)
-    for span in given:
+    ranges = ((start, stop),) if spans is None else tuple(spans)
+    for span in ranges:
         if not (len(span) == 2 and start <= span[0] <= span[1] <= stop):
             raise InvalidInputError("spans", f"ranges of positions inside [{start}, {stop}]", span)
-    return chosen, tuple((a - start, b - start) for a, b in given)
+    return chosen, tuple((a - start, b - start) for a, b in ranges)
 
 
 def checked_header(handle: RolloutHandle, head: Buffer) -> Header:
     """The header in ``head``, if it is of this put; ``GoneError`` if of another put of the rollout, else
     ``InvalidInputError``."""
     header = unpack(head)
-    found = RolloutHandle.of(handle.store, header, len(head))
-    if found != handle:
-        if found.rollout_id == handle.rollout_id and found.put_id != handle.put_id:
+    own_handle = RolloutHandle.of(handle.store, header, len(head))
+    if own_handle != handle:
+        if own_handle.rollout_id == handle.rollout_id and own_handle.put_id != handle.put_id:
             raise GoneError(f"rollout {handle.rollout_id} was put again")
-        raise InvalidInputError("routes record", handle.name, found.name)
+        raise InvalidInputError("routes record", handle.name, own_handle.name)
     return header
