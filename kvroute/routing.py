@@ -137,14 +137,14 @@ class _Fields:
         value = self.get(name)
         return default if value is None else _integer(name, value, 0, _EXPERTS_MAX)
 
-    def one(self, what: str, names: Sequence[str]) -> int:
+    def one(self, subject: str, names: Sequence[str]) -> int:
         """The one value that the fields called ``names`` agree on."""
-        found = {name: _uniform(name, self.get(name)) for name in names if self.has(name)}
-        if not found:
-            raise SpecError(f"config {what}", "one of " + ", ".join(names), "none of them: not a Mixture-of-Experts")
-        if len(set(found.values())) > 1:
-            raise SpecError(f"config {what}", "one value", ", ".join(f"{k}={v}" for k, v in found.items()))
-        return next(iter(found.values()))
+        values = {name: _uniform(name, self.get(name)) for name in names if self.has(name)}
+        if not values:
+            raise SpecError(f"config {subject}", "one of " + ", ".join(names), "none of them: not a Mixture-of-Experts")
+        if len(set(values.values())) > 1:
+            raise SpecError(f"config {subject}", "one value", ", ".join(f"{k}={v}" for k, v in values.items()))
+        return next(iter(values.values()))
 
 
 def routing_spec_from_hf(
@@ -217,13 +217,13 @@ def _moe_layers(fields: _Fields, num_layers: int) -> list[int]:
         if not fields.has(name):
             continue
         try:
-            found = rule(fields, fields.get(name), num_layers)
+            layers = rule(fields, fields.get(name), num_layers)
         except (TypeError, ValueError, ArithmeticError) as error:
             if isinstance(error, SpecError):
                 raise
             raise SpecError(f"config {name}", "a value that says which layers have experts", error) from error
-        if found is not None:
-            return sorted(found)
+        if layers is not None:
+            return sorted(layers)
     return list(range(num_layers))
 
 
@@ -244,8 +244,8 @@ def _by_pattern(_fields: _Fields, pattern: str, _num_layers: int) -> list[int]:
 
 
 def _by_list(_fields: _Fields, ids: Iterable[int] | str, num_layers: int) -> list[int]:
-    found = [int(i) for i in (ids.split(",") if isinstance(ids, str) else ids)]
-    return [_integer("config MoE layer", i, 0, num_layers - 1) for i in found]
+    numbers = [int(i) for i in (ids.split(",") if isinstance(ids, str) else ids)]
+    return [_integer("config MoE layer", i, 0, num_layers - 1) for i in numbers]
 
 
 def _by_sparse_step(fields: _Fields, step: int, num_layers: int) -> list[int]:

@@ -64,12 +64,12 @@ class StepIds:
         try:
             if (ids := self._plain(tokens)) is not None:
                 return ids
-            found, *_ = self._hooks.taken()
+            sources, *_ = self._hooks.taken()
         except CaptureError as error:
             return self._reason(str(error.wanted))
         finally:
             self._hooks.clear()
-        return torch.stack(found, 1) if len(found[0]) == tokens else OTHERS
+        return torch.stack(sources, 1) if len(sources[0]) == tokens else OTHERS
 
     def _reason(self, wanted: str) -> str:
         """Why a pass has no ids whose hooks wanted this and got something else. The hooks still keep what they got."""
@@ -94,7 +94,7 @@ class StepIds:
         except (RuntimeError, TypeError):
             return None
         nbytes = tokens * self._row_shape[1] * ids.element_size()
-        places = sorted([each.data_ptr() for each in kept if each.is_contiguous() and each.dtype is ids.dtype])
+        places = sorted([source.data_ptr() for source in kept if source.is_contiguous() and source.dtype is ids.dtype])
         apart = len(places) == len(kept) and all(after - place >= nbytes for place, after in pairwise(places))
         return ids if apart and ids.shape == (tokens, *self._row_shape) and ids.dtype in INTEGERS else None
 
@@ -103,13 +103,13 @@ class StepIds:
             return
         self._passes += 1
         try:
-            found, *_ = self._hooks.taken()
+            sources, *_ = self._hooks.taken()
         except CaptureError:
             return  # then the buffer stays NOTHING
         finally:
             self._hooks.clear()
-        if len(found[0]) <= len(self._buffer):
-            torch.stack([_narrow(ids) for ids in found], 1, out=self._buffer[: len(found[0])])
+        if len(sources[0]) <= len(self._buffer):
+            torch.stack([_narrow(ids) for ids in sources], 1, out=self._buffer[: len(sources[0])])
 
 
 def _narrow(ids: torch.Tensor) -> torch.Tensor:
