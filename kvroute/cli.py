@@ -121,7 +121,7 @@ def _directory(text: str) -> Path:
 
 
 COMMANDS: Final[dict[str, Command]] = {
-    **demonstration.COMMANDS,
+    **demonstration.DEMONSTRATION,
     "shm": Command(
         "SharedMemory regions of this machine",
         _shm,

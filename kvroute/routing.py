@@ -58,7 +58,7 @@ def _routing_spec(
     layers = _integer("num_layers", num_layers, 1, 1 << 20)
     return AuxBlockDataSpec(
         ROUTING,
-        row_shape=(len(ids := _layer_ids(layer_ids, layers)), k),
+        row_shape=(len(ids := _checked_layer_ids(layer_ids, layers)), k),
         dtype=id_dtype(experts),
         block_tokens=block_tokens,
         attrs={"num_experts": experts, "layer_ids": ids, "num_layers": layers},
@@ -90,7 +90,7 @@ def _integer(name: str, value: object, least: int, most: int) -> int:
     return int(value)
 
 
-def _layer_ids(layer_ids: Iterable[int], num_layers: int) -> tuple[int, ...]:
+def _checked_layer_ids(layer_ids: Iterable[int], num_layers: int) -> tuple[int, ...]:
     ids = tuple(_integer(f"layer_ids[{i}]", v, 0, num_layers - 1) for i, v in enumerate(layer_ids))
     if not ids:
         raise SpecError("layer_ids", "at least one layer with routed experts", "none")
@@ -163,7 +163,7 @@ def routing_spec_from_hf(
     >>> routing_spec_from_hf(mixtral, block_tokens=16).row_shape
     (32, 2)
     """
-    fields = _text_fields(_loaded(config))
+    fields = _text_fields(_config_of(config))
     for switch in ("enable_moe_block", "is_moe"):  # Gemma 4 and Doge: the experts are an option
         if fields.get(switch) is False:
             raise SpecError(f"config {switch}", "a model with routed experts", False)
@@ -178,7 +178,7 @@ def routing_spec_from_hf(
     return routing_spec(num_experts, top_k, _moe_layers(fields, num_layers), num_layers, block_tokens)
 
 
-def _loaded(config: object) -> object:
+def _config_of(config: object) -> object:
     if not isinstance(config, (str, os.PathLike)):
         return config
     path = Path(config)

@@ -19,7 +19,7 @@ from kvroute.checks import check_ids
 
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)(?:\.|$)")
 _ROUTER_NAMES = ("gate", "router")
-_INTEGERS = (torch.uint8, torch.int16, torch.int32, torch.int64)
+_ROUTER_DTYPES = (torch.uint8, torch.int16, torch.int32, torch.int64)
 
 
 def find_routers(model: nn.Module) -> dict[int, nn.Module]:
@@ -63,7 +63,7 @@ class RoutingCapture:
         self.layer_ids: tuple[int, ...] = spec.attrs["layer_ids"]
         if tuple(sorted(routers)) != self.layer_ids:
             raise CaptureError("layers with a router", list(self.layer_ids), sorted(routers))
-        self._kept = Hooks([Values(spec.name, self.layer_ids, spec.row_shape[1], _INTEGERS)])
+        self._kept = Hooks([Values(spec.name, self.layer_ids, spec.row_shape[1], _ROUTER_DTYPES)])
         self._hooks = [routers[layer].register_forward_hook(self._kept.hook(layer)) for layer in self.layer_ids]
 
     @property

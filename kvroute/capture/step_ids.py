@@ -14,7 +14,7 @@ from cache_manager.spec import AuxBlockDataSpec
 from kvroute.capture.errors import CaptureError
 from kvroute.capture.hooks import MISSED, ONCE, OWN, Hooks, Values
 
-NOTHING = -1  # no expert has this id
+NO_ID = -1  # no expert has this id
 OTHERS = "a router had other tokens than the step"
 WIDTH = "a router chose another number of experts than the model's configuration says"
 TYPE = "a router's ids are not integers, or not of the type of the other routers'"
@@ -31,7 +31,7 @@ class StepIds:
 
     The hooks keep references. Beside a device, the last one of a pass stacks them into a buffer on that device: one
     launch, which a CUDA graph replays without Python. The buffer is emptied when a step begins, so that a pass without
-    a recording is recognised: its ids are :data:`NOTHING`.
+    a recording is recognised: its ids are :data:`NO_ID`.
     """
 
     def __init__(self, spec: AuxBlockDataSpec, max_tokens: int, device: torch.device) -> None:
@@ -40,7 +40,7 @@ class StepIds:
         self._passes = 0  # of this step, stacked into the buffer
         self._buffer: torch.Tensor | None = None
         if device.type != "cpu":
-            self._buffer = torch.full((max_tokens, *spec.row_shape), NOTHING, dtype=torch.int32, device=device)
+            self._buffer = torch.full((max_tokens, *spec.row_shape), NO_ID, dtype=torch.int32, device=device)
         self._hooks = Hooks([values], self._bring_together)
         self.hook = self._hooks.hook
 
@@ -49,7 +49,7 @@ class StepIds:
         self._hooks.clear()
         self._passes = 0
         if self._buffer is not None:
-            self._buffer.fill_(NOTHING)
+            self._buffer.fill_(NO_ID)
 
     def take(self, tokens: int) -> torch.Tensor | str:
         """The ids ``[tokens, layers, top_k]`` of the step, or why there are none.
@@ -114,7 +114,7 @@ class StepIds:
 
 def _narrow(ids: torch.Tensor) -> torch.Tensor:
     """Ids as int32; invalid ones stay invalid."""
-    return (ids.clamp(NOTHING, torch.iinfo(torch.int32).max) if ids.dtype == torch.int64 else ids).to(torch.int32)
+    return (ids.clamp(NO_ID, torch.iinfo(torch.int32).max) if ids.dtype == torch.int64 else ids).to(torch.int32)
 
 
-__all__ = ["NOTHING", "StepIds"]
+__all__ = ["NO_ID", "StepIds"]

@@ -28,7 +28,7 @@ FIELD: Final = "kvroute"
 ROUTES: Final = "routes"
 LEFT: Final = "rollouts"
 UNSEEN: Final = "unseen"
-MISSING: Final = "missing"
+GAPS: Final = "missing"
 ERROR: Final = "error"
 START: Final = "start"
 """A request's option under :data:`FIELD`: the position of the first row in its answer."""
@@ -36,13 +36,13 @@ KEY: Final = "key"
 """A request's option under :data:`FIELD`: where its routes lie in a rollout store."""
 UNHANDED: Final = ("abort", "error")
 """Ends of requests after which vLLM may send no handle: its front end has ended them, or never had their last step."""
-WHOLE: Final = {"text_completion": "text_completion", "chat.completion.chunk": "chat.completion"}
+WHOLE_OBJECTS: Final = {"text_completion": "text_completion", "chat.completion.chunk": "chat.completion"}
 """The ``object`` of a stream's chunks, and of the whole answer."""
 POLL_S: Final = 0.01
 POLL_MAX_S: Final = 0.2
 """Looks into a rollout store are so far apart: each pause is twice the one before."""
 OPTIONS: Final = f"a mapping with {START} or {KEY}"
-ASKED: Final = (START, KEY, TRANSFER, ROUTES, LEFT, UNSEEN, MISSING, ERROR)
+ASKED: Final = (START, KEY, TRANSFER, ROUTES, LEFT, UNSEEN, GAPS, ERROR)
 """Keys of a request's mapping under :data:`FIELD`. All but the first two are of an answer of prefill, which goes on as
 it is; of those kvroute reads the first."""
 
@@ -121,8 +121,8 @@ def routes(
     with _parsed("answer"):
         packed = own_field.of(output, index)
     if packed is not None and spec is not None:
-        return own_field.routes(packed, answer.tokens, answer.prompt, spec)
-    gaps = answer.entry_of(MISSING)
+        return own_field.bound_routes(packed, answer.tokens, answer.prompt, spec)
+    gaps = answer.entry_of(GAPS)
     if rollouts is None and gaps:
         raise RowError("routes", "an answer with all of its rows", f"missing, and why: {gaps}")
     if rollouts is None and packed is not None:
@@ -153,7 +153,7 @@ def missing(output: Any, index: int = 0) -> tuple[tuple[int, int, str], ...]:
     The routes say which rows are missing for any reason; this gives the reasons that the engine knows.
     """
     with _parsed("answer"):
-        gaps = _Completion.of(output, index).entry_of(MISSING) or ()
+        gaps = _Completion.of(output, index).entry_of(GAPS) or ()
         return tuple((int(start), int(stop), str(why)) for start, stop, why in gaps)
 
 
@@ -321,9 +321,9 @@ def gathered(chunks: Iterable[Any]) -> dict[str, Any]:
         with _parsed("stream"):
             if (error := field_of(chunk, "error")) is not None:
                 raise RowError("stream", "chunks of an answer", error)
-            kind, request = WHOLE.get(field_of(chunk, "object") or ""), field_of(chunk, "id")
+            kind, request = WHOLE_OBJECTS.get(field_of(chunk, "object") or ""), field_of(chunk, "id")
             if kind is None or request is None:
-                raise RowError("chunk.object", f"one of {sorted(WHOLE)}, with an id", field_of(chunk, "object"))
+                raise RowError("chunk.object", f"one of {sorted(WHOLE_OBJECTS)}, with an id", field_of(chunk, "object"))
             if answer.setdefault("id", request) != request:
                 raise RowError("chunk.id", answer["id"], request)
             answer |= {"object": kind} | _present(chunk, "prompt_token_ids")
@@ -385,9 +385,9 @@ def _mapping(value: Any) -> Mapping[str, Any]:
 __all__ = [
     "ERROR",
     "FIELD",
+    "GAPS",
     "KEY",
     "LEFT",
-    "MISSING",
     "ROUTES",
     "START",
     "UNSEEN",

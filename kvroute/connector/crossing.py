@@ -47,8 +47,8 @@ from transfer.link import Link
 
 LENT_NBYTES_MAX: Final = 4 << 30
 """Bytes of copies, rows and KV, that are lent and not fetched yet: copies beyond this limit are refused."""
-ROWS: Final = 0
-KV: Final = 1
+ROWS_PART: Final = 0
+KV_PART: Final = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,7 +237,7 @@ class Borrower:
 
     def __init__(self, blocks: AuxBlocks, node: Node, kv: KVBlocks | None = None) -> None:
         self._blocks, self._node, self._kv = blocks, node, kv
-        self._under_way: dict[bytes, _Fetch] = {}
+        self._under_way: dict[bytes, _Landing] = {}
         self._refused: deque[Release | Came] = deque()
 
     def fetch(
@@ -255,8 +255,8 @@ class Borrower:
         learns that it may release the offer. A fetch that cannot begin ends like any other, by :meth:`Crossing.poll`.
         """
         counts = counts_of(len(blocks), tokens, self._blocks.block_tokens)
-        landing = _Fetch(self._blocks, self._kv, transfer, first, blocks, list(lives), counts)
-        parts = (ROWS,) if self._kv is None else (ROWS, KV)
+        landing = _Landing(self._blocks, self._kv, transfer, first, blocks, list(lives), counts)
+        parts = (ROWS_PART,) if self._kv is None else (ROWS_PART, KV_PART)
         if self._under_way.setdefault(transfer, landing) is not landing:
             self._refused.append(landing.nothing("this transfer is being fetched already"))
             return
@@ -290,13 +290,13 @@ class Borrower:
         why = landing.short | {
             part.index: part.reason.value + detail
             for part in finished.missing
-            if part.part == ROWS or part.index not in landing.kv_there
+            if part.part == ROWS_PART or part.index not in landing.kv_there
         }
         return Came(finished.transfer, frozenset(landing.kv_there), why)
 
 
 @dataclass(slots=True, eq=False)
-class _Fetch:
+class _Landing:
     """One fetch: the node's thread installs, and the engine's thread reads the result when it is over."""
 
     rows: AuxBlocks
@@ -329,7 +329,7 @@ class _Fetch:
         assert 0 <= place < len(self.ids), f"block {index} was not requested"
         if self.ids[place] in self.given_up:
             return False
-        return self._put_kv(place, header, payload) if part == KV else self._put_rows(place, header, payload)
+        return self._put_kv(place, header, payload) if part == KV_PART else self._put_rows(place, header, payload)
 
     def _put_rows(self, place: int, header: RecordHeader, payload: memoryview) -> bool:
         tokens, specs = self.rows.block_tokens, len(self.rows.layout.specs)

@@ -46,7 +46,7 @@ ClientData = dict[str, Any]
 """A client's data beside its answer."""
 
 
-class Answer(Future[ClientData]):
+class PendingAnswer(Future[ClientData]):
     """The future of a client's data. All answers told together have a ``value`` before the first of them is done."""
 
     value: ClientData | None = None
@@ -94,7 +94,7 @@ class End:
     key: Key = field(default_factory=lambda: Key(""))
     last: Computation | None = None
     request_tokens: Tokens | None = None
-    answer: Answer = field(default_factory=Answer)
+    answer: PendingAnswer = field(default_factory=PendingAnswer)
     give_up_s: float = 0.0
     failure: str = ""  # why it is left before its rows are known to be written
 
@@ -142,7 +142,7 @@ class Ends:
         with self._lock:
             self._unread[computation] = None
 
-    def begin(self, end: End, last: Computation) -> Answer:
+    def begin(self, end: End, last: Computation) -> PendingAnswer:
         """The request is done: the future of its client's data, done when its rows have been left or cannot be."""
         end.give_up_s = time.monotonic() + self._limits.answer_s
         with self._lock:
@@ -172,7 +172,7 @@ class Ends:
         self.drop(end)
         self._left.unanswered(end.key)
 
-    def refused(self, end: End, error: RowError) -> Answer:
+    def refused(self, end: End, error: RowError) -> PendingAnswer:
         """The request is done, and its client is told why it has no routes."""
         self.drop(end)
         end.answer.value = self._left.fail(end.key, error)
@@ -430,4 +430,4 @@ def _labels(computation: Computation) -> Sequence[WeightsSpan]:
     return [(first + start, first + stop, versions) for start, stop in spans.runs(rows.valid)]
 
 
-__all__ = ["Answer", "Computation", "End", "Ends"]
+__all__ = ["Computation", "End", "Ends", "PendingAnswer"]

@@ -12,10 +12,10 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from kvroute.connector.tickets import Asked
+from kvroute.connector.tickets import PromptRequest
 
 
-class Request(Asked, Protocol):
+class Request(PromptRequest, Protocol):
     """A request as its scheduler has it, under vLLM's names; another engine's has properties of these names.
 
     Its tokens are asked for where rows are in the KV, or are lent or fetched.

@@ -26,8 +26,8 @@ KEY_MAX: Final = 128
 """Characters of a client's key."""
 WANTED: Final = f"1 to {KEY_MAX} letters and digits of ASCII, and characters of -_.:"
 CHOICE: Final = "~"
-_KEY = re.compile(rf"[A-Za-z0-9_.:-]{{1,{KEY_MAX}}}")
-_OF_CHOICE = re.compile(rf"{_KEY.pattern}({CHOICE}[0-9]{{1,9}})?")
+_KEY_TEXT = re.compile(rf"[A-Za-z0-9_.:-]{{1,{KEY_MAX}}}")
+_OF_CHOICE = re.compile(rf"{_KEY_TEXT.pattern}({CHOICE}[0-9]{{1,9}})?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class Key:
 
 def checked_key(key: Any, field: str) -> str:
     """``key``, as a client gives it with its request; :class:`RowError` that names ``field`` for anything else."""
-    if not isinstance(key, str) or _KEY.fullmatch(key) is None:
+    if not isinstance(key, str) or _KEY_TEXT.fullmatch(key) is None:
         raise RowError(field, WANTED, repr(key)[:200])
     return key
 

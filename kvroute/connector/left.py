@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cache_manager.errors import KVRouteError
-from kvroute.connector.answers import ERROR, FIELD, KEY, LEFT, MISSING, ROUTES, UNSEEN
+from kvroute.connector.answers import ERROR, FIELD, GAPS, KEY, LEFT, ROUTES, UNSEEN
 from kvroute.connector.key import Key, rollout_id, void
 from kvroute.connector.limits import LIMITS, Limits
 from kvroute.connector.settings import RESPONSE
@@ -125,7 +125,7 @@ class LeftRoutes:
         if tokens is not None:
             counts = tokens.counts(routes.stop, routes.start, self._limits.cuts_max)
             routes = routes.bind(np.asarray(tokens.ids), counts)
-        values: dict[str, Any] = {UNSEEN: unseen, MISSING: [list(gap) for gap in gaps]}
+        values: dict[str, Any] = {UNSEEN: unseen, GAPS: [list(gap) for gap in gaps]}
         if self._store is None:
             values[ROUTES] = routes.to_json()
         else:

@@ -15,12 +15,12 @@ from kvroute.connector.limits import LIMITS, Limits
 logger = logging.getLogger(__name__)
 
 EVENTS: Final = "kvroute:events_total"
-MISSING: Final = "kvroute:tokens_without_rows_total"
+WITHOUT_ROWS: Final = "kvroute:tokens_without_rows_total"
 FIELDLESS: Final = "kvroute:answers_without_field_total"
 SECONDS: Final = "kvroute:seconds"
 METRICS: Final[Mapping[str, tuple[str, tuple[str, ...]]]] = {
     EVENTS: ("What kvroute has counted, by tier: blocks, store or transfer.", ("tier", "event")),
-    MISSING: ("Tokens whose rows are missing, by cause.", ("cause",)),
+    WITHOUT_ROWS: ("Tokens whose rows are missing, by cause.", ("cause",)),
     FIELDLESS: ("Answers that have no routed_experts because a row is missing, by cause.", ("cause",)),
     SECONDS: ("Seconds of a persist, a restore, a transfer, and of an answer's wait for its rows.", ("what",)),
 }
@@ -89,7 +89,7 @@ class Meter:
             missing, self._missing_before = self.missing - self._missing_before, self.missing.copy()
             fieldless, self._fieldless = self._fieldless, Counter[str]()
         self._before = counted
-        taken: Taken = {EVENTS: grown, MISSING: dict(missing), FIELDLESS: dict(fieldless), SECONDS: times}
+        taken: Taken = {EVENTS: grown, WITHOUT_ROWS: dict(missing), FIELDLESS: dict(fieldless), SECONDS: times}
         return taken if any(taken.values()) else None
 
 
@@ -120,10 +120,10 @@ __all__ = [
     "EVENTS",
     "FIELDLESS",
     "METRICS",
-    "MISSING",
     "NO_IDS",
     "SECONDS",
     "WHAT",
+    "WITHOUT_ROWS",
     "Meter",
     "Taken",
     "merged",

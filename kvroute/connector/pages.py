@@ -21,7 +21,7 @@ from kvroute.connector.limits import LIMITS, Limits
 from kvroute.connector.witness import folded_on_device, keys_on, to_host
 from kvroute.witness import WORD_NBYTES, Run, fold_keys, folded
 
-NAME: Final = "model.kvroute.{}.rows"
+PAGE_NAME: Final = "model.kvroute.{}.rows"
 """The layer's name has one integer, as vLLM requires: the first number that no layer of the model has."""
 
 NO_ROW: Final = "KV that was loaded came without a row"
@@ -32,12 +32,12 @@ _STORED: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 """By the bytes of an id: the lower bits are the id, whatever the sign."""
 _FRONT: Final = 2  # words before a row: its sum, and the name of its weights
 _BESIDE: Final = 3  # words that the sum covers but a page does not hold: the token, its position, the fold of its KV
-_NOTHING: Final = -1  # no token has this id
+_NO_TOKEN: Final = -1  # no token has this id
 
 
 def page_name(spec: AuxBlockDataSpec) -> str:
     """The engine's name for the layer of rows that ``spec`` describes."""
-    return NAME.format(spec.attrs["num_layers"])
+    return PAGE_NAME.format(spec.attrs["num_layers"])
 
 
 def token_nbytes(spec: AuxBlockDataSpec) -> int:
@@ -58,11 +58,11 @@ class StepTokens:
     """
 
     def __init__(self, max_tokens: int, device: torch.device | None = None) -> None:
-        self._held = torch.full((2, max_tokens), _NOTHING, dtype=torch.int64, device=device)
+        self._held = torch.full((2, max_tokens), _NO_TOKEN, dtype=torch.int64, device=device)
 
     def begin(self) -> None:
         """A step begins."""
-        self._held.fill_(_NOTHING)
+        self._held.fill_(_NO_TOKEN)
 
     def saw(self, token_ids: torch.Tensor | None, positions: torch.Tensor) -> None:
         """A pass begins: its tokens ``[n]`` at ``positions`` ``[n]``. Embeddings, which have no ids, are ignored."""
@@ -74,7 +74,7 @@ class StepTokens:
     def first(self, tokens: int) -> torch.Tensor:
         """Ids and positions int64 ``[2, tokens]`` of the step's first tokens; negative if not seen."""
         if tokens > self._held.shape[1]:
-            return torch.full((2, tokens), _NOTHING, dtype=torch.int64, device=self._held.device)
+            return torch.full((2, tokens), _NO_TOKEN, dtype=torch.int64, device=self._held.device)
         return self._held[:, :tokens]
 
 

@@ -20,7 +20,7 @@ from cache_manager.errors import ConfigError, RowError
 from cache_manager.keys import Namespace
 from kvroute.connector.answers import ERROR, FIELD, START
 from kvroute.connector.carriers.port import Admission, SchedulerParts
-from kvroute.connector.ends import Answer, Computation, End, Ends
+from kvroute.connector.ends import Computation, End, Ends, PendingAnswer
 from kvroute.connector.engine import Engine
 from kvroute.connector.fills import Request
 from kvroute.connector.key import Key
@@ -376,7 +376,7 @@ class SchedulerRows:
             return self._ends.refused(ended, error)
         if self.stream is None:
             return None
-        answer = Answer()  # no routes are left, but a mistake is not ignored
+        answer = PendingAnswer()  # no routes are left, but a mistake is not ignored
         answer.value = {FIELD: {ERROR: {str(key.choice): str(error)}}}
         answer.tell()
         return answer

@@ -33,7 +33,7 @@ NO_BLOCKS: Final = "the request had lost its blocks"
 GROWN: Final = "the prompt of a session has grown, and its last token was taken back"
 
 
-class Request(Protocol):
+class OutputRequest(Protocol):
     """A request as its scheduler has it, under vLLM's names."""
 
     @property
@@ -92,7 +92,7 @@ class RowStream:
 
     # ---------------------------------------------------------------- the scheduling thread
 
-    def ended(self, request: Request, start: int, blocks: Sequence[int], number: int) -> None:
+    def ended(self, request: OutputRequest, start: int, blocks: Sequence[int], number: int) -> None:
         """The request has ended and still has ``blocks``; :meth:`take` gives its last piece to its last output."""
         piece = self._piece(request, start, number, blocks)
         piece.last = True
@@ -101,7 +101,7 @@ class RowStream:
         if sequence.under_way is not None and sequence.under_way[1] is not piece.batch:
             self._drop(sequence.under_way[1])
 
-    def preempted(self, request: Request, start: int, stop: int, number: int) -> None:
+    def preempted(self, request: OutputRequest, start: int, stop: int, number: int) -> None:
         """The request is about to lose its blocks; steps under way compute its rows up to ``stop``.
 
         An engine may still deliver the tokens of these steps: :meth:`take` is told that they are stale.
@@ -117,10 +117,10 @@ class RowStream:
 
     def take(
         self,
-        outputs: Iterable[tuple[str, Request | None]],
+        outputs: Iterable[tuple[str, OutputRequest | None]],
         number: int,
         *,
-        start: Callable[[Request], int],
+        start: Callable[[OutputRequest], int],
         stale: AbstractSet[str] = frozenset(),
     ) -> StepRows:
         """The rows of a step's outputs, each an id and its request, or ``None`` for one that was :meth:`ended` in it.
@@ -169,7 +169,7 @@ class RowStream:
         self._ended.clear()
         return StepRows(pieces, steady)
 
-    def _next_rows(self, sequence: _Sequence, request: Request, slots: list[int], lives: list[int]) -> bool:
+    def _next_rows(self, sequence: _Sequence, request: OutputRequest, slots: list[int], lives: list[int]) -> bool:
         """Append the slots and lives of the few rows since the last output, whose slot is known; ``False``, and nothing
         is changed, if another way has to find them."""
         size, start, stop = self._size, sequence.sent, request.num_tokens - 1
@@ -295,7 +295,7 @@ class RowStream:
 
     def _piece(
         self,
-        request: Request,
+        request: OutputRequest,
         start: int,
         number: int,
         blocks: Sequence[int] | None = None,

@@ -70,7 +70,7 @@ class Fetch:
     tokens: int
 
 
-class Asked(Protocol):
+class PromptRequest(Protocol):
     """The part of a request that is read here."""
 
     request_id: str
@@ -85,7 +85,7 @@ class Asked(Protocol):
 
 @dataclass(slots=True)
 class _Lent:
-    request: Asked
+    request: PromptRequest
     transfer: bytes
     blocks: int = 0  # lent so far
     whole: bool = False
@@ -102,14 +102,14 @@ class Tickets:
         self._fetches: list[tuple[str, Ticket, int, list[int], int]] = []  # since the last step was sent
         self._why: dict[str, dict[int, str]] = {}  # by request and block
 
-    def lend(self, request: Asked) -> None:
+    def lend(self, request: PromptRequest) -> None:
         """The request has got blocks, and computes its prompt for another engine."""
         self.end(request.request_id)  # after a preemption this is another computation
         self._lent[request.request_id] = _Lent(request, secrets.token_bytes(16))
 
     def fetch(
         self,
-        request: Asked,
+        request: PromptRequest,
         encoded: Any,
         first: int,
         external: int,

@@ -16,7 +16,7 @@ from cache_manager.blocks import AuxBlocks
 from cache_manager.errors import ConfigError
 from kvroute.connector.limits import LIMITS, Limits
 from kvroute.connector.messages import StepMeta
-from kvroute.witness import ROOT, UNKNOWN, WORD_NBYTES, Run, chained, fold_keys, folded
+from kvroute.witness import ROOT, UNKNOWN_WITNESS, WORD_NBYTES, Run, chained, fold_keys, folded
 
 Join = Callable[[torch.Tensor], object]
 """Turns the ranks' folds, int64 ``[n]``, into those of the whole KV, in place; all ranks call it together."""
@@ -156,7 +156,7 @@ class KvWitness:
         for run, life in zip(runs, lives[len(blocks) :], strict=True):
             before = ROOT
             if run.before >= 0:
-                before = int(self._of[run.before]) if self._lives[run.before] == life else UNKNOWN
+                before = int(self._of[run.before]) if self._lives[run.before] == life else UNKNOWN_WITNESS
             for block in run.blocks:
                 place = len(witnesses)
                 before = chained(before, block_folds[place])

@@ -183,7 +183,7 @@ class WorkerRows:
         if not self._on_cpu:
             done = torch.cuda.Event(blocking=True) if self._device.type == "cuda" else torch.Event(self._device)
             done.record()  # on CUDA the thread behind sleeps; torch.Event ignores ``blocking``, and spins
-            call = partial(_after, done, call)
+            call = partial(_call_after, done, call)
         self._behind.put(call)
 
     def _lose(self, error: BaseException) -> None:
@@ -274,7 +274,7 @@ class WorkerRows:
             self.store.close()
 
 
-def _after(done: torch.Event | torch.cuda.Event, call: Callable[[], None]) -> None:
+def _call_after(done: torch.Event | torch.cuda.Event, call: Callable[[], None]) -> None:
     done.synchronize()
     call()
 

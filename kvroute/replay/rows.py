@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from cache_manager.errors import InvalidInputError
 from kvroute.checks import whole
 from kvroute.routes import Routes
-from kvroute.routes.fill import Missing, Plan
+from kvroute.routes.fill import FillPlan, Missing
 from kvroute.routes.layout import check_alike
 from kvroute.routes.spans import UNKNOWN, by_position
 
@@ -108,7 +108,7 @@ def all_layers(routes: Routes, tokens: int, dtype: str, missing: Missing = "erro
     """
     if counted("held", held) > (rows := read_rows(tokens)):
         raise ReplayError("held", f"rows of earlier turns, fewer than {tokens} tokens", held)
-    plan = Plan(routes.layout, "all", np.dtype(dtype), 1, missing)
+    plan = FillPlan(routes.layout, "all", np.dtype(dtype), 1, missing)
     out = np.empty((rows - held, len(plan.layers), routes.top_k), plan.dtype)
     plan.fill(out, routes, held, missing)
     return out

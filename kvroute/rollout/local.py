@@ -26,7 +26,7 @@ from cache_manager.storage.disk import Disk, open_regular, read_all, write_all
 from cache_manager.storage.url import StoreUrl
 from kvroute.rollout.handle import RolloutHandle
 from kvroute.rollout.ids import file_name
-from kvroute.rollout.parts import HEADER, GoneError, PartStore, Read, Record, layers_of, places
+from kvroute.rollout.parts import HEADER, GoneError, PartStore, ReadParts, Record, file_places, layers_option
 from kvroute.routes.wire import FIXED_NBYTES, header_nbytes, unpack
 
 LOCK_S: Final = 30.0
@@ -67,10 +67,11 @@ class LocalRollouts(PartStore):
         return handle
 
     @contextmanager
-    def _opened(self, handle: RolloutHandle) -> Iterator[Read]:
+    def _opened(self, handle: RolloutHandle) -> Iterator[ReadParts]:
         with self._reading(self._place(handle.rollout_id)) as (head, read):
             yield lambda parts: [
-                head if run == HEADER else read(*place) for run, place in zip(parts, places(handle, parts), strict=True)
+                head if run == HEADER else read(*place)
+                for run, place in zip(parts, file_places(handle, parts), strict=True)
             ]
 
     def _find(self, rollout_id: str) -> RolloutHandle:
@@ -182,4 +183,4 @@ def open_local_rollouts(url: StoreUrl) -> LocalRollouts:
     if url.host or not url.path or "\0" in url.path:  # file://data/dir would be /dir
         raise ConfigError("file: rollout store path", "file:///absolute/path or file:relative/path", repr(url.text))
     sync = url.choice("sync", ("none", "put"), "none") == "put"
-    return LocalRollouts(Path(url.path), layers_of(url), sync=sync)
+    return LocalRollouts(Path(url.path), layers_option(url), sync=sync)

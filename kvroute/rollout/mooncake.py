@@ -28,7 +28,7 @@ from cache_manager.storage.batch import chunks
 from cache_manager.storage.mooncake import open_mooncake_store
 from cache_manager.storage.url import StoreUrl
 from kvroute.rollout.handle import RolloutHandle
-from kvroute.rollout.parts import BATCH_NBYTES, HEADER, GoneError, PartStore, Record, checked_header, layers_of
+from kvroute.rollout.parts import BATCH_NBYTES, HEADER, GoneError, PartStore, Record, checked_header, layers_option
 from kvroute.routes.parts import Range
 
 POINTER_NBYTES: Final = 4096
@@ -36,7 +36,7 @@ SCOPE: Final = b"rollouts"
 """The first bytes of every key here; a block's key begins with the digest of its namespace and layout."""
 FINGERPRINT: Final = hashlib.blake2b(b"kvroute.rollout/3", digest_size=16).digest()
 """The layout of every record here."""
-PLACES: Final = 64
+POINTER_PLACES: Final = 64
 """Places of a rollout's pointers; all but one are free, unless many writers put it at once or removing one failed."""
 NUMBERS: Final = 1 << 32
 """First numbers."""
@@ -135,7 +135,7 @@ class MooncakeRollouts(PartStore):
             try:
                 if isinstance(header, Absence):
                     raise InvalidInputError("pointer", "a record", header.value)
-                pointers.append((key, _unpacked(page, rollout_id)))
+                pointers.append((key, _unpacked_pointer(page, rollout_id)))
             except InvalidInputError:
                 self._count(corrupt=1)
                 with suppress(StorageError):  # then it is found damaged again
@@ -146,30 +146,30 @@ class MooncakeRollouts(PartStore):
         """Make this the put that is found by its rollout's name; the pointers before."""
         pointers, places = self._pointers(handle.rollout_id), pointers_of(handle.rollout_id)
         first = pointers[-1][1].number + 1 if pointers else secrets.randbelow(NUMBERS)
-        for number in range(first, first + PLACES):
-            page = _packed(Pointer(number, handle))
-            header = _header(places[number % PLACES], page)
+        for number in range(first, first + POINTER_PLACES):
+            page = _packed_pointer(Pointer(number, handle))
+            header = _header(places[number % POINTER_PLACES], page)
             (stored,) = self.backend.put([header], [page])
             if stored is None:
                 raise StorageError(f"rollout {handle.rollout_id}: no room for a record of {POINTER_NBYTES} bytes")
             if stored.payload_xxh3 == header.payload_xxh3:  # else another writer was here first
                 return pointers
-        raise StorageError(f"rollout {handle.rollout_id} has {PLACES} pointers; delete it first")
+        raise StorageError(f"rollout {handle.rollout_id} has {POINTER_PLACES} pointers; delete it first")
 
 
 def keys_of(handle: RolloutHandle, numbers: Sequence[int] | None = None) -> list[BlockKey]:
     """The keys of the parts with these numbers; by default of all, and then of the header (-1)."""
     put_id = bytes.fromhex(handle.put_id)
     numbers = [*range(handle.parts), *range(*HEADER)] if numbers is None else numbers
-    return [_key(b"part", put_id + number.to_bytes(8, "little", signed=True)) for number in numbers]
+    return [_key_of(b"part", put_id + number.to_bytes(8, "little", signed=True)) for number in numbers]
 
 
 def pointers_of(rollout_id: str) -> list[BlockKey]:
     """The keys of the places of a rollout's pointers; number ``n`` is in place ``n % PLACES``."""
-    return [_key(b"rollout", bytes([place]) + rollout_id.encode()) for place in range(PLACES)]
+    return [_key_of(b"rollout", bytes([place]) + rollout_id.encode()) for place in range(POINTER_PLACES)]
 
 
-def _key(kind: bytes, name: bytes) -> BlockKey:
+def _key_of(kind: bytes, name: bytes) -> BlockKey:
     digest = hashlib.blake2b(name, digest_size=KEY_NBYTES - len(SCOPE), person=b"kvroute." + kind).digest()
     return BlockKey(SCOPE + digest)
 
@@ -179,14 +179,14 @@ def _header(key: BlockKey, content: Buffer) -> RecordHeader:
     return RecordHeader(key, FINGERPRINT, 0, xxh3 or 1, b"", len(content), xxh3)  # equal content has the same origin
 
 
-def _packed(pointer: Pointer) -> bytes:
+def _packed_pointer(pointer: Pointer) -> bytes:
     page = msgspec.json.encode(pointer).ljust(POINTER_NBYTES)
     if len(page) != POINTER_NBYTES:
         raise InvalidInputError("rollout handle", f"less than {POINTER_NBYTES} bytes of JSON", len(page))
     return page
 
 
-def _unpacked(page: Buffer, rollout_id: str) -> Pointer:
+def _unpacked_pointer(page: Buffer, rollout_id: str) -> Pointer:
     try:
         pointer = msgspec.json.decode(page, type=Pointer)
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
@@ -199,6 +199,6 @@ def _unpacked(page: Buffer, rollout_id: str) -> Pointer:
 
 def open_mooncake_rollouts(url: StoreUrl) -> MooncakeRollouts:
     """``mooncake://HOST:PORT/PREFIX?layers=4&...``; further parameters are those of the store there."""
-    layers = layers_of(url, LAYERS)
+    layers = layers_option(url, LAYERS)
     of_store = {k: v for k, v in url.parameters.items() if k != "layers"}
     return MooncakeRollouts(open_mooncake_store(replace(url, parameters=of_store)), layers)

@@ -32,7 +32,7 @@ class GoneError(StorageError):
     """The requested data is not there."""
 
 
-LAYERS_MAX: Final = 1024
+PART_LAYERS_MAX: Final = 1024
 """In a part: all layers of any model."""
 PART_NBYTES: Final = 64 << 10
 BATCH_NBYTES: Final = 8 << 20
@@ -41,10 +41,10 @@ HEADER: Final = (-1, 0)
 """The run of "parts" that is a record's header."""
 Record = tuple[bytes, memoryview]
 """The bytes of a header, and of all parts behind it."""
-Read = Callable[[Sequence[Range]], Sequence[Buffer]]
+ReadParts = Callable[[Sequence[Range]], Sequence[Buffer]]
 
 
-def places(handle: RolloutHandle, parts: Sequence[Range]) -> list[Range]:
+def file_places(handle: RolloutHandle, parts: Sequence[Range]) -> list[Range]:
     """Where runs of parts are in a record whose parts lie behind its header: offsets and sizes."""
     first = handle.header_nbytes
     return [
@@ -53,15 +53,17 @@ def places(handle: RolloutHandle, parts: Sequence[Range]) -> list[Range]:
     ]
 
 
-def layers_of(url: StoreUrl, default: int = 1) -> int:
+def layers_option(url: StoreUrl, default: int = 1) -> int:
     """The parameter ``layers``: how many a part has, a number or ``all``.
 
     With one layer, or as many as a stage has, a rank of pipeline parallelism reads only its layers.
     """
     text = url.parameters.get("layers", str(default))
-    count = LAYERS_MAX if text == "all" else int(text) if text.isascii() and text.isdecimal() and len(text) < 9 else 0
-    if not 1 <= count <= LAYERS_MAX:
-        raise ConfigError("rollout store parameter layers", f"1 to {LAYERS_MAX}, or all", repr(text))
+    count = (
+        PART_LAYERS_MAX if text == "all" else int(text) if text.isascii() and text.isdecimal() and len(text) < 9 else 0
+    )
+    if not 1 <= count <= PART_LAYERS_MAX:
+        raise ConfigError("rollout store parameter layers", f"1 to {PART_LAYERS_MAX}, or all", repr(text))
     return count
 
 
@@ -86,7 +88,7 @@ class PartStore(ABC):
         raise NotImplementedError
 
     @contextmanager
-    def _opened(self, handle: RolloutHandle) -> Iterator[Read]:
+    def _opened(self, handle: RolloutHandle) -> Iterator[ReadParts]:
         """:meth:`_read` for one record, which stays the same for the ``with`` block or is found to have changed."""
         yield partial(self._read, handle)
 
@@ -142,7 +144,7 @@ class PartStore(ABC):
         self, handle: RolloutHandle, layers: Sequence[int] | None = None, spans: Sequence[Range] | None = None
     ) -> list[Routes] | Absence:
         self._check_open()
-        chosen, rows = _wanted(handle, layers, spans)
+        chosen, rows = _chosen(handle, layers, spans)
         try:
             with self._opened(handle) as read:
                 (head,) = read([HEADER])
@@ -185,7 +187,7 @@ class PartStore(ABC):
             raise StoreClosedError(f"{self._name} is closed")
 
 
-def _in_turns(extent: Extent, parts: Sequence[Range], read: Read) -> Iterator[tuple[Range, Buffer]]:
+def _in_turns(extent: Extent, parts: Sequence[Range], read: ReadParts) -> Iterator[tuple[Range, Buffer]]:
     """Runs of parts and their bytes, few at once."""
     most = max(1, BATCH_NBYTES // extent.part_nbytes)
     shorter = ((first, min(first + most, stop)) for start, stop in parts for first in range(start, stop, most))
@@ -193,7 +195,7 @@ def _in_turns(extent: Extent, parts: Sequence[Range], read: Read) -> Iterator[tu
         yield from zip(batch, read(batch), strict=True)
 
 
-def _wanted(
+def _chosen(
     handle: RolloutHandle, layers: Sequence[int] | None, spans: Sequence[Range] | None
 ) -> tuple[tuple[int, ...], tuple[Range, ...]]:
     """Indices of the layers with these ids, and ranges of rows; :class:`InvalidInputError` if there are none."""

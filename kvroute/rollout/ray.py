@@ -21,10 +21,10 @@ from cache_manager.errors import StorageError
 from cache_manager.record import Buffer
 from cache_manager.storage.url import StoreUrl
 from kvroute.rollout.handle import RolloutHandle
-from kvroute.rollout.parts import GoneError, PartStore, Record, layers_of, places
+from kvroute.rollout.parts import GoneError, PartStore, Record, file_places, layers_option
 from kvroute.routes.parts import Range
 
-NAMESPACE: Final = "kvroute"
+RAY_NAMESPACE: Final = "kvroute"
 
 
 class Owner:
@@ -72,8 +72,8 @@ class RayRollouts(PartStore):
 
     def _started(self) -> Any:
         if not ray.is_initialized():
-            ray.init(address="auto", namespace=NAMESPACE)
-        options = {"name": self._owner_name, "namespace": NAMESPACE, "lifetime": "detached", "get_if_exists": True}
+            ray.init(address="auto", namespace=RAY_NAMESPACE)
+        options = {"name": self._owner_name, "namespace": RAY_NAMESPACE, "lifetime": "detached", "get_if_exists": True}
         return ray.remote(num_cpus=0)(Owner).options(**options).remote()
 
     def _write(self, handle: RolloutHandle, record: Record) -> RolloutHandle:
@@ -81,7 +81,7 @@ class RayRollouts(PartStore):
         return handle
 
     def _read(self, handle: RolloutHandle, parts: Sequence[Range]) -> list[Buffer]:
-        buffers = self._ask("read", handle.rollout_id, handle.to_json(), places(handle, parts))
+        buffers = self._ask("read", handle.rollout_id, handle.to_json(), file_places(handle, parts))
         if buffers is None:
             raise GoneError(f"rollout {handle.rollout_id} is not at its owner")
         return [buffer.data for buffer in buffers]
@@ -123,4 +123,4 @@ def open_ray_rollouts(url: StoreUrl) -> RayRollouts:
     url.allow("timeout", "layers")
     timeout_s = url.seconds("timeout", 60.0)
     assert timeout_s is not None
-    return RayRollouts(url.path or "rollouts", layers_of(url), timeout_s=timeout_s)
+    return RayRollouts(url.path or "rollouts", layers_option(url), timeout_s=timeout_s)

@@ -28,7 +28,7 @@ from kvroute.routes.token_hash import TokenHash, joined_hashes
 Mask = NDArray[np.bool_]
 """``[n]``: which rows are known; or ``[n, layers]``: which cells."""
 
-Gap = tuple[int, int | None]
+MissingCell = tuple[int, int | None]
 """A position, and the first layer that is missing there; ``None``: the whole row is missing."""
 
 C = TypeVar("C", bound="Cells")
@@ -111,7 +111,7 @@ class Cells:
         lost = np.full(len(self.ids), True) if self.layout.missing_layers else ~self.valid
         return tuple((self.start + a, self.start + b) for a, b in runs(lost))
 
-    def first_gap(self, stop: int, start: int = 0, layers: Sequence[int] | None = None) -> Gap | None:
+    def first_gap(self, stop: int, start: int = 0, layers: Sequence[int] | None = None) -> MissingCell | None:
         """The first position in ``[start, stop)`` at which one of ``layers`` (all routed ones) is missing, and which.
 
         The layer is ``None`` if the whole row is missing; ``layers`` without a router are ignored.
@@ -179,7 +179,7 @@ def check_known(layout: Layout, ids: NDArray[Any], mask: Mask, start: int) -> No
     check_ids(ids, layout.num_experts, layout.layer_ids, kept + start)
 
 
-def lacking(gap: Gap, wanted: str) -> RowError:
+def missing_error(gap: MissingCell, wanted: str) -> RowError:
     """The error for the first ``gap`` in what a caller ``wanted``."""
     position, layer = gap
     if layer is None:

@@ -17,9 +17,9 @@ from numpy.typing import DTypeLike, NDArray
 
 from cache_manager.errors import InvalidInputError, RowError
 from kvroute.checks import whole
-from kvroute.routes.cells import Cells, lacking
+from kvroute.routes.cells import Cells, missing_error
 from kvroute.routes.layout import Layers, Layout, check_alike
-from kvroute.routes.split import TAIL, Shard, Split, places
+from kvroute.routes.split import TAIL, Shard, Split, count_places
 
 Side = Literal["left", "right"]
 Order = Literal["sequence", "batch"]
@@ -31,7 +31,7 @@ FILLERS: Final[tuple[str, ...]] = get_args(Filler)
 _Slices = list[tuple[slice, slice]]
 
 
-class Plan:
+class FillPlan:
     """How rows of one model become rows of ``layers`` and ``dtype``: which layers go where, and how holes are filled.
 
     Made once for many pieces of one array, or for many sequences. Raises :class:`RowError` for a layer or a spelling
@@ -78,7 +78,7 @@ class Plan:
         """
         last = first + len(out)
         if missing == "error" and (gap := routes.first_gap(last, first, self.layers)) is not None:
-            raise lacking(gap, f"a row for each of the positions [{first}, {last})")
+            raise missing_error(gap, f"a row for each of the positions [{first}, {last})")
         a, b = min(max(first, routes.start), last), max(min(last, routes.stop), first)
         if a >= b:
             self.filler(out, missing, first)
@@ -185,7 +185,7 @@ def shard_packed(
     """
     plan = _plan(parts, tokens, split, layers, dtype, ep, missing, pad)
     shards = split.packed(tokens)
-    out = np.empty((places(shards), len(plan.layers), parts[0].layout.top_k), plan.dtype)
+    out = np.empty((count_places(shards), len(plan.layers), parts[0].layout.top_k), plan.dtype)
     _place(plan, out, parts, tokens, shards)
     return out
 
@@ -215,7 +215,7 @@ def shard_padded(
             raise InvalidInputError(name, " or ".join(words), repr(word))
     plan = _plan(parts, tokens, split, layers, dtype, ep, missing, pad)
     columns = split.columns(width)
-    shape = [len(parts), places(columns)]
+    shape = [len(parts), count_places(columns)]
     out = np.empty(
         (*(reversed(shape) if order == "sequence" else shape), len(plan.layers), parts[0].layout.top_k), plan.dtype
     )
@@ -228,7 +228,7 @@ def shard_padded(
 
 
 def _place(
-    plan: Plan, out: NDArray[Any], parts: Sequence[Cells], tokens: Sequence[int], shards: Sequence[Shard]
+    plan: FillPlan, out: NDArray[Any], parts: Sequence[Cells], tokens: Sequence[int], shards: Sequence[Shard]
 ) -> None:
     """Put the positions of ``shards`` into ``out``, one after another; positions without a token are padding."""
     place = 0
@@ -246,7 +246,7 @@ def _place(
 
 def _plan(
     parts: Sequence[Cells], tokens: Sequence[int], split: Split, layers: Layers, dtype: DTypeLike, *more: Any
-) -> Plan:
+) -> FillPlan:
     if not parts or len(parts) != len(tokens):
         raise RowError("tokens", f"one number for each of {len(parts)} routes, at least one", len(tokens))
     check_alike(parts)
@@ -259,9 +259,9 @@ def _plan(
 
 
 @lru_cache(maxsize=64)
-def _plan_of(layout: Layout, split: Split, layers: Layers, *more: Any) -> Plan:
+def _plan_of(layout: Layout, split: Split, layers: Layers, *more: Any) -> FillPlan:
     """A rank's plan, which is the same for every batch."""
     if isinstance(layers, str):
         chosen = set(layout.chosen(layers))
         layers = tuple(layer for layer in split.layers(layout.num_layers) if layer in chosen)
-    return Plan(layout, layers, *more)
+    return FillPlan(layout, layers, *more)

@@ -15,7 +15,7 @@ from kvroute.routing import id_dtype, routing_spec
 Layers = Literal["all", "moe"] | Sequence[int]
 """Every layer of the model; those with a router; or these layer ids, in this order."""
 
-_MODEL: Final = ("routed_layers", "num_experts", "num_layers", "top_k")
+_MODEL_FIELDS: Final = ("routed_layers", "num_experts", "num_layers", "top_k")
 
 
 class Layout(msgspec.Struct, frozen=True, cache_hash=True, forbid_unknown_fields=True):
@@ -73,7 +73,7 @@ class Layout(msgspec.Struct, frozen=True, cache_hash=True, forbid_unknown_fields
 
     def check_model(self, layout: Layout, subject: str = "routes", why: str = "as the model has") -> None:
         """Raise :class:`RowError` that names ``subject`` and the field unless ``layout`` is of the same model."""
-        for name in () if layout is self else _MODEL:
+        for name in () if layout is self else _MODEL_FIELDS:
             if (wanted := getattr(self, name)) != (got := getattr(layout, name)):
                 raise RowError(f"{subject} {name}", f"{wanted}, {why}", got)
 

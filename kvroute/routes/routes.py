@@ -14,8 +14,8 @@ from cache_manager.publish import Rows
 from cache_manager.spec import AuxBlockDataSpec
 from kvroute.checks import whole
 from kvroute.routes import spans, wire
-from kvroute.routes.cells import Cells, Mask, blank, check_known, lacking, last_of, some, union
-from kvroute.routes.fill import Missing, Plan
+from kvroute.routes.cells import Cells, Mask, blank, check_known, last_of, missing_error, some, union
+from kvroute.routes.fill import FillPlan, Missing
 from kvroute.routes.layout import Layers, Layout, check_alike
 from kvroute.routes.spans import UNKNOWN, WeightsSpan
 from kvroute.routes.token_hash import (
@@ -280,11 +280,11 @@ class Routes(Cells):
         if tokens is not None:
             check_tokens(self.token_hashes, token_ids(tokens, self.stop), self.end)
         if rows is not None and (gap := self.first_gap(rows)) is not None:
-            raise lacking(gap, f"a row for each of the positions [0, {rows})")
+            raise missing_error(gap, f"a row for each of the positions [0, {rows})")
         if loss_mask is not None:
             for first, stop in spans.runs(np.asarray(loss_mask)[1:] != 0):  # the rows before positions with a loss
                 if (gap := self.first_gap(stop, first)) is not None:
-                    raise lacking(gap, f"a row, as position {gap[0] + 1} has a loss")
+                    raise missing_error(gap, f"a row, as position {gap[0] + 1} has a loss")
 
     # ---------------------------------------------------------------- for trainers
 
@@ -310,7 +310,7 @@ class Routes(Cells):
 
         Raises :class:`RowError` naming the first missing position and layer, and for a dtype that cannot hold the ids.
         """
-        plan = Plan(self.layout, layers, np.dtype(dtype), ep, missing)
+        plan = FillPlan(self.layout, layers, np.dtype(dtype), ep, missing)
         out = np.empty((whole("rows", rows, error=RowError), len(plan.layers), self.top_k), plan.dtype)
         plan.fill(out, self, 0, missing)
         return out

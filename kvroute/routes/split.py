@@ -108,7 +108,7 @@ Shard(sequence=1, start=3, stop=4)]
             every = [Shard(i, 0, n) for i, n in enumerate(padded) if n]
             every += [Shard(TAIL, 0, part * self.cp - total)] if part * self.cp > total else []
             shards = _cut(every, part * self.cp_rank, part * (self.cp_rank + 1))
-        if tail := -places(shards) % self.tail_align:
+        if tail := -count_places(shards) % self.tail_align:
             shards.append(Shard(TAIL, 0, tail))
         return self._scattered(shards)
 
@@ -129,7 +129,7 @@ Shard(sequence=1, start=3, stop=4)]
     def _scattered(self, shards: list[Shard]) -> list[Shard]:
         """The part of ``shards`` that sequence parallelism leaves to this tensor-parallel rank; neighbours joined."""
         if self.sp and self.tp > 1:
-            if (total := places(shards)) % self.tp:
+            if (total := count_places(shards)) % self.tp:
                 raise InvalidInputError("local tokens", f"a multiple of tp={self.tp}; see tail_align", total)
             part = total // self.tp
             shards = _cut(shards, part * self.tp_rank, part * (self.tp_rank + 1))
@@ -143,7 +143,7 @@ Shard(sequence=1, start=3, stop=4)]
         return joined
 
 
-def places(shards: Sequence[Shard]) -> int:
+def count_places(shards: Sequence[Shard]) -> int:
     """How many positions ``shards`` have together."""
     return sum([stop - start for _, start, stop in shards])
 

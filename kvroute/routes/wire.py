@@ -40,7 +40,7 @@ from kvroute.routes.parts import IDS_MAX, Extent, Range, cells_of
 from kvroute.routes.spans import WeightsSpan
 
 MAGIC: Final = b"KVROUTES"
-VERSION: Final = 4
+WIRE_VERSION: Final = 4
 HEADER_NBYTES_MAX: Final = 64 << 20
 SUM_NBYTES: Final = 8
 _FIXED = struct.Struct("<8sHHI")
@@ -68,7 +68,7 @@ class Header(Extent, frozen=True, kw_only=True):
         text += b" " * (-(FIXED_NBYTES + len(text)) % 64)
         if len(text) > HEADER_NBYTES_MAX:
             raise RowError("routes", f"what is known in fewer turns: a header of {HEADER_NBYTES_MAX} bytes", len(text))
-        fixed = _FIXED.pack(MAGIC, VERSION, 0, len(text))
+        fixed = _FIXED.pack(MAGIC, WIRE_VERSION, 0, len(text))
         return b"".join((fixed, _sum(fixed, text), text))
 
     def check(self) -> None:
@@ -153,8 +153,8 @@ def header_nbytes(fixed: Buffer) -> int:
     if len(fixed) < FIXED_NBYTES:
         raise RowError("routes record", f"{FIXED_NBYTES} bytes or more", len(fixed))
     magic, version, zero, nbytes = _FIXED.unpack_from(fixed)
-    if (magic, version, zero) != (MAGIC, VERSION, 0):
-        raise RowError("routes record", f"{MAGIC!r} version {VERSION}", f"{magic!r} version {version}")
+    if (magic, version, zero) != (MAGIC, WIRE_VERSION, 0):
+        raise RowError("routes record", f"{MAGIC!r} version {WIRE_VERSION}", f"{magic!r} version {version}")
     if not 0 < nbytes <= HEADER_NBYTES_MAX:
         raise RowError("routes record header", f"1 to {HEADER_NBYTES_MAX} bytes", nbytes)
     return int(nbytes)

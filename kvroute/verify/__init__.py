@@ -15,7 +15,7 @@ from typing import Final
 from cache_manager.errors import InvalidInputError
 from kvroute.rollout import open_rollouts
 from kvroute.routing import routing_spec_from_hf
-from kvroute.verify.asking import NOTHING, Answer, Server, ServerError, played
+from kvroute.verify.asking import NO_ROWS, Answer, Server, ServerError, played
 from kvroute.verify.judging import Findings, judge
 
 LONGEST: Final = 512
@@ -39,9 +39,9 @@ def main(
         replies = list(played(server, requests, longest, vocabulary))
     answers = [answer for reply in replies if not isinstance(reply, ServerError) for answer in reply]
     failed = [reply for reply in replies if isinstance(reply, ServerError)]
-    if answers and all(answer.refused == NOTHING for answer in answers):
+    if answers and all(answer.refused == NO_ROWS for answer in answers):
         wanted = "a server that returns them: --enable-return-routed-experts, or kvroute's connector"
-        raise ServerError("routed_experts", wanted, NOTHING)
+        raise ServerError("routed_experts", wanted, NO_ROWS)
     from kvroute.verify.weights import Weights
 
     weights, by = Weights.where_they_fit(model, spec, dtype)

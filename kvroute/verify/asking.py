@@ -20,7 +20,7 @@ from cache_manager.errors import InvalidInputError, MismatchError, RowError
 from cache_manager.spec import AuxBlockDataSpec
 from kvroute.connector import own_field
 from kvroute.connector.answers import routes
-from kvroute.encodings import FIELD
+from kvroute.encodings import ROUTED_EXPERTS
 from kvroute.rollout import RolloutStore
 
 AT_ONCE: Final = 4
@@ -29,10 +29,10 @@ WAIT_S: Final = 600
 HEAD: Final = 4
 """Prompts with a common head share 1/HEAD of the longest prompt's length."""
 
-Ids = NDArray[np.int32]
+RowIds = NDArray[np.int32]
 Mask = NDArray[np.bool_]
 
-NOTHING: Final = "neither routed_experts nor a handle of kvroute's"
+NO_ROWS: Final = "neither routed_experts nor a handle of kvroute's"
 
 
 class ServerError(MismatchError):
@@ -55,7 +55,7 @@ class Answer:
     what: str
     prompt: int
     tokens: tuple[int, ...]
-    ids: Ids  # [tokens - 1, layers, top_k]  sorted; below 0 for cells that did not come
+    ids: RowIds  # [tokens - 1, layers, top_k]  sorted; below 0 for cells that did not come
     refused: str = ""  # why no row came
 
     @property
@@ -122,7 +122,7 @@ class Server:
                 own_routes = routes(answer, index, rollouts=self._rollouts)
                 ids = own_routes.materialize(len(ids), self.spec.attrs["layer_ids"], missing="minus1")
             elif (packed := field.get("routed_experts")) is None:
-                refused = NOTHING
+                refused = NO_ROWS
             else:
                 rows = rows_of(packed, self.spec, len(ids))
                 ids[: len(rows)] = rows
@@ -142,7 +142,7 @@ class Server:
             raise ServerError(self.url + path, "an answer", error) from error
 
 
-def rows_of(packed: object, spec: AuxBlockDataSpec, due: int) -> Ids:
+def rows_of(packed: object, spec: AuxBlockDataSpec, due: int) -> RowIds:
     """An engine's own field, not yet judged: ids ``[rows, layers, top_k]`` of the layers with a router.
 
     Raises :class:`RowError` for anything but an array of such rows.
@@ -152,9 +152,9 @@ def rows_of(packed: object, spec: AuxBlockDataSpec, due: int) -> Ids:
     layers = array.shape[1] if array.ndim == 3 else array.size // (due * top_k)
     if layers not in (every, moe) or array.dtype.kind not in "iu" or array.size % (layers * top_k):
         wanted = f"integers of {due} rows, {every} layers, top {top_k}"
-        raise RowError(FIELD, wanted, f"{array.dtype} of shape {array.shape}")
+        raise RowError(ROUTED_EXPERTS, wanted, f"{array.dtype} of shape {array.shape}")
     array = array.reshape(-1, layers, top_k)[:due]
-    rows: Ids = array.astype(np.int32)
+    rows: RowIds = array.astype(np.int32)
     rows[(array < 0) | (array > np.iinfo(np.int32).max)] = -1  # no expert's id, and none is wrapped into one
     return rows if layers == moe else rows[:, list(spec.attrs["layer_ids"])]
 
@@ -191,4 +191,4 @@ def played(server: Server, requests: int, longest: int, vocabulary: int) -> Iter
         yield from ask([Question("asked again", question.prompt)])
 
 
-__all__ = ["NOTHING", "Answer", "Question", "Server", "ServerError", "played", "rows_of"]
+__all__ = ["NO_ROWS", "Answer", "Question", "Server", "ServerError", "played", "rows_of"]

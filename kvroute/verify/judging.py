@@ -16,7 +16,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from cache_manager.spec import AuxBlockDataSpec
-from kvroute.verify.asking import Answer, Ids, Mask
+from kvroute.verify.asking import Answer, Mask, RowIds
 
 if TYPE_CHECKING:
     from kvroute.verify.weights import Weights
@@ -25,7 +25,7 @@ Names = NDArray[np.str_]
 
 ZEROS: Final = "zeros"
 RANGE: Final = "no such expert"
-TWICE: Final = "an expert twice"
+DUPLICATE: Final = "an expert twice"
 OTHER: Final = "other experts"
 
 
@@ -91,9 +91,9 @@ class _Earlier:
     """The first sound row for each prefix."""
 
     def __init__(self) -> None:
-        self._rows: dict[bytes, Ids] = {}
+        self._rows: dict[bytes, RowIds] = {}
 
-    def of(self, answer: Answer, sound: Mask) -> tuple[Ids, Mask]:
+    def of(self, answer: Answer, sound: Mask) -> tuple[RowIds, Mask]:
         wanted, computed_before, running = (
             np.full_like(answer.ids, -1),
             np.zeros(len(answer.ids), np.bool_),
@@ -113,11 +113,11 @@ def _impossible(answer: Answer, spec: AuxBlockDataSpec) -> Names:
     """The fault of each row by itself ``[due]``: empty, or why no router can have chosen it."""
     ids, known = answer.ids, answer.known
     faults = np.full(len(ids), "", "U16")
-    faults[(((ids[..., 1:] == ids[..., :-1]).any(axis=2)) & known).any(axis=1)] = TWICE
+    faults[(((ids[..., 1:] == ids[..., :-1]).any(axis=2)) & known).any(axis=1)] = DUPLICATE
     faults[((ids >= spec.attrs["num_experts"]).any(axis=2) & known).any(axis=1)] = RANGE
     if spec.row_shape[1] > 1:
         faults[known.any(axis=1) & ((ids == 0).all(axis=2) | ~known).all(axis=1)] = ZEROS
     return faults
 
 
-__all__ = ["OTHER", "RANGE", "TWICE", "ZEROS", "Findings", "Wrong", "judge"]
+__all__ = ["DUPLICATE", "OTHER", "RANGE", "ZEROS", "Findings", "Wrong", "judge"]

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from cache_manager.errors import InvalidInputError
 from cache_manager.spec import AuxBlockDataSpec
 from kvroute.capture.capture import find_routers
-from kvroute.verify.asking import Ids, Mask
+from kvroute.verify.asking import Mask, RowIds
 
 NOISE: Final = {"float32": 2**-14, "float16": 2**-9, "bfloat16": 2**-6}
 """The relative rounding of a router's input in an engine that computes in this dtype."""
@@ -66,14 +66,14 @@ class Weights:
 
         return listen
 
-    def routed(self, tokens: Sequence[int]) -> Ids:
+    def routed(self, tokens: Sequence[int]) -> RowIds:
         """The experts of each token, sorted: ``[tokens, layers, top_k]``."""
         with torch.no_grad():
             self._model(torch.tensor([list(tokens)]), use_cache=False)
         choices = torch.stack([ids.reshape(len(tokens), -1) for _, ids in self._heard.values()], dim=1)
         return np.sort(choices.numpy().astype(np.int32), axis=2)
 
-    def close(self, ids: Ids, mask: Mask) -> Mask:
+    def close(self, ids: RowIds, mask: Mask) -> Mask:
         """Whether a router's input that differs by rounding from that of the last pass chooses these experts."""
         close, self._listening = np.zeros_like(mask), False
         noise = torch.Generator().manual_seed(0)

@@ -17,7 +17,7 @@ from cache_manager.ports import RecordCounters
 from kvroute.connector import Limits, meter, pages, worker
 from kvroute.connector.carriers import by_key, none
 from kvroute.connector.limits import LIMITS
-from kvroute.connector.meter import EVENTS, FIELDLESS, METRICS, MISSING, SECONDS, WHAT, Meter, merged
+from kvroute.connector.meter import EVENTS, FIELDLESS, METRICS, SECONDS, WHAT, WITHOUT_ROWS, Meter, merged
 
 DOCS = Path(__file__).parents[2] / "docs"
 EAGER = Limits(metrics_s=0.0)
@@ -41,13 +41,13 @@ def test_take_returns_the_counters_that_have_grown() -> None:
     assert first[EVENTS] == {"blocks/rows": 3}
     assert first[SECONDS] == {"persist": [0.5]}
     assert first[FIELDLESS] == {"no row was written": 1}
-    assert len(first[MISSING]) == EAGER.causes_max + 1
-    assert (first[MISSING]["cause 0"], first[MISSING]["other"]) == (2, 10)
+    assert len(first[WITHOUT_ROWS]) == EAGER.causes_max + 1
+    assert (first[WITHOUT_ROWS]["cause 0"], first[WITHOUT_ROWS]["other"]) == (2, 10)
     assert found.take() is None
     node.rows = 4
     found.took("persist", 1.0)
     second = found.take()
-    assert second == {EVENTS: {"transfer/node.rows": 4}, MISSING: {}, FIELDLESS: {}, SECONDS: {"persist": [1.0]}}
+    assert second == {EVENTS: {"transfer/node.rows": 4}, WITHOUT_ROWS: {}, FIELDLESS: {}, SECONDS: {"persist": [1.0]}}
     both = merged(first, second)
     assert (both[EVENTS], both[SECONDS]) == ({"blocks/rows": 3, "transfer/node.rows": 4}, {"persist": [0.5, 1.0]})
 
@@ -83,7 +83,7 @@ def test_no_count_is_lost_between_threads() -> None:
     for thread in threads:
         thread.join(GIVE_UP_S)
     taken.append(found.take())
-    assert sum(each[MISSING]["one"] for each in taken if each) == 7
+    assert sum(each[WITHOUT_ROWS]["one"] for each in taken if each) == 7
 
 
 def test_it_is_taken_now_and_then_only() -> None:
@@ -121,7 +121,7 @@ def test_the_page_has_every_cause_and_every_time() -> None:
         by_key.NO_ANSWER.format(LIMITS.restore_s),
         *by_key.NOT_RESTORED.values(),
     ]
-    causes += [pages.NO_ROW, pages.OTHER_WEIGHTS, pages.OTHER_KV, by_key.OTHER]
+    causes += [pages.NO_ROW, pages.OTHER_WEIGHTS, pages.OTHER_KV, by_key.WRONG_KV]
     told = re.findall(r"^\| `([^`]+)` \|", page, re.MULTILINE)
     assert [cause for cause in causes if cause.partition(":")[0] not in told] == []
     assert all(f"`{name}`" in page for name in (*METRICS, *WHAT))

@@ -19,7 +19,7 @@ from cache_manager.storage import open_store
 from kvroute.connector.limits import LIMITS, Limits
 from kvroute.connector.witness import KvFolder, KvWitness, by_block, witnessing
 from kvroute.routing import routing_spec
-from kvroute.witness import ROOT, UNKNOWN, Run, chained, fold_keys, fold_reference
+from kvroute.witness import ROOT, UNKNOWN_WITNESS, Run, chained, fold_keys, fold_reference
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn]
 seeds = st.integers(0, 2**32 - 1)
@@ -213,8 +213,8 @@ def test_a_witness_is_of_one_life_and_of_a_known_prefix() -> None:
     assert witnesses(0, [2]) == [second]
     assert witnesses(-1, [5, 6]) == [first, second]
     worker.rows.renew([0])
-    assert witnesses(0, [2]) == witnesses(7, [3]) == witnesses(3, [4]) == [UNKNOWN]
-    assert UNKNOWN not in (first, second, chained(ROOT, 0))
+    assert witnesses(0, [2]) == witnesses(7, [3]) == witnesses(3, [4]) == [UNKNOWN_WITNESS]
+    assert UNKNOWN_WITNESS not in (first, second, chained(ROOT, 0))
     worker.rows.close()
 
 

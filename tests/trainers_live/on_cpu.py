@@ -11,7 +11,7 @@ def register() -> None:
 
     from kvroute.integrations.vllm import config
 
-    config.LIMITS = replace(config.LIMITS, question_s=60.0)
+    config.ENGINE_LIMITS = replace(config.ENGINE_LIMITS, question_s=60.0)
     if [int(part) for part in vllm.__version__.split(".")[:2]] < [0, 30]:
         import cpu_choices  # noqa: F401 - experts are chosen by the layer's router
 

@@ -58,7 +58,7 @@ def plugin() -> None:
     from kvroute.integrations.vllm.models import register
 
     # a loaded machine may need more than a second, and then computes hits again
-    config.LIMITS = replace(config.LIMITS, question_s=GIVE_UP_S)
+    config.ENGINE_LIMITS = replace(config.ENGINE_LIMITS, question_s=GIVE_UP_S)
     register()
 
 

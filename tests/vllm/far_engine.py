@@ -174,7 +174,7 @@ def main() -> None:
     os.dup2(2, 1)  # output that vLLM prints while it starts is no answer
     given = json.loads(sys.argv[1])
     # a loaded machine may need more than a second, and then computes hits again
-    config.LIMITS = replace(config.LIMITS, question_s=given["give_up_s"])
+    config.ENGINE_LIMITS = replace(config.ENGINE_LIMITS, question_s=given["give_up_s"])
     if given["ahead"]:
         import ahead
 

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-OTHER: Final = "rows of other KV than was loaded"
+WRONG_KV: Final = "rows of other KV than was loaded"
 NO_ANSWER: Final = "the store of rows has not answered within {} s"
 NOT_RESTORED: Final = {
     "absent_blocks_not_restored": "the store of rows does not have them",
@@ -217,7 +217,7 @@ class ByKeyWorker(WorkerSide):
         """The store brings rows of whole blocks only."""
         self._meter.miss(NO_CARRIER, sum(max(0, run.tokens - self._size * len(run.blocks)) for run in runs))
         if self.witness is not None and look is not None:
-            self._meter.miss(OTHER, len(self.witness.refused(runs, look)) * self._size)
+            self._meter.miss(WRONG_KV, len(self.witness.refused(runs, look)) * self._size)
 
     def filled(self, step: StepMeta, computed: torch.Tensor | None) -> None:
         filled: Filled | None = step.carrier
@@ -248,4 +248,4 @@ class ByKeyWorker(WorkerSide):
             job.wait(max(0.0, give_up_s - time.monotonic()))
 
 
-__all__ = ["NOT_RESTORED", "NO_ANSWER", "OTHER", "ByKey", "ByKeyScheduler", "ByKeyWorker", "Filled"]
+__all__ = ["NOT_RESTORED", "NO_ANSWER", "WRONG_KV", "ByKey", "ByKeyScheduler", "ByKeyWorker", "Filled"]

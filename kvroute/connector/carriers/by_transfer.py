@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-TAKEN: Final = "another request fetches the rows of this ticket"
+TICKET_TAKEN: Final = "another request fetches the rows of this ticket"
 LATE: Final = "they were not here {} s after their KV"
 
 
@@ -131,7 +131,7 @@ class ByTransferWorker(WorkerSide):
             if self._under_way.setdefault(fetch.transfer, fetch) is fetch:
                 self._since_s[fetch.transfer] = time.monotonic()
             else:
-                self._missed(fetch, dict.fromkeys(range(fetch.first, fetch.first + len(fetch.blocks)), TAKEN))
+                self._missed(fetch, dict.fromkeys(range(fetch.first, fetch.first + len(fetch.blocks)), TICKET_TAKEN))
         return bool(transfers.fetches or transfers.withdrawn)
 
     def fail(self, blocks: set[int]) -> None:
@@ -200,4 +200,4 @@ class ByTransferWorker(WorkerSide):
         self.crossing.close()
 
 
-__all__ = ["LATE", "TAKEN", "ByTransfer", "ByTransferScheduler", "ByTransferWorker", "TransferStep"]
+__all__ = ["LATE", "TICKET_TAKEN", "ByTransfer", "ByTransferScheduler", "ByTransferWorker", "TransferStep"]

@@ -33,7 +33,7 @@ CHOICES: Final = (
     "disable_sliding_window",
 )
 """Fields of vLLM's ``ModelConfig`` that change what is computed with the same files."""
-LIMITS: Final = Limits()
+ENGINE_LIMITS: Final = Limits()
 """Of every engine of vLLM."""
 
 
@@ -61,7 +61,7 @@ def engine_of(config: Any, cache: Any, inner: str) -> Engine:
     """
     settings, model = settings_of(config.kv_transfer_config), config.model_config
     refuse(config, cache, settings, inner)
-    number = group_of(cache, model.max_model_len)
+    number = kv_group_of(cache, model.max_model_len)
     group = cache.kv_cache_groups[number]
     spec = routing_spec_from_hf(model.hf_text_config, group.kv_cache_spec.block_size)
     carrier = carrier_of(
@@ -85,7 +85,7 @@ def engine_of(config: Any, cache: Any, inner: str) -> Engine:
         drafts=drafts_by_model(config.speculative_config),
         hashes=max(1, spec.block_tokens // hashed_tokens(config, cache)),
         group=number,
-        limits=LIMITS,
+        limits=ENGINE_LIMITS,
     )
 
 
@@ -100,7 +100,7 @@ def check_children(config: Any, connector: Any) -> None:
         raise ConfigError("connectors", wanted, f"others inside {connector.__name__}")
 
 
-def group_of(cache: Any, tokens_max: int) -> int:
+def kv_group_of(cache: Any, tokens_max: int) -> int:
     """The KV cache group whose blocks rows go with: the first one that keeps the KV of all tokens of a request.
 
     Blocks of all groups are of one pool, so that each has one life at a time, in one group. A draft model's group is
@@ -167,7 +167,7 @@ def refuse(config: Any, cache: Any, settings: Settings, inner: str) -> None:
     import vllm  # type: ignore[import-not-found]
 
     version, groups = minor(vllm.__version__), cache.kv_cache_groups
-    block = groups[group_of(cache, config.model_config.max_model_len)].kv_cache_spec.block_size
+    block = groups[kv_group_of(cache, config.model_config.max_model_len)].kv_cache_spec.block_size
     hashed = hashed_tokens(config, cache)
     for wanted, refused in {
         f"vLLM {' or '.join(TESTED)}, or settings.untested={version!r}": version not in (*TESTED, settings.untested),
@@ -262,7 +262,7 @@ __all__ = [
     "check_children",
     "computation",
     "engine_of",
-    "group_of",
+    "kv_group_of",
     "kv_names",
     "refuse",
     "settings_of",

@@ -46,7 +46,7 @@ class RowsWithKV(Base):  # type: ignore[misc]
                     store,
                 )
             self._scheduler_rows = SchedulerRows(self._engine)
-            core.follow()
+            core.follow_cores()
             core.hears(vllm_config, self._scheduler_rows)
             if self._engine.settings.field:
                 layers = vllm_config.model_config.get_total_num_hidden_layers()
@@ -151,7 +151,7 @@ class RowsWithKV(Base):  # type: ignore[misc]
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
         super().bind_kv_cache_manager(kv_cache_manager)
-        blocks.follow(self._scheduler_rows, kv_cache_manager)
+        blocks.follow_pool(self._scheduler_rows, kv_cache_manager)
 
     def on_new_request(self, request: Any) -> None:
         super().on_new_request(request)

@@ -29,14 +29,14 @@ HARMLESS: Final = (
 """Calls to all workers that leave the weights as they are. Any other call may change them, whatever its name."""
 STEPS: Final = ("step", "step_with_batch_queue")
 SENDING: Final = "_kvroute_sending"
-CLOSE_S: Final = 10.0
+SENDING_S: Final = 10.0
 """How long a core that shuts down waits for messages that wait for rows."""
 
 
 _HEARING: Final[list[tuple[Any, weakref.ref[Any]]]] = []
 
 
-def follow() -> None:
+def follow_cores() -> None:
     """Let the engine cores of this process pass on what they are told to the rows of :func:`hears`.
 
     Call it before the first core's loop takes its methods; a second call is harmless.
@@ -83,14 +83,14 @@ def heard(hear: Callable[..., None], call: Callable[..., Any]) -> Callable[..., 
 
     @wraps(call)
     def wrapped(core: Any, *args: Any, **kwargs: Any) -> Any:
-        for rows in _rows_of(core):
+        for rows in _rows_of_core(core):
             hear(rows.weights, *args, **kwargs)
         return call(core, *args, **kwargs)
 
     return wrapped
 
 
-def _rows_of(core: Any) -> list[Any]:
+def _rows_of_core(core: Any) -> list[Any]:
     """The rows of a core, if it has any yet."""
     own_config: Any = getattr(core, "vllm_config", None)
     followed = [reference() for config, reference in _HEARING if own_config is not None and _same(config, own_config)]
@@ -148,12 +148,12 @@ def answering(step: Callable[[Any], Any]) -> Callable[[Any], Any]:
     @wraps(step)
     def stepped(core: Any) -> Any:
         fields = list[Sending]()
-        for rows in _rows_of(core):
+        for rows in _rows_of_core(core):
             rows.followed = True
             if rows.field is not None:
                 fields.append(sending(core, rows.field))
             if not rows.blocks_followed:  # up to 0.28 a connector hears nothing of the manager
-                blocks.follow(rows, core.scheduler.kv_cache_manager)
+                blocks.follow_pool(rows, core.scheduler.kv_cache_manager)
         by_client, executed = step(core)
         for field_sending in fields:
             field_sending.send()
@@ -223,7 +223,7 @@ class Sending:
     def close(self) -> None:
         """The core shuts down: what waits goes out, and its calls are its own again."""
         if self._behind is not None and self._queue is not None:
-            self._behind.close(CLOSE_S)
+            self._behind.close(SENDING_S)
             del self._queue.put_nowait
         del self._scheduler.update_from_output
 

@@ -20,7 +20,7 @@ from typing import Any, Final
 import numpy as np
 
 from cache_manager.errors import RowError
-from kvroute.connector.answers import FIELD, MISSING
+from kvroute.connector.answers import FIELD, GAPS
 from kvroute.connector.messages import StepMeta
 from kvroute.connector.scheduler import SchedulerRows
 from kvroute.connector.step_rows import StepRows
@@ -219,7 +219,7 @@ def watch() -> None:
     wrappers = {
         (OutputProcessor, "add_request"): _adding,
         (OutputProcessor, "process_outputs"): _processing,
-        (RequestState, "make_request_output"): _answering,
+        (RequestState, "make_request_output"): _with_field,
         (RequestOutput, "add"): _merging,
     }
     for (owner, name), wrapper in wrappers.items():
@@ -279,7 +279,7 @@ def _divide(states: Mapping[str, Any], together: Mapping[str, Any]) -> None:
         first += count
 
 
-def _answering(make: Callable[..., Any]) -> Callable[..., Any]:
+def _with_field(make: Callable[..., Any]) -> Callable[..., Any]:
     """``RequestState.make_request_output``: never a shorter array, and the reason beside an answer without one.
 
     It is called for each output of each step; its first five parameters are those of every release.
@@ -296,12 +296,12 @@ def _answering(make: Callable[..., Any]) -> Callable[..., Any]:
         **kwargs: Any,
     ) -> Any:
         if finish_reason is not None:
-            _check(self)
+            _check_rows(self)
             missing = getattr(_family(self), "kvroute_missing", None)
             if missing:
                 params = kv_transfer_params or {}
                 beside = dict(params.get(FIELD) or {})
-                beside[MISSING] = {**beside.get(MISSING, {}), **missing}
+                beside[GAPS] = {**beside.get(GAPS, {}), **missing}
                 kv_transfer_params = {**params, FIELD: beside}
         return make(
             self, new_token_ids, pooling_output, finish_reason, stop_reason, kv_transfer_params, *args, **kwargs
@@ -324,7 +324,7 @@ def _merging(add: Callable[..., Any]) -> Callable[..., Any]:
     return merge
 
 
-def _check(state: Any) -> None:
+def _check_rows(state: Any) -> None:
     """The chunks of a request that ends cover just its tokens: rows of surplus ones go, and a gap drops them all."""
     chunks = state.routed_experts_chunks
     if not chunks or state.detokenizer is None:

@@ -12,7 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (  # type: igno
     KVConnectorStats,
 )
 
-from kvroute.connector.meter import BUCKETS_S, METRICS, MISSING, SECONDS, Taken, merged
+from kvroute.connector.meter import BUCKETS_S, METRICS, SECONDS, WITHOUT_ROWS, Taken, merged
 
 OURS, INNER = "kvroute", "inner"
 
@@ -40,7 +40,7 @@ class Stats(KVConnectorStats):  # type: ignore[misc]
     def reduce(self) -> dict[str, int | float]:
         """For vLLM's log: only tokens without rows; the rest is at ``/metrics``."""
         inside = self.data[INNER]
-        counts = {f"tokens without rows ({why})": n for why, n in self.data[OURS].get(MISSING, {}).items()}
+        counts = {f"tokens without rows ({why})": n for why, n in self.data[OURS].get(WITHOUT_ROWS, {}).items()}
         return {**counts, **(inside.reduce() if inside and not inside.is_empty() else {})}
 
     def is_empty(self) -> bool:

@@ -170,11 +170,11 @@ def pages_of(config: Any, kv_caches: Mapping[str, Any], spec: AuxBlockDataSpec) 
     kv, places = kv_caches[last], None
     kv = kv if kv.element_size() == 1 else kv[:, :1]
     if kv.device.type == "cpu" and not config.model_config.use_mla:
-        places = _places(layers[last], kv, config.model_config.dtype)
+        places = _token_places(layers[last], kv, config.model_config.dtype)
     return Pages(kv_caches[name], spec, kv, layers[name].seen, places)
 
 
-def _places(layer: Any, kv: Any, dtype: Any) -> Any:
+def _token_places(layer: Any, kv: Any, dtype: Any) -> Any:
     """Each token's places in a block, int64 ``[tokens, values]``: the layer itself writes one token after the other.
 
     Attention on a CPU keeps K transposed or packed, depending on the processor.
