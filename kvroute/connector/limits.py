@@ -91,12 +91,12 @@ class Limits:
     def __post_init__(self) -> None:
         for limit in fields(self):
             value = getattr(self, limit.name)
-            wanted = _wanted(limit.name, value)
+            wanted = _wanted_number(limit.name, value)
             if wanted:
                 raise ConfigError(f"limits.{limit.name}", wanted, repr(value))
 
 
-def _wanted(name: str, value: Any) -> str:
+def _wanted_number(name: str, value: Any) -> str:
     """What the limit of this name wants; empty: the ``value`` is one."""
     if name == "transfer":
         return "" if isinstance(value, TransferLimits) else "TransferLimits"

@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 
 from cache_manager.errors import RowError
 from cache_manager.spec import AuxBlockDataSpec
+from kvroute.encodings import ROUTED_EXPERTS
 from kvroute.routes import Layout, Routes
 
-ROUTED_EXPERTS: Final = "routed_experts"
 NPY: Final = b"\x93NUMPY"
 
 
