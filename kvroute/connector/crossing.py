@@ -275,8 +275,8 @@ class Borrower:
     def give_up(self, blocks: set[int]) -> None:
         """Drop records on their way to these blocks. A fetch whose blocks are all given up is over at once."""
         for landing in list(self._under_way.values()):
-            if now := blocks.intersection(landing.ids):
-                landing.given_up |= now
+            if dropped := blocks.intersection(landing.ids):
+                landing.given_up |= dropped
                 if landing.given_up.issuperset(landing.ids):
                     with suppress(KVRouteError):  # a full or closed node ends the fetch by itself
                         self._node.abort(TransferId(landing.transfer), "its blocks are given up")

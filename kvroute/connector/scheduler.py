@@ -243,10 +243,10 @@ class SchedulerRows:
         """What the worker has to know of KV from outside; ``loads`` begin with this step."""
         joined, self._joined = [blocks for _, blocks in self._joined], []
         landed, self._landed = self._still(self._landed), []
-        now = [state for state in loads if not state.later]
-        runs = [state.load for state in now if state.load is not None]
+        loading = [state for state in loads if not state.later]
+        runs = [state.load for state in loading if state.load is not None]
         arrived = [state.arrived(self.engine.tokens) for state in landed]
-        for state in (*now, *landed):
+        for state in (*loading, *landed):
             state.load = None
         return Loads(joined if loads else (), runs, [run for run in arrived if run.blocks])
 

@@ -145,10 +145,10 @@ class Tickets:
 
     def fetches(self) -> list[Fetch]:
         """The fetches that begin with the next step; the blocks' lives are known by now."""
-        lives, asked, self._fetches = self._lives(), self._fetches, []
+        lives, fetches, self._fetches = self._lives(), self._fetches, []
         return [
             Fetch(name, bytes.fromhex(t.id), t.address, first, held, lives[held].tolist(), tokens)
-            for name, t, first, held, tokens in asked
+            for name, t, first, held, tokens in fetches
         ]
 
     def fills(

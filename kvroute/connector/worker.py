@@ -172,12 +172,12 @@ class WorkerRows:
         """Look at the loaded KV of these blocks; blocks ``without`` got none."""
         return LoadedKv(runs, self.carrier.look(runs, without)) if runs else None
 
-    def _then(self, does: Callable[..., None], *arguments: Any) -> None:
+    def _then(self, work: Callable[..., None], *arguments: Any) -> None:
         """Do this when the device has done the work launched until now: on a CPU at once."""
         if self._behind is None:
-            does(*arguments)
+            work(*arguments)
             return
-        call = partial(does, *arguments)
+        call = partial(work, *arguments)
         if self._lost is not None and self.engine.settings.strict:
             raise self._lost
         if not self._on_cpu:

@@ -102,8 +102,8 @@ class MooncakeRollouts(PartStore):
     def _delete(self, handle: RolloutHandle) -> None:
         pointers = self._pointers(handle.rollout_id)
         # Those that were seen, and no others: a put just now has another place.
-        seen = [key for key, _ in pointers] if pointers and pointers[-1][1].handle.put_id == handle.put_id else []
-        self.backend.delete([*seen, *self._stored(handle)])
+        known_keys = [key for key, _ in pointers] if pointers and pointers[-1][1].handle.put_id == handle.put_id else []
+        self.backend.delete([*known_keys, *self._stored(handle)])
 
     def _stored(self, handle: RolloutHandle) -> list[BlockKey]:
         """The keys of a put; of its header only, unless that is there and of this put: a handle may claim any number of

@@ -200,10 +200,10 @@ def _chosen(
 ) -> tuple[tuple[int, ...], tuple[Range, ...]]:
     """Indices of the layers with these ids, and ranges of rows; :class:`InvalidInputError` if there are none."""
     layer_ids, start, stop = handle.layout.layer_ids, handle.start, handle.stop
-    asked = set(layer_ids if layers is None else layers)
-    chosen = tuple(i for i, layer in enumerate(layer_ids) if layer in asked)
+    layers_wanted = set(layer_ids if layers is None else layers)
+    chosen = tuple(i for i, layer in enumerate(layer_ids) if layer in layers_wanted)
     if not chosen:
-        raise InvalidInputError("layers", f"one or more of {layer_ids}", sorted(asked))
+        raise InvalidInputError("layers", f"one or more of {layer_ids}", sorted(layers_wanted))
     ranges = ((start, stop),) if spans is None else tuple(spans)
     for span in ranges:
         if not (len(span) == 2 and start <= span[0] <= span[1] <= stop):

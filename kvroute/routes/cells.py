@@ -205,20 +205,23 @@ def union(parts: Sequence[C], **fields: Any) -> C:
     labelled = np.zeros(known.shape, np.bool_)  # cells whose version some part knows
     reached = start  # positions before it have been filled
     for part in ordered:
-        part_layers, its = part.layout.layer_ids, part.mask[:, None] if by_row else part.known
+        part_layers, part_known = part.layout.layer_ids, part.mask[:, None] if by_row else part.known
         whole = part_layers == layout.layer_ids  # ids are then copied and compared as bytes, cells are slower
         columns = slice(None) if whole else [layout.layer_ids.index(layer) for layer in part_layers]
         to, its_ids = (ids, part.ids) if whole else (cells_of(ids), cells_of(part.ids))
-        first, old = part.start - start, min(max(reached - part.start, 0), len(its))  # so many rows are there already
-        overlap, beyond = slice(first, first + old), slice(first + old, first + len(its))
+        first, old = (
+            part.start - start,
+            min(max(reached - part.start, 0), len(part_known)),
+        )  # so many rows are there already
+        overlap, beyond = slice(first, first + old), slice(first + old, first + len(part_known))
         if versions is not None:
             labels = np.where(part.some, by_position(part.weights_versions, part.start, part.stop), UNKNOWN)
             _settle(versions[overlap], labels[:old], part.start)
             versions[beyond] = labels[old:]
             if not by_row:
-                labelled[first : first + len(its), columns] |= its & (labels != UNKNOWN)[:, None]
+                labelled[first : first + len(part_known), columns] |= part_known & (labels != UNKNOWN)[:, None]
         if old:
-            held, new = known[overlap, columns], its[:old]
+            held, new = known[overlap, columns], part_known[:old]
             if not (whole and np.array_equal(ids[overlap], part.ids[:old])):
                 cells, its_cells = cells_of(ids), cells_of(part.ids)[:old]
                 if (differs := (cells[overlap, columns] != its_cells) & held & new).any():
@@ -229,7 +232,7 @@ def union(parts: Sequence[C], **fields: Any) -> C:
                     raise RowError(f"row {part.start + row} layer {part_layers[i]}", wanted, part.ids[row, i].tolist())
                 cells[overlap, columns] = np.where(new, its_cells, cells[overlap, columns])
             known[overlap, columns] = held | new
-        to[beyond, columns], known[beyond, columns] = its_ids[old:], its[old:]
+        to[beyond, columns], known[beyond, columns] = its_ids[old:], part_known[old:]
         reached = max(reached, part.stop)
     if versions is not None and not by_row:
         versions[(known & ~labelled).any(axis=1)] = UNKNOWN

@@ -251,11 +251,11 @@ def _plan(
         raise RowError("tokens", f"one number for each of {len(parts)} routes, at least one", len(tokens))
     check_alike(parts)
     wanted = layers if isinstance(layers, str) else tuple(layers)
-    asked = (parts[0].layout, split, wanted, np.dtype(dtype), *more)
+    plan_key = (parts[0].layout, split, wanted, np.dtype(dtype), *more)
     try:
-        return _plan_of(*asked)
+        return _plan_of(*plan_key)
     except TypeError:  # an argument cannot be hashed: the plan itself raises for it
-        return _plan_of.__wrapped__(*asked)
+        return _plan_of.__wrapped__(*plan_key)
 
 
 @lru_cache(maxsize=64)

@@ -71,7 +71,7 @@ def report(findings: Findings, failed: list[ServerError]) -> str:
         lines.append("wrong rows: " + ", ".join(f"{count:,} {fault}" for fault, count in findings.faults.most_common()))
     if (wrong := findings.shortest) is not None:
         wanted = "" if wrong.wanted[0] < 0 else f"wanted experts {list(wrong.wanted)}, "
-        lines.append(f"shortest prompt with a wrong row: {wrong.answer.prompt} tokens, {wrong.answer.what}")
+        lines.append(f"shortest prompt with a wrong row: {wrong.answer.prompt} tokens, {wrong.answer.kind}")
         lines.append(f"  {list(wrong.answer.tokens[: wrong.answer.prompt])}")
         lines.append(f"  and {len(wrong.answer.tokens) - wrong.answer.prompt} new ones; position {wrong.position}, ")
         lines[-1] += f"router {wrong.layer}: {wanted}got {list(wrong.got)}: {wrong.fault}"

@@ -43,7 +43,7 @@ class ServerError(MismatchError):
 class Question:
     """A prompt, the kind of question, and how many completions are wanted."""
 
-    what: str
+    kind: str
     prompt: tuple[int, ...]
     n: int = 1
 
@@ -52,7 +52,7 @@ class Question:
 class Answer:
     """One completion. ``tokens`` are those of the prompt and of the answer; the last one has no row."""
 
-    what: str
+    kind: str
     prompt: int
     tokens: tuple[int, ...]
     ids: RowIds  # [tokens - 1, layers, top_k]  sorted; below 0 for cells that did not come
@@ -84,37 +84,42 @@ class Server:
         with ThreadPoolExecutor(AT_ONCE) as pool:
             yield from pool.map(self._answers, questions)
 
-    def _answers(self, asked: Question) -> list[Answer] | ServerError:
+    def _answers(self, question: Question) -> list[Answer] | ServerError:
         try:
-            replies = self._generated(asked) if self.engine == "SGLang" else self._completed(asked)
-            return [self._read(asked, *reply) for reply in replies]
+            replies = self._generated(question) if self.engine == "SGLang" else self._completed(question)
+            return [self._read(question, *reply) for reply in replies]
         except ServerError as error:
             return error
         except (TypeError, LookupError, AttributeError) as error:
             return ServerError("answer", f"one of {self.engine}'s", repr(error))
 
-    def _generated(self, asked: Question) -> Iterator[tuple[Sequence[int], Any, int, Any]]:
+    def _generated(self, question: Question) -> Iterator[tuple[Sequence[int], Any, int, Any]]:
         """For each completion: its tokens, the answer with its routes, its number there, and the engine's own field."""
-        sampling = {"max_new_tokens": self.new, "n": asked.n, "temperature": float(asked.n > 1), "ignore_eos": True}
-        body = {"input_ids": list(asked.prompt), "sampling_params": sampling, "return_routed_experts": True}
+        sampling = {
+            "max_new_tokens": self.new,
+            "n": question.n,
+            "temperature": float(question.n > 1),
+            "ignore_eos": True,
+        }
+        body = {"input_ids": list(question.prompt), "sampling_params": sampling, "return_routed_experts": True}
         response = self._sent("/generate", body)
         for completion in response if isinstance(response, list) else [response]:
             yield (
                 completion["output_ids"],
-                {**completion, "prompt_token_ids": list(asked.prompt)},
+                {**completion, "prompt_token_ids": list(question.prompt)},
                 0,
                 completion["meta_info"],
             )
 
-    def _completed(self, asked: Question) -> Iterator[tuple[Sequence[int], Any, int, Any]]:
-        body = {"model": self.model, "prompt": list(asked.prompt), "max_tokens": self.new, "n": asked.n}
-        body |= {"temperature": float(asked.n > 1), "seed": self.seed, "ignore_eos": True, "return_token_ids": True}
+    def _completed(self, question: Question) -> Iterator[tuple[Sequence[int], Any, int, Any]]:
+        body = {"model": self.model, "prompt": list(question.prompt), "max_tokens": self.new, "n": question.n}
+        body |= {"temperature": float(question.n > 1), "seed": self.seed, "ignore_eos": True, "return_token_ids": True}
         response = self._sent("/v1/completions", body)
         for completion in response["choices"]:
             yield completion["token_ids"], response, completion["index"], completion
 
-    def _read(self, asked: Question, new: Sequence[int], answer: Any, index: int, field: Any) -> Answer:
-        tokens, refused = (*asked.prompt, *new), ""
+    def _read(self, question: Question, new: Sequence[int], answer: Any, index: int, field: Any) -> Answer:
+        tokens, refused = (*question.prompt, *new), ""
         ids = np.full((len(tokens) - 1, *self.spec.row_shape), -1, np.int32)
         ours = (answer.get("kv_transfer_params") or answer.get("meta_info") or {}).get("kvroute")
         try:
@@ -128,7 +133,7 @@ class Server:
                 ids[: len(rows)] = rows
         except RowError as error:
             refused = str(error)
-        return Answer(asked.what, len(asked.prompt), tokens, np.sort(ids, axis=2), refused)
+        return Answer(question.kind, len(question.prompt), tokens, np.sort(ids, axis=2), refused)
 
     def _sent(self, path: str, body: Any = None) -> Any:
         payload = None if body is None else json.dumps(body).encode()

@@ -72,7 +72,7 @@ def judge(answers: Sequence[Answer], spec: AuxBlockDataSpec, weights: Weights | 
             wrong = (differs & ~np.logical_or.accumulate(close, axis=1)).any(axis=1) | (impossible != "")
             unsure = differs.any(axis=1) & ~wrong
         missing = ~answer.known.all(axis=1) & ~wrong
-        count = findings.rows.setdefault(answer.what, Counter())
+        count = findings.rows.setdefault(answer.kind, Counter())
         unjudged = unsure & ~missing
         right = len(wrong) - int((wrong | missing | unjudged).sum())
         count.update(right=right, wrong=int(wrong.sum()), missing=int(missing.sum()), unjudged=int(unjudged.sum()))
