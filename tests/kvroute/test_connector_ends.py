@@ -316,6 +316,23 @@ def test_rows_that_could_not_be_kept(start: Callable[..., Toy], changed: bool, d
     assert judge(again(toy, [5, 2, 3]), SAID, [int(changed)] * 9) == due
 
 
+def test_a_lost_row_is_that_of_a_later_computation_by_its_weights(start: Callable[..., Toy]) -> None:
+    """Goal: a row that was lost is given back by whatever computation of the same weights has it, before others come.
+    Method: the rows of a first computation are lost, a second one by the same weights has them, a third one by others
+    goes on."""
+    toy = start(late=True, weights_version=1, limits={"spares_max": 0})
+    go = held(toy)
+    preempted(toy, 6)
+    preempted(toy, 8)
+    go.set()
+    toy.worker.settle()
+    toy.weights = 1
+    toy.scheduler.weights.changed(2)
+    routes_found = again(toy, [1, 6, 0])
+    assert judge(routes_found, SAID, [0] * 8 + [1]) == {"right": 9}
+    assert routes_found.weights_versions == ((0, 8, 1), (8, 9, 2))
+
+
 @pytest.mark.parametrize("before", [False, True])
 def test_a_forgetting_loses_only_the_rows_of_the_last_steps(start: Callable[..., Toy], before: bool) -> None:
     """Goal: a reset does not wait for the worker, loses only rows that the worker has not written, and marks lost rows
