@@ -3,7 +3,8 @@
 The law. However a request ends, it leaves one :class:`End`. That has a :class:`Computation` for each time that the
 request has lost its blocks: by preemptions, and at its end. A journal (:mod:`kvroute.journal`) decides which of their
 rows a client gets: a token keeps the row that it was sampled with. If that is missing, it gets the row that was
-computed again, if all rows of both times are of the same weights.
+computed again, if all rows of both times are of the same weights. A request that is aborted before it has been
+computed again leaves the rows of the tokens that it has.
 
 The scheduling thread says which blocks a request had, and goes on: it waits neither for the worker nor for a store.
 Rows stay readable until their block is given out again. If a request's rows have not been read by then, they are read
@@ -94,6 +95,7 @@ class End:
     key: Key = field(default_factory=lambda: Key(""))
     last: Computation | None = None
     request_tokens: Tokens | None = None
+    start: int = 0  # the first position whose row its client wants
     answer: PendingAnswer = field(default_factory=PendingAnswer)
     give_up_s: float = 0.0
     failure: str = ""  # why it is left before its rows are known to be written
@@ -339,9 +341,10 @@ class Ends:
             positions = journal.record(routes, same_from=_same_weights_from(end.kept[:count], computation))
             unproved[positions] = spans.flags(unseen, len(unproved))[positions]
             journal.settle(end.request_tokens.ids[: computation.stop + 1])
-        start, stop = end.last.start, end.last.stop
-        unseen = [[first, last] for first, last in spans.runs(unproved[:stop]) if last > start]
-        return journal.routes(start, min(stop, journal.stop)), [[max(first, start), last] for first, last in unseen]
+        stop = min(len(unproved), journal.stop)
+        start = min(end.start, stop)
+        unseen = [[start + first, start + last] for first, last in spans.runs(unproved[start:stop])]
+        return journal.routes(start, stop), unseen
 
     def _routes_of(self, computation: Computation) -> tuple[Routes, list[list[int]]]:
         """The routes of one computation, and the positions at which the last router's choice is not proved."""

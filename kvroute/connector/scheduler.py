@@ -364,6 +364,7 @@ class SchedulerRows:
         if not isinstance(start, int) or isinstance(start, bool) or not 0 <= start <= most:
             wanted = f"a position of the prompt, from 0 to {most}"
             return self._ends.refused(end, RowError(f"{FIELD}.{START}", wanted, repr(start)))
+        end.start = start
         begun_s = time.monotonic()
         answer = self._ends.begin(end, self._computation(blocks, start, min(tokens, end.rows_stop), end.steps))
         answer.add_done_callback(lambda _: self.meter.took("answer", time.monotonic() - begun_s))

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from toy_engine import Asked, Toy, admitted, held, judge, stepped
+from toy_engine import Asked, Toy, admitted, held, judge, row_of, stepped
 from waiting import GIVE_UP_S
 
 from cache_manager.errors import RegionError, RowError
@@ -331,6 +331,30 @@ def test_a_lost_row_is_that_of_a_later_computation_by_its_weights(start: Callabl
     routes_found = again(toy, [1, 6, 0])
     assert judge(routes_found, SAID, [0] * 8 + [1]) == {"right": 9}
     assert routes_found.weights_versions == ((0, 8, 1), (8, 9, 2))
+
+
+@pytest.mark.parametrize(("wanted", "computed"), [(0, 0), (0, 3), (4, 3), (4, 0)])
+def test_a_request_that_is_aborted_before_it_is_computed_again_leaves_what_was_kept(
+    start: Callable[..., Toy], wanted: int, computed: int
+) -> None:
+    """Goal: the rows that tokens were sampled with are its client's, however the request ends. Method: it is preempted,
+    and ends without a block, or when a part of it has been computed again, by other weights; its client wants all rows,
+    or those behind a position."""
+    toy = start(weights_version=1)
+    preempted(toy, 8)
+    toy.weights = 1
+    toy.scheduler.weights.changed(2)
+    blocks = [1, 6, 0] if computed else []
+    if computed:
+        stepped(toy, admitted(toy, SAID, blocks), computed)
+    ended = toy.scheduler.forget("r")
+    told = toy.scheduler.finished(Key("r"), blocks, computed, Tokens(SAID, 4, cut=True), ended=ended, start=wanted)
+    assert told is not None
+    left = of(told)
+    assert (left.start, left.stop) == (wanted, 8)
+    assert left.valid.all()
+    assert all((left.ids[i] == row_of(SAID[: wanted + i + 1])).all() for i in range(8 - wanted))
+    assert left.weights_versions == ((wanted, 8, 1),)
 
 
 @pytest.mark.parametrize("before", [False, True])
