@@ -11,6 +11,7 @@ import tokenize
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TypeGuard
 
 PACKAGES = ("cache_manager", "transfer", "kvroute")
 NOT_CORE = ("manager", "regions", "storage", "testing", "transfer_manager")
@@ -25,6 +26,34 @@ SILENT = {
     tokenize.ENDMARKER,
 }
 Definition = (ast.FunctionDef, ast.AsyncFunctionDef)
+GENERIC = {
+    "found",
+    "each",
+    "told",
+    "given",
+    "said",
+    "there",
+    "at",
+    "of",
+    "come",
+    "mine",
+    "theirs",
+    "here",
+    "thing",
+    "things",
+    "this",
+    "that",
+    "it",
+    "those",
+    "them",
+    "what",
+    "which",
+    "one",
+    "other",
+    "others",
+    "rest",
+}
+"""Words that name nothing by themselves: a local name is a noun of the glossary, or of its type."""
 
 
 class Module:
@@ -45,6 +74,9 @@ class Module:
         self.code_lines = len({token.start[0] for token in spoken})
         self.packed = sum(is_packed(node) for node in ast.walk(self.tree))
         self.reaches = sum(is_reach(node) for node in ast.walk(self.tree))
+        assigned = [node.id for node in ast.walk(self.tree) if is_assigned(node)]
+        self.assigned = len(assigned)
+        self.generic = sum(name.strip("_") in GENERIC for name in assigned)
 
     @property
     def is_core(self) -> bool:
@@ -61,6 +93,11 @@ def docstrings(tree: ast.Module) -> Iterator[range]:
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             assert node.end_lineno is not None
             yield range(node.lineno, node.end_lineno + 1)
+
+
+def is_assigned(node: ast.AST) -> TypeGuard[ast.Name]:
+    """A name that gets a value, of a loop or a comprehension, too."""
+    return isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
 
 
 def is_packed(node: ast.AST) -> bool:
@@ -102,18 +139,21 @@ def show(name: str, modules: list[Module]) -> None:
     tokens = sum(module.tokens for module in modules)
     packed = 100 * sum(module.packed for module in modules) / code_lines
     reaches = sum(module.reaches for module in modules)
+    generic = 100 * sum(module.generic for module in modules) / sum(module.assigned for module in modules)
     counted = methods(modules)
     largest = max(counted, key=lambda name: counted[name])
     over = sum(n > METHODS_AIM for n in counted.values())
     lines = sum(module.lines for module in modules)
     print(
         f"{name:24} {lines:6} {tokens:8} {tokens / code_lines:11.2f} {packed:11.2f} {reaches:8}"
+        f" {generic:9.2f}"
         f" {over:9}   {largest} {counted[largest]}"
     )
 
 
 def main() -> None:
     head = f"{'':24} {'lines':>6} {'tokens':>8} {'tokens/line':>11} {'packed/100':>11} {'reaches':>8}"
+    head += f" {'generic %':>9}"
     print(f"{head} {f'>{METHODS_AIM} meth.':>9}   most methods")
     for package in PACKAGES:
         modules = [Module(path) for path in sorted(Path(package).rglob("*.py"))]

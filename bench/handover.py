@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from bench.harness import ROOT, Table, asked, router_ids, write_json
 from kvroute.rollout import RolloutHandle, fetch_shard, open_rollouts
 from kvroute.routes import Layout, Routes, Split, shard_packed
-from kvroute.routes.split import places
+from kvroute.routes.split import count_places
 
 LAYERS, TOP_K, EXPERTS = 48, 8, 128
 
@@ -111,7 +111,7 @@ def ranks_of(load: Load, dp: int) -> list[tuple[list[int], Split]]:
 
 def _cut(ids: NDArray[Any], tokens: list[int], split: Split) -> Iterator[NDArray[Any]]:
     """A rank's part of each sequence of a packed batch."""
-    ends = accumulate(places(split.packed([count])) for count in tokens)
+    ends = accumulate(count_places(split.packed([count])) for count in tokens)
     for first, last in pairwise([0, *ends]):
         yield ids[first:last]
 

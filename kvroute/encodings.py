@@ -43,7 +43,7 @@ from kvroute.routes.wire import from_base64
 Encoding = Literal["kvroute", "sglang", "vllm", "lightllm", "nemo", "fastdeploy"]
 ENCODINGS: Final[tuple[str, ...]] = get_args(Encoding)
 
-FIELD: Final = "routed_experts"
+ROUTED_EXPERTS: Final = "routed_experts"
 """The name that every engine gives to the field."""
 _NPY_HEADER_NBYTES_MAX: Final = 256
 """Header of a ``.npy`` that numpy writes for three dimensions: magic, version, length and text, a multiple of 64."""
@@ -74,35 +74,37 @@ def encode(routes: Routes, encoding: str = "kvroute") -> Any:
     return how.pack(ids)
 
 
-def decode(given: Any, spec: AuxBlockDataSpec, encoding: str = "kvroute", start: int = 0) -> Routes:
-    """The routes that are ``given`` in ``encoding``, for the routers of ``spec``, from position ``start``.
+def decode(encoded: Any, spec: AuxBlockDataSpec, encoding: str = "kvroute", start: int = 0) -> Routes:
+    """The routes that are ``encoded`` in ``encoding``, for the routers of ``spec``, from position ``start``.
 
     Raises :class:`RowError` for anything else, naming the field, what was wanted and what came. The memory used is a
-    fixed multiple of the size of ``given``, whatever shape it claims. kvroute's own object has its start. An answer of
-    FastDeploy may end with a row for the last sampled token, which no forward pass has read: it has the slot's old
+    fixed multiple of the size of ``encoded``, whatever shape it claims. kvroute's own object has its start. An answer
+    of FastDeploy may end with a row for the last sampled token, which no forward pass has read: it has the slot's old
     content. Only the caller knows whether it is there; slice it off.
     """
-    _check(encoding)
+    _check_encoding(encoding)
     layout = Layout.of(spec)
     if encoding == "kvroute":
-        routes = Routes.from_json(given)
-        layout.check_model(routes.layout, FIELD)
+        routes = Routes.from_json(encoded)
+        layout.check_model(routes.layout, ROUTED_EXPERTS)
         return routes
     how = _FOREIGN[encoding]
     layers = layout.chosen("all" if how.dense else "moe")
-    ids = how.unpack(given, np.dtype(how.dtype(layout.num_experts)), (len(layers), layout.top_k))
+    ids = how.unpack(encoded, np.dtype(how.dtype(layout.num_experts)), (len(layers), layout.top_k))
     known = ~(ids == _all_ones(ids.dtype)).all(axis=2) if how.masked else np.ones(len(ids), np.bool_)
     if how.dense and len(layers) > len(layout.layer_ids):
         for layer in set(layers).difference(layout.layer_ids):
             if ids[:, layer].any():
-                raise RowError(f"{FIELD} layer {layer}", "zeros, as the model has no router there", "other ids")
+                raise RowError(
+                    f"{ROUTED_EXPERTS} layer {layer}", "zeros, as the model has no router there", "other ids"
+                )
         ids = ids[:, list(layout.layer_ids)]
     return Routes(ids, known, layout.layer_ids, layout.num_experts, layout.num_layers, start)
 
 
 def refusal(routes: Routes, encoding: str) -> str | None:
     """Why ``routes`` cannot be expressed in ``encoding``, in one line; ``None`` if they can."""
-    _check(encoding)
+    _check_encoding(encoding)
     if encoding == "kvroute":
         return None
     how = _FOREIGN[encoding]
@@ -110,15 +112,15 @@ def refusal(routes: Routes, encoding: str) -> str | None:
     if routes.num_experts > most:
         bits = 8 * np.dtype(widest).itemsize
         return f"{how.name}'s encoding has ids of {bits} bits, and there are {routes.num_experts} experts"
-    return None if how.masked or routes.complete else _missing(routes)
+    return None if how.masked or routes.complete else _missing_text(routes)
 
 
-def _check(encoding: object) -> None:
+def _check_encoding(encoding: object) -> None:
     if encoding not in ENCODINGS:
         raise InvalidInputError("encoding", "one of " + ", ".join(ENCODINGS), repr(encoding))
 
 
-def _missing(routes: Routes) -> str:
+def _missing_text(routes: Routes) -> str:
     """Which rows, or layers of them, are missing, in one line."""
     ranges = ", ".join(f"[{start}, {stop})" for start, stop in routes.missing[:8])
     more = f" and {len(routes.missing) - 8} more ranges" if len(routes.missing) > 8 else ""
@@ -155,11 +157,11 @@ def _checked_rows(field: str, claimed: tuple[int, ...], shape: Shape) -> int:
     return claimed[0]
 
 
-def _bare_ids(given: Any, dtype: np.dtype[Any], shape: Shape) -> NDArray[Any]:
-    content, row_nbytes = from_base64(FIELD, given), shape[0] * shape[1] * dtype.itemsize
+def _bare_ids(encoded: Any, dtype: np.dtype[Any], shape: Shape) -> NDArray[Any]:
+    content, row_nbytes = from_base64(ROUTED_EXPERTS, encoded), shape[0] * shape[1] * dtype.itemsize
     if len(content) % row_nbytes:
-        raise RowError(FIELD, f"base64 of rows of {row_nbytes} bytes", f"{len(content)} bytes")
-    return _ids(FIELD, content, dtype, len(content) // row_nbytes, shape)
+        raise RowError(ROUTED_EXPERTS, f"base64 of rows of {row_nbytes} bytes", f"{len(content)} bytes")
+    return _ids(ROUTED_EXPERTS, content, dtype, len(content) // row_nbytes, shape)
 
 
 def _npy(ids: NDArray[Any]) -> str:
@@ -168,23 +170,23 @@ def _npy(ids: NDArray[Any]) -> str:
     return b64encode_as_string(file.getbuffer())
 
 
-def _npy_ids(given: Any, dtype: np.dtype[Any], shape: Shape) -> NDArray[Any]:
+def _npy_ids(encoded: Any, dtype: np.dtype[Any], shape: Shape) -> NDArray[Any]:
     """Parse the header's text here: numpy's own reader would allocate memory for any shape that it claims."""
-    file = from_base64(FIELD, given)
+    file = from_base64(ROUTED_EXPERTS, encoded)
     if file[: len(_NPY_MAGIC)] != _NPY_MAGIC:
-        raise RowError(FIELD, "a .npy of version 1.0", repr(file[:8]))
+        raise RowError(ROUTED_EXPERTS, "a .npy of version 1.0", repr(file[:8]))
     stop = 10 + int.from_bytes(file[8:10], "little")
     if stop > min(_NPY_HEADER_NBYTES_MAX, len(file)):
-        raise RowError(FIELD, f"a header of at most {_NPY_HEADER_NBYTES_MAX} bytes inside the file", stop)
+        raise RowError(ROUTED_EXPERTS, f"a header of at most {_NPY_HEADER_NBYTES_MAX} bytes inside the file", stop)
     header = _NPY_TEXT.fullmatch(file[10:stop])
     if header is None:
-        raise RowError(FIELD, "the header of an array of three dimensions", repr(file[10:stop]))
-    wanted, (descr, fortran) = dtype.newbyteorder("<").str, (each.decode("latin-1") for each in header.group(1, 2))
+        raise RowError(ROUTED_EXPERTS, "the header of an array of three dimensions", repr(file[10:stop]))
+    wanted, (descr, fortran) = dtype.newbyteorder("<").str, (part.decode("latin-1") for part in header.group(1, 2))
     if (descr, fortran) != (wanted, "False"):
         got = f"{descr}, fortran_order {fortran}"
-        raise RowError(f"{FIELD}.dtype", f"{wanted} in C order, as the model's experts need", got)
-    rows = _checked_rows(f"{FIELD}.shape", tuple(map(int, header.groups()[2:])), shape)
-    return _ids(f"{FIELD}.data", file[stop:], dtype, rows, shape)
+        raise RowError(f"{ROUTED_EXPERTS}.dtype", f"{wanted} in C order, as the model's experts need", got)
+    rows = _checked_rows(f"{ROUTED_EXPERTS}.shape", tuple(map(int, header.groups()[2:])), shape)
+    return _ids(f"{ROUTED_EXPERTS}.data", file[stop:], dtype, rows, shape)
 
 
 class _Object(msgspec.Struct, forbid_unknown_fields=True):
@@ -197,32 +199,34 @@ def _object(ids: NDArray[Any]) -> dict[str, Any]:
     return {"shape": list(ids.shape), "dtype": ids.dtype.name, "data": _text(ids)}
 
 
-def _object_ids(given: Any, dtype: np.dtype[Any], shape: Shape) -> NDArray[Any]:
+def _object_ids(encoded: Any, dtype: np.dtype[Any], shape: Shape) -> NDArray[Any]:
     try:
-        found = msgspec.convert(given, _Object)
+        array = msgspec.convert(encoded, _Object)
     except (msgspec.ValidationError, RecursionError) as error:
-        raise RowError(FIELD, "an object with shape, dtype and data", error) from error
-    rows = _checked_rows(f"{FIELD}.shape", found.shape, shape)
-    if found.dtype != dtype.name:
-        raise RowError(f"{FIELD}.dtype", f"{dtype.name}, as the model's experts need", repr(found.dtype))
-    return _ids(f"{FIELD}.data", from_base64(f"{FIELD}.data", found.data), dtype, rows, shape)
+        raise RowError(ROUTED_EXPERTS, "an object with shape, dtype and data", error) from error
+    rows = _checked_rows(f"{ROUTED_EXPERTS}.shape", array.shape, shape)
+    if array.dtype != dtype.name:
+        raise RowError(f"{ROUTED_EXPERTS}.dtype", f"{dtype.name}, as the model's experts need", repr(array.dtype))
+    return _ids(f"{ROUTED_EXPERTS}.data", from_base64(f"{ROUTED_EXPERTS}.data", array.data), dtype, rows, shape)
 
 
 def _envelope(ids: NDArray[Any]) -> str:
     return f"nrlre1:{ids.dtype.name}:{'x'.join(map(str, ids.shape))}:{_text(ids)}"
 
 
-def _envelope_ids(given: Any, dtype: np.dtype[Any], shape: Shape) -> NDArray[Any]:
+def _envelope_ids(encoded: Any, dtype: np.dtype[Any], shape: Shape) -> NDArray[Any]:
     """Accepts a wider dtype than the model needs: NeMo-RL uses one for models that it does not know."""
-    head = _NEMO_HEAD.match(given) if isinstance(given, str) else None
+    head = _NEMO_HEAD.match(encoded) if isinstance(encoded, str) else None
     if head is None:
-        got = repr(given[:40]) if isinstance(given, str) else type(given).__name__
-        raise RowError(FIELD, "nrlre1:<dtype>:<rows>x<layers>x<top_k>:<base64>", got)
-    told = np.dtype(head[1])
-    if told.itemsize < dtype.itemsize:
-        raise RowError(f"{FIELD}.dtype", f"{dtype.name} or wider, as the model's experts need", head[1])
-    rows = _checked_rows(f"{FIELD}.shape", (int(head[2]), int(head[3]), int(head[4])), shape)
-    return _ids(f"{FIELD}.data", from_base64(f"{FIELD}.data", given[head.end() :]), told, rows, shape)
+        got = repr(encoded[:40]) if isinstance(encoded, str) else type(encoded).__name__
+        raise RowError(ROUTED_EXPERTS, "nrlre1:<dtype>:<rows>x<layers>x<top_k>:<base64>", got)
+    sent_dtype = np.dtype(head[1])
+    if sent_dtype.itemsize < dtype.itemsize:
+        raise RowError(f"{ROUTED_EXPERTS}.dtype", f"{dtype.name} or wider, as the model's experts need", head[1])
+    rows = _checked_rows(f"{ROUTED_EXPERTS}.shape", (int(head[2]), int(head[3]), int(head[4])), shape)
+    return _ids(
+        f"{ROUTED_EXPERTS}.data", from_base64(f"{ROUTED_EXPERTS}.data", encoded[head.end() :]), sent_dtype, rows, shape
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ then are that token's *sampling-time* rows. :meth:`RequestJournal.settle` marks 
 token are settled from then on, and their rows never change. When KV is lost (preemption without room to swap, an abort
 with a later resume, a weight update) the positions are computed again; those rows may differ, and are dropped. A
 settled position whose row was not recorded in time never gets a row: the token was not sampled with a row that is
-computed later.
+computed later. There is one exception, which the caller has to vouch for: a row that the same weights compute again.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import Final
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
 from cache_manager.errors import RowError
 from cache_manager.spec import AuxBlockDataSpec
@@ -38,31 +38,42 @@ class RequestJournal:
         self._tokens = np.empty(0, np.int64)
         # By position, with room to grow:
         self._ids = np.empty((0, *spec.row_shape), spec.dtype)
-        self._valid = np.empty(0, np.bool_)
+        self._known = np.empty((0, len(self._layout.layer_ids)), np.bool_)
         self._versions = np.empty(0, np.int64)
 
-    def record(self, routes: Routes) -> None:
-        """Add the rows of the current computation at their positions; missing ones change nothing.
+    def record(self, routes: Routes, *, same_from: int | None = None) -> NDArray[np.int64]:
+        """Add the rows of the current computation at their positions; missing ones change nothing. Returns the
+        positions ``[n]`` whose rows were taken.
 
-        A row that lacks a layer counts as missing: a token's row is of one computation, whole or not at all.
+        A token's row is of one computation: all of its layers, or those that are known.
 
         A settled position does not change. At another one the new row replaces an earlier one, with which no token has
         been sampled. So an engine records its rows whenever it is about to lose them (see :meth:`discard_unsettled`),
         and at the end. :class:`RowError`, and no change, for rows of other layers, experts or top-k, or beyond the
         limit.
+
+        ``same_from``: the tokens from this position on were sampled with the weights of these rows, and with KV of no
+        others. There a row takes the place of one that was lost, and a whole row of one that lacks a layer.
         """
         self._layout.check_model(routes.layout)
         if routes.missing_layers:
             raise RowError("routes.layer_ids", f"{self._layout.layer_ids}, as the model has", routes.layer_ids)
         if routes.stop > TOKENS_MAX:
             raise RowError("routes.stop", f"{TOKENS_MAX} at most", routes.stop)
+        self._grow(routes.stop)
         old = min(max(self.settled - routes.start, 0), len(routes))  # how many of its positions are settled
-        there = old + np.flatnonzero(routes.valid[old:])
-        if len(there):
-            at = routes.start + there
-            self._grow(int(at[-1]) + 1)
-            self._ids[at], self._valid[at] = routes.ids[there], True
-            self._versions[at] = spans.by_position(routes.weights_versions, routes.start, routes.stop)[there]
+        taken = routes.some.copy()
+        taken[:old] = False
+        if same_from is not None:
+            known = self._known[routes.start : routes.start + old]
+            better = (routes.some[:old] & ~known.any(1)) | (routes.valid[:old] & ~known.all(1))
+            taken[:old] = better & (np.arange(routes.start, routes.start + old) >= same_from)
+        rows = np.flatnonzero(taken)
+        positions = routes.start + rows
+        self._ids[positions] = routes.ids[rows]
+        self._known[positions] = routes.known[rows]
+        self._versions[positions] = spans.by_position(routes.weights_versions, routes.start, routes.stop)[rows]
+        return positions
 
     def discard_unsettled(self) -> None:
         """The current computation is given up: forget rows with which no token was sampled; they are computed anew.
@@ -70,7 +81,7 @@ class RequestJournal:
         Call it with every loss of KV, after recording and settling: else an old row would pass for one that the next
         computation lacks.
         """
-        self._valid[self.settled :] = False
+        self._known[self.settled :] = False
 
     def settle(self, tokens: ArrayLike) -> None:
         """The request's tokens ``[n]`` so far, from position 0; the last was sampled, and all before it are settled.
@@ -79,15 +90,16 @@ class RequestJournal:
         may be the known ones, or fewer. :class:`RowError` names the first position whose token has changed: a history
         that was tokenised anew has other positions, which no old row fits.
         """
-        given = token_ids(tokens)
-        if len(given) > TOKENS_MAX + 1:
-            raise RowError("tokens", f"{TOKENS_MAX + 1} at most", len(given))
-        both = min(len(given), len(self._tokens))
-        if (differs := given[:both] != self._tokens[:both]).any():
-            at = int(differs.argmax())
-            raise RowError(f"token at position {at}", int(self._tokens[at]), int(given[at]))
-        if len(given) > len(self._tokens):
-            self._tokens = given.astype(np.int64)
+        ids = token_ids(tokens)
+        if len(ids) > TOKENS_MAX + 1:
+            raise RowError("tokens", f"{TOKENS_MAX + 1} at most", len(ids))
+        both = min(len(ids), len(self._tokens))
+        differs = ids[:both] != self._tokens[:both]
+        if differs.any():
+            position = int(differs.argmax())
+            raise RowError(f"token at position {position}", int(self._tokens[position]), int(ids[position]))
+        if len(ids) > len(self._tokens):
+            self._tokens = ids.astype(np.int64)
 
     @property
     def settled(self) -> int:
@@ -97,14 +109,14 @@ class RequestJournal:
     @property
     def stop(self) -> int:
         """The position after the last that is settled or has a row."""
-        there = np.flatnonzero(self._valid)
-        return max(self.settled, int(there[-1]) + 1 if there.size else 0)
+        rows = np.flatnonzero(self._known.any(1))
+        return max(self.settled, int(rows[-1]) + 1 if rows.size else 0)
 
     @property
     def lost(self) -> tuple[Span, ...]:
-        """The settled positions without a row, as ranges."""
+        """The settled positions without a whole row, as ranges."""
         self._grow(self.settled)
-        return spans.runs(~self._valid[: self.settled])
+        return spans.runs(~np.logical_and.reduce(self._known[: self.settled], axis=1))
 
     def routes(self, start: int = 0, stop: int | None = None) -> Routes:
         """The rows of the positions ``[start, stop)``, new memory, bound to the known tokens.
@@ -117,18 +129,21 @@ class RequestJournal:
         if not 0 <= start <= end <= self.stop:
             raise RowError("positions", f"a range inside [0, {self.stop}]", f"[{start}, {end})")
         self._grow(end)
-        valid = self._valid[start:end].copy()
-        versions = np.where(valid, self._versions[start:end], UNKNOWN)
+        known = self._known[start:end].copy()
+        some = np.logical_or.reduce(known, axis=1)
+        versions = np.where(some, self._versions[start:end], UNKNOWN)
+        whole = np.logical_and.reduce(known, axis=1)
+        mask = some if np.array_equal(some, whole) else known
         # A delta's beginning has the same hash as the end of a client's rows, so that the two can be joined.
         counts = {n + 1 for n in (start or end, end) if n < len(self._tokens)}
         hashes = token_hashes(self._tokens, counts)
         ids = self._ids[start:end].copy()
-        return Routes.checked(self._layout, ids, valid, start, spans.from_positions(versions, start), hashes)
+        return Routes.checked(self._layout, ids, mask, start, spans.from_positions(versions, start), hashes)
 
     def _grow(self, stop: int) -> None:
         """Make room for positions before ``stop``, without rows yet."""
         if stop > len(self._ids):
             room = max(stop, 2 * len(self._ids), 64) - len(self._ids)
             self._ids = np.concatenate([self._ids, np.zeros((room, *self._ids.shape[1:]), self._ids.dtype)])
-            self._valid = np.concatenate([self._valid, np.zeros(room, np.bool_)])
+            self._known = np.concatenate([self._known, np.zeros((room, self._known.shape[1]), np.bool_)])
             self._versions = np.concatenate([self._versions, np.full(room, UNKNOWN, np.int64)])

@@ -58,7 +58,7 @@ def _routing_spec(
     layers = _integer("num_layers", num_layers, 1, 1 << 20)
     return AuxBlockDataSpec(
         ROUTING,
-        row_shape=(len(ids := _layer_ids(layer_ids, layers)), k),
+        row_shape=(len(ids := _checked_layer_ids(layer_ids, layers)), k),
         dtype=id_dtype(experts),
         block_tokens=block_tokens,
         attrs={"num_experts": experts, "layer_ids": ids, "num_layers": layers},
@@ -90,7 +90,7 @@ def _integer(name: str, value: object, least: int, most: int) -> int:
     return int(value)
 
 
-def _layer_ids(layer_ids: Iterable[int], num_layers: int) -> tuple[int, ...]:
+def _checked_layer_ids(layer_ids: Iterable[int], num_layers: int) -> tuple[int, ...]:
     ids = tuple(_integer(f"layer_ids[{i}]", v, 0, num_layers - 1) for i, v in enumerate(layer_ids))
     if not ids:
         raise SpecError("layer_ids", "at least one layer with routed experts", "none")
@@ -137,14 +137,14 @@ class _Fields:
         value = self.get(name)
         return default if value is None else _integer(name, value, 0, _EXPERTS_MAX)
 
-    def one(self, what: str, names: Sequence[str]) -> int:
+    def one(self, subject: str, names: Sequence[str]) -> int:
         """The one value that the fields called ``names`` agree on."""
-        found = {name: _uniform(name, self.get(name)) for name in names if self.has(name)}
-        if not found:
-            raise SpecError(f"config {what}", "one of " + ", ".join(names), "none of them: not a Mixture-of-Experts")
-        if len(set(found.values())) > 1:
-            raise SpecError(f"config {what}", "one value", ", ".join(f"{k}={v}" for k, v in found.items()))
-        return next(iter(found.values()))
+        values = {name: _uniform(name, self.get(name)) for name in names if self.has(name)}
+        if not values:
+            raise SpecError(f"config {subject}", "one of " + ", ".join(names), "none of them: not a Mixture-of-Experts")
+        if len(set(values.values())) > 1:
+            raise SpecError(f"config {subject}", "one value", ", ".join(f"{k}={v}" for k, v in values.items()))
+        return next(iter(values.values()))
 
 
 def routing_spec_from_hf(
@@ -163,7 +163,7 @@ def routing_spec_from_hf(
     >>> routing_spec_from_hf(mixtral, block_tokens=16).row_shape
     (32, 2)
     """
-    fields = _text_fields(_loaded(config))
+    fields = _text_fields(_config_of(config))
     for switch in ("enable_moe_block", "is_moe"):  # Gemma 4 and Doge: the experts are an option
         if fields.get(switch) is False:
             raise SpecError(f"config {switch}", "a model with routed experts", False)
@@ -178,7 +178,7 @@ def routing_spec_from_hf(
     return routing_spec(num_experts, top_k, _moe_layers(fields, num_layers), num_layers, block_tokens)
 
 
-def _loaded(config: object) -> object:
+def _config_of(config: object) -> object:
     if not isinstance(config, (str, os.PathLike)):
         return config
     path = Path(config)
@@ -217,13 +217,13 @@ def _moe_layers(fields: _Fields, num_layers: int) -> list[int]:
         if not fields.has(name):
             continue
         try:
-            found = rule(fields, fields.get(name), num_layers)
+            layers = rule(fields, fields.get(name), num_layers)
         except (TypeError, ValueError, ArithmeticError) as error:
             if isinstance(error, SpecError):
                 raise
             raise SpecError(f"config {name}", "a value that says which layers have experts", error) from error
-        if found is not None:
-            return sorted(found)
+        if layers is not None:
+            return sorted(layers)
     return list(range(num_layers))
 
 
@@ -244,8 +244,8 @@ def _by_pattern(_fields: _Fields, pattern: str, _num_layers: int) -> list[int]:
 
 
 def _by_list(_fields: _Fields, ids: Iterable[int] | str, num_layers: int) -> list[int]:
-    found = [int(i) for i in (ids.split(",") if isinstance(ids, str) else ids)]
-    return [_integer("config MoE layer", i, 0, num_layers - 1) for i in found]
+    numbers = [int(i) for i in (ids.split(",") if isinstance(ids, str) else ids)]
+    return [_integer("config MoE layer", i, 0, num_layers - 1) for i in numbers]
 
 
 def _by_sparse_step(fields: _Fields, step: int, num_layers: int) -> list[int]:

@@ -18,7 +18,7 @@ from cache_manager.errors import ConfigError
 SUFFIXES: Final = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".tensors")
 SAMPLES: Final = 16
 SAMPLE_NBYTES: Final = 4096
-NAMES: Final = ("_name_or_path", "name_or_path", "_commit_hash", "transformers_version")
+NAME_FIELDS: Final = ("_name_or_path", "name_or_path", "_commit_hash", "transformers_version")
 """Keys of a configuration that say where it comes from, not what is computed."""
 
 
@@ -47,7 +47,7 @@ def configuration_digest(config: Mapping[str, Any], **others: Any) -> str:
 
     ``config`` is what the engine computes with after all overrides, as ``PretrainedConfig.to_dict()`` has it. The
     ``others`` are the engine's own choices: dtype, load format, quantization, dtype of the KV. The order of keys and
-    the :data:`NAMES` do not count, at any depth. :class:`ConfigError` names a value that has no text of its own.
+    the :data:`NAME_FIELDS` do not count, at any depth. :class:`ConfigError` names a value that has no text of its own.
 
     >>> configuration_digest({"rope_theta": 1e4}, dtype="float32") == configuration_digest({"rope_theta": 1e6})
     False
@@ -62,7 +62,7 @@ def _canonical(value: Any, field: str) -> Any:
     if value is None or isinstance(value, (bool, int, float, str)):
         return value.value if isinstance(value, Enum) else value
     if isinstance(value, Mapping):
-        return {str(key): _canonical(item, f"{field}.{key}") for key, item in value.items() if key not in NAMES}
+        return {str(key): _canonical(item, f"{field}.{key}") for key, item in value.items() if key not in NAME_FIELDS}
     if isinstance(value, (list, tuple)):
         return [_canonical(item, f"{field}[{i}]") for i, item in enumerate(value)]
     if isinstance(value, AbstractSet):

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from cache_manager.errors import InvalidInputError
 
-UNKNOWN: Final = 0
+UNKNOWN_WITNESS: Final = 0
 """The witness of a block whose KV, or the KV before it, was not seen. No row has this origin."""
 ROOT: Final = 1
 """The predecessor's witness for the first block of a sequence."""
@@ -76,13 +76,13 @@ def folded(words: NDArray[np.uint64], keys: NDArray[np.uint64]) -> NDArray[np.ui
 def chained(before: int, fold: int) -> int:
     """The witness of a block whose predecessor has the witness ``before``: XXH3-64 of both, little-endian.
 
-    :data:`UNKNOWN` stays unknown, and a known witness never becomes unknown.
+    :data:`UNKNOWN_WITNESS` stays unknown, and a known witness never becomes unknown.
 
     >>> hex(chained(ROOT, 5)), chained(UNKNOWN, 5)
     ('0x8ab1ee8ed781d41e', 0)
     """
-    if before == UNKNOWN:
-        return UNKNOWN
+    if before == UNKNOWN_WITNESS:
+        return UNKNOWN_WITNESS
     return xxhash.xxh3_64_intdigest(before.to_bytes(8, "little") + fold.to_bytes(8, "little")) or ROOT
 
 
@@ -101,4 +101,4 @@ class Run:
     token_ids: Sequence[int] = ()
 
 
-__all__ = ["ROOT", "UNKNOWN", "Run", "chained", "fold_keys", "fold_reference", "folded"]
+__all__ = ["ROOT", "UNKNOWN_WITNESS", "Run", "chained", "fold_keys", "fold_reference", "folded"]

@@ -19,7 +19,7 @@ from kvroute.checks import check_ids
 
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)(?:\.|$)")
 _ROUTER_NAMES = ("gate", "router")
-_INTEGERS = (torch.uint8, torch.int16, torch.int32, torch.int64)
+_ROUTER_DTYPES = (torch.uint8, torch.int16, torch.int32, torch.int64)
 
 
 def find_routers(model: nn.Module) -> dict[int, nn.Module]:
@@ -30,7 +30,7 @@ def find_routers(model: nn.Module) -> dict[int, nn.Module]:
 
     Raises :class:`CaptureError` when the model has no such block, or two in one layer (a vision and a text router).
     """
-    found: dict[int, tuple[str, nn.Module]] = {}
+    routers: dict[int, tuple[str, nn.Module]] = {}
     for name, block in model.named_modules():
         children = dict(block.named_children())
         router = next((children[n] for n in _ROUTER_NAMES if n in children), None)
@@ -39,13 +39,13 @@ def find_routers(model: nn.Module) -> dict[int, nn.Module]:
         if (layer := _LAYER.search(name)) is None:
             raise CaptureError("model", "routers inside numbered layers", name or "one at the top")
         layer_id = int(layer[1])
-        if layer_id in found:
-            raise CaptureError("model", "one router a layer", f"{found[layer_id][0]} and {name}")
-        found[layer_id] = (name, router)
-    if not found:
+        if layer_id in routers:
+            raise CaptureError("model", "one router a layer", f"{routers[layer_id][0]} and {name}")
+        routers[layer_id] = (name, router)
+    if not routers:
         wanted = "blocks with a child experts and a child gate or router"
         raise CaptureError("model", wanted, f"none in {type(model).__name__}")
-    return {layer_id: found[layer_id][1] for layer_id in sorted(found)}
+    return {layer_id: routers[layer_id][1] for layer_id in sorted(routers)}
 
 
 class RoutingCapture:
@@ -59,12 +59,12 @@ class RoutingCapture:
     """
 
     def __init__(self, model: nn.Module, spec: AuxBlockDataSpec) -> None:
-        self.spec, found = spec, find_routers(model)
+        self.spec, routers = spec, find_routers(model)
         self.layer_ids: tuple[int, ...] = spec.attrs["layer_ids"]
-        if tuple(sorted(found)) != self.layer_ids:
-            raise CaptureError("layers with a router", list(self.layer_ids), sorted(found))
-        self._kept = Hooks([Values(spec.name, self.layer_ids, spec.row_shape[1], _INTEGERS)])
-        self._hooks = [found[layer].register_forward_hook(self._kept.hook(layer)) for layer in self.layer_ids]
+        if tuple(sorted(routers)) != self.layer_ids:
+            raise CaptureError("layers with a router", list(self.layer_ids), sorted(routers))
+        self._kept = Hooks([Values(spec.name, self.layer_ids, spec.row_shape[1], _ROUTER_DTYPES)])
+        self._hooks = [routers[layer].register_forward_hook(self._kept.hook(layer)) for layer in self.layer_ids]
 
     @property
     def topk_ids(self) -> list[torch.Tensor]:

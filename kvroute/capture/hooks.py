@@ -50,9 +50,9 @@ class Hooks:
     def __init__(self, values: Sequence[Values], whole: Callable[[], None] | None = None) -> None:
         """``whole`` is called after the last router of a pass."""
         self._values, self._whole = tuple(values), whole
-        self._names = [(each.name, layer) for each in self._values for layer in each.layer_ids]
+        self._names = [(value.name, layer) for value in self._values for layer in value.layer_ids]
         self._index = {name: i for i, name in enumerate(self._names)}
-        self._widths = np.array([each.width for each in self._values for _ in each.layer_ids])
+        self._widths = np.array([value.width for value in self._values for _ in value.layer_ids])
         self._once = [1] * len(self._names)
         self._kept: list[torch.Tensor | None] = [None] * len(self._names)
         self.calls = [0] * len(self._names)
@@ -67,18 +67,18 @@ class Hooks:
         Of a tuple ``(logits, weights, ids, ...)``, the answer of transformers' routers, it keeps the ids: so it also
         works as a forward hook. ``name`` is the name of the values, by default of the first.
         """
-        at = (self._names[0][0] if name is None else name, layer_id)
-        if at not in self._index:
-            raise CaptureError("layer", f"one of {sorted(self._index)}", at)
-        index, kept, calls, whole = self._index[at], self._kept, self.calls, self._whole
+        place = (self._names[0][0] if name is None else name, layer_id)
+        if place not in self._index:
+            raise CaptureError("layer", f"one of {sorted(self._index)}", place)
+        index, kept, calls, whole = self._index[place], self._kept, self.calls, self._whole
 
-        def keep(*given: Any) -> None:
-            value = given[-1]
+        def keep(*arguments: Any) -> None:
+            value = arguments[-1]
             if isinstance(value, tuple):
                 value = value[2] if len(value) > 2 else None
             if not isinstance(value, torch.Tensor):
                 raise CaptureError(
-                    type(given[0]).__name__, "an answer (logits, weights, ids)", type(given[-1]).__name__
+                    type(arguments[0]).__name__, "an answer (logits, weights, ids)", type(arguments[-1]).__name__
                 )
             kept[index] = value
             calls[index] += 1
@@ -128,17 +128,19 @@ class Hooks:
         wanted = len(sources[0]) if tokens is None else tokens
         if before is not None and looks == before.looks and wanted <= before.tokens:
             return sources, before
-        firsts, at = [], 0
+        firsts, index = [], 0
         for values in self._values:
-            firsts.append(dtype := sources[at].dtype)
+            firsts.append(dtype := sources[index].dtype)
             if dtype not in values.dtypes:
                 raise CaptureError(f"router of layer {values.layer_ids[0]}", f"a dtype that fits {values.name}", dtype)
-            for layer, source in zip(values.layer_ids, sources[at:], strict=False):
+            for layer, source in zip(values.layer_ids, sources[index:], strict=False):
                 many = len(source) == wanted if tokens is None else len(source) >= wanted
                 if source.shape[1:] != (values.width,) or not many or source.dtype != dtype:
-                    what = f"{dtype} [{wanted}{' or more' * (tokens is not None)}, {values.width}]"
-                    raise CaptureError(f"router of layer {layer}", what, f"{source.dtype} {tuple(source.shape)}")
-            at += len(values.layer_ids)
+                    wanted_shape = f"{dtype} [{wanted}{' or more' * (tokens is not None)}, {values.width}]"
+                    raise CaptureError(
+                        f"router of layer {layer}", wanted_shape, f"{source.dtype} {tuple(source.shape)}"
+                    )
+            index += len(values.layer_ids)
         sizes = np.array([source.element_size() for source in sources])
         strides = np.array([source.stride() for source in sources])
         fewest = min(map(len, sources))

@@ -51,14 +51,14 @@ class HostRows:
     def close(self) -> None:
         """Wait for the device and end the registration; a second call is harmless."""
         self.tensor = None
-        given, self._registered = self._registered, (0, 0)
-        if given == (0, 0):
+        memory, self._registered = self._registered, (0, 0)
+        if memory == (0, 0):
             return
         torch.cuda.synchronize()
         with _using:
-            if users := _users.pop(given) - 1:
-                _users[given] = users
-            elif code := int(self._cudart().cudaHostUnregister(given[0])):
+            if users := _users.pop(memory) - 1:
+                _users[memory] = users
+            elif code := int(self._cudart().cudaHostUnregister(memory[0])):
                 raise RegistrationError(f"cudaHostUnregister: error {code}")
 
 

@@ -26,7 +26,7 @@ GRAPHS_MAX: Final = 128
 RING: Final = 8
 RING_PART: Final = 4
 """Tables per wait: one wait frees so many before the ring reuses them."""
-REASONS: Final = {
+CHECK_REASONS: Final = {
     Check.RANGE: "an id that is no expert",
     Check.DUPLICATE: "an expert twice",
     Check.MISSING: "a layer that was not recorded",
@@ -140,11 +140,13 @@ class LayerCapture:
             return _SOUND
         bad = self._flags != 0
         self._flags[bad] = 0  # not all: a launch in flight may be setting others
-        counts = {check: int(now[check] - self._seen[check]) for check in REASONS if now[check] != self._seen[check]}
+        counts = {
+            check: int(now[check] - self._seen[check]) for check in CHECK_REASONS if now[check] != self._seen[check]
+        }
         first = ""
         if (number := int(now[Check.FIRST])) != NOTHING:
             token, spec, layer = self.plan.place(number)
-            first = f"{spec.name}, token {token}, layer {layer}: " + ", ".join(REASONS[check] for check in counts)
+            first = f"{spec.name}, token {token}, layer {layer}: " + ", ".join(CHECK_REASONS[check] for check in counts)
         keep = ~bad if self._before is None else ~(bad | self._before)
         self._before = bad if counts else None
         self._seen = now

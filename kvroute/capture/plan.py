@@ -74,8 +74,8 @@ class Plan:
 
     def place(self, first: int) -> tuple[int, SpecPlan, int]:
         """Token, spec and layer id of a bad row's number."""
-        rest, layer = divmod(first, LAYERS_MAX)
-        token, spec = divmod(rest, len(self.specs))
+        pair, layer = divmod(first, LAYERS_MAX)
+        token, spec = divmod(pair, len(self.specs))
         return token, self.specs[spec], self.specs[spec].layer_ids[layer]
 
 

@@ -14,7 +14,7 @@ from cache_manager.spec import AuxBlockDataSpec
 from kvroute.capture.errors import CaptureError
 from kvroute.capture.hooks import MISSED, ONCE, OWN, Hooks, Values
 
-NOTHING = -1  # no expert has this id
+NO_ID = -1  # no expert has this id
 OTHERS = "a router had other tokens than the step"
 WIDTH = "a router chose another number of experts than the model's configuration says"
 TYPE = "a router's ids are not integers, or not of the type of the other routers'"
@@ -31,7 +31,7 @@ class StepIds:
 
     The hooks keep references. Beside a device, the last one of a pass stacks them into a buffer on that device: one
     launch, which a CUDA graph replays without Python. The buffer is emptied when a step begins, so that a pass without
-    a recording is recognised: its ids are :data:`NOTHING`.
+    a recording is recognised: its ids are :data:`NO_ID`.
     """
 
     def __init__(self, spec: AuxBlockDataSpec, max_tokens: int, device: torch.device) -> None:
@@ -40,7 +40,7 @@ class StepIds:
         self._passes = 0  # of this step, stacked into the buffer
         self._buffer: torch.Tensor | None = None
         if device.type != "cpu":
-            self._buffer = torch.full((max_tokens, *spec.row_shape), NOTHING, dtype=torch.int32, device=device)
+            self._buffer = torch.full((max_tokens, *spec.row_shape), NO_ID, dtype=torch.int32, device=device)
         self._hooks = Hooks([values], self._bring_together)
         self.hook = self._hooks.hook
 
@@ -49,7 +49,7 @@ class StepIds:
         self._hooks.clear()
         self._passes = 0
         if self._buffer is not None:
-            self._buffer.fill_(NOTHING)
+            self._buffer.fill_(NO_ID)
 
     def take(self, tokens: int) -> torch.Tensor | str:
         """The ids ``[tokens, layers, top_k]`` of the step, or why there are none.
@@ -64,12 +64,12 @@ class StepIds:
         try:
             if (ids := self._plain(tokens)) is not None:
                 return ids
-            found, *_ = self._hooks.taken()
+            sources, *_ = self._hooks.taken()
         except CaptureError as error:
             return self._reason(str(error.wanted))
         finally:
             self._hooks.clear()
-        return torch.stack(found, 1) if len(found[0]) == tokens else OTHERS
+        return torch.stack(sources, 1) if len(sources[0]) == tokens else OTHERS
 
     def _reason(self, wanted: str) -> str:
         """Why a pass has no ids whose hooks wanted this and got something else. The hooks still keep what they got."""
@@ -94,7 +94,7 @@ class StepIds:
         except (RuntimeError, TypeError):
             return None
         nbytes = tokens * self._row_shape[1] * ids.element_size()
-        places = sorted([each.data_ptr() for each in kept if each.is_contiguous() and each.dtype is ids.dtype])
+        places = sorted([source.data_ptr() for source in kept if source.is_contiguous() and source.dtype is ids.dtype])
         apart = len(places) == len(kept) and all(after - place >= nbytes for place, after in pairwise(places))
         return ids if apart and ids.shape == (tokens, *self._row_shape) and ids.dtype in INTEGERS else None
 
@@ -103,18 +103,18 @@ class StepIds:
             return
         self._passes += 1
         try:
-            found, *_ = self._hooks.taken()
+            sources, *_ = self._hooks.taken()
         except CaptureError:
             return  # then the buffer stays NOTHING
         finally:
             self._hooks.clear()
-        if len(found[0]) <= len(self._buffer):
-            torch.stack([_narrow(ids) for ids in found], 1, out=self._buffer[: len(found[0])])
+        if len(sources[0]) <= len(self._buffer):
+            torch.stack([_narrow(ids) for ids in sources], 1, out=self._buffer[: len(sources[0])])
 
 
 def _narrow(ids: torch.Tensor) -> torch.Tensor:
     """Ids as int32; invalid ones stay invalid."""
-    return (ids.clamp(NOTHING, torch.iinfo(torch.int32).max) if ids.dtype == torch.int64 else ids).to(torch.int32)
+    return (ids.clamp(NO_ID, torch.iinfo(torch.int32).max) if ids.dtype == torch.int64 else ids).to(torch.int32)
 
 
-__all__ = ["NOTHING", "StepIds"]
+__all__ = ["NO_ID", "StepIds"]

@@ -14,6 +14,7 @@ from kvroute.connector.engine import Engine
 from kvroute.connector.fills import Request
 from kvroute.connector.key import Key, choice_key
 from kvroute.connector.left import Tokens
+from kvroute.connector.limits import Limits
 from kvroute.connector.messages import Handshake, StepMeta
 from kvroute.connector.scheduler import SchedulerRows
 from kvroute.connector.settings import Settings
@@ -22,6 +23,7 @@ __all__ = [
     "Engine",
     "Handshake",
     "Key",
+    "Limits",
     "Request",
     "SchedulerRows",
     "Settings",

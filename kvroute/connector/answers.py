@@ -28,7 +28,7 @@ FIELD: Final = "kvroute"
 ROUTES: Final = "routes"
 LEFT: Final = "rollouts"
 UNSEEN: Final = "unseen"
-MISSING: Final = "missing"
+GAPS: Final = "missing"
 ERROR: Final = "error"
 START: Final = "start"
 """A request's option under :data:`FIELD`: the position of the first row in its answer."""
@@ -36,13 +36,13 @@ KEY: Final = "key"
 """A request's option under :data:`FIELD`: where its routes lie in a rollout store."""
 UNHANDED: Final = ("abort", "error")
 """Ends of requests after which vLLM may send no handle: its front end has ended them, or never had their last step."""
-WHOLE: Final = {"text_completion": "text_completion", "chat.completion.chunk": "chat.completion"}
+WHOLE_OBJECTS: Final = {"text_completion": "text_completion", "chat.completion.chunk": "chat.completion"}
 """The ``object`` of a stream's chunks, and of the whole answer."""
 POLL_S: Final = 0.01
 POLL_MAX_S: Final = 0.2
 """Looks into a rollout store are so far apart: each pause is twice the one before."""
 OPTIONS: Final = f"a mapping with {START} or {KEY}"
-ASKED: Final = (START, KEY, TRANSFER, ROUTES, LEFT, UNSEEN, MISSING, ERROR)
+ASKED: Final = (START, KEY, TRANSFER, ROUTES, LEFT, UNSEEN, GAPS, ERROR)
 """Keys of a request's mapping under :data:`FIELD`. All but the first two are of an answer of prefill, which goes on as
 it is; of those kvroute reads the first."""
 
@@ -54,20 +54,20 @@ class Options(NamedTuple):
     key: str | None = None
 
 
-def options_of(asked: Any) -> Options:
-    """The options that a request has in its mapping ``asked`` under :data:`FIELD`.
+def options_of(options: Any) -> Options:
+    """The options that a request has in its mapping ``options`` under :data:`FIELD`.
 
     Raises :class:`RowError` for anything but a mapping, for an unknown name in it, and for a key that is not one.
     """
-    if asked is None:
+    if options is None:
         return Options()
-    if not isinstance(asked, Mapping):
-        raise RowError(FIELD, OPTIONS, repr(asked))
-    for name in asked:
+    if not isinstance(options, Mapping):
+        raise RowError(FIELD, OPTIONS, repr(options))
+    for name in options:
         if name not in ASKED:
             raise RowError(FIELD, OPTIONS, f"the key {name!r}")
-    key = checked_key(asked[KEY], f"{FIELD}.{KEY}") if KEY in asked else None
-    return Options(asked.get(START, 0), key)
+    key = checked_key(options[KEY], f"{FIELD}.{KEY}") if KEY in options else None
+    return Options(options.get(START, 0), key)
 
 
 def routes(
@@ -102,39 +102,39 @@ def routes(
     if key is not None:
         checked_choice(key, KEY)
     with _parsed("answer"):
-        asked = _Asked.of(output, index)
-    encoded = asked.told_of(ROUTES)
+        answer = _Completion.of(output, index)
+    encoded = answer.entry_of(ROUTES)
     if encoded is not None:
-        return asked.proved(Routes.from_json(encoded))
-    encoded = asked.told_of(LEFT)
+        return answer.proved(Routes.from_json(encoded))
+    encoded = answer.entry_of(LEFT)
     if encoded is not None:
         handle = RolloutHandle.from_json(encoded)
         if rollouts is None:
             wanted = "rollouts=, the store that they were left in"
             raise RowError("routes", wanted, f"a handle of a store of kind {handle.store}")
-        left = rollouts.get(handle)
-        if isinstance(left, Absence):
-            raise RowError("routes", "a rollout that is there and sound", left.value)
-        return asked.proved(left[0])
-    if (error := asked.told_of(ERROR)) is not None:
+        rollout = rollouts.get(handle)
+        if isinstance(rollout, Absence):
+            raise RowError("routes", "a rollout that is there and sound", rollout.value)
+        return answer.proved(rollout[0])
+    if (error := answer.entry_of(ERROR)) is not None:
         raise RowError("routes", "an answer with routes", error)
     with _parsed("answer"):
         packed = own_field.of(output, index)
     if packed is not None and spec is not None:
-        return own_field.routes(packed, asked.tokens, asked.prompt, spec)
-    gaps = asked.told_of(MISSING)
+        return own_field.bound_routes(packed, answer.tokens, answer.prompt, spec)
+    gaps = answer.entry_of(GAPS)
     if rollouts is None and gaps:
         raise RowError("routes", "an answer with all of its rows", f"missing, and why: {gaps}")
     if rollouts is None and packed is not None:
         wanted = "spec=, of the model's rows: kvroute.routing_spec_from_hf(config, block_tokens=1)"
-        raise RowError(asked.what, wanted, "rows in the engine's own field, routed_experts")
+        raise RowError(answer.what, wanted, "rows in the engine's own field, routed_experts")
     if rollouts is None:
         wanted = "an answer that has them or their handle, or rollouts=, the store that they were left in"
-        got = f"those of completions {asked.others}" if asked.others else "neither"
-        if asked.ended in UNHANDED:
-            got += f": the request ended as {asked.ended!r}, and such an answer may have no handle"
-        raise RowError(asked.what, wanted, got)
-    return _left(asked, rollouts, key or asked.key, wait_s)
+        got = f"those of completions {answer.others}" if answer.others else "neither"
+        if answer.ended in UNHANDED:
+            got += f": the request ended as {answer.ended!r}, and such an answer may have no handle"
+        raise RowError(answer.what, wanted, got)
+    return _left(answer, rollouts, key or answer.key, wait_s)
 
 
 def unseen(output: Any, index: int = 0) -> tuple[tuple[int, int], ...]:
@@ -143,7 +143,7 @@ def unseen(output: Any, index: int = 0) -> tuple[tuple[int, int], ...]:
     Their KV was loaded and their rows were matched by that KV, which does not show the last layer's choice.
     """
     with _parsed("answer"):
-        spans = _Asked.of(output, index).told_of(UNSEEN) or ()
+        spans = _Completion.of(output, index).entry_of(UNSEEN) or ()
         return tuple((int(start), int(stop)) for start, stop in spans)
 
 
@@ -153,46 +153,46 @@ def missing(output: Any, index: int = 0) -> tuple[tuple[int, int, str], ...]:
     The routes say which rows are missing for any reason; this gives the reasons that the engine knows.
     """
     with _parsed("answer"):
-        gaps = _Asked.of(output, index).told_of(MISSING) or ()
+        gaps = _Completion.of(output, index).entry_of(GAPS) or ()
         return tuple((int(start), int(stop), str(why)) for start, stop, why in gaps)
 
 
-def _left(asked: _Asked, rollouts: RolloutStore, key: str | None, wait_s: float) -> Routes:
+def _left(answer: _Completion, rollouts: RolloutStore, key: str | None, wait_s: float) -> Routes:
     """The routes that the engine has left in the store under ``key``, or leaves there during the wait."""
-    if asked.tokens is None:
+    if answer.tokens is None:
         wanted = "an answer with token ids, by which rollouts of a key are told apart"
         got = "none: see return_token_ids, of responses enable_response_messages, of a stream gathered(chunks)"
-        raise RowError(asked.what, wanted, got)
+        raise RowError(answer.what, wanted, got)
     if key is None:
         wanted = f"{KEY}=, the one that its request carried in kv_transfer_params.{FIELD}.{KEY}"
-        raise RowError(asked.what, wanted, "neither that nor a handle in the answer")
-    name = rollout_id(key, asked.tokens[: asked.prompt])
+        raise RowError(answer.what, wanted, "neither that nor a handle in the answer")
+    name = rollout_id(key, answer.tokens[: answer.prompt])
     give_up_s, pause_s, refused = time.monotonic() + wait_s, POLL_S, dict[str, str]()
     while True:
         handle = rollouts.find(name)
         if handle is not None and handle.put_id not in refused:
-            left = rollouts.get(handle)
-            why = left.value if isinstance(left, Absence) else asked.refusal_by_key(left[0], key)
+            rollout = rollouts.get(handle)
+            why = rollout.value if isinstance(rollout, Absence) else answer.refusal_by_key(rollout[0], key)
             if why is None:
-                assert not isinstance(left, Absence)
-                return asked.own(left[0])
+                assert not isinstance(rollout, Absence)
+                return answer.own(rollout[0])
             refused[handle.put_id] = why
         if time.monotonic() > give_up_s:
             got = "; ".join(refused.values()) or "neither a handle in the answer nor one in the store"
-            raise RowError(asked.what, f"a rollout of its tokens under the {KEY} {key} within {wait_s} s", got)
+            raise RowError(answer.what, f"a rollout of its tokens under the {KEY} {key} within {wait_s} s", got)
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, POLL_MAX_S)
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
+class _Completion:
     """The parts of an answer about the wanted completion."""
 
     index: int
     request: str  # the answer's id
     tokens: list[int] | None
     prompt: int  # how many of the tokens are the prompt
-    told: Mapping[str, Any]
+    entries: Mapping[str, Any]
     ended: str | None = None  # why the request ended
     key: str | None = None  # of SGLang's request, whose id it is
 
@@ -200,11 +200,11 @@ class _Asked:
     def of(cls, output: Any, index: int) -> Self:
         """Raises :class:`RowError` for a part of an answer, and for an index without a completion."""
         _refuse_parts(output)
-        told = _mapping(_mapping(field_of(output, "kv_transfer_params")).get(FIELD))
+        entries = _mapping(_mapping(field_of(output, "kv_transfer_params")).get(FIELD))
         request = str(field_of(output, "request_id") or field_of(output, "id") or "")
         ended = key = None
         if meta := _mapping(field_of(output, "meta_info")):  # SGLang: each completion is an answer of its own
-            told = _mapping(next(filter(None, reversed(meta.get(FIELD) or ())), None))
+            entries = _mapping(next(filter(None, reversed(meta.get(FIELD) or ())), None))
             request = key = str(meta.get("id") or "")
             index, prompt, answered = 0, field_of(output, "prompt_token_ids"), field_of(output, "output_ids")
         elif field_of(output, "object") == "response":  # each of several turns is a request of its own
@@ -217,7 +217,7 @@ class _Asked:
             ended = field_of(choice, "finish_reason")
             prompt, answered = choice and _prompt_of(output, choice), field_of(choice, "token_ids")
         tokens = None if prompt is None or answered is None else [*prompt, *answered]
-        return cls(index, request, tokens, len(prompt or ()), told, ended, key)
+        return cls(index, request, tokens, len(prompt or ()), entries, ended, key)
 
     @property
     def what(self) -> str:
@@ -226,66 +226,66 @@ class _Asked:
     @property
     def others(self) -> list[str]:
         """Numbers of the completions whose routes, or whose handles, the answer has."""
-        return sorted({*_mapping(self.told.get(ROUTES)), *_mapping(self.told.get(LEFT))})
+        return sorted({*_mapping(self.entries.get(ROUTES)), *_mapping(self.entries.get(LEFT))})
 
-    def told_of(self, kind: str) -> Any:
+    def entry_of(self, kind: str) -> Any:
         """The entry of this kind in the answer.
 
         Where the only entry has another number, the client's own id began with that: whether it is of this answer the
         tokens have to show.
         """
-        told = self.told.get(kind)
-        if not isinstance(told, Mapping):
-            return told
+        entries = self.entries.get(kind)
+        if not isinstance(entries, Mapping):
+            return entries
         number = str(self.index)
-        if number == "0" and len(told) == 1 and self.tokens is not None and number not in told:
+        if number == "0" and len(entries) == 1 and self.tokens is not None and number not in entries:
             number = self.request.partition("_")[0]
-        return told.get(number)
+        return entries.get(number)
 
-    def refusal(self, found: Routes) -> str | None:
+    def refusal(self, routes: Routes) -> str | None:
         """Why routes do not belong to this answer, in words; ``None`` if they do, or if it has no token ids."""
         if self.tokens is None:
             return None
-        theirs = {count: digest for count, digest in found.token_hashes if count <= len(self.tokens)}
-        mine = dict(token_hashes(self.tokens, theirs))
-        if differ := [count for count in sorted(theirs) if mine[count] != theirs[count]]:
+        hashes = {count: digest for count, digest in routes.token_hashes if count <= len(self.tokens)}
+        own_hashes = dict(token_hashes(self.tokens, hashes))
+        if differ := [count for count in sorted(hashes) if own_hashes[count] != hashes[count]]:
             return f"rows of other tokens: the hash of the first {differ[0]} differs"
-        rows = self._rows(found)
-        if any(count >= rows for count in theirs):  # an answer without a word has its prompt's hash, one token more
+        rows = self._rows(routes)
+        if any(count >= rows for count in hashes):  # an answer without a word has its prompt's hash, one token more
             return None
         return f"rows of tokens that nothing says to be the first {rows} of this answer"
 
-    def proved(self, found: Routes) -> Routes:
+    def proved(self, routes: Routes) -> Routes:
         """:meth:`own`; :class:`RowError` for routes that do not belong to this answer."""
-        why = self.refusal(found)
+        why = self.refusal(routes)
         if why is not None:
             raise RowError(self.what, "those of this answer's tokens", why)
-        return self.own(found)
+        return self.own(routes)
 
-    def refusal_by_key(self, left: Routes, key: str) -> str | None:
+    def refusal_by_key(self, routes: Routes, key: str) -> str | None:
         """As :meth:`refusal`, for routes under the key of this answer's request.
 
         Raises :class:`RowError` if several requests had it.
         """
         assert self.tokens is not None
-        if is_void(left):
+        if is_void(routes):
             raise RowError(self.what, f"a {KEY} that no other request has had with this prompt", repr(key))
-        if left.stop < len(self.tokens) - 1:  # of a request that was cut earlier, or of another one
-            return f"rows of the first {left.stop} tokens, of {len(self.tokens) - 1} that have some"
-        return self.refusal(left)
+        if routes.stop < len(self.tokens) - 1:  # of a request that was cut earlier, or of another one
+            return f"rows of the first {routes.stop} tokens, of {len(self.tokens) - 1} that have some"
+        return self.refusal(routes)
 
-    def own(self, found: Routes) -> Routes:
-        """``found`` without rows of tokens that are not in the answer, bound to the answer's tokens."""
+    def own(self, routes: Routes) -> Routes:
+        """``routes`` without rows of tokens that are not in the answer, bound to the answer's tokens."""
         if self.tokens is None:
-            return found
-        rows = self._rows(found)
-        return found.slice(found.start, max(found.start, rows)).bind(
-            self.tokens, [count for count in {found.start or rows, self.prompt, rows} if count <= rows]
+            return routes
+        rows = self._rows(routes)
+        return routes.slice(routes.start, max(routes.start, rows)).bind(
+            self.tokens, [count for count in {routes.start or rows, self.prompt, rows} if count <= rows]
         )
 
-    def _rows(self, found: Routes) -> int:
+    def _rows(self, routes: Routes) -> int:
         assert self.tokens is not None
-        return max(0, min(found.stop, len(self.tokens) - 1))
+        return max(0, min(routes.stop, len(self.tokens) - 1))
 
 
 def _refuse_parts(output: Any) -> None:
@@ -321,17 +321,17 @@ def gathered(chunks: Iterable[Any]) -> dict[str, Any]:
         with _parsed("stream"):
             if (error := field_of(chunk, "error")) is not None:
                 raise RowError("stream", "chunks of an answer", error)
-            kind, request = WHOLE.get(field_of(chunk, "object") or ""), field_of(chunk, "id")
+            kind, request = WHOLE_OBJECTS.get(field_of(chunk, "object") or ""), field_of(chunk, "id")
             if kind is None or request is None:
-                raise RowError("chunk.object", f"one of {sorted(WHOLE)}, with an id", field_of(chunk, "object"))
+                raise RowError("chunk.object", f"one of {sorted(WHOLE_OBJECTS)}, with an id", field_of(chunk, "object"))
             if answer.setdefault("id", request) != request:
                 raise RowError("chunk.id", answer["id"], request)
             answer |= {"object": kind} | _present(chunk, "prompt_token_ids")
-            for each in answers_of(chunk):
-                index = field_of(each, "index")
+            for delta in answers_of(chunk):
+                index = field_of(delta, "index")
                 choice = choices.setdefault(index, {"index": index, "token_ids": None})
-                choice |= _present(each, "prompt_token_ids", "finish_reason", "stop_reason")
-                if (tokens := field_of(each, "token_ids")) is not None:
+                choice |= _present(delta, "prompt_token_ids", "finish_reason", "stop_reason")
+                if (tokens := field_of(delta, "token_ids")) is not None:
                     choice["token_ids"] = [*(choice["token_ids"] or ()), *tokens]
     if not choices:
         raise RowError("stream", "chunks of an answer", "no choice in any")
@@ -343,18 +343,18 @@ def gathered(chunks: Iterable[Any]) -> dict[str, Any]:
 
 
 @contextmanager
-def _parsed(what: str) -> Iterator[None]:
+def _parsed(field: str) -> Iterator[None]:
     """JSON of another form than an engine's is a :class:`RowError`."""
     try:
         yield
     except KVRouteError:
         raise
     except (TypeError, LookupError, AttributeError, ValueError) as error:
-        raise RowError(what, "one in the form of an engine's or a server's", repr(error)) from error
+        raise RowError(field, "one in the form of an engine's or a server's", repr(error)) from error
 
 
-def _present(of: Any, *names: str) -> dict[str, Any]:
-    return {name: value for name in names if (value := field_of(of, name)) is not None}
+def _present(part: Any, *names: str) -> dict[str, Any]:
+    return {name: value for name in names if (value := field_of(part, name)) is not None}
 
 
 def _prompt_of(output: Any, choice: Any) -> Any:
@@ -373,21 +373,21 @@ def answers_of(output: Any) -> Sequence[Any]:
     return field_of(output, "outputs") or field_of(output, "choices") or ()
 
 
-def field_of(of: Any, name: str) -> Any:
+def field_of(part: Any, name: str) -> Any:
     """A field of an object or of JSON; ``None`` if there is none."""
-    return of.get(name) if isinstance(of, Mapping) else getattr(of, name, None)
+    return part.get(name) if isinstance(part, Mapping) else getattr(part, name, None)
 
 
-def _mapping(given: Any) -> Mapping[str, Any]:
-    return given if isinstance(given, Mapping) else {}
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
 
 
 __all__ = [
     "ERROR",
     "FIELD",
+    "GAPS",
     "KEY",
     "LEFT",
-    "MISSING",
     "ROUTES",
     "START",
     "UNSEEN",

@@ -6,12 +6,8 @@ import logging
 import queue
 import threading
 from collections.abc import Callable
-from typing import Final
 
 logger = logging.getLogger(__name__)
-
-PENDING_MAX: Final = 16
-"""The most calls that a worker has under way behind its device."""
 
 
 class Behind:
@@ -63,4 +59,4 @@ class Behind:
             del call  # an idle thread keeps no object alive
 
 
-__all__ = ["PENDING_MAX", "Behind"]
+__all__ = ["Behind"]

@@ -29,6 +29,7 @@ from cache_manager.ports import KVBlocks
 from cache_manager.record import OfferedRecord, RecordHeader
 from cache_manager.slots import prefix_bits
 from cache_manager.spec import RecordLayout
+from kvroute.connector.limits import LIMITS
 from transfer import (
     BootId,
     Finished,
@@ -44,13 +45,10 @@ from transfer import (
 from transfer.errors import NodeClosedError, NodeFullError
 from transfer.link import Link
 
-LEASE_S: Final = 300.0
-"""How long rows are lent at most before decode asks for them: a decode engine may have a queue."""
 LENT_NBYTES_MAX: Final = 4 << 30
 """Bytes of copies, rows and KV, that are lent and not fetched yet: copies beyond this limit are refused."""
-LIMITS: Final = TransferLimits()
-ROWS: Final = 0
-KV: Final = 1
+ROWS_PART: Final = 0
+KV_PART: Final = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +79,7 @@ class Crossing:
     """Both ends beside the ``blocks`` of one engine, over one node of ``link``. It owns the node.
 
     With ``kv`` a block has two parts, its rows and its KV. Copies of at most ``lent_nbytes_max`` bytes are lent at a
-    time. All but :meth:`close` return at once.
+    time, for ``lease_s`` until decode asks for them. All but :meth:`close` return at once.
     """
 
     def __init__(
@@ -91,16 +89,17 @@ class Crossing:
         *,
         kv: KVBlocks | None = None,
         limits: TransferLimits | None = None,
+        lease_s: float = LIMITS.lease_s,
         lent_nbytes_max: int = LENT_NBYTES_MAX,
     ) -> None:
         parts = [part_of("rows", blocks.layout, replicated=True)]
         if kv is not None:
             parts.append(part_of("kv", RecordLayout((kv.spec,))))
         self._blocks, self._namespace = blocks, blocks.namespace
-        self.node = Node(
-            link, Identity(BootId(secrets.token_bytes(16)), self._namespace, tuple(parts)), limits or LIMITS
-        )
-        self.lender, self.borrower = Lender(blocks, self.node, kv, lent_nbytes_max), Borrower(blocks, self.node, kv)
+        identity = Identity(BootId(secrets.token_bytes(16)), self._namespace, tuple(parts))
+        self.node = Node(link, identity, limits or LIMITS.transfer)
+        self.lender = Lender(blocks, self.node, kv, lease_s, lent_nbytes_max)
+        self.borrower = Borrower(blocks, self.node, kv)
 
     @property
     def address(self) -> str:
@@ -116,10 +115,10 @@ class Crossing:
     def poll(self) -> list[Release | Came]:
         """The transfers that ended since the last call: sent ones and received ones."""
         ended = self.borrower.refused()
-        for each in self.node.poll():
-            ended.append(self.borrower.ended(each) if isinstance(each, Finished) else each)
-            if isinstance(each, Release):
-                self.lender.ended(each)
+        for event in self.node.poll():
+            ended.append(self.borrower.ended(event) if isinstance(event, Finished) else event)
+            if isinstance(event, Release):
+                self.lender.ended(event)
         return ended
 
     def close(self) -> None:
@@ -130,11 +129,11 @@ class Lender:
     """Offers the content of device blocks as steps fill them: rows, and KV if there is a port for it."""
 
     def __init__(
-        self, blocks: AuxBlocks, node: Node, kv: KVBlocks | None = None, lent_nbytes_max: int = LENT_NBYTES_MAX
+        self, blocks: AuxBlocks, node: Node, kv: KVBlocks | None, lease_s: float, lent_nbytes_max: int
     ) -> None:
         self._blocks, self._node, self._kv = blocks, node, kv
         self._block_nbytes = blocks.layout.nbytes + (RecordLayout((kv.spec,)).nbytes if kv else 0)
-        self._lent_nbytes_max = lent_nbytes_max
+        self._lease_s, self._lent_nbytes_max = lease_s, lent_nbytes_max
         self._lent: dict[TransferId, int] = {}  # bytes of each transfer until it is released
         self._open: set[TransferId] = set()
         self._over: set[TransferId] = set()  # failed or ended before their last block: no more of them is lent
@@ -173,7 +172,7 @@ class Lender:
             offered = self._offered(transfer, first, blocks, lives, tokens)
             with self._lock:  # another thread may learn that the offer has ended
                 if name not in self._open:
-                    self._node.offer(name, offered, is_open=not last, lease_s=LEASE_S)
+                    self._node.offer(name, offered, is_open=not last, lease_s=self._lease_s)
                 else:
                     self._node.grow(name, offered)
                     if last:
@@ -209,8 +208,8 @@ class Lender:
         counts = counts_of(len(blocks), tokens, self._blocks.block_tokens)
         rows = self._blocks.export(blocks, lives, counts)
         if self._kv is not None:
-            each = zip(blocks, rows, self._kv_records(self._kv, blocks, lives, counts), strict=True)
-            return [OfferedBlock(first + i, key, (row, kv)) for i, (key, row, kv) in enumerate(each)]
+            records = zip(blocks, rows, self._kv_records(self._kv, blocks, lives, counts), strict=True)
+            return [OfferedBlock(first + i, key, (row, kv)) for i, (key, row, kv) in enumerate(records)]
         offered = list[OfferedBlock]()
         for index, row in enumerate(rows, first):
             name = place_of(transfer, index)
@@ -223,14 +222,14 @@ class Lender:
         layout, ids = RecordLayout((kv.spec,)), np.array(list(blocks.values()), np.int64)
         raw = np.zeros((len(ids), layout.nbytes), np.uint8)
         kv.take(ids, raw[:, : kv.spec.block_nbytes])
-        origins, now = self._blocks.origins(ids), self._blocks.generations(ids).tolist()
-        found: list[OfferedRecord | None] = []
+        origins, generations = self._blocks.origins(ids), self._blocks.generations(ids).tolist()
+        records: list[OfferedRecord | None] = []
         for i, (key, count) in enumerate(zip(blocks, counts, strict=True)):
             raw[i, count * (kv.spec.block_nbytes // self._blocks.block_tokens) :] = 0  # the rest is of other KV
             valid = ((1 << count) - 1).to_bytes(8 * layout.valid_words, "little")
             record = OfferedRecord(key, layout.fingerprint, lives[i], origins[i], valid, raw[i].data)
-            found.append(record if origins[i] and now[i] == lives[i] else None)
-        return found
+            records.append(record if origins[i] and generations[i] == lives[i] else None)
+        return records
 
 
 class Borrower:
@@ -238,7 +237,7 @@ class Borrower:
 
     def __init__(self, blocks: AuxBlocks, node: Node, kv: KVBlocks | None = None) -> None:
         self._blocks, self._node, self._kv = blocks, node, kv
-        self._under_way: dict[bytes, _Fetch] = {}
+        self._under_way: dict[bytes, _Landing] = {}
         self._refused: deque[Release | Came] = deque()
 
     def fetch(
@@ -256,8 +255,8 @@ class Borrower:
         learns that it may release the offer. A fetch that cannot begin ends like any other, by :meth:`Crossing.poll`.
         """
         counts = counts_of(len(blocks), tokens, self._blocks.block_tokens)
-        landing = _Fetch(self._blocks, self._kv, transfer, first, blocks, list(lives), counts)
-        parts = (ROWS,) if self._kv is None else (ROWS, KV)
+        landing = _Landing(self._blocks, self._kv, transfer, first, blocks, list(lives), counts)
+        parts = (ROWS_PART,) if self._kv is None else (ROWS_PART, KV_PART)
         if self._under_way.setdefault(transfer, landing) is not landing:
             self._refused.append(landing.nothing("this transfer is being fetched already"))
             return
@@ -276,8 +275,8 @@ class Borrower:
     def give_up(self, blocks: set[int]) -> None:
         """Drop records on their way to these blocks. A fetch whose blocks are all given up is over at once."""
         for landing in list(self._under_way.values()):
-            if now := blocks.intersection(landing.ids):
-                landing.given_up |= now
+            if dropped := blocks.intersection(landing.ids):
+                landing.given_up |= dropped
                 if landing.given_up.issuperset(landing.ids):
                     with suppress(KVRouteError):  # a full or closed node ends the fetch by itself
                         self._node.abort(TransferId(landing.transfer), "its blocks are given up")
@@ -289,15 +288,15 @@ class Borrower:
         landing = self._under_way.pop(finished.transfer)
         detail = f": {finished.detail}" if finished.detail else ""
         why = landing.short | {
-            each.index: each.reason.value + detail
-            for each in finished.missing
-            if each.part == ROWS or each.index not in landing.kv_there
+            part.index: part.reason.value + detail
+            for part in finished.missing
+            if part.part == ROWS_PART or part.index not in landing.kv_there
         }
         return Came(finished.transfer, frozenset(landing.kv_there), why)
 
 
 @dataclass(slots=True, eq=False)
-class _Fetch:
+class _Landing:
     """One fetch: the node's thread installs, and the engine's thread reads the result when it is over."""
 
     rows: AuxBlocks
@@ -320,41 +319,41 @@ class _Fetch:
         """The result of a fetch that has not begun."""
         return Came(self.transfer, frozenset(), dict.fromkeys(range(self.first, self.first + len(self.blocks)), why))
 
-    def origin(self, at: int) -> int:
+    def origin(self, place: int) -> int:
         """The origin of the KV that another mover brings into a block beside this transfer."""
-        return int.from_bytes(place_of(self.transfer, self.first + at)[:8], "little") or 1
+        return int.from_bytes(place_of(self.transfer, self.first + place)[:8], "little") or 1
 
     def install(self, part: int, index: int, header: RecordHeader, payload: memoryview) -> bool:
         """For the node; see :class:`transfer.node.BlockSink`."""
-        at = index - self.first
-        assert 0 <= at < len(self.ids), f"block {index} was not requested"
-        if self.ids[at] in self.given_up:
+        place = index - self.first
+        assert 0 <= place < len(self.ids), f"block {index} was not requested"
+        if self.ids[place] in self.given_up:
             return False
-        return self._put_kv(at, header, payload) if part == KV else self._put_rows(at, header, payload)
+        return self._put_kv(place, header, payload) if part == KV_PART else self._put_rows(place, header, payload)
 
-    def _put_rows(self, at: int, header: RecordHeader, payload: memoryview) -> bool:
+    def _put_rows(self, place: int, header: RecordHeader, payload: memoryview) -> bool:
         tokens, specs = self.rows.block_tokens, len(self.rows.layout.specs)
-        wanted = prefix_bits(np.array([self.counts[at]]), tokens)[0]
+        wanted = prefix_bits(np.array([self.counts[place]]), tokens)[0]
         bits = np.frombuffer(header.valid, "<u8").reshape(specs, -1) & wanted
-        header = replace(header, key=self.keys[at], valid=bits.astype("<u8").tobytes())
+        header = replace(header, key=self.keys[place], valid=bits.astype("<u8").tobytes())
         if self.kv is None:
-            header = replace(header, origin=self.origin(at))
-        if not self.rows.install(self.ids[at], self.lives[at], header, payload):
+            header = replace(header, origin=self.origin(place))
+        if not self.rows.install(self.ids[place], self.lives[place], header, payload):
             return False
-        if (held := int(np.bitwise_count(bits[0]).sum())) < self.counts[at]:
-            self.short[self.first + at] = f"prefill had rows of {held} of the {self.counts[at]} tokens"
+        if (held := int(np.bitwise_count(bits[0]).sum())) < self.counts[place]:
+            self.short[self.first + place] = f"prefill had rows of {held} of the {self.counts[place]} tokens"
         return True
 
-    def _put_kv(self, at: int, header: RecordHeader, payload: memoryview) -> bool:
+    def _put_kv(self, place: int, header: RecordHeader, payload: memoryview) -> bool:
         assert self.kv is not None, "a part that was not requested"
-        wanted = (1 << self.counts[at]) - 1
+        wanted = (1 << self.counts[place]) - 1
         if int.from_bytes(header.valid, "little") & wanted != wanted or not header.origin:
             return False
-        if not self.rows.bind_origin(self.ids[at], self.lives[at], header.origin):
+        if not self.rows.bind_origin(self.ids[place], self.lives[place], header.origin):
             return False
-        given = np.frombuffer(payload, np.uint8)[: self.kv.spec.block_nbytes]
-        self.kv.fill(np.array([self.ids[at]]), given[None])
-        self.kv_there.add(self.first + at)
+        kv_bytes = np.frombuffer(payload, np.uint8)[: self.kv.spec.block_nbytes]
+        self.kv.fill(np.array([self.ids[place]]), kv_bytes[None])
+        self.kv_there.add(self.first + place)
         return True
 
 

@@ -1,5 +1,11 @@
 """The ends of requests, on threads of their own: rows are read, bound to their tokens and left for clients.
 
+The law. However a request ends, it leaves one :class:`End`. That has a :class:`Computation` for each time that the
+request has lost its blocks: by preemptions, and at its end. A journal (:mod:`kvroute.journal`) decides which of their
+rows a client gets: a token keeps the row that it was sampled with. If that is missing, it gets the row that was
+computed again, if all rows of both times are of the same weights. A request that is aborted before it has been
+computed again leaves the rows of the tokens that it has.
+
 The scheduling thread says which blocks a request had, and goes on: it waits neither for the worker nor for a store.
 Rows stay readable until their block is given out again. If a request's rows have not been read by then, they are read
 at that moment; if the worker has not written all of them yet, it copies their blocks to spare ones.
@@ -8,13 +14,14 @@ at that moment; if the worker has not written all of them yet, it copies their b
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,27 +37,20 @@ from kvroute.connector.left import LeftRoutes, Tokens, settled
 from kvroute.connector.settings import VERSION
 from kvroute.connector.spares import SpareBlocks
 from kvroute.connector.tickets import gaps_of
-from kvroute.routes import Layout, Routes
-from kvroute.routes.spans import UNKNOWN, WeightsSpan, from_positions, runs
+from kvroute.journal import RequestJournal
+from kvroute.routes import Layout, Routes, spans
+from kvroute.routes.spans import WeightsSpan
 
 logger = logging.getLogger(__name__)
 
-LATE_S: Final = 10.0
-"""How long to wait for rows that a worker, which waits for its device, has not written yet."""
-POLL_S: Final = 500e-6
-BURST_MAX: Final = 32
-"""Most requests whose clients are told together: clients handle hundreds of messages much slower than a few."""
-ENDS_MAX: Final = 4096
-"""Most finished requests whose rows have not been left yet; a further one gets no rows."""
-
-Told = dict[str, Any]
+ClientData = dict[str, Any]
 """A client's data beside its answer."""
 
 
-class Answer(Future[Told]):
+class PendingAnswer(Future[ClientData]):
     """The future of a client's data. All answers told together have a ``value`` before the first of them is done."""
 
-    value: Told | None = None
+    value: ClientData | None = None
 
     def tell(self) -> None:
         if self.set_running_or_notify_cancel():  # else whoever waited has cancelled it
@@ -58,10 +58,12 @@ class Answer(Future[Told]):
 
 
 @dataclass(slots=True, eq=False)
-class End:
-    """A request that is done. Its rows are those of the positions ``[start, stop)``, in ``blocks`` from position 0."""
+class Computation:
+    """The rows of the positions ``[start, stop)`` that a request has when it loses its blocks.
 
-    key: Key
+    ``blocks [n]`` have them from position 0 on, in these ``lives [n]``, or spare ones that have taken their place.
+    """
+
     blocks: NDArray[np.int64]
     lives: NDArray[np.int64]
     start: int
@@ -70,36 +72,55 @@ class End:
     weights: int  # a number that changes when the weights may have changed
     version: int | None  # of the weights, if all rows have the same
     mixed: bool  # if not, the rows have labels
-    of: Tokens | None = None
-    kept: Sequence[End] = ()  # rows that tokens were sampled with before preemptions, in order
     by_kv: NDArray[np.bool_] | None = None  # [stop], rows matched by KV, which cannot prove the last router's choice
-    why: Mapping[int, str] = field(default_factory=dict)  # of blocks whose rows did not all come
-    told: Answer = field(default_factory=Answer)
-    give_up_s: float = 0.0
     rows: Rows | None = None
     versions: Rows | int | None = None
-    held: frozenset[int] = frozenset()  # the same blocks
+    block_ids: frozenset[int] = frozenset()  # the same blocks
     spares: list[int] = field(default_factory=list)
-    failure: str = ""  # why it is ended before its rows are known to be written
 
     def __post_init__(self) -> None:
-        self.held = frozenset(self.blocks.tolist())
+        self.block_ids = frozenset(self.blocks.tolist())
+
+
+@dataclass(slots=True, eq=False)
+class End:
+    """What a request leaves: its computations, what is known when it is forgotten, and what its client waits for."""
+
+    kept: list[Computation] = field(default_factory=list)  # with which tokens were sampled before preemptions, in order
+    # With SchedulerRows.forget:
+    rows_stop: int = sys.maxsize  # no later positions have rows: those behind KV that has not come are never compared
+    steps: Sequence[tuple[int, int]] = ()  # that computed or joined it: number, and the first position each may write
+    why: Mapping[int, str] = field(default_factory=dict)  # by block whose rows another engine lent and did not all come
+    # With SchedulerRows.finished:
+    key: Key = field(default_factory=lambda: Key(""))
+    last: Computation | None = None
+    request_tokens: Tokens | None = None
+    start: int = 0  # the first position whose row its client wants
+    answer: PendingAnswer = field(default_factory=PendingAnswer)
+    give_up_s: float = 0.0
+    failure: str = ""  # why it is left before its rows are known to be written
+
+    @property
+    def computations(self) -> list[Computation]:
+        """All of them, in order."""
+        return self.kept if self.last is None else [*self.kept, self.last]
 
 
 class Ends:
-    """Leaves the rows of finished requests in ``left``, which it owns; ``feed`` and ``spares`` are the scheduler's.
+    """Leaves the rows of ended requests in ``left``, which it owns; ``feed`` and ``spares`` are the scheduler's.
 
     The scheduling thread calls it; all methods but :meth:`close` return at once.
     """
 
     def __init__(self, engine: Engine, left: LeftRoutes, feed: BlockFeed, spares: SpareBlocks) -> None:
         self._engine, self._left, self._feed = engine, left, feed
+        self._limits = engine.limits
         self._view: kvroute.RegionView | None = None
         self._late = False
         self._closed = False
         self._layout = Layout.of(engine.spec)
         self._lock = threading.Condition(threading.Lock())
-        self._unread: dict[End, None] = {}
+        self._unread: dict[Computation, None] = {}
         self._news = False  # for the thread: something was read, or has ended
         self._over_for_all = False  # the thread has ended: nobody is told anything by it any more
         self._waiting: dict[End, None] = {}  # for the thread
@@ -117,48 +138,48 @@ class Ends:
         """A request of this key is under way."""
         self._left.begins(key)
 
-    def begin(self, end: End) -> Answer:
-        """The request is done: the future of its client's data, done when its rows have been left or cannot be."""
-        end.give_up_s = time.monotonic() + LATE_S
+    def keep(self, end: End, computation: Computation) -> None:
+        """The request loses its blocks, and is computed again."""
+        end.kept.append(computation)
         with self._lock:
-            alive, room = not self._over_for_all, len(self._pending) < ENDS_MAX
+            self._unread[computation] = None
+
+    def begin(self, end: End, last: Computation) -> PendingAnswer:
+        """The request is done: the future of its client's data, done when its rows have been left or cannot be."""
+        end.give_up_s = time.monotonic() + self._limits.answer_s
+        with self._lock:
+            alive, room = not self._over_for_all, len(self._pending) < self._limits.ends_max
             if alive and room:
+                end.last = last
                 self._pending[end] = None
                 if not self._waiting:  # else the thread is at work, or looks again in a moment
                     self._lock.notify()
-                self._unread[end] = self._waiting[end] = None
+                self._unread[last] = self._waiting[end] = None
                 self._news = True
         if not alive:
-            error = RowError("rows", "a thread of kvroute that leaves them", "none: it has ended")
-            return self.refused(end.key, error, end.kept)
+            return self.refused(end, RowError("rows", "a thread of kvroute that leaves them", "none: it has ended"))
         if not room:
-            error = RowError("requests that are done", f"{ENDS_MAX} at most, for the rollout store to take", "more")
-            return self.refused(end.key, error, end.kept)
-        return end.told
+            wanted = f"{self._limits.ends_max} at most, for the rollout store to take"
+            return self.refused(end, RowError("requests that are done", wanted, "more"))
+        return end.answer
 
-    def keep(self, end: End) -> None:
-        """The request will be computed again, and the end given to :meth:`begin` names this one in ``kept``."""
+    def drop(self, end: End) -> None:
+        """Nobody will ask for its rows."""
         with self._lock:
-            self._unread[end] = None
+            for computation in end.computations:
+                self._over(computation)
 
-    def drop(self, kept: Iterable[End]) -> None:
-        """Nobody will ask for what was kept."""
-        with self._lock:
-            for each in kept:
-                self._over(each)
-
-    def unanswered(self, kept: Iterable[End], key: Key) -> None:
+    def unanswered(self, end: End) -> None:
         """The request is done, and its client is told nothing."""
-        self.drop(kept)
-        self._left.unanswered(key)
+        self.drop(end)
+        self._left.unanswered(end.key)
 
-    def refused(self, key: Key, error: RowError, kept: Sequence[End]) -> Answer:
+    def refused(self, end: End, error: RowError) -> PendingAnswer:
         """The request is done, and its client is told why it has no routes."""
-        self.drop(kept)
-        told = Answer()
-        told.value = self._left.fail(key, error)
-        told.tell()
-        return told
+        self.drop(end)
+        end.answer.value = self._left.fail(end.key, error)
+        end.answer.tell()
+        return end.answer
 
     def given(self, blocks: Sequence[int], step: int) -> None:
         """These blocks begin new lives. The worker learns of that, and of the copies, with this ``step``."""
@@ -166,32 +187,35 @@ class Ends:
             return
         new = set(blocks)
         with self._lock:
-            for end in list(self._unread):
-                if new.isdisjoint(end.held):
+            for computation in list(self._unread):
+                if new.isdisjoint(computation.block_ids):
                     continue
-                if self._written(end, self._through()):
-                    self._read([end])
+                if self._written(computation, self._through()):
+                    self._read([computation])
                     continue
-                hit = np.flatnonzero(np.isin(end.blocks, blocks)).tolist()
-                taken = self._spares.take_over([int(end.blocks[at]) for at in hit])  # the others' rows are missing
-                for at in hit:
-                    if (spare := taken.get(int(end.blocks[at]))) is not None:
-                        end.blocks[at], end.lives[at] = spare
-                        end.spares.append(spare[0])
-                if taken:
-                    end.held = frozenset(end.blocks.tolist())
-                    end.steps.append((step, 0))
+                places = np.flatnonzero(np.isin(computation.blocks, blocks)).tolist()
+                spares = self._spares.take_over([int(computation.blocks[place]) for place in places])
+                for place in places:
+                    spare = spares.get(int(computation.blocks[place]))
+                    if spare is None:
+                        continue  # its rows are missing
+                    computation.blocks[place], computation.lives[place] = spare
+                    computation.spares.append(spare[0])
+                if spares:
+                    computation.block_ids = frozenset(computation.blocks.tolist())
+                    computation.steps.append((step, 0))
 
     def forgotten(self) -> None:
         """All rows are about to be forgotten: read those that are written; the others become missing."""
         with self._lock:
-            for end in list(self._unread):
+            for computation in list(self._unread):
                 through = self._through()
-                self._read([end])
-                unsure = min((start for number, start in end.steps if number > through), default=end.stop)
-                for rows in (end.rows, end.versions):
+                self._read([computation])
+                starts = (start for number, start in computation.steps if number > through)
+                unsure = min(starts, default=computation.stop)
+                for rows in (computation.rows, computation.versions):
                     if isinstance(rows, Rows):
-                        rows.valid[max(0, unsure - end.start) :] = False
+                        rows.valid[max(0, unsure - computation.start) :] = False
                         rows.values[~rows.valid] = np.array(-1).astype(rows.values.dtype)  # the form of a missing row
 
     def close(self) -> None:
@@ -199,7 +223,7 @@ class Ends:
         with self._lock:
             self._closed = True
             self._lock.notify()
-        self._thread.join(2 * LATE_S)
+        self._thread.join(2 * self._limits.answer_s)
         self._left.close()
 
     # ---------------------------------------------------------------- the thread
@@ -207,11 +231,11 @@ class Ends:
     def _run(self) -> None:
         try:
             while ends := self._ready_or_failed():
-                self._read_together(each for end in ends for each in (end, *end.kept))
+                self._read_together(computation for end in ends for computation in end.computations)
                 for end in ends:
-                    end.told.value = self._leave(end)
+                    end.answer.value = self._leave(end)
                 for end in ends:
-                    end.told.tell()
+                    end.answer.tell()
                 del end, ends  # an idle thread keeps no end alive
         finally:  # whatever ends the thread: those who wait for it are told
             self._end_all()
@@ -235,9 +259,9 @@ class Ends:
             self._waiting, self._pending = {}, {}
         for end in ends:
             why = {str(end.key.choice): "rows: the thread that leaves them has ended"}
-            end.told.value = end.told.value or {FIELD: {ERROR: why}}
-            if not end.told.done():
-                end.told.tell()
+            end.answer.value = end.answer.value or {FIELD: {ERROR: why}}
+            if not end.answer.done():
+                end.answer.tell()
 
     def _ready(self) -> list[End]:
         """Ends whose rows are written, or that have waited long enough; waits until there are some. None: closed.
@@ -257,144 +281,156 @@ class Ends:
                 if self._news or through != before or next(iter(self._waiting)).give_up_s < now_s:
                     self._news, before = False, through
                     whole = (end for end in self._waiting if end.give_up_s < now_s or self._whole(end, through))
-                    if found := list(islice(whole, BURST_MAX)):
-                        for end in found:
-                            del self._waiting[end]
-                        return found
-                self._lock.wait(POLL_S)
+                    ends = list(islice(whole, self._limits.burst_max))
+                    for end in ends:
+                        del self._waiting[end]
+                    if ends:
+                        return ends
+                self._lock.wait(self._limits.end_poll_s)
         return []
 
-    def _read_together(self, ends: Iterable[End]) -> None:
-        """Read the rows that are written: one read of many ends takes little longer than a read of one."""
+    def _read_together(self, computations: Iterable[Computation]) -> None:
+        """Read the rows that are written: one read of many computations takes little longer than a read of one."""
         with self._lock:
             try:
                 through = self._through()
-                self._read([each for each in ends if each.rows is None and self._written(each, through)])
+                unread = [computation for computation in computations if computation.rows is None]
+                self._read([computation for computation in unread if self._written(computation, through)])
             except Exception:  # each is read by itself, and its client told why that fails
                 logger.exception("the rows of requests cannot be read together")
 
-    def _leave(self, end: End) -> Told:
+    def _leave(self, end: End) -> ClientData:
         """Leave the routes if possible; the client's data. Raises nothing, because an answer waits."""
         why = {str(end.key.choice): "rows: they could not be left, nor could the reason be told"}
-        told: Told = {FIELD: {ERROR: why}}
+        data: ClientData = {FIELD: {ERROR: why}}
         try:
-            told = self._client_data(end)
+            data = self._client_data(end)
         except Exception:
             logger.exception("rows of request %s are lost", end.key.text)
-        self.drop((end, *end.kept))
+        self.drop(end)
         with self._lock:
             del self._pending[end]
-        return told
+        return data
 
-    def _client_data(self, end: End) -> Told:
+    def _client_data(self, end: End) -> ClientData:
         why: KVRouteError
         try:
             if end.failure:
                 raise RowError("rows", "those that the worker has written", end.failure)
             routes, unseen = self._routes(end)
             gaps = gaps_of(routes.missing, end.why, self._engine.tokens) if end.why else []
-            return self._left.leave(end.key, routes, end.of, unseen, gaps)
+            return self._left.leave(end.key, routes, end.request_tokens, unseen, gaps)
         except KVRouteError as error:
             why = error
         except Exception as error:
             logger.exception("rows of request %s are lost", end.key.text)
             why = RowError("rows", "left for the client", repr(error))
-        self._left.void(end.key, end.of, self._layout)
+        self._left.void(end.key, end.request_tokens, self._layout)
         return self._left.fail(end.key, why)
 
     def _routes(self, end: End) -> tuple[Routes, list[list[int]]]:
-        """The routes of the request, and the positions at which the last router's choice is not proved.
+        """The routes of the request, and the positions at which the last router's choice is not proved."""
+        assert end.last is not None, "begun"
+        if not end.kept:
+            return self._routes_of(end.last)
+        assert end.request_tokens is not None, "an end with kept rows has tokens"
+        journal = RequestJournal(self._engine.spec)
+        unproved = np.zeros(max(computation.stop for computation in end.computations), np.bool_)
+        for count, computation in enumerate(end.computations):
+            routes, unseen = self._routes_of(computation)
+            positions = journal.record(routes, same_from=_same_weights_from(end.kept[:count], computation))
+            unproved[positions] = spans.flags(unseen, len(unproved))[positions]
+            journal.settle(end.request_tokens.ids[: computation.stop + 1])
+        stop = min(len(unproved), journal.stop)
+        start = min(end.start, stop)
+        unseen = [[start + first, start + last] for first, last in spans.runs(unproved[start:stop])]
+        return journal.routes(start, stop), unseen
 
-        A position that a token was sampled with before a preemption keeps its row of that time; if that is missing, it
-        gets the row that was computed again, if all rows of both times are of the same weights.
-        """
-        rows, unseen = self._rows(end), list[list[int]]()
-        found = Routes.checked(self._layout, rows.values, rows.valid, end.start, _labels(end))
-        if end.by_kv is not None:
-            found, unseen = settled(found, end.by_kv[end.start :], flagged=self._engine.carrier.flagged)
-        for kept in reversed(end.kept):
-            assert end.of is not None, "an end with kept rows has tokens"
-            if kept.stop <= found.start:
-                continue
-            before, trusted = self._routes(kept)
-            before = before.slice(found.start, min(kept.stop, found.stop))
-            again = list(before.missing) if kept.weights == end.weights and not kept.mixed else []
-            parts = [(start, stop) for start, stop in [*again, (before.stop, found.stop)] if start < stop]
-            unseen = _within(trusted, [(before.start, before.stop)]) + _within(unseen, parts)
-            found = before.merge(*(found.slice(*part) for part in parts), tokens=end.of.ids)
-        return found, unseen
+    def _routes_of(self, computation: Computation) -> tuple[Routes, list[list[int]]]:
+        """The routes of one computation, and the positions at which the last router's choice is not proved."""
+        rows = self._rows(computation)
+        routes = Routes.checked(self._layout, rows.values, rows.valid, computation.start, _labels(computation))
+        if computation.by_kv is None:
+            return routes, []
+        return settled(routes, computation.by_kv[computation.start :], flagged=self._engine.carrier.flagged)
 
-    def _rows(self, end: End) -> Rows:
+    def _rows(self, computation: Computation) -> Rows:
         with self._lock:
-            if end.rows is None:
-                if not self._written(end, self._through()):
-                    raise RowError("rows", f"written by the worker within {LATE_S} s", "a worker that is behind")
-                self._read([end])
-            assert end.rows is not None, "read"
-            return end.rows
+            if computation.rows is None:
+                if not self._written(computation, self._through()):
+                    wanted = f"written by the worker within {self._limits.answer_s} s"
+                    raise RowError("rows", wanted, "a worker that is behind")
+                self._read([computation])
+            assert computation.rows is not None, "read"
+            return computation.rows
 
     # ---------------------------------------------------------------- held: _lock
 
     def _whole(self, end: End, through: float) -> bool:
-        return all(each.rows is not None or self._written(each, through) for each in (end, *end.kept))
+        unread = [computation for computation in end.computations if computation.rows is None]
+        return all(self._written(computation, through) for computation in unread)
 
-    def _written(self, end: End, through: float) -> bool:
-        """Whether a worker that is ``through`` with this step has written all rows of the end."""
-        return through >= max((number for number, _ in end.steps), default=0)
+    def _written(self, computation: Computation, through: float) -> bool:
+        """Whether a worker that is ``through`` with this step has written all rows."""
+        return through >= max((number for number, _ in computation.steps), default=0)
 
     def _through(self) -> float:
         """The last step that the worker has finished."""
         assert self._view is not None, "the handshake comes before the first request"
         return self._view.generation(self._engine.clock) if self._late else float("inf")
 
-    def _read(self, ends: Sequence[End]) -> None:
-        found = self._rows_of(ends, self._engine.spec.name)
-        mixed = [end for end in ends if end.mixed]
+    def _read(self, computations: Sequence[Computation]) -> None:
+        rows_read = self._rows_of(computations, self._engine.spec.name)
+        mixed = [computation for computation in computations if computation.mixed]
         labels = dict(zip(mixed, self._rows_of(mixed, VERSION), strict=True))
-        for end, rows in zip(ends, found, strict=True):
-            end.rows, end.versions = rows, labels.get(end, end.version)
-            self._over(end)
+        for computation, rows in zip(computations, rows_read, strict=True):
+            computation.rows, computation.versions = rows, labels.get(computation, computation.version)
+            self._over(computation)
 
-    def _rows_of(self, ends: Sequence[End], name: str) -> list[Rows]:
-        if not ends:
+    def _rows_of(self, computations: Sequence[Computation], name: str) -> list[Rows]:
+        if not computations:
             return []
         assert self._view is not None
-        size, found, at = self._engine.tokens, list[Rows](), 0
-        held = [slice(end.start // size, -(-end.stop // size)) for end in ends]
-        blocks, lives = (
-            np.concatenate([each[part] for each, part in zip(of, held, strict=True)])
-            for of in ([end.blocks for end in ends], [end.lives for end in ends])
-        )
+        size = self._engine.tokens
+        parts = [slice(computation.start // size, -(-computation.stop // size)) for computation in computations]
+        pairs = list(zip(computations, parts, strict=True))
+        blocks = np.concatenate([computation.blocks[part] for computation, part in pairs])
+        lives = np.concatenate([computation.lives[part] for computation, part in pairs])
         rows = self._view.read(name, blocks, generations=lives)
-        for end, part in zip(ends, held, strict=True):
-            mine = slice(at + end.start - part.start * size, at + end.stop - part.start * size)
-            found.append(Rows(rows.values[mine], rows.valid[mine]))
-            at += (part.stop - part.start) * size
-        return found
+        rows_of = list[Rows]()
+        first = 0
+        for computation, part in pairs:
+            before = first - part.start * size
+            own = slice(before + computation.start, before + computation.stop)
+            rows_of.append(Rows(rows.values[own], rows.valid[own]))
+            first += (part.stop - part.start) * size
+        return rows_of
 
-    def _over(self, end: End) -> None:
+    def _over(self, computation: Computation) -> None:
         """Nothing is read of its blocks any more."""
         self._news = True
-        self._unread.pop(end, None)
-        self._spares.free(end.spares)
-        end.spares = []
+        self._unread.pop(computation, None)
+        self._spares.free(computation.spares)
+        computation.spares = []
 
 
-def _labels(end: End) -> Sequence[WeightsSpan]:
-    """The versions of the end's rows; a missing row has none."""
-    assert end.rows is not None, "read"
-    told, there = end.versions, end.rows.valid
-    if isinstance(told, Rows):
-        return from_positions(np.where(told.valid, told.values.astype(np.int64), UNKNOWN), end.start)
-    if told is None:
+def _same_weights_from(earlier: Sequence[Computation], computation: Computation) -> int:
+    """The first position whose token was sampled with the weights of this computation, or with none before it."""
+    stops = (before.stop for before in earlier if before.weights != computation.weights or before.mixed)
+    return max(stops, default=0)
+
+
+def _labels(computation: Computation) -> Sequence[WeightsSpan]:
+    """The versions of a computation's rows; a missing row has none."""
+    rows, versions = computation.rows, computation.versions
+    assert rows is not None, "read"
+    if isinstance(versions, Rows):
+        positions = np.where(versions.valid, versions.values.astype(np.int64), spans.UNKNOWN)
+        return spans.from_positions(positions, computation.start)
+    if versions is None:
         return ()
-    return [(end.start + first, end.start + stop, told) for first, stop in runs(there)]
+    first = computation.start
+    return [(first + start, first + stop, versions) for start, stop in spans.runs(rows.valid)]
 
 
-def _within(spans: Sequence[Sequence[int]], parts: Sequence[tuple[int, int]]) -> list[list[int]]:
-    """The parts of ``spans`` that lie in ``parts``, all of positions."""
-    both = ([max(a, start), min(b, stop)] for start, stop in parts for a, b in spans)
-    return [[start, stop] for start, stop in both if start < stop]
-
-
-__all__ = ["Answer", "End", "Ends"]
+__all__ = ["Computation", "End", "Ends", "PendingAnswer"]

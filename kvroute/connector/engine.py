@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Final
 
 from cache_manager.keys import Namespace
 from cache_manager.spec import AuxBlockDataSpec, RecordLayout
 from kvroute.connector.carriers.none import NoCarrier
 from kvroute.connector.carriers.port import Carrier
+from kvroute.connector.limits import Limits
 from kvroute.connector.settings import Settings
 from kvroute.routing import weights_version_spec
-
-SPARES: Final = 64
-FIELD_SPARES: Final = 512
-"""Beside them, where rows are returned with their tokens: one row that is missing costs the answer its field."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +26,7 @@ class Engine:
     drafts: bool = True  # a draft model computes in the same steps, and uses the memory of their slots for its own
     hashes: int = 1  # that a request has for each of its blocks
     group: int = 0  # of the engine's groups of layers: the one whose blocks rows go with
+    limits: Limits = field(default_factory=Limits)
 
     @property
     def layout(self) -> RecordLayout:
@@ -49,7 +46,11 @@ class Engine:
     @property
     def spares(self) -> range:
         """Extra blocks, to which rows are copied that are still to be read."""
-        return range(self.clock + 1, self.clock + 1 + SPARES + (FIELD_SPARES if self.settings.field else 0))
+        first = self.clock + 1
+        count = self.limits.spares_max
+        if self.settings.field:
+            count += self.limits.field_spares_max
+        return range(first, first + count)
 
     @property
     def places(self) -> range:
@@ -57,4 +58,4 @@ class Engine:
         return range(self.spares.stop, self.spares.stop + self.carrier.places)
 
 
-__all__ = ["SPARES", "Engine"]
+__all__ = ["Engine"]

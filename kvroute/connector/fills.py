@@ -12,10 +12,10 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from kvroute.connector.tickets import Asked
+from kvroute.connector.tickets import PromptRequest
 
 
-class Request(Asked, Protocol):
+class Request(PromptRequest, Protocol):
     """A request as its scheduler has it, under vLLM's names; another engine's has properties of these names.
 
     Its tokens are asked for where rows are in the KV, or are lent or fetched.
@@ -64,8 +64,8 @@ class Fills:
 
     def copied(self, source: int, target: int, rows: int, lives: NDArray[np.int64]) -> None:
         """The first ``rows`` of a block are copied to another one; ``lives [2]`` are theirs."""
-        came = self._lives[source] == lives[0]
-        self._lives[target], self._front[target] = lives[1], min(self._front[source], rows) if came else 0
+        came_by_kv = self._lives[source] == lives[0]
+        self._lives[target], self._front[target] = lives[1], min(self._front[source], rows) if came_by_kv else 0
 
     def slots_by_kv(self, slots: NDArray[np.int64], lives: NDArray[np.int64]) -> NDArray[np.bool_] | None:
         """Which of ``slots [n]``, whose blocks are in these ``lives [n]``, have rows that came by KV; ``None``: no row
@@ -88,37 +88,38 @@ class Fills:
         if max(scheduled.values(), default=0) > 1:
             due = set(names)
             names = [*(name for name, n in scheduled.items() if n > 1 or name in due), *names]
-        found: list[tuple[Request, int, int]] = []
+        filled: list[tuple[Request, int, int]] = []
         looked: list[tuple[_Filling, int, int]] = []
         for name in dict.fromkeys(names):
             if (filling := self._of.get(name)) is None:
                 continue
-            n, at, done, wait = scheduled.get(name, 0), filling.request.num_computed_tokens, filling.done, 1
+            n, computed, done, wait = scheduled.get(name, 0), filling.request.num_computed_tokens, filling.done, 1
             if n and stores:
                 # tokens are computed again after KV has failed to load; else nothing is done until a block is full
-                if not 0 <= at - done < size - n and (full := self._filled(filling, at, n)):
-                    found.append(full)
+                if not 0 <= computed - done < size - n and (full := self._filled(filling, computed, n)):
+                    filled.append(full)
                     done = full[2] * size
-                wait = 1 if filling.loaded else max(1, done + size - at - n)
+                wait = 1 if filling.loaded else max(1, done + size - computed - n)
             looked.append((filling, done, step + wait))
         self._step = step
         self._due.pop(step, None)
         for filling, done, due_at in looked:
             filling.done = done
             self._look_at(filling, due_at)
-        return found
+        return filled
 
     def _look_at(self, filling: _Filling, step: int) -> None:
         if not self._step < filling.due <= step:  # else it is looked at before
             filling.due = step
             self._due.setdefault(step, []).append(filling.request.request_id)
 
-    def _filled(self, filling: _Filling, at: int, n: int) -> tuple[Request, int, int] | None:
+    def _filled(self, filling: _Filling, computed: int, n: int) -> tuple[Request, int, int] | None:
         size, request, done = self._size, filling.request, filling.done
-        if at < done:  # it had been loaded, and is computed here now
-            for i, block in enumerate(self._blocks_of(request.request_id, at // size, done // size)):
-                self._front[block] = min(self._front[block], 0 if i else at % size)
-        first, last = min(done, at) // size, min((at + n) // size, len(request.block_hashes) // self._hashes)
+        if computed < done:  # it had been loaded, and is computed here now
+            for i, block in enumerate(self._blocks_of(request.request_id, computed // size, done // size)):
+                self._front[block] = min(self._front[block], 0 if i else computed % size)
+        first = min(done, computed) // size
+        last = min((computed + n) // size, len(request.block_hashes) // self._hashes)
         return (request, first, last) if first < last else None
 
 

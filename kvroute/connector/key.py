@@ -26,8 +26,8 @@ KEY_MAX: Final = 128
 """Characters of a client's key."""
 WANTED: Final = f"1 to {KEY_MAX} letters and digits of ASCII, and characters of -_.:"
 CHOICE: Final = "~"
-_KEY = re.compile(rf"[A-Za-z0-9_.:-]{{1,{KEY_MAX}}}")
-_OF_CHOICE = re.compile(rf"{_KEY.pattern}({CHOICE}[0-9]{{1,9}})?")
+_KEY_TEXT = re.compile(rf"[A-Za-z0-9_.:-]{{1,{KEY_MAX}}}")
+_OF_CHOICE = re.compile(rf"{_KEY_TEXT.pattern}({CHOICE}[0-9]{{1,9}})?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class Key:
     group: str | None = None
 
     @classmethod
-    def of(cls, request_id: str, given: str | None = None) -> Key:
+    def of(cls, request_id: str, key: str | None = None) -> Key:
         """The key of vLLM's request ``request_id``, for which its client has given this one.
 
         vLLM's ids of several completions are ``<i>_`` and a common id. A client's own id may begin like that, too: the
@@ -52,14 +52,14 @@ class Key:
         """
         number, _, parent = request_id.partition("_")
         if not (number.isascii() and number.isdecimal() and len(number) < 10):
-            return cls(request_id if given is None else given, given is not None)
+            return cls(request_id if key is None else key, key is not None)
         choice = int(number)
-        return cls(request_id if given is None else choice_key(given, choice), given is not None, choice, parent)
+        return cls(request_id if key is None else choice_key(key, choice), key is not None, choice, parent)
 
 
 def checked_key(key: Any, field: str) -> str:
     """``key``, as a client gives it with its request; :class:`RowError` that names ``field`` for anything else."""
-    if not isinstance(key, str) or _KEY.fullmatch(key) is None:
+    if not isinstance(key, str) or _KEY_TEXT.fullmatch(key) is None:
         raise RowError(field, WANTED, repr(key)[:200])
     return key
 

@@ -8,28 +8,21 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from contextlib import suppress
 from secrets import token_hex
-from typing import Any, Final, NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cache_manager.errors import KVRouteError
-from kvroute.connector.answers import ERROR, FIELD, KEY, LEFT, MISSING, ROUTES, UNSEEN
+from kvroute.connector.answers import ERROR, FIELD, GAPS, KEY, LEFT, ROUTES, UNSEEN
 from kvroute.connector.key import Key, rollout_id, void
+from kvroute.connector.limits import LIMITS, Limits
 from kvroute.connector.settings import RESPONSE
 from kvroute.connector.tickets import Gap
 from kvroute.rollout import RolloutHandle, RolloutStore, open_rollouts
 from kvroute.routes import Layout, Routes
 
 logger = logging.getLogger(__name__)
-
-QUIET_MAX: Final = 1024
-"""Most groups none of whose completions is under way,"""
-QUIET_NBYTES_MAX: Final = 64 << 20
-"""and bytes of their data. A further completion may still come: vLLM sends the engine one after the other, so that the
-first may be done before the next is there."""
-CUTS_MAX: Final = 1024
-"""How many last tokens the front end may have cut off, because it ended the request before it saw them."""
 
 
 class Tokens(NamedTuple):
@@ -39,9 +32,10 @@ class Tokens(NamedTuple):
     prompt: int  # how many of them are the prompt
     cut: bool = False  # the front end may have answered fewer: an abort, or stop strings
 
-    def counts(self, stop: int, start: int = 0) -> list[int]:
-        """The counts of first tokens to hash, beside rows of the positions ``[start, stop)``."""
-        first = max(self.prompt, stop - CUTS_MAX + 1) if self.cut else stop
+    def counts(self, stop: int, start: int, cuts_max: int) -> list[int]:
+        """The counts of first tokens to hash, beside rows of the positions ``[start, stop)``; the front end may have
+        cut off ``cuts_max`` of them."""
+        first = max(self.prompt, stop - cuts_max + 1) if self.cut else stop
         return [count for count in {start or stop, self.prompt, stop, *range(first, stop)} if count <= stop]
 
 
@@ -66,8 +60,8 @@ class LeftRoutes:
     The data is ``{kind: {number: value}}``, with the request's number among the completions of its prompt.
     """
 
-    def __init__(self, store: RolloutStore | None = None) -> None:
-        self._store = store
+    def __init__(self, store: RolloutStore | None = None, limits: Limits = LIMITS) -> None:
+        self._store, self._limits = store, limits
         self._lock = threading.Lock()
         self._siblings: dict[str, dict[str, dict[str, Any]]] = {}
         self._under_way: dict[str, list[int]] = {}  # numbers of completions by group
@@ -75,9 +69,9 @@ class LeftRoutes:
         self._quiet_nbytes = 0  # and of all of them
 
     @classmethod
-    def by(cls, rollouts: str) -> Self:
+    def by(cls, rollouts: str, limits: Limits = LIMITS) -> Self:
         """For the setting ``rollouts``, which is not empty. Raises what :func:`~kvroute.rollout.open_rollouts` does."""
-        return cls(None if rollouts == RESPONSE else open_rollouts(rollouts))
+        return cls(None if rollouts == RESPONSE else open_rollouts(rollouts), limits)
 
     def begins(self, key: Key) -> None:
         """The request of this key is under way, until it has its data or is :meth:`unanswered`."""
@@ -101,11 +95,12 @@ class LeftRoutes:
             choices.remove(choice)
         if not choices:
             self._under_way.pop(group, None)
-            if (told := self._siblings.get(group)) is not None:
+            if (siblings := self._siblings.get(group)) is not None:
                 self._quiet_nbytes -= self._quiet.pop(group, 0)
-                self._quiet[group] = sum(_size(value) for values in told.values() for value in values.values())
+                self._quiet[group] = sum(_size(value) for values in siblings.values() for value in values.values())
                 self._quiet_nbytes += self._quiet[group]
-        while len(self._quiet) > (QUIET_MAX if self._quiet_nbytes <= QUIET_NBYTES_MAX else 1):
+        limits = self._limits
+        while len(self._quiet) > (limits.idle_groups_max if self._quiet_nbytes <= limits.idle_nbytes_max else 1):
             oldest, nbytes = self._quiet.popitem(last=False)
             self._quiet_nbytes -= nbytes
             self._siblings.pop(oldest, None)
@@ -128,8 +123,9 @@ class LeftRoutes:
         these by the handle alone. Raises what the store raises.
         """
         if tokens is not None:
-            routes = routes.bind(np.asarray(tokens.ids), tokens.counts(routes.stop, routes.start))
-        values: dict[str, Any] = {UNSEEN: unseen, MISSING: [list(gap) for gap in gaps]}
+            counts = tokens.counts(routes.stop, routes.start, self._limits.cuts_max)
+            routes = routes.bind(np.asarray(tokens.ids), counts)
+        values: dict[str, Any] = {UNSEEN: unseen, GAPS: [list(gap) for gap in gaps]}
         if self._store is None:
             values[ROUTES] = routes.to_json()
         else:

@@ -41,15 +41,15 @@ class Handshake:
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class WorkerMeta:
     """A worker's message after a step, beside the inner connector's."""
 
     inner: Any
     carrier: Any  # the message of the carrier's side in the worker
 
-    def aggregate(self, other: Any) -> Told:
+    def aggregate(self, message: Any) -> WorkerMeta:
         """Merged with the message of another rank, which has no rows."""
-        return Told(other if self.inner is None else self.inner.aggregate(other), self.carrier)
+        return WorkerMeta(message if self.inner is None else self.inner.aggregate(message), self.carrier)
 
 
-__all__ = ["Handshake", "Loads", "StepMeta", "Told"]
+__all__ = ["Handshake", "Loads", "StepMeta", "WorkerMeta"]

@@ -10,15 +10,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, is_dataclass
 from typing import Any, Final
 
+from kvroute.connector.limits import LIMITS, Limits
+
 logger = logging.getLogger(__name__)
 
 EVENTS: Final = "kvroute:events_total"
-MISSING: Final = "kvroute:tokens_without_rows_total"
+WITHOUT_ROWS: Final = "kvroute:tokens_without_rows_total"
 FIELDLESS: Final = "kvroute:answers_without_field_total"
 SECONDS: Final = "kvroute:seconds"
 METRICS: Final[Mapping[str, tuple[str, tuple[str, ...]]]] = {
     EVENTS: ("What kvroute has counted, by tier: blocks, store or transfer.", ("tier", "event")),
-    MISSING: ("Tokens whose rows are missing, by cause.", ("cause",)),
+    WITHOUT_ROWS: ("Tokens whose rows are missing, by cause.", ("cause",)),
     FIELDLESS: ("Answers that have no routed_experts because a row is missing, by cause.", ("cause",)),
     SECONDS: ("Seconds of a persist, a restore, a transfer, and of an answer's wait for its rows.", ("what",)),
 }
@@ -27,13 +29,6 @@ WHAT: Final = ("persist", "restore", "transfer", "answer")
 BUCKETS_S: Final = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 
 NO_IDS: Final = "ids that no router can choose, or KV that could not be loaded"
-
-EVERY_S: Final = 1.0
-"""Shortest time between two readings of the counters: there are a hundred."""
-CAUSES_MAX: Final = 32
-"""Causes that have a label of their own; later ones are ``other``."""
-TIMES_MAX: Final = 4096
-"""Most times that wait to be taken; older ones are dropped."""
 
 Taken = dict[str, dict[str, Any]]
 """By metric: the growth of counters, by labels joined with ``/``; lists of times, by ``what``."""
@@ -45,18 +40,19 @@ class Meter:
     Any thread may count; one at a time takes.
     """
 
-    def __init__(self, look: Callable[[], Mapping[str, Any]]) -> None:
+    def __init__(self, look: Callable[[], Mapping[str, Any]], limits: Limits = LIMITS) -> None:
+        self._limits = limits
         self.missing = Counter[str]()
         """Tokens without rows since the start, by cause."""
         self._look, self._missing_before = look, Counter[str]()
         self._fieldless = Counter[str]()
         self._counting = threading.Lock()  # guards the two: several threads miss tokens, another one takes
         self._before: dict[str, int] = {}
-        self._times: deque[tuple[str, float]] = deque(maxlen=TIMES_MAX)
+        self._times: deque[tuple[str, float]] = deque(maxlen=limits.times_max)
         self._next_s = 0.0
 
-    def took(self, what: str, seconds: float) -> None:
-        self._times.append((what, seconds))
+    def took(self, kind: str, seconds: float) -> None:
+        self._times.append((kind, seconds))
 
     def miss(self, reason: str, tokens: int) -> None:
         """Count ``tokens`` without rows by the cause in ``reason``, which ends at a colon; log the first of each."""
@@ -64,7 +60,7 @@ class Meter:
             return
         cause = reason.partition(":")[0]  # behind it there may be an address, which a client has sent
         with self._counting:
-            if cause not in self.missing and len(self.missing) >= CAUSES_MAX:
+            if cause not in self.missing and len(self.missing) >= self._limits.causes_max:
                 cause = "other"
             first = cause not in self.missing
             self.missing[cause] += tokens
@@ -75,46 +71,48 @@ class Meter:
         """Count an answer without its field, by the cause in ``reason``."""
         cause = reason.partition(":")[0].partition(";")[0]
         with self._counting:
-            known = cause in self._fieldless or len(self._fieldless) < CAUSES_MAX
+            known = cause in self._fieldless or len(self._fieldless) < self._limits.causes_max
             self._fieldless[cause if known else "other"] += 1
 
     def take(self) -> Taken | None:
-        """What has happened since the last call; ``None`` if that was less than ``EVERY_S`` ago, or nothing has."""
+        """What has happened since the last call; ``None`` if that was less than ``metrics_s`` ago, or nothing has."""
         if (now_s := time.monotonic()) < self._next_s:
             return None
-        self._next_s = now_s + EVERY_S
+        self._next_s = now_s + self._limits.metrics_s
         counted = dict(_flat(self._look()))
         grown = {name: n - self._before.get(name, 0) for name, n in counted.items() if n > self._before.get(name, 0)}
         times: dict[str, list[float]] = {}
         while self._times:
-            what, seconds = self._times.popleft()
-            times.setdefault(what, []).append(seconds)
+            kind, seconds = self._times.popleft()
+            times.setdefault(kind, []).append(seconds)
         with self._counting:
             missing, self._missing_before = self.missing - self._missing_before, self.missing.copy()
             fieldless, self._fieldless = self._fieldless, Counter[str]()
         self._before = counted
-        taken: Taken = {EVENTS: grown, MISSING: dict(missing), FIELDLESS: dict(fieldless), SECONDS: times}
+        taken: Taken = {EVENTS: grown, WITHOUT_ROWS: dict(missing), FIELDLESS: dict(fieldless), SECONDS: times}
         return taken if any(taken.values()) else None
 
 
 def merged(first: Taken, second: Taken) -> Taken:
     """The sum of two takes, of two times or processes."""
-    found = {name: dict(each) for name, each in first.items()}
-    for name, each in second.items():
-        of = found.setdefault(name, {})
-        for label, more in each.items():
-            of[label] = of[label] + more if label in of else more
-    return found
+    total = {name: dict(counts) for name, counts in first.items()}
+    for name, counts in second.items():
+        sums = total.setdefault(name, {})
+        for label, more in counts.items():
+            sums[label] = sums[label] + more if label in sums else more
+    return total
 
 
-def _flat(of: Any, *names: str) -> list[tuple[str, int]]:
-    """The whole numbers in ``of``, by tier and name, without numbers of the moment (``in_flight``)."""
-    if is_dataclass(of) and not isinstance(of, type):
-        of = asdict(of)
-    if isinstance(of, Mapping):
-        return [each for key, value in of.items() for each in _flat(value, *names, key)]
-    tier, *rest = names
-    return [(f"{tier}/{'.'.join(rest)}", of)] if isinstance(of, int) and not rest[-1].endswith("in_flight") else []
+def _flat(counters: Any, *names: str) -> list[tuple[str, int]]:
+    """The whole numbers in ``counters``, by tier and name, without numbers of the moment (``in_flight``)."""
+    if is_dataclass(counters) and not isinstance(counters, type):
+        counters = asdict(counters)
+    if isinstance(counters, Mapping):
+        return [count for key, value in counters.items() for count in _flat(value, *names, key)]
+    tier, *path = names
+    if not isinstance(counters, int) or path[-1].endswith("in_flight"):
+        return []
+    return [(f"{tier}/{'.'.join(path)}", counters)]
 
 
 __all__ = [
@@ -122,10 +120,10 @@ __all__ = [
     "EVENTS",
     "FIELDLESS",
     "METRICS",
-    "MISSING",
     "NO_IDS",
     "SECONDS",
     "WHAT",
+    "WITHOUT_ROWS",
     "Meter",
     "Taken",
     "merged",

@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 
 from cache_manager.errors import RowError
 from cache_manager.spec import AuxBlockDataSpec
+from kvroute.encodings import ROUTED_EXPERTS
 from kvroute.routes import Layout, Routes
 
-NAME: Final = "routed_experts"
 NPY: Final = b"\x93NUMPY"
 
 
@@ -25,11 +25,11 @@ def of(output: Any, index: int) -> Any:
     for completion in completions:
         number = completion.get("index") if is_json else completion.index
         if number == index:
-            return completion.get(NAME) if is_json else getattr(completion, NAME, None)
+            return completion.get(ROUTED_EXPERTS) if is_json else getattr(completion, ROUTED_EXPERTS, None)
     return None
 
 
-def routes(packed: Any, tokens: Sequence[int] | None, prompt: int, spec: AuxBlockDataSpec) -> Routes:
+def bound_routes(packed: Any, tokens: Sequence[int] | None, prompt: int, spec: AuxBlockDataSpec) -> Routes:
     """The field's rows: of the last of ``tokens`` but one, and those before it; the first ``prompt`` are the prompt.
 
     ``packed`` is an array ``[n, layers, top_k]`` with all of the model's layers, 0 in those without a router, or its
@@ -39,20 +39,20 @@ def routes(packed: Any, tokens: Sequence[int] | None, prompt: int, spec: AuxBloc
     array = packed if isinstance(packed, np.ndarray) else unpacked(packed)
     wanted = f"[tokens, {layout.num_layers}, {layout.top_k}] of whole numbers"
     if array.shape[1:] != (layout.num_layers, layout.top_k) or array.dtype.kind not in "iu":
-        raise RowError(NAME, wanted, f"{list(array.shape)} of {array.dtype}")
+        raise RowError(ROUTED_EXPERTS, wanted, f"{list(array.shape)} of {array.dtype}")
     if tokens is None:
-        raise RowError(NAME, "an answer with token ids, which say of which positions its rows are", "none")
+        raise RowError(ROUTED_EXPERTS, "an answer with token ids, which say of which positions its rows are", "none")
     start = len(tokens) - 1 - len(array)
     if start < 0:
-        raise RowError(NAME, f"{len(tokens) - 1} rows at most, one for each token but the last", len(array))
+        raise RowError(ROUTED_EXPERTS, f"{len(tokens) - 1} rows at most, one for each token but the last", len(array))
     routed = array[:, layout.routed_layers]
     if int(routed.max(initial=0)) >= layout.num_experts or int(routed.min(initial=0)) < 0:
-        raise RowError(NAME, f"experts in [0, {layout.num_experts})", f"{routed.min()} to {routed.max()}")
+        raise RowError(ROUTED_EXPERTS, f"experts in [0, {layout.num_experts})", f"{routed.min()} to {routed.max()}")
     valid = np.ones(len(array), np.bool_)
     fields = layout.layer_ids, layout.num_experts, layout.num_layers, start
-    found = Routes(routed.astype(layout.dtype), valid, *fields)
-    counts = {start or found.stop, prompt, found.stop}
-    return found.bind(tokens, [count for count in counts if start <= count <= found.stop])
+    bound = Routes(routed.astype(layout.dtype), valid, *fields)
+    counts = {start or bound.stop, prompt, bound.stop}
+    return bound.bind(tokens, [count for count in counts if start <= count <= bound.stop])
 
 
 def unpacked(packed: Any) -> NDArray[Any]:
@@ -66,7 +66,7 @@ def unpacked(packed: Any) -> NDArray[Any]:
             return np.frombuffer(content, "<i4")
         return np.asarray(np.load(io.BytesIO(content), allow_pickle=False))
     except (TypeError, ValueError, OSError, EOFError, MemoryError) as error:
-        raise RowError(NAME, "a .npy, or the bytes of int32, as base64", repr(error)) from error
+        raise RowError(ROUTED_EXPERTS, "a .npy, or the bytes of int32, as base64", repr(error)) from error
 
 
-__all__ = ["NAME", "of", "routes", "unpacked"]
+__all__ = ["ROUTED_EXPERTS", "bound_routes", "of", "unpacked"]

@@ -17,10 +17,11 @@ from numpy.typing import NDArray
 
 from cache_manager.errors import ConfigError
 from cache_manager.spec import AuxBlockDataSpec, align
-from kvroute.connector.witness import GATHER_NBYTES_MAX, folded_on_device, keys_on, to_host
+from kvroute.connector.limits import LIMITS, Limits
+from kvroute.connector.witness import folded_on_device, keys_on, to_host
 from kvroute.witness import WORD_NBYTES, Run, fold_keys, folded
 
-NAME: Final = "model.kvroute.{}.rows"
+PAGE_NAME: Final = "model.kvroute.{}.rows"
 """The layer's name has one integer, as vLLM requires: the first number that no layer of the model has."""
 
 NO_ROW: Final = "KV that was loaded came without a row"
@@ -31,12 +32,12 @@ _STORED: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 """By the bytes of an id: the lower bits are the id, whatever the sign."""
 _FRONT: Final = 2  # words before a row: its sum, and the name of its weights
 _BESIDE: Final = 3  # words that the sum covers but a page does not hold: the token, its position, the fold of its KV
-_NOTHING: Final = -1  # no token has this id
+_NO_TOKEN: Final = -1  # no token has this id
 
 
 def page_name(spec: AuxBlockDataSpec) -> str:
     """The engine's name for the layer of rows that ``spec`` describes."""
-    return NAME.format(spec.attrs["num_layers"])
+    return PAGE_NAME.format(spec.attrs["num_layers"])
 
 
 def token_nbytes(spec: AuxBlockDataSpec) -> int:
@@ -57,11 +58,11 @@ class StepTokens:
     """
 
     def __init__(self, max_tokens: int, device: torch.device | None = None) -> None:
-        self._held = torch.full((2, max_tokens), _NOTHING, dtype=torch.int64, device=device)
+        self._held = torch.full((2, max_tokens), _NO_TOKEN, dtype=torch.int64, device=device)
 
     def begin(self) -> None:
         """A step begins."""
-        self._held.fill_(_NOTHING)
+        self._held.fill_(_NO_TOKEN)
 
     def saw(self, token_ids: torch.Tensor | None, positions: torch.Tensor) -> None:
         """A pass begins: its tokens ``[n]`` at ``positions`` ``[n]``. Embeddings, which have no ids, are ignored."""
@@ -73,7 +74,7 @@ class StepTokens:
     def first(self, tokens: int) -> torch.Tensor:
         """Ids and positions int64 ``[2, tokens]`` of the step's first tokens; negative if not seen."""
         if tokens > self._held.shape[1]:
-            return torch.full((2, tokens), _NOTHING, dtype=torch.int64, device=self._held.device)
+            return torch.full((2, tokens), _NO_TOKEN, dtype=torch.int64, device=self._held.device)
         return self._held[:, :tokens]
 
 
@@ -103,6 +104,7 @@ class Pages:
         kv: torch.Tensor,
         seen: StepTokens,
         places: torch.Tensor | None = None,
+        limits: Limits = LIMITS,
     ) -> None:
         wanted = (1, spec.block_tokens, token_nbytes(spec))
         if cache.dtype != torch.uint8 or cache.shape[1:] != wanted:
@@ -112,7 +114,7 @@ class Pages:
         if not nbytes or nbytes % WORD_NBYTES or (kv.shape[0], kv.shape[2]) != (len(cache), spec.block_tokens):
             beside = f"[{len(cache)}, heads, {spec.block_tokens}, values], whole 8-byte words of each token"
             raise ConfigError("KV beside rows", beside, f"{kv.dtype} of shape {tuple(kv.shape)}")
-        self.cache, self.seen, self._spec = cache, seen, spec
+        self.cache, self.seen, self._spec, self._limits = cache, seen, spec, limits
         self._words = token_nbytes(spec) // WORD_NBYTES
         self._keys = keys_on(cache.device, 0, self._words - 1 + _BESIDE)
         # float8 cannot be gathered everywhere
@@ -134,8 +136,8 @@ class Pages:
         spec, packed = self._spec, torch.zeros(len(slots), self._words, dtype=torch.int64, device=slots.device)
         # Leaving padding out would need its number from the device: instead padding repeats the write of one token.
         real = slots >= 0
-        one = real.int().argmax(keepdim=True)
-        blocks, offsets = self._at(torch.where(real, slots, slots[one]))
+        real_token = real.int().argmax(keepdim=True)
+        blocks, offsets = self._at(torch.where(real, slots, slots[real_token]))
         if ids is not None and namespace:
             flat, seen = ids.reshape(len(slots), -1), self.seen.first(len(slots))
             good = ((flat >= 0) & (flat < spec.attrs["num_experts"])).all(1) & (seen >= 0).all(0)
@@ -147,7 +149,7 @@ class Pages:
             covered = torch.cat([packed[:, 1:], seen.T, self._folds(blocks, offsets)[:, None]], 1)
             packed[:, 0] = folded_on_device(covered, self._keys) | 1  # never zero
             packed *= good[:, None]
-        rows = torch.where(real[:, None], packed, packed[one]).view(torch.uint8)
+        rows = torch.where(real[:, None], packed, packed[real_token]).view(torch.uint8)
         self.cache[blocks, 0, offsets] = torch.where(real.any(), rows, self.cache[blocks, 0, offsets])
 
     def outside(self, slots: torch.Tensor, blocks: Sequence[int]) -> torch.Tensor:
@@ -166,7 +168,7 @@ class Pages:
 
     def _folds(self, blocks: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
         """The folds int64 ``[T]`` of the K and V of these tokens."""
-        step = max(1, GATHER_NBYTES_MAX // (self._kv_keys.shape[1] * WORD_NBYTES))
+        step = max(1, self._limits.gather_nbytes_max // (self._kv_keys.shape[1] * WORD_NBYTES))
         parts = range(0, max(1, len(blocks)), step)
         return torch.cat([self._folded(blocks[i : i + step], offsets[i : i + step]) for i in parts])
 
@@ -182,10 +184,11 @@ class Pages:
         """Look at the loaded KV of ``runs``, for :meth:`rows`; blocks ``without`` got none."""
         size, parts = self._spec.block_tokens, []
         for run in runs:
-            at = np.arange(len(run.token_ids))
-            parts.append(np.stack([np.array(run.blocks)[at // size] * size + at % size, run.token_ids, run.start + at]))
-        each = np.concatenate(parts, 1)
-        return self.get(*each[:, ~np.isin(each[0] // size, list(without))])
+            offsets = np.arange(len(run.token_ids))
+            slots = np.array(run.blocks)[offsets // size] * size + offsets % size
+            parts.append(np.stack([slots, run.token_ids, run.start + offsets]))
+        columns = np.concatenate(parts, 1)
+        return self.get(*columns[:, ~np.isin(columns[0] // size, list(without))])
 
     def get(self, slots: NDArray[np.int64], token_ids: NDArray[np.int64], positions: NDArray[np.int64]) -> Look:
         """The content of ``slots [T]``, with the tokens and positions that it should be of."""
@@ -204,11 +207,11 @@ class Pages:
         beside = np.stack([look.token_ids, look.positions, look.kv.numpy()], 1).view(np.uint64)
         covered = np.concatenate([packed[:, 1:], beside], 1)
         sums = folded(covered, fold_keys(0, covered.shape[1])) | np.uint64(1)
-        there = packed[:, 0] != 0
+        present = packed[:, 0] != 0
         named = packed[:, 1] == np.uint64(name_word(namespace) % (1 << 64))
-        good = there & named & (packed[:, 0] == sums)
-        lost = {NO_ROW: ~there, OTHER_WEIGHTS: there & ~named, OTHER_KV: there & named & ~good}
-        return ids.reshape(-1, *spec.row_shape), good, {why: n for why, at in lost.items() if (n := int(at.sum()))}
+        good = present & named & (packed[:, 0] == sums)
+        lost = {NO_ROW: ~present, OTHER_WEIGHTS: present & ~named, OTHER_KV: present & named & ~good}
+        return ids.reshape(-1, *spec.row_shape), good, {why: n for why, mask in lost.items() if (n := int(mask.sum()))}
 
 
 __all__ = ["NO_ROW", "OTHER_KV", "OTHER_WEIGHTS", "Look", "Pages", "StepTokens", "page_name", "token_nbytes"]

@@ -6,37 +6,32 @@ import logging
 from collections.abc import Sequence
 from concurrent.futures import Future, wait
 from functools import partial
-from typing import Final
 
 import kvroute
 from cache_manager.errors import KVRouteError
 from cache_manager.keys import BlockKey
 from cache_manager.ports import StorageBackend
 from kvroute.connector.behind import Behind
+from kvroute.connector.limits import LIMITS, Limits
 
 logger = logging.getLogger(__name__)
-
-ASKED_S: Final = 1.0
-"""How long a question waits at most for its answer,"""
-OPENED_S: Final = 30.0
-"""and the start of an engine for the store to be opened."""
 
 
 class StoreReader:
     """A reader of the store at ``url``, opened and asked on a thread of its own.
 
-    One that cannot be opened at first, or not within :data:`OPENED_S`, is opened with a later question.
-    A store that fails, or that does not answer within :data:`ASKED_S`, has none of the keys. Until it has answered that
-    question it is asked no further one, and has no keys: it holds the calling thread once.
+    One that cannot be opened at first, or not within ``limits.open_s``, is opened with a later question.
+    A store that fails, or that does not answer within ``limits.question_s``, has none of the keys. Until it has
+    answered that question it is asked no further one, and has no keys: it holds the calling thread once.
     """
 
-    def __init__(self, url: str) -> None:
-        self._url = url
+    def __init__(self, url: str, limits: Limits = LIMITS) -> None:
+        self._url, self._limits = url, limits
         self._store: StorageBackend | None = None
         self._thread = Behind("kvroute-reader")
         self._asked = Future[list[bool]]()  # the last question
         self._ask([], self._asked)
-        wait([self._asked], OPENED_S)
+        wait([self._asked], limits.open_s)
 
     def contains(self, keys: Sequence[BlockKey]) -> list[bool]:
         """Whether the store has each of ``keys``."""
@@ -44,9 +39,12 @@ class StoreReader:
             if self._asked.done():
                 self._asked = Future()
                 self._ask(keys, self._asked)
-                return self._asked.result(ASKED_S)
+                return self._asked.result(self._limits.question_s)
         except TimeoutError:
-            logger.warning("hits from outside are computed again, the store of rows has not answered for %s s", ASKED_S)
+            logger.warning(
+                "hits from outside are computed again, the store of rows has not answered for %s s",
+                self._limits.question_s,
+            )
         except KVRouteError as error:
             logger.warning("hits from outside are computed again, the store of rows cannot be asked: %s", error)
         return [False] * len(keys)
@@ -54,7 +52,7 @@ class StoreReader:
     def close(self) -> None:
         """Close the reader. A store that hangs is left to its thread, which ends with the process."""
         self._thread.put(self._close)
-        self._thread.close(ASKED_S)
+        self._thread.close(self._limits.question_s)
 
     def _ask(self, keys: Sequence[BlockKey], answer: Future[list[bool]]) -> None:
         self._thread.put(partial(self._answer, keys, answer))
@@ -74,4 +72,4 @@ class StoreReader:
             self._store.close()
 
 
-__all__ = ["ASKED_S", "StoreReader"]
+__all__ = ["StoreReader"]

@@ -5,13 +5,12 @@ A step costs a look at each of its requests, and more only for blocks that were 
 
 from __future__ import annotations
 
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from typing import Any, Final, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +20,7 @@ from cache_manager.errors import ConfigError, RowError
 from cache_manager.keys import Namespace
 from kvroute.connector.answers import ERROR, FIELD, START
 from kvroute.connector.carriers.port import Admission, Moves, SchedulerParts
-from kvroute.connector.ends import Answer, End, Ends
+from kvroute.connector.ends import Computation, End, Ends, PendingAnswer
 from kvroute.connector.engine import Engine
 from kvroute.connector.fills import Request
 from kvroute.connector.key import Key
@@ -34,9 +33,6 @@ from kvroute.connector.tickets import UNNAMED
 from kvroute.connector.versions import Versions
 from kvroute.witness import Run
 
-SENT_MAX: Final = 4
-"""Steps that are remembered; the first of them stands for all earlier ones."""
-
 
 @dataclass(slots=True, eq=False)
 class _State:
@@ -45,25 +41,16 @@ class _State:
     request: Request
     first: int  # leading blocks that were hits here
     later: bool  # KV from outside comes between steps
-    kept: list[End]  # rows that were kept when it was preempted
+    end: End  # what it leaves, with the rows that were kept when it was preempted
     admitted: bool = False
     load: Run | None = None  # KV from outside, until the worker knows all of it
 
-    def come(self, size: int) -> Run:
+    def arrived(self, size: int) -> Run:
         """The part of a load that has come: all of it, or the part before the first block that could not be loaded."""
         assert self.load is not None
         load = self.load
         tokens = max(0, min(load.tokens, self.request.num_computed_tokens - load.start))
         return replace(load, blocks=load.blocks[: -(-tokens // size)], tokens=tokens, token_ids=load.token_ids[:tokens])
-
-
-class Ended(NamedTuple):
-    """Facts about an ended request, for :meth:`SchedulerRows.finished`."""
-
-    tokens: int  # tokens that may have rows: no later ones, because rows of KV that has not come are never compared
-    steps: Sequence[tuple[int, int]]  # that computed or joined it: number, and the first position each may write
-    why: Mapping[int, str]  # by block whose rows another engine lent and did not all come
-    kept: Sequence[End]  # rows that were kept when it was preempted
 
 
 class SchedulerRows:
@@ -83,14 +70,16 @@ class SchedulerRows:
         settings = engine.settings
         self.weights = Versions(engine.namespace, settings.weights_version, self._renamed, named=bool(settings.weights))
         self.blocks_of: Callable[[str, int, int], list[int]] = lambda *_: []
-        self.meter = Meter(dict)  # for times; the worker has the counts
+        self.meter = Meter(dict, engine.limits)  # for times; the worker has the counts
         self.followed = False  # whether changes of weights reach this object; set by an engine whose core reports them
         self.blocks_followed = False  # whether its pool's blocks do
         self._late = False
         self._steps = 0  # sent so far
-        self._sent: deque[tuple[int, dict[str, int]]] = deque(maxlen=SENT_MAX)  # the last: number, tokens by request
+        # The last ones: number, tokens by request.
+        self._sent: deque[tuple[int, dict[str, int]]] = deque(maxlen=engine.limits.steps_max)
         parts = SchedulerParts(
             settings,
+            engine.limits,
             engine.spec,
             engine.blocks,
             self.feed,
@@ -104,7 +93,7 @@ class SchedulerRows:
         spares = SpareBlocks(self.feed, engine.spares)
         self._ends: Ends | None = None
         if settings.rollouts:
-            self._ends = Ends(engine, LeftRoutes.by(settings.rollouts), self.feed, spares)
+            self._ends = Ends(engine, LeftRoutes.by(settings.rollouts, engine.limits), self.feed, spares)
         self._requests: dict[str, _State] = {}
         self._heard = False  # of any block
         # Since the last step was sent:
@@ -122,6 +111,7 @@ class SchedulerRows:
                 self.feed,
                 spares,
                 engine.clock,
+                engine.limits,
                 blocks_of=self._blocks_of,
                 doubts=self._doubts,
                 why=self.carrier.why,
@@ -159,12 +149,12 @@ class SchedulerRows:
         if self._ends is not None:
             self._ends.begins(key)
 
-    def matched(self, request: Request, local: int, found: int, *, later: bool) -> int:
-        """How many of the ``found`` tokens to load from outside, after ``local`` ones: as many as have rows."""
+    def matched(self, request: Request, local: int, external: int, *, later: bool) -> int:
+        """How many of the ``external`` tokens to load from outside, after ``local`` ones: as many as have rows."""
         first = local // self.engine.tokens
         before = self._requests.get(request.request_id)
-        self._requests[request.request_id] = _State(request, first, later, before.kept if before else [])
-        return self.carrier.takes(request, first, found)
+        self._requests[request.request_id] = _State(request, first, later, before.end if before else End())
+        return self.carrier.takes(request, first, external)
 
     def admitted(
         self,
@@ -221,12 +211,12 @@ class SchedulerRows:
         if moves is not None:
             self.carrier.leave(moves)
         if self._given:
-            given, self._given = list(self._given), {}
+            blocks, self._given = list(self._given), {}
             if self._ends is not None:
-                self._ends.given(given, self._steps + 1)
+                self._ends.given(blocks, self._steps + 1)
             if self.stream is not None:
-                self.stream.given(given, self._steps + 1)
-            self.feed.renew(given)
+                self.stream.given(blocks, self._steps + 1)
+            self.feed.renew(blocks)
         self._copy(copies)
         if moves is not None:
             self.carrier.enter(moves)
@@ -265,31 +255,31 @@ class SchedulerRows:
         """What the worker has to know of KV from outside; ``loads`` begin with this step."""
         joined, self._joined = [blocks for _, blocks in self._joined], []
         landed, self._landed = self._still(self._landed), []
-        now = [state for state in loads if not state.later]
-        runs = [state.load for state in now if state.load is not None]
-        come = [state.come(self.engine.tokens) for state in landed]
-        for state in (*now, *landed):
+        loading = [state for state in loads if not state.later]
+        runs = [state.load for state in loading if state.load is not None]
+        arrived = [state.arrived(self.engine.tokens) for state in landed]
+        for state in (*loading, *landed):
             state.load = None
-        return Loads(joined if loads else (), runs, [run for run in come if run.blocks])
+        return Loads(joined if loads else (), runs, [run for run in arrived if run.blocks])
 
     def _steps_of(self, request: Request) -> list[tuple[int, int]]:
         """The last steps sent to a late worker for this request: number, and the first position that each may write.
 
         Rejected drafts only make a step begin later than stated here.
         """
-        steps, at = list[tuple[int, int]](), request.num_computed_tokens
+        steps, position = list[tuple[int, int]](), request.num_computed_tokens
         for number, tokens in reversed(self._sent):
             if (n := tokens.get(request.request_id, 0)) > 0:
-                at -= n
-                steps.append((number, at))
+                position -= n
+                steps.append((number, position))
         return [*steps[:-1], (steps[-1][0], 0)] if steps else []  # earlier steps may have written, too
 
     def _still(self, states: Iterable[_State]) -> list[_State]:
         """The states that wait for KV and have neither ended nor begun again."""
-        return [each for each in states if each.load and self._requests.get(each.request.request_id) is each]
+        return [state for state in states if state.load and self._requests.get(state.request.request_id) is state]
 
     def told(self, message: Any) -> None:
-        """The worker's carrier has this message: :attr:`Told.carrier`."""
+        """The worker's carrier has this message: :attr:`WorkerMeta.carrier`."""
         self.carrier.told(message)
 
     # ---------------------------------------------------------------- the end
@@ -299,27 +289,33 @@ class SchedulerRows:
         :meth:`forget`."""
         return self.carrier.ticket(request, kv)
 
-    def forget(self, request_id: str) -> Ended:
-        """The request has ended, in whatever way; for :meth:`finished` or :meth:`unanswered`."""
-        state, why = self._requests.pop(request_id, None), self.carrier.ended(request_id)
+    def forget(self, request_id: str) -> End:
+        """The request has ended, in whatever way; for :meth:`finished`, :meth:`refused` or :meth:`unanswered`."""
+        why = self.carrier.ended(request_id)
+        state = self._requests.pop(request_id, None)
         if state is None:
-            return Ended(sys.maxsize, [], why, [])
-        tokens = sys.maxsize if state.load is None else state.load.start
-        return Ended(tokens, self._steps_of(state.request), why, state.kept)
+            return End(why=why)
+        end = state.end
+        end.why = why
+        end.steps = self._steps_of(state.request)
+        if state.load is not None:
+            end.rows_stop = state.load.start
+        return end
 
     def preempted(self, request: Request) -> None:
         """The request is about to lose its blocks, and begins again later: keep the rows that tokens were sampled with.
 
         The last token was not read by the model, and a prompt without an answer has no such rows yet.
         """
-        name, said = request.request_id, len(request.all_token_ids) - request.num_prompt_tokens
-        stop = min(len(request.all_token_ids) - 1, request.num_computed_tokens) if said > 0 else 0
-        state = self._requests.get(name)
-        if self._ends is None or state is None or stop <= max((each.stop for each in state.kept), default=0):
+        sampled = len(request.all_token_ids) - request.num_prompt_tokens
+        stop = min(len(request.all_token_ids) - 1, request.num_computed_tokens) if sampled > 0 else 0
+        state = self._requests.get(request.request_id)
+        if self._ends is None or state is None:
             return
-        blocks = self.blocks_of(name, 0, -(-stop // self.engine.tokens))
-        self._ends.keep(end := self._end(Key(name), blocks, 0, stop, self._steps_of(request)))
-        state.kept.append(end)
+        if stop <= max((computation.stop for computation in state.end.kept), default=0):
+            return
+        blocks = self.blocks_of(request.request_id, 0, -(-stop // self.engine.tokens))
+        self._ends.keep(state.end, self._computation(blocks, 0, stop, self._steps_of(request)))
 
     @property
     def steps(self) -> int:
@@ -334,66 +330,75 @@ class SchedulerRows:
         """:attr:`blocks_of`, which an engine sets later."""
         return self.blocks_of(request_id, first, last)
 
-    def _end(self, key: Key, blocks: Sequence[int], start: int, stop: int, steps: Sequence[tuple[int, int]]) -> End:
-        """The end with rows of the positions ``[start, stop)``, without steps that wrote none of them."""
+    def _computation(
+        self, blocks: Sequence[int], start: int, stop: int, steps: Sequence[tuple[int, int]]
+    ) -> Computation:
+        """The computation with rows of the positions ``[start, stop)``, without steps that wrote none of them."""
         size = self.engine.tokens
         stop = max(0, min(stop, len(blocks) * size))
         ids = np.array(blocks[: -(-stop // size)], np.int64)  # later blocks have no rows to keep
         lives = self.feed.generations[ids]
         wrote = [(number, first) for number, first in steps if first < stop] or [(self._steps, 0)]
         weights = self.weights
-        end = End(key, ids, lives, min(start, stop), stop, wrote, weights.changes, weights.version, weights.mixed)
+        computation = Computation(
+            ids, lives, min(start, stop), stop, wrote, weights.changes, weights.version, weights.mixed
+        )
         slots = (ids[:, None] * size + np.arange(size)).reshape(-1)[:stop]
-        end.by_kv = self.carrier.unproved(slots, lives.repeat(size)[:stop])
-        return end
+        computation.by_kv = self.carrier.unproved(slots, lives.repeat(size)[:stop])
+        return computation
 
     def finished(
         self,
         key: Key,
         blocks: Sequence[int],
         tokens: int,
-        of: Tokens | None = None,
+        request_tokens: Tokens | None = None,
         *,
-        ended: Ended | None = None,
+        ended: End | None = None,
         start: Any = 0,
     ) -> Future[dict[str, Any]] | None:
         """The client's data beside the answer; ``blocks`` are still the request's, ``tokens`` were computed.
 
         A thread of kvroute leaves the rows and then completes the future; this call does not wait.
 
-        Under ``key`` its routes lie in a rollout store. ``of`` are its tokens: routes not bound to them are handed out
-        only with answers that have no token ids. With ``ended``, the result of :meth:`forget`, the wait skips steps
-        that wrote none of these rows. The last of a key's group of requests, the completions of one prompt, gets the
-        data of all, for engines that send on only the last one's. The client has the rows before ``start``; if that is
-        no position of the prompt, the answer has an error.
+        Under ``key`` its routes lie in a rollout store. ``request_tokens`` are its tokens: routes not bound to them are
+        handed out only with answers that have no token ids. With ``ended``, the result of :meth:`forget`, the wait
+        skips steps that wrote none of these rows. The last of a key's group of requests, the completions of one prompt,
+        gets the data of all, for engines that send on only the last one's. The client has the rows before ``start``; if
+        that is no position of the prompt, the answer has an error.
         """
         if self._ends is None:
             return None
-        ended, most = ended or Ended(sys.maxsize, [], {}, []), of.prompt if of else tokens
+        end = ended or End()
+        end.key = key
+        end.request_tokens = request_tokens
+        most = request_tokens.prompt if request_tokens else tokens
         if not isinstance(start, int) or isinstance(start, bool) or not 0 <= start <= most:
-            error = RowError(f"{FIELD}.{START}", f"a position of the prompt, from 0 to {most}", repr(start))
-            return self._ends.refused(key, error, ended.kept)
-        end = self._end(key, blocks, start, min(tokens, ended.tokens), ended.steps)
-        end.of, end.why, end.kept = of, ended.why, ended.kept
-        begun_s, answer = time.monotonic(), self._ends.begin(end)
+            wanted = f"a position of the prompt, from 0 to {most}"
+            return self._ends.refused(end, RowError(f"{FIELD}.{START}", wanted, repr(start)))
+        end.start = start
+        begun_s = time.monotonic()
+        answer = self._ends.begin(end, self._computation(blocks, start, min(tokens, end.rows_stop), end.steps))
         answer.add_done_callback(lambda _: self.meter.took("answer", time.monotonic() - begun_s))
         return answer
 
-    def refused(self, key: Key, error: RowError, ended: Ended) -> Future[dict[str, Any]] | None:
+    def refused(self, key: Key, error: RowError, ended: End) -> Future[dict[str, Any]] | None:
         """The request of this ``key`` has ended; its answer has this ``error`` in place of rows."""
+        ended.key = key
         if self._ends is not None:
-            return self._ends.refused(key, error, ended.kept)
+            return self._ends.refused(ended, error)
         if self.stream is None:
             return None
-        answer = Answer()  # no routes are left, but a mistake is not ignored
+        answer = PendingAnswer()  # no routes are left, but a mistake is not ignored
         answer.value = {FIELD: {ERROR: {str(key.choice): str(error)}}}
         answer.tell()
         return answer
 
-    def unanswered(self, ended: Ended, key: Key) -> None:
+    def unanswered(self, ended: End, key: Key) -> None:
         """The request of this ``key`` has ended without an answer about its rows."""
+        ended.key = key
         if self._ends is not None:
-            self._ends.unanswered(ended.kept, key)
+            self._ends.unanswered(ended)
 
     def reset(self) -> None:
         """The pool has forgotten all blocks: no earlier row is readable, in any tier."""
@@ -416,4 +421,4 @@ class SchedulerRows:
                 part.close()
 
 
-__all__ = ["Ended", "SchedulerRows"]
+__all__ = ["SchedulerRows"]

@@ -33,22 +33,22 @@ class Common(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     untested: str = ""  # accept this untested version of the engine: "0.34"
 
     @classmethod
-    def of(cls, given: Any, where: str = "kv_connector_extra_config.kvroute") -> Self:
+    def of(cls, mapping: Any, where: str = "kv_connector_extra_config.kvroute") -> Self:
         """From the mapping that the operator wrote there. URLs and addresses are judged here, and opened later.
 
         Raises :class:`ConfigError` that names the setting, what was wanted and what came.
         """
-        if not isinstance(given, Mapping):
-            raise ConfigError(where, "a mapping of settings (docs/settings.md)", repr(given))
+        if not isinstance(mapping, Mapping):
+            raise ConfigError(where, "a mapping of settings (docs/settings.md)", repr(mapping))
         wanted = {field.encode_name: _words(field.type) for field in inspect.type_info(cls).fields}  # type: ignore[attr-defined]
-        for name, value in given.items():
+        for name, value in mapping.items():
             if name not in wanted:
                 raise ConfigError(where, f"some of {', '.join(wanted)} (docs/settings.md)", repr(name))
             try:
                 msgspec.convert({name: value}, cls)
             except msgspec.ValidationError as error:
                 raise ConfigError(f"{where}.{name}", wanted[name], repr(value)) from error
-        settings = msgspec.convert(given, cls)
+        settings = msgspec.convert(mapping, cls)
         for name, check in settings.checks().items():
             try:
                 check()
@@ -81,7 +81,7 @@ def _words(kind: inspect.Type) -> str:
     """
     match kind:
         case inspect.UnionType(types):
-            return " or ".join(map(_words, sorted(types, key=lambda each: isinstance(each, inspect.NoneType))))
+            return " or ".join(map(_words, sorted(types, key=lambda member: isinstance(member, inspect.NoneType))))
         case inspect.LiteralType(values):
             return " or ".join(sorted(map(repr, values)))
         case inspect.IntType(ge=least, lt=end):

@@ -34,13 +34,13 @@ class Batch:
 
 @dataclass(slots=True)
 class Piece:
-    """The part of a batch that belongs to one output: rows of the positions ``[start, stop)``, from ``at`` on."""
+    """The part of a batch that belongs to one output, from ``first_row`` on: rows of positions ``[start, stop)``."""
 
     name: str
     start: int
     stop: int
     batch: Batch | None = None  # none: there are no rows to read, for the reason in ``lost``
-    at: int = 0
+    first_row: int = 0
     last: bool = False  # the request has ended
     lost: str = ""
     why: Mapping[int, str] = field(default_factory=dict)  # reasons for rows that did not come, by block
@@ -58,7 +58,7 @@ class Steady:
     def pieces(self) -> list[Piece]:
         places = accumulate(self.counts, initial=0)
         outputs = zip(self.names, self.stops, self.counts, places, strict=False)
-        return [Piece(name, stop - n, stop, self.batch, at) for name, stop, n, at in outputs]
+        return [Piece(name, stop - n, stop, self.batch, place) for name, stop, n, place in outputs]
 
 
 class StepRows(NamedTuple):

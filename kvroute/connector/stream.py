@@ -21,27 +21,19 @@ from numpy.typing import NDArray
 import kvroute
 from cache_manager.feed import BlockFeed
 from cache_manager.publish import Rows
+from kvroute.connector.limits import Limits
 from kvroute.connector.spares import SpareBlocks
 from kvroute.connector.step_rows import Batch, Outcome, Piece, Steady, StepRows
 from kvroute.connector.tickets import Gap, gaps_of
 from kvroute.routes.spans import runs
 
-LATE_S: Final = 10.0
-"""How long the sending thread waits for rows that a worker has not written yet,"""
-FORGETTING_S: Final = 1.0
-"""and the scheduling thread, when all rows are about to be forgotten."""
-POLL_S: Final = 300e-6
-"""Between two looks at the worker. Each look takes the interpreter from the thread that launches steps:"""
-ASLEEP_MAX_S: Final = 0.02
-"""so the first look comes after most of the time that the last wait took, this at most."""
-
 NOT_WRITTEN: Final = "no row was written, or it was lost; the log and kvroute:tokens_without_rows_total say why"
-BEHIND: Final = f"the worker is more than {LATE_S:.0f} s behind"
+BEHIND: Final = "the worker is more than {:.0f} s behind"
 NO_BLOCKS: Final = "the request had lost its blocks"
 GROWN: Final = "the prompt of a session has grown, and its last token was taken back"
 
 
-class Request(Protocol):
+class OutputRequest(Protocol):
     """A request as its scheduler has it, under vLLM's names."""
 
     @property
@@ -75,6 +67,7 @@ class RowStream:
         feed: BlockFeed,
         spares: SpareBlocks,
         clock: int,
+        limits: Limits,
         *,
         blocks_of: Callable[[str, int, int], list[int]],
         doubts: Callable[[NDArray[np.int64], NDArray[np.int64]], NDArray[np.bool_] | None],
@@ -82,6 +75,7 @@ class RowStream:
     ) -> None:
         self._spec, self._size = spec, spec.block_tokens
         self._feed, self._spares, self._clock = feed, spares, clock
+        self._limits = limits
         self._blocks_of, self._doubts, self._why = blocks_of, doubts, why
         self._view: kvroute.RegionView | None = None
         self.late = False
@@ -98,7 +92,7 @@ class RowStream:
 
     # ---------------------------------------------------------------- the scheduling thread
 
-    def ended(self, request: Request, start: int, blocks: Sequence[int], number: int) -> None:
+    def ended(self, request: OutputRequest, start: int, blocks: Sequence[int], number: int) -> None:
         """The request has ended and still has ``blocks``; :meth:`take` gives its last piece to its last output."""
         piece = self._piece(request, start, number, blocks)
         piece.last = True
@@ -107,7 +101,7 @@ class RowStream:
         if sequence.under_way is not None and sequence.under_way[1] is not piece.batch:
             self._drop(sequence.under_way[1])
 
-    def preempted(self, request: Request, start: int, stop: int, number: int) -> None:
+    def preempted(self, request: OutputRequest, start: int, stop: int, number: int) -> None:
         """The request is about to lose its blocks; steps under way compute its rows up to ``stop``.
 
         An engine may still deliver the tokens of these steps: :meth:`take` is told that they are stale.
@@ -123,10 +117,10 @@ class RowStream:
 
     def take(
         self,
-        outputs: Iterable[tuple[str, Request | None]],
+        outputs: Iterable[tuple[str, OutputRequest | None]],
         number: int,
         *,
-        start: Callable[[Request], int],
+        start: Callable[[OutputRequest], int],
         stale: AbstractSet[str] = frozenset(),
     ) -> StepRows:
         """The rows of a step's outputs, each an id and its request, or ``None`` for one that was :meth:`ended` in it.
@@ -175,27 +169,27 @@ class RowStream:
         self._ended.clear()
         return StepRows(pieces, steady)
 
-    def _next_rows(self, sequence: _Sequence, request: Request, slots: list[int], lives: list[int]) -> bool:
+    def _next_rows(self, sequence: _Sequence, request: OutputRequest, slots: list[int], lives: list[int]) -> bool:
         """Append the slots and lives of the few rows since the last output, whose slot is known; ``False``, and nothing
         is changed, if another way has to find them."""
         size, start, stop = self._size, sequence.sent, request.num_tokens - 1
         if not 0 < stop - start <= size:
             return False
         room = -start % size  # in the block of the row before
-        slot, life, here = sequence.slot, sequence.life, min(room, stop - start)
-        slots.extend(range(slot + 1, slot + 1 + here))
-        lives.extend([life] * here)
-        slot += here
-        if rest := stop - start - here:
+        slot, life, same_block = sequence.slot, sequence.life, min(room, stop - start)
+        slots.extend(range(slot + 1, slot + 1 + same_block))
+        lives.extend([life] * same_block)
+        slot += same_block
+        if next_block := stop - start - same_block:
             index = (stop - 1) // size
             held = self._blocks_of(request.request_id, index, index + 1)
             if not held:
-                del slots[len(slots) - here :], lives[len(lives) - here :]
+                del slots[len(slots) - same_block :], lives[len(lives) - same_block :]
                 return False
             slot, life = held[0] * size, int(self._feed.generations[held[0]])
-            slots.extend(range(slot, slot + rest))
-            lives.extend([life] * rest)
-            slot += rest - 1
+            slots.extend(range(slot, slot + next_block))
+            lives.extend([life] * next_block)
+            slot += next_block - 1
         sequence.slot, sequence.life, sequence.sent = slot, life, stop
         return True
 
@@ -219,7 +213,7 @@ class RowStream:
             batches = list(self._unread)
         if not batches:
             return
-        self._wait(max(batch.number for batch in batches), FORGETTING_S)
+        self._wait(max(batch.number for batch in batches), self._limits.forgetting_s)
         with self._lock:
             self._read([batch for batch in batches if batch.rows is None and batch.number <= self._through()])
             for batch in batches:
@@ -241,7 +235,7 @@ class RowStream:
         batches = {piece.batch: None for piece in pieces if piece.batch is not None}
         if steady is not None:
             batches[steady.batch] = None
-        self._wait(max((batch.number for batch in batches), default=0), LATE_S)
+        self._wait(max((batch.number for batch in batches), default=0), self._limits.answer_s)
         with self._lock:
             through = self._through()
             self._read([batch for batch in batches if batch.rows is None and batch.number <= through])
@@ -273,7 +267,7 @@ class RowStream:
         if known:
             return None
         if batch is not None and batch.whole and batch.rows is not None:
-            return Outcome(piece, batch.rows.values[piece.at : piece.at + n])
+            return Outcome(piece, batch.rows.values[piece.first_row : piece.first_row + n])
         gaps: list[Gap] = []
         rows: NDArray[np.generic] | None = None
         if batch is None:
@@ -281,9 +275,9 @@ class RowStream:
             if not gaps and not n:
                 return None
         elif batch.rows is None:
-            gaps = [(piece.start, piece.stop, BEHIND)]
+            gaps = [(piece.start, piece.stop, BEHIND.format(self._limits.answer_s))]
         else:
-            part = slice(piece.at, piece.at + n)
+            part = slice(piece.first_row, piece.first_row + n)
             valid = batch.rows.valid[part]
             if batch.doubted is not None:
                 valid = valid & ~batch.doubted[part]
@@ -301,7 +295,7 @@ class RowStream:
 
     def _piece(
         self,
-        request: Request,
+        request: OutputRequest,
         start: int,
         number: int,
         blocks: Sequence[int] | None = None,
@@ -320,7 +314,7 @@ class RowStream:
         if sequence.under_way is not None:
             begins, batch = sequence.under_way
             if stale and begins <= first and stop - begins <= len(batch.slots):
-                piece.batch, piece.at = batch, first - begins
+                piece.batch, piece.first_row = batch, first - begins
                 return piece
             self._drop(batch)
             sequence.under_way = None
@@ -373,8 +367,8 @@ class RowStream:
             return
         time.sleep(min(self._asleep_s, seconds))
         while self._through() < number and time.monotonic() < begun_s + seconds:
-            time.sleep(POLL_S)
-        self._asleep_s = min(ASLEEP_MAX_S, 0.8 * (time.monotonic() - begun_s))
+            time.sleep(self._limits.output_poll_s)
+        self._asleep_s = min(self._limits.asleep_max_s, 0.8 * (time.monotonic() - begun_s))
 
     # ---------------------------------------------------------------- held: _lock
 
@@ -385,11 +379,11 @@ class RowStream:
         slots = np.concatenate([batch.slots for batch in batches])
         lives = np.concatenate([batch.lives for batch in batches])
         rows = self._view.read_slots(self._spec.name, slots, generations=lives)
-        at = 0
+        first = 0
         for batch in batches:
-            part = slice(at, at + len(batch.slots))
+            part = slice(first, first + len(batch.slots))
             self._over(batch, Rows(rows.values[part], rows.valid[part]))
-            at = part.stop
+            first = part.stop
 
     def _over(self, batch: Batch, rows: Rows) -> None:
         """Nothing is read of its blocks any more."""
@@ -401,14 +395,14 @@ class RowStream:
 
     def _move(self, batch: Batch, blocks: Sequence[int], step: int) -> None:
         """The worker copies these blocks of the batch to spare ones with this ``step``."""
-        taken = self._spares.take_over(blocks)
-        for block, (spare, life) in taken.items():
-            here = batch.slots // self._size == block
-            batch.slots = np.where(here, batch.slots - block * self._size + spare * self._size, batch.slots)
-            batch.lives = np.where(here, life, batch.lives)
+        spares = self._spares.take_over(blocks)
+        for block, (spare, life) in spares.items():
+            moved = batch.slots // self._size == block
+            batch.slots = np.where(moved, batch.slots - block * self._size + spare * self._size, batch.slots)
+            batch.lives = np.where(moved, life, batch.lives)
             batch.spares.append(spare)
         batch.blocks = frozenset((batch.slots // self._size).tolist())
-        if taken:
+        if spares:
             batch.number = max(batch.number, step)
 
 

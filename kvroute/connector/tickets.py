@@ -70,7 +70,7 @@ class Fetch:
     tokens: int
 
 
-class Asked(Protocol):
+class PromptRequest(Protocol):
     """The part of a request that is read here."""
 
     request_id: str
@@ -85,7 +85,7 @@ class Asked(Protocol):
 
 @dataclass(slots=True)
 class _Lent:
-    request: Asked
+    request: PromptRequest
     transfer: bytes
     blocks: int = 0  # lent so far
     whole: bool = False
@@ -102,27 +102,27 @@ class Tickets:
         self._fetches: list[tuple[str, Ticket, int, list[int], int]] = []  # since the last step was sent
         self._why: dict[str, dict[int, str]] = {}  # by request and block
 
-    def lend(self, request: Asked) -> None:
+    def lend(self, request: PromptRequest) -> None:
         """The request has got blocks, and computes its prompt for another engine."""
         self.end(request.request_id)  # after a preemption this is another computation
         self._lent[request.request_id] = _Lent(request, secrets.token_bytes(16))
 
     def fetch(
         self,
-        request: Asked,
-        given: Any,
+        request: PromptRequest,
+        encoded: Any,
         first: int,
         external: int,
         blocks: Sequence[int],
         kv: Mapping[str, str] = UNNAMED,
     ) -> None:
-        """KV of ``external`` tokens comes into the request's blocks from ``first`` on: ``given`` is its ticket, ``kv``
-        are its names."""
+        """KV of ``external`` tokens comes into the request's blocks from ``first`` on: ``encoded`` is its ticket, and
+        ``kv`` are its names."""
         name, start, prompt = request.request_id, first * self._size, list(request.all_token_ids)
         stop = min(start + external, len(prompt) - 1)  # the last token is computed here again, for its logits
         held = list(blocks[first : -(-stop // self._size)]) if stop > start else []
         try:
-            ticket = Ticket(why=NO_TICKET) if given is None else msgspec.convert(given, Ticket)
+            ticket = Ticket(why=NO_TICKET) if encoded is None else msgspec.convert(encoded, Ticket)
             why = ticket.why or self._refusal(ticket, prompt, kv)
         except (msgspec.ValidationError, ValueError) as error:
             why = f"an invalid ticket: {error}"
@@ -145,10 +145,10 @@ class Tickets:
 
     def fetches(self) -> list[Fetch]:
         """The fetches that begin with the next step; the blocks' lives are known by now."""
-        lives, asked, self._fetches = self._lives(), self._fetches, []
+        lives, fetches, self._fetches = self._lives(), self._fetches, []
         return [
             Fetch(name, bytes.fromhex(t.id), t.address, first, held, lives[held].tolist(), tokens)
-            for name, t, first, held, tokens in asked
+            for name, t, first, held, tokens in fetches
         ]
 
     def fills(
@@ -169,15 +169,15 @@ class Tickets:
             lent.whole = stop == prompt
             full = -(-stop // size) if lent.whole else stop // size
             if held := blocks_of(name, lent.blocks, full):
-                at = stop - lent.blocks * size if lent.whole else len(held) * size
-                lends.append(Lend(lent.transfer, lent.blocks, held, lives[held].tolist(), at, lent.whole))
+                lent_tokens = stop - lent.blocks * size if lent.whole else len(held) * size
+                lends.append(Lend(lent.transfer, lent.blocks, held, lives[held].tolist(), lent_tokens, lent.whole))
                 lent.blocks = full
         return lends
 
     def withdrawn(self) -> list[bytes]:
         """Withdrawn transfers that the worker has not been told of."""
-        found, self._withdrawn = self._withdrawn, []
-        return found
+        transfers, self._withdrawn = self._withdrawn, []
+        return transfers
 
     def ticket(
         self, name: str, tokens: Sequence[int], *, mixed: bool, kv: Mapping[str, str] = UNNAMED
@@ -189,8 +189,8 @@ class Tickets:
         if mixed or not lent.whole:
             self._withdrawn.append(lent.transfer)
             return {TRANSFER: msgspec.to_builtins(Ticket(why=MIXED if mixed else "prefill did not compute all of it"))}
-        given = Ticket(lent.transfer.hex(), self.address, len(tokens), token_hash(tokens).hex(), dict(kv))
-        return {TRANSFER: msgspec.to_builtins(given)}
+        ticket = Ticket(lent.transfer.hex(), self.address, len(tokens), token_hash(tokens).hex(), dict(kv))
+        return {TRANSFER: msgspec.to_builtins(ticket)}
 
     def came(self, name: str, why: Mapping[int, str]) -> None:
         """The request's fetch is over, or the wait for it is: ``why`` has the reasons for missing blocks."""
@@ -211,16 +211,16 @@ class Tickets:
 
 def gaps_of(missing: Sequence[tuple[int, int]], why: Mapping[int, str], size: int) -> list[Gap]:
     """The known reasons for ``missing`` positions, by their blocks of ``size`` tokens."""
-    found = list[Gap]()
+    gaps = list[Gap]()
     for start, stop in missing if why else ():
-        for at in range(start // size, -(-stop // size)):
-            if (reason := why.get(at)) is None:
+        for block in range(start // size, -(-stop // size)):
+            if (reason := why.get(block)) is None:
                 continue
-            gap = max(start, at * size), min(stop, (at + 1) * size), reason
-            if found and found[-1][1:] == (gap[0], reason):
-                gap = found.pop()[0], gap[1], reason
-            found.append(gap)
-    return found
+            gap = max(start, block * size), min(stop, (block + 1) * size), reason
+            if gaps and gaps[-1][1:] == (gap[0], reason):
+                gap = gaps.pop()[0], gap[1], reason
+            gaps.append(gap)
+    return gaps
 
 
 __all__ = ["TRANSFER", "Fetch", "Gap", "Lend", "Ticket", "Tickets", "gaps_of"]

@@ -32,9 +32,9 @@ class Versions:
     """
 
     def __init__(
-        self, namespace: Namespace, given: int | None, renamed: Callable[[Namespace], object], *, named: bool
+        self, namespace: Namespace, version: int | None, renamed: Callable[[Namespace], object], *, named: bool
     ) -> None:
-        self.version = given
+        self.version = version
         """The version of the present weights; ``None``: unknown."""
         self.mixed = False
         """Whether present computations may use KV of other weights: then nothing is stored, and nothing comes from a

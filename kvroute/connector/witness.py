@@ -7,7 +7,6 @@ A layer's KV is ``[blocks, ...]`` as its engine has it, ``[blocks, heads, tokens
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Final
 
 import numpy as np
 import torch
@@ -15,10 +14,9 @@ from numpy.typing import NDArray
 
 from cache_manager.blocks import AuxBlocks
 from cache_manager.errors import ConfigError
+from kvroute.connector.limits import LIMITS, Limits
 from kvroute.connector.messages import StepMeta
-from kvroute.witness import ROOT, UNKNOWN, WORD_NBYTES, Run, chained, fold_keys, folded
-
-GATHER_NBYTES_MAX: Final = 32 << 20  # of KV copied at a time; the device briefly needs about three times that
+from kvroute.witness import ROOT, UNKNOWN_WITNESS, WORD_NBYTES, Run, chained, fold_keys, folded
 
 Join = Callable[[torch.Tensor], object]
 """Turns the ranks' folds, int64 ``[n]``, into those of the whole KV, in place; all ranks call it together."""
@@ -50,8 +48,14 @@ class KvFolder:
     The layers' memory stays the engine's. Raises :class:`ConfigError` for KV whose blocks are not whole 8-byte words.
     """
 
-    def __init__(self, layers: Sequence[torch.Tensor], first_head: int = 0, join: Join | None = None) -> None:
-        self._join = join
+    def __init__(
+        self,
+        layers: Sequence[torch.Tensor],
+        first_head: int = 0,
+        join: Join | None = None,
+        limits: Limits = LIMITS,
+    ) -> None:
+        self._join, self._limits = join, limits
         self._layers: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._host: list[tuple[NDArray[np.uint64], NDArray[np.uint64]]] = []  # words and keys of layers on a CPU
         first = 0
@@ -60,10 +64,10 @@ class KvFolder:
             if kv.dim() < 2 or not nbytes or nbytes % WORD_NBYTES:
                 raise ConfigError("KV layer", "blocks of whole 8-byte words", f"{kv.dtype} of shape {tuple(kv.shape)}")
             words = nbytes // WORD_NBYTES
-            mine = first + first_head * (words // kv.shape[1])
-            self._layers.append((kv, keys_on(kv.device, mine, words)))
+            first_word = first + first_head * (words // kv.shape[1])
+            self._layers.append((kv, keys_on(kv.device, first_word, words)))
             if (host := words_of(kv)) is not None:
-                self._host.append((host, fold_keys(mine, words)))
+                self._host.append((host, fold_keys(first_word, words)))
             first += 1 << 40  # more words than any layer of a block has
 
     @property
@@ -78,7 +82,7 @@ class KvFolder:
         """
         if not len(blocks):
             return torch.zeros(0, dtype=torch.int64)
-        ids, step = np.asarray(blocks, np.int64), max(1, GATHER_NBYTES_MAX // self.block_nbytes)
+        ids, step = np.asarray(blocks, np.int64), max(1, self._limits.gather_nbytes_max // self.block_nbytes)
         parts = [self._folded(ids[start : start + step]) for start in range(0, len(ids), step)]
         folds = parts[0] if len(parts) == 1 else torch.cat(parts)
         if self._join is not None:
@@ -88,8 +92,8 @@ class KvFolder:
     def _folded(self, blocks: NDArray[np.int64]) -> torch.Tensor:
         n = len(blocks)
         if len(self._host) == len(self._layers):  # one call of numpy takes a third of what one of torch does
-            each = [folded(words[blocks].reshape(n, -1), keys) for words, keys in self._host]
-            return torch.from_numpy(np.sum(each, 0, np.uint64).view(np.int64))
+            layer_folds = [folded(words[blocks].reshape(n, -1), keys) for words, keys in self._host]
+            return torch.from_numpy(np.sum(layer_folds, 0, np.uint64).view(np.int64))
         ids, total = torch.from_numpy(blocks).to(self._layers[0][0].device, non_blocking=True), None
         for kv, keys in self._layers:
             raw = kv.view(torch.uint8) if kv.element_size() == 1 else kv  # float8 cannot be gathered everywhere
@@ -137,9 +141,9 @@ class KvWitness:
         Their rows are forgotten. A block whose rows did not come is not among them.
         """
         blocks, _, witnesses = self._take(runs, folds)
-        came = self._rows.complete(blocks).tolist()  # a forgotten block has an origin, too
-        each = zip(blocks, self._rows.origins(blocks), witnesses, came, strict=True)
-        wrong = {block: rows for block, origin, witness, rows in each if origin and origin != witness}
+        complete = self._rows.complete(blocks).tolist()  # a forgotten block has an origin, too
+        records = zip(blocks, self._rows.origins(blocks), witnesses, complete, strict=True)
+        wrong = {block: rows for block, origin, witness, rows in records if origin and origin != witness}
         if wrong:
             self._rows.forget(list(wrong))
         return [block for block, rows in wrong.items() if rows]
@@ -148,15 +152,15 @@ class KvWitness:
         """All blocks of ``runs``, their lives and their witnesses."""
         blocks = [block for run in runs for block in run.blocks]
         lives = self._rows.generations([*blocks, *(max(0, run.before) for run in runs)]).tolist()
-        each, witnesses = folds.numpy().view(np.uint64).tolist(), list[int]()
+        block_folds, witnesses = folds.numpy().view(np.uint64).tolist(), list[int]()
         for run, life in zip(runs, lives[len(blocks) :], strict=True):
             before = ROOT
             if run.before >= 0:
-                before = int(self._of[run.before]) if self._lives[run.before] == life else UNKNOWN
+                before = int(self._of[run.before]) if self._lives[run.before] == life else UNKNOWN_WITNESS
             for block in run.blocks:
-                at = len(witnesses)
-                before = chained(before, each[at])
-                self._of[block], self._lives[block] = before, lives[at]
+                place = len(witnesses)
+                before = chained(before, block_folds[place])
+                self._of[block], self._lives[block] = before, lives[place]
                 witnesses.append(before)
         return blocks, lives[: len(blocks)], witnesses
 
@@ -185,8 +189,8 @@ class OtherRank:
 def by_block(kv: torch.Tensor, blocks: int) -> torch.Tensor:
     """A layer's KV as ``blocks`` whole blocks, not copied: kernels may have it in smaller ones, ``[blocks * n, heads,
     tokens / n, ...]``. The heads stay in front, ``[blocks, heads, n, tokens / n, ...]``, so that ranks divide them."""
-    split, rest = divmod(kv.shape[0], blocks)
-    return kv if rest or split < 2 else kv.unflatten(0, (blocks, split)).movedim(1, 2)
+    split, remainder = divmod(kv.shape[0], blocks)
+    return kv if remainder or split < 2 else kv.unflatten(0, (blocks, split)).movedim(1, 2)
 
 
 def by_layer(names: Iterable[str]) -> dict[int, str]:
@@ -194,14 +198,14 @@ def by_layer(names: Iterable[str]) -> dict[int, str]:
 
     Raises :class:`ConfigError` if no name has one.
     """
-    given, found = list(names), dict[int, str]()
-    for name in given:
+    all_names, layers = list(names), dict[int, str]()
+    for name in all_names:
         numbers = [int(part) for part in name.split(".") if part.isdigit()]
         if len(numbers) == 1:
-            found.setdefault(numbers[0], name)
-    if not found:
-        raise ConfigError("KV layers", "names with the number of their layer", sorted(given)[:3])
-    return dict(sorted(found.items()))
+            layers.setdefault(numbers[0], name)
+    if not layers:
+        raise ConfigError("KV layers", "names with the number of their layer", sorted(all_names)[:3])
+    return dict(sorted(layers.items()))
 
 
 def witnessing(kv_caches: Mapping[str, torch.Tensor], moe_layers: Sequence[int]) -> list[torch.Tensor]:

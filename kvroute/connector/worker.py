@@ -15,10 +15,10 @@ from torch import distributed
 import kvroute
 from kvroute.capture.step_ids import StepIds
 from kvroute.checks import unsound
-from kvroute.connector.behind import PENDING_MAX, Behind
+from kvroute.connector.behind import Behind
 from kvroute.connector.carriers.port import WorkerParts
 from kvroute.connector.engine import Engine
-from kvroute.connector.messages import Handshake, StepMeta, Told
+from kvroute.connector.messages import Handshake, StepMeta, WorkerMeta
 from kvroute.connector.meter import NO_IDS, Meter
 from kvroute.connector.pages import Pages
 from kvroute.connector.settings import VERSION
@@ -27,8 +27,6 @@ from kvroute.witness import Run
 
 logger = logging.getLogger(__name__)
 
-SETTLE_S: Final = 30.0
-"""How long the end of a worker, or a test, waits at most for the host's part of all steps."""
 NO_SLOTS: Final = "the engine did not say where a step's tokens are"
 
 
@@ -73,17 +71,19 @@ class WorkerRows:
             memory="shared",
             strict=settings.strict,
         )
-        self.meter = Meter(self._counters)
+        self.meter = Meter(self._counters, engine.limits)
         self.missing = self.meter.missing  # numbers of tokens without rows, by cause
         self.carrier = engine.carrier.worker(
-            WorkerParts(settings, engine.spec, engine.blocks, self.blocks, self.meter, kv_caches, joined, pages)
+            WorkerParts(
+                settings, engine.limits, engine.spec, engine.blocks, self.blocks, self.meter, kv_caches, joined, pages
+            )
         )
         self._experts: int = engine.spec.attrs["num_experts"]
         self.ids = StepIds(engine.spec, engine.max_tokens, self._device)
         self._slots: torch.Tensor | None = None
         self._behind: Behind | None = None
         if not self._on_cpu if late is None else late:
-            self._behind = Behind("kvroute-behind", self._lose, PENDING_MAX)
+            self._behind = Behind("kvroute-behind", self._lose, engine.limits.pending_max)
         self._slots_stay = self._behind is None and not engine.drafts  # until the step's end, their last reader's
         self._lost: BaseException | None = None
         self._step: StepMeta | None = None
@@ -145,7 +145,7 @@ class WorkerRows:
     def told(self, inner: Any = None) -> Any:
         """The message for the scheduler after a step, beside the ``inner`` connector's."""
         message = self.carrier.told()
-        return inner if message is None else Told(inner, message)
+        return inner if message is None else WorkerMeta(inner, message)
 
     def end(self) -> None:
         """The step is over."""
@@ -172,18 +172,18 @@ class WorkerRows:
         """Look at the loaded KV of these blocks; blocks ``without`` got none."""
         return LoadedKv(runs, self.carrier.look(runs, without)) if runs else None
 
-    def _then(self, does: Callable[..., None], *given: Any) -> None:
+    def _then(self, work: Callable[..., None], *arguments: Any) -> None:
         """Do this when the device has done the work launched until now: on a CPU at once."""
         if self._behind is None:
-            does(*given)
+            work(*arguments)
             return
-        call = partial(does, *given)
+        call = partial(work, *arguments)
         if self._lost is not None and self.engine.settings.strict:
             raise self._lost
         if not self._on_cpu:
             done = torch.cuda.Event(blocking=True) if self._device.type == "cuda" else torch.Event(self._device)
             done.record()  # on CUDA the thread behind sleeps; torch.Event ignores ``blocking``, and spins
-            call = partial(_after, done, call)
+            call = partial(_call_after, done, call)
         self._behind.put(call)
 
     def _lose(self, error: BaseException) -> None:
@@ -234,14 +234,14 @@ class WorkerRows:
                 self.blocks.renew([self.engine.clock], [step.number])
         self.carrier.filled(step, computed)
 
-    def _write(self, at: torch.Tensor, given: torch.Tensor | str, step: StepMeta, redone: Sequence[int]) -> None:
-        """Write the ids of the tokens ``at`` these slots, if they were ``given``; blocks ``redone`` get no rows."""
-        slots = at.numpy()
-        if isinstance(given, str):
-            self.meter.miss(given, int(np.count_nonzero(slots >= 0)))
+    def _write(self, places: torch.Tensor, captured: torch.Tensor | str, step: StepMeta, redone: Sequence[int]) -> None:
+        """Write the ``captured`` ids at these slots, or count why there are none; blocks ``redone`` get no rows."""
+        slots = places.numpy()
+        if isinstance(captured, str):
+            self.meter.miss(captured, int(np.count_nonzero(slots >= 0)))
             self.blocks.write_step(slots, {})
             return
-        spec, ids = self.engine.spec, given.numpy()
+        spec, ids = self.engine.spec, captured.numpy()
         wrong = unsound(ids, self._experts)
         if redone:
             again = np.isin(slots // self.engine.tokens, redone)
@@ -260,12 +260,12 @@ class WorkerRows:
         return {"blocks": self.blocks.counters, **self.carrier.counters()}
 
     def settle(self) -> None:
-        """Wait until the host's part of all steps is done, at most :data:`SETTLE_S`."""
+        """Wait until the host's part of all steps is done, at most ``limits.settle_s``."""
         if self._behind is not None:
-            self._behind.settle(SETTLE_S)
+            self._behind.settle(self.engine.limits.settle_s)
 
     def close(self) -> None:
-        if self._behind is not None and not self._behind.close(SETTLE_S):
+        if self._behind is not None and not self._behind.close(self.engine.limits.settle_s):
             logger.warning("the device is not done with the last steps: their rows stay behind")
             return
         self.carrier.close()
@@ -274,7 +274,7 @@ class WorkerRows:
             self.store.close()
 
 
-def _after(done: torch.Event | torch.cuda.Event, call: Callable[[], None]) -> None:
+def _call_after(done: torch.Event | torch.cuda.Event, call: Callable[[], None]) -> None:
     done.synchronize()
     call()
 
@@ -297,7 +297,7 @@ def part_of(
     joined = partial(distributed.all_reduce, group=group) if folds else None
     if not rank:
         return WorkerRows(engine, kv_caches, joined, pages=pages)
-    return engine.carrier.other_rank(engine.spec, kv_caches, rank, joined)
+    return engine.carrier.other_rank(engine.spec, kv_caches, rank, joined, engine.limits)
 
 
 __all__ = ["WorkerRows", "part_of"]

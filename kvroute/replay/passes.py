@@ -76,8 +76,8 @@ class Passes:
         """The replay is over: its rows are forgotten, and a recomputation of its passes is an error from here on."""
         self.end()
         self.replaying = False
-        for one in self._passes:
-            one.ids, one.over = None, True
+        for forward in self._passes:
+            forward.ids, forward.over = None, True
         while len(self._passes) > PASSES_MAX:
             self._passes[1].start = self._passes[0].start
             del self._passes[0]
@@ -94,12 +94,12 @@ class Passes:
         number = node._sequence_nr()
         if self.current is not None and number >= self.current.start:
             return self.current
-        for one in reversed(self._passes):
-            if one.start <= number < one.stop:
-                if one.over:
+        for forward in reversed(self._passes):
+            if forward.start <= number < forward.stop:
+                if forward.over:
                     wanted = "a backward pass inside the replay of its forward pass"
                     raise ReplayError(where, wanted, "one after it, which computes again without its rows")
-                return one
+                return forward
         if self.replaying:
             wanted = "a recomputation of a forward pass that had rows"
             raise ReplayError(where, wanted, "one that had none, or a recomputation inside a recomputation")
@@ -134,12 +134,12 @@ def one_pass(routers: Mapping[int, nn.Module]) -> Iterator[None]:
     """
     passes = [passes_of(router, _Before(layer)) for layer, router in routers.items()]
     try:
-        for each in passes:
-            each.begin()
+        for router_passes in passes:
+            router_passes.begin()
         yield
     finally:
-        for each in passes:
-            each.finish()
+        for router_passes in passes:
+            router_passes.finish()
 
 
 class _Before:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from cache_manager.errors import InvalidInputError
 from kvroute.checks import whole
 from kvroute.routes import Routes
-from kvroute.routes.fill import Missing, Plan
+from kvroute.routes.fill import FillPlan, Missing
 from kvroute.routes.layout import check_alike
 from kvroute.routes.spans import UNKNOWN, by_position
 
@@ -34,18 +34,18 @@ def replaying(chunks: Sequence[nn.Module], layer_of: Callable[[str, Any], int], 
     ``layer_of(name, module)`` returns a module's layer. :class:`ReplayError` for two of ``what`` in one layer, and if
     there are none in a model that was built without ``flag``. With it, a pipeline stage may be without any.
     """
-    found: dict[int, tuple[str, Any]] = {}
+    routers: dict[int, tuple[str, Any]] = {}
     for number, chunk in enumerate(chunks):
         for name, module in chunk.named_modules():
             if getattr(module, "router_replay", None) is None or "mtp" in name.split("."):
                 continue
             path = f"{number}.{name}" if len(chunks) > 1 else name
-            if (layer := layer_of(path, module)) in found:
-                raise ReplayError(f"layer {layer}", f"one {what}", f"{found[layer][0]} and {path}")
-            found[layer] = path, module
-    if not found and not _replays(chunks, what, flag):
+            if (layer := layer_of(path, module)) in routers:
+                raise ReplayError(f"layer {layer}", f"one {what}", f"{routers[layer][0]} and {path}")
+            routers[layer] = path, module
+    if not routers and not _replays(chunks, what, flag):
         raise ReplayError("model", f"{what}s with a replay object: {flag}", "none")
-    return {layer: found[layer][1] for layer in sorted(found)}
+    return {layer: routers[layer][1] for layer in sorted(routers)}
 
 
 def _replays(chunks: Sequence[nn.Module], what: str, flag: str) -> bool:
@@ -67,7 +67,7 @@ def counted(field: str, tokens: int) -> int:
 
 
 def checked_ids(
-    given: torch.Tensor,  # [tokens, layers, top_k]  any integer dtype
+    integers: torch.Tensor,  # [tokens, layers, top_k]  any integer dtype
     field: str,
     layers: Sequence[int],
     *,
@@ -75,18 +75,18 @@ def checked_ids(
     experts: int | None = None,
     missing: bool = False,
 ) -> torch.Tensor:
-    """``given`` as int64; :class:`ReplayError` unless all rows are of ``layers`` and name distinct experts.
+    """``integers`` as int64; :class:`ReplayError` unless all rows are of ``layers`` and name distinct experts.
 
     That is ``top_k`` of them, in ``[0, experts)``, if these are given. ``missing`` also accepts rows of -1.
     """
     import torch
 
-    if given.dim() != 3 or given.shape[1] != len(layers) or given.shape[2] != (top_k or given.shape[2]):
+    if integers.dim() != 3 or integers.shape[1] != len(layers) or integers.shape[2] != (top_k or integers.shape[2]):
         wanted = f"[tokens, {len(layers)} layers, top_k{f' {top_k}' if top_k else ''}]"
-        raise ReplayError(field, f"integers {wanted}", f"{given.dtype} of shape {tuple(given.shape)}")
-    if given.is_floating_point() or given.dtype == torch.bool:
-        raise ReplayError(field, "integers", given.dtype)
-    ids = given.to(torch.int64)  # torch knows neither max nor gather of uint16
+        raise ReplayError(field, f"integers {wanted}", f"{integers.dtype} of shape {tuple(integers.shape)}")
+    if integers.is_floating_point() or integers.dtype == torch.bool:
+        raise ReplayError(field, "integers", integers.dtype)
+    ids = integers.to(torch.int64)  # torch knows neither max nor gather of uint16
     ordered = ids.sort(dim=-1).values
     low, high = ordered[..., 0], ordered[..., -1]
     outside = low < 0 if experts is None else (low < 0) | (high >= experts)
@@ -108,7 +108,7 @@ def all_layers(routes: Routes, tokens: int, dtype: str, missing: Missing = "erro
     """
     if counted("held", held) > (rows := read_rows(tokens)):
         raise ReplayError("held", f"rows of earlier turns, fewer than {tokens} tokens", held)
-    plan = Plan(routes.layout, "all", np.dtype(dtype), 1, missing)
+    plan = FillPlan(routes.layout, "all", np.dtype(dtype), 1, missing)
     out = np.empty((rows - held, len(plan.layers), routes.top_k), plan.dtype)
     plan.fill(out, routes, held, missing)
     return out
@@ -121,13 +121,13 @@ def versions(routes: Routes, tokens: int) -> list[int]:
     """
     rows = read_rows(tokens)
     kept = routes.slice(routes.start, max(routes.start, min(routes.stop, rows)))
-    found = by_position(kept.weights_versions, kept.start, kept.stop)[kept.some]
-    if not len(found):
+    row_versions = by_position(kept.weights_versions, kept.start, kept.stop)[kept.some]
+    if not len(row_versions):
         raise ReplayError("weights versions", "a row that has one", "no row")
-    if (unknown := found == UNKNOWN).any():
+    if (unknown := row_versions == UNKNOWN).any():
         row = kept.start + int(np.flatnonzero(kept.some)[unknown.argmax()])
         raise ReplayError(f"weights version of row {row}", "one, as the rollout knows it", "none")
-    versions: list[int] = found.tolist()
+    versions: list[int] = row_versions.tolist()
     return versions
 
 
@@ -136,7 +136,7 @@ def check_batch(routes: Sequence[Routes], **counts: Sequence[Any]) -> None:
 
     :class:`ReplayError` names the counts; ``RowError`` the sample, the field and both values.
     """
-    if not routes or any(len(each) != len(routes) for each in counts.values()):
+    if not routes or any(len(numbers) != len(routes) for numbers in counts.values()):
         wanted = f"one number for each of {len(routes)} samples, at least one"
-        raise ReplayError(", ".join(counts), wanted, " and ".join(str(len(each)) for each in counts.values()))
+        raise ReplayError(", ".join(counts), wanted, " and ".join(str(len(numbers)) for numbers in counts.values()))
     check_alike(routes)

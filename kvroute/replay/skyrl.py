@@ -70,8 +70,8 @@ def _prefix(routes: Routes, tokens: int, sample: int, holes: str, *, trains: boo
     behind = routes.some[max(end + 1 - routes.start, 0) : max(rows - routes.start, 0)]
     if holes == "error" and behind.any():
         later = int(behind.argmax()) + max(end + 1, routes.start)
-        what = "none" if gap is None or gap[1] is None else f"no layer {gap[1]}"
-        raise ReplayError(f"sample {sample}", f"no row behind position {end}, which has {what}", f"one at {later}")
+        lack = "none" if gap is None or gap[1] is None else f"no layer {gap[1]}"
+        raise ReplayError(f"sample {sample}", f"no row behind position {end}, which has {lack}", f"one at {later}")
     return _narrowed(routes.materialize(end))
 
 

@@ -43,16 +43,16 @@ class RolloutHandle(Extent, frozen=True, kw_only=True, omit_defaults=True):
         return cls(store=store, rollout_id=rollout_id, put_id=put_id, header_nbytes=header_nbytes, **fields)
 
     @classmethod
-    def from_json(cls, given: str | bytes | Mapping[str, Any]) -> Self:
+    def from_json(cls, encoded: str | bytes | Mapping[str, Any]) -> Self:
         """The handle that :meth:`to_json` was called on, from its text or its content.
 
         Raises :class:`InvalidInputError` naming the field for anything else; no memory is allocated for claimed sizes.
         """
         try:
-            if isinstance(given, (str, bytes)):
-                handle = msgspec.json.decode(given, type=cls)
+            if isinstance(encoded, (str, bytes)):
+                handle = msgspec.json.decode(encoded, type=cls)
             else:
-                handle = msgspec.convert(given, cls)
+                handle = msgspec.convert(encoded, cls)
             handle.check()
         except (msgspec.MsgspecError, UnicodeError, RecursionError, SpecError, InvalidInputError) as error:
             raise InvalidInputError("rollout handle", f"an object of {FORMAT}", error) from error

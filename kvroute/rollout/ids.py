@@ -38,17 +38,17 @@ def rollout_id_of(request_id: str, sample: int = 0) -> str:
     >>> rollout_id_of("chatcmpl-my-user-7:0:0:0-d9f16c5c-65f6-4815-b44d-14e2c581907c_1")
     'my-user-7:0:0:0~1'
     """
-    found = checked_id(request_id, "request id")
+    name = checked_id(request_id, "request id")
     if request_id.startswith("chatcmpl-"):
         match = _REQUEST.fullmatch(request_id)
         if match is None:
             raise InvalidInputError(
                 "request id", "chatcmpl-<user>-<uuid4>, with or without a final _<n>", repr(request_id)
             )
-        found, sample = match["user"], sample or int(match["sample"] or 0)
-    if _SAMPLE.search(found):
+        name, sample = match["user"], sample or int(match["sample"] or 0)
+    if _SAMPLE.search(name):
         raise InvalidInputError("request id", "one that does not end with ~<number>, as samples do", repr(request_id))
-    return checked_id(f"{found}~{sample}" if sample else found)
+    return checked_id(f"{name}~{sample}" if sample else name)
 
 
 def previous_turn(rollout_id: str) -> str | None:

@@ -26,7 +26,7 @@ from cache_manager.storage.disk import Disk, open_regular, read_all, write_all
 from cache_manager.storage.url import StoreUrl
 from kvroute.rollout.handle import RolloutHandle
 from kvroute.rollout.ids import file_name
-from kvroute.rollout.parts import HEADER, GoneError, PartStore, Read, Record, layers_of, places
+from kvroute.rollout.parts import HEADER, GoneError, PartStore, ReadParts, Record, file_places, layers_option
 from kvroute.routes.wire import FIXED_NBYTES, header_nbytes, unpack
 
 LOCK_S: Final = 30.0
@@ -67,10 +67,11 @@ class LocalRollouts(PartStore):
         return handle
 
     @contextmanager
-    def _opened(self, handle: RolloutHandle) -> Iterator[Read]:
+    def _opened(self, handle: RolloutHandle) -> Iterator[ReadParts]:
         with self._reading(self._place(handle.rollout_id)) as (head, read):
             yield lambda parts: [
-                head if run == HEADER else read(*at) for run, at in zip(parts, places(handle, parts), strict=True)
+                head if run == HEADER else read(*place)
+                for run, place in zip(parts, file_places(handle, parts), strict=True)
             ]
 
     def _find(self, rollout_id: str) -> RolloutHandle:
@@ -97,10 +98,10 @@ class LocalRollouts(PartStore):
             fd = open_regular(partial, os.O_WRONLY | os.O_CREAT)
             try:
                 _lock(fd)
-                if (found := _called(fd, partial)) is None:  # it was renamed or removed during the wait
+                if (status := _called(fd, partial)) is None:  # it was renamed or removed during the wait
                     continue
                 try:
-                    if found.st_size:  # a truncation makes ext4 write the file at its close
+                    if status.st_size:  # a truncation makes ext4 write the file at its close
                         os.ftruncate(fd, 0)
                     yield fd
                     if becomes:
@@ -126,8 +127,8 @@ class LocalRollouts(PartStore):
 
                 def read(offset: int, nbytes: int) -> bytearray:
                     room = bytearray(max(min(nbytes, size - offset), 0))
-                    came = read_all(self._disk, fd, [room], offset, len(room))
-                    return room if came == nbytes else room[:came]
+                    nbytes_read = read_all(self._disk, fd, [room], offset, len(room))
+                    return room if nbytes_read == nbytes else room[:nbytes_read]
 
                 fixed = read(0, FIXED_NBYTES)
                 yield bytes(fixed) + read(FIXED_NBYTES, header_nbytes(fixed)), read
@@ -161,7 +162,7 @@ def _lock(fd: int) -> None:
 def _called(fd: int, path: str) -> os.stat_result | None:
     """The status of this open file, if ``path`` is still its name."""
     try:
-        return found if os.path.samestat(found := os.fstat(fd), os.lstat(path)) else None
+        return status if os.path.samestat(status := os.fstat(fd), os.lstat(path)) else None
     except FileNotFoundError:
         return None
 
@@ -182,4 +183,4 @@ def open_local_rollouts(url: StoreUrl) -> LocalRollouts:
     if url.host or not url.path or "\0" in url.path:  # file://data/dir would be /dir
         raise ConfigError("file: rollout store path", "file:///absolute/path or file:relative/path", repr(url.text))
     sync = url.choice("sync", ("none", "put"), "none") == "put"
-    return LocalRollouts(Path(url.path), layers_of(url), sync=sync)
+    return LocalRollouts(Path(url.path), layers_option(url), sync=sync)

@@ -28,7 +28,7 @@ from cache_manager.storage.batch import chunks
 from cache_manager.storage.mooncake import open_mooncake_store
 from cache_manager.storage.url import StoreUrl
 from kvroute.rollout.handle import RolloutHandle
-from kvroute.rollout.parts import BATCH_NBYTES, HEADER, GoneError, PartStore, Record, checked_header, layers_of
+from kvroute.rollout.parts import BATCH_NBYTES, HEADER, GoneError, PartStore, Record, checked_header, layers_option
 from kvroute.routes.parts import Range
 
 POINTER_NBYTES: Final = 4096
@@ -36,7 +36,7 @@ SCOPE: Final = b"rollouts"
 """The first bytes of every key here; a block's key begins with the digest of its namespace and layout."""
 FINGERPRINT: Final = hashlib.blake2b(b"kvroute.rollout/3", digest_size=16).digest()
 """The layout of every record here."""
-PLACES: Final = 64
+POINTER_PLACES: Final = 64
 """Places of a rollout's pointers; all but one are free, unless many writers put it at once or removing one failed."""
 NUMBERS: Final = 1 << 32
 """First numbers."""
@@ -67,8 +67,8 @@ class MooncakeRollouts(PartStore):
         parts: list[Buffer] = [body[a:b] for a, b in pairwise(handle.starts(0, handle.parts))]
         keys = keys_of(handle)
         try:
-            for batch in chunks(zip(keys, [*parts, header], strict=True), lambda each: len(each[1]), BATCH_NBYTES):
-                stored = self.backend.put([_header(*each) for each in batch], [content for _, content in batch])
+            for batch in chunks(zip(keys, [*parts, header], strict=True), lambda entry: len(entry[1]), BATCH_NBYTES):
+                stored = self.backend.put([_header(*entry) for entry in batch], [content for _, content in batch])
                 if lost := stored.count(None):
                     raise StorageError(f"rollout {handle.rollout_id}: no room for {lost} of {len(batch)} parts")
             before = self._point(handle)
@@ -77,7 +77,7 @@ class MooncakeRollouts(PartStore):
                 self.backend.delete(keys)
             raise
         with suppress(StorageError):  # they are not found any more; the pool evicts them
-            self.backend.delete([each for key, of in before for each in (key, *self._stored(of.handle))])
+            self.backend.delete([entry for key, pointer in before for entry in (key, *self._stored(pointer.handle))])
         return handle
 
     def _find(self, rollout_id: str) -> RolloutHandle | None:
@@ -85,11 +85,11 @@ class MooncakeRollouts(PartStore):
         return pointers[-1][1].handle if pointers else None
 
     def _read(self, handle: RolloutHandle, parts: Sequence[Range]) -> list[Buffer]:
-        keys, pages, found = list[BlockKey](), list[memoryview](), list[Buffer]()
+        keys, pages, buffers = list[BlockKey](), list[memoryview](), list[Buffer]()
         for run in parts:
             starts = [0, handle.header_nbytes] if run == HEADER else handle.starts(*run)
             room = memoryview(bytearray(starts[-1] - starts[0]))
-            found.append(room)
+            buffers.append(room)
             keys += keys_of(handle, range(*run))
             pages += [room[a - starts[0] : b - starts[0]] for a, b in pairwise(starts)]
         answers = self.backend.get_into(keys, pages)
@@ -97,13 +97,13 @@ class MooncakeRollouts(PartStore):
             raise InvalidInputError(f"rollout {handle.rollout_id}", "records that are whole", "others")
         if Absence.MISS in answers:
             raise GoneError(f"rollout {handle.rollout_id}: not all parts are there")
-        return found
+        return buffers
 
     def _delete(self, handle: RolloutHandle) -> None:
         pointers = self._pointers(handle.rollout_id)
         # Those that were seen, and no others: a put just now has another place.
-        seen = [key for key, _ in pointers] if pointers and pointers[-1][1].handle.put_id == handle.put_id else []
-        self.backend.delete([*seen, *self._stored(handle)])
+        known_keys = [key for key, _ in pointers] if pointers and pointers[-1][1].handle.put_id == handle.put_id else []
+        self.backend.delete([*known_keys, *self._stored(handle)])
 
     def _stored(self, handle: RolloutHandle) -> list[BlockKey]:
         """The keys of a put; of its header only, unless that is there and of this put: a handle may claim any number of
@@ -123,53 +123,53 @@ class MooncakeRollouts(PartStore):
         """The pointers by their numbers, with their keys. One that is damaged is counted, and removed."""
         places = pointers_of(rollout_id)
         for _ in range(LOOKS_MAX):
-            keys = [key for key, there in zip(places, self.backend.contains(places), strict=True) if there]
+            keys = [key for key, stored in zip(places, self.backend.contains(places), strict=True) if stored]
             room = [bytearray(POINTER_NBYTES) for _ in keys]
-            found = self.backend.get_into(keys, [memoryview(page) for page in room])
-            if Absence.MISS not in found:
+            headers = self.backend.get_into(keys, [memoryview(page) for page in room])
+            if Absence.MISS not in headers:
                 break  # else one was removed meanwhile, and the next may be in a place that was empty
         pointers = []
-        for key, header, page in zip(keys, found, room, strict=True):
+        for key, header, page in zip(keys, headers, room, strict=True):
             if header is Absence.MISS:
                 continue
             try:
                 if isinstance(header, Absence):
                     raise InvalidInputError("pointer", "a record", header.value)
-                pointers.append((key, _unpacked(page, rollout_id)))
+                pointers.append((key, _unpacked_pointer(page, rollout_id)))
             except InvalidInputError:
                 self._count(corrupt=1)
                 with suppress(StorageError):  # then it is found damaged again
                     self.backend.delete([key])
-        return sorted(pointers, key=lambda each: each[1].number)
+        return sorted(pointers, key=lambda entry: entry[1].number)
 
     def _point(self, handle: RolloutHandle) -> list[tuple[BlockKey, Pointer]]:
         """Make this the put that is found by its rollout's name; the pointers before."""
         pointers, places = self._pointers(handle.rollout_id), pointers_of(handle.rollout_id)
         first = pointers[-1][1].number + 1 if pointers else secrets.randbelow(NUMBERS)
-        for number in range(first, first + PLACES):
-            page = _packed(Pointer(number, handle))
-            header = _header(places[number % PLACES], page)
+        for number in range(first, first + POINTER_PLACES):
+            page = _packed_pointer(Pointer(number, handle))
+            header = _header(places[number % POINTER_PLACES], page)
             (stored,) = self.backend.put([header], [page])
             if stored is None:
                 raise StorageError(f"rollout {handle.rollout_id}: no room for a record of {POINTER_NBYTES} bytes")
             if stored.payload_xxh3 == header.payload_xxh3:  # else another writer was here first
                 return pointers
-        raise StorageError(f"rollout {handle.rollout_id} has {PLACES} pointers; delete it first")
+        raise StorageError(f"rollout {handle.rollout_id} has {POINTER_PLACES} pointers; delete it first")
 
 
 def keys_of(handle: RolloutHandle, numbers: Sequence[int] | None = None) -> list[BlockKey]:
     """The keys of the parts with these numbers; by default of all, and then of the header (-1)."""
     put_id = bytes.fromhex(handle.put_id)
     numbers = [*range(handle.parts), *range(*HEADER)] if numbers is None else numbers
-    return [_key(b"part", put_id + number.to_bytes(8, "little", signed=True)) for number in numbers]
+    return [_key_of(b"part", put_id + number.to_bytes(8, "little", signed=True)) for number in numbers]
 
 
 def pointers_of(rollout_id: str) -> list[BlockKey]:
     """The keys of the places of a rollout's pointers; number ``n`` is in place ``n % PLACES``."""
-    return [_key(b"rollout", bytes([place]) + rollout_id.encode()) for place in range(PLACES)]
+    return [_key_of(b"rollout", bytes([place]) + rollout_id.encode()) for place in range(POINTER_PLACES)]
 
 
-def _key(kind: bytes, name: bytes) -> BlockKey:
+def _key_of(kind: bytes, name: bytes) -> BlockKey:
     digest = hashlib.blake2b(name, digest_size=KEY_NBYTES - len(SCOPE), person=b"kvroute." + kind).digest()
     return BlockKey(SCOPE + digest)
 
@@ -179,14 +179,14 @@ def _header(key: BlockKey, content: Buffer) -> RecordHeader:
     return RecordHeader(key, FINGERPRINT, 0, xxh3 or 1, b"", len(content), xxh3)  # equal content has the same origin
 
 
-def _packed(pointer: Pointer) -> bytes:
+def _packed_pointer(pointer: Pointer) -> bytes:
     page = msgspec.json.encode(pointer).ljust(POINTER_NBYTES)
     if len(page) != POINTER_NBYTES:
         raise InvalidInputError("rollout handle", f"less than {POINTER_NBYTES} bytes of JSON", len(page))
     return page
 
 
-def _unpacked(page: Buffer, rollout_id: str) -> Pointer:
+def _unpacked_pointer(page: Buffer, rollout_id: str) -> Pointer:
     try:
         pointer = msgspec.json.decode(page, type=Pointer)
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
@@ -199,6 +199,6 @@ def _unpacked(page: Buffer, rollout_id: str) -> Pointer:
 
 def open_mooncake_rollouts(url: StoreUrl) -> MooncakeRollouts:
     """``mooncake://HOST:PORT/PREFIX?layers=4&...``; further parameters are those of the store there."""
-    layers = layers_of(url, LAYERS)
+    layers = layers_option(url, LAYERS)
     of_store = {k: v for k, v in url.parameters.items() if k != "layers"}
     return MooncakeRollouts(open_mooncake_store(replace(url, parameters=of_store)), layers)

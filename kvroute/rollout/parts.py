@@ -32,7 +32,7 @@ class GoneError(StorageError):
     """The requested data is not there."""
 
 
-LAYERS_MAX: Final = 1024
+PART_LAYERS_MAX: Final = 1024
 """In a part: all layers of any model."""
 PART_NBYTES: Final = 64 << 10
 BATCH_NBYTES: Final = 8 << 20
@@ -41,10 +41,10 @@ HEADER: Final = (-1, 0)
 """The run of "parts" that is a record's header."""
 Record = tuple[bytes, memoryview]
 """The bytes of a header, and of all parts behind it."""
-Read = Callable[[Sequence[Range]], Sequence[Buffer]]
+ReadParts = Callable[[Sequence[Range]], Sequence[Buffer]]
 
 
-def places(handle: RolloutHandle, parts: Sequence[Range]) -> list[Range]:
+def file_places(handle: RolloutHandle, parts: Sequence[Range]) -> list[Range]:
     """Where runs of parts are in a record whose parts lie behind its header: offsets and sizes."""
     first = handle.header_nbytes
     return [
@@ -53,15 +53,17 @@ def places(handle: RolloutHandle, parts: Sequence[Range]) -> list[Range]:
     ]
 
 
-def layers_of(url: StoreUrl, default: int = 1) -> int:
+def layers_option(url: StoreUrl, default: int = 1) -> int:
     """The parameter ``layers``: how many a part has, a number or ``all``.
 
     With one layer, or as many as a stage has, a rank of pipeline parallelism reads only its layers.
     """
     text = url.parameters.get("layers", str(default))
-    count = LAYERS_MAX if text == "all" else int(text) if text.isascii() and text.isdecimal() and len(text) < 9 else 0
-    if not 1 <= count <= LAYERS_MAX:
-        raise ConfigError("rollout store parameter layers", f"1 to {LAYERS_MAX}, or all", repr(text))
+    count = (
+        PART_LAYERS_MAX if text == "all" else int(text) if text.isascii() and text.isdecimal() and len(text) < 9 else 0
+    )
+    if not 1 <= count <= PART_LAYERS_MAX:
+        raise ConfigError("rollout store parameter layers", f"1 to {PART_LAYERS_MAX}, or all", repr(text))
     return count
 
 
@@ -86,7 +88,7 @@ class PartStore(ABC):
         raise NotImplementedError
 
     @contextmanager
-    def _opened(self, handle: RolloutHandle) -> Iterator[Read]:
+    def _opened(self, handle: RolloutHandle) -> Iterator[ReadParts]:
         """:meth:`_read` for one record, which stays the same for the ``with`` block or is found to have changed."""
         yield partial(self._read, handle)
 
@@ -128,21 +130,21 @@ class PartStore(ABC):
         self._check_open()
         checked_id(rollout_id)
         try:
-            found = self._find(rollout_id)
-            if found is not None and found.rollout_id != rollout_id:
-                raise InvalidInputError("rollout", rollout_id, found.rollout_id)
+            handle = self._find(rollout_id)
+            if handle is not None and handle.rollout_id != rollout_id:
+                raise InvalidInputError("rollout", rollout_id, handle.rollout_id)
         except GoneError:
             return None
         except InvalidInputError:
             self._count(corrupt=1)
             return None
-        return found
+        return handle
 
     def get(
         self, handle: RolloutHandle, layers: Sequence[int] | None = None, spans: Sequence[Range] | None = None
     ) -> list[Routes] | Absence:
         self._check_open()
-        chosen, rows = _wanted(handle, layers, spans)
+        chosen, rows = _chosen(handle, layers, spans)
         try:
             with self._opened(handle) as read:
                 (head,) = read([HEADER])
@@ -150,7 +152,10 @@ class PartStore(ABC):
                 # Only now is the handle known to be one that was put, and what it claims made room for.
                 needed = header.needed(chosen, rows)
                 ids = header.ids(_in_turns(header, needed, read), chosen, rows)
-            found = [Routes.of_record(header, each, first, chosen) for each, (first, _) in zip(ids, rows, strict=True)]
+            routes = [
+                Routes.of_record(header, span_ids, first, chosen)
+                for span_ids, (first, _) in zip(ids, rows, strict=True)
+            ]
         except GoneError:
             self._count(misses=1)
             return Absence.MISS
@@ -158,7 +163,7 @@ class PartStore(ABC):
             self._count(corrupt=1)
             return Absence.CORRUPT
         self._count(hits=1, get_nbytes=handle.header_nbytes + sum(map(header.nbytes_of, needed)))
-        return found
+        return routes
 
     def delete(self, handle: RolloutHandle) -> None:
         self._check_open()
@@ -182,37 +187,37 @@ class PartStore(ABC):
             raise StoreClosedError(f"{self._name} is closed")
 
 
-def _in_turns(extent: Extent, parts: Sequence[Range], read: Read) -> Iterator[tuple[Range, Buffer]]:
+def _in_turns(extent: Extent, parts: Sequence[Range], read: ReadParts) -> Iterator[tuple[Range, Buffer]]:
     """Runs of parts and their bytes, few at once."""
     most = max(1, BATCH_NBYTES // extent.part_nbytes)
-    shorter = ((at, min(at + most, stop)) for start, stop in parts for at in range(start, stop, most))
+    shorter = ((first, min(first + most, stop)) for start, stop in parts for first in range(start, stop, most))
     for batch in chunks(shorter, extent.nbytes_of, BATCH_NBYTES):
         yield from zip(batch, read(batch), strict=True)
 
 
-def _wanted(
+def _chosen(
     handle: RolloutHandle, layers: Sequence[int] | None, spans: Sequence[Range] | None
 ) -> tuple[tuple[int, ...], tuple[Range, ...]]:
     """Indices of the layers with these ids, and ranges of rows; :class:`InvalidInputError` if there are none."""
     layer_ids, start, stop = handle.layout.layer_ids, handle.start, handle.stop
-    asked = set(layer_ids if layers is None else layers)
-    chosen = tuple(i for i, layer in enumerate(layer_ids) if layer in asked)
+    layers_wanted = set(layer_ids if layers is None else layers)
+    chosen = tuple(i for i, layer in enumerate(layer_ids) if layer in layers_wanted)
     if not chosen:
-        raise InvalidInputError("layers", f"one or more of {layer_ids}", sorted(asked))
-    given = ((start, stop),) if spans is None else tuple(spans)
-    for span in given:
+        raise InvalidInputError("layers", f"one or more of {layer_ids}", sorted(layers_wanted))
+    ranges = ((start, stop),) if spans is None else tuple(spans)
+    for span in ranges:
         if not (len(span) == 2 and start <= span[0] <= span[1] <= stop):
             raise InvalidInputError("spans", f"ranges of positions inside [{start}, {stop}]", span)
-    return chosen, tuple((a - start, b - start) for a, b in given)
+    return chosen, tuple((a - start, b - start) for a, b in ranges)
 
 
 def checked_header(handle: RolloutHandle, head: Buffer) -> Header:
     """The header in ``head``, if it is of this put; ``GoneError`` if of another put of the rollout, else
     ``InvalidInputError``."""
     header = unpack(head)
-    found = RolloutHandle.of(handle.store, header, len(head))
-    if found != handle:
-        if found.rollout_id == handle.rollout_id and found.put_id != handle.put_id:
+    own_handle = RolloutHandle.of(handle.store, header, len(head))
+    if own_handle != handle:
+        if own_handle.rollout_id == handle.rollout_id and own_handle.put_id != handle.put_id:
             raise GoneError(f"rollout {handle.rollout_id} was put again")
-        raise InvalidInputError("routes record", handle.name, found.name)
+        raise InvalidInputError("routes record", handle.name, own_handle.name)
     return header

@@ -21,10 +21,10 @@ from cache_manager.errors import StorageError
 from cache_manager.record import Buffer
 from cache_manager.storage.url import StoreUrl
 from kvroute.rollout.handle import RolloutHandle
-from kvroute.rollout.parts import GoneError, PartStore, Record, layers_of, places
+from kvroute.rollout.parts import GoneError, PartStore, Record, file_places, layers_option
 from kvroute.routes.parts import Range
 
-NAMESPACE: Final = "kvroute"
+RAY_NAMESPACE: Final = "kvroute"
 
 
 class Owner:
@@ -42,11 +42,11 @@ class Owner:
 
     def read(self, rollout_id: str, handle: str, ranges: list[Range]) -> list[NDArray[np.uint8]] | None:
         """The bytes of each range (offset, nbytes); ``None`` if that put is not there."""
-        found, reference = self._last.get(rollout_id, (None, None))
-        if found != handle:
+        last_handle, reference = self._last.get(rollout_id, (None, None))
+        if last_handle != handle:
             return None
         record = ray.get(reference)
-        return [record[at : at + nbytes] for at, nbytes in ranges]
+        return [record[first : first + nbytes] for first, nbytes in ranges]
 
     def delete(self, rollout_id: str, handle: str) -> None:
         if self.find(rollout_id) == handle:
@@ -72,8 +72,8 @@ class RayRollouts(PartStore):
 
     def _started(self) -> Any:
         if not ray.is_initialized():
-            ray.init(address="auto", namespace=NAMESPACE)
-        options = {"name": self._owner_name, "namespace": NAMESPACE, "lifetime": "detached", "get_if_exists": True}
+            ray.init(address="auto", namespace=RAY_NAMESPACE)
+        options = {"name": self._owner_name, "namespace": RAY_NAMESPACE, "lifetime": "detached", "get_if_exists": True}
         return ray.remote(num_cpus=0)(Owner).options(**options).remote()
 
     def _write(self, handle: RolloutHandle, record: Record) -> RolloutHandle:
@@ -81,23 +81,23 @@ class RayRollouts(PartStore):
         return handle
 
     def _read(self, handle: RolloutHandle, parts: Sequence[Range]) -> list[Buffer]:
-        found = self._ask("read", handle.rollout_id, handle.to_json(), places(handle, parts))
-        if found is None:
+        buffers = self._ask("read", handle.rollout_id, handle.to_json(), file_places(handle, parts))
+        if buffers is None:
             raise GoneError(f"rollout {handle.rollout_id} is not at its owner")
-        return [each.data for each in found]
+        return [buffer.data for buffer in buffers]
 
     def _find(self, rollout_id: str, /) -> RolloutHandle | None:
-        found = self._ask("find", rollout_id)
-        return None if found is None else RolloutHandle.from_json(found)
+        encoded = self._ask("find", rollout_id)
+        return None if encoded is None else RolloutHandle.from_json(encoded)
 
     def _delete(self, handle: RolloutHandle) -> None:
         with suppress(GoneError):
             self._ask("delete", handle.rollout_id, handle.to_json())
 
-    def _ask(self, what: str, *values: Any) -> Any:
+    def _ask(self, method: str, *values: Any) -> Any:
         with self._translated():
             try:
-                return ray.get(getattr(self._owner, what).remote(*values), timeout=self._timeout_s)
+                return ray.get(getattr(self._owner, method).remote(*values), timeout=self._timeout_s)
             except (GetTimeoutError, RayTaskError):
                 raise
             except Exception:  # Ray has no class of its own for an owner in a cluster that has ended
@@ -123,4 +123,4 @@ def open_ray_rollouts(url: StoreUrl) -> RayRollouts:
     url.allow("timeout", "layers")
     timeout_s = url.seconds("timeout", 60.0)
     assert timeout_s is not None
-    return RayRollouts(url.path or "rollouts", layers_of(url), timeout_s=timeout_s)
+    return RayRollouts(url.path or "rollouts", layers_option(url), timeout_s=timeout_s)

@@ -47,14 +47,14 @@ def fetch_shard(
     shards = split.packed(tokens)
     parts = []
     for i, handle in enumerate(handles):
-        mine = [(max(s.start, handle.start), min(s.stop, handle.stop)) for s in shards if s.sequence == i]
+        ranges = [(max(s.start, handle.start), min(s.stop, handle.stop)) for s in shards if s.sequence == i]
         # A rank without tokens of this sequence, or with padding only, still needs the layout of its rows.
-        spans = [span for span in mine if span[0] < span[1]] or [(handle.start, handle.start)]
+        spans = [span for span in ranges if span[0] < span[1]] or [(handle.start, handle.start)]
         # A stage whose layers are all missing is not a stage without routers.
         layout = handle.layout
         lost = set(stage).isdisjoint(layout.layer_ids) and not set(stage).isdisjoint(layout.missing_layers)
-        found = store.get(handle, layout.layer_ids[:1] if lost else stage, spans)
-        if isinstance(found, Absence):
-            raise RowError(f"rollout {handle.rollout_id}", "routes that are there and whole", found.value)
-        parts.append(union(found) if len(found) > 1 else found[0])
+        fetched = store.get(handle, layout.layer_ids[:1] if lost else stage, spans)
+        if isinstance(fetched, Absence):
+            raise RowError(f"rollout {handle.rollout_id}", "routes that are there and whole", fetched.value)
+        parts.append(union(fetched) if len(fetched) > 1 else fetched[0])
     return shard_packed(parts, tokens, split, "moe" if layers is None else stage, dtype, missing, pad=pad, ep=ep)

@@ -28,7 +28,7 @@ from kvroute.routes.token_hash import TokenHash, joined_hashes
 Mask = NDArray[np.bool_]
 """``[n]``: which rows are known; or ``[n, layers]``: which cells."""
 
-Gap = tuple[int, int | None]
+MissingCell = tuple[int, int | None]
 """A position, and the first layer that is missing there; ``None``: the whole row is missing."""
 
 C = TypeVar("C", bound="Cells")
@@ -57,17 +57,17 @@ class Cells:
 
     def _take(self, layout: Layout, ids: NDArray[Any], mask: Mask, *more: Any) -> None:
         """Take over checked fields, in their order; ids of unknown cells are all ones."""
-        if mask.ndim == 2 and ((there := some(mask)) == mask.all(axis=1)).all():
-            mask = there
+        if mask.ndim == 2 and ((rows_known := some(mask)) == mask.all(axis=1)).all():
+            mask = rows_known
         ids.flags.writeable = mask.flags.writeable = False
         for name, value in zip(Cells.__slots__, (layout, ids, mask, *more), strict=True):
             object.__setattr__(self, name, value)
 
     def _with(self, **fields: Any) -> Self:
         """These cells with other fields, which were checked before; arrays are taken over."""
-        made = object.__new__(type(self))
-        made._take(*(fields[name] if name in fields else getattr(self, name) for name in Cells.__slots__))
-        return made
+        cells = object.__new__(type(self))
+        cells._take(*(fields[name] if name in fields else getattr(self, name) for name in Cells.__slots__))
+        return cells
 
     def __setstate__(self, state: Sequence[Any]) -> None:
         self._take(*state)  # arrays that were pickled or copied are writable
@@ -111,7 +111,7 @@ class Cells:
         lost = np.full(len(self.ids), True) if self.layout.missing_layers else ~self.valid
         return tuple((self.start + a, self.start + b) for a, b in runs(lost))
 
-    def first_gap(self, stop: int, start: int = 0, layers: Sequence[int] | None = None) -> Gap | None:
+    def first_gap(self, stop: int, start: int = 0, layers: Sequence[int] | None = None) -> MissingCell | None:
         """The first position in ``[start, stop)`` at which one of ``layers`` (all routed ones) is missing, and which.
 
         The layer is ``None`` if the whole row is missing; ``layers`` without a router are ignored.
@@ -120,18 +120,18 @@ class Cells:
             return None
         if not self.start <= start < self.stop:
             return start, None
-        layout, at = self.layout, slice(start - self.start, min(stop, self.stop) - self.start)
-        chosen, lost, there = layout.routed_layers if layers is None else layers, list[int](), self.mask[at]
+        layout, part = self.layout, slice(start - self.start, min(stop, self.stop) - self.start)
+        chosen, lost, known_rows = layout.routed_layers if layers is None else layers, list[int](), self.mask[part]
         if layout.missing_layers:
             lost = [n for n in layout.missing_layers if n in chosen]
-        if there.ndim == 2:
-            there = there[:, [n in chosen for n in layout.layer_ids]].all(axis=1) & some(there)
-        if not lost and np.count_nonzero(there) == len(there):
+        if known_rows.ndim == 2:
+            known_rows = known_rows[:, [n in chosen for n in layout.layer_ids]].all(axis=1) & some(known_rows)
+        if not lost and np.count_nonzero(known_rows) == len(known_rows):
             return None if stop <= self.stop else (self.stop, None)
-        row = 0 if lost else int(there.argmin())
-        here = self.known[at][row]
-        lost += [n for n, known in zip(layout.layer_ids, here, strict=True) if not known and n in chosen]
-        return start + row, min(lost) if here.any() else None
+        row = 0 if lost else int(known_rows.argmin())
+        cells = self.known[part][row]
+        lost += [n for n, known in zip(layout.layer_ids, cells, strict=True) if not known and n in chosen]
+        return start + row, min(lost) if cells.any() else None
 
 
 def some(mask: Mask) -> NDArray[np.bool_]:
@@ -139,11 +139,11 @@ def some(mask: Mask) -> NDArray[np.bool_]:
     return mask if mask.ndim == 1 else np.logical_or.reduce(mask, axis=1)
 
 
-def last_of(there: NDArray[np.bool_]) -> int:
-    """The index after the last true of ``there`` ``[n]``; 0 if there is none."""
-    if len(there) and there[-1]:
-        return len(there)
-    rows = np.flatnonzero(there)
+def last_of(mask: NDArray[np.bool_]) -> int:
+    """The index after the last true of ``mask`` ``[n]``; 0 if there is none."""
+    if len(mask) and mask[-1]:
+        return len(mask)
+    rows = np.flatnonzero(mask)
     return int(rows[-1]) + 1 if len(rows) else 0
 
 
@@ -179,7 +179,7 @@ def check_known(layout: Layout, ids: NDArray[Any], mask: Mask, start: int) -> No
     check_ids(ids, layout.num_experts, layout.layer_ids, kept + start)
 
 
-def lacking(gap: Gap, wanted: str) -> RowError:
+def missing_error(gap: MissingCell, wanted: str) -> RowError:
     """The error for the first ``gap`` in what a caller ``wanted``."""
     position, layer = gap
     if layer is None:
@@ -202,35 +202,40 @@ def union(parts: Sequence[C], **fields: Any) -> C:
     ids = np.empty((stop - start, len(layout.layer_ids), layout.top_k), layout.dtype)
     known = np.zeros((len(ids), 1 if by_row else ids.shape[1]), np.bool_)
     versions = np.full(len(ids), UNKNOWN) if any(p.weights_versions for p in ordered) else None
-    told_of = np.zeros(known.shape, np.bool_)  # cells whose version some part knows
+    labelled = np.zeros(known.shape, np.bool_)  # cells whose version some part knows
     reached = start  # positions before it have been filled
     for part in ordered:
-        of, its = part.layout.layer_ids, part.mask[:, None] if by_row else part.known
-        whole = of == layout.layer_ids  # ids are then copied and compared as bytes, cells are slower
-        columns = slice(None) if whole else [layout.layer_ids.index(layer) for layer in of]
+        part_layers, part_known = part.layout.layer_ids, part.mask[:, None] if by_row else part.known
+        whole = part_layers == layout.layer_ids  # ids are then copied and compared as bytes, cells are slower
+        columns = slice(None) if whole else [layout.layer_ids.index(layer) for layer in part_layers]
         to, its_ids = (ids, part.ids) if whole else (cells_of(ids), cells_of(part.ids))
-        first, old = part.start - start, min(max(reached - part.start, 0), len(its))  # so many rows are there already
-        here, rest = slice(first, first + old), slice(first + old, first + len(its))
+        first, old = (
+            part.start - start,
+            min(max(reached - part.start, 0), len(part_known)),
+        )  # so many rows are there already
+        overlap, beyond = slice(first, first + old), slice(first + old, first + len(part_known))
         if versions is not None:
-            told = np.where(part.some, by_position(part.weights_versions, part.start, part.stop), UNKNOWN)
-            _settle(versions[here], told[:old], part.start)
-            versions[rest] = told[old:]
+            labels = np.where(part.some, by_position(part.weights_versions, part.start, part.stop), UNKNOWN)
+            _settle(versions[overlap], labels[:old], part.start)
+            versions[beyond] = labels[old:]
             if not by_row:
-                told_of[first : first + len(its), columns] |= its & (told != UNKNOWN)[:, None]
+                labelled[first : first + len(part_known), columns] |= part_known & (labels != UNKNOWN)[:, None]
         if old:
-            there, new = known[here, columns], its[:old]
-            if not (whole and np.array_equal(ids[here], part.ids[:old])):
+            held, new = known[overlap, columns], part_known[:old]
+            if not (whole and np.array_equal(ids[overlap], part.ids[:old])):
                 cells, its_cells = cells_of(ids), cells_of(part.ids)[:old]
-                if (differs := (cells[here, columns] != its_cells) & there & new).any():
+                if (differs := (cells[overlap, columns] != its_cells) & held & new).any():
                     row, i = np.argwhere(differs)[0].tolist()
-                    wanted = f"{ids[first + row, layout.layer_ids.index(of[i])].tolist()}, as in an earlier part"
-                    raise RowError(f"row {part.start + row} layer {of[i]}", wanted, part.ids[row, i].tolist())
-                cells[here, columns] = np.where(new, its_cells, cells[here, columns])
-            known[here, columns] = there | new
-        to[rest, columns], known[rest, columns] = its_ids[old:], its[old:]
+                    wanted = (
+                        f"{ids[first + row, layout.layer_ids.index(part_layers[i])].tolist()}, as in an earlier part"
+                    )
+                    raise RowError(f"row {part.start + row} layer {part_layers[i]}", wanted, part.ids[row, i].tolist())
+                cells[overlap, columns] = np.where(new, its_cells, cells[overlap, columns])
+            known[overlap, columns] = held | new
+        to[beyond, columns], known[beyond, columns] = its_ids[old:], part_known[old:]
         reached = max(reached, part.stop)
     if versions is not None and not by_row:
-        versions[(known & ~told_of).any(axis=1)] = UNKNOWN
+        versions[(known & ~labelled).any(axis=1)] = UNKNOWN
     mask = known[:, 0] if by_row else known
     blank(ids, mask)
     spans = () if versions is None else from_positions(versions, start)

@@ -17,9 +17,9 @@ from numpy.typing import DTypeLike, NDArray
 
 from cache_manager.errors import InvalidInputError, RowError
 from kvroute.checks import whole
-from kvroute.routes.cells import Cells, lacking
+from kvroute.routes.cells import Cells, missing_error
 from kvroute.routes.layout import Layers, Layout, check_alike
-from kvroute.routes.split import TAIL, Shard, Split, places
+from kvroute.routes.split import TAIL, Shard, Split, count_places
 
 Side = Literal["left", "right"]
 Order = Literal["sequence", "batch"]
@@ -31,7 +31,7 @@ FILLERS: Final[tuple[str, ...]] = get_args(Filler)
 _Slices = list[tuple[slice, slice]]
 
 
-class Plan:
+class FillPlan:
     """How rows of one model become rows of ``layers`` and ``dtype``: which layers go where, and how holes are filled.
 
     Made once for many pieces of one array, or for many sequences. Raises :class:`RowError` for a layer or a spelling
@@ -78,7 +78,7 @@ class Plan:
         """
         last = first + len(out)
         if missing == "error" and (gap := routes.first_gap(last, first, self.layers)) is not None:
-            raise lacking(gap, f"a row for each of the positions [{first}, {last})")
+            raise missing_error(gap, f"a row for each of the positions [{first}, {last})")
         a, b = min(max(first, routes.start), last), max(min(last, routes.stop), first)
         if a >= b:
             self.filler(out, missing, first)
@@ -90,26 +90,26 @@ class Plan:
         if routes.layout is not layout and routes.layout != layout:
             columns = _columns(self.layers, routes.layout.layer_ids, routes.layout.missing_layers)
         copies, dense, lacks = columns
-        here, at = out[a - first : b - first], slice(a - routes.start, b - routes.start)
-        for to, of in copies:
-            here[:, to] = routes.ids[at, of]
+        target, rows = out[a - first : b - first], slice(a - routes.start, b - routes.start)
+        for to, source in copies:
+            target[:, to] = routes.ids[rows, source]
         for to, _ in dense:
-            here[:, to] = 0
+            target[:, to] = 0
         if missing == "error":
             return
-        there = routes.mask[at]  # [n], or [n, layers of out]
-        if there.all() and not lacks:
+        present = routes.mask[rows]  # [n], or [n, layers of out]
+        if present.all() and not lacks:
             return
-        if lacks or there.ndim == 2:
-            known, there = routes.known[at], np.zeros(here.shape[:2], np.bool_)
-            for to, of in copies:
-                there[:, to] = known[:, of]
+        if lacks or present.ndim == 2:
+            known, present = routes.known[rows], np.zeros(target.shape[:2], np.bool_)
+            for to, source in copies:
+                present[:, to] = known[:, source]
             for to, _ in dense:  # zeros, except in a row without a known cell
-                there[:, to] = known.any(axis=1, keepdims=True)
-        holes = np.flatnonzero(~there.reshape(len(there), -1).all(axis=1))
-        filled = np.empty((len(holes), *here.shape[1:]), self.dtype)
+                present[:, to] = known.any(axis=1, keepdims=True)
+        holes = np.flatnonzero(~present.reshape(len(present), -1).all(axis=1))
+        filled = np.empty((len(holes), *target.shape[1:]), self.dtype)
         self.filler(filled, missing, holes + a)
-        here[holes] = filled if there.ndim == 1 else np.where(there[holes][..., None], here[holes], filled)
+        target[holes] = filled if present.ndim == 1 else np.where(present[holes][..., None], target[holes], filled)
 
     def filler(self, out: NDArray[Any], missing: Missing, positions: int | NDArray[np.int64]) -> None:
         """Fill ``out`` ``[n, layers, top_k]`` with missing rows: at ``positions``, or from that position on.
@@ -122,8 +122,8 @@ class Plan:
             return
         k, ep, experts = self._top_k, self._ep, self._experts
         if missing == "spread":
-            at = np.arange(positions, positions + len(out)) if isinstance(positions, int) else positions
-            base = at[:, None] * k + np.array(self.layers, np.int64) * (ep * k)
+            indices = np.arange(positions, positions + len(out)) if isinstance(positions, int) else positions
+            base = indices[:, None] * k + np.array(self.layers, np.int64) * (ep * k)
             a = base[:, :, None] + np.arange(k)
             out[...] = a % ep * (experts // ep) + a // ep % (experts // ep)
         else:
@@ -147,16 +147,16 @@ def _columns(
 def _slices(pairs: Sequence[tuple[int, int]]) -> _Slices:
     """``pairs`` of places as few pairs of slices: runs in which both go up by a constant, as where every other layer
     has a router."""
-    found, left = _Slices(), np.array(pairs, np.int64).reshape(-1, 2)
-    while len(left):
-        steps = np.diff(left, axis=0)
+    slices, remaining = _Slices(), np.array(pairs, np.int64).reshape(-1, 2)
+    while len(remaining):
+        steps = np.diff(remaining, axis=0)
         same = (steps > 0).all(axis=1) & (steps == steps[:1]).all(axis=1)
         n = 1 + (len(same) if same.all() else int(same.argmin()))
         by = steps[0] if n > 1 else np.ones(2, np.int64)
-        to, of = (slice(*each) for each in np.stack([left[0], left[n - 1] + 1, by], axis=1).tolist())
-        found.append((to, of))
-        left = left[n:]
-    return found
+        to, source = (slice(*bounds) for bounds in np.stack([remaining[0], remaining[n - 1] + 1, by], axis=1).tolist())
+        slices.append((to, source))
+        remaining = remaining[n:]
+    return slices
 
 
 # A rank's rows of a batch ---------------------------------------------------------------------------------------------
@@ -185,7 +185,7 @@ def shard_packed(
     """
     plan = _plan(parts, tokens, split, layers, dtype, ep, missing, pad)
     shards = split.packed(tokens)
-    out = np.empty((places(shards), len(plan.layers), parts[0].layout.top_k), plan.dtype)
+    out = np.empty((count_places(shards), len(plan.layers), parts[0].layout.top_k), plan.dtype)
     _place(plan, out, parts, tokens, shards)
     return out
 
@@ -215,53 +215,53 @@ def shard_padded(
             raise InvalidInputError(name, " or ".join(words), repr(word))
     plan = _plan(parts, tokens, split, layers, dtype, ep, missing, pad)
     columns = split.columns(width)
-    shape = [len(parts), places(columns)]
+    shape = [len(parts), count_places(columns)]
     out = np.empty(
         (*(reversed(shape) if order == "sequence" else shape), len(plan.layers), parts[0].layout.top_k), plan.dtype
     )
-    for i, (count, mine) in enumerate(zip(tokens, out.swapaxes(0, 1) if order == "sequence" else out, strict=True)):
+    for i, (count, target) in enumerate(zip(tokens, out.swapaxes(0, 1) if order == "sequence" else out, strict=True)):
         if whole(f"tokens of sequence {i}", count) > width:
             raise InvalidInputError(f"tokens of sequence {i}", f"{width} at most, the width of the batch", count)
-        left = width - count if side == "left" else 0
-        _place(plan, mine, parts, tokens, [Shard(i, start - left, stop - left) for _, start, stop in columns])
+        shift = width - count if side == "left" else 0
+        _place(plan, target, parts, tokens, [Shard(i, start - shift, stop - shift) for _, start, stop in columns])
     return out
 
 
 def _place(
-    plan: Plan, out: NDArray[Any], parts: Sequence[Cells], tokens: Sequence[int], shards: Sequence[Shard]
+    plan: FillPlan, out: NDArray[Any], parts: Sequence[Cells], tokens: Sequence[int], shards: Sequence[Shard]
 ) -> None:
     """Put the positions of ``shards`` into ``out``, one after another; positions without a token are padding."""
-    at = 0
+    place = 0
     for sequence, first, stop in shards:
-        here = out[at : (at := at + stop - first)]
+        target = out[place : (place := place + stop - first)]
         if sequence == TAIL:
-            plan.filler(here, plan.pad, first)
+            plan.filler(target, plan.pad, first)
             continue
         count = tokens[sequence]
         try:  # routes may go on after the tokens that the trainer has kept; those rows do not belong to it
-            plan.place(here, parts[sequence], first, count - 1, count)
+            plan.place(target, parts[sequence], first, count - 1, count)
         except RowError as error:
             raise RowError(f"sequence {sequence} {error.field}", error.wanted, error.got) from error
 
 
 def _plan(
     parts: Sequence[Cells], tokens: Sequence[int], split: Split, layers: Layers, dtype: DTypeLike, *more: Any
-) -> Plan:
+) -> FillPlan:
     if not parts or len(parts) != len(tokens):
         raise RowError("tokens", f"one number for each of {len(parts)} routes, at least one", len(tokens))
     check_alike(parts)
     wanted = layers if isinstance(layers, str) else tuple(layers)
-    asked = (parts[0].layout, split, wanted, np.dtype(dtype), *more)
+    plan_key = (parts[0].layout, split, wanted, np.dtype(dtype), *more)
     try:
-        return _plan_of(*asked)
+        return _plan_of(*plan_key)
     except TypeError:  # an argument cannot be hashed: the plan itself raises for it
-        return _plan_of.__wrapped__(*asked)
+        return _plan_of.__wrapped__(*plan_key)
 
 
 @lru_cache(maxsize=64)
-def _plan_of(layout: Layout, split: Split, layers: Layers, *more: Any) -> Plan:
+def _plan_of(layout: Layout, split: Split, layers: Layers, *more: Any) -> FillPlan:
     """A rank's plan, which is the same for every batch."""
     if isinstance(layers, str):
         chosen = set(layout.chosen(layers))
         layers = tuple(layer for layer in split.layers(layout.num_layers) if layer in chosen)
-    return Plan(layout, layers, *more)
+    return FillPlan(layout, layers, *more)

@@ -15,7 +15,7 @@ from kvroute.routing import id_dtype, routing_spec
 Layers = Literal["all", "moe"] | Sequence[int]
 """Every layer of the model; those with a router; or these layer ids, in this order."""
 
-_MODEL: Final = ("routed_layers", "num_experts", "num_layers", "top_k")
+_MODEL_FIELDS: Final = ("routed_layers", "num_experts", "num_layers", "top_k")
 
 
 class Layout(msgspec.Struct, frozen=True, cache_hash=True, forbid_unknown_fields=True):
@@ -71,11 +71,11 @@ class Layout(msgspec.Struct, frozen=True, cache_hash=True, forbid_unknown_fields
         missing = tuple(sorted(set(self.routed_layers).difference(layer_ids)))
         return Layout(layer_ids, self.num_experts, self.num_layers, self.top_k, missing)
 
-    def check_model(self, given: Layout, what: str = "routes", why: str = "as the model has") -> None:
-        """Raise :class:`RowError` that names ``what`` and the field unless ``given`` is of the same model."""
-        for name in () if given is self else _MODEL:
-            if (wanted := getattr(self, name)) != (got := getattr(given, name)):
-                raise RowError(f"{what} {name}", f"{wanted}, {why}", got)
+    def check_model(self, layout: Layout, subject: str = "routes", why: str = "as the model has") -> None:
+        """Raise :class:`RowError` that names ``subject`` and the field unless ``layout`` is of the same model."""
+        for name in () if layout is self else _MODEL_FIELDS:
+            if (wanted := getattr(self, name)) != (got := getattr(layout, name)):
+                raise RowError(f"{subject} {name}", f"{wanted}, {why}", got)
 
     def chosen(self, layers: Layers) -> tuple[int, ...]:
         """The layer ids that ``layers`` means; :class:`RowError` for one that the model does not have, or twice."""
@@ -88,12 +88,12 @@ class Layout(msgspec.Struct, frozen=True, cache_hash=True, forbid_unknown_fields
 
 def _distinct(field: str, layers: Iterable[int], num_layers: int, but: Sequence[int] = ()) -> tuple[int, ...]:
     """``layers``, distinct and in range; a hostile record makes neither this check nor its error long."""
-    given = tuple(layers)
-    sound = all(isinstance(layer, (int, np.integer)) and 0 <= layer < num_layers for layer in given)
-    if not sound or len(set(given)) < len(given) or not set(given).isdisjoint(but):
-        others = ", and none of layer_ids" if but else ""
-        raise RowError(field, f"distinct ones of the layers [0, {num_layers}){others}", repr(given[:8])[:200])
-    return tuple(map(int, given))
+    layer_ids = tuple(layers)
+    sound = all(isinstance(layer, (int, np.integer)) and 0 <= layer < num_layers for layer in layer_ids)
+    if not sound or len(set(layer_ids)) < len(layer_ids) or not set(layer_ids).isdisjoint(but):
+        beside = ", and none of layer_ids" if but else ""
+        raise RowError(field, f"distinct ones of the layers [0, {num_layers}){beside}", repr(layer_ids[:8])[:200])
+    return tuple(map(int, layer_ids))
 
 
 class HasLayout(Protocol):
@@ -101,14 +101,14 @@ class HasLayout(Protocol):
     def layout(self) -> Layout: ...
 
 
-def check_alike(parts: Sequence[HasLayout], what: str = "sample") -> None:
-    """Raise :class:`RowError` that names ``what``, the field and both values unless ``parts`` are of one model.
+def check_alike(parts: Sequence[HasLayout], subject: str = "sample") -> None:
+    """Raise :class:`RowError` that names ``subject``, the field and both values unless ``parts`` are of one model.
 
     The same for something that is no routes, as ``None`` for a sample without rows.
     """
     for i, part in enumerate(parts):
         if not isinstance(getattr(part, "layout", None), Layout):
-            wanted = f"routes, with no rows for a {what} that has none"
-            raise RowError(f"{what} {i}", wanted, type(part).__name__)
+            wanted = f"routes, with no rows for a {subject} that has none"
+            raise RowError(f"{subject} {i}", wanted, type(part).__name__)
         if part.layout is not parts[0].layout:
-            parts[0].layout.check_model(part.layout, f"{what} {i}", f"as {what} 0 has")
+            parts[0].layout.check_model(part.layout, f"{subject} {i}", f"as {subject} 0 has")

@@ -148,22 +148,22 @@ class Extent(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         rows: Sequence[Range],
     ) -> None:
         """Put what the parts ``[first, stop)`` have of the wanted layers and rows where it belongs."""
-        part, at = run[0], 0
+        part, offset = run[0], 0
         while part < run[1]:  # one group of layers after another
             group, band = divmod(part, self.bands)
             part = min(run[1], (group + 1) * self.bands)
             a, b = band * self.part_tokens, min(self.rows, (part - group * self.bands) * self.part_tokens)
             first, last = group * self.part_layers, min((group + 1) * self.part_layers, self.layers)
             size = (b - a) * (last - first)
-            block = np.frombuffer(content, cells[0].dtype, size, at).reshape(b - a, last - first)
-            at += size * self.layout.cell_nbytes
+            block = np.frombuffer(content, cells[0].dtype, size, offset).reshape(b - a, last - first)
+            offset += size * self.layout.cell_nbytes
             left, right = bisect_left(layers, first), bisect_left(layers, last)
             whole = right - left == last - first
-            mine = slice(None) if whole else [layer - first for layer in layers[left:right]]
+            columns = slice(None) if whole else [layer - first for layer in layers[left:right]]
             for (start, stop), target in zip(rows, cells, strict=True):
                 low, high = max(a, start), min(b, stop)
                 if low < high:
-                    target[low - start : high - start, left:right] = block[low - a : high - a, mine]
+                    target[low - start : high - start, left:right] = block[low - a : high - a, columns]
 
 
 def cells_of(ids: NDArray[Any]) -> NDArray[Any]:

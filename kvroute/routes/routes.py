@@ -14,8 +14,8 @@ from cache_manager.publish import Rows
 from cache_manager.spec import AuxBlockDataSpec
 from kvroute.checks import whole
 from kvroute.routes import spans, wire
-from kvroute.routes.cells import Cells, Mask, blank, check_known, lacking, last_of, some, union
-from kvroute.routes.fill import Missing, Plan
+from kvroute.routes.cells import Cells, Mask, blank, check_known, last_of, missing_error, some, union
+from kvroute.routes.fill import FillPlan, Missing
 from kvroute.routes.layout import Layers, Layout, check_alike
 from kvroute.routes.spans import UNKNOWN, WeightsSpan
 from kvroute.routes.token_hash import (
@@ -71,12 +71,12 @@ class Routes(Cells):
         token_hashes: Iterable[TokenHash] = (),
         missing_layers: Iterable[int] = (),
     ) -> None:
-        given, mask = np.asarray(ids), np.array(valid)
-        if given.ndim != 3:
-            raise RowError("routes.ids", "integers [n, layers, top_k]", f"{given.dtype} of shape {given.shape}")
-        layout = Layout(tuple(layer_ids), num_experts, num_layers, given.shape[2], tuple(missing_layers))
-        check_known(layout, given, mask, start)
-        own = np.array(given, layout.dtype, order="C")  # known ids fit
+        array, mask = np.asarray(ids), np.array(valid)
+        if array.ndim != 3:
+            raise RowError("routes.ids", "integers [n, layers, top_k]", f"{array.dtype} of shape {array.shape}")
+        layout = Layout(tuple(layer_ids), num_experts, num_layers, array.shape[2], tuple(missing_layers))
+        check_known(layout, array, mask, start)
+        own = np.array(array, layout.dtype, order="C")  # known ids fit
         super().__init__(layout, own, mask, start, tuple(weights_versions), tuple(token_hashes))
 
     @classmethod
@@ -110,12 +110,12 @@ class Routes(Cells):
         elif weights_version is not None and not isinstance(weights_version, Rows):
             raise RowError("weights_version", "an integer, or Rows of a weights_version spec", repr(weights_version))
         elif weights_version is not None:
-            told, there = np.asarray(weights_version.values), np.asarray(weights_version.valid)
-            if told.shape != (len(ids),) or there.shape != (len(ids),) or told.dtype.kind not in "iu":
-                raise RowError("weights_version rows", f"integers [{len(ids)}]", f"{told.dtype} {told.shape}")
-            if there.dtype != np.bool_:  # integers would act as indices
-                raise RowError("weights_version valid", f"bool [{len(ids)}]", f"{there.dtype} {there.shape}")
-            spanned = spans.from_positions(np.where(there, told.astype(np.int64), UNKNOWN), start)
+            labels, labelled = np.asarray(weights_version.values), np.asarray(weights_version.valid)
+            if labels.shape != (len(ids),) or labelled.shape != (len(ids),) or labels.dtype.kind not in "iu":
+                raise RowError("weights_version rows", f"integers [{len(ids)}]", f"{labels.dtype} {labels.shape}")
+            if labelled.dtype != np.bool_:  # integers would act as indices
+                raise RowError("weights_version valid", f"bool [{len(ids)}]", f"{labelled.dtype} {labelled.shape}")
+            spanned = spans.from_positions(np.where(labelled, labels.astype(np.int64), UNKNOWN), start)
         if not checked:
             check_known(layout, ids, valid, start)
         return cls.checked(layout, np.array(ids, layout.dtype, order="C"), valid.copy(), start, spanned)
@@ -134,9 +134,9 @@ class Routes(Cells):
 
         Arrays of the right dtype are taken over. Ids that no router can have chosen would pass unnoticed.
         """
-        made = object.__new__(cls)
-        Cells.__init__(made, layout, ids, mask, start, tuple(weights_versions), tuple(token_hashes))
-        return made
+        routes = object.__new__(cls)
+        Cells.__init__(routes, layout, ids, mask, start, tuple(weights_versions), tuple(token_hashes))
+        return routes
 
     # ---------------------------------------------------------------- what there is
 
@@ -203,10 +203,10 @@ class Routes(Cells):
         check_alike(parts, "part")
         if tokens is None:
             return union(parts, token_hashes=of_one_sequence([(part.end, part.token_hashes) for part in parts]))
-        given = token_ids(tokens)
-        told = (each for part in parts for each in part.token_hashes)
-        hashes = joined_hashes((*told, *token_hashes(given, [len(given)])))
-        check_tokens(hashes, given, max(part.stop for part in parts))
+        ids = token_ids(tokens)
+        part_hashes = (entry for part in parts for entry in part.token_hashes)
+        hashes = joined_hashes((*part_hashes, *token_hashes(ids, [len(ids)])))
+        check_tokens(hashes, ids, max(part.stop for part in parts))
         return union(parts, token_hashes=hashes)
 
     def without(self, layers: Iterable[int], at: ArrayLike) -> Routes:
@@ -232,11 +232,11 @@ class Routes(Cells):
         """
         if not self.start <= start <= stop <= self.stop:
             raise RowError("slice", f"positions inside [{self.start}, {self.stop}]", f"[{start}, {stop})")
-        at = np.s_[start - self.start : stop - self.start]
-        rows = last_of(some(self.mask[at]))
+        part = np.s_[start - self.start : stop - self.start]
+        rows = last_of(some(self.mask[part]))
         return self._with(
-            ids=self.ids[at],
-            mask=self.mask[at],
+            ids=self.ids[part],
+            mask=self.mask[part],
             start=start,
             weights_versions=spans.clipped(self.weights_versions, start, stop),
             token_hashes=tying(self.token_hashes, start + rows if rows else 0, stop + 1),
@@ -252,12 +252,12 @@ class Routes(Cells):
         without which rows that were tied to tokens would not be. :class:`RowError` for too few tokens; if the routes
         are already bound to other tokens; and if nothing but hashes of more tokens than these ties their rows.
         """
-        given = token_ids(tokens, self.stop)
+        ids = token_ids(tokens, self.stop)
         held = [count for count, _ in self.token_hashes if count >= self.end]
-        if held and held[0] > len(given):
-            raise RowError("tokens", f"{held[0]} or more, as the routes are bound to", len(given))
-        wanted = {len(given)} if counts is None else set(counts)
-        hashes = token_hashes(given, wanted.union(count for count, _ in self.token_hashes if count <= len(given)))
+        if held and held[0] > len(ids):
+            raise RowError("tokens", f"{held[0]} or more, as the routes are bound to", len(ids))
+        wanted = {len(ids)} if counts is None else set(counts)
+        hashes = token_hashes(ids, wanted.union(count for count, _ in self.token_hashes if count <= len(ids)))
         joined = joined_hashes((*self.token_hashes, *hashes))
         if counts is None:
             return self._with(token_hashes=joined)
@@ -280,11 +280,11 @@ class Routes(Cells):
         if tokens is not None:
             check_tokens(self.token_hashes, token_ids(tokens, self.stop), self.end)
         if rows is not None and (gap := self.first_gap(rows)) is not None:
-            raise lacking(gap, f"a row for each of the positions [0, {rows})")
+            raise missing_error(gap, f"a row for each of the positions [0, {rows})")
         if loss_mask is not None:
             for first, stop in spans.runs(np.asarray(loss_mask)[1:] != 0):  # the rows before positions with a loss
                 if (gap := self.first_gap(stop, first)) is not None:
-                    raise lacking(gap, f"a row, as position {gap[0] + 1} has a loss")
+                    raise missing_error(gap, f"a row, as position {gap[0] + 1} has a loss")
 
     # ---------------------------------------------------------------- for trainers
 
@@ -310,7 +310,7 @@ class Routes(Cells):
 
         Raises :class:`RowError` naming the first missing position and layer, and for a dtype that cannot hold the ids.
         """
-        plan = Plan(self.layout, layers, np.dtype(dtype), ep, missing)
+        plan = FillPlan(self.layout, layers, np.dtype(dtype), ep, missing)
         out = np.empty((whole("rows", rows, error=RowError), len(plan.layers), self.top_k), plan.dtype)
         plan.fill(out, self, 0, missing)
         return out
@@ -327,9 +327,9 @@ class Routes(Cells):
         """The routes of a record, however its parts are cut. Raises :class:`RowError` for anything else, also if one
         bit has changed.
         """
-        made = cls.of_record(*wire.read(data))
-        made.validate()
-        return made
+        routes = cls.of_record(*wire.read(data))
+        routes.validate()
+        return routes
 
     @classmethod
     def of_record(

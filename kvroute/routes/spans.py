@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Any, Final
 
@@ -34,18 +34,18 @@ def runs(mask: NDArray[np.bool_]) -> tuple[Span, ...]:
 
 def checked_versions(versions: Iterable[WeightsSpan], start: int, stop: int) -> tuple[WeightsSpan, ...]:
     """``versions`` with equal neighbours joined; :class:`RowError` unless they increase inside ``[start, stop)``."""
-    found: list[WeightsSpan] = []
+    joined: list[WeightsSpan] = []
     for span in versions:
         if len(span) != 3 or not all(isinstance(v, (int, np.integer)) and 0 <= v < 1 << 63 for v in span):
             raise RowError("routes.weights_versions", "(start, stop, version), integers in [0, 2^63)", repr(span))
         a, b, version = (int(v) for v in span)
-        first = found[-1][1] if found else start
+        first = joined[-1][1] if joined else start
         if not first <= a < b <= stop:
             raise RowError("routes.weights_versions", f"increasing ranges inside [{first}, {stop})", f"[{a}, {b})")
-        if found and found[-1][1:] == (a, version):
-            a = found.pop()[0]
-        found.append((a, b, version))
-    return tuple(found)
+        if joined and joined[-1][1:] == (a, version):
+            a = joined.pop()[0]
+        joined.append((a, b, version))
+    return tuple(joined)
 
 
 def clipped(versions: Iterable[WeightsSpan], start: int, stop: int) -> tuple[WeightsSpan, ...]:
@@ -65,5 +65,13 @@ def by_position(spans: Iterable[WeightsSpan], start: int, stop: int) -> NDArray[
 def from_positions(versions: NDArray[Any], start: int) -> tuple[WeightsSpan, ...]:
     """The ranges of equal versions, without :data:`UNKNOWN` ones; ``versions[0]`` is that of position ``start``."""
     bounds = [0, *(np.flatnonzero(np.diff(versions)) + 1).tolist(), len(versions)]
-    found = ((start + a, start + b, int(versions[a])) for a, b in pairwise(bounds) if a < b)
-    return tuple(span for span in found if span[2] != UNKNOWN)
+    ranges = ((start + a, start + b, int(versions[a])) for a, b in pairwise(bounds) if a < b)
+    return tuple(span for span in ranges if span[2] != UNKNOWN)
+
+
+def flags(spans: Iterable[Sequence[int]], n: int) -> NDArray[np.bool_]:
+    """Which of ``n`` positions lie in one of the ranges ``[start, stop)``."""
+    inside = np.zeros(n, np.bool_)
+    for start, stop in spans:
+        inside[start:stop] = True
+    return inside

@@ -99,18 +99,18 @@ Shard(sequence=1, start=3, stop=4)]
         align = self.sequence_align
         padded = [-(-n // align) * align for n in tokens]
         if self.cp == 1:
-            mine = [Shard(i, 0, n) for i, n in enumerate(padded) if n]
+            shards = [Shard(i, 0, n) for i, n in enumerate(padded) if n]
         elif self.layout == "zigzag":
-            mine = [Shard(i, a, b) for i, n in enumerate(padded) for a, b in self._zigzag(n, f"sequence {i}")]
+            shards = [Shard(i, a, b) for i, n in enumerate(padded) for a, b in self._zigzag(n, f"sequence {i}")]
         else:
             total = sum(padded)
             part = -(-total // (self.cp * self.tail_align)) * self.tail_align
             every = [Shard(i, 0, n) for i, n in enumerate(padded) if n]
             every += [Shard(TAIL, 0, part * self.cp - total)] if part * self.cp > total else []
-            mine = _cut(every, part * self.cp_rank, part * (self.cp_rank + 1))
-        if tail := -places(mine) % self.tail_align:
-            mine.append(Shard(TAIL, 0, tail))
-        return self._scattered(mine)
+            shards = _cut(every, part * self.cp_rank, part * (self.cp_rank + 1))
+        if tail := -count_places(shards) % self.tail_align:
+            shards.append(Shard(TAIL, 0, tail))
+        return self._scattered(shards)
 
     def columns(self, width: int) -> list[Shard]:
         """This rank's columns of a padded batch ``[batch, width]``, as shards of a sequence 0."""
@@ -119,41 +119,41 @@ Shard(sequence=1, start=3, stop=4)]
             raise InvalidInputError("width", f"a multiple of {chunks}, for cp={self.cp} with {self.layout} cuts", width)
         return replace(self, align=1, tail_align=1).packed([width])
 
-    def _zigzag(self, padded: int, what: str) -> list[tuple[int, int]]:
+    def _zigzag(self, padded: int, subject: str) -> list[tuple[int, int]]:
         if padded % (2 * self.cp):
-            raise InvalidInputError(what, f"a padded length that is a multiple of 2 cp = {2 * self.cp}", padded)
+            raise InvalidInputError(subject, f"a padded length that is a multiple of 2 cp = {2 * self.cp}", padded)
         chunk = padded // (2 * self.cp)
         chunks = (self.cp_rank, 2 * self.cp - 1 - self.cp_rank)
         return [(c * chunk, (c + 1) * chunk) for c in chunks] if chunk else []
 
-    def _scattered(self, mine: list[Shard]) -> list[Shard]:
-        """The part of ``mine`` that sequence parallelism leaves to this tensor-parallel rank; neighbours joined."""
+    def _scattered(self, shards: list[Shard]) -> list[Shard]:
+        """The part of ``shards`` that sequence parallelism leaves to this tensor-parallel rank; neighbours joined."""
         if self.sp and self.tp > 1:
-            if (total := places(mine)) % self.tp:
+            if (total := count_places(shards)) % self.tp:
                 raise InvalidInputError("local tokens", f"a multiple of tp={self.tp}; see tail_align", total)
             part = total // self.tp
-            mine = _cut(mine, part * self.tp_rank, part * (self.tp_rank + 1))
-        if len(mine) < 2:
-            return mine
+            shards = _cut(shards, part * self.tp_rank, part * (self.tp_rank + 1))
+        if len(shards) < 2:
+            return shards
         joined: list[Shard] = []
-        for shard in mine:
+        for shard in shards:
             if joined and (joined[-1].sequence, joined[-1].stop) == shard[:2]:
                 shard = joined.pop()._replace(stop=shard.stop)
             joined.append(shard)
         return joined
 
 
-def places(shards: Sequence[Shard]) -> int:
+def count_places(shards: Sequence[Shard]) -> int:
     """How many positions ``shards`` have together."""
     return sum([stop - start for _, start, stop in shards])
 
 
 def _cut(shards: Sequence[Shard], start: int, stop: int) -> list[Shard]:
     """The places ``[start, stop)`` of ``shards`` laid end to end."""
-    found, at = [], 0
+    cut, place = [], 0
     for sequence, first, last in shards:
-        a, b = max(start, at), min(stop, at + last - first)
+        a, b = max(start, place), min(stop, place + last - first)
         if a < b:
-            found.append(Shard(sequence, first + a - at, first + b - at))
-        at += last - first
-    return found
+            cut.append(Shard(sequence, first + a - place, first + b - place))
+        place += last - first
+    return cut

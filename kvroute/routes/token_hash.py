@@ -48,27 +48,27 @@ def token_hashes(tokens: ArrayLike, counts: Iterable[int]) -> tuple[TokenHash, .
     :class:`RowError` for a count of more tokens than there are.
     """
     ids = token_ids(tokens)
-    text, found, at = ids.astype("<i8", copy=False).tobytes(), list[TokenHash](), 0
+    text, hashes, hashed = ids.astype("<i8", copy=False).tobytes(), list[TokenHash](), 0
     running = hashlib.blake2b(digest_size=TOKEN_HASH_NBYTES, person=b"kvroute.tokens")
     for count in sorted(set(counts)):
         if not 0 <= count <= len(ids):
             raise RowError("tokens", f"{count} or more", len(ids))
-        running.update(text[8 * at : 8 * count])
-        found.append((count, running.digest()))
-        at = count
-    return tuple(found)
+        running.update(text[8 * hashed : 8 * count])
+        hashes.append((count, running.digest()))
+        hashed = count
+    return tuple(hashes)
 
 
 def joined_hashes(hashes: Iterable[TokenHash]) -> tuple[TokenHash, ...]:
     """``hashes`` in order of their counts, each once; :class:`RowError` if two hashes of the same count differ."""
-    found: dict[int, bytes] = {}
+    digests: dict[int, bytes] = {}
     for entry in hashes:
         count, digest = entry if isinstance(entry, tuple) and len(entry) == 2 else (None, None)
         if not isinstance(count, int) or count < 0 or not isinstance(digest, bytes) or len(digest) != TOKEN_HASH_NBYTES:
             raise RowError("routes.token_hashes", f"(tokens, hash of {TOKEN_HASH_NBYTES} bytes)", repr(entry))
-        if found.setdefault(count, digest) != digest:
-            raise RowError(f"hash of the first {count} tokens", found[count].hex(), digest.hex())
-    return tuple(sorted(found.items()))
+        if digests.setdefault(count, digest) != digest:
+            raise RowError(f"hash of the first {count} tokens", digests[count].hex(), digest.hex())
+    return tuple(sorted(digests.items()))
 
 
 def tying(hashes: tuple[TokenHash, ...], end: int, count: int) -> tuple[TokenHash, ...]:
@@ -90,9 +90,9 @@ def check_tokens(hashes: tuple[TokenHash, ...], tokens: NDArray[Any], end: int) 
         raise RowError("routes.token_hashes", "a hash of the tokens; see Routes.bind", "none")
     if (most := hashes[-1][0]) < end:
         raise RowError("routes.token_hashes", f"a hash of {end} tokens or more, as there are rows", f"of {most}")
-    for (count, found), (_, digest) in zip(token_hashes(tokens, dict(hashes)), hashes, strict=True):
-        if found != digest:
-            raise RowError(f"hash of the first {count} tokens", digest.hex(), found.hex())
+    for (count, own_digest), (_, digest) in zip(token_hashes(tokens, dict(hashes)), hashes, strict=True):
+        if own_digest != digest:
+            raise RowError(f"hash of the first {count} tokens", digest.hex(), own_digest.hex())
 
 
 def of_one_sequence(parts: Sequence[tuple[int, tuple[TokenHash, ...]]]) -> tuple[TokenHash, ...]:
@@ -100,15 +100,15 @@ def of_one_sequence(parts: Sequence[tuple[int, tuple[TokenHash, ...]]]) -> tuple
 
     :class:`RowError` unless each part is tied to those that end later.
     """
-    joined_hashes(each for _, hashes in parts for each in hashes)
-    (last, first), *others = sorted(parts, key=lambda part: (part[0], part[1][::-1]), reverse=True)
-    found = dict(first)
-    for end, hashes in others:
-        shown = max((count for count, digest in hashes if found.get(count) == digest), default=0)
+    joined_hashes(entry for _, hashes in parts for entry in hashes)
+    (last, first), *shorter_parts = sorted(parts, key=lambda part: (part[0], part[1][::-1]), reverse=True)
+    joined = dict(first)
+    for end, hashes in shorter_parts:
+        shown = max((count for count, digest in hashes if joined.get(count) == digest), default=0)
         if shown < end:
             wanted = f"parts of one sequence: merge(..., tokens=...), or in both the hash of {end} first tokens or more"
             raise RowError("routes", wanted, f"rows up to position {end - 1} without a tie to the others")
         # Its hashes of later tokens hold for the whole if the whole has none of its own there.
-        goes_on = shown >= max((last, *found))
-        found |= {count: digest for count, digest in hashes if goes_on or count <= shown}
-    return tuple(sorted(found.items()))
+        goes_on = shown >= max((last, *joined))
+        joined |= {count: digest for count, digest in hashes if goes_on or count <= shown}
+    return tuple(sorted(joined.items()))

@@ -40,7 +40,7 @@ from kvroute.routes.parts import IDS_MAX, Extent, Range, cells_of
 from kvroute.routes.spans import WeightsSpan
 
 MAGIC: Final = b"KVROUTES"
-VERSION: Final = 4
+WIRE_VERSION: Final = 4
 HEADER_NBYTES_MAX: Final = 64 << 20
 SUM_NBYTES: Final = 8
 _FIXED = struct.Struct("<8sHHI")
@@ -68,7 +68,7 @@ class Header(Extent, frozen=True, kw_only=True):
         text += b" " * (-(FIXED_NBYTES + len(text)) % 64)
         if len(text) > HEADER_NBYTES_MAX:
             raise RowError("routes", f"what is known in fewer turns: a header of {HEADER_NBYTES_MAX} bytes", len(text))
-        fixed = _FIXED.pack(MAGIC, VERSION, 0, len(text))
+        fixed = _FIXED.pack(MAGIC, WIRE_VERSION, 0, len(text))
         return b"".join((fixed, _sum(fixed, text), text))
 
     def check(self) -> None:
@@ -99,10 +99,12 @@ class Header(Extent, frozen=True, kw_only=True):
         """Raise :class:`RowError` unless ``content`` is the parts ``[first, stop)``, by its length and their sums."""
         if (nbytes := memoryview(content).nbytes) != (wanted := self.nbytes_of(run)):
             raise RowError(f"routes record parts [{run[0]}, {run[1]})", f"{wanted} bytes", nbytes)
-        told, found = np.frombuffer(self.sums, "<u8")[slice(*run)].tolist(), self.sums_of(run, content)
-        if told != found:
-            at = next(i for i, pair in enumerate(zip(told, found, strict=True)) if pair[0] != pair[1])
-            raise RowError(f"routes record part {run[0] + at} checksum", f"{told[at]:016x}", f"{found[at]:016x}")
+        expected, sums = np.frombuffer(self.sums, "<u8")[slice(*run)].tolist(), self.sums_of(run, content)
+        if expected != sums:
+            index = next(i for i, pair in enumerate(zip(expected, sums, strict=True)) if pair[0] != pair[1])
+            raise RowError(
+                f"routes record part {run[0] + index} checksum", f"{expected[index]:016x}", f"{sums[index]:016x}"
+            )
 
     def ids(
         self, parts: Iterable[tuple[Range, Buffer]], layers: Sequence[int], rows: Sequence[Range]
@@ -112,12 +114,12 @@ class Header(Extent, frozen=True, kw_only=True):
         ``parts`` are runs of those that :meth:`needed` names, and their bytes. :class:`RowError` for a part that
         is not as it was written.
         """
-        found = [np.empty((b - a, len(layers), self.layout.top_k), self.dtype) for a, b in rows]
-        cells = [cells_of(ids) for ids in found]
+        arrays = [np.empty((b - a, len(layers), self.layout.top_k), self.dtype) for a, b in rows]
+        cells = [cells_of(ids) for ids in arrays]
         for run, content in parts:
             self.check_parts(run, content)
             self.paste(run, content, cells, layers, rows)
-        return found
+        return arrays
 
 
 def record(
@@ -151,8 +153,8 @@ def header_nbytes(fixed: Buffer) -> int:
     if len(fixed) < FIXED_NBYTES:
         raise RowError("routes record", f"{FIXED_NBYTES} bytes or more", len(fixed))
     magic, version, zero, nbytes = _FIXED.unpack_from(fixed)
-    if (magic, version, zero) != (MAGIC, VERSION, 0):
-        raise RowError("routes record", f"{MAGIC!r} version {VERSION}", f"{magic!r} version {version}")
+    if (magic, version, zero) != (MAGIC, WIRE_VERSION, 0):
+        raise RowError("routes record", f"{MAGIC!r} version {WIRE_VERSION}", f"{magic!r} version {version}")
     if not 0 < nbytes <= HEADER_NBYTES_MAX:
         raise RowError("routes record header", f"1 to {HEADER_NBYTES_MAX} bytes", nbytes)
     return int(nbytes)
@@ -165,9 +167,9 @@ def unpack(head: Buffer) -> Header:
     fixed, text = head[:FIXED_NBYTES], head[FIXED_NBYTES:]
     if (nbytes := header_nbytes(fixed)) != len(text):
         raise RowError("routes record header", f"{nbytes} bytes", len(text))
-    given = bytes(fixed[_FIXED.size :])
-    if (found := _sum(fixed[: _FIXED.size], text)) != given:
-        raise RowError("routes record header checksum", found.hex(), given.hex())
+    checksum = bytes(fixed[_FIXED.size :])
+    if (computed := _sum(fixed[: _FIXED.size], text)) != checksum:
+        raise RowError("routes record header checksum", computed.hex(), checksum.hex())
     try:
         header = msgspec.json.decode(text, type=Header)
         header.check()
@@ -189,13 +191,13 @@ def read(data: Buffer) -> tuple[Header, NDArray[Any]]:
 def from_base64(field: str, text: Any) -> bytes:
     """The bytes of the base64 ``text``, which has one valid spelling; :class:`RowError` for anything else."""
     try:
-        found = b64decode(text, validate=True)
+        content = b64decode(text, validate=True)
     except (binascii.Error, ValueError, TypeError) as error:
         raise RowError(field, "base64", error) from error
     # The last character may have unused bits; they have to be zero.
-    if b64encode_as_string(found[-(len(found) % 3 or 3) :]) != text[-4:]:
+    if b64encode_as_string(content[-(len(content) % 3 or 3) :]) != text[-4:]:
         raise RowError(field, "bytes, in base64's one spelling", repr(text[-4:]))
-    return found
+    return content
 
 
 def _sum(*parts: Buffer) -> bytes:

@@ -64,8 +64,8 @@ def routes_of(
 
 def fetch_routes(store: RolloutStore, handle: RolloutHandle) -> Routes | Absence:
     """All routes of a rollout."""
-    found = store.get(handle)
-    return found if isinstance(found, Absence) else found[0]
+    fetched = store.get(handle)
+    return fetched if isinstance(fetched, Absence) else fetched[0]
 
 
 def of_layers(routes: Routes, layers: set[int]) -> Routes:
@@ -140,8 +140,8 @@ class RolloutContract(ABC):
         with self._opened() as (store, _):
             handle = RolloutHandle.from_json(store.put("task:1:0:0", routes).to_json())
             assert fetch_routes(store, handle) == routes
-            found = store.get(handle, sorted(layers), spans)
-            assert found == [of_layers(routes.slice(a, b), layers) for a, b in spans]
+            parts = store.get(handle, sorted(layers), spans)
+            assert parts == [of_layers(routes.slice(a, b), layers) for a, b in spans]
 
     def test_any_order_of_calls(self) -> None:
         """Goal: a handle is its own put or a miss. Method: a state machine beside a dictionary of what was put."""
@@ -161,8 +161,8 @@ class RolloutContract(ABC):
                 Split(cp=2, cp_rank=0, pp=2, pp_rank=0, layout="contiguous"),
                 Split(),
             ):
-                mine = fetch_shard(store, handles, tokens, split)
-                assert np.array_equal(mine, shard_packed(whole, tokens, split))
+                shard = fetch_shard(store, handles, tokens, split)
+                assert np.array_equal(shard, shard_packed(whole, tokens, split))
             routes = routes_of(3, 20_000, layers=6, top_k=8, experts=64)
             handle = store.put("task:1:0:0", routes)
             before = store.counters.get_nbytes
@@ -202,18 +202,18 @@ class RolloutContract(ABC):
     # ---------------------------------------------------------------- absence
 
     def test_a_handle_of_another_store_is_a_miss(self) -> None:
-        with self._opened() as (store, _), self._opened() as (other, _):
+        with self._opened() as (store, _), self._opened() as (second, _):
             handle = store.put("task:1:0:0", routes_of(1))
-            assert other.get(handle) is Absence.MISS
+            assert second.get(handle) is Absence.MISS
 
     def test_damage_is_a_counted_absence(self) -> None:
         """Goal: never wrong. Method: one byte of the stored rollout is changed; other rollouts stay sound."""
         with self._opened() as (store, directory):
-            handle, other = store.put("task:1:0:0", routes_of(1)), store.put("task:1:0:1", routes_of(2))
+            handle, sound = store.put("task:1:0:0", routes_of(1)), store.put("task:1:0:1", routes_of(2))
             damaged = self.damage(directory, store, handle)
             assert store.get(damaged) is Absence.CORRUPT
             assert store.counters.corrupt == 1
-            assert fetch_routes(store, other) == routes_of(2)
+            assert fetch_routes(store, sound) == routes_of(2)
             again = store.put("task:1:0:0", routes_of(3))
             assert fetch_routes(store, again) == routes_of(3)
 
@@ -232,14 +232,14 @@ class RolloutContract(ABC):
                 while not all(writer.done() for writer in writers):
                     for rollout_id in ids:
                         handle = store.find(rollout_id)
-                        found = Absence.MISS if handle is None else fetch_routes(store, handle)
-                        assert found is not Absence.CORRUPT
-                        if not isinstance(found, Absence):
-                            assert found == routes_of(found.weights_versions[0][2], len(found))
+                        fetched = Absence.MISS if handle is None else fetch_routes(store, handle)
+                        assert fetched is not Absence.CORRUPT
+                        if not isinstance(fetched, Absence):
+                            assert fetched == routes_of(fetched.weights_versions[0][2], len(fetched))
 
             writers = [threads.submit(write, seed) for seed in (0, 100, 200)]
-            for each in [*writers, threads.submit(read), threads.submit(read)]:
-                each.result(60)
+            for future in [*writers, threads.submit(read), threads.submit(read)]:
+                future.result(60)
             assert all(store.find(rollout_id) is not None for rollout_id in ids)
             assert (store.counters.puts, store.counters.put_failures, store.counters.corrupt) == (24, 0, 0)
 

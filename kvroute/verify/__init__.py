@@ -15,7 +15,7 @@ from typing import Final
 from cache_manager.errors import InvalidInputError
 from kvroute.rollout import open_rollouts
 from kvroute.routing import routing_spec_from_hf
-from kvroute.verify.asking import NOTHING, Answer, Server, ServerError, played
+from kvroute.verify.asking import NO_ROWS, Answer, Server, ServerError, played
 from kvroute.verify.judging import Findings, judge
 
 LONGEST: Final = 512
@@ -34,21 +34,21 @@ def main(
         if number < least:
             raise InvalidInputError(name, f"{least} or more", number)
     with ExitStack() as stack:
-        left = stack.enter_context(closing(open_rollouts(rollouts))) if rollouts else None
-        server = Server(url, spec, left, new, seed)
-        told = list(played(server, requests, longest, vocabulary))
-    answers = [answer for each in told if not isinstance(each, ServerError) for answer in each]
-    failed = [each for each in told if isinstance(each, ServerError)]
-    if answers and all(answer.refused == NOTHING for answer in answers):
+        rollout_store = stack.enter_context(closing(open_rollouts(rollouts))) if rollouts else None
+        server = Server(url, spec, rollout_store, new, seed)
+        replies = list(played(server, requests, longest, vocabulary))
+    answers = [answer for reply in replies if not isinstance(reply, ServerError) for answer in reply]
+    failed = [reply for reply in replies if isinstance(reply, ServerError)]
+    if answers and all(answer.refused == NO_ROWS for answer in answers):
         wanted = "a server that returns them: --enable-return-routed-experts, or kvroute's connector"
-        raise ServerError("routed_experts", wanted, NOTHING)
+        raise ServerError("routed_experts", wanted, NO_ROWS)
     from kvroute.verify.weights import Weights
 
     weights, by = Weights.where_they_fit(model, spec, dtype)
-    found = judge(answers, spec, weights)
-    sys.stdout.write(f"{server.url}: {server.engine}, {len(told)} requests, judged by {by}\n")
-    sys.stdout.write(report(found, failed))
-    return int(bool(found.of("wrong") or failed))
+    findings = judge(answers, spec, weights)
+    sys.stdout.write(f"{server.url}: {server.engine}, {len(replies)} requests, judged by {by}\n")
+    sys.stdout.write(report(findings, failed))
+    return int(bool(findings.of("wrong") or failed))
 
 
 def _limits(model: Path) -> tuple[int, int]:
@@ -58,20 +58,20 @@ def _limits(model: Path) -> tuple[int, int]:
     return int(fields.get("vocab_size", 1000)), int(fields.get("max_position_embeddings", 1 << 20))
 
 
-def report(found: Findings, failed: list[ServerError]) -> str:
+def report(findings: Findings, failed: list[ServerError]) -> str:
     """A table of rows, the faults of wrong ones, and the shortest prompt that shows one."""
     lines = [f"{'rows':<22}" + "".join(f"{column:>10}" for column in COLUMNS)]
-    for what, count in found.rows.items():
-        lines.append(f"{what:<22}" + "".join(f"{count[column]:>10,}" for column in COLUMNS))
-    lines.append(f"{'all':<22}" + "".join(f"{found.of(column):>10,}" for column in COLUMNS))
-    lines += [f"{count} answers have no rows: {why}" for why, count in found.refused.most_common()]
+    for kind, count in findings.rows.items():
+        lines.append(f"{kind:<22}" + "".join(f"{count[column]:>10,}" for column in COLUMNS))
+    lines.append(f"{'all':<22}" + "".join(f"{findings.of(column):>10,}" for column in COLUMNS))
+    lines += [f"{count} answers have no rows: {why}" for why, count in findings.refused.most_common()]
     if failed:
         lines.append(f"{len(failed)} requests have no answer; the first: {failed[0]}")
-    if found.faults:
-        lines.append("wrong rows: " + ", ".join(f"{count:,} {fault}" for fault, count in found.faults.most_common()))
-    if (wrong := found.shortest) is not None:
+    if findings.faults:
+        lines.append("wrong rows: " + ", ".join(f"{count:,} {fault}" for fault, count in findings.faults.most_common()))
+    if (wrong := findings.shortest) is not None:
         wanted = "" if wrong.wanted[0] < 0 else f"wanted experts {list(wrong.wanted)}, "
-        lines.append(f"shortest prompt with a wrong row: {wrong.answer.prompt} tokens, {wrong.answer.what}")
+        lines.append(f"shortest prompt with a wrong row: {wrong.answer.prompt} tokens, {wrong.answer.kind}")
         lines.append(f"  {list(wrong.answer.tokens[: wrong.answer.prompt])}")
         lines.append(f"  and {len(wrong.answer.tokens) - wrong.answer.prompt} new ones; position {wrong.position}, ")
         lines[-1] += f"router {wrong.layer}: {wanted}got {list(wrong.got)}: {wrong.fault}"

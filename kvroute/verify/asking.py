@@ -20,7 +20,7 @@ from cache_manager.errors import InvalidInputError, MismatchError, RowError
 from cache_manager.spec import AuxBlockDataSpec
 from kvroute.connector import own_field
 from kvroute.connector.answers import routes
-from kvroute.encodings import FIELD
+from kvroute.encodings import ROUTED_EXPERTS
 from kvroute.rollout import RolloutStore
 
 AT_ONCE: Final = 4
@@ -29,10 +29,10 @@ WAIT_S: Final = 600
 HEAD: Final = 4
 """Prompts with a common head share 1/HEAD of the longest prompt's length."""
 
-Ids = NDArray[np.int32]
+RowIds = NDArray[np.int32]
 Mask = NDArray[np.bool_]
 
-NOTHING: Final = "neither routed_experts nor a handle of kvroute's"
+NO_ROWS: Final = "neither routed_experts nor a handle of kvroute's"
 
 
 class ServerError(MismatchError):
@@ -43,7 +43,7 @@ class ServerError(MismatchError):
 class Question:
     """A prompt, the kind of question, and how many completions are wanted."""
 
-    what: str
+    kind: str
     prompt: tuple[int, ...]
     n: int = 1
 
@@ -52,10 +52,10 @@ class Question:
 class Answer:
     """One completion. ``tokens`` are those of the prompt and of the answer; the last one has no row."""
 
-    what: str
+    kind: str
     prompt: int
     tokens: tuple[int, ...]
-    ids: Ids  # [tokens - 1, layers, top_k]  sorted; below 0 for cells that did not come
+    ids: RowIds  # [tokens - 1, layers, top_k]  sorted; below 0 for cells that did not come
     refused: str = ""  # why no row came
 
     @property
@@ -84,51 +84,61 @@ class Server:
         with ThreadPoolExecutor(AT_ONCE) as pool:
             yield from pool.map(self._answers, questions)
 
-    def _answers(self, asked: Question) -> list[Answer] | ServerError:
+    def _answers(self, question: Question) -> list[Answer] | ServerError:
         try:
-            given = self._generated(asked) if self.engine == "SGLang" else self._completed(asked)
-            return [self._read(asked, *each) for each in given]
+            replies = self._generated(question) if self.engine == "SGLang" else self._completed(question)
+            return [self._read(question, *reply) for reply in replies]
         except ServerError as error:
             return error
         except (TypeError, LookupError, AttributeError) as error:
             return ServerError("answer", f"one of {self.engine}'s", repr(error))
 
-    def _generated(self, asked: Question) -> Iterator[tuple[Sequence[int], Any, int, Any]]:
+    def _generated(self, question: Question) -> Iterator[tuple[Sequence[int], Any, int, Any]]:
         """For each completion: its tokens, the answer with its routes, its number there, and the engine's own field."""
-        sampling = {"max_new_tokens": self.new, "n": asked.n, "temperature": float(asked.n > 1), "ignore_eos": True}
-        body = {"input_ids": list(asked.prompt), "sampling_params": sampling, "return_routed_experts": True}
-        found = self._sent("/generate", body)
-        for each in found if isinstance(found, list) else [found]:
-            yield each["output_ids"], {**each, "prompt_token_ids": list(asked.prompt)}, 0, each["meta_info"]
+        sampling = {
+            "max_new_tokens": self.new,
+            "n": question.n,
+            "temperature": float(question.n > 1),
+            "ignore_eos": True,
+        }
+        body = {"input_ids": list(question.prompt), "sampling_params": sampling, "return_routed_experts": True}
+        response = self._sent("/generate", body)
+        for completion in response if isinstance(response, list) else [response]:
+            yield (
+                completion["output_ids"],
+                {**completion, "prompt_token_ids": list(question.prompt)},
+                0,
+                completion["meta_info"],
+            )
 
-    def _completed(self, asked: Question) -> Iterator[tuple[Sequence[int], Any, int, Any]]:
-        body = {"model": self.model, "prompt": list(asked.prompt), "max_tokens": self.new, "n": asked.n}
-        body |= {"temperature": float(asked.n > 1), "seed": self.seed, "ignore_eos": True, "return_token_ids": True}
-        found = self._sent("/v1/completions", body)
-        for each in found["choices"]:
-            yield each["token_ids"], found, each["index"], each
+    def _completed(self, question: Question) -> Iterator[tuple[Sequence[int], Any, int, Any]]:
+        body = {"model": self.model, "prompt": list(question.prompt), "max_tokens": self.new, "n": question.n}
+        body |= {"temperature": float(question.n > 1), "seed": self.seed, "ignore_eos": True, "return_token_ids": True}
+        response = self._sent("/v1/completions", body)
+        for completion in response["choices"]:
+            yield completion["token_ids"], response, completion["index"], completion
 
-    def _read(self, asked: Question, new: Sequence[int], answer: Any, index: int, field: Any) -> Answer:
-        tokens, refused = (*asked.prompt, *new), ""
+    def _read(self, question: Question, new: Sequence[int], answer: Any, index: int, field: Any) -> Answer:
+        tokens, refused = (*question.prompt, *new), ""
         ids = np.full((len(tokens) - 1, *self.spec.row_shape), -1, np.int32)
         ours = (answer.get("kv_transfer_params") or answer.get("meta_info") or {}).get("kvroute")
         try:
             if ours:
-                found = routes(answer, index, rollouts=self._rollouts)
-                ids = found.materialize(len(ids), self.spec.attrs["layer_ids"], missing="minus1")
-            elif (told := field.get("routed_experts")) is None:
-                refused = NOTHING
+                own_routes = routes(answer, index, rollouts=self._rollouts)
+                ids = own_routes.materialize(len(ids), self.spec.attrs["layer_ids"], missing="minus1")
+            elif (packed := field.get("routed_experts")) is None:
+                refused = NO_ROWS
             else:
-                rows = rows_of(told, self.spec, len(ids))
+                rows = rows_of(packed, self.spec, len(ids))
                 ids[: len(rows)] = rows
         except RowError as error:
             refused = str(error)
-        return Answer(asked.what, len(asked.prompt), tokens, np.sort(ids, axis=2), refused)
+        return Answer(question.kind, len(question.prompt), tokens, np.sort(ids, axis=2), refused)
 
     def _sent(self, path: str, body: Any = None) -> Any:
-        given = None if body is None else json.dumps(body).encode()
+        payload = None if body is None else json.dumps(body).encode()
         try:
-            request = urllib.request.Request(self.url + path, given, {"Content-Type": "application/json"})  # noqa: S310
+            request = urllib.request.Request(self.url + path, payload, {"Content-Type": "application/json"})  # noqa: S310
             with urllib.request.urlopen(request, timeout=WAIT_S) as answer:  # noqa: S310 - http or https, see above
                 return msgspec.json.decode(answer.read())
         except urllib.error.HTTPError as error:
@@ -137,20 +147,20 @@ class Server:
             raise ServerError(self.url + path, "an answer", error) from error
 
 
-def rows_of(told: object, spec: AuxBlockDataSpec, due: int) -> Ids:
+def rows_of(packed: object, spec: AuxBlockDataSpec, due: int) -> RowIds:
     """An engine's own field, not yet judged: ids ``[rows, layers, top_k]`` of the layers with a router.
 
     Raises :class:`RowError` for anything but an array of such rows.
     """
     (moe, top_k), every = spec.row_shape, spec.attrs["num_layers"]
-    found = own_field.unpacked(told)
-    layers = found.shape[1] if found.ndim == 3 else found.size // (due * top_k)
-    if layers not in (every, moe) or found.dtype.kind not in "iu" or found.size % (layers * top_k):
+    array = own_field.unpacked(packed)
+    layers = array.shape[1] if array.ndim == 3 else array.size // (due * top_k)
+    if layers not in (every, moe) or array.dtype.kind not in "iu" or array.size % (layers * top_k):
         wanted = f"integers of {due} rows, {every} layers, top {top_k}"
-        raise RowError(FIELD, wanted, f"{found.dtype} of shape {found.shape}")
-    found = found.reshape(-1, layers, top_k)[:due]
-    rows: Ids = found.astype(np.int32)
-    rows[(found < 0) | (found > np.iinfo(np.int32).max)] = -1  # no expert's id, and none is wrapped into one
+        raise RowError(ROUTED_EXPERTS, wanted, f"{array.dtype} of shape {array.shape}")
+    array = array.reshape(-1, layers, top_k)[:due]
+    rows: RowIds = array.astype(np.int32)
+    rows[(array < 0) | (array > np.iinfo(np.int32).max)] = -1  # no expert's id, and none is wrapped into one
     return rows if layers == moe else rows[:, list(spec.attrs["layer_ids"])]
 
 
@@ -182,8 +192,8 @@ def played(server: Server, requests: int, longest: int, vocabulary: int) -> Iter
         long = Question("long prompts", tokens(longest))
         yield from ask([Question("several completions", head + tokens(longest // HEAD), 3), long])
         first = first or [*alike, long]
-    for each in first:  # one by one, the earliest first
-        yield from ask([Question("asked again", each.prompt)])
+    for question in first:  # one by one, the earliest first
+        yield from ask([Question("asked again", question.prompt)])
 
 
-__all__ = ["NOTHING", "Answer", "Question", "Server", "ServerError", "played", "rows_of"]
+__all__ = ["NO_ROWS", "Answer", "Question", "Server", "ServerError", "played", "rows_of"]

@@ -16,7 +16,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from cache_manager.spec import AuxBlockDataSpec
-from kvroute.verify.asking import Answer, Ids, Mask
+from kvroute.verify.asking import Answer, Mask, RowIds
 
 if TYPE_CHECKING:
     from kvroute.verify.weights import Weights
@@ -25,7 +25,7 @@ Names = NDArray[np.str_]
 
 ZEROS: Final = "zeros"
 RANGE: Final = "no such expert"
-TWICE: Final = "an expert twice"
+DUPLICATE: Final = "an expert twice"
 OTHER: Final = "other experts"
 
 
@@ -56,14 +56,14 @@ class Findings:
 
 def judge(answers: Sequence[Answer], spec: AuxBlockDataSpec, weights: Weights | None) -> Findings:
     """Judge every row of the answers, which are in the order in which they came."""
-    found, earlier = Findings(), _Earlier()
+    findings, earlier = Findings(), _Earlier()
     for answer in answers:
         impossible = _impossible(answer, spec)
         if weights is None:
-            wanted, there = earlier.of(answer, impossible == "")
-            differs = answer.known & there[:, None] & (answer.ids != wanted).any(axis=2)
+            wanted, computed_before = earlier.of(answer, impossible == "")
+            differs = answer.known & computed_before[:, None] & (answer.ids != wanted).any(axis=2)
             wrong = (differs.sum(axis=1) * 2 > answer.known.sum(axis=1)) | (impossible != "")
-            unsure = (differs.any(axis=1) | ~there) & ~wrong
+            unsure = (differs.any(axis=1) | ~computed_before) & ~wrong
         else:
             wanted = weights.routed(answer.tokens[:-1])
             differs = answer.known & (answer.ids != wanted).any(axis=2)
@@ -72,48 +72,52 @@ def judge(answers: Sequence[Answer], spec: AuxBlockDataSpec, weights: Weights | 
             wrong = (differs & ~np.logical_or.accumulate(close, axis=1)).any(axis=1) | (impossible != "")
             unsure = differs.any(axis=1) & ~wrong
         missing = ~answer.known.all(axis=1) & ~wrong
-        count = found.rows.setdefault(answer.what, Counter())
+        count = findings.rows.setdefault(answer.kind, Counter())
         unjudged = unsure & ~missing
         right = len(wrong) - int((wrong | missing | unjudged).sum())
         count.update(right=right, wrong=int(wrong.sum()), missing=int(missing.sum()), unjudged=int(unjudged.sum()))
         if answer.refused:
-            found.refused[answer.refused] += 1
-        found.faults.update(str(impossible[at]) or OTHER for at in np.flatnonzero(wrong).tolist())
-        if wrong.any() and (found.shortest is None or answer.prompt < found.shortest.answer.prompt):
-            at = int(wrong.argmax())
-            layer = int((differs if differs[at].any() else answer.known)[at].argmax())
-            due, got = (tuple(ids[at, layer].tolist()) for ids in (wanted, answer.ids))
-            found.shortest = Wrong(answer, at, layer, due, got, str(impossible[at]) or OTHER)
-    return found
+            findings.refused[answer.refused] += 1
+        findings.faults.update(str(impossible[position]) or OTHER for position in np.flatnonzero(wrong).tolist())
+        if wrong.any() and (findings.shortest is None or answer.prompt < findings.shortest.answer.prompt):
+            position = int(wrong.argmax())
+            layer = int((differs if differs[position].any() else answer.known)[position].argmax())
+            due, got = (tuple(ids[position, layer].tolist()) for ids in (wanted, answer.ids))
+            findings.shortest = Wrong(answer, position, layer, due, got, str(impossible[position]) or OTHER)
+    return findings
 
 
 class _Earlier:
     """The first sound row for each prefix."""
 
     def __init__(self) -> None:
-        self._rows: dict[bytes, Ids] = {}
+        self._rows: dict[bytes, RowIds] = {}
 
-    def of(self, answer: Answer, sound: Mask) -> tuple[Ids, Mask]:
-        wanted, there, running = np.full_like(answer.ids, -1), np.zeros(len(answer.ids), np.bool_), xxhash.xxh3_128()
-        for at, token in enumerate(answer.tokens[:-1]):
+    def of(self, answer: Answer, sound: Mask) -> tuple[RowIds, Mask]:
+        wanted, computed_before, running = (
+            np.full_like(answer.ids, -1),
+            np.zeros(len(answer.ids), np.bool_),
+            xxhash.xxh3_128(),
+        )
+        for position, token in enumerate(answer.tokens[:-1]):
             running.update(token.to_bytes(8, "little"))
             row = self._rows.get(key := running.digest())
             if row is not None:
-                wanted[at], there[at] = row, True
-            elif sound[at] and answer.known[at].all():
-                self._rows[key] = answer.ids[at]
-        return wanted, there
+                wanted[position], computed_before[position] = row, True
+            elif sound[position] and answer.known[position].all():
+                self._rows[key] = answer.ids[position]
+        return wanted, computed_before
 
 
 def _impossible(answer: Answer, spec: AuxBlockDataSpec) -> Names:
     """The fault of each row by itself ``[due]``: empty, or why no router can have chosen it."""
     ids, known = answer.ids, answer.known
-    found = np.full(len(ids), "", "U16")
-    found[(((ids[..., 1:] == ids[..., :-1]).any(axis=2)) & known).any(axis=1)] = TWICE
-    found[((ids >= spec.attrs["num_experts"]).any(axis=2) & known).any(axis=1)] = RANGE
+    faults = np.full(len(ids), "", "U16")
+    faults[(((ids[..., 1:] == ids[..., :-1]).any(axis=2)) & known).any(axis=1)] = DUPLICATE
+    faults[((ids >= spec.attrs["num_experts"]).any(axis=2) & known).any(axis=1)] = RANGE
     if spec.row_shape[1] > 1:
-        found[known.any(axis=1) & ((ids == 0).all(axis=2) | ~known).all(axis=1)] = ZEROS
-    return found
+        faults[known.any(axis=1) & ((ids == 0).all(axis=2) | ~known).all(axis=1)] = ZEROS
+    return faults
 
 
-__all__ = ["OTHER", "RANGE", "TWICE", "ZEROS", "Findings", "Wrong", "judge"]
+__all__ = ["DUPLICATE", "OTHER", "RANGE", "ZEROS", "Findings", "Wrong", "judge"]

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from cache_manager.errors import InvalidInputError
 from cache_manager.spec import AuxBlockDataSpec
 from kvroute.capture.capture import find_routers
-from kvroute.verify.asking import Ids, Mask
+from kvroute.verify.asking import Mask, RowIds
 
 NOISE: Final = {"float32": 2**-14, "float16": 2**-9, "bfloat16": 2**-6}
 """The relative rounding of a router's input in an engine that computes in this dtype."""
@@ -42,7 +42,7 @@ class Weights:
 
         ``auto``: in the checkpoint's dtype, or in bfloat16 if that is float32, as in vLLM.
         """
-        nbytes = sum(each.stat().st_size for each in home.glob("*.safetensors")) if home.is_dir() else 0
+        nbytes = sum(file.stat().st_size for file in home.glob("*.safetensors")) if home.is_dir() else 0
         if not nbytes:
             return None, f"equal prefixes and what no router chooses: there are no weights (*.safetensors) in {home}"
         dtype = getattr(AutoConfig.from_pretrained(home), "dtype", None) or torch.float32
@@ -60,37 +60,37 @@ class Weights:
         )
 
     def _listener(self, layer: int) -> Any:
-        def listen(_router: Any, given: tuple[torch.Tensor, ...], answer: tuple[torch.Tensor, ...]) -> None:
+        def listen(_router: Any, inputs: tuple[torch.Tensor, ...], answer: tuple[torch.Tensor, ...]) -> None:
             if self._listening:
-                self._heard[layer] = given[0].reshape(-1, given[0].shape[-1]), answer[2]
+                self._heard[layer] = inputs[0].reshape(-1, inputs[0].shape[-1]), answer[2]
 
         return listen
 
-    def routed(self, tokens: Sequence[int]) -> Ids:
+    def routed(self, tokens: Sequence[int]) -> RowIds:
         """The experts of each token, sorted: ``[tokens, layers, top_k]``."""
         with torch.no_grad():
             self._model(torch.tensor([list(tokens)]), use_cache=False)
-        found = torch.stack([ids.reshape(len(tokens), -1) for _, ids in self._heard.values()], dim=1)
-        return np.sort(found.numpy().astype(np.int32), axis=2)
+        choices = torch.stack([ids.reshape(len(tokens), -1) for _, ids in self._heard.values()], dim=1)
+        return np.sort(choices.numpy().astype(np.int32), axis=2)
 
-    def close(self, ids: Ids, at: Mask) -> Mask:
+    def close(self, ids: RowIds, mask: Mask) -> Mask:
         """Whether a router's input that differs by rounding from that of the last pass chooses these experts."""
-        found, self._listening = np.zeros_like(at), False
+        close, self._listening = np.zeros_like(mask), False
         noise = torch.Generator().manual_seed(0)
         try:
             for index, (layer, router) in enumerate(self._routers.items()):
-                rows = np.flatnonzero(at[:, index])
+                rows = np.flatnonzero(mask[:, index])
                 if not len(rows):
                     continue
-                given = self._heard[layer][0][rows].repeat(DRAWS, 1)
-                size = given.float().pow(2).mean(dim=1, keepdim=True).sqrt() * self._noise
-                given = given + (torch.randn(given.shape, generator=noise) * size).to(given.dtype)
+                inputs = self._heard[layer][0][rows].repeat(DRAWS, 1)
+                size = inputs.float().pow(2).mean(dim=1, keepdim=True).sqrt() * self._noise
+                inputs = inputs + (torch.randn(inputs.shape, generator=noise) * size).to(inputs.dtype)
                 with torch.no_grad():
-                    drawn = router(given)[2].reshape(DRAWS, len(rows), 1, -1).numpy()
-                found[rows, index] = (drawn == ids[rows, index][None, :, :, None]).any(axis=(0, 3)).all(axis=1)
+                    drawn = router(inputs)[2].reshape(DRAWS, len(rows), 1, -1).numpy()
+                close[rows, index] = (drawn == ids[rows, index][None, :, :, None]).any(axis=(0, 3)).all(axis=1)
         finally:
             self._listening = True
-        return found
+        return close
 
 
 __all__ = ["Weights"]

@@ -35,7 +35,15 @@ class Host:
         self.feed = kvroute.BlockFeed(engine.places.stop)
         weights = Versions(engine.namespace, None, lambda _: None, named=True)
         parts = SchedulerParts(
-            engine.settings, spec, BLOCKS, self.feed, weights, lambda: None, lambda *_: [], places=engine.places
+            engine.settings,
+            engine.limits,
+            spec,
+            BLOCKS,
+            self.feed,
+            weights,
+            lambda: None,
+            lambda *_: [],
+            places=engine.places,
         )
         self.side = engine.carrier.scheduler(parts)
         self.side.attach(PLACES)

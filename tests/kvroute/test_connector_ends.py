@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from toy_engine import Asked, Toy, admitted, held, judge, stepped
+from toy_engine import Asked, Toy, admitted, held, judge, row_of, stepped
 from waiting import GIVE_UP_S
 
 from cache_manager.errors import RegionError, RowError
-from kvroute.connector import Key, Tokens, ends, engine, routes
+from kvroute.connector import Key, Tokens, ends, routes
 from kvroute.connector.left import LeftRoutes
-from kvroute.connector.scheduler import SENT_MAX
+from kvroute.connector.limits import LIMITS
 from kvroute.rollout import RolloutStore, open_rollouts
 from kvroute.routes import Routes
 
@@ -64,10 +64,9 @@ def test_no_request_waits_for_a_worker_that_is_behind(start: Callable[..., Toy])
     assert of(second).weights_versions == ((0, 6, 2),)
 
 
-def test_without_room_for_a_copy_rows_are_missing(start: Callable[..., Toy], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_room_for_a_copy_rows_are_missing(start: Callable[..., Toy]) -> None:
     """Goal: never another request's rows. Method: there is one spare block, and two blocks are given out again."""
-    monkeypatch.setattr(engine, "SPARES", 1)
-    toy = start(late=True)
+    toy = start(late=True, limits={"spares_max": 1})
     for tokens, other in ((FIRST, SECOND), (SECOND, FIRST)):  # the spare one is free again
         go = held(toy)
         compute(toy, tokens)
@@ -98,9 +97,10 @@ class Stuck:
 
 
 @pytest.fixture
-def stuck(start: Callable[..., Toy], tmp_path: Path) -> Iterator[tuple[Toy, Stuck]]:
-    """An engine whose rollout store does not return from its first put until the test is over."""
-    toy = start(rollouts=f"file://{tmp_path}", weights_version=1)
+def stuck(start: Callable[..., Toy], tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[tuple[Toy, Stuck]]:
+    """An engine, with the limits of the parameter, whose rollout store does not return from its first put until the
+    test is over."""
+    toy = start(rollouts=f"file://{tmp_path}", weights_version=1, limits=getattr(request, "param", {}))
     assert toy.scheduler._ends is not None
     toy.scheduler._ends._left._store = store = Stuck(open_rollouts(f"file://{tmp_path}"))  # type: ignore[assignment]
     yield toy, store
@@ -126,12 +126,10 @@ def test_no_thread_of_the_engine_waits_for_a_store(stuck: tuple[Toy, Stuck]) -> 
 
 
 @pytest.mark.parametrize("names", ["abc", "aaa"])
-def test_a_store_that_stays_stuck_bounds_what_waits(
-    stuck: tuple[Toy, Stuck], monkeypatch: pytest.MonkeyPatch, names: str
-) -> None:
+@pytest.mark.parametrize("stuck", [{"ends_max": 2}], indirect=True)
+def test_a_store_that_stays_stuck_bounds_what_waits(stuck: tuple[Toy, Stuck], names: str) -> None:
     """Goal: a limit, which the client is told of. Method: room for two ends, and three end, of one key or of more."""
     toy, store = stuck
-    monkeypatch.setattr(ends, "ENDS_MAX", 2)
     told = []
     for name in names:
         compute(toy, FIRST)
@@ -301,14 +299,11 @@ def test_a_token_keeps_the_row_that_it_was_sampled_with(start: Callable[..., Toy
 
 
 @pytest.mark.parametrize(("changed", "due"), [(True, {"missing": 6, "right": 3}), (False, {"right": 9})])
-def test_rows_that_could_not_be_kept(
-    start: Callable[..., Toy], monkeypatch: pytest.MonkeyPatch, changed: bool, due: dict[str, int]
-) -> None:
+def test_rows_that_could_not_be_kept(start: Callable[..., Toy], changed: bool, due: dict[str, int]) -> None:
     """Goal: a row of other weights does not take the place of one that was lost; one of the same weights does. Method:
     the blocks of a preempted request are given out while the worker is behind, and nothing is spare.
     """
-    monkeypatch.setattr(engine, "SPARES", 0)
-    toy = start(late=True, weights_version=1)
+    toy = start(late=True, weights_version=1, limits={"spares_max": 0})
     go = held(toy)
     preempted(toy, 6)
     if changed:
@@ -319,6 +314,47 @@ def test_rows_that_could_not_be_kept(
     toy.worker.end()
     go.set()
     assert judge(again(toy, [5, 2, 3]), SAID, [int(changed)] * 9) == due
+
+
+def test_a_lost_row_is_that_of_a_later_computation_by_its_weights(start: Callable[..., Toy]) -> None:
+    """Goal: a row that was lost is given back by whatever computation of the same weights has it, before others come.
+    Method: the rows of a first computation are lost, a second one by the same weights has them, a third one by others
+    goes on."""
+    toy = start(late=True, weights_version=1, limits={"spares_max": 0})
+    go = held(toy)
+    preempted(toy, 6)
+    preempted(toy, 8)
+    go.set()
+    toy.worker.settle()
+    toy.weights = 1
+    toy.scheduler.weights.changed(2)
+    routes_found = again(toy, [1, 6, 0])
+    assert judge(routes_found, SAID, [0] * 8 + [1]) == {"right": 9}
+    assert routes_found.weights_versions == ((0, 8, 1), (8, 9, 2))
+
+
+@pytest.mark.parametrize(("wanted", "computed"), [(0, 0), (0, 3), (4, 3), (4, 0)])
+def test_a_request_that_is_aborted_before_it_is_computed_again_leaves_what_was_kept(
+    start: Callable[..., Toy], wanted: int, computed: int
+) -> None:
+    """Goal: the rows that tokens were sampled with are its client's, however the request ends. Method: it is preempted,
+    and ends without a block, or when a part of it has been computed again, by other weights; its client wants all rows,
+    or those behind a position."""
+    toy = start(weights_version=1)
+    preempted(toy, 8)
+    toy.weights = 1
+    toy.scheduler.weights.changed(2)
+    blocks = [1, 6, 0] if computed else []
+    if computed:
+        stepped(toy, admitted(toy, SAID, blocks), computed)
+    ended = toy.scheduler.forget("r")
+    told = toy.scheduler.finished(Key("r"), blocks, computed, Tokens(SAID, 4, cut=True), ended=ended, start=wanted)
+    assert told is not None
+    left = of(told)
+    assert (left.start, left.stop) == (wanted, 8)
+    assert left.valid.all()
+    assert all((left.ids[i] == row_of(SAID[: wanted + i + 1])).all() for i in range(8 - wanted))
+    assert left.weights_versions == ((wanted, 8, 1),)
 
 
 @pytest.mark.parametrize("before", [False, True])
@@ -375,7 +411,7 @@ def test_a_forgetting_takes_no_row_that_an_older_step_writes_over(start: Callabl
     go = held(toy)
     request.num_prompt_tokens, request.num_computed_tokens = 4, 4
     request.tokens, request.all_token_ids = tokens, tokens[:11]
-    for _ in range(SENT_MAX + 2):
+    for _ in range(LIMITS.steps_max + 2):
         stepped(toy, request, 1)
     toy.weights = 1
     toy.scheduler.preempted(request)
@@ -391,12 +427,11 @@ def test_a_forgetting_takes_no_row_that_an_older_step_writes_over(start: Callabl
 
 
 @pytest.mark.parametrize("ends_as", ["nobody asks", "refused", "too many", "behind", "asked from behind it"])
-def test_what_was_kept_of_a_request_is_let_go_at_its_end(
-    start: Callable[..., Toy], monkeypatch: pytest.MonkeyPatch, ends_as: str
-) -> None:
+def test_what_was_kept_of_a_request_is_let_go_at_its_end(start: Callable[..., Toy], ends_as: str) -> None:
     """Goal: spare blocks that keep the rows of a preempted request's tokens are free again, however the request ends.
     Method: the rows are copied to spare blocks, since the worker is behind; then each way to end."""
-    toy = start(late=True)
+    limits = {"ends_max": 0 if ends_as == "too many" else 9, "answer_s": 0.01 if ends_as == "behind" else 60.0}
+    toy = start(late=True, limits=limits)
     go, house = held(toy), toy.scheduler._ends
     assert house is not None
     spares = len(house._spares)
@@ -410,8 +445,6 @@ def test_what_was_kept_of_a_request_is_let_go_at_its_end(
     if ends_as == "nobody asks":
         toy.scheduler.unanswered(ended, Key("r"))
     else:
-        monkeypatch.setattr(ends, "ENDS_MAX", 0 if ends_as == "too many" else 9)
-        monkeypatch.setattr(ends, "LATE_S", 0.01 if ends_as == "behind" else 60.0)
         if ends_as == "asked from behind it":
             go.set()
         begin = {"refused": -1, "asked from behind it": 4}.get(ends_as, 0)

@@ -17,9 +17,8 @@ from toy_engine import TOKENS, Asked, Toy, admitted, begun, computed, held, judg
 from waiting import GIVE_UP_S
 
 from cache_manager.jobs import RestoreJob
-from kvroute.connector import ends, routes
-from kvroute.connector.behind import PENDING_MAX, Behind
-from kvroute.connector.carriers import by_key
+from kvroute.connector import routes
+from kvroute.connector.behind import Behind
 from kvroute.connector.messages import Loads, StepMeta
 from kvroute.integrations.vllm.connector import RowsWithKV
 from kvroute.routes import Routes
@@ -58,13 +57,12 @@ def test_a_step_that_began_before_it_was_thought_to_is_waited_for(start: Start) 
     assert judge(seen_late(toy, 5, go), right) == {"right": 5}
 
 
-def test_an_answer_waits_for_no_step_that_has_none_of_its_rows(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_waits_for_no_step_that_has_none_of_its_rows(start: Start) -> None:
     """Goal: an engine that schedules ahead does not wait for what it scheduled. Method: the step behind the last row is
     held up for longer than the test takes, of a request with and without rejected drafts.
     """
-    monkeypatch.setattr(ends, "LATE_S", 0.05)
     for rejected in (0, 2):
-        toy = start(late=True)
+        toy = start(late=True, limits={"answer_s": 0.05})
         request = admitted(toy, PROMPT, [5, 2, 3])
         stepped(toy, request, 4 + rejected)  # as far as is known when the next step is sent
         toy.worker.settle()
@@ -215,8 +213,8 @@ def test_a_store_that_is_stuck_holds_up_one_step_and_for_one_limit(
     start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Goal: every wait ends. Method: the store never answers; a step with two loads, and one with another load."""
-    monkeypatch.setattr(by_key, "RESTORE_S", 0.2)
-    toy, go, waits = start(store=f"file://{tmp_path}", witness="flagged"), threading.Event(), list[float]()
+    toy = start(store=f"file://{tmp_path}", witness="flagged", limits={"restore_s": 0.2})
+    go, waits = threading.Event(), list[float]()
     wait = RestoreJob.wait
 
     def waited(job: RestoreJob, timeout_s: float) -> bool:
@@ -296,8 +294,7 @@ def test_an_answer_of_a_step_whose_feed_fails_has_no_rows_and_waits_for_none(
 ) -> None:
     """Goal: an answer waits for its step, not for a time limit. Method: the operations on blocks cannot be applied,
     once."""
-    monkeypatch.setattr(ends, "LATE_S", 300.0)
-    toy = start(late=True, strict=False)
+    toy = start(late=True, strict=False, limits={"answer_s": 300.0})
     applied, fails = toy.worker.blocks.apply, [True]
 
     def apply(operations: bytes) -> None:
@@ -310,22 +307,25 @@ def test_an_answer_of_a_step_whose_feed_fails_has_no_rows_and_waits_for_none(
     assert judge(routes(toy.ask("after", [7, *PROMPT])), [7, *PROMPT]).keys() == {"right"}
 
 
+PENDING = 16
+
+
 def test_calls_are_done_in_order_and_room_is_waited_for() -> None:
     """Goal: no call is lost, out of order or waits for ever. Method: more calls than there is room for, one that
     raises, from a thread that is held up in between; then a close that cannot wait."""
     done, failed, go = list[int](), list[BaseException](), threading.Event()
-    behind = Behind("behind", failed.append, PENDING_MAX)
+    behind = Behind("behind", failed.append, PENDING)
     behind.put(lambda: go.wait(GIVE_UP_S) and None)
     with ThreadPoolExecutor(1) as threads:
         putting = threads.submit(
-            lambda: [behind.put(lambda i=i: done.append(7 // (i - 3))) for i in range(PENDING_MAX + 3)]
+            lambda: [behind.put(lambda i=i: done.append(7 // (i - 3))) for i in range(PENDING + 3)]
         )  # type: ignore[misc]
         assert not behind.settle(0.01)
         assert not done
         go.set()
         putting.result(GIVE_UP_S)
     assert behind.settle(60)
-    assert done == [7 // (i - 3) for i in range(PENDING_MAX + 3) if i != 3]
+    assert done == [7 // (i - 3) for i in range(PENDING + 3) if i != 3]
     assert [type(each) for each in failed] == [ZeroDivisionError]
     behind.put(sys.exit)  # not even this ends the thread: others wait for it
     assert behind.settle(60)

@@ -15,7 +15,7 @@ from toy_engine import Toy, admitted, judge
 from waiting import GIVE_UP_S
 
 import kvroute
-from kvroute.connector import Key, Tokens, choice_key, ends, routes
+from kvroute.connector import Key, Tokens, choice_key, routes
 from kvroute.connector.key import rollout_id
 from kvroute.rollout import RolloutStore, open_rollouts
 
@@ -159,13 +159,12 @@ def test_a_retried_request_gets_no_rows_of_its_first_try(
 
 
 def test_a_request_that_loses_its_rows_finds_none_of_an_earlier_one(
-    engine: Callable[..., Toy], store: RolloutStore, monkeypatch: pytest.MonkeyPatch
+    engine: Callable[..., Toy], store: RolloutStore
 ) -> None:
     """Goal: a stream's client, who sees no error, finds nothing. Method: a worker is behind when the second request of
     a key ends."""
-    monkeypatch.setattr(ends, "LATE_S", 0.0)
     left(engine(), own("a"))
-    toy = engine(late=True)
+    toy = engine(late=True, limits={"answer_s": 0.0})
     admitted(toy, TOKENS, [5, 2])
     toy.scheduler.step({"r": 6})
     told = told_of(toy.scheduler.finished(own("a"), [5, 2], 6, Tokens([*TOKENS, 7], PROMPT)))

@@ -110,7 +110,6 @@ def test_a_store_that_fails_or_does_not_answer_is_the_reason_given(
 ) -> None:
     """Goal: as above. Method: the disk fails each read; then the store never answers."""
     kept, rows = there
-    monkeypatch.setattr(by_key, "RESTORE_S", 0.1)
     go = threading.Event()
 
     def fails(*_: object) -> list[Any]:
@@ -120,8 +119,8 @@ def test_a_store_that_fails_or_does_not_answer_is_the_reason_given(
         go.wait(GIVE_UP_S)
         return []
 
-    for answer, reason in ((fails, FAILED), (waits, by_key.NO_ANSWER)):
-        toy = start(kept=kept, store=f"file://{rows}?mode=read", witness="flagged")
+    for answer, reason in ((fails, FAILED), (waits, by_key.NO_ANSWER.format(0.1))):
+        toy = start(kept=kept, store=f"file://{rows}?mode=read", witness="flagged", limits={"restore_s": 0.1})
         monkeypatch.setattr(type(toy.worker.store), "get_into", answer)
         with caplog.at_level(logging.WARNING):
             assert judge(routes(toy.ask("b", ASKED)), ASKED) == {"right": 3, "missing": 8}

@@ -12,7 +12,7 @@ import pytest
 from toy_engine import TOKENS, Asked, Toy, judge
 
 from cache_manager.storage.file import FileReader
-from kvroute.connector import reader, routes
+from kvroute.connector import routes
 from kvroute.connector.reader import StoreReader
 
 Start = Callable[..., Toy]
@@ -47,8 +47,8 @@ def test_a_store_that_hangs_holds_the_scheduler_once(
     """Goal: requests are computed while a store does not answer. Method: it is held up in its first answer; two
     requests come; then it goes on, and a third one has its hit."""
     kept, store = outside(PROMPT)
-    toy, go, asked = start(kept=kept, store=store, witness="flagged"), threading.Event(), list[str]()
-    monkeypatch.setattr(reader, "ASKED_S", 0.5)
+    toy = start(kept=kept, store=store, witness="flagged", limits={"question_s": 3.0})
+    go, asked = threading.Event(), list[str]()
     contains = FileReader.contains
 
     def held_up(self: FileReader, keys: Sequence[Any]) -> list[bool]:
@@ -61,9 +61,8 @@ def test_a_store_that_hangs_holds_the_scheduler_once(
         for name in ("a", "b"):
             assert toy.scheduler.matched(Asked(name, PROMPT), 0, 2 * TOKENS, later=False) == 0
         assert asked == ["kvroute-reader"]
-        assert caplog.text.count("has not answered for 0.5 s") == 1
+        assert caplog.text.count("has not answered for 3.0 s") == 1
         go.set()
-        monkeypatch.setattr(reader, "ASKED_S", 60.0)
         toy.scheduler.carrier.reader._asked.result(60)  # type: ignore[union-attr]
     assert toy.scheduler.matched(Asked("c", PROMPT), 0, 2 * TOKENS, later=False) == 2 * TOKENS
 

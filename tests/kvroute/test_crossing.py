@@ -29,7 +29,7 @@ from toy_pair import (
 )
 from toy_side import Side, early_ticket
 
-from kvroute.connector import crossing, missing, routes, tickets
+from kvroute.connector import missing, routes, tickets
 from kvroute.connector.carriers import by_transfer
 from transfer import TransferLimits
 
@@ -63,15 +63,13 @@ def test_decode_answers_with_the_rows_of_the_kv_that_it_was_given(
             assert not each.worker.missing
 
 
-def test_prefill_that_ends_before_the_fetch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prefill_that_ends_before_the_fetch() -> None:
     """Goal: decode answers with the rows that it computed. Method: SIGKILL between the ticket and the fetch; then
     another prefill engine, from which all rows come."""
-    with sides() as (first, second):
+    with sides(fetch_s=3.0) as (first, second):
         ticket = first.ask(name="p", tokens=PROMPT, lends=True)["ticket"]
         first.kill()
-        with monkeypatch.context() as patch:
-            patch.setattr(by_transfer, "LATE_S", 0.3)
-            assert taken(second, ticket) == ({"right": OWN, "missing": ALL - OWN}, [by_transfer.LATE])
+        assert taken(second, ticket) == ({"right": OWN, "missing": ALL - OWN}, [by_transfer.LATE.format(3.0)])
         other = Side(weights=PREFILL)
         second.cached.clear()
         ticket = other.ask(name="p", tokens=PROMPT, lends=True)["ticket"]
@@ -79,19 +77,15 @@ def test_prefill_that_ends_before_the_fetch(monkeypatch: pytest.MonkeyPatch) -> 
         other.close()
 
 
-@pytest.fixture
-def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A peer that is gone is noticed soon, and what is on its way is waited for until then."""
-    monkeypatch.setattr(crossing, "LIMITS", TransferLimits(retry_s=0.4, retries_max=3, early_s=0.4))
-    monkeypatch.setattr(by_transfer, "LATE_S", 60.0)
+HASTY = {"transfer": TransferLimits(retry_s=0.4, retries_max=3, early_s=0.4), "fetch_s": 60.0}
+"""A peer that is gone is noticed soon, and what is on its way is waited for until then."""
 
 
 @pytest.mark.parametrize("chunks", [[4, 7], [4, 4, 3], [9, 2]])
-@pytest.mark.usefixtures("hasty")
 def test_prefill_that_ends_in_the_middle_of_a_prompt(chunks: list[int]) -> None:
     """Goal: rows that have arrived stay, and the rest is missing. Method: decode gets its ticket and fetches when the
     first chunk is computed; prefill is killed after that chunk has arrived, while decode waits for the second."""
-    with sides() as (first, second):
+    with sides(**HASTY) as (first, second):
         ticket = first.ask(name="p", tokens=PROMPT, chunks=chunks, lends=True, early=True)["ticket"]
         landed = chunks[0] // 4 * 4
         second.waiting = lambda: installed(second) >= landed and first.kill()
@@ -109,12 +103,12 @@ def test_prefill_that_ends_when_all_was_fetched() -> None:
         assert taken(second, ticket) == ({"right": ALL}, [])
 
 
-def test_prefill_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prefill_that_hangs() -> None:
     """Goal: decode goes on without rows; rows that come before its end are in its answer, but not those of the block in
     which decode has begun to compute; later rows land nowhere. Method: prefill is stopped; it goes on in the middle of
     one answer, and behind the end of another one, when that one's blocks are another prompt's."""
-    monkeypatch.setattr(by_transfer, "LATE_S", 0.2)
-    with sides() as (first, second):
+    behind = [by_transfer.LATE.format(0.2)]
+    with sides(fetch_s=0.2) as (first, second):
         ticket = first.ask(name="p", tokens=PROMPT, lends=True)["ticket"]
         first.hang()
 
@@ -124,12 +118,12 @@ def test_prefill_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
 
         second.between = come
         late = len(PROMPT) % 4 - 1  # of the last block, without the token that decode computes
-        assert taken(second, ticket) == ({"right": ALL - late, "missing": late}, [by_transfer.LATE])
+        assert taken(second, ticket) == ({"right": ALL - late, "missing": late}, behind)
         second.between = lambda: None
         ticket = first.ask(name="q", tokens=PROMPT[::-1], lends=True)["ticket"]
         first.hang()
         verdict, why = taken(second, ticket, PROMPT[::-1], name="e")
-        assert (verdict, why) == ({"right": OWN, "missing": ALL - OWN}, [by_transfer.LATE])
+        assert (verdict, why) == ({"right": OWN, "missing": ALL - OWN}, behind)
         other = [i % 7 for i in range(33)]  # all blocks that there are
         second.cached.clear()
         assert judge(routes(second.ask("other", other)), other) == {"right": 33}
@@ -141,13 +135,11 @@ def test_prefill_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
         assert installed(second) == before
 
 
-@pytest.mark.usefixtures("hasty")
-def test_decode_that_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decode_that_ends() -> None:
     """Goal: offers that are no longer fetched are not kept. Method: decode is killed before it fetches, and while it
     does."""
-    monkeypatch.setattr(crossing, "LEASE_S", 5.0)
-    monkeypatch.setattr(crossing, "LIMITS", TransferLimits(lease_s=5.0))
-    with two() as (first, _):
+    limits = {"lease_s": 5.0, "transfer": TransferLimits(lease_s=5.0), "fetch_s": 60.0}
+    with two(limits=limits) as (first, _):
         for early in (False, True):
             decode = Side()
             decode.ask(name="up", tokens=[1])  # it has started: a lease is long beside what it does from here on

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from toy_engine import TOKENS, Asked, Toy
 from toy_pair import ALL, OWN, PROMPT, handed_over, taken, two, until
 
-from kvroute.connector.carriers.by_transfer import TAKEN
+from kvroute.connector.carriers.by_transfer import TICKET_TAKEN
 
 
 @examples(25)
@@ -124,5 +124,5 @@ def test_a_ticket_brings_rows_to_one_request() -> None:
             came = set()
             second.hear()
         assert gone == {"0_r": len(PROMPT) - 1, "1_r": 0}
-        assert {name: set(rows.forget(name).why.values()) for name in tables} == {"0_r": set(), "1_r": {TAKEN}}
-        assert worker.missing == {TAKEN: 3 * TOKENS}
+        assert {name: set(rows.forget(name).why.values()) for name in tables} == {"0_r": set(), "1_r": {TICKET_TAKEN}}
+        assert worker.missing == {TICKET_TAKEN: 3 * TOKENS}

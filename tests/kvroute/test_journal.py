@@ -182,6 +182,38 @@ def test_rows_of_a_prompt_that_is_computed_again_before_the_first_token_are_not_
     assert journal.routes().weights_versions == ((1, 3, 2),)
 
 
+def test_a_lost_row_is_replaced_by_one_of_the_same_weights_alone() -> None:
+    """Goal: a row that the same weights compute again takes the place of a lost one, and of no other row. Method: rows
+    of three positions are lost; the caller vouches for the last of them alone."""
+    journal = RequestJournal(SPEC)
+    assert journal.record(SHAPE.routes(0, [True, False, False, False, True])).tolist() == [0, 4]
+    journal.settle(range(6))
+    again = SHAPE.routes(0, [True, True, False, True, True], salt=1)
+    assert journal.record(again).tolist() == []
+    assert journal.record(again, same_from=2).tolist() == [3]
+    assert journal.lost == ((1, 3),)
+    assert rows_of(journal.routes()) == {0: row(0, 0), 3: row(3, 1), 4: row(4, 0)}
+
+
+def test_a_row_that_lacks_a_layer_is_kept_and_gives_way_to_a_whole_one() -> None:
+    """Goal: what is known of a row is not lost, and a row is of one computation. Method: a settled row lacks its last
+    layer; the same weights compute it again, without its first layer, and then whole."""
+    journal = RequestJournal(SPEC)
+    layers = len(SHAPE.layer_ids)
+    without_last = [True] * (layers - 1) + [False]
+    without_first = [False] + [True] * (layers - 1)
+    journal.record(SHAPE.routes(0, [[True] * layers, without_last]))
+    journal.settle(range(3))
+    assert journal.lost == ((1, 2),)
+    for known, computation in ((without_first, 0), ([True] * layers, 2)):
+        journal.record(SHAPE.routes(0, [[True] * layers, known], salt=2), same_from=0)
+        routes = journal.routes()
+        assert routes.known[1].tolist() == (without_last if computation == 0 else known)
+        cells = routes.known[1]
+        assert (routes.ids[1][cells] == SHAPE.ids([1], computation)[0][cells]).all()
+    assert journal.lost == ()
+
+
 def test_what_cannot_be_is_refused_and_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Method: another model's rows, too many, and no tokens; then a history that was tokenised anew."""
     monkeypatch.setattr("kvroute.journal.TOKENS_MAX", 8)

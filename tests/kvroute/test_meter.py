@@ -14,11 +14,13 @@ from waiting import GIVE_UP_S
 
 from cache_manager.lock import AuxCounters
 from cache_manager.ports import RecordCounters
-from kvroute.connector import meter, pages, worker
+from kvroute.connector import Limits, meter, pages, worker
 from kvroute.connector.carriers import by_key, none
-from kvroute.connector.meter import EVENTS, FIELDLESS, METRICS, MISSING, SECONDS, WHAT, Meter, merged
+from kvroute.connector.limits import LIMITS
+from kvroute.connector.meter import EVENTS, FIELDLESS, METRICS, SECONDS, WHAT, WITHOUT_ROWS, Meter, merged
 
 DOCS = Path(__file__).parents[2] / "docs"
+EAGER = Limits(metrics_s=0.0)
 
 
 @dataclass
@@ -27,26 +29,25 @@ class Counters:
     pulls_in_flight: int = 0
 
 
-def test_take_returns_the_counters_that_have_grown(monkeypatch) -> None:
+def test_take_returns_the_counters_that_have_grown() -> None:
     """Goal: each count and time is taken once, causes are few. Method: a meter that is taken three times."""
-    monkeypatch.setattr(meter, "EVERY_S", 0.0)
     node = Counters()
-    found = Meter(lambda: {"blocks": Counters(3), "transfer": {"node": node}})
+    found = Meter(lambda: {"blocks": Counters(3), "transfer": {"node": node}}, EAGER)
     found.took("persist", 0.5)
     found.lose_field("no row was written; see the log")
-    for at in range(meter.CAUSES_MAX + 5):
+    for at in range(EAGER.causes_max + 5):
         found.miss(f"cause {at}: detail", 2)
     first = found.take()
     assert first[EVENTS] == {"blocks/rows": 3}
     assert first[SECONDS] == {"persist": [0.5]}
     assert first[FIELDLESS] == {"no row was written": 1}
-    assert len(first[MISSING]) == meter.CAUSES_MAX + 1
-    assert (first[MISSING]["cause 0"], first[MISSING]["other"]) == (2, 10)
+    assert len(first[WITHOUT_ROWS]) == EAGER.causes_max + 1
+    assert (first[WITHOUT_ROWS]["cause 0"], first[WITHOUT_ROWS]["other"]) == (2, 10)
     assert found.take() is None
     node.rows = 4
     found.took("persist", 1.0)
     second = found.take()
-    assert second == {EVENTS: {"transfer/node.rows": 4}, MISSING: {}, FIELDLESS: {}, SECONDS: {"persist": [1.0]}}
+    assert second == {EVENTS: {"transfer/node.rows": 4}, WITHOUT_ROWS: {}, FIELDLESS: {}, SECONDS: {"persist": [1.0]}}
     both = merged(first, second)
     assert (both[EVENTS], both[SECONDS]) == ({"blocks/rows": 3, "transfer/node.rows": 4}, {"persist": [0.5, 1.0]})
 
@@ -65,11 +66,10 @@ class Slowly(int):
         return other + int(self)
 
 
-def test_no_count_is_lost_between_threads(monkeypatch) -> None:
+def test_no_count_is_lost_between_threads() -> None:
     """Goal: tokens that two threads miss are counted, each once, whatever is taken meanwhile. Method: one thread is in
     the middle of adding when another one adds to the same cause, and a third one takes."""
-    monkeypatch.setattr(meter, "EVERY_S", 0.0)
-    found, begun, go, taken = Meter(dict), threading.Event(), threading.Event(), []
+    found, begun, go, taken = Meter(dict, EAGER), threading.Event(), threading.Event(), []
     found.miss("one", 1)
     calls = [partial(found.miss, "one", Slowly(2, begun, go)), partial(found.miss, "one", 4)]
     calls.append(lambda: taken.append(found.take()))
@@ -83,7 +83,7 @@ def test_no_count_is_lost_between_threads(monkeypatch) -> None:
     for thread in threads:
         thread.join(GIVE_UP_S)
     taken.append(found.take())
-    assert sum(each[MISSING]["one"] for each in taken if each) == 7
+    assert sum(each[WITHOUT_ROWS]["one"] for each in taken if each) == 7
 
 
 def test_it_is_taken_now_and_then_only() -> None:
@@ -114,8 +114,14 @@ def test_the_dashboard_asks_for_what_is_exported() -> None:
 def test_the_page_has_every_cause_and_every_time() -> None:
     """Goal: every cause has a remedy on the page. Method: the constants that name causes are rows of the page."""
     page = (DOCS / "missing-rows.md").read_text()
-    causes = [meter.NO_IDS, worker.NO_SLOTS, none.NO_CARRIER, by_key.NO_ANSWER, *by_key.NOT_RESTORED.values()]
-    causes += [pages.NO_ROW, pages.OTHER_WEIGHTS, pages.OTHER_KV, by_key.OTHER]
+    causes = [
+        meter.NO_IDS,
+        worker.NO_SLOTS,
+        none.NO_CARRIER,
+        by_key.NO_ANSWER.format(LIMITS.restore_s),
+        *by_key.NOT_RESTORED.values(),
+    ]
+    causes += [pages.NO_ROW, pages.OTHER_WEIGHTS, pages.OTHER_KV, by_key.WRONG_KV]
     told = re.findall(r"^\| `([^`]+)` \|", page, re.MULTILINE)
     assert [cause for cause in causes if cause.partition(":")[0] not in told] == []
     assert all(f"`{name}`" in page for name in (*METRICS, *WHAT))

@@ -14,6 +14,7 @@ from toy_engine import Toy, admitted
 
 from cache_manager.errors import ConfigError
 from cache_manager.keys import Namespace
+from kvroute.connector.limits import LIMITS, Limits
 from kvroute.connector.pages import NO_ROW, OTHER_KV, OTHER_WEIGHTS, Pages, StepTokens, page_name, token_nbytes
 from kvroute.routing import routing_spec
 
@@ -32,13 +33,13 @@ MINE, OTHERS = Namespace("m", 1).fingerprint, Namespace("m", 2).fingerprint
 class Held:
     """Pages beside KV, both with whatever was there before. ``turned``: KV as a CPU has it, each head's transposed."""
 
-    def __init__(self, spec: Any, turned: bool = False) -> None:
+    def __init__(self, spec: Any, turned: bool = False, limits: Limits = LIMITS) -> None:
         rng = np.random.default_rng(1)
         before = rng.integers(0, 256, (BLOCKS, 1, TOKENS, token_nbytes(spec)), np.uint8)
         self.spec, self.seen = spec, StepTokens(BLOCKS * TOKENS + 3)
         self.kv = torch.from_numpy(rng.normal(size=(BLOCKS, 2, TOKENS, VALUES)).astype(np.float32))
         places = torch.arange(TOKENS * VALUES).view(VALUES, TOKENS).T if turned else None
-        self.pages = Pages(torch.from_numpy(before), spec, self.kv, self.seen, places)
+        self.pages = Pages(torch.from_numpy(before), spec, self.kv, self.seen, places, limits)
         self.tokens, self.at = rng.integers(0, 500, BLOCKS * TOKENS), rng.permutation(BLOCKS * TOKENS)
 
     def put(self, slots: NDArray[Any], ids: NDArray[Any] | None, keep: NDArray[Any] | None = None) -> None:
@@ -92,13 +93,12 @@ def test_a_row_that_comes_out_went_in_there(seed: int, spec: Any, turned: bool) 
         assert (found[i] == known[int(put_once[i])]).all()
     never = np.setdiff1d(ALL, put_once)
     assert not held.get(never)[1].any(), "what lay there before is no row"
-    other, to = Held(spec, turned), rng.permutation(BLOCKS)
+    limits = Limits(gather_nbytes_max=5 * 2 * VALUES * 4)
+    other, to = Held(spec, turned, limits), rng.permutation(BLOCKS)
     other.pages.cache[to], other.kv[to] = held.pages.cache, held.kv
     moved = to[put_once // TOKENS] * TOKENS + put_once % TOKENS
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("kvroute.connector.pages.GATHER_NBYTES_MAX", 5 * 2 * VALUES * 4)
-        said = {"token_ids": held.tokens[put_once], "positions": held.at[put_once]}
-        assert other.get(moved, **said)[1].tolist() == good.tolist()
+    said = {"token_ids": held.tokens[put_once], "positions": held.at[put_once]}
+    assert other.get(moved, **said)[1].tolist() == good.tolist()
 
 
 def write(held: Held, slots: NDArray[Any], rng: np.random.Generator, turned: bool) -> None:

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvroute.capture.step_ids import NOTHING, StepIds
+from kvroute.capture.step_ids import NO_ID, StepIds
 from kvroute.checks import valid_rows
 from kvroute.routing import routing_spec
 
@@ -20,7 +20,7 @@ SPEC = routing_spec(num_experts=8, top_k=2, layer_ids=[1, 3], num_layers=4, bloc
 def made(beside: bool, tokens: int = 16) -> StepIds:
     """One on a CPU, or one that brings a pass together in a buffer, as beside a device, in memory of the host."""
     ids = StepIds(SPEC, tokens, torch.device("cpu"))
-    ids._buffer = torch.full((tokens, *SPEC.row_shape), NOTHING, dtype=torch.int32) if beside else None
+    ids._buffer = torch.full((tokens, *SPEC.row_shape), NO_ID, dtype=torch.int32) if beside else None
     return ids
 
 
@@ -56,7 +56,7 @@ def test_ids_are_integers_of_any_size(dtype: torch.dtype, beside: bool) -> None:
     ids.begin()
     call(ids, 1, dtype=torch.float32)
     found = ids.take(1)
-    assert "are not integers" in found if isinstance(found, str) else (found == NOTHING).all()
+    assert "are not integers" in found if isinstance(found, str) else (found == NO_ID).all()
 
 
 @BESIDE
@@ -69,7 +69,7 @@ def test_a_layer_that_was_not_recorded_is_detected(beside: bool) -> None:
         ids.begin()
         call(ids, 2, layers)
         found = ids.take(2)
-    assert "compiled" in found if isinstance(found, str) else (found == NOTHING).all()
+    assert "compiled" in found if isinstance(found, str) else (found == NO_ID).all()
 
 
 @BESIDE
@@ -79,7 +79,7 @@ def test_ids_from_before_a_step_are_not_part_of_it(beside: bool) -> None:
     call(ids, 3, (1, 3, 1))
     ids.begin()
     call(ids, 1, value=4)
-    assert ids.take(2 if beside else 1).tolist() == [[[1, 4], [3, 4]], [[NOTHING] * 2] * 2][: 1 + beside]  # type: ignore[union-attr]
+    assert ids.take(2 if beside else 1).tolist() == [[[1, 4], [3, 4]], [[NO_ID] * 2] * 2][: 1 + beside]  # type: ignore[union-attr]
 
 
 FLAT = torch.zeros((3, 2), dtype=torch.int32)
@@ -93,7 +93,7 @@ def refused(*calls: tuple[int, torch.Tensor], reason: str, beside_too: bool = Tr
         beside.hook(layer)(values)
     assert reason in ids.take(2)
     assert "compiled" in ids.take(2)  # and the next step begins empty
-    assert not beside_too or (beside.take(2) == NOTHING).all()  # type: ignore[union-attr]
+    assert not beside_too or (beside.take(2) == NO_ID).all()  # type: ignore[union-attr]
     return beside
 
 

@@ -16,7 +16,6 @@ from budget import scaled
 from connector_house import House, Kv, Running
 from toy_engine import TOKENS, row_of
 
-from kvroute.connector import stream
 from kvroute.connector.step_rows import Outcome, Piece, StepRows
 from kvroute.connector.stream import RowStream
 
@@ -30,7 +29,7 @@ class Output(NamedTuple):
 
 
 class Streams(House):
-    settings = {"field": True}  # noqa: RUF012
+    settings = {"field": True, "limits": {"forgetting_s": 0.01}}  # noqa: RUF012
 
     def __init__(self, seed: int, home: Path) -> None:
         super().__init__(seed, home)
@@ -129,10 +128,9 @@ class Sized:
 
 
 @pytest.mark.parametrize("seed", range(scaled(24)))
-def test_every_output_has_the_rows_of_its_tokens(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_output_has_the_rows_of_its_tokens(seed: int, tmp_path: Path) -> None:
     """Goal: an output's rows are those of its tokens, computed when they were sampled; none comes twice, none is left
     out, and after a missing one none comes. Method: see the top of the file; a seed plays one life."""
-    monkeypatch.setattr(stream, "FORGETTING_S", 0.01)
     house = Streams(seed, tmp_path)
     try:
         house.lives(150)

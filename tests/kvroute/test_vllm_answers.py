@@ -15,7 +15,7 @@ import pytest
 from waiting import GIVE_UP_S
 
 import kvroute
-from kvroute.connector import Key, Tokens
+from kvroute.connector import Key, Limits, Tokens
 from kvroute.connector.answers import Options, options_of
 from kvroute.connector.key import rollout_id
 from kvroute.connector.left import LeftRoutes
@@ -150,16 +150,17 @@ def test_an_answer_of_another_form_is_refused(store: RolloutStore, broken: dict[
         gathered([answered() | {"object": "text_completion", "choices": [{"index": {}, "token_ids": [1]}]}])
 
 
-def test_completions_that_are_all_done_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_completions_that_are_all_done_are_not_kept() -> None:
     """Goal: the scheduler's memory does not grow with the answers that have gone out, and no answer of several lacks
     one's routes. Method: requests with two completions; of one, the second is under way until the end; of another, the
     second begins when the first is done; of a third, the second ends without an answer."""
-    engine, tokens = LeftRoutes(), Tokens(TOKENS, 3)
+    tokens = Tokens(TOKENS, 3)
+    values = LeftRoutes().leave(sibling(0, "a"), made(6), tokens, ())["kvroute"]["routes"]
+    engine = LeftRoutes(limits=Limits(idle_nbytes_max=9 * len(values["0"]["record"]) // 2))
 
     def says(choice: int, group: str) -> Any:
         return engine.leave(sibling(choice, group), made(6), tokens, ())["kvroute"]["routes"]
 
-    monkeypatch.setattr("kvroute.connector.left.QUIET_NBYTES_MAX", 9 * len(says(0, "a")["0"]["record"]) // 2)
     for choice, group in ((0, "slow"), (1, "slow"), (0, "gone"), (1, "gone")):
         engine.begins(sibling(choice, group))
     says(0, "slow")

@@ -15,7 +15,7 @@ import pytest
 
 from cache_manager.errors import ConfigError
 from cache_manager.keys import Namespace
-from kvroute.connector.ends import Answer
+from kvroute.connector.ends import PendingAnswer
 from kvroute.connector.versions import Versions
 from kvroute.integrations.vllm.core import (
     HEARD,
@@ -57,7 +57,7 @@ def test_answers_of_a_step_go_out_as_the_core_says() -> None:
     """Goal: hundreds of answers of one step are a few messages, and none waits for another that is not ready. Method:
     four wait, of which one is ready before the core checks it, two become ready together, and one comes last; a fifth
     waits for nothing; stats and finished requests go with that one, and once."""
-    told = [Answer() for _ in range(4)]
+    told = [PendingAnswer() for _ in range(4)]
 
     def tell(*which: int) -> None:
         for i in which:
@@ -84,7 +84,7 @@ def test_answers_of_a_step_go_out_as_the_core_says() -> None:
 
 def test_an_engine_without_a_queue_waits_in_its_step() -> None:
     """Goal: an answer in the process of its client is whole when its step is over. Method: another thread brings it."""
-    told, sent = Answer(), Outputs([])
+    told, sent = PendingAnswer(), Outputs([])
     sent.outputs.append(Output("a", {"kvroute": told}))
     threading.Timer(0.01, told.set_result, [{"kvroute": "rows"}]).start()
     answering(lambda _: ({0: sent}, True))(SimpleNamespace())

@@ -93,7 +93,7 @@ def test_a_core_leads_to_its_pool_where_the_connector_was_not_told(told: bool) -
     hears(config, rows)
     try:
         if told:
-            blocks.follow(rows, pool)
+            blocks.follow_pool(rows, pool)
         step = answering(lambda core: ({}, bool(core.scheduler.kv_cache_manager.block_pool.get_new_blocks(2))))
         assert (step(core), step(core)) == (({}, True), ({}, True))
         assert rows.heard == [0, 1, 2, 3]

@@ -16,9 +16,10 @@ from cache_manager.blocks import AuxBlocks
 from cache_manager.errors import ConfigError, InvalidInputError
 from cache_manager.keys import Namespace
 from cache_manager.storage import open_store
+from kvroute.connector.limits import LIMITS, Limits
 from kvroute.connector.witness import KvFolder, KvWitness, by_block, witnessing
 from kvroute.routing import routing_spec
-from kvroute.witness import ROOT, UNKNOWN, Run, chained, fold_keys, fold_reference
+from kvroute.witness import ROOT, UNKNOWN_WITNESS, Run, chained, fold_keys, fold_reference
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn]
 seeds = st.integers(0, 2**32 - 1)
@@ -30,8 +31,11 @@ def kv_of(seed: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor
     return torch.from_numpy(raw).view(dtype)
 
 
-def folds(layers: list[torch.Tensor], blocks: Sequence[int], first_head: int = 0) -> NDArray[np.uint64]:
-    found: NDArray[np.uint64] = KvFolder(layers, first_head).folds(blocks).numpy().view(np.uint64)
+def folds(
+    layers: list[torch.Tensor], blocks: Sequence[int], first_head: int = 0, limits: Limits = LIMITS
+) -> NDArray[np.uint64]:
+    folder = KvFolder(layers, first_head, limits=limits)
+    found: NDArray[np.uint64] = folder.folds(blocks).numpy().view(np.uint64)
     return found
 
 
@@ -52,9 +56,8 @@ def test_the_device_folds_as_the_reference_does(
     expected = fold_reference(raw_bytes(kv)[blocks]).tolist()
     if turned:
         kv = kv.transpose(1, 2).contiguous().transpose(1, 2)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("kvroute.connector.witness.GATHER_NBYTES_MAX", 4 * KvFolder([kv]).block_nbytes)
-        assert folds([kv], blocks).tolist() == expected
+    limits = Limits(gather_nbytes_max=4 * KvFolder([kv]).block_nbytes)
+    assert folds([kv], blocks, limits=limits).tolist() == expected
     assert folds([kv], []).tolist() == []
 
 
@@ -210,8 +213,8 @@ def test_a_witness_is_of_one_life_and_of_a_known_prefix() -> None:
     assert witnesses(0, [2]) == [second]
     assert witnesses(-1, [5, 6]) == [first, second]
     worker.rows.renew([0])
-    assert witnesses(0, [2]) == witnesses(7, [3]) == witnesses(3, [4]) == [UNKNOWN]
-    assert UNKNOWN not in (first, second, chained(ROOT, 0))
+    assert witnesses(0, [2]) == witnesses(7, [3]) == witnesses(3, [4]) == [UNKNOWN_WITNESS]
+    assert UNKNOWN_WITNESS not in (first, second, chained(ROOT, 0))
     worker.rows.close()
 
 

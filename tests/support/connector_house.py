@@ -272,13 +272,14 @@ class House:
 
     def ends(self) -> None:
         """A request is done, or aborted: then its front end may have answered fewer tokens; rows are found by key."""
-        if not (admitted := [each for each in self.running.values() if each.admitted]):
+        begun = [each for each in self.running.values() if each.admitted or each.settled]
+        if not begun:
             return
-        request, cut = self.random.choice(admitted), self.random.randint(0, 2)
+        request, cut = self.random.choice(begun), self.random.randint(0, 2)
         aborted = self.rollouts is not None and self.random.random() < 0.4
         tokens, prompt = list(request.all_token_ids), request.num_prompt_tokens
         stop = min(len(tokens) - 1, request.num_computed_tokens)
-        due = self._settled(request, stop)[:stop]
+        due = self._settled(request, stop)
         ended = self.rows.forget(request.request_id)
         of = Tokens(tokens, prompt, aborted)
         told = self.rows.finished(Key(request.key, of_client=True), list(request.table), stop, of, ended=ended)

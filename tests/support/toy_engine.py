@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -17,11 +18,11 @@ from numpy.typing import NDArray
 from waiting import GIVE_UP_S
 
 from cache_manager.keys import Namespace
-from kvroute.connector import Engine, Key, SchedulerRows, Settings, Tokens, reader, routes
+from kvroute.connector import Engine, Key, Limits, SchedulerRows, Settings, Tokens, routes
 from kvroute.connector.carriers import ByKey, ByTransfer, Carrier, InKv, NoCarrier
+from kvroute.connector.ends import End
 from kvroute.connector.messages import StepMeta
 from kvroute.connector.pages import Pages, StepTokens, page_name, token_nbytes
-from kvroute.connector.scheduler import Ended
 from kvroute.connector.tickets import UNNAMED
 from kvroute.connector.versions import AS_LOADED
 from kvroute.connector.witness import KvFolder, OtherRank, witnessing
@@ -29,7 +30,6 @@ from kvroute.connector.worker import WorkerRows
 from kvroute.routes import Routes
 from kvroute.routing import routing_spec
 
-reader.ASKED_S = GIVE_UP_S  # a loaded machine may need more than a second, and then computes hits again
 TOKENS, EXPERTS, TOP_K = 4, 8, 2
 
 
@@ -92,6 +92,7 @@ class Toy:
         ranks: int = 1,
         late: bool = False,
         drafts: bool = True,
+        limits: Mapping[str, Any] = MappingProxyType({}),
         **said: Any,
     ) -> None:
         self.kept, self.later = kept, later  # KV outside, by hash of its block, in all layers
@@ -112,6 +113,8 @@ class Toy:
             max_tokens=64,
             carrier=_carrier(settings, pages),
             drafts=drafts,
+            # a loaded machine may need more than a second for a store's answer, and then computes hits again
+            limits=Limits(**{"question_s": GIVE_UP_S, **limits}),
         )
         added = Sum()
         joined = partial(added.add, 0) if ranks > 1 else None
@@ -321,14 +324,14 @@ def admitted(toy: Toy, tokens: list[int], blocks: list[int], external: int = 0, 
     return request
 
 
-def begun(toy: Toy, n: int, ended: Ended | None = None) -> Future[dict[str, Any]]:
+def begun(toy: Toy, n: int, ended: End | None = None) -> Future[dict[str, Any]]:
     """What a client will be told about the one request, of which this many tokens were computed."""
     told = toy.scheduler.finished(Key("r"), toy.table, n, ended=ended)
     assert told is not None
     return told
 
 
-def seen(toy: Toy, n: int, ended: Ended | None = None) -> Any:
+def seen(toy: Toy, n: int, ended: End | None = None) -> Any:
     """The routes that a client gets of the one request."""
     return routes({"kv_transfer_params": begun(toy, n, ended).result(GIVE_UP_S)})
 

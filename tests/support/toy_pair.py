@@ -45,9 +45,9 @@ def makers(tokens: int, said: int, local: int = 0) -> list[int]:
 
 
 @contextmanager
-def sides() -> Iterator[tuple[Side, Toy]]:
-    """A prefill engine in a process of its own and a decode engine here."""
-    first, second = Side(weights=PREFILL), Toy(carrier="transfer")
+def sides(**limits: Any) -> Iterator[tuple[Side, Toy]]:
+    """A prefill engine in a process of its own and a decode engine here, which has these ``limits``."""
+    first, second = Side(weights=PREFILL), Toy(carrier="transfer", limits=limits)
     try:
         yield first, second
     finally:

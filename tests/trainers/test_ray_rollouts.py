@@ -19,7 +19,7 @@ from cache_manager.errors import InvalidInputError, StorageError
 from cache_manager.ports import Absence
 from kvroute.replay.nemo_rl_references import References
 from kvroute.rollout import RolloutHandle, RolloutStore, fetch_shard, open_rollouts
-from kvroute.rollout.ray import NAMESPACE
+from kvroute.rollout.ray import RAY_NAMESPACE
 from kvroute.routes import Split, shard_packed
 from kvroute.testing.rollouts import RolloutContract, fetch_routes, routes_of
 
@@ -77,7 +77,7 @@ def test_rollouts_outlive_the_process_that_put_them_and_end_with_their_owner() -
     assert np.array_equal(fetch_shard(store, [handle], [4097], split), shard_packed([routes], [4097], split))
     assert store.counters.get_nbytes <= routes.ids.nbytes // 6 + handle.header_nbytes + 8 * handle.part_nbytes
     assert store.find("task:1:0:0") == handle
-    ray.kill(ray.get_actor(name, namespace=NAMESPACE))
+    ray.kill(ray.get_actor(name, namespace=RAY_NAMESPACE))
     assert store.get(handle) is Absence.MISS
     assert store.find("task:1:0:0") is None
     assert fetch_routes(store, store.put("task:1:0:0", routes)) == routes

@@ -1,5 +1,6 @@
 """A plugin of vLLM, for machines without a GPU."""
 
+from dataclasses import replace
 from typing import Any
 
 
@@ -8,9 +9,9 @@ def register() -> None:
     than a second. And what vLLM does on a GPU, and not here, is done."""
     import vllm
 
-    from kvroute.connector import reader
+    from kvroute.integrations.vllm import config
 
-    reader.ASKED_S = 60
+    config.ENGINE_LIMITS = replace(config.ENGINE_LIMITS, question_s=60.0)
     if [int(part) for part in vllm.__version__.split(".")[:2]] < [0, 30]:
         import cpu_choices  # noqa: F401 - experts are chosen by the layer's router
 

@@ -12,6 +12,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -53,10 +54,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 @pytest.fixture(scope="session", autouse=True)
 def plugin() -> None:
     """What vLLM's plugin loader does in each of its processes, before it looks for a model."""
-    from kvroute.connector import reader
+    from kvroute.integrations.vllm import config
     from kvroute.integrations.vllm.models import register
 
-    reader.ASKED_S = GIVE_UP_S  # a loaded machine may need more than a second, and then computes hits again
+    # a loaded machine may need more than a second, and then computes hits again
+    config.ENGINE_LIMITS = replace(config.ENGINE_LIMITS, question_s=GIVE_UP_S)
     register()
 
 

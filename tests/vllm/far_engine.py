@@ -17,6 +17,7 @@ import os
 import sys
 from base64 import b64encode
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 from uuid import uuid4
 
@@ -24,8 +25,7 @@ import torch
 
 from bench.harness import serve_answers
 from kvroute import KVRouteError
-from kvroute.connector import reader
-from kvroute.integrations.vllm import choice_key, missing, routes, unseen
+from kvroute.integrations.vllm import choice_key, config, missing, routes, unseen
 from kvroute.rollout import RolloutStore, open_rollouts
 
 WAIT_S = 3.0
@@ -173,7 +173,8 @@ def main() -> None:
     out = os.dup(1)
     os.dup2(2, 1)  # output that vLLM prints while it starts is no answer
     given = json.loads(sys.argv[1])
-    reader.ASKED_S = given["give_up_s"]  # a loaded machine may need more than a second, and then computes hits again
+    # a loaded machine may need more than a second, and then computes hits again
+    config.ENGINE_LIMITS = replace(config.ENGINE_LIMITS, question_s=given["give_up_s"])
     if given["ahead"]:
         import ahead
 

@@ -18,7 +18,7 @@ import torch
 from engines import BLOCK, Engine, noise, prompts
 from numpy.typing import NDArray
 
-from kvroute.connector.carriers.by_key import OTHER
+from kvroute.connector.carriers.by_key import WRONG_KV
 from kvroute.integrations.vllm import routes, unseen
 
 Start = Any  # conftest's Engines
@@ -106,13 +106,13 @@ def test_rows_go_by_the_kv_that_they_are_beside(start: Any) -> None:
     """
     engine, kv = start("flagged")
     for layer, size, changed, there in ((0, 0.0, 0, sum(FULL)), (0, 0.2, 20, 0), (0, 1e-6, 0, 0)):
-        before = engine.kept.missing[OTHER]
+        before = engine.kept.missing[WRONG_KV]
         found = crossed(engine, kv, layer, size)
         differ = differing(found.first, found.second)
         assert sum(int(d.any(1).sum()) for d in differ) >= changed
         assert changed or not any(d.any() for d in differ)
         assert wrong_and_there(found) == (0, there)
-        assert engine.kept.missing[OTHER] - before == sum(FULL) - there
+        assert engine.kept.missing[WRONG_KV] - before == sum(FULL) - there
     found = crossed(engine, kv, LAYERS - 1, 0.2)
     differ = differing(found.first, found.second)
     assert sum(int(d[:, -1].sum()) for d in differ) > 20
@@ -143,7 +143,7 @@ def test_kv_of_eight_bits(start: Any) -> None:
     """
     engine, kv = start("flagged", kv_cache_dtype="fp8_e4m3")
     assert wrong_and_there(crossed(engine, kv, 0, 0.0)) == (0, sum(FULL))
-    assert engine.kept.missing[OTHER] == 0
+    assert engine.kept.missing[WRONG_KV] == 0
     wrong, there = wrong_and_there(crossed(engine, kv, 0, 0.2))
     assert wrong == 0
     assert there < sum(FULL)

@@ -35,16 +35,15 @@ if TYPE_CHECKING:
 
     from cache_manager.ports import StorageBackend
     from cache_manager.spec import AuxBlockDataSpec
+    from kvroute.connector.limits import Limits
     from kvroute.connector.messages import StepMeta
     from kvroute.connector.settings import Settings
     from kvroute.connector.witness import Join, KvWitness, OtherRank
 
 logger = logging.getLogger(__name__)
 
-RESTORE_S: Final = 30.0
-"""How long a step waits at most for the rows of KV that it loads; rows that have not come by then are missing."""
-OTHER: Final = "rows of other KV than was loaded"
-NO_ANSWER: Final = f"the store of rows has not answered within {RESTORE_S} s"
+WRONG_KV: Final = "rows of other KV than was loaded"
+NO_ANSWER: Final = "the store of rows has not answered within {} s"
 NOT_RESTORED: Final = {
     "absent_blocks_not_restored": "the store of rows does not have them",
     "corrupt_blocks_not_restored": "the store of rows has damaged ones",
@@ -81,18 +80,24 @@ class ByKey(Carrier):
         witness: KvWitness | None = None
         if self.witness != "off":
             layers = witnessing(parts.kv_caches, parts.spec.attrs["layer_ids"])
-            witness = KvWitness(parts.blocks, KvFolder(layers, join=parts.joined), parts.kv_blocks)
+            folder = KvFolder(layers, join=parts.joined, limits=parts.limits)
+            witness = KvWitness(parts.blocks, folder, parts.kv_blocks)
         return ByKeyWorker(parts, witness)
 
     def other_rank(
-        self, spec: AuxBlockDataSpec, kv_caches: Mapping[str, torch.Tensor], rank: int, joined: Join | None
+        self,
+        spec: AuxBlockDataSpec,
+        kv_caches: Mapping[str, torch.Tensor],
+        rank: int,
+        joined: Join | None,
+        limits: Limits,
     ) -> OtherRank | None:
         from kvroute.connector.witness import KvFolder, OtherRank, witnessing
 
         if self.witness == "off" or joined is None:
             return None
         layers = witnessing(kv_caches, spec.attrs["layer_ids"])
-        return OtherRank(KvFolder(layers, rank * layers[0].shape[1], joined))
+        return OtherRank(KvFolder(layers, rank * layers[0].shape[1], joined, limits))
 
 
 class Filled(NamedTuple):
@@ -115,7 +120,9 @@ class ByKeyScheduler(SchedulerSide):
         # no layer behind the last router has KV that depends on its choice
         self._unseen = carrier.witness != "off" and last_router == parts.spec.attrs["num_layers"] - 1
         self._cuts = carrier.cuts
-        self.reader: StoreReader | None = StoreReader(parts.settings.reads) if carrier.gate else None
+        self.reader: StoreReader | None = None
+        if carrier.gate:
+            self.reader = StoreReader(parts.settings.reads, parts.limits)
 
     def takes(self, request: Request, first: int, external: int) -> int:
         if self.reader is None or not external:
@@ -171,9 +178,9 @@ class ByKeyScheduler(SchedulerSide):
 
     def _keys(self, request: Request, first: int, last: int) -> list[BlockKey]:
         """The names of the blocks ``[first, last)``: of the last hash of each, which stands for all tokens before."""
-        keys, each, hashes = self._parts.keys(), self._parts.hashes, request.block_hashes
-        stop = min(last * each, len(hashes))
-        return [keys.adopt(bytes(hashes[at])) for at in range(first * each + each - 1, stop, each)]
+        keys, per_block, hashes = self._parts.keys(), self._parts.hashes, request.block_hashes
+        stop = min(last * per_block, len(hashes))
+        return [keys.adopt(bytes(hashes[place])) for place in range(first * per_block + per_block - 1, stop, per_block)]
 
 
 class ByKeyWorker(WorkerSide):
@@ -182,6 +189,7 @@ class ByKeyWorker(WorkerSide):
     def __init__(self, parts: WorkerParts, witness: KvWitness | None) -> None:
         self.witness = witness
         self._blocks, self._meter, self._size = parts.blocks, parts.meter, parts.spec.block_tokens
+        self._restore_s = parts.limits.restore_s
         self._failed_jobs = False  # whether a job of the store has failed
 
     def look(self, runs: Sequence[Run], without: Collection[int] = ()) -> torch.Tensor | None:
@@ -195,7 +203,7 @@ class ByKeyWorker(WorkerSide):
 
     def land(self) -> None:
         """Wait for rows that are on their way from the store, but not for cancelled jobs."""
-        give_up_s = time.monotonic() + RESTORE_S
+        give_up_s = time.monotonic() + self._restore_s
         for job in self._blocks.jobs:
             if not isinstance(job, RestoreJob) or job.cancelled:
                 continue
@@ -203,13 +211,13 @@ class ByKeyWorker(WorkerSide):
                 self._count(job)
             else:
                 job.cancel()
-                self._meter.miss(NO_ANSWER, len(job.blocks) * self._size)
+                self._meter.miss(NO_ANSWER.format(self._restore_s), len(job.blocks) * self._size)
 
     def compare(self, step: StepMeta, runs: Sequence[Run], look: torch.Tensor | None) -> None:
         """The store brings rows of whole blocks only."""
         self._meter.miss(NO_CARRIER, sum(max(0, run.tokens - self._size * len(run.blocks)) for run in runs))
         if self.witness is not None and look is not None:
-            self._meter.miss(OTHER, len(self.witness.refused(runs, look)) * self._size)
+            self._meter.miss(WRONG_KV, len(self.witness.refused(runs, look)) * self._size)
 
     def filled(self, step: StepMeta, computed: torch.Tensor | None) -> None:
         filled: Filled | None = step.carrier
@@ -235,9 +243,9 @@ class ByKeyWorker(WorkerSide):
         return {"store": {} if store is None else store.counters}
 
     def close(self) -> None:
-        give_up_s = time.monotonic() + RESTORE_S
+        give_up_s = time.monotonic() + self._restore_s
         for job in self._blocks.jobs:
             job.wait(max(0.0, give_up_s - time.monotonic()))
 
 
-__all__ = ["NOT_RESTORED", "NO_ANSWER", "OTHER", "ByKey", "ByKeyScheduler", "ByKeyWorker", "Filled"]
+__all__ = ["NOT_RESTORED", "NO_ANSWER", "WRONG_KV", "ByKey", "ByKeyScheduler", "ByKeyWorker", "Filled"]

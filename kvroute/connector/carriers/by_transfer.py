@@ -33,10 +33,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-LATE_S: Final = 1.0
-"""How long a request whose KV has come waits at most for its rows; later ones may land until the request ends."""
-TAKEN: Final = "another request fetches the rows of this ticket"
-LATE: Final = f"they were not here {LATE_S} s after their KV"
+TICKET_TAKEN: Final = "another request fetches the rows of this ticket"
+LATE: Final = "they were not here {} s after their KV"
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +103,14 @@ class ByTransferWorker(WorkerSide):
     def __init__(self, parts: WorkerParts) -> None:
         settings = parts.settings
         link = link_of(settings.lend, settings.keys)
-        self.crossing = Crossing(parts.blocks, link, lent_nbytes_max=settings.lent_nbytes_max)
+        self._limits = limits = parts.limits
+        self.crossing = Crossing(
+            parts.blocks,
+            link,
+            limits=limits.transfer,
+            lease_s=limits.lease_s,
+            lent_nbytes_max=settings.lent_nbytes_max,
+        )
         self.not_lent = 0
         """Blocks whose rows could not be lent."""
         self._blocks, self._meter = parts.blocks, parts.meter
@@ -126,7 +131,7 @@ class ByTransferWorker(WorkerSide):
             if self._under_way.setdefault(fetch.transfer, fetch) is fetch:
                 self._since_s[fetch.transfer] = time.monotonic()
             else:
-                self._missed(fetch, dict.fromkeys(range(fetch.first, fetch.first + len(fetch.blocks)), TAKEN))
+                self._missed(fetch, dict.fromkeys(range(fetch.first, fetch.first + len(fetch.blocks)), TICKET_TAKEN))
         return bool(transfers.fetches or transfers.withdrawn)
 
     def fail(self, blocks: set[int]) -> None:
@@ -155,11 +160,11 @@ class ByTransferWorker(WorkerSide):
                     logger.warning("rows of %d blocks are not lent: %s; others are counted", len(lend.blocks), error)
                 self.not_lent += len(lend.blocks)
 
-    def _keys(self, of: Lend | Fetch) -> dict[BlockKey, int]:
+    def _keys(self, message: Lend | Fetch) -> dict[BlockKey, int]:
         """Names for a transfer's blocks, independent of tokens: the ticket has the tokens' hash."""
-        places = range(of.first, of.first + len(of.blocks))
-        names = [self._blocks.keys.adopt(of.transfer + at.to_bytes(4, "little")) for at in places]
-        return dict(zip(names, of.blocks, strict=True))
+        places = range(message.first, message.first + len(message.blocks))
+        names = [self._blocks.keys.adopt(message.transfer + place.to_bytes(4, "little")) for place in places]
+        return dict(zip(names, message.blocks, strict=True))
 
     def arrived(self, requests: AbstractSet[str], failed: AbstractSet[str]) -> set[str]:
         """Which may go on, of ``requests``, whose KV has come or has ``failed`` to, and of those that waited."""
@@ -168,12 +173,13 @@ class ByTransferWorker(WorkerSide):
                 self._meter.took("transfer", time.monotonic() - self._since_s.pop(ended.transfer))
                 self._missed(fetch, ended.why)
         now_s, under_way = time.monotonic(), {fetch.request: fetch for fetch in self._under_way.values()}
-        self._waiting |= dict.fromkeys(requests, now_s + LATE_S)
+        self._waiting |= dict.fromkeys(requests, now_s + self._limits.fetch_s)
         go = {name for name, end_s in self._waiting.items() if name not in under_way or end_s < now_s or name in failed}
         for name in go:
             del self._waiting[name]
             if (fetch := under_way.get(name)) is not None:
-                self._why[name] = dict.fromkeys(range(fetch.first, fetch.first + len(fetch.blocks)), LATE)
+                reason = LATE.format(self._limits.fetch_s)
+                self._why[name] = dict.fromkeys(range(fetch.first, fetch.first + len(fetch.blocks)), reason)
         return go
 
     def _missed(self, fetch: Fetch, why: Mapping[int, str]) -> None:
@@ -194,4 +200,4 @@ class ByTransferWorker(WorkerSide):
         self.crossing.close()
 
 
-__all__ = ["LATE", "LATE_S", "TAKEN", "ByTransfer", "ByTransferScheduler", "ByTransferWorker", "TransferStep"]
+__all__ = ["LATE", "TICKET_TAKEN", "ByTransfer", "ByTransferScheduler", "ByTransferWorker", "TransferStep"]

@@ -37,13 +37,13 @@ class InKv(Carrier):
     """Rows are in :class:`~kvroute.connector.pages.Pages`, which the worker's end is given."""
 
     def scheduler(self, parts: SchedulerParts) -> SchedulerSide:
-        return _Scheduler(parts)
+        return _InKvScheduler(parts)
 
     def worker(self, parts: WorkerParts) -> WorkerSide:
         return InKvWorker(parts)
 
 
-class _Scheduler(SchedulerSide):
+class _InKvScheduler(SchedulerSide):
     def __init__(self, parts: SchedulerParts) -> None:
         self._parts, self._size = parts, parts.spec.block_tokens
 

@@ -27,13 +27,13 @@ class NoCarrier(Carrier):
     """Rows end with their blocks."""
 
     def scheduler(self, parts: SchedulerParts) -> SchedulerSide:
-        return _Scheduler(parts.spec.block_tokens)
+        return _NoScheduler(parts.spec.block_tokens)
 
     def worker(self, parts: WorkerParts) -> WorkerSide:
-        return _Worker(parts)
+        return _NoWorker(parts)
 
 
-class _Scheduler(SchedulerSide):
+class _NoScheduler(SchedulerSide):
     def __init__(self, size: int) -> None:
         self._size = size
 
@@ -41,7 +41,7 @@ class _Scheduler(SchedulerSide):
         return admission.run(self._size)
 
 
-class _Worker(WorkerSide):
+class _NoWorker(WorkerSide):
     def __init__(self, parts: WorkerParts) -> None:
         self._meter = parts.meter
 

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from cache_manager.ports import StorageBackend
     from cache_manager.spec import AuxBlockDataSpec
     from kvroute.connector.fills import Request
+    from kvroute.connector.limits import Limits
     from kvroute.connector.messages import StepMeta
     from kvroute.connector.meter import Meter
     from kvroute.connector.pages import Pages
@@ -88,6 +89,7 @@ class SchedulerParts:
     """What the scheduler's end shares with its side of the carrier."""
 
     settings: Settings
+    limits: Limits
     spec: AuxBlockDataSpec  # of routing
     kv_blocks: int  # of the engine
     feed: BlockFeed
@@ -103,6 +105,7 @@ class WorkerParts:
     """What the worker's end shares with its side of the carrier."""
 
     settings: Settings
+    limits: Limits
     spec: AuxBlockDataSpec  # of routing
     kv_blocks: int  # of the engine
     blocks: AuxBlocks
@@ -252,7 +255,12 @@ class Carrier:
         raise NotImplementedError
 
     def other_rank(
-        self, spec: AuxBlockDataSpec, kv_caches: Mapping[str, torch.Tensor], rank: int, joined: Join | None
+        self,
+        spec: AuxBlockDataSpec,
+        kv_caches: Mapping[str, torch.Tensor],
+        rank: int,
+        joined: Join | None,
+        limits: Limits,
     ) -> OtherRank | None:
         """The part of a rank that has no rows; ``None``: it has none."""
         return None

@@ -59,8 +59,8 @@ class RoutingReplayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
         if self.rollout_store:
             StoreUrl.parse(self.rollout_store)
             for field in msgspec.structs.fields(self):
-                if field.name in _BY_URL and (given := getattr(self, field.name)) != field.default:
-                    raise ConfigError(field.name, "no value beside rollout_store, which replaces it", repr(given))
+                if field.name in _BY_URL and (value := getattr(self, field.name)) != field.default:
+                    raise ConfigError(field.name, "no value beside rollout_store, which replaces it", repr(value))
         elif self.routing_store_type == "rdma" and not _SERVER.fullmatch(self.rdma_store_server):
             wanted = "HOST:PORT[/PREFIX] of a Mooncake master, which 'rdma' means here"
             raise ConfigError("rdma_store_server", wanted, repr(self.rdma_store_server))
@@ -106,8 +106,8 @@ class RoutingReplayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
         for name, wanted in (("num_moe_layers", layers), ("moe_top_k", top_k)):
             if getattr(self, name) not in (None, wanted):
                 raise ConfigError(name, f"{wanted}, as the model has", getattr(self, name))
-        given = self.routing_dtype
-        if given is not None and np.dtype(given).itemsize < np.dtype(spec.dtype).itemsize:
-            raise ConfigError("routing_dtype", f"{spec.dtype} or wider for this model", given)
+        routing_dtype = self.routing_dtype
+        if routing_dtype is not None and np.dtype(routing_dtype).itemsize < np.dtype(spec.dtype).itemsize:
+            raise ConfigError("routing_dtype", f"{spec.dtype} or wider for this model", routing_dtype)
         dtype = cast("IdDtype", spec.dtype)
         return msgspec.structs.replace(self, routing_dtype=dtype, num_moe_layers=layers, moe_top_k=top_k)

@@ -126,8 +126,8 @@ class RoutingReplayManager(AbstractContextManager["RoutingReplayManager"]):
             self._work()
         else:
             self._thread.join(CLOSE_S)
-        if left := self.counters.waiting:
-            problems.append(f"{left} rollouts are not stored after {CLOSE_S:.1f} s")
+        if unstored := self.counters.waiting:
+            problems.append(f"{unstored} rollouts are not stored after {CLOSE_S:.1f} s")
         with suppress(Empty):
             while (waiting := self._queue.get_nowait()) is not None:
                 self._end(waiting, StorageError(f"rollout {waiting.rollout_id}: closed before it was stored"), failed=1)

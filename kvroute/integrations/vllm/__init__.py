@@ -21,8 +21,8 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from kvroute.integrations.vllm.connector import connector_class
 
-    globals()[name] = made = connector_class(name.removeprefix(PREFIX))
-    return made
+    globals()[name] = connector = connector_class(name.removeprefix(PREFIX))
+    return connector
 
 
 __all__ = ["choice_key", "gathered", "missing", "routes", "unseen"]

@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 
-def follow(rows: Any, kv_cache_manager: Any) -> None:
+def follow_pool(rows: Any, kv_cache_manager: Any) -> None:
     """Let ``rows`` hear of every block of this manager from here on; call it before the pool gives any out.
 
     Rows go with the blocks of one KV cache group. Blocks that the pool gives to other groups have lives, too, of which
@@ -42,4 +42,4 @@ def follow(rows: Any, kv_cache_manager: Any) -> None:
     rows.blocks_followed = True
 
 
-__all__ = ["follow"]
+__all__ = ["follow_pool"]

@@ -9,6 +9,7 @@ from cache_manager.errors import ConfigError
 from cache_manager.keys import Namespace
 from kvroute.connector.carriers import ByKey, ByPairs, ByTransfer, Carrier, InKv, NoCarrier
 from kvroute.connector.engine import Engine
+from kvroute.connector.limits import Limits
 from kvroute.connector.pages import page_name
 from kvroute.connector.settings import Settings
 from kvroute.connector.versions import AS_LOADED
@@ -17,7 +18,7 @@ from kvroute.integrations.vllm.versions import TESTED, drafts_by_model, minor
 from kvroute.routing import routing_spec_from_hf
 from kvroute.weights import configuration_digest, weights_digest
 
-WHOLE_REQUESTS: Final = tuple(f"{each}Connector" for each in ("Nixl", "NixlPull", "NixlPush", "Mooncake", "MoRIIO"))
+WHOLE_REQUESTS: Final = tuple(f"{name}Connector" for name in ("Nixl", "NixlPull", "NixlPush", "Mooncake", "MoRIIO"))
 """Connectors that move a request's KV whole, from one engine to another: hits are not cut, and rows go beside it."""
 KV_NAMES: Final = ("remote_engine_id", "remote_request_id", "transfer_id")
 """Fields of ``kv_transfer_params`` by which those connectors find one request's KV: a ticket repeats them."""
@@ -32,15 +33,19 @@ CHOICES: Final = (
     "disable_sliding_window",
 )
 """Fields of vLLM's ``ModelConfig`` that change what is computed with the same files."""
+ENGINE_LIMITS: Final = Limits()
+"""Of every engine of vLLM."""
 
 
 def kv_names(request: Any, answered: Mapping[str, Any] | None = None) -> dict[str, str]:
     """What names a request's KV: in decode's request, or in prefill's with what the inner connector ``answered``."""
-    asked: Mapping[str, Any] = request.kv_transfer_params or {}
+    parameters: Mapping[str, Any] = request.kv_transfer_params or {}
     if answered is not None:
-        mine = str(asked.get("transfer_id")).endswith(request.request_id)  # MoRIIO's, of a client that gives no name
-        asked = {**({} if mine else {"transfer_id": asked.get("transfer_id")}), **answered}
-    names = {name: asked.get(name) for name in KV_NAMES}
+        generated = str(parameters.get("transfer_id")).endswith(
+            request.request_id
+        )  # MoRIIO's, of a client that gives no name
+        parameters = {**({} if generated else {"transfer_id": parameters.get("transfer_id")}), **answered}
+    names = {name: parameters.get(name) for name in KV_NAMES}
     return {name: str(value)[-256:] for name, value in names.items() if value}
 
 
@@ -57,7 +62,7 @@ def engine_of(config: Any, cache: Any, inner: str, places: int = 0) -> Engine:
     """
     settings, model = settings_of(config.kv_transfer_config), config.model_config
     refuse(config, cache, settings, inner)
-    number = group_of(cache, model.max_model_len)
+    number = kv_group_of(cache, model.max_model_len)
     group = cache.kv_cache_groups[number]
     spec = routing_spec_from_hf(model.hf_text_config, group.kv_cache_spec.block_size)
     carrier = carrier_of(
@@ -82,6 +87,7 @@ def engine_of(config: Any, cache: Any, inner: str, places: int = 0) -> Engine:
         drafts=drafts_by_model(config.speculative_config),
         hashes=max(1, spec.block_tokens // hashed_tokens(config, cache)),
         group=number,
+        limits=ENGINE_LIMITS,
     )
 
 
@@ -96,7 +102,7 @@ def check_children(config: Any, connector: Any) -> None:
         raise ConfigError("connectors", wanted, f"others inside {connector.__name__}")
 
 
-def group_of(cache: Any, tokens_max: int) -> int:
+def kv_group_of(cache: Any, tokens_max: int) -> int:
     """The KV cache group whose blocks rows go with: the first one that keeps the KV of all tokens of a request.
 
     Blocks of all groups are of one pool, so that each has one life at a time, in one group. A draft model's group is
@@ -168,21 +174,21 @@ def refuse(config: Any, cache: Any, settings: Settings, inner: str) -> None:
     import vllm  # type: ignore[import-not-found]
 
     version, groups = minor(vllm.__version__), cache.kv_cache_groups
-    block = groups[group_of(cache, config.model_config.max_model_len)].kv_cache_spec.block_size
+    block = groups[kv_group_of(cache, config.model_config.max_model_len)].kv_cache_spec.block_size
     hashed = hashed_tokens(config, cache)
-    for wanted, got in {
+    for wanted, refused in {
         f"vLLM {' or '.join(TESTED)}, or settings.untested={version!r}": version not in (*TESTED, settings.untested),
         f"one KV cache group (a hybrid model has more), or a connector that was judged with several, "
         f"{', '.join(f'Kvroute{name}' for name in OF_GROUPS)}": len(groups) > 1 and inner not in OF_GROUPS,
-        "one pool of blocks for all KV cache groups": any(getattr(each, "host_resident", False) for each in groups),
+        "one pool of blocks for all KV cache groups": any(getattr(group, "host_resident", False) for group in groups),
         "no bounded replay of windows (--no-swa-bounded-replay): tokens of a hit would be routed again": any(
-            getattr(each.kv_cache_spec, "prefix_replay_tokens", 0) for each in groups
+            getattr(group.kv_cache_spec, "prefix_replay_tokens", 0) for group in groups
         ),
         f"no store, or a hash for each block of {block} tokens, not one for {hashed}": bool(settings.store)
         and bool(block % hashed),
         "a store that other processes can read, not memory: alone": bool(settings.store) and not settings.reads,
     }.items():
-        if got:
+        if refused:
             raise ConfigError("vLLM with kvroute", wanted, f"vLLM {vllm.__version__} as it is configured")
     refuse_arguments(config)
 
@@ -246,15 +252,15 @@ def _lossy(kv: Any, tokens_max: int) -> list[str]:
     """
     from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec  # type: ignore[import-not-found]
 
-    found = dict[str, None]()
+    lossy = dict[str, None]()
     for spec in getattr(kv, "kv_cache_specs", {"": kv}).values():
         per_state = getattr(spec, "tokens_per_state", getattr(spec, "compress_ratio", 1))
         full = isinstance(spec, FullAttentionSpec) and not hasattr(spec, "rswa_window")
         if per_state != 1:
-            found[f"{type(spec).__name__} of {per_state} tokens a state"] = None
+            lossy[f"{type(spec).__name__} of {per_state} tokens a state"] = None
         elif not full and not (isinstance(spec, SlidingWindowSpec) and spec.sliding_window >= tokens_max):
-            found[type(spec).__name__] = None
-    return list(found)
+            lossy[type(spec).__name__] = None
+    return list(lossy)
 
 
 __all__ = [
@@ -263,7 +269,7 @@ __all__ = [
     "check_children",
     "computation",
     "engine_of",
-    "group_of",
+    "kv_group_of",
     "kv_names",
     "refuse",
     "settings_of",

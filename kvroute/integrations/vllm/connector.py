@@ -11,7 +11,7 @@ from cache_manager.errors import ConfigError, RowError
 from kvroute.connector import Handshake, SchedulerRows, StepMeta, Tokens
 from kvroute.connector.answers import FIELD, Options, options_of
 from kvroute.connector.key import Key
-from kvroute.connector.messages import Told
+from kvroute.connector.messages import WorkerMeta
 from kvroute.connector.pages import page_name
 from kvroute.connector.settings import RESPONSE
 from kvroute.connector.tickets import TRANSFER
@@ -46,7 +46,7 @@ class RowsWithKV(Base):  # type: ignore[misc]
                     store,
                 )
             self._scheduler_rows = SchedulerRows(self._engine)
-            core.follow()
+            core.follow_cores()
             core.hears(vllm_config, self._scheduler_rows)
             if self._engine.settings.field:
                 layers = vllm_config.model_config.get_total_num_hidden_layers()
@@ -117,8 +117,8 @@ class RowsWithKV(Base):  # type: ignore[misc]
             from vllm.model_executor.models import extract_hidden_states  # type: ignore[import-not-found]
 
             if rows.slots is not None and self.has_connector_metadata():
-                given = extract_hidden_states.CacheOnlyAttentionMetadata(rows.slots)
-                super().save_kv_layer(page_name(self._engine.spec), layer, given)
+                metadata = extract_hidden_states.CacheOnlyAttentionMetadata(rows.slots)
+                super().save_kv_layer(page_name(self._engine.spec), layer, metadata)
             super().wait_for_save()
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
@@ -142,44 +142,47 @@ class RowsWithKV(Base):  # type: ignore[misc]
     # ---------------------------------------------------------------- in the scheduler's process
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[Any, Handshake]) -> None:
-        first = next((each for each in metadata.values() if each.region), None)
+        first = next((handshake for handshake in metadata.values() if handshake.region), None)
         if first is None:
             raise ConfigError("workers", "a first rank beside this scheduler, with rows", f"{len(metadata)} without")
         self._scheduler_rows.attach(first)
-        if inner := {rank: each.inner for rank, each in metadata.items() if each.inner is not None}:
+        if inner := {rank: handshake.inner for rank, handshake in metadata.items() if handshake.inner is not None}:
             super().set_xfer_handshake_metadata_pp_aware(inner)
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
         super().bind_kv_cache_manager(kv_cache_manager)
-        blocks.follow(self._scheduler_rows, kv_cache_manager)
+        blocks.follow_pool(self._scheduler_rows, kv_cache_manager)
 
     def on_new_request(self, request: Any) -> None:
         super().on_new_request(request)
         self._scheduler_rows.begins(Key.of(request.request_id))
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        found, later = super().get_num_new_matched_tokens(request, num_computed_tokens) or (0, False)
+        external, later = super().get_num_new_matched_tokens(request, num_computed_tokens) or (0, False)
         if getattr(request, "skip_reading_prefix_cache", False):  # vLLM then takes any answer for (0, False)
-            found, later = 0, False
-        if found is None:  # vLLM asks again
+            external, later = 0, False
+        if external is None:  # vLLM asks again
             return None, later
         # vLLM's example connector answers a negative number for a request that already has more blocks
-        found = self._scheduler_rows.matched(request, num_computed_tokens, max(0, found), later=later)
-        return found, later and found > 0
+        external = self._scheduler_rows.matched(request, num_computed_tokens, max(0, external), later=later)
+        return external, later and external > 0
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        given: Mapping[str, Any] = request.kv_transfer_params or {}
-        lends, told = bool(given.get("do_remote_decode")), given.get(FIELD) if given.get("do_remote_prefill") else None
+        parameters: Mapping[str, Any] = request.kv_transfer_params or {}
+        lends, handed_over = (
+            bool(parameters.get("do_remote_decode")),
+            parameters.get(FIELD) if parameters.get("do_remote_prefill") else None,
+        )
         super().update_state_after_alloc(request, blocks, num_external_tokens)  # this marks the KV as fetched
-        ticket = told.get(TRANSFER) if isinstance(told, Mapping) else told
+        ticket = handed_over.get(TRANSFER) if isinstance(handed_over, Mapping) else handed_over
         ids = list(blocks.get_block_ids()[self._engine.group])
         kv = kv_names(request)
         self._scheduler_rows.admitted(request, ids, num_external_tokens, lends=lends, ticket=ticket, kv=kv)
 
     def update_connector_output(self, connector_output: Any) -> None:
-        if isinstance(told := connector_output.kv_connector_worker_meta, Told):
-            connector_output.kv_connector_worker_meta = told.inner
-            self._scheduler_rows.told(told.carrier)
+        if isinstance(message := connector_output.kv_connector_worker_meta, WorkerMeta):
+            connector_output.kv_connector_worker_meta = message.inner
+            self._scheduler_rows.told(message.carrier)
         super().update_connector_output(connector_output)
         for request in connector_output.finished_recving or ():
             self._scheduler_rows.loaded(request)
@@ -223,12 +226,12 @@ class RowsWithKV(Base):  # type: ignore[misc]
             return keep, params
         stops = request.sampling_params is not None and bool(request.sampling_params.stop)
         cut = stops or status.endswith(("ABORTED", "ERROR"))
-        of = Tokens(list(request.all_token_ids), request.num_prompt_tokens, cut)
+        request_tokens = Tokens(list(request.all_token_ids), request.num_prompt_tokens, cut)
         if refusal is not None:
-            told = rows.refused(key, refusal, ended)
+            answer = rows.refused(key, refusal, ended)
         else:
-            told = rows.finished(key, blocks, tokens, of, ended=ended, start=options.start)
-        return keep, {**(params or {}), FIELD: told} if told else params  # the answer waits for it: core
+            answer = rows.finished(key, blocks, tokens, request_tokens, ended=ended, start=options.start)
+        return keep, {**(params or {}), FIELD: answer} if answer else params  # the answer waits for it: core
 
     # ---------------------------------------------------------------- in both, and in the front end
 
@@ -276,7 +279,7 @@ def connector_class(inner: str) -> type:
     )
 
     module, _, name = inner.rpartition(":")
-    made: dict[str, Any] = {"inner": name, "__module__": __name__}
+    attributes: dict[str, Any] = {"inner": name, "__module__": __name__}
     if inner == "Connector":
         nothing = {"wait_for_layer_load": lambda *_: None, "request_finished_all_groups": lambda *_: (False, None)}
         base = type("NoKv", (KVConnectorBase_V1, SupportsHMA), nothing)  # the calls without a default above
@@ -285,9 +288,9 @@ def connector_class(inner: str) -> type:
     elif inner in KVConnectorFactory._registry:
         base = KVConnectorFactory.get_connector_class_by_name(inner)
     else:
-        known = ", ".join(f"Kvroute{each}" for each in ("Connector", *KVConnectorFactory._registry))
+        known = ", ".join(f"Kvroute{connector}" for connector in ("Connector", *KVConnectorFactory._registry))
         raise ConfigError("kv_connector", f"{known}, or Kvroute<module>:<class>", f"Kvroute{inner}")
-    return type(f"Kvroute{name}", (RowsWithKV, base), {**made, **versions.older_calls(base)})
+    return type(f"Kvroute{name}", (RowsWithKV, base), {**attributes, **versions.older_calls(base)})
 
 
 __all__ = ["RowsWithKV", "connector_class"]

@@ -29,14 +29,14 @@ HARMLESS: Final = (
 """Calls to all workers that leave the weights as they are. Any other call may change them, whatever its name."""
 STEPS: Final = ("step", "step_with_batch_queue")
 SENDING: Final = "_kvroute_sending"
-CLOSE_S: Final = 10.0
+SENDING_S: Final = 10.0
 """How long a core that shuts down waits for messages that wait for rows."""
 
 
 _HEARING: Final[list[tuple[Any, weakref.ref[Any]]]] = []
 
 
-def follow() -> None:
+def follow_cores() -> None:
     """Let the engine cores of this process pass on what they are told to the rows of :func:`hears`.
 
     Call it before the first core's loop takes its methods; a second call is harmless.
@@ -48,15 +48,15 @@ def follow() -> None:
         for name in {*HEARD, *STEPS} & set(vars(kind)):
             call = vars(kind)[name]
             if not hasattr(call, FIELD):
-                setattr(kind, name, made := answering(call) if name in STEPS else heard(HEARD[name], call))
-                setattr(made, FIELD, True)
+                setattr(kind, name, wrapper := answering(call) if name in STEPS else heard(HEARD[name], call))
+                setattr(wrapper, FIELD, True)
 
 
 def check_alone(config: Any) -> None:
     """Raise :class:`ConfigError` if rows of this ``config``, or of one that it is a copy of, hear a core already: those
     of a second connector inside a MultiConnector, or of a second core, whose changes of weights could not be told
     apart."""
-    if any(each() is not None and _same(config, other) for other, each in _HEARING):
+    if any(reference() is not None and _same(config, followed) for followed, reference in _HEARING):
         wanted = (
             "one connector of kvroute in an engine, inside a MultiConnector too, and a VllmConfig of its own for each "
             "engine of a process"
@@ -67,12 +67,15 @@ def check_alone(config: Any) -> None:
 def hears(config: Any, rows: Any) -> None:
     """These ``rows`` belong to the engine core with this ``config``, or with the one that it is a copy of: their
     connector may be inside another."""
-    _HEARING[:] = [*((other, each) for other, each in _HEARING if each() is not None), (config, weakref.ref(rows))]
+    _HEARING[:] = [
+        *((followed, reference) for followed, reference in _HEARING if reference() is not None),
+        (config, weakref.ref(rows)),
+    ]
 
 
 def hears_no_more(rows: Any) -> None:
     """The core of these ``rows`` has shut down."""
-    _HEARING[:] = [(config, each) for config, each in _HEARING if each() is not rows]
+    _HEARING[:] = [(config, reference) for config, reference in _HEARING if reference() is not rows]
 
 
 def heard(hear: Callable[..., None], call: Callable[..., Any]) -> Callable[..., Any]:
@@ -80,18 +83,18 @@ def heard(hear: Callable[..., None], call: Callable[..., Any]) -> Callable[..., 
 
     @wraps(call)
     def wrapped(core: Any, *args: Any, **kwargs: Any) -> Any:
-        for rows in _rows_of(core):
+        for rows in _rows_of_core(core):
             hear(rows.weights, *args, **kwargs)
         return call(core, *args, **kwargs)
 
     return wrapped
 
 
-def _rows_of(core: Any) -> list[Any]:
+def _rows_of_core(core: Any) -> list[Any]:
     """The rows of a core, if it has any yet."""
-    of: Any = getattr(core, "vllm_config", None)
-    found = [each() for config, each in _HEARING if of is not None and _same(config, of)]
-    return [rows for rows in found if rows is not None]
+    own_config: Any = getattr(core, "vllm_config", None)
+    followed = [reference() for config, reference in _HEARING if own_config is not None and _same(config, own_config)]
+    return [rows for rows in followed if rows is not None]
 
 
 def _same(config: Any, other: Any) -> bool:
@@ -145,24 +148,24 @@ def answering(step: Callable[[Any], Any]) -> Callable[[Any], Any]:
     @wraps(step)
     def stepped(core: Any) -> Any:
         fields = list[Sending]()
-        for rows in _rows_of(core):
+        for rows in _rows_of_core(core):
             rows.followed = True
             if rows.field is not None:
                 fields.append(sending(core, rows.field))
             if not rows.blocks_followed:  # up to 0.28 a connector hears nothing of the manager
-                blocks.follow(rows, core.scheduler.kv_cache_manager)
+                blocks.follow_pool(rows, core.scheduler.kv_cache_manager)
         by_client, executed = step(core)
-        for each in fields:
-            each.send()
+        for field_sending in fields:
+            field_sending.send()
         queue = getattr(core, "output_queue", None)
         for client, sent in (by_client or {}).items():
-            waiting = [each for each in sent.outputs if each.kv_transfer_params and awaited(each) is not None]
+            waiting = [output for output in sent.outputs if output.kv_transfer_params and awaited(output) is not None]
             if queue is None:
-                for each in waiting:
-                    _bring(each, awaited(each).result())
+                for output in waiting:
+                    _bring(output, awaited(output).result())
             elif waiting:
                 ids = set(map(id, waiting))
-                sent.outputs = [each for each in sent.outputs if id(each) not in ids]
+                sent.outputs = [output for output in sent.outputs if id(output) not in ids]
                 later = msgspec.structs.replace(sent, outputs=[], scheduler_stats=None, finished_requests=None)
                 _put_when_ready(queue, client, later, waiting)
         return by_client, executed
@@ -220,37 +223,38 @@ class Sending:
     def close(self) -> None:
         """The core shuts down: what waits goes out, and its calls are its own again."""
         if self._behind is not None and self._queue is not None:
-            self._behind.close(CLOSE_S)
+            self._behind.close(SENDING_S)
             del self._queue.put_nowait
         del self._scheduler.update_from_output
 
 
 def sending(core: Any, field: Any) -> Sending:
     """Of this core, made before its first step."""
-    made: Sending | None = vars(core).get(SENDING)
-    if made is None:
-        made = Sending(core, field)
-        setattr(core, SENDING, made)
-    return made
+    sender: Sending | None = vars(core).get(SENDING)
+    if sender is None:
+        sender = Sending(core, field)
+        setattr(core, SENDING, sender)
+    return sender
 
 
 def _put_when_ready(queue: Any, client: int, sent: Any, outputs: list[Any]) -> None:
-    lock, left = threading.Lock(), {awaited(each): each for each in outputs}
+    lock = threading.Lock()
+    waiting = {awaited(output): output for output in outputs}  # by its answer
 
     def ready(answer: Any) -> None:
-        if answer not in left:  # it went out with another answer
+        if answer not in waiting:  # it went out with another answer
             return
         with lock:
-            told = [each for each in left if each.value is not None]
-            outputs = [left.pop(each) for each in told]
-        for each, output in zip(told, outputs, strict=True):
-            _bring(output, each.value)
-        if told:
+            answers = [answer for answer in waiting if answer.value is not None]
+            outputs = [waiting.pop(answer) for answer in answers]
+        for answer, output in zip(answers, outputs, strict=True):
+            _bring(output, answer.value)
+        if answers:
             queue.put_nowait((client, msgspec.structs.replace(sent, outputs=outputs)))
 
-    for each in list(left):
-        each.add_done_callback(ready)
+    for answer in list(waiting):
+        answer.add_done_callback(ready)
 
 
-def _bring(output: Any, told: Any) -> None:
-    join(output, told)
+def _bring(output: Any, data: Any) -> None:
+    join(output, data)

@@ -20,7 +20,7 @@ from typing import Any, Final
 import numpy as np
 
 from cache_manager.errors import RowError
-from kvroute.connector.answers import FIELD, MISSING
+from kvroute.connector.answers import FIELD, GAPS
 from kvroute.connector.messages import StepMeta
 from kvroute.connector.scheduler import SchedulerRows
 from kvroute.connector.step_rows import StepRows
@@ -96,8 +96,8 @@ class Field:
         from vllm.v1.request import RequestStatus  # type: ignore[import-not-found]
 
         names = [self.failed.popleft() for _ in range(len(self.failed))]
-        there = [name for name in names if name in scheduler.requests]
-        scheduler.finish_requests(there, RequestStatus.FINISHED_ERROR)
+        present = [name for name in names if name in scheduler.requests]
+        scheduler.finish_requests(present, RequestStatus.FINISHED_ERROR)
 
     # ---------------------------------------------------------------- the thread that sends
 
@@ -219,7 +219,7 @@ def watch() -> None:
     wrappers = {
         (OutputProcessor, "add_request"): _adding,
         (OutputProcessor, "process_outputs"): _processing,
-        (RequestState, "make_request_output"): _answering,
+        (RequestState, "make_request_output"): _with_field,
         (RequestOutput, "add"): _merging,
     }
     for (owner, name), wrapper in wrappers.items():
@@ -271,15 +271,15 @@ def _processing(process: Callable[..., Any]) -> Callable[..., Any]:
 def _divide(states: Mapping[str, Any], together: Mapping[str, Any]) -> None:
     """Add the rows of a message to those of their requests, copied: a long request keeps nobody else's."""
     array = np.frombuffer(together["data"], together["dtype"]).reshape(-1, *together["shape"])
-    at = 0
+    first = 0
     for name, count in zip(together["requests"], together["counts"], strict=True):
         state = states.get(name)
         if state is not None:
-            state.routed_experts_chunks.append(array[at : at + count].copy())
-        at += count
+            state.routed_experts_chunks.append(array[first : first + count].copy())
+        first += count
 
 
-def _answering(make: Callable[..., Any]) -> Callable[..., Any]:
+def _with_field(make: Callable[..., Any]) -> Callable[..., Any]:
     """``RequestState.make_request_output``: never a shorter array, and the reason beside an answer without one.
 
     It is called for each output of each step; its first five parameters are those of every release.
@@ -296,12 +296,12 @@ def _answering(make: Callable[..., Any]) -> Callable[..., Any]:
         **kwargs: Any,
     ) -> Any:
         if finish_reason is not None:
-            _check(self)
+            _check_rows(self)
             missing = getattr(_family(self), "kvroute_missing", None)
             if missing:
                 params = kv_transfer_params or {}
                 beside = dict(params.get(FIELD) or {})
-                beside[MISSING] = {**beside.get(MISSING, {}), **missing}
+                beside[GAPS] = {**beside.get(GAPS, {}), **missing}
                 kv_transfer_params = {**params, FIELD: beside}
         return make(
             self, new_token_ids, pooling_output, finish_reason, stop_reason, kv_transfer_params, *args, **kwargs
@@ -324,18 +324,18 @@ def _merging(add: Callable[..., Any]) -> Callable[..., Any]:
     return merge
 
 
-def _check(state: Any) -> None:
+def _check_rows(state: Any) -> None:
     """The chunks of a request that ends cover just its tokens: rows of surplus ones go, and a gap drops them all."""
     chunks = state.routed_experts_chunks
     if not chunks or state.detokenizer is None:
         return
     start = min(getattr(state, "kvroute_start", 0), state.prompt_len)
     due = max(0, state.prompt_len + state.detokenizer.num_output_tokens() - 1 - start)
-    there = sum(len(chunk) for chunk in chunks)
-    if there > due:  # a stop string among several tokens of one step
+    rows = sum(len(chunk) for chunk in chunks)
+    if rows > due:  # a stop string among several tokens of one step
         state.routed_experts_chunks = [np.concatenate(chunks)[:due]]
-    elif there < due:
-        _drop(state, [(start + there, start + due, SHORT)])
+    elif rows < due:
+        _drop(state, [(start + rows, start + due, SHORT)])
 
 
 def _drop(state: Any, gaps: Sequence[Gap]) -> None:
@@ -393,7 +393,7 @@ def settings_in(transfer: Any) -> dict[str, Any] | None:
         return settings if isinstance(settings, dict) else None
     inside = extra.get("connectors")
     parts = inside if isinstance(inside, list) else []
-    return next((found for part in parts if (found := settings_in(part)) is not None), None)
+    return next((inner_settings for part in parts if (inner_settings := settings_in(part)) is not None), None)
 
 
 def _extra(transfer: Any) -> dict[str, Any]:

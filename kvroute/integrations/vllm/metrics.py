@@ -12,7 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (  # type: igno
     KVConnectorStats,
 )
 
-from kvroute.connector.meter import BUCKETS_S, METRICS, MISSING, SECONDS, Taken, merged
+from kvroute.connector.meter import BUCKETS_S, METRICS, SECONDS, WITHOUT_ROWS, Taken, merged
 
 OURS, INNER = "kvroute", "inner"
 
@@ -33,15 +33,15 @@ class Stats(KVConnectorStats):  # type: ignore[misc]
         self.data = {OURS: {}, INNER: None}
 
     def aggregate(self, other: KVConnectorStats) -> Stats:
-        mine, theirs = self.data[INNER], other.data[INNER]
-        both = mine.aggregate(theirs) if mine and theirs else mine or theirs
+        inner, other_inner = self.data[INNER], other.data[INNER]
+        both = inner.aggregate(other_inner) if inner and other_inner else inner or other_inner
         return Stats(merged(self.data[OURS], other.data[OURS]), both)
 
     def reduce(self) -> dict[str, int | float]:
         """For vLLM's log: only tokens without rows; the rest is at ``/metrics``."""
         inside = self.data[INNER]
-        mine = {f"tokens without rows ({why})": n for why, n in self.data[OURS].get(MISSING, {}).items()}
-        return {**mine, **(inside.reduce() if inside and not inside.is_empty() else {})}
+        counts = {f"tokens without rows ({why})": n for why, n in self.data[OURS].get(WITHOUT_ROWS, {}).items()}
+        return {**counts, **(inside.reduce() if inside and not inside.is_empty() else {})}
 
     def is_empty(self) -> bool:
         return not any(self.data[OURS].values()) and (not self.data[INNER] or self.data[INNER].is_empty())
@@ -56,17 +56,17 @@ class PromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         for earlier in list(REGISTRY._collector_to_names):  # of an earlier engine in this process, as vLLM does
             if getattr(earlier, "_name", "").startswith(f"{OURS}:"):
                 REGISTRY.unregister(earlier)
-        for name, (what, more) in METRICS.items():
+        for name, (help_text, more) in METRICS.items():
             kind = {"buckets": BUCKETS_S} if name == SECONDS else {}
-            made = types[Histogram if kind else Counter]
-            self._metrics[name] = made(name=name, documentation=what, labelnames=[*labels, *more], **kind)
+            metric_class = types[Histogram if kind else Counter]
+            self._metrics[name] = metric_class(name=name, documentation=help_text, labelnames=[*labels, *more], **kind)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         if self._inner is not None and transfer_stats_data.get(INNER):
             self._inner.observe(transfer_stats_data[INNER], engine_idx)
         engine = self.per_engine_labelvalues[engine_idx]
-        for name, found in transfer_stats_data[OURS].items():
-            for label, grown in found.items():
+        for name, by_label in transfer_stats_data[OURS].items():
+            for label, grown in by_label.items():
                 metric = self._metrics[name].labels(*engine, *label.split("/", len(METRICS[name][1]) - 1))
                 for amount in grown if name == SECONDS else [grown]:
                     (metric.observe if name == SECONDS else metric.inc)(amount)

@@ -52,8 +52,8 @@ def register() -> None:
     if resolve is None:
         logger.warning("this vLLM's loader is unknown: no model gets a layer of rows (carrier 'layer')")
     elif not hasattr(resolve, FIELD):
-        utils.get_model_architecture = made = _resolving(resolve)
-        setattr(made, FIELD, True)
+        utils.get_model_architecture = resolving = _resolving(resolve)
+        setattr(resolving, FIELD, True)
 
 
 def _resolving(resolve: Callable[..., tuple[type, str]]) -> Callable[..., tuple[type, str]]:
@@ -166,15 +166,15 @@ def pages_of(config: Any, kv_caches: Mapping[str, Any], spec: AuxBlockDataSpec) 
     layers, name = config.compilation_config.static_forward_context, page_name(spec)
     if name not in kv_caches:
         return None
-    *_, last = by_layer(each for each in kv_caches if each != name).values()
+    *_, last = by_layer(layer_name for layer_name in kv_caches if layer_name != name).values()
     kv, places = kv_caches[last], None
     kv = kv if kv.element_size() == 1 else kv[:, :1]
     if kv.device.type == "cpu" and not config.model_config.use_mla:
-        places = _places(layers[last], kv, config.model_config.dtype)
+        places = _token_places(layers[last], kv, config.model_config.dtype)
     return Pages(kv_caches[name], spec, kv, layers[name].seen, places)
 
 
-def _places(layer: Any, kv: Any, dtype: Any) -> Any:
+def _token_places(layer: Any, kv: Any, dtype: Any) -> Any:
     """Each token's places in a block, int64 ``[tokens, values]``: the layer itself writes one token after the other.
 
     Attention on a CPU keeps K transposed or packed, depending on the processor.
@@ -182,10 +182,10 @@ def _places(layer: Any, kv: Any, dtype: Any) -> Any:
     import torch
 
     _, heads, tokens, values = kv.shape
-    one, places = torch.ones(1, heads, values // 2, dtype=dtype), []
+    ones, places = torch.ones(1, heads, values // 2, dtype=dtype), []
     for token in range(tokens):
         block = torch.zeros_like(kv[:1])
-        layer.impl.do_kv_cache_update(layer, one, one, block, torch.tensor([token]))
+        layer.impl.do_kv_cache_update(layer, ones, ones, block, torch.tensor([token]))
         places.append(block[0, 0].flatten().nonzero().flatten())
     return torch.stack(places)
 

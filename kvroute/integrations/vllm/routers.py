@@ -14,7 +14,7 @@ from cache_manager.spec import AuxBlockDataSpec
 from kvroute.integrations.vllm import versions
 
 
-class Judged(NamedTuple):
+class JudgedRouter(NamedTuple):
     """A class that routes."""
 
     sees: str  # what its hook gets
@@ -27,25 +27,27 @@ class Judged(NamedTuple):
         return f"refused: {self.wanted}" if self.wanted else self.how
 
 
-TOP_K: Final = "the top-k ids, before the map to physical experts; renormalisation changes weights alone"
-PADDING: Final = "; -1 in rows of padding, which have no slot"
+TOP_K_IDS: Final = "the top-k ids, before the map to physical experts; renormalisation changes weights alone"
+PADDING_ROWS: Final = "; -1 in rows of padding, which have no slot"
 SHARED: Final = "refused with fused shared experts, whose ids follow the top-k"
 UNSHARED: Final = "no shared experts among the ids (`VLLM_ROCM_USE_AITER_FUSION_SHARED_EXPERTS=0`)"
-ROUTERS: Final[dict[str, Judged]] = {
-    "CPURouter": Judged(TOP_K, "tested: plain, grouped, biased, a function"),
-    "FusedTopKRouter": Judged(TOP_K + PADDING, "tested; by reading the one of engines judged on a GPU"),
-    "FusedTopKBiasRouter": Judged(TOP_K + PADDING + "; hash routing too", f"tested; {SHARED}"),
-    "GroupedTopKRouter": Judged(TOP_K + PADDING, f"tested; by reading the one of engines judged on a GPU; {SHARED}"),
-    "CustomRoutingRouter": Judged(TOP_K, "tested"),
-    "RoutingSimulatorRouter": Judged("the simulated ids, which the kernel uses", "tested"),
-    "ZeroExpertRouter": Judged(
+ROUTERS: Final[dict[str, JudgedRouter]] = {
+    "CPURouter": JudgedRouter(TOP_K_IDS, "tested: plain, grouped, biased, a function"),
+    "FusedTopKRouter": JudgedRouter(TOP_K_IDS + PADDING_ROWS, "tested; by reading the one of engines judged on a GPU"),
+    "FusedTopKBiasRouter": JudgedRouter(TOP_K_IDS + PADDING_ROWS + "; hash routing too", f"tested; {SHARED}"),
+    "GroupedTopKRouter": JudgedRouter(
+        TOP_K_IDS + PADDING_ROWS, f"tested; by reading the one of engines judged on a GPU; {SHARED}"
+    ),
+    "CustomRoutingRouter": JudgedRouter(TOP_K_IDS, "tested"),
+    "RoutingSimulatorRouter": JudgedRouter("the simulated ids, which the kernel uses", "tested"),
+    "ZeroExpertRouter": JudgedRouter(
         "0 in place of an expert that computes nothing",
         "tested",
         "routers whose ids reach the hook as they were chosen; this one turns experts that compute nothing into 0",
     ),
-    "AiterSharedRoutedFusedMoERouter": Judged("shared experts' ids behind the top-k", "read", UNSHARED),
-    "DeepseekV4MegaMoEExperts": Judged("the top-k ids that its kernel is given, before that map", "read"),
-    "KimiK3MegaMoEExperts": Judged("the top-k ids that its kernel is given, before that map", "read"),
+    "AiterSharedRoutedFusedMoERouter": JudgedRouter("shared experts' ids behind the top-k", "read", UNSHARED),
+    "DeepseekV4MegaMoEExperts": JudgedRouter("the top-k ids that its kernel is given, before that map", "read"),
+    "KimiK3MegaMoEExperts": JudgedRouter("the top-k ids that its kernel is given, before that map", "read"),
 }
 """By class: vLLM's routers, and experts that do without vLLM's runner and report what they are given."""
 

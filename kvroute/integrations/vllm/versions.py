@@ -210,10 +210,10 @@ def lacking(names: Mapping[str, str]) -> Iterator[str]:
 
 def _has(owner: Any, path: str) -> bool:
     """Whether ``owner``, a module or a class, or an object of that class has the attribute."""
-    name, _, rest = path.partition(".")
+    name, _, inner_path = path.partition(".")
     if hasattr(owner, name):
-        return not rest or _has(getattr(owner, name), rest)
-    return not rest and isinstance(owner, type) and any(name in _of_objects(kind) for kind in owner.__mro__)
+        return not inner_path or _has(getattr(owner, name), inner_path)
+    return not inner_path and isinstance(owner, type) and any(name in _of_objects(kind) for kind in owner.__mro__)
 
 
 def _of_objects(kind: type) -> set[str]:

@@ -22,7 +22,7 @@ from cache_manager.storage import open_store
 from cache_manager.testing.faults import FaultyStore
 from kvroute.rollout import RolloutStore, open_rollouts
 from kvroute.rollout.handle import RolloutHandle
-from kvroute.rollout.mooncake import PLACES, MooncakeRollouts, keys_of, pointers_of
+from kvroute.rollout.mooncake import POINTER_PLACES, MooncakeRollouts, keys_of, pointers_of
 from kvroute.testing.rollouts import fetch_routes, routes_of
 
 SEGMENT_NBYTES = 16 << 20
@@ -155,18 +155,18 @@ def test_an_id_can_be_put_any_number_of_times(url: str, opened: Opened) -> None:
     rollout is deleted."""
     backend = FaultyStore(open_store(url))
     store = opened(MooncakeRollouts(backend, layers=1))
-    for seed in range(PLACES + 6):
+    for seed in range(POINTER_PLACES + 6):
         last = store.put("x", routes_of(seed, 4))
         assert store.find("x") == last
     assert sum(backend.contains(pointers_of("x"))) == 1
-    assert fetch_routes(store, last) == routes_of(PLACES + 5, 4)
+    assert fetch_routes(store, last) == routes_of(POINTER_PLACES + 5, 4)
     backend.fail_delete = True
-    for seed in range(PLACES - 1):
+    for seed in range(POINTER_PLACES - 1):
         last = store.put("x", routes_of(seed, 4))
-    with pytest.raises(StorageError, match=f"rollout x has {PLACES} pointers; delete it first"):
+    with pytest.raises(StorageError, match=f"rollout x has {POINTER_PLACES} pointers; delete it first"):
         store.put("x", routes_of(99, 4))
     assert store.find("x") == last
-    assert fetch_routes(store, last) == routes_of(PLACES - 2, 4)
+    assert fetch_routes(store, last) == routes_of(POINTER_PLACES - 2, 4)
     backend.fail_delete = False
     store.delete(last)
     assert store.find("x") is None
