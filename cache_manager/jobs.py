@@ -69,6 +69,8 @@ class Job(Generic[_T]):
     name: str
     no_answer: Any
     """The answer for a block that does not take part."""
+    refused: str
+    """The counter of blocks whose job had no room."""
 
     def __init__(self, jobs: Jobs, blocks: Keyed, generations: Blocks) -> None:
         """Lock held. A block in another life or a key of another namespace is counted, and gets ``no_answer``."""
@@ -144,6 +146,7 @@ class PersistJob(Job[int]):
 
     name = "persist"
     no_answer = 0
+    refused = "refused_blocks_not_persisted"
 
     def wanted(self, ids: Ints, current: Flags, /) -> Flags:
         whole = have_all(self.table.region, ids, self.jobs.required)
@@ -204,6 +207,7 @@ class RestoreJob(Job[bool]):
 
     name = "restore"
     no_answer = False
+    refused = "refused_blocks_not_restored"
     found: Sequence[RecordHeader | Absence] = ()
 
     def wanted(self, ids: Ints, current: Flags, /) -> Flags:
@@ -342,6 +346,7 @@ class Jobs:
                 has_room = self._has_room(job)
             if not has_room:
                 lock.count("jobs_refused")
+                lock.count(kind.refused, len(job.keys))
                 return None
             job.stage()  # not under the mutex: it may wait for the device, and no other job can begin meanwhile
             with self._mutex:

@@ -43,11 +43,13 @@ class AuxCounters:
     bad_moves_dropped: int = 0
     persisted_blocks: int = 0
     incomplete_blocks_not_persisted: int = 0
+    refused_blocks_not_persisted: int = 0
     restored_blocks: int = 0
     late_restores_dropped: int = 0
     absent_blocks_not_restored: int = 0
     corrupt_blocks_not_restored: int = 0
     failed_blocks_not_restored: int = 0
+    refused_blocks_not_restored: int = 0
     jobs_begun: int = 0
     jobs_refused: int = 0
     rows_exported: int = 0

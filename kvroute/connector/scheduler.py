@@ -221,9 +221,8 @@ class SchedulerRows:
         if moves is not None:
             self.carrier.enter(moves)
         loads, self._loads = self._still(self._loads), []
-        for state in loads:
-            assert state.load is not None
-            self.carrier.load(state.request.request_id, state.load)
+        if loads:
+            self.carrier.load([(state.request.request_id, state.load) for state in loads if state.load is not None])
         before = self.feed.take()
         if scheduled or loads:
             self.weights.computes()

@@ -30,6 +30,7 @@ class Batch:
     rows: Rows | None = None  # when they have been read,
     whole: bool = False  # and whether none of them is missing
     spares: list[int] = field(default_factory=list)
+    handed: bool = False  # the steps were under way when their request was preempted, and an output has a piece of them
 
 
 @dataclass(slots=True)
@@ -66,6 +67,14 @@ class StepRows(NamedTuple):
 
     pieces: list[Piece]
     steady: Steady | None
+    taken_s: float  # on the monotonic clock
+
+    def batches(self) -> list[Batch]:
+        """Those of all outputs."""
+        batches = {piece.batch: None for piece in self.pieces if piece.batch is not None}
+        if self.steady is not None:
+            batches[self.steady.batch] = None
+        return list(batches)
 
 
 @dataclass(slots=True)

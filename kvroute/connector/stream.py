@@ -167,7 +167,7 @@ class RowStream:
             self._drop(piece.batch)
             pieces.append(Piece(name, 0, 0, last=True))
         self._ended.clear()
-        return StepRows(pieces, steady)
+        return StepRows(pieces, steady, time.monotonic())
 
     def _next_rows(self, sequence: _Sequence, request: OutputRequest, slots: list[int], lives: list[int]) -> bool:
         """Append the slots and lives of the few rows since the last output, whose slot is known; ``False``, and nothing
@@ -213,7 +213,7 @@ class RowStream:
             batches = list(self._unread)
         if not batches:
             return
-        self._wait(max(batch.number for batch in batches), self._limits.forgetting_s)
+        self._wait(max(batch.number for batch in batches), time.monotonic() + self._limits.forgetting_s)
         with self._lock:
             self._read([batch for batch in batches if batch.rows is None and batch.number <= self._through()])
             for batch in batches:
@@ -231,14 +231,10 @@ class RowStream:
 
         One piece may have no outcome: that of a request that has ended without an output, or has lost a row before.
         """
-        pieces, steady = step
-        batches = {piece.batch: None for piece in pieces if piece.batch is not None}
-        if steady is not None:
-            batches[steady.batch] = None
-        self._wait(max((batch.number for batch in batches), default=0), self._limits.answer_s)
+        pieces, steady = step.pieces, step.steady
+        batches = step.batches()
+        self._read_in_time(batches, step.taken_s + self._limits.answer_s)
         with self._lock:
-            through = self._through()
-            self._read([batch for batch in batches if batch.rows is None and batch.number <= through])
             together: NDArray[np.generic] | None = None
             if steady is not None:
                 rows = steady.batch.rows if steady.batch.whole else None
@@ -246,7 +242,22 @@ class RowStream:
                     pieces = [*pieces, *steady.pieces()]
                 else:
                     together = rows.values
-            return [outcome for piece in pieces if (outcome := self._outcome(piece)) is not None], together
+            outcomes = [outcome for piece in pieces if (outcome := self._outcome(piece)) is not None]
+            self._give_up(batches)
+            return outcomes, together
+
+    def _read_in_time(self, batches: Iterable[Batch], give_up_s: float) -> None:
+        """Read these batches as soon as the worker has written them, if that is before ``give_up_s``. One that
+        :meth:`given` moves meanwhile is written by a later step."""
+        unread = [batch for batch in batches if batch.rows is None]
+        in_time = True
+        while unread and in_time:
+            self._wait(max(batch.number for batch in unread), give_up_s)
+            in_time = time.monotonic() < give_up_s
+            with self._lock:
+                through = self._through()
+                self._read([batch for batch in unread if batch.rows is None and batch.number <= through])
+                unread = [batch for batch in unread if batch.rows is None]
 
     def lose(self, step: StepRows, why: str) -> list[Outcome]:
         """These requests get no further rows: what their outputs get."""
@@ -257,6 +268,7 @@ class RowStream:
                     self._lost.discard(piece.name)
                 else:
                     self._lost.add(piece.name)
+            self._give_up(step.batches())
         return [Outcome(piece, None, [(piece.start, piece.stop, why)]) for piece in pieces]
 
     def _outcome(self, piece: Piece) -> Outcome | None:
@@ -314,7 +326,7 @@ class RowStream:
         if sequence.under_way is not None:
             begins, batch = sequence.under_way
             if stale and begins <= first and stop - begins <= len(batch.slots):
-                piece.batch, piece.first_row = batch, first - begins
+                piece.batch, piece.first_row, batch.handed = batch, first - begins, True
                 return piece
             self._drop(batch)
             sequence.under_way = None
@@ -348,25 +360,23 @@ class RowStream:
         return batch
 
     def _drop(self, batch: Batch | None) -> None:
-        """Nobody will ask for its rows."""
-        if batch is not None:
+        """No output will ask for its rows. One that has it already reads it or gives it up."""
+        if batch is not None and not batch.handed:
             with self._lock:
-                self._unread.pop(batch, None)
-                self._spares.free(batch.spares)
-                batch.spares = []
+                self._done(batch)
 
     def _through(self) -> float:
         """The last step that the worker has finished."""
         assert self._view is not None, "the handshake comes before the first request"
         return self._view.generation(self._clock) if self.late else float("inf")
 
-    def _wait(self, number: int, seconds: float) -> None:
+    def _wait(self, number: int, give_up_s: float) -> None:
         """Until the worker has finished this step: asleep for most of what the last wait took, then looking."""
         begun_s = time.monotonic()
         if self._through() >= number:
             return
-        time.sleep(min(self._asleep_s, seconds))
-        while self._through() < number and time.monotonic() < begun_s + seconds:
+        time.sleep(max(0.0, min(self._asleep_s, give_up_s - begun_s)))
+        while self._through() < number and time.monotonic() < give_up_s:
             time.sleep(self._limits.output_poll_s)
         self._asleep_s = min(self._limits.asleep_max_s, 0.8 * (time.monotonic() - begun_s))
 
@@ -386,9 +396,18 @@ class RowStream:
             first = part.stop
 
     def _over(self, batch: Batch, rows: Rows) -> None:
-        """Nothing is read of its blocks any more."""
         batch.rows = rows
         batch.whole = batch.doubted is None and bool(rows.valid.all())
+        self._done(batch)
+
+    def _give_up(self, batches: Iterable[Batch]) -> None:
+        """The requests of those that have not been read get no rows any more."""
+        for batch in batches:
+            if batch.rows is None:
+                self._done(batch)
+
+    def _done(self, batch: Batch) -> None:
+        """Nothing is read of its blocks any more."""
         self._unread.pop(batch, None)
         self._spares.free(batch.spares)
         batch.spares = []

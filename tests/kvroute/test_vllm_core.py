@@ -19,6 +19,7 @@ from kvroute.connector.ends import PendingAnswer
 from kvroute.connector.versions import Versions
 from kvroute.integrations.vllm.core import (
     HEARD,
+    Sending,
     answering,
     check_alone,
     check_followed,
@@ -89,6 +90,25 @@ def test_an_engine_without_a_queue_waits_in_its_step() -> None:
     threading.Timer(0.01, told.set_result, [{"kvroute": "rows"}]).start()
     answering(lambda _: ({0: sent}, True))(SimpleNamespace())
     assert sent.outputs[0].kv_transfer_params == {"kvroute": "rows"}
+
+
+def test_the_rows_of_a_step_that_was_not_sent_go_with_the_next() -> None:
+    """Goal: no step's rows are left behind, with their spare blocks. Method: two updates of a scheduler before the core
+    comes to its sending."""
+    filled: list[str] = []
+    field = SimpleNamespace(
+        update=lambda _, update, step, __: (update(step), f"rows of {step}"),
+        fill=lambda _, rows, **__: filled.append(rows),
+        failed=[],
+        stream=SimpleNamespace(late=False),
+    )
+    core = SimpleNamespace(scheduler=SimpleNamespace(update_from_output=lambda _: {}))
+    sending = Sending(core, field)
+    core.scheduler.update_from_output("1", None)
+    core.scheduler.update_from_output("2", None)
+    sending.send()
+    sending.send()
+    assert filled == ["rows of 1", "rows of 2"]
 
 
 @pytest.mark.parametrize(

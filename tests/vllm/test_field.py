@@ -131,7 +131,7 @@ def test_rows_of_a_message_go_together_and_each_request_gets_its_own() -> None:
     own._layer_ids, own._shape, own._dtype = np.arange(LAYERS), (LAYERS, TOP_K), np.dtype("uint8")
     own.stream = SimpleNamespace(read=lambda *_, **__: (outcomes, None))  # type: ignore[assignment]
     sent = EngineCoreOutputs(outputs=[EngineCoreOutput(request_id=name, new_token_ids=[1]) for name in counts])
-    own.fill([sent.outputs], StepRows(pieces, None), apart=True)
+    own.fill([sent.outputs], StepRows(pieces, None, 0.0), apart=True)
     came = MsgpackDecoder(EngineCoreOutputs).decode([bytes(part) for part in MsgpackEncoder().encode(sent)])
     assert [output.routed_experts for output in came.outputs] == [None] * len(counts)
     states = {name: SimpleNamespace(routed_experts_chunks=[]) for name in counts if name != "gone"}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
@@ -44,6 +45,7 @@ logger = logging.getLogger(__name__)
 
 WRONG_KV: Final = "rows of other KV than was loaded"
 NO_ANSWER: Final = "the store of rows has not answered within {} s"
+NO_ROOM: Final = "the store of rows is behind, and takes no further request to read"
 NOT_RESTORED: Final = {
     "absent_blocks_not_restored": "the store of rows does not have them",
     "corrupt_blocks_not_restored": "the store of rows has damaged ones",
@@ -143,11 +145,21 @@ class ByKeyScheduler(SchedulerSide):
             self._restores[request.request_id] = self._keys(request, first, last)
         return run
 
-    def load(self, request_id: str, run: Run) -> None:
-        keys = self._restores.pop(request_id, [])
-        if keys:
-            self._parts.feed.restore(dict(zip(keys, run.blocks, strict=False)))
-            self._fills.by_kv(run.blocks, self._parts.feed.generations[run.blocks])
+    def load(self, loads: Sequence[tuple[str, Run]]) -> None:
+        """One restore for all of them, because each is a job. A key of several requests is in as many."""
+        restores: list[dict[BlockKey, int]] = []
+        named = Counter[BlockKey]()
+        for request_id, run in loads:
+            keys = self._restores.pop(request_id, [])
+            for key, block in zip(keys, run.blocks, strict=False):
+                if named[key] == len(restores):
+                    restores.append({})
+                restores[named[key]][key] = block
+                named[key] += 1
+            if keys:
+                self._fills.by_kv(run.blocks, self._parts.feed.generations[run.blocks])
+        for blocks in restores:
+            self._parts.feed.restore(blocks)
 
     def copied(self, source: int, target: int, rows: int) -> None:
         self._fills.copied(source, target, rows, self._parts.feed.generations[[source, target]])
@@ -191,6 +203,7 @@ class ByKeyWorker(WorkerSide):
         self._blocks, self._meter, self._size = parts.blocks, parts.meter, parts.spec.block_tokens
         self._restore_s = parts.limits.restore_s
         self._failed_jobs = False  # whether a job of the store has failed
+        self._refused = 0  # blocks whose restores had no room, counted so far
 
     def look(self, runs: Sequence[Run], without: Collection[int] = ()) -> torch.Tensor | None:
         return None if self.witness is None else self.witness.look(runs)
@@ -200,6 +213,13 @@ class ByKeyWorker(WorkerSide):
     ) -> torch.Tensor | None:
         filled: Filled | None = step.carrier
         return None if self.witness is None or not filled or not filled.runs else self.witness.look(filled.runs)
+
+    def start(self, step: StepMeta) -> None:
+        """Count the blocks of restores for which there was no room."""
+        if step.loads.joined:
+            refused, before = self._blocks.counters.refused_blocks_not_restored, self._refused
+            self._refused = refused
+            self._meter.miss(NO_ROOM, (refused - before) * self._size)
 
     def land(self) -> None:
         """Wait for rows that are on their way from the store, but not for cancelled jobs."""
@@ -248,4 +268,4 @@ class ByKeyWorker(WorkerSide):
             job.wait(max(0.0, give_up_s - time.monotonic()))
 
 
-__all__ = ["NOT_RESTORED", "NO_ANSWER", "WRONG_KV", "ByKey", "ByKeyScheduler", "ByKeyWorker", "Filled"]
+__all__ = ["NOT_RESTORED", "NO_ANSWER", "NO_ROOM", "WRONG_KV", "ByKey", "ByKeyScheduler", "ByKeyWorker", "Filled"]

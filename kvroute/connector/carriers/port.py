@@ -129,8 +129,8 @@ class SchedulerSide:
         """The request has its blocks. The KV that comes for it in or between steps, if a worker is to look at it."""
         raise NotImplementedError
 
-    def load(self, request_id: str, run: Run) -> None:
-        """The next step begins to load this KV, or waits for it."""
+    def load(self, loads: Sequence[tuple[str, Run]]) -> None:
+        """The next step begins to load this KV of requests, or waits for it."""
 
     def copied(self, source: int, target: int, rows: int) -> None:
         """The first rows of a block go to another one with the next step, as their KV does."""

@@ -183,7 +183,7 @@ class Sending:
     def __init__(self, core: Any, field: Any) -> None:
         self.field = field
         self._scheduler, self._update = core.scheduler, core.scheduler.update_from_output
-        self._at_hand: Callable[[], None] | None = None
+        self._at_hand: list[Callable[[], None]] = []  # one, unless a step has raised behind its update
         self._behind: Behind | None = None
         self._queue = getattr(core, "output_queue", None)
         core.scheduler.update_from_output = self.update
@@ -196,7 +196,7 @@ class Sending:
     def update(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         by_client, step = self.field.update(self._scheduler, self._update, scheduler_output, model_runner_output)
         apart = self._queue is None or len(by_client or ()) > 1
-        self._at_hand = partial(self.field.fill, self._messages(by_client), step, apart=apart)
+        self._at_hand.append(partial(self.field.fill, self._messages(by_client), step, apart=apart))
         return by_client
 
     def _messages(self, by_client: Any) -> list[list[Any]]:
@@ -212,11 +212,12 @@ class Sending:
 
     def send(self) -> None:
         """Fill the outputs of the step that is over; and end the requests that have failed in earlier ones."""
-        at_hand, self._at_hand = self._at_hand, None
-        if at_hand is not None and self._behind is None:
-            at_hand()
-        elif at_hand is not None and self._behind is not None:
-            self._behind.put(at_hand)
+        at_hand, self._at_hand = self._at_hand, []
+        for fill in at_hand:
+            if self._behind is None:
+                fill()
+            else:
+                self._behind.put(fill)
         if self.field.failed:
             self.field.end_failed(self._scheduler)
 
