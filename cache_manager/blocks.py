@@ -238,18 +238,18 @@ class AuxBlocks:
         later one counts. With ``in_place`` a device writes the rows into the device tier's region by itself: see
         :mod:`cache_manager.step`. Bad slots are dropped and counted, unless strict.
 
-        Raises ``BlockBusyError`` for more than ``steps_max`` steps, :class:`SlotError` for slots that are not integers.
-        The engine's pass writes KV all the same, so the rows of a refused step's blocks become missing, counted as
-        ``bad_writes_dropped``; if the slots cannot be read, those of every device block. No device may write a refused
-        step's rows.
+        Raises ``BlockBusyError`` for more than ``steps_max`` steps, :class:`SlotError` for slots that are not integers,
+        such as those on a device: they are read here. The engine's pass writes KV all the same, so whatever ends this
+        call, the rows of the refused step's blocks become missing, counted as ``bad_writes_dropped``; if the slots
+        cannot be read, those of every device block. No device may write a refused step's rows.
         """
         device = self._device
         try:
             return Step(device, slots, steps_max=self._steps_max, in_place=in_place, strict=self._mistakes.strict)
-        except KVRouteError as error:
+        except BaseException as error:  # whatever refuses the slots: the engine's pass writes at them
             known, n = readable(slots)
             blocks = None if known is None else known // device.tokens
-            self._mistakes.report_loss("bad_writes_dropped", n, f"begin_step: {error}", lambda: device.lose(blocks))
+            self._mistakes.report_loss("bad_writes_dropped", n, "begin_step", error, lambda: device.lose(blocks))
             raise
 
     def write_step(self, slots: NDArray[Any], rows: Mapping[str, NDArray[Any]], keep: Keep | None = None) -> int:

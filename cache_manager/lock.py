@@ -149,9 +149,10 @@ class Mistakes:
         with self.lock:
             self.report(counter, n, f"{call}: {error}")
 
-    def report_loss(self, counter: str, n: int, why: str, lose: Callable[[], None]) -> None:
-        """The engine did what was refused here: ``lose`` makes the rows that it overwrote unreadable; the loss is
-        counted, also where the set is closed, or a forked child's copy, and nothing is readable any more."""
+    def report_loss(self, counter: str, n: int, call: str, error: BaseException, lose: Callable[[], None]) -> None:
+        """The engine did what was refused here with ``error``: ``lose`` makes the rows that it overwrote unreadable. A
+        closed set, or a forked child's copy, has nothing readable: there the loss is only counted."""
+        why = f"{call}: {error if isinstance(error, KVRouteError) else repr(error)}"
         try:
             with self.lock:
                 lose()

@@ -43,12 +43,14 @@ def follow(
     """
     try:
         move(source, target, pairs, rows, kv, mistakes)
-    except KVRouteError as error:
-        if kv is not None or mistakes.strict:
+    except BaseException as error:  # whatever refuses the pairs
+        if kv is not None:
             raise
         known, n = readable(pairs)
         lost = None if known is None or n % 2 else known[1::2]
-        mistakes.report_loss("bad_moves_dropped", -(-n // 2), f"move: {error}", lambda: target.lose(lost))
+        mistakes.report_loss("bad_moves_dropped", -(-n // 2), "move", error, lambda: target.lose(lost))
+        if mistakes.strict or not isinstance(error, KVRouteError):
+            raise
 
 
 def move(

@@ -35,6 +35,16 @@ def test_a_mistake_inside_a_forward_pass_is_dropped_counted_and_logged_once(hous
     assert engine.in_flight == 0
 
 
+class Refusing:
+    """What numpy makes no array of: a tensor on a device raises TypeError, one with a gradient RuntimeError."""
+
+    def __init__(self, error: type[Exception]) -> None:
+        self.error = error
+
+    def __array__(self, dtype: object = None, copy: bool | None = None) -> np.ndarray:
+        raise self.error("not on this machine")
+
+
 UNREADABLE = {
     "half": np.array([0.5]),
     "not a number": np.array([np.nan, 1.0]),
@@ -42,6 +52,8 @@ UNREADABLE = {
     "nothing": None,
     "ragged": [[0, 1], [2]],
     "a mask": np.array([True, False]),
+    "a tensor on a device": Refusing(TypeError),
+    "a tensor with a gradient": Refusing(RuntimeError),
 }
 
 
@@ -54,11 +66,70 @@ def test_where_the_slots_of_a_pass_cannot_be_read_no_row_of_before_is(house, giv
     for block in (0, 2):
         house.fill(block, "first")
     engine.swap_out([(0, 1)])
-    assert engine.write_step(given, {"routing": house.rows("second")}) == 0
+    with pytest.raises(InvalidInputError, match="slots: wanted a flat array of integers"):
+        engine.begin_step(given)
+    assert house.valid(0) == house.valid(2) == [False] * TOKENS
+    for block in (0, 2):
+        house.fill(block, "second")
+    assert engine.write_step(given, {"routing": house.rows("third")}) == 0
     assert house.valid(0) == house.valid(2) == [False] * TOKENS
     assert house.valid(1, "host") == [True] * TOKENS, "which no pass writes"
     assert engine.counters.bad_writes_dropped > 0
-    house.fill(0, "third")
+    house.fill(0, "fourth")
+
+
+@pytest.mark.parametrize("given", UNREADABLE.values(), ids=UNREADABLE)
+@pytest.mark.parametrize("strict", [False, True])
+def test_where_the_pairs_of_a_copy_cannot_be_read_no_row_of_before_is(given, strict: bool) -> None:
+    """Goal: as above, for a copy of the engine, also in a set that raises. Method: pairs that name no block."""
+    house = House(strict=strict)
+    house.engine.renew([0, 2])
+    house.fill(2, "first")
+    if strict:
+        with pytest.raises(InvalidInputError, match="pairs: wanted"):
+            house.engine.copy(given)
+    else:
+        house.engine.copy(given)
+    assert house.valid(2) == [False] * TOKENS
+    assert house.engine.counters.bad_moves_dropped > 0
+    house.close()
+
+
+@pytest.mark.parametrize("call", ["begin_step", "copy"])
+def test_an_error_that_nobody_expects_leaves_no_row_of_before(house, call: str) -> None:
+    """Goal: as above. Method: an error at each conversion that is none of numpy's."""
+    house.engine.renew([0])
+    house.fill(0, "first")
+    with pytest.raises(OSError, match="not on this machine"):
+        getattr(house.engine, call)(Refusing(OSError))
+    assert house.valid(0) == [False] * TOKENS
+
+
+class Interrupted:
+    """Integers whose first conversion ends with Ctrl-C."""
+
+    def __init__(self, values: object) -> None:
+        self.values = np.array(values)
+        self.conversions = 0
+
+    def __array__(self, dtype: object = None, copy: bool | None = None) -> np.ndarray:
+        self.conversions += 1
+        if self.conversions == 1:
+            raise KeyboardInterrupt
+        return self.values
+
+
+@pytest.mark.parametrize("call", ["begin_step", "write_step", "copy", "swap_in"])
+def test_an_interrupted_call_leaves_no_row_of_before(house, call: str) -> None:
+    """Goal: whatever ends the call, the engine's pass or copy has run or will. Method: Ctrl-C amid the conversion."""
+    engine = house.engine
+    engine.renew([0])
+    house.fill(0, "first")
+    named = slots(0) if call.endswith("step") else [(1, 0)]
+    arguments = (Interrupted(named), {}) if call == "write_step" else (Interrupted(named),)
+    with pytest.raises(KeyboardInterrupt):
+        getattr(engine, call)(*arguments)
+    assert house.valid(0) == [False] * TOKENS
 
 
 def test_a_pass_that_is_refused_inside_another_call_leaves_no_row_of_before(house) -> None:
@@ -205,6 +276,8 @@ NO_IDS = {
     "objects": [object()],
     "not a number": [float("nan")],
     "too large": [1 << 70],
+    "a tensor on a device": Refusing(TypeError),
+    "a tensor with a gradient": Refusing(RuntimeError),
 }
 CALLS = {
     "renew": lambda e, x: e.renew(x),
