@@ -190,8 +190,11 @@ class AuxBlocks:
                 ):
                     self._mistakes.report_blocks("stale_blocks", ids[bad], "renew", wanted)
                 table.renew(ids[good], lives[good])
-                return np.where(good, lives, 0)
-            table.renew(ids, lives)
+                lives = np.where(good, lives, 0)
+            else:
+                table.renew(ids, lives)
+        if self._mistakes.unlogged:
+            self._mistakes.log()
         return lives
 
     def forget(self, blocks: Blocks | None = None) -> None:

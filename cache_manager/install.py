@@ -41,6 +41,7 @@ def export(
         table.lock.count("rows_exported", rows_in(valid))
         origins = table.origin.take(ids)
         copies = copies_of(table.region, ids, valid)
+    table.lock.log()
     fingerprint = table.layout.fingerprint
     bitmaps = valid.astype("<u8")
     records: list[OfferedRecord | None] = [None] * len(blocks)

@@ -334,21 +334,24 @@ class Jobs:
     def begin(self, kind: type[J], blocks: Keyed, generations: Blocks) -> J | None:
         """Queue a job; ``None`` where there is no room for a further one, and then nothing has changed."""
         lock = self.table.lock
-        with lock:
-            job = kind(self, blocks, generations)
-            if job.over:  # nothing to do
-                return job
-            with self._mutex:
-                has_room = self._has_room(job)
-            if not has_room:
-                lock.count("jobs_refused")
-                return None
-            job.stage()  # not under the mutex: it may wait for the device, and no other job can begin meanwhile
-            with self._mutex:
-                self._begun[job] = None
-                self._queue.append(job)
-                self._changed.notify_all()
-            lock.count("jobs_begun")
+        try:
+            with lock:
+                job = kind(self, blocks, generations)
+                if job.over:  # nothing to do
+                    return job
+                with self._mutex:
+                    has_room = self._has_room(job)
+                if not has_room:
+                    lock.count("jobs_refused")
+                    return None
+                job.stage()  # not under the mutex: it may wait for the device, and no other job can begin meanwhile
+                with self._mutex:
+                    self._begun[job] = None
+                    self._queue.append(job)
+                    self._changed.notify_all()
+                lock.count("jobs_begun")
+        finally:
+            lock.log()
         return job
 
     def run(self, kind: type[Job[_T]], blocks: Keyed, generations: Blocks) -> dict[BlockKey, _T]:
@@ -372,6 +375,7 @@ class Jobs:
                     if job.phase is Phase.CARRYING:
                         job.phase = Phase.CARRIED
                 job.poll()
+            lock.log()
         return job.result()
 
     def _carry(self, job: AnyJob) -> None:

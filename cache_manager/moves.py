@@ -51,6 +51,8 @@ def follow(
         mistakes.report_loss("bad_moves_dropped", -(-n // 2), "move", error, lambda: target.lose(lost))
         if mistakes.strict or not isinstance(error, KVRouteError):
             raise
+    finally:
+        mistakes.log()
 
 
 def move(

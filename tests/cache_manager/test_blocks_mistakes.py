@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -187,6 +189,77 @@ def test_blocks_in_motion_are_named_as_such() -> None:
         f"slots: wanted slots of blocks that are not being copied into, got {slots(1)[0]}",
     ]
     house.close()
+
+
+class Asking(logging.Handler):
+    """A handler that asks the set and then raises."""
+
+    def __init__(self, house: House) -> None:
+        super().__init__()
+        self.house = house
+        self.answers: list[int] = []
+
+    def handle(self, record: logging.LogRecord) -> bool:
+        self.answers.append(self.house.engine.in_flight)
+        raise OSError(record.getMessage())
+
+
+@contextmanager
+def asked_by_a_handler(house: House) -> Iterator[Asking]:
+    """The handler gets what the set logs."""
+    handler = Asking(house)
+    logger = logging.getLogger("cache_manager")
+    logger.addHandler(handler)
+    try:
+        yield handler
+    finally:
+        logger.removeHandler(handler)
+
+
+def apply_with_a_gap(house: House) -> None:
+    feed = BlockFeed(6)
+    feed.renew([1])
+    house.engine.apply(feed.take())
+
+
+def look_after_an_interrupted_call(house: House) -> None:
+    house.engine._lock.torn += 1
+    house.engine.generations([0])
+
+
+REPORTED = {
+    "renew": lambda house: house.engine.renew([0, 99]),
+    "begin_step": lambda house: house.engine.begin_step([0.5]),
+    "write_step": lambda house: house.engine.write_step(slots(0), {"routing": None}),
+    "copy": lambda house: house.engine.copy([(5, 0)]),
+    "copy of nothing": lambda house: house.engine.copy(None),
+    "persist": lambda house: house.engine.persist({b"k" * 32: 0}, [1]),
+    "begin_restore": lambda house: house.engine.begin_restore({b"k" * 32: 0}, [1]),
+    "export": lambda house: house.engine.export({b"k" * 32: 0}, [1]),
+    "apply": apply_with_a_gap,
+    "generations": look_after_an_interrupted_call,
+}
+
+
+@pytest.mark.parametrize("call", REPORTED)
+def test_whatever_a_logging_handler_does_the_books_are_in_order(house, call: str) -> None:
+    """Goal: a handler that asks the set is answered, and one that raises keeps no row of before readable. Method: every
+    call that logs."""
+    engine = house.engine
+    feed = BlockFeed(6)
+    feed.renew([0])
+    engine.apply(feed.take())
+    house.fill(0, "first")
+    life = engine.generations([0])
+    with asked_by_a_handler(house) as handler, pytest.raises(OSError, match="counted as"):
+        REPORTED[call](house)
+    assert handler.answers == [0]
+    is_about_keys = call in ("persist", "begin_restore", "export")
+    assert house.valid(0) == [is_about_keys] * TOKENS
+    if call == "renew":
+        assert engine.generations([0]) == life + 1
+    assert engine.in_flight == 0
+    engine.assert_consistent()
 
 
 @pytest.mark.parametrize("key", [b"k", "k", 7, b"h" * 32], ids=repr)
