@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from cache_manager.errors import BlockStateError, ConfigError, StorageError
 from cache_manager.keys import BlockKey
+from cache_manager.lock import ProcessLock
 from cache_manager.own_keys import Keyed, OwnKeys
 from cache_manager.ports import Absence, KVBlocks
 from cache_manager.publish import bits_in, bits_of, copies_of, have_all, have_none
@@ -271,8 +272,8 @@ class Jobs:
     """The jobs of a set of blocks that have begun and not landed, in the order in which they began; any of them may be
     cancelled. Up to ``threads_max`` threads carry them.
 
-    ``required`` are the specs whose rows a block must have; ``kv`` goes along with rows. The blocks' lock is taken
-    before the mutex of the jobs, which guards their phases and the queue.
+    ``required`` are the specs whose rows a block must have; ``kv`` goes along with rows. The blocks' lock, which
+    guards what has begun, is taken before the mutex, which guards the queue and the phases of the jobs in it.
     """
 
     def __init__(
@@ -291,7 +292,7 @@ class Jobs:
         self.required = required
         self.kv = kv
         self._limits = limits
-        self._mutex = threading.Lock()
+        self._mutex = ProcessLock()
         self._changed = threading.Condition(self._mutex)
         self._begun: dict[AnyJob, None] = {}
         self._queue: deque[AnyJob] = deque()
@@ -320,7 +321,8 @@ class Jobs:
         """Sleep until :meth:`poll` has something to land, or no job is left; ``False`` after ``timeout_s``."""
 
         def has_news() -> bool:
-            return not self._begun or any(job.phase is Phase.CARRIED for job in self._begun)
+            begun = list(self._begun)  # a copy, as jobs may land meanwhile
+            return not begun or any(job.phase is Phase.CARRIED for job in begun)
 
         return self.sleep(has_news, timeout_s)
 
@@ -371,9 +373,8 @@ class Jobs:
             self._carry(job)
         finally:  # even after an exception from a signal handler no listed job is without a thread
             if job is not None:
-                with self._mutex:  # another thread may have landed it meanwhile
-                    if job.phase is Phase.CARRYING:
-                        job.phase = Phase.CARRIED
+                if job.phase is Phase.CARRYING:  # which no other thread ends
+                    job.phase = Phase.CARRIED
                 job.poll()
             lock.log()
         return job.result()
@@ -403,10 +404,10 @@ class Jobs:
             try:
                 job.land()
             finally:
+                job.phase = Phase.LANDED
+                self._begun.pop(job, None)  # and no call between these two, in which a signal handler may raise
                 job.staging = job.staging[:0].copy()
                 with self._mutex:
-                    job.phase = Phase.LANDED
-                    self._begun.pop(job, None)
                     self._changed.notify_all()
 
     # ---------------------------------------------------------------- threads

@@ -70,17 +70,43 @@ class AuxCounters:
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-class Lock(RLock):  # type: ignore[misc]  # final for mypy alone
+class ProcessLock(RLock):  # type: ignore[misc]  # final for mypy alone
     """A lock for the threads of the process that made it.
 
-    A finaliser or a signal handler in the middle of another call gets ``BlockBusyError``; a forked child, and every
-    caller once it is ``closed``, gets ``BlockStateError``. ``torn`` counts changes that have begun and not ended; a
-    thread that takes the lock while ``torn`` is above 0 calls ``mend`` first. What was reported under the lock is
-    logged by ``log``, behind it: see :class:`Mistakes`.
+    A finaliser or a signal handler in the middle of another call gets ``BlockBusyError``; a forked child, which has the
+    lock as it was at the fork, gets ``BlockStateError``.
     """
 
     def __init__(self) -> None:
         self._pid = os.getpid()
+
+    def __enter__(self) -> None:  # type: ignore[override]
+        if self._is_owned() or os.getpid() != self._pid:  # type: ignore[attr-defined]
+            self.refuse()
+        try:
+            self.acquire()
+        except BaseException:  # also from a signal handler, just after the lock was taken
+            if self._is_owned():  # type: ignore[attr-defined]
+                self.release()
+            raise
+
+    def refuse(self) -> None:
+        """Raise the error of a caller that may not wait for the lock."""
+        if os.getpid() != self._pid:
+            raise BlockStateError("blocks", "use by the process that made them", "a forked child")
+        raise BlockBusyError("AuxBlocks", BUSY, "one of a finaliser or a signal handler, to be tried again later")
+
+
+class Lock(ProcessLock):
+    """The lock over the tables of a set.
+
+    Once it is ``closed``, every caller gets ``BlockStateError``. ``torn`` counts changes that have begun and not
+    ended; a thread that takes the lock while ``torn`` is above 0 calls ``mend`` first. What was reported under the lock
+    is logged by ``log``, behind it: see :class:`Mistakes`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
         self._counts = {f.name: 0 for f in fields(AuxCounters)}
         self.closed = False
         self.torn = 0
@@ -88,10 +114,8 @@ class Lock(RLock):  # type: ignore[misc]  # final for mypy alone
         self.log: Callable[[], None] = lambda: None
 
     def __enter__(self) -> None:  # type: ignore[override]
-        if os.getpid() != self._pid:
-            raise BlockStateError("blocks", "use by the process that made them", "a forked child")
-        if self._is_owned():  # type: ignore[attr-defined]
-            raise BlockBusyError("AuxBlocks", BUSY, "one of a finaliser or a signal handler, to be tried again later")
+        if self._is_owned() or os.getpid() != self._pid:  # type: ignore[attr-defined]
+            self.refuse()
         try:
             self.acquire()
             if self.closed:
