@@ -150,6 +150,8 @@ class PersistJob(Job[int]):
         whole = have_all(self.table.region, ids, self.jobs.required)
         if self.jobs.kv is None:
             whole &= ~have_none(self.table.region, ids)  # nothing is required, and nothing is there
+        else:
+            whole &= self.table.fillable(ids)  # KV that is being copied, or written by a pass, is not whole yet
         self.table.lock.count("incomplete_blocks_not_persisted", int(count(current & ~whole)))
         return current & whole
 
@@ -238,15 +240,17 @@ class RestoreJob(Job[bool]):
         arrived = unchanged & (origins != 0) & is_taken
         required = bits[:, self.jobs.required, :]
         arrived &= (required == table.full).all(axis=(1, 2))
-        if kv is not None and count(arrived):
-            try:
+        interrupted = False
+        try:
+            if kv is not None and count(arrived):
                 kv.fill(ids[arrived], self.staged_kv(kv)[arrived])
-            except Exception as error:  # noqa: BLE001 (it is not lost: it comes with the result)
-                self.failure = error.with_traceback(None)
-                table.lose(ids[arrived])  # their KV is half written, so it is of no origin that others know
-                arrived[:] = False
-        records = self.staging[arrived, : table.layout.nbytes]
-        table.fill(ids[arrived], records, bits[arrived], origins[arrived])
+            records = self.staging[arrived, : table.layout.nbytes]
+            table.fill(ids[arrived], records, bits[arrived], origins[arrived])
+        except BaseException as error:  # noqa: BLE001 (it is not lost: it comes with the result)
+            self.failure = error.with_traceback(None)
+            interrupted = not isinstance(error, Exception)
+            table.lose(ids[arrived])  # their KV is half written, so it is of no origin that others know
+            arrived[:] = False
         self.answers.update(zip(self.keys, arrived.tolist(), strict=True))
         missing = unchanged & ~arrived
         if self.failure is not None:
@@ -262,6 +266,8 @@ class RestoreJob(Job[bool]):
         }
         for name, n in (self.not_restored | counts).items():
             table.lock.count(name, n)
+        if interrupted and self.failure is not None:
+            raise self.failure
 
 
 AnyJob = Job[Any]
