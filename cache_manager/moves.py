@@ -101,15 +101,16 @@ def move(
             valid = bits_of(source.region, sources)
             if rows is not None:
                 valid &= limits[good]
-            source.fix_origins(sources)
             origins = source.origin.take(sources)
+            named = origins != 0  # another has no row; it stays open to those of any origin
+            source.fix_origins(sources[named])
             drops = source.drops.take(sources)
             target.fence(fence, targets)
         copy_records(source.region, target.region, sources, targets)
         if kv is not None and pairs_of_kv[0].size:
             kv.copy(source.tier, target.tier, *pairs_of_kv)
         with lock:
-            same = source.drops.take(sources) == drops  # it was neither forgotten nor given out,
+            same = named & (source.drops.take(sources) == drops)  # it was neither forgotten nor given out,
             same &= source.origin.take(sources) == origins  # nor has a pass begun, or ended, to write it
             arrived = target.arrive(fence, same, valid, origins)
             counter = MOVED[source.tier, target.tier]

@@ -217,6 +217,22 @@ def test_an_answer_names_the_origin_that_is_stored(house) -> None:
     assert engine.counters.persisted_blocks == 2
 
 
+def test_a_restore_fills_a_block_that_was_copied_before(house) -> None:
+    """Goal: a block without rows stays open to those of any origin, and a copy of it is no computation that others
+    know. Method: a fork of a sequence, and a swap, before its restore has begun."""
+    engine = house.engine
+    house.gate.open()
+    rows = house.store_block(0)
+    lives = engine.renew([1, 2])
+    engine.copy([(1, 2)])
+    engine.swap_out([(1, 0)])
+    assert engine.origins([1, 0], "host") == [0, 0]
+    assert engine.restore({house.key: 1}, lives[:1]) == {house.key: True}
+    assert house.holds(1, rows)
+    assert engine.restore({house.key: 2}, lives[1:]) == {house.key: False}, "what was copied into it is unknown"
+    engine.assert_consistent()
+
+
 def test_a_block_is_filled_from_one_record(house) -> None:
     """Goal: a key whose rows have not come is not said to be back. Method: one restore of two records for one block."""
     engine, other = house.engine, house.engine.keys.key(None, [2])
