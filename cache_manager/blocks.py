@@ -20,7 +20,7 @@ from cache_manager.errors import BlockStateError, InvalidInputError, KVRouteErro
 from cache_manager.feed import WorkerEnd
 from cache_manager.jobs import JobLimits, Jobs, PersistJob, RestoreJob
 from cache_manager.keys import BlockKey, KeyChain, Namespace
-from cache_manager.lock import AuxCounters, Lock, Mistakes
+from cache_manager.lock import AuxCounters, Lock, Mistakes, ProcessLock
 from cache_manager.moves import Pairs, follow
 from cache_manager.own_keys import Keyed, OwnKeys
 from cache_manager.ports import KVBlocks, Region, StorageBackend, TierName
@@ -74,6 +74,8 @@ class AuxBlocks:
         self._steps_max = count_in_range(steps_max, "steps_max", 1)
         self._kv = kv
         self._lock = Lock()
+        self._closing = ProcessLock()  # of the thread that closes the set
+        self._is_over = False
         self._mistakes = Mistakes(self._lock, strict=strict)
         record = self.layout if kv is None else RecordLayout((*self.layout.specs, kv.spec))
         self._own_keys = OwnKeys(namespace, record, self._mistakes)
@@ -424,25 +426,30 @@ class AuxBlocks:
     # ---------------------------------------------------------------- the end
 
     def close(self) -> None:
-        """Give the memory back; harmless the second time. The store stays open: it is the caller's.
+        """Give the memory back; harmless the second time, also in two threads at once. The store stays open: it is the
+        caller's.
 
         Waits for jobs, up to ``close_s`` of their limits. Raises :class:`BlockStateError` while a step or a job is in
         flight, and ``BufferError`` while a view of a region is alive: call it again after that is gone.
         """
-        if not self._lock.closed:
-            self._check_still()  # in a forked child this raises before any wait
-            self.jobs.land_all()
-            self._check_still(close=True)  # from here on no job begins
-        self.jobs.end_threads()
-        self._tiers.close()
+        if self._is_over:
+            return
+        with self._closing:
+            if not self._lock.closed:
+                with self._lock:
+                    self._check_still(jobs=0)
+                self.jobs.land_all()
+                with self._lock:
+                    self._check_still(jobs=len(self.jobs))
+                    self._lock.closed = True  # from here on no job begins
+            self.jobs.end_threads()
+            self._tiers.close()
+            self._is_over = True
 
-    def _check_still(self, *, close: bool = False) -> None:
-        with self._lock:
-            moving = self._tiers.in_flight
-            jobs = len(self.jobs) if close else 0
-            if moving or jobs:
-                raise BlockStateError("close", "nothing in flight", f"{moving} steps and moves, {jobs} jobs")
-            self._lock.closed = close
+    def _check_still(self, *, jobs: int) -> None:
+        moving = self._tiers.in_flight
+        if moving or jobs:
+            raise BlockStateError("close", "nothing in flight", f"{moving} steps and moves, {jobs} jobs")
 
     def __enter__(self) -> Self:
         return self

@@ -320,8 +320,8 @@ class Jobs:
         return self.store
 
     def poll(self) -> list[AnyJob]:
-        """Land the jobs whose store part is done, and return them. Waits for nothing."""
-        return [job for job in self if job.poll()]
+        """Land the jobs whose store part is done, and return those that this call has landed. Waits for nothing."""
+        return [job for job in self if self.land(job)]
 
     def wait(self, timeout_s: float) -> bool:
         """Sleep until :meth:`poll` has something to land, or no job is left; ``False`` after ``timeout_s``."""
@@ -400,13 +400,13 @@ class Jobs:
                 job.phase = Phase.CARRIED  # first: a job that a thread finds in the queue is not carried
                 self._queue.remove(job)
 
-    def land(self, job: AnyJob) -> None:
-        """Take in what a carried job has brought: it is over."""
+    def land(self, job: AnyJob) -> bool:
+        """Take in what a carried job has brought: it is over. Whether this call did so."""
         if job.phase is not Phase.CARRIED:
-            return
+            return False
         with self.table.lock:
             if job.phase is not Phase.CARRIED:
-                return
+                return False
             try:
                 job.land()
             finally:
@@ -415,6 +415,7 @@ class Jobs:
                 job.staging = job.staging[:0].copy()
                 with self._mutex:
                     self._changed.notify_all()
+        return True
 
     # ---------------------------------------------------------------- threads
 

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
@@ -83,6 +83,62 @@ def test_moves_of_several_threads_meet() -> None:
     assert not any(thread.is_alive() for thread in threads)
     engine.assert_consistent()
     engine.close()
+
+
+@pytest.fixture
+def often_switched() -> Iterator[None]:
+    """Threads take turns after a microsecond."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+def raised_by_two(call: Callable[[], object]) -> list[BaseException]:
+    """What the call raises in two threads at once."""
+    barrier = threading.Barrier(2)
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        barrier.wait(GIVE_UP_S)
+        try:
+            call()
+        except BaseException as error:  # noqa: BLE001 - the test fails by it
+            raised.append(error)
+
+    threads = [threading.Thread(target=run, daemon=True) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(GIVE_UP_S)
+    return raised
+
+
+@pytest.mark.usefixtures("often_switched")
+def test_two_threads_close_one_set() -> None:
+    """Goal: any thread may close a set, also where another one does. Method: two at once, many times."""
+    for _ in range(100):
+        assert raised_by_two(House().engine.close) == []
+
+
+@pytest.mark.usefixtures("often_switched")
+def test_a_job_is_handed_out_by_one_poll(house) -> None:
+    """Goal: who counts what polls return counts each job once. Method: two threads poll while jobs are carried."""
+    house.gate.open()
+    (life,) = house.engine.renew([0])
+    house.fill(0, "mine")
+    polled: Counter[object] = Counter()
+    jobs = []
+
+    def polls_to_the_end() -> None:
+        while house.engine.jobs:
+            polled.update(house.engine.jobs.poll())
+
+    for n in range(200):
+        keys = [house.engine.keys.key(None, [n, i]) for i in range(4)]
+        jobs += [house.engine.begin_persist({key: 0}, [life]) for key in keys]
+        assert raised_by_two(polls_to_the_end) == []
+    assert polled == Counter(jobs)
 
 
 def test_a_call_inside_another_is_refused_and_one_of_another_thread_waits(house) -> None:
