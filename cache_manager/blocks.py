@@ -211,7 +211,9 @@ class AuxBlocks:
     def reset(self, *, weights_version: int) -> None:
         """A weight update: every row from before becomes unreadable in every tier, in-flight work included.
 
-        Keys are derived in the new namespace from here on; keys from before are refused.
+        Keys are derived in the new namespace from here on; those of other versions are refused. A version stands for
+        its weights: under one that was there before, or is there now, its keys are good again, and what is stored under
+        them. So weights that change need a number of their own.
         """
         with self._lock:
             keys = self._own_keys.after_reset(weights_version)

@@ -72,11 +72,12 @@ class Job(Generic[_T]):
     """The answer for a block that does not take part."""
 
     def __init__(self, jobs: Jobs, blocks: Keyed, generations: Blocks) -> None:
-        """Lock held. A block in another life or a key of another namespace is counted, and gets ``no_answer``."""
+        """Lock held. A block in another life or a key of another namespace gets ``no_answer``. Nothing is counted yet:
+        the job may be refused."""
         self.jobs = jobs
         self.table = jobs.table
         self.store = jobs.records()
-        ids, lives, current = jobs.keys.resolve(self.table, blocks, generations)
+        ids, lives, current, self.others = jobs.keys.resolve(self.table, blocks, generations)
         self.blocks = dict(blocks)
         self.begun_s = time.monotonic()
         self.cancelled = False
@@ -84,6 +85,8 @@ class Job(Generic[_T]):
         self.answers: dict[BlockKey, _T] = dict.fromkeys(blocks, self.no_answer)
         self.not_restored: dict[str, int] = {}
         """Blocks in the same life that did not come back, by the counter that says why; set on landing."""
+        self.incomplete = 0
+        """Current blocks that are not stored, because they lack something that is required."""
         which = self.wanted(ids, current)
         self.keys = list(compress(blocks, which.tolist()))
         self.ids = ids[which]
@@ -152,7 +155,7 @@ class PersistJob(Job[int]):
             whole &= ~have_none(self.table.region, ids)  # nothing is required, and nothing is there
         else:
             whole &= self.table.fillable(ids)  # KV that is being copied, or written by a pass, is not whole yet
-        self.table.lock.count("incomplete_blocks_not_persisted", int(count(current & ~whole)))
+        self.incomplete = int(count(current & ~whole))
         return current & whole
 
     def stage(self) -> None:
@@ -345,13 +348,16 @@ class Jobs:
         try:
             with lock:
                 job = kind(self, blocks, generations)
-                if job.over:  # nothing to do
-                    return job
-                with self._mutex:
-                    has_room = self._has_room(job)
+                has_room = True
+                if not job.over:
+                    with self._mutex:
+                        has_room = self._has_room(job)
                 if not has_room:
                     lock.count("jobs_refused")
                     return None
+                self._count(job)
+                if job.over:  # nothing to do
+                    return job
                 job.stage()  # not under the mutex: it may wait for the device, and no other job can begin meanwhile
                 with self._mutex:
                     self._begun[job] = None
@@ -369,6 +375,7 @@ class Jobs:
         try:
             with lock:
                 job = kind(self, blocks, generations)
+                self._count(job)
                 if job.over:  # nothing to do
                     return job.result()
                 job.stage()
@@ -384,6 +391,10 @@ class Jobs:
                 job.poll()
             lock.log()
         return job.result()
+
+    def _count(self, job: AnyJob) -> None:
+        self.keys.count(job.others)
+        self.table.lock.count("incomplete_blocks_not_persisted", job.incomplete)
 
     def _carry(self, job: AnyJob) -> None:
         try:

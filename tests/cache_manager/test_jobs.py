@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from contextlib import suppress
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -47,6 +48,34 @@ def test_a_job_too_many_is_refused_and_changes_nothing() -> None:
     assert len(house.engine.jobs) == house.engine.counters.jobs_begun == 2
     (key, lives) = house.engine.keys.key(None, [3]), house.engine.generations([3])
     assert house.engine.persist({key: 3}, lives) == {key: house.engine.origins([3])[0]}
+    house.close()
+
+
+def test_what_a_refused_job_would_have_left_out_is_counted_once() -> None:
+    """Goal: who tries again counts no block and no key twice. Method: of five blocks one is complete; the job is
+    refused twice before it begins."""
+    house = House(jobs=JobLimits(threads_max=1, jobs_max=1))
+    engine = house.engine
+    lives = engine.renew(range(4))
+    house.fill(0, "mine")
+    stale = engine.keys.key(None, [9])
+    engine.reset(weights_version=2)
+    house.fill(0, "mine")
+    key = [engine.keys.key(None, [n]) for n in range(3)]
+    blocks = {key[0]: 0, key[1]: 1, key[2]: 2, stale: 3, b"k" * 32: 3}
+    generations = [*lives[:2], 99, lives[3], lives[3]]
+    first = house.begin_persist(0)
+    counters = engine.counters
+    for _ in range(2):
+        assert engine.begin_persist(blocks, generations) is None
+    assert replace(engine.counters, jobs_refused=0) == counters
+    house.gate.open()
+    assert first.wait(GIVE_UP_S)
+    last = engine.begin_persist(blocks, generations)
+    assert last.wait(GIVE_UP_S)
+    counts = engine.counters
+    assert counts.incomplete_blocks_not_persisted == counts.stale_blocks == 1
+    assert counts.stale_keys == counts.foreign_keys == 1
     house.close()
 
 
