@@ -20,7 +20,7 @@ from cache_manager.errors import BlockStateError, InvalidInputError, KVRouteErro
 from cache_manager.feed import WorkerEnd
 from cache_manager.jobs import JobLimits, Jobs, PersistJob, RestoreJob
 from cache_manager.keys import BlockKey, KeyChain, Namespace
-from cache_manager.lock import AuxCounters, Lock, Mistakes
+from cache_manager.lock import AuxCounters, Lock, Mistakes, ProcessLock
 from cache_manager.moves import Pairs, follow
 from cache_manager.own_keys import Keyed, OwnKeys
 from cache_manager.ports import KVBlocks, Region, StorageBackend, TierName
@@ -74,6 +74,8 @@ class AuxBlocks:
         self._steps_max = count_in_range(steps_max, "steps_max", 1)
         self._kv = kv
         self._lock = Lock()
+        self._closing = ProcessLock()  # of the thread that closes the set
+        self._is_over = False
         self._mistakes = Mistakes(self._lock, strict=strict)
         record = self.layout if kv is None else RecordLayout((*self.layout.specs, kv.spec))
         self._own_keys = OwnKeys(namespace, record, self._mistakes)
@@ -190,8 +192,11 @@ class AuxBlocks:
                 ):
                     self._mistakes.report_blocks("stale_blocks", ids[bad], "renew", wanted)
                 table.renew(ids[good], lives[good])
-                return np.where(good, lives, 0)
-            table.renew(ids, lives)
+                lives = np.where(good, lives, 0)
+            else:
+                table.renew(ids, lives)
+        if self._mistakes.unlogged:
+            self._mistakes.log()
         return lives
 
     def forget(self, blocks: Blocks | None = None) -> None:
@@ -206,7 +211,9 @@ class AuxBlocks:
     def reset(self, *, weights_version: int) -> None:
         """A weight update: every row from before becomes unreadable in every tier, in-flight work included.
 
-        Keys are derived in the new namespace from here on; keys from before are refused.
+        Keys are derived in the new namespace from here on; those of other versions are refused. A version stands for
+        its weights: under one that was there before, or is there now, its keys are good again, and what is stored under
+        them. So weights that change need a number of their own.
         """
         with self._lock:
             keys = self._own_keys.after_reset(weights_version)
@@ -238,18 +245,18 @@ class AuxBlocks:
         later one counts. With ``in_place`` a device writes the rows into the device tier's region by itself: see
         :mod:`cache_manager.step`. Bad slots are dropped and counted, unless strict.
 
-        Raises ``BlockBusyError`` for more than ``steps_max`` steps, :class:`SlotError` for slots that are not integers.
-        The engine's pass writes KV all the same, so the rows of a refused step's blocks become missing, counted as
-        ``bad_writes_dropped``; if the slots cannot be read, those of every device block. No device may write a refused
-        step's rows.
+        Raises ``BlockBusyError`` for more than ``steps_max`` steps, :class:`SlotError` for slots that are not integers,
+        such as those on a device: they are read here. The engine's pass writes KV all the same, so whatever ends this
+        call, the rows of the refused step's blocks become missing, counted as ``bad_writes_dropped``; if the slots
+        cannot be read, those of every device block. No device may write a refused step's rows.
         """
         device = self._device
         try:
             return Step(device, slots, steps_max=self._steps_max, in_place=in_place, strict=self._mistakes.strict)
-        except KVRouteError as error:
+        except BaseException as error:  # whatever refuses the slots: the engine's pass writes at them
             known, n = readable(slots)
             blocks = None if known is None else known // device.tokens
-            self._mistakes.report_loss("bad_writes_dropped", n, f"begin_step: {error}", lambda: device.lose(blocks))
+            self._mistakes.report_loss("bad_writes_dropped", n, "begin_step", error, lambda: device.lose(blocks))
             raise
 
     def write_step(self, slots: NDArray[Any], rows: Mapping[str, NDArray[Any]], keep: Keep | None = None) -> int:
@@ -421,25 +428,30 @@ class AuxBlocks:
     # ---------------------------------------------------------------- the end
 
     def close(self) -> None:
-        """Give the memory back; harmless the second time. The store stays open: it is the caller's.
+        """Give the memory back; harmless the second time, also in two threads at once. The store stays open: it is the
+        caller's.
 
         Waits for jobs, up to ``close_s`` of their limits. Raises :class:`BlockStateError` while a step or a job is in
         flight, and ``BufferError`` while a view of a region is alive: call it again after that is gone.
         """
-        if not self._lock.closed:
-            self._check_still()  # in a forked child this raises before any wait
-            self.jobs.land_all()
-            self._check_still(close=True)  # from here on no job begins
-        self.jobs.end_threads()
-        self._tiers.close()
+        if self._is_over:
+            return
+        with self._closing:
+            if not self._lock.closed:
+                with self._lock:
+                    self._check_still(jobs=0)
+                self.jobs.land_all()
+                with self._lock:
+                    self._check_still(jobs=len(self.jobs))
+                    self._lock.closed = True  # from here on no job begins
+            self.jobs.end_threads()
+            self._tiers.close()
+            self._is_over = True
 
-    def _check_still(self, *, close: bool = False) -> None:
-        with self._lock:
-            moving = self._tiers.in_flight
-            jobs = len(self.jobs) if close else 0
-            if moving or jobs:
-                raise BlockStateError("close", "nothing in flight", f"{moving} steps and moves, {jobs} jobs")
-            self._lock.closed = close
+    def _check_still(self, *, jobs: int) -> None:
+        moving = self._tiers.in_flight
+        if moving or jobs:
+            raise BlockStateError("close", "nothing in flight", f"{moving} steps and moves, {jobs} jobs")
 
     def __enter__(self) -> Self:
         return self

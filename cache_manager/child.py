@@ -113,14 +113,16 @@ def arguments() -> list[int]:
     return [int(argument) for argument in sys.argv[3 + int(sys.argv[2]) :]]
 
 
-def serve(answer: Callable[[bytes], bytes]) -> NoReturn:
-    """In the child: answer every question, with one thread per channel, until the parent is gone."""
+def serve(answer: Callable[[bytes], bytes], tidy: Callable[[], None] = lambda: None) -> NoReturn:
+    """In the child: answer every question, with one thread per channel, until the parent is gone; ``tidy`` every
+    ``ORPHAN_CHECK_S``."""
     parent = int(sys.argv[1])  # not getppid(): the parent may have ended before this line
     channels = int(sys.argv[2])
     for fd in sys.argv[3 : 3 + channels]:
         threading.Thread(target=_answer, args=(Connection(int(fd)), answer), daemon=True).start()
     while os.getppid() == parent:  # a fork of the parent may hold the sockets open
         time.sleep(ORPHAN_CHECK_S)
+        tidy()
     os._exit(1)
 
 

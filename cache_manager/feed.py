@@ -234,6 +234,7 @@ class WorkerEnd:
                     table.forget_all(ends_lives=table.tier == "device")
             if number >= wanted:
                 self.next = epoch, number + 1
+        mistakes.log()
         if number > wanted:
             gap = FeedGapError(f"feed: wanted batch {wanted}, got batch {number}")
             mistakes.raise_or_report("feed_gaps", 1, "apply", gap)

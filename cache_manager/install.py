@@ -32,7 +32,8 @@ def export(
         counts = integers(rows, "rows", "one count for each block", n=len(blocks))
         limits = prefix_bits(counts, table.tokens)
     with table.lock:
-        ids, lives, current = keys.resolve(table, blocks, generations)
+        ids, lives, current, others = keys.resolve(table, blocks, generations)
+        keys.count(others)
         valid = bits_of(table.region, ids) & limits
         current &= (valid != 0).any(axis=(1, 2))
         ids = ids[current]
@@ -41,6 +42,7 @@ def export(
         table.lock.count("rows_exported", rows_in(valid))
         origins = table.origin.take(ids)
         copies = copies_of(table.region, ids, valid)
+    table.lock.log()
     fingerprint = table.layout.fingerprint
     bitmaps = valid.astype("<u8")
     records: list[OfferedRecord | None] = [None] * len(blocks)

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from cache_manager.errors import BlockStateError, ConfigError, StorageError
 from cache_manager.keys import BlockKey
+from cache_manager.lock import ProcessLock
 from cache_manager.own_keys import Keyed, OwnKeys
 from cache_manager.ports import Absence, KVBlocks
 from cache_manager.publish import bits_in, bits_of, copies_of, have_all, have_none
@@ -73,11 +74,12 @@ class Job(Generic[_T]):
     """The counter of blocks whose job had no room."""
 
     def __init__(self, jobs: Jobs, blocks: Keyed, generations: Blocks) -> None:
-        """Lock held. A block in another life or a key of another namespace is counted, and gets ``no_answer``."""
+        """Lock held. A block in another life or a key of another namespace gets ``no_answer``. Nothing is counted yet:
+        the job may be refused."""
         self.jobs = jobs
         self.table = jobs.table
         self.store = jobs.records()
-        ids, lives, current = jobs.keys.resolve(self.table, blocks, generations)
+        ids, lives, current, self.others = jobs.keys.resolve(self.table, blocks, generations)
         self.blocks = dict(blocks)
         self.begun_s = time.monotonic()
         self.cancelled = False
@@ -85,6 +87,8 @@ class Job(Generic[_T]):
         self.answers: dict[BlockKey, _T] = dict.fromkeys(blocks, self.no_answer)
         self.not_restored: dict[str, int] = {}
         """Blocks in the same life that did not come back, by the counter that says why; set on landing."""
+        self.incomplete = 0
+        """Current blocks that are not stored, because they lack something that is required."""
         which = self.wanted(ids, current)
         self.keys = list(compress(blocks, which.tolist()))
         self.ids = ids[which]
@@ -152,7 +156,9 @@ class PersistJob(Job[int]):
         whole = have_all(self.table.region, ids, self.jobs.required)
         if self.jobs.kv is None:
             whole &= ~have_none(self.table.region, ids)  # nothing is required, and nothing is there
-        self.table.lock.count("incomplete_blocks_not_persisted", int(count(current & ~whole)))
+        else:
+            whole &= self.table.fillable(ids)  # KV that is being copied, or written by a pass, is not whole yet
+        self.incomplete = int(count(current & ~whole))
         return current & whole
 
     def stage(self) -> None:
@@ -241,15 +247,17 @@ class RestoreJob(Job[bool]):
         arrived = unchanged & (origins != 0) & is_taken
         required = bits[:, self.jobs.required, :]
         arrived &= (required == table.full).all(axis=(1, 2))
-        if kv is not None and count(arrived):
-            try:
+        interrupted = False
+        try:
+            if kv is not None and count(arrived):
                 kv.fill(ids[arrived], self.staged_kv(kv)[arrived])
-            except Exception as error:  # noqa: BLE001 (it is not lost: it comes with the result)
-                self.failure = error.with_traceback(None)
-                table.lose(ids[arrived])  # their KV is half written, so it is of no origin that others know
-                arrived[:] = False
-        records = self.staging[arrived, : table.layout.nbytes]
-        table.fill(ids[arrived], records, bits[arrived], origins[arrived])
+            records = self.staging[arrived, : table.layout.nbytes]
+            table.fill(ids[arrived], records, bits[arrived], origins[arrived])
+        except BaseException as error:  # noqa: BLE001 (it is not lost: it comes with the result)
+            self.failure = error.with_traceback(None)
+            interrupted = not isinstance(error, Exception)
+            table.lose(ids[arrived])  # their KV is half written, so it is of no origin that others know
+            arrived[:] = False
         self.answers.update(zip(self.keys, arrived.tolist(), strict=True))
         missing = unchanged & ~arrived
         if self.failure is not None:
@@ -265,6 +273,8 @@ class RestoreJob(Job[bool]):
         }
         for name, n in (self.not_restored | counts).items():
             table.lock.count(name, n)
+        if interrupted and self.failure is not None:
+            raise self.failure
 
 
 AnyJob = Job[Any]
@@ -275,8 +285,8 @@ class Jobs:
     """The jobs of a set of blocks that have begun and not landed, in the order in which they began; any of them may be
     cancelled. Up to ``threads_max`` threads carry them.
 
-    ``required`` are the specs whose rows a block must have; ``kv`` goes along with rows. The blocks' lock is taken
-    before the mutex of the jobs, which guards their phases and the queue.
+    ``required`` are the specs whose rows a block must have; ``kv`` goes along with rows. The blocks' lock, which
+    guards what has begun, is taken before the mutex, which guards the queue and the phases of the jobs in it.
     """
 
     def __init__(
@@ -295,7 +305,7 @@ class Jobs:
         self.required = required
         self.kv = kv
         self._limits = limits
-        self._mutex = threading.Lock()
+        self._mutex = ProcessLock()
         self._changed = threading.Condition(self._mutex)
         self._begun: dict[AnyJob, None] = {}
         self._queue: deque[AnyJob] = deque()
@@ -317,14 +327,15 @@ class Jobs:
         return self.store
 
     def poll(self) -> list[AnyJob]:
-        """Land the jobs whose store part is done, and return them. Waits for nothing."""
-        return [job for job in self if job.poll()]
+        """Land the jobs whose store part is done, and return those that this call has landed. Waits for nothing."""
+        return [job for job in self if self.land(job)]
 
     def wait(self, timeout_s: float) -> bool:
         """Sleep until :meth:`poll` has something to land, or no job is left; ``False`` after ``timeout_s``."""
 
         def has_news() -> bool:
-            return not self._begun or any(job.phase is Phase.CARRIED for job in self._begun)
+            begun = list(self._begun)  # a copy, as jobs may land meanwhile
+            return not begun or any(job.phase is Phase.CARRIED for job in begun)
 
         return self.sleep(has_news, timeout_s)
 
@@ -338,22 +349,28 @@ class Jobs:
     def begin(self, kind: type[J], blocks: Keyed, generations: Blocks) -> J | None:
         """Queue a job; ``None`` where there is no room for a further one, and then nothing has changed."""
         lock = self.table.lock
-        with lock:
-            job = kind(self, blocks, generations)
-            if job.over:  # nothing to do
-                return job
-            with self._mutex:
-                has_room = self._has_room(job)
-            if not has_room:
-                lock.count("jobs_refused")
-                lock.count(kind.refused, len(job.keys))
-                return None
-            job.stage()  # not under the mutex: it may wait for the device, and no other job can begin meanwhile
-            with self._mutex:
-                self._begun[job] = None
-                self._queue.append(job)
-                self._changed.notify_all()
-            lock.count("jobs_begun")
+        try:
+            with lock:
+                job = kind(self, blocks, generations)
+                has_room = True
+                if not job.over:
+                    with self._mutex:
+                        has_room = self._has_room(job)
+                if not has_room:
+                    lock.count("jobs_refused")
+                    lock.count(kind.refused, len(job.keys))
+                    return None
+                self._count(job)
+                if job.over:  # nothing to do
+                    return job
+                job.stage()  # not under the mutex: it may wait for the device, and no other job can begin meanwhile
+                with self._mutex:
+                    self._begun[job] = None
+                    self._queue.append(job)
+                    self._changed.notify_all()
+                lock.count("jobs_begun")
+        finally:
+            lock.log()
         return job
 
     def run(self, kind: type[Job[_T]], blocks: Keyed, generations: Blocks) -> dict[BlockKey, _T]:
@@ -363,6 +380,7 @@ class Jobs:
         try:
             with lock:
                 job = kind(self, blocks, generations)
+                self._count(job)
                 if job.over:  # nothing to do
                     return job.result()
                 job.stage()
@@ -373,11 +391,15 @@ class Jobs:
             self._carry(job)
         finally:  # even after an exception from a signal handler no listed job is without a thread
             if job is not None:
-                with self._mutex:  # another thread may have landed it meanwhile
-                    if job.phase is Phase.CARRYING:
-                        job.phase = Phase.CARRIED
+                if job.phase is Phase.CARRYING:  # which no other thread ends
+                    job.phase = Phase.CARRIED
                 job.poll()
+            lock.log()
         return job.result()
+
+    def _count(self, job: AnyJob) -> None:
+        self.keys.count(job.others)
+        self.table.lock.count("incomplete_blocks_not_persisted", job.incomplete)
 
     def _carry(self, job: AnyJob) -> None:
         try:
@@ -394,21 +416,22 @@ class Jobs:
                 job.phase = Phase.CARRIED  # first: a job that a thread finds in the queue is not carried
                 self._queue.remove(job)
 
-    def land(self, job: AnyJob) -> None:
-        """Take in what a carried job has brought: it is over."""
+    def land(self, job: AnyJob) -> bool:
+        """Take in what a carried job has brought: it is over. Whether this call did so."""
         if job.phase is not Phase.CARRIED:
-            return
+            return False
         with self.table.lock:
             if job.phase is not Phase.CARRIED:
-                return
+                return False
             try:
                 job.land()
             finally:
+                job.phase = Phase.LANDED
+                self._begun.pop(job, None)  # and no call between these two, in which a signal handler may raise
                 job.staging = job.staging[:0].copy()
                 with self._mutex:
-                    job.phase = Phase.LANDED
-                    self._begun.pop(job, None)
                     self._changed.notify_all()
+        return True
 
     # ---------------------------------------------------------------- threads
 

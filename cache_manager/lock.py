@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 import os
 from _thread import RLock  # its class: threading.RLock is a function
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import wraps
@@ -71,33 +72,63 @@ class AuxCounters:
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-class Lock(RLock):  # type: ignore[misc]  # final for mypy alone
+class ProcessLock(RLock):  # type: ignore[misc]  # final for mypy alone
     """A lock for the threads of the process that made it.
 
-    A finaliser or a signal handler in the middle of another call gets ``BlockBusyError``; a forked child, and every
-    caller once it is ``closed``, gets ``BlockStateError``. ``torn`` counts changes that have begun and not ended; a
-    thread that takes the lock while ``torn`` is above 0 calls ``mend`` first.
+    A finaliser or a signal handler in the middle of another call gets ``BlockBusyError``; a forked child, which has the
+    lock as it was at the fork, gets ``BlockStateError``.
     """
 
     def __init__(self) -> None:
         self._pid = os.getpid()
+
+    def __enter__(self) -> None:  # type: ignore[override]
+        if self._is_owned() or os.getpid() != self._pid:  # type: ignore[attr-defined]
+            self.refuse()
+        try:
+            self.acquire()
+        except BaseException:  # also from a signal handler, just after the lock was taken
+            if self._is_owned():  # type: ignore[attr-defined]
+                self.release()
+            raise
+
+    def refuse(self) -> None:
+        """Raise the error of a caller that may not wait for the lock."""
+        if os.getpid() != self._pid:
+            raise BlockStateError("blocks", "use by the process that made them", "a forked child")
+        raise BlockBusyError("AuxBlocks", BUSY, "one of a finaliser or a signal handler, to be tried again later")
+
+
+class Lock(ProcessLock):
+    """The lock over the tables of a set.
+
+    Once it is ``closed``, every caller gets ``BlockStateError``. ``torn`` counts changes that have begun and not
+    ended; a thread that takes the lock while ``torn`` is above 0 calls ``mend`` first. What was reported under the lock
+    is logged by ``log``, behind it: see :class:`Mistakes`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
         self._counts = {f.name: 0 for f in fields(AuxCounters)}
         self.closed = False
         self.torn = 0
         self.mend: Callable[[], None] = lambda: None
+        self.log: Callable[[], None] = lambda: None
 
     def __enter__(self) -> None:  # type: ignore[override]
-        if os.getpid() != self._pid:
-            raise BlockStateError("blocks", "use by the process that made them", "a forked child")
-        if self._is_owned():  # type: ignore[attr-defined]
-            raise BlockBusyError("AuxBlocks", BUSY, "one of a finaliser or a signal handler, to be tried again later")
+        if self._is_owned() or os.getpid() != self._pid:  # type: ignore[attr-defined]
+            self.refuse()
         try:
             self.acquire()
             if self.closed:
                 self.check_open()
-            if self.torn:
+            while self.torn:
                 self.mend()
                 self.torn = 0
+                self.release()
+                self.log()
+                self.acquire()
+                self.check_open()
         except BaseException:  # also from a signal handler, just after the lock was taken
             if self._is_owned():  # type: ignore[attr-defined]
                 self.release()
@@ -130,18 +161,33 @@ def change(method: F) -> F:
 
 
 class Mistakes:
-    """Drops and counts the mistakes of a set's callers, logging each kind once, or raises them: ``strict``."""
+    """Drops and counts the mistakes of a set's callers, logging each kind once, or raises them: ``strict``.
+
+    A logging handler may ask the set, wait for a thread that does, or raise. So a call that reports with the lock held
+    calls :meth:`log` behind it, where its bookkeeping is done.
+    """
 
     def __init__(self, lock: Lock, *, strict: bool) -> None:
         self.lock = lock
         self.strict = strict
-        self._logged: set[str] = set()
+        self._reported: set[str] = set()
+        self.unlogged: deque[tuple[str, int, str]] = deque()
+        lock.log = self.log
 
     def report(self, counter: str, n: int, why: str) -> None:
         """``n`` things are dropped, strict or not. The lock is held."""
         self.lock.count(counter, n)
-        if counter not in self._logged:
-            self._logged.add(counter)
+        if counter not in self._reported:
+            self._reported.add(counter)
+            self.unlogged.append((why, n, counter))
+
+    def log(self) -> None:
+        """Log what was reported, unless a call that this thread is in the middle of has the lock and will do it."""
+        while self.unlogged and not self.lock._is_owned():  # type: ignore[attr-defined]
+            try:
+                why, n, counter = self.unlogged.popleft()
+            except IndexError:  # another thread logs it
+                return
             logger.warning("%s; %d dropped, further ones are counted as %s", why, n, counter)
 
     def raise_or_report(self, counter: str, n: int, call: str, error: KVRouteError) -> None:
@@ -150,10 +196,12 @@ class Mistakes:
             raise error
         with self.lock:
             self.report(counter, n, f"{call}: {error}")
+        self.log()
 
-    def report_loss(self, counter: str, n: int, why: str, lose: Callable[[], None]) -> None:
-        """The engine did what was refused here: ``lose`` makes the rows that it overwrote unreadable; the loss is
-        counted, also where the set is closed, or a forked child's copy, and nothing is readable any more."""
+    def report_loss(self, counter: str, n: int, call: str, error: BaseException, lose: Callable[[], None]) -> None:
+        """The engine did what was refused here with ``error``: ``lose`` makes the rows that it overwrote unreadable. A
+        closed set, or a forked child's copy, has nothing readable: there the loss is only counted."""
+        why = f"{call}: {error if isinstance(error, KVRouteError) else repr(error)}"
         try:
             with self.lock:
                 lose()
@@ -164,6 +212,8 @@ class Mistakes:
         except BlockStateError:
             self.report(counter, n, why)
             raise
+        finally:
+            self.log()
 
     def report_blocks(self, counter: str, bad: Ints, call: str, wanted: str) -> None:
         """The blocks ``bad``, if any, were named by mistake: drop and count them, or raise when strict. The lock is

@@ -43,12 +43,16 @@ def follow(
     """
     try:
         move(source, target, pairs, rows, kv, mistakes)
-    except KVRouteError as error:
-        if kv is not None or mistakes.strict:
+    except BaseException as error:  # whatever refuses the pairs
+        if kv is not None:
             raise
         known, n = readable(pairs)
         lost = None if known is None or n % 2 else known[1::2]
-        mistakes.report_loss("bad_moves_dropped", -(-n // 2), f"move: {error}", lambda: target.lose(lost))
+        mistakes.report_loss("bad_moves_dropped", -(-n // 2), "move", error, lambda: target.lose(lost))
+        if mistakes.strict or not isinstance(error, KVRouteError):
+            raise
+    finally:
+        mistakes.log()
 
 
 def move(
@@ -97,15 +101,16 @@ def move(
             valid = bits_of(source.region, sources)
             if rows is not None:
                 valid &= limits[good]
-            source.fix_origins(sources)
             origins = source.origin.take(sources)
+            named = origins != 0  # another has no row; it stays open to those of any origin
+            source.fix_origins(sources[named])
             drops = source.drops.take(sources)
             target.fence(fence, targets)
         copy_records(source.region, target.region, sources, targets)
         if kv is not None and pairs_of_kv[0].size:
             kv.copy(source.tier, target.tier, *pairs_of_kv)
         with lock:
-            same = source.drops.take(sources) == drops  # it was neither forgotten nor given out,
+            same = named & (source.drops.take(sources) == drops)  # it was neither forgotten nor given out,
             same &= source.origin.take(sources) == origins  # nor has a pass begun, or ended, to write it
             arrived = target.arrive(fence, same, valid, origins)
             counter = MOVED[source.tier, target.tier]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 from numpy import count_nonzero as count
@@ -21,6 +21,15 @@ OUTDATED_MAX: Final = 1024
 
 Keyed = Mapping[BlockKey, int]
 """Block ids by the keys of their content."""
+
+
+class Others(NamedTuple):
+    """What is not ours, or not any more: blocks in another life, keys of one of our chains before a reset, and keys of
+    no chain of ours."""
+
+    stale_blocks: int
+    stale_keys: int
+    foreign: list[BlockKey]
 
 
 class OwnKeys:
@@ -47,9 +56,10 @@ class OwnKeys:
     def owns(self, key: bytes) -> bool:
         return self.chain.owns(key)
 
-    def resolve(self, table: BlockTable, blocks: Keyed, generations: Blocks) -> tuple[Ints, Ints, Flags]:
+    def resolve(self, table: BlockTable, blocks: Keyed, generations: Blocks) -> tuple[Ints, Ints, Flags, Others]:
         """Block ids, generations, and which blocks are still in the given life and have a key of our namespace: ``[n]``
-        each. The lock is held. A key that was made nowhere here is a mistake; one from before a reset is late."""
+        each; and what is to be counted of the others. The lock is held. A strict set raises for a key that is foreign.
+        """
         if not isinstance(blocks, Mapping):
             raise InvalidInputError("blocks", "a mapping of keys to block ids", repr(blocks))
         ids = table.slots.ids(list(blocks.values()))
@@ -57,21 +67,24 @@ class OwnKeys:
         current = table.generations.take(ids) == lives
         owned = [self.owns(key) for key in blocks]
         ours: Flags = np.array(owned, np.bool_)
-        if count(ours) != ours.size:
-            self._count_others([key for key in blocks if not self.owns(key)])
-        table.lock.count("stale_blocks", int(count(~current)))
-        return ids, lives, current & ours
+        others = [] if count(ours) == ours.size else [key for key in blocks if not self.owns(key)]
+        foreign = [key for key in others if not self._is_outdated(key)]
+        if foreign and self._mistakes.strict:
+            raise self._mistake(foreign)
+        stale_blocks = int(count(~current))
+        return ids, lives, current & ours, Others(stale_blocks, len(others) - len(foreign), foreign)
 
-    def _count_others(self, keys: list[BlockKey]) -> None:
-        """Count ``keys``, none of them ours, as foreign or as stale; a strict set raises the first foreign one."""
-        foreign = [key for key in keys if not self._is_outdated(key)]
-        if foreign:
-            wanted = "keys that AuxBlocks.keys has adopted, or made of tokens, in this namespace and layout"
-            error = InvalidInputError("keys", wanted, repr(foreign[0]))
-            if self._mistakes.strict:
-                raise error
-            self._mistakes.report("foreign_keys", len(foreign), str(error))
-        self._mistakes.lock.count("stale_keys", len(keys) - len(foreign))
+    def count(self, others: Others) -> None:
+        """Count what did not resolve. The lock is held."""
+        lock = self._mistakes.lock
+        lock.count("stale_blocks", others.stale_blocks)
+        lock.count("stale_keys", others.stale_keys)
+        if others.foreign:
+            self._mistakes.report("foreign_keys", len(others.foreign), str(self._mistake(others.foreign)))
+
+    def _mistake(self, foreign: list[BlockKey]) -> InvalidInputError:
+        wanted = "keys that AuxBlocks.keys has adopted, or made of tokens, in this namespace and layout"
+        return InvalidInputError("keys", wanted, repr(foreign[0]))
 
     def _is_outdated(self, key: BlockKey) -> bool:
         return is_key(key) and key[:SCOPE_NBYTES] in self._outdated

@@ -64,6 +64,9 @@ def rows_in(words: Bits) -> int:
 
 COUNT_END: Final = 1 << 31
 _INT64: Final = np.dtype(np.int64)
+REFUSALS: Final = (TypeError, ValueError, RuntimeError)
+"""What numpy raises for values that it makes no array of: a ragged sequence; a tensor on a device, of bfloat16, or with
+a gradient. Others, which a signal handler may raise amid a conversion, are the caller's."""
 
 
 def integers(
@@ -83,8 +86,8 @@ def integers(
     """
     try:
         array = np.asarray(values)
-    except ValueError as ragged:
-        raise error(field, wanted, "a ragged sequence") from ragged
+    except REFUSALS as refusal:
+        raise error(field, wanted, unreadable(values, refusal)) from refusal
     if array.dtype == _INT64 and array.ndim == ndim:  # nearly always; a third of astype() with caches cold
         found = array.copy()
     elif array.size == 0 and array.ndim >= 1:
@@ -98,6 +101,11 @@ def integers(
     if n is not None and found.size != n:
         raise error(field, f"{n}, {wanted}", found.size)
     return found
+
+
+def unreadable(values: Any, refusal: Exception) -> str:
+    """What came, where numpy makes no array of it."""
+    return f"{type(values).__name__} ({type(refusal).__name__}: {refusal})"
 
 
 def unsigned(values: Any, field: str, wanted: str, *, n: int) -> Bits:
@@ -117,7 +125,7 @@ def readable(given: Any) -> tuple[Ints | None, int]:
         array = np.asarray(given).reshape(-1)
         with np.errstate(invalid="ignore"):
             numbers = array.astype(np.int64)
-    except (TypeError, ValueError, OverflowError):
+    except Exception:  # noqa: BLE001 - whatever it is: which integers it has is unknown
         return None, 1
     is_whole = array.dtype.kind in "iuf" and bool((numbers == array).all())
     return (numbers if is_whole else None), array.size

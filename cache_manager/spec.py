@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cache_manager.errors import RowError, SpecError
+from cache_manager.slots import REFUSALS, unreadable
 
 ALIGNMENT = 64
 """Each spec's rows start on a cache line of the record."""
@@ -177,7 +178,11 @@ class AuxBlockDataSpec:
         Integers may be wider than the spec's dtype as long as every value fits it. The rows are new ones; without
         ``copy`` they may be the caller's own array.
         """
-        values = np.asarray(values)
+        try:
+            values = np.asarray(values)
+        except REFUSALS as refusal:
+            wanted = f"shape {(tokens, *self.row_shape)}"
+            raise RowError(f"{self.name} rows", wanted, unreadable(values, refusal)) from refusal
         if values.shape != (tokens, *self.row_shape):
             raise RowError(f"{self.name} rows", f"shape {(tokens, *self.row_shape)}", f"shape {values.shape}")
         dtype = self.numpy_dtype

@@ -53,7 +53,8 @@ class Calls:
 def whole(method: F) -> F:
     """Mark a method that changes what a manager knows: it ends well, or is refused, or the next one begins anew.
 
-    Of an object with ``calls``. A method that is not marked calls :meth:`Calls.check` and makes one change at most.
+    Of an object with ``calls``. A method that is not marked calls :meth:`Calls.check` and makes one change at most;
+    only what has been counted is known without.
     """
 
     @wraps(method)

@@ -62,7 +62,7 @@ class SharedRegion(MappedRegion):
         """A new region of zeros under a name of its own, backed by memory to the last page.
 
         ``tier`` says whose blocks it mirrors; ``namespace`` is :attr:`Namespace.fingerprint`, and changes with
-        :meth:`renew`. Removes orphans first. Raises :class:`NoSpaceError` with the numbers when ``/dev/shm``, a cgroup,
+        :meth:`enter`. Removes orphans first. Raises :class:`NoSpaceError` with the numbers when ``/dev/shm``, a cgroup,
         the machine or the process's address space has no room; nothing is left behind then.
         """
         extent = extent_of(layout, blocks)
@@ -120,9 +120,9 @@ class SharedRegion(MappedRegion):
         return None
 
     def enter(self, namespace: bytes) -> None:
-        """Owner only: rows belong to ``namespace`` from here on. Begin a new life of every block first."""
+        """Owner only: rows belong to ``namespace`` from here on. First clear every block's bits and change its word."""
         if self._owner_pid != os.getpid():
-            raise AssertionError(f"region {self.name}: renew by a process that does not own it")
+            raise AssertionError(f"region {self.name}: enter by a process that does not own it")
         self._mapped()[_NAMESPACE] = pack_namespace(namespace)
 
     def close(self) -> None:

@@ -64,14 +64,17 @@ class RegionView:
         rows not yet committed, all rows of another namespace, and rows of a block that kept changing under the copy.
         """
         region = self._attached()
+        namespace = self._namespace
         index = region.layout.index(name)
         tokens = region.layout.block_tokens
         ids, wanted = _pairs(region, blocks, generations)
         held, window = window_of(ids.size, start, stop, tokens)
-        rows, bits, words = gather(region, index, ids[held])
+        ids = ids[held]
+        rows, bits, words = gather(region, index, ids)
         bits[words >> np.uint64(GENERATION_SHIFT) != wanted[held].astype(np.uint64)] = 0
-        if region.namespace != self._namespace:  # asked after the copy: a renewal changes every block first
+        if region.namespace != namespace:
             bits[:] = 0
+        bits[region.words[ids] != words] = 0  # changed by each reset, so none has come between copy and namespace
         return Rows.of(region.layout.specs[index], rows, bits, window)
 
     def read_slots(
@@ -86,6 +89,7 @@ class RegionView:
         Rows are missing as in :meth:`read`. For the newest rows of many sequences, of which each block has one.
         """
         region = self._attached()
+        namespace = self._namespace
         index = region.layout.index(name)
         tokens = region.layout.block_tokens
         places = integers(slots, "slots", "a flat sequence of slots")
@@ -94,8 +98,9 @@ class RegionView:
         blocks, wanted = _pairs(region, places // tokens, generations)
         rows, readable, words = gather_slots(region, index, blocks, places % tokens)
         readable &= words >> np.uint64(GENERATION_SHIFT) == wanted.astype(np.uint64)
-        if region.namespace != self._namespace:  # asked after the copy: a renewal changes every block first
+        if region.namespace != namespace:
             readable[:] = False
+        readable &= region.words[blocks] == words  # changed by each reset, as in read()
         return Rows.of_mask(region.layout.specs[index], rows, readable)
 
     def generations(self, blocks: Sequence[int] | NDArray[Any]) -> NDArray[np.int64]:
@@ -114,7 +119,7 @@ class RegionView:
     def follow(self, namespace: bytes) -> None:
         """After a weight update: read rows of ``namespace`` from here on.
 
-        Until the owner has renewed the region for it, every row is missing.
+        Until the owner's rows are of that namespace, every row is missing.
         """
         pack_namespace(namespace)  # raises for anything but a fingerprint
         self._namespace = namespace

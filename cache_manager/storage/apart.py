@@ -95,7 +95,7 @@ class ApartStore(ClosingStore):
         self.record_nbytes_max = self._margin_nbytes = 0
         """The largest payload: as a slot of the arena or the store allows, whichever is less."""
         self._counts: Counter[str] = Counter()
-        self._lock = threading.Lock()  # guards the counts; never held over a wait
+        self._lock = threading.RLock()  # guards the counts; never held over a wait; a signal handler may ask meanwhile
         self._child: Child | None = None  # its store is open
         self._newest: Child | None = None  # its store may not be open yet
         self._cause = ""  # why there is no process

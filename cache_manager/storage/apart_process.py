@@ -81,7 +81,7 @@ class Process:
 
     def __init__(self) -> None:
         self.store: Any = None
-        serve(self.answer)
+        serve(self.answer, self.tidy)
 
     def answer(self, body: bytes) -> bytes:
         counted: Callable[[], dict[str, int]] = getattr(self.store, "counted", dict)
@@ -93,6 +93,9 @@ class Process:
             return encode((gives, None, counted()))
         except Exception as error:  # noqa: BLE001 - this process's loop edge: the asker gets the reason
             return encode((None, Failure.of(error), counted()))
+
+    def tidy(self) -> None:
+        """Give back what is not needed any more; called now and then."""
 
     def open(self, url: str, nbytes: int) -> tuple[int, int]:
         (arena_fd,) = arguments()

@@ -43,7 +43,7 @@ class RecordStore:
         unused = (1 << width) - (1 << rows)
         self._no_row = sum(unused << width * i for i in range(len(layout.specs)))
         self._counts: Counter[str] = Counter()
-        self._lock = threading.Lock()  # guards the counts, nothing else
+        self._lock = threading.RLock()  # guards the counts, nothing else; a signal handler may ask meanwhile
 
     @property
     def counters(self) -> RecordCounters:

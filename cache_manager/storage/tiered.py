@@ -53,7 +53,7 @@ class Tier:
         self.backend = backend
         self.usage = backend.usage()  # its last answer
         self.counts = Counter[str]()
-        self._lock = threading.Lock()  # which guards the counts
+        self._lock = threading.RLock()  # which guards the counts; a signal handler may ask meanwhile
 
     def ask(self, what: str, left: Sequence[int], call: Callable[[], list[_T] | None], errors: Errors) -> dict[int, _T]:
         """The backend's answers for the positions ``left``; if it failed, none, and ``errors`` says why."""

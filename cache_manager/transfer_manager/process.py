@@ -7,29 +7,39 @@ swap.
 
 from __future__ import annotations
 
-from functools import cache
+from typing import Final
 
 import numpy as np
 
 from cache_manager.moves import copy_records
 from cache_manager.regions import SharedRegion
+from cache_manager.regions.directory import region_path
 from cache_manager.storage import apart_process
 
 
 class Process(apart_process.Process):
-    """A store's process that also copies."""
+    """A store's process that also copies. It keeps regions mapped until their owner has closed them."""
+
+    regions: Final[dict[str, SharedRegion]] = {}
 
     def copy(self, source: str, target: str, sources: list[int], targets: list[int]) -> None:
-        regions = _region(source), _region(target)
+        regions = self.region(source), self.region(target)
         for region, blocks in zip(regions, (sources, targets), strict=True):
             assert all(0 <= block < region.blocks for block in blocks), f"blocks {blocks} of {region.blocks}"
         assert regions[0].layout.fingerprint == regions[1].layout.fingerprint, "records of one layout"
         copy_records(*regions, np.array(sources), np.array(targets))
 
+    def region(self, name: str) -> SharedRegion:
+        region = self.regions.get(name)
+        if region is None:
+            region = self.regions[name] = SharedRegion.attach(name, writable=True)
+        return region
 
-@cache
-def _region(name: str) -> SharedRegion:
-    return SharedRegion.attach(name, writable=True)
+    def tidy(self) -> None:
+        """Unmap the regions that have no name any more, each behind the last copy that uses it."""
+        for name in list(self.regions):
+            if not region_path(name).exists():
+                del self.regions[name]
 
 
 if __name__ == "__main__":

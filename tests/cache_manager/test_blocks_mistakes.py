@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -35,6 +37,16 @@ def test_a_mistake_inside_a_forward_pass_is_dropped_counted_and_logged_once(hous
     assert engine.in_flight == 0
 
 
+class Refusing:
+    """What numpy makes no array of: a tensor on a device raises TypeError, one with a gradient RuntimeError."""
+
+    def __init__(self, error: type[Exception]) -> None:
+        self.error = error
+
+    def __array__(self, dtype: object = None, copy: bool | None = None) -> np.ndarray:
+        raise self.error("not on this machine")
+
+
 UNREADABLE = {
     "half": np.array([0.5]),
     "not a number": np.array([np.nan, 1.0]),
@@ -42,6 +54,8 @@ UNREADABLE = {
     "nothing": None,
     "ragged": [[0, 1], [2]],
     "a mask": np.array([True, False]),
+    "a tensor on a device": Refusing(TypeError),
+    "a tensor with a gradient": Refusing(RuntimeError),
 }
 
 
@@ -54,11 +68,70 @@ def test_where_the_slots_of_a_pass_cannot_be_read_no_row_of_before_is(house, giv
     for block in (0, 2):
         house.fill(block, "first")
     engine.swap_out([(0, 1)])
-    assert engine.write_step(given, {"routing": house.rows("second")}) == 0
+    with pytest.raises(InvalidInputError, match="slots: wanted a flat array of integers"):
+        engine.begin_step(given)
+    assert house.valid(0) == house.valid(2) == [False] * TOKENS
+    for block in (0, 2):
+        house.fill(block, "second")
+    assert engine.write_step(given, {"routing": house.rows("third")}) == 0
     assert house.valid(0) == house.valid(2) == [False] * TOKENS
     assert house.valid(1, "host") == [True] * TOKENS, "which no pass writes"
     assert engine.counters.bad_writes_dropped > 0
-    house.fill(0, "third")
+    house.fill(0, "fourth")
+
+
+@pytest.mark.parametrize("given", UNREADABLE.values(), ids=UNREADABLE)
+@pytest.mark.parametrize("strict", [False, True])
+def test_where_the_pairs_of_a_copy_cannot_be_read_no_row_of_before_is(given, strict: bool) -> None:
+    """Goal: as above, for a copy of the engine, also in a set that raises. Method: pairs that name no block."""
+    house = House(strict=strict)
+    house.engine.renew([0, 2])
+    house.fill(2, "first")
+    if strict:
+        with pytest.raises(InvalidInputError, match="pairs: wanted"):
+            house.engine.copy(given)
+    else:
+        house.engine.copy(given)
+    assert house.valid(2) == [False] * TOKENS
+    assert house.engine.counters.bad_moves_dropped > 0
+    house.close()
+
+
+@pytest.mark.parametrize("call", ["begin_step", "copy"])
+def test_an_error_that_nobody_expects_leaves_no_row_of_before(house, call: str) -> None:
+    """Goal: as above. Method: an error at each conversion that is none of numpy's."""
+    house.engine.renew([0])
+    house.fill(0, "first")
+    with pytest.raises(OSError, match="not on this machine"):
+        getattr(house.engine, call)(Refusing(OSError))
+    assert house.valid(0) == [False] * TOKENS
+
+
+class Interrupted:
+    """Integers whose first conversion ends with Ctrl-C."""
+
+    def __init__(self, values: object) -> None:
+        self.values = np.array(values)
+        self.conversions = 0
+
+    def __array__(self, dtype: object = None, copy: bool | None = None) -> np.ndarray:
+        self.conversions += 1
+        if self.conversions == 1:
+            raise KeyboardInterrupt
+        return self.values
+
+
+@pytest.mark.parametrize("call", ["begin_step", "write_step", "copy", "swap_in"])
+def test_an_interrupted_call_leaves_no_row_of_before(house, call: str) -> None:
+    """Goal: whatever ends the call, the engine's pass or copy has run or will. Method: Ctrl-C amid the conversion."""
+    engine = house.engine
+    engine.renew([0])
+    house.fill(0, "first")
+    named = slots(0) if call.endswith("step") else [(1, 0)]
+    arguments = (Interrupted(named), {}) if call == "write_step" else (Interrupted(named),)
+    with pytest.raises(KeyboardInterrupt):
+        getattr(engine, call)(*arguments)
+    assert house.valid(0) == [False] * TOKENS
 
 
 def test_a_pass_that_is_refused_inside_another_call_leaves_no_row_of_before(house) -> None:
@@ -116,6 +189,77 @@ def test_blocks_in_motion_are_named_as_such() -> None:
         f"slots: wanted slots of blocks that are not being copied into, got {slots(1)[0]}",
     ]
     house.close()
+
+
+class Asking(logging.Handler):
+    """A handler that asks the set and then raises."""
+
+    def __init__(self, house: House) -> None:
+        super().__init__()
+        self.house = house
+        self.answers: list[int] = []
+
+    def handle(self, record: logging.LogRecord) -> bool:
+        self.answers.append(self.house.engine.in_flight)
+        raise OSError(record.getMessage())
+
+
+@contextmanager
+def asked_by_a_handler(house: House) -> Iterator[Asking]:
+    """The handler gets what the set logs."""
+    handler = Asking(house)
+    logger = logging.getLogger("cache_manager")
+    logger.addHandler(handler)
+    try:
+        yield handler
+    finally:
+        logger.removeHandler(handler)
+
+
+def apply_with_a_gap(house: House) -> None:
+    feed = BlockFeed(6)
+    feed.renew([1])
+    house.engine.apply(feed.take())
+
+
+def look_after_an_interrupted_call(house: House) -> None:
+    house.engine._lock.torn += 1
+    house.engine.generations([0])
+
+
+REPORTED = {
+    "renew": lambda house: house.engine.renew([0, 99]),
+    "begin_step": lambda house: house.engine.begin_step([0.5]),
+    "write_step": lambda house: house.engine.write_step(slots(0), {"routing": None}),
+    "copy": lambda house: house.engine.copy([(5, 0)]),
+    "copy of nothing": lambda house: house.engine.copy(None),
+    "persist": lambda house: house.engine.persist({b"k" * 32: 0}, [1]),
+    "begin_restore": lambda house: house.engine.begin_restore({b"k" * 32: 0}, [1]),
+    "export": lambda house: house.engine.export({b"k" * 32: 0}, [1]),
+    "apply": apply_with_a_gap,
+    "generations": look_after_an_interrupted_call,
+}
+
+
+@pytest.mark.parametrize("call", REPORTED)
+def test_whatever_a_logging_handler_does_the_books_are_in_order(house, call: str) -> None:
+    """Goal: a handler that asks the set is answered, and one that raises keeps no row of before readable. Method: every
+    call that logs."""
+    engine = house.engine
+    feed = BlockFeed(6)
+    feed.renew([0])
+    engine.apply(feed.take())
+    house.fill(0, "first")
+    life = engine.generations([0])
+    with asked_by_a_handler(house) as handler, pytest.raises(OSError, match="counted as"):
+        REPORTED[call](house)
+    assert handler.answers == [0]
+    is_about_keys = call in ("persist", "begin_restore", "export")
+    assert house.valid(0) == [is_about_keys] * TOKENS
+    if call == "renew":
+        assert engine.generations([0]) == life + 1
+    assert engine.in_flight == 0
+    engine.assert_consistent()
 
 
 @pytest.mark.parametrize("key", [b"k", "k", 7, b"h" * 32], ids=repr)
@@ -205,6 +349,8 @@ NO_IDS = {
     "objects": [object()],
     "not a number": [float("nan")],
     "too large": [1 << 70],
+    "a tensor on a device": Refusing(TypeError),
+    "a tensor with a gradient": Refusing(RuntimeError),
 }
 CALLS = {
     "renew": lambda e, x: e.renew(x),

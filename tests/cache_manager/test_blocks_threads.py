@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import gc
+import os
 import signal
 import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
@@ -84,6 +85,62 @@ def test_moves_of_several_threads_meet() -> None:
     engine.close()
 
 
+@pytest.fixture
+def often_switched() -> Iterator[None]:
+    """Threads take turns after a microsecond."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+def raised_by_two(call: Callable[[], object]) -> list[BaseException]:
+    """What the call raises in two threads at once."""
+    barrier = threading.Barrier(2)
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        barrier.wait(GIVE_UP_S)
+        try:
+            call()
+        except BaseException as error:  # noqa: BLE001 - the test fails by it
+            raised.append(error)
+
+    threads = [threading.Thread(target=run, daemon=True) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(GIVE_UP_S)
+    return raised
+
+
+@pytest.mark.usefixtures("often_switched")
+def test_two_threads_close_one_set() -> None:
+    """Goal: any thread may close a set, also where another one does. Method: two at once, many times."""
+    for _ in range(100):
+        assert raised_by_two(House().engine.close) == []
+
+
+@pytest.mark.usefixtures("often_switched")
+def test_a_job_is_handed_out_by_one_poll(house) -> None:
+    """Goal: who counts what polls return counts each job once. Method: two threads poll while jobs are carried."""
+    house.gate.open()
+    (life,) = house.engine.renew([0])
+    house.fill(0, "mine")
+    polled: Counter[object] = Counter()
+    jobs = []
+
+    def polls_to_the_end() -> None:
+        while house.engine.jobs:
+            polled.update(house.engine.jobs.poll())
+
+    for n in range(200):
+        keys = [house.engine.keys.key(None, [n, i]) for i in range(4)]
+        jobs += [house.engine.begin_persist({key: 0}, [life]) for key in keys]
+        assert raised_by_two(polls_to_the_end) == []
+    assert polled == Counter(jobs)
+
+
 def test_a_call_inside_another_is_refused_and_one_of_another_thread_waits(house) -> None:
     """Goal: a thread never deadlocks with itself, and no call is left half done. Method: a finaliser and a signal
     handler in the middle of a call; another thread's call in the same place."""
@@ -117,6 +174,70 @@ def test_a_call_inside_another_is_refused_and_one_of_another_thread_waits(house)
     other.join(GIVE_UP_S)
     assert seen == [TOKENS, TOKENS, [1]]
     assert engine.generations([2]).tolist() == [0]
+
+
+JOBS = {
+    "list": lambda jobs, _: list(jobs),
+    "poll": lambda jobs, _: jobs.poll(),
+    "wait": lambda jobs, _: jobs.wait(0),
+    "cancel": lambda _, job: job.cancel(),
+}
+
+
+@pytest.mark.parametrize("call", JOBS.values(), ids=JOBS)
+def test_a_call_to_jobs_inside_another_is_refused(house, call) -> None:
+    """Goal: as above, for the mutex of jobs. Method: a signal handler amid a look at the jobs; later calls."""
+    engine = house.engine
+    engine.renew([0])
+    house.fill(0, "mine")
+    job = house.begin_persist(0)
+    refused = []
+
+    def handler(*_: object) -> None:
+        with pytest.raises(BlockBusyError, match="a finaliser or a signal handler"):
+            call(engine.jobs, job)
+        refused.append(call)
+
+    before = signal.signal(signal.SIGUSR1, handler)
+    try:
+        with engine.jobs._mutex:
+            signal.raise_signal(signal.SIGUSR1)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert refused == [call]
+    house.gate.open()
+    assert job.wait(GIVE_UP_S)
+
+
+@pytest.mark.parametrize("call", JOBS.values(), ids=JOBS)
+def test_a_child_that_was_forked_amid_a_look_at_the_jobs_is_refused(house, call) -> None:
+    """Goal: a child has its parent's mutex as it was at the fork, and waits for none of its threads. Method: another
+    thread has it while the child is forked."""
+    engine = house.engine
+    engine.renew([0])
+    house.fill(0, "mine")
+    job = house.begin_persist(0)
+    taken, ended = threading.Event(), threading.Event()
+
+    def has_the_mutex() -> None:
+        with engine.jobs._mutex:
+            taken.set()
+            ended.wait(GIVE_UP_S)
+
+    other = threading.Thread(target=has_the_mutex, daemon=True)
+    other.start()
+    assert taken.wait(GIVE_UP_S)
+    if not (child := os.fork()):
+        signal.alarm(int(GIVE_UP_S))
+        try:
+            call(engine.jobs, job)
+        except BlockStateError as error:
+            os._exit(0 if "forked child" in str(error) else 2)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    ended.set()
+    other.join(GIVE_UP_S)
+    house.gate.open()
 
 
 # ---------------------------------------------------------------- interrupted calls

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from contextlib import suppress
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -48,6 +49,34 @@ def test_a_job_too_many_is_refused_and_changes_nothing() -> None:
     assert len(house.engine.jobs) == house.engine.counters.jobs_begun == 2
     (key, lives) = house.engine.keys.key(None, [3]), house.engine.generations([3])
     assert house.engine.persist({key: 3}, lives) == {key: house.engine.origins([3])[0]}
+    house.close()
+
+
+def test_what_a_refused_job_would_have_left_out_is_counted_once() -> None:
+    """Goal: who tries again counts no block and no key twice. Method: of five blocks one is complete; the job is
+    refused twice before it begins."""
+    house = House(jobs=JobLimits(threads_max=1, jobs_max=1))
+    engine = house.engine
+    lives = engine.renew(range(4))
+    house.fill(0, "mine")
+    stale = engine.keys.key(None, [9])
+    engine.reset(weights_version=2)
+    house.fill(0, "mine")
+    key = [engine.keys.key(None, [n]) for n in range(3)]
+    blocks = {key[0]: 0, key[1]: 1, key[2]: 2, stale: 3, b"k" * 32: 3}
+    generations = [*lives[:2], 99, lives[3], lives[3]]
+    first = house.begin_persist(0)
+    counters = engine.counters
+    for _ in range(2):
+        assert engine.begin_persist(blocks, generations) is None
+    assert replace(engine.counters, jobs_refused=0) == counters
+    house.gate.open()
+    assert first.wait(GIVE_UP_S)
+    last = engine.begin_persist(blocks, generations)
+    assert last.wait(GIVE_UP_S)
+    counts = engine.counters
+    assert counts.incomplete_blocks_not_persisted == counts.stale_blocks == 1
+    assert counts.stale_keys == counts.foreign_keys == 1
     house.close()
 
 
@@ -216,6 +245,22 @@ def test_an_answer_names_the_origin_that_is_stored(house) -> None:
     house.store.put = lambda headers, *_, **__: [None] * len(headers)
     assert engine.persist({engine.keys.key(None, [2]): 1}, lives) == {engine.keys.key(None, [2]): 0}
     assert engine.counters.persisted_blocks == 2
+
+
+def test_a_restore_fills_a_block_that_was_copied_before(house) -> None:
+    """Goal: a block without rows stays open to those of any origin, and a copy of it is no computation that others
+    know. Method: a fork of a sequence, and a swap, before its restore has begun."""
+    engine = house.engine
+    house.gate.open()
+    rows = house.store_block(0)
+    lives = engine.renew([1, 2])
+    engine.copy([(1, 2)])
+    engine.swap_out([(1, 0)])
+    assert engine.origins([1, 0], "host") == [0, 0]
+    assert engine.restore({house.key: 1}, lives[:1]) == {house.key: True}
+    assert house.holds(1, rows)
+    assert engine.restore({house.key: 2}, lives[1:]) == {house.key: False}, "what was copied into it is unknown"
+    engine.assert_consistent()
 
 
 def test_a_block_is_filled_from_one_record(house) -> None:

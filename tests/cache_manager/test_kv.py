@@ -62,9 +62,35 @@ def test_nothing_is_stored_where_nothing_is_required_and_nothing_is_there() -> N
             assert not aux.read("routing", [1]).valid.any()
 
 
-def test_kv_that_was_torn_by_a_restore_has_no_name() -> None:
+def test_kv_that_is_being_written_is_not_stored() -> None:
+    """Goal: what is stored as whole is whole. Method: nothing is required; a block that a pass in flight writes, and
+    one into which a copy is under way; then again."""
+    kv = SlotKV(4, 4, TOKENS)
+    with open_store("memory:") as store, blocks_of(kv, store=store, required=()) as aux:
+        first, second = aux.keys.key(None, [1]), aux.keys.key(None, [2])
+        lives = aux.renew([0, 1])
+        answers = []
+        copy = kv.copy
+
+        def persists_meanwhile(*arguments) -> None:
+            answers.append(aux.persist({first: 0, second: 1}, lives))
+            copy(*arguments)
+
+        kv.copy = persists_meanwhile
+        with aux.begin_step([TOKENS]):
+            assert aux.persist({second: 1}, lives[1:]) == {second: 0}
+        aux.copy([(0, 1)])
+        (answer,) = answers
+        assert answer[first]
+        assert not answer[second]
+        assert aux.counters.incomplete_blocks_not_persisted == 2
+        assert aux.persist({second: 1}, lives[1:])[second]
+
+
+@pytest.mark.parametrize("error", [StorageError("half way"), KeyboardInterrupt("half way")], ids=repr)
+def test_kv_that_was_torn_by_a_restore_has_no_name(error: BaseException) -> None:
     """Goal: rows land beside whole KV only. Method: a block's KV has a name from outside; a restore into it fails half
-    way, and then rows of that name come."""
+    way, or is interrupted, and then rows of that name come."""
     with open_store("memory:") as store, blocks_of(kv := SlotKV(4, 4, TOKENS), store=store) as aux:
         key, life = aux.keys.key(None, [1, 2, 3]), filled(aux, 0)
         (origin,) = aux.persist({key: 0}, [life]).values()
@@ -73,9 +99,11 @@ def test_kv_that_was_torn_by_a_restore_has_no_name() -> None:
 
         def torn(blocks: np.ndarray, _: np.ndarray) -> None:
             kv.device[blocks] = 0
-            raise StorageError("half way")
+            raise error
 
         kv.fill = torn
-        with pytest.raises(StorageError, match="half way"):
+        with pytest.raises(type(error), match="half way"):
             aux.restore({key: 1}, [life])
+        assert aux.counters.failed_blocks_not_restored == 1
+        assert aux.in_flight == 0
         assert aux.origins([1])[0] not in (0, origin), "what lies there is of no computation that others know"

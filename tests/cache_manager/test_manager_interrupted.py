@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from house import House
 from kv import prefix_digest
 from stopped import EVERY, is_stopped
 
-from cache_manager.errors import BlockBusyError, StorageError
+from cache_manager.errors import BlockBusyError, BlockStateError, StorageError
 
 SIZE = 4
 TOKENS = {name: [100 * n + i for i in range(11)] for n, name in enumerate("abdef")} | {
@@ -148,22 +149,61 @@ def _goes_on(house: House, when: str) -> None:
     house.close()
 
 
+CHANGES = {
+    "free": lambda manager: manager.free("a"),
+    "append_batch": lambda manager: manager.append_batch([0]),
+}
+LOOKS = {
+    "free_device_blocks": lambda manager: manager.free_device_blocks,
+    "free_host_blocks": lambda manager: manager.free_host_blocks,
+    "in_flight": lambda manager: manager.in_flight,
+    "owners": lambda manager: manager.owners,
+    "sequence": lambda manager: manager.sequence("a"),
+    "table": lambda manager: manager.table("a"),
+    "computed": lambda manager: manager.computed("a"),
+    "is_swapped": lambda manager: manager.is_swapped("a"),
+    "keys": lambda manager: manager.keys("a", [1]),
+    "read": lambda manager: manager.read("routing", "a", 0, 1),
+    "slots": lambda manager: manager.slots("a", 0, 1),
+    "hold": lambda manager: manager.hold("a", "somebody"),
+    "release": lambda manager: manager.release("somebody"),
+}
+
+
 def test_a_call_inside_another_is_refused(monkeypatch) -> None:
-    """Goal: a finaliser or a signal handler finds no manager half done. Method: a call from within a copy of KV."""
+    """Goal: a finaliser or a signal handler finds no manager half done. Method: each call from within a copy of KV."""
     house, seen = House(device=24, host=8), []
     house.run("a", TOKENS["a"])
     copy = house.kv.copy
 
     def calls(*given: object) -> None:
-        for call in (lambda: house.manager.free("a"), lambda: house.manager.append_batch([0])):
+        for name, call in {**CHANGES, **LOOKS}.items():
             with pytest.raises(BlockBusyError, match="manager: wanted a call while no other one of this thread runs"):
-                call()
-            seen.append(len(house.manager.owners))
+                call(house.manager)
+            seen.append(name)
         copy(*given)
 
     monkeypatch.setattr(house.kv, "copy", calls)
     assert house.manager.preempt("a")
-    assert seen == [1, 1]
+    assert seen == [*CHANGES, *LOOKS]
+    assert house.manager.owners == {"a"}
+    house.close()
+
+
+@pytest.mark.parametrize("look", LOOKS.values(), ids=LOOKS)
+def test_after_an_interrupted_call_nothing_that_has_ended_is_seen(look, monkeypatch) -> None:
+    """Goal: no look, hold or release goes by what an interrupted call has left. Method: each as the next call."""
+    house = House(device=24, host=8)
+    house.run("a", TOKENS["a"])
+    with monkeypatch.context() as within:
+        within.setattr(house.aux, "renew", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            house.manager.allocate("b", [1])
+    with suppress(BlockStateError):  # the sequence has ended
+        look(house.manager)
+    assert house.manager.counters.interrupted_calls == 1
+    assert house.manager.owners == frozenset()
+    assert house.manager.free_device_blocks == 24
     house.close()
 
 

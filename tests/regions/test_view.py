@@ -13,9 +13,12 @@ from hypothesis import strategies as st
 from life_canary import Writer, layout_of, written
 from region_children import NAMESPACE
 
+from cache_manager.blocks import AuxBlocks
 from cache_manager.errors import InvalidInputError, RegionError, RegionMissingError
+from cache_manager.keys import Namespace
 from cache_manager.publish import GENERATION_END
 from cache_manager.regions import RegionView, SharedRegion
+from cache_manager.regions import view as view_module
 
 BLOCKS, TOKENS = 6, 70
 IDS = np.arange(BLOCKS)
@@ -72,6 +75,37 @@ def test_rows_of_the_generations_asked_for_and_no_others(data: st.DataObject, to
                 assert (single.values == whole.values[places]).all()
     del writer
     region.close()
+
+
+@pytest.mark.parametrize("copied", ["gather", "gather_slots"])
+def test_an_owner_that_goes_and_comes_back_hands_out_no_row_of_between(
+    monkeypatch: pytest.MonkeyPatch, copied: str
+) -> None:
+    """Goal: a view of one namespace reads no row of another. Method: the owner has other weights while the rows are
+    copied, and again the first ones when the namespace is looked at."""
+    first = Namespace("m", 1)
+    layout = layout_of(TOKENS, words=4)
+    with AuxBlocks(layout.specs, blocks=2, namespace=first, memory="shared") as aux:
+        lives = aux.renew([0])
+        slots = np.arange(TOKENS)
+        aux.reset(weights_version=2)
+        aux.write_step(slots, {"long": np.ones((TOKENS, 4), np.uint64), "short": np.ones((TOKENS, 2), np.uint64)})
+        copy = getattr(view_module, copied)
+
+        def comes_back(*arguments: Any) -> Any:
+            copies = copy(*arguments)
+            aux.reset(weights_version=1)
+            return copies
+
+        region: Any = aux.region("device")
+        with RegionView(region.name) as view:
+            view.follow(first.fingerprint)
+            monkeypatch.setattr(view_module, copied, comes_back)
+            if copied == "gather":
+                rows = view.read("long", [0], generations=lives)
+            else:
+                rows = view.read_slots("long", slots, generations=lives.repeat(TOKENS))
+        assert not rows.valid.any()
 
 
 def test_after_a_weight_update_nothing_older_is_readable(shared: SharedRegion) -> None:

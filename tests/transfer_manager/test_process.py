@@ -11,6 +11,7 @@ import signal
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -86,6 +87,28 @@ def test_what_cannot_be_copied_is_refused_and_costs_the_process_nothing(
     foreign.close()
     assert np.array_equal(host.rows, before)
     assert process.pid == pid
+
+
+def test_regions_that_their_owner_has_closed_are_unmapped(process: CacheTransferManager, shared: Shared) -> None:
+    """Goal: an engine that sleeps, or wakes up with other regions, has its shared memory back. Method: the maps of the
+    process, after copies between regions that are closed then and regions that are not."""
+    device, host = region("device"), region("host")
+    names = {device.name, host.name}
+    process.copy(device, host, ids(1), ids(2))
+    process.copy(*shared, ids(1), ids(2))
+
+    kept = {region.name for region in shared}
+
+    def mapped() -> set[str]:
+        maps = Path(f"/proc/{process.pid}/maps").read_text()
+        return {name for name in names | kept if name in maps}
+
+    assert mapped() == names | kept
+    device.close()
+    host.close()
+    until(lambda: mapped() == kept, what="closed regions are still mapped")
+    process.copy(*shared, ids(3), ids(4))
+    assert np.array_equal(shared[1].rows[4], shared[0].rows[3])
 
 
 def test_a_process_killed_in_the_middle_of_a_copy_writes_nothing_after_the_report() -> None:
