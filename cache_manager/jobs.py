@@ -351,15 +351,15 @@ class Jobs:
             lock.count("jobs_begun")
         return job
 
-    def run(self, kind: type[Job[_T]], blocks: Keyed, generations: Blocks) -> dict[BlockKey, _T]:
-        """The answers of a job that this thread carries itself; it is listed meanwhile: a close waits for it."""
-        job: Job[_T] | None = None
+    def run(self, kind: type[J], blocks: Keyed, generations: Blocks) -> J:
+        """A job that this thread carries itself, and that is over; it is listed meanwhile: a close waits for it."""
+        job: J | None = None
         lock = self.table.lock
         try:
             with lock:
                 job = kind(self, blocks, generations)
                 if job.over:  # nothing to do
-                    return job.result()
+                    return job
                 job.stage()
                 lock.count("jobs_begun")
                 with self._mutex:
@@ -372,7 +372,7 @@ class Jobs:
                     if job.phase is Phase.CARRYING:
                         job.phase = Phase.CARRIED
                 job.poll()
-        return job.result()
+        return job
 
     def _carry(self, job: AnyJob) -> None:
         try:

@@ -14,7 +14,7 @@ from waiting import GIVE_UP_S
 
 from cache_manager.lock import AuxCounters
 from cache_manager.ports import RecordCounters
-from kvroute.connector import meter, pages, worker
+from kvroute.connector import job_counts, meter, pages, worker
 from kvroute.connector.carriers import by_key, none
 from kvroute.connector.meter import EVENTS, FIELDLESS, METRICS, MISSING, SECONDS, WHAT, Meter, merged
 
@@ -114,7 +114,7 @@ def test_the_dashboard_asks_for_what_is_exported() -> None:
 def test_the_page_has_every_cause_and_every_time() -> None:
     """Goal: every cause has a remedy on the page. Method: the constants that name causes are rows of the page."""
     page = (DOCS / "missing-rows.md").read_text()
-    causes = [meter.NO_IDS, worker.NO_SLOTS, none.NO_CARRIER, by_key.NO_ANSWER, *by_key.NOT_RESTORED.values()]
+    causes = [meter.NO_IDS, worker.NO_SLOTS, none.NO_CARRIER, by_key.NO_ANSWER, *job_counts.NOT_RESTORED.values()]
     causes += [pages.NO_ROW, pages.OTHER_WEIGHTS, pages.OTHER_KV, by_key.OTHER]
     told = re.findall(r"^\| `([^`]+)` \|", page, re.MULTILINE)
     assert [cause for cause in causes if cause.partition(":")[0] not in told] == []

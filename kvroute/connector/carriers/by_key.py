@@ -5,7 +5,6 @@ A key names tokens, not KV. So a fold of the KV goes with the rows as their orig
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import kvroute
-from cache_manager.jobs import AnyJob, RestoreJob
+from cache_manager.jobs import RestoreJob
 from cache_manager.keys import BlockKey
 from kvroute.connector.carriers.none import NO_CARRIER
 from kvroute.connector.carriers.port import (
@@ -27,6 +26,7 @@ from kvroute.connector.carriers.port import (
     WorkerSide,
 )
 from kvroute.connector.fills import Fills, Request
+from kvroute.connector.job_counts import JobCounts
 from kvroute.connector.reader import StoreReader
 from kvroute.witness import Run
 
@@ -39,18 +39,10 @@ if TYPE_CHECKING:
     from kvroute.connector.settings import Settings
     from kvroute.connector.witness import Join, KvWitness, OtherRank
 
-logger = logging.getLogger(__name__)
-
 RESTORE_S: Final = 30.0
 """How long a step waits at most for the rows of KV that it loads; rows that have not come by then are missing."""
 OTHER: Final = "rows of other KV than was loaded"
 NO_ANSWER: Final = f"the store of rows has not answered within {RESTORE_S} s"
-NOT_RESTORED: Final = {
-    "absent_blocks_not_restored": "the store of rows does not have them",
-    "corrupt_blocks_not_restored": "the store of rows has damaged ones",
-    "failed_blocks_not_restored": "the store of rows has failed",
-}
-"""Why a restore brought nothing, by the counters of :attr:`RestoreJob.not_restored`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +174,7 @@ class ByKeyWorker(WorkerSide):
     def __init__(self, parts: WorkerParts, witness: KvWitness | None) -> None:
         self.witness = witness
         self._blocks, self._meter, self._size = parts.blocks, parts.meter, parts.spec.block_tokens
-        self._failed_jobs = False  # whether a job of the store has failed
+        self._counts = JobCounts(parts.meter, parts.spec.block_tokens)
 
     def look(self, runs: Sequence[Run], without: Collection[int] = ()) -> torch.Tensor | None:
         return None if self.witness is None else self.witness.look(runs)
@@ -200,7 +192,7 @@ class ByKeyWorker(WorkerSide):
             if not isinstance(job, RestoreJob) or job.cancelled:
                 continue
             if job.wait(max(0.0, give_up_s - time.monotonic())):
-                self._count(job)
+                self._counts.count(job)
             else:
                 job.cancel()
                 self._meter.miss(NO_ANSWER, len(job.blocks) * self._size)
@@ -219,16 +211,7 @@ class ByKeyWorker(WorkerSide):
             self._blocks.apply(filled.persist)
         if step.before or (filled and filled.persist):
             for job in self._blocks.jobs.poll():
-                self._count(job)
-
-    def _count(self, job: AnyJob) -> None:
-        """Count the time of a landed job, and the blocks that it did not bring."""
-        self._meter.took(job.name, time.monotonic() - job.begun_s)
-        if job.failure is not None and not self._failed_jobs:
-            self._failed_jobs = True
-            logger.warning("the store of rows has failed, %s: %s; further times are counted", job.name, job.failure)
-        for cause, blocks in job.not_restored.items() if isinstance(job, RestoreJob) else ():
-            self._meter.miss(NOT_RESTORED[cause], blocks * self._size)
+                self._counts.count(job)
 
     def counters(self) -> dict[str, Any]:
         store = self._blocks.store
@@ -240,4 +223,4 @@ class ByKeyWorker(WorkerSide):
             job.wait(max(0.0, give_up_s - time.monotonic()))
 
 
-__all__ = ["NOT_RESTORED", "NO_ANSWER", "OTHER", "ByKey", "ByKeyScheduler", "ByKeyWorker", "Filled"]
+__all__ = ["NO_ANSWER", "OTHER", "ByKey", "ByKeyScheduler", "ByKeyWorker", "Filled"]
