@@ -28,12 +28,16 @@ class JobCounts:
 
     def count(self, job: AnyJob) -> None:
         """Count the time of a landed job, and the tokens whose rows it did not bring."""
+        self.count_time(job)
+        for cause, blocks in job.not_restored.items() if isinstance(job, RestoreJob) else ():
+            self._meter.miss(NOT_RESTORED[cause], blocks * self._block_tokens)
+
+    def count_time(self, job: AnyJob) -> None:
+        """Count the time of a landed job, whose tokens will be computed where it brought no rows."""
         self._meter.took(job.name, time.monotonic() - job.begun_s)
         if job.failure is not None and not self._has_failed:
             self._has_failed = True
             logger.warning("the store of rows has failed, %s: %s; further times are counted", job.name, job.failure)
-        for cause, blocks in job.not_restored.items() if isinstance(job, RestoreJob) else ():
-            self._meter.miss(NOT_RESTORED[cause], blocks * self._block_tokens)
 
 
 __all__ = ["NOT_RESTORED", "JobCounts"]

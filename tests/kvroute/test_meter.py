@@ -14,9 +14,11 @@ from waiting import GIVE_UP_S
 
 from cache_manager.lock import AuxCounters
 from cache_manager.ports import RecordCounters
+from kvroute.capture import step_ids
 from kvroute.connector import job_counts, meter, pages, worker
 from kvroute.connector.carriers import by_key, none
 from kvroute.connector.meter import EVENTS, FIELDLESS, METRICS, MISSING, SECONDS, WHAT, Meter, merged
+from kvroute.integrations.sglang import rows
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -115,7 +117,16 @@ def test_the_page_has_every_cause_and_every_time() -> None:
     """Goal: every cause has a remedy on the page. Method: the constants that name causes are rows of the page."""
     page = (DOCS / "missing-rows.md").read_text()
     causes = [meter.NO_IDS, worker.NO_SLOTS, none.NO_CARRIER, by_key.NO_ANSWER, *job_counts.NOT_RESTORED.values()]
+    causes += [
+        rows.UNREPORTED,
+        rows.OTHER_WEIGHTS,
+        step_ids.OTHERS,
+        step_ids.WIDTH,
+        step_ids.TYPE,
+        *step_ids.REASONS.values(),
+    ]
     causes += [pages.NO_ROW, pages.OTHER_WEIGHTS, pages.OTHER_KV, by_key.OTHER]
-    told = re.findall(r"^\| `([^`]+)` \|", page, re.MULTILINE)
+    rows_of_page = re.findall(r"^\| (`[^|]+`) \|", page, re.MULTILINE)
+    told = {cause for row in rows_of_page for cause in re.findall(r"`([^`]+)`", row)}
     assert [cause for cause in causes if cause.partition(":")[0] not in told] == []
     assert all(f"`{name}`" in page for name in (*METRICS, *WHAT))
