@@ -53,7 +53,7 @@ def test_numbers_of_rows_are_among_those_of_sglang(plugins: Path, model: Callabl
             return 0.0
 
         ask([*FIRST, *prompts(32, *[120] * 11)])
-        Asked.change(None, "", str(files))  # type: ignore[arg-type]
+        Asked.change(None, "", str(files))
         ask(FIRST)
         cause = NOT_RESTORED["absent_blocks_not_restored"]
 
