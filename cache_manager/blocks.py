@@ -371,12 +371,12 @@ class AuxBlocks:
     def persist(self, blocks: Keyed, generations: Blocks) -> dict[BlockKey, int]:
         """:meth:`begin_persist`, done by the calling thread, without limits on jobs: by key, the origin of what is
         stored under it now; 0 for nothing."""
-        return self.jobs.run(PersistJob, blocks, generations)
+        return self.jobs.run(PersistJob, blocks, generations).result()
 
     def restore(self, blocks: Keyed, generations: Blocks) -> dict[BlockKey, bool]:
         """:meth:`begin_restore`, done by the calling thread, without limits on jobs: by key, whether the block's rows
         have come back."""
-        return self.jobs.run(RestoreJob, blocks, generations)
+        return self.jobs.run(RestoreJob, blocks, generations).result()
 
     def stored(self, keys: Sequence[BlockKey]) -> list[bool]:
         """Which keys the store seems to have; only ``restore`` verifies."""

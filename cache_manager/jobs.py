@@ -373,16 +373,16 @@ class Jobs:
             lock.log()
         return job
 
-    def run(self, kind: type[Job[_T]], blocks: Keyed, generations: Blocks) -> dict[BlockKey, _T]:
-        """The answers of a job that this thread carries itself; it is listed meanwhile: a close waits for it."""
-        job: Job[_T] | None = None
+    def run(self, kind: type[J], blocks: Keyed, generations: Blocks) -> J:
+        """A job that this thread carries itself, and that is over; it is listed meanwhile: a close waits for it."""
+        job: J | None = None
         lock = self.table.lock
         try:
             with lock:
                 job = kind(self, blocks, generations)
                 self._count(job)
                 if job.over:  # nothing to do
-                    return job.result()
+                    return job
                 job.stage()
                 lock.count("jobs_begun")
                 with self._mutex:
@@ -395,7 +395,7 @@ class Jobs:
                     job.phase = Phase.CARRIED
                 job.poll()
             lock.log()
-        return job.result()
+        return job
 
     def _count(self, job: AnyJob) -> None:
         self.keys.count(job.others)

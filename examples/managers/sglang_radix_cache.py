@@ -184,7 +184,7 @@ class Sglang(BlockManagerAdapter):
             self.passes.popleft().finalize()
         size = self.block_tokens
         pages = np.array(self.table(seq), np.int64)[:, None]
-        routes, _, _ = self.rows.routes((pages * size + np.arange(size)).reshape(-1)[:stop], start)
+        routes, _, _ = self.rows.read((pages * size + np.arange(size)).reshape(-1)[:stop], start).routes()
         found = zip(routes.ids[:, 0, 0].tolist(), routes.known.all(axis=1).tolist(), strict=True)
         return [row if known else None for row, known in found]
 

@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, is_dataclass
 from typing import Any, Final
 
@@ -19,7 +19,7 @@ WITHOUT_ROWS: Final = "kvroute:tokens_without_rows_total"
 FIELDLESS: Final = "kvroute:answers_without_field_total"
 SECONDS: Final = "kvroute:seconds"
 METRICS: Final[Mapping[str, tuple[str, tuple[str, ...]]]] = {
-    EVENTS: ("What kvroute has counted, by tier: blocks, store or transfer.", ("tier", "event")),
+    EVENTS: ("What kvroute has counted, by tier: blocks, store, transfer or answers.", ("tier", "event")),
     WITHOUT_ROWS: ("Tokens whose rows are missing, by cause.", ("cause",)),
     FIELDLESS: ("Answers that have no routed_experts because a row is missing, by cause.", ("cause",)),
     SECONDS: ("Seconds of a persist, a restore, a transfer, and of an answer's wait for its rows.", ("what",)),
@@ -93,6 +93,31 @@ class Meter:
         return taken if any(taken.values()) else None
 
 
+class Exported:
+    """:data:`METRICS` among an engine's own, made of its two ``kinds``, a counter and a histogram of Prometheus.
+
+    ``labels`` are the names of the engine's labels, which stand before kvroute's.
+    """
+
+    def __init__(self, kinds: tuple[Callable[..., Any], Callable[..., Any]], labels: Sequence[str]) -> None:
+        counter, histogram = kinds
+        self._metrics: dict[str, Any] = {}
+        for name, (text, own) in METRICS.items():
+            described = {"name": name, "documentation": text, "labelnames": [*labels, *own]}
+            self._metrics[name] = histogram(**described, buckets=BUCKETS_S) if name == SECONDS else counter(**described)
+
+    def observe(self, taken: Taken, values: Sequence[Any]) -> None:
+        """Add what a meter has taken; ``values`` are those of the engine's labels."""
+        for name, growth in taken.items():
+            for label, amounts in growth.items():
+                metric = self._metrics[name].labels(*values, *label.split("/", len(METRICS[name][1]) - 1))
+                if name != SECONDS:
+                    metric.inc(amounts)
+                    continue
+                for seconds in amounts:
+                    metric.observe(seconds)
+
+
 def merged(first: Taken, second: Taken) -> Taken:
     """The sum of two takes, of two times or processes."""
     total = {name: dict(counts) for name, counts in first.items()}
@@ -124,6 +149,7 @@ __all__ = [
     "SECONDS",
     "WHAT",
     "WITHOUT_ROWS",
+    "Exported",
     "Meter",
     "Taken",
     "merged",

@@ -208,18 +208,26 @@ def by_layer(names: Iterable[str]) -> dict[int, str]:
     return dict(sorted(layers.items()))
 
 
-def witnessing(kv_caches: Mapping[str, torch.Tensor], moe_layers: Sequence[int]) -> list[torch.Tensor]:
-    """The layers to fold, of ``kv_caches`` by names with the layer's number: the last one.
+def witnesses(layers: Sequence[Sequence[torch.Tensor]], value_nbytes: int) -> list[torch.Tensor]:
+    """The KV to fold, of layers in order that have one tensor or several each: the last layer's.
 
-    All of them if KV has 8 bits a value, because one layer then proves too little. Raises :class:`ConfigError` if more
-    than the last of ``moe_layers`` comes after the last KV: such layers share an earlier layer's KV.
+    All layers' if KV has 8 bits a value, because one layer then proves too little.
+    """
+    return [kv for layer in layers[0 if value_nbytes == 1 else -1 :] for kv in layer]
+
+
+def witnessing(kv_caches: Mapping[str, torch.Tensor], moe_layers: Sequence[int]) -> list[torch.Tensor]:
+    """The layers that are :func:`witnesses`, of ``kv_caches`` by names with the layer's number.
+
+    Raises :class:`ConfigError` if more than the last of ``moe_layers`` comes after the last KV: such layers share an
+    earlier layer's KV.
     """
     layers = {number: kv_caches[name] for number, name in by_layer(kv_caches).items()}
     last = max(layers)
     if blind := [layer for layer in sorted(moe_layers)[:-1] if layer >= last]:
         wanted = f"one behind layer {blind[-1]}, or no store"
         raise ConfigError("KV layers", wanted, f"the last is {last}")
-    return list(layers.values()) if layers[last].element_size() == 1 else [layers[last]]
+    return witnesses([[kv] for kv in layers.values()], layers[last].element_size())
 
 
-__all__ = ["Join", "KvFolder", "KvWitness", "OtherRank", "by_block", "by_layer", "witnessing"]
+__all__ = ["Join", "KvFolder", "KvWitness", "OtherRank", "by_block", "by_layer", "witnesses", "witnessing"]

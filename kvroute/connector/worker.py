@@ -14,15 +14,14 @@ from torch import distributed
 
 import kvroute
 from kvroute.capture.step_ids import StepIds
-from kvroute.checks import unsound
 from kvroute.connector.behind import Behind
 from kvroute.connector.carriers.port import WorkerParts
 from kvroute.connector.engine import Engine
 from kvroute.connector.messages import Handshake, StepMeta, WorkerMeta
-from kvroute.connector.meter import NO_IDS, Meter
+from kvroute.connector.meter import Meter
 from kvroute.connector.pages import Pages
-from kvroute.connector.settings import VERSION
 from kvroute.connector.witness import Join, OtherRank, to_host
+from kvroute.connector.written import write_ids
 from kvroute.witness import Run
 
 logger = logging.getLogger(__name__)
@@ -78,7 +77,6 @@ class WorkerRows:
                 settings, engine.limits, engine.spec, engine.blocks, self.blocks, self.meter, kv_caches, joined, pages
             )
         )
-        self._experts: int = engine.spec.attrs["num_experts"]
         self.ids = StepIds(engine.spec, engine.max_tokens, self._device)
         self._slots: torch.Tensor | None = None
         self._behind: Behind | None = None
@@ -234,24 +232,12 @@ class WorkerRows:
                 self.blocks.renew([self.engine.clock], [step.number])
         self.carrier.filled(step, computed)
 
-    def _write(self, places: torch.Tensor, captured: torch.Tensor | str, step: StepMeta, redone: Sequence[int]) -> None:
-        """Write the ``captured`` ids at these slots, or count why there are none; blocks ``redone`` get no rows."""
-        slots = places.numpy()
-        if isinstance(captured, str):
-            self.meter.miss(captured, int(np.count_nonzero(slots >= 0)))
-            self.blocks.write_step(slots, {})
-            return
-        spec, ids = self.engine.spec, captured.numpy()
-        wrong = unsound(ids, self._experts)
-        if redone:
-            again = np.isin(slots // self.engine.tokens, redone)
-            wrong = again if wrong is None else wrong | again
-        if wrong is not None:
-            self.meter.miss(NO_IDS, int(np.count_nonzero(wrong & (slots >= 0))))
-        written = {spec.name: ids.astype(spec.dtype, copy=False)}  # ids that do not fit are not written
-        if step.version is not None:  # without one the rows have none, and old labels go
-            written[VERSION] = np.full(slots.size, step.version, np.uint32)
-        self.blocks.write_step(slots, written, None if wrong is None else ~wrong)
+    def _write(self, slots: torch.Tensor, ids: torch.Tensor | str, step: StepMeta, blocks: Sequence[int]) -> None:
+        """Write the ids of the tokens at these slots; the tokens of ``blocks`` are computed again, and get no rows."""
+        slot_numbers = slots.numpy()
+        redone = np.isin(slot_numbers // self.engine.tokens, blocks) if blocks else None
+        numbers = ids if isinstance(ids, str) else ids.numpy()
+        write_ids(self.blocks, self.meter, self.engine.spec, slot_numbers, numbers, step.version, redone)
 
     # ---------------------------------------------------------------- what is counted, and the end
 

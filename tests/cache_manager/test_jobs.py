@@ -69,7 +69,7 @@ def test_what_a_refused_job_would_have_left_out_is_counted_once() -> None:
     counters = engine.counters
     for _ in range(2):
         assert engine.begin_persist(blocks, generations) is None
-    assert replace(engine.counters, jobs_refused=0) == counters
+    assert replace(engine.counters, jobs_refused=0, refused_blocks_not_persisted=0) == counters
     house.gate.open()
     assert first.wait(GIVE_UP_S)
     last = engine.begin_persist(blocks, generations)

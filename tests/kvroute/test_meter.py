@@ -14,10 +14,12 @@ from waiting import GIVE_UP_S
 
 from cache_manager.lock import AuxCounters
 from cache_manager.ports import RecordCounters
-from kvroute.connector import Limits, meter, pages, worker
+from kvroute.capture import step_ids
+from kvroute.connector import Limits, job_counts, meter, pages, worker
 from kvroute.connector.carriers import by_key, none
 from kvroute.connector.limits import LIMITS
 from kvroute.connector.meter import EVENTS, FIELDLESS, METRICS, SECONDS, WHAT, WITHOUT_ROWS, Meter, merged
+from kvroute.integrations.sglang import rows
 
 DOCS = Path(__file__).parents[2] / "docs"
 EAGER = Limits(metrics_s=0.0)
@@ -119,9 +121,18 @@ def test_the_page_has_every_cause_and_every_time() -> None:
         worker.NO_SLOTS,
         none.NO_CARRIER,
         by_key.NO_ANSWER.format(LIMITS.restore_s),
-        *by_key.NOT_RESTORED.values(),
+        *job_counts.NOT_RESTORED.values(),
     ]
-    causes += [pages.NO_ROW, pages.OTHER_WEIGHTS, pages.OTHER_KV, by_key.WRONG_KV]
-    told = re.findall(r"^\| `([^`]+)` \|", page, re.MULTILINE)
+    causes += [
+        rows.UNREPORTED,
+        rows.OTHER_WEIGHTS,
+        step_ids.OTHERS,
+        step_ids.WIDTH,
+        step_ids.TYPE,
+        *step_ids.REASONS.values(),
+    ]
+    causes += [pages.NO_ROW, pages.OTHER_WEIGHTS, pages.OTHER_KV, by_key.WRONG_KV, by_key.NO_ROOM]
+    rows_of_page = re.findall(r"^\| (`[^|]+`) \|", page, re.MULTILINE)
+    told = {cause for row in rows_of_page for cause in re.findall(r"`([^`]+)`", row)}
     assert [cause for cause in causes if cause.partition(":")[0] not in told] == []
     assert all(f"`{name}`" in page for name in (*METRICS, *WHAT))

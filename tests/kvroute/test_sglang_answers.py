@@ -11,14 +11,17 @@ import numpy as np
 import pytest
 import torch
 from faulty_disk import FaultyDisk
+from waiting import until
 
 from cache_manager.errors import RowError
 from cache_manager.keys import Namespace
 from kvroute import Routes, routing_spec
-from kvroute.connector.answers import routes
+from kvroute.connector.answers import FIELD, routes
 from kvroute.connector.left import LeftRoutes, Tokens
 from kvroute.connector.settings import Common
-from kvroute.integrations.sglang.rows import Capturer, RoutedRows
+from kvroute.integrations.sglang.answers import Answer, Answers
+from kvroute.integrations.sglang.capturer import ANSWER, Capturer
+from kvroute.integrations.sglang.rows import RoutedRows
 from kvroute.rollout.local import LocalRollouts
 
 PAGE = 4
@@ -39,6 +42,11 @@ def run(rows: RoutedRows, salt: int) -> None:
     rows.launch(torch.from_numpy(SLOTS), ids).finalize()
 
 
+def made(answer: Answer) -> Answer:
+    until(lambda: answer.ready, what="the answer is not ready")
+    return answer
+
+
 @pytest.mark.parametrize("fails", ["disk", "rows"])
 def test_an_answer_whose_routes_cannot_be_left_has_no_earlier_ones(
     rows: RoutedRows, tmp_path: Path, fails: str
@@ -47,17 +55,18 @@ def test_an_answer_whose_routes_cannot_be_left_has_no_earlier_ones(
     disk is full when the second one's routes are left, or its rows cannot be read; the answer is one of a server that
     sends no handle."""
     disk, tokens = FaultyDisk(), list(range(7))
-    rows._left = LeftRoutes(store := LocalRollouts(tmp_path, disk=disk))
+    store = LocalRollouts(tmp_path, disk=disk)
+    rows.answers = Answers(rows.spec, LeftRoutes(store), rows.meter)
     answer = {"id": "s", "prompt_token_ids": tokens[:5], "choices": [{"index": 0, "token_ids": tokens[5:]}]}
     run(rows, 0)
-    rows.answer("s", SLOTS, 0, Tokens(tokens, 5))
+    made(rows.answer("s", SLOTS, 0, Tokens(tokens, 5)))
     assert routes(answer, rollouts=store, key="s").complete
     run(rows, 100)
     if fails == "disk":
         disk.write_budget_nbytes = 0
     else:
         rows.aux.close()
-    rows.answer("s", SLOTS, 0, Tokens(tokens, 5))
+    made(rows.answer("s", SLOTS, 0, Tokens(tokens, 5)))
     why = {"disk": "neither a handle in the answer nor one in the store", "rows": "a key that no other request has had"}
     with pytest.raises(RowError, match=why[fails]):
         routes(answer, rollouts=store, key="s", wait_s=0)
@@ -78,9 +87,10 @@ def test_routes_of_embeddings_are_bound_to_no_tokens(rows: RoutedRows, embedded:
         run(rows, start)
         prompt: dict[str, Any] = {"input_embeds": None, "positional_embed_overrides": None, "origin_input_ids": [1] * 3}
         prompt[embedded] = [[0.5 + start]] * 3
-        capturer.req = SimpleNamespace(rid="id", output_ids_through_stop=[7, 8, 9, 10], customized_info=None, **prompt)
+        capturer.req = SimpleNamespace(rid="id", output_ids_through_stop=[7, 8, 9, 10], **prompt)
         capturer.get_topk(0, 7, pool, start)
-        found.append(routes({"meta_info": {"id": "id", **capturer.req.customized_info}, "output_ids": [7, 8, 9, 10]}))
+        data = made(getattr(capturer.req, ANSWER)).data
+        found.append(routes({"meta_info": {"id": "id", FIELD: [data]}, "output_ids": [7, 8, 9, 10]}))
     first, second = found
     assert (first.complete, second.complete, first.token_hashes) == (True, True, ())
     with pytest.raises(RowError, match="parts of one sequence"):
@@ -118,25 +128,24 @@ def test_a_layer_whose_router_was_not_called_once_with_all_tokens_has_no_rows(ro
                 capturer.capture(layer_id=layer, topk_indices=part[:, layer])
         batch = SimpleNamespace(out_cache_loc=torch.from_numpy(SLOTS), out_cache_loc_virtual=None)
         capturer.on_forward_end(batch, can_run_graph=False, cuda_graph_batch=None)
-    found = rows.routes(SLOTS, 0)[0]
+    found = rows.read(SLOTS, 0).routes()[0]
     assert found.valid.tolist() == [not odd] * 6
     assert odd or found.ids.tolist() == ids[:, 1:].tolist()
 
 
 def test_an_answer_without_a_token_has_its_routes(rows: RoutedRows) -> None:
-    """Goal: ``max_new_tokens=0``. Method: SGLang cuts what a request has to say of each token to its tokens: none."""
+    """Goal: ``max_new_tokens=0``."""
     capturer = Capturer(Theirs(), rows)
     pool = SimpleNamespace(req_to_token=torch.from_numpy(SLOTS)[None])
     run(rows, 0)
     capturer.req = SimpleNamespace(
         rid="id",
         output_ids_through_stop=[],
-        customized_info=None,
         origin_input_ids=list(range(7)),
         input_embeds=None,
         positional_embed_overrides=None,
     )
     capturer.get_topk(0, 7, pool, 0)
-    entries = {name: values[0:0] for name, values in capturer.req.customized_info.items()}
-    answer = {"meta_info": {"id": "id", **entries}, "prompt_token_ids": list(range(7)), "output_ids": []}
+    data = made(getattr(capturer.req, ANSWER)).data
+    answer = {"meta_info": {"id": "id", FIELD: [data]}, "prompt_token_ids": list(range(7)), "output_ids": []}
     assert (len(routes(answer)), routes(answer).complete) == (6, True)

@@ -23,7 +23,7 @@ def test_ids_that_no_router_can_choose_cost_their_own_row_only(wrong: int) -> No
     ids = torch.arange(18, dtype=torch.int32).reshape(3, 3, 2)  # [tokens, layers, top_k]
     ids[1, 2] = torch.tensor([8, wrong])
     rows.launch(torch.arange(PAGE, PAGE + 3), ids).finalize()
-    found, *_ = rows.routes(np.arange(PAGE, PAGE + 3), 0)
+    found, *_ = rows.read(np.arange(PAGE, PAGE + 3), 0).routes()
     assert found.valid.tolist() == [True, False, True]
     assert found.ids[[0, 2]].tolist() == ids[[0, 2], 1:].tolist()
     rows.close()

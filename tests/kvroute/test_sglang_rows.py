@@ -16,7 +16,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from waiting import GIVE_UP_S
+from waiting import GIVE_UP_S, until
 
 from cache_manager.errors import KVRouteError
 from cache_manager.keys import Namespace
@@ -24,7 +24,9 @@ from cache_manager.spec import AuxBlockDataSpec
 from cache_manager.testing.faults import FaultyStore
 from kvroute import open_store, routing_spec
 from kvroute.connector.answers import FIELD, routes
+from kvroute.connector.job_counts import NOT_RESTORED
 from kvroute.connector.left import Tokens
+from kvroute.connector.meter import SECONDS
 from kvroute.connector.settings import Common
 from kvroute.connector.witness import KvFolder
 from kvroute.integrations.sglang.rows import WHY, Launched, RoutedRows
@@ -210,7 +212,7 @@ class Engine:
         for request in self.running:
             if request.last > self.rows.ended:
                 continue
-            found = self.rows.routes(np.array(request, np.int64), 0)[0]
+            found = self.rows.read(np.array(request, np.int64), 0).routes()[0]
             salts, there = self.memory.view(-1)[request].numpy(), found.valid
             assert (found.ids[there][:, :, 0] == salts[there][:, None]).all(), "a row of other KV"
             versions = {at: version for start, stop, version in found.weights_versions for at in range(start, stop)}
@@ -297,10 +299,21 @@ def test_rows_go_by_kv_that_others_keep(tier: str, odd: str, monkeypatch: pytest
         engine.load(KEYS[0])
     (loaded,) = engine.running
     engine.run((engine.request(), 1))
-    found, unseen, gaps = engine.rows.routes(np.array(loaded), 0)
+    found, unseen, gaps = engine.rows.read(np.array(loaded), 0).routes()
     assert (found.known.tolist(), unseen) == ([[not odd, False]] * PAGE, [])  # the last router is behind all KV
     assert gaps == ([(0, PAGE, WHY)] if odd else [])
+    causes = {"other KV": "absent_blocks_not_restored", "the store fails": "failed_blocks_not_restored"}
+    assert engine.rows.meter.missing == ({NOT_RESTORED[causes[odd]]: PAGE} if odd else {})
     assert engine.rows.stored([KEYS[0]]) == (odd != "other KV")  # which is not loaded a second time
+
+
+def test_what_is_computed_in_the_place_of_a_page_that_did_not_come_is_not_missing() -> None:
+    engine = Engine("ours")
+    assert not engine.rows.fill([KEYS[0]], engine.pages([1]))
+    assert engine.rows.meter.missing == {}
+    taken = engine.rows.meter.take()
+    assert taken is not None
+    assert list(taken[SECONDS]) == ["restore"]
 
 
 def test_a_page_that_is_filled_while_a_pass_still_writes_for_a_dead_request_keeps_what_came() -> None:
@@ -386,7 +399,7 @@ def test_a_request_whose_pass_never_ended_has_no_rows_of_before(comes: bool) -> 
         engine.finish(engine.running[-1], soon=True)
         engine.bring_back(1)
     assert engine.running[-1] == old
-    assert not engine.rows.routes(np.array(old), 0)[0].known.any()
+    assert not engine.rows.read(np.array(old), 0).routes()[0].known.any()
 
 
 def test_an_answer_has_both_fields() -> None:
@@ -396,11 +409,12 @@ def test_an_answer_has_both_fields() -> None:
     engine.run((request, 6))
     request += engine.allocate(request, 1) or []  # a token that no pass has computed
     tokens = list(range(8))
-    field, told = engine.rows.answer("id", np.array(request), 2, Tokens(tokens, 5))
-    assert field.dtype == torch.int32
-    assert field.tolist() == [[[0, 0], [1, 101], [1, 101]]] * 4 + [[[0, 0], [-1, -1], [-1, -1]]]
+    made = engine.rows.answer("id", np.array(request), 2, Tokens(tokens, 5))
+    until(lambda: made.ready, what="the answer is not ready")
+    assert made.field.dtype == torch.int32
+    assert made.field.tolist() == [[[0, 0], [1, 101], [1, 101]]] * 4 + [[[0, 0], [-1, -1], [-1, -1]]]
     answer: dict[str, Any] = {
-        "meta_info": {"id": "id", FIELD: [None, None, told]},
+        "meta_info": {"id": "id", FIELD: [made.data]},
         "prompt_token_ids": tokens[:5],
         "output_ids": tokens[5:],
     }

@@ -6,7 +6,6 @@ import json
 import re
 import sys
 import tomllib
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,10 +16,8 @@ import torch
 
 from cache_manager.keys import Namespace
 from kvroute import ConfigError, routing_spec
-from kvroute.connector.answers import FIELD
 from kvroute.connector.settings import Common
 from kvroute.integrations.sglang import versions
-from kvroute.integrations.sglang.hooks import HOOKS
 from kvroute.integrations.sglang.refusals import refusals
 from kvroute.integrations.sglang.routers import routed_layers
 from kvroute.integrations.sglang.rows import RoutedRows
@@ -70,7 +67,6 @@ def test_a_release_is_asked_for_what_it_has_to_have(monkeypatch: pytest.MonkeyPa
         "there": Place(("json.loads",), ("s",)),
         "renamed": Place(("json.new_load", "json.load")),
         "of later ones": Place(("json.later",), since=(0, 5, 17)),
-        "of earlier ones": Place(("json.dump",), until=(0, 5, 15)),
         "of a part": Place(("json.dumps",), part=HOST),
         "of a part, not there": Place(("json.host",), part=HOST),
         "of another part": Place(("json.JSONEncoder.encode",), ("o",), part=LINKER),
@@ -79,7 +75,7 @@ def test_a_release_is_asked_for_what_it_has_to_have(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(versions, "TAKEN", ())
     names = {"there": "json.loads", "renamed": "json.load", "of another part": "json.JSONEncoder.encode"}
     assert versions.hooked("0.5.16") == names
-    assert versions.hooked("0.5.12.post1") == names | {"of earlier ones": "json.dump"}
+    assert versions.hooked("0.5.12.post1") == names
     assert [versions.absent("0.5.16", part) for part in ("", HOST, LINKER)] == [[], ["json.host"], []]
     assert versions.absent("0.5.22") == ["json.later"]
     monkeypatch.setitem(places, "there", Place(("json.loads",), ("text",)))
@@ -138,32 +134,8 @@ def test_a_pass_is_copied_by_the_older_call() -> None:
     launched = rows.launch(Elsewhere(slots), Elsewhere(ids))  # type: ignore[arg-type]
     launched.copy_to_cpu()
     launched.finalize()
-    assert rows.routes(np.arange(PAGE, 2 * PAGE), 0)[0].ids.tolist() == ids.tolist()
+    assert rows.read(np.arange(PAGE, 2 * PAGE), 0).routes()[0].ids.tolist() == ids.tolist()
     rows.close()
-
-
-def sent(requests: list[Any]) -> dict[str, list[Any]]:
-    """What SGLang up to 0.5.14 sends of these requests: by key one entry for each request that has the key."""
-    gathered: dict[str, list[Any]] = {}
-    for request in requests:
-        for key, entries in (request.customized_info or {}).items():
-            gathered.setdefault(key, []).append(entries[0:])
-    return gathered
-
-
-def test_answers_that_go_out_together_have_their_own_entries(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Goal: an answer's handle is its own. Method: requests that are over and one that runs; the receiver takes the
-    entry at a request's place in the batch."""
-    monkeypatch.setattr("kvroute.integrations.sglang.hooks.capturer", object)
-    send: Callable[..., Any] = HOOKS["sends"]
-    ours = [[None, {"of": 1}], None, [{"of": 3}]]
-    requests = [SimpleNamespace(customized_info=None if each is None else {FIELD: each}) for each in ours]
-    gathered = send(lambda _, reqs, *__: sent(reqs), object(), requests, False)
-    assert gathered == {FIELD: [ours[0], [], ours[2]]}
-    for request in requests:
-        request.customized_info = None
-    assert send(lambda _, reqs: sent(reqs), object(), requests) == {}
-    assert [request.customized_info for request in requests] == [None] * 3
 
 
 class TopK(torch.nn.Module):

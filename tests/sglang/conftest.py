@@ -19,10 +19,12 @@ import pytest
 from nursery import nursery
 from waiting import GIVE_UP_S
 
+from kvroute.rollout import GROUP
+
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 HAS_SGLANG = importlib.util.find_spec("sglang") is not None
-MODULES = ["cpu/*", "serve.py", "file_linker.py", "older.py", "sglang_warm.py"]
+MODULES = ["cpu/*", "serve.py", "file_linker.py", "gated_rollouts.py", "older.py", "sglang_warm.py"]
 collect_ignore_glob = MODULES if HAS_SGLANG else ["*.py", "cpu/*"]
 if HAS_SGLANG:
     sys.path[:0] = [str(HERE), str(HERE.parent / "vllm")]
@@ -41,13 +43,15 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 @pytest.fixture(scope="session")
 def plugins(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder in which two plugins are installed, as far as SGLang sees: kvroute's, and one for hosts without CUDA."""
+    """A folder in which two plugins are installed, as far as SGLang sees: kvroute's, and one for hosts without CUDA,
+    which brings a rollout store of the tests, too."""
     home = tmp_path_factory.mktemp("plugins")
+    stores = {"cpu": f"[{GROUP}]\ngated = gated_rollouts:opened\n"}
     for name, place in PLUGINS.items():
         about = home / f"{name}_plugin-1.0.dist-info"
         about.mkdir()
         (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}-plugin\nVersion: 1.0\n")
-        (about / "entry_points.txt").write_text(f"[sglang.srt.plugins]\n{name} = {place}\n")
+        (about / "entry_points.txt").write_text(f"[sglang.srt.plugins]\n{name} = {place}\n{stores.pop(name, '')}")
     return home
 
 

@@ -91,6 +91,25 @@ class Asked:
             if last is not None and not i % 2:
                 self.write(scenario, prompts[i], last, 0)
 
+    def while_the_store_hangs(self, scenario: str, prompts: list[list[int]], gate: str) -> None:
+        """The first prompt's routes go to a store that waits for ``gate``. The others ask for none, and are answered
+        before."""
+        sampling = {"max_new_tokens": 8, "temperature": 0.0, "ignore_eos": True}
+        more = {"return_routed_experts": True, "rid": scenario}
+
+        async def ask() -> Any:
+            first = asyncio.ensure_future(
+                self.engine.async_generate(input_ids=prompts[0], sampling_params=sampling, **more)
+            )
+            for prompt in prompts[1:]:
+                await self.engine.async_generate(input_ids=prompt, sampling_params=sampling)
+            if first.done():
+                raise RuntimeError("an answer came before its routes were left")
+            Path(gate).touch()
+            return await first
+
+        self.write(scenario, prompts[0], self.engine.loop.run_until_complete(ask()), 0)
+
     def flush(self, _: str) -> None:
         for _try in range(100):
             if self.engine.flush_cache().success:

@@ -13,8 +13,9 @@ from sglang.srt import runtime_context as context
 from cache_manager.keys import Namespace
 from kvroute import routing_spec
 from kvroute.connector.settings import Common
+from kvroute.integrations.sglang.capturer import Capturer
 from kvroute.integrations.sglang.linker import Beside, KvrouteLinker, PoolKV, host_folder
-from kvroute.integrations.sglang.rows import Capturer, RoutedRows
+from kvroute.integrations.sglang.rows import RoutedRows
 
 PAGE, PAGES, LAYERS = 4, 5, 3
 SPEC = routing_spec(num_experts=250, top_k=2, layer_ids=[0, 1, 2], num_layers=LAYERS, block_tokens=PAGE)
@@ -109,7 +110,7 @@ def test_our_linker_brings_kv_and_rows_back(given: Any) -> None:
     assert not linker.load("r", [SimpleNamespace(keys=["b" * 64], device_indices=slots(2))])
     for old, new in zip(before, (*given.kv.k_buffer, *given.kv.v_buffer), strict=True):
         assert torch.equal(new[slots(3)], old[slots(1)])
-    found = given.rows.routes(slots(3).numpy(), 0)[0]
+    found = given.rows.read(slots(3).numpy(), 0).routes()[0]
     assert found.known.all()
     assert (found.ids == [1, 101]).all()
 

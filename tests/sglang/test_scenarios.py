@@ -215,6 +215,17 @@ def test_weights_change(serve: Serve, model: Models, tmp_path: Path) -> None:
     assert total.labelled == total.due // 3, str(total)
 
 
+def test_a_rollout_store_that_hangs_holds_no_other_request(serve: Serve, model: Models, tmp_path: Path) -> None:
+    """Goal: SGLang's scheduler waits for no rollout store, and an answer's routes are there when it comes."""
+    home = model("qwen3_moe")
+    hangs = {"prompts": prompts(41, 60, 50, 40, 30), "gate": f"{tmp_path}/rollouts/open"}
+    do = [["hangs", "while_the_store_hangs", hangs], ["after", "ask", {"prompts": prompts(42, 50, 30), "n": 3}]]
+    answers = serve(home, do, settings={"rollouts": f"gated://{tmp_path}/rollouts", "strict": True}, **SMALL)
+    assert not [answer["refused"] for answer in answers if "refused" in answer]
+    assert all_right({"A": home}, of(answers, "hangs")).due
+    assert all_right({"A": home}, of(answers, "after")).due
+
+
 def test_what_is_not_followed_is_refused_by_name(serve: Serve, model: Models) -> None:
     """Goal: an engine that would lose rows silently does not start. Method: a linker that keeps KV, and no store."""
     with pytest.raises(AssertionError, match="a store for the rows of KV that is loaded"):

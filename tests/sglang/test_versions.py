@@ -65,7 +65,7 @@ def test_every_name_is_there() -> None:
 
 def test_a_scheduler_that_returns_routed_experts_has_every_hook(plugins: Path) -> None:
     ended, hooked, log = started(plugins, asked=True)
-    assert hooked == HOOKS.keys() - {"sends"}  # of older releases
+    assert hooked == HOOKS.keys()
     assert "ConfigError" not in ended  # it ended later, for want of real arguments
     assert "Failed to" not in log
 

@@ -5,7 +5,6 @@ A key names tokens, not KV. So a fold of the KV goes with the rows as their orig
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
@@ -16,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import kvroute
-from cache_manager.jobs import AnyJob, RestoreJob
+from cache_manager.jobs import RestoreJob
 from cache_manager.keys import BlockKey
 from kvroute.connector.carriers.none import NO_CARRIER
 from kvroute.connector.carriers.port import (
@@ -28,6 +27,7 @@ from kvroute.connector.carriers.port import (
     WorkerSide,
 )
 from kvroute.connector.fills import Fills, Request
+from kvroute.connector.job_counts import JobCounts
 from kvroute.connector.reader import StoreReader
 from kvroute.witness import Run
 
@@ -41,17 +41,9 @@ if TYPE_CHECKING:
     from kvroute.connector.settings import Settings
     from kvroute.connector.witness import Join, KvWitness, OtherRank
 
-logger = logging.getLogger(__name__)
-
 WRONG_KV: Final = "rows of other KV than was loaded"
 NO_ANSWER: Final = "the store of rows has not answered within {} s"
 NO_ROOM: Final = "the store of rows is behind, and takes no further request to read"
-NOT_RESTORED: Final = {
-    "absent_blocks_not_restored": "the store of rows does not have them",
-    "corrupt_blocks_not_restored": "the store of rows has damaged ones",
-    "failed_blocks_not_restored": "the store of rows has failed",
-}
-"""Why a restore brought nothing, by the counters of :attr:`RestoreJob.not_restored`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +194,7 @@ class ByKeyWorker(WorkerSide):
         self.witness = witness
         self._blocks, self._meter, self._size = parts.blocks, parts.meter, parts.spec.block_tokens
         self._restore_s = parts.limits.restore_s
-        self._failed_jobs = False  # whether a job of the store has failed
+        self._counts = JobCounts(parts.meter, parts.spec.block_tokens)
         self._refused = 0  # blocks whose restores had no room, counted so far
 
     def look(self, runs: Sequence[Run], without: Collection[int] = ()) -> torch.Tensor | None:
@@ -228,7 +220,7 @@ class ByKeyWorker(WorkerSide):
             if not isinstance(job, RestoreJob) or job.cancelled:
                 continue
             if job.wait(max(0.0, give_up_s - time.monotonic())):
-                self._count(job)
+                self._counts.count(job)
             else:
                 job.cancel()
                 self._meter.miss(NO_ANSWER.format(self._restore_s), len(job.blocks) * self._size)
@@ -247,16 +239,7 @@ class ByKeyWorker(WorkerSide):
             self._blocks.apply(filled.persist)
         if step.before or (filled and filled.persist):
             for job in self._blocks.jobs.poll():
-                self._count(job)
-
-    def _count(self, job: AnyJob) -> None:
-        """Count the time of a landed job, and the blocks that it did not bring."""
-        self._meter.took(job.name, time.monotonic() - job.begun_s)
-        if job.failure is not None and not self._failed_jobs:
-            self._failed_jobs = True
-            logger.warning("the store of rows has failed, %s: %s; further times are counted", job.name, job.failure)
-        for cause, blocks in job.not_restored.items() if isinstance(job, RestoreJob) else ():
-            self._meter.miss(NOT_RESTORED[cause], blocks * self._size)
+                self._counts.count(job)
 
     def counters(self) -> dict[str, Any]:
         store = self._blocks.store
@@ -268,4 +251,4 @@ class ByKeyWorker(WorkerSide):
             job.wait(max(0.0, give_up_s - time.monotonic()))
 
 
-__all__ = ["NOT_RESTORED", "NO_ANSWER", "NO_ROOM", "WRONG_KV", "ByKey", "ByKeyScheduler", "ByKeyWorker", "Filled"]
+__all__ = ["NO_ANSWER", "NO_ROOM", "WRONG_KV", "ByKey", "ByKeyScheduler", "ByKeyWorker", "Filled"]

@@ -6,13 +6,13 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from cache_manager.keys import Namespace
-from kvroute.connector.answers import FIELD
 from kvroute.connector.settings import Common
 from kvroute.connector.versions import AS_LOADED, version_of
 from kvroute.integrations.sglang import versions
+from kvroute.integrations.sglang.capturer import Capturer, capturer
 from kvroute.integrations.sglang.refusals import supported
 from kvroute.integrations.sglang.routers import routed_layers
-from kvroute.integrations.sglang.rows import Capturer, RoutedRows, capturer
+from kvroute.integrations.sglang.rows import RoutedRows
 from kvroute.integrations.sglang.settings import settings_of_arguments
 from kvroute.routing import routing_spec_from_hf
 from kvroute.weights import configuration_digest, weights_digest
@@ -96,51 +96,54 @@ def namespace_name(model_config: Any, arguments: Any, settings: Common) -> str:
     return f"{weights}/{computed}"
 
 
-def _begins(found: Capturer, *_: Any, **__: Any) -> None:
-    found.begin()
+def _begins(current: Capturer, *_: Any, **__: Any) -> None:
+    current.begin()
 
 
-def _hosted(found: Capturer, _: Any, controller: Any, *__: Any, **___: Any) -> None:
+def _hosted(current: Capturer, _: Any, controller: Any, *__: Any, **___: Any) -> None:
     """SGLang has pages on the host, and maybe a storage behind them."""
     from kvroute.integrations.sglang.linker import host_folder
 
     pool = getattr(controller.mem_pool_host, "anchor_entry", None)
     pool = controller.mem_pool_host if pool is None else pool.host_pool
     folder = host_folder(pool) if controller.enable_storage else None
-    found.rows.attach(folder=folder, host_pages=-(-pool.size // pool.page_size) + 1)
+    current.rows.attach(folder=folder, host_pages=-(-pool.size // pool.page_size) + 1)
 
 
-def _backed_up(found: Capturer, host_slots: Any, _: Any, device_indices: Any, *__: Any, **___: Any) -> None:
+def _backed_up(current: Capturer, host_slots: Any, _: Any, device_indices: Any, *__: Any, **___: Any) -> None:
     if host_slots is not None:
-        found.rows.copied(found.rows.pages_of(device_indices), found.rows.pages_of(host_slots, host=True))
+        rows = current.rows
+        rows.copied(rows.pages_of(device_indices), rows.pages_of(host_slots, host=True))
 
 
-def _brought_back(found: Capturer, slots: Any, _: Any, host_indices: Any, *__: Any, **___: Any) -> None:
+def _brought_back(current: Capturer, slots: Any, _: Any, host_indices: Any, *__: Any, **___: Any) -> None:
     if slots is not None and len(slots):
-        found.rows.copied(found.rows.pages_of(host_indices, host=True), found.rows.pages_of(slots))
+        rows = current.rows
+        rows.copied(rows.pages_of(host_indices, host=True), rows.pages_of(slots))
 
 
-def _stored(found: Capturer, *asked: Any, **_: Any) -> None:
+def _stored(current: Capturer, *arguments: Any, **_: Any) -> None:
     """Pages of the host go to the storage."""
-    if found.rows.folder is not None:
-        _id, _controller, host_slots, _tokens, keys, *_more = asked
-        found.rows.keep(keys, found.rows.pages_of(host_slots, host=True))
+    if current.rows.folder is not None:
+        _id, _controller, host_slots, _tokens, keys, *_more = arguments
+        current.rows.keep(keys, current.rows.pages_of(host_slots, host=True))
 
 
-def _found(found: Capturer, hit: Any, controller: Any, *_: Any) -> Any:
+def _found(current: Capturer, hit: Any, controller: Any, *_: Any) -> Any:
     """The storage has KV: cut off the part without rows. The controller's thread calls it."""
-    if found.rows.folder is None:
+    if current.rows.folder is None:
         return hit
     keys, tokens = hit
-    n = found.rows.stored(keys)
+    n = current.rows.stored(keys)
     return keys[:n], min(tokens, n * controller.page_size)
 
 
-def _prefetched(found: Capturer, tree: Any, operation: Any) -> None:
+def _prefetched(current: Capturer, tree: Any, operation: Any) -> None:
     """Pages have come to the host from the storage."""
-    if n := operation.completed_tokens // tree.page_size if found.rows.folder is not None else 0:
-        slots = tree.ongoing_prefetch[operation.handle].host_indices[: n * tree.page_size]
-        found.rows.loaded(operation.hash_value[:n], found.rows.pages_of(slots, host=True))
+    pages = operation.completed_tokens // tree.page_size
+    if pages and current.rows.folder is not None:
+        slots = tree.ongoing_prefetch[operation.handle].host_indices[: pages * tree.page_size]
+        current.rows.loaded(operation.hash_value[:pages], current.rows.pages_of(slots, host=True))
 
 
 def _linked(_: Capturer, linker: Any, __: Any, params: Any, *, components: Any, **___: Any) -> Any:
@@ -150,32 +153,33 @@ def _linked(_: Capturer, linker: Any, __: Any, params: Any, *, components: Any, 
     return linker if isinstance(linker, KvrouteLinker) else Beside(linker, params, components)
 
 
-def _collects(found: Capturer, _: Any, req: Any) -> None:
+def _collects(current: Capturer, _: Any, req: Any) -> None:
     """A request is over, and SGLang is about to ask for its rows."""
-    found.req = req
+    current.req = req
 
 
-def _sends(_: Capturer, __: Any, reqs: list[Any], *___: Any, **____: Any) -> None:
-    """Answers go out together, up to 0.5.14 with one list of entries for each key, which is as long as the number of
-    answers that have the key: so each has ours, or none."""
-    informed = [req for req in reqs if FIELD in (req.customized_info or {})]
-    for req in reqs if informed else ():
-        req.customized_info = {FIELD: [], **(req.customized_info or {})}
+def _streamed(stream: Callable[..., Any], streamer: Any, reqs: list[Any], *args: Any, **named: Any) -> None:
+    """What is new of requests goes out: see :meth:`Capturer.stream`."""
+    current = capturer()
+    if current is None or not reqs:
+        stream(streamer, reqs, *args, **named)
+        return
+    current.stream(lambda some: stream(streamer, some, *args, **named), streamer.send_to_detokenizer, reqs)
 
 
-def _updated(found: Capturer, answer: Any, _: Any, asked: Any, *__: Any, **___: Any) -> None:
+def _updated(current: Capturer, output: Any, _: Any, request: Any, *__: Any, **___: Any) -> None:
     """Weights were updated, perhaps partly: later rows are of other weights."""
-    version = asked.weight_version if getattr(answer, "success", False) else None
-    found.rows.weights.changed(None if version is None else version_of(version))
+    version = request.weight_version if getattr(output, "success", False) else None
+    current.rows.weights.changed(None if version is None else version_of(version))
 
 
-def _named(found: Capturer, _: Any, __: Any, asked: Any, *___: Any) -> None:
-    found.rows.weights.changed(version_of(asked.new_version))
+def _named(current: Capturer, _: Any, __: Any, request: Any, *___: Any) -> None:
+    current.rows.weights.changed(version_of(request.new_version))
 
 
-def _flushed(found: Capturer, done: Any, *_: Any, **__: Any) -> None:
+def _flushed(current: Capturer, done: Any, *_: Any, **__: Any) -> None:
     if done:
-        found.rows.weights.forgotten()
+        current.rows.weights.forgotten()
 
 
 HOOKS: Final[Mapping[str, Hook]] = {
@@ -195,7 +199,7 @@ HOOKS: Final[Mapping[str, Hook]] = {
     "prefetched": _before(_prefetched),
     "collects": _before(_collects),
     "begins": _before(_begins),
-    "sends": _before(_sends),
+    "streamed": _streamed,
 }
 """By the names of :data:`versions.PLACES`."""
 

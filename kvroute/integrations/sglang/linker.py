@@ -15,8 +15,9 @@ from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCache
 from cache_manager.errors import ConfigError, KVRouteError
 from cache_manager.jobs import PersistJob
 from cache_manager.spec import AuxBlockDataSpec
-from kvroute.connector.witness import KvFolder
-from kvroute.integrations.sglang.rows import RoutedRows, capturer, logger
+from kvroute.connector.witness import KvFolder, witnesses
+from kvroute.integrations.sglang.capturer import capturer
+from kvroute.integrations.sglang.rows import RoutedRows, logger
 
 LAYOUTS = ("layer_first", "page_first", "page_first_direct")
 
@@ -25,19 +26,14 @@ def _halves(pool: Any) -> list[Any]:
     return [pool.k_buffer, pool.v_buffer] if hasattr(pool, "k_buffer") else [pool.kv_buffer]
 
 
-def _folder(layers: list[list[torch.Tensor]], value_nbytes: int) -> KvFolder:
-    """Folds ``[pages, ...]``: the last layer witnesses; all do if a value has 8 bits: one then proves too little."""
-    return KvFolder([each for layer in layers[0 if value_nbytes == 1 else -1 :] for each in layer])
-
-
 def host_folder(pool: Any) -> KvFolder:
     """A folder of SGLang's pages on the host; :class:`ConfigError` for a layout whose layers are not separate."""
     if pool.layout not in LAYOUTS:
         raise ConfigError("hicache_mem_layout", " or ".join(LAYOUTS), pool.layout)
     by_half = [half.unbind(0 if pool.layout == "layer_first" else 1) for half in _halves(pool)]
     if pool.layout != "page_first_direct":  # slots
-        by_half = [[each.unflatten(0, (-1, pool.page_size)) for each in half] for half in by_half]
-    return _folder([list(layer) for layer in zip(*by_half, strict=True)], pool.dtype.itemsize)
+        by_half = [[kv.unflatten(0, (-1, pool.page_size)) for kv in half] for half in by_half]
+    return KvFolder(witnesses([list(layer) for layer in zip(*by_half, strict=True)], pool.dtype.itemsize))
 
 
 class PoolKV:
@@ -45,22 +41,22 @@ class PoolKV:
 
     def __init__(self, pool: Any, page: int) -> None:
         layers = [list(layer) for layer in zip(*_halves(pool), strict=True)]
-        shapes = [[str(each.dtype), *each.shape[1:]] for layer in layers for each in layer]
-        paged = [[each.view(torch.uint8).reshape(len(each) // page, -1) for each in layer] for layer in layers]
-        self._pages = [each for layer in paged for each in layer]
-        self._widths = [each.shape[1] for each in self._pages]
+        shapes = [[str(half.dtype), *half.shape[1:]] for layer in layers for half in layer]
+        paged = [[half.view(torch.uint8).reshape(len(half) // page, -1) for half in layer] for layer in layers]
+        self._pages = [half for layer in paged for half in layer]
+        self._widths = [half.shape[1] for half in self._pages]
         self.spec = AuxBlockDataSpec("kv", (sum(self._widths) // page,), "uint8", page, {"buffers": shapes})
-        self.folder = _folder(paged, layers[0][0].element_size())
+        self.folder = KvFolder(witnesses(paged, layers[0][0].element_size()))
 
     def take(self, blocks: NDArray[np.int64], into: NDArray[np.uint8]) -> None:
-        at = torch.from_numpy(blocks).to(self._pages[0].device)
-        into[:] = torch.cat([pages[at] for pages in self._pages], dim=1).cpu().numpy()
+        indices = torch.from_numpy(blocks).to(self._pages[0].device)
+        into[:] = torch.cat([pages[indices] for pages in self._pages], dim=1).cpu().numpy()
 
-    def fill(self, blocks: NDArray[np.int64], given: NDArray[np.uint8]) -> None:
-        at = torch.from_numpy(blocks).to(self._pages[0].device)
-        parts = torch.tensor(given, device=at.device).split(self._widths, dim=1)
+    def fill(self, blocks: NDArray[np.int64], kv: NDArray[np.uint8]) -> None:
+        indices = torch.from_numpy(blocks).to(self._pages[0].device)
+        parts = torch.tensor(kv, device=indices.device).split(self._widths, dim=1)
         for pages, part in zip(self._pages, parts, strict=True):
-            pages[at] = part
+            pages[indices] = part
 
 
 class Offloads:
@@ -73,14 +69,15 @@ class Offloads:
 
     def put(self, transfer: Any) -> bool:
         """Offload these pages, which SGLang holds until that is over; ``False`` if they may not be stored."""
-        self._kept.append(kept := self._rows.keep(transfer.keys, self._rows.pages_of(transfer.device_indices)))
-        return kept is not None
+        jobs = self._rows.keep(transfer.keys, self._rows.pages_of(transfer.device_indices))
+        self._kept.append(jobs)
+        return jobs is not None
 
     def over(self, *, stored: bool) -> int:
         """How many have begun, and so are copied, or with ``stored`` how many are stored."""
         self._rows.go_on()
-        each = (kept is None or (len(kept) > 0 and (not stored or kept[0].poll())) for kept in self._kept)
-        return [*each, False].index(False)
+        over = (jobs is None or (len(jobs) > 0 and (not stored or jobs[0].poll())) for jobs in self._kept)
+        return [*over, False].index(False)
 
     def pop(self) -> list[PersistJob] | None:
         return self._kept.popleft()
@@ -88,11 +85,13 @@ class Offloads:
 
 def _rows_and_kv(params: Any, components: Any) -> tuple[RoutedRows, PoolKV]:
     """This process's rows and KV; :class:`ConfigError` if there are no rows, and for layers that forget tokens."""
-    if (found := capturer()) is None:
+    current = capturer()
+    if current is None:
         raise ConfigError("KvrouteLinker", "--enable-return-routed-experts, and the plugin of kvroute", "no rows")
-    if (names := sorted(str(getattr(each, "name", each)) for each in components)) != ["FULL"]:
+    names = sorted(str(getattr(component, "name", component)) for component in components)
+    if names != ["FULL"]:
         raise ConfigError("KvrouteLinker", "a model whose layers all attend to all tokens", names)
-    return found.rows, PoolKV(params.token_to_kv_pool_allocator.get_kvcache(), params.page_size)
+    return current.rows, PoolKV(params.token_to_kv_pool_allocator.get_kvcache(), params.page_size)
 
 
 class Beside:

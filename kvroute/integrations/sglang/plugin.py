@@ -31,8 +31,8 @@ def register_door() -> None:
     try:
         wrap(versions.DOOR, _guarded)
     except (ImportError, AttributeError) as error:
-        told = "kvroute cannot work in this SGLang, which lacks"
-        raise SystemExit(f"{told} {versions.DOOR} ({error}): leave it out of SGLANG_PLUGINS") from error
+        why = "kvroute cannot work in this SGLang, which lacks"
+        raise SystemExit(f"{why} {versions.DOOR} ({error}): leave it out of SGLANG_PLUGINS") from error
 
 
 def wrap(place: str, wrapper: Callable[..., Any]) -> Undo:
@@ -49,20 +49,24 @@ def wrap(place: str, wrapper: Callable[..., Any]) -> Undo:
     return partial(setattr, owner, name, held) if own else partial(delattr, owner, name)
 
 
-def _guarded(start: Callable[..., Any], scheduler: Any, server_args: Any, *args: Any, **named: Any) -> Any:
+def _guarded(start: Callable[..., Any], scheduler: Any, server_args: Any, *args: Any, **named: Any) -> None:
     """The door: ``Scheduler.__init__``."""
-    if getattr(server_args, "enable_return_routed_experts", False):
-        begin(server_args)
-    else:
+    if not getattr(server_args, "enable_return_routed_experts", False):
         logger.info("kvroute does nothing here: routed experts are not asked for (--enable-return-routed-experts)")
-    return start(scheduler, server_args, *args, **named)
+        start(scheduler, server_args, *args, **named)
+        return
+    begin(server_args)
+    start(scheduler, server_args, *args, **named)
+    from kvroute.integrations.sglang.metrics import export
+
+    export(scheduler)
 
 
 @cache
 def _hooked(version: str) -> None:
     from kvroute.integrations.sglang.hooks import HOOKS
 
-    hook_all({name: HOOKS[what] for what, name in versions.hooked(version).items()})
+    hook_all({name: HOOKS[hook] for hook, name in versions.hooked(version).items()})
 
 
 def begin(server_args: Any) -> None:
@@ -82,8 +86,8 @@ def hook_all(wrappers: Mapping[str, Callable[..., Any]]) -> None:
         try:
             undo.append(wrap(place, wrapper))
         except Exception as error:  # whatever it is, the earlier hooks must not stay
-            for each in reversed(undo):
-                each()
+            for undo_hook in reversed(undo):
+                undo_hook()
             raise ConfigError("SGLang with kvroute", f"a function at {place}", repr(error)) from error
 
 

@@ -119,7 +119,7 @@ def refusals(server_args: Any, settings: Common) -> Iterator[tuple[str, str, Any
     for argument, why, accepted in (*REFUSED, *OLDER):
         value = getattr(server_args, argument, None)  # an older SGLang has no such argument
         if value not in accepted:
-            yield argument, f"{' or '.join(repr(each) for each in accepted if each is not None)}: {why}", value
+            yield argument, f"{' or '.join(repr(option) for option in accepted if option is not None)}: {why}", value
     linked = getattr(server_args, versions.LINKER, False)
     for part in versions.PARTS:
         if getattr(server_args, part, False) and (lacking := versions.absent(sglang.__version__, part)):

@@ -80,8 +80,8 @@ def routed_layers(model: Any, layers: Iterable[int]) -> None:
             continue
         form = None
         if kind == TOPK:
-            named = getattr(getattr(module, "topk_config", None), "output_format", None)
-            form = versions.undecided_format() if named is None else named.name
+            output_format = getattr(getattr(module, "topk_config", None), "output_format", None)
+            form = versions.undecided_format() if output_format is None else output_format.name
             router, kind = FORMATS.get(form, Router("unknown", "", accepted=False)), f"{kind} ({form})"
         if not router.accepted:
             remedy = "" if form is None else "; try --moe-runner-backend triton"

@@ -22,12 +22,12 @@ def settings_of(linker: dict[str, Any] | None) -> Common:
     """
     if linker is not None and linker.get("linker") == LINKER:
         return Common.of(linker.get("linker_extra_config") or {}, "linker_extra_config")
-    written = os.environ.get(VARIABLE) or "{}"
+    text = os.environ.get(VARIABLE) or "{}"
     try:
-        given = json.loads(written)
+        settings = json.loads(text)
     except json.JSONDecodeError as error:
-        raise ConfigError(VARIABLE, "a JSON object", repr(written)) from error
-    return Common.of(given, VARIABLE)
+        raise ConfigError(VARIABLE, "a JSON object", repr(text)) from error
+    return Common.of(settings, VARIABLE)
 
 
 def settings_of_arguments(server_args: Any) -> Common:

@@ -50,7 +50,6 @@ class Place(NamedTuple):
     parameters: tuple[str, ...] = ()  # those that our hook reads
     part: str = ""  # of PARTS, which alone needs it
     since: tuple[int, ...] = ()  # releases before this have nothing there to follow
-    until: tuple[int, ...] = (1 << 30,)  # nor have those from this one on
 
 
 _MEMORY: Final = "sglang.srt.mem_cache"
@@ -89,7 +88,13 @@ PLACES: Final[Mapping[str, Place]] = {
         ("req",),
     ),
     "begins": Place(("sglang.srt.model_executor.model_runner.ModelRunner.forward",), ("forward_batch",)),
-    "sends": Place((f"{_OLD_RESULTS}.stream_output_generation",), ("reqs",), until=(0, 5, 15)),
+    "streamed": Place(
+        (
+            f"{_PARTS}.output_streamer.SchedulerOutputStreamer._stream_output_generation",
+            f"{_OLD_RESULTS}.stream_output_generation",
+        ),
+        ("reqs",),
+    ),
 }
 """What is hooked.
 
@@ -107,8 +112,10 @@ _CAPTURER: Final = Place((f"{_EXPERTS}.get_global_experts_capturer",))
 _SET_CAPTURER: Final = Place((f"{_EXPERTS}.set_global_experts_capturer",))
 _RANK: Final = Place(("sglang.srt.distributed.parallel_state.get_tensor_model_parallel_rank",))
 _RUNNER: Final = Place(("sglang.srt.layers.moe.get_moe_runner_backend",))
+_PACKED: Final = Place(("sglang.srt.managers.io_struct.wrap_as_pickle",), since=(0, 5, 15))
+_UNPACKED: Final = Place(("sglang.srt.managers.io_struct.unwrap_from_pickle",), since=(0, 5, 15))
 TAKEN: Final = (
-    *(_SERVER_ARGS, _RESOLVED, _SCHEDULE, _MODEL, _CAPTURER, _SET_CAPTURER, _RANK, _RUNNER),
+    *(_SERVER_ARGS, _RESOLVED, _SCHEDULE, _MODEL, _CAPTURER, _SET_CAPTURER, _RANK, _RUNNER, _PACKED, _UNPACKED),
     *(Place((f"{_EXPERTS}.RoutedExpertsCapturer.{name}",)) for name in ("capture", "_get_local_slice")),
     Place((f"{_EXPERTS}.RoutedExpertsCapturer.destroy",), since=(0, 5, 17)),
     Place((f"{_MEMORY}.hicache_storage.PoolName",), part=LINKER),
@@ -151,7 +158,7 @@ def release(version: str) -> tuple[int, ...]:
 def _wanted(version: str, part: str) -> Iterator[Place]:
     """The places that a release has to have for this part, or with ``""`` for all else."""
     for place in (*PLACES.values(), *TAKEN):
-        if place.part == part and place.since <= release(version) < place.until:
+        if place.part == part and place.since <= release(version):
             yield place
 
 
@@ -168,8 +175,8 @@ def hooked(version: str) -> dict[str, str]:
     """What is hooked in this SGLang, and its name there; nothing of a part that it does not have whole."""
     parts = ("", *(part for part in PARTS if not absent(version, part)))
     wanted = [place for part in parts for place in _wanted(version, part)]
-    names = {what: name_of(place) for what, place in PLACES.items() if place in wanted}
-    return {what: name for what, name in names.items() if name is not None}
+    names = {hook: name_of(place) for hook, place in PLACES.items() if place in wanted}
+    return {hook: name for hook, name in names.items() if name is not None}
 
 
 def unfit(version: str, untested: str) -> tuple[str, str] | None:
@@ -179,8 +186,8 @@ def unfit(version: str, untested: str) -> tuple[str, str] | None:
     """
     judged = " or ".join(TESTED)
     if lacking := absent(version):
-        more = f" and {len(lacking) - 1} more" if len(lacking) > 1 else ""
-        return f"SGLang {judged}, or one with {lacking[0]}{more}", f"{version}, which lacks it"
+        others = f" and {len(lacking) - 1} more" if len(lacking) > 1 else ""
+        return f"SGLang {judged}, or one with {lacking[0]}{others}", f"{version}, which lacks it"
     if version not in (untested, *TESTED):
         return f"SGLang {judged}, or untested={version!r}", version
     return None
@@ -244,13 +251,21 @@ def slots_of(forward_batch: Any) -> Any:
     return forward_batch.out_cache_loc if virtual is None else virtual
 
 
+def add_information(message: Any, key: str, entries: Sequence[list[Any]]) -> None:
+    """Put ``entries``, a list for each request of a message with outputs, beside SGLang's information on its tokens."""
+    pack, unpack = _function(_PACKED), _function(_UNPACKED)
+    information = message.customized_info if unpack is None else unpack(message.customized_info)
+    information = {**(information or {}), key: list(entries)}
+    message.customized_info = information if pack is None else pack(information)
+
+
 def undecided_format() -> str:
     """The form of a choice for which a ``TopK`` names none. Up to 0.5.22 the runner's backend decides in each pass."""
     backend = _function(_RUNNER)()
     if backend.is_triton_kernels():
         return "TRITON_KERNEL"
-    asked = (getattr(backend, f"is_{name}", None) for name in _BYPASSING)
-    return "BYPASSED" if any(ask is not None and ask() for ask in asked) else "STANDARD"
+    checks = (getattr(backend, f"is_{name}", None) for name in _BYPASSING)
+    return "BYPASSED" if any(check is not None and check() for check in checks) else "STANDARD"
 
 
 _BYPASSING: Final = ("flashinfer_trtllm", "flashinfer_mxfp4", "experimental_sgl_trtllm")
@@ -269,6 +284,7 @@ __all__ = [
     "WAYS",
     "Place",
     "absent",
+    "add_information",
     "arguments",
     "experts_capturer",
     "first_rank",

@@ -12,7 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (  # type: igno
     KVConnectorStats,
 )
 
-from kvroute.connector.meter import BUCKETS_S, METRICS, SECONDS, WITHOUT_ROWS, Taken, merged
+from kvroute.connector.meter import WITHOUT_ROWS, Exported, Taken, merged
 
 OURS, INNER = "kvroute", "inner"
 
@@ -52,24 +52,16 @@ class PromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
 
     def __init__(self, inner: Any, config: Any, types: Any, labels: list[str], engines: dict[int, list[Any]]) -> None:
         super().__init__(config, types, labels, engines)
-        self._inner, self._metrics = inner, dict[str, Any]()
+        self._inner = inner
         for earlier in list(REGISTRY._collector_to_names):  # of an earlier engine in this process, as vLLM does
             if getattr(earlier, "_name", "").startswith(f"{OURS}:"):
                 REGISTRY.unregister(earlier)
-        for name, (help_text, more) in METRICS.items():
-            kind = {"buckets": BUCKETS_S} if name == SECONDS else {}
-            metric_class = types[Histogram if kind else Counter]
-            self._metrics[name] = metric_class(name=name, documentation=help_text, labelnames=[*labels, *more], **kind)
+        self._exported = Exported((types[Counter], types[Histogram]), labels)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         if self._inner is not None and transfer_stats_data.get(INNER):
             self._inner.observe(transfer_stats_data[INNER], engine_idx)
-        engine = self.per_engine_labelvalues[engine_idx]
-        for name, by_label in transfer_stats_data[OURS].items():
-            for label, grown in by_label.items():
-                metric = self._metrics[name].labels(*engine, *label.split("/", len(METRICS[name][1]) - 1))
-                for amount in grown if name == SECONDS else [grown]:
-                    (metric.observe if name == SECONDS else metric.inc)(amount)
+        self._exported.observe(transfer_stats_data[OURS], self.per_engine_labelvalues[engine_idx])
 
 
 __all__ = ["PromMetrics", "Stats"]

@@ -1,0 +1,119 @@
+"""SGLang's capturer of routed experts, replaced: it keeps SGLang's buffer on the device, and has no other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from kvroute.capture.hooks import ONCE
+from kvroute.capture.step_ids import OTHERS, REASONS
+from kvroute.connector.left import Tokens
+from kvroute.integrations.sglang import versions
+from kvroute.integrations.sglang.answers import Outbox
+from kvroute.integrations.sglang.rows import Launched, RoutedRows
+
+ANSWER: Final = "kvroute_answer"
+"""The attribute of SGLang's request with its answer, from its end until its message."""
+
+
+class Capturer:
+    """Replaces SGLang's ``RoutedExpertsCapturer``: keeps its device buffer, without its buffer on the host.
+
+    SGLang's buffer keeps the last call of a router, from row 0 on. So a pass in which a router was called twice, or
+    with fewer tokens than the pass has, has no rows. A pass that replays a CUDA graph calls no router.
+    The buffer is emptied behind each pass: what a pass did not write is missing, and never of an earlier one.
+    """
+
+    def __init__(self, theirs: Any, rows: RoutedRows) -> None:
+        self.theirs, self.rows, self.destroy = theirs, rows, rows.close
+        self.req: Any = None
+        """The request whose rows SGLang asks for next."""
+        self._tokens: dict[int, list[int]] = {}  # of each call of a layer's router in this pass
+        self._buffer: torch.Tensor = theirs.device_cache.buffer  # int32 [tokens, layers, top_k]
+        self._buffer.fill_(-1)
+        self._outbox: Outbox | None = None
+
+    def begin(self) -> None:
+        """A pass begins: earlier calls of routers, to warm up or to record a graph, are not its own."""
+        self._empty(0)
+
+    def _empty(self, rows: int) -> None:
+        """Nobody reads what is in the buffer any more; at least so many of its rows were written."""
+        rows = max([rows, *(max(tokens) for tokens in self._tokens.values())])
+        if rows:
+            self._buffer[:rows].fill_(-1)
+        self._tokens.clear()
+
+    def capture(self, layer_id: int, topk_indices: torch.Tensor) -> None:
+        """The choice int32 ``[tokens, top_k]`` of a layer's router."""
+        if not torch.compiler.is_compiling():
+            self._tokens.setdefault(layer_id, []).append(len(topk_indices))
+        self.theirs.capture(layer_id=layer_id, topk_indices=topk_indices)
+
+    def on_forward_end(
+        self, forward_batch: Any, can_run_graph: bool, cuda_graph_batch: int | None, no_copy_to_cpu: bool = False
+    ) -> Launched | None:
+        slots = versions.slots_of(forward_batch)
+        ids: torch.Tensor | str = self._unheard(len(slots))
+        if not ids:
+            ids = self.theirs._get_local_slice(forward_batch, can_run_graph, cuda_graph_batch)[: len(slots)].clone()
+        self._empty(max(len(slots), cuda_graph_batch or 0))  # behind the copy, on the same stream
+        launched = self.rows.launch(slots.clone(), ids, slots)
+        if no_copy_to_cpu:
+            return launched
+        launched.finalize()
+        return None
+
+    def _unheard(self, tokens: int) -> str:
+        """Why the buffer has not the ids of this pass with so many ``tokens``; empty if it has."""
+        for layer, calls in self._tokens.items():
+            if len(calls) > 1:
+                return f"{REASONS[ONCE]}: that of layer {layer}, with {calls} tokens of {tokens}"
+            if calls[0] < tokens:
+                return f"{OTHERS}: that of layer {layer}, {calls[0]} of {tokens}"
+        return ""
+
+    def get_topk(self, req_pool_idx: int, seqlen: int, req_to_token_pool: Any, start_len: int = 0) -> torch.Tensor:
+        """SGLang's field of :attr:`req`, which is over. It is filled before the request's message goes."""
+        slots = req_to_token_pool.req_to_token[req_pool_idx][: seqlen - 1].cpu().numpy().astype(np.int64)
+        req = self.req
+        ids = [*req.origin_input_ids, *req.output_ids_through_stop]
+        tokens: Tokens | None = Tokens(ids, len(req.origin_input_ids))
+        if req.input_embeds is not None or req.positional_embed_overrides is not None:
+            tokens = None  # SGLang gives such a prompt the same ids whatever it says
+        answer = self.rows.answer(req.rid, slots, min(start_len, len(slots)), tokens)
+        setattr(req, ANSWER, answer)
+        return answer.field
+
+    def stream(self, stream: Callable[[list[Any]], object], sender: Any, reqs: Sequence[Any]) -> None:
+        """SGLang streams what is new of these requests by ``stream``, to its ``sender``.
+
+        Those that are over and have asked for their rows get messages of their own: one is sent now, with the answers
+        that are ready, the other one later.
+        """
+        others = [req for req in reqs if not hasattr(req, ANSWER)]
+        over = [(req, vars(req).pop(ANSWER)) for req in reqs if hasattr(req, ANSWER)]
+        if others or not over:
+            stream(others)
+        ready = {req.rid for req, answer in over if answer.ready}
+        for is_ready in (True, False):
+            group = [(req, answer) for req, answer in over if (req.rid in ready) is is_ready]
+            if not group:
+                continue
+            self._outbox = self._outbox or Outbox(sender)
+            answers = {req.rid: answer for req, answer in group}
+            for message in self._outbox.kept(partial(stream, [req for req, _ in group])):
+                self.rows.answers.send(self._outbox, message, answers)
+
+
+def capturer() -> Capturer | None:
+    """This process's capturer, or ``None``."""
+    current = versions.experts_capturer()
+    return current if isinstance(current, Capturer) else None
+
+
+__all__ = ["ANSWER", "Capturer", "capturer"]
