@@ -58,6 +58,14 @@ def test_a_missing_package_is_named_with_its_part(
     assert found.returncode == USAGE
 
 
+@pytest.mark.parametrize("command", ["demo", "demo-pd"])
+def test_a_demo_says_what_it_will_do_before_it_imports_torch(tmp_path: Path, command: str) -> None:
+    """Goal: no silence while torch is imported, which takes minutes the first time. Method: where it cannot be."""
+    found = ran(tmp_path, ["torch"], command, "--requests", "12")
+    assert found.stdout.startswith(f"kvroute {command}: 12 requests in conversations, on ")
+    assert found.stdout.count("\n") == 1
+
+
 def test_prove_wants_no_torch() -> None:
     """Goal: ``kvroute prove`` needs only ``testing``, as documented. Method: a manager is proved where no other part is
     installed."""
