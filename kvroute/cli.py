@@ -18,6 +18,7 @@ from typing import Any, Final, NamedTuple, NoReturn
 
 from cache_manager.errors import ConfigError, KVRouteError
 from kvroute import __version__
+from kvroute.findings import STDOUT, console, write_json
 
 FAILED, USAGE = 1, 2
 """Exit statuses: the job ran and found something wrong; it could not be started as asked."""
@@ -75,6 +76,13 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         self.exit(USAGE, f"{self.prog}: {message}; see {self.prog} --help\n")
 
+    def parse_known_args(self, *given: Any, **more: Any) -> Any:
+        """A command's own parser reports what it does not know: its help is what the reader needs."""
+        parsed, unknown = super().parse_known_args(*given, **more)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return parsed, unknown
+
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="kvroute", description="Routing rows that follow KV blocks: never wrong, never silent.")
@@ -113,9 +121,8 @@ def _fsck(directory: Path, json: Path | None, **how: Any) -> int:
     from cache_manager.storage.file import fsck
 
     report = fsck(directory, **how)
-    if json is not None:
-        json.write_text(report.to_json())
-    sys.stdout.write(report.to_text())
+    write_json(json, report.to_json())
+    console(json).write(report.to_text())
     return 0 if report.sound else FAILED
 
 
@@ -124,7 +131,12 @@ def _directory(text: str) -> Path:
 
 
 def _file(text: str) -> Path:
-    """A file that can be written: told before the work whose findings go there. Its directory is made."""
+    """A file that can be written: told before the work whose findings go there. Its directory is made.
+
+    ``-`` is standard output.
+    """
+    if text == str(STDOUT):
+        return STDOUT
     try:
         (file := Path(text)).parent.mkdir(parents=True, exist_ok=True)
         file.open("a").close()
@@ -151,6 +163,7 @@ def _judged(judge: str, *among: str, **how: Any) -> Callable[[str], str]:
 
 _STORE_URL = _judged("cache_manager.storage:check_store_url", "mooncake")
 _ROLLOUTS_URL = _judged("kvroute.rollout:check_rollouts_url", "")
+_SERVER_URL = _judged("kvroute.verify.asking:check_url")
 _ADDRESS = _judged("transfer.zmq_settings:check_address", field="address", curve=False)
 
 
@@ -207,7 +220,7 @@ _MODEL = _flag(
     choices=("qwen3_moe", "deepseek_v3", "olmoe", "mixtral"),
     help="family of the small model",
 )
-_JSON = _flag("--json", type=_file, metavar="FILE", help="write the findings to this file, too")
+_JSON = _flag("--json", type=_file, metavar="FILE", help="write the findings to this file, too; - is standard output")
 _STORE = (
     "where blocks outlive the restart: file:///DIRECTORY, mooncake://HOST:PORT/PREFIX of a pool, or the word mooncake, "
     "for a pool that the demo starts and ends (by default a temporary directory)"
@@ -305,7 +318,7 @@ COMMANDS: Final[dict[str, Command]] = {
         "judge the routed experts that a server hands out, with kvroute or without, row by row",
         "kvroute.verify:main",
         (
-            _flag("--url", required=True, metavar="URL", help="http://HOST:PORT of vLLM or SGLang"),
+            _flag("--url", required=True, type=_SERVER_URL, metavar="URL", help="http://HOST:PORT of vLLM or SGLang"),
             _flag("--model", type=Path, required=True, metavar="DIR", help="the checkpoint, or its config.json alone"),
             _flag(
                 "--rollouts",
@@ -314,7 +327,7 @@ COMMANDS: Final[dict[str, Command]] = {
                 metavar="URL",
                 help="the rollout store that the engine leaves routes in",
             ),
-            _number("--requests", 48, "prompts to send"),
+            _number("--requests", 48, "prompts to send, or some more: they come in groups"),
             _number("--longest", None, "tokens of the longest prompt (512, or what the model takes)"),
             _number("--new", 16, "tokens to ask for"),
             _number("--seed", 0, "of the prompts", 0),
@@ -324,12 +337,13 @@ COMMANDS: Final[dict[str, Command]] = {
                 choices=("auto", "float32", "bfloat16", "float16"),
                 help="the server's precision: a row whose experts rounding could change is unjudged",
             ),
+            _JSON,
         ),
     ),
     "doctor": Command(
         "what this machine lacks, and the command that installs it",
         "kvroute.doctor:main",
-        (_flag("--require", choices=("mooncake", "vllm", "sglang"), help="a lack of this part is a problem"),),
+        (_flag("--require", choices=("mooncake", "vllm", "sglang"), help="a lack of this part is a problem"), _JSON),
     ),
 }
 

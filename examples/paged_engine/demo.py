@@ -9,8 +9,9 @@ from functools import partial
 from typing import Any, Final
 
 from cache_manager.progress import Progress
+from cache_manager.storage import open_store
 from kvroute.findings import console
-from paged_engine.options import Options, first_line
+from paged_engine.options import MOONCAKE, Options, first_line
 
 TITLES: Final = {"Demo": "kvroute demo", "DemoPD": "kvroute demo-pd"}
 
@@ -20,6 +21,9 @@ def main(kind: str = "Demo", **flags: Any) -> int:
     options = Options(**flags)
     with Progress(console(options.json)) as progress:
         progress.print(f"{first_line(TITLES[kind], options)}\n")
+        if options.store not in (None, MOONCAKE):
+            progress.say(f"opening {options.store}")
+            open_store(options.store).close()  # one that cannot be opened costs no minute
         progress.say("importing torch and transformers")
         from paged_engine import drivers
 

@@ -36,7 +36,7 @@ from paged_engine.beside import Beside, whence
 from paged_engine.engine import Engine
 from paged_engine.judge import Checker, SecondRun, Verdict
 from paged_engine.models import build_model, weights_digest
-from paged_engine.options import Options
+from paged_engine.options import MOONCAKE, Options
 from paged_engine.pool import running_pool
 from paged_engine.processes import Pair
 from paged_engine.request import FinishReason, Output
@@ -54,8 +54,6 @@ SampleId = tuple[str, int]
 """Request id and the number of the sample."""
 Outputs = Mapping[SampleId, Output]
 TEMPORARY: Final = "a temporary directory, removed"
-MOONCAKE: Final = "mooncake"
-"""In place of a store's URL: a Mooncake pool that the demo starts and ends."""
 
 
 class Driver:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 from cache_manager.errors import ConfigError
 from paged_engine.request import EngineConfig
 from paged_engine.workload import conversations, longest_tokens
+
+MOONCAKE: Final = "mooncake"
+"""In place of a store's URL: a Mooncake pool that the demo starts and ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +20,7 @@ class Options:
 
     By default the device has room for a quarter of the conversations at their longest, but at least one and a quarter
     and at most three; the host has the same. That is less than the running sequences need. ``store`` is a URL or
-    ``mooncake``. Model and KV are on ``device``; on ``cuda`` one launch a pass captures the rows. With
+    ``MOONCAKE``. Model and KV are on ``device``; on ``cuda`` one launch a pass captures the rows. With
     ``transfer_process`` the cache-transfer process copies KV.
 
     Raises :class:`ConfigError` naming the flag.
