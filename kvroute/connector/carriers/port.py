@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -204,6 +204,8 @@ class WorkerSide:
 class Carrier:
     """How rows arrive beside KV from outside. A value; see :mod:`kvroute.connector.carriers`."""
 
+    word: ClassVar[str] = "none"
+    """What the settings, and the log, call it."""
     flagged: bool = False
     """Whether rows without a proof of the last router's choice are handed out, with a flag."""
 
