@@ -254,7 +254,7 @@ class AuxBlocks:
         """
         device = self._device
         try:
-            return Step(device, slots, steps_max=self._steps_max, in_place=in_place, strict=self._mistakes.strict)
+            return Step(device, slots, self._mistakes, steps_max=self._steps_max, in_place=in_place)
         except KVRouteError as error:
             known, n = readable(slots)
             blocks = None if known is None else known // device.tokens
