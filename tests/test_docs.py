@@ -148,6 +148,29 @@ def test_every_claim_with_a_name_is_an_invariant() -> None:
             assert (ROOT / name).exists() or list((ROOT / "tests").glob(f"*/{name}")), name
 
 
+def test_the_map_has_every_module_and_no_other() -> None:
+    """Goal: the page of the architecture is true. Method: what stands at the first level of each package is on it; what
+    its tables and its two maps name first is in a package."""
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    there = {
+        home: {path.stem for path in (ROOT / home).iterdir() if path.suffix == ".py" or path.is_dir()}
+        - {"__init__", "__main__", "__pycache__", "errors"}
+        for home in OURS
+    }
+    for home, modules in there.items():
+        begin = page.index(f"## One page map of `{home}`")
+        part = page[begin : page.find("\n## ", begin + 3)]
+        prefixes = {word.split("_")[0] for word in re.findall(r"\b\w+_\*", part)}  # zmq_*
+        missing = [
+            name for name in modules if not re.search(rf"\b{name}\b", part) and name.split("_")[0] not in prefixes
+        ]
+        assert missing == [], home
+    rows = re.findall(r"^\| (`.+?) \| ", page.partition("## One page map of `kvroute`")[2], re.MULTILINE)
+    named = {name.strip("/") for row in rows for name in re.findall(r"`([\w/]+)`", row)}
+    files = {path.relative_to(ROOT / "kvroute").with_suffix("").as_posix() for path in (ROOT / "kvroute").glob("**/*")}
+    assert sorted(named - files) == []
+
+
 def test_the_kit_s_calls_have_their_signatures() -> None:
     """Goal: an adapter is written from the page. Method: the page's calls and those of the class, by their names, and
     their arguments by theirs."""
