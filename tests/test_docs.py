@@ -171,6 +171,16 @@ def test_the_map_has_every_module_and_no_other() -> None:
     assert sorted(named - files) == []
 
 
+def test_the_numbers_of_formats_are_those_of_the_code() -> None:
+    """Goal: an operator knows what an upgrade costs. Method: each number of the page, and its constant."""
+    page = (ROOT / "docs" / "compatibility.md").read_text()
+    rows = re.findall(r"^\| [^|]+ \| (\d+) \| `([\w.]+):(\w+)` \|", page, re.MULTILINE)
+    assert len(rows) == 9
+    for number, module, constant in rows:
+        value = getattr(import_module(module), constant)
+        assert str(value).rpartition("/")[2] == number, f"{module}:{constant}"
+
+
 def test_the_kit_s_calls_have_their_signatures() -> None:
     """Goal: an adapter is written from the page. Method: the page's calls and those of the class, by their names, and
     their arguments by theirs."""
