@@ -12,6 +12,7 @@ import socket
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from errno import EISDIR
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Final, NamedTuple, NoReturn
@@ -138,6 +139,8 @@ def _file(text: str) -> Path:
     if text == str(STDOUT):
         return STDOUT
     try:
+        if text.endswith(os.sep):
+            raise IsADirectoryError(EISDIR, os.strerror(EISDIR), text)
         (file := Path(text)).parent.mkdir(parents=True, exist_ok=True)
         file.open("a").close()
     except OSError as error:

@@ -103,6 +103,10 @@ def test_prove_wants_no_torch() -> None:
         (("prove", "..:X"), "kvroute prove: adapter: wanted MODULE:ADAPTER, a module that can be imported"),
         (("fsck", ".", "--json", "."), "kvroute fsck: argument --json: wanted a file that can be written, got '.'"),
         (
+            ("fsck", ".", "--json", "new/"),
+            "kvroute fsck: argument --json: wanted a file that can be written, got 'new/' (Is",
+        ),
+        (
             ("demo", "--json", "."),
             "kvroute demo: argument --json: wanted a file that can be written, got '.' (Is",
         ),
