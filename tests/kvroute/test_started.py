@@ -7,6 +7,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from kvroute.connector.meter import PAGE, Meter
 from kvroute.connector.settings import Settings
 from kvroute.connector.started import started
 from kvroute.connector.versions import AS_LOADED
+from kvroute.integrations.sglang.hooks import carrier_of
 from kvroute.integrations.vllm import log
 
 SPEC = kvroute.routing_spec(num_experts=8, top_k=2, layer_ids=[1, 2], num_layers=3, block_tokens=16)
@@ -88,3 +90,15 @@ def test_a_line_about_missing_rows_names_a_page_that_is_there(caplog: pytest.Log
     page, _, anchor = PAGE.partition("#")
     headings = (Path(__file__).parents[2] / page).read_text().splitlines()
     assert f"## {anchor.capitalize()}" in headings
+
+
+@pytest.mark.parametrize(
+    ("flag", "carrier"),
+    [
+        ("", "none"),
+        ("enable_hierarchical_cache", "hierarchical cache"),
+        ("enable_unified_cache_external_linker", "linker"),
+    ],
+)
+def test_sglang_s_carrier_is_named_by_its_arguments(flag: str, carrier: str) -> None:
+    assert carrier_of(SimpleNamespace(**({flag: True} if flag else {}))) == carrier
