@@ -9,9 +9,12 @@ from pathlib import Path
 import pytest
 from serving import ForkedPair, pair
 
+from cache_manager.errors import StorageError
 from cache_manager.progress import Progress
 from paged_engine import drivers, processes
 from paged_engine.options import Options
+from paged_engine.pool import running_master
+from paged_engine.processes import hold_port
 
 pytestmark = pytest.mark.xdist_group("processes")
 
@@ -37,6 +40,15 @@ def test_a_process_that_works_is_waited_for_and_one_that_does_not_is_named(
         servers.prefill.send(signal.SIGCONT)
         monkeypatch.undo()
         servers.wait_ready()
+
+
+def test_a_pool_that_ends_at_once_is_not_waited_for() -> None:
+    """Goal: a program that cannot start is told from one that is slow. Method: a flag that it refuses."""
+    master = running_master(hold_port(), hold_port(), "--no_such_flag=1")
+    with pytest.raises(
+        StorageError, match=r"mooncake_master ended with status \d+; `kvroute doctor --require mooncake`"
+    ):
+        master.__enter__()
 
 
 def test_a_process_that_dies_meanwhile_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
