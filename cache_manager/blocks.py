@@ -108,12 +108,21 @@ class AuxBlocks:
         """Makes the keys of blocks, in the present namespace; :meth:`reset` begins another one."""
         return self._own_keys.chain
 
+    def __repr__(self) -> str:
+        specs = ", ".join(spec.name for spec in self.layout.specs)
+        blocks = f"{self.device_blocks} device and {self.host_blocks} host blocks of {self.block_tokens} tokens"
+        store = "no store" if self.store is None else "a store"
+        version = self.namespace.weights_version
+        return f"AuxBlocks({specs}; {blocks}, {store}, {self.namespace.model!r} at weights version {version})"
+
     @property
     def namespace(self) -> Namespace:
+        """Model, weights version and rank of the rows here; :meth:`reset` begins another one."""
         return self.keys.namespace
 
     @property
     def counters(self) -> AuxCounters:
+        """What has happened so far, copied: rows read, missing and moved, and every mistake that was dropped."""
         return self._lock.counters()
 
     @property
@@ -252,7 +261,7 @@ class AuxBlocks:
         """
         device = self._device
         try:
-            return Step(device, slots, steps_max=self._steps_max, in_place=in_place, strict=self._mistakes.strict)
+            return Step(device, slots, self._mistakes, steps_max=self._steps_max, in_place=in_place)
         except BaseException as error:  # whatever refuses the slots: the engine's pass writes at them
             known, n = readable(slots)
             blocks = None if known is None else known // device.tokens

@@ -26,7 +26,7 @@ SCOPE_NBYTES = 8
 KEY_NBYTES = 32
 
 BlockKey = NewType("BlockKey", bytes)
-"""32 bytes: scope (8) and digest (24)."""
+BlockKey.__doc__ = "The name of a block's content: 32 bytes, scope (8) and digest (24). ``KeyChain`` makes them."
 
 Tokens = Sequence[int] | NDArray[Any]
 
@@ -72,6 +72,7 @@ class Namespace:
 
     @property
     def canonical(self) -> bytes:
+        """The one byte string that stands for these fields: each part is tagged and has its length in front."""
         parts = (
             _part(b"model", self.model.encode()),
             _part(b"weights", self.weights_version.to_bytes(8, "little")),

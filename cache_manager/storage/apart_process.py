@@ -50,7 +50,7 @@ class Failure(msgspec.Struct, frozen=True):
         if not isinstance(error, KVRouteError):
             return cls("StorageError", f"{type(error).__name__}: {error}")
         fields = {name: value if isinstance(value, int) else str(value) for name, value in vars(error).items()}
-        kinds = (kind.__name__ for kind in type(error).__mro__ if kind.__module__ == errors.__name__)
+        kinds = (kind.__name__ for kind in type(error).__mro__ if getattr(errors, kind.__name__, None) is kind)
         return cls(next(kinds), str(error), fields)
 
     def error(self) -> KVRouteError:

@@ -23,7 +23,7 @@ from cache_manager.blocks import AuxBlocks
 from cache_manager.errors import InvalidInputError
 from cache_manager.keys import Namespace
 from cache_manager.manager import BlockManager
-from cache_manager.ports import StorageBackend
+from cache_manager.ports import KVBlocks, StorageBackend
 from cache_manager.spec import align
 from cache_manager.step import PADDING
 from kvroute.capture.capture import RoutingCapture
@@ -50,7 +50,7 @@ class Engine:
     """Generates for requests over ``config.device_blocks`` KV blocks, and hands out routes with every sample.
 
     ``namespace`` must name the weights: with a ``store``, KV and rows that an earlier engine of the same namespace
-    stored are reused; the caller closes the store.
+    stored are reused; the caller closes the store. What ``around`` makes of the engine's KV is told of every move.
 
     Raises :class:`InvalidInputError` for a model without routers, and for one whose tokens depend on each other by more
     than paged attention (:func:`~paged_engine.attention.kv_shape`): recurrent state is in no block.
@@ -64,6 +64,7 @@ class Engine:
         *,
         store: StorageBackend | None = None,
         observer: Observer = nullcontext,
+        around: Callable[[PagedKV], KVBlocks] = lambda kv: kv,
     ) -> None:
         self.config, self._model, self._observer = config, model, observer
         self.spec = routing_spec_from_hf(model.config, config.block_tokens)  # type: ignore[arg-type]
@@ -79,7 +80,7 @@ class Engine:
             host_blocks=config.host_blocks,
             namespace=namespace,
             store=store,
-            kv=self.kv,
+            kv=around(self.kv),
             memory="shared",
             jobs=config.jobs,
         )

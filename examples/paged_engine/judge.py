@@ -36,6 +36,7 @@ class Verdict:
 
     ``rows_judged_by_recompute`` are rows that only a second run could judge. Of ``compared`` (row, layer) pairs, the
     second run chose the same set of experts in ``agreed``; of ``answers_wrong`` samples it has other tokens.
+    ``slot_rows_wrong`` are rows that a buffer keyed by slot had wrong, for the same tokens.
     """
 
     answers_wrong: int = 0
@@ -45,6 +46,7 @@ class Verdict:
     rows_judged_by_recompute: int = 0
     compared: int = 0
     agreed: int = 0
+    slot_rows_wrong: int = 0
 
     @property
     def agreement(self) -> float:
@@ -93,6 +95,8 @@ class Checker:
         self.computed_differently: set[tuple[str, int]] = set()
         """Owner and position of rows whose second computation had another result."""
         self._watch: RouterWatch
+        self.routed: NDArray[np.int32]
+        """The routers' choices in the latest pass, ``[tokens, layers, top_k]``; padding is behind them."""
 
     @contextmanager
     def watching(self, model: nn.Module) -> Iterator[None]:
@@ -109,7 +113,8 @@ class Checker:
         self._watch.forget()  # passes by others in between
         spans = [(each.sequence.owner, tuple(each.sequence.tokens[: each.stop]), each.start) for each in work]
         yield
-        rows = iter(self._watch.take())
+        self.routed = self._watch.take()
+        rows = iter(self.routed)
         for owner, tokens, start in spans:
             first = self._first.setdefault(owner, {})
             for position, digest in enumerate(_prefix_digests(tokens, start), start):
@@ -122,14 +127,17 @@ class Checker:
         """From here on passes use other weights."""
         self._witnessed.append({})
 
-    def judge(self, output: Output, second: SecondRun | None = None) -> Verdict:
+    def judge(
+        self, output: Output, second: SecondRun | None = None, by_slot: NDArray[np.int32] | None = None
+    ) -> Verdict:
         """The verdict on one sample, which should have rows for all tokens but the last.
 
-        Without a ``second`` run a row that was never recorded is wrong, and tokens are not judged.
+        Without a ``second`` run a row that was never recorded is wrong, and tokens are not judged. ``by_slot [tokens,
+        layers, top_k]`` are the rows of the same tokens from a buffer keyed by slot, judged alike.
         """
         ids, valid = np.asarray(output.routes.ids).astype(np.int32), np.asarray(output.routes.valid)
         again, expected = np.full(ids.shape, -1, np.int32), len(output.sequence) - 1
-        answer_wrong = wrong = judged_by_recompute = 0
+        answer_wrong = wrong = judged_by_recompute = slot_wrong = 0
         if second is not None:
             again, logits = second(output.sequence)
             answer_wrong = not _sampled_from(logits, output)
@@ -141,10 +149,12 @@ class Checker:
                 judged_by_recompute += 1
                 witnessed = {again[position].tobytes()}
             wrong += ids[position].tobytes() not in witnessed
+            if by_slot is not None:
+                slot_wrong += by_slot[position].tobytes() not in witnessed
         same = (np.sort(ids, axis=2) == np.sort(again[: len(ids)], axis=2)).all(axis=2)[valid]
         missing = expected - int(np.count_nonzero(valid[:expected]))
         agreed = int(np.count_nonzero(same))
-        return Verdict(answer_wrong, expected, wrong, missing, judged_by_recompute, same.size, agreed)
+        return Verdict(answer_wrong, expected, wrong, missing, judged_by_recompute, same.size, agreed, slot_wrong)
 
     def _sampled_with(self, digest: bytes, position: int, of: Output) -> set[bytes]:
         """The rows that are right at ``position``: empty if none was recorded."""

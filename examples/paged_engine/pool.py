@@ -19,7 +19,7 @@ from typing import Final, NamedTuple
 from cache_manager.errors import StorageError
 from paged_engine.processes import ServerError, hold_port, tied, until
 
-START_S: Final = 60.0
+START_S: Final = 300.0
 
 
 class Pool(NamedTuple):
@@ -64,8 +64,10 @@ def _running(name: str, flags: str, *ports: int) -> Iterator[subprocess.Popen[by
         try:
             with suppress(ServerError):
                 until(lambda: started.poll() is not None or all(map(_answers, ports)), name, START_S)
-            if started.poll() is not None or not all(map(_answers, ports)):
-                raise StorageError(f"no Mooncake pool: {name} does not start; {remedy}")
+            if started.poll() is not None:
+                raise StorageError(f"no Mooncake pool: {name} ended with status {started.returncode}; {remedy}")
+            if not all(map(_answers, ports)):
+                raise StorageError(f"no Mooncake pool: {name} has not answered within {START_S:.0f} s")
             yield started
         finally:
             started.kill()

@@ -13,13 +13,20 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, Self
 
 from cache_manager.errors import KVRouteError
 
 READY_S: Final = 180.0
+"""How long a process that is not ready may do nothing at all; one that works is slow, not broken."""
+READY_MAX_S: Final = 3600.0
 END_S: Final = 60.0
+SEEN_ENDED_S: Final = 2.0
+"""How long a process that gives no answer has until its end is seen."""
+LOG_MAX: Final = 3000
+"""Characters of a failed process's log that its error shows."""
 ASK_S: Final = 300.0
 
 TIED: Final = """
@@ -85,15 +92,39 @@ class Server:
         return found["free"] == found["of"] and not found["http"]["in_flight"] and not found["unfinished"]
 
     def wait_ready(self) -> None:
-        until(self._ready, f"{self.command} is ready", READY_S)
+        """Return when it answers; :class:`ServerError` if it ends, or does nothing for ``READY_S``, before that."""
+        began_s = worked_s = time.monotonic()
+        cpu_s = 0.0
+        while not self._ready():
+            now_s, used_s = time.monotonic(), self._cpu_s()
+            if used_s > cpu_s:
+                cpu_s, worked_s = used_s, now_s
+            if now_s - worked_s > READY_S or now_s - began_s > READY_MAX_S:
+                raise self._failed(f"not ready after {now_s - began_s:.0f} s, {cpu_s:.0f} s of them on a processor")
+            time.sleep(0.02)
+
+    def check(self, within_s: float = 0.0) -> None:
+        """Raise :class:`ServerError` if the process has ended, or does so in this time."""
+        with suppress(subprocess.TimeoutExpired):
+            status = self.process.wait(within_s)
+            raise self._failed(f"ended with status {status}")
+
+    def _cpu_s(self) -> float:
+        """Seconds that the process has had on a processor; 0 once it is gone."""
+        try:
+            fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            return 0.0
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     def _ready(self) -> bool:
-        if (status := self.process.poll()) is not None:
-            raise self._failed(f"ended with status {status}")
+        self.check()
         return self.ask("/healthz")[0] == 200
 
     def _failed(self, how: str) -> ServerError:
-        return ServerError(f"{self.command}: {how}:\n{self._log.read_text(errors='replace')[-3000:]}")
+        log = self._log.read_text(errors="replace").rstrip()
+        *earlier, last = log[-LOG_MAX:].splitlines() or ["nothing"]
+        return ServerError("\n".join([f"{self.command}: {how}; it last said: {last}", *earlier]))
 
     def end(self) -> int:
         """Send SIGTERM; returns the exit status. A process that does not end in time is killed: status -9."""
@@ -123,6 +154,11 @@ class Pair:
         except BaseException:
             self.prefill.kill()
             raise
+
+    def check(self) -> None:
+        """Raise :class:`ServerError` if one of them has ended; call it when one gave no answer."""
+        self.prefill.check(SEEN_ENDED_S)
+        self.decode.check(SEEN_ENDED_S)
 
     def wait_ready(self) -> None:
         self.prefill.wait_ready()

@@ -28,6 +28,8 @@ METRICS: Final[Mapping[str, tuple[str, tuple[str, ...]]]] = {
 WHAT: Final = ("persist", "restore", "transfer", "answer")
 BUCKETS_S: Final = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 
+PAGE: Final = "docs/missing-rows.md#causes"
+"""What an operator finds there: each cause, and what helps."""
 NO_IDS: Final = "ids that no router can choose, or KV that could not be loaded"
 
 Taken = dict[str, dict[str, Any]]
@@ -65,7 +67,7 @@ class Meter:
             first = cause not in self.missing
             self.missing[cause] += tokens
         if first:
-            logger.warning("%d tokens have no rows: %s; further ones are counted", tokens, reason)
+            logger.warning("%d tokens have no rows: %s; further ones are counted; see %s", tokens, reason, PAGE)
 
     def lose_field(self, reason: str) -> None:
         """Count an answer without its field, by the cause in ``reason``."""

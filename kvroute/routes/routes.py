@@ -157,14 +157,17 @@ class Routes(Cells):
 
     @property
     def num_experts(self) -> int:
+        """Ids are below this."""
         return self.layout.num_experts
 
     @property
     def num_layers(self) -> int:
+        """Layers of the model, with a router or without."""
         return self.layout.num_layers
 
     @property
     def top_k(self) -> int:
+        """Experts that a layer chooses for a token."""
         return self.layout.top_k
 
     def __len__(self) -> int:

@@ -6,13 +6,14 @@ computes the right rows.
 
 from __future__ import annotations
 
-import json
-import sys
 from contextlib import ExitStack, closing
+from json import dumps, loads
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from cache_manager.errors import InvalidInputError
+from cache_manager.progress import Progress
+from kvroute.findings import console, write_json
 from kvroute.rollout import open_rollouts
 from kvroute.routing import routing_spec_from_hf
 from kvroute.verify.asking import NO_ROWS, Answer, Server, ServerError, played
@@ -24,7 +25,16 @@ COLUMNS: Final = ("right", "wrong", "missing", "unjudged")
 
 
 def main(
-    *, url: str, model: Path, rollouts: str, requests: int, longest: int | None, new: int, seed: int, dtype: str
+    *,
+    url: str,
+    model: Path,
+    rollouts: str,
+    requests: int,
+    longest: int | None,
+    new: int,
+    seed: int,
+    dtype: str,
+    json: Path | None = None,
 ) -> int:
     """``kvroute verify``; 1 if a row is wrong or a request has no answer."""
     spec = routing_spec_from_hf(model, block_tokens=1)
@@ -33,27 +43,50 @@ def main(
     for name, number, least in (("--requests", requests, 1), ("--longest", longest, 16), ("--new", new, 1)):
         if number < least:
             raise InvalidInputError(name, f"{least} or more", number)
+    told: list[list[Answer] | ServerError] = []
     with ExitStack() as stack:
-        rollout_store = stack.enter_context(closing(open_rollouts(rollouts))) if rollouts else None
-        server = Server(url, spec, rollout_store, new, seed)
-        replies = list(played(server, requests, longest, vocabulary))
-    answers = [answer for reply in replies if not isinstance(reply, ServerError) for answer in reply]
-    failed = [reply for reply in replies if isinstance(reply, ServerError)]
+        progress = stack.enter_context(Progress(console(json)))
+        progress.say(f"asking {url}")
+        left = stack.enter_context(closing(open_rollouts(rollouts))) if rollouts else None
+        server = Server(url, spec, left, new, seed)
+        rows = 0
+        for answer in played(server, requests, longest, vocabulary):
+            told.append(answer)
+            rows += 0 if isinstance(answer, ServerError) else sum(len(completion.ids) for completion in answer)
+            progress.say(f"{len(told)}/{max(requests, len(told))} requests, {rows:,} rows")
+        return _judged(server, told, model, dtype, progress, json)
+
+
+def _judged(
+    server: Server,
+    told: list[list[Answer] | ServerError],
+    model: Path,
+    dtype: str,
+    progress: Progress,
+    json: Path | None,
+) -> int:
+    """Judge what came, and report it; the exit status."""
+    answers = [answer for each in told if not isinstance(each, ServerError) for answer in each]
+    failed = [each for each in told if isinstance(each, ServerError)]
     if answers and all(answer.refused == NO_ROWS for answer in answers):
         wanted = "a server that returns them: --enable-return-routed-experts, or kvroute's connector"
         raise ServerError("routed_experts", wanted, NO_ROWS)
+    progress.say("importing torch and transformers, and reading the weights")
     from kvroute.verify.weights import Weights
 
-    weights, by = Weights.where_they_fit(model, spec, dtype)
-    findings = judge(answers, spec, weights)
-    sys.stdout.write(f"{server.url}: {server.engine}, {len(replies)} requests, judged by {by}\n")
-    sys.stdout.write(report(findings, failed))
-    return int(bool(findings.of("wrong") or failed))
+    weights, by = Weights.where_they_fit(model, server.spec, dtype)
+    progress.say(f"judging {len(answers)} answers")
+    found = judge(answers, server.spec, weights)
+    wrong = bool(found.of("wrong") or failed)
+    head = {"url": server.url, "engine": server.engine, "requests": len(told), "judged_by": by}
+    progress.print(f"{server.url}: {server.engine}, {len(told)} requests, judged by {by}\n{report(found, failed)}")
+    write_json(json, to_json(head | {"ok": not wrong}, found, failed))
+    return int(wrong)
 
 
 def _limits(model: Path) -> tuple[int, int]:
     """The number of token ids, and the model's largest number of tokens."""
-    config = json.loads((model / "config.json" if model.is_dir() else model).read_text())
+    config = loads((model / "config.json" if model.is_dir() else model).read_text())
     fields = {**config, **config.get("text_config", {})}
     return int(fields.get("vocab_size", 1000)), int(fields.get("max_position_embeddings", 1 << 20))
 
@@ -78,4 +111,28 @@ def report(findings: Findings, failed: list[ServerError]) -> str:
     return "\n".join(lines) + "\n"
 
 
-__all__ = ["Answer", "Findings", "main", "report"]
+def to_json(head: dict[str, Any], found: Findings, failed: list[ServerError]) -> str:
+    """The same for programs: ``head``, rows by kind of question and verdict, their sum, and what is wrong."""
+    wrong = found.shortest
+    shortest = wrong and {
+        "what": wrong.answer.kind,
+        "prompt": wrong.answer.tokens[: wrong.answer.prompt],
+        "new": wrong.answer.tokens[wrong.answer.prompt :],
+        "position": wrong.position,
+        "router": wrong.layer,
+        "wanted": wrong.wanted if wrong.wanted[0] >= 0 else None,
+        "got": wrong.got,
+        "fault": wrong.fault,
+    }
+    findings = head | {
+        "rows": {what: {column: count[column] for column in COLUMNS} for what, count in found.rows.items()},
+        "all": {column: found.of(column) for column in COLUMNS},
+        "faults": dict(found.faults),
+        "refused": dict(found.refused),
+        "failed": [str(error) for error in failed],
+        "shortest": shortest,
+    }
+    return dumps(findings, indent=2) + "\n"
+
+
+__all__ = ["Answer", "Findings", "main", "report", "to_json"]

@@ -11,12 +11,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from http.client import HTTPException
 from typing import Any, Final
+from urllib.parse import urlsplit
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from cache_manager.errors import InvalidInputError, MismatchError, RowError
+from cache_manager.errors import ConfigError, MismatchError, RowError
 from cache_manager.spec import AuxBlockDataSpec
 from kvroute.connector import own_field
 from kvroute.connector.answers import routes
@@ -64,14 +65,24 @@ class Answer:
         return np.asarray((self.ids >= 0).all(axis=2))
 
 
+def check_url(url: str) -> None:
+    """Raise :class:`ConfigError` unless this is the address of an HTTP server."""
+    try:
+        parts = urlsplit(url)
+        right = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is none
+        right = False
+    if not right:
+        raise ConfigError("--url", "http://HOST:PORT", repr(url))
+
+
 class Server:
     """A server at ``url`` that serves the model of ``spec``."""
 
     def __init__(self, url: str, spec: AuxBlockDataSpec, rollouts: RolloutStore | None, new: int, seed: int) -> None:
         self.url, self.spec, self.new, self.seed = url.rstrip("/"), spec, new, seed
         self._rollouts = rollouts
-        if not self.url.startswith(("http://", "https://")):
-            raise InvalidInputError("--url", "http://HOST:PORT", repr(url))
+        check_url(url)
         models = self._sent("/v1/models")
         try:
             served = models["data"][0]
@@ -196,4 +207,4 @@ def played(server: Server, requests: int, longest: int, vocabulary: int) -> Iter
         yield from ask([Question("asked again", question.prompt)])
 
 
-__all__ = ["NO_ROWS", "Answer", "Question", "Server", "ServerError", "played", "rows_of"]
+__all__ = ["NO_ROWS", "Answer", "Question", "Server", "ServerError", "check_url", "played", "rows_of"]

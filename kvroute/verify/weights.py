@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, Self
 
 import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
 from cache_manager.errors import InvalidInputError
 from cache_manager.spec import AuxBlockDataSpec
@@ -22,12 +24,25 @@ HEADROOM: Final = 1.25
 """Free memory must be so many times the weights."""
 
 
+@contextmanager
+def _no_bar() -> Iterator[None]:
+    """transformers draws no bar of its own, which is drawn where output is piped, too."""
+    drawn = is_progress_bar_enabled()
+    disable_progress_bar()
+    try:
+        yield
+    finally:
+        if drawn:
+            enable_progress_bar()
+
+
 class Weights:
     """A checkpoint, computed in float32 if there is memory for that, else in its own dtype."""
 
     def __init__(self, home: Path, spec: AuxBlockDataSpec, noise: float, computed: torch.dtype) -> None:
         self._noise = noise
-        self._model: Any = AutoModelForCausalLM.from_pretrained(home, dtype=computed).eval()
+        with _no_bar():
+            self._model: Any = AutoModelForCausalLM.from_pretrained(home, dtype=computed).eval()
         self._routers = find_routers(self._model)
         if tuple(self._routers) != spec.attrs["layer_ids"]:
             raise InvalidInputError("layers with a router", list(spec.attrs["layer_ids"]), list(self._routers))

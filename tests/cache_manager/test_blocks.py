@@ -155,3 +155,11 @@ def test_a_copy_brings_the_first_rows_that_it_may() -> None:
         aux.copy([(0, 1), (0, 2)], rows=[2, 4])
         assert aux.read("routing", [1], generations=lives[1:2]).valid.tolist() == [True, True, False, False]
         assert aux.read("routing", [2], generations=lives[2:]).valid.all()
+
+
+def test_a_set_of_blocks_shows_what_it_is() -> None:
+    """Goal: a debugger and a log show sizes and namespace, not an address in memory."""
+    spec = AuxBlockDataSpec("routing", (2, 1), "uint8", 4)
+    with AuxBlocks([spec], blocks=8, host_blocks=2, namespace=Namespace("m", 17)) as aux:
+        shown = "AuxBlocks(routing; 8 device and 2 host blocks of 4 tokens, no store, 'm' at weights version 17)"
+        assert repr(aux) == shown

@@ -23,12 +23,14 @@ from nursery import ENGINE, Born, nursery
 from waiting import GIVE_UP_S
 
 from cache_manager.keys import Namespace
+from cache_manager.progress import Progress
 from cache_manager.storage import open_store
 from kvroute.capture.capture import RoutingCapture
 from kvroute.cli import COMMANDS, main
 from kvroute.routes import Routes
-from paged_engine.demo import Clients, Demo, Driver, Options
+from paged_engine.drivers import Clients, Demo, Driver
 from paged_engine.engine import Engine
+from paged_engine.options import Options
 from paged_engine.pool import running_pool
 from paged_engine.processes import until
 from paged_engine.scheduler import Work
@@ -41,6 +43,7 @@ KEYS = {
     "requests", "tokens", "rows_expected", "rows_wrong", "rows_missing", "prefix_hit_rows", "swapped_out_rows",
     "swapped_in_rows", "restored_rows", "cow_rows", "evicted_blocks", "tokens_match",
     "recompute_agreement", "seconds", "update_samples", "update_rows_expected", "update_rows_recomputed",
+    "slot_rows_wrong", "came_from",
 }  # fmt: skip
 
 
@@ -48,7 +51,7 @@ def test_everything_happens_and_every_row_is_right(tmp_path: Path) -> None:
     """Goal: the promise holds end to end. Method: the demo itself, small, and its numbers."""
     console = io.StringIO()
     report = tmp_path / "numbers.json"
-    status = Demo(Options(requests=8, model="deepseek_v3", json=report), console).run()
+    status = Demo(Options(requests=8, model="deepseek_v3", json=report), Progress(console)).run()
     found = json.loads(report.read_text())
     assert found.keys() >= KEYS
     assert status == 0, found
@@ -56,12 +59,19 @@ def test_everything_happens_and_every_row_is_right(tmp_path: Path) -> None:
     assert (found["update_rows_wrong"], found["update_rows_missing"]) == (0, 0)
     assert (found["tokens_match"], found["recompute_agreement"]) == (True, 1.0)
     assert found["requests"] == 8
-    for happened in KEYS - {"rows_wrong", "rows_missing"}:
+    for happened in KEYS - {"rows_wrong", "rows_missing", "came_from"}:
         assert found[happened] > 0, happened
+    assert sum(found["came_from"].values()) == found["rows_expected"]
     assert found["swapped_out_rows"] >= found["swapped_in_rows"]
     text = console.getvalue()
     assert "every row is right" in text
     assert "after restart" in text
+    wrong, expected = f"{found['slot_rows_wrong']:,}", f"{found['rows_expected']:,}"
+    assert f"kvroute: 0 of {expected} rows wrong, 0 missing\n" in text
+    assert f"a buffer keyed by slot, in the same passes: {wrong} of {expected} rows wrong\n" in text
+    assert "one row through its life: position " in text
+    assert found["store"] == "a temporary directory, removed"
+    assert not re.search(r"kvroute-store|swapped_in_rows|\x1b", text)
 
 
 def test_a_pool_that_is_killed_in_mid_run_costs_time_and_no_row(
@@ -83,7 +93,7 @@ def test_a_pool_that_is_killed_in_mid_run_costs_time_and_no_row(
         after_restart = lambda: "engine stopped" in console.getvalue()  # noqa: E731
         report = tmp_path / "numbers.json"
         url = f"{pool.url}&timeout_ms=1000"
-        status = Demo(Options(requests=6, store=url, json=report), console).run()
+        status = Demo(Options(requests=6, store=url, json=report), Progress(console)).run()
         assert next(passes) > 3, "it was killed"
     found = json.loads(report.read_text())
     assert status == 0, found
@@ -113,7 +123,7 @@ def test_rows_at_the_wrong_tokens_fail_the_demo(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(RoutingCapture, "rows", lambda capture: rows(capture)[::-1])
     report = tmp_path / "numbers.json"
     console = io.StringIO()
-    assert Demo(Options(requests=2, json=report), console).run() == 1
+    assert Demo(Options(requests=2, json=report), Progress(console)).run() == 1
     found = json.loads(report.read_text())
     assert found["rows_wrong"] != 0
     assert found["tokens_match"] is True
@@ -123,7 +133,7 @@ def test_the_judge_sees_a_tampered_and_a_missing_row() -> None:
     """Goal: the judge can fail. Method: a true answer; one row of it changed and one removed; one token changed; and
     the answer cut short."""
     options = Options(requests=1)
-    run = Driver(options, io.StringIO())
+    run = Driver(options, Progress(io.StringIO()))
     with Engine(run.build(), options.engine, Namespace("m", weights_version=0)) as engine:
         engine.add(replace(conversations(1, 0)[0].ask(), n=1))
         (honest,) = engine.run()

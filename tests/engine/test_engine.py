@@ -13,7 +13,7 @@ from torch import nn
 
 from cache_manager.errors import InvalidInputError
 from paged_engine import text
-from paged_engine.demo import move_routers
+from paged_engine.drivers import move_routers
 from paged_engine.engine import Engine
 from paged_engine.judge import Checker, Verdict
 from paged_engine.models import build_model

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 from waiting import GIVE_UP_S
 
+from cache_manager.storage import open_store
 from kvroute.cli import FAILED, USAGE
 
 SUPPORT = Path(__file__).parents[1] / "support"
@@ -58,6 +60,32 @@ def test_a_missing_package_is_named_with_its_part(
     assert found.returncode == USAGE
 
 
+@pytest.mark.parametrize("command", ["demo", "demo-pd"])
+def test_a_demo_says_what_it_will_do_before_it_imports_torch(tmp_path: Path, command: str) -> None:
+    """Goal: no silence while torch is imported, which takes minutes the first time. Method: where it cannot be."""
+    found = ran(tmp_path, ["torch"], command, "--requests", "12")
+    assert found.stdout.startswith(f"kvroute {command}: 12 requests in conversations, on ")
+    assert found.stdout.count("\n") == 1
+
+
+def test_a_store_that_cannot_be_opened_is_said_before_torch_is_imported(tmp_path: Path) -> None:
+    """Goal: a pool that is not there costs no minute. Method: a store that another process writes, without torch."""
+    with open_store(tmp_path.as_uri()):
+        found = ran(tmp_path, ["torch"], "demo", "--store", tmp_path.as_uri())
+    assert found.returncode == USAGE
+    assert "one writer at a time" in found.stderr
+    assert found.stderr.count("\n") == 1
+
+
+def test_json_goes_to_standard_output_and_words_to_standard_error(tmp_path: Path) -> None:
+    """Goal: ``fsck --json - | jq`` works. It made a file of the name ``-``."""
+    open_store(tmp_path.joinpath("store").as_uri()).close()
+    found = ran(tmp_path, [], "fsck", "store", "--json", "-")
+    assert json.loads(found.stdout)["sound"] is True
+    assert "store: sound (" in found.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["store"]
+
+
 def test_prove_wants_no_torch() -> None:
     """Goal: ``kvroute prove`` needs only ``testing``, as documented. Method: a manager is proved where no other part is
     installed."""
@@ -75,10 +103,23 @@ def test_prove_wants_no_torch() -> None:
         (("prove", "..:X"), "kvroute prove: adapter: wanted MODULE:ADAPTER, a module that can be imported"),
         (("fsck", ".", "--json", "."), "kvroute fsck: argument --json: wanted a file that can be written, got '.'"),
         (
+            ("fsck", ".", "--json", "new/"),
+            "kvroute fsck: argument --json: wanted a file that can be written, got 'new/' (Is",
+        ),
+        (
             ("demo", "--json", "."),
             "kvroute demo: argument --json: wanted a file that can be written, got '.' (Is",
         ),
-        (("verify", "--url", "x", "--model", "/no/such"), "kvroute verify: config: wanted a readable JSON file at"),
+        (
+            ("verify", "--url", "http://x", "--model", "/no/such"),
+            "kvroute verify: config: wanted a readable JSON file at",
+        ),
+        (
+            ("verify", "--url", "http://x:70000", "--model", "m"),
+            "kvroute verify: argument --url: wanted http://HOST:PORT, got 'http://x:70000'",
+        ),
+        (("doctor", "--require", "slang"), "kvroute doctor: argument --require: invalid choice: 'slang' (choose from"),
+        (("doctor", "--jsn"), "kvroute doctor: unrecognized arguments: --jsn; see kvroute doctor --help"),
     ],
 )
 def test_a_mistake_is_reported_in_one_line(tmp_path: Path, arguments: tuple[str, ...], said: str) -> None:

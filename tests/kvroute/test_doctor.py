@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import platform
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,6 +31,8 @@ from kvroute.integrations.sglang.versions import PREFERRED
 CPU, CUDA12, CUDA13 = WHEELS
 
 HEALTHY = Machine(
+    versions={"Python": "3.12.3", "kvroute": "0.1.0"},
+    gpus=(),
     cuda_version=None,
     installed={CPU: "0.3.13.post1"},
     libraries=frozenset(LIBRARIES),
@@ -82,6 +87,35 @@ def test_the_command_prints_its_findings_and_its_status_says_whether_all_is_well
     status = main(["doctor", "--require", "mooncake"])
     assert capsys.readouterr().out.splitlines()[0] == report(findings).splitlines()[0]
     assert status == (FAILED if problems(look(), require_mooncake=True) else 0)
+
+
+@pytest.mark.parametrize(
+    ("driver", "gpus", "told"),
+    [
+        (None, (), "none; no CUDA driver"),
+        (12_040, ("NVIDIA H200", "NVIDIA H200"), "NVIDIA H200, NVIDIA H200; driver of CUDA 12.4"),
+    ],
+)
+def test_versions_and_gpus_come_first(driver: int | None, gpus: tuple[str, ...], told: str) -> None:
+    """Goal: what a report of a defect needs is in the first two lines."""
+    findings = diagnose(replace(HEALTHY, cuda_version=driver, gpus=gpus))
+    assert [(finding.level, finding.subject, finding.text) for finding in findings[:2]] == [
+        (Level.OK, "versions", "Python 3.12.3, kvroute 0.1.0"),
+        (Level.OK, "GPU", told),
+    ]
+
+
+def test_findings_are_json_for_programs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Goal: CI reads them. Method: to standard output, where no other word is then, and to a file."""
+    status = main(["doctor", "--json", "-"])
+    printed = capsys.readouterr()
+    found = json.loads(printed.out)
+    assert found["ok"] is (status == 0)
+    assert found["versions"]["Python"] == platform.python_version()
+    assert "torch" in found["versions"]
+    assert report([Finding(Level[each.pop("level").upper()], **each) for each in found["findings"]]) == printed.err
+    assert main(["doctor", "--json", str(tmp_path / "doctor.json")]) == status
+    assert json.loads((tmp_path / "doctor.json").read_text())["versions"] == found["versions"]
 
 
 INSIDE = Vllm({"vllm": "0.32.0"}, "", plugin=True, tested=("0.31", "0.32", "0.33"), preferred="0.32")

@@ -175,6 +175,28 @@ def test_right_rows_are_right(kind: str, checkpoint: Path, capsys: pytest.Captur
     assert compared > 150
 
 
+def test_findings_are_json_for_programs(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Goal: CI reads them. Method: wrong rows, to a file; right ones to standard output, where no other word is then,
+    while people read the same on standard error. Neither has a bar that moves, as output is captured."""
+    change, name = FAULTS["beyond"]
+    with serving(Engine("vllm", late(change))) as url:
+        assert verify(url, checkpoint, "--json", str(tmp_path / "found.json")) == FAILED
+    said = capsys.readouterr()
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert said.err == ""
+    assert (found["ok"], found["engine"], found["url"]) == (False, "vLLM", url)
+    assert sum(found["all"].values()) == sum(sum(rows.values()) for rows in found["rows"].values())
+    assert found["faults"][name] == found["all"]["wrong"] > 0
+    assert found["shortest"]["fault"] == name
+    assert f"{len(found['shortest']['prompt'])} tokens" in said.out
+    with serving(Engine("vllm", none)) as url:
+        assert verify(url, checkpoint, "--json", "-") == 0
+    said = capsys.readouterr()
+    found = json.loads(said.out)
+    assert (found["ok"], found["all"]["wrong"], found["shortest"], found["failed"]) == (True, 0, None, [])
+    assert said.err.startswith(f"{url}: vLLM, ")
+
+
 def test_close_choices_are_not_judged(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Goal: rounding is no wrong row. Method: the server's routers are a little off, as another kernel's."""
     engine = Engine("vllm", none)
@@ -216,9 +238,17 @@ def test_what_does_not_come_is_missing(checkpoint: Path, capsys: pytest.CaptureF
     with serving(Engine("vllm", lambda *_: None)) as url:
         assert verify(url, checkpoint) == USAGE
         assert "--enable-return-routed-experts" in capsys.readouterr().err
-    for nothing in (url, "http://127.0.0.1:x", "http://[::1", "http://a b"):
+    for nothing in (url, "http://a b"):
         assert verify(nothing, checkpoint) == USAGE
         assert f"{nothing}/v1/models: wanted an answer" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:x", "http://[::1", "http://", "127.0.0.1:8000", "http://x:0"])
+def test_what_is_no_url_is_said_at_once(url: str, checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        verify(url, checkpoint)
+    assert ended.value.code == USAGE
+    assert f"argument --url: wanted http://HOST:PORT, got {url!r}" in capsys.readouterr().err
 
 
 def test_an_answer_that_breaks_off_is_a_missing_one(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:

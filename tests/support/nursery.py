@@ -123,7 +123,7 @@ PYTEST = ("hypothesis.stateful", "pytest", "pytest_timeout", "xdist.plugin")
 THIRD_PARTY = (*PYTEST, "msgspec", "numpy", "torch", "transformers", "xxhash", "zmq")
 """What takes long, and knows nothing of this project."""
 
-ENGINE = (*THIRD_PARTY, "kvroute.cli", "paged_engine.demo", "paged_engine.servers")
+ENGINE = (*THIRD_PARTY, "kvroute.cli", "paged_engine.drivers", "paged_engine.servers")
 """And the small engine with its commands."""
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import importlib
 import logging
 import sys
-import time
 from collections import Counter
 from pathlib import Path
 
 from cache_manager.errors import InvalidInputError
+from cache_manager.progress import Progress
 from cache_manager.testing.life import INVARIANTS, BlockManagerAdapter, InvariantBroken, prove
 from cache_manager.testing.life.machine import unexercised
 from cache_manager.testing.life.world import check_adapter
@@ -20,26 +20,25 @@ def main(adapter: str | None, *, invariants: bool, examples: int, steps: int, se
 
     Raises :class:`InvalidInputError` if ``adapter`` names no usable adapter.
     """
-    out = sys.stdout
-    start_s = time.perf_counter()
     if invariants:
-        out.writelines(f"{name}\n  {claim}\n" for name, claim in INVARIANTS.items())
+        sys.stdout.writelines(f"{name}\n  {claim}\n" for name, claim in INVARIANTS.items())
         return 0
     if adapter is None:
         raise InvalidInputError("adapter", "MODULE:ADAPTER, or --invariants, which lists what is claimed", "none")
     found = find_adapter(adapter)
     logging.disable(logging.ERROR)  # the manager's logs about intended faults would hide the result
-    try:
-        counts = prove(found, examples=examples, steps=steps, seed=seed)
-    except InvariantBroken as error:
-        out.write(f"{error}\n")
-        return 1
-    finally:
-        logging.disable(logging.NOTSET)
-    out.write(f"{summary(found, counts)}\n  seed          {seed}, {time.perf_counter() - start_s:.1f} s\n")
-    missing = unexercised(found, counts)
-    out.writelines(f"not proved: {what}\n" for what in missing)
-    out.write("" if missing else "every invariant held\n")
+    with Progress() as progress:
+        try:
+            counts = prove(found, examples=examples, steps=steps, seed=seed, say=progress.say)
+        except InvariantBroken as error:
+            progress.print(f"{error}\n")
+            return 1
+        finally:
+            logging.disable(logging.NOTSET)
+        progress.print(f"{summary(found, counts)}\n  seed          {seed}, {progress.seconds:.1f} s\n")
+        missing = unexercised(found, counts)
+        lines = [f"not proved: {what}" for what in missing] or ["every invariant held"]
+        progress.print("\n".join([*lines, ""]))
     return 1 if missing else 0
 
 

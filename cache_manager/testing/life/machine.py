@@ -142,11 +142,17 @@ class Chooser:
 
 
 def prove(
-    adapter: type[BlockManagerAdapter], *, examples: int = EXAMPLES, steps: int = STEPS, seed: int = 0
+    adapter: type[BlockManagerAdapter],
+    *,
+    examples: int = EXAMPLES,
+    steps: int = STEPS,
+    seed: int = 0,
+    say: Callable[[str], None] = lambda _: None,
 ) -> Counter[str]:
     """Play ``examples`` of ``steps`` operations or more on fresh managers; the same ``seed`` gives the same ones.
-    Returns counts of what was exercised, by name. Raises :class:`InvariantBroken` with the shortest story found, and
-    :class:`InvalidInputError` for an unusable adapter or number.
+    ``say`` is told how far it is, before each example. Returns counts of what was exercised, by name. Raises
+    :class:`InvariantBroken` with the shortest story found, and :class:`InvalidInputError` for an unusable adapter or
+    number.
     """
     check_adapter(adapter)
     for what, number in (("examples", examples), ("steps", steps)):
@@ -156,9 +162,11 @@ def prove(
     for example in range(examples):
         random = Random(f"{seed} {example}")  # noqa: S311 - no secret
         long = 4 if example % LONG_EVERY == LONG_EVERY - 1 else 1
+        say(f"{example}/{examples} lives, {counts['operations']:,} operations")
         try:
             _play(adapter, counts, Chooser(random, long * steps).program)
         except InvariantBroken as error:
+            say("broken; looking for the shortest story")
             found = _shortest(adapter, error)
             again = f"\n\nTo play it again: seed {seed}, examples {example + 1}, steps {steps}."
             raise InvariantBroken(found.name, found.what, found.program, f"{found}{again}") from None

@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,6 +49,8 @@ NO_ROOM: Final = "the store of rows is behind, and takes no further request to r
 @dataclass(frozen=True, slots=True)
 class ByKey(Carrier):
     """Rows come from ``settings.store``."""
+
+    word: ClassVar[str] = "connector"
 
     witness: Literal["missing", "flagged", "off"]
     """What is said of the last router's choice, which no fold shows; "off": no KV is loaded that others kept."""

@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
 
 from cache_manager.errors import KVRouteError
 from cache_manager.keys import BlockKey
@@ -40,6 +40,8 @@ LATE: Final = "they were not here {} s after their KV"
 @dataclass(frozen=True, slots=True)
 class ByTransfer(Carrier):
     """Rows of prompts are lent at ``settings.lend``, and fetched from where tickets say."""
+
+    word: ClassVar[str] = "transfer"
 
     def scheduler(self, parts: SchedulerParts) -> SchedulerSide:
         return ByTransferScheduler(parts)

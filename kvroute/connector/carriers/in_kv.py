@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True)
 class InKv(Carrier):
     """Rows are in :class:`~kvroute.connector.pages.Pages`, which the worker's end is given."""
+
+    word: ClassVar[str] = "layer"
 
     def scheduler(self, parts: SchedulerParts) -> SchedulerSide:
         return _InKvScheduler(parts)

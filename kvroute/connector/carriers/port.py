@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -241,6 +241,8 @@ class Carrier:
 
     places: int = 0
     """How many blocks the engine keeps on its host."""
+    word: ClassVar[str] = "none"
+    """What the settings, and the log, call it."""
     flagged: bool = False
     """Whether rows without a proof of the last router's choice are handed out, with a flag."""
 

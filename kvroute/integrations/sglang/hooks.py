@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from cache_manager.keys import Namespace
 from kvroute.connector.settings import Common
+from kvroute.connector.started import started
 from kvroute.connector.versions import AS_LOADED, version_of
 from kvroute.integrations.sglang import versions
 from kvroute.integrations.sglang.capturer import Capturer, capturer
@@ -16,6 +18,8 @@ from kvroute.integrations.sglang.rows import RoutedRows
 from kvroute.integrations.sglang.settings import settings_of_arguments
 from kvroute.routing import routing_spec_from_hf
 from kvroute.weights import configuration_digest, weights_digest
+
+logger = logging.getLogger(__name__)
 
 Hook = Callable[..., Any]
 
@@ -62,6 +66,8 @@ def _before(hook: Hook) -> Hook:
 
 def _created(create: Callable[..., Any], runner: Any, *args: Any, **named: Any) -> None:
     """``ModelRunner.init_routed_experts_capturer``: ours on the first rank, if SGLang returns routed experts."""
+    import sglang  # type: ignore[import-not-found]
+
     create(runner, *args, **named)
     theirs = versions.experts_capturer()
     if theirs is None or isinstance(theirs, Capturer) or not versions.first_rank():
@@ -70,12 +76,29 @@ def _created(create: Callable[..., Any], runner: Any, *args: Any, **named: Any) 
     settings = settings_of_arguments(arguments)
     supported(arguments, settings)
     spec = routing_spec_from_hf(runner.model_config.hf_text_config, page)
-    routed_layers(runner.model, spec.attrs["layer_ids"])
+    captured = routed_layers(runner.model, spec.attrs["layer_ids"])
     name = namespace_name(runner.model_config, arguments, settings)
     pages = -(-versions.host_tokens(theirs) // page) + 1
     versions.without_host_buffer(theirs)
     rows = RoutedRows(spec, pages, Namespace(name, AS_LOADED), settings)
     versions.set_experts_capturer(Capturer(theirs, rows))
+    line = started(
+        f"SGLang {sglang.__version__}",
+        spec,
+        settings,
+        captured=captured,
+        blocks=pages,
+        carrier=carrier_of(arguments),
+        version=AS_LOADED,
+    )
+    logger.info("%s", line)
+
+
+def carrier_of(arguments: Any) -> str:
+    """What brings KV from outside, and rows beside it."""
+    if getattr(arguments, "enable_unified_cache_external_linker", False):
+        return "linker"
+    return "hierarchical cache" if getattr(arguments, "enable_hierarchical_cache", False) else "none"
 
 
 def namespace_name(model_config: Any, arguments: Any, settings: Common) -> str:

@@ -5,7 +5,7 @@ A model with a router that is not in this table, or whose way is not known to be
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from cache_manager.errors import ConfigError
@@ -70,8 +70,8 @@ CAPTURES: Final = frozenset(
 """SGLang's files that capture a choice, or choose by whether it is captured. A test finds a new one."""
 
 
-def routed_layers(model: Any, layers: Iterable[int]) -> None:
-    """:class:`ConfigError` unless each of these layers of ``model`` has a router whose capture is right."""
+def routed_layers(model: Any, layers: Sequence[int]) -> int:
+    """How many of these layers of ``model`` have a router whose capture is right: all, or :class:`ConfigError`."""
     seen: set[int] = set()
     for name, module in model.named_modules():
         kind = type(module).__name__
@@ -93,6 +93,7 @@ def routed_layers(model: Any, layers: Iterable[int]) -> None:
         raise ConfigError(
             "SGLang with kvroute: router", f"one of {', '.join(ROUTERS)} in each MoE layer", f"none in {unknown}"
         )
+    return len(layers)
 
 
 __all__ = ["CAPTURES", "FORMATS", "PATHS", "ROUTERS", "TOPK", "Router", "routed_layers"]

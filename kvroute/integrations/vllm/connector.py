@@ -14,8 +14,9 @@ from kvroute.connector.key import Key
 from kvroute.connector.messages import WorkerMeta
 from kvroute.connector.pages import page_name
 from kvroute.connector.settings import RESPONSE
+from kvroute.connector.started import started
 from kvroute.connector.tickets import TRANSFER
-from kvroute.integrations.vllm import blocks, core, offloading, versions
+from kvroute.integrations.vllm import blocks, core, log, offloading, versions
 from kvroute.integrations.vllm.config import check_children, engine_of, kv_names
 from kvroute.integrations.vllm.field import Field
 from kvroute.integrations.vllm.routers import bind
@@ -33,6 +34,7 @@ class RowsWithKV(Base):  # type: ignore[misc]
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         check_children(vllm_config, type(self))
+        log.join()
         super().__init__(vllm_config, role, kv_cache_config)
         self._engine = engine_of(vllm_config, kv_cache_config, type(self).inner, offloading.places_of(self))
         self._layers = tuple(kv_cache_config.kv_cache_groups[self._engine.group].layer_names)
@@ -69,9 +71,26 @@ class RowsWithKV(Base):  # type: ignore[misc]
         self._rank = part_of(self._engine, kv_caches, group.device_group, divided=divided, pages=pages)
         if group.rank_in_group == 0:
             self._worker_rows = self._rank
-            bind(self._vllm_config.compilation_config.static_forward_context, self._engine.spec, self._rank.ids.hook)
+            modules = self._vllm_config.compilation_config.static_forward_context
+            self._say_started(bind(modules, self._engine.spec, self._rank.ids.hook))
         if not getattr(self._vllm_config, "use_v2_model_runner", True):  # only V2 has no slots before its layers
             setattr(self, "save_kv_layer", super().save_kv_layer)  # noqa: B010 - saves a call per layer
+
+    def _say_started(self, captured: int) -> None:
+        """One line, of the rank that has the rows."""
+        import vllm  # type: ignore[import-not-found]
+
+        engine = self._engine
+        line = started(
+            f"vLLM {vllm.__version__}",
+            engine.spec,
+            engine.settings,
+            captured=captured,
+            blocks=engine.blocks,
+            carrier=engine.carrier.word,
+            version=engine.namespace.weights_version,
+        )
+        logger.info("%s", line)
 
     def get_handshake_metadata(self) -> Any:
         inner = super().get_handshake_metadata()

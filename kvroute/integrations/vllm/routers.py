@@ -52,8 +52,8 @@ ROUTERS: Final[dict[str, JudgedRouter]] = {
 """By class: vLLM's routers, and experts that do without vLLM's runner and report what they are given."""
 
 
-def bind(modules: Mapping[str, Any], spec: AuxBlockDataSpec, hook_of: Callable[[int], Callable[[Any], None]]) -> None:
-    """Hook each router of the model, but not those of a draft model or of layers behind the model's own.
+def bind(modules: Mapping[str, Any], spec: AuxBlockDataSpec, hook_of: Callable[[int], Callable[[Any], None]]) -> int:
+    """Hook each router of the model, but not those of a draft model or of layers behind the model's own; how many.
 
     ``modules`` are vLLM's by name. :class:`ConfigError` unless just the spec's layers have one router each, of a class
     of :data:`ROUTERS`: where the spec knows of none, its routes would say that the layer is dense.
@@ -74,6 +74,7 @@ def bind(modules: Mapping[str, Any], spec: AuxBlockDataSpec, hook_of: Callable[[
     if len(bound) != len(wanted):
         got = f"{sorted(bound)}; vLLM has no named layer for the experts of the others"
         raise ConfigError("routers with a hook", f"layers {list(wanted)}", got)
+    return len(bound)
 
 
 def _of_a_draft(name: str) -> bool:
