@@ -28,6 +28,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final
 from weakref import WeakKeyDictionary
 
@@ -83,6 +84,7 @@ class _Due:
     recomputations: int = 0
     taken: torch.Tensor | None = None  # [tokens]  bool
     repeated: torch.Tensor | None = None  # [tokens]  bool
+    ahead: torch.Tensor | None = None  # [tokens]  bool: of multi-token prediction's router of this number
     other_tokens: int | None = None
     """How many tokens a pass had that was not of as many as there are rows."""
 
@@ -106,10 +108,11 @@ _WATCHES: WeakKeyDictionary[nn.Module, Watch] = WeakKeyDictionary()
 class Watch:
     """The routers of one model, or of this rank's part of it, under watch. Made by :func:`watch`."""
 
-    def __init__(self, seen: Mapping[int, _Seen]) -> None:
+    def __init__(self, seen: Mapping[int, _Seen], ahead: Mapping[int, tuple[str, nn.Module]]) -> None:
         self.layers: tuple[int, ...] = tuple(sorted(seen))
         """The watched layers, counted from 0 over the whole model; increasing."""
         self._of = {layer: _Layer(seen[layer]) for layer in self.layers}
+        self._ahead = {layer: ahead[layer] for layer in self.layers if layer in ahead}
 
     # ---------------------------------------------------------------- what is due
 
@@ -266,6 +269,27 @@ class Watch:
             else:
                 due.repeated = same if due.repeated is None else due.repeated & same
 
+    def _look_ahead(self, layer: int, used: torch.Tensor) -> None:
+        """Whether multi-token prediction's router of the number of ``layer`` takes that layer's rows: it must not."""
+        of = self._of[layer]
+        if of.passes.current is None or torch._C._current_autograd_node() is not None:
+            return
+        due = of.of_pass[of.passes.current]
+        if used.shape[0] == len(due.ids):
+            with torch.no_grad():
+                due.ahead = of.seen.matches(used, due.ids.to(used.device))
+
+    def _hooks(self) -> Iterator[Any]:
+        """Adds the hooks, one at a time."""
+        for layer in self.layers:
+            yield self._hook(layer)
+        for layer, (_, router) in self._ahead.items():
+            yield router.register_forward_hook(partial(self._ahead_left, layer))
+
+    def _ahead_left(self, layer: int, _router: nn.Module, _inputs: tuple[Any, ...], answer: tuple[Any, ...]) -> None:
+        if not torch.compiler.is_compiling():
+            self._look_ahead(layer, answer[1])
+
     def _hook(self, layer: int) -> Any:
         place = self._of[layer].seen.place
 
@@ -297,6 +321,9 @@ class Watch:
                 use, gap = _judged(number, layer, due, flags[due], most)
                 uses.append(use)
                 gaps += gap
+                if due.ahead is not None and flags[due][0].any() and not (flags[due][0] & ~_on_host([due.ahead])).any():
+                    wanted = f"its own choice in {self._ahead[layer][0]}, of multi-token prediction"
+                    gaps.append(Gap(layer, number, None, wanted, "the experts of this layer's rows"))
         if self.layers and not any(any(use.due) for use in uses):
             got = f"none in {max((use.micro_batch + 1 for use in uses), default=0)} micro-batches"
             gaps.insert(0, Gap(None, None, None, "a row that is due", got))
@@ -313,23 +340,24 @@ def watch(model: Model) -> Iterator[Watch]:
     """Within the block, look at what each router of ``model`` uses. One hook a router is added and removed again.
 
     For models of Megatron-core (with any trainer's replay: Megatron's own, verl's, SkyRL's, NeMo-RL's, slime's,
-    miles'), NeMo-Automodel, VeOmni and transformers. Routers of multi-token prediction are not watched. Passes that
-    replay nothing, as those of a reference model, belong outside the block if they run through the same model.
+    miles'), NeMo-Automodel, VeOmni and transformers. Routers of multi-token prediction choose for themselves: one
+    that takes the rows of the decoder's layer of its number is a gap. Passes that replay nothing, as those of a
+    reference model, belong outside the block if they run through the same model.
 
     The rows of a step are kept on the routers' device until the block ends: ``tokens * layers * top_k`` times two bytes
     from routes, four from an installation.
 
     Raises :class:`ReplayError` for a model without routers that are known here, and inside another watch of them.
     """
-    replayed = Watch(_routers([model] if isinstance(model, nn.Module) else list(model)))
+    chunks = [model] if isinstance(model, nn.Module) else list(model)
+    replayed = Watch(_routers(chunks), _ahead(chunks))
     routers = [of.seen.router for of in replayed._of.values()]
     if any(router in _WATCHES for router in routers):
         raise ReplayError("watch", "one watch of a router at a time", "another that is not over")
-    hooks = []
+    hooks: list[Any] = []
     try:
-        for layer, of in replayed._of.items():
-            _WATCHES[of.seen.router] = replayed
-            hooks.append(replayed._hook(layer))
+        _WATCHES.update(dict.fromkeys(routers, replayed))
+        hooks += replayed._hooks()
         yield replayed
     finally:
         for hook in hooks:
@@ -455,6 +483,19 @@ def _routers(chunks: Sequence[nn.Module]) -> dict[int, _Seen]:
     blocks = {id(child): block for block in chunks[0].modules() for child in block.children()}
     experts = {layer: blocks[id(router)].get_submodule("experts") for layer, router in routers.items()}
     return {layer: _Seen(router, experts[layer], True, 1, _by_ids) for layer, router in routers.items()}
+
+
+def _ahead(chunks: Sequence[nn.Module]) -> dict[int, tuple[str, nn.Module]]:
+    """Name and router of multi-token prediction of Megatron's, by the layer of the decoder that has its number."""
+    megatron = sys.modules.get("megatron.core.transformer.moe.router")
+    if megatron is None:
+        return {}
+    return {
+        own_layer(name, module): (name, module)
+        for chunk in chunks
+        for name, module in chunk.named_modules()
+        if isinstance(module, megatron.TopKRouter) and "mtp" in name.split(".") and module.layer_number is not None
+    }
 
 
 def _stage_without_routers(chunks: Sequence[nn.Module]) -> bool:
