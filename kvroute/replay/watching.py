@@ -116,19 +116,29 @@ class Watch:
 
     # ---------------------------------------------------------------- what is due
 
-    def packed(self, routes: Sequence[Routes], tokens: Sequence[int], split: Split = _ALONE) -> None:
+    def packed(
+        self,
+        routes: Sequence[Routes],
+        tokens: Sequence[int],
+        split: Split = _ALONE,
+        *,
+        layers: Sequence[int] | None = None,
+    ) -> None:
         """The next forward passes are of a packed micro-batch of these samples, whose rows are due.
 
         ``tokens[i]`` is how many tokens sample ``i`` has. Due are its first ``tokens[i] - 1`` rows, without those that
-        are missing; padding is not. ``split`` is this rank's place in the token-wise groups.
+        are missing; padding is not. ``split`` is this rank's place in the token-wise groups. ``layers`` are those that
+        run next, where that is not all of them but one chunk of a virtual pipeline.
 
-        Raises :class:`ReplayError` for a watched layer that is dense in the routes, ``RowError`` for unlike samples.
+        Raises :class:`ReplayError` for a layer that is not watched or that is dense in the routes, ``RowError`` for
+        unlike samples.
         """
-        self._check_routes(routes, split)
-        how: dict[str, Any] = {"layers": self.layers, "dtype": _dtype(routes), "missing": "minus1", "pad": "minus1"}
+        chosen = self._chosen(layers)
+        self._check_routes(chosen, routes, split)
+        how: dict[str, Any] = {"layers": chosen, "dtype": _dtype(routes), "missing": "minus1", "pad": "minus1"}
         rows = shard_packed(routes, tokens, split, **how)
         samples, positions = _places(split.packed(tokens))
-        self._routes_due(rows, samples, positions, tokens)
+        self._routes_due(chosen, rows, samples, positions, tokens)
 
     def padded(
         self,
@@ -139,14 +149,16 @@ class Watch:
         *,
         side: Side,
         order: Order,
+        layers: Sequence[int] | None = None,
     ) -> None:
         """As :meth:`packed`, for a batch that is padded to ``width`` on its ``side``.
 
         ``order`` is how the routers flatten it: ``"sequence"`` in Megatron (``[sequence, batch]``), ``"batch"`` in
         transformers.
         """
-        self._check_routes(routes, split)
-        how: dict[str, Any] = {"layers": self.layers, "dtype": _dtype(routes), "missing": "minus1", "pad": "minus1"}
+        chosen = self._chosen(layers)
+        self._check_routes(chosen, routes, split)
+        how: dict[str, Any] = {"layers": chosen, "dtype": _dtype(routes), "missing": "minus1", "pad": "minus1"}
         rows = shard_padded(routes, tokens, split, width=width, side=side, order=order, **how)
         _, columns = _places(split.columns(width))
         left = np.array([width - count if side == "left" else 0 for count in tokens], np.int64)
@@ -154,25 +166,29 @@ class Watch:
         samples = np.broadcast_to(np.arange(len(tokens))[:, None], positions.shape)
         if order == "sequence":
             samples, positions = samples.T, positions.T
-        self._routes_due(rows.reshape(-1, *rows.shape[2:]), samples.ravel(), positions.ravel(), tokens)
+        self._routes_due(chosen, rows.reshape(-1, *rows.shape[2:]), samples.ravel(), positions.ravel(), tokens)
 
     def due(
         self,
         rows: torch.Tensor | NDArray[Any],  # [local tokens, layers, top_k]  any integer dtype; -1 = nothing is due
         samples: Sequence[int] | NDArray[Any] | None = None,  # [local tokens]  -1 = of no sample
+        *,
+        layers: Sequence[int] | None = None,
     ) -> None:
         """The next forward passes are of a micro-batch of which these rows are due, in the routers' order of tokens.
 
-        ``layers`` are :attr:`layers`. ``samples`` are the numbers by which the receipt names the samples. Micro-batches
-        are numbered in the order of these calls; each lasts until the next, and its recomputations longer.
+        ``layers`` are :attr:`layers`, unless they are given, as in :meth:`packed`. ``samples`` are the numbers by which
+        the receipt names the samples. Each layer's micro-batches are numbered in the order of these calls; each lasts
+        until the next, and its recomputations longer.
 
         Raises :class:`ReplayError`, with nothing changed, for rows of another shape, a row of which only a part is -1,
         an id outside the experts, and other than one sample a token.
         """
+        chosen = self._chosen(layers)
         given = torch.from_numpy(rows) if isinstance(rows, np.ndarray) else rows
         integers = not given.is_floating_point() and given.dtype != torch.bool
-        if given.dim() != 3 or given.shape[1] != len(self.layers) or not integers:
-            wanted = f"integers [tokens, {len(self.layers)} layers, top_k]"
+        if given.dim() != 3 or given.shape[1] != len(chosen) or not integers:
+            wanted = f"integers [tokens, {len(chosen)} layers, top_k]"
             raise ReplayError("rows", wanted, f"{given.dtype} of shape {tuple(given.shape)}")
         signed = given.to(torch.int64 if given.dtype == torch.int64 else torch.int32)
         missing = signed == MISSING
@@ -183,21 +199,27 @@ class Watch:
             token, layer = wrong.nonzero()[0].tolist()
             wanted = f"ids in [0, {experts})" if experts is not None else "ids of 0 or more"
             got = signed[token, layer].tolist()
-            raise ReplayError(f"rows token {token} layer {self.layers[layer]}", f"{wanted}, or -1 throughout", got)
+            raise ReplayError(f"rows token {token} layer {chosen[layer]}", f"{wanted}, or -1 throughout", got)
         names = np.full(len(given), _NO_SAMPLE, np.int64)
         if samples is not None:
             names = np.asarray(samples)
             if names.shape != (len(given),) or names.dtype.kind not in "iu":
                 wanted = f"one number for each of {len(given)} tokens"
                 raise ReplayError("samples", wanted, f"{names.dtype} of shape {names.shape}")
-        self._begin(self.layers, signed, names.astype(np.int64), by_hand=True)
+        self._begin(chosen, signed, names.astype(np.int64), by_hand=True)
 
     @property
     def _experts(self) -> int | None:
         return next((of.seen.experts for of in self._of.values()), None)
 
-    def _check_routes(self, routes: Sequence[Routes], split: Split) -> None:
-        check_stage(self.layers, routes, split)
+    def _chosen(self, layers: Sequence[int] | None) -> tuple[int, ...]:
+        chosen = self.layers if layers is None else tuple(layers)
+        if strange := [layer for layer in chosen if layer not in self._of]:
+            raise ReplayError("layers", f"some of {list(self.layers)}", strange[0])
+        return chosen
+
+    def _check_routes(self, layers: Sequence[int], routes: Sequence[Routes], split: Split) -> None:
+        check_stage(layers, routes, split)
         for sample, part in enumerate(routes):
             if self._experts not in (None, part.num_experts):
                 raise ReplayError(
@@ -205,12 +227,17 @@ class Watch:
                 )
 
     def _routes_due(
-        self, rows: NDArray[Any], samples: NDArray[Any], positions: NDArray[Any], tokens: Sequence[int]
+        self,
+        layers: Sequence[int],
+        rows: NDArray[Any],
+        samples: NDArray[Any],
+        positions: NDArray[Any],
+        tokens: Sequence[int],
     ) -> None:
         """``rows`` of places, whose ``samples`` and ``positions`` these are: only those that a sample's tokens read."""
         read = np.array([*(count - 1 for count in tokens), 0], np.int64)  # the last one is TAIL's
         rows[(positions < 0) | (positions >= read[samples])] = MISSING
-        self._begin(self.layers, torch.from_numpy(rows), samples, by_hand=True)
+        self._begin(layers, torch.from_numpy(rows), samples, by_hand=True)
 
     def _begin(self, layers: Sequence[int], rows: torch.Tensor, samples: NDArray[np.int64], *, by_hand: bool) -> None:
         """``rows`` ``[tokens, layers, top_k]`` of ``layers`` are due from here on, -1 where nothing is."""

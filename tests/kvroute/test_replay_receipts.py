@@ -65,6 +65,24 @@ def test_what_was_used_is_counted_by_layer_sample_and_micro_batch(qwen: Any) -> 
     receipt.check()
 
 
+def test_only_rows_that_the_tokens_read_are_due(qwen: Any) -> None:
+    """Goal: a response that was cut: routes go on behind it, and its last token's row is the router's own. Method:
+    longer routes, packed and padded, with that row replaced."""
+    longer = [
+        made_routes(sample, count + 2, layer_ids=LAYERS, num_layers=4, experts=8, top_k=2)
+        for sample, count in zip((1, 2), LENGTHS, strict=True)
+    ]
+    with watch(qwen.model) as replayed:
+        replayed.packed(longer, LENGTHS)
+        with replay(qwen.model, packed(routes_of(1, 2), LENGTHS)):
+            qwen.forward(TOKENS)
+        replayed.padded(longer, LENGTHS, 6, side="right", order="batch")
+        with replay(qwen.model, padded(routes_of(1, 2), MASK)):
+            qwen.forward(PADDED)
+    replayed.receipt().check()
+    assert {use.due for use in replayed.receipt().uses} == {(4, 2)}
+
+
 def test_every_familys_experts_are_seen(tiny_moe: Any) -> None:
     """Goal: what enters the experts is what was forced. Method: the model's own routes, and drawn ones, for a batch of
     two; one token whose experts are others' is the one that the receipt names."""
@@ -138,6 +156,23 @@ def test_a_router_that_runs_without_replay_is_a_gap(qwen: Any) -> None:
     wanted = "micro-batch 0 layer 1 sample 0: wanted 4 tokens sent to the experts of their rows, got 0, not local token"
     with pytest.raises(ReplayError, match=wanted):
         replayed.receipt().check()
+
+
+def test_every_pass_has_to_use_the_rows(qwen: Any) -> None:
+    """Goal: a right pass does not hide a wrong one. Method: one of each in a micro-batch, in both orders."""
+    for order in ((True, False), (False, True)):
+        with watch(qwen.model) as replayed:
+            replayed.packed(routes_of(1, 2), LENGTHS)
+            with replay(qwen.model, packed(routes_of(1, 2), LENGTHS)):
+                forced = vars(find_routers(qwen.model)[3])["forward"]
+                for replays in order:
+                    if not replays:
+                        forced.remove()
+                    qwen.forward(TOKENS)
+                    if not replays:
+                        forced.install()
+        assert {(use.layer, use.passes) for use in replayed.receipt().uses} == {(1, 2), (3, 2)}
+        assert {gap.layer for gap in replayed.receipt().gaps} == {3}
 
 
 def test_a_flag_that_was_left_off_is_a_gap(qwen: Any) -> None:
@@ -403,6 +438,8 @@ def test_routes_that_do_not_fit_are_refused(qwen: Any) -> None:
         other = made_routes(1, 4, layer_ids=LAYERS, num_layers=4, experts=16, top_k=2)
         with pytest.raises(RowError, match="experts"):
             replayed.packed([*routes_of(1), other], LENGTHS)
+        with pytest.raises(ReplayError, match=r"layers: wanted some of \[1, 3\], got 2"):
+            replayed.packed(routes_of(1, 2), LENGTHS, layers=[1, 2])
         with pytest.raises(ReplayError, match="split: wanted pp=1"):
             replayed.packed(routes_of(1, 2), LENGTHS, Split(pp=2))
 

@@ -151,19 +151,24 @@ def test_a_model_that_was_built_without_replay_is_a_gap() -> None:
 @pytest.mark.usefixtures("_alone")
 def test_chunks_of_a_virtual_pipeline_are_one_receipt() -> None:
     """Goal: a schedule that runs a chunk over several micro-batches before the next. Method: two chunks, installed
-    apart, in that order; then with one chunk's micro-batches exchanged."""
+    apart, in that order, and what is due by hand; then one chunk's micro-batches are exchanged."""
     made = mcore.config()
     chunks = [mcore.Stage((1, 2), made), mcore.Stage((3,), made)]
-    for second in ((1, 2), (2, 1)):
+    for by_hand, second, gaps in (
+        (False, (1, 2), set()),
+        (True, (1, 2), set()),
+        (True, (2, 1), {(0, 3, 0), (1, 3, 0)}),
+    ):
         with watch(chunks) as replayed, megatron.schedule(chunks):
             for chunk, samples in ((chunks[0], (1, 2)), (chunks[1], second)):
                 for number, sample in enumerate(samples):
+                    if by_hand:
+                        replayed.packed(routes_of(number + 1), [TOKENS], layers=megatron.layer_ids(chunk))
                     megatron.install(chunk, megatron.packed(chunk, routes_of(sample), [TOKENS], Split()))
                     chunk(torch.randn(TOKENS, 1, mcore.HIDDEN))
-                    assert replayed.receipt().uses[-1].micro_batch == number or chunk is chunks[1]
-        receipt = replayed.receipt()
-        receipt.check()
-        assert [(use.micro_batch, use.layer) for use in receipt.uses] == [(b, n) for b in (0, 1) for n in LAYERS]
+        uses = replayed.receipt().uses
+        assert [(use.micro_batch, use.layer) for use in uses] == [(b, n) for b in (0, 1) for n in LAYERS]
+        assert gaps_of(replayed) == gaps
 
 
 @pytest.mark.usefixtures("_alone")
