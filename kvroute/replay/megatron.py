@@ -30,7 +30,8 @@ from numpy.typing import NDArray
 from torch import nn
 
 from kvroute.replay.passes import known_passes, passes_of
-from kvroute.replay.rows import ReplayError, checked_ids, replaying
+from kvroute.replay.rows import ReplayError, check_stage, checked_ids, own_layer, replaying
+from kvroute.replay.watching import note_installed, note_over
 from kvroute.routes import Routes, Split, shard_packed, shard_padded
 from kvroute.routes.fill import Filler, Missing, Side
 
@@ -125,6 +126,7 @@ def install(
         router.router_replay.set_target_indices(router_ids)
         _replay_forward(router)
         passes_of(router, _before).begin(router_ids)
+    note_installed(routers, ids)
 
 
 def backward(model: Model) -> None:
@@ -132,9 +134,11 @@ def backward(model: Model) -> None:
 
     A forward pass before that raises :class:`ReplayError`.
     """
-    for router in _routers(model).values():
+    routers = _routers(model)
+    for router in routers.values():
         if (passes := known_passes(router)) is not None:
             passes.end()
+    note_over(routers)
 
 
 def clear(model: Model) -> None:
@@ -142,11 +146,13 @@ def clear(model: Model) -> None:
 
     A recomputation of a forward pass whose rows are forgotten raises :class:`ReplayError`.
     """
-    for router in _routers(model).values():
+    routers = _routers(model)
+    for router in routers.values():
         router.router_replay.clear_router_replay_action()
         router.router_replay.clear_indices()
         if (passes := known_passes(router)) is not None:
             passes.finish()
+    note_over(routers)
 
 
 @contextmanager
@@ -171,13 +177,8 @@ def schedule(model: Model) -> Iterator[None]:
 
 def _layers_of(model: Model, routes: Sequence[Routes], split: Split) -> tuple[int, ...]:
     """:func:`layer_ids`, all of which have to be layers with a router in the routes."""
-    if split.pp != 1:
-        raise ReplayError("split", "pp=1: the model has the layers of its stage and no others", f"pp={split.pp}")
     layers = layer_ids(model)
-    for i, part in enumerate(routes):
-        if dense := [layer for layer in layers if layer not in part.routed_layers]:
-            wanted = f"a router in the routes of sample {i}, which have them on {part.routed_layers}"
-            raise ReplayError(f"layer {dense[0]}", wanted, "one in the model alone")
+    check_stage(layers, routes, split)
     return layers
 
 
@@ -209,13 +210,7 @@ def _before(router: nn.Module, inputs: tuple[Any, ...]) -> None:
 def _routers(model: Model) -> dict[int, Any]:
     """The routers with a replay object by layer id, in increasing order, without those of multi-token prediction."""
     chunks = [model] if isinstance(model, nn.Module) else list(model)
-    return replaying(chunks, _layer_of, "router", "moe_enable_routing_replay")
-
-
-def _layer_of(path: str, router: Any) -> int:
-    if (number := getattr(router, "layer_number", None)) is None:
-        raise ReplayError(path, "a layer number, as Megatron's layers set it", None)
-    return int(number) - 1
+    return replaying(chunks, own_layer, "router", "moe_enable_routing_replay")
 
 
 def _replay_forward(router: Any) -> None:

@@ -7,20 +7,17 @@ and tells them apart by number.
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
-from kvroute.replay.rows import ReplayError, check_batch, checked_ids, counted, read_rows, replaying
+from kvroute.replay.rows import ReplayError, check_batch, checked_ids, counted, layer_in_name, read_rows, replaying
 from kvroute.routes import Routes, Split, shard_padded
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
-
-_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)(?:\.|$)")
 
 
 def sequence(routes: Routes, tokens: int, *, layers: Literal["moe", "all"] = "moe") -> torch.Tensor:
@@ -61,8 +58,9 @@ def automodel(model: nn.Module, rows: torch.Tensor) -> Iterator[None]:
     ``enable_routing_replay``, and inside another such block of its gates, which would end with this one.
     """
     from kvroute.replay.passes import one_pass
+    from kvroute.replay.watching import note_installed, note_over
 
-    gates = replaying([model], _layer_of, "gate", "enable_routing_replay")
+    gates = replaying([model], layer_in_name, "gate", "enable_routing_replay")
     ids = checked_ids(rows, "rows", tuple(gates))
     replays = [gate.router_replay for gate in gates.values()]
     if busy := [layer for layer, gate in gates.items() if gate.router_replay.mode is not None]:
@@ -73,14 +71,10 @@ def automodel(model: nn.Module, rows: torch.Tensor) -> Iterator[None]:
             replay.set_target(ids[:, index].contiguous())
             replay.mode = mode
         with one_pass(gates):
+            note_installed(gates, ids)
             yield
     finally:
+        note_over(gates)
         for replay in replays:
             replay.mode = None
             replay.clear()
-
-
-def _layer_of(path: str, _gate: object) -> int:
-    if (layer := _LAYER.search(path)) is None:
-        raise ReplayError("model", "gates inside numbered layers", path or "one at the top")
-    return int(layer[1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
@@ -10,7 +11,7 @@ from numpy.typing import NDArray
 
 from cache_manager.errors import InvalidInputError
 from kvroute.checks import whole
-from kvroute.routes import Routes
+from kvroute.routes import Routes, Split
 from kvroute.routes.fill import FillPlan, Missing
 from kvroute.routes.layout import check_alike
 from kvroute.routes.spans import UNKNOWN, by_position
@@ -20,8 +21,12 @@ if TYPE_CHECKING:
     from torch import nn
 
 
+_LAYER: Final = re.compile(r"(?:^|\.)layers\.(\d+)(?:\.|$)")
+
+
 class ReplayError(InvalidInputError):
-    """Routes that a trainer must not get, or a model that cannot take routes; nothing was replayed."""
+    """Routes that a trainer must not get, or a model that cannot take routes: nothing was replayed. Or rows that a
+    router did not use, as a receipt says."""
 
 
 MISSING: Final = -1
@@ -34,18 +39,54 @@ def replaying(chunks: Sequence[nn.Module], layer_of: Callable[[str, Any], int], 
     ``layer_of(name, module)`` returns a module's layer. :class:`ReplayError` for two of ``what`` in one layer, and if
     there are none in a model that was built without ``flag``. With it, a pipeline stage may be without any.
     """
+    routers = numbered(chunks, lambda module: getattr(module, "router_replay", None) is not None, layer_of, what)
+    if not routers and not _replays(chunks, what, flag):
+        raise ReplayError("model", f"{what}s with a replay object: {flag}", "none")
+    return routers
+
+
+def numbered(
+    chunks: Sequence[nn.Module], wanted: Callable[[Any], bool], layer_of: Callable[[str, Any], int], what: str
+) -> dict[int, Any]:
+    """The ``wanted`` modules by layer id, in increasing order, without those of multi-token prediction.
+
+    ``layer_of(name, module)`` returns a module's layer. :class:`ReplayError` for two of ``what`` in one layer.
+    """
     routers: dict[int, tuple[str, Any]] = {}
     for number, chunk in enumerate(chunks):
         for name, module in chunk.named_modules():
-            if getattr(module, "router_replay", None) is None or "mtp" in name.split("."):
+            if not wanted(module) or "mtp" in name.split("."):
                 continue
             path = f"{number}.{name}" if len(chunks) > 1 else name
             if (layer := layer_of(path, module)) in routers:
                 raise ReplayError(f"layer {layer}", f"one {what}", f"{routers[layer][0]} and {path}")
             routers[layer] = path, module
-    if not routers and not _replays(chunks, what, flag):
-        raise ReplayError("model", f"{what}s with a replay object: {flag}", "none")
     return {layer: routers[layer][1] for layer in sorted(routers)}
+
+
+def own_layer(path: str, router: Any) -> int:
+    """The layer of a router of Megatron's, by its own number."""
+    if (number := getattr(router, "layer_number", None)) is None:
+        raise ReplayError(path, "a layer number, as Megatron's layers set it", None)
+    return int(number) - 1
+
+
+def layer_in_name(path: str, _module: object) -> int:
+    """The layer of a module inside numbered layers, by its name."""
+    if (layer := _LAYER.search(path)) is None:
+        raise ReplayError("model", "gates inside numbered layers", path or "one at the top")
+    return int(layer[1])
+
+
+def check_stage(layers: Sequence[int], routes: Sequence[Routes], split: Split) -> None:
+    """:class:`ReplayError` unless each of a model's ``layers`` has a router in all ``routes``, and ``split`` cuts no
+    layers: the model has those of its stage and no others."""
+    if split.pp != 1:
+        raise ReplayError("split", "pp=1: the model has the layers of its stage and no others", f"pp={split.pp}")
+    for i, part in enumerate(routes):
+        if dense := [layer for layer in layers if layer not in part.routed_layers]:
+            wanted = f"a router in the routes of sample {i}, which have them on {part.routed_layers}"
+            raise ReplayError(f"layer {dense[0]}", wanted, "one in the model alone")
 
 
 def _replays(chunks: Sequence[nn.Module], what: str, flag: str) -> bool:

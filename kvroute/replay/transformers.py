@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import nn
@@ -28,6 +29,7 @@ from cache_manager.spec import AuxBlockDataSpec
 from kvroute.capture.capture import RoutingCapture, find_routers
 from kvroute.replay.passes import one_pass
 from kvroute.replay.rows import ReplayError, checked_ids
+from kvroute.replay.watching import note_installed, note_over
 from kvroute.routes import Routes, Split, shard_packed, shard_padded
 from kvroute.routes.fill import Side
 from kvroute.routing import routing_spec_from_hf
@@ -120,6 +122,8 @@ def replay(
     experts, top_k = spec.attrs["num_experts"], spec.row_shape[1]
     ids = checked_ids(flat, "targets", layer_ids, top_k=top_k, experts=experts, missing=True)
     any_missing = bool((ids < 0).any())
+    batched = targets.dim() == 4  # [batch, width, layers, top_k]
+    samples = np.arange(len(targets)).repeat(targets.shape[1]) if batched else None
     if replayed := [layer for layer, router in found.items() if isinstance(vars(router).get("forward"), _Forced)]:
         raise ReplayError("model", "no replay in progress", f"one on layers {replayed}")
     try:
@@ -127,8 +131,10 @@ def replay(
             router, where, rows = found[layer_id], f"router of layer {layer_id}", ids[:, index].contiguous()
             _Forced(router, where, rows, experts, any_missing).install()
         with one_pass(found):
+            note_installed(found, ids, samples)
             yield
     finally:
+        note_over(found)
         for router in found.values():
             if isinstance(forced := vars(router).get("forward"), _Forced):
                 forced.remove()

@@ -37,7 +37,7 @@ from sources import code_of
 
 from kvroute import fetch_shard
 from kvroute.encodings import encode
-from kvroute.replay import nemo_rl, prime_rl, slime
+from kvroute.replay import nemo_rl, prime_rl, slime, watch
 from kvroute.routes import Split, shard_packed
 
 LAYERS, NUM_LAYERS = (1, 2, 3), 4
@@ -140,6 +140,50 @@ def slime_ranks(root: Path) -> str:
             ranks += 1
     torch.empty_like = plain
     return f"{cells} cells on {ranks} ranks"
+
+
+def slime_receipt(_root: Path) -> str:
+    """What Megatron's routers used, by a receipt: with its replay in both passes, and with the flag left off. Its patch
+    of Megatron, two lines, is put in by hand: its top-k around Megatron's, and its registration of a router."""
+    replays = import_module("slime.utils.routing_replay")
+    replays.accelerator.current_device = lambda: torch.device("cpu")
+    replays.RoutingReplay.clear_all()
+    replays.RoutingReplay.all_routing_replays[:] = []
+    split = slime.split(data_pad_size_multiplier=4)
+    gaps = 0
+    with mcore.rank_of():
+        os.environ |= {"ENABLE_ROUTING_REPLAY": "1", "ROUTING_REPLAY_STAGE": "replay_forward"}
+        stage = mcore.Stage(LAYERS, mcore.config())
+        rows = torch.from_numpy(shard_packed(ROUTES, TOKENS, split, LAYERS))
+        for index, router in enumerate(stage.decoder):
+            replays.register_routing_replay(router)
+            router.router_replay.get_replay_topk = lambda scores, topk, groups, group_topk, plain: (
+                replays.get_routing_replay_compute_topk(plain)(scores, topk, groups, group_topk)
+            )
+            router.routing_replay.record(SimpleNamespace(materialize_for_routing_replay=lambda _, i=index: rows[:, i]))
+        hidden = torch.randn(len(rows), 1, mcore.HIDDEN, requires_grad=True)
+
+        def again() -> torch.Tensor:
+            answer = torch.utils.checkpoint.checkpoint(lambda x: stage(x)[0][0] * 1, hidden, use_reentrant=True)
+            return answer.square().sum()
+
+        with watch(stage) as replayed:
+            replayed.packed(ROUTES, TOKENS, split)
+            loss = again()
+            os.environ["ROUTING_REPLAY_STAGE"] = "replay_backward"
+            loss.backward()
+            replayed.receipt().check()
+            due = replayed.receipt().due
+            assert [use.recomputations for use in replayed.receipt().uses] == [1] * len(LAYERS)
+            replays.RoutingReplay.assert_all_consumed()
+            os.environ["ENABLE_ROUTING_REPLAY"] = "0"
+            replayed.packed(ROUTES, TOKENS, split)
+            stage(hidden)
+            gaps = len(replayed.receipt().gaps)
+            assert {gap.micro_batch for gap in replayed.receipt().gaps} == {1}
+    assert gaps == len(LAYERS) * len(TOKENS)
+    replays.RoutingReplay.clear_all()
+    return f"{due} cells twice, {gaps} gaps with the flag off"
 
 
 # prime-rl -------------------------------------------------------------------------------------------------------------
@@ -247,6 +291,41 @@ def nemo_rl_routers(root: Path) -> str:
     return f"{cells} cells"
 
 
+def nemo_rl_receipt(_root: Path) -> str:
+    """What the routers used of a padded batch with a hole, by a receipt: in both passes; in the router of multi-token
+    prediction, which its walk takes for the decoder's layer of the same number (#3903); and after its replay is
+    cleared."""
+    replay = import_module("nemo_rl.models.megatron.router_replay")
+    replay._install_missing_route_fallback_patch()
+    holed = [made_routes(0, TOKENS[0] - 1, holes=(2,)), ROUTES[1]]
+    with mcore.rank_of():
+        torch.manual_seed(1)
+        model = mcore.gpt()
+        model.mtp.layers[0].transformer_layer.mlp.router.set_layer_number(2)
+        stage = mcore.Stage(LAYERS, mcore.config())
+        hidden = torch.randn(10, 2, mcore.HIDDEN, requires_grad=True)
+        with watch(stage) as replayed:
+            replayed.padded(holed, TOKENS, 10, side="right", order="sequence")
+            replay.set_router_replay_forward(stage, nemo_rl.batch(holed, TOKENS, 10))
+            loss = torch.utils.checkpoint.checkpoint(lambda x: stage(x)[-1][0] * 1, hidden, use_reentrant=True)
+            replay.set_router_replay_backward(stage)
+            loss.sum().backward()
+            replayed.receipt().check()
+            due = replayed.receipt().due
+            replay.clear_router_replay(stage)
+            replayed.padded(holed, TOKENS, 10, side="right", order="sequence")
+            stage(hidden)
+        gaps = replayed.receipt().gaps
+        assert {(gap.micro_batch, gap.layer, gap.sample) for gap in gaps} == set(product((1,), LAYERS, (0, 1)))
+        with watch(model) as replayed, torch.no_grad():
+            replayed.packed(ROUTES[:1], TOKENS[:1])
+            replay.set_router_replay_forward(model, nemo_rl.batch(ROUTES[:1], TOKENS[:1], TOKENS[0]))
+            mcore.run(model, torch.arange(TOKENS[0])[None])
+        (gap,) = replayed.receipt().gaps
+        assert (gap.layer, "multi-token prediction" in gap.wanted) == (1, True)
+    return f"{due} cells twice, {len(gaps)} gaps without it, 1 in multi-token prediction"
+
+
 def nemo_rl_ranks(root: Path) -> str:
     """Its cut of a packed batch for context parallelism beside the shard that a rank reads by itself, padding too."""
     cut = code_of(root / "nemo_rl/distributed/model_utils.py", "_get_tokens_on_this_cp_rank")
@@ -351,9 +430,9 @@ def xtuner_samples(root: Path) -> str:
 
 
 CHECKS: dict[str, tuple[tuple[str, ...], tuple[Callable[[Path], str], ...]]] = {
-    "slime": ((".",), (slime_samples, slime_ranks)),
+    "slime": ((".",), (slime_samples, slime_ranks, slime_receipt)),
     "prime-rl": (("src",), (prime_rl_batches,)),
-    "nemo-rl": ((".",), (nemo_rl_strings, nemo_rl_routers, nemo_rl_ranks, nemo_rl_references)),
+    "nemo-rl": ((".",), (nemo_rl_strings, nemo_rl_routers, nemo_rl_receipt, nemo_rl_ranks, nemo_rl_references)),
     "xtuner": ((".",), (xtuner_samples,)),
 }
 

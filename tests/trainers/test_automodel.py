@@ -14,7 +14,7 @@ from nemo_automodel.components.moe.router_replay import RouterReplay
 from routes_of import made_routes
 from torch import nn
 
-from kvroute.replay import nemo_rl
+from kvroute.replay import nemo_rl, watch
 from kvroute.replay.rows import ReplayError
 
 EXPERTS, TOP_K, HIDDEN = 16, 4, 8
@@ -144,6 +144,42 @@ def test_a_recomputation_elsewhere_is_an_error(reentrant: bool) -> None:
         behind.backward()
     with nemo_rl.automodel(model, rows().flip(0)), pytest.raises(ReplayError, match=wanted):
         (inside + loss()).backward()
+
+
+def test_a_receipt_of_its_own_replay_and_of_ours() -> None:
+    """Goal: what the gates really used, whoever replays. Method: kvroute's block, and Automodel's own as its docstring
+    shows it, with a checkpoint: the backward pass behind the block computes again without replay, in silence
+    (NeMo-Automodel 3156); and a pass in which its list of gates is of another model."""
+    RouterReplay.clear_registry()
+    model, hidden = Model(), torch.randn(6, HIDDEN, requires_grad=True)
+
+    def loss() -> Any:
+        def weights(hidden: torch.Tensor) -> torch.Tensor:
+            return torch.stack([weights for weights, _ in model(hidden)]).square().sum()
+
+        with torch.utils.checkpoint.set_checkpoint_early_stop(False):
+            return torch.utils.checkpoint.checkpoint(weights, hidden, use_reentrant=True)
+
+    with watch(model) as replayed:
+        with nemo_rl.automodel(model, rows()):
+            loss().backward()
+        replayed.receipt().check()
+        assert [(use.due, use.taken, use.repeated) for use in replayed.receipt().uses] == [((6,), (6,), (6,))] * 3
+        replayed.due(rows(), [0] * 4 + [1] * 2)
+        with RouterReplay.replay(list(rows().unbind(1))):
+            late = loss()
+        late.backward()
+        gaps = replayed.receipt().gaps
+        assert {(gap.micro_batch, gap.layer, gap.sample) for gap in gaps} == {
+            (1, n, i) for n in (1, 2, 3) for i in (0, 1)
+        }
+        assert all(gap.wanted.endswith("when computed again") for gap in gaps)
+        RouterReplay.clear_registry()
+        Model()
+        replayed.due(rows())
+        with RouterReplay.replay(list(rows().unbind(1))):
+            model(hidden)
+    assert {(gap.micro_batch, gap.layer) for gap in replayed.receipt().gaps[len(gaps) :]} == {(2, n) for n in (1, 2, 3)}
 
 
 def test_rows_that_do_not_fit_are_refused() -> None:

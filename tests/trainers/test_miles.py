@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import subprocess
+import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,6 +28,7 @@ from miles.utils.replay_base import RoutingReplayManager
 from miles.utils.types import Sample
 from routes_of import expert_rows, made_routes
 from sources import code_of, installed
+from waiting import GIVE_UP_S
 
 from kvroute.encodings import encode
 from kvroute.replay import slime
@@ -221,3 +226,20 @@ def test_ranks_replay_what_the_rollout_chose(rank: Callable[..., None], tp: int,
                 replay.record(shard[:, index].contiguous())
                 assert torch.equal(topk(scores, mcore.TOP_K), shard[:, index])
     assert seen == len(LAYERS) * sum(n - 1 for n in tokens)
+
+
+def test_a_receipt_of_its_own_megatrons_routers() -> None:
+    """Goal: miles' routers, manager and Megatron, unchanged. Method: a process of their own, because their Megatron has
+    the other's name: micro-batches through miles' cut, in both stages, and what its routers then used."""
+    here = Path(__file__).parent
+    path = [Path(sys.prefix) / "apart", here, here.parents[1], here.parent / "support"]
+    ran = subprocess.run(
+        [sys.executable, "-W", "ignore", here / "miles_receipt.py"],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, path)), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=GIVE_UP_S,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.split() == ["receipt", "39", "39", "gaps", "6", "6"]

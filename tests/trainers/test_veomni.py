@@ -19,7 +19,8 @@ from veomni.models.transformers.qwen3_5_moe.generated.patched_modeling_qwen3_5_m
 from veomni.models.transformers.qwen3_moe.generated.patched_modeling_qwen3_moe_gpu import Qwen3MoeForCausalLM
 from verl.utils.veomni.router_replay import RouterReplayAction, VeOmniRouterReplay
 
-from kvroute.replay import verl
+from kvroute.replay import verl, watch
+from kvroute.routes import Split
 
 LAYERS, EXPERTS, TOP_K = (0, 1, 2, 3), 16, 4
 SAMPLES = [(5, 4), (2, 3)]  # tokens of prompt and response
@@ -103,3 +104,30 @@ def test_its_routers_use_the_rollouts_experts(model: Any) -> None:
     assert torch.equal(used[at:, 0], own[at:, 0])
     assert not torch.equal(replayed, logits)
     assert torch.equal(run(model)[0], logits), "nothing is left"
+
+
+def test_a_receipt_of_what_its_experts_got(model: Any) -> None:
+    """Goal: the hook replaces ids behind the router, so that only the experts know. Method: verl's controller in its
+    hook, and then without it, which is silent."""
+    routes = [made_routes(i, sum(sample) - 1, layer_ids=LAYERS) for i, sample in enumerate(SAMPLES)]
+    kept = [
+        loop_output(verl.agent_loop(part, prompt, response), [1] * prompt, [2] * response).as_dict()["routed_experts"]
+        for part, (prompt, response) in zip(routes, SAMPLES, strict=True)
+    ]
+    replay = VeOmniRouterReplay()
+    with watch(model) as replayed:
+        replay.install(model)
+        try:
+            replay.begin_replay()
+            for _ in range(2):
+                arm(replay, torch.nested.as_nested_tensor(kept, layout=torch.jagged))
+                replayed.packed(routes, [sum(sample) for sample in SAMPLES], Split(tail_align=8))
+                run(model)
+                replayed.receipt().check()
+        finally:
+            replay.uninstall()
+        replayed.packed(routes, [sum(sample) for sample in SAMPLES], Split(tail_align=8))
+        run(model)
+    assert replayed.receipt().due == 3 * 12 * len(LAYERS)
+    gaps = {(gap.micro_batch, gap.layer, gap.sample) for gap in replayed.receipt().gaps}
+    assert gaps == {(2, layer, sample) for layer in LAYERS for sample in (0, 1)}
