@@ -92,10 +92,10 @@ def seeded(kind: Any, config: Any, routers: float, others: float) -> Any:
         model = kind(config).to(torch.float32)
         with torch.no_grad():
             for name, weight in model.named_parameters():
-                if weight.ndim == 1:
-                    weight.fill_(1.0 if "norm" in name else 0.0)
+                if weight.ndim == 1 or "bias" in name:
+                    weight.fill_(1.0 if "norm" in name or name.endswith("scale") else 0.0)
                 else:
-                    weight.normal_(0, routers if name.endswith(("gate.weight", "router.weight")) else others)
+                    weight.normal_(0, routers if {"gate", "router"} & set(name.split(".")) else others)
     return model
 
 

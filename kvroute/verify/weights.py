@@ -8,7 +8,7 @@ from typing import Any, Final, Self
 
 import numpy as np
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from cache_manager.errors import InvalidInputError
 from cache_manager.spec import AuxBlockDataSpec
@@ -27,10 +27,13 @@ class Weights:
 
     def __init__(self, home: Path, spec: AuxBlockDataSpec, noise: float, computed: torch.dtype) -> None:
         self._noise = noise
-        self._model: Any = AutoModelForCausalLM.from_pretrained(home, dtype=computed).eval()
+        text = type(AutoConfig.from_pretrained(home)) in AutoModelForCausalLM._model_mapping
+        auto = AutoModelForCausalLM if text else AutoModelForImageTextToText
+        self._model: Any = auto.from_pretrained(home, dtype=computed).eval()
         self._routers = find_routers(self._model)
         if tuple(self._routers) != spec.attrs["layer_ids"]:
             raise InvalidInputError("layers with a router", list(spec.attrs["layer_ids"]), list(self._routers))
+        self._top_k = spec.row_shape[1]
         self._heard: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._listening = True
         for layer, router in self._routers.items():
@@ -60,11 +63,17 @@ class Weights:
         )
 
     def _listener(self, layer: int) -> Any:
-        def listen(_router: Any, given: tuple[torch.Tensor, ...], answer: tuple[torch.Tensor, ...]) -> None:
+        def listen(_router: Any, given: tuple[torch.Tensor, ...], answer: Any) -> None:
             if self._listening:
-                self._heard[layer] = given[0].reshape(-1, given[0].shape[-1]), answer[2]
+                self._heard[layer] = given[0].reshape(-1, given[0].shape[-1]), self._ids(answer)
 
         return listen
+
+    def _ids(self, answer: torch.Tensor | tuple[torch.Tensor, ...]) -> torch.Tensor:
+        """The ids ``[..., top_k]`` of a router's answer; where it has logits alone (Jamba, Llama 4), of their top-k."""
+        values = answer if isinstance(answer, tuple) else (answer,)
+        ids = next((value for value in values if not value.is_floating_point()), None)
+        return values[-1].topk(self._top_k, dim=-1).indices if ids is None else ids
 
     def routed(self, tokens: Sequence[int]) -> Ids:
         """The experts of each token, sorted: ``[tokens, layers, top_k]``."""
@@ -86,7 +95,7 @@ class Weights:
                 size = given.float().pow(2).mean(dim=1, keepdim=True).sqrt() * self._noise
                 given = given + (torch.randn(given.shape, generator=noise) * size).to(given.dtype)
                 with torch.no_grad():
-                    drawn = router(given)[2].reshape(DRAWS, len(rows), 1, -1).numpy()
+                    drawn = self._ids(router(given)).reshape(DRAWS, len(rows), 1, -1).numpy()
                 found[rows, index] = (drawn == ids[rows, index][None, :, :, None]).any(axis=(0, 3)).all(axis=1)
         finally:
             self._listening = True
