@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import Any, Final, NamedTuple, Self
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from cache_manager.errors import InvalidInputError
@@ -22,6 +23,25 @@ HEADROOM: Final = 1.25
 """Free memory must be so many times the weights."""
 
 
+class Heard(NamedTuple):
+    """A router's last call, of ``T`` tokens."""
+
+    hidden: torch.Tensor  # [T, hidden]
+    beside: tuple[Any, ...]  # what else it was given: a bias, or the tokens of hash routing
+    ids: torch.Tensor  # [..., top_k]
+
+    def of(self, rows: NDArray[np.intp]) -> tuple[Any, ...]:
+        """What was given beside these tokens' hidden values, for :data:`DRAWS` draws of each."""
+        return tuple(
+            value.reshape(-1)[rows].repeat(DRAWS) if _of_each_token(value, len(self.hidden)) else value
+            for value in self.beside
+        )
+
+
+def _of_each_token(value: Any, tokens: int) -> bool:
+    return isinstance(value, torch.Tensor) and not value.is_floating_point() and value.numel() == tokens
+
+
 class Weights:
     """A checkpoint, computed in float32 if there is memory for that, else in its own dtype."""
 
@@ -34,7 +54,7 @@ class Weights:
         if tuple(self._routers) != spec.attrs["layer_ids"]:
             raise InvalidInputError("layers with a router", list(spec.attrs["layer_ids"]), list(self._routers))
         self._top_k = spec.row_shape[1]
-        self._heard: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._heard: dict[int, Heard] = {}
         self._listening = True
         for layer, router in self._routers.items():
             router.register_forward_hook(self._listener(layer))
@@ -65,7 +85,8 @@ class Weights:
     def _listener(self, layer: int) -> Any:
         def listen(_router: Any, given: tuple[torch.Tensor, ...], answer: Any) -> None:
             if self._listening:
-                self._heard[layer] = given[0].reshape(-1, given[0].shape[-1]), self._ids(answer)
+                hidden = given[0].reshape(-1, given[0].shape[-1])
+                self._heard[layer] = Heard(hidden, given[1:], self._ids(answer))
 
         return listen
 
@@ -79,7 +100,7 @@ class Weights:
         """The experts of each token, sorted: ``[tokens, layers, top_k]``."""
         with torch.no_grad():
             self._model(torch.tensor([list(tokens)]), use_cache=False)
-        found = torch.stack([ids.reshape(len(tokens), -1) for _, ids in self._heard.values()], dim=1)
+        found = torch.stack([heard.ids.reshape(len(tokens), -1) for heard in self._heard.values()], dim=1)
         return np.sort(found.numpy().astype(np.int32), axis=2)
 
     def close(self, ids: Ids, at: Mask) -> Mask:
@@ -91,11 +112,12 @@ class Weights:
                 rows = np.flatnonzero(at[:, index])
                 if not len(rows):
                     continue
-                given = self._heard[layer][0][rows].repeat(DRAWS, 1)
+                heard = self._heard[layer]
+                given = heard.hidden[rows].repeat(DRAWS, 1)
                 size = given.float().pow(2).mean(dim=1, keepdim=True).sqrt() * self._noise
                 given = given + (torch.randn(given.shape, generator=noise) * size).to(given.dtype)
                 with torch.no_grad():
-                    drawn = self._ids(router(given)).reshape(DRAWS, len(rows), 1, -1).numpy()
+                    drawn = self._ids(router(given, *heard.of(rows))).reshape(DRAWS, len(rows), 1, -1).numpy()
                 found[rows, index] = (drawn == ids[rows, index][None, :, :, None]).any(axis=(0, 3)).all(axis=1)
         finally:
             self._listening = True

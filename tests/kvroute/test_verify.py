@@ -177,10 +177,11 @@ def test_right_rows_are_right(kind: str, checkpoint: Path, capsys: pytest.Captur
     assert compared > 150
 
 
-@pytest.mark.parametrize("family", ["llama4_text", "qwen3_vl_moe"])
+@pytest.mark.parametrize("family", ["llama4_text", "qwen3_vl_moe", "lfm2_moe", "deepseek_v4"])
 def test_weights_of_other_kinds_of_models(family: str, tmp_path: Path) -> None:
-    """Goal: a judge for models that read images, too, and for routers that answer without ids: each was an error.
-    Method: the experts that the layers use; Llama 4's have a score above 0, others are called with ids."""
+    """Goal: a judge for models that read images, too, for routers that answer without ids, and for those that are given
+    a bias or the tokens (hash layers): each was an error. Method: the experts that the layers use; Llama 4's have a
+    score above 0, others are called with ids."""
     make(family, tmp_path)
     spec = kvroute.routing_spec_from_hf(tmp_path, block_tokens=1)
     weights, tokens, used = Weights(tmp_path, spec, NOISE["float32"], torch.float32), list(range(5, 40)), []
