@@ -6,6 +6,7 @@ arguments that it needs on a CPU. Heads, states and latents have the narrowest s
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,9 +16,9 @@ import torch
 import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from bench.vllm_models import seeded
+from bench.vllm_models import VOCABULARY, decide_by_token, seeded
 
-VOCABULARY, LAYERS, WINDOW = 512, 4, 128
+LAYERS, WINDOW = 4, 128
 COMMON: Mapping[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 64,
@@ -73,11 +74,15 @@ VISION: dict[str, Any] = {"hidden_size": 64, "num_hidden_layers": 2, "num_attent
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """What a family's configuration says; its text model's if it ``sees``; and arguments of the engine."""
+    """What a family's configuration says; its text model's if it ``sees``; and arguments of the engine.
+
+    vLLM's linear attention on a CPU wants bfloat16. Where rounding would decide choices, routers choose ``by_token``.
+    """
 
     text: Mapping[str, Any]
     sees: Mapping[str, Any] | None = None
     engine: Mapping[str, Any] = field(default_factory=dict)
+    by_token: bool = False
 
 
 MLA: dict[str, Any] = {"attention_config": {"backend": "CPU_MLA"}}
@@ -132,7 +137,7 @@ FAMILIES: Mapping[str, Family] = {
         {"vision_config": TOWER},
     ),
     "exaone_moe": Family({**EXPERTS, **WINDOWS, **SPARSE, "num_shared_experts": 1, "first_k_dense_replace": 1}),
-    "flex_olmo": Family({**EXPERTS, "num_key_value_heads": 2}),
+    "flex_olmo": Family({**EXPERTS, "num_key_value_heads": 2, "moe_intermediate_size": 64}),
     "gemma4_text": Family(
         {
             **WINDOWS,
@@ -206,8 +211,8 @@ FAMILIES: Mapping[str, Family] = {
         engine={"block_size": None},
     ),
     "granitemoeshared": Family({**LOCAL, "shared_intermediate_size": 32}),
-    "hunyuan_v1_moe": Family({"num_experts": 16, "moe_topk": 4}),
-    "hy_v3": Family({**EXPERTS, **SPARSE, "num_shared_experts": 1}),
+    "hunyuan_v1_moe": Family({"num_experts": 16, "moe_topk": 4, "moe_intermediate_size": 64}),
+    "hy_v3": Family({**EXPERTS, **SPARSE, "num_shared_experts": 1, "first_k_dense_replace": 1, "route_norm": True}),
     "hy_v4": Family({**ROUTED, **INDEXED, **SPARSE, "indexer_types": ["full"] * LAYERS}),
     "inkling_text": Family(
         {
@@ -246,7 +251,7 @@ FAMILIES: Mapping[str, Family] = {
             "linear_num_heads": 2,
             "linear_head_dim": 128,
         },
-        engine={"dtype": "bfloat16", "block_size": None, **MLA},
+        engine={"dtype": "bfloat16", "block_size": None, "enable_prefix_caching": False, **MLA},
     ),
     "laguna": Family(
         {
@@ -286,6 +291,8 @@ FAMILIES: Mapping[str, Family] = {
             "n_routed_experts": 12,
             "zero_expert_num": 4,
             "zero_expert_type": "identity",
+            "mla_scale_q_lora": True,
+            "mla_scale_kv_lora": True,
             "moe_topk": 4,
             "num_layers": 2,
             "ffn_hidden_size": 64,
@@ -294,8 +301,24 @@ FAMILIES: Mapping[str, Family] = {
         engine=MLA,
     ),
     "mellum": Family({**LOCAL, **WINDOWS, "mlp_layer_types": ["sparse"] * LAYERS}),
-    "mimo_v2_flash": Family({**ROUTED, **WINDOWS, **SPARSE, "head_dim": 64, "v_head_dim": 32}),
-    "minimax_m2": Family({**LOCAL, "rotary_dim": 32}),
+    "mimo_v2_flash": Family(
+        {
+            **ROUTED,
+            **WINDOWS,
+            **SPARSE,
+            "head_dim": 64,
+            "v_head_dim": 32,
+            "hybrid_layer_pattern": [1, 0] * (LAYERS // 2),
+            "moe_layer_freq": [0, 1, 1, 1],
+            "layernorm_epsilon": 1e-5,
+            "sliding_window_size": WINDOW,
+            "swa_num_attention_heads": 2,
+            "swa_num_key_value_heads": 1,
+            "swa_head_dim": 64,
+            "swa_v_head_dim": 32,
+        }
+    ),
+    "minimax_m2": Family({**LOCAL, "rotary_dim": 32, "scoring_func": "sigmoid"}),
     "minimax_m3_vl": Family(
         {
             **LOCAL,
@@ -326,9 +349,9 @@ FAMILIES: Mapping[str, Family] = {
     "qwen2_moe": Family(
         {**EXPERTS, "shared_expert_intermediate_size": 32, "decoder_sparse_step": 1, "mlp_only_layers": [1]}
     ),
-    "qwen3_5_moe_text": Family({**EXPERTS, **LINEAR}, engine=STATES),
+    "qwen3_5_moe_text": Family({**EXPERTS, **LINEAR}, engine=STATES, by_token=True),
     "qwen3_moe": Family({**EXPERTS, "mlp_only_layers": [0]}),
-    "qwen3_next": Family({**EXPERTS, **LINEAR}, engine=STATES),
+    "qwen3_next": Family({**EXPERTS, **LINEAR}, engine=STATES, by_token=True),
     "qwen3_vl_moe": Family(
         {**EXPERTS, "num_local_experts": 16},
         {
@@ -385,7 +408,15 @@ def make(name: str, home: Path) -> None:
         for buffer_name, buffer in model.named_buffers():
             if buffer_name.endswith("tid2eid"):  # of DeepSeek-V4's hash layers: each token's experts
                 buffer.copy_(torch.rand(VOCABULARY, ROUTED["n_routed_experts"]).argsort(-1)[:, : buffer.shape[1]])
+        if FAMILIES[name].by_token:
+            decide_by_token(model, TOP["num_experts_per_tok"], torch.Generator().manual_seed(0))
     model.save_pretrained(home)
+    if name == "deepseek_v4":  # vLLM reads the published form of its configuration alone
+        path = home / "config.json"
+        fields = json.loads(path.read_text())
+        layers = {"num_hash_layers": 1, "compress_ratios": [128, 4] * (LAYERS // 2), "qk_rope_head_dim": 64}
+        kept = {key: value for key, value in fields.items() if key not in ("layer_types", "mlp_layer_types")}
+        path.write_text(json.dumps(kept | layers))
     words = Tokenizer(models.WordLevel({f"t{i}": i for i in range(VOCABULARY)}, unk_token="t3"))  # noqa: S106
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     transformers.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="t3").save_pretrained(home)  # noqa: S106
