@@ -92,11 +92,38 @@ def seeded(kind: Any, config: Any, routers: float, others: float) -> Any:
         model = kind(config).to(torch.float32)
         with torch.no_grad():
             for name, weight in model.named_parameters():
-                if weight.ndim == 1:
-                    weight.fill_(1.0 if "norm" in name else 0.0)
+                if weight.ndim == 1 or "bias" in name:
+                    weight.fill_(1.0 if "norm" in name or name.endswith("scale") else 0.0)
                 else:
-                    weight.normal_(0, routers if name.endswith(("gate.weight", "router.weight")) else others)
+                    weight.normal_(0, routers if {"gate", "router"} & set(name.split(".")) else others)
     return model
+
+
+CODE = 32
+"""Of the hidden values of a model for bfloat16: so many, the first ones, say which token it is, and nothing else."""
+GAP = 0.2
+"""Between the scores of the last expert that is chosen and the first that is not, in standard deviations."""
+
+
+def decide_by_token(model: Any, top_k: int, generator: torch.Generator) -> None:
+    """Let the routers of a model in bfloat16 choose by the token alone, and by a wide margin.
+
+    They read the first :data:`CODE` hidden values, into which no layer writes; the embedding has there, for each token,
+    the first random values for which all routers decide by :data:`GAP`.
+    """
+    routers = []
+    for layer in model.model.layers:
+        layer.mlp.gate.weight[:, CODE:] = 0
+        routers.append(layer.mlp.gate.weight[:, :CODE])
+        for name, parameter in layer.named_parameters():
+            if "down_proj" in name or name.endswith(("o_proj.weight", "out_proj.weight")):
+                parameter.narrow(parameter.ndim - 2, 0, CODE).zero_()  # [..., hidden, inner]
+    codes = torch.randn(200_000, CODE, generator=generator)
+    keep = torch.ones(len(codes), dtype=torch.bool)
+    for router in routers:
+        scores = (codes @ router.T).sort(-1, descending=True).values
+        keep &= scores[:, top_k - 1] - scores[:, top_k] > GAP * scores.std(-1)
+    model.model.embed_tokens.weight[:, :CODE] = codes[keep][:VOCABULARY]
 
 
 def shape(directory: Path, layers: int) -> None:

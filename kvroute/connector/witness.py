@@ -6,7 +6,7 @@ A layer's KV is ``[blocks, ...]`` as its engine has it, ``[blocks, heads, tokens
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -193,19 +193,23 @@ def by_block(kv: torch.Tensor, blocks: int) -> torch.Tensor:
     return kv if remainder or split < 2 else kv.unflatten(0, (blocks, split)).movedim(1, 2)
 
 
-def by_layer(names: Iterable[str]) -> dict[int, str]:
-    """The names of layers by the number in each, in order.
+def by_layer(kv_caches: Mapping[str, torch.Tensor]) -> dict[int, str]:
+    """The name of each layer's KV by the number in it, in order: the largest, where a layer has several caches.
 
-    Raises :class:`ConfigError` if no name has one.
+    Sparse attention keeps a small cache of its indexer beside the KV, which it does not compute with. Raises
+    :class:`ConfigError` if no name has a number.
     """
-    all_names, layers = list(names), dict[int, str]()
-    for name in all_names:
+    largest = dict[int, str]()
+    for name, kv in kv_caches.items():
         numbers = [int(part) for part in name.split(".") if part.isdigit()]
-        if len(numbers) == 1:
-            layers.setdefault(numbers[0], name)
-    if not layers:
-        raise ConfigError("KV layers", "names with the number of their layer", sorted(all_names)[:3])
-    return dict(sorted(layers.items()))
+        if len(numbers) != 1:
+            continue
+        before = largest.get(numbers[0])
+        if before is None or kv[:1].nbytes > kv_caches[before][:1].nbytes:
+            largest[numbers[0]] = name
+    if not largest:
+        raise ConfigError("KV layers", "names with the number of their layer", sorted(kv_caches)[:3])
+    return dict(sorted(largest.items()))
 
 
 def witnesses(layers: Sequence[Sequence[torch.Tensor]], value_nbytes: int) -> list[torch.Tensor]:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import Any, Final, NamedTuple, Self
 
 import numpy as np
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from numpy.typing import NDArray
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
 from cache_manager.errors import InvalidInputError
@@ -36,17 +37,39 @@ def _no_bar() -> Iterator[None]:
             enable_progress_bar()
 
 
+class Heard(NamedTuple):
+    """A router's last call, of ``T`` tokens."""
+
+    hidden: torch.Tensor  # [T, hidden]
+    beside: tuple[Any, ...]  # what else it was given: a bias, or the tokens of hash routing
+    ids: torch.Tensor  # [..., top_k]
+
+    def of(self, rows: NDArray[np.intp]) -> tuple[Any, ...]:
+        """What was given beside these tokens' hidden values, for :data:`DRAWS` draws of each."""
+        return tuple(
+            value.reshape(-1)[rows].repeat(DRAWS) if _of_each_token(value, len(self.hidden)) else value
+            for value in self.beside
+        )
+
+
+def _of_each_token(value: Any, tokens: int) -> bool:
+    return isinstance(value, torch.Tensor) and not value.is_floating_point() and value.numel() == tokens
+
+
 class Weights:
     """A checkpoint, computed in float32 if there is memory for that, else in its own dtype."""
 
     def __init__(self, home: Path, spec: AuxBlockDataSpec, noise: float, computed: torch.dtype) -> None:
         self._noise = noise
+        text = type(AutoConfig.from_pretrained(home)) in AutoModelForCausalLM._model_mapping
+        auto = AutoModelForCausalLM if text else AutoModelForImageTextToText
         with _no_bar():
-            self._model: Any = AutoModelForCausalLM.from_pretrained(home, dtype=computed).eval()
+            self._model: Any = auto.from_pretrained(home, dtype=computed).eval()
         self._routers = find_routers(self._model)
         if tuple(self._routers) != spec.attrs["layer_ids"]:
             raise InvalidInputError("layers with a router", list(spec.attrs["layer_ids"]), list(self._routers))
-        self._heard: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._top_k = spec.row_shape[1]
+        self._heard: dict[int, Heard] = {}
         self._listening = True
         for layer, router in self._routers.items():
             router.register_forward_hook(self._listener(layer))
@@ -75,17 +98,24 @@ class Weights:
         )
 
     def _listener(self, layer: int) -> Any:
-        def listen(_router: Any, inputs: tuple[torch.Tensor, ...], answer: tuple[torch.Tensor, ...]) -> None:
+        def listen(_router: Any, inputs: tuple[torch.Tensor, ...], answer: Any) -> None:
             if self._listening:
-                self._heard[layer] = inputs[0].reshape(-1, inputs[0].shape[-1]), answer[2]
+                hidden = inputs[0].reshape(-1, inputs[0].shape[-1])
+                self._heard[layer] = Heard(hidden, inputs[1:], self._ids(answer))
 
         return listen
+
+    def _ids(self, answer: torch.Tensor | tuple[torch.Tensor, ...]) -> torch.Tensor:
+        """The ids ``[..., top_k]`` of a router's answer; where it has logits alone (Jamba, Llama 4), of their top-k."""
+        values = answer if isinstance(answer, tuple) else (answer,)
+        ids = next((value for value in values if not value.is_floating_point()), None)
+        return values[-1].topk(self._top_k, dim=-1).indices if ids is None else ids
 
     def routed(self, tokens: Sequence[int]) -> RowIds:
         """The experts of each token, sorted: ``[tokens, layers, top_k]``."""
         with torch.no_grad():
             self._model(torch.tensor([list(tokens)]), use_cache=False)
-        choices = torch.stack([ids.reshape(len(tokens), -1) for _, ids in self._heard.values()], dim=1)
+        choices = torch.stack([heard.ids.reshape(len(tokens), -1) for heard in self._heard.values()], dim=1)
         return np.sort(choices.numpy().astype(np.int32), axis=2)
 
     def close(self, ids: RowIds, mask: Mask) -> Mask:
@@ -97,11 +127,12 @@ class Weights:
                 rows = np.flatnonzero(mask[:, index])
                 if not len(rows):
                     continue
-                inputs = self._heard[layer][0][rows].repeat(DRAWS, 1)
+                heard = self._heard[layer]
+                inputs = heard.hidden[rows].repeat(DRAWS, 1)
                 size = inputs.float().pow(2).mean(dim=1, keepdim=True).sqrt() * self._noise
                 inputs = inputs + (torch.randn(inputs.shape, generator=noise) * size).to(inputs.dtype)
                 with torch.no_grad():
-                    drawn = router(inputs)[2].reshape(DRAWS, len(rows), 1, -1).numpy()
+                    drawn = self._ids(router(inputs, *heard.of(rows))).reshape(DRAWS, len(rows), 1, -1).numpy()
                 close[rows, index] = (drawn == ids[rows, index][None, :, :, None]).any(axis=(0, 3)).all(axis=1)
         finally:
             self._listening = True

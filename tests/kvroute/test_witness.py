@@ -243,3 +243,18 @@ def test_which_layers_witness() -> None:
         witnessing(wide, [1, 2, 3])
     with pytest.raises(ConfigError, match="number of their layer"):
         witnessing({"attn": torch.zeros(1, 8)}, [0])
+
+
+@pytest.mark.parametrize("indexer_first", [True, False])
+def test_the_cache_of_an_indexer_does_not_witness(indexer_first: bool) -> None:
+    """Goal: rows are compared with the KV that attention reads. The fold was of the indexer's cache: other KV beside it
+    went unseen. Method: DeepSeek-V3.2's names and sizes, in both orders; each layer's KV has its number."""
+    caches = dict[str, torch.Tensor]()
+    for layer in range(3):
+        indexer = {f"model.layers.{layer}.self_attn.indexer.k_cache": torch.zeros(2, 4, 132, dtype=torch.uint8)}
+        latent = {f"model.layers.{layer}.self_attn.attn": torch.full((2, 1, 4, 576), layer, dtype=torch.bfloat16)}
+        caches |= {**indexer, **latent} if indexer_first else {**latent, **indexer}
+    (kv,) = witnessing(caches, [1, 2])
+    assert (kv.dtype, float(kv.max())) == (torch.bfloat16, 2.0)
+    eight_bits = {name: kv.to(torch.float8_e4m3fn) if kv.dtype == torch.bfloat16 else kv for name, kv in caches.items()}
+    assert [float(kv.float().max()) for kv in witnessing(eight_bits, [1, 2])] == [0.0, 1.0, 2.0]

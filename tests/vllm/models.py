@@ -20,7 +20,8 @@ from transformers.models.olmoe import OlmoeConfig, OlmoeForCausalLM
 from transformers.models.qwen3_moe import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.models.qwen3_next import Qwen3NextConfig, Qwen3NextForCausalLM
 
-VOCABULARY = 512
+from bench.vllm_models import VOCABULARY, decide_by_token
+
 _COMMON: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 64,
@@ -98,34 +99,6 @@ FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
 }
 
 
-CODE = 32
-"""Of the hidden values of a model for bfloat16: so many, the first ones, say which token it is, and nothing else."""
-GAP = 0.2
-"""Between the scores of the last expert that is chosen and the first that is not, in standard deviations."""
-
-
-def decide_by_token(model: Any, generator: torch.Generator) -> None:
-    """Let the routers of a model in bfloat16 choose by the token alone, and by a wide margin.
-
-    They read the first :data:`CODE` hidden values, into which no layer writes; the embedding has there, for each token,
-    the first random values for which all routers decide by :data:`GAP`.
-    """
-    routers = []
-    for layer in model.model.layers:
-        layer.mlp.gate.weight[:, CODE:] = 0
-        routers.append(layer.mlp.gate.weight[:, :CODE])
-        for name, parameter in layer.named_parameters():
-            if "down_proj" in name or name.endswith(("o_proj.weight", "out_proj.weight")):
-                parameter.narrow(parameter.ndim - 2, 0, CODE).zero_()  # [..., hidden, inner]
-    codes = torch.randn(200_000, CODE, generator=generator)
-    keep = torch.ones(len(codes), dtype=torch.bool)
-    for router in routers:
-        scores = (codes @ router.T).sort(-1, descending=True).values
-        top_k = _QWEN["num_experts_per_tok"]
-        keep &= scores[:, top_k - 1] - scores[:, top_k] > GAP * scores.std(-1)
-    model.model.embed_tokens.weight[:, :CODE] = codes[keep][:VOCABULARY]
-
-
 def save(family: str, home: Path, seed: int = 0) -> Path:
     """A checkpoint of the family with weights of ``seed``; its routers are decisive, so that noise flips no choice."""
     torch.manual_seed(seed)
@@ -140,7 +113,7 @@ def save(family: str, home: Path, seed: int = 0) -> Path:
             if name.endswith("kv_a_proj_with_mqa.weight"):  # vLLM's CPU kernel rotates otherwise than transformers
                 parameter[_MLA["kv_lora_rank"] :] = 0
         if family == "qwen3_next":
-            decide_by_token(model, torch.Generator().manual_seed(seed))
+            decide_by_token(model, _QWEN["num_experts_per_tok"], torch.Generator().manual_seed(seed))
     model.save_pretrained(home, safe_serialization=True)
     words = Tokenizer(models.WordLevel({f"t{i}": i for i in range(VOCABULARY)}, unk_token="t3"))  # noqa: S106 (no password)
     words.pre_tokenizer = pre_tokenizers.Whitespace()

@@ -77,6 +77,9 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         return weights, ids, ids
 
     def fused_topk_bias(gating_output: Any, topk: int, **more: Any) -> Any:
+        if (table := more.get("hash_indices_table")) is not None:
+            ids = table[more["input_tokens"]]
+            return gating_output.gather(1, ids.long()), ids
         return top(gating_output.softmax(-1), topk, more["e_score_correction_bias"])
 
     monkeypatch.setattr(fused_topk_router, "fused_topk", fused_topk)
@@ -108,6 +111,20 @@ def test_the_hook_sees_what_the_kernel_uses(name: str) -> None:
     assert seen[0].shape == (TOKENS, TOP_K)
     assert torch.equal(seen[0].to(used.dtype), used)
     assert all(len(set(row)) == TOP_K for row in used.tolist()) or "Simulator" in name
+
+
+@pytest.mark.usefixtures("kernels")
+def test_the_hook_sees_the_experts_of_a_hash_layer() -> None:
+    """Goal: layers that choose by the token alone (DeepSeek-V4's ``num_hash_layers``) have rows, too. Method: vLLM's
+    class with a table, asked with the tokens."""
+    table = torch.stack([torch.randperm(EXPERTS)[:TOP_K] for _ in range(100)]).int()
+    router = fused_topk_bias_router.FusedTopKBiasRouter(**SHAPE, scoring_func="softmax", hash_indices_table=table)
+    seen, tokens = bound(router), torch.randint(100, (TOKENS,))
+    _, used = router.select_experts(
+        hidden_states=torch.randn(TOKENS, 8), router_logits=torch.randn(TOKENS, EXPERTS), input_ids=tokens
+    )
+    assert torch.equal(seen[0].int(), table[tokens])
+    assert torch.equal(seen[0].to(used.dtype), used)
 
 
 def test_the_hook_sees_logical_ids(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -166,7 +166,7 @@ def pages_of(config: Any, kv_caches: Mapping[str, Any], spec: AuxBlockDataSpec) 
     layers, name = config.compilation_config.static_forward_context, page_name(spec)
     if name not in kv_caches:
         return None
-    *_, last = by_layer(layer_name for layer_name in kv_caches if layer_name != name).values()
+    *_, last = by_layer({layer: kv for layer, kv in kv_caches.items() if layer != name}).values()
     kv, places = kv_caches[last], None
     kv = kv if kv.element_size() == 1 else kv[:, :1]
     if kv.device.type == "cpu" and not config.model_config.use_mla:

@@ -1,0 +1,90 @@
+"""Families of the zoo (``bench.vllm_zoo``) that no other test here starts, each by both of its judges; and the KV cache
+groups of families whose kernels no CPU has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from engines import prompts
+from vllm.config import VllmConfig
+from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheGroupSpec,
+    MLAAttentionSpec,
+    SlidingWindowMLASpec,
+    SparseCacheRole,
+)
+
+from bench.vllm_families import FAMILIES, make
+from bench.vllm_zoo import Record, answer_of, judged
+from cache_manager.errors import ConfigError
+from kvroute.integrations.vllm.config import group_of
+
+Start = Any  # conftest's Engines
+
+
+@pytest.mark.parametrize("family", ["granitemoe", "mellum", "lfm2_moe"])
+def test_rows_of_a_family(engine: Start, family: str, tmp_path: Path) -> None:
+    """Goal: rows of Granite, of a model of transformers' own code, and of one with states of convolutions. Method:
+    chunks, hits and eviction; a pass of transformers, and what the kernels were given."""
+    make(family, home := tmp_path / family)
+    sizes = {"max_num_batched_tokens": 128, "max_model_len": 320, "num_gpu_blocks_override": 32}
+    made = engine(home, enable_prefix_caching=True, **{**sizes, **FAMILIES[family].engine})
+    record, asked, answers = Record(made.llm), prompts(80, 20, 100, 150, 5, shared=100), []
+    for number in range(3):
+        outputs = made.ask(asked, max_tokens=12)
+        answers += [answer_of(output, number) for output in outputs]
+        asked = [answers[-1]["tokens"], *prompts(81, 200, 210), asked[0]]
+    assert sum(output.num_cached_tokens for output in outputs) > 0
+    for answer in answers:
+        assert record.used(answer["tokens"], answer["ids"]).tolist() == [len(answer["tokens"]) - 1, 0]
+    verdict = judged(home, answers, "float32")
+    assert verdict["right"] + verdict["close"] == sum(len(answer["tokens"]) - 1 for answer in answers), verdict
+    assert verdict["close"] < verdict["right"] / 100
+    assert not made.kept.missing
+
+
+def latent(**more: Any) -> MLAAttentionSpec:
+    sizes = {"block_size": 64, "num_kv_heads": 1, "head_size": 576, "dtype": torch.bfloat16}
+    return MLAAttentionSpec(**{**sizes, **more})
+
+
+def indexer() -> MLAAttentionSpec:
+    return latent(head_size=132, dtype=torch.uint8, max_tp_shards=1, cache_role=SparseCacheRole.INDEXER)
+
+
+KV: dict[str, Callable[[], Any]] = {
+    "latent (DeepSeek-V3.2, GLM-5)": latent,
+    "full (MiniMax-M3)": lambda: FullAttentionSpec(block_size=64, num_kv_heads=4, head_size=128, dtype=torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("kind", KV)
+def test_the_group_of_sparse_attention(kind: str) -> None:
+    """Goal: an indexer's cache is no reason to refuse. Method: vLLM's own groups of layers that have one beside their
+    KV, which it makes without a kernel."""
+    layers = dict[str, Any]()
+    for number in range(4):
+        layers |= {f"layers.{number}.indexer.k_cache": indexer(), f"layers.{number}.attn": KV[kind]()}
+    groups = get_kv_cache_groups(VllmConfig(), layers)
+    assert [sorted(group.layer_names) for group in groups] == [sorted(layers)]
+    assert group_of(SimpleNamespace(kv_cache_groups=groups), tokens_max=4096) == 0
+
+
+def test_compressed_attention_is_refused() -> None:
+    """Goal: DeepSeek-V4, whose caches have a state for 4 or 128 tokens, or a window alone, is refused by their names.
+    Method: specs as its layers make them."""
+    window = SlidingWindowMLASpec(
+        block_size=64, num_kv_heads=1, head_size=512, dtype=torch.bfloat16, sliding_window=128
+    )
+    compressed = [latent(block_size=256, head_size=512, tokens_per_state=ratio) for ratio in (4, 128)]
+    groups = [KVCacheGroupSpec([f"layers.{number}"], spec) for number, spec in enumerate((*compressed, window))]
+    named = "MLAAttentionSpec of 4 tokens a state, MLAAttentionSpec of 128 tokens a state, SlidingWindowMLASpec"
+    with pytest.raises(ConfigError, match=named):
+        group_of(SimpleNamespace(kv_cache_groups=groups), tokens_max=4096)
