@@ -75,10 +75,14 @@ class Computation:
     by_kv: NDArray[np.bool_] | None = None  # [stop], rows matched by KV, which cannot prove the last router's choice
     rows: Rows | None = None
     versions: Rows | int | None = None
-    block_ids: frozenset[int] = frozenset()  # the same blocks
+    read_stop: int = 0  # the positions before it have been read, of blocks that were given out before all was written
+    read: Rows | None = None
+    read_labels: Rows | None = None
+    block_ids: frozenset[int] = frozenset()  # the blocks that are still to be read
     spares: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        self.read_stop = self.start
         self.block_ids = frozenset(self.blocks.tolist())
 
 
@@ -188,31 +192,47 @@ class Ends:
         new = set(blocks)
         with self._lock:
             for computation in list(self._unread):
-                if new.isdisjoint(computation.block_ids):
+                is_hit = not new.isdisjoint(computation.block_ids)
+                if not is_hit and not computation.spares:
                     continue
-                if self._written(computation, self._through()):
-                    self._read([computation])
-                    continue
-                places = np.flatnonzero(np.isin(computation.blocks, blocks)).tolist()
-                spares = self._spares.take_over([int(computation.blocks[place]) for place in places])
-                for place in places:
-                    spare = spares.get(int(computation.blocks[place]))
-                    if spare is None:
-                        continue  # its rows are missing
-                    computation.blocks[place], computation.lives[place] = spare
-                    computation.spares.append(spare[0])
-                if spares:
-                    computation.block_ids = frozenset(computation.blocks.tolist())
-                    computation.steps.append((step, 0))
+                through = self._through()
+                if self._written(computation, through):
+                    self._read(
+                        [computation]
+                    )  # also what was kept for a request that goes on: its spares are for others
+                elif is_hit:
+                    self._read_sure(computation, through)
+                    self._take_over(computation, blocks, step)
+
+    def _read_sure(self, computation: Computation, through: float) -> None:
+        """Read the rows of whole blocks that no step writes any more."""
+        size = self._engine.tokens
+        stop = min(_unsure_from(computation, through), computation.stop) // size * size
+        if stop > computation.read_stop:
+            self._read_until([(computation, stop)])
+
+    def _take_over(self, computation: Computation, blocks: Sequence[int], step: int) -> None:
+        """Spare blocks for what is still to be read of these ``blocks``, as far as there are any."""
+        size = self._engine.tokens
+        first = computation.read_stop // size
+        places = (first + np.flatnonzero(np.isin(computation.blocks[first:], blocks))).tolist()
+        spares = self._spares.take_over([int(computation.blocks[place]) for place in places])
+        for place in places:
+            spare = spares.get(int(computation.blocks[place]))
+            if spare is None:
+                continue  # its rows are missing
+            computation.blocks[place], computation.lives[place] = spare
+            computation.spares.append(spare[0])
+        computation.block_ids = frozenset(computation.blocks[first:].tolist())
+        if spares:
+            computation.steps.append((step, places[0] * size))
 
     def forgotten(self) -> None:
         """All rows are about to be forgotten: read those that are written; the others become missing."""
         with self._lock:
             for computation in list(self._unread):
-                through = self._through()
+                unsure = _unsure_from(computation, self._through())
                 self._read([computation])
-                starts = (start for number, start in computation.steps if number > through)
-                unsure = min(starts, default=computation.stop)
                 for rows in (computation.rows, computation.versions):
                     if isinstance(rows, Rows):
                         rows.valid[max(0, unsure - computation.start) :] = False
@@ -380,28 +400,37 @@ class Ends:
         return self._view.generation(self._engine.clock) if self._late else float("inf")
 
     def _read(self, computations: Sequence[Computation]) -> None:
-        rows_read = self._rows_of(computations, self._engine.spec.name)
-        mixed = [computation for computation in computations if computation.mixed]
-        labels = dict(zip(mixed, self._rows_of(mixed, VERSION), strict=True))
-        for computation, rows in zip(computations, rows_read, strict=True):
-            computation.rows, computation.versions = rows, labels.get(computation, computation.version)
+        self._read_until([(computation, computation.stop) for computation in computations])
+        for computation in computations:
+            computation.rows = computation.read
+            computation.versions = computation.read_labels if computation.mixed else computation.version
             self._over(computation)
 
-    def _rows_of(self, computations: Sequence[Computation], name: str) -> list[Rows]:
-        if not computations:
+    def _read_until(self, stops: Sequence[tuple[Computation, int]]) -> None:
+        """Read what is still to be read of each computation before that position."""
+        mixed = [(computation, stop) for computation, stop in stops if computation.mixed]
+        labels = self._rows_until(mixed, VERSION)
+        rows = self._rows_until(stops, self._engine.spec.name)
+        for (computation, _), more in zip(mixed, labels, strict=True):
+            computation.read_labels = _joined(computation.read_labels, more)
+        for (computation, stop), more in zip(stops, rows, strict=True):
+            computation.read = _joined(computation.read, more)
+            computation.read_stop = stop
+
+    def _rows_until(self, stops: Sequence[tuple[Computation, int]], name: str) -> list[Rows]:
+        if not stops:
             return []
         assert self._view is not None
         size = self._engine.tokens
-        parts = [slice(computation.start // size, -(-computation.stop // size)) for computation in computations]
-        pairs = list(zip(computations, parts, strict=True))
-        blocks = np.concatenate([computation.blocks[part] for computation, part in pairs])
-        lives = np.concatenate([computation.lives[part] for computation, part in pairs])
+        parts = [slice(computation.read_stop // size, -(-stop // size)) for computation, stop in stops]
+        blocks = np.concatenate([computation.blocks[part] for (computation, _), part in zip(stops, parts, strict=True)])
+        lives = np.concatenate([computation.lives[part] for (computation, _), part in zip(stops, parts, strict=True)])
         rows = self._view.read(name, blocks, generations=lives)
         rows_of = list[Rows]()
         first = 0
-        for computation, part in pairs:
+        for (computation, stop), part in zip(stops, parts, strict=True):
             before = first - part.start * size
-            own = slice(before + computation.start, before + computation.stop)
+            own = slice(before + computation.read_stop, before + stop)
             rows_of.append(Rows(rows.values[own], rows.valid[own]))
             first += (part.stop - part.start) * size
         return rows_of
@@ -412,6 +441,17 @@ class Ends:
         self._unread.pop(computation, None)
         self._spares.free(computation.spares)
         computation.spares = []
+
+
+def _unsure_from(computation: Computation, through: float) -> int:
+    """The first position whose row a worker that is ``through`` with this step may still write."""
+    return min((start for number, start in computation.steps if number > through), default=computation.stop)
+
+
+def _joined(before: Rows | None, more: Rows) -> Rows:
+    if before is None:
+        return more
+    return Rows(np.concatenate([before.values, more.values]), np.concatenate([before.valid, more.valid]))
 
 
 def _same_weights_from(earlier: Sequence[Computation], computation: Computation) -> int:

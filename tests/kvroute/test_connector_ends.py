@@ -78,6 +78,56 @@ def test_without_room_for_a_copy_rows_are_missing(start: Callable[..., Toy]) -> 
         toy.worker.settle()
 
 
+@pytest.mark.parametrize("version", [None, 1])
+def test_rows_that_no_step_writes_any_more_need_no_spare_block(start: Callable[..., Toy], version: int | None) -> None:
+    """Goal: a worker that is one step behind costs no row that was there. Method: of eight blocks all rows
+    but the last one's are written, there is one spare block, and all are given out, in two steps; with labels, too."""
+    toy = start(late=True, blocks=16, weights_version=version, limits={"spares_max": 1})
+    tokens, blocks = [i % 7 for i in range(32)], list(range(8))
+    request = admitted(toy, tokens, blocks)
+    stepped(toy, request, 16)
+    if version is not None:
+        toy.scheduler.weights.changed(2)
+    stepped(toy, request, 12)
+    toy.worker.settle()
+    go = held(toy)
+    stepped(toy, request, 4)
+    ended = toy.scheduler.forget("r")
+    told = toy.scheduler.finished(Key("r", True), blocks, len(tokens), Tokens(tokens, len(tokens)), ended=ended)
+    for given in ([6, 1], [0, 2, 3, 4, 5, 7]):
+        toy.scheduler.given(given)
+        toy.worker.begin(toy.scheduler.step({}))
+        toy.worker.end()
+    go.set()
+    assert told is not None
+    assert judge(of(told), tokens) == {"right": 32}
+    assert of(told).weights_versions == (() if version is None else ((0, 16, 1), (16, 32, 2)))
+    toy.worker.settle()
+    assert toy.scheduler._ends is not None
+    assert len(toy.scheduler._ends._spares) == 1
+
+
+def test_spare_blocks_of_a_request_that_goes_on_are_free_when_their_rows_are_written(
+    start: Callable[..., Toy],
+) -> None:
+    """Goal: what was kept at a preemption holds no spare block until the request ends. Method: it takes one over; the
+    worker writes; the next block that is given out is none of its own."""
+    toy = start(late=True)
+    go, house = held(toy), toy.scheduler._ends
+    assert house is not None
+    spares = len(house._spares)
+    preempted(toy, 6)
+    toy.scheduler.given([5, 2])
+    toy.worker.begin(toy.scheduler.step({}))
+    toy.worker.end()
+    assert len(house._spares) < spares
+    go.set()
+    toy.worker.settle()
+    toy.scheduler.given([3])
+    toy.scheduler.step({})
+    assert len(house._spares) == spares
+
+
 class Stuck:
     """A rollout store whose first put waits until the test releases it."""
 
@@ -145,11 +195,11 @@ def test_an_answer_comes_whatever_happens(start: Callable[..., Toy], monkeypatch
     code that makes routes of them; and in the code that reports missing ones."""
     toy = start()
     compute(toy, FIRST)
-    read, fails = ends.Ends._rows_of, [1]
+    read, fails = ends.Ends._rows_until, [1]
     with monkeypatch.context() as failing:
-        failing.setattr(ends.Ends, "_rows_of", lambda *of: read(*of) if not fails else fails.pop() // 0)
+        failing.setattr(ends.Ends, "_rows_until", lambda *of: read(*of) if not fails else fails.pop() // 0)
         assert judge(of(end(toy, FIRST)), FIRST) == {"right": 6}
-        failing.setattr(ends.Ends, "_rows_of", lambda *_: 1 // 0)
+        failing.setattr(ends.Ends, "_rows_until", lambda *_: 1 // 0)
         with pytest.raises(RowError, match="ZeroDivisionError"):
             of(end(toy, FIRST))
     monkeypatch.setattr(ends, "_labels", lambda _: 1 // 0)
