@@ -97,7 +97,7 @@ class ProcessLock(RLock):  # type: ignore[misc]  # final for mypy alone
         raise BlockBusyError("AuxBlocks", BUSY, "one of a finaliser or a signal handler, to be tried again later")
 
 
-class Lock(ProcessLock):
+class Lock(ProcessLock):  # type: ignore[misc]  # as above
     """The lock over the tables of a set.
 
     Once it is ``closed``, every caller gets ``BlockStateError``. ``torn`` counts changes that have begun and not
