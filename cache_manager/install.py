@@ -1,8 +1,8 @@
 """Records for other processes, and where rows and KV from other processes land in device blocks.
 
 A record's row lands only where no row is readable, in a block in which nothing has been computed here, and only beside
-KV of its own origin. So the rows of the KV that is really used win, and a row lands at most once. The functions take
-their table's lock.
+KV of its own origin. So a row computed here always wins over a record's, and a row lands at most once. The functions
+take their table's lock.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ If an exception from a signal handler (Ctrl-C, a timeout) ends a call in the mid
   exception of the first is on its way can leave the lock taken.
 * Work that was half done is forgotten: before the next call begins, every row of every tier becomes unreadable, counted
   as ``interrupted_calls``. Blocks stay in their lives.
-* A step or a job whose beginning was interrupted may exist or not: the code that catches the exception aborts those in
-  ``steps``, and cancels those in ``jobs``, that it does not know.
+* A step or a job whose beginning was interrupted may or may not exist. Whoever catches the exception goes through
+  ``steps`` and ``jobs``, and aborts or cancels what it has no reference to.
 """
 
 from __future__ import annotations
