@@ -119,9 +119,8 @@ def _bits_in(table: BlockTable, header: RecordHeader, payload: Buffer) -> Bits:
     nbytes = payload.nbytes if isinstance(payload, memoryview) else len(payload)
     if nbytes != layout.nbytes:
         raise RecordError("payload size", layout.nbytes, nbytes)
-    bitmap_nbytes = 8 * layout.valid_words * len(layout.specs)
-    if len(header.valid) != bitmap_nbytes:
-        raise RecordError("bitmap size", bitmap_nbytes, len(header.valid))
+    if len(header.valid) != layout.valid_nbytes:
+        raise RecordError("bitmap size", layout.valid_nbytes, len(header.valid))
     words = np.frombuffer(header.valid, "<u8").astype(np.uint64)
     bits = words.reshape(len(layout.specs), layout.valid_words)
     if (bits & ~table.full).any():

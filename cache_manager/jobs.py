@@ -159,14 +159,16 @@ class PersistJob(Job[int]):
         return current & whole
 
     def stage(self) -> None:
-        super().stage()
         table = self.table
         kv = self.jobs.kv
         table.fix_origins(self.ids)
         words = bits_of(table.region, self.ids)
         copies = copies_of(table.region, self.ids, words)
-        self.staging[:, : table.layout.nbytes] = copies
-        if kv is not None:
+        if kv is None:
+            self.staging = copies
+        else:
+            super().stage()
+            self.staging[:, : table.layout.nbytes] = copies
             kv.take(self.ids, self.staged_kv(kv))
             shape = (self.ids.size, 1, words.shape[2])
             whole = np.broadcast_to(table.full, shape)
