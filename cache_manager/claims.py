@@ -21,8 +21,8 @@ def draw(random: np.random.Generator, n: int) -> Bits:
 class Claim:
     """What a step in flight will write: rows at ``slots [n]``: ``bits [m]`` of ``mask_words [m]``, each once.
 
-    A device writes at ``reach``, which includes slots that were dropped from the step. The blocks of those are among
-    ``blocks``, in a generation that no block has.
+    A device writes at ``reach``, which includes slots that were dropped from the step. Their blocks are in ``blocks``
+    too, with -1 for a generation.
     """
 
     step: Any

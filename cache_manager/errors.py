@@ -42,7 +42,7 @@ class ConfigError(InvalidInputError):
 
 
 class BlockStateError(InvalidInputError):
-    """An event that a block's state does not allow, such as allocating a block that an owner holds."""
+    """An event that a state does not allow, such as a second commit of a step, or a call of a set that was closed."""
 
 
 class BlockBusyError(BlockStateError):

@@ -4,7 +4,7 @@ A scheduler gives blocks out; the worker's process has their rows. The scheduler
 :class:`BlockFeed`, takes them as bytes and sends them along with the step; the worker applies them, in order and before
 the step, with :meth:`AuxBlocks.apply`. Batches are numbered from 0: a gap is found, a repetition does nothing. They
 carry the feed's *epoch*, a random number: a scheduler that was started anew beside a living worker begins another one.
-Generations begin at another number in each epoch, so that it does not take rows of the scheduler before for its own.
+Generations begin at another number in each epoch, so that a new scheduler takes no rows of the one before for its own.
 
 Bytes are MessagePack; block ids, pairs and generations are little-endian int64, so that a thousand blocks cost no
 Python object each. Nothing here does I/O.

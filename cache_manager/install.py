@@ -1,8 +1,8 @@
 """Records for other processes, and where rows and KV from other processes land in device blocks.
 
 A record's row lands only where no row is readable, in a block in which nothing has been computed here, and only beside
-KV of its own origin. So the rows of the KV that is really used win, and a row lands at most once. The functions take
-their table's lock.
+KV of its own origin. So a row computed here always wins over a record's, and a row lands at most once. The functions
+take their table's lock.
 """
 
 from __future__ import annotations
@@ -119,9 +119,8 @@ def _bits_in(table: BlockTable, header: RecordHeader, payload: Buffer) -> Bits:
     nbytes = payload.nbytes if isinstance(payload, memoryview) else len(payload)
     if nbytes != layout.nbytes:
         raise RecordError("payload size", layout.nbytes, nbytes)
-    bitmap_nbytes = 8 * layout.valid_words * len(layout.specs)
-    if len(header.valid) != bitmap_nbytes:
-        raise RecordError("bitmap size", bitmap_nbytes, len(header.valid))
+    if len(header.valid) != layout.valid_nbytes:
+        raise RecordError("bitmap size", layout.valid_nbytes, len(header.valid))
     words = np.frombuffer(header.valid, "<u8").astype(np.uint64)
     bits = words.reshape(len(layout.specs), layout.valid_words)
     if (bits & ~table.full).any():

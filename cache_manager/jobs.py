@@ -2,8 +2,8 @@
 
 A job works on a copy (*staging*): a persist stores the blocks' content at its begin, a restore lands in blocks that
 have not changed since. So a store that hangs costs a thread and the bytes of its staging, and a failed or cancelled job
-has changed nothing. A job is queued until a thread takes it, carried when the store has answered or failed, and landed
-at the next poll.
+has changed nothing. A job is queued until a thread takes it, carried when the store has answered or failed, or when
+it was cancelled in the queue, and landed at the next poll.
 """
 
 from __future__ import annotations
@@ -162,14 +162,16 @@ class PersistJob(Job[int]):
         return current & whole
 
     def stage(self) -> None:
-        super().stage()
         table = self.table
         kv = self.jobs.kv
         table.fix_origins(self.ids)
         words = bits_of(table.region, self.ids)
         copies = copies_of(table.region, self.ids, words)
-        self.staging[:, : table.layout.nbytes] = copies
-        if kv is not None:
+        if kv is None:
+            self.staging = copies
+        else:
+            super().stage()
+            self.staging[:, : table.layout.nbytes] = copies
             kv.take(self.ids, self.staged_kv(kv))
             shape = (self.ids.size, 1, words.shape[2])
             whole = np.broadcast_to(table.full, shape)
@@ -198,8 +200,8 @@ class PersistJob(Job[int]):
                 self.answers[key] = header.origin
 
     def _lacks(self, header: RecordHeader) -> bool:
-        """Whether the record misses a row that is required here: an engine that requires less has stored it. It would
-        never be a hit here, so ours, which has what we require, takes its place."""
+        """Whether an engine with fewer required specs has stored less than we need. Such a record would never be a hit
+        here, so ours takes its place."""
         bits = bits_in(header.valid, self.table.region)[self.jobs.required, :]
         return bool((bits != self.table.full).any())
 
@@ -225,8 +227,13 @@ class RestoreJob(Job[bool]):
             self.found = self.store.get_into(self.keys, buffers)
 
     def land(self) -> None:
-        """Make the read records readable in blocks that nothing was done to since the begin, that have no readable row
-        and no origin of their own, and whose KV is of the record's origin or of none that is known."""
+        """Make the read records readable in blocks
+
+        * that nothing was done to since the begin, or is being done;
+        * that have no readable row, and no origin of their own;
+        * whose KV is of the record's origin, or of none that is known;
+        * of which the record has every row that is required.
+        """
         table = self.table
         kv = self.jobs.kv
         ids = self.ids

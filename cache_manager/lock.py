@@ -7,8 +7,8 @@ If an exception from a signal handler (Ctrl-C, a timeout) ends a call in the mid
   exception of the first is on its way can leave the lock taken.
 * Work that was half done is forgotten: before the next call begins, every row of every tier becomes unreadable, counted
   as ``interrupted_calls``. Blocks stay in their lives.
-* A step or a job whose beginning was interrupted may exist or not: the code that catches the exception aborts those in
-  ``steps``, and cancels those in ``jobs``, that it does not know.
+* A step or a job whose beginning was interrupted may or may not exist. Whoever catches the exception goes through
+  ``steps`` and ``jobs``, and aborts or cancels what it has no reference to.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class ProcessLock(RLock):  # type: ignore[misc]  # final for mypy alone
         raise BlockBusyError("AuxBlocks", BUSY, "one of a finaliser or a signal handler, to be tried again later")
 
 
-class Lock(ProcessLock):  # type: ignore[misc]
+class Lock(ProcessLock):  # type: ignore[misc]  # as above
     """The lock over the tables of a set.
 
     Once it is ``closed``, every caller gets ``BlockStateError``. ``torn`` counts changes that have begun and not

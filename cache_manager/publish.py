@@ -7,9 +7,9 @@ A block's word is ``generation << 16 | sequence``. One writer at a time (a table
 3. it writes row bytes (through :func:`places`),
 4. it sets the bits of the rows that it wrote (:func:`add`).
 
-A reader in any thread or process takes the word, the bits, the bytes and the word again (:func:`gather`). Equal words
-prove that each row whose bit it saw has the bytes that were written for the generation in the word: bits that it saw
-after the first look were set after their bytes, and bytes that change before the second look change the word first.
+A reader in any thread or process takes the word, the bits, the bytes and the word again (:func:`gather`). Say both
+looks see the same word. A bit seen in between was set after its row's bytes were complete. Had those bytes changed
+again before the second look, the word would have changed before them. So the bytes are those of the word's generation.
 Were 1 and 2 in the other order, a reader between them would take the old rows for those of the new generation.
 
 The proof needs stores to become visible in the order in which they are made. x86-64 promises that between processors;
@@ -160,7 +160,7 @@ def generations_in(region: Region) -> Ints:
 def clear(region: Region, mask_words: Ints, bits: Bits) -> None:
     """Make rows ``bits [n]`` of ``mask_words [n]``, each once, unreadable in every spec; then their bytes may change.
 
-    A block that had none of them readable keeps its word, because no reader can have taken one.
+    A block that had none of them readable keeps its word, because no reader can have such a row.
     """
     had = None
     for spec in range(region.valid.shape[1]):

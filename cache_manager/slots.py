@@ -165,7 +165,7 @@ class SlotSpace:
         return ids
 
     def known(self, blocks: Blocks) -> tuple[Ints, Flags]:
-        """``blocks`` as an array, and which are blocks of the tier, named there for the first time. Lock held."""
+        """``blocks`` as an array, and a mask: inside the tier, and no repetition. Lock held."""
         ids = integers(blocks, "blocks", "a flat sequence of block ids")
         good: Flags = np.ones(ids.size, np.bool_)
         is_inside = not ids.size or 0 <= extreme(ids) < self.blocks
@@ -178,7 +178,7 @@ class SlotSpace:
     def differ(self, numbers: Ints) -> bool:
         """Whether no two of ``numbers``, of blocks or of mask words, are the same. The lock is held.
 
-        The position of each number is written at its own place and read back; a duplicate changes it. No sort.
+        Writes i at ``_seen[numbers[i]]`` and reads back: of two equal numbers the first reads the second's position.
         """
         if numbers.size > self._order.size:
             return False
@@ -223,7 +223,7 @@ class SlotSpace:
         return self.merged(*self.bit_by_bit(slots))
 
     def merged(self, mask_words: Ints, bits: Bits) -> tuple[Ints, Bits]:
-        """A mask word, and its bits in one, where several of ``mask_words`` next to each other are the same."""
+        """Runs of equal neighbours in ``mask_words``, merged to one each, with their bits or'ed."""
         if not mask_words.size:
             return mask_words, bits
         differs = mask_words[1:] != mask_words[:-1]

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cache_manager.errors import RowError, SpecError
-from cache_manager.slots import REFUSALS, unreadable
+from cache_manager.slots import REFUSALS, unreadable, words_of
 
 ALIGNMENT = 64
 """Each spec's rows start on a cache line of the record."""
@@ -238,8 +238,8 @@ class RecordLayout:
         for s in specs:
             offsets.append(at)
             at = align(at + s.block_nbytes)
-        if (valid := 8 * self.valid_words * len(specs)) > VALID_NBYTES_MAX:
-            raise SpecError("specs", f"validity bits of at most {VALID_NBYTES_MAX} bytes a block", valid)
+        if self.valid_nbytes > VALID_NBYTES_MAX:
+            raise SpecError("specs", f"validity bits of at most {VALID_NBYTES_MAX} bytes a block", self.valid_nbytes)
         if at > RECORD_NBYTES_MAX:
             raise SpecError("specs", f"a record of at most {RECORD_NBYTES_MAX} bytes", at)
         object.__setattr__(self, "offsets", tuple(offsets))
@@ -257,7 +257,12 @@ class RecordLayout:
     @property
     def valid_words(self) -> int:
         """64-bit words of validity bits that one spec needs for one block."""
-        return -(-self.block_tokens // 64)
+        return words_of(self.block_tokens)
+
+    @property
+    def valid_nbytes(self) -> int:
+        """Bytes of validity bits that all specs need for one block."""
+        return 8 * self.valid_words * len(self.specs)
 
     def index(self, name: str) -> int:
         """The place of the spec called ``name``; :class:`SpecError` when there is none."""

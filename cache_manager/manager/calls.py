@@ -39,7 +39,8 @@ class Calls:
         self._begin_anew = begin_anew
         self.state = WHOLE
         self.undone = False
-        """Whether what the error that is on its way has stopped is undone: the manager is in order."""
+        """Set by code that has undone its own half-done work before an error passes on: the manager need not begin
+        anew."""
 
     def check(self) -> None:
         """What the manager knows is whole, or made anew. ``BlockBusyError`` in the middle of one of its calls."""

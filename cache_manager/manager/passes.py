@@ -17,8 +17,8 @@ from cache_manager.errors import BlockStateError, InvalidInputError
 from cache_manager.keys import Tokens
 from cache_manager.manager.calls import Calls, whole
 from cache_manager.manager.pool import BlockPool
-from cache_manager.manager.sequence import UNKNOWN, Ints, Sequence, Sequences
-from cache_manager.slots import Flags, integers
+from cache_manager.manager.sequence import UNKNOWN, Sequence, Sequences
+from cache_manager.slots import Flags, Ints, integers
 from cache_manager.step import PADDING
 
 

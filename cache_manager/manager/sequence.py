@@ -8,14 +8,12 @@ from enum import Enum
 from typing import Any, Final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from cache_manager.errors import BlockBusyError, BlockStateError, InvalidInputError
 from cache_manager.jobs import RestoreJob
 from cache_manager.keys import BlockKey, KeyChain
-from cache_manager.slots import integers
+from cache_manager.slots import Ints, integers
 
-Ints = NDArray[np.int64]
 NOTHING: Final[tuple[bytes, Ints, Ints]] = b"", np.empty(0, np.int64), np.empty(0, np.int64)
 UNKNOWN: Final = -(1 << 62)
 
@@ -45,7 +43,7 @@ class Sequence:
     asked: tuple[list[BlockKey], bytes] = ([], b"")  # keys by which it was admitted, and the token ids they are of
     job: RestoreJob | None = None  # the job that it waits for
     number: int = -1
-    offset: int = 0  # of the slot of its next token, where that is known, from how many are computed
+    offset: int = 0  # slot of the next token minus number of computed tokens; while the slot is known
 
     def ready(self) -> Sequence:
         if self.phase is not Phase.READY:
@@ -81,7 +79,7 @@ class Sequences:
 
     By number, so that a decode step costs no Python for each: ``next`` is the slot of the next token in a block that is
     known to be the sequence's alone and ends at ``edge``. Where none is known, both are negative: ``next`` is then
-    ``UNKNOWN`` and how many of its tokens are computed.
+    ``UNKNOWN`` plus the number of its computed tokens.
     ``filled`` has the ids of the tokens in a block that is not full, ``block_tokens`` places for each sequence.
     """
 

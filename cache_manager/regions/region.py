@@ -48,7 +48,7 @@ class Extent:
             raise InvalidInputError("region blocks", f"an integer in [1, {BLOCKS_MAX}]", repr(self.blocks))
         words = align(self.header_nbytes)
         valid = align(words + 8 * self.blocks)
-        rows = align(valid + 8 * self.layout.valid_words * len(self.layout.specs) * self.blocks, PAGE_NBYTES)
+        rows = align(valid + self.layout.valid_nbytes * self.blocks, PAGE_NBYTES)
         end = align(rows + self.blocks * self.layout.nbytes, PAGE_NBYTES)
         for name, at in (("words_offset", words), ("valid_offset", valid), ("rows_offset", rows), ("nbytes", end)):
             object.__setattr__(self, name, at)

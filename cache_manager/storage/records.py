@@ -36,7 +36,7 @@ class RecordStore:
             raise ConfigError("record", f"{backend.record_nbytes_max} bytes at most; {remedy}", layout.nbytes)
         self._fingerprint = layout.fingerprint
         self._nbytes = layout.nbytes
-        self._valid_nbytes = 8 * layout.valid_words * len(layout.specs)
+        self._valid_nbytes = layout.valid_nbytes
         # Unused bits of the bitmap: a spec's words may hold more bits than a block has tokens.
         width = 64 * layout.valid_words
         rows = layout.block_tokens
