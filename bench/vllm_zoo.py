@@ -133,7 +133,8 @@ def answers_of(home: Path, options: Mapping[str, Any], rounds: int) -> dict[str,
     rng = np.random.default_rng(0)
     head = rng.integers(5, VOCABULARY, HEAD).tolist()
     first = [[*head, *rng.integers(5, VOCABULARY, n).tolist()] for n in rng.integers(3, 150, PROMPTS)]
-    prompts, answers, hits, used = first, list[dict[str, Any]](), 0, np.zeros(2, np.int64)
+    prompts, answers, hits = first, list[dict[str, Any]](), 0
+    used: NDArray[np.int64] = np.zeros(2, np.int64)
     sampling = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True)
     for number in range(rounds):
         outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)

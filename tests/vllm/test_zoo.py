@@ -1,16 +1,13 @@
-"""Families of the zoo (``bench.vllm_zoo``) that no other test here starts, each by both of its judges; and the KV cache
-groups of families whose kernels no CPU has."""
+"""The KV cache groups of families whose kernels no CPU has: sparse and compressed attention."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from engines import prompts
 from vllm.config import VllmConfig
 from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
 from vllm.v1.kv_cache_interface import (
@@ -21,33 +18,8 @@ from vllm.v1.kv_cache_interface import (
     SparseCacheRole,
 )
 
-from bench.vllm_families import FAMILIES, make
-from bench.vllm_zoo import Record, answer_of, judged
 from cache_manager.errors import ConfigError
 from kvroute.integrations.vllm.config import group_of
-
-Start = Any  # conftest's Engines
-
-
-@pytest.mark.parametrize("family", ["granitemoe", "mellum", "lfm2_moe"])
-def test_rows_of_a_family(engine: Start, family: str, tmp_path: Path) -> None:
-    """Goal: rows of Granite, of a model of transformers' own code, and of one with states of convolutions. Method:
-    chunks, hits and eviction; a pass of transformers, and what the kernels were given."""
-    make(family, home := tmp_path / family)
-    sizes = {"max_num_batched_tokens": 128, "max_model_len": 320, "num_gpu_blocks_override": 32}
-    made = engine(home, enable_prefix_caching=True, **{**sizes, **FAMILIES[family].engine})
-    record, asked, answers = Record(made.llm), prompts(80, 20, 100, 150, 5, shared=100), []
-    for number in range(3):
-        outputs = made.ask(asked, max_tokens=12)
-        answers += [answer_of(output, number) for output in outputs]
-        asked = [answers[-1]["tokens"], *prompts(81, 200, 210), asked[0]]
-    assert sum(output.num_cached_tokens for output in outputs) > 0
-    for answer in answers:
-        assert record.used(answer["tokens"], answer["ids"]).tolist() == [len(answer["tokens"]) - 1, 0]
-    verdict = judged(home, answers, "float32")
-    assert verdict["right"] + verdict["close"] == sum(len(answer["tokens"]) - 1 for answer in answers), verdict
-    assert verdict["close"] < verdict["right"] / 100
-    assert not made.kept.missing
 
 
 def latent(**more: Any) -> MLAAttentionSpec:
