@@ -72,10 +72,22 @@ def test_our_lines_stand_in_the_engine_s_log() -> None:
     assert written.getvalue() == "INFO kvroute.connector.meter said\n"
 
 
+def test_a_handler_of_the_root_logger_alone_hides_no_line() -> None:
+    """Goal: a library that gives the root logger a handler does not take the line at the start away. Method: that, with
+    the root logger's own level, at which the line would go nowhere."""
+    with engine_log() as written:
+        logging.getLogger().handlers = [logging.NullHandler()]
+        logging.getLogger().setLevel(logging.WARNING)
+        log.join("an_engine")
+        logging.getLogger("kvroute.integrations.vllm.connector").info("said")
+    assert written.getvalue() == "INFO kvroute.integrations.vllm.connector said\n"
+
+
 def test_who_has_set_up_logging_keeps_it() -> None:
-    """Method: a handler of the root logger, which gets our lines already."""
+    """Method: a handler of the root logger, and its level: it gets our lines already."""
     with engine_log():
         logging.getLogger().handlers = [logging.NullHandler()]
+        logging.getLogger().setLevel(logging.INFO)
         log.join("an_engine")
         assert [logging.getLogger(name).handlers for name in log.OURS] == [[], [], []]
 

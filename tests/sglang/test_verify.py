@@ -46,7 +46,7 @@ def test_what_is_handed_out_over_http(
     """
     home = model("qwen3_moe")
     linker = theirs("linker of others", tmp_path / "files") if who == "stock" else ours(tmp_path / "store")
-    options = {"model_path": home, **FIXED, **SMALL, "chunked_prefill_size": 64, **linker, "log_level": "info"}
+    options = {"model_path": home, **FIXED, **SMALL, "chunked_prefill_size": 64, **linker}
     with running(engine_environment(plugins, kvroute=who == "kvroute"), tmp_path / "log", options) as url:
         told = []
         for by in home, home / "config.json":
@@ -54,9 +54,6 @@ def test_what_is_handed_out_over_http(
             status = main(["verify", "--url", url, "--model", str(by), *asked])
             assert status == (FAILED if who == "stock" else 0), capsys.readouterr().out
             told.append(capsys.readouterr().out)
-    started = [line for line in (tmp_path / "log").read_text().splitlines() if " in SGLang " in line]
-    assert len(started) == (who == "kvroute")
-    assert all(" routed layers captured, top " in line and "; carrier linker; " in line for line in started)
     for found in told:
         right, wrong, missing, _ = re.search(r"^all +(\S+) +(\S+) +(\S+) +(\S+)$", found, re.MULTILINE).groups()
         assert (right != "0", wrong != "0", missing) == (True, who == "stock", "0"), found

@@ -12,9 +12,12 @@ OURS: Final = ("kvroute", "transfer", "cache_manager")
 
 
 def join(theirs: str = "vllm") -> None:
-    """Our loggers write where the logger ``theirs`` writes, unless somebody has set up the root logger or ours."""
-    vllm = logging.getLogger(theirs)
-    if logging.getLogger().handlers:
+    """Our loggers write where the logger ``theirs`` does, unless they have handlers, or those of the root show as much.
+
+    A library that gives the root logger a handler, and leaves its level, is not somebody who has set up logging.
+    """
+    vllm, root = logging.getLogger(theirs), logging.getLogger()
+    if root.handlers and root.level <= vllm.level:
         return
     for name in OURS:
         logger = logging.getLogger(name)
