@@ -47,8 +47,9 @@ class StoreReader:
                 return self._asked.result(ASKED_S)
         except TimeoutError:
             logger.warning("hits from outside are computed again, the store of rows has not answered for %s s", ASKED_S)
-        except KVRouteError as error:
-            logger.warning("hits from outside are computed again, the store of rows cannot be asked: %s", error)
+        except Exception as error:  # noqa: BLE001 - of whatever store: the scheduling thread goes on
+            why = str(error) if isinstance(error, KVRouteError) else repr(error)
+            logger.warning("hits from outside are computed again, the store of rows cannot be asked: %s", why)
         return [False] * len(keys)
 
     def close(self) -> None:
