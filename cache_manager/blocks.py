@@ -411,6 +411,20 @@ class AuxBlocks:
         """
         return install.bind_origin(self._device, block, generation, origin)
 
+    def take_kv(self, kv: KVBlocks, blocks: Blocks, generations: Blocks) -> tuple[NDArray[np.uint8], list[int]]:
+        """A copy of the KV ``[n, kv.spec.block_nbytes]`` of device blocks in these generations, for another process,
+        and the origins under which it leaves; 0, and the bytes count for nothing, for a block in another life or one
+        into which bytes are copied."""
+        return install.take_kv(self._device, kv, blocks, generations)
+
+    def fill_kv(self, kv: KVBlocks, block: int, generation: int, origin: int, content: Buffer) -> bool:
+        """:meth:`bind_origin`, and put KV of that ``origin`` into the block: ``kv.spec.block_nbytes`` bytes.
+
+        Raises ``BlockBusyError``, too, while a step writes the block, and what ``kv.fill`` raises: then the block's
+        rows are missing, and no rows of another computation land beside what is left there.
+        """
+        return install.fill_kv(self._device, kv, block, generation, origin, content)
+
     def install(self, block: int, generation: int, header: RecordHeader, payload: Buffer) -> int:
         """Put the rows of a record into a device block, where no row is readable.
 

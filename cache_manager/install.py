@@ -10,9 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from cache_manager.errors import BlockBusyError, InvalidInputError, RecordError
 from cache_manager.own_keys import Keyed, OwnKeys
+from cache_manager.ports import KVBlocks
 from cache_manager.publish import Copies, bits_of, copies_of
 from cache_manager.record import Buffer, OfferedRecord, RecordHeader
 from cache_manager.slots import Bits, Blocks, integers, prefix_bits, rows_in
@@ -61,14 +63,53 @@ def bind_origin(table: BlockTable, block: int, generation: int, origin: int) -> 
     ``False``: the block is in another life than ``generation``. Raises ``BlockBusyError`` while bytes are copied into
     it.
     """
-    if not isinstance(origin, int) or isinstance(origin, bool) or not 0 < origin < 1 << 64:
-        raise InvalidInputError("origin", "an integer in [1, 2**64)", repr(origin))
+    _check_origin(origin)
     (index,) = table.slots.ids([block]).tolist()
     with table.lock:
         if not _in_life(table, index, generation):
             return False
         _check_not_copied_into(table, index)
         table.bind(index, origin)
+        return True
+
+
+def take_kv(
+    table: BlockTable, kv: KVBlocks, blocks: Blocks, generations: Blocks
+) -> tuple[NDArray[np.uint8], list[int]]:
+    """The KV ``[n, kv.spec.block_nbytes]`` of blocks, and the origins under which it leaves; 0 for a block that is in
+    another life, or into which bytes are copied, whose KV counts for nothing."""
+    ids = table.slots.ids(blocks)
+    lives = integers(generations, "generations", "one integer for each block", n=ids.size)
+    taken = np.zeros((ids.size, kv.spec.block_nbytes), np.uint8)
+    with table.lock:
+        kv.take(ids, taken)
+        current = (table.generations.take(ids) == lives) & table.writable(ids)
+        origins = np.zeros(ids.size, np.uint64)
+        origins[current] = table.hand_out(ids[current])
+    return taken, origins.tolist()
+
+
+def fill_kv(table: BlockTable, kv: KVBlocks, block: int, generation: int, origin: int, content: Buffer) -> bool:
+    """:func:`bind_origin`, and the KV of that origin comes into the block with it: ``kv.spec.block_nbytes`` bytes.
+
+    Raises ``BlockBusyError``, too, while a step writes the block, and what ``kv.fill`` raises: then its rows are
+    missing and none of another origin land, because KV that is half written is of no origin that others know.
+    """
+    _check_origin(origin)
+    ids = table.slots.ids([block])
+    given = np.frombuffer(content, np.uint8, kv.spec.block_nbytes)[None]
+    with table.lock:
+        (index,) = ids.tolist()
+        if not _in_life(table, index, generation):
+            return False
+        _check_not_copied_into(table, index)
+        _check_not_written(table, index)
+        table.bind(index, origin)
+        try:
+            kv.fill(ids, given)
+        except BaseException:
+            table.lose(ids)
+            raise
         return True
 
 
@@ -91,8 +132,7 @@ def install(
         if not table.takes(index, header.origin):
             table.lock.count("installs_of_another_origin_dropped")
             return 0
-        if table.writing(np.array([index]))[0]:
-            raise BlockBusyError(f"{table.tier} block {index}", "one that no device writes", "a step of before")
+        _check_not_written(table, index)
         landed = rows_in(table.install(index, header.origin, bits, record))
         table.lock.count("rows_installed", landed)
         return landed
@@ -109,6 +149,16 @@ def _in_life(table: BlockTable, block: int, generation: int, *, ours: bool = Tru
 def _check_not_copied_into(table: BlockTable, block: int) -> None:
     if table.fenced(np.array([block]))[0]:
         raise BlockBusyError(f"{table.tier} block {block}", "one that nothing else fills", "one being copied into")
+
+
+def _check_not_written(table: BlockTable, block: int) -> None:
+    if table.writing(np.array([block]))[0]:
+        raise BlockBusyError(f"{table.tier} block {block}", "one that no device writes", "a step of before")
+
+
+def _check_origin(origin: int) -> None:
+    if not isinstance(origin, int) or isinstance(origin, bool) or not 0 < origin < 1 << 64:
+        raise InvalidInputError("origin", "an integer in [1, 2**64)", repr(origin))
 
 
 def _bits_in(table: BlockTable, header: RecordHeader, payload: Buffer) -> Bits:

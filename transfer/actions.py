@@ -60,7 +60,7 @@ class Send(msgspec.Struct, frozen=True):
 class Release(msgspec.Struct, frozen=True):
     """The offer is over: no record of it is sent any more. Reported once for each offer.
 
-    If a node could not begin the offer, ``detail`` says why; otherwise it is empty.
+    If a node could not begin the offer, or not read its records, ``detail`` says why; otherwise it is empty.
     """
 
     transfer: TransferId

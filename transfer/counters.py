@@ -19,7 +19,7 @@ class Counters:
 
     Of both: ``foreign_messages`` came from a peer that has no part in the transfer, ``stale_messages`` belong to an
     epoch that is over, or to another run, ``bad_messages`` are not valid messages. ``engine_errors`` were raised by
-    sinks, whose records are missing, or by ``notify``.
+    sinks, whose records are missing, by ``notify``, or by the memory of lent records, whose offers have ended.
     """
 
     offered: int = 0

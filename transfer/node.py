@@ -13,6 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Final, NamedTuple, TypeVar, TypeVarTuple
 
@@ -106,13 +107,22 @@ class Node:
         self._logged: set[str] = set()
         self._pid = os.getpid()
         self._thread = threading.Thread(target=self._run, name="kvroute-node", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except BaseException:
+            link.close(0.0)
+            raise
 
     # ---------------------------------------------------------------- the engine's side
 
     @property
     def alive(self) -> bool:
         return self._pid == os.getpid() and self._thread.is_alive()
+
+    @property
+    def lent(self) -> frozenset[TransferId]:
+        """The offers whose :class:`Release` has not been reported: what they lend may still be sent."""
+        return frozenset(self._lent)
 
     @property
     def counters(self) -> Counters:
@@ -172,8 +182,12 @@ class Node:
         self._submit(_Command(self._reset, (namespace,)))
 
     def poll(self) -> list[Release | Finished]:
-        """The transfers that ended since the last call."""
-        return [self._ended.popleft() for _ in range(len(self._ended))]
+        """The transfers that ended since the last call, each returned once."""
+        ended = list[Release | Finished]()
+        with suppress(IndexError):  # several threads may poll: each end goes to one of them
+            while True:
+                ended.append(self._ended.popleft())
+        return ended
 
     def close(self, linger_s: float = 0.5) -> bool:
         """End everything, at the latest after ``linger_s`` and a margin; ``poll`` then returns the last ends.
@@ -328,6 +342,8 @@ class Node:
         with self._lock:
             (self._lent if isinstance(ended, Release) else self._pulled).discard(ended.transfer)
         self._ended.append(ended)
+        if isinstance(ended, Release) and ended.detail and self._logs("offer"):
+            log.warning("offer %s has failed: %s; further ones are counted", ended.transfer.hex(), ended.detail)
         try:
             self._notify()
         except Exception:  # noqa: BLE001 - as for sinks

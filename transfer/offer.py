@@ -181,6 +181,9 @@ def check_blocks(blocks: Sequence[OfferedBlock], parts: Sequence[Part], there: C
                 continue
             if (record.fingerprint, record.nbytes, record.key) != (part.fingerprint, part.nbytes, block.key):
                 raise LocalProtocolError(f"block {block.index}: wanted a {part.name} record of its key, got another")
+            if not (0 <= record.generation < 1 << 64 and 0 <= record.origin < 1 << 64):
+                numbers = f"generation {record.generation} and origin {record.origin}"
+                raise LocalProtocolError(f"block {block.index}: wanted integers of 64 bits, got {numbers}")
             if len(record.valid) % 8 or not 0 < len(record.valid) <= VALID_NBYTES_MAX:  # no header could be made of it
                 raise LocalProtocolError(
                     f"block {block.index}: wanted words of valid bits, got {len(record.valid)} bytes"

@@ -53,6 +53,7 @@ class Offers:
         self._ended: OrderedDict[TransferId, tuple[Outcome, Owner | None]] = OrderedDict()
         self._ready: OrderedDict[TransferId, None] = OrderedDict()  # offers with records to send
         self._stalled: dict[TransferId, None] = {}  # offers whose records the link refused
+        self._broken: list[Action] = []  # the ends of offers whose records could not be read
         self._next_check_s = math.inf  # nothing is due before this time
         self._kept = KeptBuffers()
 
@@ -169,11 +170,22 @@ class Offers:
         return self._next_check_s
 
     def next_records(self) -> Send | None:
-        """The next records to send, offers taking turns; ``None``: nothing, or the link was full."""
-        if not self._ready:
+        """The next records to send, offers taking turns; ``None``: nothing, or the link was full.
+
+        An offer whose records cannot be read ends, with the next :meth:`tick`: its lender's memory is not there.
+        """
+        send: Send | None = None
+        while self._ready and send is None:
+            offer = self._offers[next(iter(self._ready))]
+            try:
+                send = offer.take(self.limits.records_nbytes_max, self._lease_ms, self._kept)
+            except Exception as error:  # noqa: BLE001 - it comes with the Release
+                self.counters.engine_errors += 1
+                detail = f"its records cannot be read: {type(error).__name__}: {error}"
+                self._broken += self._end(offer, Outcome.ABORTED, detail=detail)
+                self._check_by(-math.inf)
+        if send is None:
             return None
-        offer = self._offers[next(iter(self._ready))]
-        send = offer.take(self.limits.records_nbytes_max, self._lease_ms, self._kept)
         if offer.wanted:
             self._ready.move_to_end(offer.id)
         else:
@@ -277,7 +289,7 @@ class Offers:
 
     def _expire(self, now_s: float) -> list[Action]:
         """End what has waited long enough, and let stalled offers send again when their pauses are over."""
-        actions: list[Action] = []
+        actions, self._broken = self._broken, []
         self._next_check_s = math.inf
         while self._early:
             first = next(iter(self._early.values()))
@@ -301,7 +313,7 @@ class Offers:
         return actions
 
     def _end_all(self, outcome: Outcome) -> list[Action]:
-        actions: list[Action] = []
+        actions, self._broken = self._broken, []
         for offer in list(self._offers.values()):
             actions += self._end(offer, outcome)
         while self._early:

@@ -76,7 +76,7 @@ def link_of(address: str, keys: str = "") -> Link:
 
 
 class Crossing:
-    """Both ends beside the ``blocks`` of one engine, over one node of ``link``. It owns the node.
+    """Both ends beside the ``blocks`` of one engine, over one node of ``link``. It owns the node, and the link.
 
     With ``kv`` a block has two parts, its rows and its KV. Copies of at most ``lent_nbytes_max`` bytes are lent at a
     time, for ``lease_s`` until decode asks for them. All but :meth:`close` return at once.
@@ -92,11 +92,15 @@ class Crossing:
         lease_s: float = LIMITS.lease_s,
         lent_nbytes_max: int = LENT_NBYTES_MAX,
     ) -> None:
-        parts = [part_of("rows", blocks.layout, replicated=True)]
-        if kv is not None:
-            parts.append(part_of("kv", RecordLayout((kv.spec,))))
         self._blocks, self._namespace = blocks, blocks.namespace
-        identity = Identity(BootId(secrets.token_bytes(16)), self._namespace, tuple(parts))
+        try:
+            parts = [part_of("rows", blocks.layout, replicated=True)]
+            if kv is not None:
+                parts.append(part_of("kv", RecordLayout((kv.spec,))))
+            identity = Identity(BootId(secrets.token_bytes(16)), self._namespace, tuple(parts))
+        except BaseException:
+            link.close(0.0)
+            raise
         self.node = Node(link, identity, limits or LIMITS.transfer)
         self.lender = Lender(blocks, self.node, kv, lease_s, lent_nbytes_max)
         self.borrower = Borrower(blocks, self.node, kv)
@@ -116,9 +120,11 @@ class Crossing:
         """The transfers that ended since the last call: sent ones and received ones."""
         ended = self.borrower.refused()
         for event in self.node.poll():
-            ended.append(self.borrower.ended(event) if isinstance(event, Finished) else event)
             if isinstance(event, Release):
                 self.lender.ended(event)
+                ended.append(event)
+            elif (came := self.borrower.ended(event)) is not None:
+                ended.append(came)
         return ended
 
     def close(self) -> None:
@@ -141,9 +147,10 @@ class Lender:
 
     @property
     def lent_nbytes(self) -> int:
-        """Bytes of the copies that are lent."""
+        """Bytes of the copies that are lent. A copy counts until the node is done with it, whoever polls."""
+        in_flight = self._node.lent
         with self._lock:
-            return sum(self._lent.values())
+            return sum(nbytes for name, nbytes in self._lent.items() if name in in_flight)
 
     def lend(
         self,
@@ -219,16 +226,15 @@ class Lender:
     def _kv_records(
         self, kv: KVBlocks, blocks: Mapping[BlockKey, int], lives: Sequence[int], counts: Sequence[int]
     ) -> list[OfferedRecord | None]:
-        layout, ids = RecordLayout((kv.spec,)), np.array(list(blocks.values()), np.int64)
+        layout, ids = RecordLayout((kv.spec,)), list(blocks.values())
         raw = np.zeros((len(ids), layout.nbytes), np.uint8)
-        kv.take(ids, raw[:, : kv.spec.block_nbytes])
-        origins, generations = self._blocks.origins(ids), self._blocks.generations(ids).tolist()
+        raw[:, : kv.spec.block_nbytes], origins = self._blocks.take_kv(kv, ids, lives)
         records: list[OfferedRecord | None] = []
         for i, (key, count) in enumerate(zip(blocks, counts, strict=True)):
             raw[i, count * (kv.spec.block_nbytes // self._blocks.block_tokens) :] = 0  # the rest is of other KV
             valid = ((1 << count) - 1).to_bytes(8 * layout.valid_words, "little")
             record = OfferedRecord(key, layout.fingerprint, lives[i], origins[i], valid, raw[i].data)
-            records.append(record if origins[i] and generations[i] == lives[i] else None)
+            records.append(record if origins[i] else None)
         return records
 
 
@@ -268,9 +274,10 @@ class Borrower:
                     self._blocks.bind_origin(block, life, landing.origin(i))
             wanted = [WantedBlock(first + i, key, parts) for i, key in enumerate(names)]
             self._node.pull(TransferId(transfer), address, wanted, landing)
-        except KVRouteError as error:
+        except Exception as error:  # noqa: BLE001 - the fetch is over, whatever it was: its request waits for it
             del self._under_way[transfer]
-            self._refused.append(landing.nothing(str(error)))
+            why = str(error) if isinstance(error, KVRouteError) else repr(error)
+            self._refused.append(landing.nothing(why))
 
     def give_up(self, blocks: set[int]) -> None:
         """Drop records on their way to these blocks. A fetch whose blocks are all given up is over at once."""
@@ -282,10 +289,17 @@ class Borrower:
                         self._node.abort(TransferId(landing.transfer), "its blocks are given up")
 
     def refused(self) -> list[Release | Came]:
-        return [self._refused.popleft() for _ in range(len(self._refused))]
+        refused = list[Release | Came]()
+        with suppress(IndexError):
+            while True:
+                refused.append(self._refused.popleft())
+        return refused
 
-    def ended(self, finished: Finished) -> Came:
-        landing = self._under_way.pop(finished.transfer)
+    def ended(self, finished: Finished) -> Came | None:
+        """The result of a fetch that is over; ``None``: it was :meth:`refused`."""
+        landing = self._under_way.pop(finished.transfer, None)
+        if landing is None:
+            return None
         detail = f": {finished.detail}" if finished.detail else ""
         why = landing.short | {
             part.index: part.reason.value + detail
@@ -349,10 +363,8 @@ class _Landing:
         wanted = (1 << self.counts[place]) - 1
         if int.from_bytes(header.valid, "little") & wanted != wanted or not header.origin:
             return False
-        if not self.rows.bind_origin(self.ids[place], self.lives[place], header.origin):
+        if not self.rows.fill_kv(self.kv, self.ids[place], self.lives[place], header.origin, payload):
             return False
-        kv_bytes = np.frombuffer(payload, np.uint8)[: self.kv.spec.block_nbytes]
-        self.kv.fill(np.array([self.ids[place]]), kv_bytes[None])
         self.kv_there.add(self.first + place)
         return True
 

@@ -45,8 +45,9 @@ class StoreReader:
                 "hits from outside are computed again, the store of rows has not answered for %s s",
                 self._limits.question_s,
             )
-        except KVRouteError as error:
-            logger.warning("hits from outside are computed again, the store of rows cannot be asked: %s", error)
+        except Exception as error:  # noqa: BLE001 - of whatever store: the scheduling thread goes on
+            why = str(error) if isinstance(error, KVRouteError) else repr(error)
+            logger.warning("hits from outside are computed again, the store of rows cannot be asked: %s", why)
         return [False] * len(keys)
 
     def close(self) -> None:

@@ -192,9 +192,11 @@ class WorkerRows:
     # ---------------------------------------------------------------- and on the host, behind the device
 
     def _begin_on_host(self, step: StepMeta, landed: LoadedKv | None) -> None:
-        if step.before:
-            self.blocks.apply(step.before)
-        self.carrier.start(step)
+        try:
+            if step.before:
+                self.blocks.apply(step.before)
+        finally:  # a carrier ends what it has begun, though the lives that the step means are none
+            self.carrier.start(step)
         if landed:
             self.carrier.land()
             self.carrier.compare(step, *landed)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from toy_engine import TOKENS, Asked, Toy, judge
 
-from cache_manager.storage.file import FileReader
+from cache_manager.storage.file import FileReader, FileStore
 from kvroute.connector import routes
 from kvroute.connector.reader import StoreReader
 
@@ -65,6 +65,28 @@ def test_a_store_that_hangs_holds_the_scheduler_once(
         go.set()
         toy.scheduler.carrier.reader._asked.result(60)  # type: ignore[union-attr]
     assert toy.scheduler.matched(Asked("c", PROMPT), 0, 2 * TOKENS, later=False) == 2 * TOKENS
+
+
+@pytest.mark.parametrize("error", [OSError("no route"), ImportError("lib.so: not there"), TypeError("a bug")])
+def test_a_store_that_raises_anything_has_no_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception
+) -> None:
+    """Goal: the scheduling thread goes on whatever a store raises. Method: a store of others raises errors of its own
+    where it is asked; the next question is asked again."""
+    asked = StoreReader(f"file://{tmp_path}/rows")
+
+    def raises(*_: Any) -> list[bool]:
+        raise error
+
+    with monkeypatch.context() as raising, caplog.at_level(logging.WARNING):
+        raising.setattr(FileReader, "contains", raises)
+        raising.setattr(FileStore, "contains", raises)
+        assert asked.contains([b"k" * 32]) == [False]  # type: ignore[list-item]
+    assert f"cannot be asked: {error!r}" in caplog.text
+    caplog.clear()
+    assert asked.contains([b"k" * 32]) == [False]  # type: ignore[list-item]
+    assert not caplog.text
+    asked.close()
 
 
 def test_a_store_that_cannot_be_opened_is_tried_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

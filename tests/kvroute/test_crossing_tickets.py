@@ -103,6 +103,28 @@ def test_a_request_that_ends_before_a_step_fetches_nothing() -> None:
         assert rows.step({}).carrier.fetches == []
 
 
+def test_a_fetch_whose_step_cannot_be_applied_is_over() -> None:
+    """Goal: no request waits for a fetch that nobody begins, and none stays noted. Method: the blocks' part of the step
+    that begins it is damaged; the request goes on without rows, and says why."""
+    with two(blocks=20, late=True, strict=False) as (first, second):
+        ticket, rows, worker = handed_over(first, PROMPT), second.scheduler, second.worker
+        request, table = Asked("r", PROMPT), [0, 1, 2]
+        rows.matched(request, 0, len(PROMPT), later=True)
+        rows.given(table)
+        rows.admitted(request, table, len(PROMPT), ticket=ticket)
+        step = rows.step({})
+        step.before = b"damaged"
+        worker.begin(step)
+        worker.end()
+        worker.settle()
+        until(lambda: worker.carrier.crossing.node.counters.pulls_in_flight == 0)  # type: ignore[union-attr]
+        assert worker.arrived({"r"}) == {"r"}
+        second.hear()
+        assert set(rows.forget("r").why) == {0, 1, 2}
+        assert sum(worker.missing.values()) == 3 * TOKENS
+        assert not worker.carrier._under_way  # type: ignore[attr-defined]
+
+
 def test_a_ticket_brings_rows_to_one_request() -> None:
     """Goal: of two requests with one ticket, completions of a prompt, the first has its rows and the second the reason.
     Method: both are admitted in one step; each goes on when it is due."""

@@ -32,6 +32,7 @@ from session_pair import (
 from cache_manager.record import HEADER_NBYTES_MIN
 from transfer.actions import OfferedBlock, Reason, Release, Send
 from transfer.counters import Counters
+from transfer.errors import LocalProtocolError
 from transfer.identity import Identity
 from transfer.limits import TransferLimits
 from transfer.link import Peer
@@ -358,6 +359,67 @@ def test_a_pull_that_waits_for_its_offer_ends_with_a_reset() -> None:
 
 
 # ---------------------------------------------------------------- several peers
+
+
+def test_records_that_cannot_be_read_end_their_own_offer_alone() -> None:
+    """Goal: a lender's mistake costs its own transfer. Method: two offers are pulled, and the memory of the first one's
+    last record is gone; the second is sent whole, the first one's end says why, and its peer is told."""
+    offers = Offers(Identity(P_RUN, NAMESPACE, PARTS), LIMITS, Counters())
+    offered = blocks(2)
+    memory = memoryview(bytearray(PARTS[1].nbytes))
+    rows, kv = offered[1].records
+    assert kv is not None
+    broken = OfferedBlock(1, offered[1].key, (rows, replace(kv, payload=memory)))
+    offers.offer(T, [offered[0], broken], 0.0)
+    offers.offer(NEXT, blocks(2), 0.0)
+    for of, who, run in ((T, D, D_RUN), (NEXT, E, E_RUN)):
+        offers.receive(who, pull_of(want(2), 1, of, run), 0.0)
+    memory.release()
+    sent = list[tuple[TransferId, int]]()
+    while (send := offers.next_records()) is not None:
+        assert isinstance(send.message, Records)
+        sent.append((send.message.transfer, len(send.message.entries)))
+    assert sum(n for of, n in sent if of == NEXT) == 4
+    assert sum(n for of, n in sent if of == T) < 4
+    assert offers.next_due_s() <= 0.0
+    gone, release = offers.tick(0.0)
+    assert gone == Send(D, Gone(D_RUN, T, Outcome.ABORTED))
+    assert isinstance(release, Release)
+    assert (release.transfer, release.outcome) == (T, Outcome.ABORTED)
+    assert "cannot be read" in release.detail
+    assert "released memoryview" in release.detail
+    assert (offers.counters.engine_errors, offers.in_flight) == (1, 1)
+    assert offers.tick(0.0) == []
+
+
+@pytest.mark.parametrize("ends", ["reset", "close"])
+def test_an_offer_whose_records_cannot_be_read_is_released_whatever_comes(ends: str) -> None:
+    """Goal: each offer is released once. Method: everything ends before the next tick."""
+    offers = Offers(Identity(P_RUN, NAMESPACE, PARTS), LIMITS, Counters())
+    (block,) = blocks(1)
+    memory = memoryview(bytearray(PARTS[0].nbytes))
+    rows, kv = block.records
+    assert rows is not None
+    offers.offer(T, [OfferedBlock(0, block.key, (replace(rows, payload=memory), kv))], 0.0)
+    offers.receive(D, pull_of(want(1)), 0.0)
+    memory.release()
+    assert offers.next_records() is None
+    actions = offers.reset(OTHER) if ends == "reset" else offers.close()
+    assert [action.transfer for action in actions if isinstance(action, Release)] == [T]
+    assert offers.tick(0.0) == []
+
+
+@pytest.mark.parametrize("numbers", [{"generation": -1}, {"generation": 1 << 64}, {"origin": -1}, {"origin": 1 << 64}])
+def test_numbers_that_no_header_has_are_refused(numbers: dict[str, int]) -> None:
+    """Goal: a record of which no header can be made is not taken. Method: each number too small, and too large."""
+    offers = Offers(Identity(P_RUN, NAMESPACE, PARTS), LIMITS, Counters())
+    (block,) = blocks(1)
+    rows, kv = block.records
+    assert rows is not None
+    wrong = OfferedBlock(0, block.key, (replace(rows, **numbers), kv))
+    with pytest.raises(LocalProtocolError, match=f"block 0: .*{next(iter(numbers))} {next(iter(numbers.values()))}"):
+        offers.offer(T, [wrong], 0.0)
+    assert offers.in_flight == 0
 
 
 def test_records_that_were_refused_are_tried_again_whatever_another_peer_refuses() -> None:
