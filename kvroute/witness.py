@@ -78,7 +78,7 @@ def chained(before: int, fold: int) -> int:
 
     :data:`UNKNOWN_WITNESS` stays unknown, and a known witness never becomes unknown.
 
-    >>> hex(chained(ROOT, 5)), chained(UNKNOWN, 5)
+    >>> hex(chained(ROOT, 5)), chained(UNKNOWN_WITNESS, 5)
     ('0x8ab1ee8ed781d41e', 0)
     """
     if before == UNKNOWN_WITNESS:

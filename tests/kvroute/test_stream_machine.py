@@ -29,9 +29,12 @@ class Output(NamedTuple):
 
 
 class Streams(House):
-    settings = {"field": True, "limits": {"forgetting_s": 0.01}}  # noqa: RUF012
+    """Every second one has no spare blocks: rows of blocks that are given out too early are lost."""
 
     def __init__(self, seed: int, home: Path) -> None:
+        self.scarce = seed % 2 == 1
+        none = {"spares_max": 0, "field_spares_max": 0} if self.scarce else {}
+        self.settings = {"field": True, "limits": {"forgetting_s": 0.01, **none}}
         super().__init__(seed, home)
         assert self.rows.stream is not None
         self.stream: RowStream = self.rows.stream
@@ -55,7 +58,7 @@ class Streams(House):
 
     def _hold(self, step: StepRows) -> None:
         pieces = [*step.pieces, *(step.steady.pieces() if step.steady else ())]
-        self.held.append((step, [Output(piece, self._due(piece)) for piece in pieces]))
+        self.held.append((step, [Output(piece, self._due(piece), self.scarce) for piece in pieces]))
 
     def _due(self, piece: Piece) -> list[Kv]:
         request = self.running.get(piece.name)

@@ -16,7 +16,7 @@ from test_verify import running
 from waiting import GIVE_UP_S, until
 
 from kvroute.connector.job_counts import NOT_RESTORED
-from kvroute.connector.meter import EVENTS, MISSING, SECONDS
+from kvroute.connector.meter import EVENTS, SECONDS, WITHOUT_ROWS
 
 
 def fetched(url: str, body: dict[str, Any] | None = None) -> str:
@@ -59,10 +59,10 @@ def test_numbers_of_rows_are_among_those_of_sglang(plugins: Path, model: Callabl
 
         def is_counted() -> bool:
             ask(prompts(33, 8))  # numbers of an earlier pass come with a later one
-            return value(MISSING, cause=cause) > 0
+            return value(WITHOUT_ROWS, cause=cause) > 0
 
         until(is_counted, what="the cause is not at /metrics")
-        assert value(MISSING, cause=cause) == PAGE
+        assert value(WITHOUT_ROWS, cause=cause) == PAGE
         assert value(EVENTS, tier="blocks", event="rows_committed") > 1000
         assert value(EVENTS, tier="store", event="hits") > 0
         assert value(EVENTS, tier="answers", event="left") > 2 * len(FIRST)
