@@ -22,6 +22,7 @@ from waiting import until
 
 from bench.harness import PeerError
 from kvroute.connector.carriers.by_transfer import LATE
+from kvroute.connector.limits import LIMITS
 from kvroute.connector.tickets import MIXED, NO_TICKET
 
 LAYERS = 3
@@ -169,7 +170,7 @@ def test_prefill_hangs_and_is_killed(pair: Pair, judge: Judge) -> None:
     answers = pair.taken("lost-", short, params)
     with verdict("tickets of a prefill engine that was killed", of_all(judge, answers, labels=LABELS)) as found:
         assert found.right == len(short) * 20 * LAYERS
-    assert {why(answer) for answer in answers} <= {LATE, "gone: unknown"}
+    assert {why(answer) for answer in answers} <= {LATE.format(LIMITS.fetch_s), "gone: unknown"}
     params = pair.given("all", asked)
     kill = ["signal", {"pids": pair["prefill"].pids, "number": signal.SIGKILL}]
     answers = pair.taken("all-", asked, params, [kill], after=3, max_tokens=60)
