@@ -198,3 +198,61 @@ def test_rows_under_way_that_an_output_has_are_read(engine: Engine, then: str) -
     while engine.sent:
         engine.works()
     assert_rows(engine.reads(stale), 2)
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_nothing_comes_after_a_missing_row(engine: Engine, apart: bool) -> None:
+    """Goal: rows are a whole beginning or none. Method: one of a request's first two rows is not written; its next
+    outputs, whose rows are there, get none, and after its end nothing is remembered of it."""
+    request = Request("a", 3)
+    engine.tables["a"] = [0]
+    engine.schedules([0, 1], [0])
+    first = engine.stream.take([("a", request)], 1, start=lambda _: 0)
+    number, batch, _ = engine.sent.pop(0)
+    engine.sent.append((number, batch, [0]))
+    engine.works()
+    outcome = engine.reads(first)
+    assert (outcome.rows, [gap[:2] for gap in outcome.gaps]) == (None, [(1, 2)])
+    for number in (2, 3):
+        engine.schedules([number], [])
+        request.num_tokens += 1
+        step = engine.stream.take([("a", request)], number, start=lambda _: 0)
+        engine.works()
+        assert engine.stream.read(step, apart=apart) == ([], None)
+    engine.stream.ended(request, 0, [0], 3)
+    assert engine.stream.read(engine.stream.take([], 3, start=lambda _: 0), apart=apart) == ([], None)
+    assert not engine.stream._lost
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_steady_outputs_of_which_one_has_lost_its_row(engine: Engine, lost: int) -> None:
+    """Goal: rows that go out together are all there. Method: two requests with a row each in one step, of which one is
+    not written; before that both have their rows together."""
+    requests = [Request("a", 2), Request("b", 2)]
+    engine.tables |= {"a": [0], "b": [1]}
+    outputs = [(request.request_id, request) for request in requests]
+    engine.schedules([0, 4], [0, 1])
+    first = engine.stream.take(outputs, 1, start=lambda _: 0)
+    engine.works()
+    engine.stream.read(first, apart=False)
+    for number in (2, 3):
+        slots = [number - 1, 4 + number - 1]
+        engine.schedules(slots, [])
+        for request in requests:
+            request.num_tokens += 1
+        step = engine.stream.take(outputs, number, start=lambda _: 0)
+        assert step.steady is not None
+        if number == 3:
+            sent, batch, _ = engine.sent.pop(0)
+            engine.sent.append((sent, batch, [slots[1 - lost]]))
+        engine.works()
+        outcomes, together = engine.stream.read(step, apart=False)
+        if number == 2:
+            assert outcomes == []
+            assert together is not None
+            assert together.tolist() == [[2, 2], [2, 2]]
+    assert together is None
+    rows = {outcome.piece.name: outcome.rows for outcome in outcomes}
+    there, missing = ("b", "a") if lost == 0 else ("a", "b")
+    assert rows[missing] is None
+    assert rows[there].tolist() == [[3, 3]]  # type: ignore[union-attr]
