@@ -22,6 +22,7 @@ FIELD = {"field": True, "rollouts": "response:", "witness": "missing"}
 """Rows are in vLLM's own field of every answer, too."""
 WORDS = [f"t{i}" for i in range(512)]
 STOPS = WORDS[::8]
+HOST = {"spec_name": "HostSpec", "spec_module_path": "host_offload", "cpu_bytes_to_use": 4 << 20}
 """Strings of which a sampled token is one in eight."""
 ENGINE: dict[str, Any] = {
     "dtype": "float32",

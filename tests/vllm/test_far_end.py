@@ -18,7 +18,7 @@ import safetensors.torch
 import torch
 from engines import prompts
 from far_judge import Judge, Tally, of_all, summed, verdict
-from far_start import STOPS, WORDS, Engines, ask, stopped
+from far_start import HOST, STOPS, WORDS, Engines, ask, stopped
 
 import kvroute
 
@@ -156,7 +156,6 @@ def test_weights_that_change_in_the_midst(start: Engines, judge: Judge) -> None:
         assert found.right == found.due
 
 
-HOST = {"spec_name": "HostSpec", "spec_module_path": "host_offload", "cpu_bytes_to_use": 4 << 20}
 SMALL = {"num_gpu_blocks_override": 16, "max_model_len": 256, "max_num_batched_tokens": 96}
 
 
