@@ -68,10 +68,16 @@ def in_pages(_: Path) -> dict[str, Any]:
     return {"carrier": "layer", **NAMED}
 
 
+def named(_: Path) -> dict[str, Any]:
+    return NAMED
+
+
 FLAG = {"enable_return_routed_experts": True}
 FLOAT32, EAGER, TWO = {"dtype": "float32"}, {"enforce_eager": True}, {"tensor_parallel_size": 2}
 TRITON = {"gdn_prefill_backend": "triton"}  # of linear attention; FlashInfer may not be there
 HOST = {"cpu_bytes_to_use": 1 << 30}
+CHUNKS = {"block_size": 32}
+FEW, FEWER = {"num_gpu_blocks_override": 300}, {"num_gpu_blocks_override": 40}  # KV is evicted, and comes from the host
 CASES = {
     "defaults": Case(),
     "float32": Case(options=FLOAT32),
@@ -81,12 +87,20 @@ CASES = {
     "latent attention": Case(family="deepseek"),
     "offloading, a store": Case(OFFLOADING, settings=stored, extra=HOST, reset=True),
     "offloading, rows in the KV": Case(OFFLOADING, settings=in_pages, extra=HOST, reset=True),
+    "offloading, pairs": Case(OFFLOADING, settings=named, extra=HOST, options=FEW),
+    "offloading, pairs, chunks of two": Case(OFFLOADING, settings=named, extra=HOST | CHUNKS, options=FEW),
+    "offloading, pairs, V1 runner": Case(OFFLOADING, settings=named, extra=HOST, options=FEW, environment=V1),
+    "offloading, pairs, float32": Case(OFFLOADING, settings=named, extra=HOST, options=FEW | FLOAT32),
+    "offloading, pairs, latent attention": Case(OFFLOADING, "deepseek", named, HOST, FEW),
+    "offloading, pairs, windows": Case(OFFLOADING, "gpt_oss", named, HOST, FEW),
+    "offloading, pairs, linear attention": Case(OFFLOADING, "qwen3_next", named, HOST, TRITON | FEWER),
     "offloading, float32": Case(OFFLOADING, settings=stored, extra=HOST, options=FLOAT32, reset=True),
     "offloading, latent attention": Case(OFFLOADING, "deepseek", stored, HOST, reset=True),
     "stock flag": Case("", options=FLAG),
     "own field": Case(options=FLAG),
     "own field, offloading, a store": Case(OFFLOADING, settings=stored, extra=HOST, options=FLAG, reset=True),
     "own field, offloading, rows in the KV": Case(OFFLOADING, settings=in_pages, extra=HOST, options=FLAG, reset=True),
+    "own field, offloading, pairs": Case(OFFLOADING, settings=named, extra=HOST, options=FLAG | FEW),
     "linear attention, stock flag": Case("", family="qwen3_next", options=FLAG | TRITON),
     "linear attention": Case(family="qwen3_next", options=TRITON),
     "linear attention, own field": Case(family="qwen3_next", options=FLAG | TRITON),
@@ -95,6 +109,7 @@ CASES = {
     "windows, own field": Case(family="gpt_oss", options=FLAG),
     "two ranks": Case(options=FLOAT32 | TWO, gpus=2),
     "two ranks, offloading, a store": Case(OFFLOADING, settings=stored, extra=HOST, options=TWO, gpus=2, reset=True),
+    "two ranks, offloading, pairs": Case(OFFLOADING, settings=named, extra=HOST, options=TWO | FEW, gpus=2),
     "two ranks, offloading, latent attention": Case(
         OFFLOADING, "deepseek", stored, HOST, options=TWO, gpus=2, reset=True
     ),

