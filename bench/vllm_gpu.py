@@ -7,7 +7,7 @@ tensor-parallel ranks too.
 
 ``--what speed`` starts engines of Qwen3-30B-A3B's shape with random weights, which take turns: no connector, one that
 does nothing, kvroute with a store of rows and the witness of every full block (rows come back in the response, or go to
-a rollout store), kvroute with rows in a layer of the KV, vLLM's own flag with kvroute and without. The answers of a
+a rollout store), vLLM's own flag with kvroute and without. The answers of a
 round end together, which is the worst case, or apart. Ratios are to vLLM without a connector in the same round.
 ``--layers 48`` is the whole model; two such engines fill an H200 (``--engines off store``).
 
@@ -64,10 +64,6 @@ def stored(home: Path) -> dict[str, Any]:
     return {"store": f"file://{home}/rows", "witness": "flagged", **NAMED}
 
 
-def in_pages(_: Path) -> dict[str, Any]:
-    return {"carrier": "layer", **NAMED}
-
-
 def named(_: Path) -> dict[str, Any]:
     return NAMED
 
@@ -86,7 +82,6 @@ CASES = {
     "float32, V1 runner, eager": Case(options=FLOAT32 | EAGER, environment=V1),
     "latent attention": Case(family="deepseek"),
     "offloading, a store": Case(OFFLOADING, settings=stored, extra=HOST, reset=True),
-    "offloading, rows in the KV": Case(OFFLOADING, settings=in_pages, extra=HOST, reset=True),
     "offloading, pairs": Case(OFFLOADING, settings=named, extra=HOST, options=FEW),
     "offloading, pairs, chunks of two": Case(OFFLOADING, settings=named, extra=HOST | CHUNKS, options=FEW),
     "offloading, pairs, V1 runner": Case(OFFLOADING, settings=named, extra=HOST, options=FEW, environment=V1),
@@ -99,7 +94,6 @@ CASES = {
     "stock flag": Case("", options=FLAG),
     "own field": Case(options=FLAG),
     "own field, offloading, a store": Case(OFFLOADING, settings=stored, extra=HOST, options=FLAG, reset=True),
-    "own field, offloading, rows in the KV": Case(OFFLOADING, settings=in_pages, extra=HOST, options=FLAG, reset=True),
     "own field, offloading, pairs": Case(OFFLOADING, settings=named, extra=HOST, options=FLAG | FEW),
     "linear attention, stock flag": Case("", family="qwen3_next", options=FLAG | TRITON),
     "linear attention": Case(family="qwen3_next", options=TRITON),
@@ -212,7 +206,6 @@ ENGINES: Mapping[str, Callable[[Path], dict[str, Any]]] = {
     "nothing": lambda _: {"kv_transfer_config": connector("NothingConnector", CONNECTORS)},
     "store": lambda home: transfer(KVROUTE, stored(home), {}),
     "left": lambda home: transfer(KVROUTE, left(home), {}),
-    "layer": lambda home: transfer(KVROUTE, in_pages(home), {}),
     "field": lambda _: transfer(KVROUTE, {}, {}) | FLAG,
     "stock flag": lambda _: FLAG,
 }

@@ -1,8 +1,8 @@
 """What does each part of a step inside vLLM cost?
 
 A small seeded Qwen3-MoE on a CPU decodes 8 and 64 sequences, or as many as asked. Two engines take turns while the
-other is stopped: kvroute with a store of rows (files) and the witness of every full block, and kvroute with rows in a
-layer of the KV. Costs of a step's parts in worker and scheduler are in the thread's own microseconds: medians over the
+other is stopped: kvroute with a store of rows (files) and the witness of every full block, and kvroute without a
+store. Costs of a step's parts in worker and scheduler are in the thread's own microseconds: medians over the
 steps in which a part ran, and means over all steps.
 """
 
@@ -35,7 +35,7 @@ OPTIONS = {
     "max_num_batched_tokens": 4096,
     "max_model_len": 512,
 }
-STORE, LAYER = "kvroute, store and witness", "kvroute, rows in the KV"
+STORE, ALONE = "kvroute, store and witness", "kvroute, no store"
 
 
 def main() -> None:
@@ -49,11 +49,11 @@ def main() -> None:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvroute-vllm-")))
         build_qwen3(model := directory / "model")
         environment = ON_CPU | {"PYTHONPATH": str(plugin(directory / "plugin"))}
-        engines, homes = dict[str, Engine](), {STORE: directory / "store", LAYER: directory / "layer"}
+        engines, homes = dict[str, Engine](), {STORE: directory / "store", ALONE: directory / "alone"}
         times = dict[str, dict[str, TextIO]]()
         for kind, home in homes.items():
             home.mkdir()
-            settings: dict[str, Any] = {"store": f"file://{home}/rows"} if kind == STORE else {"carrier": "layer"}
+            settings: dict[str, Any] = {"store": f"file://{home}/rows"} if kind == STORE else {}
             config = connector("TimedNothingConnector", CONNECTORS, times=str(home), kvroute=settings)
             options = OPTIONS | {"model": str(model), "kv_transfer_config": config, "max_num_seqs": most}
             options["num_gpu_blocks_override"] = 16 * most

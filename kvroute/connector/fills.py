@@ -18,7 +18,7 @@ from kvroute.connector.tickets import PromptRequest
 class Request(PromptRequest, Protocol):
     """A request as its scheduler has it, under vLLM's names; another engine's has properties of these names.
 
-    Its tokens are asked for where rows are in the KV, or are lent or fetched.
+    Its tokens are asked for where rows are lent or fetched, and where it loses its blocks.
     """
 
     @property

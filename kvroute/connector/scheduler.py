@@ -50,7 +50,7 @@ class _State:
         assert self.load is not None
         load = self.load
         tokens = max(0, min(load.tokens, self.request.num_computed_tokens - load.start))
-        return replace(load, blocks=load.blocks[: -(-tokens // size)], tokens=tokens, token_ids=load.token_ids[:tokens])
+        return replace(load, blocks=load.blocks[: -(-tokens // size)], tokens=tokens)
 
 
 class SchedulerRows:

@@ -19,6 +19,9 @@ RESPONSE: Final = "response:"
 VERSION: Final = "weights_version"
 """The spec of the rows' labels; see :func:`kvroute.weights_version_spec`."""
 
+PLACE: Final = "kv_connector_extra_config.kvroute"
+"""Where vLLM's operator writes them."""
+
 
 class Common(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """An operator's settings in every engine."""
@@ -33,7 +36,7 @@ class Common(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     untested: str = ""  # accept this untested version of the engine: "0.34"
 
     @classmethod
-    def of(cls, mapping: Any, where: str = "kv_connector_extra_config.kvroute") -> Self:
+    def of(cls, mapping: Any, where: str = PLACE) -> Self:
         """From the mapping that the operator wrote there. URLs and addresses are judged here, and opened later.
 
         Raises :class:`ConfigError` that names the setting, what was wanted and what came.
@@ -99,11 +102,10 @@ class Settings(Common, frozen=True):
 
     # Version of the weights that are loaded at the start. Without one, rows have no version.
     weights_version: Annotated[int, msgspec.Meta(ge=0, lt=AS_LOADED)] | None = None
-    # The carrier of rows to other engines: a "transfer" of their own beside the KV of whole requests; the "connector"
-    # with its store; a "layer" of the model's paged KV, in which they go wherever the KV goes. "auto" is the transfer
-    # if the connector moves whole requests. Else, without a store, rows go along with copies to the host and back where
-    # the connector tells of them, or in the layer where both model and connector allow it.
-    carrier: Literal["transfer", "connector", "layer", "auto"] = "auto"
+    # The carrier of rows to other engines: a "transfer" of their own beside the KV of whole requests, or the
+    # "connector" with its store. "auto" is the transfer if the connector moves whole requests. Else, without a store,
+    # rows go along with copies to the host and back where the connector tells of them.
+    carrier: Literal["transfer", "connector", "auto"] = "auto"
     lend: str = "tcp://127.0.0.1:*"  # where rows are lent to other engines: ipc:///path or tcp://HOST:PORT
     lent_nbytes_max: Annotated[int, msgspec.Meta(ge=1)] = 4 << 30  # of copies of rows not fetched yet
     keys: str = ""  # the secret key file of all engines of a deployment; other hosts need one
@@ -119,6 +121,13 @@ class Settings(Common, frozen=True):
     def __post_init__(self) -> None:
         if self.rollouts == "auto":
             msgspec.structs.force_setattr(self, "rollouts", "" if self.field else RESPONSE)
+
+    @classmethod
+    def of(cls, mapping: Any, where: str = PLACE) -> Self:
+        if isinstance(mapping, Mapping) and mapping.get("carrier") == "layer":
+            wanted = "a 'store' and no carrier, or neither with KvrouteOffloadingConnector (no layer of KV has rows)"
+            raise ConfigError(f"{where}.carrier", wanted, "'layer'")
+        return super().of(mapping, where)
 
     @property
     def writes(self) -> bool:

@@ -19,7 +19,6 @@ from kvroute.connector.carriers.port import WorkerParts
 from kvroute.connector.engine import Engine
 from kvroute.connector.messages import Handshake, StepMeta, WorkerMeta
 from kvroute.connector.meter import Meter
-from kvroute.connector.pages import Pages
 from kvroute.connector.witness import Join, OtherRank, to_host
 from kvroute.connector.written import write_ids
 from kvroute.witness import Run
@@ -39,10 +38,10 @@ class LoadedKv(NamedTuple):
 class WorkerRows:
     """Applies what the scheduler says, and writes a step's rows when it is over. Nothing here raises inside a step.
 
-    ``kv_caches`` are the layers' KV by name, as :func:`witnessing` needs them; ``pages`` are among them if rows go into
-    the KV. The routers call the hooks of :attr:`ids`. Each step is :meth:`begin`, its slots in :attr:`slots` (int64
-    ``[tokens]``, negative: padding), and :meth:`end`; a step that computes nothing has no slots. Blocks whose KV could
-    not be loaded are given to :meth:`fail` before it. See :func:`part_of` for ``joined``.
+    ``kv_caches`` are the layers' KV by name, as :func:`witnessing` needs them. The routers call the hooks of
+    :attr:`ids`. Each step is :meth:`begin`, its slots in :attr:`slots` (int64 ``[tokens]``, negative: padding), and
+    :meth:`end`; a step that computes nothing has no slots. Blocks whose KV could not be loaded are given to
+    :meth:`fail` before it. See :func:`part_of` for ``joined``.
 
     Both calls launch work on the device and wait for nothing. On a CPU the host's part is done at once; if ``late``,
     the default beside any other device, a thread of its own does it behind the device.
@@ -55,7 +54,6 @@ class WorkerRows:
         joined: Join | None = None,
         *,
         late: bool | None = None,
-        pages: Pages | None = None,
     ) -> None:
         self.engine = engine
         settings, self._device = engine.settings, next(iter(kv_caches.values())).device
@@ -73,9 +71,7 @@ class WorkerRows:
         self.meter = Meter(self._counters, engine.limits)
         self.missing = self.meter.missing  # numbers of tokens without rows, by cause
         self.carrier = engine.carrier.worker(
-            WorkerParts(
-                settings, engine.limits, engine.spec, engine.blocks, self.blocks, self.meter, kv_caches, joined, pages
-            )
+            WorkerParts(settings, engine.limits, engine.spec, engine.blocks, self.blocks, self.meter, kv_caches, joined)
         )
         self.ids = StepIds(engine.spec, engine.max_tokens, self._device)
         self._slots: torch.Tensor | None = None
@@ -158,17 +154,17 @@ class WorkerRows:
         ids: torch.Tensor | str = NO_SLOTS
         if slots is not None:
             ids = self.ids.take(slots.shape[0])
-        loaded = self._look(step.loads.runs, failed)
-        computed = self.carrier.computed(step, slots, None if isinstance(ids, str) else ids, redone)
+        loaded = self._look(step.loads.runs)
+        computed = self.carrier.computed(step)
         if slots is not None and not self._on_cpu:  # else both are this step's own
             slots = to_host(slots)
             ids = ids if isinstance(ids, str) else to_host(ids)
         begun, self._begun = self._begun, True
         self._then(self._end_on_host, step, begun, loaded, failed, slots, ids, redone, computed)
 
-    def _look(self, runs: Sequence[Run], without: Collection[int] = ()) -> LoadedKv | None:
-        """Look at the loaded KV of these blocks; blocks ``without`` got none."""
-        return LoadedKv(runs, self.carrier.look(runs, without)) if runs else None
+    def _look(self, runs: Sequence[Run]) -> LoadedKv | None:
+        """Look at the loaded KV of these blocks."""
+        return LoadedKv(runs, self.carrier.look(runs)) if runs else None
 
     def _then(self, work: Callable[..., None], *arguments: Any) -> None:
         """Do this when the device has done the work launched until now: on a CPU at once."""
@@ -199,7 +195,7 @@ class WorkerRows:
             self.carrier.start(step)
         if landed:
             self.carrier.land()
-            self.carrier.compare(step, *landed)
+            self.carrier.compare(*landed)
 
     def _end_on_host(
         self,
@@ -220,7 +216,7 @@ class WorkerRows:
             if failed:
                 self.blocks.forget(sorted(failed))
             if loaded:
-                self.carrier.compare(step, *loaded)  # before the step counts as over: then its rows are trusted
+                self.carrier.compare(*loaded)  # before the step counts as over: then its rows are trusted
             if slots is not None:
                 self._write(slots, ids, step, redone)
             elif step.tokens:  # rows that it overwrote, for example a draft's, must not stay
@@ -273,7 +269,6 @@ def part_of(
     group: distributed.ProcessGroup,
     *,
     divided: bool,
-    pages: Pages | None = None,
 ) -> WorkerRows | OtherRank | None:
     """The part of a tensor-parallel rank: the first one has the rows, because the routers of all ranks choose the same.
 
@@ -284,7 +279,7 @@ def part_of(
     folds = divided and distributed.get_world_size(group) > 1
     joined = partial(distributed.all_reduce, group=group) if folds else None
     if not rank:
-        return WorkerRows(engine, kv_caches, joined, pages=pages)
+        return WorkerRows(engine, kv_caches, joined)
     return engine.carrier.other_rank(engine.spec, kv_caches, rank, joined, engine.limits)
 
 

@@ -16,7 +16,6 @@ from toy_engine import Asked, Toy, judge
 
 import kvroute
 from kvroute.connector import routes, unseen
-from kvroute.connector.pages import OTHER_KV, OTHER_WEIGHTS
 
 Start = Callable[..., Toy]
 prompts = st.lists(st.integers(0, 1), min_size=1, max_size=20)
@@ -24,12 +23,12 @@ asked = st.lists(st.tuples(prompts, st.lists(st.integers(1, 9), max_size=5)), mi
 
 
 @examples(40)
-@given(asked, st.booleans(), st.booleans())
-def test_every_row_is_that_of_its_tokens(what: list[tuple[list[int], list[int]]], pages: bool, late: bool) -> None:
+@given(asked, st.booleans())
+def test_every_row_is_that_of_its_tokens(what: list[tuple[list[int], list[int]]], late: bool) -> None:
     """Goal: hits, chunks and blocks given out again lose and mix nothing. Method: prompts over two tokens, so that many
     share a beginning, through a pool of nine blocks.
     """
-    toy = Toy(pages=pages, late=late)
+    toy = Toy(late=late)
     for i, (tokens, chunks) in enumerate(what):
         assert judge(routes(toy.ask(str(i), tokens, chunks)), tokens) == {"right": len(tokens)}
     toy.worker.settle()
@@ -82,23 +81,22 @@ def test_another_engine_gets_the_rows_of_the_kv_that_it_loads(start: Start, outs
 @examples(20)
 @given(
     st.sets(st.integers(0, 3), max_size=2),
-    st.booleans(),
     st.lists(st.integers(1, 9), max_size=3),
     st.booleans(),
     st.booleans(),
 )
 def test_what_was_computed_from_kv_that_did_not_come_is_computed_again(
-    tmp_path_factory: Any, fails: set[int], pages: bool, chunks: list[int], later: bool, late: bool
+    tmp_path_factory: Any, fails: set[int], chunks: list[int], later: bool, late: bool
 ) -> None:
     """Goal: no row of a wrong computation, and no row lost for later requests. Method: loads of some blocks fail; every
     row is right in the end, also for requests that hit the same blocks."""
     tokens, kept = [i * i % 7 for i in range(18)], dict[bytes, Any]()
-    said = {} if pages else {"store": f"file://{tmp_path_factory.mktemp('rows')}", "witness": "flagged"}
-    first = Toy(kept=kept, pages=pages, late=late, **said)
+    said = {"store": f"file://{tmp_path_factory.mktemp('rows')}", "witness": "flagged"}
+    first = Toy(kept=kept, late=late, **said)
     first.ask("a", tokens)
     first.settle()
-    said |= {"store": said["store"] + "?mode=read"} if said else {}
-    other = Toy(kept=kept, pages=pages, later=later, late=late, **said)
+    said |= {"store": said["store"] + "?mode=read"}
+    other = Toy(kept=kept, later=later, late=late, **said)
     other.fails = set(fails)
     assert judge(routes(other.ask("b", tokens, chunks)), tokens) == {"right": len(tokens)}
     assert judge(routes(other.ask("c", tokens)), tokens) == {"right": len(tokens)}
@@ -143,37 +141,6 @@ def test_kv_that_is_wrong_in_one_rank_alone_has_no_rows(start: Start, outside: A
         other = start(kept=kept, ranks=2, later=later, late=late, store=store, witness="flagged")
         assert judge(routes(other.ask("b", tokens)), tokens) == verdict
         assert other.loaded == 8
-
-
-@pytest.mark.parametrize("later", [False, True])
-@pytest.mark.parametrize("late", [False, True])
-def test_pages_say_what_their_rows_are_of(start: Start, later: bool, late: bool) -> None:
-    """Goal: rows in the KV are handed out for the weights, tokens and KV that they are of, and for nothing else.
-    Method: an engine of the same weights, one of others, and one whose weights are new since; then KV outside in which
-    the pages of two prompts have changed places, or the KV beside them.
-    """
-    tokens, others, kept = list(range(11)), [9, *range(1, 11)], dict[bytes, Any]()
-    first = start(kept=kept, pages=True)
-    for name, prompt in (("a", tokens), ("b", others)):
-        first.ask(name, prompt)
-
-    def seen(reset: bool = False, **said: Any) -> tuple[dict[str, int], dict[str, int]]:
-        toy = start(kept=dict(kept), pages=True, late=late, later=later, **said)
-        if reset:
-            toy.scheduler.weights.changed()
-        found = judge(routes(toy.ask("c", tokens)), tokens)
-        assert toy.loaded == 8
-        return found, dict(toy.worker.missing)
-
-    assert seen() == ({"right": 11}, {})
-    assert seen(weights="n") == ({"right": 3, "missing": 8}, {OTHER_WEIGHTS: 8})
-    assert seen(reset=True) == ({"right": 3, "missing": 8}, {OTHER_WEIGHTS: 8})
-    one, other = Asked("", tokens).block_hashes[1], Asked("", others).block_hashes[1]
-    for layer in ("model.kvroute.2.rows", "layers.1"):  # the tokens of these blocks and their positions are the same
-        kept[one][layer], kept[other][layer] = kept[other][layer], kept[one][layer]
-        assert seen() == ({"right": 7, "missing": 4}, {OTHER_KV: 4})
-        kept[one][layer], kept[other][layer] = kept[other][layer], kept[one][layer]
-    assert seen() == ({"right": 11}, {})
 
 
 def test_after_new_weights_nothing_is_readable(start: Start, tmp_path: Path) -> None:

@@ -26,6 +26,8 @@ from kvroute.connector import Settings
         ({"lend": "tcp://127.0.0.1:99999"}, ".lend: wanted ipc:///PATH or tcp://HOST:PORT, got"),
         ({"lend": "tcp://10.0.0.1:7"}, ".lend: wanted an address of this machine alone, without CURVE keys"),
         ({"keys": "/nonexistent"}, ".keys: wanted a file with a public and a secret key, got /nonexistent"),
+        ({"carrier": "layer"}, ".carrier: wanted a 'store' and no carrier, or neither with KvrouteOffloadingConnector"),
+        ({"carrier": "pages"}, ".carrier: wanted 'auto' or 'connector' or 'transfer', got 'pages'"),
         ({"stor": "file:///a"}, ": wanted some of store, rollouts"),
         (7, ": wanted a mapping of settings (docs/settings.md), got 7"),
     ],

@@ -62,23 +62,6 @@ def test_an_answer_of_two_weights_has_two_versions(start: Start, late: bool) -> 
     check(toy, found, TOKENS)
 
 
-def test_rows_of_mixed_weights_are_in_no_page(start: Start) -> None:
-    """Goal: KV that may stand on KV of other weights brings no rows. Method: an update with KV kept; engines of either
-    weights load what was computed before it and after it.
-    """
-    kept, other = dict[bytes, Any](), [1, *TOKENS]
-    toy = start(kept=kept, pages=True)
-    toy.ask("a", TOKENS)
-    updated(toy, 1, 1)
-    toy.ask("b", other)
-    for tokens, said, rows in ((TOKENS, {}, 11), (other, {}, 4), (TOKENS, {"weights_version": 1}, 3)):
-        engine = start(kept=kept, pages=True, **said)
-        engine.weights = said.get("weights_version", 0)
-        found = routes(engine.ask("r", tokens))
-        assert (engine.loaded, int(found.valid.sum())) == (8, rows)
-        check(engine, found, tokens)
-
-
 def test_rows_of_mixed_weights_are_not_stored(start: Start, tmp_path: Path) -> None:
     """Goal: no engine finds rows that stand on KV of other weights. Method: an update with KV kept. An engine of the
     first weights hits what was stored before the update, and nothing stored after it; one of the second weights hits

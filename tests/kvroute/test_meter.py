@@ -15,7 +15,7 @@ from waiting import GIVE_UP_S
 from cache_manager.lock import AuxCounters
 from cache_manager.ports import RecordCounters
 from kvroute.capture import step_ids
-from kvroute.connector import Limits, job_counts, meter, pages, worker
+from kvroute.connector import Limits, job_counts, meter, worker
 from kvroute.connector.carriers import by_key, none
 from kvroute.connector.limits import LIMITS
 from kvroute.connector.meter import EVENTS, FIELDLESS, METRICS, SECONDS, WHAT, WITHOUT_ROWS, Meter, merged
@@ -131,7 +131,7 @@ def test_the_page_has_every_cause_and_every_time() -> None:
         step_ids.TYPE,
         *step_ids.REASONS.values(),
     ]
-    causes += [pages.NO_ROW, pages.OTHER_WEIGHTS, pages.OTHER_KV, by_key.WRONG_KV, by_key.NO_ROOM]
+    causes += [by_key.WRONG_KV, by_key.NO_ROOM]
     rows_of_page = re.findall(r"^\| (`[^|]+`) \|", page, re.MULTILINE)
     told = {cause for row in rows_of_page for cause in re.findall(r"`([^`]+)`", row)}
     assert [cause for cause in causes if cause.partition(":")[0] not in told] == []

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import kvroute
-from kvroute.connector.carriers import ByKey, ByTransfer, InKv, NoCarrier
+from kvroute.connector.carriers import ByKey, ByTransfer, NoCarrier
 from kvroute.connector.meter import PAGE, Meter
 from kvroute.connector.settings import Settings
 from kvroute.connector.started import started
@@ -37,8 +37,8 @@ def test_the_line_says_what_an_operator_would_ask_first() -> None:
 
 
 def test_a_carrier_is_called_as_in_the_settings() -> None:
-    kinds = (NoCarrier, ByKey, ByTransfer, InKv)
-    assert [kind.word for kind in kinds] == ["none", "connector", "transfer", "layer"]
+    kinds = (NoCarrier, ByKey, ByTransfer)
+    assert [kind.word for kind in kinds] == ["none", "connector", "transfer"]
 
 
 @contextmanager

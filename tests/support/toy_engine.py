@@ -19,10 +19,9 @@ from waiting import GIVE_UP_S
 
 from cache_manager.keys import Namespace
 from kvroute.connector import Engine, Key, Limits, SchedulerRows, Settings, Tokens, routes
-from kvroute.connector.carriers import ByKey, ByTransfer, Carrier, InKv, NoCarrier
+from kvroute.connector.carriers import ByKey, ByTransfer, Carrier, NoCarrier
 from kvroute.connector.ends import End
 from kvroute.connector.messages import StepMeta
-from kvroute.connector.pages import Pages, StepTokens, page_name, token_nbytes
 from kvroute.connector.tickets import UNNAMED
 from kvroute.connector.versions import AS_LOADED
 from kvroute.connector.witness import KvFolder, OtherRank, witnessing
@@ -66,12 +65,12 @@ class Sum:
         self._met.wait()
 
 
-def _carrier(settings: Settings, pages: bool) -> Carrier:
+def _carrier(settings: Settings) -> Carrier:
     if settings.carrier == "transfer":
         return ByTransfer()
     if settings.store:
         return ByKey("flagged" if settings.witness == "flagged" else "missing")
-    return InKv() if pages else NoCarrier()
+    return NoCarrier()
 
 
 class Toy:
@@ -85,7 +84,6 @@ class Toy:
     def __init__(
         self,
         kept: dict[bytes, Any] | None = None,
-        pages: bool = False,
         layers: int = 2,
         blocks: int = 9,
         later: bool = False,
@@ -100,10 +98,6 @@ class Toy:
         self.layers = range(layers)
         self.kv = {f"layers.{i}": torch.zeros(blocks, ranks, TOKENS, 8) for i in self.layers}
         mine, others = ({name: kv[:, i : i + 1] for name, kv in self.kv.items()} for i in (0, 1))
-        last, self.seen = mine[f"layers.{layers - 1}"], StepTokens(64)
-        held = torch.zeros(blocks, 1, TOKENS, token_nbytes(spec), dtype=torch.uint8)
-        if pages:
-            self.kv[page_name(spec)] = mine[page_name(spec)] = held
         settings = Settings.of({"strict": True, "weights": "m", **said})
         engine = Engine(
             settings,
@@ -111,15 +105,14 @@ class Toy:
             Namespace(settings.weights, AS_LOADED if settings.weights_version is None else settings.weights_version),
             blocks=blocks,
             max_tokens=64,
-            carrier=_carrier(settings, pages),
+            carrier=_carrier(settings),
             drafts=drafts,
             # a loaded machine may need more than a second for a store's answer, and then computes hits again
             limits=Limits(**{"question_s": GIVE_UP_S, **limits}),
         )
         added = Sum()
         joined = partial(added.add, 0) if ranks > 1 else None
-        beside = Pages(held, spec, last, self.seen) if pages else None
-        self.worker = WorkerRows(engine, mine, joined, late=late, pages=beside)
+        self.worker = WorkerRows(engine, mine, joined, late=late)
         self.other_rank: OtherRank | None = None
         if ranks > 1:
             self.other_rank = OtherRank(KvFolder(witnessing(others, self.layers), 1, partial(added.add, 1)))
@@ -248,7 +241,6 @@ class Toy:
                 kv = self.kv[f"layers.{layer}"]
                 random = _seed([*prefixes[i], layer], self.weights)
                 kv[block, :, offset] = torch.from_numpy(random.normal(size=(kv.shape[1], 8)))
-        self.saw(request, start, n)
         if n:
             chosen = np.stack([row_of(prefix, self.weights) for prefix in prefixes])
             chosen[[i for i in range(n) if start + i in self.loses]] = -1
@@ -267,10 +259,6 @@ class Toy:
         first = min((place for place in loading if place in self.fails), default=None)
         self.fails -= set(loading)
         return first
-
-    def saw(self, request: Asked, start: int, n: int) -> None:
-        """The model is given these tokens."""
-        self.seen.saw(torch.tensor(request.tokens[start : start + n]), torch.arange(start, start + n))
 
     def _on_each_rank(self, call: str, *given: Any) -> None:
         other = self.threads.submit(getattr(self.other_rank, call), *given) if self.other_rank else None
@@ -298,7 +286,6 @@ def computed(toy: Toy, request: Asked, n: int, meta: StepMeta | None = None) -> 
     """The worker computes the next ``n`` tokens of the one request of ``toy``; what the scheduler says of it."""
     start = request.num_computed_tokens
     toy.worker.begin(meta or toy.scheduler.step({request.request_id: n}))
-    toy.saw(request, start, n)
     chosen = np.stack([row_of(request.tokens[: i + 1], toy.weights) for i in range(start, start + n)])
     for layer, hook in enumerate(toy.hooks):
         hook(torch.from_numpy(chosen[:, layer].copy()))

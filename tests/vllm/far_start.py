@@ -95,7 +95,6 @@ class Engines:
         settings: Mapping[str, Any],
         extra: Mapping[str, Any] | None = None,
         *,
-        weights: str = "A",
         front: str = "AsyncLLM",
         transfer: Mapping[str, Any] | None = None,
         variables: Mapping[str, str] | None = None,
@@ -114,7 +113,7 @@ class Engines:
             "ahead": ahead,
             "give_up_s": GIVE_UP_S,
             "rollouts": settings.get("rollouts", "").removeprefix("response:"),
-            "arguments": {"model": str(self._homes[weights]), **ENGINE, "kv_transfer_config": given, **arguments},
+            "arguments": {"model": str(self._homes["A"]), **ENGINE, "kv_transfer_config": given, **arguments},
         }
         search = [str(self._plugin), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
         environment = {

@@ -14,8 +14,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import safetensors.torch
-import torch
 from engines import prompts
 from far_judge import Judge, Tally, of_all, summed, verdict
 from far_start import HOST, STOPS, WORDS, Engines, ask, stopped
@@ -181,65 +179,3 @@ def test_preempted_requests_whose_kv_comes_back(start: Engines, judge: Judge, tm
     tallies = [judge.judge(answer, "A", "B", over=answer["cached"]) for answer in engine.do(asked)]
     with verdict("after an update", summed(tallies)) as found:
         assert found.right > found.due * 0.5
-
-
-def damaged(file: Path, how: str, other: Path) -> None:
-    """A prompt's page file changed: a bit in each of its first rows, another prompt's in its place, moved a token."""
-    pages = safetensors.torch.load_file(file)["kv_cache"]
-    rows = pages.view(-1, pages.shape[-1]).clone()
-    if how == "a bit":
-        at = torch.arange(rows.shape[-1])
-        rows[at, at] ^= 1
-    elif how == "another prompt's":
-        rows = safetensors.torch.load_file(other)["kv_cache"].view(-1, pages.shape[-1])
-    else:
-        rows = rows.roll(1, 0)
-    safetensors.torch.save_file({"kv_cache": rows.reshape(pages.shape).contiguous()}, file)
-
-
-def test_rows_in_the_kv(start: Engines, judge: Judge, tmp_path: Path) -> None:
-    """Goal: rows in the KV are of this token, position, weights and KV, or missing. Method: page files that are sound,
-    damaged, another prompt's and moved by a token; then an update, and a restart with other weights, over one directory
-    of KV whose connector knows nothing of weights.
-    """
-    kv = tmp_path / "kv"
-    kv.mkdir()
-    around: dict[str, Any] = {"connector": "KvrouteExampleConnector", "extra": {"shared_storage_path": str(kv)}}
-    named = {"carrier": "layer", "weights": "tiny", "weights_version": 1}
-    engine, asked, files = start(settings=named, **around), prompts(90, *[150] * 4), list[Path]()
-    answers = []
-    for i, prompt in enumerate(asked):
-        before = set(kv.rglob("*kvroute*"))
-        answers += engine.do([ask(f"first-{i}", prompt, max_tokens=8)])
-        files += set(kv.rglob("*kvroute*")) - before
-    assert len(files) == len(asked)
-    with verdict("rows in the KV", of_all(judge, answers, labels={1: "A"})) as found:
-        assert found.right == found.due
-    sound = {file: file.read_bytes() for file in files}
-    for file, how in zip(files[1:], ("a bit", "another prompt's", "moved by a token"), strict=True):
-        damaged(file, how, files[0])
-    _, (_, done) = engine.do(acts=[["version", {"given": "1"}], ["reset", {}]])
-    assert done is True
-    answers = engine.do([ask(f"again-{i}", prompt, max_tokens=8) for i, prompt in enumerate(asked)], alone=True)
-    assert [answer["cached"] for answer in answers] == [128] * 4
-    with verdict("damaged pages", of_all(judge, answers, labels={1: "A"})) as found:
-        assert found.missing["rows"] > 2 * 120 * 3
-        assert found.right > found.due * 0.4
-        assert judge.judge(answers[0]).right == 157 * 3
-    for file, raw in sound.items():
-        file.write_bytes(raw)
-    update: list[Any] = [["swap", {"home": str(judge.weights["B"].home)}], ["version", {"given": "2"}]]
-    _, (*_, done) = engine.do(acts=[*update, ["reset", {"reset_connector": True}]])
-    assert done is True
-    answers = engine.do([ask(f"new-{i}", prompt, max_tokens=30) for i, prompt in enumerate(asked)], alone=True)
-    tallies = [judge.judge(answer, "A", "B", over=answer["cached"], labels={1: "A", 2: "B"}) for answer in answers]
-    with verdict("KV of the weights before an update", summed(tallies)) as found:
-        assert found.right >= 4 * 51 * 3
-    engine.end()
-    other = start(settings={"carrier": "layer"}, **around, weights="B")
-    more = [*asked, *prompts(91, 100)]
-    answers = other.do([ask(f"other-{i}", prompt, max_tokens=30) for i, prompt in enumerate(more)], alone=True)
-    assert answers[0]["cached"] == 128
-    tallies = [judge.judge(answer, "A", "B", over=answer["cached"]) for answer in answers]
-    with verdict("KV of other weights after a restart", summed(tallies)) as found:
-        assert found.right >= (4 * 51 + 129) * 3

@@ -1,5 +1,4 @@
-"""vLLM's own offloading of KV to host memory, with rows by its pairs, by a store or in the KV: far beyond the pool, and
-of ranks."""
+"""vLLM's own offloading of KV to host memory, with rows by its pairs or a store: far beyond the pool, and of ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ from host_offload import DAMAGED_RANK
 
 import kvroute
 from bench.vllm_peers import plugin as installed
-from kvroute.connector.carriers import ByKey, ByPairs, InKv
+from kvroute.connector.carriers import ByKey, ByPairs
 from kvroute.integrations.vllm import routes, unseen
 
 Start = Any  # conftest's Engines
@@ -22,7 +21,7 @@ POOL = 16
 """Blocks of the engine, of which one is vLLM's own and stays empty."""
 
 
-CARRIERS: dict[str, Any] = {"pairs": ByPairs, "connector": ByKey, "layer": InKv}
+CARRIERS: dict[str, Any] = {"pairs": ByPairs, "connector": ByKey}
 
 
 def start(
@@ -31,7 +30,7 @@ def start(
     """An engine of few blocks whose KV goes to 4 MB of host memory, which is 170 blocks of this model, in chunks of so
     many blocks."""
     stored = {"store": f"file://{directory}/rows", "witness": "flagged"}
-    settings: dict[str, Any] = {"connector": stored, "layer": {"carrier": "layer"}, "pairs": {}}[carrier]
+    settings: dict[str, Any] = {"connector": stored, "pairs": {}}[carrier]
     extra: dict[str, Any] = {"spec_name": "HostSpec", "spec_module_path": "host_offload", "cpu_bytes_to_use": 4 << 20}
     if chunk > 1:
         extra["block_size"] = chunk * BLOCK
@@ -147,8 +146,8 @@ def test_ranks_that_divide_the_heads(
     engine: Start, model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, carrier: str
 ) -> None:
     """Goal: tensor parallelism with KV that leaves the pool and comes back. Method: two ranks in processes of their
-    own, each with one of two heads and a host memory of its own; what comes back goes by both ranks' heads, or by the
-    first rank's pages. Then a hit in the pool and new prompts at once.
+    own, each with one of two heads and a host memory of its own; what comes back goes by both ranks' heads, or by
+    pairs. Then a hit in the pool and new prompts at once.
     """
     monkeypatch.syspath_prepend(installed(tmp_path / "plugin"))  # the ranks find plugins there
     made, asked = start(engine, model("olmoe"), carrier, tmp_path, **RANKS), prompts(72, *[150] * 6)

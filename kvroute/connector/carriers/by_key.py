@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, NamedTuple
 
@@ -199,12 +199,10 @@ class ByKeyWorker(WorkerSide):
         self._counts = JobCounts(parts.meter, parts.spec.block_tokens)
         self._refused = 0  # blocks whose restores had no room, counted so far
 
-    def look(self, runs: Sequence[Run], without: Collection[int] = ()) -> torch.Tensor | None:
+    def look(self, runs: Sequence[Run]) -> torch.Tensor | None:
         return None if self.witness is None else self.witness.look(runs)
 
-    def computed(
-        self, step: StepMeta, slots: torch.Tensor | None, ids: torch.Tensor | None, redone: Sequence[int]
-    ) -> torch.Tensor | None:
+    def computed(self, step: StepMeta) -> torch.Tensor | None:
         filled: Filled | None = step.carrier
         return None if self.witness is None or not filled or not filled.runs else self.witness.look(filled.runs)
 
@@ -227,7 +225,7 @@ class ByKeyWorker(WorkerSide):
                 job.cancel()
                 self._meter.miss(NO_ANSWER.format(self._restore_s), len(job.blocks) * self._size)
 
-    def compare(self, step: StepMeta, runs: Sequence[Run], look: torch.Tensor | None) -> None:
+    def compare(self, runs: Sequence[Run], look: torch.Tensor | None) -> None:
         """The store brings rows of whole blocks only."""
         self._meter.miss(NO_CARRIER, sum(max(0, run.tokens - self._size * len(run.blocks)) for run in runs))
         if self.witness is not None and look is not None:

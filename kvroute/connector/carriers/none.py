@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from kvroute.connector.carriers.port import (
     Admission,
@@ -15,9 +15,6 @@ from kvroute.connector.carriers.port import (
     WorkerSide,
 )
 from kvroute.witness import Run
-
-if TYPE_CHECKING:
-    from kvroute.connector.messages import StepMeta
 
 NO_CARRIER: Final = "nothing brings the rows of KV that was loaded: no store, or a part of a block"
 
@@ -45,7 +42,7 @@ class _NoWorker(WorkerSide):
     def __init__(self, parts: WorkerParts) -> None:
         self._meter = parts.meter
 
-    def compare(self, step: StepMeta, runs: Sequence[Run], look: Any) -> None:
+    def compare(self, runs: Sequence[Run], look: Any) -> None:
         self._meter.miss(NO_CARRIER, sum(run.tokens for run in runs))
 
 

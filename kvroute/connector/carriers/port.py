@@ -6,7 +6,7 @@ side by itself does nothing; each carrier defines the calls that it needs. Nothi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from kvroute.connector.limits import Limits
     from kvroute.connector.messages import StepMeta
     from kvroute.connector.meter import Meter
-    from kvroute.connector.pages import Pages
     from kvroute.connector.settings import Settings
     from kvroute.connector.versions import Versions
     from kvroute.connector.witness import Join, OtherRank
@@ -112,7 +111,6 @@ class WorkerParts:
     meter: Meter
     kv_caches: Mapping[str, torch.Tensor]
     joined: Join | None  # see :class:`kvroute.connector.witness.KvFolder`
-    pages: Pages | None  # of rows in the KV
 
 
 class SchedulerSide:
@@ -176,9 +174,6 @@ class WorkerSide:
     be the same one, calls the second group, of each step in this order.
     """
 
-    layer: torch.Tensor | None = None
-    """The layer of KV in which rows lie, for a connector that saves layer by layer."""
-
     @property
     def greeting(self) -> Any:
         """The message for :meth:`SchedulerSide.attach`."""
@@ -190,15 +185,12 @@ class WorkerSide:
         """A step begins. Whether the thread behind has to :meth:`start` it now, and not with its end."""
         return False
 
-    def look(self, runs: Sequence[Run], without: Collection[int] = ()) -> Any:
-        """A look at the KV of ``runs``, which was loaded, for :meth:`compare`; blocks ``without`` got none."""
+    def look(self, runs: Sequence[Run]) -> Any:
+        """A look at the KV of ``runs``, which was loaded, for :meth:`compare`."""
         return None
 
-    def computed(
-        self, step: StepMeta, slots: torch.Tensor | None, ids: torch.Tensor | None, redone: Sequence[int]
-    ) -> Any:
-        """The step has been launched: ``ids [T, layers, top_k]`` at ``slots [T]``, if both are known. Rows in blocks
-        ``redone`` count for nothing. The result is for :meth:`filled`."""
+    def computed(self, step: StepMeta) -> Any:
+        """The step has been launched. The result is for :meth:`filled`."""
         return None
 
     def fail(self, blocks: set[int]) -> None:
@@ -220,7 +212,7 @@ class WorkerSide:
     def land(self) -> None:
         """Wait for rows that are on their way to KV that has come."""
 
-    def compare(self, step: StepMeta, runs: Sequence[Run], look: Any) -> None:
+    def compare(self, runs: Sequence[Run], look: Any) -> None:
         """KV has come, with or without rows: make rows of other KV missing, and count those that did not come."""
 
     def filled(self, step: StepMeta, computed: Any) -> None:

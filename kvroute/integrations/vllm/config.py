@@ -7,10 +7,9 @@ from typing import Any, Final, Literal
 
 from cache_manager.errors import ConfigError
 from cache_manager.keys import Namespace
-from kvroute.connector.carriers import ByKey, ByPairs, ByTransfer, Carrier, InKv, NoCarrier
+from kvroute.connector.carriers import ByKey, ByPairs, ByTransfer, Carrier, NoCarrier
 from kvroute.connector.engine import Engine
 from kvroute.connector.limits import Limits
-from kvroute.connector.pages import page_name
 from kvroute.connector.settings import Settings
 from kvroute.connector.versions import AS_LOADED
 from kvroute.integrations.vllm.refusals import refuse_arguments
@@ -65,14 +64,7 @@ def engine_of(config: Any, cache: Any, inner: str, places: int = 0) -> Engine:
     number = kv_group_of(cache, model.max_model_len)
     group = cache.kv_cache_groups[number]
     spec = routing_spec_from_hf(model.hf_text_config, group.kv_cache_spec.block_size)
-    carrier = carrier_of(
-        settings,
-        inner,
-        model.architectures,
-        layered=page_name(spec) in group.layer_names,
-        cuts=len(cache.kv_cache_groups) == 1,
-        places=places,
-    )
+    carrier = carrier_of(settings, inner, cuts=len(cache.kv_cache_groups) == 1, places=places)
     version = AS_LOADED if settings.weights_version is None else settings.weights_version
     weights = settings.weights or weights_digest(
         getattr(model, "model_weights", "") or model.model, str(model.revision or "")
@@ -129,18 +121,13 @@ def hashed_tokens(config: Any, cache: Any) -> int:
     return tokens
 
 
-def carrier_of(
-    settings: Settings, inner: str, architectures: Any, *, layered: bool, cuts: bool = True, places: int = 0
-) -> Carrier:
-    """How rows arrive beside the KV that the connector ``inner`` brings; ``layered``: the model has a layer of rows;
-    ``places``: on the host, of which the connector says what it copies there.
+def carrier_of(settings: Settings, inner: str, *, cuts: bool = True, places: int = 0) -> Carrier:
+    """How rows arrive beside the KV that the connector ``inner`` brings; ``places``: on the host, of which the
+    connector says what it copies there.
 
     ``cuts``: a hit of this connector may be cut; else it is taken whole or not at all. Raises :class:`ConfigError` for
     settings that do not fit together.
     """
-    if settings.carrier == "layer" and (settings.store or not layered):
-        wanted = "no store, and a model with a layer of rows (the plugin of kvroute, an architecture that it knows)"
-        raise ConfigError("settings.carrier 'layer'", wanted, f"{architectures}, store {settings.store!r}")
     whole = inner in WHOLE_REQUESTS
     transfer = settings.carrier == "transfer" or (settings.carrier == "auto" and whole)
     if transfer and not whole:
@@ -153,8 +140,6 @@ def carrier_of(
         return ByTransfer()
     if settings.store:
         return ByKey("off" if inner == "Connector" else _witness(settings), gate=not whole, cuts=cuts)
-    if layered:
-        return InKv()
     return ByPairs(places) if places and settings.carrier == "auto" else NoCarrier()
 
 

@@ -12,7 +12,6 @@ from kvroute.connector import Handshake, SchedulerRows, StepMeta, Tokens
 from kvroute.connector.answers import FIELD, Options, options_of
 from kvroute.connector.key import Key
 from kvroute.connector.messages import WorkerMeta
-from kvroute.connector.pages import page_name
 from kvroute.connector.settings import RESPONSE
 from kvroute.connector.started import started
 from kvroute.connector.tickets import TRANSFER
@@ -62,13 +61,11 @@ class RowsWithKV(Base):  # type: ignore[misc]
 
         from kvroute.connector.witness import by_block
         from kvroute.connector.worker import part_of
-        from kvroute.integrations.vllm.models import pages_of
 
         kv_caches = {name: kv_caches[name] for name in self._layers if name in kv_caches}
         group, divided = get_tp_group(), not self._vllm_config.model_config.use_mla
-        pages = pages_of(self._vllm_config, kv_caches, self._engine.spec)
         kv_caches = {name: by_block(kv, self._engine.blocks) for name, kv in kv_caches.items()}
-        self._rank = part_of(self._engine, kv_caches, group.device_group, divided=divided, pages=pages)
+        self._rank = part_of(self._engine, kv_caches, group.device_group, divided=divided)
         if group.rank_in_group == 0:
             self._worker_rows = self._rank
             modules = self._vllm_config.compilation_config.static_forward_context
@@ -124,21 +121,11 @@ class RowsWithKV(Base):  # type: ignore[misc]
             rows.slots = getattr(attn_metadata, "slot_mapping", None)
 
     def wait_for_save(self) -> None:
-        rows = self._worker_rows
-        layer = rows.carrier.layer if rows else None
-        if layer is None:
-            super().wait_for_save()
-        if rows:
+        super().wait_for_save()
+        if rows := self._worker_rows:
             rows.fail(super().get_block_ids_with_load_errors())
         if self._rank:
             self._rank.end()
-        if layer is not None:  # rows are written by now and saved like any layer
-            from vllm.model_executor.models import extract_hidden_states  # type: ignore[import-not-found]
-
-            if rows.slots is not None and self.has_connector_metadata():
-                metadata = extract_hidden_states.CacheOnlyAttentionMetadata(rows.slots)
-                super().save_kv_layer(page_name(self._engine.spec), layer, metadata)
-            super().wait_for_save()
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         results = super().get_transfer_results(finished_req_ids)

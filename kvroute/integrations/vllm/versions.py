@@ -52,14 +52,13 @@ PREFIX: Final = "Kvroute"
 """Connectors of kvroute have names that begin so."""
 NAMES: Final[Mapping[str, str]] = {
     "vllm": "__version__",
-    "vllm.config": "get_current_vllm_config_or_none",
     "vllm.config:VllmConfig": (
         "kv_transfer_config model_config cache_config scheduler_config parallel_config compilation_config "
         "speculative_config instance_id use_v2_model_runner"
     ),
     "vllm.config:ModelConfig": (
-        "hf_text_config architectures model revision dtype quantization use_mla max_model_len get_sliding_window "
-        "enable_prompt_embeds get_total_num_hidden_layers"
+        "hf_text_config model revision dtype quantization use_mla max_model_len enable_prompt_embeds "
+        "get_total_num_hidden_layers"
     ),
     "vllm.config:CacheConfig": "block_size cache_dtype prefix_caching_hash_algo",
     "vllm.config:ParallelConfig": (
@@ -72,7 +71,7 @@ NAMES: Final[Mapping[str, str]] = {
     "vllm.config:SpeculativeConfig": "method",
     "vllm.distributed.kv_transfer.kv_connector.factory:KVConnectorFactory": "_registry get_connector_class_by_name",
     "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1": (
-        "register_kv_caches get_handshake_metadata bind_connector_metadata has_connector_metadata handle_preemptions "
+        "register_kv_caches get_handshake_metadata bind_connector_metadata handle_preemptions "
         "start_load_kv wait_for_layer_load save_kv_layer wait_for_save build_connector_worker_meta get_finished "
         "get_block_ids_with_load_errors set_xfer_handshake_metadata_pp_aware on_new_request "
         "get_num_new_matched_tokens update_state_after_alloc update_connector_output build_connector_meta "
@@ -87,10 +86,7 @@ NAMES: Final[Mapping[str, str]] = {
     "vllm.envs": "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION",
     "vllm.forward_context:ForwardContext": "slot_mapping",
     "vllm.lora.request:LoRARequest": "lora_int_id",
-    "vllm.model_executor.layers.attention_layer_base": "AttentionLayerBase",
     "vllm.model_executor.layers.fused_moe.router.base_router:BaseRouter": "set_capture_fn",
-    "vllm.model_executor.model_loader.utils": "get_model_architecture",
-    "vllm.model_executor.models.extract_hidden_states": "CacheOnlyAttentionBackend CacheOnlyAttentionMetadata",
     "vllm.v1.core.block_pool:BlockPool": "get_new_blocks reset_prefix_cache",
     "vllm.v1.core.kv_cache_manager:KVCacheManager": "block_pool get_blocks free pop_blocks_for_free",
     "vllm.outputs:RequestOutput": "add",
@@ -110,7 +106,7 @@ NAMES: Final[Mapping[str, str]] = {
     "vllm.v1.engine.output_processor:RequestState": (
         "make_request_output routed_experts_chunks prompt_len detokenizer parent_req request_index queue"
     ),
-    "vllm.v1.kv_cache_interface": "FullAttentionSpec SlidingWindowSpec.sliding_window MLAAttentionSpec",
+    "vllm.v1.kv_cache_interface": "FullAttentionSpec SlidingWindowSpec.sliding_window",
     "vllm.v1.kv_cache_interface:KVCacheConfig": "num_blocks kv_cache_groups",
     "vllm.v1.kv_cache_interface:KVCacheGroupSpec": "kv_cache_spec layer_names",
     "vllm.v1.outputs:KVConnectorOutput": "kv_connector_worker_meta finished_recving",
