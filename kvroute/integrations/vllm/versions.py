@@ -63,7 +63,7 @@ NAMES: Final[Mapping[str, str]] = {
     "vllm.config:CacheConfig": "block_size cache_dtype prefix_caching_hash_algo",
     "vllm.config:ParallelConfig": (
         "pipeline_parallel_size data_parallel_size decode_context_parallel_size prefill_context_parallel_size "
-        "enable_dbo"
+        "data_parallel_rank enable_dbo"
     ),
     "vllm.config:SchedulerConfig": "max_num_batched_tokens",
     "vllm.config:CompilationConfig": "static_forward_context",
@@ -84,9 +84,12 @@ NAMES: Final[Mapping[str, str]] = {
     "vllm.distributed.parallel_state": "get_tp_group",
     "vllm.engine.arg_utils:EngineArgs": "create_engine_config kv_transfer_config",
     "vllm.envs": "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION",
-    "vllm.forward_context:ForwardContext": "slot_mapping",
+    "vllm.forward_context": "get_forward_context",
+    "vllm.forward_context:DPMetadata": "local_sizes",
+    "vllm.forward_context:ForwardContext": "slot_mapping dp_metadata",
     "vllm.lora.request:LoRARequest": "lora_int_id",
     "vllm.model_executor.layers.fused_moe.router.base_router:BaseRouter": "set_capture_fn",
+    "vllm.model_executor.layers.fused_moe.runner.moe_runner:MoERunner": "do_naive_dispatch_combine",
     "vllm.v1.core.block_pool:BlockPool": "get_new_blocks reset_prefix_cache",
     "vllm.v1.core.kv_cache_manager:KVCacheManager": "block_pool get_blocks free pop_blocks_for_free",
     "vllm.outputs:RequestOutput": "add",
