@@ -35,8 +35,9 @@ def sampling_mask(support: SamplingSupport, mask: Sequence[bool]) -> dict[str, b
     A support is at its own token, as prime-rl's log probabilities are. ``mask`` ``[tokens]`` is the sample's: which
     tokens are trained. The names are those of prime-rl's ``SamplingMask``, without its optional ``logprobs``.
 
-    prime-rl takes a token without a support for one that was drawn from the whole vocabulary: :class:`RowError` names
-    such a token that is trained; ``ReplayError`` if the supports go on behind the sample.
+    prime-rl normalises a token without a support over the whole vocabulary, in silence, and so one whose support has
+    not its token. :class:`RowError` names a trained token without one; ``ReplayError`` if the supports go on behind the
+    sample. Its tokens are for :meth:`SamplingSupport.validate` to compare.
     """
     tokens = counted("mask", len(mask))
     if support.stop > tokens:

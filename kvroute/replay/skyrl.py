@@ -63,8 +63,8 @@ def rollout_sample_support(
     ``loss_masks`` SkyRL's for the responses, ``top_k`` the one of its sampling parameters. The arrays are new, in C
     order and writable.
 
-    SkyRL takes a row of -1 for a token that was drawn from the whole vocabulary: :class:`RowError` names the position
-    of such a token with a loss, and one whose support has more than ``top_k`` ids, as where two are equally likely.
+    :class:`RowError` names the position of a token with a loss and without a support, for which SkyRL's step would fail
+    without a name, and of one whose support has more than ``top_k`` ids, as where two are equally likely.
     ``ReplayError`` for no samples, for unequal numbers of them, and for supports behind the response.
     """
     if not supports or len(prompts) != len(supports) or len(loss_masks) != len(supports):
