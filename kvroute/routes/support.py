@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, Final
 
 import numpy as np
@@ -90,12 +91,12 @@ class SamplingSupport:
         bound to them. :class:`RowError` names the position for an id that comes twice, and for a support without its
         token.
         """
-        supports = [np.sort(_row(row, start + i)) for i, row in enumerate(rows)]
-        counts = np.array([len(row) for row in supports], np.int64)
-        ids = token_ids(tokens, start + len(counts))
+        supports = [() if row is None else row for row in rows]
+        drawn, counts = _flat(supports, start)
+        order = np.lexsort((drawn, np.repeat(np.arange(len(counts)), counts)))
         stop = start + len(counts)
-        hashes = token_hashes(ids, {start, max(0, stop - 1), stop})
-        support = cls(counts, np.concatenate([np.empty(0, np.int64), *supports]), start, hashes)
+        ids = token_ids(tokens, stop)
+        support = cls(counts, drawn[order], start, _hashes(ids, start, stop))
         support._check_drawn(ids)
         return support
 
@@ -235,15 +236,27 @@ def joined(supports: Sequence[NDArray[Any]], start: int, tokens: NDArray[np.int6
     ``tokens``."""
     counts = np.array([len(row) for row in supports], np.int64)
     stop = start + len(counts)
-    hashes = token_hashes(tokens, {start, max(0, stop - 1), stop})
     ids = np.concatenate([np.empty(0, np.int64), *supports])
-    return SamplingSupport(counts, ids, start, hashes)
+    return SamplingSupport(counts, ids, start, _hashes(tokens, start, stop))
 
 
-def _row(row: ArrayLike | None, position: int) -> NDArray[np.int64]:
-    if row is None:
-        return np.empty(0, np.int64)
-    return integers(row, f"sampling support of position {position}", "integers [ids]", error=RowError)
+def _flat(rows: Sequence[Any], start: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The ids of all rows, one after another, and how many each has; :class:`RowError` names the first position with
+    anything but integers."""
+    wanted = "integers [ids]"
+    try:
+        counts = np.array([len(row) for row in rows], np.int64)
+        flat = integers(list(chain.from_iterable(rows)), "sampling supports", wanted, error=RowError)
+    except (RowError, TypeError):
+        for i, row in enumerate(rows):
+            integers(row, f"sampling support of position {start + i}", wanted, error=RowError)
+        raise
+    return flat, counts
+
+
+def _hashes(tokens: NDArray[np.int64], start: int, stop: int) -> tuple[TokenHash, ...]:
+    """Of the tokens before the first row, as a prompt's routes have it; before the last, as an answer's; and of all."""
+    return token_hashes(tokens, {start, max(0, stop - 1), stop})
 
 
 __all__ = ["ID_MAX", "SamplingSupport", "joined"]

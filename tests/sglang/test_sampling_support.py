@@ -9,9 +9,9 @@ from typing import Any
 import models
 import numpy as np
 import pytest
-from drawn_from import judged
 from test_scenarios import SMALL, prompts
 
+from bench.drawn_from import judged
 from kvroute import Routes, SamplingSupport
 
 Serve = Callable[..., list[dict[str, Any]]]

@@ -14,17 +14,17 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
-import drawing
 import interpreter
 import models
 import numpy as np
 import pytest
 import torch
-from drawn_from import judged
 from engines import judge_tokens
 from waiting import GIVE_UP_S
 
+from bench.drawn_from import judged
 from bench.harness import ROOT
+from bench.vllm_support import NEW
 from kvroute import RequestJournal, Routes, SamplingSupport, routing_spec
 
 HERE = Path(__file__).parent
@@ -108,7 +108,7 @@ def test_a_journal_has_the_draws_of_both_turns(answers: dict[str, Any]) -> None:
             drawn[answer["start"] + i] = b - a
             assert support.row(answer["start"] + i).tolist() == answer["ids"][a:b]
     assert support.counts.tolist() == drawn
-    assert np.count_nonzero(drawn) == 2 * drawing.NEW
+    assert np.count_nonzero(drawn) == 2 * NEW
 
 
 def test_the_judge_finds_a_shifted_and_a_cut_support(home: Path, answers: dict[str, Any]) -> None:

@@ -62,7 +62,7 @@ def judged(model: Any, answer: dict[str, Any], *, joint: bool = False) -> tuple[
     """
     tokens = [*answer["prompt"], *answer["tokens"]]
     with torch.no_grad():
-        logits = model(torch.tensor([tokens])).logits[0].float()
+        logits = model(torch.tensor([tokens], device=model.device)).logits[0].float().cpu()
     names = ("temperature", "top_k", "top_p", "min_p")
     sampling = {name: answer["sampling"][name] for name in names if name in answer["sampling"]}
     right = wrong = first = 0
