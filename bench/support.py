@@ -64,7 +64,7 @@ def measured(told: dict[str, Any]) -> tuple[dict[str, tuple[float, int]], Sampli
     found["validate, with the trainer's tokens"] = seconds, 0
     rows, seconds = timed(lambda: skyrl.rollout_sample_support([drawn], [PROMPT], [mask[PROMPT:]], top_k=TOP_K))
     found[f"SkyRL's rows of {TOP_K}"] = seconds, rows[0].nbytes
-    packed, seconds = timed(lambda: prime_rl.sampling_mask(drawn, mask))
+    packed, seconds = timed(lambda: prime_rl.sampling_mask(drawn, [bool(trains) for trains in mask]))
     found["prime-rl's counts and ids"] = seconds, len(packed["ids"]) + len(packed["counts"])
     ids = router_ids(len(tokens) - 1, LAYERS, CHOSEN, EXPERTS, seed=0)
     routes = Routes(ids, np.ones(len(ids), np.bool_), range(LAYERS), EXPERTS, LAYERS).bind(tokens, (len(ids),))

@@ -16,6 +16,7 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -71,8 +72,9 @@ def scenarios(ask: Ask, preemptions: Callable[[], int], vocabulary: int) -> dict
     def run(scenario: str, given: Sequence[Sequence[int]], new: int = NEW, **more: Any) -> list[dict[str, Any]]:
         sampling = {**SAMPLING, "seed": len(found), **more}
         outputs = ask(given, new, sampling)
-        found[scenario] = [answer for output in outputs for answer in answers_of(output, sampling)]
-        return found[scenario]
+        answers = [answer for output in outputs for answer in answers_of(output, sampling)]
+        found[scenario] = answers
+        return answers
 
     first = prompts(40, 70, 33)
     run("plain", first)
@@ -138,7 +140,7 @@ def rows() -> Table:
         model: Any = AutoModelForCausalLM.from_pretrained(home, dtype=torch.float32).to("cuda").eval()
         for name, more in {"graphs": {}, "eager": {"enforce_eager": True}}.items():
             llm = engine(home, num_gpu_blocks_override=11, **more)
-            found = scenarios(asking(llm), lambda llm=llm: preempted(llm), VOCABULARY)
+            found = scenarios(asking(llm), partial(preempted, llm), VOCABULARY)
             print(name, "preemptions:", found.pop("preemptions"))
             del llm
             for scenario, answers in found.items():

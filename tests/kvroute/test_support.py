@@ -90,6 +90,15 @@ def test_the_bytes_are_those_of_the_format() -> None:
     assert b'"support":{"ids":7,"rows":4,"start":2,"sum":"' in record
 
 
+def test_every_byte_of_a_support_counts() -> None:
+    """Goal: no other id is a trainer's. Method: a record's last id becomes the next one, which nothing else forbids."""
+    record = routes_of(TOKENS).to_bytes(made())
+    changed = record[:-4] + (int.from_bytes(record[-4:], "little") + 1).to_bytes(4, "little")
+    for read in (Routes.from_bytes, SamplingSupport.of_record):
+        with pytest.raises(RowError, match="routes record support checksum"):
+            read(changed)
+
+
 def test_a_support_of_another_sequence_is_not_put_beside_routes() -> None:
     """Goal: a record is of one sequence. Method: routes of tokens of which the last that was read differs."""
     other = [*TOKENS[:3], 22, *TOKENS[4:]]

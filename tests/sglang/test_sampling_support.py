@@ -27,13 +27,13 @@ DO: list[Any] = [
 
 
 @pytest.mark.timeout(900)
-def test_a_support_is_what_the_sampler_drew_from(serve: Serve, model: Callable[..., Path]) -> None:
+def test_a_support_is_what_the_sampler_drew_from(serve: Serve, model: Callable[..., Path], tmp_path: Path) -> None:
     """Goal: each token's support is the sampler's, and the log probability over it is the rollout's; prompts have none,
     whatever the radix cache has. Method: transformers' logits of the same tokens, cut as SGLang cuts them; the routes
     beside them in one record, whose rows are judged, too. Four requests of 160 tokens retract each other in a pool of
     512."""
     home = model("qwen3_moe")
-    answers = serve(home, DO, settings={"rollouts": "response", "strict": True}, **SMALL)
+    answers = serve(home, DO, settings={"rollouts": f"file://{tmp_path}/rollouts", "strict": True}, **SMALL)
     found = dict[str, np.ndarray]()
     for answer in answers:
         tokens = [*answer["prompt"], *answer["tokens"]]
