@@ -39,6 +39,7 @@ from kvroute.rollout import RolloutHandle as RolloutHandle
 from kvroute.rollout import fetch_shard as fetch_shard
 from kvroute.rollout import open_rollouts as open_rollouts
 from kvroute.routes import Routes as Routes
+from kvroute.routes import SamplingSupport as SamplingSupport
 from kvroute.routes import Split as Split
 from kvroute.routing import logprob_spec as logprob_spec
 from kvroute.routing import routing_spec as routing_spec

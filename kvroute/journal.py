@@ -6,6 +6,9 @@ token are settled from then on, and their rows never change. When KV is lost (pr
 with a later resume, a weight update) the positions are computed again; those rows may differ, and are dropped. A
 settled position whose row was not recorded in time never gets a row: the token was not sampled with a row that is
 computed later. There is one exception, which the caller has to vouch for: a row that the same weights compute again.
+
+A *sampling support*, the ids that a token was drawn from, is of the draw itself: it is kept here alone, and never
+changes.
 """
 
 from __future__ import annotations
@@ -17,8 +20,9 @@ from numpy.typing import ArrayLike, NDArray
 
 from cache_manager.errors import RowError
 from cache_manager.spec import AuxBlockDataSpec
-from kvroute.routes import Layout, Routes, spans
+from kvroute.routes import Layout, Routes, SamplingSupport, spans
 from kvroute.routes.spans import UNKNOWN, Span
+from kvroute.routes.support import joined
 from kvroute.routes.token_hash import token_hashes, token_ids
 
 TOKENS_MAX: Final = 1 << 22
@@ -40,6 +44,7 @@ class RequestJournal:
         self._ids = np.empty((0, *spec.row_shape), spec.dtype)
         self._known = np.empty((0, len(self._layout.layer_ids)), np.bool_)
         self._versions = np.empty(0, np.int64)
+        self._supports: dict[int, NDArray[np.int32]] = {}  # by position
 
     def record(self, routes: Routes, *, same_from: int | None = None) -> NDArray[np.int64]:
         """Add the rows of the current computation at their positions; missing ones change nothing. Returns the
@@ -100,6 +105,38 @@ class RequestJournal:
             raise RowError(f"token at position {position}", int(self._tokens[position]), int(ids[position]))
         if len(ids) > len(self._tokens):
             self._tokens = ids.astype(np.int64)
+
+    def record_support(self, support: SamplingSupport) -> None:
+        """Add the sampling supports of tokens that :meth:`settle` knows; missing ones change nothing.
+
+        A token is drawn once: no loss of KV, no :meth:`discard_unsettled` and no later computation changes its support.
+        The same support again changes nothing. :class:`RowError`, and no change, for supports of other tokens or of
+        ones that are not known yet, and for one that differs from that of the same position.
+        """
+        if support.stop > len(self._tokens):
+            wanted = f"{len(self._tokens)} at most, the tokens that settle() has been told"
+            raise RowError("support.stop", wanted, support.stop)
+        support.validate(self._tokens)
+        positions = (support.start + np.flatnonzero(support.counts)).tolist()
+        new = {position: support.row(position) for position in positions}
+        for position in positions:
+            earlier = self._supports.get(position)
+            if earlier is not None and not np.array_equal(earlier, new[position]):
+                wanted = f"the {len(earlier)} ids that it was drawn from, {earlier[:8].tolist()}"
+                raise RowError(f"sampling support of position {position}", wanted, new[position][:8].tolist())
+        self._supports.update(new)
+
+    def support(self, start: int = 0, stop: int | None = None) -> SamplingSupport:
+        """The sampling supports of the tokens at ``[start, stop)``, bound to the known tokens.
+
+        Tokens that were not drawn, and those whose support was not recorded, have none. ``stop`` is the number of known
+        tokens by default: unlike a row, the last token has a support. :class:`RowError` for tokens that are not known.
+        """
+        end = len(self._tokens) if stop is None else stop
+        if not 0 <= start <= end <= len(self._tokens):
+            raise RowError("positions", f"a range inside [0, {len(self._tokens)}]", f"[{start}, {end})")
+        none = np.empty(0, np.int32)
+        return joined([self._supports.get(position, none) for position in range(start, end)], start, self._tokens)
 
     @property
     def settled(self) -> int:

@@ -21,7 +21,7 @@ from kvroute.connector import own_field
 from kvroute.connector.key import checked_choice, checked_key, is_void, rollout_id
 from kvroute.connector.tickets import TRANSFER
 from kvroute.rollout import Absence, RolloutHandle, RolloutStore
-from kvroute.routes import Routes
+from kvroute.routes import Routes, SamplingSupport
 from kvroute.routes.token_hash import token_hashes
 
 FIELD: Final = "kvroute"
@@ -42,6 +42,11 @@ POLL_S: Final = 0.01
 POLL_MAX_S: Final = 0.2
 """Looks into a rollout store are so far apart: each pause is twice the one before."""
 OPTIONS: Final = f"a mapping with {START} or {KEY}"
+SUPPORTED: Final = (
+    "vLLM 0.30 or later with return_sampling_mask (a RequestOutput, or /inference/v1/generate), or SGLang for a "
+    "request with return_sampling_mask"
+)
+"""What answers with sampling supports."""
 ASKED: Final = (START, KEY, TRANSFER, ROUTES, LEFT, UNSEEN, GAPS, ERROR)
 """Keys of a request's mapping under :data:`FIELD`. All but the first two are of an answer of prefill, which goes on as
 it is; of those kvroute reads the first."""
@@ -155,6 +160,48 @@ def missing(output: Any, index: int = 0) -> tuple[tuple[int, int, str], ...]:
     with _parsed("answer"):
         gaps = _Completion.of(output, index).entry_of(GAPS) or ()
         return tuple((int(start), int(stop), str(why)) for start, stop, why in gaps)
+
+
+def support(output: Any, index: int = 0, *, prompt: Sequence[int] | None = None) -> SamplingSupport:
+    """The sampling supports of completion ``index`` of ``output``: what the engine drew each of its tokens from.
+
+    Engines return them themselves, and no block and no store of kvroute has any: vLLM with ``return_sampling_mask``, in
+    a ``RequestOutput`` and in the JSON of ``/inference/v1/generate``; SGLang for a request with
+    ``return_sampling_mask``. They begin at the first token of the answer, as a prompt was not drawn, whatever its
+    prefix hits are. They are bound to the prompt and to the answer's tokens, and in each is its token.
+
+    ``prompt`` are the prompt's token ids, for an answer that does not have them. :class:`RowError` if there are no
+    supports, for a number of them other than that of the tokens, for one without its token, and without token ids.
+    """
+    with _parsed("answer"):
+        completion = _Completion.of(output, index)
+        what = f"sampling support of completion {completion.index} of {completion.request or 'an answer without an id'}"
+        rows, own_prompt, tokens = _drawn(output, index)
+        prompt_ids = own_prompt if prompt is None else prompt
+    if rows is None:
+        raise RowError(what, SUPPORTED, "an answer with none")
+    if tokens is None or prompt_ids is None:
+        got = "no token ids" if tokens is None else "those of the completion alone"
+        raise RowError(what, "token ids of the completion and of the prompt, in the answer or prompt=", got)
+    if len(rows) != len(tokens):
+        raise RowError(what, f"one for each of its {len(tokens)} tokens", len(rows))
+    return SamplingSupport.of(rows, [*prompt_ids, *tokens], len(prompt_ids))
+
+
+def _drawn(output: Any, index: int) -> tuple[Any, Any, Any]:
+    """The supports of a completion, a list of ids for each token, and the token ids of its prompt and of itself."""
+    meta = _mapping(field_of(output, "meta_info"))
+    if meta:  # SGLang
+        return (
+            meta.get("output_token_sampling_mask"),
+            field_of(output, "prompt_token_ids"),
+            field_of(output, "output_ids"),
+        )
+    choices = {field_of(choice, "index"): choice for choice in answers_of(output)}
+    choice = choices.get(index)
+    mask = field_of(choice, "sampling_mask")
+    rows = mask if mask is None or isinstance(mask, list) else mask.token_ids
+    return rows, choice and _prompt_of(output, choice), field_of(choice, "token_ids")
 
 
 def _left(answer: _Completion, rollouts: RolloutStore, key: str | None, wait_s: float) -> Routes:
@@ -396,5 +443,6 @@ __all__ = [
     "missing",
     "options_of",
     "routes",
+    "support",
     "unseen",
 ]

@@ -1,4 +1,4 @@
-"""Routes for prime-rl: bytes with their shape and dtype, one row per token, every layer of the model.
+"""Routes and sampling supports for prime-rl: bytes with shape and dtype, one row per token, every layer of the model.
 
 prime-rl asserts as many rows as tokens and replays them all, so a hole, a missing row or layer of one, is an error
 unless ``missing`` spells it. prime-rl's own filling is zeros; here the row of the last token has distinct experts,
@@ -7,10 +7,11 @@ because a row of zeros sends the token to expert 0 ``top_k`` times.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-from kvroute.replay.rows import ReplayError, read_rows
-from kvroute.routes import Routes, Split, shard_packed
+from kvroute.replay.rows import ReplayError, counted, read_rows
+from kvroute.routes import Routes, SamplingSupport, Split, shard_packed
 from kvroute.routes.fill import Missing
 
 
@@ -25,3 +26,22 @@ def routed_experts(routes: Routes, tokens: int, *, missing: Missing = "error") -
     dtype = "uint8" if routes.num_experts <= 1 << 8 else "uint16"
     rows = shard_packed([routes], [read_rows(tokens) + 1], Split(), "all", dtype, missing)
     return {"data": rows.tobytes(), "shape": list(rows.shape), "dtype": dtype}
+
+
+def sampling_mask(support: SamplingSupport, mask: Sequence[bool]) -> dict[str, bytes]:
+    """``TrainingSample.sampling_mask``: ``counts``, int32 for each token of the sample, and ``ids``, int32, of all
+    tokens one after another; both in this machine's byte order, as prime-rl reads them.
+
+    A support is at its own token, as prime-rl's log probabilities are. ``mask`` ``[tokens]`` is the sample's: which
+    tokens are trained. The names are those of prime-rl's ``SamplingMask``, without its optional ``logprobs``.
+
+    prime-rl normalises a token without a support over the whole vocabulary, in silence, and so one whose support has
+    not its token. :class:`RowError` names a trained token without one; ``ReplayError`` if the supports go on behind the
+    sample. Its tokens are for :meth:`SamplingSupport.validate` to compare.
+    """
+    tokens = counted("mask", len(mask))
+    if support.stop > tokens:
+        raise ReplayError("mask", f"{support.stop} tokens or more, as there are supports", tokens)
+    support.check_losses(mask)
+    counts, ids = support.over(0, tokens)
+    return {"ids": ids.tobytes(), "counts": counts.tobytes()}

@@ -1,4 +1,5 @@
-"""Routes for SkyRL: arrays of the captured prefix, every layer of the model, in the narrowest of SkyRL's dtypes.
+"""Routes for SkyRL: arrays of the captured prefix, every layer of the model, in the narrowest of SkyRL's dtypes; and
+sampling supports.
 
 SkyRL itself fills the positions after the prefix with ``0 .. top_k - 1``, and masks them. A hole *inside* the prefix, a
 missing row or layer of one, cannot be marked, so it is an error here, or the prefix ends there.
@@ -12,8 +13,8 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from kvroute.replay.rows import ReplayError, all_layers, check_batch, read_rows
-from kvroute.routes import Routes
+from kvroute.replay.rows import ReplayError, all_layers, check_batch, counted, read_rows
+from kvroute.routes import Routes, SamplingSupport
 
 
 def rollout_expert_indices(
@@ -46,6 +47,37 @@ def rollout_expert_indices(
         _prefix(part, count, i, holes, trains=trains[i])
         for i, (part, count) in enumerate(zip(routes, tokens, strict=True))
     ]
+
+
+def rollout_sample_support(
+    supports: Sequence[SamplingSupport],
+    prompts: Sequence[int],
+    loss_masks: Sequence[Sequence[int]],
+    *,
+    top_k: int,
+) -> list[NDArray[np.int32]]:
+    """``GeneratorOutput["rollout_sample_support"]``: an int32 array ``[response tokens, top_k]`` for each sample.
+
+    A row has the ids that its token was drawn from, and then -1; the row of a token that was not drawn, as of an
+    observation between two turns, is -1 throughout. ``prompts`` are the numbers of tokens before the responses,
+    ``loss_masks`` SkyRL's for the responses, ``top_k`` the one of its sampling parameters. The arrays are new, in C
+    order and writable.
+
+    :class:`RowError` names the position of a token with a loss and without a support, for which SkyRL's step would fail
+    without a name, and of one whose support has more than ``top_k`` ids, as where two are equally likely.
+    ``ReplayError`` for no samples, for unequal numbers of them, and for supports behind the response.
+    """
+    if not supports or len(prompts) != len(supports) or len(loss_masks) != len(supports):
+        wanted = f"one of each for {len(supports)} samples, at least one"
+        raise ReplayError("prompts, loss_masks", wanted, f"{len(prompts)} and {len(loss_masks)}")
+    arrays = []
+    for i, (support, prompt, loss_mask) in enumerate(zip(supports, prompts, loss_masks, strict=True)):
+        stop = counted("prompts", prompt) + len(loss_mask)
+        if support.stop > stop:
+            raise ReplayError(f"sample {i}", f"supports of the first {stop} tokens", f"some up to {support.stop}")
+        support.check_losses(loss_mask, prompt)
+        arrays.append(support.padded(top_k, prompt, stop))
+    return arrays
 
 
 def delta(routes: Routes, held: int, tokens: int) -> NDArray[Any]:

@@ -2,7 +2,7 @@
 
 Left imports right: ``routes`` -> ``fill``, ``wire`` -> ``cells`` -> ``parts`` -> ``layout``, ``spans``. ``layout``
 describes a model's rows; ``parts`` how they are cut for a store; ``split`` which of them a rank has; ``fill`` spells
-them for a trainer.
+them for a trainer. ``support`` is of sampling, and goes beside routes in a record.
 """
 
 from kvroute.routes.cells import union
@@ -10,5 +10,6 @@ from kvroute.routes.fill import shard_packed, shard_padded
 from kvroute.routes.layout import Layout
 from kvroute.routes.routes import Routes
 from kvroute.routes.split import Split
+from kvroute.routes.support import SamplingSupport
 
-__all__ = ["Layout", "Routes", "Split", "shard_packed", "shard_padded", "union"]
+__all__ = ["Layout", "Routes", "SamplingSupport", "Split", "shard_packed", "shard_padded", "union"]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
+import msgspec
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 from pybase64 import b64encode_as_string
@@ -27,6 +28,9 @@ from kvroute.routes.token_hash import (
     token_ids,
     tying,
 )
+
+if TYPE_CHECKING:
+    from kvroute.routes.support import SamplingSupport
 
 JSON_FORMAT: Final = "kvroute.routes/4"
 
@@ -320,17 +324,26 @@ class Routes(Cells):
 
     # ---------------------------------------------------------------- outside memory
 
-    def to_bytes(self) -> bytes:
-        """These routes as one self-describing record with checksums: :mod:`kvroute.routes.wire`."""
+    def to_bytes(self, support: SamplingSupport | None = None) -> bytes:
+        """These routes as one self-describing record with checksums: :mod:`kvroute.routes.wire`.
+
+        With ``support``, of the same sequence by its token hashes, the record has that, too;
+        :meth:`SamplingSupport.of_record` returns it. :class:`RowError` if nothing shows that they are of one sequence.
+        """
         header, parts = wire.record(self)
-        return b"".join((header.pack(), parts))
+        if support is None:
+            return b"".join((header.pack(), parts))
+        of_one_sequence([(self.end, self.token_hashes), (support.stop, support.token_hashes)])
+        part, content = support.to_part()
+        return b"".join((msgspec.structs.replace(header, support=part).pack(), parts, content))
 
     @classmethod
     def from_bytes(cls, data: bytes | bytearray | memoryview) -> Routes:
         """The routes of a record, however its parts are cut. Raises :class:`RowError` for anything else, also if one
-        bit has changed.
+        bit has changed. A record's sampling support is checked, and left to :meth:`SamplingSupport.of_record`.
         """
-        routes = cls.of_record(*wire.read(data))
+        header, ids, _ = wire.read(data)
+        routes = cls.of_record(header, ids)
         routes.validate()
         return routes
 

@@ -5,12 +5,13 @@ All integers are little endian:
 | offset | bytes | what |
 |---:|---:|---|
 | 0 | 8 | ``KVROUTES`` |
-| 8 | 2 | version, 4 |
+| 8 | 2 | version: 4, or 5 of a record with sampling support |
 | 10 | 2 | 0 |
 | 12 | 4 | ``h``, bytes of the header |
 | 16 | 16 | XXH3-128, most significant byte first, of the 16 bytes before and of the header |
 | 32 | h | the header: one line of JSON with its keys sorted and no white space, then spaces up to a multiple of 64 |
 | 32 + h | | the parts, one after another: their cells row by row, the ids in C order |
+| | | in version 5, :class:`SupportPart`: its counts, then its ids, int32 |
 
 :class:`Header` explains the header's fields, :class:`~kvroute.routes.parts.Extent` says which cells a part has. The ids
 of missing cells are all ones in binary. Pure: bytes in, values out.
@@ -36,15 +37,33 @@ from pybase64 import b64decode, b64encode_as_string
 from cache_manager.errors import RowError
 from cache_manager.record import Buffer, checksum
 from kvroute.routes.cells import Cells, Mask
-from kvroute.routes.parts import IDS_MAX, Extent, Range, cells_of
+from kvroute.routes.parts import IDS_MAX, ROWS_MAX, Extent, Range, cells_of
 from kvroute.routes.spans import WeightsSpan
 
 MAGIC: Final = b"KVROUTES"
 WIRE_VERSION: Final = 4
+SUPPORT_VERSION: Final = 5
+"""Of a record with sampling support. A reader of version 4 alone refuses it by its number."""
 HEADER_NBYTES_MAX: Final = 64 << 20
 SUM_NBYTES: Final = 8
 _FIXED = struct.Struct("<8sHHI")
 FIXED_NBYTES: Final = _FIXED.size + 16
+
+
+class SupportPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The sampling supports in a record: ``rows`` counts and ``ids`` ids of the positions from ``start`` on, with the
+    XXH3-64 of these bytes; :class:`~kvroute.routes.support.SamplingSupport` explains them."""
+
+    rows: Annotated[int, Meta(ge=0, le=ROWS_MAX)]
+    ids: Annotated[int, Meta(ge=0, lt=IDS_MAX)]
+    start: Annotated[int, Meta(ge=0)]
+    token_hashes: tuple[tuple[int, bytes], ...]
+    sum: bytes
+
+    @property
+    def nbytes(self) -> int:
+        """Of the counts and the ids."""
+        return 4 * (self.rows + self.ids)
 
 
 class Header(Extent, frozen=True, kw_only=True):
@@ -61,6 +80,17 @@ class Header(Extent, frozen=True, kw_only=True):
     weights_versions: tuple[WeightsSpan, ...] = ()
     token_hashes: tuple[tuple[int, bytes], ...] = ()
     name: str = ""
+    support: SupportPart | msgspec.UnsetType = msgspec.UNSET
+
+    @property
+    def version(self) -> int:
+        """The number of the format of a record with this header."""
+        return WIRE_VERSION if self.support is msgspec.UNSET else SUPPORT_VERSION
+
+    @property
+    def support_nbytes(self) -> int:
+        """Bytes behind the parts."""
+        return self.support.nbytes if isinstance(self.support, SupportPart) else 0
 
     def pack(self) -> bytes:
         """The record's bytes before its parts; :class:`RowError` for more than one can be."""
@@ -68,7 +98,7 @@ class Header(Extent, frozen=True, kw_only=True):
         text += b" " * (-(FIXED_NBYTES + len(text)) % 64)
         if len(text) > HEADER_NBYTES_MAX:
             raise RowError("routes", f"what is known in fewer turns: a header of {HEADER_NBYTES_MAX} bytes", len(text))
-        fixed = _FIXED.pack(MAGIC, WIRE_VERSION, 0, len(text))
+        fixed = _FIXED.pack(MAGIC, self.version, 0, len(text))
         return b"".join((fixed, _sum(fixed, text), text))
 
     def check(self) -> None:
@@ -153,8 +183,9 @@ def header_nbytes(fixed: Buffer) -> int:
     if len(fixed) < FIXED_NBYTES:
         raise RowError("routes record", f"{FIXED_NBYTES} bytes or more", len(fixed))
     magic, version, zero, nbytes = _FIXED.unpack_from(fixed)
-    if (magic, version, zero) != (MAGIC, WIRE_VERSION, 0):
-        raise RowError("routes record", f"{MAGIC!r} version {WIRE_VERSION}", f"{magic!r} version {version}")
+    if (magic, zero) != (MAGIC, 0) or version not in (WIRE_VERSION, SUPPORT_VERSION):
+        wanted = f"{MAGIC!r} version {WIRE_VERSION} or {SUPPORT_VERSION}"
+        raise RowError("routes record", wanted, f"{magic!r} version {version}")
     if not 0 < nbytes <= HEADER_NBYTES_MAX:
         raise RowError("routes record header", f"1 to {HEADER_NBYTES_MAX} bytes", nbytes)
     return int(nbytes)
@@ -175,17 +206,33 @@ def unpack(head: Buffer) -> Header:
         header.check()
     except (msgspec.MsgspecError, UnicodeError, RecursionError, RowError) as error:
         raise RowError("routes record header", "a header of routes", error) from error
+    version = _FIXED.unpack_from(fixed)[1]
+    if header.version != version:
+        raise RowError("routes record version", f"{header.version}, as its header has fields", version)
     return header
 
 
-def read(data: Buffer) -> tuple[Header, NDArray[Any]]:
-    """The header of a whole record and its ids ``[rows, layers, top_k]``; :class:`RowError` for anything else."""
+def read(data: Buffer) -> tuple[Header, NDArray[Any], memoryview | None]:
+    """The header of a whole record, its ids ``[rows, layers, top_k]``, and the bytes of its sampling supports, if it
+    has some; :class:`RowError` for anything else."""
     view = memoryview(data).cast("B")
     first = FIXED_NBYTES + header_nbytes(view[:FIXED_NBYTES])
     header = unpack(view[:first])
-    if len(view) != first + header.nbytes:
-        raise RowError("routes record", f"{first + header.nbytes} bytes", len(view))
-    return header, header.ids([((0, header.parts), view[first:])], range(header.layers), [(0, header.rows)])[0]
+    behind = first + header.nbytes
+    if len(view) != behind + header.support_nbytes:
+        raise RowError("routes record", f"{behind + header.support_nbytes} bytes", len(view))
+    content = None
+    if isinstance(header.support, SupportPart):
+        content = view[behind:]
+        if (computed := sum_of(content)) != header.support.sum:
+            raise RowError("routes record support checksum", header.support.sum.hex(), computed.hex())
+    (ids,) = header.ids([((0, header.parts), view[first:behind])], range(header.layers), [(0, header.rows)])
+    return header, ids, content
+
+
+def sum_of(content: Buffer) -> bytes:
+    """The XXH3-64 of a record's sampling supports, 8 bytes, little endian as the parts' sums."""
+    return checksum(content).to_bytes(SUM_NBYTES, "little")
 
 
 def from_base64(field: str, text: Any) -> bytes:

@@ -15,7 +15,7 @@ from sample_routes import Shape
 
 from cache_manager.errors import RowError
 from kvroute.journal import RequestJournal
-from kvroute.routes import Routes
+from kvroute.routes import Routes, SamplingSupport
 from kvroute.routing import routing_spec
 
 SHAPE = Shape()
@@ -234,3 +234,83 @@ def test_what_cannot_be_is_refused_and_changes_nothing(monkeypatch: pytest.Monke
         journal.settle([5, 6, 70, 8, 9, 10])
     journal.settle([5, 6])
     assert (journal.settled, journal.routes()) == (4, SHAPE.whole(4).bind([5, 6, 7, 8, 9]))
+
+
+class DrawingEngine(RuleBasedStateMachine):
+    """One request whose tokens are drawn from known sets; it is preempted, aborted, resumed, and takes further turns.
+
+    The oracle notes what each token was drawn from when it is drawn. The engine tells the journal in pieces of any
+    size, early, late or twice; it loses some; and computes rows again as often as it likes.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.journal = RequestJournal(SPEC)
+        self.tokens = [1, 2, 3]
+        self.drawn: dict[int, list[int]] = {}  # the oracle
+        self.told: dict[int, list[int]] = {}
+        self.settled = False
+
+    @precondition(lambda self: len(self.tokens) < 40)
+    @rule(token=st.integers(0, 9), others=st.sets(st.integers(0, 19), max_size=4))
+    def draw_a_token(self, token: int, others: set[int]) -> None:
+        self.drawn[len(self.tokens)] = sorted({token, *others})
+        self.tokens.append(token)
+        self.settled = False
+
+    @precondition(lambda self: len(self.tokens) < 30)
+    @rule(tokens=st.lists(st.integers(10, 19), min_size=1, max_size=5))
+    def a_tool_or_the_next_turn_adds_tokens(self, tokens: list[int]) -> None:
+        self.tokens += tokens
+        self.settled = False
+
+    @rule(computation=st.integers(0, 3))
+    def compute_rows_and_lose_the_kv(self, computation: int) -> None:
+        ids = SHAPE.ids(range(len(self.tokens) - 1), computation)
+        layout = SHAPE.layer_ids, SHAPE.num_experts, SHAPE.num_layers
+        self.journal.record(Routes(ids, np.ones(len(ids), bool), *layout))
+        self.journal.settle(self.tokens)
+        self.journal.discard_unsettled()
+        self.settled = True
+
+    @rule(data=st.data())
+    def tell_a_part(self, data: st.DataObject) -> None:
+        start = data.draw(st.integers(0, len(self.tokens)))
+        stop = data.draw(st.integers(start, len(self.tokens)))
+        lost = data.draw(st.sets(st.integers(start, stop), max_size=3))
+        rows = [None if p in lost else self.drawn.get(p) for p in range(start, stop)]
+        support = SamplingSupport.of(rows, self.tokens, start)
+        if not self.settled and stop > len(self.journal.support()):
+            before = self.journal.support()
+            with pytest.raises(RowError, match="the tokens that settle"):
+                self.journal.record_support(support)
+            assert self.journal.support() == before
+            self.journal.settle(self.tokens)
+            self.settled = True
+        self.journal.record_support(support)
+        self.journal.record_support(support)
+        self.told |= {start + i: row for i, row in enumerate(rows) if row is not None}
+
+    @precondition(lambda self: bool(self.told))
+    @rule(data=st.data())
+    def another_draw_of_a_token_is_refused(self, data: st.DataObject) -> None:
+        position = data.draw(st.sampled_from(sorted(self.told)))
+        other = [*self.told[position], 20]
+        before = self.journal.support()
+        with pytest.raises(RowError, match=f"sampling support of position {position}"):
+            self.journal.record_support(SamplingSupport.of([other], self.tokens, position))
+        assert self.journal.support() == before
+
+    @invariant()
+    def a_support_read_is_what_the_token_was_drawn_from_or_missing(self) -> None:
+        support = self.journal.support()
+        found = {p: support.row(p).tolist() for p in range(support.stop) if len(support.row(p))}
+        assert found == self.told
+        if len(self.journal.support()):
+            support.validate(self.tokens)
+            half = len(support) // 2
+            assert self.journal.support(half).ids.tolist() == [i for p in sorted(found) if p >= half for i in found[p]]
+
+
+TestDrawingEngine = DrawingEngine.TestCase
+TestDrawingEngine.settings = examples(100, stateful_step_count=30)

@@ -1,13 +1,13 @@
 """kvroute inside SGLang, without a fork: its routed experts are right even for loaded KV. See ``docs/sglang.md``.
 
-A client needs :func:`routes`, and neither SGLang nor torch.
+A client needs :func:`routes`, for what tokens were drawn from :func:`support`, and neither SGLang nor torch.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from kvroute.connector import missing, routes, unseen
+from kvroute.connector import missing, routes, support, unseen
 
 
 def register() -> None:
@@ -25,4 +25,4 @@ def __getattr__(name: str) -> Any:
     return KvrouteLinker
 
 
-__all__ = ["missing", "register", "routes", "unseen"]
+__all__ = ["missing", "register", "routes", "support", "unseen"]
