@@ -12,6 +12,7 @@ from typing import Any, Final, NamedTuple
 from cache_manager.errors import ConfigError
 from cache_manager.spec import AuxBlockDataSpec
 from kvroute.integrations.vllm import versions
+from kvroute.integrations.vllm.layers import is_own, root_of
 
 
 class JudgedRouter(NamedTuple):
@@ -52,16 +53,19 @@ ROUTERS: Final[dict[str, JudgedRouter]] = {
 """By class: vLLM's routers, and experts that do without vLLM's runner and report what they are given."""
 
 
-def bind(modules: Mapping[str, Any], spec: AuxBlockDataSpec, hook_of: Callable[[int], Callable[[Any], None]]) -> int:
-    """Hook each router of the model, but not those of a draft model or of layers behind the model's own; how many.
+def bind(
+    modules: Mapping[str, Any], spec: AuxBlockDataSpec, hook_of: Callable[[int], Callable[[Any], None]], first: str
+) -> int:
+    """Hook each router of the model, but none of a draft model; how many. ``first`` is the name of a layer of the
+    model: see :mod:`kvroute.integrations.vllm.layers`.
 
     ``modules`` are vLLM's by name. :class:`ConfigError` unless just the spec's layers have one router each, of a class
     of :data:`ROUTERS`: where the spec knows of none, its routes would say that the layer is dense.
     """
-    wanted, bound = spec.attrs["layer_ids"], dict[int, str]()
+    wanted, bound, root = spec.attrs["layer_ids"], dict[int, str](), root_of(first)
     for name, module in modules.items():
         layer = getattr(module, "layer_id", None)
-        if layer is None or _of_a_draft(name) or not 0 <= layer < spec.attrs["num_layers"]:
+        if layer is None or not is_own(name, root, spec.attrs["num_layers"]):
             continue
         check(name, module)
         if not hook(name, module, hook_of(layer) if layer in wanted else lambda _: None):
@@ -75,11 +79,6 @@ def bind(modules: Mapping[str, Any], spec: AuxBlockDataSpec, hook_of: Callable[[
         got = f"{sorted(bound)}; vLLM has no named layer for the experts of the others"
         raise ConfigError("routers with a hook", f"layers {list(wanted)}", got)
     return len(bound)
-
-
-def _of_a_draft(name: str) -> bool:
-    """Whether a module belongs to a draft model, whose layers may be numbered from 0: ``mtp.layers.0.mlp.experts``."""
-    return any(part == "mtp" or "draft" in part for part in name.split("."))
 
 
 def check(name: str, layer: Any) -> None:
