@@ -2,7 +2,7 @@
 would say itself; a layer for multi-token prediction (MTP) in the model's own checkpoint; a head of EAGLE-3.
 
 The first two have experts, whose routers are numbered like those of the model, behind them, or from 0. The last two
-have random weights: with these vLLM takes and rejects drafts by chance, whatever the model would have said.
+have random weights, and hardly ever draft what the model says; :data:`BY_CHANCE` lets vLLM take some all the same.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Weights = dict[str, torch.Tensor]
 TOKENS = 3
 """Drafted in a step."""
 BY_CHANCE = {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": [0.7, 0.5, 0.3]}
-"""How often each of them is taken."""
+"""More of vLLM's ``speculative_config``: how often each of them is taken, whatever the model says. Not on a CPU."""
 
 
 def read(home: Path) -> tuple[dict[str, Any], Weights]:
@@ -55,7 +55,7 @@ def with_mtp(target: Path, home: Path) -> Path:
     last, ours = f"model.layers.{layers - 1}.", "mtp.layers.0." if from_zero else f"model.layers.{layers}."
     random = torch.Generator().manual_seed(1)
     layer = {
-        ours + name.removeprefix(last): weight if weight.ndim == 1 else spread(weight) * normal(weight, random)
+        ours + name.removeprefix(last): weight.clone() if weight.ndim == 1 else spread(weight) * normal(weight, random)
         for name, weight in weights.items()
         if name.startswith(last)
     }
@@ -140,12 +140,11 @@ def _by_model(noise: float) -> Callable[[Path, Path], tuple[Path, dict[str, Any]
 
 
 def _by_mtp(target: Path, home: Path) -> tuple[Path, dict[str, Any]]:
-    return with_mtp(target, home), {"method": "mtp", "num_speculative_tokens": TOKENS, **BY_CHANCE}
+    return with_mtp(target, home), {"method": "mtp", "num_speculative_tokens": TOKENS}
 
 
 def _by_eagle3(target: Path, home: Path) -> tuple[Path, dict[str, Any]]:
-    model = str(eagle3(target, home))
-    return target, {"method": "eagle3", "model": model, "num_speculative_tokens": TOKENS, **BY_CHANCE}
+    return target, {"method": "eagle3", "model": str(eagle3(target, home)), "num_speculative_tokens": TOKENS}
 
 
 def _by_ngram(target: Path, _: Path) -> tuple[Path, dict[str, Any]]:

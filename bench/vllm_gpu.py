@@ -30,7 +30,7 @@ import torch
 
 from bench.engines import PROMPT, Engine, Rates, in_turns
 from bench.harness import ROOT, PeerError, Table, asked, want_gpu, write_json
-from bench.vllm_drafts import drafted
+from bench.vllm_drafts import BY_CHANCE, drafted
 from bench.vllm_models import VOCABULARY, Judge, build, shape
 from bench.vllm_peers import CONNECTORS, connector, plugin
 
@@ -168,7 +168,9 @@ def rows(starter: Starter, names: Sequence[str]) -> Table:
         try:
             model = models[case.family, case.dtype]
             if case.drafts:
-                model, options["speculative_config"] = drafted(case.drafts, model, home / "draft")
+                model, speculative = drafted(case.drafts, model, home / "draft")
+                by_chance = BY_CHANCE if case.drafts in ("mtp", "eagle3") else {}
+                options["speculative_config"] = speculative | by_chance
                 options["disable_log_stats"] = False
             return answers_of(case, starter.start(name, options | {"model": str(model)}, case.environment))
         except PeerError as error:  # the others go on
