@@ -30,6 +30,7 @@ import torch
 
 from bench.engines import PROMPT, Engine, Rates, in_turns
 from bench.harness import ROOT, PeerError, Table, asked, want_gpu, write_json
+from bench.vllm_drafts import BY_CHANCE, drafted
 from bench.vllm_models import VOCABULARY, Judge, build, shape
 from bench.vllm_peers import CONNECTORS, connector, plugin
 
@@ -50,6 +51,7 @@ class Case:
     options: Mapping[str, Any] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
     gpus: int = 1
+    drafts: str = ""  # one of bench.vllm_drafts.KINDS
     reset: bool = False  # drop the engine's own prefix cache between rounds: KV comes back from elsewhere
 
     @property
@@ -101,6 +103,22 @@ CASES = {
     "windows, stock flag": Case("", family="gpt_oss", options=FLAG),
     "windows": Case(family="gpt_oss"),
     "windows, own field": Case(family="gpt_oss", options=FLAG),
+    "drafts of a model": Case(options=FLOAT32, drafts="model"),
+    "drafts of a model, eager": Case(options=FLOAT32 | EAGER, drafts="model"),
+    "drafts of a model, V1 runner": Case(options=FLOAT32, environment=V1, drafts="model"),
+    "drafts of a model, own field": Case(options=FLOAT32 | FLAG, drafts="model"),
+    "drafts of a model, offloading, a store": Case(
+        OFFLOADING, settings=stored, extra=HOST, options=FLOAT32, drafts="model", reset=True
+    ),
+    "MTP, latent attention": Case(family="deepseek", drafts="mtp"),
+    "MTP, latent attention, V1 runner": Case(family="deepseek", environment=V1, drafts="mtp"),
+    "MTP, latent attention, own field": Case(family="deepseek", options=FLAG, drafts="mtp"),
+    "MTP, latent attention, offloading, a store": Case(OFFLOADING, "deepseek", stored, HOST, drafts="mtp", reset=True),
+    "MTP, linear attention": Case(family="qwen3_next", options=TRITON, drafts="mtp"),
+    "MTP, linear attention, V1 runner": Case(family="qwen3_next", options=TRITON, environment=V1, drafts="mtp"),
+    "EAGLE-3": Case(options=FLOAT32, drafts="eagle3"),
+    "EAGLE-3, V1 runner": Case(options=FLOAT32, environment=V1, drafts="eagle3"),
+    "n-grams": Case(options=FLOAT32, drafts="ngram"),
     "two ranks": Case(options=FLOAT32 | TWO, gpus=2),
     "two ranks, offloading, a store": Case(OFFLOADING, settings=stored, extra=HOST, options=TWO, gpus=2, reset=True),
     "two ranks, offloading, pairs": Case(OFFLOADING, settings=named, extra=HOST, options=TWO | FEW, gpus=2),
@@ -149,7 +167,7 @@ def rows(starter: Starter, names: Sequence[str]) -> Table:
             models[which] = starter.home / "-".join(which)
             build(models[which], case.family, getattr(torch, case.dtype))
 
-    def run(name: str) -> tuple[list[dict[str, Any]], str]:
+    def run(name: str) -> tuple[list[dict[str, Any]], str, str]:
         case, home = cases[name], starter.home / f"of {name}"
         home.mkdir()
         settings = {"strict": True, **case.settings(home)}
@@ -157,12 +175,17 @@ def rows(starter: Starter, names: Sequence[str]) -> Table:
         options = {"max_model_len": 1024, "max_num_seqs": 32, "gpu_memory_utilization": 0.05}
         options |= {"kv_cache_memory_bytes": 256 << 20, **config, **case.options}
         try:
-            model = str(models[case.family, case.dtype])
-            return answers_of(case, starter.start(name, options | {"model": model}, case.environment))
+            model = models[case.family, case.dtype]
+            if case.drafts:
+                model, speculative = drafted(case.drafts, model, home / "draft")
+                by_chance = BY_CHANCE if case.drafts in ("mtp", "eagle3") else {}
+                options["speculative_config"] = speculative | by_chance
+                options["disable_log_stats"] = False
+            return answers_of(case, starter.start(name, options | {"model": str(model)}, case.environment))
         except PeerError as error:  # the others go on
-            return [], str(error)
+            return [], "", str(error)
 
-    def answers_of(case: Case, engine: Engine) -> tuple[list[dict[str, Any]], str]:
+    def answers_of(case: Case, engine: Engine) -> tuple[list[dict[str, Any]], str, str]:
         found, rng = list[dict[str, Any]](), np.random.default_rng(0)
         head = rng.integers(5, VOCABULARY, 130).tolist()
         lengths = rng.integers(3, 400, 40)
@@ -176,23 +199,29 @@ def rows(starter: Starter, names: Sequence[str]) -> Table:
             prompts = [list(map(int, each[:900])) for each in more] + first[1::2]
             if case.reset:
                 engine.ask({"reset": True})
-        return found, engine.version
+        return found, taken(engine) if case.drafts else "", engine.version
+
+    def taken(engine: Engine) -> str:
+        """Drafts that were accepted, of how many."""
+        names = (f"vllm:spec_decode_num_{kind}_tokens" for kind in ("accepted", "draft"))
+        counts = [engine.ask({"metric": name, "by": "engine"}) for name in names]
+        return " of ".join(str(int(sum(by_engine.values()))) for by_engine in counts)
 
     with ThreadPoolExecutor(len(cases)) as threads:
         told = dict(zip(cases, threads.map(run, cases), strict=True))
     table = Table(
         f"rows in vLLM on {torch.cuda.get_device_name()}, each judged by transformers in float32",
-        ["configuration", "vLLM", "answers", "tokens hit", "right", "missing", "wrong", "close"],
+        ["configuration", "vLLM", "answers", "tokens hit", "drafts taken", "right", "missing", "wrong", "close"],
     )
     judges: dict[tuple[str, str], Judge] = {}
-    for name, (answers, version) in told.items():
+    for name, (answers, drafts, version) in told.items():
         case = cases[name]
         if (which := (case.family, case.dtype)) not in judges:
             judges[which] = Judge(models[which], CLOSE[case.dtype], "cuda")
         each = [judges[which].judge([*a["prompt"], *a["tokens"]], a["rows"]) for a in answers]
         counts = np.sum([np.zeros(4, np.int64), *each], axis=0).tolist()
         hits = sum(answer["cached"] or 0 for answer in answers)
-        table.row(name, version[:60], str(len(answers)), *map(str, (hits, *counts)))
+        table.row(name, version[:60], str(len(answers)), str(hits), drafts, *map(str, counts))
     table.print()
     return table
 

@@ -132,7 +132,8 @@ class MoERunner:
 
 def placed(data_size: int, tensor_rank: int, **modules: Any) -> Place | None:
     config = SimpleNamespace(data_parallel_size=data_size, data_parallel_rank=data_size - 1)
-    return place_of(config, {name.replace("_", "."): module for name, module in modules.items()}, SPEC, tensor_rank)
+    named = {name.replace("_", "."): module for name, module in modules.items()}
+    return place_of(config, named, SPEC, "layers.0.attn", tensor_rank)
 
 
 def test_where_a_rank_is_among_all() -> None:

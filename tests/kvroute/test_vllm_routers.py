@@ -17,9 +17,12 @@ RIGHT = {
     "layers.1.mlp": 1,
     "layers.3.mlp": 3,
     "draft_model.layers.0.mlp": 0,
+    "draft_model.layers.3.mlp": 3,
+    "eagle_layers.3.mlp": 3,
     "mtp.layers.0.mlp": 0,
     "mtp.layers.1.mlp": 1,
     "mtp.layers.4.mlp": 4,
+    "layers.4.mlp": 4,
 }
 
 
@@ -49,7 +52,7 @@ def bound(layers: dict[str, int]) -> dict[str, Any]:
         name: SimpleNamespace(layer_id=layer) if name.endswith("attn") else DeepseekV4MegaMoEExperts(layer)
         for name, layer in layers.items()
     }
-    bind(modules, SPEC, HOOK_OF)
+    bind(modules, SPEC, HOOK_OF, "layers.0.attn")
     return {name: each.capture_fn(None) for name, each in modules.items() if getattr(each, "capture_fn", None)}
 
 
@@ -61,13 +64,17 @@ def test_every_router_of_the_model_is_hooked_and_no_other() -> None:
     ("layers", "message"),
     [
         (RIGHT | {"layers.2.mlp": 2}, "routers: wanted none in layer 2, which .* calls dense, got layers.2.mlp"),
-        (RIGHT | {"other.1.mlp": 1}, "routers: wanted one of layer 1, got layers.1.mlp and other.1.mlp"),
+        (RIGHT | {"layers.1.more": 1}, "routers: wanted one of layer 1, got layers.1.mlp and layers.1.more"),
+        (
+            {"layers.1.mlp": 1, "draft_model.layers.1.mlp": 1, "draft_model.layers.3.mlp": 3},
+            r"routers with a hook: wanted layers \[1, 3\], got \[1\]; vLLM has no named layer",
+        ),
         ({"layers.1.mlp": 1}, r"routers with a hook: wanted layers \[1, 3\], got \[1\]; vLLM has no named layer"),
     ],
 )
 def test_a_router_without_rows_and_rows_without_a_router_are_refused(layers: dict[str, int], message: str) -> None:
     """Goal: a layer that chooses is never told as dense. Method: a router where the configuration has none; two of a
-    layer; one too few."""
+    layer; one too few, whether a draft model has one with that number or not."""
     with pytest.raises(ConfigError, match=message):
         bound(layers)
 
@@ -78,7 +85,7 @@ ONE = routing_spec(num_experts=8, top_k=2, layer_ids=[1], num_layers=4, block_to
 @pytest.mark.parametrize("kind", [kind for kind, judged in ROUTERS.items() if not judged.wanted])
 def test_a_judged_router_is_hooked(kind: str) -> None:
     layer = router_named(kind, num_fused_shared_experts=0)
-    bind({"layers.1.mlp": layer}, ONE, HOOK_OF)
+    bind({"layers.1.mlp": layer}, ONE, HOOK_OF, "layers.0.attn")
     assert layer.router.capture(None) == 1
 
 
@@ -101,6 +108,6 @@ def test_a_router_whose_hook_sees_other_ids_is_refused_by_name(kind: str, fields
     nothing, shared experts among the ids, a class that nobody judged; nothing is hooked."""
     layer = router_named(kind, **fields)
     with pytest.raises(ConfigError, match=message) as refusal:
-        bind({"layers.1.mlp": layer}, ONE, HOOK_OF)
+        bind({"layers.1.mlp": layer}, ONE, HOOK_OF, "layers.0.attn")
     assert refusal.value.field == "router of layers.1.mlp"
     assert not hasattr(layer.router, "capture")

@@ -9,10 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import Verdict, judge_tokens, prompts
+from engines import LATENT, Verdict, judge_tokens, prompts
 from far_start import HOST, Engines, ask
 
 import kvroute
+from bench.vllm_drafts import drafted
+
+KINDS = {"model": "qwen3_moe", "eagle3": "qwen3_moe", "mtp": "glm4_moe", "latent": "deepseek_v3"}
+"""Each kind of drafts, and the model that is drafted for."""
 
 
 @pytest.mark.parametrize("offloads", [False, True])
@@ -43,3 +47,31 @@ def test_rejected_drafts_leave_no_rows(model: Callable[..., Path], tmp_path: Pat
         assert made.counter("spec_decode_num_draft_tokens") > made.counter("spec_decode_num_accepted_tokens")
         all_right(made.do([ask("", [*tokens, 7]) for tokens in told]))
         assert (made.counter("external_prefix_cache_hits") > 0) == offloads
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_are_the_models_beside_drafts_of_any_kind(model: Callable[..., Path], tmp_path: Path, kind: str) -> None:
+    """Goal: a draft model's choices are in nobody's rows. Method: drafts of a model with the same layers, of a dense
+    head, and of MTP layers behind the model's; some are rejected. A pool for two of three requests, so that one is
+    preempted; then turns that hit blocks which drafts have filled, beside prompts that go on otherwise there. Every row
+    is that of the tokens that stand, in the answer's routes and in vLLM's own field.
+    """
+    home, speculative = drafted("mtp" if kind == "latent" else kind, model(KINDS[kind]), tmp_path / "draft")
+    with closing(Engines({"A": home}, tmp_path)) as start:
+        few = {"num_gpu_blocks_override": 13, "max_model_len": 192, **(LATENT if kind == "latent" else {})}
+        made = start("KvrouteConnector", {}, front="LLM", speculative_config=speculative, **few)
+        asks = [ask("", prompt, max_tokens=60) for prompt in prompts(46, 80, 90, 100)]
+        for _ in range(2):
+            answers = made.do(asks)
+            for answer in answers:
+                completion = answer["completions"][0]
+                tokens = [*answer["prompt"], *completion["tokens"]]
+                found = judge_tokens(model(KINDS[kind]), tokens, kvroute.Routes.from_json(completion["routes"]))
+                assert found == Verdict(len(tokens) - 1, len(tokens) - 1, 0, 0)
+                assert completion["own_field"]["shape"][0] == len(tokens) - 1
+            told = [[*answer["prompt"], *answer["completions"][0]["tokens"]] for answer in answers]
+            asks = [ask("", [*tokens[:length], 7], max_tokens=9) for tokens in told for length in (64, 96, 128)]
+        assert made.counter("prefix_cache_hits") > 0
+        assert made.counter("num_preemptions") > 0
+        taken = made.counter("spec_decode_num_accepted_tokens")
+        assert (kind == "model") <= taken < made.counter("spec_decode_num_draft_tokens")

@@ -260,7 +260,7 @@ def test_what_is_not_followed_is_refused_by_name(model: Model, monkeypatch: pyte
     kinds = [changed.get("kv", FullAttentionSpec)(**shape, **changed.get("window", {}))] * changed.get("groups", 1)
     if "second" in changed:
         kinds[1] = changed["second"]()
-    groups = [KVCacheGroupSpec(["layer"], kind, **changed.get("group", {})) for kind in kinds]
+    groups = [KVCacheGroupSpec(["layers.0"], kind, **changed.get("group", {})) for kind in kinds]
     cache = KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=groups)
     for where, name in ((made.parallel_config, "parallel"), (made.model_config, "model")):
         for field, value in changed.get(name, {}).items():

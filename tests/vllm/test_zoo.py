@@ -46,7 +46,7 @@ def test_the_group_of_sparse_attention(kind: str) -> None:
         layers |= {f"layers.{number}.indexer.k_cache": indexer(), f"layers.{number}.attn": KV[kind]()}
     groups = get_kv_cache_groups(VllmConfig(), layers)
     assert [sorted(group.layer_names) for group in groups] == [sorted(layers)]
-    assert kv_group_of(SimpleNamespace(kv_cache_groups=groups), tokens_max=4096) == 0
+    assert kv_group_of(SimpleNamespace(kv_cache_groups=groups), tokens_max=4096, layers=4) == 0
 
 
 def test_compressed_attention_is_refused() -> None:
@@ -59,4 +59,4 @@ def test_compressed_attention_is_refused() -> None:
     groups = [KVCacheGroupSpec([f"layers.{number}"], spec) for number, spec in enumerate((*compressed, window))]
     named = "MLAAttentionSpec of 4 tokens a state, MLAAttentionSpec of 128 tokens a state, SlidingWindowMLASpec"
     with pytest.raises(ConfigError, match=named):
-        kv_group_of(SimpleNamespace(kv_cache_groups=groups), tokens_max=4096)
+        kv_group_of(SimpleNamespace(kv_cache_groups=groups), tokens_max=4096, layers=3)

@@ -12,6 +12,7 @@ from kvroute.connector.engine import Engine
 from kvroute.connector.limits import Limits
 from kvroute.connector.settings import Settings
 from kvroute.connector.versions import AS_LOADED
+from kvroute.integrations.vllm.layers import own_layers
 from kvroute.integrations.vllm.refusals import refuse_arguments
 from kvroute.integrations.vllm.versions import TESTED, drafts_by_model, minor
 from kvroute.routing import routing_spec_from_hf
@@ -61,7 +62,7 @@ def engine_of(config: Any, cache: Any, inner: str, places: int = 0) -> Engine:
     """
     settings, model = settings_of(config.kv_transfer_config), config.model_config
     refuse(config, cache, settings, inner)
-    number = kv_group_of(cache, model.max_model_len)
+    number = kv_group_of(cache, model.max_model_len, model.get_total_num_hidden_layers())
     group = cache.kv_cache_groups[number]
     spec = routing_spec_from_hf(model.hf_text_config, group.kv_cache_spec.block_size)
     carrier = carrier_of(settings, inner, cuts=len(cache.kv_cache_groups) == 1, places=places)
@@ -94,16 +95,20 @@ def check_children(config: Any, connector: Any) -> None:
         raise ConfigError("connectors", wanted, f"others inside {connector.__name__}")
 
 
-def kv_group_of(cache: Any, tokens_max: int) -> int:
-    """The KV cache group whose blocks rows go with: the first one that keeps the KV of all tokens of a request.
+def kv_group_of(cache: Any, tokens_max: int, layers: int) -> int:
+    """The KV cache group whose blocks rows go with: the first one that keeps the KV of all tokens of a request, in the
+    model that has so many ``layers``.
 
-    Blocks of all groups are of one pool, so that each has one life at a time, in one group. A draft model's group is
-    not taken: its slots are of other tokens. Raises :class:`ConfigError` if there is none.
+    Blocks of all groups are of one pool, so that each has one life at a time, in one group. A group of a draft model
+    alone is not taken: its slots are of other tokens. Raises :class:`ConfigError` if there is none.
     """
     lossy = dict[str, None]()
+    own = set(own_layers([name for group in cache.kv_cache_groups for name in group.layer_names], layers))
     for number, group in enumerate(cache.kv_cache_groups):
+        if own.isdisjoint(group.layer_names):
+            continue
         gives_up = _lossy(group.kv_cache_spec, tokens_max)
-        if not gives_up and not getattr(group, "is_eagle_group", False):
+        if not gives_up:
             return number
         lossy |= dict.fromkeys(gives_up)
     wanted = f"a KV cache group with the KV of all tokens, or max_model_len within a window, not {', '.join(lossy)}"
@@ -159,7 +164,9 @@ def refuse(config: Any, cache: Any, settings: Settings, inner: str) -> None:
     import vllm  # type: ignore[import-not-found]
 
     version, groups = minor(vllm.__version__), cache.kv_cache_groups
-    block = groups[kv_group_of(cache, config.model_config.max_model_len)].kv_cache_spec.block_size
+    model = config.model_config
+    group = groups[kv_group_of(cache, model.max_model_len, model.get_total_num_hidden_layers())]
+    block = group.kv_cache_spec.block_size
     hashed = hashed_tokens(config, cache)
     for wanted, refused in {
         f"vLLM {' or '.join(TESTED)}, or settings.untested={version!r}": version not in (*TESTED, settings.untested),

@@ -18,6 +18,7 @@ from kvroute.connector.tickets import TRANSFER
 from kvroute.integrations.vllm import blocks, core, log, offloading, versions
 from kvroute.integrations.vllm.config import check_children, engine_of, kv_names
 from kvroute.integrations.vllm.field import Field
+from kvroute.integrations.vllm.layers import own_layers
 from kvroute.integrations.vllm.layouts import join_of
 from kvroute.integrations.vllm.routers import bind, place_of
 
@@ -30,6 +31,7 @@ class RowsWithKV(Base):  # type: ignore[misc]
 
     _scheduler_rows: SchedulerRows
     _worker_rows: Any = None  # only the first rank has any
+    _computed = False  # the model has computed the current step, and a draft model may be at work
     _rank: Any = None
     _shards: Any = None  # ids of a rank whose routers choose for a shard of the first one's tokens
 
@@ -39,6 +41,7 @@ class RowsWithKV(Base):  # type: ignore[misc]
         super().__init__(vllm_config, role, kv_cache_config)
         self._engine = engine_of(vllm_config, kv_cache_config, type(self).inner, offloading.places_of(self))
         self._layers = tuple(kv_cache_config.kv_cache_groups[self._engine.group].layer_names)
+        self._layer_count: int = vllm_config.model_config.get_total_num_hidden_layers()
         if role.name == "SCHEDULER":
             core.check_alone(vllm_config)
             store = self._engine.settings.store
@@ -52,8 +55,7 @@ class RowsWithKV(Base):  # type: ignore[misc]
             core.follow_cores()
             core.hears(vllm_config, self._scheduler_rows)
             if self._engine.settings.field:
-                layers = vllm_config.model_config.get_total_num_hidden_layers()
-                self._scheduler_rows.field = Field(self._scheduler_rows, layers)
+                self._scheduler_rows.field = Field(self._scheduler_rows, self._layer_count)
 
     # ---------------------------------------------------------------- in the worker's process
 
@@ -67,18 +69,20 @@ class RowsWithKV(Base):  # type: ignore[misc]
 
         kv_caches = {name: kv_caches[name] for name in self._layers if name in kv_caches}
         group, divided = get_tp_group(), not self._vllm_config.model_config.use_mla
-        kv_caches = {name: by_block(kv, self._engine.blocks) for name, kv in kv_caches.items()}
         modules, spec = self._vllm_config.compilation_config.static_forward_context, self._engine.spec
-        place = place_of(self._vllm_config.parallel_config, modules, spec, group.rank_in_group)
+        self._layers = tuple(own_layers([name for name in modules if name in kv_caches], self._layer_count))
+        kv_caches = {name: by_block(kv_caches[name], self._engine.blocks) for name in self._layers}
+        first = self._layers[0]
+        place = place_of(self._vllm_config.parallel_config, modules, spec, first, group.rank_in_group)
         join_shards = join_of(place, group)
         self._rank = part_of(self._engine, kv_caches, group.device_group, divided=divided, join_shards=join_shards)
         if group.rank_in_group == 0:
             self._worker_rows = self._rank
-            self._say_started(bind(modules, spec, self._rank.ids.hook, place))
+            self._say_started(bind(modules, spec, self._rank.ids.hook, first, place))
         elif join_shards is not None:  # the first rank has rows of this one's tokens
             device = next(iter(kv_caches.values())).device
             self._shards = StepIds(spec, self._engine.max_tokens, device, join_shards)
-            bind(modules, spec, self._shards.hook, place)
+            bind(modules, spec, self._shards.hook, first, place)
         if not getattr(self._vllm_config, "use_v2_model_runner", True):  # only V2 has no slots before its layers
             setattr(self, "save_kv_layer", super().save_kv_layer)  # noqa: B010 - saves a call per layer
 
@@ -105,6 +109,7 @@ class RowsWithKV(Base):  # type: ignore[misc]
     def bind_connector_metadata(self, connector_metadata: StepMeta) -> None:
         inner = connector_metadata.inner
         super().bind_connector_metadata(connector_metadata if inner is None else inner)
+        self._computed = False
         if self._rank:
             self._rank.begin(connector_metadata)
         if self._shards:
@@ -118,11 +123,18 @@ class RowsWithKV(Base):  # type: ignore[misc]
         slots, rows = forward_context.slot_mapping, self._worker_rows
         if rows and slots and isinstance(slots, dict):
             rows.slots = self._of_group(slots)
-        elif rows and not self._engine.drafts and isinstance(layers := kwargs.get("attn_metadata"), dict):  # in a graph
+            return
+        layers = kwargs.get("attn_metadata")  # of a pass that is one CUDA graph
+        if rows and isinstance(layers, dict) and not (self._computed and self._engine.drafts):
             rows.slots = getattr(self._of_group(layers), "slot_mapping", None)
 
+    def finish_forward(self) -> None:
+        super().finish_forward()
+        self._computed = True
+
     def _of_group(self, by_layer: Mapping[str, Any]) -> Any:
-        """What is said of the first layer whose blocks the rows go with: those of other groups have other slots."""
+        """What is said of the model's first layer whose blocks the rows go with: those of other groups, and those of a
+        draft model, have other slots."""
         return next((by_layer[name] for name in self._layers if name in by_layer), None)
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
@@ -207,6 +219,8 @@ class RowsWithKV(Base):  # type: ignore[misc]
     def build_connector_meta(self, scheduler_output: Any) -> StepMeta:
         core.check_followed(self._scheduler_rows)
         inner = super().build_connector_meta(scheduler_output)
+        if self._engine.drafts:  # the worker says the slots before its draft model has used their memory
+            scheduler_output.has_sync_kv_loads = True
         copies = getattr(scheduler_output, "kv_cache_block_copies", None) or ()
         moves = None
         if self._engine.places:

@@ -12,6 +12,7 @@ from typing import Any, Final, NamedTuple
 from cache_manager.errors import ConfigError
 from cache_manager.spec import AuxBlockDataSpec
 from kvroute.integrations.vllm import layouts, versions
+from kvroute.integrations.vllm.layers import is_own, root_of
 from kvroute.integrations.vllm.layouts import Place
 
 
@@ -57,16 +58,18 @@ def bind(
     modules: Mapping[str, Any],
     spec: AuxBlockDataSpec,
     hook_of: Callable[[int], Callable[[Any], None]],
+    first: str,
     place: Place | None = None,
 ) -> int:
-    """Hook each router of the model, but not those of a draft model or of layers behind the model's own; how many.
+    """Hook each router of the model, but none of a draft model; how many. ``first`` is the name of a layer of the
+    model: see :mod:`kvroute.integrations.vllm.layers`.
 
     ``modules`` are vLLM's by name; ``place`` is that of :func:`place_of`. :class:`ConfigError` unless just the spec's
     layers have one router each, of a class of :data:`ROUTERS`: where the spec knows of none, its routes would say that
     the layer is dense.
     """
     wanted, bound = spec.attrs["layer_ids"], dict[int, str]()
-    for name, module, layer in _of_the_model(modules, spec):
+    for name, module, layer in _of_the_model(modules, spec, first):
         check(name, module)
         keep = hook_of(layer) if layer in wanted else lambda _: None
         if not hook(name, module, keep if place is None else layouts.hook_of(name, module, place, keep)):
@@ -82,28 +85,29 @@ def bind(
     return len(bound)
 
 
-def place_of(config: Any, modules: Mapping[str, Any], spec: AuxBlockDataSpec, tensor_rank: int) -> Place | None:
-    """This rank's place among those that the model's routed layers exchange tokens with; see :mod:`.layouts`."""
-    layers = {name: module for name, module, _ in _of_the_model(modules, spec) if _routes(module)}
+def place_of(
+    config: Any, modules: Mapping[str, Any], spec: AuxBlockDataSpec, first: str, tensor_rank: int
+) -> Place | None:
+    """This rank's place among those that the model's routed layers exchange tokens with; see :mod:`.layouts`.
+
+    ``first`` is the name of a layer of the model, as for :func:`bind`.
+    """
+    layers = {name: module for name, module, _ in _of_the_model(modules, spec, first) if _routes(module)}
     return layouts.place_of(config, layers, tensor_rank)
 
 
-def _of_the_model(modules: Mapping[str, Any], spec: AuxBlockDataSpec) -> Iterator[tuple[str, Any, int]]:
+def _of_the_model(modules: Mapping[str, Any], spec: AuxBlockDataSpec, first: str) -> Iterator[tuple[str, Any, int]]:
     """The modules of the model's own layers, by name, and their layers."""
+    root = root_of(first)
     for name, module in modules.items():
         layer = getattr(module, "layer_id", None)
-        if layer is not None and not _of_a_draft(name) and 0 <= layer < spec.attrs["num_layers"]:
+        if layer is not None and is_own(name, root, spec.attrs["num_layers"]):
             yield name, module, layer
 
 
 def _routes(module: Any) -> bool:
     """Whether the layer has a choice to make."""
     return any(hasattr(module, name) for name in ("capture_fn", "routed_experts", "router"))
-
-
-def _of_a_draft(name: str) -> bool:
-    """Whether a module belongs to a draft model, whose layers may be numbered from 0: ``mtp.layers.0.mlp.experts``."""
-    return any(part == "mtp" or "draft" in part for part in name.split("."))
 
 
 def check(name: str, layer: Any) -> None:
