@@ -17,7 +17,7 @@ from kvroute.connector.settings import RESPONSE
 from kvroute.connector.started import started
 from kvroute.connector.tickets import TRANSFER
 from kvroute.integrations.vllm import blocks, core, log, offloading, versions
-from kvroute.integrations.vllm.config import check_children, engine_of, kv_names
+from kvroute.integrations.vllm.config import check_children, engine_of, kv_names, stage_of
 from kvroute.integrations.vllm.field import Field
 from kvroute.integrations.vllm.routers import bind
 
@@ -60,6 +60,10 @@ class RowsWithKV(Base):  # type: ignore[misc]
         super().register_kv_caches(kv_caches)
         from vllm.distributed.parallel_state import get_tp_group  # type: ignore[import-not-found]
 
+        engine = stage_of(self._vllm_config, self._engine)
+        if engine is None:  # a stage of dense layers
+            return
+        self._engine = engine
         from kvroute.connector.witness import by_block
         from kvroute.connector.worker import part_of
         from kvroute.integrations.vllm.models import pages_of
@@ -161,10 +165,10 @@ class RowsWithKV(Base):  # type: ignore[misc]
     # ---------------------------------------------------------------- in the scheduler's process
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[Any, Handshake]) -> None:
-        first = next((handshake for handshake in metadata.values() if handshake.region), None)
-        if first is None:
+        stages = [metadata[rank] for rank in sorted(metadata) if metadata[rank].region]
+        if not stages:
             raise ConfigError("workers", "a first rank beside this scheduler, with rows", f"{len(metadata)} without")
-        self._scheduler_rows.attach(first)
+        self._scheduler_rows.attach(*stages)
         if inner := {rank: handshake.inner for rank, handshake in metadata.items() if handshake.inner is not None}:
             super().set_xfer_handshake_metadata_pp_aware(inner)
 

@@ -39,7 +39,9 @@ DRAFTS: Final = "tested with `ngram`; a draft model's routers are left out"
 PADDING: Final = "judged on a GPU: a step takes as many rows as it has tokens, and rows of padding have no slot"
 
 ARGUMENTS: Final[dict[str, Argument]] = {
-    "parallel_config.pipeline_parallel_size": Argument("no pipeline parallelism", _many),
+    "parallel_config.pipeline_parallel_size": Argument(
+        RUN + " with two stages; refused beside what was not judged: [stages](#pipeline-parallelism)"
+    ),
     "parallel_config.data_parallel_size": Argument("no data parallelism", _many),
     "parallel_config.prefill_context_parallel_size": Argument("no context parallelism (prefill)", _many),
     "parallel_config.decode_context_parallel_size": Argument("no context parallelism", _many),
