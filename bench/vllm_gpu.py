@@ -106,12 +106,12 @@ def transfer(name: str, settings: Mapping[str, Any], extra: Mapping[str, Any]) -
 
 
 class Starter:
-    """Starts engines; each has separate caches, because several compile at once."""
+    """Starts engines; each has separate caches, because several compile at once. Each has these ``plugins``, too."""
 
-    def __init__(self, stack: ExitStack) -> None:
+    def __init__(self, stack: ExitStack, **plugins: str) -> None:
         self._stack = stack
         self.home = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvroute-vllm-gpu-")))
-        self._path = ":".join([str(plugin(self.home / "plugin")), *filter(None, sys.path), str(ROOT)])
+        self._path = ":".join([str(plugin(self.home / "plugin", **plugins)), *filter(None, sys.path), str(ROOT)])
 
     def start(self, name: str, options: Mapping[str, Any], environment: Mapping[str, str]) -> Engine:
         own = self.home / name.replace(" ", "-").replace(",", "")

@@ -37,7 +37,8 @@ def rows_of(output: Any) -> dict[str, Any] | None:
             found = routes(output)
         except RowError:
             return None
-        return {"ids": packed(found.ids), "valid": packed(found.valid)}
+        versions = [version for _, _, version in found.weights_versions]
+        return {"ids": packed(found.ids), "valid": packed(found.valid), "versions": versions}
     return None
 
 
@@ -55,10 +56,15 @@ def main() -> None:
     os.dup2(out, 1)
 
     def answer(asked: dict[str, Any]) -> dict[str, Any]:
-        """``prompts``, ``tokens`` of all or of each, ``extra`` of each; or ``metric``, ``by`` a label; or ``reset``."""
+        """``prompts``, ``tokens`` of all or of each, ``extra`` of each; or ``metric``, ``by`` a label; or ``reset``; or
+        ``put``, a checkpoint whose embedding replaces the engine's, and its ``version``."""
         if "metric" in asked:
             found = [metric for metric in llm.get_metrics() if metric.name == asked["metric"]]
             return {metric.labels.get(asked["by"], ""): metric.value for metric in found}
+        if "put" in asked:
+            llm.collective_rpc("put", args=(asked["put"],))
+            llm.update_weight_version(asked["version"])
+            return {"reset": llm.reset_prefix_cache(reset_connector=True)}
         if asked.get("reset"):
             emptied = llm.reset_prefix_cache()
             llm.update_weight_version("0")  # the weights did not change

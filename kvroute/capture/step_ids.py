@@ -5,6 +5,7 @@ For engines that give every router one hook (vLLM's ``set_capture_fn``), on any 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Final
 
@@ -32,14 +33,24 @@ class StepIds:
     The hooks keep references. Beside a device, the last one of a pass stacks them into a buffer on that device: one
     launch, which a CUDA graph replays without Python. The buffer is emptied when a step begins, so that a pass without
     a recording is recognised: its ids are :data:`NO_ID`.
+
+    ``join``: the routers of this rank choose for a shard of the step's tokens. It is called once in each pass, in all
+    ranks, with the shard's ids ``[tokens, layers, top_k]``, and returns those of all shards in order.
     """
 
-    def __init__(self, spec: AuxBlockDataSpec, max_tokens: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        spec: AuxBlockDataSpec,
+        max_tokens: int,
+        device: torch.device,
+        join: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ) -> None:
         values = Values(spec.name, spec.attrs["layer_ids"], spec.row_shape[1], INTEGERS)
         self._row_shape = spec.row_shape
         self._passes = 0  # of this step, stacked into the buffer
         self._buffer: torch.Tensor | None = None
-        if device.type != "cpu":
+        self._join = join
+        if join is not None or device.type != "cpu":
             self._buffer = torch.full((max_tokens, *spec.row_shape), NO_ID, dtype=torch.int32, device=device)
         self._hooks = Hooks([values], self._bring_together)
         self.hook = self._hooks.hook
@@ -60,7 +71,10 @@ class StepIds:
         if self._buffer is not None:
             if self._passes > 1 or (self._passes and any(self._hooks.calls)):
                 return REASONS[ONCE]  # the buffer mixes two passes
-            return self._buffer[:tokens] if tokens <= len(self._buffer) else "the step has more tokens than were said"
+            if tokens > len(self._buffer):
+                return "the step has more tokens than were said"
+            stacked = self._buffer[:tokens]
+            return stacked.clone() if stacked.device.type == "cpu" else stacked  # a device's are copied in time
         try:
             if (ids := self._plain(tokens)) is not None:
                 return ids
@@ -102,14 +116,32 @@ class StepIds:
         if self._buffer is None:
             return
         self._passes += 1
+        kept = self._hooks.once()
+        tokens = len(kept[0]) if kept else 0
         try:
             sources, *_ = self._hooks.taken()
         except CaptureError:
-            return  # then the buffer stays NOTHING
+            sources = []  # then the buffer stays NO_ID
         finally:
             self._hooks.clear()
-        if len(sources[0]) <= len(self._buffer):
+        if self._join is not None:
+            self._join_shards(sources, tokens)
+        elif sources and len(sources[0]) <= len(self._buffer):
             torch.stack([_narrow(ids) for ids in sources], 1, out=self._buffer[: len(sources[0])])
+
+    def _join_shards(self, sources: list[torch.Tensor], tokens: int) -> None:
+        """Join this rank's shard, of so many ``tokens``, with those of the others, which wait for it even if it has no
+        ``sources``. The last shard may end with padding."""
+        assert self._buffer is not None
+        assert self._join is not None
+        if not tokens:  # in all ranks: shards are of one size
+            return
+        if sources:
+            shard = torch.stack([_narrow(ids) for ids in sources], 1)
+        else:
+            shard = torch.full((tokens, *self._row_shape), NO_ID, dtype=torch.int32, device=self._buffer.device)
+        joined = self._join(shard)[: len(self._buffer)]
+        self._buffer[: len(joined)] = joined
 
 
 def _narrow(ids: torch.Tensor) -> torch.Tensor:

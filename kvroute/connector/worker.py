@@ -42,7 +42,8 @@ class WorkerRows:
     ``kv_caches`` are the layers' KV by name, as :func:`witnessing` needs them; ``pages`` are among them if rows go into
     the KV. The routers call the hooks of :attr:`ids`. Each step is :meth:`begin`, its slots in :attr:`slots` (int64
     ``[tokens]``, negative: padding), and :meth:`end`; a step that computes nothing has no slots. Blocks whose KV could
-    not be loaded are given to :meth:`fail` before it. See :func:`part_of` for ``joined``.
+    not be loaded are given to :meth:`fail` before it. See :func:`part_of` for ``joined``, and
+    :class:`~kvroute.capture.step_ids.StepIds` for ``join_shards``.
 
     Both calls launch work on the device and wait for nothing. On a CPU the host's part is done at once; if ``late``,
     the default beside any other device, a thread of its own does it behind the device.
@@ -56,6 +57,7 @@ class WorkerRows:
         *,
         late: bool | None = None,
         pages: Pages | None = None,
+        join_shards: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
         self.engine = engine
         settings, self._device = engine.settings, next(iter(kv_caches.values())).device
@@ -77,7 +79,7 @@ class WorkerRows:
                 settings, engine.limits, engine.spec, engine.blocks, self.blocks, self.meter, kv_caches, joined, pages
             )
         )
-        self.ids = StepIds(engine.spec, engine.max_tokens, self._device)
+        self.ids = StepIds(engine.spec, engine.max_tokens, self._device, join_shards)
         self._slots: torch.Tensor | None = None
         self._behind: Behind | None = None
         if not self._on_cpu if late is None else late:
@@ -277,6 +279,7 @@ def part_of(
     *,
     divided: bool,
     pages: Pages | None = None,
+    join_shards: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> WorkerRows | OtherRank | None:
     """The part of a tensor-parallel rank: the first one has the rows, because the routers of all ranks choose the same.
 
@@ -287,7 +290,7 @@ def part_of(
     folds = divided and distributed.get_world_size(group) > 1
     joined = partial(distributed.all_reduce, group=group) if folds else None
     if not rank:
-        return WorkerRows(engine, kv_caches, joined, pages=pages)
+        return WorkerRows(engine, kv_caches, joined, pages=pages, join_shards=join_shards)
     return engine.carrier.other_rank(engine.spec, kv_caches, rank, joined, engine.limits)
 
 

@@ -29,7 +29,6 @@ class OwnScheduler:
 
 
 VALUES: dict[str, Any] = {
-    "parallel_config.data_parallel_size": 2,
     "parallel_config.prefill_context_parallel_size": 2,
     "parallel_config.decode_context_parallel_size": 2,
     "parallel_config.enable_dbo": True,
@@ -47,6 +46,7 @@ VALUES: dict[str, Any] = {
 """A refused value of each argument that has one."""
 TAKEN: dict[str, Any] = {
     "parallel_config.pipeline_parallel_size": 2,
+    "parallel_config.data_parallel_size": 2,
     "parallel_config.ubatch_size": 0,
     "parallel_config.distributed_executor_backend": "mp",
     "scheduler_config.scheduler_cls": "vllm.v1.core.sched.async_scheduler.AsyncScheduler",

@@ -19,7 +19,8 @@ from kvroute.connector.tickets import TRANSFER
 from kvroute.integrations.vllm import blocks, core, log, offloading, versions
 from kvroute.integrations.vllm.config import check_children, engine_of, kv_names, stage_of
 from kvroute.integrations.vllm.field import Field
-from kvroute.integrations.vllm.routers import bind
+from kvroute.integrations.vllm.layouts import join_of
+from kvroute.integrations.vllm.routers import bind, place_of
 
 logger = logging.getLogger(__name__)
 Base: Any = object  # vLLM's classes, unknown here
@@ -31,6 +32,7 @@ class RowsWithKV(Base):  # type: ignore[misc]
     _scheduler_rows: SchedulerRows
     _worker_rows: Any = None  # only the first rank has any
     _rank: Any = None
+    _shards: Any = None  # ids of a rank whose routers choose for a shard of the first one's tokens
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         check_children(vllm_config, type(self))
@@ -60,23 +62,32 @@ class RowsWithKV(Base):  # type: ignore[misc]
         super().register_kv_caches(kv_caches)
         from vllm.distributed.parallel_state import get_tp_group  # type: ignore[import-not-found]
 
-        engine = stage_of(self._vllm_config, self._engine)
-        if engine is None:  # a stage of dense layers
-            return
-        self._engine = engine
+        from kvroute.capture.step_ids import StepIds
         from kvroute.connector.witness import by_block
         from kvroute.connector.worker import part_of
         from kvroute.integrations.vllm.models import pages_of
 
+        engine = stage_of(self._vllm_config, self._engine)
+        if engine is None:  # a stage of dense layers
+            return
+        self._engine = engine
         kv_caches = {name: kv_caches[name] for name in self._layers if name in kv_caches}
         group, divided = get_tp_group(), not self._vllm_config.model_config.use_mla
         pages = pages_of(self._vllm_config, kv_caches, self._engine.spec)
         kv_caches = {name: by_block(kv, self._engine.blocks) for name, kv in kv_caches.items()}
-        self._rank = part_of(self._engine, kv_caches, group.device_group, divided=divided, pages=pages)
+        modules, spec = self._vllm_config.compilation_config.static_forward_context, self._engine.spec
+        place = place_of(self._vllm_config.parallel_config, modules, spec, group.rank_in_group)
+        join_shards = join_of(place, group)
+        self._rank = part_of(
+            self._engine, kv_caches, group.device_group, divided=divided, pages=pages, join_shards=join_shards
+        )
         if group.rank_in_group == 0:
             self._worker_rows = self._rank
-            modules = self._vllm_config.compilation_config.static_forward_context
-            self._say_started(bind(modules, self._engine.spec, self._rank.ids.hook))
+            self._say_started(bind(modules, spec, self._rank.ids.hook, place))
+        elif join_shards is not None:  # the first rank has rows of this one's tokens
+            device = next(iter(kv_caches.values())).device
+            self._shards = StepIds(spec, self._engine.max_tokens, device, join_shards)
+            bind(modules, spec, self._shards.hook, place)
         if not getattr(self._vllm_config, "use_v2_model_runner", True):  # only V2 has no slots before its layers
             setattr(self, "save_kv_layer", super().save_kv_layer)  # noqa: B010 - saves a call per layer
 
@@ -105,6 +116,8 @@ class RowsWithKV(Base):  # type: ignore[misc]
         super().bind_connector_metadata(connector_metadata if inner is None else inner)
         if self._rank:
             self._rank.begin(connector_metadata)
+        if self._shards:
+            self._shards.begin()
 
     def handle_preemptions(self, kv_connector_metadata: StepMeta) -> None:
         super().handle_preemptions(kv_connector_metadata.inner)

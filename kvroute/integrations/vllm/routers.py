@@ -6,12 +6,13 @@ same table. Any other class is refused by its name.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final, NamedTuple
 
 from cache_manager.errors import ConfigError
 from cache_manager.spec import AuxBlockDataSpec
-from kvroute.integrations.vllm import versions
+from kvroute.integrations.vllm import layouts, versions
+from kvroute.integrations.vllm.layouts import Place
 
 
 class JudgedRouter(NamedTuple):
@@ -52,19 +53,23 @@ ROUTERS: Final[dict[str, JudgedRouter]] = {
 """By class: vLLM's routers, and experts that do without vLLM's runner and report what they are given."""
 
 
-def bind(modules: Mapping[str, Any], spec: AuxBlockDataSpec, hook_of: Callable[[int], Callable[[Any], None]]) -> int:
+def bind(
+    modules: Mapping[str, Any],
+    spec: AuxBlockDataSpec,
+    hook_of: Callable[[int], Callable[[Any], None]],
+    place: Place | None = None,
+) -> int:
     """Hook each router of the model, but not those of a draft model or of layers behind the model's own; how many.
 
-    ``modules`` are vLLM's by name. :class:`ConfigError` unless just the spec's layers have one router each, of a class
-    of :data:`ROUTERS`: where the spec knows of none, its routes would say that the layer is dense.
+    ``modules`` are vLLM's by name; ``place`` is that of :func:`place_of`. :class:`ConfigError` unless just the spec's
+    layers have one router each, of a class of :data:`ROUTERS`: where the spec knows of none, its routes would say that
+    the layer is dense.
     """
     wanted, bound = spec.attrs["layer_ids"], dict[int, str]()
-    for name, module in modules.items():
-        layer = getattr(module, "layer_id", None)
-        if layer is None or _of_a_draft(name) or not 0 <= layer < spec.attrs["num_layers"]:
-            continue
+    for name, module, layer in _of_the_model(modules, spec):
         check(name, module)
-        if not hook(name, module, hook_of(layer) if layer in wanted else lambda _: None):
+        keep = hook_of(layer) if layer in wanted else lambda _: None
+        if not hook(name, module, keep if place is None else layouts.hook_of(name, module, place, keep)):
             continue
         if layer not in wanted:
             raise ConfigError("routers", f"none in layer {layer}, which the model's configuration calls dense", name)
@@ -75,6 +80,25 @@ def bind(modules: Mapping[str, Any], spec: AuxBlockDataSpec, hook_of: Callable[[
         got = f"{sorted(bound)}; vLLM has no named layer for the experts of the others"
         raise ConfigError("routers with a hook", f"layers {list(wanted)}", got)
     return len(bound)
+
+
+def place_of(config: Any, modules: Mapping[str, Any], spec: AuxBlockDataSpec, tensor_rank: int) -> Place | None:
+    """This rank's place among those that the model's routed layers exchange tokens with; see :mod:`.layouts`."""
+    layers = {name: module for name, module, _ in _of_the_model(modules, spec) if _routes(module)}
+    return layouts.place_of(config, layers, tensor_rank)
+
+
+def _of_the_model(modules: Mapping[str, Any], spec: AuxBlockDataSpec) -> Iterator[tuple[str, Any, int]]:
+    """The modules of the model's own layers, by name, and their layers."""
+    for name, module in modules.items():
+        layer = getattr(module, "layer_id", None)
+        if layer is not None and not _of_a_draft(name) and 0 <= layer < spec.attrs["num_layers"]:
+            yield name, module, layer
+
+
+def _routes(module: Any) -> bool:
+    """Whether the layer has a choice to make."""
+    return any(hasattr(module, name) for name in ("capture_fn", "routed_experts", "router"))
 
 
 def _of_a_draft(name: str) -> bool:
@@ -127,4 +151,4 @@ def hook(name: str, layer: Any, capture: Callable[[Any], None]) -> bool:
     return True
 
 
-__all__ = ["ROUTERS", "bind", "check", "hook"]
+__all__ = ["ROUTERS", "bind", "check", "hook", "place_of"]

@@ -64,7 +64,7 @@ NAMES: Final[Mapping[str, str]] = {
     "vllm.config:CacheConfig": "block_size cache_dtype prefix_caching_hash_algo",
     "vllm.config:ParallelConfig": (
         "pipeline_parallel_size data_parallel_size decode_context_parallel_size prefill_context_parallel_size "
-        "enable_dbo"
+        "data_parallel_rank enable_dbo"
     ),
     "vllm.config:SchedulerConfig": "max_num_batched_tokens",
     "vllm.config:CompilationConfig": "static_forward_context",
@@ -86,10 +86,13 @@ NAMES: Final[Mapping[str, str]] = {
     "vllm.distributed.utils": "get_pp_indices",
     "vllm.engine.arg_utils:EngineArgs": "create_engine_config kv_transfer_config",
     "vllm.envs": "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION",
-    "vllm.forward_context:ForwardContext": "slot_mapping",
+    "vllm.forward_context": "get_forward_context",
+    "vllm.forward_context:DPMetadata": "local_sizes",
+    "vllm.forward_context:ForwardContext": "slot_mapping dp_metadata",
     "vllm.lora.request:LoRARequest": "lora_int_id",
     "vllm.model_executor.layers.attention_layer_base": "AttentionLayerBase",
     "vllm.model_executor.layers.fused_moe.router.base_router:BaseRouter": "set_capture_fn",
+    "vllm.model_executor.layers.fused_moe.runner.moe_runner:MoERunner": "do_naive_dispatch_combine",
     "vllm.model_executor.model_loader.utils": "get_model_architecture",
     "vllm.model_executor.models.extract_hidden_states": "CacheOnlyAttentionBackend CacheOnlyAttentionMetadata",
     "vllm.v1.core.block_pool:BlockPool": "get_new_blocks reset_prefix_cache",
