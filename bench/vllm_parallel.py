@@ -42,7 +42,7 @@ from bench.vllm_models import VOCABULARY, Judge, build, shape
 from bench.vllm_peers import ON_CPU
 
 ON_GPU = torch.cuda.is_available()
-BEFORE = {"KVROUTE_GATHER": "before"}
+BEFORE, SHARDS = {"KVROUTE_GATHER": "before"}, {"KVROUTE_SHARDS": "yes"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,11 +79,16 @@ CASES = {
     "DP 2, experts divided": Case(data=2),
     "TP 2 + EP": Case(tensor=2, options=EP),
     "TP 2 + EP, latent attention": Case("deepseek", tensor=2, options=EP),
+    "TP 2 + EP, sequences divided": Case(tensor=2, options=EP, environment=SHARDS),
+    "TP 2 + EP, sequences divided, eager": Case(tensor=2, options=EP | EAGER, environment=SHARDS),
+    "TP 2 + EP, sequences divided, latent attention": Case("deepseek", tensor=2, options=EP, environment=SHARDS),
+    "TP 2 + EP, sequences divided, gathered before the router": Case(tensor=2, options=EP, environment=SHARDS | BEFORE),
     "DP 2 x TP 2 + EP": Case(data=2, tensor=2, options=EP),
     "DP 2 x TP 2 + EP, latent attention": Case("deepseek", data=2, tensor=2, options=EP),
     "DP 2 x TP 2 + EP, gathered before the router": Case(data=2, tensor=2, options=EP, environment=BEFORE),
 }
-"""By name. Sequences are divided among tensor-parallel ranks where there are several of both kinds."""
+"""By name. vLLM divides sequences among tensor-parallel ranks where there are several of both kinds; the plugin makes
+it do so with two GPUs."""
 SMALL = {"max_model_len": 1024, "max_num_seqs": 16, "num_gpu_blocks_override": 200, "disable_log_stats": False}
 GPU_OPTIONS = {"block_size": 16, "gpu_memory_utilization": 0.05, "kv_cache_memory_bytes": 256 << 20}
 CPU_OPTIONS = {"block_size": 32, "dtype": "float32", "enforce_eager": True, "num_gpu_blocks_override": 100}

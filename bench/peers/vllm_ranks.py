@@ -1,9 +1,10 @@
 """A plugin for vLLM's processes in experiments with several ranks: it counts the layouts of ids that routers see.
 
 Each process writes its counts to ``$KVROUTE_LAYOUTS/PID`` while it runs. With ``KVROUTE_GATHER=before`` every layer
-gathers its tokens before its router, by vLLM's own code for kernels that cannot do it themselves. On a CPU the plugin
-supplies what stock vLLM lacks there: two collectives, and a kernel that leaves experts of other ranks out. The entry
-point is :func:`register`.
+gathers its tokens before its router, by vLLM's own code for kernels that cannot do it themselves. With
+``KVROUTE_SHARDS=yes`` tensor-parallel ranks divide sequences for their experts without a second data-parallel rank,
+too: otherwise that takes four GPUs. On a CPU the plugin supplies what stock vLLM lacks there: two collectives, and a
+kernel that leaves experts of other ranks out. The entry point is :func:`register`.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ def register() -> None:
         _count_layouts(Path(os.environ["KVROUTE_LAYOUTS"]))
     if os.environ.get("KVROUTE_GATHER") == "before":
         _gather_before()
+    if os.environ.get("KVROUTE_SHARDS") == "yes":
+        _divide_sequences()
     if current_platform.is_cpu():
         _complete_cpu()
 
@@ -72,6 +75,15 @@ def _gather_before() -> None:
 
     all2all_utils.make_moe_prepare_and_finalize_naive_dp_ep = whole
     MoERunner.do_naive_dispatch_combine = property(before)
+
+
+def _divide_sequences() -> None:
+    from vllm.config import ParallelConfig
+
+    def divides(config: Any) -> bool:
+        return bool(config.enable_expert_parallel and config.tensor_parallel_size > 1)
+
+    ParallelConfig.use_sequence_parallel_moe = property(divides)
 
 
 def _complete_cpu() -> None:
