@@ -91,7 +91,9 @@ CASES = {
 it do so with two GPUs."""
 SMALL = {"max_model_len": 1024, "max_num_seqs": 16, "num_gpu_blocks_override": 200, "disable_log_stats": False}
 GPU_OPTIONS = {"block_size": 16, "gpu_memory_utilization": 0.05, "kv_cache_memory_bytes": 256 << 20}
-CPU_OPTIONS = {"block_size": 32, "dtype": "float32", "enforce_eager": True, "num_gpu_blocks_override": 100}
+CPU_OPTIONS = {"block_size": 32, "dtype": "float32", "enforce_eager": True, "num_gpu_blocks_override": 40}
+WAVE = 24 if ON_GPU else 9
+"""Prompts at once, more than there are blocks for."""
 WEIGHTS = {"worker_extension_cls": "bench.peers.vllm_weights.Embedding"}
 NAMED = {"weights": "bench", "weights_version": 0}
 PLUGIN = "bench.peers.vllm_ranks:register"
@@ -187,7 +189,7 @@ def asked_of(rank: int, engine: Engine, homes: Sequence[Path], barrier: Callable
         first = ask(version, prompts(3 + 5 * rank, 60), 12 + 20 * rank)
         turns = [[*tokens[:700], *rng.integers(5, VOCABULARY, 9).tolist()] for tokens in first]
         ask(version, turns, 16)
-        ask(version, prompts(24 - 8 * (rank % 2), 300), 60)  # more than the blocks have room for
+        ask(version, prompts(WAVE - 2 * (rank % 2), 300), 60)
         ask(version, turns[::2], 24)  # their blocks went to the host meanwhile, if the connector offloads
     return answers
 
