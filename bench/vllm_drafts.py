@@ -112,8 +112,11 @@ def eagle3(target: Path, home: Path) -> Path:
         "head_dim",
         "torch_dtype",
         "dtype",
+        "max_position_embeddings",
+        "bos_token_id",
+        "eos_token_id",
+        "tie_word_embeddings",
     )
-    kept += ("max_position_embeddings", "bos_token_id", "eos_token_id", "tie_word_embeddings")
     write(home, {name: config[name] for name in kept if name in config} | said, made)
     return home
 

@@ -300,11 +300,14 @@ def run(name: str, home: Path, device: str, seconds: int, rounds: int) -> dict[s
     made = apart(make, seconds, log, name, home)
     if "error" in made:
         return line | {"refused": _named(made, home), "by": "transformers"}
-    stock = apart(answers_of, seconds, log, home, options | FLAG, rounds) if device == "cuda" else {"error": ""}
-    if "value" in stock:
-        line |= {f"stock's {what}": stock["value"][what] for what in ("computed with", "not computed with")}
-    else:
-        line["stock's flag"] = _named(stock, home)
+    stock: dict[str, Any] = {}
+    if device == "cuda":
+        stock = apart(answers_of, seconds, log, home, options | FLAG, rounds)
+        if "value" in stock:
+            line |= {f"stock's {what}": stock["value"][what] for what in ("computed with", "not computed with")}
+        else:
+            line["stock's flag"] = _named(stock, home)
+    if "value" not in stock:
         stock = apart(answers_of, seconds, log, home, options, 1)
     if "error" in stock:
         return line | {"refused": _named(stock, home), "by": "vLLM"}

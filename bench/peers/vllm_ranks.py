@@ -34,6 +34,27 @@ def register() -> None:
         _complete_cpu()
 
 
+def _receive_eagerly() -> None:
+    """A stage behind another receives into a buffer that vLLM makes where it profiles: on a CPU, compiled models."""
+    from vllm.distributed.parallel_state import get_pp_group
+    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
+    initialize = CPUModelRunner.initialize_kv_cache
+    if hasattr(initialize, "receives"):
+        return
+
+    @wraps(initialize)
+    def initialized(runner: Any, *arguments: Any, **named: Any) -> None:
+        initialize(runner, *arguments, **named)
+        if runner.intermediate_tensors is None and not get_pp_group().is_first_rank:
+            runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
+                batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
+            )
+
+    initialized.receives = True  # type: ignore[attr-defined]
+    CPUModelRunner.initialize_kv_cache = initialized
+
+
 def _count_layouts(directory: Path) -> None:
     from kvroute.integrations.vllm import layouts
 
@@ -87,7 +108,8 @@ def _divide_sequences() -> None:
 
 
 def _complete_cpu() -> None:
-    """Stock vLLM 0.32 starts several data-parallel ranks on a CPU, and ends in their first pass."""
+    """Stock vLLM 0.32 starts several ranks or stages on a CPU, and ends in their first pass."""
+    _receive_eagerly()
     from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
     from vllm.platforms.cpu import CpuPlatform

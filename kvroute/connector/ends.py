@@ -26,7 +26,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-import kvroute
 from cache_manager.errors import KVRouteError, RowError
 from cache_manager.feed import BlockFeed
 from cache_manager.publish import Rows
@@ -36,6 +35,7 @@ from kvroute.connector.key import Key
 from kvroute.connector.left import LeftRoutes, Tokens, settled
 from kvroute.connector.settings import VERSION
 from kvroute.connector.spares import SpareBlocks
+from kvroute.connector.stages import RowsView
 from kvroute.connector.tickets import gaps_of
 from kvroute.journal import RequestJournal
 from kvroute.routes import Layout, Routes, spans
@@ -119,7 +119,7 @@ class Ends:
     def __init__(self, engine: Engine, left: LeftRoutes, feed: BlockFeed, spares: SpareBlocks) -> None:
         self._engine, self._left, self._feed = engine, left, feed
         self._limits = engine.limits
-        self._view: kvroute.RegionView | None = None
+        self._view: RowsView | None = None
         self._late = False
         self._closed = False
         self._layout = Layout.of(engine.spec)
@@ -133,7 +133,7 @@ class Ends:
         self._thread = threading.Thread(target=self._run, name="kvroute-ends", daemon=True)
         self._thread.start()
 
-    def attach(self, view: kvroute.RegionView, *, late: bool) -> None:
+    def attach(self, view: RowsView, *, late: bool) -> None:
         """Rows are in ``view`` from here on; if ``late``, the worker may write them when their request is done."""
         with self._lock:
             self._view, self._late = view, late

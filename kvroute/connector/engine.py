@@ -10,6 +10,7 @@ from kvroute.connector.carriers.none import NoCarrier
 from kvroute.connector.carriers.port import Carrier
 from kvroute.connector.limits import Limits
 from kvroute.connector.settings import Settings
+from kvroute.connector.stages import step_spec
 from kvroute.routing import weights_version_spec
 
 
@@ -26,12 +27,14 @@ class Engine:
     drafts: bool = True  # a draft model computes in the same steps, and uses the memory of their slots for its own
     hashes: int = 1  # that a request has for each of its blocks
     group: int = 0  # of the engine's groups of layers: the one whose blocks rows go with
+    stages: int = 1  # of a pipeline, each with its own layers; in a worker ``spec`` has those of its stage
     limits: Limits = field(default_factory=Limits)
 
     @property
     def layout(self) -> RecordLayout:
-        """The layout of a block: rows, and the version of the weights that made each."""
-        return RecordLayout((self.spec, weights_version_spec(self.tokens)))
+        """The layout of a block: rows, and the version of the weights that made each; in a stage also its step."""
+        specs = self.spec, weights_version_spec(self.tokens)
+        return RecordLayout(specs if self.stages == 1 else (*specs, step_spec(self.tokens)))
 
     @property
     def tokens(self) -> int:

@@ -38,6 +38,7 @@ class Handshake:
     region: str | None = None
     late: bool = False  # rows are written behind a device, perhaps after the scheduler has the answers
     carrier: Any = None  # the message of the carrier's side in the worker
+    layer_ids: Sequence[int] = ()  # whose rows are in the region
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,7 @@ from kvroute.connector.left import LeftRoutes, Tokens
 from kvroute.connector.messages import Handshake, Loads, StepMeta
 from kvroute.connector.meter import Meter
 from kvroute.connector.spares import SpareBlocks
+from kvroute.connector.stages import RowsView, StageViews
 from kvroute.connector.stream import RowStream
 from kvroute.connector.tickets import UNNAMED
 from kvroute.connector.versions import Versions
@@ -64,8 +65,8 @@ class SchedulerRows:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.feed = kvroute.BlockFeed(engine.places.stop)
-        self.view: kvroute.RegionView | None = None
-        self._region = ""  # its name
+        self.view: RowsView | None = None
+        self._regions = list[str | None]()  # that it is of
         self.keys = kvroute.KeyChain(engine.namespace, engine.layout)
         settings = engine.settings
         self.weights = Versions(engine.namespace, settings.weights_version, self._renamed, named=bool(settings.weights))
@@ -118,23 +119,34 @@ class SchedulerRows:
             )
         kvroute.preload()
 
-    def attach(self, worker: Handshake) -> None:
-        """This worker has the rows. Raises :class:`RegionMissingError` if its region cannot be reached.
+    def attach(self, *workers: Handshake) -> None:
+        """These workers have the rows: one, or of each stage of a pipeline the one that has its layers'.
 
-        An engine that wakes up says so again: a region that is viewed already keeps its view, because the worker may
-        learn of another namespace only with its next step.
+        An engine that wakes up says so again: regions that are viewed already keep their view, because a worker may
+        learn of another namespace only with its next step. Raises :class:`RegionMissingError` if a region cannot be
+        reached, and :class:`ConfigError` unless each layer is in one stage.
         """
-        assert worker.region is not None, "of the rank that has rows"
-        self._late = worker.late
-        self.carrier.attach(worker.carrier)
-        if self.view is not None and worker.region == self._region:
+        self._late = any(worker.late for worker in workers)
+        for worker in workers:
+            self.carrier.attach(worker.carrier)
+        regions = [worker.region for worker in workers]
+        if self.view is not None and regions == self._regions:
             return
-        self.view = kvroute.RegionView(worker.region, namespace=self.keys.namespace.fingerprint)
-        self._region = worker.region
+        self.view = self._view_of(workers)
+        self._regions = regions
         if self._ends is not None:
-            self._ends.attach(self.view, late=worker.late)
+            self._ends.attach(self.view, late=self._late)
         if self.stream is not None:
-            self.stream.attach(self.view, late=worker.late)
+            self.stream.attach(self.view, late=self._late)
+
+    def _view_of(self, workers: Sequence[Handshake]) -> RowsView:
+        stages = [(worker.region, worker.layer_ids) for worker in workers if worker.region is not None]
+        assert len(stages) == len(workers), "of ranks that have rows"
+        namespace = self.keys.namespace.fingerprint
+        if self.engine.stages > 1:
+            return StageViews(self.engine.spec, stages, namespace=namespace)
+        ((region, _),) = stages
+        return kvroute.RegionView(region, namespace=namespace)
 
     def given(self, blocks: Iterable[int]) -> None:
         """The pool has given these blocks out: their content is of an earlier life."""

@@ -23,6 +23,7 @@ from cache_manager.feed import BlockFeed
 from cache_manager.publish import Rows
 from kvroute.connector.limits import Limits
 from kvroute.connector.spares import SpareBlocks
+from kvroute.connector.stages import RowsView
 from kvroute.connector.step_rows import Batch, Outcome, Piece, Steady, StepRows
 from kvroute.connector.tickets import Gap, gaps_of
 from kvroute.routes.spans import runs
@@ -77,7 +78,7 @@ class RowStream:
         self._feed, self._spares, self._clock = feed, spares, clock
         self._limits = limits
         self._blocks_of, self._doubts, self._why = blocks_of, doubts, why
-        self._view: kvroute.RegionView | None = None
+        self._view: RowsView | None = None
         self.late = False
         """Whether rows may be written after their step's outputs are there."""
         self._lock = threading.Lock()
@@ -87,7 +88,7 @@ class RowStream:
         self._lost: set[str] = set()
         self._asleep_s = 0.0
 
-    def attach(self, view: kvroute.RegionView, *, late: bool) -> None:
+    def attach(self, view: RowsView, *, late: bool) -> None:
         self._view, self.late = view, late
 
     # ---------------------------------------------------------------- the scheduling thread

@@ -80,6 +80,7 @@ class WorkerRows:
         self._behind: Behind | None = None
         if not self._on_cpu if late is None else late:
             self._behind = Behind("kvroute-behind", self._lose, engine.limits.pending_max)
+        self._counts_steps = self._behind is not None or engine.stages > 1  # else a step is over with its outputs
         self._slots_stay = self._behind is None and not engine.drafts  # until the step's end, their last reader's
         self._lost: BaseException | None = None
         self._step: StepMeta | None = None
@@ -106,7 +107,8 @@ class WorkerRows:
     def handshake(self, inner: Any = None) -> Handshake:
         """The message for the scheduler before the first request."""
         region: Any = self.blocks.region("device")
-        return Handshake(inner, region.name, self._behind is not None, self.carrier.greeting)
+        layer_ids = self.engine.spec.attrs["layer_ids"]
+        return Handshake(inner, region.name, self._counts_steps, self.carrier.greeting, layer_ids)
 
     # ---------------------------------------------------------------- a step, as it is launched
 
@@ -228,7 +230,7 @@ class WorkerRows:
             self.blocks.forget()  # before the step counts as over, so that its rows are missing
             raise
         finally:
-            if self._behind is not None:
+            if self._counts_steps:
                 self.blocks.renew([self.engine.clock], [step.number])
         self.carrier.filled(step, computed)
 
@@ -237,7 +239,8 @@ class WorkerRows:
         slot_numbers = slots.numpy()
         redone = np.isin(slot_numbers // self.engine.tokens, blocks) if blocks else None
         numbers = ids if isinstance(ids, str) else ids.numpy()
-        write_ids(self.blocks, self.meter, self.engine.spec, slot_numbers, numbers, step.version, redone)
+        number = step.number if self.engine.stages > 1 else None
+        write_ids(self.blocks, self.meter, self.engine.spec, slot_numbers, numbers, step.version, redone, step=number)
 
     # ---------------------------------------------------------------- what is counted, and the end
 

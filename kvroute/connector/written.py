@@ -12,6 +12,7 @@ from cache_manager.spec import AuxBlockDataSpec
 from kvroute.checks import unsound
 from kvroute.connector.meter import NO_IDS, Meter
 from kvroute.connector.settings import VERSION
+from kvroute.connector.stages import STEP
 
 
 def write_ids(
@@ -22,12 +23,15 @@ def write_ids(
     ids: NDArray[Any] | str,
     version: int | None,
     redone: NDArray[np.bool_] | None = None,
+    *,
+    step: int | None = None,
 ) -> None:
     """Write the rows of a step's tokens at ``slots [n]``, negative: none. ``ids [n, layers, top_k]`` are any integers.
 
     Ids that no router can choose, and tokens that are ``redone [n]`` later, get no row: the ``meter`` counts them.
-    ``ids`` may be the reason why the step has none. Rows have the label ``version``, or none if that is unknown. What
-    the step has written over is never readable any more.
+    ``ids`` may be the reason why the step has none. Rows have the label ``version``, or none if that is unknown, and
+    the number of their ``step`` where they are a stage's part. What the step has written over is never readable any
+    more.
     """
     if isinstance(ids, str):
         meter.miss(ids, int(np.count_nonzero(slots >= 0)))
@@ -41,6 +45,8 @@ def write_ids(
     rows: dict[str, NDArray[Any]] = {spec.name: ids.astype(spec.dtype, copy=False)}
     if version is not None:  # without one the rows have none, and old labels go
         rows[VERSION] = np.full(slots.size, version, np.uint32)
+    if step is not None:
+        rows[STEP] = np.full(slots.size, step, np.uint64)
     blocks.write_step(slots, rows, None if wrong is None else ~wrong)
 
 

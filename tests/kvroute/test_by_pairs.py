@@ -166,9 +166,11 @@ def test_a_block_that_the_same_step_gives_out_is_kept_before() -> None:
 
 
 def test_workers_with_another_host_are_refused() -> None:
-    """Goal: the two ends agree on what lies where. Method: a worker with fewer places."""
-    with pytest.raises(kvroute.ConfigError, match=r"places on the host.*8, as the scheduler has.*7 in a worker"):
+    """Goal: each place that the scheduler names is there. Method: a worker with fewer places; and one with more, as a
+    stage of few layers is."""
+    with pytest.raises(kvroute.ConfigError, match=r"places on the host.*8 at least, as the scheduler.*7 in a worker"):
         Host().side.attach(7)
+    Host().side.attach(9)
 
 
 # ---------------------------------------------------------------- vLLM's messages

@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 
 from cache_manager.errors import ConfigError
-from kvroute.integrations.vllm.config import kv_names
+from kvroute.connector.carriers import ByKey, ByPairs, ByTransfer, Carrier, NoCarrier
+from kvroute.connector.messages import Handshake
+from kvroute.integrations.vllm.config import kv_names, refuse_stages
 from kvroute.integrations.vllm.connector import RowsWithKV
 from kvroute.integrations.vllm.refusals import ARGUMENTS, refuse_arguments
 from kvroute.integrations.vllm.routers import ROUTERS
@@ -27,7 +29,6 @@ class OwnScheduler:
 
 
 VALUES: dict[str, Any] = {
-    "parallel_config.pipeline_parallel_size": 2,
     "parallel_config.prefill_context_parallel_size": 2,
     "parallel_config.decode_context_parallel_size": 2,
     "parallel_config.enable_dbo": True,
@@ -44,7 +45,7 @@ VALUES: dict[str, Any] = {
 }
 """A refused value of each argument that has one."""
 TAKEN: dict[str, Any] = {
-    "parallel_config.pipeline_parallel_size": 1,
+    "parallel_config.pipeline_parallel_size": 2,
     "parallel_config.data_parallel_size": 2,
     "parallel_config.ubatch_size": 0,
     "parallel_config.distributed_executor_backend": "mp",
@@ -81,6 +82,59 @@ def test_an_argument_is_refused_by_its_name_and_value(name: str) -> None:
 def test_what_is_judged_is_taken() -> None:
     refuse_arguments(configured(TAKEN))
     refuse_arguments(SimpleNamespace())
+
+
+STAGED: dict[str, Any] = {
+    "one of KvrouteConnector, KvrouteOffloadingConnector": {"inner": "NixlConnector"},
+    "no store or transfer of rows": {"carrier": ByKey("off")},
+    "no store or transfer": {"carrier": ByTransfer()},
+    "one KV cache group": {"groups": 2},
+    "no drafts": {"drafts": SimpleNamespace(method="ngram")},
+    "no data parallelism": {"data_parallel_size": 2},
+    "all stages on the scheduler's host": {"nnodes": 2},
+}
+"""What is wanted beside pipeline parallelism, and a configuration without it."""
+
+
+def stages_taken(
+    pipeline_parallel_size: int,
+    inner: str = "Connector",
+    carrier: Carrier = NoCarrier(),  # noqa: B008 - a value
+    groups: int = 1,
+    drafts: Any = None,
+    **parallel: int,
+) -> None:
+    said = {"pipeline_parallel_size": pipeline_parallel_size, "data_parallel_size": 1, "nnodes": 1, **parallel}
+    config = SimpleNamespace(parallel_config=SimpleNamespace(**said), speculative_config=drafts)
+    refuse_stages(config, SimpleNamespace(kv_cache_groups=[None] * groups), carrier, inner)
+
+
+@pytest.mark.parametrize("wanted", STAGED)
+def test_stages_are_refused_beside_what_was_not_judged(wanted: str) -> None:
+    """Goal: each is named, and taken without stages. Method: one after the other, beside two stages and one."""
+    with pytest.raises(ConfigError, match=f"pipeline parallelism: wanted {wanted}.*pipeline_parallel_size=2"):
+        stages_taken(2, **STAGED[wanted])
+    stages_taken(1, **STAGED[wanted])
+
+
+def test_stages_that_were_judged_are_taken() -> None:
+    stages_taken(2)
+    stages_taken(4, "OffloadingConnector", ByPairs(7))
+
+
+def test_stages_are_attached_in_their_order() -> None:
+    """Goal: of each stage the rank that has rows, and of a stage of dense layers none. Method: four ranks' handshakes,
+    keyed as vLLM's core does it; the inner connector's go to it."""
+    attached = list[Handshake]()
+    rows: Any = SimpleNamespace(_scheduler_rows=SimpleNamespace(attach=lambda *stages: attached.extend(stages)))
+    ranks = {
+        (1, 0): Handshake(None, "b"),
+        (0, 1): Handshake(None),
+        (0, 0): Handshake(None, "a"),
+        (2, 0): Handshake(None),
+    }
+    RowsWithKV.set_xfer_handshake_metadata_pp_aware(rows, ranks)
+    assert [handshake.region for handshake in attached] == ["a", "b"]
 
 
 def test_a_scheduler_without_a_first_rank_says_so() -> None:

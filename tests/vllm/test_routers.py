@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import vllm
+from vllm.distributed.eplb.policy.default import DefaultEplbPolicy
 from vllm.model_executor.layers.fused_moe.router import (
     base_router,
     fused_topk_bias_router,
@@ -142,6 +143,42 @@ def test_the_hook_sees_logical_ids(monkeypatch: pytest.MonkeyPatch) -> None:
     _, used = router.select_experts(hidden_states=torch.randn(TOKENS, 8), router_logits=logits)
     assert torch.equal(seen[0].sort().values, logits.topk(TOP_K).indices.sort().values.int())
     assert torch.equal((seen[0] + 5) % EXPERTS, used)
+
+
+def test_the_hook_sees_logical_ids_after_a_rebalance(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Goal: the same ids before experts move to other ranks and after it, also of experts with several replicas.
+    Method: vLLM's own policy places 16 experts in 24 places by one load and then by another; the map to a replica is
+    its kernel's arithmetic, which exists on GPUs alone. The kernel's places lead back to the hook's ids."""
+
+    def replica(topk_ids: Any, logical_to_physical_map: Any, logical_replica_count: Any, **_: Any) -> torch.Tensor:
+        tokens = torch.arange(len(topk_ids))[:, None]
+        place = (tokens * 2654435769 & 0xFFFFFFFF) % logical_replica_count[topk_ids.long()]
+        chosen: torch.Tensor = logical_to_physical_map[topk_ids.long(), place]
+        return chosen
+
+    monkeypatch.setattr(base_router, "eplb_map_to_physical_and_record", replica)
+    torch.manual_seed(0)
+    logits = torch.randn(TOKENS, EXPERTS)
+    hooked, used_places = list[torch.Tensor](), list[torch.Tensor]()
+    for load in (torch.arange(EXPERTS), torch.arange(EXPERTS).flip(0)):
+        experts = DefaultEplbPolicy.rebalance_experts(load[None] + 1, 24, 1, 1, 4)[0]
+        assert sorted(set(experts.tolist())) == list(range(EXPERTS))
+        places = [(experts == expert).nonzero().flatten() for expert in range(EXPERTS)]
+        state = SimpleNamespace(
+            expert_load_view=torch.zeros(24),
+            logical_to_physical_map=torch.nn.utils.rnn.pad_sequence(places, batch_first=True, padding_value=-1),
+            logical_replica_count=torch.tensor([len(each) for each in places]),
+            should_record_tensor=torch.zeros(1),
+            num_unpadded_tokens_tensors=[None],
+        )
+        router: Any = CPURouter(**SHAPE, eplb_state=state)
+        seen = bound(router)
+        _, used = router.select_experts(hidden_states=torch.randn(TOKENS, 8), router_logits=logits)
+        assert torch.equal(experts[used.long()].int(), seen[0].int())
+        hooked.append(seen[0])
+        used_places.append(used)
+    assert torch.equal(*hooked)
+    assert not torch.equal(*used_places)
 
 
 @pytest.mark.usefixtures("kernels")

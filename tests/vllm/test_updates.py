@@ -170,6 +170,34 @@ def test_a_reset_that_is_refused_changes_nothing(running: Running) -> None:
     running.assert_right(outputs)
 
 
+@pytest.mark.parametrize("level", [0, 1, 2])
+def test_sleep_at_each_level(running: Running, monkeypatch: pytest.MonkeyPatch, level: int) -> None:
+    """Goal: an engine that wakes up has all rows of what it computes; they have a version if one was told since; KV
+    that was kept keeps its rows and their version, and of KV that was given up nothing is read. Method: each level,
+    with and without a version; the executor's part, which a CPU lacks, does nothing, and the weights of level 2 are put
+    in place again."""
+    core, llm = running.core, running.engine.llm
+    for call in ("sleep", "wake_up"):
+        monkeypatch.setattr(core.model_executor, call, lambda *_, **__: None)
+    running.begin()
+    running.assert_right(running.engine.ask(ASKED))
+    core.sleep(level)
+    assert core.is_scheduler_paused()
+    if level == 2:
+        running.put(0)
+    core.wake_up(None if level else ["scheduling"])
+    untold = running.engine.ask(ASKED)
+    hits = [output.num_cached_tokens for output in untold]
+    assert hits == ([0, 0, 0, 0] if level else [32, 64, 96, 32])
+    spans = [routes(output).weights_versions for output in untold]
+    assert spans == [((0, hit, 0),) if hit else () for hit in hits]
+    running.engine.assert_right(untold)
+    core.sleep(level)
+    core.wake_up(None if level else ["scheduling"])
+    llm.update_weight_version("0")
+    running.assert_right(running.engine.ask(prompts(93, 40, 70)))
+
+
 def recipes() -> list[list[tuple[str, dict[str, Any]]]]:
     """The calls of the page's recipes, each a list of paths and bodies; no path stands for the update itself."""
     section = PAGE.read_text().partition("\n## Weight updates\n")[2].partition("\n## ")[0]

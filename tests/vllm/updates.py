@@ -37,10 +37,11 @@ class Embedding:
     get_model: Any
 
     def put(self, home: str) -> None:
-        """The embedding of the checkpoint in ``home`` takes the place of the worker's."""
+        """The embedding of the checkpoint in ``home`` takes the place of the worker's; not every stage has one."""
         new = load_file(Path(home) / "model.safetensors")[EMBEDDING]
         held = dict(self.get_model().named_parameters())
-        held[OF_GPT_OSS if OF_GPT_OSS in held else EMBEDDING].data[: len(new)].copy_(new)
+        for name in {EMBEDDING, OF_GPT_OSS} & held.keys():
+            held[name].data[: len(new)].copy_(new)
 
 
 def due(parts: Sequence[tuple[int, Path]], tokens: list[int]) -> NDArray[np.int64]:

@@ -47,10 +47,10 @@ class _Scheduler(SchedulerSide):
         self._hits: dict[str, int] = {}  # tokens of requests that were admitted since the last step, whose KV is there
 
     def attach(self, greeting: Any) -> None:
-        if greeting != len(self._places):
-            raise ConfigError(
-                "places on the host", f"{len(self._places)}, as the scheduler has", f"{greeting} in a worker"
-            )
+        """A stage with fewer layers than the first one has more places, as its KV is smaller; they stay empty."""
+        if greeting < len(self._places):
+            wanted = f"{len(self._places)} at least, as the scheduler has"
+            raise ConfigError("places on the host", wanted, f"{greeting} in a worker")
 
     def admitted(self, admission: Admission) -> Run | None:
         if admission.external:

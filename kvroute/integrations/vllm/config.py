@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Final, Literal
 
 from cache_manager.errors import ConfigError
@@ -11,6 +12,7 @@ from kvroute.connector.carriers import ByKey, ByPairs, ByTransfer, Carrier, NoCa
 from kvroute.connector.engine import Engine
 from kvroute.connector.limits import Limits
 from kvroute.connector.settings import Settings
+from kvroute.connector.stages import stage_spec
 from kvroute.connector.versions import AS_LOADED
 from kvroute.integrations.vllm.layers import own_layers
 from kvroute.integrations.vllm.refusals import refuse_arguments
@@ -24,6 +26,8 @@ KV_NAMES: Final = ("remote_engine_id", "remote_request_id", "transfer_id")
 """Fields of ``kv_transfer_params`` by which those connectors find one request's KV: a ticket repeats them."""
 OF_GROUPS: Final = ("Connector", "OffloadingConnector", "NixlConnector", "MultiConnector")
 """Connectors around which a model with several KV cache groups was judged."""
+OF_STAGES: Final = ("Connector", "OffloadingConnector")
+"""Connectors around which pipeline parallelism was judged."""
 CHOICES: Final = (
     "dtype",
     "quantization",
@@ -66,6 +70,7 @@ def engine_of(config: Any, cache: Any, inner: str, places: int = 0) -> Engine:
     group = cache.kv_cache_groups[number]
     spec = routing_spec_from_hf(model.hf_text_config, group.kv_cache_spec.block_size)
     carrier = carrier_of(settings, inner, cuts=len(cache.kv_cache_groups) == 1, places=places)
+    refuse_stages(config, cache, carrier, inner)
     version = AS_LOADED if settings.weights_version is None else settings.weights_version
     weights = settings.weights or weights_digest(
         getattr(model, "model_weights", "") or model.model, str(model.revision or "")
@@ -80,8 +85,23 @@ def engine_of(config: Any, cache: Any, inner: str, places: int = 0) -> Engine:
         drafts=drafts_by_model(config.speculative_config),
         hashes=max(1, spec.block_tokens // hashed_tokens(config, cache)),
         group=number,
+        stages=config.parallel_config.pipeline_parallel_size,
         limits=ENGINE_LIMITS,
     )
+
+
+def stage_of(config: Any, engine: Engine) -> Engine | None:
+    """``engine`` as this worker's stage of the pipeline has it: with rows of its own layers. ``None``: no layer of the
+    stage has a router. vLLM divides the model's layers by the same function."""
+    if engine.stages == 1:
+        return engine
+    from vllm.distributed.parallel_state import get_pp_group  # type: ignore[import-not-found]
+    from vllm.distributed.utils import get_pp_indices  # type: ignore[import-not-found]
+
+    group = get_pp_group()
+    layers = config.model_config.get_total_num_hidden_layers()
+    spec = stage_spec(engine.spec, range(*get_pp_indices(layers, group.rank_in_group, group.world_size)))
+    return None if spec is None else replace(engine, spec=spec)
 
 
 def check_children(config: Any, connector: Any) -> None:
@@ -183,6 +203,28 @@ def refuse(config: Any, cache: Any, settings: Settings, inner: str) -> None:
         if refused:
             raise ConfigError("vLLM with kvroute", wanted, f"vLLM {vllm.__version__} as it is configured")
     refuse_arguments(config)
+
+
+def refuse_stages(config: Any, cache: Any, carrier: Carrier, inner: str) -> None:
+    """Raise :class:`ConfigError` naming the first feature of the engine that was not judged beside pipeline
+    parallelism, if it has that."""
+    parallel = config.parallel_config
+    if parallel.pipeline_parallel_size == 1:
+        return
+    for wanted, refused in {
+        f"one of {', '.join(f'Kvroute{name}' for name in OF_STAGES)}: others were not judged": inner not in OF_STAGES,
+        "no store or transfer of rows: each brings the rows of all layers to one worker": not isinstance(
+            carrier, (NoCarrier, ByPairs)
+        ),
+        "one KV cache group: a stage may have no layer of another one": len(cache.kv_cache_groups) > 1,
+        "no drafts: not judged": config.speculative_config is not None,
+        "no data parallelism: not judged": parallel.data_parallel_size > 1,
+        "all stages on the scheduler's host: rows of others would have to be sent to it": getattr(parallel, "nnodes", 1)
+        > 1,
+    }.items():
+        if refused:
+            got = f"pipeline_parallel_size={parallel.pipeline_parallel_size} as it is configured"
+            raise ConfigError("vLLM with kvroute and pipeline parallelism", wanted, got)
 
 
 def computation(config: Any) -> str:

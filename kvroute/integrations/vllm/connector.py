@@ -16,7 +16,7 @@ from kvroute.connector.settings import RESPONSE
 from kvroute.connector.started import started
 from kvroute.connector.tickets import TRANSFER
 from kvroute.integrations.vllm import blocks, core, log, offloading, versions
-from kvroute.integrations.vllm.config import check_children, engine_of, kv_names
+from kvroute.integrations.vllm.config import check_children, engine_of, kv_names, stage_of
 from kvroute.integrations.vllm.field import Field
 from kvroute.integrations.vllm.layers import own_layers
 from kvroute.integrations.vllm.layouts import join_of
@@ -67,6 +67,10 @@ class RowsWithKV(Base):  # type: ignore[misc]
         from kvroute.connector.witness import by_block
         from kvroute.connector.worker import part_of
 
+        engine = stage_of(self._vllm_config, self._engine)
+        if engine is None:  # a stage of dense layers
+            return
+        self._engine = engine
         kv_caches = {name: kv_caches[name] for name in self._layers if name in kv_caches}
         group, divided = get_tp_group(), not self._vllm_config.model_config.use_mla
         modules, spec = self._vllm_config.compilation_config.static_forward_context, self._engine.spec
@@ -171,10 +175,10 @@ class RowsWithKV(Base):  # type: ignore[misc]
     # ---------------------------------------------------------------- in the scheduler's process
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[Any, Handshake]) -> None:
-        first = next((handshake for handshake in metadata.values() if handshake.region), None)
-        if first is None:
+        stages = [metadata[rank] for rank in sorted(metadata) if metadata[rank].region]
+        if not stages:
             raise ConfigError("workers", "a first rank beside this scheduler, with rows", f"{len(metadata)} without")
-        self._scheduler_rows.attach(first)
+        self._scheduler_rows.attach(*stages)
         if inner := {rank: handshake.inner for rank, handshake in metadata.items() if handshake.inner is not None}:
             super().set_xfer_handshake_metadata_pp_aware(inner)
 

@@ -39,7 +39,9 @@ DRAFTS: Final = "tested with `ngram`; a draft model's routers are left out"
 PADDING: Final = "judged on a GPU: a step takes as many rows as it has tokens, and rows of padding have no slot"
 
 ARGUMENTS: Final[dict[str, Argument]] = {
-    "parallel_config.pipeline_parallel_size": Argument("no pipeline parallelism", _many),
+    "parallel_config.pipeline_parallel_size": Argument(
+        RUN + " with two stages; refused beside what was not judged: [stages](#pipeline-parallelism)"
+    ),
     "parallel_config.data_parallel_size": Argument(PARTS),
     "parallel_config.prefill_context_parallel_size": Argument("no context parallelism (prefill)", _many),
     "parallel_config.decode_context_parallel_size": Argument("no context parallelism", _many),
@@ -90,7 +92,10 @@ ARGUMENTS: Final[dict[str, Argument]] = {
     "compilation_config.cudagraph_mode": Argument(PADDING),
     "compilation_config.cudagraph_capture_sizes": Argument(PADDING),
     "speculative_config": Argument(DRAFTS),
-    "lora_config": Argument("judged with adapters of attention; an adapter's name and path are in the keys of blocks"),
+    "lora_config": Argument(
+        "judged with adapters of attention; read of experts: vLLM's layer is around the one with the hook; "
+        "an adapter's name and path are in the keys of blocks"
+    ),
     "diffusion_config": Argument("tokens that are computed once, no diffusion", lambda value: value is not None),
 }
 """By vLLM's configuration and field."""
