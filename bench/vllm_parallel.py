@@ -149,7 +149,7 @@ def start(
 
     def start_rank(rank: int) -> None:
         place = {"VLLM_DP_RANK": str(rank), "VLLM_DP_RANK_LOCAL": str(rank), "VLLM_DP_SIZE": str(data)}
-        place |= {"VLLM_DP_MASTER_IP": "127.0.0.1", "VLLM_DP_MASTER_PORT": port}
+        place |= {"VLLM_DP_MASTER_IP": "127.0.0.1", "VLLM_DP_MASTER_PORT": port, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
         more = (place if data > 1 else {}) | dict(environment) | ({} if ON_GPU else ON_CPU)
         engines[rank] = starter.start(f"{name} {rank}", options, more)
 
