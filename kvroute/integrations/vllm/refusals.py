@@ -92,7 +92,10 @@ ARGUMENTS: Final[dict[str, Argument]] = {
     "compilation_config.cudagraph_mode": Argument(PADDING),
     "compilation_config.cudagraph_capture_sizes": Argument(PADDING),
     "speculative_config": Argument(DRAFTS),
-    "lora_config": Argument("judged with adapters of attention; an adapter's name and path are in the keys of blocks"),
+    "lora_config": Argument(
+        "judged with adapters of attention; read of experts: vLLM's layer is around the one with the hook; an "
+        "adapter's name and path are in the keys of blocks"
+    ),
     "diffusion_config": Argument("tokens that are computed once, no diffusion", lambda value: value is not None),
 }
 """By vLLM's configuration and field."""
