@@ -64,7 +64,11 @@ def main() -> None:
         if "put" in asked:
             llm.collective_rpc("put", args=(asked["put"],))
             llm.update_weight_version(asked["version"])
-            return {"reset": llm.reset_prefix_cache(reset_connector=True)}
+            for _ in range(20):  # blocks on their way to the host are still held
+                if llm.reset_prefix_cache(reset_connector=True):
+                    return {"reset": True}
+                llm.generate([{"prompt_token_ids": [3]}], SamplingParams(max_tokens=2, ignore_eos=True), use_tqdm=False)
+            raise RuntimeError("the engine does not give up its blocks")
         if asked.get("reset"):
             emptied = llm.reset_prefix_cache()
             llm.update_weight_version("0")  # the weights did not change
