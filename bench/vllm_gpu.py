@@ -163,7 +163,7 @@ def rows(starter: Starter, names: Sequence[str]) -> Table:
         home.mkdir()
         settings = {"strict": True, **case.settings(home)}
         config = transfer(case.connector, settings, case.extra) if case.connector else {}
-        options = {"max_model_len": 1024, "max_num_seqs": 32, "gpu_memory_utilization": 0.05}
+        options: dict[str, Any] = {"max_model_len": 1024, "max_num_seqs": 32, "gpu_memory_utilization": 0.05}
         options |= {"kv_cache_memory_bytes": 256 << 20, **config, **case.options}
         try:
             model = models[case.family, case.dtype]
