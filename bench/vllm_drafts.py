@@ -104,20 +104,9 @@ def eagle3(target: Path, home: Path) -> Path:
         "rms_norm_eps": 1e-6,
         "draft_vocab_size": config["vocab_size"],
     }
-    kept = (
-        "vocab_size",
-        "hidden_size",
-        "num_attention_heads",
-        "num_key_value_heads",
-        "head_dim",
-        "torch_dtype",
-        "dtype",
-        "max_position_embeddings",
-        "bos_token_id",
-        "eos_token_id",
-        "tie_word_embeddings",
-    )
-    write(home, {name: config[name] for name in kept if name in config} | said, made)
+    sizes = ("vocab_size", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "dtype")
+    others = ("max_position_embeddings", "bos_token_id", "eos_token_id", "tie_word_embeddings")
+    write(home, {name: config[name] for name in (*sizes, *others) if name in config} | said, made)
     return home
 
 

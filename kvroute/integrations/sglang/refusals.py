@@ -37,7 +37,10 @@ REFUSED: Final = (
     Refused("enable_single_batch_overlap", "it needs moe_a2a_backend"),
     Refused("enable_pdmux", "a prefill pass is cut by layers, and its end is not reported"),
     Refused("dllm_algorithm", "a diffusion model computes a token many times"),
-    Refused("speculative_algorithm", "tokens that are rejected have rows, and drafts share the step"),
+    Refused(
+        "speculative_algorithm",
+        "rows of rejected tokens, and of accepted ones whose KV a tree moves to other slots, which nothing has judged",
+    ),
     Refused("decoupled_spec_role", "drafts come from another engine", _NONE),
     Refused("dp_size", "each rank has requests of its own", _ONE),
     Refused("attn_dp_size", "each rank has requests of its own", _ONE),

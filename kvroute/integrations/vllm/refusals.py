@@ -35,7 +35,7 @@ def _set(value: Any) -> bool:
 RUN: Final = "tested"
 LOGICAL: Final = "read: the hook comes before the map to physical experts, which writes another tensor"
 PARTS: Final = "each data-parallel rank has the rows of its own tokens: [layouts](#data-and-expert-parallelism)"
-DRAFTS: Final = "tested with `ngram`; a draft model's routers are left out"
+DRAFTS: Final = "tested with `ngram`, a draft model, MTP and EAGLE-3; none of a draft's routers is hooked"
 PADDING: Final = "judged on a GPU: a step takes as many rows as it has tokens, and rows of padding have no slot"
 
 ARGUMENTS: Final[dict[str, Argument]] = {
