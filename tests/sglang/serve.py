@@ -17,6 +17,7 @@ import numpy as np
 import pybase64
 from sglang.srt.managers.io_struct import (
     ContinueGenerationReqInput,
+    GenerateReqInput,
     PauseGenerationReqInput,
     UpdateWeightFromDiskReqInput,
 )
@@ -58,8 +59,11 @@ class Asked:
     def draw(self, scenario: str, prompts: list[list[int]], sampling: dict[str, Any], new: int = 12) -> None:
         """Answers whose tokens are drawn, with what they were drawn from, and with their routes in the same record."""
         sampling = {"max_new_tokens": new, "ignore_eos": True, **sampling}
-        asked = {"return_sampling_mask": True, "return_routed_experts": True}
-        answers = self.engine.generate(input_ids=prompts, sampling_params=sampling, **asked)
+        asked = GenerateReqInput(  # Engine.generate does not know of supports, the HTTP server does
+            input_ids=prompts, sampling_params=sampling, return_sampling_mask=True, return_routed_experts=True
+        )
+        answering = self.engine.tokenizer_manager.generate_request(asked, None)
+        answers = self.engine.loop.run_until_complete(anext(answering))
         for prompt, answer in zip(prompts, answers, strict=True):
             drawn = support(answer, prompt=prompt)
             line = {
