@@ -242,7 +242,7 @@ def test_a_part_never_loses_its_tie_to_tokens() -> None:
     that both share; the second's tokens and rows refuse it, the first's take it."""
     branch = [*TOKENS[:3], *range(100, 104)]
     whole, other = SHAPE.whole(6).bind(TOKENS[:7]), SHAPE.whole(6).bind(branch)
-    header, ids = wire.read(whole.to_bytes())
+    header, ids, _ = wire.read(whole.to_bytes())
     parts = [
         whole.slice(0, 4),
         whole.slice(3, 5),

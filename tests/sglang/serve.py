@@ -22,7 +22,7 @@ from sglang.srt.managers.io_struct import (
 )
 
 from kvroute import KVRouteError
-from kvroute.integrations.sglang import missing, routes, support
+from kvroute.integrations.sglang import missing, routes
 from kvroute.rollout import open_rollouts
 
 FIXED: dict[str, Any] = {
@@ -54,28 +54,6 @@ class Asked:
         for i, each in enumerate(given):
             self.write(scenario, prompts[i // n], each, start)
         return [each["output_ids"] for each in given]
-
-    def draw(self, scenario: str, prompts: list[list[int]], sampling: dict[str, Any], new: int = 12) -> None:
-        """Answers whose tokens are drawn, with what they were drawn from, and with their routes in the same record."""
-        sampling = {"max_new_tokens": new, "ignore_eos": True, **sampling}
-        asked = {"return_sampling_mask": True, "return_routed_experts": True}
-        answers = self.engine.generate(input_ids=prompts, sampling_params=sampling, **asked)
-        for prompt, answer in zip(prompts, answers, strict=True):
-            drawn = support(answer, prompt=prompt)
-            line = {
-                "scenario": scenario,
-                "prompt": prompt,
-                "tokens": list(answer["output_ids"]),
-                "start": drawn.start,
-                "counts": drawn.counts.tolist(),
-                "ids": drawn.ids.tolist(),
-                "logprobs": answer["meta_info"]["output_token_sampling_logprobs"],
-                "hits": answer["meta_info"]["cached_tokens"],
-                "sampling": sampling,
-                "record": routes(answer, rollouts=self.rollouts).to_bytes(drawn).hex(),
-            }
-            self.out.write(json.dumps(line) + "\n")
-            self.out.flush()
 
     def stop(self, scenario: str, prompts: list[list[int]], words: int) -> None:
         """Answers that end with a string: their first ``words`` tokens."""
