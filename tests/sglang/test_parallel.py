@@ -34,11 +34,12 @@ def of_one_rank(rank: int) -> list[Any]:
 
 @pytest.mark.parametrize("kind", ["replicas", "attention"])
 def test_each_rank_answers_with_rows_of_its_own_requests(
-    serve: Serve, model: Models, tmp_path: Path, kind: str
+    serve: Serve, model: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     """Goal: no row is of another rank's request, and none is missing. Method: two ranks with uneven, padded and idle
     passes; the second one loads KV again that it has evicted, from our linker's store or from its pages on the host.
     """
+    monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", "0|0")  # else each rank wants a NUMA node of its own
     home = model("qwen3_moe")
     options: dict[str, Any] = {"dp_size": 2, "chunked_prefill_size": 64} | ours(tmp_path / "{rank}", weights="w")
     if kind == "attention":
