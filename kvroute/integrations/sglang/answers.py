@@ -69,6 +69,8 @@ class RequestRows:
         Tokens were sampled with those, so none of them is replaced, nor is one that is missing filled.
         """
         count = max(0, min(kept.stop, self.stop) - self.start)
+        if not count:
+            return self
         earlier = slice(self.start, self.start + count)
         page = self.spec.block_tokens
         after = {block: why for block, why in self.reasons.items() if (block + 1) * page > self.start + count}
