@@ -91,7 +91,8 @@ ELSEWHERE: Final = ("remote", "remote_instance", "dummy")
 JUDGED: Final = {
     "tp_size": "2 ranks, by hand; refused with KvrouteLinker",
     "dp_size": "tests with 2 replicas, and KvrouteLinker; before 0.5.23 refused",
-    "attn_dp_size": "tests with 2 ranks, and pages on the host; KvrouteLinker by hand; with CUDA graphs and before 0.5.23 refused",
+    "attn_dp_size": "tests with 2 ranks, and pages on the host; KvrouteLinker by hand; "
+    "with CUDA graphs and before 0.5.23 refused",
     "ep_size": "by reading: without an a2a backend every rank's router has every token",
     "chunked_prefill_size": "tests",
     "page_size": "tests",
