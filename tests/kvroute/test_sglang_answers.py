@@ -19,6 +19,7 @@ from kvroute import Routes, routing_spec
 from kvroute.connector.answers import FIELD, routes
 from kvroute.connector.left import LeftRoutes, Tokens
 from kvroute.connector.settings import Common
+from kvroute.integrations.sglang import versions
 from kvroute.integrations.sglang.answers import Answer, Answers
 from kvroute.integrations.sglang.capturer import ANSWER, Capturer
 from kvroute.integrations.sglang.rows import RoutedRows
@@ -149,3 +150,85 @@ def test_an_answer_without_a_token_has_its_routes(rows: RoutedRows) -> None:
     data = made(getattr(capturer.req, ANSWER)).data
     answer = {"meta_info": {"id": "id", FIELD: [data]}, "prompt_token_ids": list(range(7)), "output_ids": []}
     assert (len(routes(answer)), routes(answer).complete) == (6, True)
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_tokens_of_kv_that_was_given_up_keep_the_rows_that_they_were_sampled_with(rows: RoutedRows, lost: bool) -> None:
+    """Goal: a retraction at a weight update changes no row of a token that was sampled before. Method: a request gives
+    up its KV behind two tokens, again behind none and behind one more, and each time other weights compute all tokens
+    again; with ``lost``, the first computation had no rows, and the later ones fill none of them."""
+    capturer = Capturer(Theirs(), rows)
+    rows.weights.changed(1)
+    pool = SimpleNamespace(req_to_token=torch.from_numpy(SLOTS)[None])
+    req = SimpleNamespace(
+        rid="id",
+        return_routed_experts=True,
+        origin_input_ids=list(range(3)),
+        output_ids=[],
+        kv=SimpleNamespace(req_pool_idx=0),
+        input_embeds=None,
+        positional_embed_overrides=None,
+    )
+    capturer.retracted(req, pool)  # in the midst of its prompt: no token was sampled yet
+    if lost:
+        rows.launch(torch.from_numpy(SLOTS), "lost").finalize()
+    else:
+        run(rows, 0)
+    req.output_ids = [7, 8]
+    capturer.retracted(req, pool)
+    rows.weights.changed(2)
+    run(rows, 100)
+    capturer.retracted(req, pool)  # before a further token
+    req.output_ids = [7, 8, 9]
+    capturer.retracted(req, pool)
+    rows.weights.changed(3)
+    run(rows, 200)
+    req.output_ids_through_stop = [7, 8, 9, 10]
+    capturer.req = req
+    capturer.get_topk(0, 7, pool, 1)
+    data = made(getattr(req, ANSWER)).data
+    answered = routes(
+        {"meta_info": {"id": "id", FIELD: [data]}, "prompt_token_ids": [0, 1, 2], "output_ids": [7, 8, 9, 10]}
+    )
+    due = torch.arange(36).reshape(6, 3, 2)[1:, 1:] + torch.tensor([0, 0, 0, 100, 200])[:, None, None]
+    assert answered.valid.tolist() == [not lost] * 3 + [True] * 2
+    assert answered.ids[answered.valid].tolist() == due[3 if lost else 0 :].tolist()
+    spans = [list(span) for span in answered.weights_versions]
+    assert spans == ([] if lost else [[1, 4, 1]]) + [[4, 5, 2], [5, 6, 3]]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("odd", ["", "its own tokens alone", "a graph", "more tokens than the ranks have"])
+def test_a_rank_takes_its_own_tokens_of_those_of_all_ranks(
+    rows: RoutedRows, monkeypatch: pytest.MonkeyPatch, rank: int, odd: str
+) -> None:
+    """Goal: with attention data parallelism a row is of this rank's request. Method: two ranks with 3 and 5 tokens,
+    of which a router has all, padded to 4 and 6; then passes whose order of tokens is not known, and one in which this
+    rank has no token."""
+    monkeypatch.setattr(versions, "_function", lambda _: lambda _counts: rank)
+    theirs, tokens = Theirs(), [3, 5][rank]
+    theirs.device_cache.buffer = torch.zeros(16, 3, 2, dtype=torch.int32)
+    capturer = Capturer(theirs, rows)
+    gathered = torch.arange(72, dtype=torch.int32).reshape(12, 3, 2)
+    routed = {"its own tokens alone": [4, 6][rank], "more tokens than the ranks have": 12, "a graph": 10, "": 10}[odd]
+    batch = SimpleNamespace(
+        out_cache_loc=torch.from_numpy(np.concatenate([SLOTS[:tokens], [0]])),
+        out_cache_loc_virtual=None,
+        global_num_tokens_cpu=[4, 6],
+        original_global_num_tokens_cpu=[3, 5],
+    )
+    capturer.begin()
+    if odd == "a graph":  # it writes the buffer, and calls nothing
+        theirs.device_cache.buffer[:10] = gathered[:10]
+    for layer in () if odd == "a graph" else (1, 2):
+        capturer.capture(layer_id=layer, topk_indices=gathered[:routed, layer])
+    capturer.on_forward_end(batch, can_run_graph=odd == "a graph", cuda_graph_batch=4 if odd == "a graph" else None)
+    known = rows.read(SLOTS[:tokens], 0).routes()[0]
+    start = [0, 4][rank]
+    assert known.valid.tolist() == [not odd] * tokens
+    assert odd or known.ids.tolist() == gathered[start : start + tokens, 1:].tolist()
+    launched = rows.launched
+    batch.original_global_num_tokens_cpu = [5, 5]
+    batch.original_global_num_tokens_cpu[rank] = 0
+    assert capturer.on_forward_end(batch, can_run_graph=False, cuda_graph_batch=None) is None
+    assert rows.launched == rows.ended == launched

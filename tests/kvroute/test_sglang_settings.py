@@ -13,7 +13,7 @@ import pytest
 
 from kvroute import ConfigError
 from kvroute.connector.settings import Common
-from kvroute.integrations.sglang import plugin, refusals, register, routers, versions
+from kvroute.integrations.sglang import hooks, plugin, refusals, register, routers, versions
 from kvroute.integrations.sglang.settings import settings_of
 
 
@@ -83,3 +83,14 @@ def test_what_a_server_refuses_is_on_the_page() -> None:
             lines.append(f"| `{name}` | {router.sees} | {router.judged} | {accepted} |")
     lines += [f"| {path} | {sees} |" for path, sees in routers.PATHS.items()]
     assert [line for line in lines if line not in page] == []
+
+
+def test_pages_on_the_host_that_are_not_keys_and_values_alone_are_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Goal: what was not judged does not start. Method: a controller of pages of windows beside those of all tokens."""
+    monkeypatch.setattr(hooks, "capturer", lambda: object())
+    entries = [SimpleNamespace(name="kv"), SimpleNamespace(name="swa")]
+    controller = SimpleNamespace(mem_pool_host=SimpleNamespace(entries=entries))
+    with pytest.raises(ConfigError, match=r"enable_hierarchical_cache: wanted a model .*got kv, swa"):
+        hooks.HOOKS["hosted"](lambda _: None, controller)

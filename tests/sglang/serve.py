@@ -43,11 +43,20 @@ class Asked:
         self.engine, self.out, self.rollouts = engine, out, rollouts
 
     def ask(
-        self, scenario: str, prompts: list[list[int]], new: int = 8, n: int = 1, start: int = 0, alone: bool = False
+        self,
+        scenario: str,
+        prompts: list[list[int]],
+        new: int = 8,
+        n: int = 1,
+        start: int = 0,
+        alone: bool = False,
+        rank: int | None = None,
     ) -> list[list[int]]:
-        """The tokens of each answer; ``alone``: no two prompts are in one pass."""
+        """The tokens of each answer; ``alone``: no two prompts are in one pass; ``rank``: of data parallelism."""
         sampling = {"max_new_tokens": new, "temperature": 0.0 if n == 1 else 1.0, "ignore_eos": True, "n": n}
-        more = {"return_routed_experts": True, "routed_experts_start_len": start}
+        more: dict[str, Any] = {"return_routed_experts": True, "routed_experts_start_len": start}
+        if rank is not None:
+            more["routed_dp_rank"] = rank
         given = []
         for batch in [[each] for each in prompts] if alone else [prompts]:
             given += self.engine.generate(input_ids=batch, sampling_params=sampling, **more)
@@ -135,14 +144,16 @@ class Asked:
         if not told[0]:
             raise RuntimeError(told)
 
-    def update_amidst(self, scenario: str, prompts: list[list[int]], model: str, version: str, new: int = 60) -> None:
-        """Weights change while requests run, and KV is kept."""
+    def update_amidst(
+        self, scenario: str, prompts: list[list[int]], model: str, version: str, new: int = 60, retract: bool = False
+    ) -> None:
+        """Weights change while requests run, and KV is kept; or with ``retract`` given up, and computed again."""
         manager = self.engine.tokenizer_manager
 
         async def change() -> None:
             await asyncio.sleep(0.4)
-            await manager.pause_generation(PauseGenerationReqInput(mode="in_place"))
-            await self._updated(model, version, flush=False)
+            await manager.pause_generation(PauseGenerationReqInput(mode="retract" if retract else "in_place"))
+            await self._updated(model, version, flush=retract)
             await manager.continue_generation(ContinueGenerationReqInput())
 
         async def both() -> Any:

@@ -11,7 +11,7 @@ import torch
 from sglang.srt import runtime_context as context
 
 from cache_manager.keys import Namespace
-from kvroute import routing_spec
+from kvroute import ConfigError, routing_spec
 from kvroute.connector.settings import Common
 from kvroute.integrations.sglang.capturer import Capturer
 from kvroute.integrations.sglang.linker import Beside, KvrouteLinker, PoolKV, host_folder
@@ -21,10 +21,18 @@ PAGE, PAGES, LAYERS = 4, 5, 3
 SPEC = routing_spec(num_experts=250, top_k=2, layer_ids=[0, 1, 2], num_layers=LAYERS, block_tokens=PAGE)
 
 
+class MHATokenToKVPool(SimpleNamespace):
+    """The buffers of SGLang's pool of this name."""
+
+
+class DSATokenToKVPool(MHATokenToKVPool):
+    """That of sparse attention, which has an index beside keys and values."""
+
+
 def pool() -> Any:
     """KV on the device as SGLang has it: by layer, ``[slots, heads, values]``."""
     halves = torch.arange(2 * LAYERS * PAGES * PAGE * 2 * 8, dtype=torch.float32).reshape(2, LAYERS, -1, 2, 8)
-    return SimpleNamespace(k_buffer=list(halves[0]), v_buffer=list(halves[1]))
+    return MHATokenToKVPool(k_buffer=list(halves[0]), v_buffer=list(halves[1]))
 
 
 @pytest.fixture
@@ -113,6 +121,16 @@ def test_our_linker_brings_kv_and_rows_back(given: Any) -> None:
     found = given.rows.read(slots(3).numpy(), 0).routes()[0]
     assert found.known.all()
     assert (found.ids == [1, 101]).all()
+
+
+@pytest.mark.parametrize("linker", [KvrouteLinker, Beside])
+def test_pages_that_are_more_than_keys_and_values_are_refused_by_name(given: Any, linker: type) -> None:
+    """Goal: no linker stores a page without its index. Method: the pool of sparse attention."""
+    sparse = DSATokenToKVPool(**vars(given.kv))
+    given.params.token_to_kv_pool_allocator = SimpleNamespace(get_kvcache=lambda: sparse)
+    named: dict[str, Any] = {"extra_config": {}} if linker is KvrouteLinker else {}
+    with pytest.raises(ConfigError, match=r"wanted pages of keys and values alone, .*got DSATokenToKVPool"):
+        linker(None, given.params, components=["FULL"], **named)
 
 
 @pytest.mark.parametrize("latent", [False, True])

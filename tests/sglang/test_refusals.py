@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import sglang
 from sglang.srt.server_args import ServerArgs
 
 from kvroute.connector.settings import Common
@@ -43,15 +44,32 @@ def test_each_argument_is_refused_by_name(argument: str) -> None:
     assert wanted
 
 
-def test_what_depends_on_the_store_is_refused_by_name() -> None:
+@pytest.mark.parametrize("argument", ["dp_size", "attn_dp_size"])
+def test_data_parallelism_of_a_release_that_was_not_judged_with_it_is_refused(
+    monkeypatch: pytest.MonkeyPatch, argument: str
+) -> None:
+    monkeypatch.setattr(sglang, "__version__", "0.5.22")
+    ((name, wanted, got),) = refusals(arguments(**{argument: 2}, disable_cuda_graph=True), Common())
+    assert (name, wanted, got) == (argument, "1: SGLang 0.5.22 was not judged with it", 2)
+
+
+def test_what_depends_on_other_arguments_is_refused_by_name() -> None:
     linker = {"linker": "KvrouteLinker", "linker_extra_config": {}}
     ours = {"enable_unified_cache_external_linker": True, "unified_cache_external_linker_config": linker}
     store = Common(store="memory:")
+    ranks = {"tp_size": 2, "attn_dp_size": 2}
     cases: list[tuple[dict[str, Any], Common, str | None]] = [
         (ours, Common(), "store"),
         ({"hicache_storage_backend": "file"}, Common(), "store"),
         (ours | {"tp_size": 2}, store, "tp_size"),
         ({"tp_size": 2}, store, None),
+        ({"dp_size": 2}, store, None),
+        ({"dp_size": 2}, Common(store="file:///d"), "store"),
+        ({"dp_size": 2}, Common(store="file:///d/{rank}"), None),
+        (ranks, store, "disable_cuda_graph"),
+        (ranks | {"disable_cuda_graph": True}, store, None),
+        (ranks | {"disable_cuda_graph": True} | ours, store, None),
+        (ranks | {"disable_cuda_graph": True, "tp_size": 4} | ours, store, "tp_size"),
         ({"enable_lora": True}, store, "enable_lora"),
         ({"enable_lora": True}, Common(), None),
         ({"load_format": "remote"}, store, "load_format"),

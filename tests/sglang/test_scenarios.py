@@ -194,7 +194,8 @@ def test_rows_follow_kv_that_another_component_keeps(serve: Serve, model: Models
 
 
 def test_weights_change(serve: Serve, model: Models, tmp_path: Path) -> None:
-    """Goal: rows have the version that made them. Method: updates with a flush, without one, and amidst answers."""
+    """Goal: rows have the version that made them, and tokens keep the rows that they were sampled with. Method: updates
+    with a flush, without one, and amidst answers, whose KV stays or is given up and computed again."""
     a, b = model("qwen3_moe"), model("qwen3_moe", 1)
     asked = prompts(21, 70, 33)
     do = [
@@ -205,6 +206,10 @@ def test_weights_change(serve: Serve, model: Models, tmp_path: Path) -> None:
         ["A to B", "flush", {}],
         ["", "update", {"model": str(a), "version": "8", "flush": True}],
         ["amidst", "update_amidst", {"prompts": prompts(22, 40, 40), "model": str(b), "version": "9", "new": 200}],
+        [
+            *("retracted", "update_amidst"),
+            {"prompts": prompts(24, 40, 33), "model": str(a), "version": "10", "new": 200, "retract": True},
+        ],
     ]
     answers = serve(a, do, **SMALL, **ours(tmp_path / "store", weights="w"))
     homes = {"A": a, "B": b}
@@ -213,6 +218,13 @@ def test_weights_change(serve: Serve, model: Models, tmp_path: Path) -> None:
         assert all_right(homes, of(answers, name), before="B", labels={7: "B"}).labelled == 70 + 33 + 2 * 7
     total = all_right(homes, of(answers, "amidst"), before="A", after="B", labels={8: "A", 9: "B"})
     assert total.labelled == total.due // 3, str(total)
+    retracted = of(answers, "retracted")
+    total = all_right(homes, retracted, before="B", after="A", labels={9: "B", 10: "A"})
+    assert total.labelled == total.due // 3, str(total)
+    for answer in retracted:
+        (start, cut, first), (_, stop, last) = Routes.from_json(answer["routes"]).weights_versions
+        assert (start, first, last, stop) == (0, 9, 10, len(answer["prompt"]) + len(answer["tokens"]) - 1)
+        assert cut > len(answer["prompt"])
 
 
 def test_a_rollout_store_that_hangs_holds_no_other_request(serve: Serve, model: Models, tmp_path: Path) -> None:

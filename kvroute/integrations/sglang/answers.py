@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -59,6 +59,31 @@ class RequestRows:
     reasons: Mapping[int, str]  # for rows that did not come, by page of the request
     flagged: bool  # the setting ``witness``
 
+    @property
+    def stop(self) -> int:
+        return self.start + len(self.rows.valid)
+
+    def behind(self, kept: RequestRows) -> RequestRows:
+        """These rows, but at its positions those of ``kept``, an earlier computation from position 0 on.
+
+        Tokens were sampled with those, so none of them is replaced, nor is one that is missing filled.
+        """
+        count = max(0, min(kept.stop, self.stop) - self.start)
+        if not count:
+            return self
+        earlier = slice(self.start, self.start + count)
+        page = self.spec.block_tokens
+        after = {block: why for block, why in self.reasons.items() if (block + 1) * page > self.start + count}
+        return replace(
+            self,
+            rows=_joined(kept.rows, earlier, self.rows, count),
+            labels=_joined(kept.labels, earlier, self.labels, count),
+            by_kv=None
+            if kept.by_kv is None or self.by_kv is None
+            else np.concatenate([kept.by_kv[earlier], self.by_kv[count:]]),
+            reasons=after | dict(kept.reasons),
+        )
+
     def routes(self) -> tuple[Routes, list[list[int]], list[Gap]]:
         """The routes, the positions ``[start, stop)`` at which the last router's choice is not proved, and the gaps
         with a known reason."""
@@ -67,6 +92,12 @@ class RequestRows:
         if self.by_kv is not None:
             routes, unseen = settled(routes, self.by_kv, flagged=self.flagged)
         return routes, unseen, gaps_of(routes.missing, self.reasons, self.spec.block_tokens)
+
+
+def _joined(kept: Rows, earlier: slice, rows: Rows, count: int) -> Rows:
+    """The rows ``earlier`` of ``kept``, then ``rows`` without their first ``count``."""
+    values = np.concatenate([kept.values[earlier], rows.values[count:]])
+    return Rows(values, np.concatenate([kept.valid[earlier], rows.valid[count:]]))
 
 
 @dataclass(slots=True, eq=False)

@@ -13,11 +13,14 @@ from kvroute.capture.hooks import ONCE
 from kvroute.capture.step_ids import OTHERS, REASONS
 from kvroute.connector.left import Tokens
 from kvroute.integrations.sglang import versions
-from kvroute.integrations.sglang.answers import Outbox
+from kvroute.integrations.sglang.answers import Outbox, RequestRows
 from kvroute.integrations.sglang.rows import Launched, RoutedRows
 
 ANSWER: Final = "kvroute_answer"
 """The attribute of SGLang's request with its answer, from its end until its message."""
+KEPT: Final = "kvroute_kept"
+"""The attribute of SGLang's request with its rows of KV that it has given up."""
+GRAPH: Final = "a CUDA graph of ranks with requests of their own, whose order of tokens nothing has judged"
 
 
 class Capturer:
@@ -25,6 +28,9 @@ class Capturer:
 
     SGLang's buffer keeps the last call of a router, from row 0 on. So a pass in which a router was called twice, or
     with fewer tokens than the pass has, has no rows. A pass that replays a CUDA graph calls no router.
+    Where ranks have requests of their own (attention data parallelism), a router has the tokens of all ranks, one rank
+    after the other, each padded: those of this rank are a part of them, whose place SGLang's counts say. A router that
+    had another number of tokens than the counts add up to has an order that is not known, and the pass has no rows.
     The buffer is emptied behind each pass: what a pass did not write is missing, and never of an earlier one.
     """
 
@@ -57,24 +63,31 @@ class Capturer:
     def on_forward_end(
         self, forward_batch: Any, can_run_graph: bool, cuda_graph_batch: int | None, no_copy_to_cpu: bool = False
     ) -> Launched | None:
-        slots = versions.slots_of(forward_batch)
-        ids: torch.Tensor | str = self._unheard(len(slots))
+        part = versions.part_of(forward_batch)
+        slots = versions.slots_of(forward_batch)[: part.tokens]
+        ids: torch.Tensor | str = self._unheard(part, can_run_graph)
         if not ids:
-            ids = self.theirs._get_local_slice(forward_batch, can_run_graph, cuda_graph_batch)[: len(slots)].clone()
-        self._empty(max(len(slots), cuda_graph_batch or 0))  # behind the copy, on the same stream
+            top_k = self.rows.spec.row_shape[1]
+            ids = self._buffer[part.start : part.start + part.tokens, :, :top_k].clone()
+        written = len(self._buffer) if part.shared and can_run_graph else max(part.tokens, cuda_graph_batch or 0)
+        self._empty(written)  # behind the copy, on the same stream
+        if not part.tokens:  # the other ranks' pass, whose end SGLang does not report here
+            return None
         launched = self.rows.launch(slots.clone(), ids, slots)
         if no_copy_to_cpu:
             return launched
         launched.finalize()
         return None
 
-    def _unheard(self, tokens: int) -> str:
-        """Why the buffer has not the ids of this pass with so many ``tokens``; empty if it has."""
+    def _unheard(self, part: versions.Part, can_run_graph: bool) -> str:
+        """Why the buffer has not the ids of this pass; empty if it has."""
+        if part.shared and can_run_graph:
+            return GRAPH
         for layer, calls in self._tokens.items():
             if len(calls) > 1:
-                return f"{REASONS[ONCE]}: that of layer {layer}, with {calls} tokens of {tokens}"
-            if calls[0] < tokens:
-                return f"{OTHERS}: that of layer {layer}, {calls[0]} of {tokens}"
+                return f"{REASONS[ONCE]}: that of layer {layer}, with {calls} tokens of {part.routed}"
+            if calls[0] < part.routed or (part.shared and calls[0] > part.routed):
+                return f"{OTHERS}: that of layer {layer}, {calls[0]} of {part.routed}"
         return ""
 
     def get_topk(self, req_pool_idx: int, seqlen: int, req_to_token_pool: Any, start_len: int = 0) -> torch.Tensor:
@@ -85,9 +98,25 @@ class Capturer:
         tokens: Tokens | None = Tokens(ids, len(req.origin_input_ids))
         if req.input_embeds is not None or req.positional_embed_overrides is not None:
             tokens = None  # SGLang gives such a prompt the same ids whatever it says
-        answer = self.rows.answer(req.rid, slots, min(start_len, len(slots)), tokens)
+        kept = vars(req).pop(KEPT, None)
+        answer = self.rows.answer(req.rid, slots, min(start_len, len(slots)), tokens, kept)
         setattr(req, ANSWER, answer)
         return answer.field
+
+    def retracted(self, req: Any, req_to_token_pool: Any) -> None:
+        """A request is about to give up its KV, and will compute its tokens again, perhaps with other weights: keep the
+        rows that they were sampled with."""
+        if not req.return_routed_experts:
+            return
+        if req.input_embeds is not None:  # SGLang begins its answer anew
+            vars(req).pop(KEPT, None)
+            return
+        earlier = getattr(req, KEPT, None)
+        sampled = len(req.origin_input_ids) + len(req.output_ids) - 1  # positions that were read for sampled tokens
+        if not req.output_ids or (isinstance(earlier, RequestRows) and sampled <= earlier.stop):
+            return
+        slots = req_to_token_pool.req_to_token[req.kv.req_pool_idx][:sampled].cpu().numpy().astype(np.int64)
+        setattr(req, KEPT, self.rows.kept(slots, 0, earlier))
 
     def stream(self, stream: Callable[[list[Any]], object], sender: Any, reqs: Sequence[Any]) -> None:
         """SGLang streams what is new of these requests by ``stream``, to its ``sender``.
@@ -116,4 +145,4 @@ def capturer() -> Capturer | None:
     return current if isinstance(current, Capturer) else None
 
 
-__all__ = ["ANSWER", "Capturer", "capturer"]
+__all__ = ["ANSWER", "GRAPH", "KEPT", "Capturer", "capturer"]

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
+from cache_manager.errors import ConfigError
 from cache_manager.keys import Namespace
 from kvroute.connector.settings import Common
 from kvroute.connector.started import started
@@ -15,7 +16,7 @@ from kvroute.integrations.sglang.capturer import Capturer, capturer
 from kvroute.integrations.sglang.refusals import supported
 from kvroute.integrations.sglang.routers import routed_layers
 from kvroute.integrations.sglang.rows import RoutedRows
-from kvroute.integrations.sglang.settings import settings_of_arguments
+from kvroute.integrations.sglang.settings import of_rank, settings_of_arguments
 from kvroute.routing import routing_spec_from_hf
 from kvroute.weights import configuration_digest, weights_digest
 
@@ -75,6 +76,7 @@ def _created(create: Callable[..., Any], runner: Any, *args: Any, **named: Any) 
     arguments, page = versions.arguments(), versions.page_size()
     settings = settings_of_arguments(arguments)
     supported(arguments, settings)
+    settings = of_rank(settings, versions.data_rank())
     spec = routing_spec_from_hf(runner.model_config.hf_text_config, page)
     captured = routed_layers(runner.model, spec.attrs["layer_ids"])
     name = namespace_name(runner.model_config, arguments, settings)
@@ -125,6 +127,15 @@ def _begins(current: Capturer, *_: Any, **__: Any) -> None:
 
 def _hosted(current: Capturer, _: Any, controller: Any, *__: Any, **___: Any) -> None:
     """SGLang has pages on the host, and maybe a storage behind them."""
+    pools = [
+        str(getattr(entry.name, "value", entry.name)) for entry in getattr(controller.mem_pool_host, "entries", ())
+    ]
+    if len(pools) > 1:  # windows, states, or indexes of sparse attention
+        raise ConfigError(
+            "SGLang with kvroute: enable_hierarchical_cache",
+            "a model whose layers all attend to all tokens: other pages on the host were not judged",
+            ", ".join(pools),
+        )
     from kvroute.integrations.sglang.linker import host_folder
 
     pool = getattr(controller.mem_pool_host, "anchor_entry", None)
@@ -181,6 +192,10 @@ def _collects(current: Capturer, _: Any, req: Any) -> None:
     current.req = req
 
 
+def _retracted(current: Capturer, *, req: Any, req_to_token_pool: Any, **_: Any) -> None:
+    current.retracted(req, req_to_token_pool)
+
+
 def _streamed(stream: Callable[..., Any], streamer: Any, reqs: list[Any], *args: Any, **named: Any) -> None:
     """What is new of requests goes out: see :meth:`Capturer.stream`."""
     current = capturer()
@@ -222,6 +237,7 @@ HOOKS: Final[Mapping[str, Hook]] = {
     "prefetched": _before(_prefetched),
     "collects": _before(_collects),
     "begins": _before(_begins),
+    "retracted": _before(_retracted),
     "streamed": _streamed,
 }
 """By the names of :data:`versions.PLACES`."""

@@ -20,6 +20,8 @@ from kvroute.integrations.sglang.capturer import capturer
 from kvroute.integrations.sglang.rows import RoutedRows, logger
 
 LAYOUTS = ("layer_first", "page_first", "page_first_direct")
+POOLS = ("MHATokenToKVPool", "MLATokenToKVPool")
+"""SGLang's pools whose pages are keys and values, and nothing beside them: no scales, no index of sparse attention."""
 
 
 def _halves(pool: Any) -> list[Any]:
@@ -84,14 +86,20 @@ class Offloads:
 
 
 def _rows_and_kv(params: Any, components: Any) -> tuple[RoutedRows, PoolKV]:
-    """This process's rows and KV; :class:`ConfigError` if there are no rows, and for layers that forget tokens."""
+    """This process's rows and KV; :class:`ConfigError` if there are no rows, and for layers that forget tokens or read
+    more of a page than keys and values."""
     current = capturer()
     if current is None:
         raise ConfigError("KvrouteLinker", "--enable-return-routed-experts, and the plugin of kvroute", "no rows")
     names = sorted(str(getattr(component, "name", component)) for component in components)
     if names != ["FULL"]:
         raise ConfigError("KvrouteLinker", "a model whose layers all attend to all tokens", names)
-    return current.rows, PoolKV(params.token_to_kv_pool_allocator.get_kvcache(), params.page_size)
+    pool = params.token_to_kv_pool_allocator.get_kvcache()
+    if type(pool).__name__ not in POOLS:
+        raise ConfigError(
+            "KvrouteLinker", f"pages of keys and values alone, in {' or '.join(POOLS)}", type(pool).__name__
+        )
+    return current.rows, PoolKV(pool, params.page_size)
 
 
 class Beside:

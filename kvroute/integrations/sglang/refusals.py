@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple
 from cache_manager.errors import ConfigError
 from kvroute.connector.settings import Common
 from kvroute.integrations.sglang import versions
-from kvroute.integrations.sglang.settings import LINKER, LINKER_CONFIG, VARIABLE
+from kvroute.integrations.sglang.settings import LINKER, LINKER_CONFIG, RANK, VARIABLE
 
 
 class Refused(NamedTuple):
@@ -42,9 +42,7 @@ REFUSED: Final = (
         "rows of rejected tokens, and of accepted ones whose KV a tree moves to other slots, which nothing has judged",
     ),
     Refused("decoupled_spec_role", "drafts come from another engine", _NONE),
-    Refused("dp_size", "each rank has requests of its own", _ONE),
-    Refused("attn_dp_size", "each rank has requests of its own", _ONE),
-    Refused("enable_dp_attention", "a router has the tokens of all ranks"),
+    Refused("enable_dp_attention", "0.5.23 takes it as attn_dp_size; earlier releases were not judged with it"),
     Refused("pp_size", "a rank has a part of the layers", _ONE),
     Refused("attn_cp_size", _SCATTERED, _ONE),
     Refused("dcp_size", "a rank has a part of the KV", _ONE),
@@ -95,6 +93,9 @@ ELSEWHERE: Final = ("remote", "remote_instance", "dummy")
 
 JUDGED: Final = {
     "tp_size": "2 ranks, by hand; refused with KvrouteLinker",
+    "dp_size": "tests with 2 replicas, and KvrouteLinker; before 0.5.23 refused",
+    "attn_dp_size": "tests with 2 ranks, and pages on the host; KvrouteLinker by hand; "
+    "with CUDA graphs and before 0.5.23 refused",
     "ep_size": "by reading: without an a2a backend every rank's router has every token",
     "chunked_prefill_size": "tests",
     "page_size": "tests",
@@ -127,8 +128,17 @@ def refusals(server_args: Any, settings: Common) -> Iterator[tuple[str, str, Any
     for part in versions.PARTS:
         if getattr(server_args, part, False) and (lacking := versions.absent(sglang.__version__, part)):
             yield part, f"False: SGLang {sglang.__version__} has not {lacking[0]}, where its pages are followed", True
+    replicas = getattr(server_args, "dp_size", 1)
+    attention_ranks = getattr(server_args, "attn_dp_size", 1)
+    for argument, ranks in (("dp_size", replicas), ("attn_dp_size", attention_ranks)):
+        if ranks > 1 and versions.release(sglang.__version__) < versions.DATA_PARALLEL:
+            yield argument, f"1: SGLang {sglang.__version__} was not judged with it", ranks
+    if attention_ranks > 1 and not server_args.disable_cuda_graph:
+        yield "disable_cuda_graph", "True with attn_dp_size: no graph of its ranks was judged", False
+    if replicas * attention_ranks > 1 and "file:" in settings.store and RANK not in settings.store:
+        yield "store", f"a directory for each rank, such as file:///var/lib/kvroute/{RANK}", settings.store
     ours = linked and (getattr(server_args, LINKER_CONFIG, None) or {}).get("linker") == LINKER
-    if ours and server_args.tp_size > 1:
+    if ours and server_args.tp_size > attention_ranks:
         yield "tp_size", f"1 with {LINKER}: ranks may fail to load different pages", server_args.tp_size
     if settings.store and server_args.enable_lora:
         yield "enable_lora", "no adapters with a store: SGLang's keys name an adapter, not its weights", True

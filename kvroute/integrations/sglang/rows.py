@@ -325,15 +325,29 @@ class RoutedRows:
 
     # ---------------------------------------------------------------- answers
 
-    def answer(self, rid: str, slots: Ids, start: int, tokens: Tokens | None) -> Answer:
+    def answer(
+        self,
+        rid: str,
+        slots: Ids,
+        start: int,
+        tokens: Tokens | None,
+        kept: RequestRows | KVRouteError | None = None,
+    ) -> Answer:
         """The answer of a request that is over: its rows of the positions from ``start`` on, for which it has
-        ``slots`` from position 0 on. See :meth:`Answers.begin`."""
-        rows: RequestRows | KVRouteError
+        ``slots`` from position 0 on; ``kept`` are those of KV that it gave up. See :meth:`Answers.begin`."""
+        return self.answers.begin(rid, self.kept(slots, start, kept), max(0, len(slots) - start), tokens)
+
+    def kept(
+        self, slots: Ids, start: int = 0, earlier: RequestRows | KVRouteError | None = None
+    ) -> RequestRows | KVRouteError:
+        """What :meth:`read` gives or raises, with the rows of ``earlier``, the request's KV that was given up."""
+        if isinstance(earlier, KVRouteError):
+            return earlier
         try:
             rows = self.read(slots, start)
         except KVRouteError as error:
-            rows = error
-        return self.answers.begin(rid, rows, max(0, len(slots) - start), tokens)
+            return error
+        return rows if earlier is None else rows.behind(earlier)
 
     def read(self, slots: Ids, start: int) -> RequestRows:
         """A copy of the rows of a request's positions from ``start`` on; ``slots`` are those of all from position 0."""

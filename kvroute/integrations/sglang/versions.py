@@ -39,6 +39,8 @@ DOOR: Final = "sglang.srt.managers.scheduler.Scheduler.__init__"
 
 HOST: Final = "enable_hierarchical_cache"
 LINKER: Final = "enable_unified_cache_external_linker"
+DATA_PARALLEL: Final = (0, 5, 23)
+"""The first release whose data parallelism was judged, with replicas (``dp_size``) and in attention."""
 PARTS: Final = (HOST, LINKER)
 """Server arguments that need names of their own: a release without one of them refuses the argument, and no more."""
 
@@ -87,6 +89,9 @@ PLACES: Final[Mapping[str, Place]] = {
         ),
         ("req",),
     ),
+    "retracted": Place(
+        ("sglang.srt.managers.schedule_batch.release_req",), ("req", "req_to_token_pool"), since=(0, 5, 22)
+    ),
     "begins": Place(("sglang.srt.model_executor.model_runner.ModelRunner.forward",), ("forward_batch",)),
     "streamed": Place(
         (
@@ -111,12 +116,14 @@ _MODEL: Final = Place((f"{_CONTEXT}.get_model",), since=(0, 5, 17))
 _CAPTURER: Final = Place((f"{_EXPERTS}.get_global_experts_capturer",))
 _SET_CAPTURER: Final = Place((f"{_EXPERTS}.set_global_experts_capturer",))
 _RANK: Final = Place(("sglang.srt.distributed.parallel_state.get_tensor_model_parallel_rank",))
+_PARALLEL: Final = Place((f"{_CONTEXT}.get_parallel",), since=DATA_PARALLEL)
+_RANKS_PLACE: Final = Place(("sglang.srt.layers.dp_attention.dp_slot_in",), since=DATA_PARALLEL)
 _RUNNER: Final = Place(("sglang.srt.layers.moe.get_moe_runner_backend",))
 _PACKED: Final = Place(("sglang.srt.managers.io_struct.wrap_as_pickle",), since=(0, 5, 15))
 _UNPACKED: Final = Place(("sglang.srt.managers.io_struct.unwrap_from_pickle",), since=(0, 5, 15))
 TAKEN: Final = (
     *(_SERVER_ARGS, _RESOLVED, _SCHEDULE, _MODEL, _CAPTURER, _SET_CAPTURER, _RANK, _RUNNER, _PACKED, _UNPACKED),
-    *(Place((f"{_EXPERTS}.RoutedExpertsCapturer.{name}",)) for name in ("capture", "_get_local_slice")),
+    *(_PARALLEL, _RANKS_PLACE, Place((f"{_EXPERTS}.RoutedExpertsCapturer.capture",))),
     Place((f"{_EXPERTS}.RoutedExpertsCapturer.destroy",), since=(0, 5, 17)),
     Place((f"{_MEMORY}.hicache_storage.PoolName",), part=LINKER),
     *(
@@ -220,8 +227,19 @@ def kv_cache_dtype() -> Any:
 
 
 def first_rank() -> bool:
-    """Whether this process has the rows: the first rank of tensor parallelism, which answers."""
-    return not _function(_RANK)()
+    """Whether this process has the rows: the first of the ranks that share their requests, which answers them."""
+    parallel = _function(_PARALLEL)
+    return not (_function(_RANK)() if parallel is None else parallel().attn_tp_rank)
+
+
+def data_rank() -> int:
+    """Which of the ranks with requests of their own this process is of."""
+    parallel = _function(_PARALLEL)
+    if parallel is None:
+        return 0
+    ranks = parallel()
+    rank: int = ranks.attn_dp_rank if ranks.attn_dp_size > 1 else ranks.dp_rank or 0
+    return rank
 
 
 def experts_capturer() -> Any:
@@ -243,6 +261,27 @@ def without_host_buffer(capturer: Any) -> None:
     if hasattr(capturer, "destroy"):
         capturer.destroy()
     capturer.host_cache = None
+
+
+class Part(NamedTuple):
+    """This rank's part of the tokens that the routers have in a pass."""
+
+    start: int
+    tokens: int  # of requests of this rank
+    routed: int  # how many tokens each router has: without ``shared`` at least, with it exactly
+    shared: bool = False  # with ranks that have requests of their own
+
+
+def part_of(forward_batch: Any) -> Part:
+    """This rank's part of a pass that is over. SGLang pads the tokens of each rank, and counts the padded ones."""
+    padded = getattr(forward_batch, "global_num_tokens_cpu", None)
+    if padded is None:
+        tokens = len(slots_of(forward_batch))
+        return Part(0, tokens, tokens)
+    shared = len(padded) > 1
+    rank = _function(_RANKS_PLACE)(padded) if shared else 0
+    tokens = forward_batch.original_global_num_tokens_cpu[rank]
+    return Part(sum(padded[:rank]), tokens, sum(padded) if shared else tokens, shared)
 
 
 def slots_of(forward_batch: Any) -> Any:
@@ -272,6 +311,7 @@ _BYPASSING: Final = ("flashinfer_trtllm", "flashinfer_mxfp4", "experimental_sgl_
 
 
 __all__ = [
+    "DATA_PARALLEL",
     "DOOR",
     "HOST",
     "JUDGED",
@@ -282,10 +322,12 @@ __all__ = [
     "TAKEN",
     "TESTED",
     "WAYS",
+    "Part",
     "Place",
     "absent",
     "add_information",
     "arguments",
+    "data_rank",
     "experts_capturer",
     "first_rank",
     "hooked",
@@ -293,6 +335,7 @@ __all__ = [
     "kv_cache_dtype",
     "name_of",
     "page_size",
+    "part_of",
     "release",
     "resolved",
     "set_experts_capturer",

@@ -14,6 +14,10 @@ def transfer_kv_direct(
 
 
 def register() -> None:
+    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+
+    if not hasattr(TorchNativeAttnBackend, "get_cpu_graph_seq_len_fill_value"):  # of padding among ranks
+        TorchNativeAttnBackend.get_cpu_graph_seq_len_fill_value = lambda _: 1
     try:
         import sglang.srt.mem_cache.pool_host.mha as host_pool
     except ModuleNotFoundError:  # releases whose pages on the host no hook of kvroute follows
