@@ -7,7 +7,7 @@ import os
 from typing import Any, Final
 
 from cache_manager.errors import ConfigError
-from kvroute.connector.settings import Common
+from kvroute.connector.settings import Lending
 
 VARIABLE: Final = "KVROUTE_SGLANG"
 LINKER: Final = "KvrouteLinker"
@@ -15,22 +15,22 @@ LINKER_CONFIG: Final = "unified_cache_external_linker_config"
 """SGLang's argument, which 0.5.22 has not."""
 
 
-def settings_of(linker: dict[str, Any] | None) -> Common:
+def settings_of(linker: dict[str, Any] | None) -> Lending:
     """``linker_extra_config``, if ``--unified-cache-external-linker-config`` names our linker, or the environment's.
 
     Raises :class:`ConfigError` for invalid ones.
     """
     if linker is not None and linker.get("linker") == LINKER:
-        return Common.of(linker.get("linker_extra_config") or {}, "linker_extra_config")
+        return Lending.of(linker.get("linker_extra_config") or {}, "linker_extra_config")
     text = os.environ.get(VARIABLE) or "{}"
     try:
         settings = json.loads(text)
     except json.JSONDecodeError as error:
         raise ConfigError(VARIABLE, "a JSON object", repr(text)) from error
-    return Common.of(settings, VARIABLE)
+    return Lending.of(settings, VARIABLE)
 
 
-def settings_of_arguments(server_args: Any) -> Common:
+def settings_of_arguments(server_args: Any) -> Lending:
     """The settings of the engine with these server arguments; :class:`ConfigError` for invalid ones."""
     linked = getattr(server_args, "enable_unified_cache_external_linker", False)
     return settings_of(getattr(server_args, LINKER_CONFIG, None) if linked else None)
