@@ -99,6 +99,8 @@ class Pair:
     def __getitem__(self, role: str) -> Engine:
         if role not in self._running or self._running[role].ended:
             has_kvroute = role not in self._stock
+            if role == "prefill":  # decode goes on to ask at the old one for what another engine has there now
+                self._door = hold_port()
             options = {
                 "model_path": str(self._home),
                 **FIXED,
@@ -128,6 +130,7 @@ class Pair:
             engine.result()
 
     def asks(self, asked: Sequence[Sequence[int]], new: int = 20, **more: Any) -> list[dict[str, Any]]:
+        self["prefill"]  # which has a door
         return [
             {
                 "input_ids": list(prompt),
