@@ -97,7 +97,32 @@ def _words(kind: inspect.Type) -> str:
             return "null"
 
 
-class Settings(Common, frozen=True):
+class Lending(Common, frozen=True):
+    """An operator's settings in engines that lend rows to others: SGLang's."""
+
+    lend: str = "tcp://127.0.0.1:*"  # where rows are lent to other engines: ipc:///path or tcp://HOST:PORT
+    lent_nbytes_max: Annotated[int, msgspec.Meta(ge=1)] = 4 << 30  # of copies of rows not fetched yet
+    keys: str = ""  # the secret key file of all engines of a deployment; other hosts need one
+
+    def checks(self) -> dict[str, Callable[[], object]]:
+        checks = Common.checks(self)
+        checks["lend"] = self._check_lend
+        if self.keys:
+            checks["keys"] = self._check_keys
+        return checks
+
+    def _check_lend(self) -> None:
+        from transfer.zmq_settings import check_address
+
+        check_address(self.lend, "lend", curve=bool(self.keys))
+
+    def _check_keys(self) -> None:
+        from transfer.curve import read_keys
+
+        read_keys(Path(self.keys))
+
+
+class Settings(Lending, frozen=True):
     """An operator's settings in vLLM: ``kv_connector_extra_config["kvroute"]``."""
 
     # Version of the weights that are loaded at the start. Without one, rows have no version.
@@ -106,9 +131,6 @@ class Settings(Common, frozen=True):
     # "connector" with its store. "auto" is the transfer if the connector moves whole requests. Else, without a store,
     # rows go along with copies to the host and back where the connector tells of them.
     carrier: Literal["transfer", "connector", "auto"] = "auto"
-    lend: str = "tcp://127.0.0.1:*"  # where rows are lent to other engines: ipc:///path or tcp://HOST:PORT
-    lent_nbytes_max: Annotated[int, msgspec.Meta(ge=1)] = 4 << 30  # of copies of rows not fetched yet
-    keys: str = ""  # the secret key file of all engines of a deployment; other hosts need one
     # Rows are returned in the engine's own field, routed_experts; its flag sets this. Then no rollouts are left unless
     # they are asked for: "auto" is "response:" without the field, and nowhere with it.
     field: bool = False
@@ -147,23 +169,6 @@ class Settings(Common, frozen=True):
     def opens(self) -> str:
         """The URL by which the worker opens the store."""
         return _opened(self.store) if self.store else ""
-
-    def checks(self) -> dict[str, Callable[[], object]]:
-        checks = Common.checks(self)
-        checks["lend"] = self._check_lend
-        if self.keys:
-            checks["keys"] = self._check_keys
-        return checks
-
-    def _check_lend(self) -> None:
-        from transfer.zmq_settings import check_address
-
-        check_address(self.lend, "lend", curve=bool(self.keys))
-
-    def _check_keys(self) -> None:
-        from transfer.curve import read_keys
-
-        read_keys(Path(self.keys))
 
 
 def _written(store: str) -> bool:
@@ -205,4 +210,4 @@ def _holding(url: StoreUrl, tiers: Sequence[str]) -> str:
     return own + ",".join(tiers)
 
 
-__all__ = ["RESPONSE", "VERSION", "Common", "Settings"]
+__all__ = ["RESPONSE", "VERSION", "Common", "Lending", "Settings"]

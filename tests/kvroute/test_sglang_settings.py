@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 
 from kvroute import ConfigError
-from kvroute.connector.settings import Common
+from kvroute.connector.settings import Lending
 from kvroute.integrations.sglang import hooks, plugin, refusals, register, routers, versions
 from kvroute.integrations.sglang.settings import settings_of
 
 
 def test_invalid_settings_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """Goal: a mistake can be mended by its message. Method: the place, what may stand there, and what was written."""
-    wanted = "store, rollouts, weights, witness, strict, untested"
+    wanted = "store, rollouts, weights, witness, strict, untested, lend, lent_nbytes_max, keys"
     with pytest.raises(ConfigError, match=rf"^linker_extra_config: wanted some of {wanted} .*got 'stor'"):
         settings_of({"linker": "KvrouteLinker", "linker_extra_config": {"stor": "x"}})
     monkeypatch.setenv("KVROUTE_SGLANG", "store=file:///x")
@@ -29,9 +29,9 @@ def test_invalid_settings_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(ConfigError, match=r"^KVROUTE_SGLANG\.weights: wanted text, got 3"):
         settings_of(None)
     monkeypatch.setenv("KVROUTE_SGLANG", "")
-    assert settings_of(None) == Common()
+    assert settings_of(None) == Lending()
     monkeypatch.setenv("KVROUTE_SGLANG", '{"weights": "w"}')
-    assert settings_of({"linker": "another"}) == Common(weights="w")
+    assert settings_of({"linker": "another"}) == Lending(weights="w")
 
 
 class Scheduler:

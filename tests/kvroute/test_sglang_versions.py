@@ -16,7 +16,7 @@ import torch
 
 from cache_manager.keys import Namespace
 from kvroute import ConfigError, routing_spec
-from kvroute.connector.settings import Common
+from kvroute.connector.settings import Common, Lending
 from kvroute.integrations.sglang import versions
 from kvroute.integrations.sglang.refusals import refusals
 from kvroute.integrations.sglang.routers import routed_layers
@@ -112,7 +112,7 @@ def test_settings_are_those_of_the_environment_where_a_linker_has_no_configurati
 ) -> None:
     """Goal: 0.5.22 with a linker is refused by the linker's name, and not by an argument that it lacks."""
     monkeypatch.setenv("KVROUTE_SGLANG", json.dumps({"weights": "w"}))
-    assert settings_of_arguments(SimpleNamespace(**{LINKER: True})) == Common(weights="w")
+    assert settings_of_arguments(SimpleNamespace(**{LINKER: True})) == Lending(weights="w")
 
 
 class Elsewhere:

@@ -10,7 +10,7 @@ import pytest
 import sglang
 from sglang.srt.server_args import ServerArgs
 
-from kvroute.connector.settings import Common
+from kvroute.connector.settings import Lending
 from kvroute.integrations.sglang.hooks import COMPUTES
 from kvroute.integrations.sglang.refusals import JUDGED, OLDER, REFUSED, refusals
 
@@ -31,7 +31,7 @@ def test_a_new_argument_of_sglang_is_noticed() -> None:
 
 
 def test_an_engine_with_default_arguments_is_accepted() -> None:
-    assert list(refusals(arguments(), Common())) == []
+    assert list(refusals(arguments(), Lending())) == []
 
 
 @pytest.mark.parametrize("argument", [entry.argument for entry in REFUSED])
@@ -39,7 +39,7 @@ def test_each_argument_is_refused_by_name(argument: str) -> None:
     """Method: a value of its type that is not the default."""
     default = getattr(arguments(), argument)
     value = not default if isinstance(default, bool) else 2 if isinstance(default, int) else "another"
-    ((name, wanted, got),) = refusals(arguments(**{argument: value}), Common())
+    ((name, wanted, got),) = refusals(arguments(**{argument: value}), Lending())
     assert (name, got) == (argument, value)
     assert wanted
 
@@ -49,31 +49,48 @@ def test_data_parallelism_of_a_release_that_was_not_judged_with_it_is_refused(
     monkeypatch: pytest.MonkeyPatch, argument: str
 ) -> None:
     monkeypatch.setattr(sglang, "__version__", "0.5.22")
-    ((name, wanted, got),) = refusals(arguments(**{argument: 2}, disable_cuda_graph=True), Common())
+    ((name, wanted, got),) = refusals(arguments(**{argument: 2}, disable_cuda_graph=True), Lending())
     assert (name, wanted, got) == (argument, "1: SGLang 0.5.22 was not judged with it", 2)
 
 
 def test_what_depends_on_other_arguments_is_refused_by_name() -> None:
     linker = {"linker": "KvrouteLinker", "linker_extra_config": {}}
     ours = {"enable_unified_cache_external_linker": True, "unified_cache_external_linker_config": linker}
-    store = Common(store="memory:")
+    store = Lending(store="memory:")
     ranks = {"tp_size": 2, "attn_dp_size": 2}
-    cases: list[tuple[dict[str, Any], Common, str | None]] = [
-        (ours, Common(), "store"),
-        ({"hicache_storage_backend": "file"}, Common(), "store"),
+    cases: list[tuple[dict[str, Any], Lending, str | None]] = [
+        (ours, Lending(), "store"),
+        ({"hicache_storage_backend": "file"}, Lending(), "store"),
         (ours | {"tp_size": 2}, store, "tp_size"),
         ({"tp_size": 2}, store, None),
         ({"dp_size": 2}, store, None),
-        ({"dp_size": 2}, Common(store="file:///d"), "store"),
-        ({"dp_size": 2}, Common(store="file:///d/{rank}"), None),
+        ({"dp_size": 2}, Lending(store="file:///d"), "store"),
+        ({"dp_size": 2}, Lending(store="file:///d/{rank}"), None),
         (ranks, store, "disable_cuda_graph"),
         (ranks | {"disable_cuda_graph": True}, store, None),
         (ranks | {"disable_cuda_graph": True} | ours, store, None),
         (ranks | {"disable_cuda_graph": True, "tp_size": 4} | ours, store, "tp_size"),
         ({"enable_lora": True}, store, "enable_lora"),
-        ({"enable_lora": True}, Common(), None),
+        ({"enable_lora": True}, Lending(), None),
         ({"load_format": "remote"}, store, "load_format"),
-        ({"load_format": "remote"}, Common(store="memory:", weights="w"), None),
+        ({"load_format": "remote"}, Lending(store="memory:", weights="w"), None),
     ]
     for changed, settings, refused in cases:
         assert [name for name, *_ in refusals(arguments(**changed), settings)] == ([refused] if refused else [])
+
+
+@pytest.mark.parametrize("mode", ["prefill", "decode"])
+def test_what_is_refused_with_prefill_and_decode_apart(mode: str) -> None:
+    """Goal: both roles are accepted with what was judged, and each other thing is refused by its name."""
+    cases: list[tuple[dict[str, Any], Lending, str | None]] = [
+        ({}, Lending(), None),
+        ({"disaggregation_transfer_backend": "nixl"}, Lending(), None),
+        ({"disaggregation_transfer_backend": "mori"}, Lending(), "disaggregation_transfer_backend"),
+        ({"disaggregation_transfer_backend": "fake"}, Lending(), "disaggregation_transfer_backend"),
+        ({"tp_size": 2}, Lending(), "tp_size"),
+        ({"enable_hierarchical_cache": True}, Lending(), "enable_hierarchical_cache"),
+        ({}, Lending(lend="ipc:///tmp/rows"), "lend"),
+    ]
+    for changed, settings, refused in cases:
+        given = arguments(**{"disaggregation_mode": mode, **changed})
+        assert [name for name, *_ in refusals(given, settings)] == ([refused] if refused else [])

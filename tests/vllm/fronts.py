@@ -44,12 +44,14 @@ class _Asked:
 class Front(Peer):
     """``python -m MODULE ARGUMENTS``, asked as a peer of the benchmarks is."""
 
+    nursery = staticmethod(vllm_nursery)
+
     def __init__(self, module: str, log: Path, environment: Mapping[str, str], *arguments: str) -> None:
         self._log = log
         theirs_in, ours_in = os.pipe()
         ours_out, theirs_out = os.pipe()
         with log.open("wb") as output, os.fdopen(theirs_in), os.fdopen(theirs_out, "w"):
-            born = vllm_nursery().start(
+            born = self.nursery().start(
                 ["-m", module, *arguments],
                 stdin=theirs_in,
                 stdout=theirs_out,

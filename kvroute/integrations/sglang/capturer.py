@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Final
 
@@ -14,13 +14,22 @@ from kvroute.capture.step_ids import OTHERS, REASONS
 from kvroute.connector.left import Tokens
 from kvroute.integrations.sglang import versions
 from kvroute.integrations.sglang.answers import Outbox, RequestRows
-from kvroute.integrations.sglang.rows import Launched, RoutedRows
+from kvroute.integrations.sglang.handover import ARRIVAL, NOT_ASKED, Arrival, Handover, Ticket
+from kvroute.integrations.sglang.rows import NOTHING, Aside, Ids, Launched, RoutedRows
 
 ANSWER: Final = "kvroute_answer"
 """The attribute of SGLang's request with its answer, from its end until its message."""
 KEPT: Final = "kvroute_kept"
 """The attribute of SGLang's request with its rows of KV that it has given up."""
+ASIDE: Final = "kvroute_aside"
+"""The attribute with its rows while its KV is kept aside, to be resumed."""
 GRAPH: Final = "a CUDA graph of ranks with requests of their own, whose order of tokens nothing has judged"
+
+
+def _why(req: Any) -> Mapping[int, str]:
+    """Why rows of a request's pages may be missing, whose KV came from another engine."""
+    arrival: Arrival | None = getattr(req, ARRIVAL, None)
+    return NOTHING if arrival is None else arrival.why
 
 
 class Capturer:
@@ -35,13 +44,15 @@ class Capturer:
     """
 
     def __init__(self, theirs: Any, rows: RoutedRows) -> None:
-        self.theirs, self.rows, self.destroy = theirs, rows, rows.close
+        self.theirs, self.rows = theirs, rows
         self.req: Any = None
         """The request whose rows SGLang asks for next."""
         self._tokens: dict[int, list[int]] = {}  # of each call of a layer's router in this pass
         self._buffer: torch.Tensor = theirs.device_cache.buffer  # int32 [tokens, layers, top_k]
         self._buffer.fill_(-1)
         self._outbox: Outbox | None = None
+        self._handover: Handover | None = None  # with prefill and decode apart
+        self._slots: Any = None  # SGLang's table of the slots of requests
 
     def begin(self) -> None:
         """A pass begins: earlier calls of routers, to warm up or to record a graph, are not its own."""
@@ -99,7 +110,9 @@ class Capturer:
         if req.input_embeds is not None or req.positional_embed_overrides is not None:
             tokens = None  # SGLang gives such a prompt the same ids whatever it says
         kept = vars(req).pop(KEPT, None)
-        answer = self.rows.answer(req.rid, slots, min(start_len, len(slots)), tokens, kept)
+        if self._handover is not None:
+            self._handover.poll()
+        answer = self.rows.answer(req.rid, slots, min(start_len, len(slots)), tokens, kept, _why(req))
         setattr(req, ANSWER, answer)
         return answer.field
 
@@ -116,7 +129,59 @@ class Capturer:
         if not req.output_ids or (isinstance(earlier, RequestRows) and sampled <= earlier.stop):
             return
         slots = req_to_token_pool.req_to_token[req.kv.req_pool_idx][:sampled].cpu().numpy().astype(np.int64)
-        setattr(req, KEPT, self.rows.kept(slots, 0, earlier))
+        setattr(req, KEPT, self.rows.kept(slots, 0, earlier, _why(req)))
+
+    # ---------------------------------------------------------------- prefill and decode apart
+
+    def hand_over(self, handover: Handover, req_to_token_pool: Any) -> None:
+        """The engine lends or fetches rows from now on; the ``handover`` is owned."""
+        self._handover, self._slots = handover, req_to_token_pool
+
+    def lend(self, req: Any, buffers: Any) -> None:
+        """SGLang sends the last of a prompt's KV, and with it what is in ``buffers``."""
+        if self._handover is None:
+            return
+        if req.return_routed_experts:
+            ids = list(req.origin_input_ids)
+            ticket = self._handover.lend(ids, self._slots_of(req, len(ids)))
+        else:
+            ticket = Ticket(why=NOT_ASKED)
+        buffers.bootstrap_room[req.metadata_buffer_index, 1:] = torch.from_numpy(ticket.words())
+
+    def goes_on(self, decode_req: Any, buffers: Any) -> bool:
+        """Whether a request, whose KV has come, may run: its rows have come too, or it has waited long enough."""
+        if self._handover is None:
+            return True
+        req = decode_req.req
+        arrival: Arrival | None = getattr(req, ARRIVAL, None)
+        if arrival is None or arrival.receiver is not decode_req.kv_receiver:  # of this transfer, not an earlier one
+            words = buffers.bootstrap_room[decode_req.metadata_buffer_index, 1:].cpu().numpy()
+            ids = [*req.origin_input_ids, *req.output_ids][: req.kv.kv_committed_len]
+            slots = self._slots_of(req, len(ids))
+            arrival = self._handover.receive(Ticket.read(words), ids, slots, wanted=req.return_routed_experts)
+            arrival.receiver = decode_req.kv_receiver
+            setattr(req, ARRIVAL, arrival)
+        return self._handover.goes_on(arrival)
+
+    def put_aside(self, req: Any) -> None:
+        """SGLang copies the KV of a request aside, which it retracts."""
+        setattr(req, ASIDE, self.rows.put_aside(self._slots_of(req, req.seqlen - 1)))
+
+    def bring_back(self, req: Any) -> None:
+        aside: Aside | None = vars(req).pop(ASIDE, None)
+        if aside is not None:
+            self.rows.bring_back(aside, self._slots_of(req, req.seqlen - 1))
+
+    def _slots_of(self, req: Any, tokens: int) -> Ids:
+        slots: Ids = self._slots.req_to_token[req.kv.req_pool_idx][:tokens].cpu().numpy().astype(np.int64)
+        return slots
+
+    def destroy(self) -> None:
+        if self._handover is not None:
+            self._handover.close()
+        self.rows.close()
+
+    # ---------------------------------------------------------------- what goes out
 
     def stream(self, stream: Callable[[list[Any]], object], sender: Any, reqs: Sequence[Any]) -> None:
         """SGLang streams what is new of these requests by ``stream``, to its ``sender``.

@@ -13,6 +13,7 @@ from kvroute.connector.started import started
 from kvroute.connector.versions import AS_LOADED, version_of
 from kvroute.integrations.sglang import versions
 from kvroute.integrations.sglang.capturer import Capturer, capturer
+from kvroute.integrations.sglang.handover import Handover
 from kvroute.integrations.sglang.refusals import supported
 from kvroute.integrations.sglang.routers import routed_layers
 from kvroute.integrations.sglang.rows import RoutedRows
@@ -98,6 +99,8 @@ def _created(create: Callable[..., Any], runner: Any, *args: Any, **named: Any) 
 
 def carrier_of(arguments: Any) -> str:
     """What brings KV from outside, and rows beside it."""
+    if versions.is_on(arguments, versions.APART):
+        return f"transfer ({arguments.disaggregation_mode})"
     if getattr(arguments, "enable_unified_cache_external_linker", False):
         return "linker"
     return "hierarchical cache" if getattr(arguments, "enable_hierarchical_cache", False) else "none"
@@ -220,6 +223,51 @@ def _flushed(current: Capturer, done: Any, *_: Any, **__: Any) -> None:
         current.rows.weights.forgotten()
 
 
+def _handed(current: Capturer, scheduler: Any, req: Any, last_chunk: bool = False, *_: Any, **__: Any) -> None:
+    """Prefill sends KV of a prompt: with the last of it goes the ticket for its rows."""
+    if last_chunk:
+        current.lend(req, scheduler.disagg_metadata_buffers)
+
+
+def _gated(current: Capturer, _: Any, polls: list[int], decode_reqs: list[Any], metadata_buffers: Any) -> None:
+    """Decode asks whose KV has come: SGLang keeps those that have not from running, and we those without their rows.
+
+    SGLang takes the least of what its ranks say, so all wait for the one that has rows.
+    """
+    for i, decode_req in enumerate(decode_reqs):
+        if polls[i] == versions.TRANSFERRED and not current.goes_on(decode_req, metadata_buffers):
+            polls[i] = versions.TRANSFERRING
+
+
+def _prebuilt(_: Capturer, processor: Any, batch: Any) -> None:
+    """Requests begin with prefill's token. SGLang gives no routed experts to those that end with it."""
+    for req in batch.reqs:
+        req.update_finish_state()
+        if req.finished():
+            processor._maybe_collect_routed_experts(req)
+
+
+def _put_aside(current: Capturer, kept: bool, req: Any, *_: Any, **__: Any) -> None:
+    if kept:
+        current.put_aside(req)
+
+
+def _resumed(current: Capturer, _: Any, req: Any, *__: Any, **___: Any) -> None:
+    current.bring_back(req)
+
+
+def handover(scheduler: Any) -> None:
+    """A scheduler is there: if it computes prompts for others, or goes on from theirs, rows cross with them."""
+    current, arguments = capturer(), versions.arguments()
+    if current is None or not versions.is_on(arguments, versions.APART):
+        return
+    made = Handover(current.rows, settings_of_arguments(arguments))
+    current.hand_over(made, scheduler.req_to_token_pool)
+    current.rows.followers.append(made.crossing.follow)
+    current.rows.counters["transfer"] = lambda: made.crossing.node.counters
+    logger.info("kvroute lends and fetches rows of prompts at %s", made.crossing.address)
+
+
 HOOKS: Final[Mapping[str, Hook]] = {
     "created": _created,
     "hosted": _after(_hosted),
@@ -238,8 +286,13 @@ HOOKS: Final[Mapping[str, Hook]] = {
     "collects": _before(_collects),
     "begins": _before(_begins),
     "retracted": _before(_retracted),
+    "handed": _before(_handed),
+    "gated": _after(_gated),
+    "prebuilt": _before(_prebuilt),
+    "put_aside": _after(_put_aside),
+    "resumed": _after(_resumed),
     "streamed": _streamed,
 }
 """By the names of :data:`versions.PLACES`."""
 
-__all__ = ["HOOKS"]
+__all__ = ["HOOKS", "handover"]

@@ -57,8 +57,10 @@ def _guarded(start: Callable[..., Any], scheduler: Any, server_args: Any, *args:
         return
     begin(server_args)
     start(scheduler, server_args, *args, **named)
+    from kvroute.integrations.sglang.hooks import handover
     from kvroute.integrations.sglang.metrics import export
 
+    handover(scheduler)
     export(scheduler)
 
 

@@ -11,8 +11,9 @@ from collections.abc import Iterator
 from typing import Any, Final, NamedTuple
 
 from cache_manager.errors import ConfigError
-from kvroute.connector.settings import Common
+from kvroute.connector.settings import Lending
 from kvroute.integrations.sglang import versions
+from kvroute.integrations.sglang.handover import place_of
 from kvroute.integrations.sglang.settings import LINKER, LINKER_CONFIG, RANK, VARIABLE
 
 
@@ -68,8 +69,11 @@ REFUSED: Final = (
     Refused("enable_nvidia_megakernel", _KERNEL),
     Refused("enable_amd_monokernel", _KERNEL),
     Refused("enable_torch_compile", "the router is compiled, which nothing has judged"),
-    Refused("disaggregation_mode", "KV comes from another engine, without rows", _NONE),
-    Refused("enable_pd_role_switch", "KV comes from another engine, without rows"),
+    Refused("enable_pd_role_switch", "an engine lends rows, or fetches them, from its start on"),
+    Refused("disaggregation_decode_enable_radix_cache", "one part of a prompt's KV is decode's own"),
+    Refused("disaggregation_decode_enable_offload_kvcache", _ELSEWHERE),
+    Refused("disaggregation_decode_host_receive_threshold", "KV comes to pages on the host first", (None, 1, 1.0)),
+    Refused("disaggregation_decode_allocation_policy", "a prompt's slots are given out later", (None, "", "early")),
     Refused("encoder_only", "there is no router"),
     Refused("prefill_only_disable_kv_cache", "tokens have no slots"),
     Refused("enable_hisparse", _ELSEWHERE),
@@ -111,12 +115,39 @@ JUDGED: Final = {
     "disable_cuda_graph": "tests; CUDA graphs on one H100",
     "disable_shared_experts_fusion": "by reading: SGLang cuts the shared experts' columns",
     "moe_runner_backend": "its effect on each router is looked up at the start: see the table of routers",
+    "disaggregation_mode": "tests, both roles on a CPU, over Mooncake (TCP) and NIXL",
     "skip_tokenizer_init": "tests, both values",
 }
 """Accepted arguments that change passes, pages or routers, and how each was judged."""
 
 
-def refusals(server_args: Any, settings: Common) -> Iterator[tuple[str, str, Any]]:
+_RANKS: Final = "each rank sends what comes with a first token"
+BACKENDS: Final = ("mooncake", "nixl")
+"""What moves KV between prefill and decode, as it was judged."""
+RELEASES: Final = ("0.5.23",)
+"""The releases whose prefill and decode were judged apart."""
+
+
+def _apart(server_args: Any, settings: Lending, version: str) -> Iterator[tuple[str, str, Any]]:
+    """:func:`refusals` of an engine that computes prompts for others, or goes on from theirs."""
+    mode, backend = server_args.disaggregation_mode, server_args.disaggregation_transfer_backend
+    if version not in RELEASES:
+        yield versions.APART, f"'null' in SGLang {version}: it was judged in {' or '.join(RELEASES)}", mode
+    if backend not in BACKENDS:
+        yield "disaggregation_transfer_backend", f"{' or '.join(map(repr, BACKENDS))} with {mode!r}", backend
+    for ranks in "tp_size", "dp_size", "attn_dp_size":
+        if getattr(server_args, ranks, 1) > 1:
+            yield ranks, f"1 with disaggregation_mode={mode!r}: {_RANKS}", getattr(server_args, ranks)
+    for part in versions.HOST, versions.LINKER:
+        if versions.is_on(server_args, part):
+            yield part, f"False with disaggregation_mode={mode!r}, which nothing has judged", True
+    try:
+        place_of(settings.lend, "lend")
+    except ConfigError as error:
+        yield error.field, str(error.wanted), error.got
+
+
+def refusals(server_args: Any, settings: Lending) -> Iterator[tuple[str, str, Any]]:
     """For each refused argument: it, what is wanted, and its value. ``server_args`` are the resolved ones."""
     import sglang  # type: ignore[import-not-found]
 
@@ -126,7 +157,7 @@ def refusals(server_args: Any, settings: Common) -> Iterator[tuple[str, str, Any
             yield argument, f"{' or '.join(repr(option) for option in accepted if option is not None)}: {why}", value
     linked = getattr(server_args, versions.LINKER, False)
     for part in versions.PARTS:
-        if getattr(server_args, part, False) and (lacking := versions.absent(sglang.__version__, part)):
+        if versions.is_on(server_args, part) and (lacking := versions.absent(sglang.__version__, part)):
             yield part, f"False: SGLang {sglang.__version__} has not {lacking[0]}, where its pages are followed", True
     replicas = getattr(server_args, "dp_size", 1)
     attention_ranks = getattr(server_args, "attn_dp_size", 1)
@@ -137,6 +168,8 @@ def refusals(server_args: Any, settings: Common) -> Iterator[tuple[str, str, Any
         yield "disable_cuda_graph", "True with attn_dp_size: no graph of its ranks was judged", False
     if replicas * attention_ranks > 1 and "file:" in settings.store and RANK not in settings.store:
         yield "store", f"a directory for each rank, such as file:///var/lib/kvroute/{RANK}", settings.store
+    if versions.is_on(server_args, versions.APART):
+        yield from _apart(server_args, settings, sglang.__version__)
     ours = linked and (getattr(server_args, LINKER_CONFIG, None) or {}).get("linker") == LINKER
     if ours and server_args.tp_size > attention_ranks:
         yield "tp_size", f"1 with {LINKER}: ranks may fail to load different pages", server_args.tp_size
@@ -153,7 +186,7 @@ def refusals(server_args: Any, settings: Common) -> Iterator[tuple[str, str, Any
         )
 
 
-def supported(server_args: Any, settings: Common) -> None:
+def supported(server_args: Any, settings: Lending) -> None:
     """:class:`ConfigError` names the first unsupported feature of an engine with these published arguments."""
     for argument, wanted, got in refusals(server_args, settings):
         raise ConfigError(f"SGLang with kvroute: {argument}", wanted, got)

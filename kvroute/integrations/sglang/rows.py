@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from types import MappingProxyType
 from typing import Any, Final
 
 import numpy as np
@@ -23,6 +24,7 @@ from cache_manager.blocks import AuxBlocks
 from cache_manager.errors import KVRouteError
 from cache_manager.jobs import PersistJob, RestoreJob
 from cache_manager.keys import BlockKey, Namespace
+from cache_manager.publish import Rows
 from cache_manager.spec import AuxBlockDataSpec
 from kvroute import open_store
 from kvroute.connector.job_counts import JobCounts
@@ -44,9 +46,18 @@ WHY: Final = "the store has no rows of the KV that was loaded"
 UNREPORTED: Final = "a pass whose end the engine did not report"
 OTHER_WEIGHTS: Final = "KV that was loaded may be of other weights"
 GONE_MAX: Final = 1 << 16
+NOTHING: Final[Mapping[int, str]] = MappingProxyType({})
 
 Ids = NDArray[np.int64]
 Origins = NDArray[np.uint64]
+
+
+@dataclass(slots=True, eq=False)
+class Aside:
+    """The rows of a request's first tokens while SGLang has no slots for them; ``None``: they are not read yet."""
+
+    rows: Rows | None = None
+    labels: Rows | None = None
 
 
 @dataclass(eq=False)
@@ -95,6 +106,8 @@ class RoutedRows:
         self._filled_behind = np.zeros(pages, np.int64)  # passes launched when a page was filled ahead of its turn
         self.meter = Meter(self._counters)
         self.exports: Callable[[Taken], None] | None = None  # to the engine's metrics, if it has any
+        self.followers: list[Callable[[], None]] = []  # called when the weights have another name
+        self.counters: dict[str, Callable[[], Any]] = {}  # of further tiers, by name
         self._job_counts = JobCounts(self.meter, spec.block_tokens)
         left = LeftRoutes.by(settings.rollouts) if settings.rollouts else None
         self.answers = Answers(spec, left, self.meter)
@@ -132,12 +145,15 @@ class RoutedRows:
         """The present counters of each tier."""
         store = self.aux.store
         of_store: Any = {} if store is None else store.counters
-        return {"blocks": self.aux.counters, "store": of_store, "answers": self.answers.counters}
+        own = {"blocks": self.aux.counters, "store": of_store, "answers": self.answers.counters}
+        return own | {name: counters() for name, counters in self.counters.items()}
 
     def _renamed(self, namespace: Namespace) -> None:
         """Called when there is no KV, or none that may be used again."""
         self._deferred.clear()
         self.aux.reset(weights_version=namespace.weights_version)
+        for follow in self.followers:
+            follow()
 
     # ---------------------------------------------------------------- passes
 
@@ -215,6 +231,45 @@ class RoutedRows:
 
         self._valid_after[targets] = self.launched
         self._then(copy)
+
+    def came(self, pages: Ids, then: Callable[[], None]) -> None:
+        """Another engine's KV has come into these pages, which SGLang has given out for it: they begin their lives, and
+        then their rows may come. Every pass of their request is launched later."""
+
+        def begin() -> None:
+            self._renew(pages)
+            then()
+
+        self.weights.computes()
+        self._valid_after[pages] = self.launched
+        self._then(begin)
+
+    def put_aside(self, slots: Ids) -> Aside:
+        """SGLang copies the KV in ``slots`` aside, and gives their pages away: the rows go with it."""
+        aside = Aside()
+
+        def keep() -> None:
+            pages = slots[:: self.page] // self.page
+            aside.rows = self.aux.read(self.spec.name, pages, 0, len(slots))
+            aside.labels = self.aux.read(VERSION, pages, 0, len(slots))
+
+        self._then(keep)
+        return aside
+
+    def bring_back(self, aside: Aside, slots: Ids) -> None:
+        """What was put aside comes into ``slots``, whose pages were given out for it."""
+
+        def write() -> None:
+            rows, labels = aside.rows, aside.labels
+            if rows is None or labels is None:  # the weights were new before it could be read
+                return
+            for chosen in (rows.valid & labels.valid, rows.valid & ~labels.valid):
+                values: dict[str, NDArray[Any]] = {self.spec.name: rows.values[chosen]}
+                if (labels.valid & chosen).any():
+                    values[VERSION] = labels.values[chosen]
+                self.aux.write_step(slots[chosen], values)
+
+        self.came(slots[:: self.page] // self.page, write)
 
     # ---------------------------------------------------------------- the store
 
@@ -332,35 +387,46 @@ class RoutedRows:
         start: int,
         tokens: Tokens | None,
         kept: RequestRows | KVRouteError | None = None,
+        why: Mapping[int, str] = NOTHING,
     ) -> Answer:
         """The answer of a request that is over: its rows of the positions from ``start`` on, for which it has
-        ``slots`` from position 0 on; ``kept`` are those of KV that it gave up. See :meth:`Answers.begin`."""
-        return self.answers.begin(rid, self.kept(slots, start, kept), max(0, len(slots) - start), tokens)
+        ``slots`` from position 0 on; ``kept`` are those of KV that it gave up, and ``why`` rows of its pages may be
+        missing. See :meth:`Answers.begin`."""
+        return self.answers.begin(rid, self.kept(slots, start, kept, why), max(0, len(slots) - start), tokens)
 
     def kept(
-        self, slots: Ids, start: int = 0, earlier: RequestRows | KVRouteError | None = None
+        self,
+        slots: Ids,
+        start: int = 0,
+        earlier: RequestRows | KVRouteError | None = None,
+        why: Mapping[int, str] = NOTHING,
     ) -> RequestRows | KVRouteError:
         """What :meth:`read` gives or raises, with the rows of ``earlier``, the request's KV that was given up."""
         if isinstance(earlier, KVRouteError):
             return earlier
         try:
-            rows = self.read(slots, start)
+            rows = self.read(slots, start, why)
         except KVRouteError as error:
             return error
         return rows if earlier is None else rows.behind(earlier)
 
-    def read(self, slots: Ids, start: int) -> RequestRows:
+    def read(self, slots: Ids, start: int, why: Mapping[int, str] = NOTHING) -> RequestRows:
         """A copy of the rows of a request's positions from ``start`` on; ``slots`` are those of all from position 0."""
         pages = slots[:: self.page] // self.page
-        self._renew(pages[self._unsure(pages)])
+        self.settled(pages)
         rows = self.aux.read(self.spec.name, pages, start, len(slots))
         labels = self.aux.read(VERSION, pages, start, len(slots))
         sources = self._sources[pages]
         by_kv: NDArray[np.bool_] | None = None
         if self.folder is not None and self.layers[-1] == self.spec.attrs["num_layers"] - 1:  # behind all KV
             by_kv = np.repeat(sources == BY_KV, self.page)[start : len(slots)]
-        reasons = dict.fromkeys(np.flatnonzero(sources == GONE).tolist(), WHY)
+        reasons = {**why, **dict.fromkeys(np.flatnonzero(sources == GONE).tolist(), WHY)}
         return RequestRows(self.spec, rows, labels, start, by_kv, reasons, self.settings.witness == "flagged")
+
+    def settled(self, pages: Ids) -> Ids:
+        """The lives of a request's pages, when SGLang says that the passes that wrote them are over."""
+        self._renew(pages[self._unsure(pages)])
+        return self.aux.generations(pages)
 
     def _unsure(self, pages: Ids) -> NDArray[np.bool_]:
         """Which of these pages may have old rows: SGLang asks when passes are over, but some never came to an end."""
@@ -377,4 +443,4 @@ class RoutedRows:
             self._store.close()
 
 
-__all__ = ["UNREPORTED", "WHY", "Launched", "RoutedRows"]
+__all__ = ["UNREPORTED", "WHY", "Aside", "Launched", "RoutedRows"]

@@ -9,7 +9,7 @@ from typing import Any, Final
 import msgspec
 
 from cache_manager.errors import ConfigError
-from kvroute.connector.settings import Common
+from kvroute.connector.settings import Lending
 
 VARIABLE: Final = "KVROUTE_SGLANG"
 LINKER: Final = "KvrouteLinker"
@@ -17,31 +17,31 @@ LINKER_CONFIG: Final = "unified_cache_external_linker_config"
 """SGLang's argument, which 0.5.22 has not."""
 
 
-def settings_of(linker: dict[str, Any] | None) -> Common:
+def settings_of(linker: dict[str, Any] | None) -> Lending:
     """``linker_extra_config``, if ``--unified-cache-external-linker-config`` names our linker, or the environment's.
 
     Raises :class:`ConfigError` for invalid ones.
     """
     if linker is not None and linker.get("linker") == LINKER:
-        return Common.of(linker.get("linker_extra_config") or {}, "linker_extra_config")
+        return Lending.of(linker.get("linker_extra_config") or {}, "linker_extra_config")
     text = os.environ.get(VARIABLE) or "{}"
     try:
         settings = json.loads(text)
     except json.JSONDecodeError as error:
         raise ConfigError(VARIABLE, "a JSON object", repr(text)) from error
-    return Common.of(settings, VARIABLE)
+    return Lending.of(settings, VARIABLE)
 
 
 RANK: Final = "{rank}"
 """In the URL of a store: the number of the rank among those with requests of their own."""
 
 
-def of_rank(settings: Common, rank: int) -> Common:
+def of_rank(settings: Lending, rank: int) -> Lending:
     """The settings of one of the ranks with requests of their own."""
     return msgspec.structs.replace(settings, store=settings.store.replace(RANK, str(rank)))
 
 
-def settings_of_arguments(server_args: Any) -> Common:
+def settings_of_arguments(server_args: Any) -> Lending:
     """The settings of the engine with these server arguments; :class:`ConfigError` for invalid ones."""
     linked = getattr(server_args, "enable_unified_cache_external_linker", False)
     return settings_of(getattr(server_args, LINKER_CONFIG, None) if linked else None)

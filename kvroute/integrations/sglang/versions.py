@@ -39,9 +39,10 @@ DOOR: Final = "sglang.srt.managers.scheduler.Scheduler.__init__"
 
 HOST: Final = "enable_hierarchical_cache"
 LINKER: Final = "enable_unified_cache_external_linker"
+APART: Final = "disaggregation_mode"
 DATA_PARALLEL: Final = (0, 5, 23)
 """The first release whose data parallelism was judged, with replicas (``dp_size``) and in attention."""
-PARTS: Final = (HOST, LINKER)
+PARTS: Final = (HOST, LINKER, APART)
 """Server arguments that need names of their own: a release without one of them refuses the argument, and no more."""
 
 
@@ -61,6 +62,7 @@ _UPDATER: Final = f"{_PARTS}.weight_updater.SchedulerWeightUpdaterManager.update
 _OLD_UPDATER: Final = (
     "sglang.srt.managers.scheduler_update_weights_mixin.SchedulerUpdateWeightsMixin.update_weights_from"
 )
+_APART: Final = "sglang.srt.disaggregation"
 _OLD_RESULTS: Final = "sglang.srt.managers.scheduler_output_processor_mixin.SchedulerOutputProcessorMixin"
 
 PLACES: Final[Mapping[str, Place]] = {
@@ -92,6 +94,17 @@ PLACES: Final[Mapping[str, Place]] = {
     "retracted": Place(
         ("sglang.srt.managers.schedule_batch.release_req",), ("req", "req_to_token_pool"), since=(0, 5, 22)
     ),
+    "handed": Place(
+        (f"{_APART}.prefill.SchedulerDisaggregationPrefillMixin._send_kv_chunk",), ("req", "last_chunk"), APART
+    ),
+    "gated": Place((f"{_APART}.utils._apply_metadata_gate",), ("polls", "decode_reqs", "metadata_buffers"), APART),
+    "prebuilt": Place(
+        (f"{_PARTS}.batch_result_processor.SchedulerBatchResultProcessor.process_batch_result_prebuilt",),
+        ("batch",),
+        APART,
+    ),
+    "put_aside": Place(("sglang.srt.managers.schedule_batch.backup_kv_cache",), ("req",), APART),
+    "resumed": Place((f"{_APART}.decode.restore_kv_cache",), ("req",), APART),
     "begins": Place(("sglang.srt.model_executor.model_runner.ModelRunner.forward",), ("forward_batch",)),
     "streamed": Place(
         (
@@ -310,7 +323,18 @@ def undecided_format() -> str:
 _BYPASSING: Final = ("flashinfer_trtllm", "flashinfer_mxfp4", "experimental_sgl_trtllm")
 
 
+TRANSFERRING: Final = 3
+TRANSFERRED: Final = 4
+"""SGLang's ``KVPoll``: the state of a request whose KV comes from another engine, and has come."""
+
+
+def is_on(server_args: Any, part: str) -> bool:
+    """Whether an engine with these arguments has the part of :data:`PARTS`."""
+    return getattr(server_args, part, None) not in (None, False, "null")
+
+
 __all__ = [
+    "APART",
     "DATA_PARALLEL",
     "DOOR",
     "HOST",
@@ -321,6 +345,8 @@ __all__ = [
     "PREFERRED",
     "TAKEN",
     "TESTED",
+    "TRANSFERRED",
+    "TRANSFERRING",
     "WAYS",
     "Part",
     "Place",
@@ -332,6 +358,7 @@ __all__ = [
     "first_rank",
     "hooked",
     "host_tokens",
+    "is_on",
     "kv_cache_dtype",
     "name_of",
     "page_size",
