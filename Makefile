@@ -9,7 +9,7 @@ WORKERS ?= 2
 PIP_INSTALL := pip install --quiet --disable-pip-version-check --no-compile
 export HYPOTHESIS_PROFILE KVROUTE_EXAMPLES
 
-.PHONY: dist docs demo demo-pd test-demos test quick test-trainers test-trainers-live test-vllm test-vllm-fronts test-vllm-engines smoke-vllm newest test-sglang smoke-sglang test-managers nightly check lint bench bench-vllm clean setup libraries help
+.PHONY: dist docs demo demo-pd test-demos test quick test-trainers test-trainers-live test-vllm test-vllm-fronts test-vllm-engines smoke-vllm newest test-sglang smoke-sglang test-managers nightly check lint bench bench-vllm clean setup libraries chromium help
 
 help:
 	@echo "make demo    run the main job: a MoE model on a paged engine with every routing row checked"
@@ -29,7 +29,7 @@ help:
 	@echo "make bench   print the benchmark tables (TRACE=FILE replays a Mooncake trace beside vLLM's block manager: 2.9 GB)"
 	@echo "make bench-vllm    what the parts of a step inside vLLM cost (2.9 GB)"
 	@echo "make dist    a source distribution and the wheel that is built from it, in dist/"
-	@echo "make docs    the pages as a site, in docs-output/site; every link is checked"
+	@echo "make docs    the pages as a site, in docs-output/site; a browser looks at each"
 	@echo "make clean   remove the environment and what the commands above wrote"
 
 setup: $(READY)
@@ -62,6 +62,16 @@ docs: $(READY) $(DOCS)/.ready
 	@git ls-files -z -co --exclude-standard | xargs -0 cp --parents -t docs-output/source
 	$(BIN)/python .ci/api.py docs-output/source/docs/api.md
 	$(DOCS)/bin/zensical build --strict
+	@command -v chromium >/dev/null || command -v google-chrome >/dev/null || $(MAKE) --no-print-directory chromium
+	$(BIN)/python .ci/look.py docs-output/site
+
+# A browser, which looks at every page of the site.
+chromium:
+	@if test "$$(id -u)" = 0 && command -v apt-get >/dev/null; then \
+		echo "== apt-get install chromium (to look at the site)"; \
+		apt-get update -qq; \
+		apt-get install -qq -y --no-install-recommends chromium fonts-dejavu-core >/dev/null; \
+	fi || true
 
 $(DOCS)/.ready: .ci/zensical.txt
 	@echo "== setting up $(DOCS) (once; some seconds)"
