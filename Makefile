@@ -9,7 +9,7 @@ WORKERS ?= 2
 PIP_INSTALL := pip install --quiet --disable-pip-version-check --no-compile
 export HYPOTHESIS_PROFILE KVROUTE_EXAMPLES
 
-.PHONY: dist docs demo demo-pd test-demos test quick test-trainers test-trainers-live test-vllm test-vllm-fronts test-vllm-engines smoke-vllm newest test-sglang smoke-sglang test-managers nightly check lint bench bench-vllm clean setup libraries chromium help
+.PHONY: dist release docs demo demo-pd test-demos test quick test-trainers test-trainers-live test-vllm test-vllm-fronts test-vllm-engines smoke-vllm newest test-sglang smoke-sglang test-managers nightly check lint bench bench-vllm clean setup libraries chromium help
 
 help:
 	@echo "make demo    run the main job: a MoE model on a paged engine with every routing row checked"
@@ -29,6 +29,7 @@ help:
 	@echo "make bench   print the benchmark tables (TRACE=FILE replays a Mooncake trace beside vLLM's block manager: 2.9 GB)"
 	@echo "make bench-vllm    what the parts of a step inside vLLM cost (2.9 GB)"
 	@echo "make dist    a source distribution and the wheel that is built from it, in dist/"
+	@echo "make release TAG=vX.Y.Z  both distributions of what a tag has, checked in clean environments, notes, SBOM, sums"
 	@echo "make docs    the pages as a site, in docs-output/site; a browser looks at each"
 	@echo "make clean   remove the environment and what the commands above wrote"
 
@@ -54,6 +55,10 @@ dist: $(READY)
 	@rm -rf dist && $(BIN)/python -m build --outdir dist . >/dev/null
 	@rm -rf dist/site && $(BIN)/python -m $(PIP_INSTALL) --no-deps --target dist/site dist/*.whl
 	cd dist && PYTHONPATH=site ../$(BIN)/python -m kvroute --version && ls *.whl *.tar.gz
+
+# What the tag has, nothing of the working tree; ARGS='--python PATH' names the interpreters to check with.
+release:
+	$(PYTHON) .ci/release.py cut $(TAG) $(ARGS)
 
 # Of a copy of the files that git knows or would add, so that links into the source lead there, and of the docstrings.
 DOCS := .ci/.venv
