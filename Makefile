@@ -9,7 +9,7 @@ WORKERS ?= 2
 PIP_INSTALL := pip install --quiet --disable-pip-version-check --no-compile
 export HYPOTHESIS_PROFILE KVROUTE_EXAMPLES
 
-.PHONY: dist docs demo demo-pd test-demos test quick test-trainers test-trainers-live test-vllm test-vllm-fronts test-vllm-engines smoke-vllm newest test-sglang smoke-sglang test-managers nightly check lint bench bench-vllm clean setup libraries help
+.PHONY: dist release docs demo demo-pd test-demos test quick test-trainers test-trainers-live test-vllm test-vllm-fronts test-vllm-engines smoke-vllm newest test-sglang smoke-sglang test-managers nightly check lint bench bench-vllm clean setup libraries chromium deploy-check help
 
 help:
 	@echo "make demo    run the main job: a MoE model on a paged engine with every routing row checked"
@@ -29,7 +29,9 @@ help:
 	@echo "make bench   print the benchmark tables (TRACE=FILE replays a Mooncake trace beside vLLM's block manager: 2.9 GB)"
 	@echo "make bench-vllm    what the parts of a step inside vLLM cost (2.9 GB)"
 	@echo "make dist    a source distribution and the wheel that is built from it, in dist/"
-	@echo "make docs    the pages as a site, in docs-output/site; every link is checked"
+	@echo "make release TAG=vX.Y.Z  both distributions of what a tag has, checked in clean environments, notes, SBOM, sums"
+	@echo "make deploy-check  the files of deploy/ against linters and schemas"
+	@echo "make docs    the pages as a site, in docs-output/site; a browser looks at each"
 	@echo "make clean   remove the environment and what the commands above wrote"
 
 setup: $(READY)
@@ -55,6 +57,10 @@ dist: $(READY)
 	@rm -rf dist/site && $(BIN)/python -m $(PIP_INSTALL) --no-deps --target dist/site dist/*.whl
 	cd dist && PYTHONPATH=site ../$(BIN)/python -m kvroute --version && ls *.whl *.tar.gz
 
+# What the tag has, nothing of the working tree; ARGS='--python PATH' names the interpreters to check with.
+release:
+	$(PYTHON) .ci/release.py cut $(TAG) $(ARGS)
+
 # Of a copy of the files that git knows or would add, so that links into the source lead there, and of the docstrings.
 DOCS := .ci/.venv
 docs: $(READY) $(DOCS)/.ready
@@ -62,6 +68,32 @@ docs: $(READY) $(DOCS)/.ready
 	@git ls-files -z -co --exclude-standard | xargs -0 cp --parents -t docs-output/source
 	$(BIN)/python .ci/api.py docs-output/source/docs/api.md
 	$(DOCS)/bin/zensical build --strict
+	@command -v chromium >/dev/null || command -v google-chrome >/dev/null || $(MAKE) --no-print-directory chromium
+	@if command -v chromium >/dev/null || command -v google-chrome >/dev/null; then \
+		$(BIN)/python .ci/look.py docs-output/site; \
+	else \
+		echo "== nobody looked at the pages: there is no Chromium here, and apt-get brought none"; fi
+
+# The files of deploy/: their images are linted, the others checked against the schemas of Compose and Kubernetes.
+LINTS := .ci/.venv-deploy
+deploy-check: $(LINTS)/.ready
+	$(LINTS)/bin/hadolint deploy/*.Dockerfile
+	$(LINTS)/bin/check-jsonschema --builtin-schema vendor.compose-spec deploy/compose.yaml
+	$(LINTS)/bin/kubernetes-validate --strict --quiet deploy/kubernetes.yaml
+
+$(LINTS)/.ready: .ci/deploy.txt
+	@echo "== setting up $(LINTS) (once; some seconds)"
+	@rm -rf $(LINTS) && $(PYTHON) -m venv $(LINTS)
+	@$(LINTS)/bin/python -m $(PIP_INSTALL) -r $<
+	@touch $@
+
+# A browser, which looks at every page of the site.
+chromium:
+	@if test "$$(id -u)" = 0 && command -v apt-get >/dev/null; then \
+		echo "== apt-get install chromium (to look at the site)"; \
+		apt-get update -qq; \
+		apt-get install -qq -y --no-install-recommends chromium fonts-dejavu-core >/dev/null; \
+	fi || true
 
 $(DOCS)/.ready: .ci/zensical.txt
 	@echo "== setting up $(DOCS) (once; some seconds)"
@@ -216,4 +248,4 @@ bench/.venvs/%/.ready: bench/peers/%.txt
 	@$(@D)/bin/python -m $(PIP_INSTALL) --no-deps -r $< && touch $@
 
 clean:
-	rm -rf .venv bench/.venvs $(TRAINERS) $(SGLANG) $(DOCS) docs-output .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache demo-output bench-output replay-study
+	rm -rf .venv bench/.venvs $(TRAINERS) $(SGLANG) $(DOCS) $(LINTS) docs-output .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache demo-output bench-output replay-study

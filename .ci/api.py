@@ -41,12 +41,55 @@ def described(name: str, thing: object) -> list[str]:
     return lines
 
 
+COLUMNS = 78
+BARE = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.KEYWORD_ONLY)
+
+
 def signature(name: str, thing: object) -> list[str]:
+    """On one line, or with one argument a line where that is longer than the site's column."""
     try:
-        told = str(inspect.signature(thing))
+        call = inspect.signature(thing)
     except (TypeError, ValueError):
         return []
-    return ["```py", name + re.sub(r"\b(?:\w+\.)+(?=[A-Z])", "", told.replace("'", "")), "```", ""]
+    line = name + unqualified(str(call))
+    lines = [line] if len(line) <= COLUMNS else arguments(name, call)
+    return ["```py", *lines, "```", ""]
+
+
+def arguments(name: str, call: inspect.Signature) -> list[str]:
+    """``/`` and ``*`` stand where Python has them in the line."""
+    lines, before = [f"{name}("], None
+    for parameter in call.parameters.values():
+        kind = parameter.kind
+        if before is BARE[0] and kind is not BARE[0]:
+            lines.append("    /,")
+        if kind is BARE[2] and before not in BARE[1:]:
+            lines.append("    *,")
+        lines.append(argument(parameter))
+        before = kind
+    if before is BARE[0]:
+        lines.append("    /,")
+    returned = call.return_annotation
+    if returned is inspect.Signature.empty:
+        return [*lines, ")"]
+    return [*lines, f") -> {unqualified(inspect.formatannotation(returned))}"]
+
+
+def argument(parameter: inspect.Parameter) -> str:
+    """Its default is ``...`` where the line would be too long: it is a call, which the docstring is about."""
+    line = f"    {unqualified(str(parameter))},"
+    if len(line) <= COLUMNS or parameter.default is inspect.Parameter.empty:
+        return line
+    return f"    {unqualified(str(parameter.replace(default=...)))},".replace("Ellipsis", "...")
+
+
+def unqualified(annotation: str) -> str:
+    """Without modules, and without what msgspec checks in a field."""
+    text = re.sub(r"\b(?:\w+\.)+(?=[A-Z])", "", annotation.replace("'", ""))
+    checked = re.compile(r"Annotated\[((?:[^\[\]]|\[[^\[\]]*\])*), Meta\([^()]*\)\]")
+    while checked.search(text):
+        text = checked.sub(r"\1", text)
+    return text
 
 
 def main(page: Path) -> None:

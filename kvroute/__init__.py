@@ -15,12 +15,24 @@ def _foreign(name):
         return None if b'__distribution__ = "kvroute"' in file.read() else module.origin
 
 
+def _remedy(name):
+    """What its reader does about a foreign package. Distributions are asked only here: that reads all metadata."""
+    from importlib.metadata import packages_distributions
+
+    others = sorted(set(packages_distributions().get(name, ())) - {"kvroute"})
+    if not others:
+        return "No installed distribution brings it: give your file another name"
+    brought = " ".join(others)
+    return (
+        f"It is of the distribution {brought}: pip uninstall -y {brought}, and install kvroute again with "
+        "--force-reinstall --no-deps; or give each an environment of its own"
+    )
+
+
 for _name in ("cache_manager", "transfer"):
     if (_found := _foreign(_name)) is not None:
         raise ImportError(
-            f"{_name}: wanted kvroute's own package of this name, got {_found}. Where another distribution brought it "
-            f"(pip list shows {_name.replace('_', '-')}): pip uninstall -y {_name.replace('_', '-')}, and install "
-            "kvroute again with --force-reinstall --no-deps. Where it is a file of yours: give it another name"
+            f"{_name}: wanted kvroute's own package of this name, got {_found}. {_remedy(_name)}", name=_name
         )
 
 # A module is loaded when one of its names is first asked for, so that importing kvroute costs next to nothing, numpy

@@ -6,6 +6,7 @@ import ast
 import inspect
 import os
 import re
+import runpy
 import tomllib
 from importlib import import_module
 from pathlib import Path
@@ -24,6 +25,8 @@ PAGES = sorted(
     for where in ("*.md", "docs/**/*.md", "bench/*.md", "bench/replay_study/*.md", "bench/results/**/*.md")
     for page in ROOT.glob(where)
 )
+COLUMNS = 78
+PRINTED = ("text", "console")
 EXAMPLES = [
     (page, i, code)
     for page in PAGES
@@ -64,6 +67,22 @@ def test_code_names_what_there_is(page: Path) -> None:
         for node in nodes:
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in ours:
                 assert hasattr(ours[node.value.id], node.attr), f"{page.name}: {node.value.id}.{node.attr}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_code_fits_its_column(page: Path) -> None:
+    """Goal: no code is cut in the site, whose column holds 78 characters. What a program printed is as it printed it:
+    the site wraps it (``text``, ``console``)."""
+    blocks = re.findall(r"^ *```(\w*).*?\n(.*?)^ *```", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    code = [line for language, lines in blocks if language not in PRINTED for line in lines.splitlines()]
+    assert [line for line in code if len(line) > COLUMNS] == []
+
+
+def test_the_pictures_are_of_the_committed_results() -> None:
+    """Goal: a picture shows the numbers of its page. Method: what the script draws of them now."""
+    pictures = runpy.run_path(str(ROOT / ".ci" / "pictures.py"))["PICTURES"]
+    files = {file.stem: file.read_text() for file in (ROOT / "docs" / "images").glob("*.svg")}
+    assert files == {name: draw().svg() for name, draw in pictures.items()}, "python .ci/pictures.py draws them"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())

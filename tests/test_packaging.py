@@ -15,7 +15,8 @@ def test_the_version_is_one() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     cited = re.search(r"^version: (.+)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)
     assert cited
-    assert {project["version"], kvroute.__version__, cited[1]} == {kvroute.__version__}
+    site = tomllib.loads((ROOT / "zensical.toml").read_text())["project"]["site_name"].removeprefix("kvroute ")
+    assert {project["version"], kvroute.__version__, cited[1], site} == {kvroute.__version__}
 
 
 def test_an_index_shows_no_dead_link() -> None:

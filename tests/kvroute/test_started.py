@@ -49,14 +49,14 @@ def engine_log() -> Iterator[io.StringIO]:
     handler.setFormatter(logging.Formatter("%(levelname)s %(name)s %(message)s"))
     engine, root = logging.getLogger("an_engine"), logging.getLogger()
     ours = [logging.getLogger(name) for name in log.OURS]
-    before = [(logger, logger.handlers, logger.level) for logger in (engine, root, *ours)]
+    before = [(logger, logger.handlers, logger.level, logger.propagate) for logger in (engine, root, *ours)]
     engine.handlers, root.handlers = [handler], []
     engine.setLevel(logging.INFO)
     try:
         yield written
     finally:
-        for logger, handlers, level in before:
-            logger.handlers = handlers
+        for logger, handlers, level, propagate in before:
+            logger.handlers, logger.propagate = handlers, propagate
             logger.setLevel(level)
 
 
@@ -72,11 +72,11 @@ def test_our_lines_stand_in_the_engine_s_log() -> None:
     assert written.getvalue() == "INFO kvroute.connector.meter said\n"
 
 
-def test_a_handler_of_the_root_logger_alone_hides_no_line() -> None:
-    """Goal: a library that gives the root logger a handler does not take the line at the start away. Method: that, with
-    the root logger's own level, at which the line would go nowhere."""
+def test_a_handler_of_the_root_logger_alone_hides_no_line_and_repeats_none() -> None:
+    """Goal: a library that gives the root logger a handler neither takes the line at the start away, nor writes it a
+    second time. Method: that, into the same log, with the root logger's own level, which its handlers do not know."""
     with engine_log() as written:
-        logging.getLogger().handlers = [logging.NullHandler()]
+        logging.getLogger().handlers = [logging.StreamHandler(written)]
         logging.getLogger().setLevel(logging.WARNING)
         log.join("an_engine")
         logging.getLogger("kvroute.integrations.vllm.connector").info("said")

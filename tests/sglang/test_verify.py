@@ -12,12 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sglang
 from conftest import engine_environment
 from http_server import answering
 from ports import hold_port
 from serve import FIXED
-from test_scenarios import SMALL, ours, theirs
+from test_scenarios import PAGE, SMALL, ours, theirs
 
+import kvroute
 from kvroute.cli import FAILED, main
 
 
@@ -46,7 +48,7 @@ def test_what_is_handed_out_over_http(
     """
     home = model("qwen3_moe")
     linker = theirs("linker of others", tmp_path / "files") if who == "stock" else ours(tmp_path / "store")
-    options = {"model_path": home, **FIXED, **SMALL, "chunked_prefill_size": 64, **linker}
+    options = {"model_path": home, **FIXED, **SMALL, "chunked_prefill_size": 64, **linker, "log_level": "info"}
     with running(engine_environment(plugins, kvroute=who == "kvroute"), tmp_path / "log", options) as url:
         told = []
         for by in home, home / "config.json":
@@ -54,6 +56,13 @@ def test_what_is_handed_out_over_http(
             status = main(["verify", "--url", url, "--model", str(by), *asked])
             assert status == (FAILED if who == "stock" else 0), capsys.readouterr().out
             told.append(capsys.readouterr().out)
+    line = (
+        f"kvroute {kvroute.__version__} in SGLang {sglang.__version__}: 3 of 3 routed layers captured, "
+        f"top 4 of 16 experts; 34 blocks of {PAGE} tokens; carrier linker; store file://{tmp_path}/store; "
+        "rollouts in the answer; weights version unknown"
+    )
+    started = re.findall(r"kvroute \S+ in SGLang .*", (tmp_path / "log").read_text())
+    assert started == ([] if who == "stock" else [line])
     for found in told:
         right, wrong, missing, _ = re.search(r"^all +(\S+) +(\S+) +(\S+) +(\S+)$", found, re.MULTILINE).groups()
         assert (right != "0", wrong != "0", missing) == (True, who == "stock", "0"), found

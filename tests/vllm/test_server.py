@@ -19,6 +19,7 @@ from typing import Any
 import models
 import numpy as np
 import pytest
+import vllm
 from engines import BLOCK, prompts
 from fronts import in_a_session
 from http_server import answering, kill
@@ -246,6 +247,12 @@ def test_the_server_answers_routes_and_survives_a_kill(
         several = first.post("/v1/completions", prompt=asked, max_tokens=9, n=2, temperature=1.0, seed=3)
         assert [right(home, several, i) for i in (0, 1)] == [108, 108]
         kill(first.process)
+    line = (
+        f"kvroute {kvroute.__version__} in vLLM {vllm.__version__}: 3 of 3 routed layers captured, "
+        f"top 4 of 16 experts; 64 blocks of {BLOCK} tokens; carrier connector; store file://{tmp_path}/rows; "
+        "rollouts in the answer; weights version unknown\n"
+    )
+    assert (tmp_path / "first.log").read_text().count(line) == 1  # once, whole, in a server as it is installed
     where = f"file://{tmp_path}/rollouts"
     with serving(home, tmp_path, tmp_path / "second.log", where) as second, closing(open_rollouts(where)) as left:
         again = second.post("/v1/completions", prompt=asked, max_tokens=20)

@@ -14,7 +14,8 @@ OURS: Final = ("kvroute", "transfer", "cache_manager")
 def join(theirs: str = "vllm") -> None:
     """Our loggers write where the logger ``theirs`` does, unless they have handlers, or those of the root show as much.
 
-    A library that gives the root logger a handler, and leaves its level, is not somebody who has set up logging.
+    A library that gives the root logger a handler, and leaves its level, is not somebody who has set up logging. That
+    handler gets none of our lines: they would be there twice, as the root's level does not hold for lines from below.
     """
     vllm, root = logging.getLogger(theirs), logging.getLogger()
     if root.handlers and root.level <= vllm.level:
@@ -24,6 +25,7 @@ def join(theirs: str = "vllm") -> None:
         if not logger.handlers:
             logger.handlers = list(vllm.handlers)
             logger.setLevel(vllm.level)
+            logger.propagate = False
 
 
 __all__ = ["join"]
