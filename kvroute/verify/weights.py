@@ -43,6 +43,7 @@ class Heard(NamedTuple):
     hidden: torch.Tensor  # [T, hidden]
     beside: tuple[Any, ...]  # what else it was given: a bias, or the tokens of hash routing
     ids: torch.Tensor  # [..., top_k]
+    axes: int  # of the hidden values that it was given: 2, or more, with batches of one sequence
 
     def of(self, rows: NDArray[np.intp]) -> tuple[Any, ...]:
         """What was given beside these tokens' hidden values, for :data:`DRAWS` draws of each."""
@@ -101,7 +102,7 @@ class Weights:
         def listen(_router: Any, inputs: tuple[torch.Tensor, ...], answer: Any) -> None:
             if self._listening:
                 hidden = inputs[0].reshape(-1, inputs[0].shape[-1])
-                self._heard[layer] = Heard(hidden, inputs[1:], self._ids(answer))
+                self._heard[layer] = Heard(hidden, inputs[1:], self._ids(answer), inputs[0].ndim)
 
         return listen
 
@@ -131,6 +132,7 @@ class Weights:
                 inputs = heard.hidden[rows].repeat(DRAWS, 1)
                 size = inputs.float().pow(2).mean(dim=1, keepdim=True).sqrt() * self._noise
                 inputs = inputs + (torch.randn(inputs.shape, generator=noise) * size).to(inputs.dtype)
+                inputs = inputs.reshape(*[1] * (heard.axes - 2), *inputs.shape)
                 with torch.no_grad():
                     drawn = self._ids(router(inputs, *heard.of(rows))).reshape(DRAWS, len(rows), 1, -1).numpy()
                 close[rows, index] = (drawn == ids[rows, index][None, :, :, None]).any(axis=(0, 3)).all(axis=1)

@@ -199,11 +199,11 @@ def test_findings_are_json_for_programs(checkpoint: Path, tmp_path: Path, capsys
     assert said.err.startswith(f"{url}: vLLM, ")
 
 
-@pytest.mark.parametrize("family", ["llama4_text", "qwen3_vl_moe", "lfm2_moe", "deepseek_v4"])
+@pytest.mark.parametrize("family", ["llama4_text", "qwen3_vl_moe", "lfm2_moe", "deepseek_v4", "afmoe"])
 def test_weights_of_other_kinds_of_models(family: str, tmp_path: Path) -> None:
     """Goal: a judge for models that read images, too, for routers that answer without ids, and for those that are given
-    a bias or the tokens (hash layers): each was an error. Method: the experts that the layers use; Llama 4's have a
-    score above 0, others are called with ids."""
+    a bias, the tokens (hash layers) or a batch of sequences: each was an error. Method: the experts that the layers
+    use; Llama 4's have a score above 0, others are called with ids."""
     make(family, tmp_path)
     spec = kvroute.routing_spec_from_hf(tmp_path, block_tokens=1)
     weights, tokens, used = Weights(tmp_path, spec, NOISE["float32"], torch.float32), list(range(5, 40)), []
