@@ -20,7 +20,7 @@ CONNECTORS = "bench.peers.vllm_connectors"
 
 def plugin(directory: Path, **others: str) -> Path:
     """A directory for ``PYTHONPATH`` that names kvroute's plugin to vLLM, as an installed kvroute does, and others."""
-    return installed(directory, "vllm.general_plugins", kvroute=f"{MODULE}.models:register", **others)
+    return installed(directory, "vllm.general_plugins", kvroute=f"{MODULE}.field:take_over", **others)
 
 
 def connector(name: str, module: str = MODULE, **extra: Any) -> dict[str, Any]:

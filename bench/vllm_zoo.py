@@ -337,7 +337,10 @@ def markdown(lines: Sequence[Mapping[str, Any]]) -> list[str]:
     for line in lines:
         cells = [line["family"], "; ".join(line.get("groups", []))]
         if "refused" in line:
-            cells += [""] * 5 + [f"{line['by']}: {short(line['refused'])}"]
+            by_record = ["", ""]
+            if "computed with" in line:  # the pass of transformers failed
+                by_record = [f"{line['computed with']:,}", f"{line['not computed with']:,}"]
+            cells += ["", "", by_record[0], "", by_record[1], f"{line['by']}: {short(line['refused'])}"]
         else:
             wrong = line["not computed with"]
             judged = line["right"], line["close"], max(0, line["wrong"] - wrong), line["missing"], wrong

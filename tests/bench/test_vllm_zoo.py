@@ -16,7 +16,7 @@ from bench.vllm_zoo import apart, markdown, short
 from cache_manager.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
-RESULTS = ROOT / "bench/results/vllm-zoo-cpu"
+RESULTS = ROOT / "bench/results/vllm-zoo-h200"
 
 
 def answers(value: int) -> int:

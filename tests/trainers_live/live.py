@@ -47,7 +47,7 @@ def as_installed(folder: Path, vllm: str) -> str:
     installed(
         folder,
         "vllm.general_plugins",
-        kvroute="kvroute.integrations.vllm.models:register",
+        kvroute="kvroute.integrations.vllm.field:take_over",
         on_cpu="on_cpu:register",
     )
     about = folder / f"vllm-{vllm}.dist-info"

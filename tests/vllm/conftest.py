@@ -55,11 +55,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 def plugin() -> None:
     """What vLLM's plugin loader does in each of its processes, before it looks for a model."""
     from kvroute.integrations.vllm import config
-    from kvroute.integrations.vllm.models import register
+    from kvroute.integrations.vllm.field import take_over
 
     # a loaded machine may need more than a second, and then computes hits again
     config.ENGINE_LIMITS = replace(config.ENGINE_LIMITS, question_s=GIVE_UP_S)
-    register()
+    take_over()
 
 
 class Engines:
