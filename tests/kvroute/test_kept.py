@@ -15,10 +15,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvroute import RolloutHandle, Routes, open_rollouts
+from kvroute import RolloutHandle, Routes, SamplingSupport, open_rollouts
 from kvroute.rollout.handle import FORMAT
 from kvroute.routes.routes import JSON_FORMAT
-from kvroute.routes.wire import WIRE_VERSION
+from kvroute.routes.wire import SUPPORT_VERSION, WIRE_VERSION
 
 KEPT = Path(__file__).parent / "golden" / "kept"
 PAGE = Path(__file__).parents[2] / "docs" / "compatibility.md"
@@ -32,9 +32,18 @@ def routes() -> Routes:
     return Routes(ids, valid, (1, 2), 128, 3, 0, ((0, 4, 17), (5, 6, 18)))
 
 
+TOKENS = [11, 12, 13, 14, 15, 16, 17]
+
+
+def support() -> SamplingSupport:
+    """Of the tokens at positions 4 and 6; that between them is a tool's."""
+    return SamplingSupport.of([[15, 9, 40], [], [17]], TOKENS, start=4)
+
+
 def written() -> None:
     """Writes what this version writes."""
     (KEPT / f"routes-{WIRE_VERSION}.bin").write_bytes(routes().to_bytes())
+    (KEPT / f"routes-support-{SUPPORT_VERSION}.bin").write_bytes(routes().bind(TOKENS).to_bytes(support()))
     number = JSON_FORMAT.rpartition("/")[2]
     (KEPT / f"routes-{number}.json").write_text(json.dumps(routes().to_json()) + "\n")
     number = FORMAT.rpartition("/")[2]
@@ -46,7 +55,10 @@ def written() -> None:
 
 @pytest.mark.parametrize("file", sorted(KEPT.glob("routes-*")), ids=lambda file: file.name)
 def test_routes_of_every_version_are_read(file: Path) -> None:
-    if file.suffix == ".bin":
+    if "support" in file.name:
+        assert Routes.from_bytes(file.read_bytes()) == routes().bind(TOKENS)
+        assert SamplingSupport.of_record(file.read_bytes()) == support()
+    elif file.suffix == ".bin":
         assert Routes.from_bytes(file.read_bytes()) == routes()
     else:
         assert Routes.from_json(json.loads(file.read_text())) == routes()
@@ -67,6 +79,7 @@ def test_every_number_that_users_keep_has_its_file() -> None:
     rows = re.findall(r"^\| ([^|]+) \| (\d+) \| [^|]+ \| \*\*users\*\*", PAGE.read_text(), re.MULTILINE)
     files = {
         "routes as bytes": "routes-{}.bin",
+        "routes as bytes, with sampling support": "routes-support-{}.bin",
         "routes as JSON": "routes-{}.json",
         "handle of a rollout": "handle-{}.json",
     }

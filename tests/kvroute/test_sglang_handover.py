@@ -161,9 +161,11 @@ def test_why_there_is_no_ticket() -> None:
 
 
 def test_a_ticket_of_another_prompt_brings_nothing(two: tuple[Side, Side]) -> None:
+    """Goal: no row of other tokens. Method: a look when the transfer is over and prefill's copy gone."""
     prefill, decode = two
     arrival = decode.handover.receive(prefill.prefilled(HERE), [*PROMPT[:-1], 1], THERE, wanted=True)
     assert decode.handover.goes_on(arrival)
+    until(lambda: prefill.handover.poll() or decode.handover.poll() or not prefill.handover.crossing.lender.lent_nbytes)
     assert decode.salts(THERE, arrival.why) == ([0] * 10, [(0, 10, OTHER_PROMPT)])
 
 
