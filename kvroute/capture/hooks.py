@@ -92,6 +92,10 @@ class Hooks:
         self._kept[:] = [None] * len(self._kept)
         self.calls[:] = [0] * len(self.calls)
 
+    def most_tokens(self) -> int:
+        """Of the values that are kept, how many tokens the longest has."""
+        return max((len(value) for value in self._kept if value is not None), default=0)
+
     def once(self) -> list[torch.Tensor] | None:
         """What the routers said, as they said it; ``None`` unless each was called once."""
         kept: Any = self._kept  # called once each: none is None

@@ -116,8 +116,7 @@ class StepIds:
         if self._buffer is None:
             return
         self._passes += 1
-        kept = self._hooks.once()
-        tokens = len(kept[0]) if kept else 0
+        tokens = self._hooks.most_tokens()
         try:
             sources, *_ = self._hooks.taken()
         except CaptureError:

@@ -21,6 +21,8 @@ VERSION: Final = "weights_version"
 
 PLACE: Final = "kv_connector_extra_config.kvroute"
 """Where vLLM's operator writes them."""
+RANK: Final = "{rank}"
+"""In the URL of a store: the number of the rank among those with requests of their own."""
 
 
 class Common(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -58,6 +60,15 @@ class Common(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             except ConfigError as error:
                 raise ConfigError(f"{where}.{name}", error.wanted, error.got) from error
         return settings
+
+    def of_rank(self, rank: int) -> Self:
+        """Those of one of the ranks with requests of their own."""
+        return msgspec.structs.replace(self, store=self.store.replace(RANK, str(rank)))
+
+    @property
+    def shares_files(self) -> bool:
+        """Whether all ranks would open one directory of files, which has one writer."""
+        return "file:" in self.store and RANK not in self.store
 
     def checks(self) -> dict[str, Callable[[], object]]:
         """By setting that is not empty: what raises :class:`ConfigError` if its text cannot be used."""

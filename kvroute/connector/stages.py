@@ -123,10 +123,10 @@ class StageViews:
             valid &= other.values == steps[0].values
         values = parts[0].values
         if name == self._spec.name:
-            values = np.concatenate([part.values for part in parts], axis=1)[:, self._order]
+            values = np.take(np.concatenate([part.values for part in parts], axis=1), self._order, axis=1)
         else:  # all stages say the same, in one step
             for part in parts[1:]:
-                valid &= (part.values == values).reshape(valid.size, -1).all(axis=1)
+                valid &= (part.values == values).all(axis=tuple(range(1, values.ndim)))
         values[~valid] = np.frombuffer(bytes([MISSING_BYTE]) * values.itemsize, values.dtype)[0]
         return Rows(values, valid)
 

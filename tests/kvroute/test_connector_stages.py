@@ -376,6 +376,30 @@ def test_after_a_reset_nothing_older_is_read(pipeline: Callable[..., Pipeline]) 
     np.testing.assert_array_equal(rows.values[:1], rows_of(np.array([serial]), LAYERS))
 
 
+@pytest.mark.parametrize("name", [ROUTING, VERSION])
+def test_rows_of_no_block_are_no_rows(pipeline: Callable[..., Pipeline], name: str) -> None:
+    """Goal: an answer without a row, or a reset while it waits, is not an error. Method: both reads, of nothing; a
+    bug that was found: numpy cannot reshape the labels of nothing."""
+    made = pipeline()
+    assert isinstance(made.scheduler.view, StageViews)
+    for rows in (
+        made.scheduler.view.read(name, [], generations=[]),
+        made.scheduler.view.read_slots(name, [], generations=[]),
+    ):
+        assert (len(rows.values), rows.valid.tolist()) == (0, [])
+
+
+def test_joined_rows_lie_in_one_piece(pipeline: Callable[..., Pipeline]) -> None:
+    """Goal: whoever gets them may cast or encode them, as those of one stage."""
+    toy = pipeline()
+    toy.scheduler.given([0])
+    toy.send([0, 1, 2])
+    toy.run_all()
+    rows = toy.read()
+    assert rows.valid[:3].all()
+    assert rows.values.flags.c_contiguous
+
+
 def test_a_stage_of_dense_layers_has_no_part() -> None:
     spec = routing_spec(EXPERTS, 2, LAYERS, num_layers=5, block_tokens=TOKENS)
     assert stage_spec(spec, range(2, 3)) is None

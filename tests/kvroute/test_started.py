@@ -50,7 +50,7 @@ def engine_log() -> Iterator[io.StringIO]:
     engine, root = logging.getLogger("an_engine"), logging.getLogger()
     ours = [logging.getLogger(name) for name in log.OURS]
     before = [(logger, logger.handlers, logger.level, logger.propagate) for logger in (engine, root, *ours)]
-    engine.handlers, root.handlers = [handler], []
+    engine.handlers, engine.propagate, root.handlers = [handler], False, []
     engine.setLevel(logging.INFO)
     try:
         yield written
@@ -81,6 +81,19 @@ def test_a_handler_of_the_root_logger_alone_hides_no_line_and_repeats_none() -> 
         log.join("an_engine")
         logging.getLogger("kvroute.integrations.vllm.connector").info("said")
     assert written.getvalue() == "INFO kvroute.integrations.vllm.connector said\n"
+
+
+def test_an_operator_s_own_handler_hears_us_where_the_engine_has_none() -> None:
+    """Goal: no line is lost. Method: an engine that sets up no logging (``VLLM_CONFIGURE_LOGGING=0``), and a handler of
+    the root logger, whose level is above the engine's."""
+    with engine_log() as written:
+        engine = logging.getLogger("an_engine")
+        engine.handlers, engine.propagate = [], True
+        logging.getLogger().handlers = [logging.StreamHandler(written)]
+        logging.getLogger().setLevel(logging.WARNING)
+        log.join("an_engine")
+        logging.getLogger("kvroute.connector.meter").warning("rows are lost")
+    assert written.getvalue() == "rows are lost\n"
 
 
 def test_who_has_set_up_logging_keeps_it() -> None:

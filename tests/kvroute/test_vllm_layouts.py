@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+import sys
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from cache_manager.errors import ConfigError
 from kvroute import routing_spec
 from kvroute.capture.step_ids import NO_ID, StepIds
-from kvroute.integrations.vllm.layouts import Place, join_of, own_part
+from kvroute.integrations.vllm.layouts import Place, hook_of, join_of, own_part
 from kvroute.integrations.vllm.routers import place_of
 
 COUNTS = st.lists(st.integers(1, 9), min_size=2, max_size=4)
@@ -112,6 +113,33 @@ def test_a_failed_pass_takes_part_in_the_join() -> None:
     assert (taken[:2] == NO_ID).all()  # type: ignore[index]
 
 
+def test_a_pass_whose_router_is_called_twice_takes_part_in_the_join() -> None:
+    """Goal: the same. Method: this rank alone calls a router twice; the other shard's rows are there."""
+    group = Ranks(a_shard(2, 2))
+    ids = StepIds(SPEC, 8, torch.device("cpu"), join_of(Place(0, 2, 0, 2), group))
+    ids.begin()
+    first, third = a_shard(0, 2).unbind(1)
+    for layer, values in ((1, first), (1, first), (3, third)):
+        ids.hook(layer)(values.contiguous())
+    assert group.calls == 1
+    assert (ids.take(4)[:2] == NO_ID).all()  # type: ignore[index]
+
+
+@pytest.mark.parametrize(("shards", "expected"), [(1, []), (2, [[NO_ID, NO_ID]] * 3)])
+def test_ids_that_are_not_this_rank_s_are_none_of_its_shard(
+    monkeypatch: pytest.MonkeyPatch, shards: int, expected: list[list[int]]
+) -> None:
+    """Goal: a rank whose layer has other ids than it says still hands on a shard of the right size, as others wait."""
+    sizes = [3] * 2 * shards
+    context = SimpleNamespace(dp_metadata=SimpleNamespace(local_sizes=sizes))
+    vllm = SimpleNamespace(get_forward_context=lambda: context)
+    monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
+    monkeypatch.setitem(sys.modules, "vllm.forward_context", vllm)  # type: ignore[arg-type]
+    kept = list[torch.Tensor]()
+    hook_of("layers.1", MoERunner(shards), Place(0, 2, 0, shards), kept.append)(torch.zeros((5, 2), dtype=torch.int32))
+    assert kept[0].tolist() == expected
+
+
 def test_a_rank_that_has_all_tokens_joins_nothing() -> None:
     assert join_of(None, None) is None
     assert join_of(Place(1, 2), None) is None
@@ -154,7 +182,9 @@ def test_layers_of_unknown_layout_are_refused_by_name() -> None:
     divide sequences differently; one rank of data takes the first two."""
     others = SimpleNamespace(layer_id=1, capture_fn=None)
     kernel = MoERunner(1, SimpleNamespace())
-    for module, kind in (others, "SimpleNamespace"), (kernel, "SimpleNamespace"):
+    unmade = MoERunner(1, SimpleNamespace())  # of which vLLM knows that it routes inside, before there is a kernel
+    unmade.routed_experts.quant_method.moe_kernel = None
+    for module, kind in (others, "SimpleNamespace"), (kernel, "SimpleNamespace"), (unmade, "SimpleNamespace"):
         assert placed(1, 0, layers_1=module) is None
         with pytest.raises(ConfigError, match=rf"layer layers\.1: wanted vLLM's own runner, or .*, got {kind}"):
             placed(2, 0, layers_1=module)

@@ -12,7 +12,8 @@ import pytest
 from cache_manager.errors import ConfigError
 from kvroute.connector.carriers import ByKey, ByPairs, ByTransfer, Carrier, NoCarrier
 from kvroute.connector.messages import Handshake
-from kvroute.integrations.vllm.config import kv_names, refuse_stages
+from kvroute.connector.settings import Settings
+from kvroute.integrations.vllm.config import kv_names, refuse_shared_files, refuse_stages
 from kvroute.integrations.vllm.connector import RowsWithKV
 from kvroute.integrations.vllm.refusals import ARGUMENTS, refuse_arguments
 from kvroute.integrations.vllm.routers import ROUTERS
@@ -120,6 +121,28 @@ def test_stages_are_refused_beside_what_was_not_judged(wanted: str) -> None:
 def test_stages_that_were_judged_are_taken() -> None:
     stages_taken(2)
     stages_taken(4, "OffloadingConnector", ByPairs(7))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "settings", "refused"),
+    [
+        (1, {"store": "file:///d"}, False),
+        (2, {"store": "file:///d"}, True),
+        (2, {"store": "tiered:memory:,apart:file:///d"}, True),
+        (2, {"store": "file:///d/{rank}"}, False),
+        (2, {"store": "file:///d?mode=read"}, False),
+        (2, {}, False),
+    ],
+)
+def test_ranks_do_not_write_one_store_of_files(ranks: int, settings: dict[str, str], refused: bool) -> None:
+    """Goal: a store of files has one writer, and the configuration says so, not the second rank's start."""
+    parallel, made = SimpleNamespace(data_parallel_size=ranks), Settings.of(settings)
+    if refused:
+        with pytest.raises(ConfigError, match=r"store: wanted a directory for each data-parallel rank"):
+            refuse_shared_files(parallel, made)
+    else:
+        refuse_shared_files(parallel, made)
+    assert "{rank}" not in made.of_rank(3).store
 
 
 def test_stages_are_attached_in_their_order() -> None:

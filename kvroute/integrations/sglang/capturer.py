@@ -165,7 +165,8 @@ class Capturer:
 
     def put_aside(self, req: Any) -> None:
         """SGLang copies the KV of a request aside, which it retracts."""
-        setattr(req, ASIDE, self.rows.put_aside(self._slots_of(req, req.seqlen - 1)))
+        slots = self._slots_of(req, req.seqlen - 1)
+        setattr(req, ASIDE, self.rows.put_aside(slots) if req.return_routed_experts else Aside())
 
     def bring_back(self, req: Any) -> None:
         aside: Aside | None = vars(req).pop(ASIDE, None)

@@ -17,7 +17,7 @@ from kvroute.integrations.sglang.handover import Handover
 from kvroute.integrations.sglang.refusals import supported
 from kvroute.integrations.sglang.routers import routed_layers
 from kvroute.integrations.sglang.rows import RoutedRows
-from kvroute.integrations.sglang.settings import of_rank, settings_of_arguments
+from kvroute.integrations.sglang.settings import settings_of_arguments
 from kvroute.routing import routing_spec_from_hf
 from kvroute.weights import configuration_digest, weights_digest
 
@@ -77,7 +77,7 @@ def _created(create: Callable[..., Any], runner: Any, *args: Any, **named: Any) 
     arguments, page = versions.arguments(), versions.page_size()
     settings = settings_of_arguments(arguments)
     supported(arguments, settings)
-    settings = of_rank(settings, versions.data_rank())
+    settings = settings.of_rank(versions.data_rank())
     spec = routing_spec_from_hf(runner.model_config.hf_text_config, page)
     captured = routed_layers(runner.model, spec.attrs["layer_ids"])
     name = namespace_name(runner.model_config, arguments, settings)

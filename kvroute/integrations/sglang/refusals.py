@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from typing import Any, Final, NamedTuple
 
 from cache_manager.errors import ConfigError
-from kvroute.connector.settings import Lending
+from kvroute.connector.settings import RANK, Lending
 from kvroute.integrations.sglang import versions
 from kvroute.integrations.sglang.handover import place_of
-from kvroute.integrations.sglang.settings import LINKER, LINKER_CONFIG, RANK, VARIABLE
+from kvroute.integrations.sglang.settings import LINKER, LINKER_CONFIG, VARIABLE
 
 
 class Refused(NamedTuple):
@@ -166,7 +166,7 @@ def refusals(server_args: Any, settings: Lending) -> Iterator[tuple[str, str, An
             yield argument, f"1: SGLang {sglang.__version__} was not judged with it", ranks
     if attention_ranks > 1 and not server_args.disable_cuda_graph:
         yield "disable_cuda_graph", "True with attn_dp_size: no graph of its ranks was judged", False
-    if replicas * attention_ranks > 1 and "file:" in settings.store and RANK not in settings.store:
+    if replicas * attention_ranks > 1 and settings.shares_files:
         yield "store", f"a directory for each rank, such as file:///var/lib/kvroute/{RANK}", settings.store
     if versions.is_on(server_args, versions.APART):
         yield from _apart(server_args, settings, sglang.__version__)

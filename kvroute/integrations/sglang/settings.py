@@ -6,8 +6,6 @@ import json
 import os
 from typing import Any, Final
 
-import msgspec
-
 from cache_manager.errors import ConfigError
 from kvroute.connector.settings import Lending
 
@@ -32,19 +30,10 @@ def settings_of(linker: dict[str, Any] | None) -> Lending:
     return Lending.of(settings, VARIABLE)
 
 
-RANK: Final = "{rank}"
-"""In the URL of a store: the number of the rank among those with requests of their own."""
-
-
-def of_rank(settings: Lending, rank: int) -> Lending:
-    """The settings of one of the ranks with requests of their own."""
-    return msgspec.structs.replace(settings, store=settings.store.replace(RANK, str(rank)))
-
-
 def settings_of_arguments(server_args: Any) -> Lending:
     """The settings of the engine with these server arguments; :class:`ConfigError` for invalid ones."""
     linked = getattr(server_args, "enable_unified_cache_external_linker", False)
     return settings_of(getattr(server_args, LINKER_CONFIG, None) if linked else None)
 
 
-__all__ = ["LINKER", "LINKER_CONFIG", "RANK", "VARIABLE", "of_rank", "settings_of", "settings_of_arguments"]
+__all__ = ["LINKER", "LINKER_CONFIG", "VARIABLE", "settings_of", "settings_of_arguments"]

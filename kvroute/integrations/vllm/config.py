@@ -11,7 +11,7 @@ from cache_manager.keys import Namespace
 from kvroute.connector.carriers import ByKey, ByPairs, ByTransfer, Carrier, NoCarrier
 from kvroute.connector.engine import Engine
 from kvroute.connector.limits import Limits
-from kvroute.connector.settings import Settings
+from kvroute.connector.settings import RANK, Settings
 from kvroute.connector.stages import stage_spec
 from kvroute.connector.versions import AS_LOADED
 from kvroute.integrations.vllm.layers import own_layers
@@ -65,6 +65,8 @@ def engine_of(config: Any, cache: Any, inner: str, places: int = 0) -> Engine:
     Raises :class:`ConfigError` for unsupported configurations, :class:`SpecError` for a model without experts.
     """
     settings, model = settings_of(config.kv_transfer_config), config.model_config
+    refuse_shared_files(config.parallel_config, settings)
+    settings = settings.of_rank(config.parallel_config.data_parallel_rank)
     refuse(config, cache, settings, inner)
     number = kv_group_of(cache, model.max_model_len, model.get_total_num_hidden_layers())
     group = cache.kv_cache_groups[number]
@@ -203,6 +205,13 @@ def refuse(config: Any, cache: Any, settings: Settings, inner: str) -> None:
         if refused:
             raise ConfigError("vLLM with kvroute", wanted, f"vLLM {vllm.__version__} as it is configured")
     refuse_arguments(config)
+
+
+def refuse_shared_files(parallel: Any, settings: Settings) -> None:
+    """Raise :class:`ConfigError` for one store of files that several data-parallel ranks would write."""
+    if parallel.data_parallel_size > 1 and settings.writes and settings.shares_files:
+        wanted = f"a directory for each data-parallel rank, such as file:///var/lib/kvroute/{RANK}"
+        raise ConfigError("vLLM with kvroute: store", wanted, settings.store)
 
 
 def refuse_stages(config: Any, cache: Any, carrier: Carrier, inner: str) -> None:

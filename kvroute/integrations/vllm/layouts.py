@@ -25,6 +25,7 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from cache_manager.errors import ConfigError
+from kvroute.capture.step_ids import NO_ID
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +91,9 @@ def gathers(layer: Any) -> bool | None:
 def _preparation(layer: Any) -> Any:
     """What prepares the tokens for a kernel that routes inside; ``None``: a router chooses before the kernel."""
     method = layer.routed_experts.quant_method
-    return method.moe_kernel.prepare_finalize if method.is_monolithic else None
+    if not method.is_monolithic:
+        return None
+    return method if method.moe_kernel is None else method.moe_kernel.prepare_finalize
 
 
 def _kind(layer: Any) -> str:
@@ -100,7 +103,7 @@ def _kind(layer: Any) -> str:
 
 def hook_of(name: str, layer: Any, place: Place, keep: Keep) -> Keep:
     """A hook that hands ``keep`` this rank's part of a layer's ids; or none of them if they are not what the layer
-    says, so that the pass has no ids."""
+    says, so that the pass has no ids. A shard, for which other ranks wait, has as many then that are none."""
     warned = False
 
     def keep_own(ids: torch.Tensor) -> None:
@@ -118,7 +121,12 @@ def hook_of(name: str, layer: Any, place: Place, keep: Keep) -> Keep:
             logger.warning(
                 "no rows: layer %s has %d ids of ranks' %s tokens, gathered: %s", *(name, len(ids), sizes, gathered)
             )
-        keep(ids[:0] if part is None else ids[part])
+        if part is not None:
+            keep(ids[part])
+        elif sizes and place.shards > 1 and len(sizes) == place.data_size * place.shards:  # others wait for the shard
+            keep(ids.new_full((sizes[place.part], *ids.shape[1:]), NO_ID))
+        else:
+            keep(ids[:0])
 
     return keep_own
 

@@ -25,7 +25,7 @@ def join(theirs: str = "vllm") -> None:
         if not logger.handlers:
             logger.handlers = list(vllm.handlers)
             logger.setLevel(vllm.level)
-            logger.propagate = False
+            logger.propagate = vllm.propagate
 
 
 __all__ = ["join"]
