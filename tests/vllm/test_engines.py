@@ -231,9 +231,8 @@ REFUSED: dict[str, Any] = {
         ),
     },
     # attends to a window and keeps all KV: the next condition is the one refused
-    "no pipeline": {"window": {"sliding_window": 64}, "parallel": {"pipeline_parallel_size": 2}},
-    "no pipeline parallelism": {"parallel": {"pipeline_parallel_size": 2}},
-    "no data parallelism": {"parallel": {"data_parallel_size": 2}},
+    "no context": {"window": {"sliding_window": 64}, "parallel": {"decode_context_parallel_size": 2}},
+    "no data parallelism": {"parallel": {"pipeline_parallel_size": 2, "data_parallel_size": 2}},
     "no context parallelism": {"parallel": {"decode_context_parallel_size": 2}},
     "no dual-batch overlap": {"parallel": {"enable_dbo": True}},
     "prompts of tokens": {"model": {"enable_prompt_embeds": True}},

@@ -93,7 +93,12 @@ def bound(router: Any) -> list[torch.Tensor]:
     """The ids that kvroute's hook gets from now on."""
     seen = list[torch.Tensor]()
     spec = routing_spec(num_experts=EXPERTS, top_k=TOP_K, layer_ids=[0], num_layers=1, block_tokens=4)
-    bind({"model.layers.0.mlp.experts": SimpleNamespace(layer_id=0, router=router)}, spec, lambda _: seen.append)
+    bind(
+        {"model.layers.0.mlp.experts": SimpleNamespace(layer_id=0, router=router)},
+        spec,
+        lambda _: seen.append,
+        "model.layers.0.attn",
+    )
     return seen
 
 
