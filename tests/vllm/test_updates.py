@@ -204,7 +204,7 @@ def recipes() -> list[list[tuple[str, dict[str, Any]]]]:
     found = []
     for code in re.findall(r"^```bash\n(.*?)^```", section, flags=re.DOTALL | re.MULTILINE):
         calls = []
-        for line in code.splitlines():
+        for line in re.sub(r" *\\\n *", " ", code).splitlines():
             call = re.fullmatch(r"curl -X POST '?localhost:8000(\S+?)'?(?: -H \S+ \S+ -d '(.*)')?", line)
             if call is not None:
                 calls.append((call[1], eval(call[2] or "{}")))  # noqa: S307 (the page's own lines)
