@@ -251,7 +251,8 @@ def data_rank() -> int:
     if parallel is None:
         return 0
     ranks = parallel()
-    rank: int = ranks.attn_dp_rank if ranks.attn_dp_size > 1 else ranks.dp_rank or 0
+    replica = getattr(ranks, "dp_rank", None)  # 0.5.16 has none, where more than one is refused
+    rank: int = ranks.attn_dp_rank if ranks.attn_dp_size > 1 else replica or 0
     return rank
 
 
