@@ -94,6 +94,7 @@ class Chromium:
             "--headless=new",
             "--no-sandbox",
             "--disable-gpu",
+            "--disable-dev-shm-usage",  # /dev/shm of a container is small
             "--remote-debugging-pipe",
             f"--user-data-dir={home}",
         ]
