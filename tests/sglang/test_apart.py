@@ -199,7 +199,6 @@ def pair(
     plugins: Path,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Pair]:
-    pytest.importorskip(request.param)
     logs = tmp_path_factory.mktemp("apart")
     more = {"prefill": {"chunked_prefill_size": 64}, "decode": DECODE}
     made = Pair(model("qwen3_moe"), request.param, logs, plugins, more)
