@@ -9,7 +9,7 @@ has not written yet, or has already written anew, makes the row missing.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,26 +21,6 @@ from cache_manager.spec import AuxBlockDataSpec
 
 STEP: Final = "step"
 """The spec of the number of the step that wrote a stage's part of a row."""
-
-
-class RowsView(Protocol):
-    """What a scheduler's end reads: one region, or those of all stages. See :class:`RegionView`."""
-
-    def read(
-        self,
-        name: str,
-        blocks: Sequence[int] | NDArray[Any],
-        start: int = 0,
-        stop: int | None = None,
-        *,
-        generations: Sequence[int] | NDArray[Any],
-    ) -> Rows: ...
-    def read_slots(
-        self, name: str, slots: Sequence[int] | NDArray[Any], *, generations: Sequence[int] | NDArray[Any]
-    ) -> Rows: ...
-    def generation(self, block: int) -> int: ...
-    def follow(self, namespace: bytes) -> None: ...
-    def close(self) -> None: ...
 
 
 def step_spec(block_tokens: int) -> AuxBlockDataSpec:
@@ -129,6 +109,10 @@ class StageViews:
                 valid &= (part.values == values).all(axis=tuple(range(1, values.ndim)))
         values[~valid] = np.frombuffer(bytes([MISSING_BYTE]) * values.itemsize, values.dtype)[0]
         return Rows(values, valid)
+
+
+RowsView = RegionView | StageViews
+"""What a scheduler's end reads: one region, or those of all stages."""
 
 
 __all__ = ["STEP", "RowsView", "StageViews", "stage_spec", "step_spec"]
