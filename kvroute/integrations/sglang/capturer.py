@@ -32,6 +32,12 @@ def _why(req: Any) -> Mapping[int, str]:
     return NOTHING if arrival is None else arrival.why
 
 
+def _slots_in(req_to_token_pool: Any, index: int, tokens: int) -> Ids:
+    """The slots of the first ``tokens`` of the request at this place of SGLang's pool, on the host."""
+    slots: Ids = req_to_token_pool.req_to_token[index][:tokens].cpu().numpy().astype(np.int64)
+    return slots
+
+
 class Capturer:
     """Replaces SGLang's ``RoutedExpertsCapturer``: keeps its device buffer, without its buffer on the host.
 
@@ -103,7 +109,7 @@ class Capturer:
 
     def get_topk(self, req_pool_idx: int, seqlen: int, req_to_token_pool: Any, start_len: int = 0) -> torch.Tensor:
         """SGLang's field of :attr:`req`, which is over. It is filled before the request's message goes."""
-        slots = req_to_token_pool.req_to_token[req_pool_idx][: seqlen - 1].cpu().numpy().astype(np.int64)
+        slots = _slots_in(req_to_token_pool, req_pool_idx, seqlen - 1)
         req = self.req
         ids = [*req.origin_input_ids, *req.output_ids_through_stop]
         tokens: Tokens | None = Tokens(ids, len(req.origin_input_ids))
@@ -128,7 +134,7 @@ class Capturer:
         sampled = len(req.origin_input_ids) + len(req.output_ids) - 1  # positions that were read for sampled tokens
         if not req.output_ids or (isinstance(earlier, RequestRows) and sampled <= earlier.stop):
             return
-        slots = req_to_token_pool.req_to_token[req.kv.req_pool_idx][:sampled].cpu().numpy().astype(np.int64)
+        slots = _slots_in(req_to_token_pool, req.kv.req_pool_idx, sampled)
         setattr(req, KEPT, self.rows.kept(slots, 0, earlier, _why(req)))
 
     # ---------------------------------------------------------------- prefill and decode apart
@@ -174,8 +180,7 @@ class Capturer:
             self.rows.bring_back(aside, self._slots_of(req, req.seqlen - 1))
 
     def _slots_of(self, req: Any, tokens: int) -> Ids:
-        slots: Ids = self._slots.req_to_token[req.kv.req_pool_idx][:tokens].cpu().numpy().astype(np.int64)
-        return slots
+        return _slots_in(self._slots, req.kv.req_pool_idx, tokens)
 
     def destroy(self) -> None:
         if self._handover is not None:
