@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Callable
@@ -21,7 +22,8 @@ class StoppedError(Exception):
 
 def is_stopped(call: Callable[[], object], at: int) -> bool:
     """Make a call during which something is raised where the interpreter runs signal handlers for the ``at``-th time in
-    our code: when a function has begun, or a call of a C function has ended. Returns whether there was such a place."""
+    our code: when a function has begun, or a call of a C function has ended. Returns whether there was such a place.
+    No garbage is collected meanwhile: the interpreter drops what is raised in the finaliser of an earlier store."""
     places = 0
 
     def profile(frame: FrameType, event: str, _: object) -> None:
@@ -33,6 +35,7 @@ def is_stopped(call: Callable[[], object], at: int) -> bool:
                 sys.setprofile(None)
                 raise StoppedError
 
+    gc.disable()
     sys.setprofile(profile)
     try:
         call()
@@ -40,4 +43,5 @@ def is_stopped(call: Callable[[], object], at: int) -> bool:
         return True
     finally:
         sys.setprofile(None)
+        gc.enable()
     return places >= at
