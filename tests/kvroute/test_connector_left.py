@@ -21,6 +21,7 @@ from kvroute.rollout import RolloutStore, open_rollouts
 
 TOKENS = [3, 1, 4, 1, 5, 9]
 PROMPT = 3
+WAIT_S = min(60.0, GIVE_UP_S)
 
 
 @pytest.fixture
@@ -131,7 +132,7 @@ def test_a_key_that_is_used_again_finds_no_other_request_s_rows(
     for version in (2, 3)[: 1 + again]:
         told.append(left(engine(weights_version=version), own("a"), cut=cut, weights=version))
         with pytest.raises(kvroute.RowError, match="a key that no other request has had with this prompt, got 'a'"):
-            routes(answered(), rollouts=store, key="a", wait_s=60)
+            routes(answered(), rollouts=store, key="a", wait_s=WAIT_S)
         found = routes(answered(kv_transfer_params=told[-1]), rollouts=store)
         assert found.weights_versions == ((0, 6, version),)
         assert judge(found, TOKENS, [version] * 6) == {"right": 6}
@@ -155,7 +156,7 @@ def test_a_retried_request_gets_no_rows_of_its_first_try(
     left(engine(), own("a"), [*TOKENS[:4], 8, 8], cut=cut)
     for tokens in (TOKENS, [*TOKENS[:4], 8, 8]):
         with pytest.raises(kvroute.RowError, match="a key that no other request has had"):
-            routes(answered(tokens), rollouts=store, key="a", wait_s=60)
+            routes(answered(tokens), rollouts=store, key="a", wait_s=WAIT_S)
 
 
 def test_a_request_that_loses_its_rows_finds_none_of_an_earlier_one(
@@ -169,9 +170,9 @@ def test_a_request_that_loses_its_rows_finds_none_of_an_earlier_one(
     toy.scheduler.step({"r": 6})
     told = told_of(toy.scheduler.finished(own("a"), [5, 2], 6, Tokens([*TOKENS, 7], PROMPT)))
     with pytest.raises(kvroute.RowError, match="a worker that is behind"):
-        routes(answered(kv_transfer_params=told), rollouts=store, key="a", wait_s=60)
+        routes(answered(kv_transfer_params=told), rollouts=store, key="a", wait_s=WAIT_S)
     with pytest.raises(kvroute.RowError, match="a key that no other request has had"):
-        routes(answered(), rollouts=store, key="a", wait_s=60)
+        routes(answered(), rollouts=store, key="a", wait_s=WAIT_S)
 
 
 def test_engines_share_a_store_though_their_ids_are_the_same(engine: Callable[..., Toy], store: RolloutStore) -> None:
@@ -182,14 +183,14 @@ def test_engines_share_a_store_though_their_ids_are_the_same(engine: Callable[..
         found = routes(answered(kv_transfer_params=each), rollouts=store)
         assert judge(found, TOKENS, [version] * 6) == {"right": 6}
     with pytest.raises(kvroute.RowError, match="key=, the one that its request carried in kv_transfer_params"):
-        routes(answered(), rollouts=store, wait_s=60)
+        routes(answered(), rollouts=store, wait_s=WAIT_S)
 
 
 @pytest.mark.parametrize("key", ["", "x" * 129, "a b", "a/b", "a@b", "~1", "a~", "a~x", "é", 7, b"a", ["a"]])
 def test_a_key_that_is_none_is_refused(store: RolloutStore, key: Any) -> None:
     """Goal: a client's mistake is named. Method: lengths, characters, types; what a choice's key may not be."""
     with pytest.raises(kvroute.RowError, match="key: wanted 1 to 128 letters and digits"):
-        routes(answered(), rollouts=store, key=key, wait_s=60)
+        routes(answered(), rollouts=store, key=key, wait_s=WAIT_S)
 
 
 def test_the_longest_key_has_a_place(engine: Callable[..., Toy], store: RolloutStore) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 HUNT = os.environ.get("HYPOTHESIS_PROFILE") == "hunt"
-GIVE_UP_S = 20.0 if HUNT else 1200.0
+GIVE_UP_S = 10.0 if HUNT else 1200.0
 """The limit of every wait of the tests, in this one place: a last resort against a hang, ten times the 120 s at which a
 loaded machine was seen to fail examples that only were slow. Where a fault is planted, a hang is what is looked for."""
 ENDING_S = 10.0
