@@ -8,6 +8,9 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
+from transformers import AutoModelForCausalLM
+
 from bench.vllm_peers import plugin
 
 Model = Callable[..., Path]
@@ -30,19 +33,20 @@ if __name__ == "__main__":
 
 
 def test_without_a_connector_vllm_is_stock(model: Model, tmp_path: Path) -> None:
-    """Goal: an engine beside which kvroute is only installed has vLLM's own classes and its answers. Method: two
-    processes, the plugin loaded by vLLM in one of them alone."""
+    """Goal: an engine beside which kvroute is only installed has vLLM's own classes and its model's answers. Method: a
+    process that loads the plugin; the tokens are those of transformers."""
     script = tmp_path / "stock.py"
     script.write_text(STOCK)
-    lines = list[list[str]]()
-    for plugins in ("kvroute", ""):
-        search = f"{plugin(tmp_path / f'plugin-{plugins}')}:{os.environ.get('PYTHONPATH', '')}"  # as an installed one
-        environment = {**os.environ, "VLLM_PLUGINS": plugins, "VLLM_LOGGING_LEVEL": "INFO", "PYTHONPATH": search}
-        command = [sys.executable, str(script), str(model("qwen3_moe"))]
-        done = subprocess.run(command, env=environment, text=True, capture_output=True)
-        assert done.returncode == 0, done.stderr[-3000:]
-        lines += [line.split() for line in done.stdout.splitlines() if line.startswith("STOCK")]
-    (_, with_plugin, *mine), (_, without, *theirs) = lines
-    assert (with_plugin, without) == ("True", "False")
-    assert mine == theirs
-    assert mine[:2] == ["vllm.model_executor.models.qwen3_moe"] * 2
+    search = f"{plugin(tmp_path / 'plugin')}:{os.environ.get('PYTHONPATH', '')}"  # as an installed one
+    environment = {**os.environ, "VLLM_PLUGINS": "kvroute", "VLLM_LOGGING_LEVEL": "INFO", "PYTHONPATH": search}
+    home = model("qwen3_moe")
+    done = subprocess.run([sys.executable, str(script), str(home)], env=environment, text=True, capture_output=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    ((_, plugin_is_loaded, of_model, of_registry, *tokens),) = (
+        line.split() for line in done.stdout.splitlines() if line.startswith("STOCK")
+    )
+    assert plugin_is_loaded == "True"
+    assert of_model == of_registry == "vllm.model_executor.models.qwen3_moe"
+    by_transformers = AutoModelForCausalLM.from_pretrained(home, dtype=torch.float32)
+    answer = by_transformers.generate(torch.arange(5, 105)[None], max_new_tokens=20, do_sample=False, eos_token_id=None)
+    assert [int(token) for token in tokens] == answer[0, 100:].tolist()
