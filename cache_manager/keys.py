@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from copy import copy
 from dataclasses import dataclass
 from typing import Any, NewType, TypeGuard
 
@@ -109,9 +108,9 @@ class KeyChain:
     (3, True, True)
     """
 
-    __slots__ = ("_full", "_seed", "block_tokens", "namespace", "scope")
+    __slots__ = ("_full", "_layout", "_salts", "_seed", "block_tokens", "namespace", "scope")
 
-    def __init__(self, namespace: Namespace, layout: RecordLayout) -> None:
+    def __init__(self, namespace: Namespace, layout: RecordLayout, salts: tuple[bytes, ...] = ()) -> None:
         if not isinstance(namespace, Namespace):
             raise SpecError("namespace", "a Namespace", repr(namespace))
         self.namespace = namespace
@@ -120,9 +119,13 @@ class KeyChain:
         seed.update(_part(b"format", FORMAT.to_bytes(2, "little")))
         seed.update(_part(b"namespace", namespace.canonical))
         seed.update(_part(b"layout", layout.fingerprint))
+        self.scope = seed.digest()[:SCOPE_NBYTES]
+        for salt in salts:
+            seed.update(_part(b"salt", salt))
+        self._layout = layout
+        self._salts = salts
         self._seed = seed
         self._full = b"\x06tokens" + (8 * self.block_tokens).to_bytes(8, "little")
-        self.scope = seed.digest()[:SCOPE_NBYTES]
 
     def salted(self, salt: bytes) -> KeyChain:
         """The chain of one tenant or adapter within the namespace: its keys have this chain's scope, and equal none of
@@ -134,10 +137,7 @@ class KeyChain:
             raise InvalidInputError("salt", "bytes", repr(salt))
         if not salt:
             return self
-        chain = copy(self)
-        chain._seed = self._seed.copy()
-        chain._seed.update(_part(b"salt", salt))
-        return chain
+        return KeyChain(self.namespace, self._layout, (*self._salts, salt))
 
     def key(self, parent: BlockKey | None, tokens: Tokens) -> BlockKey:
         """The key of the block holding ``tokens`` that follows the block with key ``parent`` (None: the first).

@@ -91,7 +91,7 @@ def test_what_is_stored_has_no_byte_of_a_former_life() -> None:
         aux.write_step(slots(0), {"routing": routing, "optional": np.full((TOKENS, 2), 0x5A, np.uint8)})
         life, key = aux.renew([0]), aux.keys.key(None, [1])
         aux.write_step(slots(0), {"routing": routing})
-        (record,) = aux.export({key: 0}, life)
+        (record,) = aux.exchange.export({key: 0}, life)
         assert record is not None
         assert aux.persist({key: 0}, life)[key]
         stored = bytearray(aux.layout.nbytes)

@@ -95,7 +95,7 @@ def test_kv_that_was_torn_by_a_restore_has_no_name(error: BaseException) -> None
         key, life = aux.keys.key(None, [1, 2, 3]), filled(aux, 0)
         (origin,) = aux.persist({key: 0}, [life]).values()
         (life,) = aux.renew([1])
-        assert aux.bind_origin(1, life, origin)
+        assert aux.exchange.bind_origin(1, life, origin)
 
         def torn(blocks: np.ndarray, _: np.ndarray) -> None:
             kv.device[blocks] = 0
