@@ -74,6 +74,7 @@ def move(
 
     lock = target.lock
     fence = Fence()
+    fence_of_kv = Fence()  # around the targets of pairs whose rows cannot follow
     sources, targets = split_pairs(pairs, source, target)
     if rows is not None:
         counts = integers(rows, "rows", "one count for each pair", n=targets.size)
@@ -106,6 +107,8 @@ def move(
             source.fix_origins(sources[named])
             drops = source.drops.take(sources)
             target.fence(fence, targets)
+            if kv is not None:
+                target.fence(fence_of_kv, pairs_of_kv[1][~good])
         copy_records(source.region, target.region, sources, targets)
         if kv is not None and pairs_of_kv[0].size:
             kv.copy(source.tier, target.tier, *pairs_of_kv)
@@ -116,7 +119,8 @@ def move(
             counter = MOVED[source.tier, target.tier]
             lock.count(counter, rows_in(valid[arrived]))
     finally:
-        fence.over = True  # in one instruction: a signal handler cannot come between
+        fence_of_kv.over = True
+        fence.over = True  # in one instruction, and no call before it: a signal handler cannot come between
 
 
 def split_pairs(pairs: Pairs, source: BlockTable, target: BlockTable) -> tuple[Ints, Ints]:
