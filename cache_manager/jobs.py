@@ -123,7 +123,7 @@ class Job(Generic[_T]):
 
     def poll(self) -> bool:
         """Land the job if the store's part is done; whether the job is over. Never waits for the store."""
-        self.jobs.land(self)
+        self.jobs.land(self, deque())
         return self.over
 
     def wait(self, timeout_s: float) -> bool:
@@ -315,6 +315,7 @@ class Jobs:
         self._mutex = ProcessLock()
         self._changed = threading.Condition(self._mutex)
         self._begun: dict[AnyJob, None] = {}
+        self._polled: deque[AnyJob] = deque()  # landed by a poll that has not returned them
         self._queue: deque[AnyJob] = deque()
         self._threads: list[threading.Thread] = []
         self._closing = False
@@ -334,15 +335,23 @@ class Jobs:
         return self.store
 
     def poll(self) -> list[AnyJob]:
-        """Land the jobs whose store part is done, and return those that this call has landed. Waits for nothing."""
-        return [job for job in self if self.land(job)]
+        """Land the jobs whose store part is done, and return them, each to one caller. Waits for nothing.
+
+        If the landing of one raises, the next call returns it, and those that landed before it.
+        """
+        for job in self:
+            self.land(job, self._polled)
+        with self._mutex:
+            landed = list(self._polled)
+            self._polled.clear()
+        return landed
 
     def wait(self, timeout_s: float) -> bool:
         """Sleep until :meth:`poll` has something to land, or no job is left; ``False`` after ``timeout_s``."""
 
         def has_news() -> bool:
             begun = list(self._begun)  # a copy, as jobs may land meanwhile
-            return not begun or any(job.phase is Phase.CARRIED for job in begun)
+            return bool(self._polled) or not begun or any(job.phase is Phase.CARRIED for job in begun)
 
         return self.sleep(has_news, timeout_s)
 
@@ -423,22 +432,22 @@ class Jobs:
                 job.phase = Phase.CARRIED  # first: a job that a thread finds in the queue is not carried
                 self._queue.remove(job)
 
-    def land(self, job: AnyJob) -> bool:
-        """Take in what a carried job has brought: it is over. Whether this call did so."""
+    def land(self, job: AnyJob, landed: deque[AnyJob]) -> None:
+        """Take in what a carried job has brought: it is over. If this call did so, the job is added to ``landed``."""
         if job.phase is not Phase.CARRIED:
-            return False
+            return
         with self.table.lock:
             if job.phase is not Phase.CARRIED:
-                return False
+                return
             try:
                 job.land()
             finally:
                 job.phase = Phase.LANDED
                 self._begun.pop(job, None)  # and no call between these two, in which a signal handler may raise
+                landed.append(job)
                 job.staging = job.staging[:0].copy()
                 with self._mutex:
                     self._changed.notify_all()
-        return True
 
     # ---------------------------------------------------------------- threads
 
