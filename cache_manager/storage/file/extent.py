@@ -282,8 +282,8 @@ class Extent:
         return heads
 
     def serve(self, disk: Disk) -> None:
-        """Serve what the disk has; ``OSError``."""
-        self.raw[:] = self.read_heads(disk, 0, self.slots)
+        """Serve what the disk has; ``OSError``. The heads are read into their place: a copy would cost memory."""
+        read_all(disk, self.fd, [self.raw], PAGE_NBYTES, len(self.raw))
         self.damaged_heads = self.clean(self.raw)
         self.uses[self.ticks > 0] = 1
 
