@@ -84,6 +84,7 @@ class Shape:
         self.number = number
         self.layout = layout
         _, payload_nbytes, valid_nbytes = layout
+        self.payload_nbytes = payload_nbytes
         self.head_nbytes = _HEAD_NBYTES + valid_nbytes
         fits = self.head_nbytes <= _HEAD_NBYTES_MAX and not valid_nbytes % 8
         self.slots = min(slots, SLOTS_MAX, _HEADS_NBYTES_MAX // self.head_nbytes) if fits else 0
