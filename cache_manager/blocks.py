@@ -9,17 +9,17 @@ counted, and the rows that it would have made readable are missing. With ``stric
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 from numpy import count_nonzero as count
-from numpy.typing import NDArray
 
 from cache_manager import publish
 from cache_manager.errors import InvalidInputError, KVRouteError, RowError, SpecError
 from cache_manager.exchange import Exchange
 from cache_manager.feed import WorkerEnd
-from cache_manager.jobs import JobLimits, Jobs, PersistJob, RestoreJob
+from cache_manager.job import PersistJob, RestoreJob
+from cache_manager.jobs import JobLimits, Jobs
 from cache_manager.keys import BlockKey, KeyChain, Namespace
 from cache_manager.lock import AuxCounters, Lock, Mistakes, ProcessLock
 from cache_manager.moves import Pairs, follow
@@ -27,7 +27,7 @@ from cache_manager.own_keys import Keyed, OwnKeys
 from cache_manager.ports import KVBlocks, Region, StorageBackend, TierName
 from cache_manager.publish import GENERATION_END, Rows, window_of
 from cache_manager.regions import Memory
-from cache_manager.slots import Blocks, Flags, Ints, count_in_range, integers, readable
+from cache_manager.slots import Blocks, Flags, Ints, Values, count_in_range, integers, readable
 from cache_manager.spec import AuxBlockDataSpec, RecordLayout
 from cache_manager.step import Keep, Step
 from cache_manager.storage.records import RecordStore
@@ -78,7 +78,9 @@ class AuxBlocks:
         self._closing = ProcessLock()  # of the thread that closes the set
         self._is_over = False
         self._mistakes = Mistakes(self._lock, strict=strict)
-        record = self.layout if kv is None else RecordLayout((*self.layout.specs, kv.spec))
+        record = self.layout
+        if kv is not None:
+            record = RecordLayout((*self.layout.specs, kv.spec))
         self._own_keys = OwnKeys(namespace, record, self._mistakes)
         self.store = None if store is None else RecordStore(store, record)
         sizes: dict[TierName, int] = {"device": self.device_blocks, "host": self.host_blocks}
@@ -230,7 +232,7 @@ class AuxBlocks:
 
     # ---------------------------------------------------------------- writing and reading
 
-    def begin_step(self, slots: NDArray[Any] | Sequence[int], *, in_place: bool = False) -> Step:
+    def begin_step(self, slots: Values | Sequence[int], *, in_place: bool = False) -> Step:
         """Begin a forward pass that writes rows at ``slots`` ``[T]``: ``block * block_tokens + offset``; -1 is padding.
 
         Rows at these slots are unreadable until the step commits. Steps may overlap in time; if two write one slot, the
@@ -251,7 +253,7 @@ class AuxBlocks:
             self._mistakes.report_loss("bad_writes_dropped", n, "begin_step", error, lambda: device.lose(blocks))
             raise
 
-    def write_step(self, slots: NDArray[Any], rows: Mapping[str, NDArray[Any]], keep: Keep | None = None) -> int:
+    def write_step(self, slots: Values, rows: Mapping[str, Values], keep: Keep | None = None) -> int:
         """A whole step with given rows ``[T, *row_shape]``: begin, write, commit. Returns how many became readable.
 
         Never raises for a mistake of bookkeeping, unless strict: the step's rows are then missing, and counted. So is a
@@ -307,7 +309,9 @@ class AuxBlocks:
                 self._lock.check_open()
                 raise
         with self._lock:
-            rows, bits, words = copied or publish.gather(table.region, index, ids, locked=True)
+            if copied is None:
+                copied = publish.gather(table.region, index, ids, locked=True)
+            rows, bits, words = copied
             if generations is not None:
                 is_other = table.generations.take(ids) != generations[held]
                 is_other |= table.region.words.take(ids) != words

@@ -9,14 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from cache_manager.errors import BlockBusyError, InvalidInputError, RecordError
 from cache_manager.own_keys import Keyed, OwnKeys
 from cache_manager.ports import KVBlocks
 from cache_manager.publish import Copies, bits_of, copies_of
 from cache_manager.record import Buffer, OfferedRecord, RecordHeader
-from cache_manager.slots import Bits, Blocks, integers, prefix_bits, rows_in, unsigned
+from cache_manager.slots import Bits, Blocks, Bytes, integers, prefix_bits, rows_in, unsigned
 from cache_manager.table import BlockTable
 
 
@@ -64,7 +63,9 @@ class Exchange:
             key = keys_of_blocks[place]
             bitmap = bitmaps[i].tobytes()
             payload = copies[i].tobytes()
-            records[place] = OfferedRecord(key, fingerprint, int(lives[place]), int(origins[i]), bitmap, payload)
+            life = int(lives[place])
+            origin = int(origins[i])
+            records[place] = OfferedRecord(key, fingerprint, life, origin, bitmap, payload)
         return records
 
     def install(self, block: int, generation: int, header: RecordHeader, payload: Buffer) -> int:
@@ -78,10 +79,12 @@ class Exchange:
         """
         table = self._table
         bits = _bits_in(table, header, payload)
-        record = Copies(table.layout, np.frombuffer(payload, np.uint8)[None])
+        content = np.frombuffer(payload, np.uint8).reshape(1, -1)
+        record = Copies(table.layout, content)
         (index,) = table.slots.ids([block]).tolist()
         with table.lock:
-            if not _in_life(table, index, generation, ours=self._keys.owns(header.key)):
+            ours = self._keys.owns(header.key)
+            if not _in_life(table, index, generation, ours=ours):
                 return 0
             _check_not_copied_into(table, index)
             if not table.takes(index, header.origin):
@@ -99,7 +102,8 @@ class Exchange:
             ids, good = table.slots.known(blocks)
             lives = integers(generations, "generations", "one integer for each block", n=ids.size)
             named = unsigned(origins, "origins", "one uint64 for each block", n=ids.size)
-            good &= table.generations.take(ids, mode="clip") == lives
+            present = table.generations.take(ids, mode="clip")
+            good &= present == lives
             good &= named != 0
             table.carry_origin(ids[good], named[good])
 
@@ -119,7 +123,7 @@ class Exchange:
             table.bind(index, origin)
             return True
 
-    def take_kv(self, kv: KVBlocks, blocks: Blocks, generations: Blocks) -> tuple[NDArray[np.uint8], list[int]]:
+    def take_kv(self, kv: KVBlocks, blocks: Blocks, generations: Blocks) -> tuple[Bytes, list[int]]:
         """A copy of the KV ``[n, kv.spec.block_nbytes]`` of device blocks in these generations, and the origins under
         which it leaves; 0, and the bytes count for nothing, for a block in another life or one into which bytes are
         copied."""
@@ -143,7 +147,8 @@ class Exchange:
         table = self._table
         _check_origin(origin)
         ids = table.slots.ids([block])
-        kv_bytes = np.frombuffer(content, np.uint8, kv.spec.block_nbytes)[None]
+        nbytes = kv.spec.block_nbytes
+        kv_bytes = np.frombuffer(content, np.uint8, nbytes).reshape(1, nbytes)
         with table.lock:
             (index,) = ids.tolist()
             if not _in_life(table, index, generation):
@@ -168,17 +173,20 @@ def _in_life(table: BlockTable, block: int, generation: int, *, ours: bool = Tru
 
 
 def _check_not_copied_into(table: BlockTable, block: int) -> None:
-    if table.fenced(np.array([block]))[0]:
+    ids = np.array([block])
+    if table.fenced(ids)[0]:
         raise BlockBusyError(f"{table.tier} block {block}", "one that nothing else fills", "one being copied into")
 
 
 def _check_not_written(table: BlockTable, block: int) -> None:
-    if table.writing(np.array([block]))[0]:
+    ids = np.array([block])
+    if table.writing(ids)[0]:
         raise BlockBusyError(f"{table.tier} block {block}", "one that no device writes", "a step of before")
 
 
 def _check_origin(origin: int) -> None:
-    if not isinstance(origin, int) or isinstance(origin, bool) or not 0 < origin < 1 << 64:
+    is_integer = isinstance(origin, int) and not isinstance(origin, bool)
+    if not is_integer or not 0 < origin < 1 << 64:
         raise InvalidInputError("origin", "an integer in [1, 2**64)", repr(origin))
 
 

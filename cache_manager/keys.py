@@ -12,12 +12,10 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NewType, TypeGuard
-
-from numpy.typing import NDArray
+from typing import NewType, TypeGuard
 
 from cache_manager.errors import InvalidInputError, SpecError
-from cache_manager.slots import integers
+from cache_manager.slots import Values, integers
 from cache_manager.spec import RecordLayout
 
 FORMAT = 2
@@ -27,7 +25,7 @@ KEY_NBYTES = 32
 BlockKey = NewType("BlockKey", bytes)
 BlockKey.__doc__ = "The name of a block's content: 32 bytes, scope (8) and digest (24). ``KeyChain`` makes them."
 
-Tokens = Sequence[int] | NDArray[Any]
+Tokens = Sequence[int] | Values
 
 
 def _part(tag: bytes, value: bytes) -> bytes:
@@ -164,7 +162,8 @@ class KeyChain:
             got = f"{len(digest)} bytes" if isinstance(digest, bytes) else repr(digest)
             raise InvalidInputError("digest", "16 to 1024 bytes", got)
         seed = self._seed.copy()
-        seed.update(b"".join((_ADOPTED, len(digest).to_bytes(8, "little"), digest)))
+        nbytes = len(digest).to_bytes(8, "little")
+        seed.update(b"".join((_ADOPTED, nbytes, digest)))
         return BlockKey(self.scope + seed.digest())
 
     def keys(self, tokens: Tokens) -> list[BlockKey]:

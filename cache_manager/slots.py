@@ -21,6 +21,9 @@ WORD_BITS: Final = 64
 Ints = NDArray[np.int64]
 Flags = NDArray[np.bool_]
 Bits = NDArray[np.uint64]
+Bytes = NDArray[np.uint8]
+Values = NDArray[Any]
+"""Of a spec's dtype."""
 Blocks = Sequence[int] | Ints
 _EACH: Final = np.uint64(1) << np.arange(WORD_BITS, dtype=np.uint64)  # for take(): a shift runs twice the code
 _ALL: Final = np.uint64(0xFFFF_FFFF_FFFF_FFFF)

@@ -51,7 +51,11 @@ class Tiers:
     @property
     def in_flight(self) -> int:
         """Steps and moves that have begun and not ended. The lock is held."""
-        return sum(len(table.steps) + sum(not fence.over for fence in table.fences) for table in self)
+        n = 0
+        for table in self:
+            n += len(table.steps)
+            n += sum(not fence.over for fence in table.fences)
+        return n
 
     def forget_all(self) -> None:
         for table in self:

@@ -16,7 +16,8 @@ from waiting import GIVE_UP_S, until
 
 from cache_manager.blocks import AuxBlocks
 from cache_manager.errors import BlockStateError, ConfigError, StorageError
-from cache_manager.jobs import JobLimits, Phase
+from cache_manager.job import Phase
+from cache_manager.jobs import JobLimits
 from cache_manager.keys import Namespace
 from cache_manager.spec import AuxBlockDataSpec, RecordLayout
 from cache_manager.storage import open_store

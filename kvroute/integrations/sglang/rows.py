@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from cache_manager.blocks import AuxBlocks
 from cache_manager.errors import KVRouteError
-from cache_manager.jobs import PersistJob, RestoreJob
+from cache_manager.job import PersistJob, RestoreJob
 from cache_manager.keys import BlockKey, Namespace
 from cache_manager.publish import Rows
 from cache_manager.spec import AuxBlockDataSpec
