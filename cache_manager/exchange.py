@@ -15,7 +15,7 @@ from cache_manager.own_keys import Keyed, OwnKeys
 from cache_manager.ports import KVBlocks
 from cache_manager.publish import Copies, bits_of, copies_of
 from cache_manager.record import Buffer, OfferedRecord, RecordHeader
-from cache_manager.slots import Bits, Blocks, Bytes, integers, prefix_bits, rows_in, unsigned
+from cache_manager.slots import Bits, Blocks, Bytes, integers, is_integer, prefix_bits, rows_in, unsigned
 from cache_manager.table import BlockTable
 
 
@@ -185,8 +185,7 @@ def _check_not_written(table: BlockTable, block: int) -> None:
 
 
 def _check_origin(origin: int) -> None:
-    is_integer = isinstance(origin, int) and not isinstance(origin, bool)
-    if not is_integer or not 0 < origin < 1 << 64:
+    if not is_integer(origin, 1, 1 << 64):
         raise InvalidInputError("origin", "an integer in [1, 2**64)", repr(origin))
 
 

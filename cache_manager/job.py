@@ -22,7 +22,7 @@ from cache_manager.own_keys import Keyed, OwnKeys
 from cache_manager.ports import Absence, KVBlocks
 from cache_manager.publish import bits_in, bits_of, copies_of, have_all, have_none
 from cache_manager.record import RecordHeader
-from cache_manager.slots import Blocks, Bytes, Flags, Ints
+from cache_manager.slots import Bits, Blocks, Bytes, Flags, Ints
 from cache_manager.storage.records import RecordStore
 from cache_manager.table import BlockTable
 
@@ -188,7 +188,8 @@ class PersistJob(Job[int]):
     def _lacks(self, header: RecordHeader) -> bool:
         """Whether an engine with fewer required specs has stored less than we need. Such a record would never be a hit
         here, so ours takes its place."""
-        bits = bits_in(header.valid, self.table.region)[self.jobs.required, :]
+        of_specs = bits_in(header.valid, self.table.region)
+        bits = of_specs[self.jobs.required, :]
         return bool((bits != self.table.full).any())
 
     def land(self) -> None:
@@ -213,6 +214,22 @@ class RestoreJob(Job[bool]):
             buffers = [row.data for row in self.staging]
             self.found = self.store.get_into(self.keys, buffers)
 
+    def _read(self) -> tuple[Bits, Bits, Flags]:
+        """What the store has answered: rows ``[n, specs, W]`` and origins ``[n]`` of the records, 0 for none, and which
+        ones were corrupt."""
+        region = self.table.region
+        n = self.ids.size
+        _, specs, words = region.valid.shape
+        bits = np.zeros((n, specs, words), np.uint64)
+        origins = np.zeros(n, np.uint64)
+        corrupt = np.zeros(n, np.bool_)
+        for i, header in enumerate(self.found):
+            if isinstance(header, RecordHeader):
+                origins[i] = header.origin
+                bits[i] = bits_in(header.valid, region)
+            corrupt[i] = header is Absence.CORRUPT
+        return bits, origins, corrupt
+
     def land(self) -> None:
         """Make the read records readable in blocks
 
@@ -224,18 +241,12 @@ class RestoreJob(Job[bool]):
         table = self.table
         kv = self.jobs.kv
         ids = self.ids
-        unchanged = (table.drops.take(ids) == self.drops) & table.fillable(ids)
-        unchanged &= have_none(table.region, ids) & ~table.own.take(ids)
+        unchanged = table.drops.take(ids) == self.drops
+        unchanged &= table.fillable(ids)
+        unchanged &= have_none(table.region, ids)
+        unchanged &= ~table.own.take(ids)
         unchanged &= not self.cancelled
-        _, specs, words = table.region.valid.shape
-        bits = np.zeros((ids.size, specs, words), np.uint64)
-        origins = np.zeros(ids.size, np.uint64)
-        corrupt = np.zeros(ids.size, np.bool_)
-        for i, each in enumerate(self.found):
-            if isinstance(each, RecordHeader):
-                origins[i] = each.origin
-                bits[i] = bits_in(each.valid, table.region)
-            corrupt[i] = each is Absence.CORRUPT
+        bits, origins, corrupt = self._read()
         known = table.origin.take(ids)  # of the KV, where the engine has named it
         is_taken = (known == 0) | (known == origins)
         arrived = unchanged & (origins != 0) & is_taken

@@ -18,7 +18,7 @@ from cache_manager.job import AnyJob, Phase
 from cache_manager.lock import ProcessLock
 from cache_manager.own_keys import Keyed, OwnKeys
 from cache_manager.ports import KVBlocks
-from cache_manager.slots import Blocks
+from cache_manager.slots import Blocks, is_integer
 from cache_manager.storage.records import RecordStore
 from cache_manager.table import BlockTable
 
@@ -41,8 +41,8 @@ class JobLimits:
     def __post_init__(self) -> None:
         for name in ("threads_max", "jobs_max", "nbytes_max"):
             value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ConfigError(name, "an integer of 1 or more", repr(value))
+            if not is_integer(value, 1, 1 << 63):
+                raise ConfigError(name, "an integer in [1, 2**63)", repr(value))
         if not 0 <= self.close_s < float("inf"):
             raise ConfigError("close_s", "a finite number of seconds, 0 or more", self.close_s)
 
@@ -215,8 +215,12 @@ class Jobs:
     def _has_room(self, job: AnyJob) -> bool:
         self._start_threads()
         n = len(self._begun)
-        nbytes = sum(other.nbytes for other in self._begun) + job.nbytes
-        return n < self._limits.jobs_max and (not n or nbytes <= self._limits.nbytes_max)
+        if not n:
+            return True  # however large it is
+        nbytes = job.nbytes
+        for other in self._begun:
+            nbytes += other.nbytes
+        return n < self._limits.jobs_max and nbytes <= self._limits.nbytes_max
 
     def _start_threads(self) -> None:
         """Called before each job. If a process can have no more threads, those that run do the work."""

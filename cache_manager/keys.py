@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import NewType, TypeGuard
 
 from cache_manager.errors import InvalidInputError, SpecError
-from cache_manager.slots import Values, integers
+from cache_manager.slots import Values, integers, is_integer
 from cache_manager.spec import RecordLayout
 
 FORMAT = 2
@@ -62,7 +62,7 @@ class Namespace:
                 raise SpecError(f"namespace.{name}", "a string that UTF-8 can hold", repr(text)) from error
         for name in ("weights_version", "rank", "world"):
             value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 1 << 63:
+            if not is_integer(value, 0, 1 << 63):
                 raise SpecError(f"namespace.{name}", "an integer in [0, 2**63)", repr(value))
         if not self.rank < self.world:
             raise SpecError("namespace.rank", f"a rank below world={self.world}", self.rank)
@@ -149,7 +149,9 @@ class KeyChain:
         if not 1 <= len(ids) // 8 <= self.block_tokens:
             raise InvalidInputError("tokens", f"1 to {self.block_tokens} token ids", len(ids) // 8)
         digest = self._seed.copy()
-        digest.update(_part(b"parent", parent or b"") + _part(b"tokens", ids))
+        before = _part(b"parent", parent or b"")
+        own = _part(b"tokens", ids)
+        digest.update(before + own)
         return BlockKey(self.scope + digest.digest())
 
     def adopt(self, digest: bytes) -> BlockKey:
@@ -195,4 +197,5 @@ _ADOPTED = b"\x07adopted"
 
 
 def _token_bytes(tokens: Tokens) -> bytes:
-    return integers(tokens, "tokens", "a flat sequence of integers").astype("<i8", copy=False).tobytes()
+    ids = integers(tokens, "tokens", "a flat sequence of integers")
+    return ids.astype("<i8", copy=False).tobytes()

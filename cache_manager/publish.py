@@ -120,7 +120,8 @@ def copies_of(region: Region, ids: Ints, bits: Bits) -> Bytes:
         padding = layout.offsets[index] + layout.specs[index].block_nbytes
         copies.rows[:, padding : ends[index]] = 0
         of_spec = bits[:, index]
-        partial = np.flatnonzero((of_spec != full).any(axis=1))
+        is_partial = (of_spec != full).any(axis=1)
+        partial = np.flatnonzero(is_partial)
         if partial.size:
             keep = unpack_bits(of_spec[partial], layout.block_tokens)
             rows[partial] *= keep[..., None]
@@ -148,7 +149,8 @@ def republish(region: Region, generations: Ints) -> None:
     """No row of any block is readable, every word changes and names ``generations [blocks]``, whatever was there."""
     region.valid[:] = 0
     sequences = (region.words + _ONE) & SEQUENCE_MASK
-    region.words[:] = (generations.astype(np.uint64) << _SHIFT) | sequences
+    upper = generations.astype(np.uint64) << _SHIFT
+    region.words[:] = upper | sequences
 
 
 def generations_in(region: Region) -> Ints:
@@ -191,7 +193,8 @@ def have_all(region: Region, ids: Ints, specs: Sequence[int]) -> Flags:
     """Which of blocks ``ids [n]`` have every row of every one of ``specs``; for the holder of the writer's lock."""
     full = full_bits(region.layout.block_tokens)
     bits = bits_of(region, ids)[:, specs, :]
-    complete: Flags = (bits == full).all(axis=(1, 2))
+    is_full = bits == full
+    complete: Flags = is_full.all(axis=(1, 2))
     return complete
 
 
@@ -270,7 +273,8 @@ def gather(region: Region, spec: int, ids: Ints, *, locked: bool = False) -> tup
         rows[changed] = source[again]
         changed = changed[region.words[again] != words[changed]]
     bits[changed] = 0
-    copied = rows.view(np.uint8).reshape(len(ids), nbytes)
+    as_bytes = rows.view(np.uint8)
+    copied = as_bytes.reshape(len(ids), nbytes)
     return copied, bits, words
 
 
@@ -304,7 +308,8 @@ def gather_slots(region: Region, spec: int, blocks: Ints, offsets: Ints) -> tupl
         changed = changed[region.words[again] != words[changed]]
     bits[changed] = 0
     readable = ((bits >> shifts) & _ONE).astype(np.bool_)
-    copied = rows.view(np.uint8).reshape(len(blocks), aux_spec.row_nbytes)
+    as_bytes = rows.view(np.uint8)
+    copied = as_bytes.reshape(len(blocks), aux_spec.row_nbytes)
     return copied, readable, words
 
 

@@ -194,7 +194,9 @@ class AuxBlockDataSpec:
             raise RowError(f"{self.name} rows", f"dtype {self.dtype}", f"dtype {values.dtype}")
         info = np.iinfo(dtype)
         if values.size and not _fits(values, info):
-            outlier = values.min() if int(values.min()) < info.min else values.max()
+            outlier = values.min()
+            if int(outlier) >= info.min:
+                outlier = values.max()
             raise RowError(f"{self.name} rows", f"{self.dtype} values in [{info.min}, {info.max}]", int(outlier))
         return values.astype(dtype, order="C")
 
@@ -268,4 +270,5 @@ class RecordLayout:
         for i, s in enumerate(self.specs):
             if s.name == name:
                 return i
-        raise SpecError("spec name", "one of " + ", ".join(s.name for s in self.specs), repr(name))
+        names = ", ".join(s.name for s in self.specs)
+        raise SpecError("spec name", f"one of {names}", repr(name))
