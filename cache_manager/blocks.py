@@ -9,25 +9,25 @@ counted, and the rows that it would have made readable are missing. With ``stric
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 from numpy import count_nonzero as count
-from numpy.typing import NDArray
 
-from cache_manager import install, publish
-from cache_manager.errors import BlockStateError, InvalidInputError, KVRouteError, RowError, SpecError
+from cache_manager import publish
+from cache_manager.errors import InvalidInputError, KVRouteError, RowError, SpecError
+from cache_manager.exchange import Exchange
 from cache_manager.feed import WorkerEnd
-from cache_manager.jobs import JobLimits, Jobs, PersistJob, RestoreJob
+from cache_manager.job import PersistJob, RestoreJob
+from cache_manager.jobs import JobLimits, Jobs
 from cache_manager.keys import BlockKey, KeyChain, Namespace
 from cache_manager.lock import AuxCounters, Lock, Mistakes, ProcessLock
 from cache_manager.moves import Pairs, follow
 from cache_manager.own_keys import Keyed, OwnKeys
 from cache_manager.ports import KVBlocks, Region, StorageBackend, TierName
 from cache_manager.publish import GENERATION_END, Rows, window_of
-from cache_manager.record import Buffer, OfferedRecord, RecordHeader
 from cache_manager.regions import Memory
-from cache_manager.slots import Bits, Blocks, Flags, Ints, count_in_range, integers, readable, unsigned
+from cache_manager.slots import Blocks, Flags, Ints, Values, count_in_range, integers, readable
 from cache_manager.spec import AuxBlockDataSpec, RecordLayout
 from cache_manager.step import Keep, Step
 from cache_manager.storage.records import RecordStore
@@ -44,7 +44,8 @@ class AuxBlocks:
     is held for bookkeeping and for placing rows and KV, never while a store is read or written.
 
     ``jobs`` are those that have begun and not landed (:class:`cache_manager.jobs.Jobs`); ``store`` verifies what the
-    given store keeps (:class:`RecordStore`), ``None`` without one.
+    given store keeps (:class:`RecordStore`), ``None`` without one; ``exchange`` gives rows and KV to other processes,
+    and takes in theirs (:class:`cache_manager.exchange.Exchange`).
     """
 
     def __init__(
@@ -77,13 +78,15 @@ class AuxBlocks:
         self._closing = ProcessLock()  # of the thread that closes the set
         self._is_over = False
         self._mistakes = Mistakes(self._lock, strict=strict)
-        record = self.layout if kv is None else RecordLayout((*self.layout.specs, kv.spec))
+        record = self.layout
+        if kv is not None:
+            record = RecordLayout((*self.layout.specs, kv.spec))
         self._own_keys = OwnKeys(namespace, record, self._mistakes)
         self.store = None if store is None else RecordStore(store, record)
         sizes: dict[TierName, int] = {"device": self.device_blocks, "host": self.host_blocks}
-        self._tiers = Tiers(sizes, memory, self.layout, namespace, self._lock)
+        self._tiers = Tiers(sizes, memory, self.layout, self._own_keys, self._mistakes)
         self._device = self._tiers["device"]
-        self._lock.mend = self._mend
+        self.exchange = Exchange(self._device, self._own_keys)
         self._worker_end = WorkerEnd(self._tiers, self._mistakes)
         self.jobs = Jobs(
             self._device,
@@ -93,13 +96,6 @@ class AuxBlocks:
             kv=kv,
             limits=jobs or JobLimits(),
         )
-
-    def _mend(self) -> None:
-        """Forget all rows: a change was interrupted, or a loss could not be recorded. The lock is held."""
-        for table in self._tiers:
-            table.lose(None)
-        self._tiers.enter(self.namespace)
-        self._mistakes.report("interrupted_calls", 1, "a call was interrupted in the middle: all rows are forgotten")
 
     # ---------------------------------------------------------------- what it is
 
@@ -231,23 +227,12 @@ class AuxBlocks:
                 table.reset()
             self._own_keys.enter(keys)
             self._lock.count("resets")
-            self._tiers.enter(keys.namespace)
+            self._tiers.enter()
             self._lock.torn -= 1
-
-    def name_origins(self, blocks: Blocks, generations: Blocks, origins: Bits) -> None:
-        """What these device blocks hold is known outside under these ``origins [n]``, which their KV itself says."""
-        with self._lock:
-            table = self._device
-            ids, good = table.slots.known(blocks)
-            lives = integers(generations, "generations", "one integer for each block", n=ids.size)
-            named = unsigned(origins, "origins", "one uint64 for each block", n=ids.size)
-            good &= table.generations.take(ids, mode="clip") == lives
-            good &= named != 0
-            table.carry_origin(ids[good], named[good])
 
     # ---------------------------------------------------------------- writing and reading
 
-    def begin_step(self, slots: NDArray[Any] | Sequence[int], *, in_place: bool = False) -> Step:
+    def begin_step(self, slots: Values | Sequence[int], *, in_place: bool = False) -> Step:
         """Begin a forward pass that writes rows at ``slots`` ``[T]``: ``block * block_tokens + offset``; -1 is padding.
 
         Rows at these slots are unreadable until the step commits. Steps may overlap in time; if two write one slot, the
@@ -268,7 +253,7 @@ class AuxBlocks:
             self._mistakes.report_loss("bad_writes_dropped", n, "begin_step", error, lambda: device.lose(blocks))
             raise
 
-    def write_step(self, slots: NDArray[Any], rows: Mapping[str, NDArray[Any]], keep: Keep | None = None) -> int:
+    def write_step(self, slots: Values, rows: Mapping[str, Values], keep: Keep | None = None) -> int:
         """A whole step with given rows ``[T, *row_shape]``: begin, write, commit. Returns how many became readable.
 
         Never raises for a mistake of bookkeeping, unless strict: the step's rows are then missing, and counted. So is a
@@ -324,7 +309,9 @@ class AuxBlocks:
                 self._lock.check_open()
                 raise
         with self._lock:
-            rows, bits, words = copied or publish.gather(table.region, index, ids, locked=True)
+            if copied is None:
+                copied = publish.gather(table.region, index, ids, locked=True)
+            rows, bits, words = copied
             if generations is not None:
                 is_other = table.generations.take(ids) != generations[held]
                 is_other |= table.region.words.take(ids) != words
@@ -372,8 +359,8 @@ class AuxBlocks:
     def begin_restore(self, blocks: Keyed, generations: Blocks) -> RestoreJob | None:
         """Fill device blocks without rows from the records under their keys; the answers: which have come back.
 
-        Callers that keep the KV elsewhere first name its origin (:meth:`name_origins`): rows of another are not
-        restored. A record that was read is dropped after a reset, a cancel, or a write into the block.
+        Callers that keep the KV elsewhere first name its origin (:meth:`Exchange.name_origins`): rows of another are
+        not restored. A record that was read is dropped after a reset, a cancel, or a write into the block.
         """
         return self.jobs.begin(RestoreJob, blocks, generations)
 
@@ -386,55 +373,6 @@ class AuxBlocks:
         """:meth:`begin_restore`, done by the calling thread, without limits on jobs: by key, whether the block's rows
         have come back."""
         return self.jobs.run(RestoreJob, blocks, generations).result()
-
-    def stored(self, keys: Sequence[BlockKey]) -> list[bool]:
-        """Which keys the store seems to have; only ``restore`` verifies."""
-        return self.jobs.records().contains(keys)
-
-    # ---------------------------------------------------------------- other processes
-
-    def export(
-        self, blocks: Keyed, generations: Blocks, rows: Sequence[int] | None = None
-    ) -> list[OfferedRecord | None]:
-        """Records of device blocks in these generations, for another process; at most the first ``rows`` of each.
-
-        Copies, in the order of the call, with readable rows only; they hold no block. ``None`` if no row is readable,
-        the block is in another life or the key is of another namespace; the latter two are counted.
-        """
-        return install.export(self._device, self._own_keys, blocks, generations, rows)
-
-    def bind_origin(self, block: int, generation: int, origin: int) -> bool:
-        """The block's KV has come from another place, where it had this ``origin``.
-
-        Rows of another origin, of those computed here too, are dropped. ``False``: the block is in another life than
-        ``generation``. Raises ``BlockBusyError`` while bytes are copied into it.
-        """
-        return install.bind_origin(self._device, block, generation, origin)
-
-    def take_kv(self, kv: KVBlocks, blocks: Blocks, generations: Blocks) -> tuple[NDArray[np.uint8], list[int]]:
-        """A copy of the KV ``[n, kv.spec.block_nbytes]`` of device blocks in these generations, for another process,
-        and the origins under which it leaves; 0, and the bytes count for nothing, for a block in another life or one
-        into which bytes are copied."""
-        return install.take_kv(self._device, kv, blocks, generations)
-
-    def fill_kv(self, kv: KVBlocks, block: int, generation: int, origin: int, content: Buffer) -> bool:
-        """:meth:`bind_origin`, and put KV of that ``origin`` into the block: ``kv.spec.block_nbytes`` bytes.
-
-        Raises ``BlockBusyError``, too, while a step writes the block, and what ``kv.fill`` raises: then the block's
-        rows are missing, and no rows of another computation land beside what is left there.
-        """
-        return install.fill_kv(self._device, kv, block, generation, origin, content)
-
-    def install(self, block: int, generation: int, header: RecordHeader, payload: Buffer) -> int:
-        """Put the rows of a record into a device block, where no row is readable.
-
-        Returns how many rows landed. The caller has verified the record's sum and key. No row lands in a block that a
-        step has written, or will write, in this life, beside KV that came under another origin (:meth:`bind_origin`),
-        in a block in another life than ``generation``, or from a record of another namespace; each case is counted.
-        Raises ``BlockBusyError`` while bytes are copied into the block, or a device writes it for an earlier life, and
-        ``RecordError`` for a record that does not fit the layout.
-        """
-        return install.install(self._device, self._own_keys, block, generation, header, payload)
 
     def apply(self, operations: bytes) -> None:
         """Do what a scheduler's :class:`BlockFeed` says has become of blocks, in its order.
@@ -462,19 +400,14 @@ class AuxBlocks:
         with self._closing:
             if not self._lock.closed:
                 with self._lock:
-                    self._check_still(jobs=0)
+                    self._tiers.check_still(jobs=0)
                 self.jobs.land_all()
                 with self._lock:
-                    self._check_still(jobs=len(self.jobs))
+                    self._tiers.check_still(jobs=len(self.jobs))
                     self._lock.closed = True  # from here on no job begins
             self.jobs.end_threads()
             self._tiers.close()
             self._is_over = True
-
-    def _check_still(self, *, jobs: int) -> None:
-        moving = self._tiers.in_flight
-        if moving or jobs:
-            raise BlockStateError("close", "nothing in flight", f"{moving} steps and moves, {jobs} jobs")
 
     def __enter__(self) -> Self:
         return self

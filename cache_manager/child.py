@@ -110,7 +110,9 @@ class Child:
 
 def arguments() -> list[int]:
     """In the child: the descriptors that the parent passed on, behind its channels."""
-    return [int(argument) for argument in sys.argv[3 + int(sys.argv[2]) :]]
+    channels = int(sys.argv[2])
+    behind = sys.argv[3 + channels :]
+    return [int(argument) for argument in behind]
 
 
 def serve(answer: Callable[[bytes], bytes], tidy: Callable[[], None] = lambda: None) -> NoReturn:
@@ -119,7 +121,9 @@ def serve(answer: Callable[[bytes], bytes], tidy: Callable[[], None] = lambda: N
     parent = int(sys.argv[1])  # not getppid(): the parent may have ended before this line
     channels = int(sys.argv[2])
     for fd in sys.argv[3 : 3 + channels]:
-        threading.Thread(target=_answer, args=(Connection(int(fd)), answer), daemon=True).start()
+        end = Connection(int(fd))
+        thread = threading.Thread(target=_answer, args=(end, answer), daemon=True)
+        thread.start()
     while os.getppid() == parent:  # a fork of the parent may hold the sockets open
         time.sleep(ORPHAN_CHECK_S)
         tidy()

@@ -126,7 +126,11 @@ def _unpacked(_: Any, packed: Any) -> Ints:
     return np.frombuffer(packed, "<i8").astype(np.int64)
 
 
-_ENCODER: Final = msgspec.msgpack.Encoder(enc_hook=lambda ints: ints.astype("<i8", copy=False).tobytes())
+def _packed(ints: Ints) -> bytes:
+    return ints.astype("<i8", copy=False).tobytes()
+
+
+_ENCODER: Final = msgspec.msgpack.Encoder(enc_hook=_packed)
 _DECODER: Final = msgspec.msgpack.Decoder(Batch, dec_hook=_unpacked)
 
 

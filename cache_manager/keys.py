@@ -11,14 +11,11 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from copy import copy
 from dataclasses import dataclass
-from typing import Any, NewType, TypeGuard
-
-from numpy.typing import NDArray
+from typing import NewType, TypeGuard
 
 from cache_manager.errors import InvalidInputError, SpecError
-from cache_manager.slots import integers
+from cache_manager.slots import Values, integers, is_integer
 from cache_manager.spec import RecordLayout
 
 FORMAT = 2
@@ -28,7 +25,7 @@ KEY_NBYTES = 32
 BlockKey = NewType("BlockKey", bytes)
 BlockKey.__doc__ = "The name of a block's content: 32 bytes, scope (8) and digest (24). ``KeyChain`` makes them."
 
-Tokens = Sequence[int] | NDArray[Any]
+Tokens = Sequence[int] | Values
 
 
 def _part(tag: bytes, value: bytes) -> bytes:
@@ -65,7 +62,7 @@ class Namespace:
                 raise SpecError(f"namespace.{name}", "a string that UTF-8 can hold", repr(text)) from error
         for name in ("weights_version", "rank", "world"):
             value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 1 << 63:
+            if not is_integer(value, 0, 1 << 63):
                 raise SpecError(f"namespace.{name}", "an integer in [0, 2**63)", repr(value))
         if not self.rank < self.world:
             raise SpecError("namespace.rank", f"a rank below world={self.world}", self.rank)
@@ -109,9 +106,9 @@ class KeyChain:
     (3, True, True)
     """
 
-    __slots__ = ("_full", "_seed", "block_tokens", "namespace", "scope")
+    __slots__ = ("_full", "_layout", "_salts", "_seed", "block_tokens", "namespace", "scope")
 
-    def __init__(self, namespace: Namespace, layout: RecordLayout) -> None:
+    def __init__(self, namespace: Namespace, layout: RecordLayout, salts: tuple[bytes, ...] = ()) -> None:
         if not isinstance(namespace, Namespace):
             raise SpecError("namespace", "a Namespace", repr(namespace))
         self.namespace = namespace
@@ -120,9 +117,13 @@ class KeyChain:
         seed.update(_part(b"format", FORMAT.to_bytes(2, "little")))
         seed.update(_part(b"namespace", namespace.canonical))
         seed.update(_part(b"layout", layout.fingerprint))
+        self.scope = seed.digest()[:SCOPE_NBYTES]
+        for salt in salts:
+            seed.update(_part(b"salt", salt))
+        self._layout = layout
+        self._salts = salts
         self._seed = seed
         self._full = b"\x06tokens" + (8 * self.block_tokens).to_bytes(8, "little")
-        self.scope = seed.digest()[:SCOPE_NBYTES]
 
     def salted(self, salt: bytes) -> KeyChain:
         """The chain of one tenant or adapter within the namespace: its keys have this chain's scope, and equal none of
@@ -134,10 +135,7 @@ class KeyChain:
             raise InvalidInputError("salt", "bytes", repr(salt))
         if not salt:
             return self
-        chain = copy(self)
-        chain._seed = self._seed.copy()
-        chain._seed.update(_part(b"salt", salt))
-        return chain
+        return KeyChain(self.namespace, self._layout, (*self._salts, salt))
 
     def key(self, parent: BlockKey | None, tokens: Tokens) -> BlockKey:
         """The key of the block holding ``tokens`` that follows the block with key ``parent`` (None: the first).
@@ -151,7 +149,9 @@ class KeyChain:
         if not 1 <= len(ids) // 8 <= self.block_tokens:
             raise InvalidInputError("tokens", f"1 to {self.block_tokens} token ids", len(ids) // 8)
         digest = self._seed.copy()
-        digest.update(_part(b"parent", parent or b"") + _part(b"tokens", ids))
+        before = _part(b"parent", parent or b"")
+        own = _part(b"tokens", ids)
+        digest.update(before + own)
         return BlockKey(self.scope + digest.digest())
 
     def adopt(self, digest: bytes) -> BlockKey:
@@ -164,7 +164,8 @@ class KeyChain:
             got = f"{len(digest)} bytes" if isinstance(digest, bytes) else repr(digest)
             raise InvalidInputError("digest", "16 to 1024 bytes", got)
         seed = self._seed.copy()
-        seed.update(b"".join((_ADOPTED, len(digest).to_bytes(8, "little"), digest)))
+        nbytes = len(digest).to_bytes(8, "little")
+        seed.update(b"".join((_ADOPTED, nbytes, digest)))
         return BlockKey(self.scope + seed.digest())
 
     def keys(self, tokens: Tokens) -> list[BlockKey]:
@@ -196,4 +197,5 @@ _ADOPTED = b"\x07adopted"
 
 
 def _token_bytes(tokens: Tokens) -> bytes:
-    return integers(tokens, "tokens", "a flat sequence of integers").astype("<i8", copy=False).tobytes()
+    ids = integers(tokens, "tokens", "a flat sequence of integers")
+    return ids.astype("<i8", copy=False).tobytes()

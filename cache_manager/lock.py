@@ -92,6 +92,12 @@ class ProcessLock(RLock):  # type: ignore[misc]  # final for mypy alone
                 self.release()
             raise
 
+    @property
+    def is_mine(self) -> bool:
+        """Whether this thread has it."""
+        mine: bool = self._is_owned()  # type: ignore[attr-defined]
+        return mine
+
     def refuse(self) -> None:
         """Raise the error of a caller that may not wait for the lock."""
         if os.getpid() != self._pid:
@@ -183,7 +189,7 @@ class Mistakes:
 
     def log(self) -> None:
         """Log what was reported, unless a call that this thread is in the middle of has the lock and will do it."""
-        while self.unlogged and not self.lock._is_owned():  # type: ignore[attr-defined]
+        while self.unlogged and not self.lock.is_mine:
             try:
                 why, n, counter = self.unlogged.popleft()
             except IndexError:  # another thread logs it

@@ -48,7 +48,8 @@ def follow(
             raise
         known, n = readable(pairs)
         lost = None if known is None or n % 2 else known[1::2]
-        mistakes.report_loss("bad_moves_dropped", -(-n // 2), "move", error, lambda: target.lose(lost))
+        pairs_lost = -(-n // 2)
+        mistakes.report_loss("bad_moves_dropped", pairs_lost, "move", error, lambda: target.lose(lost))
         if mistakes.strict or not isinstance(error, KVRouteError):
             raise
     finally:
@@ -74,6 +75,7 @@ def move(
 
     lock = target.lock
     fence = Fence()
+    fence_of_kv = Fence()  # around the targets of pairs whose rows cannot follow
     sources, targets = split_pairs(pairs, source, target)
     if rows is not None:
         counts = integers(rows, "rows", "one count for each pair", n=targets.size)
@@ -82,8 +84,10 @@ def move(
         with lock:
             if not target.slots.differ(targets):
                 raise InvalidInputError("pairs target", "each block once", "one twice")
-            if source is target and count(both := source.slots.among(sources, targets)):
-                raise InvalidInputError("pairs", "no block as source and as target", int(sources[both].min()))
+            if source is target:
+                both = sources[source.slots.among(sources, targets)]
+                if both.size:
+                    raise InvalidInputError("pairs", "no block as source and as target", int(both.min()))
             if target.tier == "host":  # a copy into a host block begins the block's life
                 target.renew(targets, target.generations.take(targets) + 1)
             else:
@@ -106,6 +110,8 @@ def move(
             source.fix_origins(sources[named])
             drops = source.drops.take(sources)
             target.fence(fence, targets)
+            if kv is not None:
+                target.fence(fence_of_kv, pairs_of_kv[1][~good])
         copy_records(source.region, target.region, sources, targets)
         if kv is not None and pairs_of_kv[0].size:
             kv.copy(source.tier, target.tier, *pairs_of_kv)
@@ -116,7 +122,8 @@ def move(
             counter = MOVED[source.tier, target.tier]
             lock.count(counter, rows_in(valid[arrived]))
     finally:
-        fence.over = True  # in one instruction: a signal handler cannot come between
+        fence_of_kv.over = True
+        fence.over = True  # in one instruction, and no call before it: a signal handler cannot come between
 
 
 def split_pairs(pairs: Pairs, source: BlockTable, target: BlockTable) -> tuple[Ints, Ints]:
@@ -140,8 +147,11 @@ def copy_records(source: Region, target: Region, sources: Ints, targets: Ints) -
         for first, to in zip(sources.tolist(), targets.tolist(), strict=True):
             into[to] = rows[first]
         return
-    begins = np.append(0, np.flatnonzero(~neighbours) + 1)
+    cuts = np.flatnonzero(~neighbours) + 1
+    begins = np.append(0, cuts)
     lengths = np.diff(begins, append=sources.size)
-    runs = np.stack([sources[begins], targets[begins], lengths], axis=1)
+    firsts = sources[begins]
+    places = targets[begins]
+    runs = np.stack([firsts, places, lengths], axis=1)
     for first, to, n in runs.tolist():
         into[to : to + n] = rows[first : first + n]

@@ -67,20 +67,31 @@ class OwnKeys:
         current = table.generations.take(ids) == lives
         owned = [self.owns(key) for key in blocks]
         ours: Flags = np.array(owned, np.bool_)
-        others = [] if count(ours) == ours.size else [key for key in blocks if not self.owns(key)]
-        foreign = [key for key in others if not self._is_outdated(key)]
+        foreign: list[BlockKey] = []
+        stale_keys = 0
+        if count(ours) != ours.size:
+            for key in blocks:
+                if self.owns(key):  # perhaps outdated once: a version may come again
+                    continue
+                if self._is_outdated(key):
+                    stale_keys += 1
+                else:
+                    foreign.append(key)
         if foreign and self._mistakes.strict:
             raise self._mistake(foreign)
         stale_blocks = int(count(~current))
-        return ids, lives, current & ours, Others(stale_blocks, len(others) - len(foreign), foreign)
+        others = Others(stale_blocks, stale_keys, foreign)
+        return ids, lives, current & ours, others
 
     def count(self, others: Others) -> None:
         """Count what did not resolve. The lock is held."""
         lock = self._mistakes.lock
         lock.count("stale_blocks", others.stale_blocks)
         lock.count("stale_keys", others.stale_keys)
-        if others.foreign:
-            self._mistakes.report("foreign_keys", len(others.foreign), str(self._mistake(others.foreign)))
+        foreign = others.foreign
+        if foreign:
+            why = str(self._mistake(foreign))
+            self._mistakes.report("foreign_keys", len(foreign), why)
 
     def _mistake(self, foreign: list[BlockKey]) -> InvalidInputError:
         wanted = "keys that AuxBlocks.keys has adopted, or made of tokens, in this namespace and layout"

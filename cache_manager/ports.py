@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from cache_manager.keys import BlockKey
 from cache_manager.record import Buffer, RecordHeader
+from cache_manager.slots import Bytes, Ints
 from cache_manager.spec import AuxBlockDataSpec, RecordLayout
 
 TierName = Literal["device", "host"]
@@ -39,7 +40,7 @@ class Region(Protocol):
 
     layout: RecordLayout
     blocks: int
-    rows: NDArray[np.uint8]  # [blocks, layout.nbytes]
+    rows: Bytes  # [blocks, layout.nbytes]
     words: NDArray[np.uint64]  # [blocks]
     valid: NDArray[np.uint64]  # [blocks, specs, valid_words]
 
@@ -144,10 +145,8 @@ class KVBlocks(Protocol):
     @property
     def spec(self) -> AuxBlockDataSpec: ...
 
-    def copy(
-        self, source: TierName, target: TierName, sources: NDArray[np.int64], targets: NDArray[np.int64]
-    ) -> None: ...
+    def copy(self, source: TierName, target: TierName, sources: Ints, targets: Ints) -> None: ...
 
-    def take(self, blocks: NDArray[np.int64], into: NDArray[np.uint8]) -> None: ...
+    def take(self, blocks: Ints, into: Bytes) -> None: ...
 
-    def fill(self, blocks: NDArray[np.int64], given: NDArray[np.uint8]) -> None: ...
+    def fill(self, blocks: Ints, given: Bytes) -> None: ...

@@ -28,11 +28,10 @@ from dataclasses import dataclass
 from typing import Any, Final, Self
 
 import numpy as np
-from numpy.typing import NDArray
 
 from cache_manager.errors import InvalidInputError, RegionError
 from cache_manager.ports import Region
-from cache_manager.slots import Bits, Flags, Ints, full_bits, unpack_bits
+from cache_manager.slots import Bits, Bytes, Flags, Ints, Values, full_bits, unpack_bits
 from cache_manager.spec import AuxBlockDataSpec, RecordLayout
 
 GENERATION_SHIFT: Final = 16
@@ -51,7 +50,7 @@ class Copies:
     """Copies of some blocks' records, one after the other."""
 
     layout: RecordLayout
-    rows: NDArray[np.uint8]  # [n, layout.nbytes]
+    rows: Bytes  # [n, layout.nbytes]
 
 
 Records = Region | Copies
@@ -60,11 +59,11 @@ Records = Region | Copies
 # ---- the writer's side: one thread at a time, under the table's lock -----------------------------------------------
 
 
-def places(records: Records) -> tuple[NDArray[np.uint8], ...]:
+def places(records: Records) -> tuple[Bytes, ...]:
     """By spec, views ``[n, block_tokens, row_nbytes]`` of ``n`` blocks' rows. Drop a region's before its close."""
     layout = records.layout
     rows = records.rows
-    views: list[NDArray[np.uint8]] = []
+    views: list[Bytes] = []
     for spec, offset in zip(layout.specs, layout.offsets, strict=True):
         of_spec = rows[:, offset : offset + spec.block_nbytes]
         views.append(of_spec.reshape(len(rows), spec.block_tokens, spec.row_nbytes))
@@ -81,7 +80,7 @@ class Items:
     __slots__ = ("_flat", "_layout", "_types", "views")
 
     def __init__(self, region: Region) -> None:
-        views: list[NDArray[Any]] = []
+        views: list[Values] = []
         for rows in places(region):
             row_nbytes = rows.shape[2]
             views.append(rows.view(f"V{row_nbytes}")[..., 0])
@@ -90,9 +89,9 @@ class Items:
         self._flat = region.layout.specs[0].block_nbytes == region.layout.nbytes
         if self._flat:
             views = [views[0].reshape(-1)]
-        self.views: tuple[NDArray[Any], ...] = tuple(views)
+        self.views: tuple[Values, ...] = tuple(views)
 
-    def of(self, spec: int, rows: NDArray[Any], tokens: int) -> NDArray[Any]:
+    def of(self, spec: int, rows: Values, tokens: int) -> Values:
         """``rows [tokens, *row_shape]`` as one item each, ``[tokens]``; :class:`RowError` for others."""
         aux_spec = self._layout.specs[spec]
         values = aux_spec.rows(rows, tokens=tokens, copy=False)
@@ -108,7 +107,7 @@ class Items:
         self.views = ()
 
 
-def copies_of(region: Region, ids: Ints, bits: Bits) -> NDArray[np.uint8]:
+def copies_of(region: Region, ids: Ints, bits: Bits) -> Bytes:
     """Records ``[n, layout.nbytes]`` of blocks ``ids [n]``, with their rows ``bits [n, specs, W]``: other bytes are 0.
 
     What else lies in a block is of another life, perhaps of another tenant: it does not leave with a copy.
@@ -121,7 +120,8 @@ def copies_of(region: Region, ids: Ints, bits: Bits) -> NDArray[np.uint8]:
         padding = layout.offsets[index] + layout.specs[index].block_nbytes
         copies.rows[:, padding : ends[index]] = 0
         of_spec = bits[:, index]
-        partial = np.flatnonzero((of_spec != full).any(axis=1))
+        is_partial = (of_spec != full).any(axis=1)
+        partial = np.flatnonzero(is_partial)
         if partial.size:
             keep = unpack_bits(of_spec[partial], layout.block_tokens)
             rows[partial] *= keep[..., None]
@@ -149,7 +149,8 @@ def republish(region: Region, generations: Ints) -> None:
     """No row of any block is readable, every word changes and names ``generations [blocks]``, whatever was there."""
     region.valid[:] = 0
     sequences = (region.words + _ONE) & SEQUENCE_MASK
-    region.words[:] = (generations.astype(np.uint64) << _SHIFT) | sequences
+    upper = generations.astype(np.uint64) << _SHIFT
+    region.words[:] = upper | sequences
 
 
 def generations_in(region: Region) -> Ints:
@@ -192,13 +193,15 @@ def have_all(region: Region, ids: Ints, specs: Sequence[int]) -> Flags:
     """Which of blocks ``ids [n]`` have every row of every one of ``specs``; for the holder of the writer's lock."""
     full = full_bits(region.layout.block_tokens)
     bits = bits_of(region, ids)[:, specs, :]
-    complete: Flags = (bits == full).all(axis=(1, 2))
+    is_full = bits == full
+    complete: Flags = is_full.all(axis=(1, 2))
     return complete
 
 
 def have_none(region: Region, ids: Ints) -> Flags:
     """Which of blocks ``ids [n]`` have no readable row at all; for the holder of the writer's lock."""
-    empty: Flags = (bits_of(region, ids) == 0).all(axis=(1, 2))
+    bits = bits_of(region, ids)
+    empty: Flags = (bits == 0).all(axis=(1, 2))
     return empty
 
 
@@ -216,7 +219,7 @@ def put_bits(region: Region, ids: Ints, bits: Bits) -> None:
     items[ids] = flat.view(items.dtype)
 
 
-def _by_block(region: Region) -> NDArray[Any]:
+def _by_block(region: Region) -> Values:
     """Each block's validity words as one item: an index of rows of words costs five times as much."""
     _, specs, words = region.valid.shape
     nbytes = 8 * specs * words
@@ -242,7 +245,7 @@ def require_ordered_stores(reader: str) -> None:
         raise RegionError(f"{reader}: wanted {wanted} to read without a lock, got {platform.machine()}")
 
 
-def gather(region: Region, spec: int, ids: Ints, *, locked: bool = False) -> tuple[NDArray[np.uint8], Bits, Bits]:
+def gather(region: Region, spec: int, ids: Ints, *, locked: bool = False) -> tuple[Bytes, Bits, Bits]:
     """Rows ``[n, block_nbytes]``, validity words ``[n, W]`` and block words ``[n]`` of blocks ``ids [n]``, copied.
 
     The rows and bits of a block are those of the generation that its word names. A block that changes under each of
@@ -270,11 +273,12 @@ def gather(region: Region, spec: int, ids: Ints, *, locked: bool = False) -> tup
         rows[changed] = source[again]
         changed = changed[region.words[again] != words[changed]]
     bits[changed] = 0
-    copied = rows.view(np.uint8).reshape(len(ids), nbytes)
+    as_bytes = rows.view(np.uint8)
+    copied = as_bytes.reshape(len(ids), nbytes)
     return copied, bits, words
 
 
-def gather_slots(region: Region, spec: int, blocks: Ints, offsets: Ints) -> tuple[NDArray[np.uint8], Flags, Bits]:
+def gather_slots(region: Region, spec: int, blocks: Ints, offsets: Ints) -> tuple[Bytes, Flags, Bits]:
     """Rows ``[n, row_nbytes]``, their validity ``[n]`` and block words ``[n]`` of single rows, copied.
 
     Row ``offsets[i]`` of block ``blocks[i]``, by the protocol of :func:`gather`: a row whose block changes under each
@@ -304,7 +308,8 @@ def gather_slots(region: Region, spec: int, blocks: Ints, offsets: Ints) -> tupl
         changed = changed[region.words[again] != words[changed]]
     bits[changed] = 0
     readable = ((bits >> shifts) & _ONE).astype(np.bool_)
-    copied = rows.view(np.uint8).reshape(len(blocks), aux_spec.row_nbytes)
+    as_bytes = rows.view(np.uint8)
+    copied = as_bytes.reshape(len(blocks), aux_spec.row_nbytes)
     return copied, readable, words
 
 
@@ -320,11 +325,11 @@ class Rows:
     The bytes of a row that is not valid are all 0xFF.
     """
 
-    values: NDArray[Any]
+    values: Values
     valid: Flags
 
     @classmethod
-    def of(cls, spec: AuxBlockDataSpec, copied: NDArray[np.uint8], bits: Bits, window: slice) -> Self:
+    def of(cls, spec: AuxBlockDataSpec, copied: Bytes, bits: Bits, window: slice) -> Self:
         """The rows ``window`` of blocks copied one after the other, ``[n, block_nbytes]``; takes ``copied`` over.
 
         ``bits`` are the blocks' validity words ``[n, W]``.
@@ -334,7 +339,7 @@ class Rows:
         return cls.of_mask(spec, rows[window], valid[window])
 
     @classmethod
-    def of_mask(cls, spec: AuxBlockDataSpec, rows: NDArray[np.uint8], valid: Flags) -> Self:
+    def of_mask(cls, spec: AuxBlockDataSpec, rows: Bytes, valid: Flags) -> Self:
         """Copied ``rows [n, row_nbytes]``, of which those in ``valid [n]`` mean anything; takes both over."""
         if np.count_nonzero(valid) != valid.size:
             rows[~valid] = MISSING_BYTE
@@ -353,10 +358,14 @@ def window_of(ids: int, start: int, stop: int | None, block_tokens: int) -> tupl
     """
     tokens = ids * block_tokens
     end = tokens if stop is None else stop
-    whole = isinstance(start, (int, np.integer)) and isinstance(end, (int, np.integer))
+    integer = (int, np.integer)
+    whole = isinstance(start, integer) and isinstance(end, integer)
     if not (whole and 0 <= start <= end <= tokens):
         raise InvalidInputError("start, stop", f"0 <= start <= stop <= {tokens}, integers", f"{start!r}, {end!r}")
+    n = int(end) - int(start)
     first = int(start) // block_tokens
-    last = -(-int(end) // block_tokens) if end > start else first
-    at = int(start) - first * block_tokens if end > start else 0
-    return slice(first, last), slice(at, at + int(end) - int(start))
+    if not n:
+        return slice(first, first), slice(0, 0)
+    last = -(-int(end) // block_tokens)
+    offset = int(start) - first * block_tokens
+    return slice(first, last), slice(offset, offset + n)

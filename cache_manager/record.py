@@ -83,7 +83,13 @@ class OfferedRecord:
     def seal(self) -> RecordHeader:
         """The header that proves the payload; reads all of it."""
         return RecordHeader(
-            self.key, self.fingerprint, self.generation, self.origin, self.valid, self.nbytes, checksum(self.payload)
+            key=self.key,
+            fingerprint=self.fingerprint,
+            generation=self.generation,
+            origin=self.origin,
+            valid=self.valid,
+            payload_nbytes=self.nbytes,
+            payload_xxh3=checksum(self.payload),
         )
 
     def pack(self) -> bytes:

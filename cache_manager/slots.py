@@ -21,6 +21,9 @@ WORD_BITS: Final = 64
 Ints = NDArray[np.int64]
 Flags = NDArray[np.bool_]
 Bits = NDArray[np.uint64]
+Bytes = NDArray[np.uint8]
+Values = NDArray[Any]
+"""Of a spec's dtype."""
 Blocks = Sequence[int] | Ints
 _EACH: Final = np.uint64(1) << np.arange(WORD_BITS, dtype=np.uint64)  # for take(): a shift runs twice the code
 _ALL: Final = np.uint64(0xFFFF_FFFF_FFFF_FFFF)
@@ -34,7 +37,8 @@ def words_of(block_tokens: int) -> int:
 
 def full_bits(block_tokens: int) -> Bits:
     """Validity words ``[W]`` of a block whose rows are all valid."""
-    full: Bits = prefix_bits(np.array([block_tokens]), block_tokens)[0, 0]
+    counts = np.array([block_tokens])
+    full: Bits = prefix_bits(counts, block_tokens)[0, 0]
     return full
 
 
@@ -44,7 +48,8 @@ def prefix_bits(counts: Ints, block_tokens: int) -> Bits:
     wanted = np.clip(counts, 0, block_tokens)
     left = wanted[:, None, None] - first
     in_word = np.clip(left, 0, WORD_BITS).astype(np.uint64)
-    return np.where(in_word > 0, _ALL >> (_BITS - in_word), np.uint64(0))
+    masks = _ALL >> (_BITS - in_word)
+    return np.where(in_word > 0, masks, np.uint64(0))
 
 
 def unpack_bits(words: Bits, block_tokens: int) -> Flags:
@@ -58,8 +63,10 @@ def unpack_bits(words: Bits, block_tokens: int) -> Flags:
 def rows_in(words: Bits) -> int:
     """How many rows are valid in some spec, of blocks' validity words ``[..., specs, W]``."""
     specs = words.shape[-2]
-    merged = words if specs == 1 else np.bitwise_or.reduce(words, axis=-2)
-    return int(np.bitwise_count(merged).sum())
+    if specs > 1:
+        words = np.bitwise_or.reduce(words, axis=-2)
+    counts = np.bitwise_count(words)
+    return int(counts.sum())
 
 
 COUNT_END: Final = 1 << 31
@@ -131,9 +138,14 @@ def readable(given: Any) -> tuple[Ints | None, int]:
     return (numbers if is_whole else None), array.size
 
 
+def is_integer(value: object, low: int, end: int) -> bool:
+    """Whether it is an integer in ``[low, end)``; a flag is none."""
+    return isinstance(value, int) and not isinstance(value, bool) and low <= value < end
+
+
 def count_in_range(value: int, field: str, low: int) -> int:
     """``value``, or :class:`ConfigError` unless it is an integer in ``[low, COUNT_END)``."""
-    if not isinstance(value, int) or isinstance(value, bool) or not low <= value < COUNT_END:
+    if not is_integer(value, low, COUNT_END):
         raise ConfigError(field, f"an integer in [{low}, {COUNT_END})", repr(value))
     return value
 
@@ -160,8 +172,11 @@ class SlotSpace:
     def ids(self, blocks: Blocks, field: str = "blocks") -> Ints:
         """``blocks`` of this tier, with repetitions, as a new array; :class:`InvalidInputError` for others."""
         ids = integers(blocks, field, "a flat sequence of block ids")
-        if ids.size and not 0 <= (bad := extreme(ids)) < self.blocks:
-            raise InvalidInputError(field, f"{self._name} block ids in [0, {self.blocks})", bad)
+        if not ids.size:
+            return ids
+        outlier = extreme(ids)
+        if not 0 <= outlier < self.blocks:
+            raise InvalidInputError(field, f"{self._name} block ids in [0, {self.blocks})", outlier)
         return ids
 
     def known(self, blocks: Blocks) -> tuple[Ints, Flags]:
@@ -216,7 +231,9 @@ class SlotSpace:
         if self._shift >= 0:
             return slots >> self._shift, _EACH.take(slots & self._mask)
         blocks, offsets = np.divmod(slots, self.tokens)
-        return blocks * self.words_per_block + (offsets >> 6), _EACH.take(offsets & 63)
+        mask_words = blocks * self.words_per_block + (offsets >> 6)
+        bits = _EACH.take(offsets & 63)
+        return mask_words, bits
 
     def mask_words_of_ordered(self, slots: Ints) -> tuple[Ints, Bits]:
         """The mask words of ``slots`` in order, each once, and the bits in each."""
@@ -227,12 +244,16 @@ class SlotSpace:
         if not mask_words.size:
             return mask_words, bits
         differs = mask_words[1:] != mask_words[:-1]
-        start = np.flatnonzero(np.concatenate(([True], differs)))
-        return mask_words[start], np.bitwise_or.reduceat(bits, start)
+        is_first = np.concatenate(([True], differs))
+        firsts = np.flatnonzero(is_first)
+        return mask_words[firsts], np.bitwise_or.reduceat(bits, firsts)
 
     def blocks_of(self, mask_words: Ints) -> Ints:
         """The blocks of mask words, each once."""
-        return mask_words if self.words_per_block == 1 else np.unique(mask_words // self.words_per_block)
+        if self.words_per_block == 1:
+            return mask_words
+        blocks = mask_words // self.words_per_block
+        return np.unique(blocks)
 
 
 def extreme(ids: Ints) -> int:

@@ -15,10 +15,9 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from cache_manager.errors import RowError, SpecError
-from cache_manager.slots import REFUSALS, unreadable, words_of
+from cache_manager.slots import REFUSALS, Values, unreadable, words_of
 
 ALIGNMENT = 64
 """Each spec's rows start on a cache line of the record."""
@@ -69,7 +68,7 @@ def _is_int(value: object) -> bool:
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
 
 
-def _fits(values: NDArray[Any], info: np.iinfo[Any]) -> bool:
+def _fits(values: Values, info: np.iinfo[Any]) -> bool:
     """Whether every integer lies in the range of ``info``."""
     if info.min == 0 and values.dtype.kind == "i" and values.dtype.isnative:
         # Read as unsigned, a negative number is larger than any that fits a narrower type: one pass instead of two.
@@ -175,7 +174,7 @@ class AuxBlockDataSpec:
             shape = tuple(shape)
         return cls(**{**value, "row_shape": shape})
 
-    def rows(self, values: NDArray[Any], *, tokens: int, copy: bool = True) -> NDArray[Any]:
+    def rows(self, values: Values, *, tokens: int, copy: bool = True) -> Values:
         """``values`` as rows ``[tokens, *row_shape]`` of this dtype, or a :class:`RowError`.
 
         Integers may be wider than the spec's dtype as long as every value fits it. The rows are new ones; without
@@ -195,7 +194,9 @@ class AuxBlockDataSpec:
             raise RowError(f"{self.name} rows", f"dtype {self.dtype}", f"dtype {values.dtype}")
         info = np.iinfo(dtype)
         if values.size and not _fits(values, info):
-            outlier = values.min() if int(values.min()) < info.min else values.max()
+            outlier = values.min()
+            if int(outlier) >= info.min:
+                outlier = values.max()
             raise RowError(f"{self.name} rows", f"{self.dtype} values in [{info.min}, {info.max}]", int(outlier))
         return values.astype(dtype, order="C")
 
@@ -269,4 +270,5 @@ class RecordLayout:
         for i, s in enumerate(self.specs):
             if s.name == name:
                 return i
-        raise SpecError("spec name", "one of " + ", ".join(s.name for s in self.specs), repr(name))
+        names = ", ".join(s.name for s in self.specs)
+        raise SpecError("spec name", f"one of {names}", repr(name))

@@ -10,7 +10,7 @@ from typing import Any, Final
 import numpy as np
 
 from cache_manager.errors import BlockBusyError, BlockStateError, InvalidInputError
-from cache_manager.jobs import RestoreJob
+from cache_manager.job import RestoreJob
 from cache_manager.keys import BlockKey, KeyChain
 from cache_manager.slots import Ints, integers
 

@@ -10,7 +10,8 @@ from itertools import takewhile
 
 from cache_manager.blocks import AuxBlocks
 from cache_manager.errors import KVRouteError
-from cache_manager.jobs import AnyJob, J, PersistJob
+from cache_manager.job import AnyJob, PersistJob
+from cache_manager.jobs import J
 from cache_manager.keys import BlockKey
 from cache_manager.manager.calls import Calls
 from cache_manager.manager.pool import BlockPool

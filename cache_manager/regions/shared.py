@@ -50,12 +50,21 @@ class SharedRegion(MappedRegion):
 
     __slots__ = ("__weakref__", "_owner_pid", "_remove", "name")
 
-    def __init__(self, name: str, header: RegionHeader, memory: mmap.mmap) -> None:
-        """Not for callers: :meth:`create` or :meth:`attach`. Takes over ``memory``, a mapping of the region's file."""
+    def __init__(
+        self, name: str, header: RegionHeader, memory: mmap.mmap, own_file: os.stat_result | None = None
+    ) -> None:
+        """Not for callers: :meth:`create` or :meth:`attach`. Takes over ``memory``, a mapping of the region's file.
+
+        ``own_file`` is that file if this process owns the region, and removes its name.
+        """
         super().__init__(header.extent, memory)
         self.name: str = name
         self._owner_pid = 0
         self._remove: weakref.finalize[[Path, os.stat_result, int], SharedRegion] | None = None
+        if own_file is not None:
+            self._owner_pid = os.getpid()
+            path = directory.region_path(name)
+            self._remove = weakref.finalize(self, _remove, path, own_file, self._owner_pid)
 
     @classmethod
     def create(cls, layout: RecordLayout, blocks: int, *, tier: TierName, namespace: bytes) -> SharedRegion:
@@ -81,9 +90,7 @@ class SharedRegion(MappedRegion):
             memory = _allocate(name, fd, extent.nbytes)
             memory[: extent.header_nbytes] = pack_header(header)
             memory[_NAMESPACE] = owner
-            region = cls(name, header, memory)
-            region._owner_pid = pid = os.getpid()
-            region._remove = weakref.finalize(region, _remove, directory.region_path(name), os.fstat(fd), pid)
+            region = cls(name, header, memory, os.fstat(fd))
             directory.give_name(fd, name)  # last: what has a name is whole
         finally:
             os.close(fd)

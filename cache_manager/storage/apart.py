@@ -16,7 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
 from typing import Any, Final
 
@@ -215,14 +215,18 @@ class ApartStore(ClosingStore):
             return
         self._closing.set()
         close_s = self.settings.close_s
-        if (child := self._child) is not None:
+        child = self._child
+        failure: KVRouteError | None = None
+        if child is not None:
             try:
                 with self._borrowed(close_s) as number:
                     self._ask(child, number, close_s, "close")
             except KVRouteError as error:
-                logger.warning("%s: the process did not close: %r", self.url, error)
+                failure = error
         self._end("it was closed")
         self._keeper.join(close_s)
+        if failure is not None:  # logged last: a logging handler may raise
+            logger.warning("%s: the process did not close: %r", self.url, failure)
 
     def _end(self, cause: str) -> None:
         self._closing.set()
@@ -242,7 +246,8 @@ class ApartStore(ClosingStore):
             self._cause = cause
             self._child = None
             if not self._closing.is_set():
-                logger.error("%s: the process was lost: %s", self.url, cause)
+                with suppress(Exception):  # of a logging handler: another process is started all the same
+                    logger.error("%s: the process was lost: %s", self.url, cause)
             pause_s = self._pause_s
             self._pause_s = min(2 * self._pause_s, self.settings.restart_pause_max_s)
             self._closing.wait(pause_s)

@@ -77,7 +77,14 @@ def write_all(disk: Disk, fd: int, buffers: Sequence[Buffer], offset: int, nbyte
 
 def read_all(disk: Disk, fd: int, buffers: Sequence[Room], offset: int, nbytes: int) -> int:
     """Fill ``buffers`` (``nbytes`` in all), in as many calls as it takes; fewer bytes only where the file ends."""
-    return _moved(disk.preadv, fd, buffers, offset, nbytes)
+    if len(buffers) > IOV_MAX:
+        return _moved(disk.preadv, fd, buffers, offset, nbytes)
+    moved = disk.preadv(fd, buffers, offset)
+    if moved <= 0:
+        return 0
+    if moved == nbytes:  # nearly always
+        return moved
+    return moved + _moved(disk.preadv, fd, _after(buffers, moved), offset + moved, nbytes - moved)
 
 
 def _moved(call: Callable[[int, Sequence[Any], int], int], fd: int, rest: Sequence[Any], at: int, nbytes: int) -> int:

@@ -36,12 +36,14 @@ class StoreLock(RLock):  # type: ignore[misc]  # final for mypy alone
             raise StoreClosedError(f"{self._name}: the store is closed")
 
     def __enter__(self) -> None:  # type: ignore[override]
-        self.check()
+        if not self._open or os.getpid() != self._pid:
+            self.check()
         if self._is_owned():  # type: ignore[attr-defined]
             raise StorageError(f"{self._name}: a call inside another one of its thread, as of a signal handler")
         try:
             self.acquire()
-            self.check()
+            if not self._open:
+                self.check()
             if self.torn:
                 raise StorageError(f"{self._name}: a call was interrupted in the middle: open the store anew")
         except BaseException:  # also from a signal handler, just after the lock was taken

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from itertools import repeat
 from operator import is_
 from typing import Final
 
@@ -17,6 +16,7 @@ from cache_manager.spec import RecordLayout
 from cache_manager.storage.batch import one_each
 
 ORIGIN_MAX: Final = (1 << 64) - 1
+_MISS: Final = Absence.MISS  # a member's name takes longer to look up than a record to check
 
 
 class RecordStore:
@@ -111,43 +111,54 @@ class RecordStore:
         After an :class:`Absence` the buffer's content means nothing. :class:`RecordError` when a buffer does not fit
         the layout (nothing is read then) and :class:`StorageError` when the backend fails.
         """
-        for _, buffer in zip(keys, buffers, strict=True):
+        if len(keys) != len(buffers):
+            raise ValueError(f"{len(keys)} keys and {len(buffers)} buffers")
+        for buffer in buffers:
             if buffer.nbytes != self._nbytes:
                 raise RecordError("buffer size", self._nbytes, buffer.nbytes)
-        found, corrupt = self._read(keys, buffers)
+        found, misses, corrupt = self._read(keys, buffers)
         if corrupt:
             # What was read may be gone by now, and another record be there: what goes has to be corrupt twice.
-            again: list[RecordHeader | Absence] = [Absence.MISS] * len(corrupt)
+            again: list[RecordHeader | Absence] = [_MISS] * len(corrupt)
             twice: list[int] = []
+            missing = len(corrupt)
             try:
-                again, twice = self._read([keys[i] for i in corrupt], [buffers[i] for i in corrupt])
+                again, missing, twice = self._read([keys[i] for i in corrupt], [buffers[i] for i in corrupt])
             except StorageError:
                 if len(corrupt) == len(keys):
                     raise
             for i, header in zip(corrupt, again, strict=True):
                 found[i] = header
+            misses += missing
             corrupt = [corrupt[i] for i in twice]
-        misses = sum(map(is_, found, repeat(Absence.MISS)))  # "count" would compare headers with it
-        self._count(hits=len(found) - misses - len(corrupt), misses=misses, corrupt=len(corrupt))
+        with self._lock:
+            self._counts["hits"] += len(found) - misses - len(corrupt)
+            if misses or corrupt:
+                self._counts["misses"] += misses
+                self._counts["corrupt"] += len(corrupt)
         if corrupt:
             self._quarantine([keys[i] for i in corrupt])
         return found
 
     def _read(
         self, keys: Sequence[BlockKey], buffers: Sequence[memoryview]
-    ) -> tuple[list[RecordHeader | Absence], list[int]]:
-        """Each record verified in its buffer, and which ones are corrupt."""
+    ) -> tuple[list[RecordHeader | Absence], int, list[int]]:
+        """Each record verified in its buffer, how many are missing, and which ones are corrupt."""
         found = one_each(self.backend.get_into(keys, buffers), keys)
         fingerprint = self._fingerprint
         nbytes = self._nbytes
         valid_nbytes = self._valid_nbytes
         no_row = self._no_row
-        corrupt = []
-        miss = Absence.MISS  # looked up once: that takes as long as what is done with a record here
-        for i, (header, key, buffer) in enumerate(zip(found, keys, buffers, strict=True)):
-            if header is not miss and (
+        misses = 0
+        corrupt: list[int] = []
+        for i, header in enumerate(found):
+            if header is _MISS:
+                misses += 1
+                continue
+            buffer = buffers[i]
+            if (
                 not isinstance(header, RecordHeader)
-                or header.key != key
+                or header.key != keys[i]
                 or header.fingerprint != fingerprint
                 or header.payload_nbytes != nbytes
                 or len(header.valid) != valid_nbytes
@@ -156,7 +167,7 @@ class RecordStore:
             ):
                 found[i] = Absence.CORRUPT  # another key's or layout's, not whole, or rows more than a block has
                 corrupt.append(i)
-        return found, corrupt
+        return found, misses, corrupt
 
     def _quarantine(self, keys: Sequence[BlockKey]) -> None:
         try:

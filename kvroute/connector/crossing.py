@@ -213,7 +213,7 @@ class Lender:
         self, transfer: bytes, first: int, blocks: Mapping[BlockKey, int], lives: Sequence[int], tokens: int
     ) -> list[OfferedBlock]:
         counts = counts_of(len(blocks), tokens, self._blocks.block_tokens)
-        rows = self._blocks.export(blocks, lives, counts)
+        rows = self._blocks.exchange.export(blocks, lives, counts)
         if self._kv is not None:
             records = zip(blocks, rows, self._kv_records(self._kv, blocks, lives, counts), strict=True)
             return [OfferedBlock(first + i, key, (row, kv)) for i, (key, row, kv) in enumerate(records)]
@@ -228,7 +228,7 @@ class Lender:
     ) -> list[OfferedRecord | None]:
         layout, ids = RecordLayout((kv.spec,)), list(blocks.values())
         raw = np.zeros((len(ids), layout.nbytes), np.uint8)
-        raw[:, : kv.spec.block_nbytes], origins = self._blocks.take_kv(kv, ids, lives)
+        raw[:, : kv.spec.block_nbytes], origins = self._blocks.exchange.take_kv(kv, ids, lives)
         records: list[OfferedRecord | None] = []
         for i, (key, count) in enumerate(zip(blocks, counts, strict=True)):
             raw[i, count * (kv.spec.block_nbytes // self._blocks.block_tokens) :] = 0  # the rest is of other KV
@@ -271,7 +271,7 @@ class Borrower:
             if self._kv is None:
                 names = [place_of(transfer, first + i) for i in range(len(blocks))]
                 for i, (block, life) in enumerate(zip(landing.ids, lives, strict=True)):
-                    self._blocks.bind_origin(block, life, landing.origin(i))
+                    self._blocks.exchange.bind_origin(block, life, landing.origin(i))
             wanted = [WantedBlock(first + i, key, parts) for i, key in enumerate(names)]
             self._node.pull(TransferId(transfer), address, wanted, landing)
         except Exception as error:  # noqa: BLE001 - the fetch is over, whatever it was: its request waits for it
@@ -352,7 +352,7 @@ class _Landing:
         header = replace(header, key=self.keys[place], valid=bits.astype("<u8").tobytes())
         if self.kv is None:
             header = replace(header, origin=self.origin(place))
-        if not self.rows.install(self.ids[place], self.lives[place], header, payload):
+        if not self.rows.exchange.install(self.ids[place], self.lives[place], header, payload):
             return False
         if (held := int(np.bitwise_count(bits[0]).sum())) < self.counts[place]:
             self.short[self.first + place] = f"prefill had rows of {held} of the {self.counts[place]} tokens"
@@ -363,7 +363,7 @@ class _Landing:
         wanted = (1 << self.counts[place]) - 1
         if int.from_bytes(header.valid, "little") & wanted != wanted or not header.origin:
             return False
-        if not self.rows.fill_kv(self.kv, self.ids[place], self.lives[place], header.origin, payload):
+        if not self.rows.exchange.fill_kv(self.kv, self.ids[place], self.lives[place], header.origin, payload):
             return False
         self.kv_there.add(self.first + place)
         return True

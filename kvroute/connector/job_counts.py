@@ -6,7 +6,7 @@ import logging
 import time
 from typing import Final
 
-from cache_manager.jobs import AnyJob, RestoreJob
+from cache_manager.job import AnyJob, RestoreJob
 from kvroute.connector.meter import Meter
 
 logger = logging.getLogger(__name__)

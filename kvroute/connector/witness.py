@@ -133,7 +133,7 @@ class KvWitness:
         """These blocks have just been filled: their rows get the origins that their KV's folds give."""
         blocks, lives, witnesses = self._take(runs, folds)
         if blocks:
-            self._rows.name_origins(blocks, lives, np.array(witnesses, np.uint64))
+            self._rows.exchange.name_origins(blocks, lives, np.array(witnesses, np.uint64))
 
     def refused(self, runs: Sequence[Run], folds: torch.Tensor) -> list[int]:
         """The KV of these blocks was loaded, and rows may have come: returns the blocks whose rows are of other KV.

@@ -271,12 +271,12 @@ class OriginMachine(RuleBasedStateMachine):
         if not sender.kv.device[source, :tokens].any(axis=-1).all():
             return  # KV that was not computed is never sent
         limit = None if tokens == TOKENS else [tokens]
-        (record,) = sender.aux.export({sender.key(n): source}, [life], limit)
+        (record,) = sender.aux.exchange.export({sender.key(n): source}, [life], limit)
         if record is not None:
             generation, header = receiver.life(sink), record.seal()
             self.crossing.append(Crossing(1 - side, sink, generation, header, bytes(record.payload)))
             (before,) = origins_of(receiver.aux, [sink])
-            if receiver.aux.bind_origin(sink, generation, header.origin):
+            if receiver.aux.exchange.bind_origin(sink, generation, header.origin):
                 (named,) = origins_of(receiver.aux, [sink])
                 assert named == header.origin, "KV that came has the name it came under"
                 receiver.kv.device[sink, :tokens] = sender.kv.device[source, :tokens]
@@ -290,7 +290,7 @@ class OriginMachine(RuleBasedStateMachine):
         if not again:
             self.crossing.remove(crossing)
         aux = self.sides[crossing.side].aux
-        aux.install(crossing.block, crossing.generation, crossing.header, crossing.payload)
+        aux.exchange.install(crossing.block, crossing.generation, crossing.header, crossing.payload)
 
     @precondition(lambda self: self.crossing)
     @rule(n=st.integers(0, 9), again=st.booleans())

@@ -12,7 +12,8 @@ from watched_region import watch_rows
 
 from cache_manager.blocks import AuxBlocks
 from cache_manager.errors import BlockStateError
-from cache_manager.jobs import AnyJob, JobLimits
+from cache_manager.job import AnyJob
+from cache_manager.jobs import JobLimits
 from cache_manager.keys import BlockKey, Namespace
 from cache_manager.ports import TierName
 from cache_manager.spec import AuxBlockDataSpec

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 from waiting import until
 
-from cache_manager.jobs import Phase
+from cache_manager.job import Phase
 
 
 class BlocksStored(BlocksModel):

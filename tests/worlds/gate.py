@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 from waiting import GIVE_UP_S, until
 
-from cache_manager.jobs import Job, Phase
+from cache_manager.job import Job, Phase
 from cache_manager.testing.faults import FaultyStore
 
 

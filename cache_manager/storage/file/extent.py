@@ -84,6 +84,7 @@ class Shape:
         self.number = number
         self.layout = layout
         _, payload_nbytes, valid_nbytes = layout
+        self.payload_nbytes = payload_nbytes
         self.head_nbytes = _HEAD_NBYTES + valid_nbytes
         fits = self.head_nbytes <= _HEAD_NBYTES_MAX and not valid_nbytes % 8
         self.slots = min(slots, SLOTS_MAX, _HEADS_NBYTES_MAX // self.head_nbytes) if fits else 0
@@ -282,8 +283,8 @@ class Extent:
         return heads
 
     def serve(self, disk: Disk) -> None:
-        """Serve what the disk has; ``OSError``."""
-        self.raw[:] = self.read_heads(disk, 0, self.slots)
+        """Serve what the disk has; ``OSError``. The heads are read into their place: a copy would cost memory."""
+        read_all(disk, self.fd, [self.raw], PAGE_NBYTES, len(self.raw))
         self.damaged_heads = self.clean(self.raw)
         self.uses[self.ticks > 0] = 1
 

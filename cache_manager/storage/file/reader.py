@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,8 +28,18 @@ from cache_manager.storage.file.extent import Extent, Refusal, open_extents, run
 from cache_manager.storage.file.index import ANY, Found, KeyIndex
 from cache_manager.storage.guard import ClosingStore, StoreLock
 
+_MISS: Final = Absence.MISS  # members' names take long to look up
+_CORRUPT: Final = Absence.CORRUPT
 _LOOKS_MAX: Final = 4
 _AGAIN_S: Final = 1.0  # until an extent that the disk did not give is opened again
+
+
+def all_have(rooms: Sequence[memoryview], nbytes: int) -> bool:
+    """Whether each room takes so many bytes."""
+    for room in rooms:  # noqa: SIM110 - a generator costs more than a short loop
+        if room.nbytes != nbytes:
+            return False
+    return True
 
 
 class ExtentFiles(ClosingStore):
@@ -96,23 +106,31 @@ class ExtentFiles(ClosingStore):
         """
         if len(keys) != len(buffers):
             raise ValueError(f"{len(keys)} keys and {len(buffers)} buffers")
-        found: list[RecordHeader | Absence | None] = [None] * len(keys)
+        found: list[Any] = [None] * len(keys)
+        wanted = keys
         left: Sequence[int] = range(len(keys))
         for look in range(_LOOKS_MAX):
             looks = self._looks
-            changed = False
             with self.lock:
                 self.calls += 1
-                runs = self.fresh(self.index.find([keys[i] for i in left] if look else keys))
-                heads = [extent.packed(local, count) for _, extent, local, count in runs]
+                runs = self.fresh(self.index.find(wanted))
+                heads: list[bytearray] = []
                 for _, extent, local, count in runs:
+                    heads.append(extent.packed(local, count))
                     extent.use(local, count, self.calls)
-            for (at, extent, local, count), packed in zip(runs, heads, strict=True):
-                changed |= self._read(extent, local, packed, left[at : at + count], buffers, found)
-            left = [i for i, each in enumerate(found) if each is None]  # "in" would compare headers with it
-            if not left or (look and not changed) or not self._looked_again(changed, looks):
+            changed = False
+            n = 0
+            for i, (at, extent, local, count) in enumerate(runs):
+                read = self._read(extent, local, heads[i], left[at : at + count], buffers, found)
+                changed |= read < count
+                n += read
+            if n == len(left):
+                return found
+            if (look and not changed) or not self._looked_again(changed, looks):
                 break
-        return [each or Absence.MISS for each in found]
+            left = [i for i, header in enumerate(found) if header is None]
+            wanted = [keys[i] for i in left]
+        return [header or _MISS for header in found]
 
     def _read(
         self,
@@ -121,46 +139,51 @@ class ExtentFiles(ClosingStore):
         heads: bytearray,
         wanted: Sequence[int],
         buffers: Sequence[memoryview],
-        found: list[RecordHeader | Absence | None],
-    ) -> bool:
+        found: list[Any],
+    ) -> int:
         """Read neighbours, whose heads were these, into the buffers that are ``wanted``, each alone where it must be.
 
-        Whether heads have changed meanwhile: these are not ``found``.
+        How many are ``found``, or found absent: the heads of the others have changed meanwhile.
         """
         count = len(wanted)
-        nbytes = extent.shape.layout[1]
-        step = extent.shape.step
+        shape = extent.shape
+        nbytes = shape.payload_nbytes
+        step = shape.step
         size = extent.head_nbytes
         rooms = [buffers[i] for i in wanted]
         vector: Sequence[Room] = rooms
-        absence: Absence | None = Absence.CORRUPT  # or the file was cut
-        fits = {room.nbytes for room in rooms} == {nbytes}
+        absence: Absence | None = _CORRUPT  # or the file was cut
         try:
-            if fits:
-                if pad := bytearray(step - nbytes):
-                    vector = [part for room in rooms for part in (room, pad)][:-1]
-                whole = count * step - len(pad)
-                if read_all(self._disk, extent.fd, vector, extent.payload_at(local), whole) == whole:
+            if all_have(rooms, nbytes):
+                whole = count * step
+                if pad := step - nbytes:
+                    sink = bytearray(pad)
+                    vector = [part for room in rooms for part in (room, sink)][:-1]
+                    whole -= pad
+                if read_all(self._disk, extent.fd, vector, shape.payloads_at + local * step, whole) == whole:
                     absence = None
             now = self._heads_now(extent, local, count)
         except OSError:
-            absence = Absence.MISS  # for now
+            absence = _MISS  # for now
         if absence is None:
+            headers = extent.headers(heads)
             same = now == heads
-            for k, (i, header) in enumerate(zip(wanted, extent.headers(heads), strict=True)):
+            n = 0
+            for k, i in enumerate(wanted):
                 if same or now[k * size : (k + 1) * size] == heads[k * size : (k + 1) * size]:
-                    found[i] = header
-            return not same
+                    found[i] = headers[k]
+                    n += 1
+            return n
         if count > 1:
             each = ((local + k, heads[k * size : (k + 1) * size], [i]) for k, i in enumerate(wanted))
-            return sum(self._read(extent, *one, buffers, found) for one in each) > 0
-        if absence is Absence.CORRUPT and now != heads:
-            return True  # the key may have a record of another size now
+            return sum(self._read(extent, *one, buffers, found) for one in each)
+        if absence is _CORRUPT and now != heads:
+            return 0  # the key may have a record of another size now
         found[wanted[0]] = absence
-        if absence is Absence.MISS:
+        if absence is _MISS:
             with self.lock:
                 self.failed_reads += 1
-        return False
+        return 1
 
     def _heads_now(self, extent: Extent, local: int, count: int) -> bytearray:
         """The heads of slots whose payloads have just been read."""

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import kvroute
-from cache_manager.jobs import RestoreJob
+from cache_manager.job import RestoreJob
 from cache_manager.keys import BlockKey
 from kvroute.connector.carriers.none import NO_CARRIER
 from kvroute.connector.carriers.port import (

@@ -13,7 +13,7 @@ from sglang.srt.mem_cache.hicache_storage import PoolName  # type: ignore[import
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker  # type: ignore[import-not-found]
 
 from cache_manager.errors import ConfigError, KVRouteError
-from cache_manager.jobs import PersistJob
+from cache_manager.job import PersistJob
 from cache_manager.spec import AuxBlockDataSpec
 from kvroute.connector.witness import KvFolder, witnesses
 from kvroute.integrations.sglang.capturer import capturer

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from cache_manager.blocks import AuxBlocks
 from cache_manager.errors import KVRouteError
-from cache_manager.jobs import PersistJob, RestoreJob
+from cache_manager.job import PersistJob, RestoreJob
 from cache_manager.keys import BlockKey, Namespace
 from cache_manager.publish import Rows
 from cache_manager.spec import AuxBlockDataSpec
@@ -284,7 +284,7 @@ class RoutedRows:
         """
         try:
             adopted = [] if self.weights.mixed else self._adopted(keys)
-            stored = self.aux.stored(adopted)
+            stored = self.aux.jobs.records().contains(adopted)
         except KVRouteError as error:
             logger.warning("the store cannot be asked: %s", error)
             return 0
@@ -364,7 +364,7 @@ class RoutedRows:
         """Name the pages' origins by their KV, if others keep it. Returns the lives of the pages."""
         lives = self.aux.generations(pages)
         if self.folder is not None:
-            self.aux.name_origins(pages, lives, self._origins(pages) if origins is None else origins)
+            self.aux.exchange.name_origins(pages, lives, self._origins(pages) if origins is None else origins)
         return lives
 
     def _origins_now(self, pages: Ids) -> Origins | None:

@@ -67,7 +67,7 @@ def test_a_source_without_rows_that_changes_in_mid_move_names_nothing(house, cha
     forgotten, or part of it is overwritten. The control: nothing happens to it."""
     engine = house.engine
     (life, _) = engine.renew([0, 1]).tolist()
-    assert engine.bind_origin(0, life, 77)
+    assert engine.exchange.bind_origin(0, life, 77)
 
     def changes() -> None:
         if change == "a pass begins":
@@ -75,7 +75,7 @@ def test_a_source_without_rows_that_changes_in_mid_move_names_nothing(house, cha
             return
         engine.forget([0])
         if change == "forgotten and named again":
-            engine.bind_origin(0, life, 77)
+            engine.exchange.bind_origin(0, life, 77)
 
     with house.when_copied(changes):
         engine.copy([(0, 1)])
@@ -83,7 +83,7 @@ def test_a_source_without_rows_that_changes_in_mid_move_names_nothing(house, cha
     for step in engine.steps:
         step.abort()
     engine.forget([0])
-    assert engine.bind_origin(0, life, 77)
+    assert engine.exchange.bind_origin(0, life, 77)
     engine.copy([(0, 1)])
     assert origins_of(engine, [0, 1]) == [77, 77]
 
@@ -139,9 +139,9 @@ def test_rows_do_not_come_back_beside_kv_of_another_computation(house, came: boo
     engine.persist({key: 0}, engine.generations([0]))
     for name in (origin ^ 1, origin):
         if came:
-            assert engine.bind_origin(1, int(lives[0]), name)
+            assert engine.exchange.bind_origin(1, int(lives[0]), name)
         else:
-            engine.name_origins([1], lives, np.array([name], np.uint64))
+            engine.exchange.name_origins([1], lives, np.array([name], np.uint64))
         assert engine.restore({key: 1}, lives) == {key: name == origin}
         assert engine.counters.absent_blocks_not_restored == 1
 

@@ -236,7 +236,7 @@ REPORTED = {
     "copy of nothing": lambda house: house.engine.copy(None),
     "persist": lambda house: house.engine.persist({b"k" * 32: 0}, [1]),
     "begin_restore": lambda house: house.engine.begin_restore({b"k" * 32: 0}, [1]),
-    "export": lambda house: house.engine.export({b"k" * 32: 0}, [1]),
+    "export": lambda house: house.engine.exchange.export({b"k" * 32: 0}, [1]),
     "apply": apply_with_a_gap,
     "generations": look_after_an_interrupted_call,
 }
@@ -272,7 +272,7 @@ def test_a_key_that_was_made_nowhere_is_a_mistake(key, caplog) -> None:
         engine = house.engine
         (life,) = engine.renew([0]).tolist()
         house.fill(0, "mine")
-        for call in (engine.persist, engine.restore, engine.begin_persist, engine.export):
+        for call in (engine.persist, engine.restore, engine.begin_persist, engine.exchange.export):
             if strict:
                 with pytest.raises(InvalidInputError, match=r"keys: wanted keys that .* has adopted"):
                     call({key: 0}, [life])
@@ -370,14 +370,14 @@ CALLS = {
     "commit's keep": lambda e, x: e.write_step(
         slots(1), {"routing": np.zeros((TOKENS, 3, 2), "u1")}, [True] if x is None else x
     ),
-    "name_origins' blocks": lambda e, x: e.name_origins(x, [1], np.array([5], np.uint64)),
-    "name_origins' generations": lambda e, x: e.name_origins([0], x, np.array([5], np.uint64)),
-    "name_origins' origins": lambda e, x: e.name_origins([0], [1], x),
+    "name_origins' blocks": lambda e, x: e.exchange.name_origins(x, [1], np.array([5], np.uint64)),
+    "name_origins' generations": lambda e, x: e.exchange.name_origins([0], x, np.array([5], np.uint64)),
+    "name_origins' origins": lambda e, x: e.exchange.name_origins([0], [1], x),
     "persist's generations": lambda e, x: e.persist({e.keys.key(None, [1]): 0}, x),
     "persist's block": lambda e, x: e.persist({e.keys.key(None, [1]): x}, [1]),
     "persist's blocks": lambda e, x: e.persist(x, [1]),
-    "bind_origin's origin": lambda e, x: e.bind_origin(0, 1, x),
-    "export's rows": lambda e, x: e.export({e.keys.key(None, [1]): 0}, [1], [9] if x is None else x),
+    "bind_origin's origin": lambda e, x: e.exchange.bind_origin(0, 1, x),
+    "export's rows": lambda e, x: e.exchange.export({e.keys.key(None, [1]): 0}, [1], [9] if x is None else x),
     "apply": lambda e, x: e.apply(x),
     "the feed's renew": lambda _, x: BlockFeed(4).renew(x),
     "the feed's copy": lambda _, x: BlockFeed(4).copy(x),

@@ -249,7 +249,7 @@ def _calls(house: House) -> dict[str, Callable[[], object]]:
     for block in range(4):
         house.fill(block, f"block {block}")
     engine.swap_out([(2, 1)])
-    (record,) = engine.export({house.key: 3}, lives[3:4])
+    (record,) = engine.exchange.export({house.key: 3}, lives[3:4])
     header, payload = record.seal(), record.payload
     step = engine.begin_step(slots(1))
     step.write("routing", house.rows("new"))
@@ -272,10 +272,10 @@ def _calls(house: House) -> dict[str, Callable[[], object]]:
         "swap in": lambda: engine.swap_in([(1, 4)]),
         "persist": lambda: engine.persist({engine.keys.key(None, [9]): 3}, lives[3:4]),
         "restore": lambda: engine.restore({house.key: 4}, lives[4:]),
-        "install": lambda: engine.install(4, int(lives[4]), header, payload),
-        "bind": lambda: engine.bind_origin(0, int(lives[0]), 77),
+        "install": lambda: engine.exchange.install(4, int(lives[4]), header, payload),
+        "bind": lambda: engine.exchange.bind_origin(0, int(lives[0]), 77),
         "origins": lambda: engine.origins([0, 3]),
-        "export": lambda: engine.export({house.key: 3}, lives[3:4]),
+        "export": lambda: engine.exchange.export({house.key: 3}, lives[3:4]),
         "read": lambda: engine.read("routing", [0, 1, 2]),
         "feed": lambda: engine.apply(batch),
     }
@@ -411,7 +411,7 @@ CLOSED = {
     "swap_out": lambda e: e.swap_out([(0, 0)]),
     "reset": lambda e: e.reset(weights_version=2),
     "persist": lambda e: e.persist({e.keys.key(None, [1]): 0}, [1]),
-    "export": lambda e: e.export({e.keys.key(None, [1]): 0}, [1]),
+    "export": lambda e: e.exchange.export({e.keys.key(None, [1]): 0}, [1]),
     "origins": lambda e: e.origins([0]),
     "complete": lambda e: e.complete([0]),
 }

@@ -63,7 +63,7 @@ def exported(offsets: Iterable[int], count: int | None = None, version: int = 1)
         life = renewed(p, P_BLOCK)
         write(p, P_BLOCK, sorted(offsets), "P")
         key = p.keys.key(None, [1, 2, 3, 4])
-        (record,) = p.export({key: P_BLOCK}, [life], None if count is None else [count])
+        (record,) = p.exchange.export({key: P_BLOCK}, [life], None if count is None else [count])
         header, payload = record.seal(), bytes(record.payload)
         assert header.origin == p.origins([P_BLOCK])[0] != 0
         check_record(header, key, p.layout.fingerprint, payload)
@@ -86,7 +86,7 @@ def test_a_row_lands_beside_its_own_kv_and_on_no_other_row(
     with new_blocks() as d:
         generation = renewed(d)
         if bound:
-            assert d.bind_origin(D_BLOCK, generation, header.origin)
+            assert d.exchange.bind_origin(D_BLOCK, generation, header.origin)
             assert d.origins([D_BLOCK]) == [header.origin]
         if written:
             write(d, D_BLOCK, sorted(written), "D")
@@ -95,10 +95,10 @@ def test_a_row_lands_beside_its_own_kv_and_on_no_other_row(
         came = set() if computed else sent
         if computed:
             assert d.origins([D_BLOCK]) != [header.origin], "what is written here is another computation's"
-        assert d.install(D_BLOCK, generation, header, payload) == len(came)
+        assert d.exchange.install(D_BLOCK, generation, header, payload) == len(came)
         now = {**dict.fromkeys(written, "D"), **dict.fromkeys(stepping, None), **dict.fromkeys(came, "P")}
         assert rows(d, D_BLOCK) == [now.get(o) for o in range(4)]
-        assert d.install(D_BLOCK, generation, header, payload) == 0, "a row lands once"
+        assert d.exchange.install(D_BLOCK, generation, header, payload) == 0, "a row lands once"
         if step is not None:
             getattr(step, end)()
         now |= dict.fromkeys(stepping, "D" if end == "commit" else None)
@@ -114,12 +114,12 @@ def test_kv_that_comes_over_what_was_computed_here_takes_its_rows_away() -> None
     header, payload = exported(range(4), 1)
     with new_blocks() as d:
         life = renewed(d)
-        assert d.install(D_BLOCK, life, header, payload) == 1
+        assert d.exchange.install(D_BLOCK, life, header, payload) == 1
         write(d, D_BLOCK, [1], "D")
         assert rows(d, D_BLOCK) == ["P", "D", None, None]
-        assert d.bind_origin(D_BLOCK, life, header.origin)
+        assert d.exchange.bind_origin(D_BLOCK, life, header.origin)
         assert rows(d, D_BLOCK) == [None] * 4
-        assert d.install(D_BLOCK, life, header, payload) == 1
+        assert d.exchange.install(D_BLOCK, life, header, payload) == 1
         assert rows(d, D_BLOCK) == ["P", None, None, None]
         d.assert_consistent()
 
@@ -130,13 +130,13 @@ def test_rows_of_another_origin_get_no_place_beside_the_kv_that_came() -> None:
     assert header_a.origin != header_b.origin, "two computations of one prompt"
     with new_blocks() as d:
         life = renewed(d)
-        assert d.bind_origin(D_BLOCK, life, header_a.origin)
-        assert d.install(D_BLOCK, life, header_b, rows_b) == 0
+        assert d.exchange.bind_origin(D_BLOCK, life, header_a.origin)
+        assert d.exchange.install(D_BLOCK, life, header_b, rows_b) == 0
         assert d.counters.installs_of_another_origin_dropped == 1
-        assert d.install(D_BLOCK, life, header_a, rows_a) == 4
-        assert d.bind_origin(D_BLOCK, life, header_b.origin)
+        assert d.exchange.install(D_BLOCK, life, header_a, rows_a) == 4
+        assert d.exchange.bind_origin(D_BLOCK, life, header_b.origin)
         assert rows(d, D_BLOCK) == [None] * 4, "the KV of A was written over"
-        assert d.install(D_BLOCK, life, header_b, rows_b) == 4
+        assert d.exchange.install(D_BLOCK, life, header_b, rows_b) == 4
 
 
 def test_late_rows_land_beside_no_kv_that_was_computed_here() -> None:
@@ -145,10 +145,10 @@ def test_late_rows_land_beside_no_kv_that_was_computed_here() -> None:
     header, payload = exported(range(4))
     with new_blocks() as d:
         life = renewed(d)
-        assert d.bind_origin(D_BLOCK, life, header.origin)
+        assert d.exchange.bind_origin(D_BLOCK, life, header.origin)
         write(d, D_BLOCK, [1], "D", open_step=True).commit(np.array([False]))
         assert d.origins([D_BLOCK]) != [header.origin]
-        assert d.install(D_BLOCK, life, header, payload) == 0
+        assert d.exchange.install(D_BLOCK, life, header, payload) == 0
         assert rows(d, D_BLOCK) == [None] * 4
 
 
@@ -159,13 +159,13 @@ def test_what_was_to_come_for_other_kv_does_not_come(then: str) -> None:
     header, payload = exported(range(4))
     with new_blocks() as d:
         life = renewed(d)
-        assert d.bind_origin(D_BLOCK, life, header.origin)
+        assert d.exchange.bind_origin(D_BLOCK, life, header.origin)
         if then == "given out":
             life = renewed(d)
         else:
-            d.name_origins([D_BLOCK], [life], np.array([header.origin ^ 1], np.uint64))
+            d.exchange.name_origins([D_BLOCK], [life], np.array([header.origin ^ 1], np.uint64))
         write(d, D_BLOCK, [3], "D")
-        assert d.install(D_BLOCK, life, header, payload) == 0
+        assert d.exchange.install(D_BLOCK, life, header, payload) == 0
         assert rows(d, D_BLOCK) == [None, None, None, "D"]
         assert d.counters.installs_of_another_origin_dropped == 1
 
@@ -181,7 +181,7 @@ def test_rows_of_another_pass_do_not_land_beside_kv_whose_rows_are_lost(computed
     with new_blocks() as d:
         life = renewed(d)
         if computed == "received first":
-            assert d.bind_origin(D_BLOCK, life, header.origin)
+            assert d.exchange.bind_origin(D_BLOCK, life, header.origin)
         step = write(d, D_BLOCK, [0, 1, 2, 3], "D", open_step=computed == "in flight")
         if lost == "forgotten":
             d.forget([D_BLOCK])
@@ -195,13 +195,13 @@ def test_rows_of_another_pass_do_not_land_beside_kv_whose_rows_are_lost(computed
             if lost == "copied over":
                 renewed(d, P_BLOCK)
             d.copy([(P_BLOCK, D_BLOCK)])  # from a block without rows, or without a life
-        assert d.install(D_BLOCK, life, header, payload) == 0
+        assert d.exchange.install(D_BLOCK, life, header, payload) == 0
         step.abort()
-        assert d.install(D_BLOCK, life, header, payload) == 0
+        assert d.exchange.install(D_BLOCK, life, header, payload) == 0
         assert rows(d, D_BLOCK) == [None] * 4
         assert d.counters.installs_of_another_origin_dropped == 2
         d.assert_consistent()
-        assert d.install(D_BLOCK, renewed(d), header, payload) == 4
+        assert d.exchange.install(D_BLOCK, renewed(d), header, payload) == 4
 
 
 @pytest.mark.parametrize("how", ["a copy of what was never given out", "slots unknown", "interrupted"])
@@ -217,7 +217,7 @@ def test_rows_do_not_land_beside_kv_that_nobody_named(how: str) -> None:
             d._lock.torn += 1
         else:
             d.copy([(P_BLOCK, D_BLOCK)])
-        assert d.install(D_BLOCK, life, header, payload) == 0
+        assert d.exchange.install(D_BLOCK, life, header, payload) == 0
 
 
 def test_a_late_step_does_not_rename_the_next_life() -> None:
@@ -228,10 +228,10 @@ def test_a_late_step_does_not_rename_the_next_life() -> None:
         renewed(d)
         step = write(d, D_BLOCK, [0], "D", open_step=True)
         life = renewed(d)
-        assert d.bind_origin(D_BLOCK, life, header.origin)
+        assert d.exchange.bind_origin(D_BLOCK, life, header.origin)
         assert step.commit() == 0
         assert d.origins([D_BLOCK]) == [header.origin]
-        assert d.install(D_BLOCK, life, header, payload) == 4
+        assert d.exchange.install(D_BLOCK, life, header, payload) == 4
         assert rows(d, D_BLOCK) == ["P"] * 4
 
 
@@ -244,10 +244,10 @@ def test_a_pass_in_flight_at_a_reset_keeps_its_blocks() -> None:
         step = write(d, D_BLOCK, [2], "D", open_step=True)
         write(d, 0, [2], "D")
         d.reset(weights_version=2)
-        assert d.install(D_BLOCK, life, header, payload) == 0
-        assert d.install(0, other, header, payload) == 4
+        assert d.exchange.install(D_BLOCK, life, header, payload) == 0
+        assert d.exchange.install(0, other, header, payload) == 4
         assert step.commit() == 0
-        assert d.install(D_BLOCK, life, header, payload) == 0
+        assert d.exchange.install(D_BLOCK, life, header, payload) == 0
         d.assert_consistent()
 
 
@@ -261,11 +261,11 @@ def test_a_row_that_a_device_may_still_write_is_not_filled() -> None:
         d.reset(weights_version=2)
         life = renewed(d)
         with pytest.raises(BlockBusyError, match="a step of before"):
-            d.install(D_BLOCK, life, header, payload)
+            d.exchange.install(D_BLOCK, life, header, payload)
         d.region("device").rows[D_BLOCK] = 0xEE  # the late writes of the device need not be sound
         assert step.commit() == 0
         assert rows(d, D_BLOCK) == [None] * 4
-        assert d.install(D_BLOCK, life, header, payload) == 4, "as a crossing tries again"
+        assert d.exchange.install(D_BLOCK, life, header, payload) == 4, "as a crossing tries again"
         assert rows(d, D_BLOCK) == ["P"] * 4
 
 
@@ -282,9 +282,9 @@ def test_what_comes_for_another_life_is_dropped(after: str) -> None:
             d.reset(weights_version=2)
         else:
             life, block = 0, 0
-        assert not d.install(block, life, header, payload)
+        assert not d.exchange.install(block, life, header, payload)
         if after != "reset":  # which leaves a block in its life: KV that comes for it is KV of the new weights
-            assert not d.bind_origin(block, life, header.origin)
+            assert not d.exchange.bind_origin(block, life, header.origin)
         assert rows(d, block) == [None] * 4
         assert d.counters.late_installs_dropped == 2 - (after == "reset")
 
@@ -299,8 +299,8 @@ def test_a_block_into_which_bytes_are_copied_is_busy() -> None:
 
         def happens() -> None:
             for call in (
-                lambda: d.bind_origin(D_BLOCK, life, header.origin),
-                lambda: d.install(D_BLOCK, life, header, payload),
+                lambda: d.exchange.bind_origin(D_BLOCK, life, header.origin),
+                lambda: d.exchange.install(D_BLOCK, life, header, payload),
             ):
                 with pytest.raises(BlockBusyError):
                     call()
@@ -310,8 +310,8 @@ def test_a_block_into_which_bytes_are_copied_is_busy() -> None:
         d.copy([(3, D_BLOCK)])
         watch_rows(region, None)
         assert len(refused) == 2
-        assert d.bind_origin(D_BLOCK, life, header.origin)
-        assert d.install(D_BLOCK, life, header, payload) == 4
+        assert d.exchange.bind_origin(D_BLOCK, life, header.origin)
+        assert d.exchange.install(D_BLOCK, life, header, payload) == 4
 
 
 def test_a_record_of_another_layout_is_an_error_and_changes_nothing() -> None:
@@ -327,9 +327,9 @@ def test_a_record_of_another_layout_is_an_error_and_changes_nothing() -> None:
         for changes, data in bad:
             fields = {f: getattr(header, f) for f in header.__struct_fields__} | changes
             with pytest.raises(RecordError):
-                d.install(D_BLOCK, life, RecordHeader(**fields), data)
+                d.exchange.install(D_BLOCK, life, RecordHeader(**fields), data)
         with pytest.raises(InvalidInputError):
-            d.install(17, life, header, payload)
+            d.exchange.install(17, life, header, payload)
         assert rows(d, D_BLOCK) == [None] * 4
 
 
@@ -347,8 +347,8 @@ def test_an_export_is_a_snapshot_of_its_rows_and_of_nothing_else(whole: bool) ->
         write(p, P_BLOCK, [0, 1, 2, 3] if whole else [0, 1, 2], "P")
         step = write(p, P_BLOCK, [3], "X", open_step=True) if not whole else None
         key = p.keys.key(None, [1, 2, 3, 4] if whole else [1, 2])
-        assert p.export({key: P_BLOCK}, [life - 1]) == [None], "another life's rows, which do not count"
-        (record,) = p.export({key: P_BLOCK}, [life], [4 if whole else 2])
+        assert p.exchange.export({key: P_BLOCK}, [life - 1]) == [None], "another life's rows, which do not count"
+        (record,) = p.exchange.export({key: P_BLOCK}, [life], [4 if whole else 2])
         before = record.seal()
         assert p.in_flight == (step is not None), "an export keeps nothing"
         assert p.counters.rows_exported == (4 if whole else 2)
@@ -363,7 +363,7 @@ def test_an_export_is_a_snapshot_of_its_rows_and_of_nothing_else(whole: bool) ->
         raw = np.frombuffer(record.payload, np.uint8)[: SPECS[0].block_nbytes].reshape(4, -1)
         assert raw[2:].any() == whole
     with new_blocks() as d:
-        assert d.install(D_BLOCK, renewed(d), before, record.payload) == (4 if whole else 2)
+        assert d.exchange.install(D_BLOCK, renewed(d), before, record.payload) == (4 if whole else 2)
         assert rows(d, D_BLOCK) == (["P"] * 4 if whole else ["P", "P", None, None])
 
 
@@ -372,13 +372,13 @@ def test_nothing_to_export_is_none() -> None:
         lives = [renewed(p, block) for block in (0, 1)]
         write(p, 1, [0, 1, 2, 3], "P")
         old = p.keys.key(None, [9])
-        assert p.export({old: 0}, lives[:1]) == [None]
-        assert p.export({old: 1}, lives[1:], [0]) == [None]
-        assert p.export({old: 1}, [lives[1] + 1]) == [None]
+        assert p.exchange.export({old: 0}, lives[:1]) == [None]
+        assert p.exchange.export({old: 1}, lives[1:], [0]) == [None]
+        assert p.exchange.export({old: 1}, [lives[1] + 1]) == [None]
         assert p.counters.stale_blocks == 1
         p.reset(weights_version=2)
-        assert p.export({old: 1}, lives[1:]) == [None]
+        assert p.exchange.export({old: 1}, lives[1:]) == [None]
         assert p.counters.stale_keys == 1
         for arguments in ((lives[1:], [1, 2]), ([1, 2],)):
             with pytest.raises(InvalidInputError):
-                p.export({old: 1}, *arguments)
+                p.exchange.export({old: 1}, *arguments)

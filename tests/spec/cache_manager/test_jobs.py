@@ -16,6 +16,7 @@ from waiting import GIVE_UP_S, until
 
 from cache_manager.blocks import AuxBlocks
 from cache_manager.errors import BlockStateError, ConfigError, StorageError
+from cache_manager.job import Phase
 from cache_manager.jobs import JobLimits
 from cache_manager.keys import Namespace
 from cache_manager.spec import AuxBlockDataSpec, RecordLayout
@@ -91,7 +92,7 @@ def test_what_is_stored_has_no_byte_of_a_former_life() -> None:
         aux.write_step(slots(0), {"routing": routing, "optional": np.full((TOKENS, 2), 0x5A, np.uint8)})
         life, key = aux.renew([0]), aux.keys.key(None, [1])
         aux.write_step(slots(0), {"routing": routing})
-        (record,) = aux.export({key: 0}, life)
+        (record,) = aux.exchange.export({key: 0}, life)
         assert record is not None
         assert aux.persist({key: 0}, life)[key]
         stored = bytearray(aux.layout.nbytes)
@@ -313,6 +314,37 @@ def test_a_store_that_answers_fewer_keys_than_it_was_asked_for_has_failed(house,
         job.result()
     assert house.engine.in_flight == 0
     assert not any(house.valid(1))
+
+
+def test_a_poll_that_raises_hides_no_job() -> None:
+    """Goal: who counts what polls return learns of every job. Method: three restores; the KV of the second one is
+    interrupted while it lands."""
+    kv = SlotKV(6, 3, TOKENS)
+    house = House(kv=kv)
+    engine = house.engine
+    house.gate.open()
+    house.store_block(0)
+    lives = engine.renew([1, 2, 3])
+    jobs = [engine.begin_restore({house.key: block}, [life]) for block, life in zip([1, 2, 3], lives, strict=True)]
+    until(lambda: all(job.phase is Phase.CARRIED for job in jobs), what="a restore has not been carried")
+    fill = kv.fill
+    filled = []
+
+    def fills(blocks: np.ndarray, content: np.ndarray) -> None:
+        filled.append(blocks)
+        if len(filled) == 2:
+            raise KeyboardInterrupt
+        fill(blocks, content)
+
+    kv.fill = fills
+    with pytest.raises(KeyboardInterrupt):
+        engine.jobs.poll()
+    assert [job.over for job in jobs] == [True, True, False]
+    assert engine.jobs.wait(0.0), "there is something to be told"
+    assert engine.jobs.poll() == jobs
+    assert engine.jobs.poll() == []
+    assert [job.answers[house.key] for job in jobs] == [True, False, True]
+    house.close()
 
 
 # ---------------------------------------------------------------- several threads, and the end

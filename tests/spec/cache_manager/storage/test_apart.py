@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import itertools
+import logging
 import os
 import random
 import signal
@@ -271,6 +272,51 @@ def test_closing_while_it_is_started_again(url: str) -> None:
         with pytest.raises(StoreClosedError):
             store.usage()
     assert not ours()
+
+
+class Raising(logging.Handler):
+    """A handler that raises where it should log."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.raised = 0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.raised += 1
+        raise ValueError(f"on purpose: {record.msg}")
+
+
+@pytest.fixture
+def raising() -> Iterator[Raising]:
+    handler = Raising()
+    logger = logging.getLogger("cache_manager.storage.apart")
+    logger.addHandler(handler)
+    yield handler
+    logger.removeHandler(handler)
+
+
+def test_a_logging_handler_that_raises_ends_no_restarts(store: ApartStore, raising: Raising) -> None:
+    """Goal: a lost process is replaced, whatever becomes of the line about it. Method: a handler raises, twice."""
+    for lost in (1, 2):
+        pid = end(store.pid)
+        until(lambda pid=pid: store.pid not in (None, pid), WAIT_S)
+        assert raising.raised == lost
+        assert store.usage()["records"] == 0
+
+
+def test_a_logging_handler_that_raises_leaves_no_process_at_the_end(url: str, raising: Raising) -> None:
+    """Goal: after close there is no process. Method: its slots are all lent, so that it is not asked; the warning of
+    that raises."""
+    store = apart(url, close_s=0.1)
+    pid = store.pid
+    assert pid is not None
+    with ExitStack() as lent:
+        for _ in range(CALLS_MAX):
+            lent.enter_context(store.slot())
+        with pytest.raises(ValueError, match="on purpose"):
+            store.close()
+    assert raising.raised == 1
+    until(lambda: gone(pid), WAIT_S)
 
 
 def test_closing_while_the_process_is_lost_raises_nothing(url: str) -> None:

@@ -16,7 +16,7 @@ import torch
 from toy_engine import TOKENS, Asked, Toy, admitted, begun, computed, held, judge, seen, stepped
 from waiting import GIVE_UP_S
 
-from cache_manager.jobs import RestoreJob
+from cache_manager.job import RestoreJob
 from kvroute.connector import routes
 from kvroute.connector.behind import Behind
 from kvroute.connector.messages import Loads, StepMeta

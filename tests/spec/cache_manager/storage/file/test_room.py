@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import tracemalloc
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from pathlib import Path
@@ -218,3 +219,20 @@ def test_a_record_whose_put_failed_is_not_there_after_a_restart(tmp_path: Path, 
                 assert held(killed, [1]) == [old]
     with opened(tmp_path / "s") as store:
         assert held(store, [1]) == [old]
+
+
+def test_opening_holds_the_heads_once(tmp_path: Path) -> None:
+    """Goal: a large store costs its heads in memory, and little more, while it is opened, too. Method: the peak of
+    allocations; slots cost memory also where they are free."""
+    options = {"quota_nbytes": 32 << 20, "extent_nbytes": 32 << 20}
+    with opened(tmp_path, **options) as store:
+        put(store, range(2))
+        heads_nbytes = sum(len(extent.raw) for extent in store.backend.index.extents)
+    tracemalloc.start()
+    try:
+        with opened(tmp_path, **options) as store:
+            assert there(store, range(2)) == {0, 1}
+            _, peak_nbytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert 500_000 < heads_nbytes < peak_nbytes < 1.5 * heads_nbytes
