@@ -20,7 +20,7 @@ from kvroute.capture import kernel
 from kvroute.capture.errors import CaptureError
 from kvroute.capture.hooks import Form, Hooks, Values
 from kvroute.capture.host_memory import HostRows
-from kvroute.capture.plan import NOTHING, Check, Plan, check_words
+from kvroute.capture.plan import NO_BAD_ROW, Check, Plan, check_words
 
 GRAPHS_MAX: Final = 128
 RING: Final = 8
@@ -144,13 +144,13 @@ class LayerCapture:
             check: int(now[check] - self._seen[check]) for check in CHECK_REASONS if now[check] != self._seen[check]
         }
         first = ""
-        if (number := int(now[Check.FIRST])) != NOTHING:
+        if (number := int(now[Check.FIRST])) != NO_BAD_ROW:
             token, spec, layer = self.plan.place(number)
             first = f"{spec.name}, token {token}, layer {layer}: " + ", ".join(CHECK_REASONS[check] for check in counts)
         keep = ~bad if self._before is None else ~(bad | self._before)
         self._before = bad if counts else None
         self._seen = now
-        self._words[Check.FIRST] = self._seen[Check.FIRST] = NOTHING
+        self._words[Check.FIRST] = self._seen[Check.FIRST] = NO_BAD_ROW
         return Verdict(keep[:tokens], counts, first)
 
     def _table(self, form: Form, addresses: NDArray[np.int64], sources: list[torch.Tensor]) -> torch.Tensor:

@@ -219,7 +219,7 @@ class Lender:
             return [OfferedBlock(first + i, key, (row, kv)) for i, (key, row, kv) in enumerate(records)]
         offered = list[OfferedBlock]()
         for index, row in enumerate(rows, first):
-            name = place_of(transfer, index)
+            name = lent_key(transfer, index)
             offered.append(OfferedBlock(index, name, (row and dataclasses.replace(row, key=name),)))
         return offered
 
@@ -269,7 +269,7 @@ class Borrower:
         try:
             names: Iterable[BlockKey] = blocks
             if self._kv is None:
-                names = [place_of(transfer, first + i) for i in range(len(blocks))]
+                names = [lent_key(transfer, first + i) for i in range(len(blocks))]
                 for i, (block, life) in enumerate(zip(landing.ids, lives, strict=True)):
                     self._blocks.bind_origin(block, life, landing.origin(i))
             wanted = [WantedBlock(first + i, key, parts) for i, key in enumerate(names)]
@@ -335,7 +335,7 @@ class _Landing:
 
     def origin(self, place: int) -> int:
         """The origin of the KV that another mover brings into a block beside this transfer."""
-        return int.from_bytes(place_of(self.transfer, self.first + place)[:8], "little") or 1
+        return int.from_bytes(lent_key(self.transfer, self.first + place)[:8], "little") or 1
 
     def install(self, part: int, index: int, header: RecordHeader, payload: memoryview) -> bool:
         """For the node; see :class:`transfer.node.BlockSink`."""
@@ -369,7 +369,7 @@ class _Landing:
         return True
 
 
-def place_of(transfer: bytes, index: int) -> BlockKey:
+def lent_key(transfer: bytes, index: int) -> BlockKey:
     """The name on both sides of a transfer's block whose KV another mover brings: their ranks may differ in keys."""
     text = transfer + index.to_bytes(8, "little")
     return BlockKey(hashlib.blake2b(text, digest_size=KEY_NBYTES, person=b"kvroute.lent").digest())

@@ -412,9 +412,9 @@ class Ends:
         labels = self._rows_until(mixed, VERSION)
         rows = self._rows_until(stops, self._engine.spec.name)
         for (computation, _), more in zip(mixed, labels, strict=True):
-            computation.read_labels = _joined(computation.read_labels, more)
+            computation.read_labels = _appended(computation.read_labels, more)
         for (computation, stop), more in zip(stops, rows, strict=True):
-            computation.read = _joined(computation.read, more)
+            computation.read = _appended(computation.read, more)
             computation.read_stop = stop
 
     def _rows_until(self, stops: Sequence[tuple[Computation, int]], name: str) -> list[Rows]:
@@ -448,7 +448,7 @@ def _unsure_from(computation: Computation, through: float) -> int:
     return min((start for number, start in computation.steps if number > through), default=computation.stop)
 
 
-def _joined(before: Rows | None, more: Rows) -> Rows:
+def _appended(before: Rows | None, more: Rows) -> Rows:
     if before is None:
         return more
     return Rows(np.concatenate([before.values, more.values]), np.concatenate([before.valid, more.valid]))

@@ -18,7 +18,7 @@ from kvroute.connector.answers import ERROR, FIELD, GAPS, KEY, LEFT, ROUTES, UNS
 from kvroute.connector.key import Key, rollout_id, void
 from kvroute.connector.limits import LIMITS, Limits
 from kvroute.connector.settings import RESPONSE
-from kvroute.connector.tickets import Gap
+from kvroute.connector.tickets import MissingSpan
 from kvroute.rollout import RolloutHandle, RolloutStore, open_rollouts
 from kvroute.routes import Layout, Routes
 
@@ -111,7 +111,7 @@ class LeftRoutes:
         routes: Routes,
         tokens: Tokens | None,
         unseen: Sequence[Sequence[int]],
-        gaps: Sequence[Gap] = (),
+        gaps: Sequence[MissingSpan] = (),
     ) -> dict[str, Any]:
         """The client's data for the request of this ``key`` with these routes, which are bound to ``tokens``.
 

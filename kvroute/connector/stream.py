@@ -25,7 +25,7 @@ from kvroute.connector.limits import Limits
 from kvroute.connector.spares import SpareBlocks
 from kvroute.connector.stages import RowsView
 from kvroute.connector.step_rows import Batch, Outcome, Piece, Steady, StepRows
-from kvroute.connector.tickets import Gap, gaps_of
+from kvroute.connector.tickets import MissingSpan, gaps_of
 from kvroute.routes.spans import runs
 
 NOT_WRITTEN: Final = "no row was written, or it was lost; the log and kvroute:tokens_without_rows_total say why"
@@ -281,7 +281,7 @@ class RowStream:
             return None
         if batch is not None and batch.whole and batch.rows is not None:
             return Outcome(piece, batch.rows.values[piece.first_row : piece.first_row + n])
-        gaps: list[Gap] = []
+        gaps: list[MissingSpan] = []
         rows: NDArray[np.generic] | None = None
         if batch is None:
             gaps = [(piece.start, piece.stop, piece.lost)] if piece.lost else []

@@ -26,7 +26,7 @@ NO_TICKET: Final = "prefill's answer has no ticket for its rows: is kvroute ther
 UNNAMED: Final[Mapping[str, str]] = MappingProxyType({})
 """The names of KV whose connector gives it none."""
 
-Gap = tuple[int, int, str]
+MissingSpan = tuple[int, int, str]
 """Positions ``[start, stop)`` whose rows are missing, and why."""
 
 
@@ -209,9 +209,9 @@ class Tickets:
         return self._why.pop(name, {})
 
 
-def gaps_of(missing: Sequence[tuple[int, int]], why: Mapping[int, str], size: int) -> list[Gap]:
+def gaps_of(missing: Sequence[tuple[int, int]], why: Mapping[int, str], size: int) -> list[MissingSpan]:
     """The known reasons for ``missing`` positions, by their blocks of ``size`` tokens."""
-    gaps = list[Gap]()
+    gaps = list[MissingSpan]()
     for start, stop in missing if why else ():
         for block in range(start // size, -(-stop // size)):
             if (reason := why.get(block)) is None:
@@ -223,4 +223,4 @@ def gaps_of(missing: Sequence[tuple[int, int]], why: Mapping[int, str], size: in
     return gaps
 
 
-__all__ = ["TRANSFER", "Fetch", "Gap", "Lend", "Ticket", "Tickets", "gaps_of"]
+__all__ = ["TRANSFER", "Fetch", "Lend", "MissingSpan", "Ticket", "Tickets", "gaps_of"]

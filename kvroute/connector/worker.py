@@ -41,7 +41,7 @@ class WorkerRows:
     ``kv_caches`` are the layers' KV by name, as :func:`witnessing` needs them. The routers call the hooks of
     :attr:`ids`. Each step is :meth:`begin`, its slots in :attr:`slots` (int64 ``[tokens]``, negative: padding), and
     :meth:`end`; a step that computes nothing has no slots. Blocks whose KV could not be loaded are given to
-    :meth:`fail` before it. See :func:`part_of` for ``joined``, and :class:`~kvroute.capture.step_ids.StepIds` for
+    :meth:`fail` before it. See :func:`rank_part` for ``joined``, and :class:`~kvroute.capture.step_ids.StepIds` for
     ``join_shards``.
 
     Both calls launch work on the device and wait for nothing. On a CPU the host's part is done at once; if ``late``,
@@ -268,7 +268,7 @@ def _call_after(done: torch.Event | torch.cuda.Event, call: Callable[[], None]) 
     call()
 
 
-def part_of(
+def rank_part(
     engine: Engine,
     kv_caches: Mapping[str, torch.Tensor],
     group: distributed.ProcessGroup,
@@ -289,4 +289,4 @@ def part_of(
     return engine.carrier.other_rank(engine.spec, kv_caches, rank, joined, engine.limits)
 
 
-__all__ = ["WorkerRows", "part_of"]
+__all__ = ["WorkerRows", "rank_part"]

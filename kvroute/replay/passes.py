@@ -14,7 +14,7 @@ passes; it would take the rows of the last one. Megatron-core nests no checkpoin
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 from weakref import WeakKeyDictionary
@@ -26,6 +26,9 @@ from kvroute.replay.rows import ReplayError
 
 PASSES_MAX: Final = 1024
 """Replays of a router that are over and are known one by one; older ones, with what ran between them, are one."""
+
+Model = nn.Module | Sequence[nn.Module]
+"""A model, or the chunks of a virtual pipeline."""
 
 _next_node: Callable[[], int] = torch._C._autograd._get_sequence_nr
 _node_of_backward: Callable[[], Any] = torch._C._current_autograd_node

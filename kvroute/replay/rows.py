@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-_LAYER: Final = re.compile(r"(?:^|\.)layers\.(\d+)(?:\.|$)")
+_LAYER_NUMBER: Final = re.compile(r"(?:^|\.)layers\.(\d+)(?:\.|$)")
 
 
 class ReplayError(InvalidInputError):
@@ -73,7 +73,7 @@ def own_layer(path: str, router: Any) -> int:
 
 def layer_in_name(path: str, _module: object) -> int:
     """The layer of a module inside numbered layers, by its name."""
-    if (layer := _LAYER.search(path)) is None:
+    if (layer := _LAYER_NUMBER.search(path)) is None:
         raise ReplayError("model", "gates inside numbered layers", path or "one at the top")
     return int(layer[1])
 

@@ -40,15 +40,12 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from kvroute.capture.capture import find_routers
 from kvroute.capture.errors import CaptureError
-from kvroute.replay.passes import Pass, Passes
+from kvroute.replay.passes import Model, Pass, Passes
 from kvroute.replay.receipts import Gap, Receipt, Use
 from kvroute.replay.rows import MISSING, ReplayError, check_stage, layer_in_name, numbered, own_layer
 from kvroute.routes import Routes, Split, shard_packed, shard_padded
 from kvroute.routes.fill import Order, Side
 from kvroute.routes.split import TAIL, Shard
-
-Model = nn.Module | Sequence[nn.Module]
-"""A model, or the chunks of a virtual pipeline."""
 
 _ALONE: Final = Split()
 _NO_SAMPLE: Final = -1
@@ -137,7 +134,7 @@ class Watch:
         self._check_routes(chosen, routes, split)
         how: dict[str, Any] = {"layers": chosen, "dtype": _dtype(routes), "missing": "minus1", "pad": "minus1"}
         rows = shard_packed(routes, tokens, split, **how)
-        samples, positions = _places(split.packed(tokens))
+        samples, positions = _shard_places(split.packed(tokens))
         self._routes_due(chosen, rows, samples, positions, tokens)
 
     def padded(
@@ -160,7 +157,7 @@ class Watch:
         self._check_routes(chosen, routes, split)
         how: dict[str, Any] = {"layers": chosen, "dtype": _dtype(routes), "missing": "minus1", "pad": "minus1"}
         rows = shard_padded(routes, tokens, split, width=width, side=side, order=order, **how)
-        _, columns = _places(split.columns(width))
+        _, columns = _shard_places(split.columns(width))
         left = np.array([width - count if side == "left" else 0 for count in tokens], np.int64)
         positions = columns[None] - left[:, None]  # [batch, local width]
         samples = np.broadcast_to(np.arange(len(tokens))[:, None], positions.shape)
@@ -345,7 +342,7 @@ class Watch:
             here = {layer: of.due[number] for layer, of in self._of.items() if number < len(of.due)}
             most = max(due.passes for due in here.values())
             for layer, due in here.items():
-                use, gap = _judged(number, layer, due, flags[due], most)
+                use, gap = _router_use(number, layer, due, flags[due], most)
                 uses.append(use)
                 gaps += gap
                 if due.ahead is not None and flags[due][0].any() and not (flags[due][0] & ~_on_host([due.ahead])).any():
@@ -377,7 +374,7 @@ def watch(model: Model) -> Iterator[Watch]:
     Raises :class:`ReplayError` for a model without routers that are known here, and inside another watch of them.
     """
     chunks = [model] if isinstance(model, nn.Module) else list(model)
-    replayed = Watch(_routers(chunks), _ahead(chunks))
+    replayed = Watch(_watched_routers(chunks), _ahead(chunks))
     routers = [of.seen.router for of in replayed._of.values()]
     if any(router in _WATCHES for router in routers):
         raise ReplayError("watch", "one watch of a router at a time", "another that is not over")
@@ -445,7 +442,7 @@ def _on_host(parts: Sequence[torch.Tensor]) -> NDArray[np.bool_]:
     return flags
 
 
-def _judged(micro_batch: int, layer: int, due: _Due, flags: _Flags, most: int) -> tuple[Use, list[Gap]]:
+def _router_use(micro_batch: int, layer: int, due: _Due, flags: _Flags, most: int) -> tuple[Use, list[Gap]]:
     """One router's use of a micro-batch, of which another router had ``most`` forward passes, and its gaps."""
     numbers, columns = np.unique(due.samples, return_inverse=True)
     there, taken, repeated = (np.bincount(columns, flag, len(numbers)).astype(np.int64).tolist() for flag in flags)
@@ -474,7 +471,7 @@ def _dtype(routes: Sequence[Routes]) -> str:
     return "int16" if all(part.num_experts <= 1 << 15 for part in routes if part is not None) else "int32"
 
 
-def _places(shards: Sequence[Shard]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def _shard_places(shards: Sequence[Shard]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """The sample and the position of each place of ``shards``; the sample of a buffer's padding is -1."""
     assert TAIL == _NO_SAMPLE
     samples = [np.full(stop - start, sequence, np.int64) for sequence, start, stop in shards]
@@ -486,7 +483,7 @@ def _places(shards: Sequence[Shard]) -> tuple[NDArray[np.int64], NDArray[np.int6
 # Where routers are ----------------------------------------------------------------------------------------------------
 
 
-def _routers(chunks: Sequence[nn.Module]) -> dict[int, _Seen]:
+def _watched_routers(chunks: Sequence[nn.Module]) -> dict[int, _Seen]:
     """The routers of a model, by layer, of the first kind that it has."""
     megatron = sys.modules.get("megatron.core.transformer.moe.router")
     if megatron is not None:

@@ -46,7 +46,7 @@ class QueueRollouts:
     def __init__(self, rows: RolloutStore, partition: str = PARTITION, column: str = COLUMN) -> None:
         self.rows, self._partition, self._column = rows, partition, column
         self._deleting, self._closed = threading.Lock(), False
-        with _translated():
+        with _queue_errors():
             _wait_for_room()
             transfer_queue.init()
 
@@ -69,7 +69,7 @@ class QueueRollouts:
         if self._closed:
             raise StoreClosedError(f"the rollouts of {self._partition} are closed")
         key = checked_id(rollout_id)
-        with _translated():
+        with _queue_errors():
             try:
                 row = transfer_queue.kv_batch_get([key], self._partition, [self._column])
             except ValueError:  # no such row
@@ -93,7 +93,7 @@ class QueueRollouts:
         self.rows.close()
 
     def _tell(self, rollout_id: str, text: str) -> None:
-        with _translated():
+        with _queue_errors():
             transfer_queue.kv_put(rollout_id, self._partition, {self._column: text})
 
 
@@ -123,7 +123,7 @@ def _wait_for_room() -> None:
 
 
 @contextmanager
-def _translated() -> Iterator[None]:
+def _queue_errors() -> Iterator[None]:
     """Any exception of a queue becomes ``StorageError``."""
     try:
         yield

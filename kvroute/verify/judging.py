@@ -16,7 +16,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from cache_manager.spec import AuxBlockDataSpec
-from kvroute.verify.asking import Answer, Mask, RowIds
+from kvroute.verify.asking import EngineAnswer, RowIds, RowMask
 
 if TYPE_CHECKING:
     from kvroute.verify.weights import Weights
@@ -33,7 +33,7 @@ OTHER: Final = "other experts"
 class Wrong:
     """A wrong row: its answer, its place, the wanted and the received experts."""
 
-    answer: Answer
+    answer: EngineAnswer
     position: int
     layer: int
     wanted: tuple[int, ...]  # -1: the row is impossible by itself
@@ -54,7 +54,7 @@ class Findings:
         return sum(count[verdict] for count in self.rows.values())
 
 
-def judge(answers: Sequence[Answer], spec: AuxBlockDataSpec, weights: Weights | None) -> Findings:
+def judge(answers: Sequence[EngineAnswer], spec: AuxBlockDataSpec, weights: Weights | None) -> Findings:
     """Judge every row of the answers, which are in the order in which they came."""
     findings, earlier = Findings(), _Earlier()
     for answer in answers:
@@ -93,7 +93,7 @@ class _Earlier:
     def __init__(self) -> None:
         self._rows: dict[bytes, RowIds] = {}
 
-    def of(self, answer: Answer, sound: Mask) -> tuple[RowIds, Mask]:
+    def of(self, answer: EngineAnswer, sound: RowMask) -> tuple[RowIds, RowMask]:
         wanted, computed_before, running = (
             np.full_like(answer.ids, -1),
             np.zeros(len(answer.ids), np.bool_),
@@ -109,7 +109,7 @@ class _Earlier:
         return wanted, computed_before
 
 
-def _impossible(answer: Answer, spec: AuxBlockDataSpec) -> Names:
+def _impossible(answer: EngineAnswer, spec: AuxBlockDataSpec) -> Names:
     """The fault of each row by itself ``[due]``: empty, or why no router can have chosen it."""
     ids, known = answer.ids, answer.known
     faults = np.full(len(ids), "", "U16")
