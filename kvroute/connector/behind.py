@@ -59,4 +59,20 @@ class Behind:
             del call  # an idle thread keeps no object alive
 
 
-__all__ = ["Behind"]
+class AtOnce:
+    """As :class:`Behind`, for a host with no device to wait for: :meth:`put` does each call itself, and raises what it
+    raises."""
+
+    def put(self, call: Callable[[], object]) -> None:
+        call()
+
+    def settle(self, timeout_s: float) -> bool:  # noqa: ARG002 - nothing takes time
+        """Everything is done."""
+        return True
+
+    def close(self, timeout_s: float) -> bool:  # noqa: ARG002 - nothing takes time
+        """There is nothing to end."""
+        return True
+
+
+__all__ = ["AtOnce", "Behind"]

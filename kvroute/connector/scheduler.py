@@ -28,7 +28,7 @@ from kvroute.connector.left import LeftRoutes, Tokens
 from kvroute.connector.messages import Handshake, Loads, StepMeta
 from kvroute.connector.meter import Meter
 from kvroute.connector.spares import SpareBlocks
-from kvroute.connector.stages import RowsView, StageViews
+from kvroute.connector.stages import RowsReader, RowsView, StageViews
 from kvroute.connector.stream import RowStream
 from kvroute.connector.tickets import UNNAMED
 from kvroute.connector.versions import Versions
@@ -92,9 +92,11 @@ class SchedulerRows:
         )
         self.carrier = engine.carrier.scheduler(parts)
         spares = SpareBlocks(self.feed, engine.spares)
+        self._readers = list[RowsReader]()  # of rows whose blocks may be given out before they are read
         self._ends: Ends | None = None
         if settings.rollouts:
             self._ends = Ends(engine, LeftRoutes.by(settings.rollouts, engine.limits), self.feed, spares)
+            self._readers.append(self._ends)
         self._requests: dict[str, _State] = {}
         self._heard = False  # of any block
         # Since the last step was sent:
@@ -117,6 +119,7 @@ class SchedulerRows:
                 doubts=self._doubts,
                 why=self.carrier.why,
             )
+            self._readers.append(self.stream)
         kvroute.preload()
 
     def attach(self, *workers: Handshake) -> None:
@@ -134,10 +137,8 @@ class SchedulerRows:
             return
         self.view = self._view_of(workers)
         self._regions = regions
-        if self._ends is not None:
-            self._ends.attach(self.view, late=self._late)
-        if self.stream is not None:
-            self.stream.attach(self.view, late=self._late)
+        for reader in self._readers:
+            reader.attach(self.view, late=self._late)
 
     def _view_of(self, workers: Sequence[Handshake]) -> RowsView:
         stages = [(worker.region, worker.layer_ids) for worker in workers if worker.region is not None]
@@ -224,10 +225,8 @@ class SchedulerRows:
             self.carrier.leave(moves)
         if self._given:
             blocks, self._given = list(self._given), {}
-            if self._ends is not None:
-                self._ends.given(blocks, self._steps + 1)
-            if self.stream is not None:
-                self.stream.given(blocks, self._steps + 1)
+            for reader in self._readers:
+                reader.given(blocks, self._steps + 1)
             self.feed.renew(blocks)
         self._copy(copies)
         if moves is not None:
@@ -417,10 +416,8 @@ class SchedulerRows:
 
     def _renamed(self, namespace: Namespace) -> None:
         """Rows are of this namespace from here on; earlier ones, if any, are forgotten."""
-        if self._ends is not None:
-            self._ends.forgotten()
-        if self.stream is not None:
-            self.stream.forgotten()
+        for reader in self._readers:
+            reader.forgotten()
         self.keys = kvroute.KeyChain(namespace, self.engine.layout)
         self.feed.reset(namespace.weights_version)
         if self.view is not None:

@@ -14,7 +14,7 @@ from torch import distributed
 
 import kvroute
 from kvroute.capture.step_ids import StepIds
-from kvroute.connector.behind import Behind
+from kvroute.connector.behind import AtOnce, Behind
 from kvroute.connector.carriers.port import WorkerParts
 from kvroute.connector.engine import Engine
 from kvroute.connector.messages import Handshake, StepMeta, WorkerMeta
@@ -77,11 +77,13 @@ class WorkerRows:
         )
         self.ids = StepIds(engine.spec, engine.max_tokens, self._device, join_shards)
         self._slots: torch.Tensor | None = None
-        self._behind: Behind | None = None
-        if not self._on_cpu if late is None else late:
+        late = not self._on_cpu if late is None else late
+        self._behind: Behind | AtOnce = AtOnce()
+        if late:
             self._behind = Behind("kvroute-behind", self._lose, engine.limits.pending_max)
-        self._counts_steps = self._behind is not None or engine.stages > 1  # else a step is over with its outputs
-        self._slots_stay = self._behind is None and not engine.drafts  # until the step's end, their last reader's
+        self._waits_for_device = late and not self._on_cpu
+        self._counts_steps = late or engine.stages > 1  # else a step is over with its outputs
+        self._slots_stay = not late and not engine.drafts  # until the step's end, their last reader's
         self._lost: BaseException | None = None
         self._step: StepMeta | None = None
         self._begun = False  # on the host
@@ -172,13 +174,10 @@ class WorkerRows:
 
     def _then(self, work: Callable[..., None], *arguments: Any) -> None:
         """Do this when the device has done the work launched until now: on a CPU at once."""
-        if self._behind is None:
-            work(*arguments)
-            return
         call = partial(work, *arguments)
         if self._lost is not None and self.engine.settings.strict:
             raise self._lost
-        if not self._on_cpu:
+        if self._waits_for_device:
             done = torch.cuda.Event(blocking=True) if self._device.type == "cuda" else torch.Event(self._device)
             done.record()  # on CUDA the thread behind sleeps; torch.Event ignores ``blocking``, and spins
             call = partial(_call_after, done, call)
@@ -250,11 +249,10 @@ class WorkerRows:
 
     def settle(self) -> None:
         """Wait until the host's part of all steps is done, at most ``limits.settle_s``."""
-        if self._behind is not None:
-            self._behind.settle(self.engine.limits.settle_s)
+        self._behind.settle(self.engine.limits.settle_s)
 
     def close(self) -> None:
-        if self._behind is not None and not self._behind.close(self.engine.limits.settle_s):
+        if not self._behind.close(self.engine.limits.settle_s):
             logger.warning("the device is not done with the last steps: their rows stay behind")
             return
         self.carrier.close()
