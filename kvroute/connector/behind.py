@@ -41,7 +41,8 @@ class Behind:
 
     def close(self, timeout_s: float) -> bool:
         """:meth:`settle`, and end the thread. If a call never ends, the thread ends with the process."""
-        if settled := self.settle(timeout_s):
+        settled = self.settle(timeout_s)
+        if settled:
             self._calls.put(None)
             self._thread.join(timeout_s)
         return settled

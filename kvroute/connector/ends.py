@@ -117,7 +117,9 @@ class Ends:
     """
 
     def __init__(self, engine: Engine, left: LeftRoutes, feed: BlockFeed, spares: SpareBlocks) -> None:
-        self._engine, self._left, self._feed = engine, left, feed
+        self._engine = engine
+        self._left = left
+        self._feed = feed
         self._limits = engine.limits
         self._view: RowsView | None = None
         self._late = False
@@ -136,7 +138,8 @@ class Ends:
     def attach(self, view: RowsView, *, late: bool) -> None:
         """Rows are in ``view`` from here on; if ``late``, the worker may write them when their request is done."""
         with self._lock:
-            self._view, self._late = view, late
+            self._view = view
+            self._late = late
 
     def begins(self, key: Key) -> None:
         """A request of this key is under way."""
@@ -152,7 +155,8 @@ class Ends:
         """The request is done: the future of its client's data, done when its rows have been left or cannot be."""
         end.give_up_s = time.monotonic() + self._limits.answer_s
         with self._lock:
-            alive, room = not self._over_for_all, len(self._pending) < self._limits.ends_max
+            alive = not self._over_for_all
+            room = len(self._pending) < self._limits.ends_max
             if alive and room:
                 end.last = last
                 self._pending[end] = None
@@ -267,7 +271,8 @@ class Ends:
         except Exception as error:
             logger.exception("rows of requests cannot be read")
             with self._lock:
-                ends, self._waiting = list(self._waiting), {}
+                ends = list(self._waiting)
+                self._waiting = {}
             for end in ends:
                 end.failure = repr(error)
             return ends
@@ -276,7 +281,8 @@ class Ends:
         with self._lock:
             self._over_for_all = True
             ends = list(self._pending)
-            self._waiting, self._pending = {}, {}
+            self._waiting = {}
+            self._pending = {}
         for end in ends:
             why = {str(end.key.choice): "rows: the thread that leaves them has ended"}
             end.answer.value = end.answer.value or {FIELD: {ERROR: why}}
@@ -296,10 +302,12 @@ class Ends:
                 if not self._waiting:
                     self._lock.wait()
                     continue
-                through, now_s = self._through(), time.monotonic()
+                through = self._through()
+                now_s = time.monotonic()
                 # hundreds that wait for one step are not looked at one by one until something has happened
                 if self._news or through != before or next(iter(self._waiting)).give_up_s < now_s:
-                    self._news, before = False, through
+                    self._news = False
+                    before = through
                     whole = (end for end in self._waiting if end.give_up_s < now_s or self._whole(end, through))
                     ends = list(islice(whole, self._limits.burst_max))
                     for end in ends:
@@ -462,7 +470,8 @@ def _same_weights_from(earlier: Sequence[Computation], computation: Computation)
 
 def _labels(computation: Computation) -> Sequence[WeightsSpan]:
     """The versions of a computation's rows; a missing row has none."""
-    rows, versions = computation.rows, computation.versions
+    rows = computation.rows
+    versions = computation.versions
     assert rows is not None, "read"
     if isinstance(versions, Rows):
         positions = np.where(versions.valid, versions.values.astype(np.int64), spans.UNKNOWN)

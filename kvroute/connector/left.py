@@ -45,7 +45,8 @@ def settled(routes: Routes, by_kv: NDArray[np.bool_], *, flagged: bool) -> tuple
     Returns the routes, without that router's choice there, and no positions; or, if the operator wants it ``flagged``,
     with it, and the positions ``[start, stop)`` at which it is not proved.
     """
-    if not (trusted := by_kv & routes.known[:, -1]).any():
+    trusted = by_kv & routes.known[:, -1]
+    if not trusted.any():
         return routes, []
     if flagged:
         edges = np.flatnonzero(np.diff(trusted.astype(np.int8), prepend=0, append=0)) + routes.start
@@ -61,7 +62,8 @@ class LeftRoutes:
     """
 
     def __init__(self, store: RolloutStore | None = None, limits: Limits = LIMITS) -> None:
-        self._store, self._limits = store, limits
+        self._store = store
+        self._limits = limits
         self._lock = threading.Lock()
         self._siblings: dict[str, dict[str, dict[str, Any]]] = {}
         self._under_way: dict[str, list[int]] = {}  # numbers of completions by group
@@ -95,7 +97,8 @@ class LeftRoutes:
             choices.remove(choice)
         if not choices:
             self._under_way.pop(group, None)
-            if (siblings := self._siblings.get(group)) is not None:
+            siblings = self._siblings.get(group)
+            if siblings is not None:
                 self._quiet_nbytes -= self._quiet.pop(group, 0)
                 self._quiet[group] = sum(_size(value) for values in siblings.values() for value in values.values())
                 self._quiet_nbytes += self._quiet[group]

@@ -224,14 +224,16 @@ class SchedulerRows:
         if moves is not None:
             self.carrier.leave(moves)
         if self._given:
-            blocks, self._given = list(self._given), {}
+            blocks = list(self._given)
+            self._given = {}
             for reader in self._readers:
                 reader.given(blocks, self._steps + 1)
             self.feed.renew(blocks)
         self._copy(copies)
         if moves is not None:
             self.carrier.enter(moves)
-        loads, self._loads = self._still(self._loads), []
+        loads = self._still(self._loads)
+        self._loads = []
         if loads:
             self.carrier.load([(state.request.request_id, state.load) for state in loads if state.load is not None])
         before = self.feed.take()
@@ -263,8 +265,10 @@ class SchedulerRows:
 
     def _loads_of_step(self, loads: Sequence[_State]) -> Loads:
         """What the worker has to know of KV from outside; ``loads`` begin with this step."""
-        joined, self._joined = [blocks for _, blocks in self._joined], []
-        landed, self._landed = self._still(self._landed), []
+        joined = [blocks for _, blocks in self._joined]
+        self._joined = []
+        landed = self._still(self._landed)
+        self._landed = []
         loading = [state for state in loads if not state.later]
         runs = [state.load for state in loading if state.load is not None]
         arrived = [state.arrived(self.engine.tokens) for state in landed]
@@ -277,9 +281,11 @@ class SchedulerRows:
 
         Rejected drafts only make a step begin later than stated here.
         """
-        steps, position = list[tuple[int, int]](), request.num_computed_tokens
+        steps = list[tuple[int, int]]()
+        position = request.num_computed_tokens
         for number, tokens in reversed(self._sent):
-            if (n := tokens.get(request.request_id, 0)) > 0:
+            n = tokens.get(request.request_id, 0)
+            if n > 0:
                 position -= n
                 steps.append((number, position))
         return [*steps[:-1], (steps[-1][0], 0)] if steps else []  # earlier steps may have written, too

@@ -58,7 +58,8 @@ class WorkerRows:
         join_shards: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
         self.engine = engine
-        settings, self._device = engine.settings, next(iter(kv_caches.values())).device
+        settings = engine.settings
+        self._device = next(iter(kv_caches.values())).device
         self._on_cpu = self._device.type == "cpu"  # asked for once: it takes as long as a small array
         self.store = engine.carrier.store(settings)
         self.blocks = kvroute.AuxBlocks(
@@ -118,7 +119,8 @@ class WorkerRows:
         """A step begins: what has become of blocks until now. Unless that hurries, the host hears of it at the end."""
         if self._step is not None and not self._begun:  # its end never came
             self._then(self._begin_on_host, self._step, None)
-        self._step, self._slots = step, None
+        self._step = step
+        self._slots = None
         self.ids.begin()
         hurries = self.carrier.begun(step)
         self._begun = hurries or bool(step.loads.joined or step.loads.landed)
@@ -135,7 +137,8 @@ class WorkerRows:
 
     def failures(self) -> set[int]:
         """The failed blocks that the scheduler has not been told of."""
-        untold, self._failed_untold = self._failed_untold, set()
+        untold = self._failed_untold
+        self._failed_untold = set()
         return untold
 
     def arrived(self, requests: AbstractSet[str], failed: AbstractSet[str] = frozenset()) -> set[str]:
@@ -149,8 +152,10 @@ class WorkerRows:
 
     def end(self) -> None:
         """The step is over."""
-        step, self._step = self._step, None
-        failed, self._failed = self._failed, set()
+        step = self._step
+        self._step = None
+        failed = self._failed
+        self._failed = set()
         if step is None:
             return
         redone: list[int] = []
@@ -165,7 +170,8 @@ class WorkerRows:
         if slots is not None and not self._on_cpu:  # else both are this step's own
             slots = to_host(slots)
             ids = ids if isinstance(ids, str) else to_host(ids)
-        begun, self._begun = self._begun, True
+        begun = self._begun
+        self._begun = True
         self._then(self._end_on_host, step, begun, loaded, failed, slots, ids, redone, computed)
 
     def _look(self, runs: Sequence[Run]) -> LoadedKv | None:

@@ -133,7 +133,8 @@ def backward(model: Model) -> None:
     """
     routers = _routers(model)
     for router in routers.values():
-        if (passes := known_passes(router)) is not None:
+        passes = known_passes(router)
+        if passes is not None:
             passes.end()
     note_over(routers)
 
@@ -147,7 +148,8 @@ def clear(model: Model) -> None:
     for router in routers.values():
         router.router_replay.clear_router_replay_action()
         router.router_replay.clear_indices()
-        if (passes := known_passes(router)) is not None:
+        passes = known_passes(router)
+        if passes is not None:
             passes.finish()
     note_over(routers)
 
@@ -199,7 +201,8 @@ def _before_forward(router: nn.Module, inputs: tuple[Any, ...]) -> None:
         raise ReplayError(where, "rows for a forward pass, by install", "none since backward")
     assert installed.ids is not None
     hidden = inputs[0]  # [..., hidden size]
-    if (tokens := hidden.shape[:-1].numel()) != len(installed.ids):
+    tokens = hidden.shape[:-1].numel()
+    if tokens != len(installed.ids):
         raise ReplayError(where, f"{len(installed.ids)} local tokens, as rows were installed", tokens)
     replay.target_topk_idx = installed.ids
 

@@ -162,7 +162,8 @@ class Watch:
         positions = columns[None] - left[:, None]  # [batch, local width]
         samples = np.broadcast_to(np.arange(len(tokens))[:, None], positions.shape)
         if order == "sequence":
-            samples, positions = samples.T, positions.T
+            samples = samples.T
+            positions = positions.T
         self._routes_due(chosen, rows.reshape(-1, *rows.shape[2:]), samples.ravel(), positions.ravel(), tokens)
 
     def due(
@@ -211,7 +212,8 @@ class Watch:
 
     def _chosen(self, layers: Sequence[int] | None) -> tuple[int, ...]:
         chosen = self.layers if layers is None else tuple(layers)
-        if strange := [layer for layer in chosen if layer not in self._of]:
+        strange = [layer for layer in chosen if layer not in self._of]
+        if strange:
             raise ReplayError("layers", f"some of {list(self.layers)}", strange[0])
         return chosen
 
@@ -403,7 +405,8 @@ def note_installed(
     by_watch: dict[int, list[tuple[int, int]]] = {}
     watches: dict[int, Watch] = {}
     for index, (layer, router) in enumerate(routers.items()):
-        if (watching := _WATCHES.get(router)) is not None:
+        watching = _WATCHES.get(router)
+        if watching is not None:
             watches[id(watching)] = watching
             by_watch.setdefault(id(watching), []).append((index, layer))
     names = np.full(len(ids), _NO_SAMPLE, np.int64) if samples is None else samples
@@ -415,7 +418,8 @@ def note_installed(
 def note_over(routers: Mapping[int, nn.Module]) -> None:
     """What was put into ``routers``, by layer, has had its forward passes. What is due otherwise stays due."""
     for layer, router in routers.items() if _WATCHES else ():
-        if (watching := _WATCHES.get(router)) is not None:
+        watching = _WATCHES.get(router)
+        if watching is not None:
             watching._over(layer)
 
 
@@ -450,7 +454,8 @@ def _router_use(micro_batch: int, layer: int, due: _Due, flags: _Flags, most: in
     use = Use(micro_batch, layer, samples, tuple(there), tuple(taken), tuple(repeated), due.passes, due.recomputations)
     gaps: list[Gap] = []
     if due.other_tokens is not None:
-        wanted, got = f"passes of {len(due.samples)} local tokens, as rows are due", str(due.other_tokens)
+        wanted = f"passes of {len(due.samples)} local tokens, as rows are due"
+        got = str(due.other_tokens)
         return use, [Gap(layer, micro_batch, None, wanted, got)]
     if due.passes < max(most, 1) and any(there):
         wanted = f"{max(most, 1)} forward passes, as other routers had" if due.passes else "a forward pass"

@@ -44,8 +44,11 @@ class QueueRollouts:
     """
 
     def __init__(self, rows: RolloutStore, partition: str = PARTITION, column: str = COLUMN) -> None:
-        self.rows, self._partition, self._column = rows, partition, column
-        self._deleting, self._closed = threading.Lock(), False
+        self.rows = rows
+        self._partition = partition
+        self._column = column
+        self._deleting = threading.Lock()
+        self._closed = False
         with _queue_errors():
             _wait_for_room()
             transfer_queue.init()
@@ -114,7 +117,8 @@ def _wait_for_room() -> None:
         return
     except ValueError:  # no such actor
         storage = OmegaConf.load(resources.files(transfer_queue) / "config.yaml").backend.SimpleStorage
-    needed, give_up_s = 1 + storage.num_data_storage_units, time.monotonic() + FREE_S
+    needed = 1 + storage.num_data_storage_units
+    give_up_s = time.monotonic() + FREE_S
     while (free := ray.available_resources().get("CPU", 0.0)) < needed:
         has = ray.cluster_resources().get("CPU", 0.0)
         if has < needed or time.monotonic() > give_up_s:

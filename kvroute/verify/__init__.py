@@ -102,7 +102,8 @@ def report(findings: Findings, failed: list[ServerError]) -> str:
         lines.append(f"{len(failed)} requests have no answer; the first: {failed[0]}")
     if findings.faults:
         lines.append("wrong rows: " + ", ".join(f"{count:,} {fault}" for fault, count in findings.faults.most_common()))
-    if (wrong := findings.shortest) is not None:
+    wrong = findings.shortest
+    if wrong is not None:
         wanted = "" if wrong.wanted[0] < 0 else f"wanted experts {list(wrong.wanted)}, "
         lines.append(f"shortest prompt with a wrong row: {wrong.answer.prompt} tokens, {wrong.answer.kind}")
         lines.append(f"  {list(wrong.answer.tokens[: wrong.answer.prompt])}")

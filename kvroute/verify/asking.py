@@ -80,13 +80,17 @@ class Server:
     """A server at ``url`` that serves the model of ``spec``."""
 
     def __init__(self, url: str, spec: AuxBlockDataSpec, rollouts: RolloutStore | None, new: int, seed: int) -> None:
-        self.url, self.spec, self.new, self.seed = url.rstrip("/"), spec, new, seed
+        self.url = url.rstrip("/")
+        self.spec = spec
+        self.new = new
+        self.seed = seed
         self._rollouts = rollouts
         check_url(url)
         models = self._sent("/v1/models")
         try:
             served = models["data"][0]
-            self.model, self.engine = served["id"], "SGLang" if served.get("owned_by") == "sglang" else "vLLM"
+            self.model = served["id"]
+            self.engine = "SGLang" if served.get("owned_by") == "sglang" else "vLLM"
         except (TypeError, LookupError, AttributeError) as error:
             raise ServerError(f"{self.url}/v1/models", "the models that are served", repr(models)[:200]) from error
 
@@ -130,7 +134,8 @@ class Server:
             yield completion["token_ids"], response, completion["index"], completion
 
     def _read(self, question: Question, new: Sequence[int], answer: Any, index: int, field: Any) -> EngineAnswer:
-        tokens, refused = (*question.prompt, *new), ""
+        tokens = (*question.prompt, *new)
+        refused = ""
         ids = np.full((len(tokens) - 1, *self.spec.row_shape), -1, np.int32)
         ours = (answer.get("kv_transfer_params") or answer.get("meta_info") or {}).get("kvroute")
         try:

@@ -121,7 +121,8 @@ class Weights:
 
     def close(self, ids: RowIds, mask: RowMask) -> RowMask:
         """Whether a router's input that differs by rounding from that of the last pass chooses these experts."""
-        close, self._listening = np.zeros_like(mask), False
+        close = np.zeros_like(mask)
+        self._listening = False
         noise = torch.Generator().manual_seed(0)
         try:
             for index, (layer, router) in enumerate(self._routers.items()):
