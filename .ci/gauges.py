@@ -10,6 +10,7 @@ import io
 import tokenize
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import TypeGuard
 
@@ -80,7 +81,8 @@ class Module:
         self.characters = sum(len(lines[row - 1].strip()) for row in {token.start[0] for token in spoken})
         self.walrus = sum(isinstance(node, ast.NamedExpr) for node in ast.walk(self.tree))
         self.packed = sum(is_packed(node) for node in ast.walk(self.tree))
-        self.reaches = sum(is_reach(node) for node in ast.walk(self.tree))
+        own = set(members(self.tree))
+        self.reaches = sum(is_reach(node, own) for node in ast.walk(self.tree))
         assigned = [node.id for node in ast.walk(self.tree) if is_assigned(node)]
         self.assigned = len(assigned)
         self.generic = sum(name.strip("_") in GENERIC for name in assigned)
@@ -112,9 +114,23 @@ def is_packed(node: ast.AST) -> bool:
     return isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Tuple) and isinstance(node.value, ast.Tuple)
 
 
-def is_reach(node: ast.AST) -> bool:
-    """A private attribute of another object: ``other._name``."""
+def members(tree: ast.Module) -> Iterator[str]:
+    """What the module's own classes have: methods, fields, and attributes that they give themselves."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef):
+            yield from (statement.name for statement in node.body if isinstance(statement, Definition))
+            fields = [statement.target for statement in node.body if isinstance(statement, ast.AnnAssign)]
+            yield from (target.id for target in fields if isinstance(target, ast.Name))
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self":
+            yield node.attr
+
+
+def is_reach(node: ast.AST, own: AbstractSet[str]) -> bool:
+    """A private attribute of an object of another module: ``other._name``. ``own`` are those of the module's classes; a
+    named tuple's are public."""
     if not isinstance(node, ast.Attribute) or not node.attr.startswith("_") or node.attr.startswith("__"):
+        return False
+    if node.attr in own or node.attr in ("_asdict", "_replace"):
         return False
     owner = node.value
     if isinstance(owner, ast.Call) and isinstance(owner.func, ast.Name) and owner.func.id == "super":
