@@ -24,12 +24,12 @@ from itertools import islice
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from cache_manager.errors import KVRouteError, RowError
 from cache_manager.feed import BlockFeed
 from cache_manager.publish import Rows
 from kvroute.connector.answers import ERROR, FIELD
+from kvroute.connector.computations import Computation, appended, labels_of, same_weights_from, unsure_from
 from kvroute.connector.engine import Engine
 from kvroute.connector.key import Key
 from kvroute.connector.left import LeftRoutes, Tokens, settled
@@ -39,7 +39,6 @@ from kvroute.connector.stages import RowsView
 from kvroute.connector.tickets import gaps_of
 from kvroute.journal import RequestJournal
 from kvroute.routes import Layout, Routes, spans
-from kvroute.routes.spans import WeightsSpan
 
 logger = logging.getLogger(__name__)
 
@@ -55,35 +54,6 @@ class PendingAnswer(Future[ClientData]):
     def tell(self) -> None:
         if self.set_running_or_notify_cancel():  # else whoever waited has cancelled it
             self.set_result(self.value)  # type: ignore[arg-type]
-
-
-@dataclass(slots=True, eq=False)
-class Computation:
-    """The rows of the positions ``[start, stop)`` that a request has when it loses its blocks.
-
-    ``blocks [n]`` have them from position 0 on, in these ``lives [n]``, or spare ones that have taken their place.
-    """
-
-    blocks: NDArray[np.int64]
-    lives: NDArray[np.int64]
-    start: int
-    stop: int
-    steps: list[tuple[int, int]]  # the worker's that write rows: number, and the first position that each may write
-    weights: int  # a number that changes when the weights may have changed
-    version: int | None  # of the weights, if all rows have the same
-    mixed: bool  # if not, the rows have labels
-    by_kv: NDArray[np.bool_] | None = None  # [stop], rows matched by KV, which cannot prove the last router's choice
-    rows: Rows | None = None
-    versions: Rows | int | None = None
-    read_stop: int = 0  # the positions before it have been read, of blocks that were given out before all was written
-    read: Rows | None = None
-    read_labels: Rows | None = None
-    block_ids: frozenset[int] = frozenset()  # the blocks that are still to be read
-    spares: list[int] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.read_stop = self.start
-        self.block_ids = frozenset(self.blocks.tolist())
 
 
 @dataclass(slots=True, eq=False)
@@ -211,7 +181,7 @@ class Ends:
     def _read_sure(self, computation: Computation, through: float) -> None:
         """Read the rows of whole blocks that no step writes any more."""
         size = self._engine.tokens
-        stop = min(_unsure_from(computation, through), computation.stop) // size * size
+        stop = min(unsure_from(computation, through), computation.stop) // size * size
         if stop > computation.read_stop:
             self._read_until([(computation, stop)])
 
@@ -235,7 +205,7 @@ class Ends:
         """All rows are about to be forgotten: read those that are written; the others become missing."""
         with self._lock:
             for computation in list(self._unread):
-                unsure = _unsure_from(computation, self._through())
+                unsure = unsure_from(computation, self._through())
                 self._read([computation])
                 for rows in (computation.rows, computation.versions):
                     if isinstance(rows, Rows):
@@ -366,7 +336,7 @@ class Ends:
         unproved = np.zeros(max(computation.stop for computation in end.computations), np.bool_)
         for count, computation in enumerate(end.computations):
             routes, unseen = self._routes_of(computation)
-            positions = journal.record(routes, same_from=_same_weights_from(end.kept[:count], computation))
+            positions = journal.record(routes, same_from=same_weights_from(end.kept[:count], computation))
             unproved[positions] = spans.flags(unseen, len(unproved))[positions]
             journal.settle(end.request_tokens.ids[: computation.stop + 1])
         stop = min(len(unproved), journal.stop)
@@ -377,7 +347,7 @@ class Ends:
     def _routes_of(self, computation: Computation) -> tuple[Routes, list[list[int]]]:
         """The routes of one computation, and the positions at which the last router's choice is not proved."""
         rows = self._rows(computation)
-        routes = Routes.checked(self._layout, rows.values, rows.valid, computation.start, _labels(computation))
+        routes = Routes.checked(self._layout, rows.values, rows.valid, computation.start, labels_of(computation))
         if computation.by_kv is None:
             return routes, []
         return settled(routes, computation.by_kv[computation.start :], flagged=self._engine.carrier.flagged)
@@ -420,9 +390,9 @@ class Ends:
         labels = self._rows_until(mixed, VERSION)
         rows = self._rows_until(stops, self._engine.spec.name)
         for (computation, _), more in zip(mixed, labels, strict=True):
-            computation.read_labels = _appended(computation.read_labels, more)
+            computation.read_labels = appended(computation.read_labels, more)
         for (computation, stop), more in zip(stops, rows, strict=True):
-            computation.read = _appended(computation.read, more)
+            computation.read = appended(computation.read, more)
             computation.read_stop = stop
 
     def _rows_until(self, stops: Sequence[tuple[Computation, int]], name: str) -> list[Rows]:
@@ -451,35 +421,4 @@ class Ends:
         computation.spares = []
 
 
-def _unsure_from(computation: Computation, through: float) -> int:
-    """The first position whose row a worker that is ``through`` with this step may still write."""
-    return min((start for number, start in computation.steps if number > through), default=computation.stop)
-
-
-def _appended(before: Rows | None, more: Rows) -> Rows:
-    if before is None:
-        return more
-    return Rows(np.concatenate([before.values, more.values]), np.concatenate([before.valid, more.valid]))
-
-
-def _same_weights_from(earlier: Sequence[Computation], computation: Computation) -> int:
-    """The first position whose token was sampled with the weights of this computation, or with none before it."""
-    stops = (before.stop for before in earlier if before.weights != computation.weights or before.mixed)
-    return max(stops, default=0)
-
-
-def _labels(computation: Computation) -> Sequence[WeightsSpan]:
-    """The versions of a computation's rows; a missing row has none."""
-    rows = computation.rows
-    versions = computation.versions
-    assert rows is not None, "read"
-    if isinstance(versions, Rows):
-        positions = np.where(versions.valid, versions.values.astype(np.int64), spans.UNKNOWN)
-        return spans.from_positions(positions, computation.start)
-    if versions is None:
-        return ()
-    first = computation.start
-    return [(first + start, first + stop, versions) for start, stop in spans.runs(rows.valid)]
-
-
-__all__ = ["Computation", "End", "Ends", "PendingAnswer"]
+__all__ = ["End", "Ends", "PendingAnswer"]

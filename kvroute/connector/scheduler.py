@@ -20,7 +20,8 @@ from cache_manager.errors import ConfigError, RowError
 from cache_manager.keys import Namespace
 from kvroute.connector.answers import ERROR, FIELD, START
 from kvroute.connector.carriers.port import Admission, Moves, SchedulerParts
-from kvroute.connector.ends import Computation, End, Ends, PendingAnswer
+from kvroute.connector.computations import Computation
+from kvroute.connector.ends import End, Ends, PendingAnswer
 from kvroute.connector.engine import Engine
 from kvroute.connector.fills import Request
 from kvroute.connector.key import Key
