@@ -94,6 +94,12 @@ class DrivenEngine(Protocol):
     def load_weights(self, version: int) -> None:
         """The routers have the weights of this version from here on. The KV is kept."""
 
+    def pause(self) -> None:
+        """No step comes until :meth:`resume`; weights may change meanwhile without a word."""
+
+    def resume(self) -> None:
+        """Steps come again."""
+
     def forget(self) -> None:
         """All KV is forgotten, as for other weights: running requests are computed again. The worker is through with
         all steps before, or rows that it has still to write would be lost; and :meth:`load_weights` follows, because no
@@ -134,27 +140,29 @@ class ConnectorContract(ABC):
         finally:
             engine.close()
 
-    def routes_of(self, answer: Any) -> Routes:
-        """The routes of an answer: every row is one of its tokens and of the version that it has."""
+    def routes_of(self, answer: Any, unnamed: int | None = None) -> Routes:
+        """The routes of an answer: every row is one of its tokens and of the version that it has. Only with weights
+        ``unnamed``, whose version no one has told, a row may have none."""
         (choice,) = answer["choices"]
         tokens = [*choice["prompt_token_ids"], *choice["token_ids"]]
         rows = routes(answer)
         assert (rows.start, rows.stop) == (0, len(tokens) - 1), "a row for each token that the model has read"
         versions = {i: version for start, stop, version in rows.weights_versions for i in range(start, stop)}
         for position in np.flatnonzero(rows.known.any(axis=1)).tolist():
-            assert position in versions, f"the row of position {position} has no version"
-            wanted = ids_of(tokens[: position + 1], versions[position])
+            version = versions.get(position, unnamed)
+            assert version is not None, f"the row of position {position} has no version"
+            wanted = ids_of(tokens[: position + 1], version)
             right = (rows.ids[position] == wanted).all(axis=1)
             assert right[rows.known[position]].all(), f"a wrong row at position {position}"
         return rows
 
-    def run(self, engine: DrivenEngine) -> dict[str, Routes]:
-        """Steps until no request is left: the routes of those that were done."""
+    def run(self, engine: DrivenEngine, unnamed: int | None = None) -> dict[str, Routes]:
+        """Steps until no request is left: the routes of those that were done; see :meth:`routes_of`."""
         steps = 0
         while engine.step():
             steps += 1
             assert steps < STEPS_MAX, "requests that are never done"
-        return {name: self.routes_of(answer) for name, answer in engine.answers().items()}
+        return {name: self.routes_of(answer, unnamed) for name, answer in engine.answers().items()}
 
     # ---------------------------------------------------------------- what is promised
 
@@ -236,6 +244,21 @@ class ConnectorContract(ABC):
             rows = self.run(engine)["r"]
             assert rows.complete
             assert [version for _, _, version in rows.weights_versions] == [1, 2]
+
+    def test_weights_that_may_have_changed_in_a_pause_have_no_version(self) -> None:
+        """Goal: :meth:`paused` and :meth:`resumed` are called, so that no row has a version of other weights. Method:
+        weights change in a pause amid a request, and nobody says so."""
+        routers = Routers()
+        with self._engine(routers) as engine:
+            engine.arrive("r", [1, 2, 3], 5)
+            while routers.sampled < 2:
+                assert engine.step()
+            engine.pause()
+            routers.version = 2
+            engine.resume()
+            rows = self.run(engine, unnamed=2)["r"]
+            assert rows.complete
+            assert [version for _, _, version in rows.weights_versions] == [1]
 
     def test_what_was_forgotten_is_computed_again(self) -> None:
         """Goal: no row outlives its KV. Method: the same prompt before and after all KV is forgotten."""

@@ -47,7 +47,7 @@ class SmallRequest:
 
 class SmallEngine:
     """See :class:`~kvroute.testing.connector.LoadingEngine`. If ``late``, what steps leave to the host is done on a
-    thread behind them, as beside a device."""
+    thread behind them, as beside a device. If ``later``, KV from outside comes between steps, and not in one."""
 
     def __init__(
         self,
@@ -57,9 +57,11 @@ class SmallEngine:
         *,
         blocks: int = 16,
         late: bool = False,
+        later: bool = False,
     ) -> None:
         self._routers = routers
         self._outside = outside
+        self._later = later
         self._spec = routers_spec()
         chosen = Settings.of({"strict": True, **settings})
         carrier: Carrier = NoCarrier()
@@ -166,7 +168,7 @@ class SmallEngine:
             return False
         local = hits * BLOCK_TOKENS
         outside = _leading(hashes[hits:], self._outside or {}) * BLOCK_TOKENS
-        external = self._rows.matched(request, local, outside, later=False)
+        external = self._rows.matched(request, local, outside, later=self._later)
         for block in blocks:
             if not self._users[block]:
                 self._free.remove(block)
@@ -175,7 +177,22 @@ class SmallEngine:
         self._rows.admitted(request, list(request.blocks), external)
         request.num_computed_tokens = local + external
         request.loads = external // BLOCK_TOKENS
+        if request.loads and self._later:
+            self._load_between_steps(request)
         return True
+
+    def _load_between_steps(self, request: SmallRequest) -> None:
+        """A step of no tokens begins the load; the request goes on when its KV and its rows have come."""
+        name = request.request_id
+        self._worker.begin(self._rows.step({}))
+        failed = self._load([request])
+        self._worker.fail(failed)
+        self._worker.end()
+        assert self._worker.failures() == failed
+        assert self._worker.arrived({name}, {name} if failed else frozenset()) == {name}
+        self._rows.loaded(name)
+        self._rows.admitted(request, list(request.blocks), 0)
+        self._go_back(request, failed)
 
     # ---------------------------------------------------------------- a step
 
@@ -240,9 +257,7 @@ class SmallEngine:
         return failed
 
     def _computed(self, request: SmallRequest, count: int, failed: set[int]) -> None:
-        places = [place for place, block in enumerate(request.blocks) if block in failed]
-        if places:  # from there on it is computed again
-            request.num_computed_tokens = places[0] * BLOCK_TOKENS
+        if self._go_back(request, failed):
             return
         request.num_computed_tokens += count
         for place, digest in enumerate(request.block_hashes[: request.num_computed_tokens // BLOCK_TOKENS]):
@@ -256,10 +271,23 @@ class SmallEngine:
         if len(request.all_token_ids) == request.num_prompt_tokens + request.new:
             self._finish(request)
 
+    def _go_back(self, request: SmallRequest, failed: set[int]) -> bool:
+        """From the first block whose KV did not come, tokens are computed again; whether there is one."""
+        places = [place for place, block in enumerate(request.blocks) if block in failed]
+        if places:
+            request.num_computed_tokens = places[0] * BLOCK_TOKENS
+        return bool(places)
+
     # ---------------------------------------------------------------- weights, KV, and the end
 
     def load_weights(self, version: int) -> None:
         self._rows.weights.changed(version)
+
+    def pause(self) -> None:
+        self._rows.weights.paused()
+
+    def resume(self) -> None:
+        self._rows.weights.resumed()
 
     def forget(self) -> None:
         self._worker.settle()

@@ -19,9 +19,10 @@ class TestSmallEngine(LoadingContract):
 
 
 class TestSmallEngineBehindADevice(LoadingContract):
-    """Of an engine whose host is behind, and whose pool is so small that requests are preempted for each other."""
+    """Of an engine whose host is behind, whose pool is so small that requests are preempted for each other, and whose
+    KV comes between steps."""
 
     def make_engine(
         self, routers: Routers, settings: Mapping[str, Any], outside: dict[bytes, Any] | None = None
     ) -> SmallEngine:
-        return SmallEngine(routers, settings, outside, blocks=12, late=True)
+        return SmallEngine(routers, settings, outside, blocks=12, late=True, later=True)
