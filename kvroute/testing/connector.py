@@ -218,7 +218,7 @@ class ConnectorContract(ABC):
 
     def test_an_aborted_request_leaves_nothing(self) -> None:
         """Goal: a request ends in any case. Method: abort requests before, in and behind their first steps; later ones
-        get their blocks."""
+        get their blocks. One that had been preempted is aborted, and another one has its name."""
         routers = Routers()
         with self._engine(routers) as engine:
             for steps in range(4):
@@ -230,6 +230,14 @@ class ConnectorContract(ABC):
                 answers = self.run(engine)
                 assert set(answers) == {f"stays-{steps}"}
                 assert answers[f"stays-{steps}"].complete
+            before = routers.sampled
+            engine.arrive("again", [9, 8, 7, 6, 5], 4)
+            while routers.sampled < before + 2:
+                assert engine.step()
+            engine.preempt("again")
+            engine.abort("again")
+            engine.arrive("again", [1, 2], 4)
+            assert self.run(engine)["again"].complete
 
     def test_rows_have_the_version_of_the_weights_that_computed_them(self) -> None:
         """Goal: a change of weights reaches the scheduler's end before the first step with the new ones. Method: change
