@@ -264,7 +264,7 @@ def judged(home: Path, answers: list[dict[str, Any]], dtype: str) -> dict[str, A
     import torch
 
     from kvroute.routing import routing_spec_from_hf
-    from kvroute.verify.asking import Answer
+    from kvroute.verify.asking import EngineAnswer
     from kvroute.verify.judging import judge
     from kvroute.verify.weights import NOISE, Weights
 
@@ -275,7 +275,9 @@ def judged(home: Path, answers: list[dict[str, Any]], dtype: str) -> dict[str, A
         tokens = answer["tokens"]
         ids = answer.get("ids", np.full((len(tokens) - 1, *spec.row_shape), -1))
         ids = np.sort(ids.astype(np.int32), axis=2)
-        told.append(Answer(f"round {answer['round']}", answer["prompt"], (*tokens,), ids, answer.get("refused", "")))
+        told.append(
+            EngineAnswer(f"round {answer['round']}", answer["prompt"], (*tokens,), ids, answer.get("refused", ""))
+        )
     findings = judge(told, spec, weights)
     counts = {name: findings.of(verdict) for name, verdict in VERDICTS.items()}
     wrong = findings.shortest

@@ -30,7 +30,8 @@ def _remedy(name):
 
 
 for _name in ("cache_manager", "transfer"):
-    if (_found := _foreign(_name)) is not None:
+    _found = _foreign(_name)
+    if _found is not None:
         raise ImportError(
             f"{_name}: wanted kvroute's own package of this name, got {_found}. {_remedy(_name)}", name=_name
         )

@@ -45,7 +45,8 @@ def check_ids(
     token, layer = divmod(int(wrong.argmax()), ids.shape[1])
     where = f"row {token if positions is None else positions[token]} layer {layer_ids[layer]}"
     row = ids[token, layer].tolist()
-    if outside := [id_ for id_ in row if not 0 <= id_ < num_experts]:
+    outside = [id_ for id_ in row if not 0 <= id_ < num_experts]
+    if outside:
         raise RowError(where, f"ids in [0, {num_experts})", outside[0])
     raise RowError(where, "distinct ids", row)
 
@@ -83,13 +84,15 @@ def _unsound(flat: NDArray[Any], num_experts: int) -> NDArray[np.bool_] | None:
         return None
     if not flat.dtype.isnative:
         flat = flat.astype(flat.dtype.newbyteorder("="))
-    bits, signed = 8 * flat.dtype.itemsize, flat.dtype.kind == "i"
+    bits = 8 * flat.dtype.itemsize
+    signed = flat.dtype.kind == "i"
     plain = flat.view(_UNSIGNED[flat.dtype.itemsize]) if signed else flat  # a negative id is larger than any other
     end = min(num_experts, 1 << (bits - signed))
     if len(flat) <= _FEW:
         ordered = plain.copy()
         ordered.sort()
-        rises, last = ordered[:, :-1] < ordered[:, 1:], ordered[:, -1]
+        rises = ordered[:, :-1] < ordered[:, 1:]
+        last = ordered[:, -1]
         if False not in rises.tobytes() and last.item(last.argmax()) < end:  # count_nonzero() touches more code
             return None
         return ~(rises.all(axis=1) & (last < end))

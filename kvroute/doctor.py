@@ -297,7 +297,7 @@ def main(require: str | None, json: Path | None = None) -> int:
         progress.say(f"looking at this machine{', and importing ' + require if require else ''}")
         machine = look(vllm=require == "vllm", sglang=require == "sglang")
         findings = diagnose(machine, require_mooncake=require == "mooncake")
-        progress.print(report(findings))
+        progress.print(findings_text(findings))
     has_problem = any(finding.level is Level.PROBLEM for finding in findings)
     found = [finding._asdict() | {"level": finding.level.name.lower()} for finding in findings]
     facts = {"versions": dict(machine.versions), "gpus": machine.gpus, "cuda_version": machine.cuda_version}
@@ -305,7 +305,7 @@ def main(require: str | None, json: Path | None = None) -> int:
     return int(has_problem)
 
 
-def report(findings: list[Finding]) -> str:
+def findings_text(findings: list[Finding]) -> str:
     """A line for each finding, and one below it for its remedy."""
     lines = []
     for finding in findings:

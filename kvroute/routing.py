@@ -228,7 +228,8 @@ def _moe_layers(fields: _Fields, num_layers: int) -> list[int]:
 
 
 def _by_mlp_kind(_fields: _Fields, kinds: Sequence[str], num_layers: int) -> list[int]:
-    if unknown := sorted(set(kinds) - _MOE_KINDS - {"dense"}):
+    unknown = sorted(set(kinds) - _MOE_KINDS - {"dense"})
+    if unknown:
         raise SpecError("config mlp_layer_types", "dense, " + ", ".join(sorted(_MOE_KINDS)), ", ".join(unknown))
     return [i for i, kind in enumerate(_per_layer("mlp_layer_types", kinds, num_layers)) if kind != "dense"]
 

@@ -28,7 +28,8 @@ def weights_digest(model: str, revision: str = "") -> str:
     Reads 4 KiB at 16 places of each file of weights in the directory ``model``, or of the file ``model``. Any other
     ``model`` is identified by its name and revision. Hosts with separate copies need a chosen name to share rows.
     """
-    digest, home = hashlib.blake2b(f"{model}@{revision}".encode(), digest_size=16), Path(model)
+    digest = hashlib.blake2b(f"{model}@{revision}".encode(), digest_size=16)
+    home = Path(model)
     files = [home] if home.is_file() else []
     if home.is_dir():
         files = sorted(path for path in home.iterdir() if path.suffix in SUFFIXES)

@@ -36,7 +36,8 @@ def find_routers(model: nn.Module) -> dict[int, nn.Module]:
         router = next((children[n] for n in _ROUTER_NAMES if n in children), None)
         if router is None or "experts" not in children:
             continue
-        if (layer := _LAYER.search(name)) is None:
+        layer = _LAYER.search(name)
+        if layer is None:
             raise CaptureError("model", "routers inside numbered layers", name or "one at the top")
         layer_id = int(layer[1])
         if layer_id in routers:
@@ -59,7 +60,8 @@ class RoutingCapture:
     """
 
     def __init__(self, model: nn.Module, spec: AuxBlockDataSpec) -> None:
-        self.spec, routers = spec, find_routers(model)
+        self.spec = spec
+        routers = find_routers(model)
         self.layer_ids: tuple[int, ...] = spec.attrs["layer_ids"]
         if tuple(sorted(routers)) != self.layer_ids:
             raise CaptureError("layers with a router", list(self.layer_ids), sorted(routers))

@@ -49,7 +49,8 @@ class Hooks:
 
     def __init__(self, values: Sequence[Values], whole: Callable[[], None] | None = None) -> None:
         """``whole`` is called after the last router of a pass."""
-        self._values, self._whole = tuple(values), whole
+        self._values = tuple(values)
+        self._whole = whole
         self._names = [(value.name, layer) for value in self._values for layer in value.layer_ids]
         self._index = {name: i for i, name in enumerate(self._names)}
         self._widths = np.array([value.width for value in self._values for _ in value.layer_ids])
@@ -70,7 +71,10 @@ class Hooks:
         place = (self._names[0][0] if name is None else name, layer_id)
         if place not in self._index:
             raise CaptureError("layer", f"one of {sorted(self._index)}", place)
-        index, kept, calls, whole = self._index[place], self._kept, self.calls, self._whole
+        index = self._index[place]
+        kept = self._kept
+        calls = self.calls
+        whole = self._whole
 
         def keep(*arguments: Any) -> None:
             value = arguments[-1]
@@ -112,7 +116,9 @@ class Hooks:
         tokens = form.tokens if tokens is None else tokens
         places = [source.data_ptr() for source in sources]
         if self._seen is None or form is not self._seen[0] or places != self._places:
-            self._seen, self._places, self._apart = (form, np.array(places, np.int64)), places, 0
+            self._seen = (form, np.array(places, np.int64))
+            self._places = places
+            self._apart = 0
         if tokens > self._apart:
             self._check_apart(sources, tokens)
             self._apart = tokens
@@ -125,14 +131,16 @@ class Hooks:
             raise CaptureError(f"router of layer {layer}", ONCE if calls else MISSED, f"{calls} calls")
         kept: Any = self._kept  # every router was called: no entry is None
         sources: list[torch.Tensor] = list(kept)
-        before, looks = self._form, _looks(sources)
+        before = self._form
+        looks = _looks(sources)
         if before is None or looks != before.looks:
             sources = [k if k.dim() == 2 else k.reshape(-1, k.shape[-1]) for k in kept]
             looks = _looks(sources)
         wanted = len(sources[0]) if tokens is None else tokens
         if before is not None and looks == before.looks and wanted <= before.tokens:
             return sources, before
-        firsts, index = [], 0
+        firsts = []
+        index = 0
         for values in self._values:
             firsts.append(dtype := sources[index].dtype)
             if dtype not in values.dtypes:
@@ -162,7 +170,8 @@ class Hooks:
             ends = place + extent
         else:
             return
-        if (pair := overlapping([source[:tokens] for source in sources])) is not None:
+        pair = overlapping([source[:tokens] for source in sources])
+        if pair is not None:
             first, second = (self._names[i][1] for i in pair)
             raise CaptureError(f"router of layer {second}", OWN, f"the buffer of layer {first}, used again")
 
@@ -189,7 +198,8 @@ def _interleaved(low: torch.Tensor, high: torch.Tensor) -> bool:
     if low.stride() != high.stride() or low.stride(-1) != 1 or low.element_size() != high.element_size():
         return False
     between, uneven = divmod(high.data_ptr() - low.data_ptr(), low.element_size())
-    step, width = math.gcd(*low.stride()[:-1]), low.shape[-1]
+    step = math.gcd(*low.stride()[:-1])
+    width = low.shape[-1]
     return not uneven and step > 0 and width <= between % step <= step - width
 
 

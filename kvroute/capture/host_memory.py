@@ -34,10 +34,13 @@ class HostRows:
 
     def __init__(self, region: Region, device: torch.device) -> None:
         untyped: Any = torch.cuda
-        self._cudart, self._registered = untyped.cudart, (0, 0)
+        self._cudart = untyped.cudart
+        self._registered = (0, 0)
         if device.type == "cuda":
-            address, nbytes = region.rows.ctypes.data, region.rows.nbytes
-            start, end = address - address % PAGE_NBYTES, address + nbytes + (-(address + nbytes)) % PAGE_NBYTES
+            address = region.rows.ctypes.data
+            nbytes = region.rows.nbytes
+            start = address - address % PAGE_NBYTES
+            end = address + nbytes + (-(address + nbytes)) % PAGE_NBYTES
             with torch.cuda.device(device), _using:
                 users = _users.get((start, end), 0)
                 if not users:
@@ -51,12 +54,14 @@ class HostRows:
     def close(self) -> None:
         """Wait for the device and end the registration; a second call is harmless."""
         self.tensor = None
-        memory, self._registered = self._registered, (0, 0)
+        memory = self._registered
+        self._registered = (0, 0)
         if memory == (0, 0):
             return
         torch.cuda.synchronize()
         with _using:
-            if users := _users.pop(memory) - 1:
+            users = _users.pop(memory) - 1
+            if users:
                 _users[memory] = users
             elif code := int(self._cudart().cudaHostUnregister(memory[0])):
                 raise RegistrationError(f"cudaHostUnregister: error {code}")

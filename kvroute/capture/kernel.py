@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kvroute.capture.plan import LAYERS_MAX, NOTHING, Check, Plan, alignment
+from kvroute.capture.plan import LAYERS_MAX, NO_BAD_ROW, Check, Plan, alignment
 
 GROUP_TOKENS = 8
 """So many neighbouring rows fill whole lines of 128 bytes if a row's bytes are a multiple of 16."""
@@ -26,7 +26,7 @@ STORE_NBYTES = 16
 CPU_PROGRAMS = 2
 
 _LAYERS_MAX = tl.constexpr(LAYERS_MAX)
-_NOTHING = tl.constexpr(NOTHING)
+_NO_BAD_ROW = tl.constexpr(NO_BAD_ROW)
 _RANGE, _DUPLICATE, _MISSING, _ZERO, _SLOT, _FIRST, _TOKENS = (tl.constexpr(int(check)) for check in Check)
 SOURCES = {torch.int16: tl.int16, torch.int32: tl.int32, torch.int64: tl.int64, torch.float32: tl.float32}
 _TARGETS = {"uint8": tl.uint8, "uint16": tl.uint16, "int32": tl.int32, "uint32": tl.uint32, "float32": tl.float32}
@@ -137,7 +137,7 @@ def _check(
         tl.atomic_add(checks + _ZERO, tl.sum(zero))
         tl.atomic_add(checks + _SLOT, tl.sum(outside))
         number = ((token * SPECS + NUMBER) * _LAYERS_MAX + layer).to(tl.int32)
-        tl.atomic_min(checks + _FIRST, tl.min(tl.where(found != 0, number, _NOTHING)))
+        tl.atomic_min(checks + _FIRST, tl.min(tl.where(found != 0, number, _NO_BAD_ROW)))
         tl.store(bad + token, 1, mask=found != 0)
 
 

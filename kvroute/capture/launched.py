@@ -47,7 +47,8 @@ class LaunchedCapture:
         self._layers = LayerCapture(region, max_tokens, self._device, names=[spec.name])
         self._stream = stream
         self._slots = torch.full((max_tokens,), -1, dtype=torch.int64, pin_memory=self._device.type == "cuda")
-        self._slots_words, self._used = self._slots.numpy(), 0
+        self._slots_words = self._slots.numpy()
+        self._used = 0
         self._failed: Exception | None = None
         self._hooks = [
             router.register_forward_hook(self._layers.hook(layer)) for layer, router in find_routers(model).items()

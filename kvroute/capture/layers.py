@@ -20,7 +20,7 @@ from kvroute.capture import kernel
 from kvroute.capture.errors import CaptureError
 from kvroute.capture.hooks import Form, Hooks, Values
 from kvroute.capture.host_memory import HostRows
-from kvroute.capture.plan import NOTHING, Check, Plan, check_words
+from kvroute.capture.plan import NO_BAD_ROW, Check, Plan, check_words
 
 GRAPHS_MAX: Final = 128
 RING: Final = 8
@@ -63,12 +63,14 @@ class LayerCapture:
     def __init__(
         self, region: Region, max_tokens: int, device: torch.device | str, *, names: Sequence[str] | None = None
     ) -> None:
-        self._device, self._max_tokens = torch.device(device), max_tokens
+        self._device = torch.device(device)
+        self._max_tokens = max_tokens
         self.plan = Plan.of(region.layout, names)
         self.names = tuple(spec.name for spec in self.plan.specs)
         on_gpu = self._device.type == "cuda"
         self._hooks = Hooks([Values(s.name, s.layer_ids, s.top_k, _dtypes(s.dtype)) for s in self.plan.specs])
-        self.hook, self.clear = self._hooks.hook, self._hooks.clear
+        self.hook = self._hooks.hook
+        self.clear = self._hooks.clear
         layers = sum(spec.layers for spec in self.plan.specs)
         self._checks = torch.from_numpy(check_words())
         self._bad = torch.zeros(max_tokens, dtype=torch.int32)
@@ -115,7 +117,8 @@ class LayerCapture:
         assert rows is not None, "commit() after close()"
         table = self._table(form, addresses, sources)
         looks = form.dtypes, kernel.group_of(slots.numel())
-        if (launch := self._launches.get(looks)) is None:
+        launch = self._launches.get(looks)
+        if launch is None:
             launch = kernel.Launch(self.plan, looks[0], rows.data_ptr(), self._device, looks[1])
             self._launches[looks] = launch
         launch(table, slots, rows, self._slots_end, self._checks, self._bad)
@@ -144,13 +147,14 @@ class LayerCapture:
             check: int(now[check] - self._seen[check]) for check in CHECK_REASONS if now[check] != self._seen[check]
         }
         first = ""
-        if (number := int(now[Check.FIRST])) != NOTHING:
+        number = int(now[Check.FIRST])
+        if number != NO_BAD_ROW:
             token, spec, layer = self.plan.place(number)
             first = f"{spec.name}, token {token}, layer {layer}: " + ", ".join(CHECK_REASONS[check] for check in counts)
         keep = ~bad if self._before is None else ~(bad | self._before)
         self._before = bad if counts else None
         self._seen = now
-        self._words[Check.FIRST] = self._seen[Check.FIRST] = NOTHING
+        self._words[Check.FIRST] = self._seen[Check.FIRST] = NO_BAD_ROW
         return Verdict(keep[:tokens], counts, first)
 
     def _table(self, form: Form, addresses: NDArray[np.int64], sources: list[torch.Tensor]) -> torch.Tensor:
@@ -159,7 +163,8 @@ class LayerCapture:
         if captures:
             if self._tables_used == RING + GRAPHS_MAX:
                 raise CaptureError("graphs", f"at most {GRAPHS_MAX} of one capture", "one more")
-            index, self._tables_used = self._tables_used, self._tables_used + 1
+            index = self._tables_used
+            self._tables_used = self._tables_used + 1
         elif addresses is self._addresses:
             return self._tables[self._turn]
         else:

@@ -33,7 +33,7 @@ class Check(IntEnum):
     TOKENS = 6  # of the last launch
 
 
-NOTHING: Final = np.iinfo(np.int32).max
+NO_BAD_ROW: Final = np.iinfo(np.int32).max
 """The value of FIRST while no row is bad."""
 
 
@@ -96,7 +96,7 @@ def _spec_plan(spec: AuxBlockDataSpec, offset: int) -> SpecPlan:
 def check_words() -> NDArray[np.int32]:
     """Check words before anything was captured."""
     words = np.zeros(len(Check), np.int32)
-    words[Check.FIRST] = NOTHING
+    words[Check.FIRST] = NO_BAD_ROW
     return words
 
 
@@ -105,4 +105,14 @@ def alignment(plan: SpecPlan, record_nbytes: int, base: int) -> int:
     return math.gcd(16, plan.row_nbytes, plan.offset, record_nbytes, base)
 
 
-__all__ = ["LAYERS_MAX", "NOTHING", "SPECS_MAX", "TOP_K_MAX", "Check", "Plan", "SpecPlan", "alignment", "check_words"]
+__all__ = [
+    "LAYERS_MAX",
+    "NO_BAD_ROW",
+    "SPECS_MAX",
+    "TOP_K_MAX",
+    "Check",
+    "Plan",
+    "SpecPlan",
+    "alignment",
+    "check_words",
+]

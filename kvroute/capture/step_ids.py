@@ -76,7 +76,8 @@ class StepIds:
             stacked = self._buffer[:tokens]
             return stacked.clone() if stacked.device.type == "cpu" else stacked  # a device's are copied in time
         try:
-            if (ids := self._plain(tokens)) is not None:
+            ids = self._plain(tokens)
+            if ids is not None:
                 return ids
             sources, *_ = self._hooks.taken()
         except CaptureError as error:
@@ -101,7 +102,8 @@ class StepIds:
     def _plain(self, tokens: int) -> torch.Tensor | None:
         """The ids of a pass in which all is as usual: one call of each router, with integers ``[tokens, top_k]`` that
         lie apart, each in one piece. ``None``: look closer."""
-        if (kept := self._hooks.once()) is None:
+        kept = self._hooks.once()
+        if kept is None:
             return None
         try:
             ids = torch.stack(kept, 1)

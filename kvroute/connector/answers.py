@@ -121,7 +121,8 @@ def routes(
         if isinstance(rollout, Absence):
             raise RowError("routes", "a rollout that is there and sound", rollout.value)
         return answer.proved(rollout[0])
-    if (error := answer.entry_of(ERROR)) is not None:
+    error = answer.entry_of(ERROR)
+    if error is not None:
         raise RowError("routes", "an answer with routes", error)
     with _parsed("answer"):
         packed = own_field.of(output, index)
@@ -214,7 +215,9 @@ def _left(answer: _Completion, rollouts: RolloutStore, key: str | None, wait_s: 
         wanted = f"{KEY}=, the one that its request carried in kv_transfer_params.{FIELD}.{KEY}"
         raise RowError(answer.what, wanted, "neither that nor a handle in the answer")
     name = rollout_id(key, answer.tokens[: answer.prompt])
-    give_up_s, pause_s, refused = time.monotonic() + wait_s, POLL_S, dict[str, str]()
+    give_up_s = time.monotonic() + wait_s
+    pause_s = POLL_S
+    refused = dict[str, str]()
     while True:
         handle = rollouts.find(name)
         if handle is not None and handle.put_id not in refused:
@@ -250,19 +253,24 @@ class _Completion:
         entries = _mapping(_mapping(field_of(output, "kv_transfer_params")).get(FIELD))
         request = str(field_of(output, "request_id") or field_of(output, "id") or "")
         ended = key = None
-        if meta := _mapping(field_of(output, "meta_info")):  # SGLang: each completion is an answer of its own
+        meta = _mapping(field_of(output, "meta_info"))
+        if meta:  # SGLang: each completion is an answer of its own
             entries = _mapping(next(filter(None, reversed(meta.get(FIELD) or ())), None))
             request = key = str(meta.get("id") or "")
-            index, prompt, answered = 0, field_of(output, "prompt_token_ids"), field_of(output, "output_ids")
+            index = 0
+            prompt = field_of(output, "prompt_token_ids")
+            answered = field_of(output, "output_ids")
         elif field_of(output, "object") == "response":  # each of several turns is a request of its own
-            prompt, answered = _tokens_of(output, "input_messages"), _tokens_of(output, "output_messages")
+            prompt = _tokens_of(output, "input_messages")
+            answered = _tokens_of(output, "output_messages")
         else:
             choices = {field_of(choice, "index"): choice for choice in answers_of(output)}
             if choices and index not in choices:
                 raise RowError("index", f"one of {sorted(choices)}, as the answer has them", index)
             choice = choices.get(index)
             ended = field_of(choice, "finish_reason")
-            prompt, answered = choice and _prompt_of(output, choice), field_of(choice, "token_ids")
+            prompt = choice and _prompt_of(output, choice)
+            answered = field_of(choice, "token_ids")
         tokens = None if prompt is None or answered is None else [*prompt, *answered]
         return cls(index, request, tokens, len(prompt or ()), entries, ended, key)
 
@@ -295,7 +303,8 @@ class _Completion:
             return None
         hashes = {count: digest for count, digest in routes.token_hashes if count <= len(self.tokens)}
         own_hashes = dict(token_hashes(self.tokens, hashes))
-        if differ := [count for count in sorted(hashes) if own_hashes[count] != hashes[count]]:
+        differ = [count for count in sorted(hashes) if own_hashes[count] != hashes[count]]
+        if differ:
             return f"rows of other tokens: the hash of the first {differ[0]} differs"
         rows = self._rows(routes)
         if any(count >= rows for count in hashes):  # an answer without a word has its prompt's hash, one token more
@@ -337,7 +346,8 @@ class _Completion:
 
 def _refuse_parts(output: Any) -> None:
     """Raise :class:`RowError` for a part of an answer, as a stream sends it, and for a server's error in its place."""
-    kind, event = field_of(output, "object"), field_of(output, "type")
+    kind = field_of(output, "object")
+    event = field_of(output, "type")
     if field_of(output, "sequences") is not None or field_of(output, "cum_logprob") is not None:
         got = "one of a beam search, whose beams are made of many requests that the answer does not name"
         raise RowError("routes", "an answer of one request", got)
@@ -366,9 +376,11 @@ def gathered(chunks: Iterable[Any]) -> dict[str, Any]:
     choices: dict[int, dict[str, Any]] = {}
     for chunk in chunks:
         with _parsed("stream"):
-            if (error := field_of(chunk, "error")) is not None:
+            error = field_of(chunk, "error")
+            if error is not None:
                 raise RowError("stream", "chunks of an answer", error)
-            kind, request = WHOLE_OBJECTS.get(field_of(chunk, "object") or ""), field_of(chunk, "id")
+            kind = WHOLE_OBJECTS.get(field_of(chunk, "object") or "")
+            request = field_of(chunk, "id")
             if kind is None or request is None:
                 raise RowError("chunk.object", f"one of {sorted(WHOLE_OBJECTS)}, with an id", field_of(chunk, "object"))
             if answer.setdefault("id", request) != request:
@@ -378,7 +390,8 @@ def gathered(chunks: Iterable[Any]) -> dict[str, Any]:
                 index = field_of(delta, "index")
                 choice = choices.setdefault(index, {"index": index, "token_ids": None})
                 choice |= _present(delta, "prompt_token_ids", "finish_reason", "stop_reason")
-                if (tokens := field_of(delta, "token_ids")) is not None:
+                tokens = field_of(delta, "token_ids")
+                if tokens is not None:
                     choice["token_ids"] = [*(choice["token_ids"] or ()), *tokens]
     if not choices:
         raise RowError("stream", "chunks of an answer", "no choice in any")

@@ -41,7 +41,8 @@ class Behind:
 
     def close(self, timeout_s: float) -> bool:
         """:meth:`settle`, and end the thread. If a call never ends, the thread ends with the process."""
-        if settled := self.settle(timeout_s):
+        settled = self.settle(timeout_s)
+        if settled:
             self._calls.put(None)
             self._thread.join(timeout_s)
         return settled
@@ -59,4 +60,20 @@ class Behind:
             del call  # an idle thread keeps no object alive
 
 
-__all__ = ["Behind"]
+class AtOnce:
+    """As :class:`Behind`, for a host with no device to wait for: :meth:`put` does each call itself, and raises what it
+    raises."""
+
+    def put(self, call: Callable[[], object]) -> None:
+        call()
+
+    def settle(self, timeout_s: float) -> bool:  # noqa: ARG002 - nothing takes time
+        """Everything is done."""
+        return True
+
+    def close(self, timeout_s: float) -> bool:  # noqa: ARG002 - nothing takes time
+        """There is nothing to end."""
+        return True
+
+
+__all__ = ["AtOnce", "Behind"]

@@ -92,7 +92,8 @@ class Crossing:
         lease_s: float = LIMITS.lease_s,
         lent_nbytes_max: int = LENT_NBYTES_MAX,
     ) -> None:
-        self._blocks, self._namespace = blocks, blocks.namespace
+        self._blocks = blocks
+        self._namespace = blocks.namespace
         try:
             parts = [part_of("rows", blocks.layout, replicated=True)]
             if kv is not None:
@@ -137,9 +138,12 @@ class Lender:
     def __init__(
         self, blocks: AuxBlocks, node: Node, kv: KVBlocks | None, lease_s: float, lent_nbytes_max: int
     ) -> None:
-        self._blocks, self._node, self._kv = blocks, node, kv
+        self._blocks = blocks
+        self._node = node
+        self._kv = kv
         self._block_nbytes = blocks.layout.nbytes + (RecordLayout((kv.spec,)).nbytes if kv else 0)
-        self._lease_s, self._lent_nbytes_max = lease_s, lent_nbytes_max
+        self._lease_s = lease_s
+        self._lent_nbytes_max = lent_nbytes_max
         self._lent: dict[TransferId, int] = {}  # bytes of each transfer until it is released
         self._open: set[TransferId] = set()
         self._over: set[TransferId] = set()  # failed or ended before their last block: no more of them is lent
@@ -170,7 +174,8 @@ class Lender:
         Raises :class:`KVRouteError` if the node takes no more, or copies would exceed ``lent_nbytes_max``: then the
         whole transfer is withdrawn, decode is told of what it has begun to fetch, and further calls for it raise, too.
         """
-        name, nbytes = TransferId(transfer), len(blocks) * self._block_nbytes
+        name = TransferId(transfer)
+        nbytes = len(blocks) * self._block_nbytes
         try:
             if name in self._over:
                 raise NodeClosedError("earlier blocks of this transfer are not lent any more")
@@ -219,14 +224,15 @@ class Lender:
             return [OfferedBlock(first + i, key, (row, kv)) for i, (key, row, kv) in enumerate(records)]
         offered = list[OfferedBlock]()
         for index, row in enumerate(rows, first):
-            name = place_of(transfer, index)
+            name = lent_key(transfer, index)
             offered.append(OfferedBlock(index, name, (row and dataclasses.replace(row, key=name),)))
         return offered
 
     def _kv_records(
         self, kv: KVBlocks, blocks: Mapping[BlockKey, int], lives: Sequence[int], counts: Sequence[int]
     ) -> list[OfferedRecord | None]:
-        layout, ids = RecordLayout((kv.spec,)), list(blocks.values())
+        layout = RecordLayout((kv.spec,))
+        ids = list(blocks.values())
         raw = np.zeros((len(ids), layout.nbytes), np.uint8)
         raw[:, : kv.spec.block_nbytes], origins = self._blocks.exchange.take_kv(kv, ids, lives)
         records: list[OfferedRecord | None] = []
@@ -242,7 +248,9 @@ class Borrower:
     """Fetches lent records into device blocks, each in the life that it has now."""
 
     def __init__(self, blocks: AuxBlocks, node: Node, kv: KVBlocks | None = None) -> None:
-        self._blocks, self._node, self._kv = blocks, node, kv
+        self._blocks = blocks
+        self._node = node
+        self._kv = kv
         self._under_way: dict[bytes, _Landing] = {}
         self._refused: deque[Release | Came] = deque()
 
@@ -269,7 +277,7 @@ class Borrower:
         try:
             names: Iterable[BlockKey] = blocks
             if self._kv is None:
-                names = [place_of(transfer, first + i) for i in range(len(blocks))]
+                names = [lent_key(transfer, first + i) for i in range(len(blocks))]
                 for i, (block, life) in enumerate(zip(landing.ids, lives, strict=True)):
                     self._blocks.exchange.bind_origin(block, life, landing.origin(i))
             wanted = [WantedBlock(first + i, key, parts) for i, key in enumerate(names)]
@@ -282,7 +290,8 @@ class Borrower:
     def give_up(self, blocks: set[int]) -> None:
         """Drop records on their way to these blocks. A fetch whose blocks are all given up is over at once."""
         for landing in list(self._under_way.values()):
-            if dropped := blocks.intersection(landing.ids):
+            dropped = blocks.intersection(landing.ids)
+            if dropped:
                 landing.given_up |= dropped
                 if landing.given_up.issuperset(landing.ids):
                     with suppress(KVRouteError):  # a full or closed node ends the fetch by itself
@@ -335,7 +344,7 @@ class _Landing:
 
     def origin(self, place: int) -> int:
         """The origin of the KV that another mover brings into a block beside this transfer."""
-        return int.from_bytes(place_of(self.transfer, self.first + place)[:8], "little") or 1
+        return int.from_bytes(lent_key(self.transfer, self.first + place)[:8], "little") or 1
 
     def install(self, part: int, index: int, header: RecordHeader, payload: memoryview) -> bool:
         """For the node; see :class:`transfer.node.BlockSink`."""
@@ -346,7 +355,8 @@ class _Landing:
         return self._put_kv(place, header, payload) if part == KV_PART else self._put_rows(place, header, payload)
 
     def _put_rows(self, place: int, header: RecordHeader, payload: memoryview) -> bool:
-        tokens, specs = self.rows.block_tokens, len(self.rows.layout.specs)
+        tokens = self.rows.block_tokens
+        specs = len(self.rows.layout.specs)
         wanted = prefix_bits(np.array([self.counts[place]]), tokens)[0]
         bits = np.frombuffer(header.valid, "<u8").reshape(specs, -1) & wanted
         header = replace(header, key=self.keys[place], valid=bits.astype("<u8").tobytes())
@@ -354,7 +364,8 @@ class _Landing:
             header = replace(header, origin=self.origin(place))
         if not self.rows.exchange.install(self.ids[place], self.lives[place], header, payload):
             return False
-        if (held := int(np.bitwise_count(bits[0]).sum())) < self.counts[place]:
+        held = int(np.bitwise_count(bits[0]).sum())
+        if held < self.counts[place]:
             self.short[self.first + place] = f"prefill had rows of {held} of the {self.counts[place]} tokens"
         return True
 
@@ -369,7 +380,7 @@ class _Landing:
         return True
 
 
-def place_of(transfer: bytes, index: int) -> BlockKey:
+def lent_key(transfer: bytes, index: int) -> BlockKey:
     """The name on both sides of a transfer's block whose KV another mover brings: their ranks may differ in keys."""
     text = transfer + index.to_bytes(8, "little")
     return BlockKey(hashlib.blake2b(text, digest_size=KEY_NBYTES, person=b"kvroute.lent").digest())

@@ -24,12 +24,12 @@ from itertools import islice
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from cache_manager.errors import KVRouteError, RowError
 from cache_manager.feed import BlockFeed
 from cache_manager.publish import Rows
 from kvroute.connector.answers import ERROR, FIELD
+from kvroute.connector.computations import Computation, appended, labels_of, same_weights_from, unsure_from
 from kvroute.connector.engine import Engine
 from kvroute.connector.key import Key
 from kvroute.connector.left import LeftRoutes, Tokens, settled
@@ -39,7 +39,6 @@ from kvroute.connector.stages import RowsView
 from kvroute.connector.tickets import gaps_of
 from kvroute.journal import RequestJournal
 from kvroute.routes import Layout, Routes, spans
-from kvroute.routes.spans import WeightsSpan
 
 logger = logging.getLogger(__name__)
 
@@ -55,35 +54,6 @@ class PendingAnswer(Future[ClientData]):
     def tell(self) -> None:
         if self.set_running_or_notify_cancel():  # else whoever waited has cancelled it
             self.set_result(self.value)  # type: ignore[arg-type]
-
-
-@dataclass(slots=True, eq=False)
-class Computation:
-    """The rows of the positions ``[start, stop)`` that a request has when it loses its blocks.
-
-    ``blocks [n]`` have them from position 0 on, in these ``lives [n]``, or spare ones that have taken their place.
-    """
-
-    blocks: NDArray[np.int64]
-    lives: NDArray[np.int64]
-    start: int
-    stop: int
-    steps: list[tuple[int, int]]  # the worker's that write rows: number, and the first position that each may write
-    weights: int  # a number that changes when the weights may have changed
-    version: int | None  # of the weights, if all rows have the same
-    mixed: bool  # if not, the rows have labels
-    by_kv: NDArray[np.bool_] | None = None  # [stop], rows matched by KV, which cannot prove the last router's choice
-    rows: Rows | None = None
-    versions: Rows | int | None = None
-    read_stop: int = 0  # the positions before it have been read, of blocks that were given out before all was written
-    read: Rows | None = None
-    read_labels: Rows | None = None
-    block_ids: frozenset[int] = frozenset()  # the blocks that are still to be read
-    spares: list[int] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.read_stop = self.start
-        self.block_ids = frozenset(self.blocks.tolist())
 
 
 @dataclass(slots=True, eq=False)
@@ -117,7 +87,9 @@ class Ends:
     """
 
     def __init__(self, engine: Engine, left: LeftRoutes, feed: BlockFeed, spares: SpareBlocks) -> None:
-        self._engine, self._left, self._feed = engine, left, feed
+        self._engine = engine
+        self._left = left
+        self._feed = feed
         self._limits = engine.limits
         self._view: RowsView | None = None
         self._late = False
@@ -136,7 +108,8 @@ class Ends:
     def attach(self, view: RowsView, *, late: bool) -> None:
         """Rows are in ``view`` from here on; if ``late``, the worker may write them when their request is done."""
         with self._lock:
-            self._view, self._late = view, late
+            self._view = view
+            self._late = late
 
     def begins(self, key: Key) -> None:
         """A request of this key is under way."""
@@ -152,7 +125,8 @@ class Ends:
         """The request is done: the future of its client's data, done when its rows have been left or cannot be."""
         end.give_up_s = time.monotonic() + self._limits.answer_s
         with self._lock:
-            alive, room = not self._over_for_all, len(self._pending) < self._limits.ends_max
+            alive = not self._over_for_all
+            room = len(self._pending) < self._limits.ends_max
             if alive and room:
                 end.last = last
                 self._pending[end] = None
@@ -207,7 +181,7 @@ class Ends:
     def _read_sure(self, computation: Computation, through: float) -> None:
         """Read the rows of whole blocks that no step writes any more."""
         size = self._engine.tokens
-        stop = min(_unsure_from(computation, through), computation.stop) // size * size
+        stop = min(unsure_from(computation, through), computation.stop) // size * size
         if stop > computation.read_stop:
             self._read_until([(computation, stop)])
 
@@ -231,7 +205,7 @@ class Ends:
         """All rows are about to be forgotten: read those that are written; the others become missing."""
         with self._lock:
             for computation in list(self._unread):
-                unsure = _unsure_from(computation, self._through())
+                unsure = unsure_from(computation, self._through())
                 self._read([computation])
                 for rows in (computation.rows, computation.versions):
                     if isinstance(rows, Rows):
@@ -267,7 +241,8 @@ class Ends:
         except Exception as error:
             logger.exception("rows of requests cannot be read")
             with self._lock:
-                ends, self._waiting = list(self._waiting), {}
+                ends = list(self._waiting)
+                self._waiting = {}
             for end in ends:
                 end.failure = repr(error)
             return ends
@@ -276,7 +251,8 @@ class Ends:
         with self._lock:
             self._over_for_all = True
             ends = list(self._pending)
-            self._waiting, self._pending = {}, {}
+            self._waiting = {}
+            self._pending = {}
         for end in ends:
             why = {str(end.key.choice): "rows: the thread that leaves them has ended"}
             end.answer.value = end.answer.value or {FIELD: {ERROR: why}}
@@ -296,10 +272,12 @@ class Ends:
                 if not self._waiting:
                     self._lock.wait()
                     continue
-                through, now_s = self._through(), time.monotonic()
+                through = self._through()
+                now_s = time.monotonic()
                 # hundreds that wait for one step are not looked at one by one until something has happened
                 if self._news or through != before or next(iter(self._waiting)).give_up_s < now_s:
-                    self._news, before = False, through
+                    self._news = False
+                    before = through
                     whole = (end for end in self._waiting if end.give_up_s < now_s or self._whole(end, through))
                     ends = list(islice(whole, self._limits.burst_max))
                     for end in ends:
@@ -358,7 +336,7 @@ class Ends:
         unproved = np.zeros(max(computation.stop for computation in end.computations), np.bool_)
         for count, computation in enumerate(end.computations):
             routes, unseen = self._routes_of(computation)
-            positions = journal.record(routes, same_from=_same_weights_from(end.kept[:count], computation))
+            positions = journal.record(routes, same_from=same_weights_from(end.kept[:count], computation))
             unproved[positions] = spans.flags(unseen, len(unproved))[positions]
             journal.settle(end.request_tokens.ids[: computation.stop + 1])
         stop = min(len(unproved), journal.stop)
@@ -369,7 +347,7 @@ class Ends:
     def _routes_of(self, computation: Computation) -> tuple[Routes, list[list[int]]]:
         """The routes of one computation, and the positions at which the last router's choice is not proved."""
         rows = self._rows(computation)
-        routes = Routes.checked(self._layout, rows.values, rows.valid, computation.start, _labels(computation))
+        routes = Routes.checked(self._layout, rows.values, rows.valid, computation.start, labels_of(computation))
         if computation.by_kv is None:
             return routes, []
         return settled(routes, computation.by_kv[computation.start :], flagged=self._engine.carrier.flagged)
@@ -412,9 +390,9 @@ class Ends:
         labels = self._rows_until(mixed, VERSION)
         rows = self._rows_until(stops, self._engine.spec.name)
         for (computation, _), more in zip(mixed, labels, strict=True):
-            computation.read_labels = _joined(computation.read_labels, more)
+            computation.read_labels = appended(computation.read_labels, more)
         for (computation, stop), more in zip(stops, rows, strict=True):
-            computation.read = _joined(computation.read, more)
+            computation.read = appended(computation.read, more)
             computation.read_stop = stop
 
     def _rows_until(self, stops: Sequence[tuple[Computation, int]], name: str) -> list[Rows]:
@@ -443,34 +421,4 @@ class Ends:
         computation.spares = []
 
 
-def _unsure_from(computation: Computation, through: float) -> int:
-    """The first position whose row a worker that is ``through`` with this step may still write."""
-    return min((start for number, start in computation.steps if number > through), default=computation.stop)
-
-
-def _joined(before: Rows | None, more: Rows) -> Rows:
-    if before is None:
-        return more
-    return Rows(np.concatenate([before.values, more.values]), np.concatenate([before.valid, more.valid]))
-
-
-def _same_weights_from(earlier: Sequence[Computation], computation: Computation) -> int:
-    """The first position whose token was sampled with the weights of this computation, or with none before it."""
-    stops = (before.stop for before in earlier if before.weights != computation.weights or before.mixed)
-    return max(stops, default=0)
-
-
-def _labels(computation: Computation) -> Sequence[WeightsSpan]:
-    """The versions of a computation's rows; a missing row has none."""
-    rows, versions = computation.rows, computation.versions
-    assert rows is not None, "read"
-    if isinstance(versions, Rows):
-        positions = np.where(versions.valid, versions.values.astype(np.int64), spans.UNKNOWN)
-        return spans.from_positions(positions, computation.start)
-    if versions is None:
-        return ()
-    first = computation.start
-    return [(first + start, first + stop, versions) for start, stop in spans.runs(rows.valid)]
-
-
-__all__ = ["Computation", "End", "Ends", "PendingAnswer"]
+__all__ = ["End", "Ends", "PendingAnswer"]

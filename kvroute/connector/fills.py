@@ -43,7 +43,10 @@ class Fills:
     def __init__(
         self, blocks: int, size: int, blocks_of: Callable[[str, int, int], list[int]], hashes: int = 1
     ) -> None:
-        self._size, self._hashes, self._blocks_of, self._step = size, hashes, blocks_of, 0
+        self._size = size
+        self._hashes = hashes
+        self._blocks_of = blocks_of
+        self._step = 0
         self._of: dict[str, _Filling] = {}
         self._due: dict[int, list[str]] = {}  # requests, by step
         self._lives: NDArray[np.int64] = np.zeros(blocks, np.int64)  # of blocks whose rows went by their KV,
@@ -82,7 +85,8 @@ class Fills:
         Drafts that may fail have no hashes, and so are not among them. Where the step ``stores`` nothing they come
         later, with those of another one; so they do after a call that has raised.
         """
-        step, size = self._step + 1, self._size
+        step = self._step + 1
+        size = self._size
         names: Iterable[str] = self._due.get(step, ())
         # in the order of the step: a request may have hit blocks that one before it fills
         if max(scheduled.values(), default=0) > 1:
@@ -91,9 +95,13 @@ class Fills:
         filled: list[tuple[Request, int, int]] = []
         looked: list[tuple[_Filling, int, int]] = []
         for name in dict.fromkeys(names):
-            if (filling := self._of.get(name)) is None:
+            filling = self._of.get(name)
+            if filling is None:
                 continue
-            n, computed, done, wait = scheduled.get(name, 0), filling.request.num_computed_tokens, filling.done, 1
+            n = scheduled.get(name, 0)
+            computed = filling.request.num_computed_tokens
+            done = filling.done
+            wait = 1
             if n and stores:
                 # tokens are computed again after KV has failed to load; else nothing is done until a block is full
                 if not 0 <= computed - done < size - n and (full := self._filled(filling, computed, n)):
@@ -114,7 +122,9 @@ class Fills:
             self._due.setdefault(step, []).append(filling.request.request_id)
 
     def _filled(self, filling: _Filling, computed: int, n: int) -> tuple[Request, int, int] | None:
-        size, request, done = self._size, filling.request, filling.done
+        size = self._size
+        request = filling.request
+        done = filling.done
         if computed < done:  # it had been loaded, and is computed here now
             for i, block in enumerate(self._blocks_of(request.request_id, computed // size, done // size)):
                 self._front[block] = min(self._front[block], 0 if i else computed % size)

@@ -23,7 +23,8 @@ class JobCounts:
     """Counts landed jobs in ``meter``, of blocks with ``block_tokens`` tokens; logs the first failure of the store."""
 
     def __init__(self, meter: Meter, block_tokens: int) -> None:
-        self._meter, self._block_tokens = meter, block_tokens
+        self._meter = meter
+        self._block_tokens = block_tokens
         self._has_failed = False
 
     def count(self, job: AnyJob) -> None:

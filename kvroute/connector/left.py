@@ -18,7 +18,7 @@ from kvroute.connector.answers import ERROR, FIELD, GAPS, KEY, LEFT, ROUTES, UNS
 from kvroute.connector.key import Key, rollout_id, void
 from kvroute.connector.limits import LIMITS, Limits
 from kvroute.connector.settings import RESPONSE
-from kvroute.connector.tickets import Gap
+from kvroute.connector.tickets import MissingSpan
 from kvroute.rollout import RolloutHandle, RolloutStore, open_rollouts
 from kvroute.routes import Layout, Routes
 
@@ -45,7 +45,8 @@ def settled(routes: Routes, by_kv: NDArray[np.bool_], *, flagged: bool) -> tuple
     Returns the routes, without that router's choice there, and no positions; or, if the operator wants it ``flagged``,
     with it, and the positions ``[start, stop)`` at which it is not proved.
     """
-    if not (trusted := by_kv & routes.known[:, -1]).any():
+    trusted = by_kv & routes.known[:, -1]
+    if not trusted.any():
         return routes, []
     if flagged:
         edges = np.flatnonzero(np.diff(trusted.astype(np.int8), prepend=0, append=0)) + routes.start
@@ -61,7 +62,8 @@ class LeftRoutes:
     """
 
     def __init__(self, store: RolloutStore | None = None, limits: Limits = LIMITS) -> None:
-        self._store, self._limits = store, limits
+        self._store = store
+        self._limits = limits
         self._lock = threading.Lock()
         self._siblings: dict[str, dict[str, dict[str, Any]]] = {}
         self._under_way: dict[str, list[int]] = {}  # numbers of completions by group
@@ -95,7 +97,8 @@ class LeftRoutes:
             choices.remove(choice)
         if not choices:
             self._under_way.pop(group, None)
-            if (siblings := self._siblings.get(group)) is not None:
+            siblings = self._siblings.get(group)
+            if siblings is not None:
                 self._quiet_nbytes -= self._quiet.pop(group, 0)
                 self._quiet[group] = sum(_size(value) for values in siblings.values() for value in values.values())
                 self._quiet_nbytes += self._quiet[group]
@@ -111,7 +114,7 @@ class LeftRoutes:
         routes: Routes,
         tokens: Tokens | None,
         unseen: Sequence[Sequence[int]],
-        gaps: Sequence[Gap] = (),
+        gaps: Sequence[MissingSpan] = (),
     ) -> dict[str, Any]:
         """The client's data for the request of this ``key`` with these routes, which are bound to ``tokens``.
 

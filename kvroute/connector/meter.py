@@ -46,7 +46,8 @@ class Meter:
         self._limits = limits
         self.missing = Counter[str]()
         """Tokens without rows since the start, by cause."""
-        self._look, self._missing_before = look, Counter[str]()
+        self._look = look
+        self._missing_before = Counter[str]()
         self._fieldless = Counter[str]()
         self._counting = threading.Lock()  # guards the two: several threads miss tokens, another one takes
         self._before: dict[str, int] = {}
@@ -78,7 +79,8 @@ class Meter:
 
     def take(self) -> Taken | None:
         """What has happened since the last call; ``None`` if that was less than ``metrics_s`` ago, or nothing has."""
-        if (now_s := time.monotonic()) < self._next_s:
+        now_s = time.monotonic()
+        if now_s < self._next_s:
             return None
         self._next_s = now_s + self._limits.metrics_s
         counted = dict(_flat(self._look()))
@@ -88,8 +90,10 @@ class Meter:
             kind, seconds = self._times.popleft()
             times.setdefault(kind, []).append(seconds)
         with self._counting:
-            missing, self._missing_before = self.missing - self._missing_before, self.missing.copy()
-            fieldless, self._fieldless = self._fieldless, Counter[str]()
+            missing = self.missing - self._missing_before
+            self._missing_before = self.missing.copy()
+            fieldless = self._fieldless
+            self._fieldless = Counter[str]()
         self._before = counted
         taken: Taken = {EVENTS: grown, WITHOUT_ROWS: dict(missing), FIELDLESS: dict(fieldless), SECONDS: times}
         return taken if any(taken.values()) else None

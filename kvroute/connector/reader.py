@@ -26,7 +26,8 @@ class StoreReader:
     """
 
     def __init__(self, url: str, limits: Limits = LIMITS) -> None:
-        self._url, self._limits = url, limits
+        self._url = url
+        self._limits = limits
         self._store: StorageBackend | None = None
         self._thread = Behind("kvroute-reader")
         self._asked = Future[list[bool]]()  # the last question

@@ -20,7 +20,8 @@ from cache_manager.errors import ConfigError, RowError
 from cache_manager.keys import Namespace
 from kvroute.connector.answers import ERROR, FIELD, START
 from kvroute.connector.carriers.port import Admission, Moves, SchedulerParts
-from kvroute.connector.ends import Computation, End, Ends, PendingAnswer
+from kvroute.connector.computations import Computation
+from kvroute.connector.ends import End, Ends, PendingAnswer
 from kvroute.connector.engine import Engine
 from kvroute.connector.fills import Request
 from kvroute.connector.key import Key
@@ -28,7 +29,7 @@ from kvroute.connector.left import LeftRoutes, Tokens
 from kvroute.connector.messages import Handshake, Loads, StepMeta
 from kvroute.connector.meter import Meter
 from kvroute.connector.spares import SpareBlocks
-from kvroute.connector.stages import RowsView, StageViews
+from kvroute.connector.stages import RowsReader, RowsView, StageViews
 from kvroute.connector.stream import RowStream
 from kvroute.connector.tickets import UNNAMED
 from kvroute.connector.versions import Versions
@@ -92,9 +93,11 @@ class SchedulerRows:
         )
         self.carrier = engine.carrier.scheduler(parts)
         spares = SpareBlocks(self.feed, engine.spares)
+        self._readers = list[RowsReader]()  # of rows whose blocks may be given out before they are read
         self._ends: Ends | None = None
         if settings.rollouts:
             self._ends = Ends(engine, LeftRoutes.by(settings.rollouts, engine.limits), self.feed, spares)
+            self._readers.append(self._ends)
         self._requests: dict[str, _State] = {}
         self._heard = False  # of any block
         # Since the last step was sent:
@@ -117,6 +120,7 @@ class SchedulerRows:
                 doubts=self._doubts,
                 why=self.carrier.why,
             )
+            self._readers.append(self.stream)
         kvroute.preload()
 
     def attach(self, *workers: Handshake) -> None:
@@ -134,10 +138,8 @@ class SchedulerRows:
             return
         self.view = self._view_of(workers)
         self._regions = regions
-        if self._ends is not None:
-            self._ends.attach(self.view, late=self._late)
-        if self.stream is not None:
-            self.stream.attach(self.view, late=self._late)
+        for reader in self._readers:
+            reader.attach(self.view, late=self._late)
 
     def _view_of(self, workers: Sequence[Handshake]) -> RowsView:
         stages = [(worker.region, worker.layer_ids) for worker in workers if worker.region is not None]
@@ -223,16 +225,16 @@ class SchedulerRows:
         if moves is not None:
             self.carrier.leave(moves)
         if self._given:
-            blocks, self._given = list(self._given), {}
-            if self._ends is not None:
-                self._ends.given(blocks, self._steps + 1)
-            if self.stream is not None:
-                self.stream.given(blocks, self._steps + 1)
+            blocks = list(self._given)
+            self._given = {}
+            for reader in self._readers:
+                reader.given(blocks, self._steps + 1)
             self.feed.renew(blocks)
         self._copy(copies)
         if moves is not None:
             self.carrier.enter(moves)
-        loads, self._loads = self._still(self._loads), []
+        loads = self._still(self._loads)
+        self._loads = []
         if loads:
             self.carrier.load([(state.request.request_id, state.load) for state in loads if state.load is not None])
         before = self.feed.take()
@@ -264,8 +266,10 @@ class SchedulerRows:
 
     def _loads_of_step(self, loads: Sequence[_State]) -> Loads:
         """What the worker has to know of KV from outside; ``loads`` begin with this step."""
-        joined, self._joined = [blocks for _, blocks in self._joined], []
-        landed, self._landed = self._still(self._landed), []
+        joined = [blocks for _, blocks in self._joined]
+        self._joined = []
+        landed = self._still(self._landed)
+        self._landed = []
         loading = [state for state in loads if not state.later]
         runs = [state.load for state in loading if state.load is not None]
         arrived = [state.arrived(self.engine.tokens) for state in landed]
@@ -278,9 +282,11 @@ class SchedulerRows:
 
         Rejected drafts only make a step begin later than stated here.
         """
-        steps, position = list[tuple[int, int]](), request.num_computed_tokens
+        steps = list[tuple[int, int]]()
+        position = request.num_computed_tokens
         for number, tokens in reversed(self._sent):
-            if (n := tokens.get(request.request_id, 0)) > 0:
+            n = tokens.get(request.request_id, 0)
+            if n > 0:
                 position -= n
                 steps.append((number, position))
         return [*steps[:-1], (steps[-1][0], 0)] if steps else []  # earlier steps may have written, too
@@ -417,10 +423,8 @@ class SchedulerRows:
 
     def _renamed(self, namespace: Namespace) -> None:
         """Rows are of this namespace from here on; earlier ones, if any, are forgotten."""
-        if self._ends is not None:
-            self._ends.forgotten()
-        if self.stream is not None:
-            self.stream.forgotten()
+        for reader in self._readers:
+            reader.forgotten()
         self.keys = kvroute.KeyChain(namespace, self.engine.layout)
         self.feed.reset(namespace.weights_version)
         if self.view is not None:

@@ -11,7 +11,8 @@ class SpareBlocks:
     """Blocks of ours that take over the rows of blocks that are given out before these rows have been read."""
 
     def __init__(self, feed: BlockFeed, blocks: Iterable[int]) -> None:
-        self._feed, self._free = feed, list(blocks)
+        self._feed = feed
+        self._free = list(blocks)
 
     def __len__(self) -> int:
         """How many are free."""

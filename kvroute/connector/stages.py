@@ -9,7 +9,7 @@ has not written yet, or has already written anew, makes the row missing.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -115,4 +115,17 @@ RowsView = RegionView | StageViews
 """What a scheduler's end reads: one region, or those of all stages."""
 
 
-__all__ = ["STEP", "RowsView", "StageViews", "stage_spec", "step_spec"]
+class RowsReader(Protocol):
+    """Who reads rows of a view later than their blocks may be given out anew. The scheduling thread makes all calls."""
+
+    def attach(self, view: RowsView, *, late: bool) -> None:
+        """Rows are in ``view`` from here on; if ``late``, the worker may write them when their request is done."""
+
+    def given(self, blocks: Sequence[int], step: int) -> None:
+        """These blocks begin new lives. The worker learns of that, and of the copies, with this ``step``."""
+
+    def forgotten(self) -> None:
+        """All rows are about to be forgotten: what is written is read, the others become missing."""
+
+
+__all__ = ["STEP", "RowsReader", "RowsView", "StageViews", "stage_spec", "step_spec"]

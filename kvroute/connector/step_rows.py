@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cache_manager.publish import Rows
-from kvroute.connector.tickets import Gap
+from kvroute.connector.tickets import MissingSpan
 
 
 @dataclass(slots=True, eq=False)
@@ -83,7 +83,7 @@ class Outcome:
 
     piece: Piece
     rows: NDArray[np.generic] | None
-    gaps: Sequence[Gap] = ()
+    gaps: Sequence[MissingSpan] = ()
 
 
 __all__ = ["Batch", "Outcome", "Piece", "Steady", "StepRows"]

@@ -25,7 +25,7 @@ from kvroute.connector.limits import Limits
 from kvroute.connector.spares import SpareBlocks
 from kvroute.connector.stages import RowsView
 from kvroute.connector.step_rows import Batch, Outcome, Piece, Steady, StepRows
-from kvroute.connector.tickets import Gap, gaps_of
+from kvroute.connector.tickets import MissingSpan, gaps_of
 from kvroute.routes.spans import runs
 
 NOT_WRITTEN: Final = "no row was written, or it was lost; the log and kvroute:tokens_without_rows_total say why"
@@ -74,10 +74,15 @@ class RowStream:
         doubts: Callable[[NDArray[np.int64], NDArray[np.int64]], NDArray[np.bool_] | None],
         why: Callable[[str], Mapping[int, str]],
     ) -> None:
-        self._spec, self._size = spec, spec.block_tokens
-        self._feed, self._spares, self._clock = feed, spares, clock
+        self._spec = spec
+        self._size = spec.block_tokens
+        self._feed = feed
+        self._spares = spares
+        self._clock = clock
         self._limits = limits
-        self._blocks_of, self._doubts, self._why = blocks_of, doubts, why
+        self._blocks_of = blocks_of
+        self._doubts = doubts
+        self._why = why
         self._view: RowsView | None = None
         self.late = False
         """Whether rows may be written after their step's outputs are there."""
@@ -89,7 +94,8 @@ class RowStream:
         self._asleep_s = 0.0
 
     def attach(self, view: RowsView, *, late: bool) -> None:
-        self._view, self.late = view, late
+        self._view = view
+        self.late = late
 
     # ---------------------------------------------------------------- the scheduling thread
 
@@ -129,7 +135,8 @@ class RowStream:
         ``start(request)`` is the first position that its client wants; outputs of the ``stale`` ones are of a step
         before their preemption. ``number`` is the worker's step.
         """
-        size, sequences = self._size, self._sequences
+        size = self._size
+        sequences = self._sequences
         pieces: list[Piece] = []
         slots: list[int] = []
         lives: list[int] = []
@@ -173,25 +180,33 @@ class RowStream:
     def _next_rows(self, sequence: _Sequence, request: OutputRequest, slots: list[int], lives: list[int]) -> bool:
         """Append the slots and lives of the few rows since the last output, whose slot is known; ``False``, and nothing
         is changed, if another way has to find them."""
-        size, start, stop = self._size, sequence.sent, request.num_tokens - 1
+        size = self._size
+        start = sequence.sent
+        stop = request.num_tokens - 1
         if not 0 < stop - start <= size:
             return False
         room = -start % size  # in the block of the row before
-        slot, life, same_block = sequence.slot, sequence.life, min(room, stop - start)
+        slot = sequence.slot
+        life = sequence.life
+        same_block = min(room, stop - start)
         slots.extend(range(slot + 1, slot + 1 + same_block))
         lives.extend([life] * same_block)
         slot += same_block
-        if next_block := stop - start - same_block:
+        next_block = stop - start - same_block
+        if next_block:
             index = (stop - 1) // size
             held = self._blocks_of(request.request_id, index, index + 1)
             if not held:
                 del slots[len(slots) - same_block :], lives[len(lives) - same_block :]
                 return False
-            slot, life = held[0] * size, int(self._feed.generations[held[0]])
+            slot = held[0] * size
+            life = int(self._feed.generations[held[0]])
             slots.extend(range(slot, slot + next_block))
             lives.extend([life] * next_block)
             slot += next_block - 1
-        sequence.slot, sequence.life, sequence.sent = slot, life, stop
+        sequence.slot = slot
+        sequence.life = life
+        sequence.sent = stop
         return True
 
     def given(self, blocks: Sequence[int], step: int) -> None:
@@ -232,7 +247,8 @@ class RowStream:
 
         One piece may have no outcome: that of a request that has ended without an output, or has lost a row before.
         """
-        pieces, steady = step.pieces, step.steady
+        pieces = step.pieces
+        steady = step.steady
         batches = step.batches()
         self._read_in_time(batches, step.taken_s + self._limits.answer_s)
         with self._lock:
@@ -273,7 +289,9 @@ class RowStream:
         return [Outcome(piece, None, [(piece.start, piece.stop, why)]) for piece in pieces]
 
     def _outcome(self, piece: Piece) -> Outcome | None:
-        name, n, batch = piece.name, piece.stop - piece.start, piece.batch
+        name = piece.name
+        n = piece.stop - piece.start
+        batch = piece.batch
         known = name in self._lost
         if piece.last:
             self._lost.discard(name)
@@ -281,7 +299,7 @@ class RowStream:
             return None
         if batch is not None and batch.whole and batch.rows is not None:
             return Outcome(piece, batch.rows.values[piece.first_row : piece.first_row + n])
-        gaps: list[Gap] = []
+        gaps: list[MissingSpan] = []
         rows: NDArray[np.generic] | None = None
         if batch is None:
             gaps = [(piece.start, piece.stop, piece.lost)] if piece.lost else []
@@ -318,7 +336,8 @@ class RowStream:
         """The piece of a request whose rows are wanted from ``start`` on; ``blocks``: all of its blocks."""
         name = request.request_id
         sequence = self._sequences.setdefault(name, _Sequence(start))
-        first, stop = sequence.sent, request.num_tokens - 1
+        first = sequence.sent
+        stop = request.num_tokens - 1
         piece = Piece(name, first, max(first, stop), why=self._why(name))
         if stop < first:
             piece.lost = GROWN
@@ -327,7 +346,9 @@ class RowStream:
         if sequence.under_way is not None:
             begins, batch = sequence.under_way
             if stale and begins <= first and stop - begins <= len(batch.slots):
-                piece.batch, piece.first_row, batch.handed = batch, first - begins, True
+                piece.batch = batch
+                piece.first_row = first - begins
+                batch.handed = True
                 return piece
             self._drop(batch)
             sequence.under_way = None
@@ -338,7 +359,8 @@ class RowStream:
         piece.batch = self._batch(number, slots, lives, held)
         piece.batch.doubted = self._doubts(slots, lives)
         if len(slots):
-            sequence.slot, sequence.life = int(slots[-1]), int(lives[-1])
+            sequence.slot = int(slots[-1])
+            sequence.life = int(lives[-1])
         return piece
 
     def _slots(
@@ -347,7 +369,8 @@ class RowStream:
         """The slots of the positions ``[start, stop)``, as far as there are blocks, the lives of their blocks ``[n]``
         each, and these blocks."""
         size = self._size
-        first, last = start // size, -(-stop // size)
+        first = start // size
+        last = -(-stop // size)
         held = self._blocks_of(name, first, last) if blocks is None else blocks[first:last]
         ids = np.array(held, np.int64)
         positions = np.arange(start, min(stop, (first + len(ids)) * size))

@@ -26,7 +26,7 @@ NO_TICKET: Final = "prefill's answer has no ticket for its rows: is kvroute ther
 UNNAMED: Final[Mapping[str, str]] = MappingProxyType({})
 """The names of KV whose connector gives it none."""
 
-Gap = tuple[int, int, str]
+MissingSpan = tuple[int, int, str]
 """Positions ``[start, stop)`` whose rows are missing, and why."""
 
 
@@ -96,7 +96,8 @@ class Tickets:
 
     def __init__(self, tokens: int, lives: Callable[[], NDArray[Any]]) -> None:
         self.address = ""  # where this engine's worker lends
-        self._size, self._lives = tokens, lives
+        self._size = tokens
+        self._lives = lives
         self._lent: dict[str, _Lent] = {}
         self._withdrawn: list[bytes] = []
         self._fetches: list[tuple[str, Ticket, int, list[int], int]] = []  # since the last step was sent
@@ -118,7 +119,9 @@ class Tickets:
     ) -> None:
         """KV of ``external`` tokens comes into the request's blocks from ``first`` on: ``encoded`` is its ticket, and
         ``kv`` are its names."""
-        name, start, prompt = request.request_id, first * self._size, list(request.all_token_ids)
+        name = request.request_id
+        start = first * self._size
+        prompt = list(request.all_token_ids)
         stop = min(start + external, len(prompt) - 1)  # the last token is computed here again, for its logits
         held = list(blocks[first : -(-stop // self._size)]) if stop > start else []
         try:
@@ -145,7 +148,9 @@ class Tickets:
 
     def fetches(self) -> list[Fetch]:
         """The fetches that begin with the next step; the blocks' lives are known by now."""
-        lives, fetches, self._fetches = self._lives(), self._fetches, []
+        lives = self._lives()
+        fetches = self._fetches
+        self._fetches = []
         return [
             Fetch(name, bytes.fromhex(t.id), t.address, first, held, lives[held].tolist(), tokens)
             for name, t, first, held, tokens in fetches
@@ -155,20 +160,27 @@ class Tickets:
         self, scheduled: Mapping[str, int], blocks_of: Callable[[str, int, int], list[int]], *, mixed: bool
     ) -> list[Lend]:
         """The lent blocks that a step fills, which computes ``scheduled`` tokens of each request."""
-        lends, size, lives = list[Lend](), self._size, self._lives()
+        lends = list[Lend]()
+        size = self._size
+        lives = self._lives()
         for name, tokens in scheduled.items() if self._lent else ():
-            if (lent := self._lent.get(name)) is None:
+            lent = self._lent.get(name)
+            if lent is None:
                 continue
-            start, prompt = lent.request.num_computed_tokens, lent.request.num_prompt_tokens
+            start = lent.request.num_computed_tokens
+            prompt = lent.request.num_prompt_tokens
             if start < min(lent.blocks * size, prompt) or mixed:  # lent blocks are computed again, or must not go out
                 self._withdrawn.append(lent.transfer)
-                lent.transfer, lent.blocks, lent.whole = secrets.token_bytes(16), 0, False
+                lent.transfer = secrets.token_bytes(16)
+                lent.blocks = 0
+                lent.whole = False
             if lent.whole or mixed:
                 continue
             stop = min(start + tokens, prompt)
             lent.whole = stop == prompt
             full = -(-stop // size) if lent.whole else stop // size
-            if held := blocks_of(name, lent.blocks, full):
+            held = blocks_of(name, lent.blocks, full)
+            if held:
                 lent_tokens = stop - lent.blocks * size if lent.whole else len(held) * size
                 lends.append(Lend(lent.transfer, lent.blocks, held, lives[held].tolist(), lent_tokens, lent.whole))
                 lent.blocks = full
@@ -176,7 +188,8 @@ class Tickets:
 
     def withdrawn(self) -> list[bytes]:
         """Withdrawn transfers that the worker has not been told of."""
-        transfers, self._withdrawn = self._withdrawn, []
+        transfers = self._withdrawn
+        self._withdrawn = []
         return transfers
 
     def ticket(
@@ -184,7 +197,8 @@ class Tickets:
     ) -> dict[str, Any] | None:
         """The ticket in the request's answer; ``None`` if the request is not lent. Its prompt is ``tokens``, and its KV
         is known as ``kv``."""
-        if (lent := self._lent.pop(name, None)) is None:
+        lent = self._lent.pop(name, None)
+        if lent is None:
             return None
         if mixed or not lent.whole:
             self._withdrawn.append(lent.transfer)
@@ -204,17 +218,19 @@ class Tickets:
         """The request has ended, or begins again: withdraw what has no ticket, and fetch nothing into blocks that it no
         longer has. Returns reasons for :func:`gaps_of`."""
         self._fetches = [fetch for fetch in self._fetches if fetch[0] != name]
-        if (lent := self._lent.pop(name, None)) is not None:
+        lent = self._lent.pop(name, None)
+        if lent is not None:
             self._withdrawn.append(lent.transfer)
         return self._why.pop(name, {})
 
 
-def gaps_of(missing: Sequence[tuple[int, int]], why: Mapping[int, str], size: int) -> list[Gap]:
+def gaps_of(missing: Sequence[tuple[int, int]], why: Mapping[int, str], size: int) -> list[MissingSpan]:
     """The known reasons for ``missing`` positions, by their blocks of ``size`` tokens."""
-    gaps = list[Gap]()
+    gaps = list[MissingSpan]()
     for start, stop in missing if why else ():
         for block in range(start // size, -(-stop // size)):
-            if (reason := why.get(block)) is None:
+            reason = why.get(block)
+            if reason is None:
                 continue
             gap = max(start, block * size), min(stop, (block + 1) * size), reason
             if gaps and gaps[-1][1:] == (gap[0], reason):
@@ -223,4 +239,4 @@ def gaps_of(missing: Sequence[tuple[int, int]], why: Mapping[int, str], size: in
     return gaps
 
 
-__all__ = ["TRANSFER", "Fetch", "Gap", "Lend", "Ticket", "Tickets", "gaps_of"]
+__all__ = ["TRANSFER", "Fetch", "Lend", "MissingSpan", "Ticket", "Tickets", "gaps_of"]

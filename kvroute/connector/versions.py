@@ -43,7 +43,9 @@ class Versions:
         """How often the weights may have changed."""
         self.adapters: set[int] = set()
         """Numbers of added adapters, so that a caller can see whether one replaces another."""
-        self._namespace, self._renamed, self._named = namespace, renamed, named
+        self._namespace = namespace
+        self._renamed = renamed
+        self._named = named
         self._sure = True  # neither computed nor paused since the version was given
         self._empty = True  # not computed since all KV was forgotten
 
@@ -52,7 +54,8 @@ class Versions:
 
         Existing rows keep their version. If KV is kept, too, nothing is stored before it is :meth:`forgotten`.
         """
-        self.version, self._sure = version, version is not None
+        self.version = version
+        self._sure = version is not None
         self.changes += 1
         self.mixed = not self._empty
         if self._empty:
@@ -76,7 +79,8 @@ class Versions:
         if not self._sure:
             self._empty = False  # and renamed below
             self.changed()
-        self.mixed, self._empty = False, True
+        self.mixed = False
+        self._empty = True
         self._rename()
 
     def _rename(self) -> None:

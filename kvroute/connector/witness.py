@@ -55,7 +55,8 @@ class KvFolder:
         join: Join | None = None,
         limits: Limits = LIMITS,
     ) -> None:
-        self._join, self._limits = join, limits
+        self._join = join
+        self._limits = limits
         self._layers: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._host: list[tuple[NDArray[np.uint64], NDArray[np.uint64]]] = []  # words and keys of layers on a CPU
         first = 0
@@ -66,7 +67,8 @@ class KvFolder:
             words = nbytes // WORD_NBYTES
             first_word = first + first_head * (words // kv.shape[1])
             self._layers.append((kv, keys_on(kv.device, first_word, words)))
-            if (host := words_of(kv)) is not None:
+            host = words_of(kv)
+            if host is not None:
                 self._host.append((host, fold_keys(first_word, words)))
             first += 1 << 40  # more words than any layer of a block has
 
@@ -82,7 +84,8 @@ class KvFolder:
         """
         if not len(blocks):
             return torch.zeros(0, dtype=torch.int64)
-        ids, step = np.asarray(blocks, np.int64), max(1, self._limits.gather_nbytes_max // self.block_nbytes)
+        ids = np.asarray(blocks, np.int64)
+        step = max(1, self._limits.gather_nbytes_max // self.block_nbytes)
         parts = [self._folded(ids[start : start + step]) for start in range(0, len(ids), step)]
         folds = parts[0] if len(parts) == 1 else torch.cat(parts)
         if self._join is not None:
@@ -94,7 +97,8 @@ class KvFolder:
         if len(self._host) == len(self._layers):  # one call of numpy takes a third of what one of torch does
             layer_folds = [folded(words[blocks].reshape(n, -1), keys) for words, keys in self._host]
             return torch.from_numpy(np.sum(layer_folds, 0, np.uint64).view(np.int64))
-        ids, total = torch.from_numpy(blocks).to(self._layers[0][0].device, non_blocking=True), None
+        ids = torch.from_numpy(blocks).to(self._layers[0][0].device, non_blocking=True)
+        total = None
         for kv, keys in self._layers:
             raw = kv.view(torch.uint8) if kv.element_size() == 1 else kv  # float8 cannot be gathered everywhere
             part = folded_on_device(raw.index_select(0, ids).reshape(n, -1).view(torch.int64), keys)
@@ -121,7 +125,8 @@ class KvWitness:
     """
 
     def __init__(self, rows: AuxBlocks, folder: KvFolder, blocks: int) -> None:
-        self._rows, self._folder = rows, folder
+        self._rows = rows
+        self._folder = folder
         self._of: NDArray[np.uint64] = np.zeros(blocks, np.uint64)  # the witness of each block,
         self._lives: NDArray[np.int64] = np.full(blocks, -1, np.int64)  # in this life
 
@@ -152,7 +157,8 @@ class KvWitness:
         """All blocks of ``runs``, their lives and their witnesses."""
         blocks = [block for run in runs for block in run.blocks]
         lives = self._rows.generations([*blocks, *(max(0, run.before) for run in runs)]).tolist()
-        block_folds, witnesses = folds.numpy().view(np.uint64).tolist(), list[int]()
+        block_folds = folds.numpy().view(np.uint64).tolist()
+        witnesses = list[int]()
         for run, life in zip(runs, lives[len(blocks) :], strict=True):
             before = ROOT
             if run.before >= 0:
@@ -160,7 +166,8 @@ class KvWitness:
             for block in run.blocks:
                 place = len(witnesses)
                 before = chained(before, block_folds[place])
-                self._of[block], self._lives[block] = before, lives[place]
+                self._of[block] = before
+                self._lives[block] = lives[place]
                 witnesses.append(before)
         return blocks, lives[: len(blocks)], witnesses
 
@@ -177,7 +184,8 @@ class OtherRank:
         self._fold(step.loads.landed)
 
     def end(self) -> None:
-        step, self._step = self._step, None
+        step = self._step
+        self._step = None
         if step is not None:
             self._fold(step.loads.runs)
             self._fold(step.carrier.runs)
@@ -228,7 +236,8 @@ def witnessing(kv_caches: Mapping[str, torch.Tensor], moe_layers: Sequence[int])
     """
     layers = {number: kv_caches[name] for number, name in by_layer(kv_caches).items()}
     last = max(layers)
-    if blind := [layer for layer in sorted(moe_layers)[:-1] if layer >= last]:
+    blind = [layer for layer in sorted(moe_layers)[:-1] if layer >= last]
+    if blind:
         wanted = f"one behind layer {blind[-1]}, or no store"
         raise ConfigError("KV layers", wanted, f"the last is {last}")
     return witnesses([[kv] for kv in layers.values()], layers[last].element_size())

@@ -14,7 +14,7 @@ from torch import distributed
 
 import kvroute
 from kvroute.capture.step_ids import StepIds
-from kvroute.connector.behind import Behind
+from kvroute.connector.behind import AtOnce, Behind
 from kvroute.connector.carriers.port import WorkerParts
 from kvroute.connector.engine import Engine
 from kvroute.connector.messages import Handshake, StepMeta, WorkerMeta
@@ -41,7 +41,7 @@ class WorkerRows:
     ``kv_caches`` are the layers' KV by name, as :func:`witnessing` needs them. The routers call the hooks of
     :attr:`ids`. Each step is :meth:`begin`, its slots in :attr:`slots` (int64 ``[tokens]``, negative: padding), and
     :meth:`end`; a step that computes nothing has no slots. Blocks whose KV could not be loaded are given to
-    :meth:`fail` before it. See :func:`part_of` for ``joined``, and :class:`~kvroute.capture.step_ids.StepIds` for
+    :meth:`fail` before it. See :func:`rank_part` for ``joined``, and :class:`~kvroute.capture.step_ids.StepIds` for
     ``join_shards``.
 
     Both calls launch work on the device and wait for nothing. On a CPU the host's part is done at once; if ``late``,
@@ -58,7 +58,8 @@ class WorkerRows:
         join_shards: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
         self.engine = engine
-        settings, self._device = engine.settings, next(iter(kv_caches.values())).device
+        settings = engine.settings
+        self._device = next(iter(kv_caches.values())).device
         self._on_cpu = self._device.type == "cpu"  # asked for once: it takes as long as a small array
         self.store = engine.carrier.store(settings)
         self.blocks = kvroute.AuxBlocks(
@@ -77,11 +78,13 @@ class WorkerRows:
         )
         self.ids = StepIds(engine.spec, engine.max_tokens, self._device, join_shards)
         self._slots: torch.Tensor | None = None
-        self._behind: Behind | None = None
-        if not self._on_cpu if late is None else late:
+        late = not self._on_cpu if late is None else late
+        self._behind: Behind | AtOnce = AtOnce()
+        if late:
             self._behind = Behind("kvroute-behind", self._lose, engine.limits.pending_max)
-        self._counts_steps = self._behind is not None or engine.stages > 1  # else a step is over with its outputs
-        self._slots_stay = self._behind is None and not engine.drafts  # until the step's end, their last reader's
+        self._waits_for_device = late and not self._on_cpu
+        self._counts_steps = late or engine.stages > 1  # else a step is over with its outputs
+        self._slots_stay = not late and not engine.drafts  # until the step's end, their last reader's
         self._lost: BaseException | None = None
         self._step: StepMeta | None = None
         self._begun = False  # on the host
@@ -116,7 +119,8 @@ class WorkerRows:
         """A step begins: what has become of blocks until now. Unless that hurries, the host hears of it at the end."""
         if self._step is not None and not self._begun:  # its end never came
             self._then(self._begin_on_host, self._step, None)
-        self._step, self._slots = step, None
+        self._step = step
+        self._slots = None
         self.ids.begin()
         hurries = self.carrier.begun(step)
         self._begun = hurries or bool(step.loads.joined or step.loads.landed)
@@ -133,7 +137,8 @@ class WorkerRows:
 
     def failures(self) -> set[int]:
         """The failed blocks that the scheduler has not been told of."""
-        untold, self._failed_untold = self._failed_untold, set()
+        untold = self._failed_untold
+        self._failed_untold = set()
         return untold
 
     def arrived(self, requests: AbstractSet[str], failed: AbstractSet[str] = frozenset()) -> set[str]:
@@ -147,8 +152,10 @@ class WorkerRows:
 
     def end(self) -> None:
         """The step is over."""
-        step, self._step = self._step, None
-        failed, self._failed = self._failed, set()
+        step = self._step
+        self._step = None
+        failed = self._failed
+        self._failed = set()
         if step is None:
             return
         redone: list[int] = []
@@ -163,7 +170,8 @@ class WorkerRows:
         if slots is not None and not self._on_cpu:  # else both are this step's own
             slots = to_host(slots)
             ids = ids if isinstance(ids, str) else to_host(ids)
-        begun, self._begun = self._begun, True
+        begun = self._begun
+        self._begun = True
         self._then(self._end_on_host, step, begun, loaded, failed, slots, ids, redone, computed)
 
     def _look(self, runs: Sequence[Run]) -> LoadedKv | None:
@@ -172,13 +180,10 @@ class WorkerRows:
 
     def _then(self, work: Callable[..., None], *arguments: Any) -> None:
         """Do this when the device has done the work launched until now: on a CPU at once."""
-        if self._behind is None:
-            work(*arguments)
-            return
         call = partial(work, *arguments)
         if self._lost is not None and self.engine.settings.strict:
             raise self._lost
-        if not self._on_cpu:
+        if self._waits_for_device:
             done = torch.cuda.Event(blocking=True) if self._device.type == "cuda" else torch.Event(self._device)
             done.record()  # on CUDA the thread behind sleeps; torch.Event ignores ``blocking``, and spins
             call = partial(_call_after, done, call)
@@ -250,11 +255,10 @@ class WorkerRows:
 
     def settle(self) -> None:
         """Wait until the host's part of all steps is done, at most ``limits.settle_s``."""
-        if self._behind is not None:
-            self._behind.settle(self.engine.limits.settle_s)
+        self._behind.settle(self.engine.limits.settle_s)
 
     def close(self) -> None:
-        if self._behind is not None and not self._behind.close(self.engine.limits.settle_s):
+        if not self._behind.close(self.engine.limits.settle_s):
             logger.warning("the device is not done with the last steps: their rows stay behind")
             return
         self.carrier.close()
@@ -268,7 +272,7 @@ def _call_after(done: torch.Event | torch.cuda.Event, call: Callable[[], None]) 
     call()
 
 
-def part_of(
+def rank_part(
     engine: Engine,
     kv_caches: Mapping[str, torch.Tensor],
     group: distributed.ProcessGroup,
@@ -289,4 +293,4 @@ def part_of(
     return engine.carrier.other_rank(engine.spec, kv_caches, rank, joined, engine.limits)
 
 
-__all__ = ["WorkerRows", "part_of"]
+__all__ = ["WorkerRows", "rank_part"]

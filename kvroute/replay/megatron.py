@@ -29,14 +29,11 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from kvroute.replay.passes import known_passes, passes_of
+from kvroute.replay.passes import Model, known_passes, passes_of
 from kvroute.replay.rows import ReplayError, check_stage, checked_ids, own_layer, replaying
 from kvroute.replay.watching import note_installed, note_over
 from kvroute.routes import Routes, Split, shard_packed, shard_padded
 from kvroute.routes.fill import Filler, Missing, Side
-
-Model = nn.Module | Sequence[nn.Module]
-"""A model, or the chunks of a virtual pipeline."""
 
 _SCHEDULED: WeakSet[nn.Module] = WeakSet()
 """Routers inside a schedule."""
@@ -125,7 +122,7 @@ def install(
         router_ids = ids[:, index].contiguous()
         router.router_replay.set_target_indices(router_ids)
         _replay_forward(router)
-        passes_of(router, _before).begin(router_ids)
+        passes_of(router, _before_forward).begin(router_ids)
     note_installed(routers, ids)
 
 
@@ -136,7 +133,8 @@ def backward(model: Model) -> None:
     """
     routers = _routers(model)
     for router in routers.values():
-        if (passes := known_passes(router)) is not None:
+        passes = known_passes(router)
+        if passes is not None:
             passes.end()
     note_over(routers)
 
@@ -150,7 +148,8 @@ def clear(model: Model) -> None:
     for router in routers.values():
         router.router_replay.clear_router_replay_action()
         router.router_replay.clear_indices()
-        if (passes := known_passes(router)) is not None:
+        passes = known_passes(router)
+        if passes is not None:
             passes.finish()
     note_over(routers)
 
@@ -182,7 +181,7 @@ def _layers_of(model: Model, routes: Sequence[Routes], split: Split) -> tuple[in
     return layers
 
 
-def _before(router: nn.Module, inputs: tuple[Any, ...]) -> None:
+def _before_forward(router: nn.Module, inputs: tuple[Any, ...]) -> None:
     """Before a router's forward pass: give it the rows of the pass that it computes again, and count its tokens."""
     if torch.compiler.is_compiling() or (passes := known_passes(router)) is None:
         return
@@ -202,7 +201,8 @@ def _before(router: nn.Module, inputs: tuple[Any, ...]) -> None:
         raise ReplayError(where, "rows for a forward pass, by install", "none since backward")
     assert installed.ids is not None
     hidden = inputs[0]  # [..., hidden size]
-    if (tokens := hidden.shape[:-1].numel()) != len(installed.ids):
+    tokens = hidden.shape[:-1].numel()
+    if tokens != len(installed.ids):
         raise ReplayError(where, f"{len(installed.ids)} local tokens, as rows were installed", tokens)
     replay.target_topk_idx = installed.ids
 

@@ -63,7 +63,8 @@ def automodel(model: nn.Module, rows: torch.Tensor) -> Iterator[None]:
     gates = replaying([model], layer_in_name, "gate", "enable_routing_replay")
     ids = checked_ids(rows, "rows", tuple(gates))
     replays = [gate.router_replay for gate in gates.values()]
-    if busy := [layer for layer, gate in gates.items() if gate.router_replay.mode is not None]:
+    busy = [layer for layer, gate in gates.items() if gate.router_replay.mode is not None]
+    if busy:
         raise ReplayError("model", "no replay or recording in progress", f"one on layers {busy}")
     mode = sys.modules[type(replays[0]).__module__].RouterReplayMode.REPLAY
     try:

@@ -22,7 +22,7 @@ SCHEMA: Final = "nemo_rl.routed_experts_ref.v1"
 NAMESPACE: Final = "nemo_rl_routed_experts"
 REGISTRY: Final = "nrl_routed_experts_registry_"
 
-Key = tuple[int, int, int, int, str]
+ReferenceKey = tuple[int, int, int, int, str]
 
 
 class Source:
@@ -31,7 +31,7 @@ class Source:
     def __init__(self, instance: str) -> None:
         self._instance = instance
         self._retired = -1
-        self._objects: dict[Key, tuple[Any, list[int], int]] = {}  # a reference, a shape, and a number of bytes
+        self._objects: dict[ReferenceKey, tuple[Any, list[int], int]] = {}  # a reference, a shape, a number of bytes
 
     def put(self, ref: Mapping[str, Any], rows: NDArray[np.int16]) -> None:
         key = _key(ref)
@@ -121,6 +121,6 @@ class References:
         return ref
 
 
-def _key(ref: Mapping[str, Any]) -> Key:
+def _key(ref: Mapping[str, Any]) -> ReferenceKey:
     version, task, rollout = (int(ref[name]) for name in ("target_weight_version", "task_index", "rollout_index"))
     return version, task, rollout, int(ref.get("attempt_index", 0)), str(ref["request_id"])

@@ -14,7 +14,7 @@ passes; it would take the rows of the last one. Megatron-core nests no checkpoin
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 from weakref import WeakKeyDictionary
@@ -26,6 +26,9 @@ from kvroute.replay.rows import ReplayError
 
 PASSES_MAX: Final = 1024
 """Replays of a router that are over and are known one by one; older ones, with what ran between them, are one."""
+
+Model = nn.Module | Sequence[nn.Module]
+"""A model, or the chunks of a virtual pipeline."""
 
 _next_node: Callable[[], int] = torch._C._autograd._get_sequence_nr
 _node_of_backward: Callable[[], Any] = torch._C._current_autograd_node
@@ -77,7 +80,8 @@ class Passes:
         self.end()
         self.replaying = False
         for forward in self._passes:
-            forward.ids, forward.over = None, True
+            forward.ids = None
+            forward.over = True
         while len(self._passes) > PASSES_MAX:
             self._passes[1].start = self._passes[0].start
             del self._passes[0]
@@ -87,7 +91,8 @@ class Passes:
 
         :class:`ReplayError` names ``where`` if that pass had no rows although others have, or its replay is over.
         """
-        if (node := _node_of_backward()) is None:
+        node = _node_of_backward()
+        if node is None:
             if self.replaying and threading.get_ident() != self._thread:
                 raise ReplayError(where, "forward passes in the thread that gave the rows", threading.current_thread())
             return None
@@ -115,7 +120,8 @@ def passes_of(router: nn.Module, before: Callable[[nn.Module, tuple[Any, ...]], 
     That stays so when a replay is over: a recomputation that comes too late is then seen. A copy of the router is
     another router.
     """
-    if (passes := _PASSES.get(router)) is None:
+    passes = _PASSES.get(router)
+    if passes is None:
         passes = _PASSES[router] = Passes()
         router.register_forward_pre_hook(before)
     return passes
@@ -151,5 +157,6 @@ class _Before:
     def __call__(self, router: nn.Module, _inputs: tuple[Any, ...]) -> None:
         if torch.compiler.is_compiling():
             return
-        if (passes := known_passes(router)) is not None:
+        passes = known_passes(router)
+        if passes is not None:
             passes.recomputed(self._where)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-_LAYER: Final = re.compile(r"(?:^|\.)layers\.(\d+)(?:\.|$)")
+_LAYER_NUMBER: Final = re.compile(r"(?:^|\.)layers\.(\d+)(?:\.|$)")
 
 
 class ReplayError(InvalidInputError):
@@ -58,7 +58,8 @@ def numbered(
             if not wanted(module) or "mtp" in name.split("."):
                 continue
             path = f"{number}.{name}" if len(chunks) > 1 else name
-            if (layer := layer_of(path, module)) in routers:
+            layer = layer_of(path, module)
+            if layer in routers:
                 raise ReplayError(f"layer {layer}", f"one {what}", f"{routers[layer][0]} and {path}")
             routers[layer] = path, module
     return {layer: routers[layer][1] for layer in sorted(routers)}
@@ -66,14 +67,16 @@ def numbered(
 
 def own_layer(path: str, router: Any) -> int:
     """The layer of a router of Megatron's, by its own number."""
-    if (number := getattr(router, "layer_number", None)) is None:
+    number = getattr(router, "layer_number", None)
+    if number is None:
         raise ReplayError(path, "a layer number, as Megatron's layers set it", None)
     return int(number) - 1
 
 
 def layer_in_name(path: str, _module: object) -> int:
     """The layer of a module inside numbered layers, by its name."""
-    if (layer := _LAYER.search(path)) is None:
+    layer = _LAYER_NUMBER.search(path)
+    if layer is None:
         raise ReplayError("model", "gates inside numbered layers", path or "one at the top")
     return int(layer[1])
 
@@ -84,7 +87,8 @@ def check_stage(layers: Sequence[int], routes: Sequence[Routes], split: Split) -
     if split.pp != 1:
         raise ReplayError("split", "pp=1: the model has the layers of its stage and no others", f"pp={split.pp}")
     for i, part in enumerate(routes):
-        if dense := [layer for layer in layers if layer not in part.routed_layers]:
+        dense = [layer for layer in layers if layer not in part.routed_layers]
+        if dense:
             wanted = f"a router in the routes of sample {i}, which have them on {part.routed_layers}"
             raise ReplayError(f"layer {dense[0]}", wanted, "one in the model alone")
 
@@ -129,7 +133,8 @@ def checked_ids(
         raise ReplayError(field, "integers", integers.dtype)
     ids = integers.to(torch.int64)  # torch knows neither max nor gather of uint16
     ordered = ids.sort(dim=-1).values
-    low, high = ordered[..., 0], ordered[..., -1]
+    low = ordered[..., 0]
+    high = ordered[..., -1]
     outside = low < 0 if experts is None else (low < 0) | (high >= experts)
     wrong = outside | (ordered[..., 1:] == ordered[..., :-1]).any(dim=-1)
     if missing:
@@ -165,7 +170,8 @@ def versions(routes: Routes, tokens: int) -> list[int]:
     row_versions = by_position(kept.weights_versions, kept.start, kept.stop)[kept.some]
     if not len(row_versions):
         raise ReplayError("weights versions", "a row that has one", "no row")
-    if (unknown := row_versions == UNKNOWN).any():
+    unknown = row_versions == UNKNOWN
+    if unknown.any():
         row = kept.start + int(np.flatnonzero(kept.some)[unknown.argmax()])
         raise ReplayError(f"weights version of row {row}", "one, as the rollout knows it", "none")
     versions: list[int] = row_versions.tolist()

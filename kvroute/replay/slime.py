@@ -128,7 +128,8 @@ class LazyMicroBatch:
 
     def close(self) -> None:
         """Forget all rows; slime is done with the micro-batch. A second call is harmless."""
-        self._rows, self._stage = None, None
+        self._rows = None
+        self._stage = None
         self._owed.clear()
 
 

@@ -63,7 +63,8 @@ def _padding(mask: torch.Tensor, samples: int) -> tuple[list[int], int, Side]:
         wanted = f"1 for tokens and 0 for padding, [{samples} samples, width]"
         raise ReplayError("mask", wanted, f"{mask.dtype} of shape {tuple(mask.shape)}")
     there = mask.bool().cpu()
-    counts, places = there.sum(dim=1, keepdim=True), torch.arange(mask.shape[1])
+    counts = there.sum(dim=1, keepdim=True)
+    places = torch.arange(mask.shape[1])
     right = (there == (places < counts)).all(dim=1)
     left = (there == (places >= mask.shape[1] - counts)).all(dim=1)
     if not bool(right.all()) and not bool(left.all()):
@@ -119,16 +120,20 @@ def replay(
     if tuple(sorted(found)) != layer_ids:
         raise ReplayError("layers with a router", list(layer_ids), sorted(found))
     flat = targets if targets.dim() < 3 else targets.flatten(0, -3)
-    experts, top_k = spec.attrs["num_experts"], spec.row_shape[1]
+    experts = spec.attrs["num_experts"]
+    top_k = spec.row_shape[1]
     ids = checked_ids(flat, "targets", layer_ids, top_k=top_k, experts=experts, missing=True)
     any_missing = bool((ids < 0).any())
     batched = targets.dim() == 4  # [batch, width, layers, top_k]
     samples = np.arange(len(targets)).repeat(targets.shape[1]) if batched else None
-    if replayed := [layer for layer, router in found.items() if isinstance(vars(router).get("forward"), _Forced)]:
+    replayed = [layer for layer, router in found.items() if isinstance(vars(router).get("forward"), _Forced)]
+    if replayed:
         raise ReplayError("model", "no replay in progress", f"one on layers {replayed}")
     try:
         for index, layer_id in enumerate(layer_ids):
-            router, where, rows = found[layer_id], f"router of layer {layer_id}", ids[:, index].contiguous()
+            router = found[layer_id]
+            where = f"router of layer {layer_id}"
+            rows = ids[:, index].contiguous()
             _Forced(router, where, rows, experts, any_missing).install()
         with one_pass(found):
             note_installed(found, ids, samples)
@@ -145,7 +150,10 @@ class _Forced:
 
     def __init__(self, router: nn.Module, where: str, ids: torch.Tensor, num_experts: int, any_missing: bool) -> None:
         self._router = router
-        self.where, self.ids, self.num_experts, self.any_missing = where, ids, num_experts, any_missing
+        self.where = where
+        self.ids = ids
+        self.num_experts = num_experts
+        self.any_missing = any_missing
         self._shadowed = vars(router).get("forward")  # an own forward of this one module, as accelerate sets
         self._forward: Callable[..., Any] = router.forward
 
@@ -186,7 +194,8 @@ class _Selection(TorchFunctionMode):
         answer = func(*args, **(kwargs or {}))
         if func in (torch.topk, torch.Tensor.topk):
             scores = args[0] if args else (kwargs or {})["input"]
-            experts, top_k = self._of.num_experts, self._of.ids.shape[1]
+            experts = self._of.num_experts
+            top_k = self._of.ids.shape[1]
             if scores.dim() == 2 and scores.shape[1] == experts and answer[1].shape[1] == top_k:
                 return self._select(scores, answer)
         elif func in (torch.masked_fill, torch.Tensor.masked_fill) and answer.dim() == 2:

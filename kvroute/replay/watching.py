@@ -23,9 +23,8 @@ watch cannot either.
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -38,64 +37,25 @@ from numpy.typing import NDArray
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from kvroute.capture.capture import find_routers
-from kvroute.capture.errors import CaptureError
-from kvroute.replay.passes import Pass, Passes
+from kvroute.replay.passes import Model, Pass, Passes
 from kvroute.replay.receipts import Gap, Receipt, Use
-from kvroute.replay.rows import MISSING, ReplayError, check_stage, layer_in_name, numbered, own_layer
+from kvroute.replay.rows import MISSING, ReplayError, check_stage
+from kvroute.replay.seen import SeenRouter, routers_ahead, watched_routers
+from kvroute.replay.uses import NO_SAMPLE, DueRows, fetched_flags, on_host, router_use
 from kvroute.routes import Routes, Split, shard_packed, shard_padded
 from kvroute.routes.fill import Order, Side
 from kvroute.routes.split import TAIL, Shard
 
-Model = nn.Module | Sequence[nn.Module]
-"""A model, or the chunks of a virtual pipeline."""
-
 _ALONE: Final = Split()
-_NO_SAMPLE: Final = -1
-
-Matches = Callable[[Any, torch.Tensor], torch.Tensor]
-"""``matches(used, ids)``: which tokens have the experts ``ids`` ``[tokens, top_k]``; bool ``[tokens]``."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Seen:
-    """A router, and where and how it is seen which experts its tokens go to."""
-
-    router: nn.Module
-    module: nn.Module
-    enters: bool
-    """Whether the module takes what is looked at, or returns it."""
-    place: int
-    """Which of the module's arguments or answers it is."""
-    matches: Matches
-    experts: int | None = None
-    """Over how many experts the router chooses, where comparing needs it."""
-
-
-@dataclass(slots=True, eq=False)
-class _Due:
-    """The rows of one micro-batch that are due in one layer, and what was seen of them."""
-
-    ids: torch.Tensor  # [tokens, top_k], 0 where nothing is due
-    there: torch.Tensor  # [tokens]  bool
-    samples: NDArray[np.int64]  # [tokens]  -1 = unknown or padding
-    by_hand: bool
-    passes: int = 0
-    recomputations: int = 0
-    taken: torch.Tensor | None = None  # [tokens]  bool
-    repeated: torch.Tensor | None = None  # [tokens]  bool
-    ahead: torch.Tensor | None = None  # [tokens]  bool: of multi-token prediction's router of this number
-    other_tokens: int | None = None
-    """How many tokens a pass had that was not of as many as there are rows."""
 
 
 @dataclass(slots=True, eq=False)
 class _Layer:
     """One watched router: its micro-batches in order, and passes that belong to none of them."""
 
-    seen: _Seen
-    due: list[_Due] = field(default_factory=list)
-    of_pass: dict[Pass, _Due] = field(default_factory=dict)
+    seen: SeenRouter
+    due: list[DueRows] = field(default_factory=list)
+    of_pass: dict[Pass, DueRows] = field(default_factory=dict)
     passes: Passes = field(default_factory=Passes)
     without_rows: int = 0
     refused: Counter[str] = field(default_factory=Counter)
@@ -108,7 +68,7 @@ _WATCHES: WeakKeyDictionary[nn.Module, Watch] = WeakKeyDictionary()
 class Watch:
     """The routers of one model, or of this rank's part of it, under watch. Made by :func:`watch`."""
 
-    def __init__(self, seen: Mapping[int, _Seen], ahead: Mapping[int, tuple[str, nn.Module]]) -> None:
+    def __init__(self, seen: Mapping[int, SeenRouter], ahead: Mapping[int, tuple[str, nn.Module]]) -> None:
         self.layers: tuple[int, ...] = tuple(sorted(seen))
         """The watched layers, counted from 0 over the whole model; increasing."""
         self._of = {layer: _Layer(seen[layer]) for layer in self.layers}
@@ -137,7 +97,7 @@ class Watch:
         self._check_routes(chosen, routes, split)
         how: dict[str, Any] = {"layers": chosen, "dtype": _dtype(routes), "missing": "minus1", "pad": "minus1"}
         rows = shard_packed(routes, tokens, split, **how)
-        samples, positions = _places(split.packed(tokens))
+        samples, positions = _shard_places(split.packed(tokens))
         self._routes_due(chosen, rows, samples, positions, tokens)
 
     def padded(
@@ -160,12 +120,13 @@ class Watch:
         self._check_routes(chosen, routes, split)
         how: dict[str, Any] = {"layers": chosen, "dtype": _dtype(routes), "missing": "minus1", "pad": "minus1"}
         rows = shard_padded(routes, tokens, split, width=width, side=side, order=order, **how)
-        _, columns = _places(split.columns(width))
+        _, columns = _shard_places(split.columns(width))
         left = np.array([width - count if side == "left" else 0 for count in tokens], np.int64)
         positions = columns[None] - left[:, None]  # [batch, local width]
         samples = np.broadcast_to(np.arange(len(tokens))[:, None], positions.shape)
         if order == "sequence":
-            samples, positions = samples.T, positions.T
+            samples = samples.T
+            positions = positions.T
         self._routes_due(chosen, rows.reshape(-1, *rows.shape[2:]), samples.ravel(), positions.ravel(), tokens)
 
     def due(
@@ -200,7 +161,7 @@ class Watch:
             wanted = f"ids in [0, {experts})" if experts is not None else "ids of 0 or more"
             got = signed[token, layer].tolist()
             raise ReplayError(f"rows token {token} layer {chosen[layer]}", f"{wanted}, or -1 throughout", got)
-        names = np.full(len(given), _NO_SAMPLE, np.int64)
+        names = np.full(len(given), NO_SAMPLE, np.int64)
         if samples is not None:
             names = np.asarray(samples)
             if names.shape != (len(given),) or names.dtype.kind not in "iu":
@@ -214,7 +175,8 @@ class Watch:
 
     def _chosen(self, layers: Sequence[int] | None) -> tuple[int, ...]:
         chosen = self.layers if layers is None else tuple(layers)
-        if strange := [layer for layer in chosen if layer not in self._of]:
+        strange = [layer for layer in chosen if layer not in self._of]
+        if strange:
             raise ReplayError("layers", f"some of {list(self.layers)}", strange[0])
         return chosen
 
@@ -254,7 +216,7 @@ class Watch:
                     continue  # a trainer's own word on these rows: what is installed has to agree with it
                 if by_hand and not of.due[-1].by_hand:
                     of.due.pop()
-            due = _Due(ids[index], there[index], samples, by_hand)
+            due = DueRows(ids[index], there[index], samples, by_hand)
             of.passes.begin()
             assert of.passes.current is not None
             of.of_pass[of.passes.current] = due
@@ -338,17 +300,17 @@ class Watch:
     def receipt(self) -> Receipt:
         """What was used until now; on an accelerator this waits for it. Changes nothing."""
         dues = [due for of in self._of.values() for due in of.due]
-        flags = _fetched(dues) if dues else {}
+        flags = fetched_flags(dues) if dues else {}
         uses: list[Use] = []
         gaps: list[Gap] = []
         for number in range(max((len(of.due) for of in self._of.values()), default=0)):
             here = {layer: of.due[number] for layer, of in self._of.items() if number < len(of.due)}
             most = max(due.passes for due in here.values())
             for layer, due in here.items():
-                use, gap = _judged(number, layer, due, flags[due], most)
+                use, gap = router_use(number, layer, due, flags[due], most)
                 uses.append(use)
                 gaps += gap
-                if due.ahead is not None and flags[due][0].any() and not (flags[due][0] & ~_on_host([due.ahead])).any():
+                if due.ahead is not None and flags[due][0].any() and not (flags[due][0] & ~on_host([due.ahead])).any():
                     wanted = f"its own choice in {self._ahead[layer][0]}, of multi-token prediction"
                     gaps.append(Gap(layer, number, None, wanted, "the experts of this layer's rows"))
         if self.layers and not any(any(use.due) for use in uses):
@@ -377,7 +339,7 @@ def watch(model: Model) -> Iterator[Watch]:
     Raises :class:`ReplayError` for a model without routers that are known here, and inside another watch of them.
     """
     chunks = [model] if isinstance(model, nn.Module) else list(model)
-    replayed = Watch(_routers(chunks), _ahead(chunks))
+    replayed = Watch(watched_routers(chunks), routers_ahead(chunks))
     routers = [of.seen.router for of in replayed._of.values()]
     if any(router in _WATCHES for router in routers):
         raise ReplayError("watch", "one watch of a router at a time", "another that is not over")
@@ -406,10 +368,11 @@ def note_installed(
     by_watch: dict[int, list[tuple[int, int]]] = {}
     watches: dict[int, Watch] = {}
     for index, (layer, router) in enumerate(routers.items()):
-        if (watching := _WATCHES.get(router)) is not None:
+        watching = _WATCHES.get(router)
+        if watching is not None:
             watches[id(watching)] = watching
             by_watch.setdefault(id(watching), []).append((index, layer))
-    names = np.full(len(ids), _NO_SAMPLE, np.int64) if samples is None else samples
+    names = np.full(len(ids), NO_SAMPLE, np.int64) if samples is None else samples
     for key, places in by_watch.items():
         chosen = ids if len(places) == ids.shape[1] else ids[:, [index for index, _ in places]]
         watches[key]._begin([layer for _, layer in places], chosen, names, by_hand=False)
@@ -418,127 +381,19 @@ def note_installed(
 def note_over(routers: Mapping[int, nn.Module]) -> None:
     """What was put into ``routers``, by layer, has had its forward passes. What is due otherwise stays due."""
     for layer, router in routers.items() if _WATCHES else ():
-        if (watching := _WATCHES.get(router)) is not None:
+        watching = _WATCHES.get(router)
+        if watching is not None:
             watching._over(layer)
-
-
-# Judging --------------------------------------------------------------------------------------------------------------
-
-_Flags = tuple[NDArray[np.bool_], NDArray[np.bool_], NDArray[np.bool_]]
-
-
-def _fetched(dues: Sequence[_Due]) -> dict[_Due, _Flags]:
-    """What is due, was taken and was repeated, bool ``[tokens]`` each; fetched from a device at once."""
-    nothing = [torch.zeros_like(due.there) for due in dues]
-    taken = [none if due.taken is None else due.taken for due, none in zip(dues, nothing, strict=True)]
-    repeated = [none if due.repeated is None else due.repeated for due, none in zip(dues, nothing, strict=True)]
-    ends = np.cumsum([len(due.samples) for due in dues])[:-1]
-    columns = [np.split(_on_host(parts), ends) for parts in ([due.there for due in dues], taken, repeated)]
-    return {due: (there, used & there, again & there) for due, there, used, again in zip(dues, *columns, strict=True)}
-
-
-def _on_host(parts: Sequence[torch.Tensor]) -> NDArray[np.bool_]:
-    """``parts`` end to end. Those of one device are fetched together."""
-    if len({part.device for part in parts}) > 1:
-        parts = [part.cpu() for part in parts]
-    flags: NDArray[np.bool_] = torch.cat(list(parts)).cpu().numpy()
-    return flags
-
-
-def _judged(micro_batch: int, layer: int, due: _Due, flags: _Flags, most: int) -> tuple[Use, list[Gap]]:
-    """One router's use of a micro-batch, of which another router had ``most`` forward passes, and its gaps."""
-    numbers, columns = np.unique(due.samples, return_inverse=True)
-    there, taken, repeated = (np.bincount(columns, flag, len(numbers)).astype(np.int64).tolist() for flag in flags)
-    samples = tuple(None if number == _NO_SAMPLE else number for number in numbers.tolist())
-    use = Use(micro_batch, layer, samples, tuple(there), tuple(taken), tuple(repeated), due.passes, due.recomputations)
-    gaps: list[Gap] = []
-    if due.other_tokens is not None:
-        wanted, got = f"passes of {len(due.samples)} local tokens, as rows are due", str(due.other_tokens)
-        return use, [Gap(layer, micro_batch, None, wanted, got)]
-    if due.passes < max(most, 1) and any(there):
-        wanted = f"{max(most, 1)} forward passes, as other routers had" if due.passes else "a forward pass"
-        gaps.append(Gap(layer, micro_batch, None, wanted, str(due.passes or "none")))
-    lacks = [(taken, flags[1], "")] if due.passes else []
-    if due.recomputations:
-        lacks.append((repeated, flags[2], " when computed again"))
-    for counts, flag, when in lacks:
-        for column, sample in enumerate(samples):
-            if counts[column] < there[column]:
-                wanted = f"{there[column]} tokens sent to the experts of their rows{when}"
-                first = int((flags[0] & ~flag & (columns == column)).argmax())
-                gaps.append(Gap(layer, micro_batch, sample, wanted, f"{counts[column]}, not local token {first}"))
-    return use, gaps
 
 
 def _dtype(routes: Sequence[Routes]) -> str:
     return "int16" if all(part.num_experts <= 1 << 15 for part in routes if part is not None) else "int32"
 
 
-def _places(shards: Sequence[Shard]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def _shard_places(shards: Sequence[Shard]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """The sample and the position of each place of ``shards``; the sample of a buffer's padding is -1."""
-    assert TAIL == _NO_SAMPLE
+    assert TAIL == NO_SAMPLE
     samples = [np.full(stop - start, sequence, np.int64) for sequence, start, stop in shards]
     positions = [np.arange(start, stop) for _, start, stop in shards]
     empty = [np.zeros(0, np.int64)]
     return np.concatenate(empty + samples), np.concatenate(empty + positions)
-
-
-# Where routers are ----------------------------------------------------------------------------------------------------
-
-
-def _routers(chunks: Sequence[nn.Module]) -> dict[int, _Seen]:
-    """The routers of a model, by layer, of the first kind that it has."""
-    megatron = sys.modules.get("megatron.core.transformer.moe.router")
-    if megatron is not None:
-        found = numbered(chunks, lambda each: isinstance(each, megatron.TopKRouter), own_layer, "router")
-        if found or _stage_without_routers(chunks):
-            return {
-                layer: _Seen(router, router, False, 1, _by_map, router.config.num_moe_experts)
-                for layer, router in found.items()
-            }
-    automodel = sys.modules.get("nemo_automodel.components.moe.layers")
-    if automodel is not None:
-        found = numbered(chunks, lambda each: isinstance(each, automodel.Gate), layer_in_name, "gate")
-        if found:
-            return {layer: _Seen(gate, gate, False, 1, _by_ids) for layer, gate in found.items()}
-    if len(chunks) != 1:
-        raise ReplayError("model", "chunks with routers of Megatron-core", "others")
-    try:
-        routers = find_routers(chunks[0])
-    except CaptureError as error:
-        raise ReplayError(error.field, error.wanted, error.got) from error
-    blocks = {id(child): block for block in chunks[0].modules() for child in block.children()}
-    experts = {layer: blocks[id(router)].get_submodule("experts") for layer, router in routers.items()}
-    return {layer: _Seen(router, experts[layer], True, 1, _by_ids) for layer, router in routers.items()}
-
-
-def _ahead(chunks: Sequence[nn.Module]) -> dict[int, tuple[str, nn.Module]]:
-    """Name and router of multi-token prediction of Megatron's, by the layer of the decoder that has its number."""
-    megatron = sys.modules.get("megatron.core.transformer.moe.router")
-    if megatron is None:
-        return {}
-    return {
-        own_layer(name, module): (name, module)
-        for chunk in chunks
-        for name, module in chunk.named_modules()
-        if isinstance(module, megatron.TopKRouter) and "mtp" in name.split(".") and module.layer_number is not None
-    }
-
-
-def _stage_without_routers(chunks: Sequence[nn.Module]) -> bool:
-    """Whether this is a stage of a Megatron model with experts, whose routers are in other stages."""
-    modules = [(name.split("."), module) for chunk in chunks for name, module in chunk.named_modules()]
-    if any(path[-1] == "router" and "mtp" not in path for path, _ in modules):
-        return False
-    return any(getattr(getattr(module, "config", None), "num_moe_experts", None) for _, module in modules)
-
-
-def _by_map(used: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """``used`` is Megatron's map, bool ``[tokens, experts]``: exactly the experts of ``ids``, in whatever order."""
-    wanted = torch.zeros_like(used).scatter_(1, ids.to(torch.int64), True)
-    return (wanted == used).all(dim=1)
-
-
-def _by_ids(used: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """``used`` are ids ``[tokens, top_k]``, in the same order: sums in bfloat16 depend on it."""
-    return (used == ids).all(dim=1) if used.shape == ids.shape else torch.zeros_like(ids[:, 0], dtype=torch.bool)

@@ -45,7 +45,8 @@ def rollout_id_of(request_id: str, sample: int = 0) -> str:
             raise InvalidInputError(
                 "request id", "chatcmpl-<user>-<uuid4>, with or without a final _<n>", repr(request_id)
             )
-        name, sample = match["user"], sample or int(match["sample"] or 0)
+        name = match["user"]
+        sample = sample or int(match["sample"] or 0)
     if _SAMPLE.search(name):
         raise InvalidInputError("request id", "one that does not end with ~<number>, as samples do", repr(request_id))
     return checked_id(f"{name}~{sample}" if sample else name)

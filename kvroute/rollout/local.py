@@ -98,7 +98,8 @@ class LocalRollouts(PartStore):
             fd = open_regular(partial, os.O_WRONLY | os.O_CREAT)
             try:
                 _lock(fd)
-                if (status := _called(fd, partial)) is None:  # it was renamed or removed during the wait
+                status = _called(fd, partial)
+                if status is None:  # it was renamed or removed during the wait
                     continue
                 try:
                     if status.st_size:  # a truncation makes ext4 write the file at its close

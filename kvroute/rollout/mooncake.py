@@ -69,7 +69,8 @@ class MooncakeRollouts(PartStore):
         try:
             for batch in chunks(zip(keys, [*parts, header], strict=True), lambda entry: len(entry[1]), BATCH_NBYTES):
                 stored = self.backend.put([_header(*entry) for entry in batch], [content for _, content in batch])
-                if lost := stored.count(None):
+                lost = stored.count(None)
+                if lost:
                     raise StorageError(f"rollout {handle.rollout_id}: no room for {lost} of {len(batch)} parts")
             before = self._point(handle)
         except BaseException:
@@ -85,7 +86,9 @@ class MooncakeRollouts(PartStore):
         return pointers[-1][1].handle if pointers else None
 
     def _read(self, handle: RolloutHandle, parts: Sequence[Range]) -> list[Buffer]:
-        keys, pages, buffers = list[BlockKey](), list[memoryview](), list[Buffer]()
+        keys = list[BlockKey]()
+        pages = list[memoryview]()
+        buffers = list[Buffer]()
         for run in parts:
             starts = [0, handle.header_nbytes] if run == HEADER else handle.starts(*run)
             room = memoryview(bytearray(starts[-1] - starts[0]))
@@ -144,7 +147,8 @@ class MooncakeRollouts(PartStore):
 
     def _point(self, handle: RolloutHandle) -> list[tuple[BlockKey, Pointer]]:
         """Make this the put that is found by its rollout's name; the pointers before."""
-        pointers, places = self._pointers(handle.rollout_id), pointers_of(handle.rollout_id)
+        pointers = self._pointers(handle.rollout_id)
+        places = pointers_of(handle.rollout_id)
         first = pointers[-1][1].number + 1 if pointers else secrets.randbelow(NUMBERS)
         for number in range(first, first + POINTER_PLACES):
             page = _packed_pointer(Pointer(number, handle))

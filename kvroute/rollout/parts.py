@@ -199,7 +199,9 @@ def _chosen(
     handle: RolloutHandle, layers: Sequence[int] | None, spans: Sequence[Range] | None
 ) -> tuple[tuple[int, ...], tuple[Range, ...]]:
     """Indices of the layers with these ids, and ranges of rows; :class:`InvalidInputError` if there are none."""
-    layer_ids, start, stop = handle.layout.layer_ids, handle.start, handle.stop
+    layer_ids = handle.layout.layer_ids
+    start = handle.start
+    stop = handle.stop
     layers_wanted = set(layer_ids if layers is None else layers)
     chosen = tuple(i for i, layer in enumerate(layer_ids) if layer in layers_wanted)
     if not chosen:

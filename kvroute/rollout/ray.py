@@ -66,7 +66,8 @@ class RayRollouts(PartStore):
 
     def __init__(self, name: str = "rollouts", layers: int = 1, *, timeout_s: float = 60.0) -> None:
         super().__init__(f"the rollout store ray:{name}", layers)
-        self._owner_name, self._timeout_s = name, timeout_s
+        self._owner_name = name
+        self._timeout_s = timeout_s
         with self._translated():
             self._owner = self._started()
 

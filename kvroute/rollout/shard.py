@@ -42,7 +42,8 @@ def fetch_shard(
     stage = split.layers(handles[0].layout.num_layers) if layers is None else tuple(layers)
     if layers is not None:
         routed = handles[0].layout.routed_layers
-        if dense := [layer for layer in stage if layer not in routed]:
+        dense = [layer for layer in stage if layer not in routed]
+        if dense:
             raise InvalidInputError("layers", f"some of {list(routed)}, which have a router", dense)
     shards = split.packed(tokens)
     parts = []

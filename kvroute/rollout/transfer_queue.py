@@ -44,9 +44,12 @@ class QueueRollouts:
     """
 
     def __init__(self, rows: RolloutStore, partition: str = PARTITION, column: str = COLUMN) -> None:
-        self.rows, self._partition, self._column = rows, partition, column
-        self._deleting, self._closed = threading.Lock(), False
-        with _translated():
+        self.rows = rows
+        self._partition = partition
+        self._column = column
+        self._deleting = threading.Lock()
+        self._closed = False
+        with _queue_errors():
             _wait_for_room()
             transfer_queue.init()
 
@@ -69,7 +72,7 @@ class QueueRollouts:
         if self._closed:
             raise StoreClosedError(f"the rollouts of {self._partition} are closed")
         key = checked_id(rollout_id)
-        with _translated():
+        with _queue_errors():
             try:
                 row = transfer_queue.kv_batch_get([key], self._partition, [self._column])
             except ValueError:  # no such row
@@ -93,7 +96,7 @@ class QueueRollouts:
         self.rows.close()
 
     def _tell(self, rollout_id: str, text: str) -> None:
-        with _translated():
+        with _queue_errors():
             transfer_queue.kv_put(rollout_id, self._partition, {self._column: text})
 
 
@@ -114,7 +117,8 @@ def _wait_for_room() -> None:
         return
     except ValueError:  # no such actor
         storage = OmegaConf.load(resources.files(transfer_queue) / "config.yaml").backend.SimpleStorage
-    needed, give_up_s = 1 + storage.num_data_storage_units, time.monotonic() + FREE_S
+    needed = 1 + storage.num_data_storage_units
+    give_up_s = time.monotonic() + FREE_S
     while (free := ray.available_resources().get("CPU", 0.0)) < needed:
         has = ray.cluster_resources().get("CPU", 0.0)
         if has < needed or time.monotonic() > give_up_s:
@@ -123,7 +127,7 @@ def _wait_for_room() -> None:
 
 
 @contextmanager
-def _translated() -> Iterator[None]:
+def _queue_errors() -> Iterator[None]:
     """Any exception of a queue becomes ``StorageError``."""
     try:
         yield

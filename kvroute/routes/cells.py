@@ -47,7 +47,9 @@ class Cells:
 
     def __post_init__(self) -> None:
         """Check all fields but the ids' values; arrays of the right dtype are taken over."""
-        layout, ids, mask = self.layout, self.ids, self.mask
+        layout = self.layout
+        ids = self.ids
+        mask = self.mask
         start = _check_shape(layout, ids, mask, self.start)
         versions = checked_versions(self.weights_versions, start, start + len(ids))
         if ids.dtype != layout.dtype:
@@ -120,8 +122,11 @@ class Cells:
             return None
         if not self.start <= start < self.stop:
             return start, None
-        layout, part = self.layout, slice(start - self.start, min(stop, self.stop) - self.start)
-        chosen, lost, known_rows = layout.routed_layers if layers is None else layers, list[int](), self.mask[part]
+        layout = self.layout
+        part = slice(start - self.start, min(stop, self.stop) - self.start)
+        chosen = layout.routed_layers if layers is None else layers
+        lost = list[int]()
+        known_rows = self.mask[part]
         if layout.missing_layers:
             lost = [n for n in layout.missing_layers if n in chosen]
         if known_rows.ndim == 2:
@@ -163,7 +168,8 @@ def _check_shape(layout: Layout, ids: NDArray[Any], mask: Mask, start: int) -> i
     if mask.dtype != np.bool_ or mask.shape not in (ids.shape[:1], ids.shape[:2]):
         wanted = f"bool of shape {ids.shape[:1]} or {ids.shape[:2]}"
         raise RowError("routes.valid", wanted, f"{mask.dtype} of shape {mask.shape}")
-    if (first := whole("routes.start", start, error=RowError)) + len(ids) > STOP_MAX:
+    first = whole("routes.start", start, error=RowError)
+    if first + len(ids) > STOP_MAX:
         raise RowError("routes.start", f"the first of {len(ids)} positions before {STOP_MAX}", first)
     return first
 
@@ -173,7 +179,8 @@ def check_known(layout: Layout, ids: NDArray[Any], mask: Mask, start: int) -> No
     start = _check_shape(layout, ids, mask, start)
     kept = np.flatnonzero(some(mask))
     if len(kept) < len(ids):
-        ids, mask = ids[kept], mask[kept]
+        ids = ids[kept]
+        mask = mask[kept]
     if mask.ndim == 2:  # unknown cells name experts that pass any check
         ids = np.where(mask[..., None], ids, np.arange(layout.top_k))
     check_ids(ids, layout.num_experts, layout.layer_ids, kept + start)
@@ -198,22 +205,23 @@ def union(parts: Sequence[C], **fields: Any) -> C:
     layout = parts[0].layout.only(tuple(sorted({layer for part in parts for layer in part.layout.layer_ids})))
     ordered = sorted((p for p in parts if len(p.ids)), key=lambda p: p.start) or [min(parts, key=lambda p: p.start)]
     by_row = all(p.mask.ndim == 1 and p.layout.layer_ids == layout.layer_ids for p in parts)
-    start, stop = ordered[0].start, max(p.stop for p in ordered)
+    start = ordered[0].start
+    stop = max(p.stop for p in ordered)
     ids = np.empty((stop - start, len(layout.layer_ids), layout.top_k), layout.dtype)
     known = np.zeros((len(ids), 1 if by_row else ids.shape[1]), np.bool_)
     versions = np.full(len(ids), UNKNOWN) if any(p.weights_versions for p in ordered) else None
     labelled = np.zeros(known.shape, np.bool_)  # cells whose version some part knows
     reached = start  # positions before it have been filled
     for part in ordered:
-        part_layers, part_known = part.layout.layer_ids, part.mask[:, None] if by_row else part.known
+        part_layers = part.layout.layer_ids
+        part_known = part.mask[:, None] if by_row else part.known
         whole = part_layers == layout.layer_ids  # ids are then copied and compared as bytes, cells are slower
         columns = slice(None) if whole else [layout.layer_ids.index(layer) for layer in part_layers]
         to, its_ids = (ids, part.ids) if whole else (cells_of(ids), cells_of(part.ids))
-        first, old = (
-            part.start - start,
-            min(max(reached - part.start, 0), len(part_known)),
-        )  # so many rows are there already
-        overlap, beyond = slice(first, first + old), slice(first + old, first + len(part_known))
+        first = part.start - start
+        old = min(max(reached - part.start, 0), len(part_known))  # so many rows are there already
+        overlap = slice(first, first + old)
+        beyond = slice(first + old, first + len(part_known))
         if versions is not None:
             labels = np.where(part.some, by_position(part.weights_versions, part.start, part.stop), UNKNOWN)
             _settle(versions[overlap], labels[:old], part.start)
@@ -221,10 +229,13 @@ def union(parts: Sequence[C], **fields: Any) -> C:
             if not by_row:
                 labelled[first : first + len(part_known), columns] |= part_known & (labels != UNKNOWN)[:, None]
         if old:
-            held, new = known[overlap, columns], part_known[:old]
+            held = known[overlap, columns]
+            new = part_known[:old]
             if not (whole and np.array_equal(ids[overlap], part.ids[:old])):
-                cells, its_cells = cells_of(ids), cells_of(part.ids)[:old]
-                if (differs := (cells[overlap, columns] != its_cells) & held & new).any():
+                cells = cells_of(ids)
+                its_cells = cells_of(part.ids)[:old]
+                differs = (cells[overlap, columns] != its_cells) & held & new
+                if differs.any():
                     row, i = np.argwhere(differs)[0].tolist()
                     wanted = (
                         f"{ids[first + row, layout.layer_ids.index(part_layers[i])].tolist()}, as in an earlier part"
@@ -232,7 +243,8 @@ def union(parts: Sequence[C], **fields: Any) -> C:
                     raise RowError(f"row {part.start + row} layer {part_layers[i]}", wanted, part.ids[row, i].tolist())
                 cells[overlap, columns] = np.where(new, its_cells, cells[overlap, columns])
             known[overlap, columns] = held | new
-        to[beyond, columns], known[beyond, columns] = its_ids[old:], part_known[old:]
+        to[beyond, columns] = its_ids[old:]
+        known[beyond, columns] = part_known[old:]
         reached = max(reached, part.stop)
     if versions is not None and not by_row:
         versions[(known & ~labelled).any(axis=1)] = UNKNOWN
@@ -244,7 +256,8 @@ def union(parts: Sequence[C], **fields: Any) -> C:
 
 def _settle(held: NDArray[np.int64], new: NDArray[np.int64], start: int) -> None:
     """Put ``new`` versions ``[n]`` into ``held`` ones of the same rows, from position ``start`` on."""
-    if (differs := (held != UNKNOWN) & (new != UNKNOWN) & (held != new)).any():
+    differs = (held != UNKNOWN) & (new != UNKNOWN) & (held != new)
+    if differs.any():
         row = int(differs.argmax())
         raise RowError(f"weights version of row {start + row}", int(held[row]), int(new[row]))
     np.maximum(held, new, out=held)  # unknown ones are below all others

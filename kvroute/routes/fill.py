@@ -47,8 +47,12 @@ class FillPlan:
         if experts % whole("ep", ep, 1, error=RowError):
             raise RowError("ep", f"a divisor of {experts} experts", ep)
         self.layers = layout.chosen(layers)
-        self.dtype, self._experts, self._top_k, self._ep = dtype, experts, layout.top_k, ep
-        self.missing, self.pad = missing, pad
+        self.dtype = dtype
+        self._experts = experts
+        self._top_k = layout.top_k
+        self._ep = ep
+        self.missing = missing
+        self.pad = pad
         self._of = layout, _columns(self.layers, layout.layer_ids, layout.missing_layers)
         for name, word, words in (("missing", missing, ("error", *FILLERS)), ("pad", pad, FILLERS)):
             if word not in words:
@@ -79,7 +83,8 @@ class FillPlan:
         last = first + len(out)
         if missing == "error" and (gap := routes.first_gap(last, first, self.layers)) is not None:
             raise missing_error(gap, f"a row for each of the positions [{first}, {last})")
-        a, b = min(max(first, routes.start), last), max(min(last, routes.stop), first)
+        a = min(max(first, routes.start), last)
+        b = max(min(last, routes.stop), first)
         if a >= b:
             self.filler(out, missing, first)
             return
@@ -90,7 +95,8 @@ class FillPlan:
         if routes.layout is not layout and routes.layout != layout:
             columns = _columns(self.layers, routes.layout.layer_ids, routes.layout.missing_layers)
         copies, dense, lacks = columns
-        target, rows = out[a - first : b - first], slice(a - routes.start, b - routes.start)
+        target = out[a - first : b - first]
+        rows = slice(a - routes.start, b - routes.start)
         for to, source in copies:
             target[:, to] = routes.ids[rows, source]
         for to, _ in dense:
@@ -101,7 +107,8 @@ class FillPlan:
         if present.all() and not lacks:
             return
         if lacks or present.ndim == 2:
-            known, present = routes.known[rows], np.zeros(target.shape[:2], np.bool_)
+            known = routes.known[rows]
+            present = np.zeros(target.shape[:2], np.bool_)
             for to, source in copies:
                 present[:, to] = known[:, source]
             for to, _ in dense:  # zeros, except in a row without a known cell
@@ -120,7 +127,9 @@ class FillPlan:
         """
         if not len(out):
             return
-        k, ep, experts = self._top_k, self._ep, self._experts
+        k = self._top_k
+        ep = self._ep
+        experts = self._experts
         if missing == "spread":
             indices = np.arange(positions, positions + len(out)) if isinstance(positions, int) else positions
             base = indices[:, None] * k + np.array(self.layers, np.int64) * (ep * k)
@@ -147,7 +156,8 @@ def _columns(
 def _slices(pairs: Sequence[tuple[int, int]]) -> _Slices:
     """``pairs`` of places as few pairs of slices: runs in which both go up by a constant, as where every other layer
     has a router."""
-    slices, remaining = _Slices(), np.array(pairs, np.int64).reshape(-1, 2)
+    slices = _Slices()
+    remaining = np.array(pairs, np.int64).reshape(-1, 2)
     while len(remaining):
         steps = np.diff(remaining, axis=0)
         same = (steps > 0).all(axis=1) & (steps == steps[:1]).all(axis=1)

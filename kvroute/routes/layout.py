@@ -34,7 +34,8 @@ class Layout(msgspec.Struct, frozen=True, cache_hash=True, forbid_unknown_fields
         # The spec checks layers, experts and top-k.
         spec = routing_spec(self.num_experts, self.top_k, self.layer_ids, self.num_layers, block_tokens=1)
         plain = {**spec.attrs, "top_k": spec.row_shape[1]}
-        if lost := self.missing_layers:
+        lost = self.missing_layers
+        if lost:
             ids = _distinct("routes.missing_layers", lost, plain["num_layers"], plain["layer_ids"])
             plain["missing_layers"] = tuple(sorted(ids))
         for name, value in plain.items():
@@ -44,7 +45,8 @@ class Layout(msgspec.Struct, frozen=True, cache_hash=True, forbid_unknown_fields
     def of(cls, spec: AuxBlockDataSpec, missing_layers: Iterable[int] = ()) -> Self:
         """The layout of rows of ``spec``; :class:`RowError` if that is not one of routing."""
         attrs = spec.attrs
-        if lacking := [name for name in ("num_experts", "layer_ids", "num_layers") if name not in attrs]:
+        lacking = [name for name in ("num_experts", "layer_ids", "num_layers") if name not in attrs]
+        if lacking:
             raise RowError(f"{spec.name} spec", "a routing spec", f"one without {', '.join(lacking)}")
         top_k = spec.row_shape[1]
         return cls(attrs["layer_ids"], attrs["num_experts"], attrs["num_layers"], top_k, tuple(missing_layers))
@@ -74,7 +76,8 @@ class Layout(msgspec.Struct, frozen=True, cache_hash=True, forbid_unknown_fields
     def check_model(self, layout: Layout, subject: str = "routes", why: str = "as the model has") -> None:
         """Raise :class:`RowError` that names ``subject`` and the field unless ``layout`` is of the same model."""
         for name in () if layout is self else _MODEL_FIELDS:
-            if (wanted := getattr(self, name)) != (got := getattr(layout, name)):
+            wanted = getattr(self, name)
+            if wanted != (got := getattr(layout, name)):
                 raise RowError(f"{subject} {name}", f"{wanted}, {why}", got)
 
     def chosen(self, layers: Layers) -> tuple[int, ...]:

@@ -45,7 +45,8 @@ def tokens_of_parts(layout: Layout, rows: int, part_layers: int, part_nbytes: in
     of less than :data:`PART_NBYTES_LEAST` is not worth its sum. Parts of all layers have no such limit.
     """
     row_nbytes = part_layers * layout.cell_nbytes
-    room, least = part_nbytes // row_nbytes, PART_NBYTES_LEAST // row_nbytes
+    room = part_nbytes // row_nbytes
+    least = PART_NBYTES_LEAST // row_nbytes
     most = rows if part_layers == len(layout.layer_ids) else min(rows, max(2 * isqrt(rows), least))
     return max(1, min(room, most))
 
@@ -70,7 +71,8 @@ class Extent(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             raise RowError("rows", wanted, f"{self.rows} from {self.start}")
         if self.part_layers > self.layers:
             raise RowError("part_layers", f"1 to {self.layers}", self.part_layers)
-        if (ids := self.rows * self.layers * self.layout.top_k) > IDS_MAX:
+        ids = self.rows * self.layers * self.layout.top_k
+        if ids > IDS_MAX:
             raise RowError("rows", f"at most {IDS_MAX} ids", ids)
 
     @property
@@ -117,7 +119,8 @@ class Extent(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     def needed(self, layers: Sequence[int], rows: Sequence[Range]) -> tuple[Range, ...]:
         """The parts that hold the given layers (indices) of the given ranges of rows: runs of those side by side."""
-        groups, bands = np.zeros(-(-self.layers // self.part_layers), np.bool_), np.zeros(self.bands, np.bool_)
+        groups = np.zeros(-(-self.layers // self.part_layers), np.bool_)
+        bands = np.zeros(self.bands, np.bool_)
         groups[[layer // self.part_layers for layer in layers]] = True
         for a, b in rows:
             if a < b:
@@ -131,9 +134,12 @@ class Extent(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
         Where a part has all layers they are those of ``cells``, whose memory this shares.
         """
-        body, width, groups = cells, self.part_layers, self.layers // self.part_layers
+        body = cells
+        width = self.part_layers
+        groups = self.layers // self.part_layers
         if groups > 1 or groups * width < self.layers:
-            body, full = np.empty(cells.size, cells.dtype), groups * width
+            body = np.empty(cells.size, cells.dtype)
+            full = groups * width
             alike = cells[:, :full].reshape(self.rows, groups, width).swapaxes(0, 1)
             body[: alike.size].reshape(alike.shape)[...] = alike
             body[alike.size :].reshape(self.rows, self.layers - full)[...] = cells[:, full:]
@@ -148,20 +154,25 @@ class Extent(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         rows: Sequence[Range],
     ) -> None:
         """Put what the parts ``[first, stop)`` have of the wanted layers and rows where it belongs."""
-        part, offset = run[0], 0
+        part = run[0]
+        offset = 0
         while part < run[1]:  # one group of layers after another
             group, band = divmod(part, self.bands)
             part = min(run[1], (group + 1) * self.bands)
-            a, b = band * self.part_tokens, min(self.rows, (part - group * self.bands) * self.part_tokens)
-            first, last = group * self.part_layers, min((group + 1) * self.part_layers, self.layers)
+            a = band * self.part_tokens
+            b = min(self.rows, (part - group * self.bands) * self.part_tokens)
+            first = group * self.part_layers
+            last = min((group + 1) * self.part_layers, self.layers)
             size = (b - a) * (last - first)
             block = np.frombuffer(content, cells[0].dtype, size, offset).reshape(b - a, last - first)
             offset += size * self.layout.cell_nbytes
-            left, right = bisect_left(layers, first), bisect_left(layers, last)
+            left = bisect_left(layers, first)
+            right = bisect_left(layers, last)
             whole = right - left == last - first
             columns = slice(None) if whole else [layer - first for layer in layers[left:right]]
             for (start, stop), target in zip(rows, cells, strict=True):
-                low, high = max(a, start), min(b, stop)
+                low = max(a, start)
+                high = min(b, stop)
                 if low < high:
                     target[low - start : high - start, left:right] = block[low - a : high - a, columns]
 

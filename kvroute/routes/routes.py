@@ -75,7 +75,8 @@ class Routes(Cells):
         token_hashes: Iterable[TokenHash] = (),
         missing_layers: Iterable[int] = (),
     ) -> None:
-        array, mask = np.asarray(ids), np.array(valid)
+        array = np.asarray(ids)
+        mask = np.array(valid)
         if array.ndim != 3:
             raise RowError("routes.ids", "integers [n, layers, top_k]", f"{array.dtype} of shape {array.shape}")
         layout = Layout(tuple(layer_ids), num_experts, num_layers, array.shape[2], tuple(missing_layers))
@@ -104,7 +105,8 @@ class Routes(Cells):
         have chosen.
         """
         layout = Layout.of(spec, missing_layers)
-        ids, valid = np.asarray(rows.values), np.asarray(rows.valid)
+        ids = np.asarray(rows.values)
+        valid = np.asarray(rows.valid)
         if ids.shape[1:] != spec.row_shape:
             raise RowError(f"{spec.name} rows", f"shape (n, {', '.join(map(str, spec.row_shape))})", ids.shape)
         spanned: tuple[WeightsSpan, ...] = ()
@@ -114,7 +116,8 @@ class Routes(Cells):
         elif weights_version is not None and not isinstance(weights_version, Rows):
             raise RowError("weights_version", "an integer, or Rows of a weights_version spec", repr(weights_version))
         elif weights_version is not None:
-            labels, labelled = np.asarray(weights_version.values), np.asarray(weights_version.valid)
+            labels = np.asarray(weights_version.values)
+            labelled = np.asarray(weights_version.valid)
             if labels.shape != (len(ids),) or labelled.shape != (len(ids),) or labels.dtype.kind not in "iu":
                 raise RowError("weights_version rows", f"integers [{len(ids)}]", f"{labels.dtype} {labels.shape}")
             if labelled.dtype != np.bool_:  # integers would act as indices
@@ -224,9 +227,11 @@ class Routes(Cells):
         rows = np.asarray(at)
         if rows.dtype != np.bool_ or rows.shape != self.valid.shape:
             raise RowError("at", f"bool of shape {self.valid.shape}", f"{rows.dtype} of shape {rows.shape}")
-        if dense := (wanted := set(layers)).difference(self.routed_layers):
+        dense = (wanted := set(layers)).difference(self.routed_layers)
+        if dense:
             raise RowError("layers", f"some of the routed layers {self.routed_layers}", dense)
-        known, ids = self.known & ~(rows[:, None] & np.array([n in wanted for n in self.layer_ids])), self.ids.copy()
+        known = self.known & ~(rows[:, None] & np.array([n in wanted for n in self.layer_ids]))
+        ids = self.ids.copy()
         blank(ids, known)
         return self._with(ids=ids, mask=known)
 
@@ -290,7 +295,8 @@ class Routes(Cells):
             raise missing_error(gap, f"a row for each of the positions [0, {rows})")
         if loss_mask is not None:
             for first, stop in spans.runs(np.asarray(loss_mask)[1:] != 0):  # the rows before positions with a loss
-                if (gap := self.first_gap(stop, first)) is not None:
+                gap = self.first_gap(stop, first)
+                if gap is not None:
                     raise missing_error(gap, f"a row, as position {gap[0] + 1} has a loss")
 
     # ---------------------------------------------------------------- for trainers
@@ -356,12 +362,14 @@ class Routes(Cells):
         ``layers`` are indices of the record's layers (``None``: all of them); its other layers become missing. The ids
         are taken over, and known to be those that were written; :class:`RowError` for a header that does not fit them.
         """
-        layout, mask = header.layout, header.mask[first : first + len(ids)]
+        layout = header.layout
+        mask = header.mask[first : first + len(ids)]
         rows = last_of(some(mask))
         if layers is not None:
             layout = layout.only(tuple(layout.layer_ids[i] for i in layers))
             mask = mask if mask.ndim == 1 else mask[:, list(layers)]
-        start, stop = header.start + first, header.start + first + len(ids)
+        start = header.start + first
+        stop = header.start + first + len(ids)
         versions = spans.checked_versions(header.weights_versions, header.start, header.stop)
         hashes = joined_hashes(header.token_hashes)
         if stop < header.stop:  # as a slice

@@ -56,7 +56,8 @@ class Split:
 
     def __post_init__(self) -> None:
         for name in ("tp", "cp", "pp"):
-            size, rank = whole(name, getattr(self, name), 1), getattr(self, f"{name}_rank")
+            size = whole(name, getattr(self, name), 1)
+            rank = getattr(self, f"{name}_rank")
             if whole(f"{name}_rank", rank) >= size:
                 raise InvalidInputError(f"{name}_rank", f"0 to {size - 1}", rank)
         for name, size in (("tail_align", self.tail_align), ("align", 1 if self.align is None else self.align)):
@@ -108,7 +109,8 @@ Shard(sequence=1, start=3, stop=4)]
             every = [Shard(i, 0, n) for i, n in enumerate(padded) if n]
             every += [Shard(TAIL, 0, part * self.cp - total)] if part * self.cp > total else []
             shards = _cut(every, part * self.cp_rank, part * (self.cp_rank + 1))
-        if tail := -count_places(shards) % self.tail_align:
+        tail = -count_places(shards) % self.tail_align
+        if tail:
             shards.append(Shard(TAIL, 0, tail))
         return self._scattered(shards)
 
@@ -129,7 +131,8 @@ Shard(sequence=1, start=3, stop=4)]
     def _scattered(self, shards: list[Shard]) -> list[Shard]:
         """The part of ``shards`` that sequence parallelism leaves to this tensor-parallel rank; neighbours joined."""
         if self.sp and self.tp > 1:
-            if (total := count_places(shards)) % self.tp:
+            total = count_places(shards)
+            if total % self.tp:
                 raise InvalidInputError("local tokens", f"a multiple of tp={self.tp}; see tail_align", total)
             part = total // self.tp
             shards = _cut(shards, part * self.tp_rank, part * (self.tp_rank + 1))
@@ -150,9 +153,11 @@ def count_places(shards: Sequence[Shard]) -> int:
 
 def _cut(shards: Sequence[Shard], start: int, stop: int) -> list[Shard]:
     """The places ``[start, stop)`` of ``shards`` laid end to end."""
-    cut, place = [], 0
+    cut = []
+    place = 0
     for sequence, first, last in shards:
-        a, b = max(start, place), min(stop, place + last - first)
+        a = max(start, place)
+        b = min(stop, place + last - first)
         if a < b:
             cut.append(Shard(sequence, first + a - place, first + b - place))
         place += last - first

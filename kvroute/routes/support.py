@@ -92,7 +92,7 @@ class SamplingSupport:
         token.
         """
         supports = [() if row is None else row for row in rows]
-        drawn, counts = _flat(supports, start)
+        drawn, counts = _flat_ids(supports, start)
         order = np.lexsort((drawn, np.repeat(np.arange(len(counts)), counts)))
         stop = start + len(counts)
         ids = token_ids(tokens, stop)
@@ -240,7 +240,7 @@ def joined(supports: Sequence[NDArray[Any]], start: int, tokens: NDArray[np.int6
     return SamplingSupport(counts, ids, start, _hashes(tokens, start, stop))
 
 
-def _flat(rows: Sequence[Any], start: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def _flat_ids(rows: Sequence[Any], start: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """The ids of all rows, one after another, and how many each has; :class:`RowError` names the first position with
     anything but integers."""
     wanted = "integers [ids]"

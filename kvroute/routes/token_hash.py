@@ -48,7 +48,9 @@ def token_hashes(tokens: ArrayLike, counts: Iterable[int]) -> tuple[TokenHash, .
     :class:`RowError` for a count of more tokens than there are.
     """
     ids = token_ids(tokens)
-    text, hashes, hashed = ids.astype("<i8", copy=False).tobytes(), list[TokenHash](), 0
+    text = ids.astype("<i8", copy=False).tobytes()
+    hashes = list[TokenHash]()
+    hashed = 0
     running = hashlib.blake2b(digest_size=TOKEN_HASH_NBYTES, person=b"kvroute.tokens")
     for count in sorted(set(counts)):
         if not 0 <= count <= len(ids):
@@ -88,7 +90,8 @@ def check_tokens(hashes: tuple[TokenHash, ...], tokens: NDArray[Any], end: int) 
     """
     if not hashes:
         raise RowError("routes.token_hashes", "a hash of the tokens; see Routes.bind", "none")
-    if (most := hashes[-1][0]) < end:
+    most = hashes[-1][0]
+    if most < end:
         raise RowError("routes.token_hashes", f"a hash of {end} tokens or more, as there are rows", f"of {most}")
     for (count, own_digest), (_, digest) in zip(token_hashes(tokens, dict(hashes)), hashes, strict=True):
         if own_digest != digest:

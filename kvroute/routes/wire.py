@@ -122,14 +122,17 @@ class Header(Extent, frozen=True, kw_only=True):
 
     def sums_of(self, run: Range, content: Buffer) -> list[int]:
         """The sums of the parts ``[first, stop)``, whose bytes these are."""
-        starts, view = self.starts(*run), memoryview(content)
+        starts = self.starts(*run)
+        view = memoryview(content)
         return [checksum(view[a - starts[0] : b - starts[0]]) for a, b in pairwise(starts)]
 
     def check_parts(self, run: Range, content: Buffer) -> None:
         """Raise :class:`RowError` unless ``content`` is the parts ``[first, stop)``, by its length and their sums."""
-        if (nbytes := memoryview(content).nbytes) != (wanted := self.nbytes_of(run)):
+        nbytes = memoryview(content).nbytes
+        if nbytes != (wanted := self.nbytes_of(run)):
             raise RowError(f"routes record parts [{run[0]}, {run[1]})", f"{wanted} bytes", nbytes)
-        expected, sums = np.frombuffer(self.sums, "<u8")[slice(*run)].tolist(), self.sums_of(run, content)
+        expected = np.frombuffer(self.sums, "<u8")[slice(*run)].tolist()
+        sums = self.sums_of(run, content)
         if expected != sums:
             index = next(i for i, pair in enumerate(zip(expected, sums, strict=True)) if pair[0] != pair[1])
             raise RowError(
@@ -159,7 +162,8 @@ def record(
 
     :class:`RowError` for too many rows.
     """
-    laid, ids = routes.mask.T.reshape(-1), routes.ids
+    laid = routes.mask.T.reshape(-1)
+    ids = routes.ids
     header = Header(
         layout=routes.layout,
         rows=len(ids),
@@ -195,11 +199,14 @@ def unpack(head: Buffer) -> Header:
     """The header that a record's bytes before its parts are. :class:`RowError` for anything else, also if one bit has
     changed.
     """
-    fixed, text = head[:FIXED_NBYTES], head[FIXED_NBYTES:]
-    if (nbytes := header_nbytes(fixed)) != len(text):
+    fixed = head[:FIXED_NBYTES]
+    text = head[FIXED_NBYTES:]
+    nbytes = header_nbytes(fixed)
+    if nbytes != len(text):
         raise RowError("routes record header", f"{nbytes} bytes", len(text))
     checksum = bytes(fixed[_FIXED.size :])
-    if (computed := _sum(fixed[: _FIXED.size], text)) != checksum:
+    computed = _sum(fixed[: _FIXED.size], text)
+    if computed != checksum:
         raise RowError("routes record header checksum", computed.hex(), checksum.hex())
     try:
         header = msgspec.json.decode(text, type=Header)
@@ -224,7 +231,8 @@ def read(data: Buffer) -> tuple[Header, NDArray[Any], memoryview | None]:
     content = None
     if isinstance(header.support, SupportPart):
         content = view[behind:]
-        if (computed := sum_of(content)) != header.support.sum:
+        computed = sum_of(content)
+        if computed != header.support.sum:
             raise RowError("routes record support checksum", header.support.sum.hex(), computed.hex())
     (ids,) = header.ids([((0, header.parts), view[first:behind])], range(header.layers), [(0, header.rows)])
     return header, ids, content

@@ -16,7 +16,7 @@ from cache_manager.progress import Progress
 from kvroute.findings import console, write_json
 from kvroute.rollout import open_rollouts
 from kvroute.routing import routing_spec_from_hf
-from kvroute.verify.asking import NO_ROWS, Answer, Server, ServerError, played
+from kvroute.verify.asking import NO_ROWS, EngineAnswer, Server, ServerError, played
 from kvroute.verify.judging import Findings, judge
 
 LONGEST: Final = 512
@@ -43,7 +43,7 @@ def main(
     for name, number, least in (("--requests", requests, 1), ("--longest", longest, 16), ("--new", new, 1)):
         if number < least:
             raise InvalidInputError(name, f"{least} or more", number)
-    told: list[list[Answer] | ServerError] = []
+    told: list[list[EngineAnswer] | ServerError] = []
     with ExitStack() as stack:
         progress = stack.enter_context(Progress(console(json)))
         progress.say(f"asking {url}")
@@ -59,7 +59,7 @@ def main(
 
 def _judged(
     server: Server,
-    told: list[list[Answer] | ServerError],
+    told: list[list[EngineAnswer] | ServerError],
     model: Path,
     dtype: str,
     progress: Progress,
@@ -102,7 +102,8 @@ def report(findings: Findings, failed: list[ServerError]) -> str:
         lines.append(f"{len(failed)} requests have no answer; the first: {failed[0]}")
     if findings.faults:
         lines.append("wrong rows: " + ", ".join(f"{count:,} {fault}" for fault, count in findings.faults.most_common()))
-    if (wrong := findings.shortest) is not None:
+    wrong = findings.shortest
+    if wrong is not None:
         wanted = "" if wrong.wanted[0] < 0 else f"wanted experts {list(wrong.wanted)}, "
         lines.append(f"shortest prompt with a wrong row: {wrong.answer.prompt} tokens, {wrong.answer.kind}")
         lines.append(f"  {list(wrong.answer.tokens[: wrong.answer.prompt])}")
@@ -135,4 +136,4 @@ def to_json(head: dict[str, Any], found: Findings, failed: list[ServerError]) ->
     return dumps(findings, indent=2) + "\n"
 
 
-__all__ = ["Answer", "Findings", "main", "report", "to_json"]
+__all__ = ["EngineAnswer", "Findings", "main", "report", "to_json"]

@@ -31,7 +31,7 @@ HEAD: Final = 4
 """Prompts with a common head share 1/HEAD of the longest prompt's length."""
 
 RowIds = NDArray[np.int32]
-Mask = NDArray[np.bool_]
+RowMask = NDArray[np.bool_]
 
 NO_ROWS: Final = "neither routed_experts nor a handle of kvroute's"
 
@@ -50,7 +50,7 @@ class Question:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class EngineAnswer:
     """One completion. ``tokens`` are those of the prompt and of the answer; the last one has no row."""
 
     kind: str
@@ -60,7 +60,7 @@ class Answer:
     refused: str = ""  # why no row came
 
     @property
-    def known(self) -> Mask:
+    def known(self) -> RowMask:
         """The cells that came: ``[tokens - 1, layers]``."""
         return np.asarray((self.ids >= 0).all(axis=2))
 
@@ -80,22 +80,26 @@ class Server:
     """A server at ``url`` that serves the model of ``spec``."""
 
     def __init__(self, url: str, spec: AuxBlockDataSpec, rollouts: RolloutStore | None, new: int, seed: int) -> None:
-        self.url, self.spec, self.new, self.seed = url.rstrip("/"), spec, new, seed
+        self.url = url.rstrip("/")
+        self.spec = spec
+        self.new = new
+        self.seed = seed
         self._rollouts = rollouts
         check_url(url)
         models = self._sent("/v1/models")
         try:
             served = models["data"][0]
-            self.model, self.engine = served["id"], "SGLang" if served.get("owned_by") == "sglang" else "vLLM"
+            self.model = served["id"]
+            self.engine = "SGLang" if served.get("owned_by") == "sglang" else "vLLM"
         except (TypeError, LookupError, AttributeError) as error:
             raise ServerError(f"{self.url}/v1/models", "the models that are served", repr(models)[:200]) from error
 
-    def ask(self, questions: Sequence[Question]) -> Iterator[list[Answer] | ServerError]:
+    def ask(self, questions: Sequence[Question]) -> Iterator[list[EngineAnswer] | ServerError]:
         """The completions of each question, in order, or why there are none."""
         with ThreadPoolExecutor(AT_ONCE) as pool:
             yield from pool.map(self._answers, questions)
 
-    def _answers(self, question: Question) -> list[Answer] | ServerError:
+    def _answers(self, question: Question) -> list[EngineAnswer] | ServerError:
         try:
             replies = self._generated(question) if self.engine == "SGLang" else self._completed(question)
             return [self._read(question, *reply) for reply in replies]
@@ -129,8 +133,9 @@ class Server:
         for completion in response["choices"]:
             yield completion["token_ids"], response, completion["index"], completion
 
-    def _read(self, question: Question, new: Sequence[int], answer: Any, index: int, field: Any) -> Answer:
-        tokens, refused = (*question.prompt, *new), ""
+    def _read(self, question: Question, new: Sequence[int], answer: Any, index: int, field: Any) -> EngineAnswer:
+        tokens = (*question.prompt, *new)
+        refused = ""
         ids = np.full((len(tokens) - 1, *self.spec.row_shape), -1, np.int32)
         ours = (answer.get("kv_transfer_params") or answer.get("meta_info") or {}).get("kvroute")
         try:
@@ -144,7 +149,7 @@ class Server:
                 ids[: len(rows)] = rows
         except RowError as error:
             refused = str(error)
-        return Answer(question.kind, len(question.prompt), tokens, np.sort(ids, axis=2), refused)
+        return EngineAnswer(question.kind, len(question.prompt), tokens, np.sort(ids, axis=2), refused)
 
     def _sent(self, path: str, body: Any = None) -> Any:
         payload = None if body is None else json.dumps(body).encode()
@@ -175,7 +180,7 @@ def rows_of(packed: object, spec: AuxBlockDataSpec, due: int) -> RowIds:
     return rows if layers == moe else rows[:, list(spec.attrs["layer_ids"])]
 
 
-def played(server: Server, requests: int, longest: int, vocabulary: int) -> Iterator[list[Answer] | ServerError]:
+def played(server: Server, requests: int, longest: int, vocabulary: int) -> Iterator[list[EngineAnswer] | ServerError]:
     """Ask a server everything: ``requests`` prompts of at most ``longest`` tokens, chosen by the server's seed.
 
     In turns prompts with a common head, further turns after their answers, several completions of one prompt and long
@@ -186,7 +191,7 @@ def played(server: Server, requests: int, longest: int, vocabulary: int) -> Iter
     def tokens(most: int) -> tuple[int, ...]:
         return tuple(source.randrange(3, vocabulary) for _ in range(max(1, most)))
 
-    def ask(questions: list[Question]) -> Iterator[list[Answer] | ServerError]:
+    def ask(questions: list[Question]) -> Iterator[list[EngineAnswer] | ServerError]:
         nonlocal asked
         asked += len(questions)
         return server.ask(questions)
@@ -207,4 +212,4 @@ def played(server: Server, requests: int, longest: int, vocabulary: int) -> Iter
         yield from ask([Question("asked again", question.prompt)])
 
 
-__all__ = ["NO_ROWS", "Answer", "Question", "Server", "ServerError", "check_url", "played", "rows_of"]
+__all__ = ["NO_ROWS", "EngineAnswer", "Question", "Server", "ServerError", "check_url", "played", "rows_of"]

@@ -16,7 +16,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from cache_manager.spec import AuxBlockDataSpec
-from kvroute.verify.asking import Answer, Mask, RowIds
+from kvroute.verify.asking import EngineAnswer, RowIds, RowMask
 
 if TYPE_CHECKING:
     from kvroute.verify.weights import Weights
@@ -33,7 +33,7 @@ OTHER: Final = "other experts"
 class Wrong:
     """A wrong row: its answer, its place, the wanted and the received experts."""
 
-    answer: Answer
+    answer: EngineAnswer
     position: int
     layer: int
     wanted: tuple[int, ...]  # -1: the row is impossible by itself
@@ -54,9 +54,10 @@ class Findings:
         return sum(count[verdict] for count in self.rows.values())
 
 
-def judge(answers: Sequence[Answer], spec: AuxBlockDataSpec, weights: Weights | None) -> Findings:
+def judge(answers: Sequence[EngineAnswer], spec: AuxBlockDataSpec, weights: Weights | None) -> Findings:
     """Judge every row of the answers, which are in the order in which they came."""
-    findings, earlier = Findings(), _Earlier()
+    findings = Findings()
+    earlier = _Earlier()
     for answer in answers:
         impossible = _impossible(answer, spec)
         if weights is None:
@@ -93,25 +94,25 @@ class _Earlier:
     def __init__(self) -> None:
         self._rows: dict[bytes, RowIds] = {}
 
-    def of(self, answer: Answer, sound: Mask) -> tuple[RowIds, Mask]:
-        wanted, computed_before, running = (
-            np.full_like(answer.ids, -1),
-            np.zeros(len(answer.ids), np.bool_),
-            xxhash.xxh3_128(),
-        )
+    def of(self, answer: EngineAnswer, sound: RowMask) -> tuple[RowIds, RowMask]:
+        wanted = np.full_like(answer.ids, -1)
+        computed_before = np.zeros(len(answer.ids), np.bool_)
+        running = xxhash.xxh3_128()
         for position, token in enumerate(answer.tokens[:-1]):
             running.update(token.to_bytes(8, "little"))
             row = self._rows.get(key := running.digest())
             if row is not None:
-                wanted[position], computed_before[position] = row, True
+                wanted[position] = row
+                computed_before[position] = True
             elif sound[position] and answer.known[position].all():
                 self._rows[key] = answer.ids[position]
         return wanted, computed_before
 
 
-def _impossible(answer: Answer, spec: AuxBlockDataSpec) -> Names:
+def _impossible(answer: EngineAnswer, spec: AuxBlockDataSpec) -> Names:
     """The fault of each row by itself ``[due]``: empty, or why no router can have chosen it."""
-    ids, known = answer.ids, answer.known
+    ids = answer.ids
+    known = answer.known
     faults = np.full(len(ids), "", "U16")
     faults[(((ids[..., 1:] == ids[..., :-1]).any(axis=2)) & known).any(axis=1)] = DUPLICATE
     faults[((ids >= spec.attrs["num_experts"]).any(axis=2) & known).any(axis=1)] = RANGE

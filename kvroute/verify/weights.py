@@ -16,7 +16,7 @@ from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 from cache_manager.errors import InvalidInputError
 from cache_manager.spec import AuxBlockDataSpec
 from kvroute.capture.capture import find_routers
-from kvroute.verify.asking import Mask, RowIds
+from kvroute.verify.asking import RowIds, RowMask
 
 NOISE: Final = {"float32": 2**-14, "float16": 2**-9, "bfloat16": 2**-6}
 """The relative rounding of a router's input in an engine that computes in this dtype."""
@@ -119,9 +119,10 @@ class Weights:
         choices = torch.stack([heard.ids.reshape(len(tokens), -1) for heard in self._heard.values()], dim=1)
         return np.sort(choices.numpy().astype(np.int32), axis=2)
 
-    def close(self, ids: RowIds, mask: Mask) -> Mask:
+    def close(self, ids: RowIds, mask: RowMask) -> RowMask:
         """Whether a router's input that differs by rounding from that of the last pass chooses these experts."""
-        close, self._listening = np.zeros_like(mask), False
+        close = np.zeros_like(mask)
+        self._listening = False
         noise = torch.Generator().manual_seed(0)
         try:
             for index, (layer, router) in enumerate(self._routers.items()):

@@ -327,7 +327,6 @@ def held(toy: Toy) -> threading.Event:
     """The worker's host is behind its device, until the event is set."""
     go = threading.Event()
     toy.held.append(go)
-    assert toy.worker._behind is not None
     toy.worker._behind.put(lambda: go.wait(GIVE_UP_S) and None)
     return go
 

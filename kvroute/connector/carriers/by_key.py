@@ -130,7 +130,8 @@ class ByKeyScheduler(SchedulerSide):
         return stored.index(False) * self._size if False in stored else external
 
     def admitted(self, admission: Admission) -> Run | None:
-        request, first = admission.request, admission.first
+        request = admission.request
+        first = admission.first
         last = first + admission.external // self._size
         self._fills.admitted(request, last * self._size, loaded=admission.external > 0)
         self._restores.pop(request.request_id, None)
@@ -184,7 +185,9 @@ class ByKeyScheduler(SchedulerSide):
 
     def _keys(self, request: Request, first: int, last: int) -> list[BlockKey]:
         """The names of the blocks ``[first, last)``: of the last hash of each, which stands for all tokens before."""
-        keys, per_block, hashes = self._parts.keys(), self._parts.hashes, request.block_hashes
+        keys = self._parts.keys()
+        per_block = self._parts.hashes
+        hashes = request.block_hashes
         stop = min(last * per_block, len(hashes))
         return [keys.adopt(bytes(hashes[place])) for place in range(first * per_block + per_block - 1, stop, per_block)]
 
@@ -194,7 +197,9 @@ class ByKeyWorker(WorkerSide):
 
     def __init__(self, parts: WorkerParts, witness: KvWitness | None) -> None:
         self.witness = witness
-        self._blocks, self._meter, self._size = parts.blocks, parts.meter, parts.spec.block_tokens
+        self._blocks = parts.blocks
+        self._meter = parts.meter
+        self._size = parts.spec.block_tokens
         self._restore_s = parts.limits.restore_s
         self._counts = JobCounts(parts.meter, parts.spec.block_tokens)
         self._refused = 0  # blocks whose restores had no room, counted so far
@@ -209,7 +214,8 @@ class ByKeyWorker(WorkerSide):
     def start(self, step: StepMeta) -> None:
         """Count the blocks of restores for which there was no room."""
         if step.loads.joined:
-            refused, before = self._blocks.counters.refused_blocks_not_restored, self._refused
+            refused = self._blocks.counters.refused_blocks_not_restored
+            before = self._refused
             self._refused = refused
             self._meter.miss(NO_ROOM, (refused - before) * self._size)
 

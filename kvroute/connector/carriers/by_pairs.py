@@ -42,7 +42,9 @@ class ByPairs(Carrier):
 
 class _Scheduler(SchedulerSide):
     def __init__(self, parts: SchedulerParts) -> None:
-        self._feed, self._places, self._size = parts.feed, parts.places, parts.spec.block_tokens
+        self._feed = parts.feed
+        self._places = parts.places
+        self._size = parts.spec.block_tokens
         self._due = NO_PAIRS  # what the engine copies to its host before its next step
         self._hits: dict[str, int] = {}  # tokens of requests that were admitted since the last step, whose KV is there
 

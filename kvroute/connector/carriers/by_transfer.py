@@ -62,7 +62,8 @@ class ByTransferScheduler(SchedulerSide):
     """The scheduler's side: its :class:`~kvroute.connector.tickets.Tickets`."""
 
     def __init__(self, parts: SchedulerParts) -> None:
-        self._weights, self._blocks_of = parts.weights, parts.blocks_of
+        self._weights = parts.weights
+        self._blocks_of = parts.blocks_of
         self.tickets = Tickets(parts.spec.block_tokens, lambda: parts.feed.generations)
         self._admitted: set[str] = set()  # requests that have not ended
 
@@ -70,7 +71,9 @@ class ByTransferScheduler(SchedulerSide):
         self.tickets.address = greeting
 
     def admitted(self, admission: Admission) -> Run | None:
-        request, first, external = admission.request, admission.first, admission.external
+        request = admission.request
+        first = admission.first
+        external = admission.external
         self._admitted.add(request.request_id)
         if admission.lends:
             self.tickets.lend(request)
@@ -115,7 +118,8 @@ class ByTransferWorker(WorkerSide):
         )
         self.not_lent = 0
         """Blocks whose rows could not be lent."""
-        self._blocks, self._meter = parts.blocks, parts.meter
+        self._blocks = parts.blocks
+        self._meter = parts.meter
         self._since_s: dict[bytes, float] = {}  # begin of each transfer under way
         self._under_way: dict[bytes, Fetch] = {}
         self._waiting: dict[str, float] = {}  # requests whose KV has come, with the end of their wait for rows
@@ -174,12 +178,14 @@ class ByTransferWorker(WorkerSide):
             if isinstance(ended, Came) and (fetch := self._under_way.pop(ended.transfer, None)):
                 self._meter.took("transfer", time.monotonic() - self._since_s.pop(ended.transfer))
                 self._missed(fetch, ended.why)
-        now_s, under_way = time.monotonic(), {fetch.request: fetch for fetch in self._under_way.values()}
+        now_s = time.monotonic()
+        under_way = {fetch.request: fetch for fetch in self._under_way.values()}
         self._waiting |= dict.fromkeys(requests, now_s + self._limits.fetch_s)
         go = {name for name, end_s in self._waiting.items() if name not in under_way or end_s < now_s or name in failed}
         for name in go:
             del self._waiting[name]
-            if (fetch := under_way.get(name)) is not None:
+            fetch = under_way.get(name)
+            if fetch is not None:
                 reason = LATE.format(self._limits.fetch_s)
                 self._why[name] = dict.fromkeys(range(fetch.first, fetch.first + len(fetch.blocks)), reason)
         return go
@@ -192,7 +198,8 @@ class ByTransferWorker(WorkerSide):
 
     def told(self) -> Mapping[str, Mapping[int, str]] | None:
         """Reasons for rows that did not come, by request and block, each returned once."""
-        why, self._why = self._why, {}
+        why = self._why
+        self._why = {}
         return why or None
 
     def counters(self) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from kvroute.connector.behind import Behind
 from kvroute.connector.key import Key
 from kvroute.connector.left import LeftRoutes, Tokens, settled
 from kvroute.connector.meter import Meter
-from kvroute.connector.tickets import Gap, gaps_of
+from kvroute.connector.tickets import MissingSpan, gaps_of
 from kvroute.integrations.sglang import versions
 from kvroute.routes import Layout, Routes
 
@@ -84,7 +84,7 @@ class RequestRows:
             reasons=after | dict(kept.reasons),
         )
 
-    def routes(self) -> tuple[Routes, list[list[int]], list[Gap]]:
+    def routes(self) -> tuple[Routes, list[list[int]], list[MissingSpan]]:
         """The routes, the positions ``[start, stop)`` at which the last router's choice is not proved, and the gaps
         with a known reason."""
         routes = Routes.from_rows(self.spec, self.rows, self.start, weights_version=self.labels)
@@ -219,7 +219,7 @@ class Answers:
 
     def _fill(
         self, field: NDArray[np.int32], rows: RequestRows | KVRouteError
-    ) -> tuple[Routes, list[list[int]], list[Gap]]:
+    ) -> tuple[Routes, list[list[int]], list[MissingSpan]]:
         """:meth:`RequestRows.routes`, which are now in the field, too: missing ids as -1, which is no expert.
 
         Layers without a router are 0, as in SGLang. Raises what kept the rows from being read; then all are missing.

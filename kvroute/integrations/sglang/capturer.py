@@ -14,7 +14,7 @@ from kvroute.capture.step_ids import OTHERS, REASONS
 from kvroute.connector.left import Tokens
 from kvroute.integrations.sglang import versions
 from kvroute.integrations.sglang.answers import Outbox, RequestRows
-from kvroute.integrations.sglang.handover import ARRIVAL, NOT_ASKED, Arrival, Handover, Ticket
+from kvroute.integrations.sglang.handover import ARRIVAL, NOT_ASKED, Arrival, Handover, PackedTicket
 from kvroute.integrations.sglang.rows import NOTHING, Aside, Ids, Launched, RoutedRows
 
 ANSWER: Final = "kvroute_answer"
@@ -151,7 +151,7 @@ class Capturer:
             ids = list(req.origin_input_ids)
             ticket = self._handover.lend(ids, self._slots_of(req, len(ids)))
         else:
-            ticket = Ticket(why=NOT_ASKED)
+            ticket = PackedTicket(why=NOT_ASKED)
         buffers.bootstrap_room[req.metadata_buffer_index, 1:] = torch.from_numpy(ticket.words())
 
     def goes_on(self, decode_req: Any, buffers: Any) -> bool:
@@ -164,7 +164,7 @@ class Capturer:
             words = buffers.bootstrap_room[decode_req.metadata_buffer_index, 1:].cpu().numpy()
             ids = [*req.origin_input_ids, *req.output_ids][: req.kv.kv_committed_len]
             slots = self._slots_of(req, len(ids))
-            arrival = self._handover.receive(Ticket.read(words), ids, slots, wanted=req.return_routed_experts)
+            arrival = self._handover.receive(PackedTicket.read(words), ids, slots, wanted=req.return_routed_experts)
             arrival.receiver = decode_req.kv_receiver
             setattr(req, ARRIVAL, arrival)
         return self._handover.goes_on(arrival)

@@ -45,7 +45,7 @@ _WHY: Final[Mapping[int, str]] = {_MIXED: MIXED, _NOT_LENT: NOT_LENT, _NOT_ASKED
 
 
 @dataclass(frozen=True, slots=True)
-class Ticket:
+class PackedTicket:
     """Where the rows of a prompt are lent: 56 bytes, which are seven of SGLang's words. With ``why`` nothing is lent.
 
     >>> ticket = Ticket(bytes(range(16)), "tcp://[::1]:7010", token_hash([1, 2]))
@@ -66,13 +66,13 @@ class Ticket:
         if self.why:
             state = next((state for state, why in _WHY.items() if why == self.why), _NOT_LENT)
         else:
-            host, port = place_of(self.address, "address")
+            host, port = ip_and_port(self.address, "address")
             ip = host.packed if host.version == 6 else ipaddress.ip_address(f"::ffff:{host}").packed
         packed = _WORDS.pack(_MAGIC, state, port, self.transfer, ip, self.digest)
         return np.frombuffer(packed, "<u8").astype(np.uint64)
 
     @classmethod
-    def read(cls, words: NDArray[np.uint64]) -> Ticket:
+    def read(cls, words: NDArray[np.uint64]) -> PackedTicket:
         magic, state, port, transfer, ip, digest = _WORDS.unpack(words.astype("<u8").tobytes())
         if magic != _MAGIC or state not in (LENT, *_WHY):
             return cls(why=NO_TICKET)
@@ -83,7 +83,7 @@ class Ticket:
         return cls(transfer, f"tcp://{text}:{port}", digest)
 
 
-def place_of(address: str, name: str) -> tuple[ipaddress.IPv4Address | ipaddress.IPv6Address, int]:
+def ip_and_port(address: str, name: str) -> tuple[ipaddress.IPv4Address | ipaddress.IPv6Address, int]:
     """The IP address and the port (0 for any) of ``tcp://IP:PORT``, which has a place in a ticket.
 
     Raises :class:`ConfigError` for another one.
@@ -127,7 +127,7 @@ class Handover:
             lent_nbytes_max=settings.lent_nbytes_max,
         )
         try:
-            place_of(self.crossing.address, "lend")
+            ip_and_port(self.crossing.address, "lend")
         except ConfigError:
             self.crossing.close()
             raise
@@ -137,13 +137,13 @@ class Handover:
 
     # ---------------------------------------------------------------- prefill
 
-    def lend(self, tokens: Sequence[int], slots: Ids) -> Ticket:
+    def lend(self, tokens: Sequence[int], slots: Ids) -> PackedTicket:
         """The prompt of these ``tokens`` is computed, and lies in ``slots``; all passes that wrote it are over."""
         self.poll()
         rows, transfer = self._rows, secrets.token_bytes(16)
         pages = slots[:: rows.page] // rows.page
         if rows.weights.mixed:
-            return Ticket(why=MIXED)
+            return PackedTicket(why=MIXED)
         try:
             lives = rows.settled(pages)
             keys = self._keys(transfer, pages)
@@ -152,8 +152,8 @@ class Handover:
             if not self.not_lent:
                 logger.warning("rows of a prompt are not lent: %s; others are counted", error)
             self.not_lent += 1
-            return Ticket(why=NOT_LENT)
-        return Ticket(transfer, self.crossing.address, token_hash(tokens))
+            return PackedTicket(why=NOT_LENT)
+        return PackedTicket(transfer, self.crossing.address, token_hash(tokens))
 
     def _keys(self, transfer: bytes, pages: Ids) -> dict[BlockKey, int]:
         """Names for a transfer's pages, independent of tokens: the ticket has the tokens' hash."""
@@ -162,7 +162,7 @@ class Handover:
 
     # ---------------------------------------------------------------- decode
 
-    def receive(self, ticket: Ticket, tokens: Sequence[int], slots: Ids, *, wanted: bool) -> Arrival:
+    def receive(self, ticket: PackedTicket, tokens: Sequence[int], slots: Ids, *, wanted: bool) -> Arrival:
         """KV of these ``tokens`` has come into ``slots``, which were given out for it. Its rows come from now on, if
         they are ``wanted``; else prefill is told that it may forget them."""
         now_s, rows = time.monotonic(), self._rows
@@ -179,7 +179,7 @@ class Handover:
         rows.came(pages, partial(self._fetch, arrival, ticket, fetched, len(slots)))
         return arrival
 
-    def _fetch(self, arrival: Arrival, ticket: Ticket, pages: Ids, tokens: int) -> None:
+    def _fetch(self, arrival: Arrival, ticket: PackedTicket, pages: Ids, tokens: int) -> None:
         """The pages have begun their lives."""
         if ticket.why:
             return
@@ -213,4 +213,4 @@ class Handover:
         self.crossing.close()
 
 
-__all__ = ["ARRIVAL", "NOT_ASKED", "NOT_LENT", "OTHER_PROMPT", "Arrival", "Handover", "Ticket", "place_of"]
+__all__ = ["ARRIVAL", "NOT_ASKED", "NOT_LENT", "OTHER_PROMPT", "Arrival", "Handover", "PackedTicket", "ip_and_port"]

@@ -91,13 +91,13 @@ def _created(create: Callable[..., Any], runner: Any, *args: Any, **named: Any) 
         settings,
         captured=captured,
         blocks=pages,
-        carrier=carrier_of(arguments),
+        carrier=carrier_name(arguments),
         version=AS_LOADED,
     )
     logger.info("%s", line)
 
 
-def carrier_of(arguments: Any) -> str:
+def carrier_name(arguments: Any) -> str:
     """What brings KV from outside, and rows beside it."""
     if versions.is_on(arguments, versions.APART):
         return f"transfer ({arguments.disaggregation_mode})"

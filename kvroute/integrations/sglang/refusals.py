@@ -13,8 +13,8 @@ from typing import Any, Final, NamedTuple
 from cache_manager.errors import ConfigError
 from kvroute.connector.settings import RANK, Lending
 from kvroute.integrations.sglang import versions
-from kvroute.integrations.sglang.handover import place_of
-from kvroute.integrations.sglang.settings import LINKER, LINKER_CONFIG, VARIABLE
+from kvroute.integrations.sglang.handover import ip_and_port
+from kvroute.integrations.sglang.settings import LINKER_CONFIG, LINKER_NAME, VARIABLE
 
 
 class Refused(NamedTuple):
@@ -95,7 +95,7 @@ OLDER: Final = (
 ELSEWHERE: Final = ("remote", "remote_instance", "dummy")
 """Formats of loading whose weights do not come from the files of the model: no digest of files names them."""
 
-JUDGED: Final = {
+ARGUMENTS: Final = {
     "tp_size": "2 ranks, by hand; refused with KvrouteLinker",
     "dp_size": "tests with 2 replicas, and KvrouteLinker; before 0.5.23 refused",
     "attn_dp_size": "tests with 2 ranks, and pages on the host; KvrouteLinker by hand; "
@@ -142,7 +142,7 @@ def _apart(server_args: Any, settings: Lending, version: str) -> Iterator[tuple[
         if versions.is_on(server_args, part):
             yield part, f"False with disaggregation_mode={mode!r}, which nothing has judged", True
     try:
-        place_of(settings.lend, "lend")
+        ip_and_port(settings.lend, "lend")
     except ConfigError as error:
         yield error.field, str(error.wanted), error.got
 
@@ -170,9 +170,9 @@ def refusals(server_args: Any, settings: Lending) -> Iterator[tuple[str, str, An
         yield "store", f"a directory for each rank, such as file:///var/lib/kvroute/{RANK}", settings.store
     if versions.is_on(server_args, versions.APART):
         yield from _apart(server_args, settings, sglang.__version__)
-    ours = linked and (getattr(server_args, LINKER_CONFIG, None) or {}).get("linker") == LINKER
+    ours = linked and (getattr(server_args, LINKER_CONFIG, None) or {}).get("linker") == LINKER_NAME
     if ours and server_args.tp_size > attention_ranks:
-        yield "tp_size", f"1 with {LINKER}: ranks may fail to load different pages", server_args.tp_size
+        yield "tp_size", f"1 with {LINKER_NAME}: ranks may fail to load different pages", server_args.tp_size
     if settings.store and server_args.enable_lora:
         yield "enable_lora", "no adapters with a store: SGLang's keys name an adapter, not its weights", True
     if settings.store and not settings.weights and server_args.load_format in ELSEWHERE:
@@ -181,7 +181,7 @@ def refusals(server_args: Any, settings: Lending) -> Iterator[tuple[str, str, An
     if loads and not settings.store:
         yield (
             "store",
-            f"a store for the rows of KV that is loaded, in {VARIABLE} or for {LINKER}",
+            f"a store for the rows of KV that is loaded, in {VARIABLE} or for {LINKER_NAME}",
             f"none, beside {loads}",
         )
 
@@ -192,4 +192,4 @@ def supported(server_args: Any, settings: Lending) -> None:
         raise ConfigError(f"SGLang with kvroute: {argument}", wanted, got)
 
 
-__all__ = ["JUDGED", "OLDER", "REFUSED", "Refused", "refusals", "supported"]
+__all__ = ["ARGUMENTS", "OLDER", "REFUSED", "Refused", "refusals", "supported"]

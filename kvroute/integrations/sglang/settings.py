@@ -10,17 +10,17 @@ from cache_manager.errors import ConfigError
 from kvroute.connector.settings import Lending
 
 VARIABLE: Final = "KVROUTE_SGLANG"
-LINKER: Final = "KvrouteLinker"
+LINKER_NAME: Final = "KvrouteLinker"
 LINKER_CONFIG: Final = "unified_cache_external_linker_config"
 """SGLang's argument, which 0.5.22 has not."""
 
 
-def settings_of(linker: dict[str, Any] | None) -> Lending:
+def lending_of(linker: dict[str, Any] | None) -> Lending:
     """``linker_extra_config``, if ``--unified-cache-external-linker-config`` names our linker, or the environment's.
 
     Raises :class:`ConfigError` for invalid ones.
     """
-    if linker is not None and linker.get("linker") == LINKER:
+    if linker is not None and linker.get("linker") == LINKER_NAME:
         return Lending.of(linker.get("linker_extra_config") or {}, "linker_extra_config")
     text = os.environ.get(VARIABLE) or "{}"
     try:
@@ -33,7 +33,7 @@ def settings_of(linker: dict[str, Any] | None) -> Lending:
 def settings_of_arguments(server_args: Any) -> Lending:
     """The settings of the engine with these server arguments; :class:`ConfigError` for invalid ones."""
     linked = getattr(server_args, "enable_unified_cache_external_linker", False)
-    return settings_of(getattr(server_args, LINKER_CONFIG, None) if linked else None)
+    return lending_of(getattr(server_args, LINKER_CONFIG, None) if linked else None)
 
 
-__all__ = ["LINKER", "LINKER_CONFIG", "VARIABLE", "settings_of", "settings_of_arguments"]
+__all__ = ["LINKER_CONFIG", "LINKER_NAME", "VARIABLE", "lending_of", "settings_of_arguments"]

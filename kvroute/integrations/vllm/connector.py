@@ -20,7 +20,7 @@ from kvroute.integrations.vllm.config import check_children, engine_of, kv_names
 from kvroute.integrations.vllm.field import Field
 from kvroute.integrations.vllm.layers import own_layers
 from kvroute.integrations.vllm.layouts import join_of
-from kvroute.integrations.vllm.routers import bind, place_of
+from kvroute.integrations.vllm.routers import bind, model_place
 
 logger = logging.getLogger(__name__)
 Base: Any = object  # vLLM's classes, unknown here
@@ -37,7 +37,7 @@ class RowsWithKV(Base):  # type: ignore[misc]
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         check_children(vllm_config, type(self))
-        log.join()
+        log.join_logging()
         super().__init__(vllm_config, role, kv_cache_config)
         self._engine = engine_of(vllm_config, kv_cache_config, type(self).inner, offloading.places_of(self))
         self._layers = tuple(kv_cache_config.kv_cache_groups[self._engine.group].layer_names)
@@ -65,7 +65,7 @@ class RowsWithKV(Base):  # type: ignore[misc]
 
         from kvroute.capture.step_ids import StepIds
         from kvroute.connector.witness import by_block
-        from kvroute.connector.worker import part_of
+        from kvroute.connector.worker import rank_part
 
         engine = stage_of(self._vllm_config, self._engine)
         if engine is None:  # a stage of dense layers
@@ -77,9 +77,9 @@ class RowsWithKV(Base):  # type: ignore[misc]
         self._layers = tuple(own_layers([name for name in modules if name in kv_caches], self._layer_count))
         kv_caches = {name: by_block(kv_caches[name], self._engine.blocks) for name in self._layers}
         first = self._layers[0]
-        place = place_of(self._vllm_config.parallel_config, modules, spec, first, group.rank_in_group)
+        place = model_place(self._vllm_config.parallel_config, modules, spec, first, group.rank_in_group)
         join_shards = join_of(place, group)
-        self._rank = part_of(self._engine, kv_caches, group.device_group, divided=divided, join_shards=join_shards)
+        self._rank = rank_part(self._engine, kv_caches, group.device_group, divided=divided, join_shards=join_shards)
         if group.rank_in_group == 0:
             self._worker_rows = self._rank
             self._say_started(bind(modules, spec, self._rank.ids.hook, first, place))

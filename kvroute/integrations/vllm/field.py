@@ -2,9 +2,9 @@
 
 The engine core's end is :class:`Field`. Each output of a step gets the rows of the tokens that the model has read since
 the request's last output, because the front end may end a request at any of them (a stop string, an abort); it
-concatenates these chunks when the request ends. The front end's end is :func:`watch`: an answer that lacks a row has no
-field, and says why. :func:`take_over` turns vLLM's own flag into the connector's setting, and calls :func:`watch` where
-a configuration asks for the field: every front end makes its configuration itself.
+concatenates these chunks when the request ends. The front end's end is :func:`guard_front_end`: an answer that lacks a
+row has no field, and says why. :func:`take_over` turns vLLM's own flag into the connector's setting, and guards the
+front end where a configuration asks for the field: every front end makes its configuration itself.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kvroute.connector.answers import FIELD, GAPS
 from kvroute.connector.messages import StepMeta
 from kvroute.connector.scheduler import SchedulerRows
 from kvroute.connector.step_rows import StepRows
-from kvroute.connector.tickets import Gap
+from kvroute.connector.tickets import MissingSpan
 from kvroute.integrations.vllm.versions import PREFIX
 
 logger = logging.getLogger(__name__)
@@ -152,7 +152,7 @@ class Field:
         array[:, self._layer_ids] = ids
         return array
 
-    def _lose(self, output: Any, gaps: Sequence[Gap]) -> None:
+    def _lose(self, output: Any, gaps: Sequence[MissingSpan]) -> None:
         name = output.request_id
         tokens = sum(stop - start for start, stop, _ in gaps)
         start, _, why = gaps[0]
@@ -209,7 +209,7 @@ class _Dropped(list[Any]):
         return
 
 
-def watch() -> None:
+def guard_front_end() -> None:
     """In the front end: an answer that lacks a row has no field at all, and says why. A second call is harmless."""
     from vllm.outputs import RequestOutput  # type: ignore[import-not-found]
     from vllm.v1.engine.output_processor import OutputProcessor, RequestState  # type: ignore[import-not-found]
@@ -338,7 +338,7 @@ def _check_rows(state: Any) -> None:
         _drop(state, [(start + rows, start + due, SHORT)])
 
 
-def _drop(state: Any, gaps: Sequence[Gap]) -> None:
+def _drop(state: Any, gaps: Sequence[MissingSpan]) -> None:
     """The answer has no field, for these gaps; the last answer of a prompt says so for all of its completions."""
     state.routed_experts_chunks = _Dropped()
     missing = vars(_family(state)).setdefault("kvroute_missing", {})
@@ -374,7 +374,7 @@ def take_over() -> None:
                 for place in flagged:
                     setattr(place, FLAG, False)
             if settings.get("field"):
-                watch()  # this process has the front end
+                guard_front_end()  # this process has the front end
         return create(self, *args, **kwargs)
 
     setattr(create_engine_config, WRAPPED, True)
@@ -404,4 +404,4 @@ def _extra(transfer: Any) -> dict[str, Any]:
     return own
 
 
-__all__ = ["FLAG", "Field", "awaited", "join", "settings_in", "take_over", "watch"]
+__all__ = ["FLAG", "Field", "awaited", "guard_front_end", "join", "settings_in", "take_over"]

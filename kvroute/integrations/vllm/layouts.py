@@ -35,7 +35,7 @@ GATHERS: Final = {"MoEPrepareAndFinalizeNaiveDPEPMonolithic": True, "MoEPrepareA
 """Whether vLLM's preparation of a kernel that routes inside brings all ranks' tokens together."""
 
 
-class Place(NamedTuple):
+class RankPlace(NamedTuple):
     """Which rank this is, of how many."""
 
     data: int
@@ -49,7 +49,7 @@ class Place(NamedTuple):
         return self.data * self.shards + self.shard
 
 
-def own_part(ids: int, sizes: Sequence[int] | None, place: Place, *, gathered: bool) -> slice | None:
+def own_part(ids: int, sizes: Sequence[int] | None, place: RankPlace, *, gathered: bool) -> slice | None:
     """Where this rank's part is among so many ``ids``; ``sizes`` are the tokens of each rank's part, in the order of a
     gather. ``None``: the ids are not those that the layer says."""
     if sizes is None or len(sizes) != place.data_size * place.shards:
@@ -60,7 +60,7 @@ def own_part(ids: int, sizes: Sequence[int] | None, place: Place, *, gathered: b
     return slice(start, stop) if ids == whole else None
 
 
-def place_of(config: Any, layers: Mapping[str, Any], tensor_rank: int) -> Place | None:
+def place_of(config: Any, layers: Mapping[str, Any], tensor_rank: int) -> RankPlace | None:
     """This rank's place among those that the routed ``layers`` exchange tokens with; ``None``: each rank's routers have
     all of its tokens. ``config`` is vLLM's ``ParallelConfig``.
 
@@ -76,7 +76,7 @@ def place_of(config: Any, layers: Mapping[str, Any], tensor_rank: int) -> Place 
             wanted = f"vLLM's own runner, or a kernel with one of {', '.join(GATHERS)}, beside several ranks of data"
             raise ConfigError(f"layer {name}", wanted, _kind(layer))
     (count,) = shards
-    return Place(config.data_parallel_rank, config.data_parallel_size, tensor_rank if count > 1 else 0, count)
+    return RankPlace(config.data_parallel_rank, config.data_parallel_size, tensor_rank if count > 1 else 0, count)
 
 
 def gathers(layer: Any) -> bool | None:
@@ -101,7 +101,7 @@ def _kind(layer: Any) -> str:
     return type(layer if preparation is None else preparation).__name__
 
 
-def hook_of(name: str, layer: Any, place: Place, keep: Keep) -> Keep:
+def hook_of(name: str, layer: Any, place: RankPlace, keep: Keep) -> Keep:
     """A hook that hands ``keep`` this rank's part of a layer's ids; or none of them if they are not what the layer
     says, so that the pass has no ids. A shard, for which other ranks wait, has as many then that are none."""
     warned = False
@@ -135,7 +135,7 @@ def _in_a_graph(ids: torch.Tensor) -> bool:
     return ids.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-def join_of(place: Place | None, group: Any) -> Callable[[torch.Tensor], torch.Tensor] | None:
+def join_of(place: RankPlace | None, group: Any) -> Callable[[torch.Tensor], torch.Tensor] | None:
     """What joins the shards ``[tokens, ...]`` of the ranks of ``group``, vLLM's tensor-parallel one, in their order;
     ``None``: there are none. Every rank of the group has to call it in each pass."""
     if place is None or place.shards == 1:
@@ -143,4 +143,4 @@ def join_of(place: Place | None, group: Any) -> Callable[[torch.Tensor], torch.T
     return lambda shard: group.all_gather(shard, 0)
 
 
-__all__ = ["GATHERS", "Place", "gathers", "hook_of", "join_of", "own_part", "place_of"]
+__all__ = ["GATHERS", "RankPlace", "gathers", "hook_of", "join_of", "own_part", "place_of"]

@@ -8,10 +8,10 @@ from __future__ import annotations
 import logging
 from typing import Final
 
-OURS: Final = ("kvroute", "transfer", "cache_manager")
+OUR_LOGGERS: Final = ("kvroute", "transfer", "cache_manager")
 
 
-def join(theirs: str = "vllm") -> None:
+def join_logging(theirs: str = "vllm") -> None:
     """Our loggers write where the logger ``theirs`` does, unless they have handlers, or those of the root show as much.
 
     A library that gives the root logger a handler, and leaves its level, is not somebody who has set up logging. That
@@ -20,7 +20,7 @@ def join(theirs: str = "vllm") -> None:
     vllm, root = logging.getLogger(theirs), logging.getLogger()
     if root.handlers and root.level <= vllm.level:
         return
-    for name in OURS:
+    for name in OUR_LOGGERS:
         logger = logging.getLogger(name)
         if not logger.handlers:
             logger.handlers = list(vllm.handlers)
@@ -28,4 +28,4 @@ def join(theirs: str = "vllm") -> None:
             logger.propagate = vllm.propagate
 
 
-__all__ = ["join"]
+__all__ = ["join_logging"]

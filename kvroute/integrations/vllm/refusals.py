@@ -34,7 +34,7 @@ def _set(value: Any) -> bool:
 
 RUN: Final = "tested"
 LOGICAL: Final = "read: the hook comes before the map to physical experts, which writes another tensor"
-PARTS: Final = "each data-parallel rank has the rows of its own tokens: [layouts](#data-and-expert-parallelism)"
+OWN_TOKENS: Final = "each data-parallel rank has the rows of its own tokens: [layouts](#data-and-expert-parallelism)"
 DRAFTS: Final = "tested with `ngram`, a draft model, MTP and EAGLE-3; none of a draft's routers is hooked"
 PADDING: Final = "judged on a GPU: a step takes as many rows as it has tokens, and rows of padding have no slot"
 
@@ -42,7 +42,7 @@ ARGUMENTS: Final[dict[str, Argument]] = {
     "parallel_config.pipeline_parallel_size": Argument(
         RUN + " with two stages; refused beside what was not judged: [stages](#pipeline-parallelism)"
     ),
-    "parallel_config.data_parallel_size": Argument(PARTS),
+    "parallel_config.data_parallel_size": Argument(OWN_TOKENS),
     "parallel_config.prefill_context_parallel_size": Argument("no context parallelism (prefill)", _many),
     "parallel_config.decode_context_parallel_size": Argument("no context parallelism", _many),
     "parallel_config.enable_dbo": Argument("no dual-batch overlap: each half calls every router", _set),
@@ -55,8 +55,8 @@ ARGUMENTS: Final[dict[str, Argument]] = {
     ),
     "parallel_config.tensor_parallel_size": Argument(RUN + ": the first rank has the rows"),
     "parallel_config.nnodes": Argument("not run: the first rank and the scheduler have to share a host"),
-    "parallel_config.enable_expert_parallel": Argument(PARTS),
-    "parallel_config.all2all_backend": Argument(PARTS),
+    "parallel_config.enable_expert_parallel": Argument(OWN_TOKENS),
+    "parallel_config.all2all_backend": Argument(OWN_TOKENS),
     "parallel_config.enable_hc_sp": Argument("read: does not reach the experts"),
     "parallel_config.enable_eplb": Argument(LOGICAL),
     "parallel_config.eplb_config": Argument(LOGICAL),

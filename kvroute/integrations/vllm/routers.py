@@ -13,7 +13,7 @@ from cache_manager.errors import ConfigError
 from cache_manager.spec import AuxBlockDataSpec
 from kvroute.integrations.vllm import layouts, versions
 from kvroute.integrations.vllm.layers import is_own, root_of
-from kvroute.integrations.vllm.layouts import Place
+from kvroute.integrations.vllm.layouts import RankPlace
 
 
 class JudgedRouter(NamedTuple):
@@ -59,14 +59,14 @@ def bind(
     spec: AuxBlockDataSpec,
     hook_of: Callable[[int], Callable[[Any], None]],
     first: str,
-    place: Place | None = None,
+    place: RankPlace | None = None,
 ) -> int:
     """Hook each router of the model, but none of a draft model; how many. ``first`` is the name of a layer of the
     model: see :mod:`kvroute.integrations.vllm.layers`.
 
-    ``modules`` are vLLM's by name; ``place`` is that of :func:`place_of`. :class:`ConfigError` unless just the spec's
-    layers have one router each, of a class of :data:`ROUTERS`: where the spec knows of none, its routes would say that
-    the layer is dense.
+    ``modules`` are vLLM's by name; ``place`` is that of :func:`model_place`. :class:`ConfigError` unless just the
+    spec's layers have one router each, of a class of :data:`ROUTERS`: where the spec knows of none, its routes would
+    say that the layer is dense.
     """
     wanted, bound = spec.attrs["layer_ids"], dict[int, str]()
     for name, module, layer in _of_the_model(modules, spec, first):
@@ -85,9 +85,9 @@ def bind(
     return len(bound)
 
 
-def place_of(
+def model_place(
     config: Any, modules: Mapping[str, Any], spec: AuxBlockDataSpec, first: str, tensor_rank: int
-) -> Place | None:
+) -> RankPlace | None:
     """This rank's place among those that the model's routed layers exchange tokens with; see :mod:`.layouts`.
 
     ``first`` is the name of a layer of the model, as for :func:`bind`.
@@ -155,4 +155,4 @@ def hook(name: str, layer: Any, capture: Callable[[Any], None]) -> bool:
     return True
 
 
-__all__ = ["ROUTERS", "bind", "check", "hook", "place_of"]
+__all__ = ["ROUTERS", "bind", "check", "hook", "model_place"]

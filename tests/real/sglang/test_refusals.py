@@ -12,7 +12,7 @@ from sglang.srt.server_args import ServerArgs
 
 from kvroute.connector.settings import Lending
 from kvroute.integrations.sglang.hooks import COMPUTES
-from kvroute.integrations.sglang.refusals import JUDGED, OLDER, REFUSED, refusals
+from kvroute.integrations.sglang.refusals import ARGUMENTS, OLDER, REFUSED, refusals
 
 NAMES = (Path(__file__).parent / "server_args.txt").read_text().split()
 
@@ -25,8 +25,8 @@ def arguments(**changed: Any) -> Any:
 def test_a_new_argument_of_sglang_is_noticed() -> None:
     """Method: a file has the names of all. Decide about a new one in ``refusals.py``, then add it to the file."""
     assert sorted(ServerArgs.__struct_fields__) == NAMES
-    assert {*(entry.argument for entry in REFUSED), *JUDGED, *COMPUTES} <= set(NAMES)
-    assert not {entry.argument for entry in REFUSED} & set(JUDGED)
+    assert {*(entry.argument for entry in REFUSED), *ARGUMENTS, *COMPUTES} <= set(NAMES)
+    assert not {entry.argument for entry in REFUSED} & set(ARGUMENTS)
     assert not {entry.argument for entry in OLDER} & set(NAMES)
 
 

@@ -13,7 +13,7 @@ from vllm.model_executor.layers.fused_moe.prepare_finalize import naive_dp_ep, n
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 from vllm.model_executor.models import utils
 
-from kvroute.integrations.vllm.layouts import GATHERS, Place, gathers, hook_of
+from kvroute.integrations.vllm.layouts import GATHERS, RankPlace, gathers, hook_of
 
 COUNTS = [5, 1, 8]
 
@@ -49,7 +49,7 @@ def sharded(ids: torch.Tensor, shards: int, monkeypatch: pytest.MonkeyPatch) -> 
     return parts
 
 
-def kept(layer: Any, place: Place, ids: torch.Tensor) -> torch.Tensor:
+def kept(layer: Any, place: RankPlace, ids: torch.Tensor) -> torch.Tensor:
     """What the hook keeps in a pass of these numbers, in the context that vLLM's layer makes for its call."""
     seen = list[torch.Tensor]()
     metadata = DPMetadata(torch.tensor(COUNTS, dtype=torch.int32))
@@ -69,7 +69,7 @@ def test_a_hook_keeps_its_ranks_tokens(rank: int, kernel: bool, shards: int, mon
     parts = [part for data in range(3) for part in sharded(ids_of(data), shards, monkeypatch)]
     found = []
     for shard in range(shards):
-        place = Place(rank, 3, shard, shards)
+        place = RankPlace(rank, 3, shard, shards)
         found.append(kept(layer, place, parts[place.part] if kernel else torch.cat(parts)))
     assert torch.cat(found)[: COUNTS[rank]].tolist() == ids_of(rank).tolist()
 
@@ -78,11 +78,11 @@ def test_ids_that_are_not_what_the_layer_says_are_not_kept() -> None:
     """Goal: another rank's rows are never taken. Method: all ranks' ids where the layer says its own, and the other way
     round; no numbers, as outside of a layer's call."""
     every = torch.cat([ids_of(data) for data in range(3)])
-    assert len(kept(layer_of(shards=1, kernel=True), Place(1, 3), every)) == 0
-    assert len(kept(layer_of(shards=1, kernel=False), Place(1, 3), ids_of(1))) == 0
+    assert len(kept(layer_of(shards=1, kernel=True), RankPlace(1, 3), every)) == 0
+    assert len(kept(layer_of(shards=1, kernel=False), RankPlace(1, 3), ids_of(1))) == 0
     seen = list[torch.Tensor]()
     with override_forward_context(ForwardContext({}, {}, {}, None, CUDAGraphMode.NONE)):
-        hook_of("layers.1", layer_of(shards=1, kernel=True), Place(1, 3), seen.append)(ids_of(1))
+        hook_of("layers.1", layer_of(shards=1, kernel=True), RankPlace(1, 3), seen.append)(ids_of(1))
     assert len(seen[0]) == 0
 
 

@@ -22,9 +22,9 @@ from kvroute.doctor import (
     Sglang,
     Vllm,
     diagnose,
+    findings_text,
     fitting_wheel,
     look,
-    report,
 )
 from kvroute.integrations.sglang.versions import PREFERRED
 
@@ -85,7 +85,7 @@ def test_the_command_prints_its_findings_and_its_status_says_whether_all_is_well
 ) -> None:
     findings = diagnose(look(), require_mooncake=True)
     status = main(["doctor", "--require", "mooncake"])
-    assert capsys.readouterr().out.splitlines()[0] == report(findings).splitlines()[0]
+    assert capsys.readouterr().out.splitlines()[0] == findings_text(findings).splitlines()[0]
     assert status == (FAILED if problems(look(), require_mooncake=True) else 0)
 
 
@@ -113,7 +113,9 @@ def test_findings_are_json_for_programs(tmp_path: Path, capsys: pytest.CaptureFi
     assert found["ok"] is (status == 0)
     assert found["versions"]["Python"] == platform.python_version()
     assert "torch" in found["versions"]
-    assert report([Finding(Level[each.pop("level").upper()], **each) for each in found["findings"]]) == printed.err
+    assert (
+        findings_text([Finding(Level[each.pop("level").upper()], **each) for each in found["findings"]]) == printed.err
+    )
     assert main(["doctor", "--json", str(tmp_path / "doctor.json")]) == status
     assert json.loads((tmp_path / "doctor.json").read_text())["versions"] == found["versions"]
 

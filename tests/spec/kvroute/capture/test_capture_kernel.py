@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 import kvroute
 from cache_manager.spec import AuxBlockDataSpec, RecordLayout
 from kvroute.capture import kernel, naive
-from kvroute.capture.plan import NOTHING, Check, Plan, check_words
+from kvroute.capture.plan import NO_BAD_ROW, Check, Plan, check_words
 
 BLOCK_TOKENS = 4
 WAYS = (naive.capture_rows, kernel.capture_rows, partial(kernel.capture_rows, group=kernel.GROUP_TOKENS))
@@ -123,7 +123,7 @@ def test_several_specs_in_one_launch() -> None:
         "indexer_topk": list(chosen(2, 6, 4096, 16, torch.int32).unbind(0)),
     }
     slots = torch.tensor([11, 2, -1, 6, 0, 9])
-    assert world.capture(given, slots)[Check.FIRST] == NOTHING
+    assert world.capture(given, slots)[Check.FIRST] == NO_BAD_ROW
     given["indexer_topk"][1] = None
     words = world.capture(given, slots)
     token, spec, layer = world.plan.place(words[Check.FIRST])

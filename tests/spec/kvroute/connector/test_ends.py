@@ -202,7 +202,7 @@ def test_an_answer_comes_whatever_happens(start: Callable[..., Toy], monkeypatch
         failing.setattr(ends.Ends, "_rows_until", lambda *_: 1 // 0)
         with pytest.raises(RowError, match="ZeroDivisionError"):
             of(end(toy, FIRST))
-    monkeypatch.setattr(ends, "_labels", lambda _: 1 // 0)
+    monkeypatch.setattr(ends, "labels_of", lambda _: 1 // 0)
     with pytest.raises(RowError, match="ZeroDivisionError"):
         of(end(toy, FIRST))
     for at in ("leave", "fail"):

@@ -307,9 +307,8 @@ def test_a_step_whose_host_part_fails_leaves_no_row(start: Start) -> None:
     """Goal: a half-done step leaves no readable row, and the engine goes on. Method: one call after the device's work
     raises; a strict worker says so at the next step."""
     toy = start(late=True)
-    assert toy.worker._behind is not None
     toy.ask("r", PROMPT)
-    toy.worker._behind.put(lambda: 1 // 0)  # type: ignore[arg-type,return-value]
+    toy.worker._behind.put(lambda: 1 // 0)
     toy.worker.settle()
     assert not toy.worker.blocks.complete(toy.table[:2]).any()
     with pytest.raises(ZeroDivisionError):

@@ -18,7 +18,7 @@ from kvroute.connector.carriers import ByKey
 from kvroute.connector.carriers.by_key import ByKeyWorker, Filled
 from kvroute.connector.messages import StepMeta
 from kvroute.connector.witness import OtherRank
-from kvroute.connector.worker import WorkerRows, part_of
+from kvroute.connector.worker import WorkerRows, rank_part
 from kvroute.routing import routing_spec
 from kvroute.witness import ROOT, Run, chained, fold_reference
 
@@ -43,7 +43,7 @@ def rank_of(rank: int, directory: Path, damaged: bool) -> None:
     engine = Engine(settings, spec, Namespace("m", 1), 8, max_tokens=64, carrier=ByKey("flagged"))
     group = distributed.group.WORLD
     assert group is not None
-    part = part_of(engine, {"layers.1": kv}, group, divided=True)
+    part = rank_part(engine, {"layers.1": kv}, group, divided=True)
     assert isinstance(part, OtherRank if rank else WorkerRows)
     part.begin(StepMeta(None, b"", carrier=Filled([RUN], b"")))
     part.end()

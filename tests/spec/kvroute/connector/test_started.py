@@ -18,7 +18,7 @@ from kvroute.connector.meter import PAGE, Meter
 from kvroute.connector.settings import Settings
 from kvroute.connector.started import started
 from kvroute.connector.versions import AS_LOADED
-from kvroute.integrations.sglang.hooks import carrier_of
+from kvroute.integrations.sglang.hooks import carrier_name
 from kvroute.integrations.vllm import log
 
 SPEC = kvroute.routing_spec(num_experts=8, top_k=2, layer_ids=[1, 2], num_layers=3, block_tokens=16)
@@ -48,7 +48,7 @@ def engine_log() -> Iterator[io.StringIO]:
     handler = logging.StreamHandler(written)
     handler.setFormatter(logging.Formatter("%(levelname)s %(name)s %(message)s"))
     engine, root = logging.getLogger("an_engine"), logging.getLogger()
-    ours = [logging.getLogger(name) for name in log.OURS]
+    ours = [logging.getLogger(name) for name in log.OUR_LOGGERS]
     before = [(logger, logger.handlers, logger.level, logger.propagate) for logger in (engine, root, *ours)]
     engine.handlers, engine.propagate, root.handlers = [handler], False, []
     engine.setLevel(logging.INFO)
@@ -66,8 +66,8 @@ def test_our_lines_stand_in_the_engine_s_log() -> None:
     logger = logging.getLogger("kvroute.connector.meter")
     with engine_log() as written:
         logger.info("lost")
-        log.join("an_engine")
-        log.join("an_engine")
+        log.join_logging("an_engine")
+        log.join_logging("an_engine")
         logger.info("said")
     assert written.getvalue() == "INFO kvroute.connector.meter said\n"
 
@@ -78,7 +78,7 @@ def test_a_handler_of_the_root_logger_alone_hides_no_line_and_repeats_none() -> 
     with engine_log() as written:
         logging.getLogger().handlers = [logging.StreamHandler(written)]
         logging.getLogger().setLevel(logging.WARNING)
-        log.join("an_engine")
+        log.join_logging("an_engine")
         logging.getLogger("kvroute.integrations.vllm.connector").info("said")
     assert written.getvalue() == "INFO kvroute.integrations.vllm.connector said\n"
 
@@ -91,7 +91,7 @@ def test_an_operator_s_own_handler_hears_us_where_the_engine_has_none() -> None:
         engine.handlers, engine.propagate = [], True
         logging.getLogger().handlers = [logging.StreamHandler(written)]
         logging.getLogger().setLevel(logging.WARNING)
-        log.join("an_engine")
+        log.join_logging("an_engine")
         logging.getLogger("kvroute.connector.meter").warning("rows are lost")
     assert written.getvalue() == "rows are lost\n"
 
@@ -101,8 +101,8 @@ def test_who_has_set_up_logging_keeps_it() -> None:
     with engine_log():
         logging.getLogger().handlers = [logging.NullHandler()]
         logging.getLogger().setLevel(logging.INFO)
-        log.join("an_engine")
-        assert [logging.getLogger(name).handlers for name in log.OURS] == [[], [], []]
+        log.join_logging("an_engine")
+        assert [logging.getLogger(name).handlers for name in log.OUR_LOGGERS] == [[], [], []]
 
 
 def test_a_line_about_missing_rows_names_a_page_that_is_there(caplog: pytest.LogCaptureFixture) -> None:
@@ -126,4 +126,4 @@ def test_a_line_about_missing_rows_names_a_page_that_is_there(caplog: pytest.Log
     ],
 )
 def test_sglang_s_carrier_is_named_by_its_arguments(flag: str, carrier: str) -> None:
-    assert carrier_of(SimpleNamespace(**({flag: True} if flag else {}))) == carrier
+    assert carrier_name(SimpleNamespace(**({flag: True} if flag else {}))) == carrier

@@ -23,7 +23,7 @@ from kvroute.connector.limits import Limits
 from kvroute.connector.settings import Lending
 from kvroute.connector.tickets import MIXED, NO_TICKET
 from kvroute.integrations.sglang.capturer import Capturer
-from kvroute.integrations.sglang.handover import NOT_ASKED, NOT_LENT, OTHER_PROMPT, Handover, Ticket, place_of
+from kvroute.integrations.sglang.handover import NOT_ASKED, NOT_LENT, OTHER_PROMPT, Handover, PackedTicket, ip_and_port
 from kvroute.integrations.sglang.rows import Launched, RoutedRows
 from transfer import TransferLimits
 
@@ -45,10 +45,10 @@ class Side:
         one = torch.tensor([salt, 100 + salt], dtype=torch.int32)
         return self.rows.launch(torch.from_numpy(slots), one.expand(len(slots), 3, 2).clone())
 
-    def prefilled(self, slots: np.ndarray[Any, Any], salt: int = 7) -> Ticket:
+    def prefilled(self, slots: np.ndarray[Any, Any], salt: int = 7) -> PackedTicket:
         """The ticket of a prompt that lies in ``slots`` now, as decode reads it."""
         self.launch(slots, salt).finalize()
-        return Ticket.read(self.handover.lend(PROMPT, slots).words())
+        return PackedTicket.read(self.handover.lend(PROMPT, slots).words())
 
     def salts(self, slots: np.ndarray[Any, Any], why: Mapping[int, str] | None = None) -> tuple[list[int], Any]:
         """The salt of each row, 0 if it is missing, and the gaps."""
@@ -148,8 +148,8 @@ def test_why_there_is_no_ticket() -> None:
     full = prefill.prefilled(HERE)
     prefill.rows.weights.changed(2)
     mixed = prefill.prefilled(HERE)
-    stock = Ticket.read(np.zeros(7, np.uint64))
-    unasked = Ticket.read(Ticket(why=NOT_ASKED).words())
+    stock = PackedTicket.read(np.zeros(7, np.uint64))
+    unasked = PackedTicket.read(PackedTicket(why=NOT_ASKED).words())
     for ticket, why in ((full, NOT_LENT), (mixed, MIXED), (stock, NO_TICKET), (unasked, NOT_ASKED)):
         decode.launch(THERE, 9).finalize()
         arrival = decode.handover.receive(ticket, PROMPT, THERE, wanted=True)
@@ -249,10 +249,10 @@ def test_a_request_is_followed_through_sglang_s_queues(two: tuple[Side, Side]) -
 )
 def test_an_address_without_a_place_in_a_ticket_is_refused(address: str) -> None:
     with pytest.raises(ConfigError, match=r"^lend: wanted tcp://IP:PORT"):
-        place_of(address, "lend")
+        ip_and_port(address, "lend")
 
 
 @pytest.mark.parametrize("address", ["tcp://10.1.2.3:65535", "tcp://[2001:db8::7]:1", "tcp://127.0.0.1:7010"])
 def test_a_ticket_keeps_its_address(address: str) -> None:
-    ticket = Ticket(bytes(range(16)), address, bytes(range(16, 32)))
-    assert Ticket.read(ticket.words()) == ticket
+    ticket = PackedTicket(bytes(range(16)), address, bytes(range(16, 32)))
+    assert PackedTicket.read(ticket.words()) == ticket

@@ -14,24 +14,24 @@ import pytest
 from kvroute import ConfigError
 from kvroute.connector.settings import Lending
 from kvroute.integrations.sglang import hooks, plugin, refusals, register, routers, versions
-from kvroute.integrations.sglang.settings import settings_of
+from kvroute.integrations.sglang.settings import lending_of
 
 
 def test_invalid_settings_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """Goal: a mistake can be mended by its message. Method: the place, what may stand there, and what was written."""
     wanted = "store, rollouts, weights, witness, strict, untested, lend, lent_nbytes_max, keys"
     with pytest.raises(ConfigError, match=rf"^linker_extra_config: wanted some of {wanted} .*got 'stor'"):
-        settings_of({"linker": "KvrouteLinker", "linker_extra_config": {"stor": "x"}})
+        lending_of({"linker": "KvrouteLinker", "linker_extra_config": {"stor": "x"}})
     monkeypatch.setenv("KVROUTE_SGLANG", "store=file:///x")
     with pytest.raises(ConfigError, match=r"^KVROUTE_SGLANG: wanted a JSON object, got 'store=file:///x'"):
-        settings_of(None)
+        lending_of(None)
     monkeypatch.setenv("KVROUTE_SGLANG", '{"weights": 3}')
     with pytest.raises(ConfigError, match=r"^KVROUTE_SGLANG\.weights: wanted text, got 3"):
-        settings_of(None)
+        lending_of(None)
     monkeypatch.setenv("KVROUTE_SGLANG", "")
-    assert settings_of(None) == Lending()
+    assert lending_of(None) == Lending()
     monkeypatch.setenv("KVROUTE_SGLANG", '{"weights": "w"}')
-    assert settings_of({"linker": "another"}) == Lending(weights="w")
+    assert lending_of({"linker": "another"}) == Lending(weights="w")
 
 
 class Scheduler:
@@ -76,7 +76,7 @@ def test_what_a_server_refuses_is_on_the_page() -> None:
     """Goal: the page says what the code does. Method: each line of the tables, made from them."""
     page = (Path(__file__).parents[5] / "docs" / "sglang.md").read_text()
     lines = [f"| `{entry.argument}` | {entry.why} |" for entry in (*refusals.REFUSED, *refusals.OLDER)]
-    lines += [f"| `{argument}` | {how} |" for argument, how in refusals.JUDGED.items()]
+    lines += [f"| `{argument}` | {how} |" for argument, how in refusals.ARGUMENTS.items()]
     for table in (routers.ROUTERS, routers.FORMATS):
         for name, router in table.items():
             accepted = "accepted" if router.accepted else "refused"

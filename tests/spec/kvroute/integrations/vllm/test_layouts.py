@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from cache_manager.errors import ConfigError
 from kvroute import routing_spec
 from kvroute.capture.step_ids import NO_ID, StepIds
-from kvroute.integrations.vllm.layouts import Place, hook_of, join_of, own_part
-from kvroute.integrations.vllm.routers import place_of
+from kvroute.integrations.vllm.layouts import RankPlace, hook_of, join_of, own_part
+from kvroute.integrations.vllm.routers import model_place
 
 COUNTS = st.lists(st.integers(1, 9), min_size=2, max_size=4)
 
@@ -45,7 +45,7 @@ def test_each_rank_keeps_its_own_tokens(counts: list[int], shards: int, gathered
     sizes = sizes_of(counts, shards)
     kept = []
     for shard in range(shards):
-        place = Place(rank, len(counts), shard, shards)
+        place = RankPlace(rank, len(counts), shard, shards)
         ids = torch.cat(parts) if gathered else parts[place.part]
         part = own_part(len(ids), sizes, place, gathered=gathered)
         assert part is not None
@@ -56,7 +56,7 @@ def test_each_rank_keeps_its_own_tokens(counts: list[int], shards: int, gathered
 @given(counts=COUNTS, shards=st.sampled_from([1, 2]), gathered=st.booleans(), more=st.sampled_from([-1, 1, 5]))
 def test_other_numbers_of_ids_are_of_nobody(counts: list[int], shards: int, gathered: bool, more: int) -> None:
     """Goal: a layout that is not the one that the layer says gives no rows, though the number may fit another one."""
-    place, sizes = Place(1, len(counts), 0, shards), sizes_of(counts, shards)
+    place, sizes = RankPlace(1, len(counts), 0, shards), sizes_of(counts, shards)
     ids = sum(sizes) if gathered else sizes[place.part]
     assert own_part(ids + more, sizes, place, gathered=gathered) is None
     assert own_part(ids, None, place, gathered=gathered) is None
@@ -91,7 +91,7 @@ def test_shards_of_a_step_are_joined_once_a_pass() -> None:
     for tokens in (5, 3):
         size = -(-tokens // 2)
         group = Ranks(a_shard(size, size))
-        ids = StepIds(SPEC, 5, torch.device("cpu"), join_of(Place(0, 2, 0, 2), group))
+        ids = StepIds(SPEC, 5, torch.device("cpu"), join_of(RankPlace(0, 2, 0, 2), group))
         ids.begin()
         for layer, values in zip((1, 3), a_shard(0, size).unbind(1), strict=True):
             ids.hook(layer)(values.contiguous())
@@ -104,7 +104,7 @@ def test_shards_of_a_step_are_joined_once_a_pass() -> None:
 def test_a_failed_pass_takes_part_in_the_join() -> None:
     """Goal: no rank waits forever for one whose pass has no ids. Method: a router of another width."""
     group = Ranks(a_shard(2, 2))
-    ids = StepIds(SPEC, 8, torch.device("cpu"), join_of(Place(0, 2, 0, 2), group))
+    ids = StepIds(SPEC, 8, torch.device("cpu"), join_of(RankPlace(0, 2, 0, 2), group))
     ids.begin()
     ids.hook(1)(torch.zeros((2, 2), dtype=torch.int32))
     ids.hook(3)(torch.zeros((2, 5), dtype=torch.int32))
@@ -116,7 +116,7 @@ def test_a_failed_pass_takes_part_in_the_join() -> None:
 def test_a_pass_whose_router_is_called_twice_takes_part_in_the_join() -> None:
     """Goal: the same. Method: this rank alone calls a router twice; the other shard's rows are there."""
     group = Ranks(a_shard(2, 2))
-    ids = StepIds(SPEC, 8, torch.device("cpu"), join_of(Place(0, 2, 0, 2), group))
+    ids = StepIds(SPEC, 8, torch.device("cpu"), join_of(RankPlace(0, 2, 0, 2), group))
     ids.begin()
     first, third = a_shard(0, 2).unbind(1)
     for layer, values in ((1, first), (1, first), (3, third)):
@@ -136,13 +136,15 @@ def test_ids_that_are_not_this_rank_s_are_none_of_its_shard(
     monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
     monkeypatch.setitem(sys.modules, "vllm.forward_context", vllm)  # type: ignore[arg-type]
     kept = list[torch.Tensor]()
-    hook_of("layers.1", MoERunner(shards), Place(0, 2, 0, shards), kept.append)(torch.zeros((5, 2), dtype=torch.int32))
+    hook_of("layers.1", MoERunner(shards), RankPlace(0, 2, 0, shards), kept.append)(
+        torch.zeros((5, 2), dtype=torch.int32)
+    )
     assert kept[0].tolist() == expected
 
 
 def test_a_rank_that_has_all_tokens_joins_nothing() -> None:
     assert join_of(None, None) is None
-    assert join_of(Place(1, 2), None) is None
+    assert join_of(RankPlace(1, 2), None) is None
 
 
 class MoERunner:
@@ -158,10 +160,10 @@ class MoERunner:
         self.routed_experts, self.router = SimpleNamespace(quant_method=method), None
 
 
-def placed(data_size: int, tensor_rank: int, **modules: Any) -> Place | None:
+def placed(data_size: int, tensor_rank: int, **modules: Any) -> RankPlace | None:
     config = SimpleNamespace(data_parallel_size=data_size, data_parallel_rank=data_size - 1)
     named = {name.replace("_", "."): module for name, module in modules.items()}
-    return place_of(config, named, SPEC, "layers.0.attn", tensor_rank)
+    return model_place(config, named, SPEC, "layers.0.attn", tensor_rank)
 
 
 def test_where_a_rank_is_among_all() -> None:
@@ -170,11 +172,11 @@ def test_where_a_rank_is_among_all() -> None:
     attention = SimpleNamespace(layer_id=1)
     draft = SimpleNamespace(layer_id=1, router=None)
     assert placed(1, 1, layers_1=MoERunner()) is None
-    assert placed(2, 1, layers_1=MoERunner(), attention=attention, mtp_layers_1=draft) == Place(1, 2, 0, 1)
-    assert placed(2, 1, layers_1=MoERunner(2), layers_3=MoERunner(2)) == Place(1, 2, 1, 2)
-    assert placed(1, 1, layers_1=MoERunner(2)) == Place(0, 1, 1, 2)
+    assert placed(2, 1, layers_1=MoERunner(), attention=attention, mtp_layers_1=draft) == RankPlace(1, 2, 0, 1)
+    assert placed(2, 1, layers_1=MoERunner(2), layers_3=MoERunner(2)) == RankPlace(1, 2, 1, 2)
+    assert placed(1, 1, layers_1=MoERunner(2)) == RankPlace(0, 1, 1, 2)
     preparation = type("MoEPrepareAndFinalizeNaiveDPEPMonolithic", (), {})()
-    assert placed(2, 0, layers_1=MoERunner(1, preparation)) == Place(1, 2)
+    assert placed(2, 0, layers_1=MoERunner(1, preparation)) == RankPlace(1, 2)
 
 
 def test_layers_of_unknown_layout_are_refused_by_name() -> None:
