@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from kvroute import RolloutHandle, Routes, SamplingSupport, open_rollouts
-from kvroute.rollout.handle import FORMAT
+from kvroute.rollout.handle import FORMAT, SUPPORT_FORMAT
 from kvroute.routes.routes import JSON_FORMAT
 from kvroute.routes.wire import SUPPORT_VERSION, WIRE_VERSION
 
@@ -46,11 +46,13 @@ def written() -> None:
     (KEPT / f"routes-support-{SUPPORT_VERSION}.bin").write_bytes(routes().bind(TOKENS).to_bytes(support()))
     number = JSON_FORMAT.rpartition("/")[2]
     (KEPT / f"routes-{number}.json").write_text(json.dumps(routes().to_json()) + "\n")
-    number = FORMAT.rpartition("/")[2]
-    place = KEPT / f"rollouts-{number}"
-    shutil.rmtree(place, ignore_errors=True)
-    with closing(open_rollouts(f"file://{place}")) as store:
-        (KEPT / f"handle-{number}.json").write_text(store.put("a-rollout", routes()).to_json() + "\n")
+    for form, own_routes, beside in ((FORMAT, routes(), None), (SUPPORT_FORMAT, routes().bind(TOKENS), support())):
+        number = form.rpartition("/")[2]
+        place = KEPT / f"rollouts-{number}"
+        shutil.rmtree(place, ignore_errors=True)
+        with closing(open_rollouts(f"file://{place}")) as store:
+            handle = store.put("a-rollout", own_routes, beside)
+        (KEPT / f"handle-{number}.json").write_text(handle.to_json() + "\n")
 
 
 @pytest.mark.parametrize("file", sorted(KEPT.glob("routes-*")), ids=lambda file: file.name)
@@ -71,7 +73,12 @@ def test_a_handle_of_every_version_still_fetches_its_rollout(file: Path, tmp_pat
     shutil.copytree(KEPT / f"rollouts-{number}", tmp_path / "rollouts")
     handle = RolloutHandle.from_json(file.read_text())
     with closing(open_rollouts(f"file://{tmp_path}/rollouts")) as store:
-        assert store.get(handle) == [routes()]
+        if handle.format == SUPPORT_FORMAT:
+            assert store.get(handle) == [routes().bind(TOKENS)]
+            assert store.support(handle) == support()
+        else:
+            assert store.get(handle) == [routes()]
+            assert store.support(handle) is None
 
 
 def test_every_number_that_users_keep_has_its_file() -> None:
@@ -82,6 +89,7 @@ def test_every_number_that_users_keep_has_its_file() -> None:
         "routes as bytes, with sampling support": "routes-support-{}.bin",
         "routes as JSON": "routes-{}.json",
         "handle of a rollout": "handle-{}.json",
+        "handle of a rollout with sampling support": "handle-{}.json",
     }
     assert [what for what, _ in rows] == list(files)
     names = [files[what].format(number) for what, number in rows]
