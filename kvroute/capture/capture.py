@@ -40,9 +40,7 @@ def find_routers(model: nn.Module) -> dict[int, nn.Module]:
         router = next((children[n] for n in _ROUTER_NAMES if n in children), None)
         if router is None or "experts" not in children:
             continue
-        if (layer := _LAYER.search(name)) is None:
-            raise CaptureError("model", "routers inside numbered layers", name or "one at the top")
-        layer_id = int(layer[1])
+        layer_id = layer_of(name, "routers")
         if layer_id in routers:
             raise CaptureError("model", "one router a layer", f"{routers[layer_id][0]} and {name}")
         routers[layer_id] = (name, router)
@@ -69,6 +67,14 @@ def hook_routers(
         for layer, router in routers.items():
             handles.append(router.register_forward_hook(hook(layer, weights.name, WEIGHTS)))
     return handles
+
+
+def layer_of(name: str, what: str) -> int:
+    """The layer id in a module's name; :class:`CaptureError` if it has none."""
+    layer = _LAYER.search(name)
+    if layer is None:
+        raise CaptureError("model", f"{what} inside numbered layers", name or "one at the top")
+    return int(layer[1])
 
 
 class RoutingCapture:
