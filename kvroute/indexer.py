@@ -80,8 +80,11 @@ def indexer_spec_from_hf(config: Any, block_tokens: int) -> AuxBlockDataSpec:
 
     :class:`SpecError` for a model without an indexer.
     """
-    field = config.get if isinstance(config, Mapping) else lambda name: getattr(config, name, None)
-    top_k, layers, kinds = field("index_topk"), field("num_hidden_layers"), field("indexer_types")
+    names = ("index_topk", "num_hidden_layers", "indexer_types")
+    if isinstance(config, Mapping):
+        top_k, layers, kinds = (config.get(name) for name in names)
+    else:
+        top_k, layers, kinds = (getattr(config, name, None) for name in names)
     if not top_k or not layers:
         raise SpecError("config index_topk", "a model with an indexer", "none")
     kinds = ["full"] * layers if kinds is None else kinds
