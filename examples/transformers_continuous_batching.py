@@ -51,6 +51,9 @@ class EmbeddedRoutes:
     CUDA graphs too; elsewhere the host takes them when the pass is over. Raises ``ConfigError`` for unsupported
     settings: async batching, whose passes overlap; compilation; CUDA graphs without ``launched``; and attention other
     than full, which has other blocks.
+
+    With ``weights`` each request's :class:`kvroute.RoutingWeights` are in the attribute of that name, too: what its
+    experts' outputs were summed by, beside their ids in one record of each block.
     """
 
     def __init__(
@@ -59,6 +62,7 @@ class EmbeddedRoutes:
         namespace: kvroute.Namespace,
         memory: Literal["heap", "shared"] = "heap",
         launched: bool | None = None,
+        weights: bool = False,
     ) -> None:
         config = manager.continuous_batching_config
         compiled = config.varlen_compile_config or config.decode_compile_config
@@ -74,15 +78,19 @@ class EmbeddedRoutes:
         self.allocator = cache.cache_allocators[KIND]
         self.namespace = namespace
         self.spec = kvroute.routing_spec_from_hf(manager.model.config, block_tokens=self.allocator.tokens_per_page)
+        self.weights_spec = kvroute.routing_weights_spec(self.spec) if weights else None
         self.rows = kvroute.AuxBlocks(
-            [self.spec],
+            [self.spec] if self.weights_spec is None else [self.spec, self.weights_spec],
             blocks=(cache.num_sectors + cache.pool.num_reserved_sectors) * self.allocator.blocks_per_sector,
             host_blocks=swap._num_cpu_sectors * self.allocator.blocks_per_sector,
             namespace=namespace,
             memory=memory,
         )
-        self.capture: Any = self._launched(manager) if launched else RoutingCapture(manager.model, self.spec)
+        self.capture: Any = (
+            self._launched(manager) if launched else RoutingCapture(manager.model, self.spec, self.weights_spec)
+        )
         self.routes: dict[str, kvroute.Routes] = {}
+        self.weights: dict[str, kvroute.RoutingWeights] = {}
         self.passes_without_rows = 0
         _wrap(cache.pool, "get_free_blocks", self._given_out)
         _wrap(self.allocator, "copy_blocks", self._copied)
@@ -97,7 +105,8 @@ class EmbeddedRoutes:
 
         max_tokens = self.engine.cache.max_batch_tokens  # padded batches have no more
         stream = self.engine.inputs_and_outputs.compute_stream
-        return LaunchedCapture(manager.model, self.spec, self.rows.region("device"), max_tokens, stream=stream)
+        region = self.rows.region("device")
+        return LaunchedCapture(manager.model, self.spec, region, max_tokens, stream=stream, weights=self.weights_spec)
 
     def reset(self, weights_version: int) -> None:
         """The weights have changed: call it inside ``manager.pause()``, or between sessions. No row is readable then.
@@ -182,6 +191,10 @@ class EmbeddedRoutes:
             rows = self.rows.read(self.spec.name, table, 0, state.current_len())
             version = self.namespace.weights_version
             self.routes[request] = kvroute.Routes.from_rows(self.spec, rows, weights_version=version, checked=True)
+            if self.weights_spec is not None:
+                weights = self.rows.read(self.weights_spec.name, table, 0, state.current_len())
+                both = kvroute.RoutingWeights.from_rows(self.spec, rows, weights, weights_version=version, checked=True)
+                self.weights[request] = both
         finish(request)
 
 

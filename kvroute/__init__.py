@@ -57,8 +57,8 @@ _NAMES = {
     "kvroute.checks": "valid_rows",
     "kvroute.journal": "RequestJournal",
     "kvroute.rollout": "RolloutHandle fetch_shard open_rollouts",
-    "kvroute.routes": "Routes SamplingSupport Split",
-    "kvroute.routing": "logprob_spec routing_spec routing_spec_from_hf weights_version_spec",
+    "kvroute.routes": "Routes RoutingWeights SamplingSupport Split",
+    "kvroute.routing": "logprob_spec routing_spec routing_spec_from_hf routing_weights_spec weights_version_spec",
 }
 # Errors print under the name that users import: kvroute.SpecError.
 _errors = import_module("cache_manager.errors")

@@ -39,11 +39,13 @@ from kvroute.rollout import RolloutHandle as RolloutHandle
 from kvroute.rollout import fetch_shard as fetch_shard
 from kvroute.rollout import open_rollouts as open_rollouts
 from kvroute.routes import Routes as Routes
+from kvroute.routes import RoutingWeights as RoutingWeights
 from kvroute.routes import SamplingSupport as SamplingSupport
 from kvroute.routes import Split as Split
 from kvroute.routing import logprob_spec as logprob_spec
 from kvroute.routing import routing_spec as routing_spec
 from kvroute.routing import routing_spec_from_hf as routing_spec_from_hf
+from kvroute.routing import routing_weights_spec as routing_weights_spec
 from kvroute.routing import weights_version_spec as weights_version_spec
 
 __version__: str

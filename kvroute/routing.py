@@ -21,6 +21,8 @@ from cache_manager.spec import AuxBlockDataSpec
 
 ROUTING = "routing"
 """The name of the spec that :func:`routing_spec` makes."""
+ROUTING_WEIGHTS = "routing_weights"
+"""The name of the spec that :func:`routing_weights_spec` makes."""
 
 _EXPERTS_MAX = 1 << 32
 SPECS_KEPT = 64
@@ -62,6 +64,21 @@ def _routing_spec(
         dtype=id_dtype(experts),
         block_tokens=block_tokens,
         attrs={"num_experts": experts, "layer_ids": ids, "num_layers": layers},
+    )
+
+
+def routing_weights_spec(routing: AuxBlockDataSpec) -> AuxBlockDataSpec:
+    """The spec of routing weights beside the ids of ``routing``, a :func:`routing_spec`: ``float32``, of its shape.
+
+    The weights are those that the experts' outputs are summed by, normalised and scaled as the model does. Put both
+    specs into one record: then no block has one without the other.
+
+    >>> ids = routing_spec(num_experts=128, top_k=8, layer_ids=range(48), num_layers=48, block_tokens=16)
+    >>> ids.row_nbytes + routing_weights_spec(ids).row_nbytes
+    1920
+    """
+    return AuxBlockDataSpec(
+        ROUTING_WEIGHTS, routing.row_shape, "float32", block_tokens=routing.block_tokens, attrs=routing.attrs
     )
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, Self
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import nn
@@ -14,12 +16,14 @@ from torch import nn
 from cache_manager.spec import AuxBlockDataSpec
 from cache_manager.step import Step
 from kvroute.capture.errors import CaptureError
-from kvroute.capture.hooks import Hooks, Values
+from kvroute.capture.hooks import WEIGHTS, Hooks, Values
 from kvroute.checks import check_ids
+from kvroute.routing import routing_weights_spec
 
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)(?:\.|$)")
 _ROUTER_NAMES = ("gate", "router")
 _ROUTER_DTYPES = (torch.uint8, torch.int16, torch.int32, torch.int64)
+_WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def find_routers(model: nn.Module) -> dict[int, nn.Module]:
@@ -36,10 +40,7 @@ def find_routers(model: nn.Module) -> dict[int, nn.Module]:
         router = next((children[n] for n in _ROUTER_NAMES if n in children), None)
         if router is None or "experts" not in children:
             continue
-        layer = _LAYER.search(name)
-        if layer is None:
-            raise CaptureError("model", "routers inside numbered layers", name or "one at the top")
-        layer_id = int(layer[1])
+        layer_id = layer_of(name, "routers")
         if layer_id in routers:
             raise CaptureError("model", "one router a layer", f"{routers[layer_id][0]} and {name}")
         routers[layer_id] = (name, router)
@@ -49,6 +50,33 @@ def find_routers(model: nn.Module) -> dict[int, nn.Module]:
     return {layer_id: routers[layer_id][1] for layer_id in sorted(routers)}
 
 
+def check_weights(ids: AuxBlockDataSpec, weights: AuxBlockDataSpec) -> None:
+    """Raise :class:`CaptureError` unless the spec ``weights`` is of the layers and places of ``ids``, in float32."""
+    wanted = routing_weights_spec(ids)
+    if replace(weights, name=wanted.name) != wanted:
+        raise CaptureError("spec of weights", wanted, weights)
+
+
+def hook_routers(
+    routers: Mapping[int, nn.Module], hook: Callable[..., Callable[..., None]], weights: AuxBlockDataSpec | None
+) -> list[Any]:
+    """The handles of hooks on each router, made by ``hook``, as :meth:`Hooks.hook` is: for its ids, and with a spec of
+    ``weights`` for those."""
+    handles = [router.register_forward_hook(hook(layer)) for layer, router in routers.items()]
+    if weights is not None:
+        for layer, router in routers.items():
+            handles.append(router.register_forward_hook(hook(layer, weights.name, WEIGHTS)))
+    return handles
+
+
+def layer_of(name: str, what: str) -> int:
+    """The layer id in a module's name; :class:`CaptureError` if it has none."""
+    layer = _LAYER.search(name)
+    if layer is None:
+        raise CaptureError("model", f"{what} inside numbered layers", name or "one at the top")
+    return int(layer[1])
+
+
 class RoutingCapture:
     """Holds the top-k ids of the last forward pass of ``model`` and turns them into routing rows.
 
@@ -56,17 +84,26 @@ class RoutingCapture:
     and copies them; :meth:`clear` prepares for the next pass. The model's results are not changed. One capture serves
     one forward pass at a time; it is not thread-safe.
 
-    Raises :class:`CaptureError` when the model's layers with routers are not ``spec.attrs["layer_ids"]``.
+    With ``weights``, a :func:`~kvroute.routing.routing_weights_spec`, the routers' weights are kept beside their ids.
+
+    Raises :class:`CaptureError` when the model's layers with routers are not ``spec.attrs["layer_ids"]``, and for
+    weights of another shape than the ids'.
     """
 
-    def __init__(self, model: nn.Module, spec: AuxBlockDataSpec) -> None:
+    def __init__(self, model: nn.Module, spec: AuxBlockDataSpec, weights: AuxBlockDataSpec | None = None) -> None:
         self.spec = spec
+        self.weights_spec = weights
         routers = find_routers(model)
         self.layer_ids: tuple[int, ...] = spec.attrs["layer_ids"]
         if tuple(sorted(routers)) != self.layer_ids:
             raise CaptureError("layers with a router", list(self.layer_ids), sorted(routers))
-        self._kept = Hooks([Values(spec.name, self.layer_ids, spec.row_shape[1], _ROUTER_DTYPES)])
-        self._hooks = [routers[layer].register_forward_hook(self._kept.hook(layer)) for layer in self.layer_ids]
+        top_k = spec.row_shape[1]
+        values = [Values(spec.name, self.layer_ids, top_k, _ROUTER_DTYPES)]
+        if weights is not None:
+            check_weights(spec, weights)
+            values.append(Values(weights.name, self.layer_ids, top_k, _WEIGHT_DTYPES))
+        self._kept = Hooks(values)
+        self._hooks = hook_routers(routers, self._kept.hook, weights)
 
     @property
     def topk_ids(self) -> list[torch.Tensor]:
@@ -75,7 +112,7 @@ class RoutingCapture:
         Raises :class:`CaptureError` unless every layer routed exactly once, all of them the same number of tokens, and
         into memory of its own.
         """
-        return self._kept.taken()[0]
+        return self._kept.taken()[0][: len(self.layer_ids)]
 
     def rows(self) -> NDArray[Any]:
         """The rows ``[tokens, layers, top_k]`` of the forward pass since the last :meth:`clear`, in the spec's dtype.
@@ -90,16 +127,31 @@ class RoutingCapture:
         check_ids(ids, self.spec.attrs["num_experts"], self.layer_ids)
         return self.spec.rows(ids, tokens=len(ids))
 
+    def weights(self) -> NDArray[np.float32]:
+        """The weights ``[tokens, layers, top_k]`` of the same pass, in the places of :meth:`rows`' ids, bit for bit.
+
+        A copy that belongs to the caller. Values of 16 bits are widened, which changes none. Raises
+        :class:`CaptureError` as :attr:`topk_ids` does, and if the capture was made without a spec of weights.
+        """
+        if self.weights_spec is None:
+            raise CaptureError("weights", "a capture with their spec", "one of ids alone")
+        kept = self._kept.taken()[0][len(self.layer_ids) :]
+        weights: NDArray[np.float32] = torch.stack(kept, dim=1).detach().float().cpu().numpy()
+        return weights
+
     @contextmanager
     def step(self, begin: Callable[..., Step], slots: NDArray[Any]) -> Iterator[Step]:
         """A step of ``begin``, a ``begin_step``, at ``slots [tokens]``, around one forward pass.
 
-        Leaving writes the pass's :meth:`rows` and commits; an exception, also one of ``rows``, commits nothing.
+        Leaving writes the pass's :meth:`rows`, and its :meth:`weights` if there is a spec of them, and commits; an
+        exception, also one of ``rows``, commits nothing.
         """
         self.clear()
         with begin(slots) as step:
             yield step
             step.write(self.spec.name, self.rows())
+            if self.weights_spec is not None:
+                step.write(self.weights_spec.name, self.weights())
         self.clear()
 
     def clear(self) -> None:

@@ -16,6 +16,9 @@ from numpy.typing import NDArray
 
 from kvroute.capture.errors import CaptureError
 
+WEIGHTS: Final = 1
+IDS: Final = 2
+"""Where weights and ids are in the answer of a transformers router."""
 MISSED: Final = "a call in each pass"
 ONCE: Final = "one call a pass"
 OWN: Final = "values in memory of their own"
@@ -62,11 +65,12 @@ class Hooks:
         self._places: list[int] = []  # addresses of the values
         self._apart = 0  # tokens up to which these are known not to overlap
 
-    def hook(self, layer_id: int, name: str | None = None) -> Callable[..., None]:
+    def hook(self, layer_id: int, name: str | None = None, part: int = IDS) -> Callable[..., None]:
         """A callback for the router of a layer that keeps its last argument, ``[tokens, width]``.
 
-        Of a tuple ``(logits, weights, ids, ...)``, the answer of transformers' routers, it keeps the ids: so it also
-        works as a forward hook. ``name`` is the name of the values, by default of the first.
+        Of a tuple ``(logits, weights, ids, ...)``, the answer of transformers' routers, it keeps the ``part``, by
+        default the ids: so it also works as a forward hook. ``name`` is the name of the values, by default of the
+        first.
         """
         place = (self._names[0][0] if name is None else name, layer_id)
         if place not in self._index:
@@ -79,7 +83,7 @@ class Hooks:
         def keep(*arguments: Any) -> None:
             value = arguments[-1]
             if isinstance(value, tuple):
-                value = value[2] if len(value) > 2 else None
+                value = value[part] if len(value) > IDS else None
             if not isinstance(value, torch.Tensor):
                 raise CaptureError(
                     type(arguments[0]).__name__, "an answer (logits, weights, ids)", type(arguments[-1]).__name__
@@ -203,4 +207,4 @@ def _interleaved(low: torch.Tensor, high: torch.Tensor) -> bool:
     return not uneven and step > 0 and width <= between % step <= step - width
 
 
-__all__ = ["MISSED", "ONCE", "OWN", "Form", "Hooks", "Values", "overlapping"]
+__all__ = ["IDS", "MISSED", "ONCE", "OWN", "WEIGHTS", "Form", "Hooks", "Values", "overlapping"]

@@ -15,7 +15,7 @@ from torch import nn
 from cache_manager.ports import Region
 from cache_manager.spec import AuxBlockDataSpec
 from cache_manager.step import Step
-from kvroute.capture.capture import find_routers
+from kvroute.capture.capture import check_weights, find_routers, hook_routers
 from kvroute.capture.errors import CaptureError
 from kvroute.capture.layers import LayerCapture
 
@@ -29,7 +29,8 @@ class LaunchedCapture:
     device reads in the host's memory. A CUDA graph of the forward holds that launch, so each replay stores rows, at the
     slots of its own :meth:`step`. A bad row is missing and counted in ``bad_rows``; the first of a pass is logged by
     name. Close it before the region. ``stream`` is the one that passes run on; without it each step waits for the whole
-    device. Raises what :class:`LayerCapture` raises.
+    device. With ``weights``, a spec of ``region``, too, the same launch stores the routers' weights beside their ids; a
+    model whose weights are not float32 has passes without rows. Raises what :class:`LayerCapture` raises.
     """
 
     def __init__(
@@ -40,19 +41,20 @@ class LaunchedCapture:
         max_tokens: int,
         *,
         stream: torch.cuda.Stream | None = None,
+        weights: AuxBlockDataSpec | None = None,
     ) -> None:
         self.bad_rows = 0
-        self._name = spec.name
+        if weights is not None:
+            check_weights(spec, weights)
+        self._names = [spec.name] if weights is None else [spec.name, weights.name]
         self._device = next(model.parameters()).device
-        self._layers = LayerCapture(region, max_tokens, self._device, names=[spec.name])
+        self._layers = LayerCapture(region, max_tokens, self._device, names=self._names)
         self._stream = stream
         self._slots = torch.full((max_tokens,), -1, dtype=torch.int64, pin_memory=self._device.type == "cuda")
         self._slots_words = self._slots.numpy()
         self._used = 0
         self._failed: Exception | None = None
-        self._hooks = [
-            router.register_forward_hook(self._layers.hook(layer)) for layer, router in find_routers(model).items()
-        ]
+        self._hooks = hook_routers(find_routers(model), self._layers.hook, weights)
         self._hooks.append(model.register_forward_hook(self._launch, with_kwargs=True))
 
     @contextmanager
@@ -80,8 +82,9 @@ class LaunchedCapture:
         if verdict.keep is not None:
             self.bad_rows += int(np.count_nonzero(~verdict.keep))
             logger.warning("rows are missing: %s", verdict.first)
-        step.wrote(self._name)
-        step.commit(None if verdict.keep is None else {self._name: verdict.keep})
+        for name in self._names:
+            step.wrote(name)
+        step.commit(None if verdict.keep is None else dict.fromkeys(self._names, verdict.keep))
 
     def close(self) -> None:
         """Take the hooks off the model and release the region; a second call is harmless."""

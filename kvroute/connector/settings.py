@@ -21,6 +21,13 @@ VERSION: Final = "weights_version"
 
 PLACE: Final = "kv_connector_extra_config.kvroute"
 """Where vLLM's operator writes them."""
+OTHER_KINDS: Final = {
+    "routing_weights": "the engine's hook has no weights (docs/concepts/kinds.md)",
+    "sampling_support": "the engine's own answers have supports, and support(answer) reads them",
+    "indexer_topk": "nothing captures it in this engine (docs/concepts/kinds.md)",
+    "hidden_states": "engines have connectors of their own for them (docs/concepts/kinds.md)",
+}
+"""Names of rows that no connector of kvroute carries, and why."""
 RANK: Final = "{rank}"
 """In the URL of a store: the number of the rank among those with requests of their own."""
 
@@ -47,6 +54,8 @@ class Common(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ConfigError(where, "a mapping of settings (docs/settings.md)", repr(mapping))
         wanted = {field.encode_name: _words(field.type) for field in inspect.type_info(cls).fields}  # type: ignore[attr-defined]
         for name, value in mapping.items():
+            if name in OTHER_KINDS:
+                raise ConfigError(f"{where}.{name}", f"expert ids alone: {OTHER_KINDS[name]}", repr(value))
             if name not in wanted:
                 raise ConfigError(where, f"some of {', '.join(wanted)} (docs/settings.md)", repr(name))
             try:

@@ -10,8 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from kvroute.replay.rows import ReplayError, counted, read_rows
-from kvroute.routes import Routes, SamplingSupport, Split, shard_packed
+from kvroute.routes import Routes, RoutingWeights, SamplingSupport, Split, shard_packed
 from kvroute.routes.fill import Missing
 
 
@@ -26,6 +28,26 @@ def routed_experts(routes: Routes, tokens: int, *, missing: Missing = "error") -
     dtype = "uint8" if routes.num_experts <= 1 << 8 else "uint16"
     rows = shard_packed([routes], [read_rows(tokens) + 1], Split(), "all", dtype, missing)
     return {"data": rows.tobytes(), "shape": list(rows.shape), "dtype": dtype}
+
+
+def routed_experts_and_weights(weights: RoutingWeights, tokens: int, *, frozen_router: bool) -> dict[str, Any]:
+    """``routed_experts`` of prime-rl's drafts of "Total Router Recall" (#3509, #3523): ``data``, ``shape`` ``[tokens,
+    num_layers, 2 * top_k]`` and ``dtype`` int32: the ids of a layer, then the bits of their float32 weights.
+
+    No release of prime-rl reads that yet. Its trainer takes the weights as constants, so its routers must be frozen:
+    :class:`ReplayError` unless ``frozen_router``. The row of the last token, and layers without a router, have the
+    experts ``0 .. top_k - 1`` with equal weights. :class:`RowError` names a missing row, which nothing can spell here.
+    """
+    if not frozen_router:
+        wanted = "frozen_router=True: a trained router would get no gradient through constants"
+        raise ReplayError("routing weights", wanted, f"frozen_router={frozen_router}")
+    routes = weights.routes
+    ids = shard_packed([routes], [read_rows(tokens) + 1], Split(), "all", "int32", "error")
+    coefficients = np.full(ids.shape, 1 / routes.top_k, np.float32)
+    placed = min(routes.stop, read_rows(tokens))
+    coefficients[routes.start : placed, list(routes.layer_ids)] = weights.weights[: placed - routes.start]
+    data = np.concatenate([ids, coefficients.view(np.int32)], axis=-1)
+    return {"data": data.tobytes(), "shape": list(data.shape), "dtype": "int32"}
 
 
 def sampling_mask(support: SamplingSupport, mask: Sequence[bool]) -> dict[str, bytes]:

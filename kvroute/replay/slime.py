@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from kvroute.replay.rows import ReplayError, all_layers, versions
+from cache_manager.publish import Rows
+from kvroute.replay.rows import ReplayError, all_layers, read_rows, versions
 from kvroute.routes import Routes
 from kvroute.routes.fill import Missing
 from kvroute.routes.split import Cut, Split
@@ -55,6 +56,23 @@ def miles_sample(routes: Routes, tokens: int, *, missing: Missing = "error") -> 
     hole is an error unless ``missing`` says otherwise.
     """
     return all_layers(routes, tokens, "int32", missing)
+
+
+def miles_indexer_topk(rows: Rows, tokens: int) -> NDArray[np.int32]:
+    """miles' ``rollout_indexer_topk``: int32 ``[tokens - 1, layers with an indexer, top_k]``, in C order.
+
+    ``rows`` are those of an :func:`~kvroute.indexer.indexer_spec` from position 0 on; the positions of a row increase,
+    and -1 fills it. miles reads a row of -1 alone as padding and gives it the positions ``0 .. top_k - 1``: a missing
+    row is a :class:`ReplayError` that names it.
+    """
+    count = read_rows(tokens)
+    values, valid = rows.values, rows.valid
+    if values.dtype != np.int32 or values.ndim != 3 or len(values) < count:
+        wanted = f"int32 [{count} or more, layers, top_k]"
+        raise ReplayError("indexer rows", wanted, f"{values.dtype} {list(values.shape)}")
+    if not valid[:count].all():
+        raise ReplayError(f"indexer row {int(np.argmin(valid[:count]))}", "one: miles cannot mark its lack", "none")
+    return np.ascontiguousarray(values[:count])
 
 
 def weight_versions(routes: Routes, tokens: int) -> list[str]:

@@ -15,7 +15,7 @@ the trainer itself routed when it computed the old log probabilities: targets ma
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -28,9 +28,9 @@ from torch.overrides import TorchFunctionMode
 from cache_manager.spec import AuxBlockDataSpec
 from kvroute.capture.capture import RoutingCapture, find_routers
 from kvroute.replay.passes import one_pass
-from kvroute.replay.rows import ReplayError, checked_ids
+from kvroute.replay.rows import ReplayError, checked_ids, read_rows
 from kvroute.replay.watching import note_installed, note_over
-from kvroute.routes import Routes, Split, shard_packed, shard_padded
+from kvroute.routes import Routes, RoutingWeights, Split, shard_packed, shard_padded
 from kvroute.routes.fill import Side
 from kvroute.routing import routing_spec_from_hf
 
@@ -83,6 +83,33 @@ def packed(routes: Sequence[Routes], tokens: Sequence[int], split: Split = _WHOL
     return torch.from_numpy(shard_packed(routes, tokens, split, missing="minus1", pad="minus1"))
 
 
+def packed_weights(weights: Sequence[RoutingWeights], tokens: Sequence[int]) -> torch.Tensor:
+    """Constants ``[sum(tokens), layers, top_k]`` float32 beside ``packed([w.routes for w in weights], tokens)``: NaN
+    where those are missing."""
+    return torch.from_numpy(np.concatenate([_constants(part, i) for part, i in zip(weights, tokens, strict=True)]))
+
+
+def padded_weights(weights: Sequence[RoutingWeights], mask: torch.Tensor | NDArray[Any]) -> torch.Tensor:
+    """Constants ``[batch, width, layers, top_k]`` float32 beside ``padded([w.routes for w in weights], mask)``: NaN
+    where those are missing."""
+    tokens, width, side = _padding(torch.as_tensor(mask), len(weights))
+    out = np.full((len(weights), width, *weights[0].weights.shape[1:]), np.nan, np.float32)
+    for i, (part, count) in enumerate(zip(weights, tokens, strict=True)):
+        first = 0 if side == "right" else width - count
+        out[i, first : first + count] = _constants(part, count)
+    return torch.from_numpy(out)
+
+
+def _constants(part: RoutingWeights, tokens: int) -> NDArray[np.float32]:
+    """The weights of the rows of ``tokens`` tokens, NaN where there is none, as in the last token's row."""
+    rows = read_rows(tokens)
+    out = np.full((tokens, *part.weights.shape[1:]), np.nan, np.float32)
+    start, stop = part.routes.start, min(part.routes.stop, rows)
+    if start < stop:
+        out[start:stop] = part.weights[: stop - start]
+    return out
+
+
 def recorded(capture: RoutingCapture) -> torch.Tensor:
     """Targets ``[tokens, layers, top_k]`` int64 of the last forward pass of ``capture``, on its device.
 
@@ -96,9 +123,13 @@ def replay(
     model: nn.Module,
     targets: torch.Tensor,  # [..., layers, top_k] any integer dtype; -1 = the router's own choice
     *,
+    weights: torch.Tensor | None = None,  # [..., layers, top_k] float32, beside targets; NaN where those are -1
     spec: AuxBlockDataSpec | None = None,
 ) -> Iterator[None]:
     """Within the block, every routed layer of ``model`` uses the experts that ``targets`` names.
+
+    With ``weights`` it sums their outputs by these, which are constants: without a gradient, and so only for a model
+    whose routers are frozen.
 
     The leading axes of ``targets`` are the model's flattened tokens, ``[batch, sequence]`` batch by batch. Every
     forward pass inside the block takes the same targets, so the block is one micro-batch: with gradient checkpointing
@@ -109,8 +140,9 @@ def replay(
     the block leaves the model as it was but for that hook. Not for ``torch.compile``, nor for kernels that fuse router
     and experts.
 
-    Raises :class:`ReplayError` for targets that do not fit the model, for a token count that is not the batch's, and
-    for a router that does not select by exactly one ``torch.topk`` over its experts.
+    Raises :class:`ReplayError` for targets that do not fit the model, for a token count that is not the batch's, for a
+    router that does not select by exactly one ``torch.topk`` over its experts; and for weights that are not beside
+    targets, or of a model with a router that is trained.
     """
     if spec is None:
         config: Any = model.config
@@ -124,6 +156,7 @@ def replay(
     top_k = spec.row_shape[1]
     ids = checked_ids(flat, "targets", layer_ids, top_k=top_k, experts=experts, missing=True)
     any_missing = bool((ids < 0).any())
+    constants = None if weights is None else _checked_constants(found, ids, weights)
     batched = targets.dim() == 4  # [batch, width, layers, top_k]
     samples = np.arange(len(targets)).repeat(targets.shape[1]) if batched else None
     replayed = [layer for layer, router in found.items() if isinstance(vars(router).get("forward"), _Forced)]
@@ -134,7 +167,8 @@ def replay(
             router = found[layer_id]
             where = f"router of layer {layer_id}"
             rows = ids[:, index].contiguous()
-            _Forced(router, where, rows, experts, any_missing).install()
+            own = None if constants is None else constants[:, index].contiguous()
+            _Forced(router, where, rows, experts, any_missing, own).install()
         with one_pass(found):
             note_installed(found, ids, samples)
             yield
@@ -145,11 +179,39 @@ def replay(
                 forced.remove()
 
 
+def _checked_constants(routers: Mapping[int, nn.Module], ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """``weights`` as ``[tokens, layers, top_k]``; :class:`ReplayError` unless each known id has one, and no other."""
+    for layer, router in routers.items():
+        trained = [name for name, parameter in router.named_parameters() if parameter.requires_grad]
+        if trained:
+            wanted = "frozen parameters, as weights are constants"
+            raise ReplayError(f"router of layer {layer}", wanted, f"{', '.join(trained)} with a gradient")
+    flat = weights if weights.dim() < 3 else weights.flatten(0, -3)
+    if flat.shape != ids.shape or flat.dtype != torch.float32:
+        got = f"{flat.dtype} {list(flat.shape)}"
+        raise ReplayError("weights", f"float32 {list(ids.shape)}, as the targets", got)
+    wrong = flat.isfinite() != (ids >= 0).to(flat.device)
+    if bool(wrong.any()):
+        token, layer, _ = wrong.nonzero()[0].tolist()
+        wanted = "finite weights beside known ids, and NaN beside others"
+        raise ReplayError(f"weights of token {token} layer {list(routers)[layer]}", wanted, flat[token, layer].tolist())
+    return flat
+
+
 class _Forced:
     """Stands in for one router's ``forward`` while its routes ``ids`` ``[tokens, top_k]`` are replayed."""
 
-    def __init__(self, router: nn.Module, where: str, ids: torch.Tensor, num_experts: int, any_missing: bool) -> None:
+    def __init__(
+        self,
+        router: nn.Module,
+        where: str,
+        ids: torch.Tensor,
+        num_experts: int,
+        any_missing: bool,
+        weights: torch.Tensor | None,
+    ) -> None:
         self._router = router
+        self._weights = weights
         self.where = where
         self.ids = ids
         self.num_experts = num_experts
@@ -174,7 +236,17 @@ class _Forced:
             raise ReplayError(self.where, wanted, f"{selection.selected} in {type(self._router).__name__}")
         if not isinstance(answer, tuple) or len(answer) < 3:
             raise ReplayError(self.where, "an answer (logits, weights, ids)", type(answer).__name__)
-        return answer
+        return answer if self._weights is None else self._with_constants(answer, self._weights)
+
+    def _with_constants(self, answer: tuple[Any, ...], weights: torch.Tensor) -> tuple[Any, ...]:
+        """The answer with these weights in place of its own, which stay where no row is known."""
+        own = answer[1]
+        if own.reshape(-1, own.shape[-1]).shape != weights.shape:
+            raise ReplayError(self.where, f"weights {list(weights.shape)} in its answer", list(own.shape))
+        constants = weights.to(own.device).to(own.dtype).reshape(own.shape)
+        if self.any_missing:
+            constants = torch.where(constants.isnan(), own, constants)
+        return (answer[0], constants, *answer[2:])
 
 
 class _Selection(TorchFunctionMode):

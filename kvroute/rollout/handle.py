@@ -15,9 +15,11 @@ from msgspec import Meta
 from cache_manager.errors import InvalidInputError, SpecError
 from kvroute.rollout.ids import checked_id
 from kvroute.routes.parts import Extent
-from kvroute.routes.wire import FIXED_NBYTES, HEADER_NBYTES_MAX, Header
+from kvroute.routes.wire import FIXED_NBYTES, HEADER_NBYTES_MAX, SUPPORT_NBYTES_MAX, Header
 
 FORMAT: Final = "kvroute.rollout/3"
+SUPPORT_FORMAT: Final = "kvroute.rollout/4"
+"""Of a rollout with sampling support: a reader that knows none refuses it by its number."""
 PUT_ID_NBYTES: Final = 16
 PART_NBYTES_MAX: Final = 16 << 20
 """Bytes of a part that a handle may claim."""
@@ -26,21 +28,31 @@ PART_NBYTES_MAX: Final = 16 << 20
 class RolloutHandle(Extent, frozen=True, kw_only=True, omit_defaults=True):
     """One put of one rollout. ``put_id`` is 32 lower-case hex digits, new for every put.
 
-    ``store`` is the scheme of the store that it was put to. ``header_nbytes`` is the size of a record before its parts.
+    ``store`` is the scheme of the store that it was put to. ``header_nbytes`` is the size of a record before its parts,
+    ``support_nbytes`` that of its sampling support, 0 if it has none.
     """
 
-    format: Literal["kvroute.rollout/3"] = FORMAT
+    format: Literal["kvroute.rollout/3", "kvroute.rollout/4"] = FORMAT
     store: str
     rollout_id: str
     put_id: Annotated[str, Meta(pattern=rf"^[0-9a-f]{{{2 * PUT_ID_NBYTES}}}\Z")]
     header_nbytes: Annotated[int, Meta(ge=FIXED_NBYTES, le=FIXED_NBYTES + HEADER_NBYTES_MAX)]
+    support_nbytes: Annotated[int, Meta(ge=0, lt=SUPPORT_NBYTES_MAX)] = 0
 
     @classmethod
     def of(cls, store: str, header: Header, header_nbytes: int) -> Self:
         """The handle of a stored record, whose name is :attr:`name`."""
         put_id, _, rollout_id = header.name.partition(" ")
         fields = {name: getattr(header, name) for name in Extent.__struct_fields__}
-        return cls(store=store, rollout_id=rollout_id, put_id=put_id, header_nbytes=header_nbytes, **fields)
+        return cls(
+            format=SUPPORT_FORMAT if header.support_nbytes else FORMAT,
+            store=store,
+            rollout_id=rollout_id,
+            put_id=put_id,
+            header_nbytes=header_nbytes,
+            support_nbytes=header.support_nbytes,
+            **fields,
+        )
 
     @classmethod
     def from_json(cls, encoded: str | bytes | Mapping[str, Any]) -> Self:
@@ -55,7 +67,7 @@ class RolloutHandle(Extent, frozen=True, kw_only=True, omit_defaults=True):
                 handle = msgspec.convert(encoded, cls)
             handle.check()
         except (msgspec.MsgspecError, UnicodeError, RecursionError, SpecError, InvalidInputError) as error:
-            raise InvalidInputError("rollout handle", f"an object of {FORMAT}", error) from error
+            raise InvalidInputError("rollout handle", f"an object of {FORMAT} or {SUPPORT_FORMAT}", error) from error
         return handle
 
     def to_json(self) -> str:
@@ -66,6 +78,9 @@ class RolloutHandle(Extent, frozen=True, kw_only=True, omit_defaults=True):
         """Raise :class:`InvalidInputError` unless the fields, each valid by itself, fit together."""
         checked_id(self.rollout_id, "rollout handle rollout_id")
         super().check()
+        if (self.format == SUPPORT_FORMAT) != (self.support_nbytes > 0):
+            wanted = f"{SUPPORT_FORMAT}, of a rollout with sampling support, or {FORMAT}, of one without"
+            raise InvalidInputError("rollout handle support_nbytes", wanted, f"{self.format}, {self.support_nbytes}")
         if self.part_tokens > 1 and self.part_nbytes > PART_NBYTES_MAX:
             wanted = f"parts of at most {PART_NBYTES_MAX} bytes"
             raise InvalidInputError("rollout handle part_tokens", wanted, self.part_tokens)

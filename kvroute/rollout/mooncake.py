@@ -28,7 +28,16 @@ from cache_manager.storage.batch import chunks
 from cache_manager.storage.mooncake import open_mooncake_store
 from cache_manager.storage.url import StoreUrl
 from kvroute.rollout.handle import RolloutHandle
-from kvroute.rollout.parts import BATCH_NBYTES, HEADER, GoneError, PartStore, Record, checked_header, layers_option
+from kvroute.rollout.parts import (
+    BATCH_NBYTES,
+    HEADER,
+    SUPPORT,
+    GoneError,
+    PartStore,
+    Record,
+    checked_header,
+    layers_option,
+)
 from kvroute.routes.parts import Range
 
 POINTER_NBYTES: Final = 4096
@@ -63,8 +72,9 @@ class MooncakeRollouts(PartStore):
         super().__init__("the rollout store", layers)
 
     def _write(self, handle: RolloutHandle, record: Record) -> RolloutHandle:
-        header, body = record
+        header, body, support = record
         parts: list[Buffer] = [body[a:b] for a, b in pairwise(handle.starts(0, handle.parts))]
+        parts += [support] * bool(handle.support_nbytes)
         keys = keys_of(handle)
         try:
             for batch in chunks(zip(keys, [*parts, header], strict=True), lambda entry: len(entry[1]), BATCH_NBYTES):
@@ -90,7 +100,8 @@ class MooncakeRollouts(PartStore):
         pages = list[memoryview]()
         buffers = list[Buffer]()
         for run in parts:
-            starts = [0, handle.header_nbytes] if run == HEADER else handle.starts(*run)
+            whole = {HEADER: handle.header_nbytes, SUPPORT: handle.support_nbytes}
+            starts = [0, whole[run]] if run in whole else handle.starts(*run)
             room = memoryview(bytearray(starts[-1] - starts[0]))
             buffers.append(room)
             keys += keys_of(handle, range(*run))
@@ -162,9 +173,11 @@ class MooncakeRollouts(PartStore):
 
 
 def keys_of(handle: RolloutHandle, numbers: Sequence[int] | None = None) -> list[BlockKey]:
-    """The keys of the parts with these numbers; by default of all, and then of the header (-1)."""
+    """The keys of the parts with these numbers; by default of all, of the support (-2) and of the header (-1)."""
     put_id = bytes.fromhex(handle.put_id)
-    numbers = [*range(handle.parts), *range(*HEADER)] if numbers is None else numbers
+    if numbers is None:
+        support = range(*SUPPORT) if handle.support_nbytes else ()
+        numbers = [*range(handle.parts), *support, *range(*HEADER)]
     return [_key_of(b"part", put_id + number.to_bytes(8, "little", signed=True)) for number in numbers]
 
 

@@ -23,8 +23,9 @@ from cache_manager.storage.url import StoreUrl
 from kvroute.rollout.handle import PUT_ID_NBYTES, RolloutHandle
 from kvroute.rollout.ids import checked_id
 from kvroute.rollout.port import RolloutCounters
-from kvroute.routes import Routes
+from kvroute.routes import Routes, SamplingSupport
 from kvroute.routes.parts import Extent, Range, tokens_of_parts
+from kvroute.routes.support import with_support
 from kvroute.routes.wire import Header, record, unpack
 
 
@@ -39,16 +40,19 @@ BATCH_NBYTES: Final = 8 << 20
 """Bytes of parts that are read, or put, at once."""
 HEADER: Final = (-1, 0)
 """The run of "parts" that is a record's header."""
-Record = tuple[bytes, memoryview]
-"""The bytes of a header, and of all parts behind it."""
+SUPPORT: Final = (-2, -1)
+"""The run of "parts" that is a record's sampling support, which lies behind the parts; only some records have one."""
+Record = tuple[bytes, memoryview, bytes]
+"""The bytes of a header, of all parts behind it, and of the sampling support behind these: empty if there is none."""
 ReadParts = Callable[[Sequence[Range]], Sequence[Buffer]]
 
 
 def file_places(handle: RolloutHandle, parts: Sequence[Range]) -> list[Range]:
     """Where runs of parts are in a record whose parts lie behind its header: offsets and sizes."""
     first = handle.header_nbytes
+    places = {HEADER: (0, first), SUPPORT: (first + handle.nbytes, handle.support_nbytes)}
     return [
-        (0, first) if run == HEADER else (first + handle.starts(run[0], run[0])[0], handle.nbytes_of(run))
+        places[run] if run in places else (first + handle.starts(run[0], run[0])[0], handle.nbytes_of(run))
         for run in parts
     ]
 
@@ -84,7 +88,7 @@ class PartStore(ABC):
         """Store a record, make it the put that is found, and answer the handle; or leave nothing and raise."""
 
     def _read(self, handle: RolloutHandle, parts: Sequence[Range]) -> Sequence[Buffer]:
-        """The bytes of each run of parts ``[first, stop)`` of a record, or of its :data:`HEADER`."""
+        """The bytes of each run of parts ``[first, stop)`` of a record, of its :data:`HEADER` or :data:`SUPPORT`."""
         raise NotImplementedError
 
     @contextmanager
@@ -108,7 +112,7 @@ class PartStore(ABC):
         with self._counting:
             return RolloutCounters(**self._counts)
 
-    def put(self, rollout_id: str, routes: Routes) -> RolloutHandle:
+    def put(self, rollout_id: str, routes: Routes, support: SamplingSupport | None = None) -> RolloutHandle:
         self._check_open()
         name = f"{os.urandom(PUT_ID_NBYTES).hex()} {checked_id(rollout_id)}"
         layers = min(self._layers, len(routes.layer_ids))
@@ -116,10 +120,11 @@ class PartStore(ABC):
             header, parts = record(
                 routes, layers, tokens_of_parts(routes.layout, len(routes), layers, PART_NBYTES), name
             )
+            header, content = with_support(header, routes, support)
             packed = header.pack()
             handle = RolloutHandle.of(self.scheme, header, len(packed))
             handle.check()
-            handle = self._write(handle, (packed, parts))
+            handle = self._write(handle, (packed, parts, content))
         except BaseException:
             self._count(put_failures=1)
             raise
@@ -164,6 +169,25 @@ class PartStore(ABC):
             return Absence.CORRUPT
         self._count(hits=1, get_nbytes=handle.header_nbytes + sum(map(header.nbytes_of, needed)))
         return routes
+
+    def support(self, handle: RolloutHandle) -> SamplingSupport | Absence | None:
+        self._check_open()
+        if not handle.support_nbytes:
+            return None
+        try:
+            with self._opened(handle) as read:
+                (head,) = read([HEADER])
+                header = checked_header(handle, head)
+                (content,) = read([SUPPORT])
+            support = SamplingSupport.of_part(header, content)
+        except GoneError:
+            self._count(misses=1)
+            return Absence.MISS
+        except InvalidInputError:
+            self._count(corrupt=1)
+            return Absence.CORRUPT
+        self._count(hits=1, get_nbytes=handle.header_nbytes + handle.support_nbytes)
+        return support
 
     def delete(self, handle: RolloutHandle) -> None:
         self._check_open()

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from cache_manager.ports import Absence
 from kvroute.rollout.handle import RolloutHandle
-from kvroute.routes import Routes
+from kvroute.routes import Routes, SamplingSupport
 from kvroute.routes.parts import Range
 
 
@@ -43,8 +43,11 @@ class RolloutStore(Protocol):
     @property
     def counters(self) -> RolloutCounters: ...
 
-    def put(self, rollout_id: str, routes: Routes) -> RolloutHandle:
-        """Store the routes of a rollout. :class:`InvalidInputError` for an invalid id."""
+    def put(self, rollout_id: str, routes: Routes, support: SamplingSupport | None = None) -> RolloutHandle:
+        """Store the routes of a rollout, and with them what its tokens were drawn from.
+
+        :class:`InvalidInputError` for an invalid id, and unless token hashes show that both are of one sequence.
+        """
 
     def find(self, rollout_id: str) -> RolloutHandle | None:
         """The handle of the last put of this id, for callers without one; ``None`` if there is none."""
@@ -60,6 +63,12 @@ class RolloutStore(Protocol):
         ``layers`` are layer ids in any order; ids without rows are ignored. Routed layers that were not requested are
         ``missing_layers`` of the result. Reads little more than the wanted rows, a few MiB at a time.
         :class:`InvalidInputError` for positions that the rollout does not have, and if no layer is left.
+        """
+
+    def support(self, handle: RolloutHandle) -> SamplingSupport | Absence | None:
+        """The sampling support that was put beside the routes, whole; ``None`` if there was none.
+
+        Reads the header and the support alone; :meth:`get` reads no support.
         """
 
     def delete(self, handle: RolloutHandle) -> None:

@@ -25,7 +25,7 @@ from kvroute.rollout import open_rollouts
 from kvroute.rollout.handle import RolloutHandle
 from kvroute.rollout.ids import checked_id
 from kvroute.rollout.port import RolloutCounters, RolloutStore
-from kvroute.routes import Routes
+from kvroute.routes import Routes, SamplingSupport
 from kvroute.routes.parts import Range
 
 COLUMN: Final = "routed_experts_handle"
@@ -57,8 +57,8 @@ class QueueRollouts:
     def counters(self) -> RolloutCounters:
         return self.rows.counters
 
-    def put(self, rollout_id: str, routes: Routes) -> RolloutHandle:
-        handle = self.rows.put(rollout_id, routes)
+    def put(self, rollout_id: str, routes: Routes, support: SamplingSupport | None = None) -> RolloutHandle:
+        handle = self.rows.put(rollout_id, routes, support)
         try:
             with self._deleting:
                 self._tell(rollout_id, handle.to_json())
@@ -83,6 +83,9 @@ class QueueRollouts:
         self, handle: RolloutHandle, layers: Sequence[int] | None = None, spans: Sequence[Range] | None = None
     ) -> list[Routes] | Absence:
         return self.rows.get(handle, layers, spans)
+
+    def support(self, handle: RolloutHandle) -> SamplingSupport | Absence | None:
+        return self.rows.support(handle)
 
     def delete(self, handle: RolloutHandle) -> None:
         with self._deleting:

@@ -9,7 +9,17 @@ from kvroute.routes.cells import union
 from kvroute.routes.fill import shard_packed, shard_padded
 from kvroute.routes.layout import Layout
 from kvroute.routes.routes import Routes
+from kvroute.routes.routing_weights import RoutingWeights
 from kvroute.routes.split import Split
 from kvroute.routes.support import SamplingSupport
 
-__all__ = ["Layout", "Routes", "SamplingSupport", "Split", "shard_packed", "shard_padded", "union"]
+__all__ = [
+    "Layout",
+    "Routes",
+    "RoutingWeights",
+    "SamplingSupport",
+    "Split",
+    "shard_packed",
+    "shard_padded",
+    "union",
+]

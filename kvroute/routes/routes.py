@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
-import msgspec
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 from pybase64 import b64encode_as_string
@@ -19,6 +18,7 @@ from kvroute.routes.cells import Cells, Mask, blank, check_known, last_of, missi
 from kvroute.routes.fill import FillPlan, Missing
 from kvroute.routes.layout import Layers, Layout, check_alike
 from kvroute.routes.spans import UNKNOWN, WeightsSpan
+from kvroute.routes.support import SamplingSupport, with_support
 from kvroute.routes.token_hash import (
     TokenHash,
     check_tokens,
@@ -28,9 +28,6 @@ from kvroute.routes.token_hash import (
     token_ids,
     tying,
 )
-
-if TYPE_CHECKING:
-    from kvroute.routes.support import SamplingSupport
 
 JSON_FORMAT: Final = "kvroute.routes/4"
 
@@ -337,11 +334,8 @@ class Routes(Cells):
         :meth:`SamplingSupport.of_record` returns it. :class:`RowError` if nothing shows that they are of one sequence.
         """
         header, parts = wire.record(self)
-        if support is None:
-            return b"".join((header.pack(), parts))
-        of_one_sequence([(self.end, self.token_hashes), (support.stop, support.token_hashes)])
-        part, content = support.to_part()
-        return b"".join((msgspec.structs.replace(header, support=part).pack(), parts, content))
+        header, content = with_support(header, self, support)
+        return b"".join((header.pack(), parts, content))
 
     @classmethod
     def from_bytes(cls, data: bytes | bytearray | memoryview) -> Routes:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, Final
 
+import msgspec
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
@@ -20,9 +21,17 @@ from cache_manager.record import Buffer
 from cache_manager.slots import integers
 from kvroute.checks import whole
 from kvroute.routes import wire
+from kvroute.routes.cells import Cells
 from kvroute.routes.parts import ROWS_MAX
 from kvroute.routes.spans import STOP_MAX, Span, runs
-from kvroute.routes.token_hash import TokenHash, check_tokens, joined_hashes, token_hashes, token_ids
+from kvroute.routes.token_hash import (
+    TokenHash,
+    check_tokens,
+    joined_hashes,
+    of_one_sequence,
+    token_hashes,
+    token_ids,
+)
 
 ID_MAX: Final = (1 << 31) - 1
 """Ids of the vocabulary are at most this."""
@@ -217,10 +226,15 @@ class SamplingSupport:
         :class:`RowError` for anything else, also if one bit of the record has changed.
         """
         header, _, content = wire.read(data)
-        if content is None:
-            return None
-        part = header.support
-        assert isinstance(part, wire.SupportPart)
+        return None if content is None else cls.of_part(header, content)
+
+    @classmethod
+    def of_part(cls, header: wire.Header, content: Buffer) -> SamplingSupport:
+        """The supports of a record with this header, whose bytes these are.
+
+        :class:`RowError` unless they are as they were written, by their number and their sum.
+        """
+        part = header.checked_support(content)
         values = np.frombuffer(content, "<i4")
         return cls(values[: part.rows], values[part.rows :], part.start, part.token_hashes)
 
@@ -229,6 +243,16 @@ class SamplingSupport:
         content = b"".join(array.astype("<i4", copy=False).tobytes() for array in (self.counts, self.ids))
         part = wire.SupportPart(len(self.counts), len(self.ids), self.start, self.token_hashes, wire.sum_of(content))
         return part, content
+
+
+def with_support(header: wire.Header, routes: Cells, support: SamplingSupport | None) -> tuple[wire.Header, bytes]:
+    """The header of a record of ``routes`` and of ``support``, and the support's bytes behind the parts; of ``None``
+    the header itself and no bytes. :class:`RowError` if nothing shows that they are of one sequence."""
+    if support is None:
+        return header, b""
+    of_one_sequence([(routes.end, routes.token_hashes), (support.stop, support.token_hashes)])
+    part, content = support.to_part()
+    return msgspec.structs.replace(header, support=part), content
 
 
 def joined(supports: Sequence[NDArray[Any]], start: int, tokens: NDArray[np.int64]) -> SamplingSupport:
@@ -259,4 +283,4 @@ def _hashes(tokens: NDArray[np.int64], start: int, stop: int) -> tuple[TokenHash
     return token_hashes(tokens, {start, max(0, stop - 1), stop})
 
 
-__all__ = ["ID_MAX", "SamplingSupport", "joined"]
+__all__ = ["ID_MAX", "SamplingSupport", "joined", "with_support"]

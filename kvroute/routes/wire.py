@@ -45,6 +45,8 @@ WIRE_VERSION: Final = 4
 SUPPORT_VERSION: Final = 5
 """Of a record with sampling support. A reader of version 4 alone refuses it by its number."""
 HEADER_NBYTES_MAX: Final = 64 << 20
+SUPPORT_NBYTES_MAX: Final = 1 << 38
+"""A record's supports have fewer bytes."""
 SUM_NBYTES: Final = 8
 _FIXED = struct.Struct("<8sHHI")
 FIXED_NBYTES: Final = _FIXED.size + 16
@@ -139,6 +141,19 @@ class Header(Extent, frozen=True, kw_only=True):
                 f"routes record part {run[0] + index} checksum", f"{expected[index]:016x}", f"{sums[index]:016x}"
             )
 
+    def checked_support(self, content: Buffer) -> SupportPart:
+        """The part whose bytes ``content`` is; :class:`RowError` unless it is that, by its length and its sum."""
+        part = self.support
+        if not isinstance(part, SupportPart):
+            raise RowError("routes record support", "one", "none")
+        nbytes = memoryview(content).nbytes
+        if nbytes != part.nbytes:
+            raise RowError("routes record support", f"{part.nbytes} bytes", nbytes)
+        computed = sum_of(content)
+        if computed != part.sum:
+            raise RowError("routes record support checksum", part.sum.hex(), computed.hex())
+        return part
+
     def ids(
         self, parts: Iterable[tuple[Range, Buffer]], layers: Sequence[int], rows: Sequence[Range]
     ) -> list[NDArray[Any]]:
@@ -231,9 +246,7 @@ def read(data: Buffer) -> tuple[Header, NDArray[Any], memoryview | None]:
     content = None
     if isinstance(header.support, SupportPart):
         content = view[behind:]
-        computed = sum_of(content)
-        if computed != header.support.sum:
-            raise RowError("routes record support checksum", header.support.sum.hex(), computed.hex())
+        header.checked_support(content)
     (ids,) = header.ids([((0, header.parts), view[first:behind])], range(header.layers), [(0, header.rows)])
     return header, ids, content
 

@@ -25,12 +25,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
-from cache_manager.errors import InvalidInputError, StoreClosedError
+from cache_manager.errors import InvalidInputError, RowError, StoreClosedError
 from cache_manager.ports import Absence
 from kvroute.rollout.handle import RolloutHandle
 from kvroute.rollout.port import RolloutCounters, RolloutStore
 from kvroute.rollout.shard import fetch_shard
-from kvroute.routes import Routes, Split, shard_packed
+from kvroute.routes import Routes, SamplingSupport, Split, shard_packed
 
 
 def routes_of(
@@ -60,6 +60,13 @@ def routes_of(
     kept, gone = layer_ids[: layers - lost], layer_ids[layers - lost :]
     fields = kept, experts, 2 * layers, start, versions
     return Routes(ids[:, : len(kept)], valid, *fields, missing_layers=gone).bind(np.arange(start + rows + 1))
+
+
+def support_of(seed: int, routes: Routes) -> SamplingSupport:
+    """What the last half of the tokens of :func:`routes_of` was drawn from, which differs with ``seed``."""
+    tokens = np.arange(routes.stop + 1)
+    start = (routes.start + routes.stop) // 2
+    return SamplingSupport.of([range(token, token + 1 + (token + seed) % 4) for token in tokens[start:]], tokens, start)
 
 
 def fetch_routes(store: RolloutStore, handle: RolloutHandle) -> Routes | Absence:
@@ -172,6 +179,32 @@ class RolloutContract(ABC):
             assert wanted <= read <= (wanted + 2 * handle.part_nbytes if self.reads_parts else routes.ids.nbytes)
             assert handle.part_nbytes < wanted // 10 or not self.reads_parts
 
+    def test_what_tokens_were_drawn_from_lies_beside_their_routes(self) -> None:
+        """Goal: a sampling support is that of its own put, and costs no rank that reads rows. Method: puts with one
+        and without one under the same ids; their handles through JSON; one of other tokens."""
+        with self._opened() as (store, _):
+            plain = store.put("task:1:0:0", routes_of(1))
+            assert store.support(plain) is None
+            routes, other = routes_of(2), routes_of(3, 70)
+            handle = RolloutHandle.from_json(store.put("task:1:0:0", routes, support_of(2, routes)).to_json())
+            beside = store.put("task:1:0:1", other, support_of(3, other))
+            assert store.find("task:1:0:0") == handle
+            before = store.counters.get_nbytes
+            assert store.support(handle) == support_of(2, routes)
+            assert store.support(beside) == support_of(3, other)
+            assert store.counters.get_nbytes - before < 4 * handle.header_nbytes
+            assert fetch_routes(store, handle) == routes
+            before = store.counters.get_nbytes
+            assert fetch_routes(store, beside) == other
+            assert store.counters.get_nbytes - before == beside.header_nbytes + beside.nbytes
+            with pytest.raises(RowError, match="token"):
+                store.put("task:1:0:0", routes, support_of(2, routes_of(2, 60)))
+            assert store.support(handle) == support_of(2, routes)
+            again = store.put("task:1:0:0", routes)
+            assert (store.support(handle), store.support(again)) == (Absence.MISS, None)
+            store.delete(beside)
+            assert store.support(beside) is Absence.MISS
+
     # ---------------------------------------------------------------- names
 
     def test_ids_that_clients_choose_are_names_and_nothing_else(self) -> None:
@@ -254,7 +287,7 @@ class RolloutContract(ABC):
                 (store.put, "task:1:0:0", routes_of(1)),
                 (store.find, "task:1:0:0"),
             ]
-            for call, *given_ in [*calls, (store.get, handle), (store.delete, handle)]:
+            for call, *given_ in [*calls, (store.get, handle), (store.support, handle), (store.delete, handle)]:
                 with pytest.raises(StoreClosedError):
                     call(*given_)
 
@@ -282,7 +315,8 @@ def _machine(contract: RolloutContract) -> type[RuleBasedStateMachine]:
         @rule(target=made, rollout_id=ids, seed=st.integers(0, 9))
         def put(self, rollout_id: str, seed: int) -> tuple[RolloutHandle, int]:
             routes = routes_of(seed, 3 + seed)
-            self.last[rollout_id] = handle = self.store.put(rollout_id, routes)
+            support = support_of(seed, routes) if seed % 2 else None
+            self.last[rollout_id] = handle = self.store.put(rollout_id, routes, support)
             self.count(puts=1, put_nbytes=routes.ids.nbytes)
             return handle, seed
 
@@ -300,6 +334,12 @@ def _machine(contract: RolloutContract) -> type[RuleBasedStateMachine]:
             self.count(hits=there, misses=not there)
             assert found == routes_of(one[1], 3 + one[1]) if there else found is Absence.MISS
             assert there == last
+            support = self.store.support(one[0])
+            if one[1] % 2:
+                self.count(hits=there, misses=not there)
+                assert support == support_of(one[1], routes_of(one[1], 3 + one[1])) if there else not last
+            else:
+                assert support is None
 
         @rule(rollout_id=ids)
         def find(self, rollout_id: str) -> None:

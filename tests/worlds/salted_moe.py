@@ -55,6 +55,7 @@ def small_moe(seed: int) -> Qwen3MoeForCausalLM:
 class Expected:
     ids: NDArray[np.int64]  # [tokens, layers, top_k]
     margin: NDArray[np.float32]  # [tokens, layers]  the last chosen logit less the first that was not
+    weights: NDArray[np.float32]  # [tokens, layers, top_k]  of these ids
 
 
 class SaltedMoe:
@@ -101,7 +102,8 @@ class SaltedMoe:
         logits = torch.stack([each.reshape(len(tokens), EXPERTS) for each in self._logits], dim=1)
         ranked = logits.sort(dim=-1, descending=True)
         margin = ranked.values[..., TOP_K - 1] - ranked.values[..., TOP_K]
-        return Expected(ranked.indices[..., :TOP_K].numpy(), margin.numpy())
+        weights = ranked.values[..., :TOP_K].softmax(dim=-1)
+        return Expected(ranked.indices[..., :TOP_K].numpy(), margin.numpy(), weights.numpy())
 
     def _draw(self, _module: Any, _args: Any, embedded: torch.Tensor) -> torch.Tensor:
         self._drawn = self._rng.normal(0, 3, embedded.shape[-2]).astype(np.float32)

@@ -98,6 +98,20 @@ class Served:
         assert not self.embedded.routes, "routes of requests that did not finish"
         return verdict
 
+    def weights_error(self) -> float:
+        """The largest error of a weight in what has finished since the last :meth:`verdict`: all are beside ids that
+        are right, and there is one for each."""
+        error = 0.0
+        for request, (tokens, salts) in self.finished.items():
+            record, expected = self.embedded.weights.pop(request), self.moe.expected(tokens, salts)
+            assert record.routes == self.embedded.routes[request]
+            own, due = record.routes.ids.argsort(axis=-1), expected.ids.argsort(axis=-1)
+            ids = np.take_along_axis(record.routes.ids, own, -1)
+            same = (ids == np.take_along_axis(expected.ids, due, -1)).all(axis=-1)
+            errors = np.take_along_axis(record.weights, own, -1) - np.take_along_axis(expected.weights, due, -1)
+            error = max(error, float(np.abs(errors[same]).max()))
+        return error
+
     def stop(self, **options: Any) -> None:
         self.manager.stop(**options)
 

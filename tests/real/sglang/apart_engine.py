@@ -16,20 +16,26 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from sglang.srt.managers.io_struct import PauseGenerationReqInput, UpdateWeightFromDiskReqInput
+from serve import drawn_line
+from sglang.srt.managers.io_struct import GenerateReqInput, PauseGenerationReqInput, UpdateWeightFromDiskReqInput
 
 from bench.harness import serve_answers
 from kvroute import KVRouteError
-from kvroute.integrations.sglang import missing, routes
+from kvroute.integrations.sglang import missing, routes, support
 from kvroute.rollout import open_rollouts
 
 
-def told(answer: Mapping[str, Any], rollouts: Any) -> dict[str, Any]:
-    """An answer, with its routes or the text of the error."""
+def told(answer: Mapping[str, Any], rollouts: Any, ask: Mapping[str, Any]) -> dict[str, Any]:
+    """An answer, with its routes or the text of the error; and with what its tokens were drawn from, if asked for."""
     found: dict[str, Any] = {"tokens": list(answer["output_ids"]), "meta": answer["meta_info"]}
     try:
-        found["routes"] = routes(answer, rollouts=rollouts).to_json()
+        answered = routes(answer, rollouts=rollouts)
+        found["routes"] = answered.to_json()
         found["missing"] = missing(answer)
+        if ask.get("return_sampling_mask"):
+            prompt, sampling = ask["input_ids"], ask["sampling_params"]
+            record = answered.to_bytes(support(answer, prompt=prompt))
+            found["drawn"] = drawn_line("apart", prompt, dict(answer), sampling, record)
     except KVRouteError as error:
         found["refused"] = str(error)
     return found
@@ -38,7 +44,10 @@ def told(answer: Mapping[str, Any], rollouts: Any) -> dict[str, Any]:
 async def asked(engine: Any, ask: Mapping[str, Any], rollouts: Any, begun: Callable[[], object]) -> Any:
     """The answer to one request; of a stream, its last part; or the text of the error."""
     try:
-        found = await engine.async_generate(**ask)
+        if ask.get("return_sampling_mask"):  # Engine.async_generate does not know of supports
+            found = await anext(engine.tokenizer_manager.generate_request(GenerateReqInput(**ask), None))
+        else:
+            found = await engine.async_generate(**ask)
         if ask.get("stream"):
             parts = []
             async for part in found:
@@ -48,7 +57,7 @@ async def asked(engine: Any, ask: Mapping[str, Any], rollouts: Any, begun: Calla
             found = parts[-1]
     except Exception as error:  # noqa: BLE001 - what a client of the server is told
         return {"error": repr(error)}
-    return await asyncio.to_thread(told, found, rollouts)
+    return await asyncio.to_thread(told, found, rollouts, ask)
 
 
 async def updated(engine: Any, model: str, version: str, *, flush: bool) -> str:

@@ -24,7 +24,7 @@ from kvroute.rollout import GROUP
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
 HAS_SGLANG = importlib.util.find_spec("sglang") is not None
-MODULES = ["cpu/*", "serve.py", "file_linker.py", "gated_rollouts.py", "older.py", "sglang_warm.py"]
+MODULES = ["cpu/*", "drawn_judge.py", "serve.py", "file_linker.py", "gated_rollouts.py", "older.py", "sglang_warm.py"]
 collect_ignore_glob = MODULES if HAS_SGLANG else ["*.py", "cpu/*"]
 if HAS_SGLANG:
     sys.path[:0] = [str(HERE), str(HERE.parent / "vllm")]

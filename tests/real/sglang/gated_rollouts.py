@@ -8,18 +8,18 @@ from pathlib import Path
 from waiting import GIVE_UP_S
 
 from cache_manager.storage.url import StoreUrl
-from kvroute import Routes
+from kvroute import Routes, SamplingSupport
 from kvroute.rollout import RolloutHandle
 from kvroute.rollout.local import LocalRollouts
 
 
 class GatedRollouts(LocalRollouts):
-    def put(self, rollout_id: str, routes: Routes) -> RolloutHandle:
+    def put(self, rollout_id: str, routes: Routes, support: SamplingSupport | None = None) -> RolloutHandle:
         give_up_s = time.monotonic() + GIVE_UP_S
         while not (self.directory / "open").exists():
             assert time.monotonic() < give_up_s, "nobody opened the gate"
             time.sleep(0.01)
-        return super().put(rollout_id, routes)
+        return super().put(rollout_id, routes, support)
 
 
 def opened(url: StoreUrl) -> GatedRollouts:

@@ -17,12 +17,13 @@ import numpy as np
 import pybase64
 from sglang.srt.managers.io_struct import (
     ContinueGenerationReqInput,
+    GenerateReqInput,
     PauseGenerationReqInput,
     UpdateWeightFromDiskReqInput,
 )
 
 from kvroute import KVRouteError
-from kvroute.integrations.sglang import missing, routes
+from kvroute.integrations.sglang import missing, routes, support
 from kvroute.rollout import open_rollouts
 
 FIXED: dict[str, Any] = {
@@ -34,6 +35,10 @@ FIXED: dict[str, Any] = {
     "enable_return_routed_experts": True,
     "log_level": "error",
 }
+
+
+DRAWN: dict[str, Any] = {"return_sampling_mask": True, "return_routed_experts": True}
+"""Of a request as the HTTP server makes it: ``Engine.generate`` does not know of supports."""
 
 
 class Asked:
@@ -63,6 +68,49 @@ class Asked:
         for i, each in enumerate(given):
             self.write(scenario, prompts[i // n], each, start)
         return [each["output_ids"] for each in given]
+
+    def draw(self, scenario: str, prompts: list[list[int]], sampling: dict[str, Any], new: int = 12) -> list[list[int]]:
+        """The tokens of answers that are drawn, with what they were drawn from, and their routes in one record."""
+        sampling = {**sampling, "max_new_tokens": new, "ignore_eos": True}
+        asking = GenerateReqInput(input_ids=prompts, sampling_params=sampling, **DRAWN)
+        answering = self.engine.tokenizer_manager.generate_request(asking, None)
+        answers = self.engine.loop.run_until_complete(anext(answering))
+        for prompt, answer in zip(prompts, answers, strict=True):
+            record = routes(answer, rollouts=self.rollouts).to_bytes(support(answer, prompt=prompt))
+            self.write_drawn(scenario, prompt, answer, sampling, record)
+        return [list(answer["output_ids"]) for answer in answers]
+
+    def draw_turns(self, scenario: str, prompts: list[list[int]], sampling: dict[str, Any]) -> None:
+        """A second turn behind each drawn answer, whose KV is hit."""
+        answered = self.draw(scenario, prompts, sampling)
+        longer = [[*prompt, *tokens, 17, 18] for prompt, tokens in zip(prompts, answered, strict=True)]
+        self.draw(f"{scenario}, the second", longer, sampling)
+
+    def draw_aborted(self, scenario: str, prompts: list[list[int]], sampling: dict[str, Any]) -> None:
+        """Each request is aborted while it runs; another one goes on from its tokens, as a partial rollout does."""
+        manager = self.engine.tokenizer_manager
+        sampling = {"max_new_tokens": 60, "ignore_eos": True, **sampling}
+
+        async def partial(prompt: list[int], rid: str) -> dict[str, Any]:
+            asking = GenerateReqInput(input_ids=prompt, sampling_params=sampling, stream=True, rid=rid, **DRAWN)
+            parts: list[dict[str, Any]] = []
+            async for part in manager.generate_request(asking, None):
+                parts.append(part)
+                if len(parts) == 3:
+                    manager.abort_request(rid=rid)
+            return parts[-1]
+
+        for i, prompt in enumerate(prompts):
+            answer = self.engine.loop.run_until_complete(partial(prompt, f"{scenario}-{i}"))
+            self.write_drawn(scenario, prompt, answer, sampling, None)
+            self.draw(f"{scenario}, and resumed", [[*prompt, *answer["output_ids"]]], sampling, new=12)
+
+    def write_drawn(
+        self, scenario: str, prompt: list[int], answer: dict[str, Any], sampling: dict[str, Any], record: bytes | None
+    ) -> None:
+        line = drawn_line(scenario, prompt, answer, sampling, record)
+        self.out.write(json.dumps(line) + "\n")
+        self.out.flush()
 
     def stop(self, scenario: str, prompts: list[list[int]], words: int) -> None:
         """Answers that end with a string: their first ``words`` tokens."""
@@ -183,6 +231,28 @@ class Asked:
             line["refused"] = str(error)
         self.out.write(json.dumps(line) + "\n")
         self.out.flush()
+
+
+def drawn_line(
+    scenario: str, prompt: list[int], answer: dict[str, Any], sampling: dict[str, Any], record: bytes | None
+) -> dict[str, Any]:
+    """What the judge of supports is told of an answer."""
+    drawn = support(answer, prompt=prompt)
+    meta = answer["meta_info"]
+    return {
+        "drawn": scenario,
+        "prompt": prompt,
+        "tokens": list(answer["output_ids"]),
+        "start": drawn.start,
+        "counts": drawn.counts.tolist(),
+        "ids": drawn.ids.tolist(),
+        "logprobs": meta["output_token_sampling_logprobs"],
+        "hits": meta["cached_tokens"],
+        "retractions": meta["num_retractions"],
+        "ended": meta["finish_reason"]["type"],
+        "sampling": sampling,
+        "record": record and record.hex(),
+    }
 
 
 def main() -> None:

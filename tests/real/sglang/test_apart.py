@@ -23,6 +23,7 @@ import numpy as np
 import psutil
 import pytest
 from conftest import engine_environment
+from drawn_judge import CUT, judge_drawn
 from far_judge import Judge, Tally
 from fronts import Front
 from nursery import nursery
@@ -117,6 +118,7 @@ class Pair:
             environment = engine_environment(self._plugins, kvroute=has_kvroute) | {
                 "KVROUTE_SGLANG": json.dumps({"strict": True, "weights": "tiny"}),
                 "MOONCAKE_PROTOCOL": "tcp",
+                "SGLANG_ENABLE_DISAGG_SAMPLING_MASK": "1",
             }
             self._log[role] = self._logs / f"{role}-{next(self._starts)}.log"
             self._running[role] = Engine(self._log[role], environment, options)
@@ -246,12 +248,30 @@ def test_prefill_answers_too(pair: Pair, judge: Judge) -> None:
     assert reasons(answers) == {NOT_ASKED}
 
 
-def test_decode_retracts(pair: Pair, judge: Judge) -> None:
-    """Goal: what decode retracts, for want of room, has its rows when it goes on. Method: answers that need more than
-    all pages together."""
+def drawn(new: int) -> dict[str, Any]:
+    """Options of a request whose tokens are drawn."""
+    sampling = {"max_new_tokens": new, "ignore_eos": True, **CUT}
+    return {"return_sampling_mask": True, "sampling_params": sampling}
+
+
+def test_decode_has_what_each_token_was_drawn_from(pair: Pair, judge: Judge, model: Callable[..., Path]) -> None:
+    """Goal: decode's answer has supports and routes, both whole, in one record. The first token was drawn by prefill,
+    from the very logits of decode's KV: SGLang sends its support with the KV. Method: answers of many tokens and of
+    one; transformers' logits and routers."""
+    for new in (20, 1):
+        answers = pair.answers(prompts(12 + new, 70, 33, 1), **drawn(new))
+        total = tally(judge, f"{new} drawn tokens", answers)
+        assert total.right == total.due > 0
+        judge_drawn(model("qwen3_moe"), [answer["drawn"] for answer in answers])
+
+
+def test_decode_retracts(pair: Pair, judge: Judge, model: Callable[..., Path]) -> None:
+    """Goal: what decode retracts, for want of room, has its rows when it goes on, and what its tokens were drawn from.
+    Method: answers that need more than all pages together."""
     before = pair.logged("decode").count("KV cache pool is full. Retract requests.")
-    answers = pair.answers(prompts(7, *[100] * 6), new=120)
+    answers = pair.answers(prompts(7, *[100] * 6), **drawn(120))
     total = tally(judge, "retraction", answers)
+    judge_drawn(model("qwen3_moe"), [answer["drawn"] for answer in answers])
     assert pair.logged("decode").count("KV cache pool is full. Retract requests.") > before
     assert total.right == total.due
 

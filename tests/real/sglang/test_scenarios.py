@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from drawn_judge import CUT, judge_drawn
 from far_judge import Judge, Tally
 from models import routing
 
@@ -52,6 +53,17 @@ SCENARIOS: list[Any] = [  # later ones push earlier ones out of a pool of 512 to
     ["retraction", "ask", {"prompts": prompts(8, 70, 70, 70, 70), "new": 90}],
     ["others", "ask", {"prompts": prompts(9, 120, 120, 120)}],
     ["evicted and loaded", "ask", {"prompts": FIRST}],
+]
+
+DRAWN_FROM = prompts(51, 70, 40, 33)
+DRAWS: list[Any] = [  # behind the others, in one engine
+    ["plain", "draw", {"prompts": DRAWN_FROM, "sampling": CUT}],
+    ["prefix hits", "draw", {"prompts": DRAWN_FROM, "sampling": CUT}],
+    ["min-p", "draw", {"prompts": DRAWN_FROM[:2], "sampling": {**CUT, "top_p": 1.0, "min_p": 0.3}}],
+    ["top-k of one", "draw", {"prompts": DRAWN_FROM[:2], "sampling": {"temperature": 0.5, "top_k": 1}}],
+    ["a turn", "draw_turns", {"prompts": DRAWN_FROM[:2], "sampling": CUT}],
+    ["aborted", "draw_aborted", {"prompts": prompts(53, 50, 33), "sampling": CUT}],
+    ["more than the pool has room for", "draw", {"prompts": prompts(52, 70, 70, 70, 70), "sampling": CUT, "new": 90}],
 ]
 
 
@@ -127,7 +139,8 @@ def all_right(homes: dict[str, Path], answers: list[dict[str, Any]], **given: An
 @pytest.mark.parametrize("tier", ["linker", "host"])
 def test_scenarios(serve: Serve, model: Models, tmp_path: Path, tier: str) -> None:
     """Method: KV comes back from our linker, of a model with a layer without routers, and in a second engine, too; or
-    from SGLang's own pages on the host, with overlap, and without it in pages of one token."""
+    from SGLang's own pages on the host, with overlap, and without it in pages of one token. There tokens are drawn,
+    too, and what each was drawn from is judged: through hits, turns, aborts with a resume, and a full pool."""
     home, common = model("glm4_moe" if tier == "linker" else "qwen3_moe"), SMALL | {"chunked_prefill_size": 64}
     if tier == "linker":
         kept = ours(tmp_path / "store", weights="w", rollouts=f"file://{tmp_path}/rollouts")
@@ -135,9 +148,13 @@ def test_scenarios(serve: Serve, model: Models, tmp_path: Path, tier: str) -> No
     else:
         soon = {"disable_overlap_schedule": True, "page_size": 1}
         runs = {"stock": HOST | {"kvroute": False}, "overlap": HOST, "no overlap": HOST | soon}
+    draws = DRAWS if tier == "host" and RELEASE >= (0, 5, 23) else []
+    plans = {name: SCENARIOS + draws * (name == "overlap") for name in runs}
     with ThreadPoolExecutor(2) as pool:
-        engines = {name: pool.submit(serve, home, SCENARIOS, **common | each) for name, each in runs.items()}
+        engines = {name: pool.submit(serve, home, plans[name], **common | each) for name, each in runs.items()}
         answers = {name: engine.result() for name, engine in engines.items()}
+    drawn = [answer for answer in answers["overlap"] if "drawn" in answer]
+    answers["overlap"] = [answer for answer in answers["overlap"] if "drawn" not in answer]
     found = {name: tally(home, f"{tier}, {name}", each) for name, each in answers.items()}
     stock = found.pop("stock")
     assert stock["evicted and loaded"]["wrong"] > 0, "what kvroute is for"
@@ -148,6 +165,11 @@ def test_scenarios(serve: Serve, model: Models, tmp_path: Path, tier: str) -> No
         assert each["evicted and loaded"]["loaded"] > 0
         if tier == "host":  # the judge knows this family
             print(all_right({"A": home}, answers[name]))
+    if draws:
+        counts = judge_drawn(home, drawn)
+        assert counts["prefix hits"]["hits"] >= counts["plain"]["hits"] + 3 * 32
+        assert counts["a turn, the second"]["hits"] >= 2 * 32
+        assert all(len(answer["tokens"]) < 60 for answer in drawn if answer["drawn"] == "aborted")
     if tier == "linker":
         again = serve(home, SCENARIOS[:1], **SMALL | kept)
         count = tally(home, "another engine", again)["plain"]

@@ -1,7 +1,11 @@
-"""Sampling supports in SkyRL: its checks, wire and trace of turns, and the log probability that its trainer scores."""
+"""Sampling supports in SkyRL: its checks, wire and trace of turns, and the log probability that its trainer scores; and
+in verifiers, whose traces are what prime-rl trains on."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -9,9 +13,10 @@ import torch
 from skyrl.backends.skyrl_train.inference_servers import generate_wire
 from skyrl.backends.skyrl_train.utils import sample_support, sample_support_replay
 from skyrl.train.dataset import preprocess
+from sources import code_of, installed
 
 from kvroute import SamplingSupport
-from kvroute.replay import skyrl
+from kvroute.replay import prime_rl, skyrl
 
 TOP_K, VOCABULARY = 6, 40
 PROMPTS, RESPONSES = [4, 3], [9, 5]
@@ -82,3 +87,23 @@ def test_its_trainer_scores_each_token_over_its_own_support() -> None:
                 torch.log_softmax(logits[i, ids], 0)[ids.index(tokens[prompt + i])] if trains else torch.zeros(())
             )
             assert torch.allclose(scores.logprobs[i], expected, atol=1e-5)
+
+
+def test_prime_rls_bytes_are_those_of_a_trace_of_verifiers() -> None:
+    """Goal: prime-rl's counts and ids are what its own rollouts make of the engine's lists. Method: verifiers' code
+    over the nodes of a trace, a prompt, two answers and a tool's tokens between them; supports by kvroute beside it.
+    An engine's ids are in any order: kvroute's increase within each token."""
+    home = installed("verifiers") / "v1"
+    mask_class = code_of(home / "types.py", "SamplingMask", np=np, dataclass=dataclass, Any=Any)["SamplingMask"]
+    merged = code_of(home / "trace.py", "sampling_mask", np=np, SamplingMask=mask_class)["sampling_mask"]
+    for (_, mask, support), prompt, response in zip(SAMPLES, PROMPTS, RESPONSES, strict=True):
+        whole = [0] * prompt + mask
+        nodes = []
+        for start, stop in pairwise((0, prompt, prompt + 2, prompt + 4, prompt + response)):
+            rows = [support.row(i).tolist() for i in range(start, stop) if whole[i]]
+            own = mask_class.from_sampling_mask(rows) if rows else None
+            nodes.append(SimpleNamespace(mask=whole[start:stop], sampling_mask=own))
+        theirs = merged.fget(SimpleNamespace(nodes=nodes))
+        ours = prime_rl.sampling_mask(support, [bool(trains) for trains in whole])
+        assert ours["counts"] == theirs.counts.tobytes()
+        assert ours["ids"] == theirs.ids.tobytes()

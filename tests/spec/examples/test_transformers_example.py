@@ -7,6 +7,7 @@ drawn for each token of each pass: only the rows of the very pass that made the 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -54,6 +55,19 @@ def test_every_row_is_of_the_pass_that_made_its_kv(moe: SaltedMoe, scenario: str
         assert all(engine.seen[what] >= count for what, count in happened.items()), engine.seen
         assert "swapped" not in happened or engine.seen["soft reset"] == 0
         all_right(engine.verdict(), due=due)
+
+
+def test_weights_are_of_the_pass_that_made_the_kv_too(moe: SaltedMoe) -> None:
+    """Goal: a weight is that of its id's own pass, through prefix hits, forks and swaps. Method: the judge's weights of
+    the salts that the engine's KV has; another pass of the same token is off by much more than rounding."""
+    embed = partial(example.EmbeddedRoutes, weights=True)
+    with served(moe, embed=embed, returns=2, num_blocks=20, max_batch_tokens=48, cpu_offload_space=0.01) as engine:
+        engine.ask(prompts([9, 14, 4, 30], shared=40))
+        assert min(engine.seen[what] for what in ("hit", "copied", "swapped")) > 0
+        assert engine.weights_error() < 1e-4
+        all_right(engine.verdict(), due=2 * (4 * 40 + 57 + 4 * 19))
+        engine.embedded.reset(weights_version=2)
+        assert not engine.embedded.weights
 
 
 def test_the_next_turn_hits_generated_blocks(moe: SaltedMoe) -> None:

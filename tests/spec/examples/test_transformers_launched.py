@@ -27,6 +27,15 @@ def test_chunks_prefixes_forks_and_swaps(moe: SaltedMoe) -> None:
         all_right(engine.verdict(), due=2 * (4 * 40 + 57 + 4 * 19))
 
 
+def test_one_launch_stores_ids_and_weights(moe: SaltedMoe) -> None:
+    """Goal: both are one record of one launch. Method: as above, beside the judge's weights."""
+    with served(moe, embed=partial(launched, weights=True), num_blocks=32, max_batch_tokens=48, new=6) as engine:
+        engine.ask(prompts([9, 14], shared=24))
+        assert engine.embedded.passes_without_rows == 0
+        assert engine.weights_error() < 1e-4
+        all_right(engine.verdict(), due=2 * 24 + 23 + 2 * 5)
+
+
 @pytest.mark.parametrize("lost", [1, -1], ids=["a router's hook", "the model's hook"])
 def test_a_pass_without_its_launch_has_no_rows(lost: int) -> None:
     """Goal: where a launch was not made, as in an older graph, the old bytes at the slots are not taken for rows, and

@@ -10,6 +10,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 from salted_moe import SaltedMoe
@@ -26,8 +27,8 @@ NEW = 12
 def two(moe: SaltedMoe) -> Iterator[tuple[Served, Served]]:
     more = {"num_blocks": 64, "max_batch_tokens": 64}
     with (
-        served(moe, example.Prefill, new=1, **more) as first,
-        served(moe, example.Decode, new=NEW, **more) as second,
+        served(moe, partial(example.Prefill, weights=True), new=1, **more) as first,
+        served(moe, partial(example.Decode, weights=True), new=NEW, **more) as second,
     ):
         yield first, second
 
@@ -41,8 +42,8 @@ def prefilled(first: Served, asked: list[list[int]]) -> list[dict[str, str]]:
 
 
 def test_decode_has_the_rows_of_the_kv_that_prefill_made(two: tuple[Served, Served]) -> None:
-    """Goal: decode computes only what does not fill a block, and every row is of the KV beside it. Method: ragged
-    prompts, some with a part in common, taken over one by one and then asked all at once.
+    """Goal: decode computes only what does not fill a block, and every row is of the KV beside it, with the weights of
+    its experts, too. Method: ragged prompts, some with a part in common, taken over one by one and then asked at once.
     """
     first, second = two
     asked = [*prompts([5, 33, 8, 17, 64]), *prompts([9, 14], shared=24, seed=1)]
@@ -52,6 +53,7 @@ def test_decode_has_the_rows_of_the_kv_that_prefill_made(two: tuple[Served, Serv
         assert second.embedded.take_over(prompt, ticket) == (len(prompt) - 1) // PAGE * PAGE
     second.ask(asked)
     assert second.seen["hit"] == sum((len(prompt) - 1) // PAGE * PAGE for prompt in asked)
+    assert second.weights_error() < 1e-4
     all_right(second.verdict(), due=sum(map(len, asked)) + len(asked) * (NEW - 1))
     second.embedded.rows.assert_consistent()
 

@@ -14,9 +14,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from kvroute import RolloutHandle, Routes, SamplingSupport, open_rollouts
-from kvroute.rollout.handle import FORMAT
+from kvroute.indexer import VERSION, pack, unpack
+from kvroute.rollout.handle import FORMAT, SUPPORT_FORMAT
 from kvroute.routes.routes import JSON_FORMAT
 from kvroute.routes.wire import SUPPORT_VERSION, WIRE_VERSION
 
@@ -40,17 +42,25 @@ def support() -> SamplingSupport:
     return SamplingSupport.of([[15, 9, 40], [], [17]], TOKENS, start=4)
 
 
+def choices() -> NDArray[np.int32]:
+    """Of two tokens and two layers: side by side, with a wide gap, short, and none."""
+    return np.array([[[0, 1, 2, 3], [5, 9, 900, 901]], [[4, 70, -1, -1], [-1, -1, -1, -1]]], np.int32)
+
+
 def written() -> None:
     """Writes what this version writes."""
     (KEPT / f"routes-{WIRE_VERSION}.bin").write_bytes(routes().to_bytes())
     (KEPT / f"routes-support-{SUPPORT_VERSION}.bin").write_bytes(routes().bind(TOKENS).to_bytes(support()))
+    (KEPT / f"indexer-{VERSION}.bin").write_bytes(pack(choices()))
     number = JSON_FORMAT.rpartition("/")[2]
     (KEPT / f"routes-{number}.json").write_text(json.dumps(routes().to_json()) + "\n")
-    number = FORMAT.rpartition("/")[2]
-    place = KEPT / f"rollouts-{number}"
-    shutil.rmtree(place, ignore_errors=True)
-    with closing(open_rollouts(f"file://{place}")) as store:
-        (KEPT / f"handle-{number}.json").write_text(store.put("a-rollout", routes()).to_json() + "\n")
+    for form, own_routes, beside in ((FORMAT, routes(), None), (SUPPORT_FORMAT, routes().bind(TOKENS), support())):
+        number = form.rpartition("/")[2]
+        place = KEPT / f"rollouts-{number}"
+        shutil.rmtree(place, ignore_errors=True)
+        with closing(open_rollouts(f"file://{place}")) as store:
+            handle = store.put("a-rollout", own_routes, beside)
+        (KEPT / f"handle-{number}.json").write_text(handle.to_json() + "\n")
 
 
 @pytest.mark.parametrize("file", sorted(KEPT.glob("routes-*")), ids=lambda file: file.name)
@@ -64,6 +74,11 @@ def test_routes_of_every_version_are_read(file: Path) -> None:
         assert Routes.from_json(json.loads(file.read_text())) == routes()
 
 
+@pytest.mark.parametrize("file", sorted(KEPT.glob("indexer-*")), ids=lambda file: file.name)
+def test_an_indexers_rows_of_every_version_are_read(file: Path) -> None:
+    assert unpack(file.read_bytes()).tolist() == choices().tolist()
+
+
 @pytest.mark.parametrize("file", sorted(KEPT.glob("handle-*")), ids=lambda file: file.name)
 def test_a_handle_of_every_version_still_fetches_its_rollout(file: Path, tmp_path: Path) -> None:
     """Method: the directory of that time, of which a copy is read."""
@@ -71,7 +86,12 @@ def test_a_handle_of_every_version_still_fetches_its_rollout(file: Path, tmp_pat
     shutil.copytree(KEPT / f"rollouts-{number}", tmp_path / "rollouts")
     handle = RolloutHandle.from_json(file.read_text())
     with closing(open_rollouts(f"file://{tmp_path}/rollouts")) as store:
-        assert store.get(handle) == [routes()]
+        if handle.format == SUPPORT_FORMAT:
+            assert store.get(handle) == [routes().bind(TOKENS)]
+            assert store.support(handle) == support()
+        else:
+            assert store.get(handle) == [routes()]
+            assert store.support(handle) is None
 
 
 def test_every_number_that_users_keep_has_its_file() -> None:
@@ -81,7 +101,9 @@ def test_every_number_that_users_keep_has_its_file() -> None:
         "routes as bytes": "routes-{}.bin",
         "routes as bytes, with sampling support": "routes-support-{}.bin",
         "routes as JSON": "routes-{}.json",
+        "an indexer's rows as bytes": "indexer-{}.bin",
         "handle of a rollout": "handle-{}.json",
+        "handle of a rollout with sampling support": "handle-{}.json",
     }
     assert [what for what, _ in rows] == list(files)
     names = [files[what].format(number) for what, number in rows]

@@ -21,7 +21,7 @@ from cache_manager.errors import StorageError
 from cache_manager.ports import Absence
 from kvroute.rollout import local
 from kvroute.rollout.local import LocalRollouts
-from kvroute.testing.rollouts import fetch_routes, of_layers, routes_of
+from kvroute.testing.rollouts import fetch_routes, of_layers, routes_of, support_of
 
 PUT_NBYTES = 900
 """About what one put of the tests writes."""
@@ -146,6 +146,28 @@ def test_every_byte_of_a_file_counts(data: st.DataObject) -> None:
             sound = at >= layer_at + 80 or (layer_at > at >= parts_at and not cut)
             found = store.get(handle, [layer])
             assert found == ([of_layers(routes_of(1), {layer})] if sound else Absence.CORRUPT)
+
+
+@given(st.data())
+def test_every_byte_of_a_support_counts(data: st.DataObject) -> None:
+    """Goal: no support is trusted without its checksum, and its damage costs no rows. Method: one bit of it is flipped,
+    or the file is cut short in it."""
+    with TemporaryDirectory() as name, closing(store_at(Path(name))) as store:
+        routes = routes_of(1)
+        handle = store.put("x", routes, support_of(1, routes))
+        file = Path(name) / "x.routes"
+        content = bytearray(file.read_bytes())
+        behind = len(content) - handle.support_nbytes
+        assert behind == handle.header_nbytes + handle.nbytes
+        place = data.draw(st.integers(behind, len(content) - 1))
+        if data.draw(st.booleans()):
+            content = content[:place]
+        else:
+            content[place] ^= 1 << data.draw(st.integers(0, 7))
+        file.write_bytes(content)
+        assert store.support(handle) is Absence.CORRUPT
+        assert fetch_routes(store, handle) == routes
+        assert store.counters.corrupt == 1
 
 
 def test_a_file_of_another_rollout_is_damage(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from kvroute.integrations.fastdeploy.config import RoutingReplayConfig
 from kvroute.integrations.fastdeploy.manager import ReplayCounters, RoutingReplayManager
 from kvroute.rollout import RolloutHandle
 from kvroute.rollout.local import LocalRollouts
-from kvroute.routes import Routes
+from kvroute.routes import Routes, SamplingSupport
 from kvroute.routing import routing_spec
 from kvroute.testing.rollouts import fetch_routes, routes_of
 
@@ -38,12 +38,12 @@ class FaultyRollouts(LocalRollouts):
         self.gate.set()
         self.log: list[str] = []
 
-    def put(self, rollout_id: str, routes: Routes) -> RolloutHandle:
+    def put(self, rollout_id: str, routes: Routes, support: SamplingSupport | None = None) -> RolloutHandle:
         assert self.gate.wait(GIVE_UP_S)
         if self.fail_put is not None:
             raise self.fail_put
         self.log.append(f"put {rollout_id}")
-        return super().put(rollout_id, routes)
+        return super().put(rollout_id, routes, support)
 
     def delete(self, handle: RolloutHandle) -> None:
         if self.fail_delete is not None:

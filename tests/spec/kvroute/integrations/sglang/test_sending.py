@@ -14,7 +14,7 @@ import torch
 from waiting import GIVE_UP_S, until, until_it_waits
 
 from cache_manager.keys import Namespace
-from kvroute import Routes, routing_spec
+from kvroute import Routes, SamplingSupport, routing_spec
 from kvroute.connector.answers import FIELD, routes
 from kvroute.connector.left import LeftRoutes
 from kvroute.connector.settings import Common
@@ -39,11 +39,11 @@ class GatedRollouts(LocalRollouts):
         self.gate = threading.Event()
         self.has_defect = False
 
-    def put(self, rollout_id: str, routes: Routes) -> RolloutHandle:
+    def put(self, rollout_id: str, routes: Routes, support: SamplingSupport | None = None) -> RolloutHandle:
         assert self.gate.wait(GIVE_UP_S)
         if self.has_defect:
             raise ZeroDivisionError
-        return super().put(rollout_id, routes)
+        return super().put(rollout_id, routes, support)
 
 
 class Sglang:

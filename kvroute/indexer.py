@@ -1,0 +1,296 @@
+"""The rows of a sparse attention's indexer: which positions a token attends to, layer by layer; their spec and bytes.
+
+A row has, for one token, ``[layers, k]`` int32: of each layer that has an indexer of its own, the chosen positions of
+the sequence, *increasing*, then -1. Attention sums over the chosen positions, so their order is none of a row's
+content, and rows do not keep it: :func:`canonical` sorts. Layers that share an earlier layer's choice (IndexShare) have
+no row of their own; ``sources`` of the spec says whose they use.
+
+Outside memory rows are packed, losslessly. All integers are little endian:
+
+| bytes | what |
+|---:|---|
+| 8 | ``KVROUTEI`` |
+| 4, 4, 4 | version 1; layers; k |
+| 8, 8 | tokens; wide gaps |
+| 16 | XXH3-128 of the 36 bytes before and of all that follows |
+| 4 each | of each of the ``tokens * layers`` choices: how many positions, plus 2^31 if they lie side by side |
+| 4 each | of each choice: its first position |
+| 1 each | of each choice whose positions do not lie side by side, in order: its gaps, one less than positions |
+| 12 each | the wide gaps: where among the gaps, and by how much more than its byte says |
+
+A gap is the number of positions that are skipped between two. Of a wide one, of 255 or more, the byte is 255.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+from typing import Any, Final
+
+import numpy as np
+import xxhash
+from numpy.typing import ArrayLike, NDArray
+
+from cache_manager.errors import RowError, SpecError
+from cache_manager.record import Buffer
+from cache_manager.slots import integers
+from cache_manager.spec import AuxBlockDataSpec
+
+INDEXER: Final = "indexer_topk"
+"""The name of the spec that :func:`indexer_spec` makes."""
+NONE: Final = -1
+"""Fills a choice of fewer than ``k`` positions."""
+MAGIC: Final = b"KVROUTEI"
+VERSION: Final = 1
+CHUNK: Final = 32
+"""Choices that are packed at once: so many stay in a core's cache."""
+ROWS_MAX: Final = 1 << 31
+_FIXED: Final = struct.Struct("<8sIIIQQ")
+_SUM_NBYTES: Final = 16
+_HEADER_NBYTES: Final = _FIXED.size + _SUM_NBYTES
+_BESIDE: Final = 1 << 31
+_WIDE: Final = 255
+_WIDE_GAP: Final = np.dtype([("place", "<u8"), ("more", "<u4")])
+
+
+def indexer_spec(top_k: int, sources: ArrayLike, block_tokens: int) -> AuxBlockDataSpec:
+    """The spec of rows ``[layers, top_k]`` int32. ``sources[l]`` is the layer whose choice layer ``l`` uses: itself, if
+    it has an indexer of its own; -1 for a layer without sparse attention.
+
+    Raises :class:`SpecError` for a source that has no indexer or comes later.
+
+    >>> spec = indexer_spec(4, sources=[0, 0, 2, 2, -1], block_tokens=16)
+    >>> spec.row_shape, spec.attrs["layer_ids"]
+    ((2, 4), (0, 2))
+    """
+    given = tuple(int(source) for source in np.asarray(sources).tolist())
+    for layer, source in enumerate(given):
+        if source != NONE and not (0 <= source <= layer and given[source] == source):
+            raise SpecError(f"sources[{layer}]", "this layer, or an earlier one that has an indexer", source)
+    layer_ids = tuple(layer for layer, source in enumerate(given) if layer == source)
+    if not layer_ids:
+        raise SpecError("sources", "at least one layer with an indexer of its own", "none")
+    attrs = {"layer_ids": layer_ids, "sources": given}
+    return AuxBlockDataSpec(INDEXER, (len(layer_ids), top_k), "int32", block_tokens, attrs=attrs)
+
+
+def indexer_spec_from_hf(config: Any, block_tokens: int) -> AuxBlockDataSpec:
+    """The spec of a transformers configuration, an object or a mapping: ``index_topk``, and which layers share a choice
+    by ``indexer_types`` (``full`` or ``shared``; by default all are ``full``).
+
+    :class:`SpecError` for a model without an indexer.
+    """
+    names = ("index_topk", "num_hidden_layers", "indexer_types")
+    if isinstance(config, Mapping):
+        top_k, layers, kinds = (config.get(name) for name in names)
+    else:
+        top_k, layers, kinds = (getattr(config, name, None) for name in names)
+    if not top_k or not layers:
+        raise SpecError("config index_topk", "a model with an indexer", "none")
+    kinds = ["full"] * layers if kinds is None else kinds
+    if len(kinds) != layers or set(kinds) - {"full", "shared"} or kinds[0] != "full":
+        raise SpecError("config indexer_types", f"{layers} times full or shared, the first full", kinds)
+    sources: list[int] = []
+    for layer, kind in enumerate(kinds):
+        sources.append(layer if kind == "full" else sources[-1])
+    return indexer_spec(top_k, sources, block_tokens)
+
+
+def canonical(choices: ArrayLike, positions: ArrayLike, top_k: int) -> NDArray[np.int32]:
+    """Rows ``[tokens, layers, top_k]`` of what indexers chose, ``[tokens, layers, up to top_k]`` in any order.
+
+    ``positions`` ``[tokens]`` are the tokens' own: an indexer fills up with positions behind its token, and with
+    negative numbers, which attention masks; they are none of a row. :class:`RowError` for a position that comes twice.
+    """
+    given = np.asarray(choices)
+    own = integers(positions, "positions", "integers [tokens]", error=RowError)
+    if given.ndim != 3 or given.dtype.kind not in "iu" or given.shape[2] > top_k or len(given) != len(own):
+        wanted = f"integers [{len(own)}, layers, up to {top_k}]"
+        raise RowError("choices", wanted, f"{given.dtype} {list(given.shape)}")
+    behind = np.iinfo(np.int32).max
+    rows = np.full((*given.shape[:2], top_k), behind, np.int32)
+    rows[:, :, : given.shape[2]] = np.where((given < 0) | (given > own[:, None, None]), behind, given)
+    rows.sort(axis=2)
+    twice = (rows[:, :, 1:] == rows[:, :, :-1]) & (rows[:, :, 1:] != behind)
+    if twice.any():
+        token, layer, place = (int(i) for i in np.argwhere(twice)[0])
+        raise RowError(f"choices of token {token} layer {layer}", "distinct positions", int(rows[token, layer, place]))
+    rows[rows == behind] = NONE
+    return rows
+
+
+def of_layers(spec: AuxBlockDataSpec, rows: NDArray[np.int32], layers: ArrayLike) -> NDArray[np.int32]:
+    """The choices ``[tokens, len(layers), k]`` that these layers of the model use, shared ones too.
+
+    :class:`RowError` names a layer without sparse attention.
+    """
+    sources, layer_ids = spec.attrs["sources"], spec.attrs["layer_ids"]
+    wanted = integers(layers, "layers", "integers", error=RowError).tolist()
+    for layer in wanted:
+        if not 0 <= layer < len(sources) or sources[layer] == NONE:
+            raise RowError(f"layer {layer}", f"one with sparse attention, of {len(sources)}", "another")
+    chosen: NDArray[np.int32] = rows[:, [layer_ids.index(sources[layer]) for layer in wanted]]
+    return chosen
+
+
+def pack(rows: NDArray[np.int32]) -> bytes:
+    """The bytes of ``rows`` ``[tokens, layers, k]``, canonical: :func:`unpack` returns them.
+
+    :class:`RowError` names the first token and layer whose positions do not increase, or are not followed by -1.
+    """
+    given = np.asarray(rows)
+    if given.ndim != 3 or given.dtype != np.int32 or not given.shape[2] or not given.shape[1]:
+        raise RowError("indexer rows", "int32 [tokens, layers, k]", f"{given.dtype} {list(given.shape)}")
+    tokens, layers, k = given.shape
+    flat = np.ascontiguousarray(given).reshape(-1, k)
+    counts = np.full(len(flat), k, np.int64)
+    short = np.flatnonzero(flat[:, -1] < 0)
+    counts[short] = np.count_nonzero(flat[short] >= 0, axis=1)
+    first = flat[:, 0].astype(np.int64)
+    last = flat[np.arange(len(flat)), np.maximum(counts, 1) - 1].astype(np.int64)
+    beside = (last - first == counts - 1) | (counts == 0)
+    _check_others(flat, counts, beside, layers)
+    full = np.flatnonzero(~beside & (counts == k))
+    ragged = np.flatnonzero(~beside & (counts < k))
+    lengths = np.where(beside, 0, counts - 1)
+    starts = np.concatenate(([0], np.cumsum(lengths)))
+    gaps = np.empty(int(starts[-1]), np.uint8)
+    wide = list[NDArray[Any]]()
+    for begin in range(0, len(full), CHUNK):
+        chosen = full[begin : begin + CHUNK]
+        part = flat[chosen[0] : chosen[-1] + 1] if chosen[-1] - chosen[0] == len(chosen) - 1 else flat[chosen]
+        own = (part[:, 1:] - part[:, :-1]).view(np.uint32)
+        own -= 1  # one that does not increase becomes very wide
+        over = np.flatnonzero(own.reshape(-1) >= _WIDE)
+        if len(over):
+            wide.append(_wide(own, over, starts[chosen], chosen, layers))
+            own.reshape(-1)[over] = _WIDE
+        place = int(starts[chosen[0]])
+        if starts[chosen[-1]] - place == (k - 1) * (len(chosen) - 1):  # no choice that ends early lies between
+            gaps[place : place + own.size].reshape(own.shape)[...] = own
+        else:
+            for row, start in zip(own, starts[chosen].tolist(), strict=True):
+                gaps[start : start + k - 1] = row
+    for choice in ragged.tolist():
+        own = np.diff(flat[choice, : counts[choice]]).view(np.uint32)[None] - np.uint32(1)
+        wide.append(_wide(own, np.flatnonzero(own[0] >= _WIDE), starts[[choice]], np.array([choice]), layers))
+        gaps[starts[choice] : starts[choice + 1]] = np.minimum(own[0], _WIDE)
+    extra = np.concatenate(wide) if wide else np.empty(0, _WIDE_GAP)
+    if len(ragged):
+        extra = extra[np.argsort(extra["place"], kind="stable")]
+    head = counts.astype("<u4") | np.where(beside, np.uint32(_BESIDE), np.uint32(0)).astype("<u4")
+    fixed = _FIXED.pack(MAGIC, VERSION, layers, k, tokens, len(extra))
+    body = b"".join((head.tobytes(), first.astype("<i4").tobytes(), gaps.data, extra.tobytes()))
+    return b"".join((fixed, _sum(fixed, body), body))
+
+
+def unpack(data: Buffer) -> NDArray[np.int32]:
+    """The rows ``[tokens, layers, k]`` that :func:`pack` was given, in new memory.
+
+    :class:`RowError` for anything else, also if one bit has changed; no memory is made for claimed sizes.
+    """
+    view = memoryview(data).cast("B")
+    if len(view) < _HEADER_NBYTES:
+        raise RowError("indexer record", f"{_HEADER_NBYTES} bytes or more", len(view))
+    fixed, body = view[: _FIXED.size], view[_HEADER_NBYTES:]
+    magic, version, layers, k, tokens, wide = _FIXED.unpack(fixed)
+    if (magic, version) != (MAGIC, VERSION):
+        raise RowError("indexer record", f"{MAGIC!r} version {VERSION}", f"{magic!r} version {version}")
+    found, computed = bytes(view[_FIXED.size : _HEADER_NBYTES]), _sum(fixed, body)
+    if found != computed:
+        raise RowError("indexer record checksum", computed.hex(), found.hex())
+    choices = tokens * layers
+    if not layers or not k or choices > ROWS_MAX or len(body) < 8 * choices + _WIDE_GAP.itemsize * wide:
+        raise RowError("indexer record", "as many choices as it claims to have", f"{tokens} x {layers} x {k}")
+    head = np.frombuffer(body, "<u4", choices)
+    first = np.frombuffer(body, "<i4", choices, 4 * choices)
+    counts, beside = (head & (_BESIDE - 1)).astype(np.int64), head >= _BESIDE
+    lengths = np.where(beside, 0, counts - 1)
+    starts = np.concatenate(([0], np.cumsum(lengths)))
+    behind = 8 * choices + int(starts[-1])
+    if (lengths < 0).any() or (counts > k).any() or len(body) != behind + _WIDE_GAP.itemsize * wide:
+        raise RowError("indexer record", f"choices of at most {k} positions, and their gaps", f"{len(body)} bytes")
+    gaps = np.frombuffer(body, np.uint8, int(starts[-1]), 8 * choices)
+    extra = np.frombuffer(body, _WIDE_GAP, wide, behind)
+    ordered = np.diff(extra["place"].astype(np.int64), prepend=-1, append=int(starts[-1])) > 0
+    if not ordered.all():
+        raise RowError("indexer record", "wide gaps in order, each among the gaps", "others")
+    flat = np.empty((choices, k), np.int32)
+    columns = np.arange(k, dtype=np.int32)
+    for part in _chunks(np.flatnonzero(beside)):
+        flat[part] = np.where(columns < counts[part, None], first[part, None] + columns, NONE)
+    places = np.searchsorted(extra["place"], starts)  # of each choice, its first wide gap
+    for part in _chunks(np.flatnonzero(~beside)):
+        whole = part[-1] - part[0] == len(part) - 1 and bool((counts[part] == k).all())
+        own = flat[part[0] : part[-1] + 1] if whole else np.zeros((len(part), k), np.int32)
+        if whole:
+            own[:, 1:] = gaps[starts[part[0]] : starts[part[-1] + 1]].reshape(len(part), k - 1)
+        else:
+            for row, choice in zip(own, part.tolist(), strict=True):
+                row[1 : counts[choice]] = gaps[starts[choice] : starts[choice + 1]]
+        own[:, 1:] += 1
+        own[:, 0] = first[part]
+        more = extra[places[part[0]] : places[part[-1] + 1]]  # no other choice between has gaps
+        if len(more):
+            row_of = np.repeat(np.arange(len(part)), places[part + 1] - places[part])
+            columns_of = more["place"].astype(np.int64) - starts[part][row_of] + 1
+            own[row_of, columns_of] += more["more"].astype(np.int32)
+        np.cumsum(own, axis=1, out=own)
+        if not whole:
+            own[columns >= counts[part, None]] = NONE
+            flat[part] = own
+    return flat.reshape(tokens, layers, k)
+
+
+def _chunks(choices: NDArray[np.int64]) -> list[NDArray[np.int64]]:
+    return [choices[begin : begin + CHUNK] for begin in range(0, len(choices), CHUNK)]
+
+
+def _wide(
+    gaps: NDArray[np.uint32],
+    over: NDArray[np.int64],
+    starts: NDArray[np.int64],
+    choices: NDArray[np.int64],
+    layers: int,
+) -> NDArray[Any]:
+    """The wide ones of some choices' ``gaps`` ``[choices, positions - 1]``, those at the places ``over``."""
+    rows, columns = np.divmod(over, gaps.shape[1])
+    values = gaps.reshape(-1)[over]
+    wrong = values >= ROWS_MAX
+    if wrong.any():
+        raise _not_canonical(int(choices[rows[int(wrong.argmax())]]), layers)
+    extra = np.empty(len(rows), _WIDE_GAP)
+    extra["place"] = starts[rows] + columns
+    extra["more"] = values - _WIDE
+    return extra
+
+
+def _check_others(flat: NDArray[np.int32], counts: NDArray[np.int64], beside: NDArray[np.bool_], layers: int) -> None:
+    """:class:`RowError` unless the choices that end early or lie ``beside`` each other are what their ends say."""
+    k = flat.shape[1]
+    columns = np.arange(k, dtype=np.int64)
+    for part in _chunks(np.flatnonzero(beside | (counts < k))):
+        rows = flat[part]
+        tail = columns >= counts[part, None]
+        wrong = (tail & (rows != NONE)).any(axis=1) | (~tail & (rows < 0)).any(axis=1)
+        due = rows[:, :1] + columns
+        wrong |= beside[part] & (~tail & (rows != due)).any(axis=1)
+        if wrong.any():
+            raise _not_canonical(int(part[int(wrong.argmax())]), layers)
+    negative = (counts == k) & (flat[:, 0] < 0)
+    if negative.any():
+        raise _not_canonical(int(negative.argmax()), layers)
+
+
+def _not_canonical(choice: int, layers: int) -> RowError:
+    where = f"indexer row of token {choice // layers} layer {choice % layers}"
+    return RowError(where, "increasing positions, then -1", "others: see canonical()")
+
+
+def _sum(fixed: Buffer, body: Buffer) -> bytes:
+    running = xxhash.xxh3_128(fixed)
+    running.update(body)
+    return running.digest()
+
+
+__all__ = ["INDEXER", "canonical", "indexer_spec", "indexer_spec_from_hf", "of_layers", "pack", "unpack"]
