@@ -94,7 +94,7 @@ NAMES: Final[Mapping[str, str]] = {
     "vllm.v1.core.block_pool:BlockPool": "get_new_blocks reset_prefix_cache",
     "vllm.v1.core.kv_cache_manager:KVCacheManager": "block_pool get_blocks free pop_blocks_for_free",
     "vllm.outputs:RequestOutput": "add",
-    "vllm.sampling_params:SamplingParams": "routed_experts_prompt_start",
+    "vllm.sampling_params:SamplingParams": "routed_experts_prompt_start extra_args",
     "vllm.v1.core.sched.output:SchedulerOutput": "num_scheduled_tokens kv_connector_metadata",
     "vllm.v1.core.sched.scheduler:Scheduler": "kv_cache_manager connector requests update_from_output finish_requests",
     "vllm.v1.engine": "FinishReason.ERROR",
@@ -116,7 +116,7 @@ NAMES: Final[Mapping[str, str]] = {
     "vllm.v1.outputs:KVConnectorOutput": "kv_connector_worker_meta finished_recving",
     "vllm.v1.request:Request": (
         "request_id num_tokens num_computed_tokens all_token_ids num_prompt_tokens sampling_params block_hashes "
-        "kv_transfer_params status is_finished skip_reading_prefix_cache"
+        "kv_transfer_params status is_finished skip_reading_prefix_cache resumable"
     ),
     "vllm.v1.request:RequestStatus": "FINISHED_ABORTED FINISHED_ERROR",
 }
