@@ -21,17 +21,18 @@ from kvroute.integrations.judged import Judged
 WAYS: Final[Mapping[str, str]] = {
     "tests": "`make test-vllm`",
     "smoke": "`make smoke-vllm`",
+    "live": "`make test-trainers-live`",
     "GPU": "GPU",
     "by hand": "by hand",
 }
 """How a release was judged, as a page says it."""
 _OLDER: Final = "its Python over 0.32.0's native code; a router chooses, as on a GPU"
 JUDGED: Final = (
-    Judged("0.24.0", ("smoke",), "2026-11-28", _OLDER),
+    Judged("0.24.0", ("smoke", "live"), "2026-11-29", _OLDER),
     Judged("0.25.1", ("smoke",), "2026-11-28", _OLDER),
     Judged("0.26.0", ("smoke",), "2026-11-28", _OLDER),
-    Judged("0.30.0", ("smoke",), "2026-11-28"),
-    Judged("0.31.0", ("smoke",), "2026-11-28"),
+    Judged("0.30.0", ("smoke", "live"), "2026-11-29"),
+    Judged("0.31.0", ("by hand",), "2026-11-29", "`make smoke-vllm-0.31.0`"),
     Judged("0.32.0", ("tests",), "2026-11-28"),
     Judged("0.33.0", ("smoke",), "2026-11-28", "its Python over 0.32.0's native code"),
 )
