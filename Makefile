@@ -148,7 +148,7 @@ trainers-live-table:
 	KVROUTE_LIVE_RESULTS=$(CURDIR)/bench-output/trainers-live $(MAKE) test-trainers-live
 	KVROUTE_LIVE_RESULTS=$(CURDIR)/bench-output/trainers-live KVROUTE_LIVE_STOCK=1 $(MAKE) test-trainers-live
 	mkdir -p bench/results/trainers-live
-	$(PYTHON) tests/trainers_live/table.py bench-output/trainers-live > bench/results/trainers-live/README.md
+	$(PYTHON) tests/real/trainers_live/table.py bench-output/trainers-live > bench/results/trainers-live/README.md
 
 # Stock vLLM on a CPU with tiny models: every row against transformers. Two processes, for two cores: one whose engines are
 # asked in processes of their own, and one that has engines itself, one after the other. `make -j2 -O test-vllm` runs both.

@@ -1,6 +1,6 @@
 """The table of the live tests: what each scenario's cells are with kvroute, and with stock vLLM in the same plan.
 
-``python tests/trainers_live/table.py FOLDER`` makes it of the files that runs have left in a folder.
+``python tests/real/trainers_live/table.py FOLDER`` makes it of the files that runs have left in a folder.
 """
 
 from __future__ import annotations
