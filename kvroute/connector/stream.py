@@ -91,6 +91,7 @@ class RowStream:
         self._sequences: dict[str, _Sequence] = {}
         self._ended: dict[str, Piece] = {}  # of requests that ended in the step at hand
         self._lost: set[str] = set()
+        self._refused: dict[str, str] = {}  # requests that get no rows from the first on, and why
         self._asleep_s = 0.0
 
     def attach(self, view: RowsView, *, late: bool) -> None:
@@ -99,10 +100,15 @@ class RowStream:
 
     # ---------------------------------------------------------------- the scheduling thread
 
+    def refuse(self, name: str, why: str) -> None:
+        """This request, which begins, gets no rows, for the reason ``why``."""
+        self._refused[name] = why
+
     def ended(self, request: OutputRequest, start: int, blocks: Sequence[int], number: int) -> None:
         """The request has ended and still has ``blocks``; :meth:`take` gives its last piece to its last output."""
         piece = self._piece(request, start, number, blocks)
         piece.last = True
+        self._refused.pop(request.request_id, None)
         self._ended[request.request_id] = piece
         sequence = self._sequences.pop(request.request_id)
         if sequence.under_way is not None and sequence.under_way[1] is not piece.batch:
@@ -118,7 +124,7 @@ class RowStream:
         if sequence.under_way is not None:
             self._drop(sequence.under_way[1])
             sequence.under_way = None
-        if stop > sequence.sent:
+        if stop > sequence.sent and request.request_id not in self._refused:
             slots, lives, held = self._slots(request.request_id, sequence.sent, stop, None)
             sequence.under_way = sequence.sent, self._batch(number, slots, lives, held)
 
@@ -145,7 +151,8 @@ class RowStream:
         counts: list[int] = []
         for name, request in outputs:
             if request is None:
-                piece = self._ended.pop(name, None) or Piece(name, 0, 0, last=True, lost=NO_BLOCKS)
+                lost = self._refused.get(name, NO_BLOCKS)
+                piece = self._ended.pop(name, None) or Piece(name, 0, 0, last=True, lost=lost)
                 pieces.append(piece)
                 continue
             sequence = sequences.get(name)
@@ -339,6 +346,9 @@ class RowStream:
         first = sequence.sent
         stop = request.num_tokens - 1
         piece = Piece(name, first, max(first, stop), why=self._why(name))
+        if name in self._refused:
+            piece.lost = self._refused[name]
+            return piece
         if stop < first:
             piece.lost = GROWN
             return piece

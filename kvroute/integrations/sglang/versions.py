@@ -19,14 +19,23 @@ from typing import Any, Final, NamedTuple
 
 from kvroute.integrations.judged import Judged
 
-WAYS: Final[Mapping[str, str]] = {"tests": "`make test-sglang`", "smoke": "`make smoke-sglang`"}
+WAYS: Final[Mapping[str, str]] = {
+    "tests": "`make test-sglang`",
+    "smoke": "`make smoke-sglang`",
+    "by hand": "by hand",
+}
 """How a release was judged, as a page says it."""
 _OLDER: Final = "its Python over 0.5.23's packages; without pages on the host and external linkers"
 JUDGED: Final = (
     Judged("0.5.12.post1", ("smoke",), "2026-11-29", _OLDER),
     Judged("0.5.15.post1", ("smoke",), "2026-11-29", _OLDER),
     Judged("0.5.16", ("smoke",), "2026-11-29", _OLDER),
-    Judged("0.5.22", ("smoke",), "2026-11-29", "its Python over 0.5.23's packages; without external linkers"),
+    Judged(
+        "0.5.22",
+        ("by hand",),
+        "2026-11-29",
+        "`make smoke-sglang-0.5.22`; its Python over 0.5.23's packages; without external linkers",
+    ),
     Judged("0.5.23", ("tests",), "2026-11-29"),
 )
 """The releases that kvroute works with, oldest first. The refusal, ``kvroute doctor`` and the pages read this table."""

@@ -189,6 +189,8 @@ class RowsWithKV(Base):  # type: ignore[misc]
     def on_new_request(self, request: Any) -> None:
         super().on_new_request(request)
         self._scheduler_rows.begins(Key.of(request.request_id))
+        if self._scheduler_rows.field is not None:
+            self._scheduler_rows.field.begins(request)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         external, later = super().get_num_new_matched_tokens(request, num_computed_tokens) or (0, False)

@@ -3,8 +3,9 @@
 The engine core's end is :class:`Field`. Each output of a step gets the rows of the tokens that the model has read since
 the request's last output, because the front end may end a request at any of them (a stop string, an abort); it
 concatenates these chunks when the request ends. The front end's end is :func:`guard_front_end`: an answer that lacks a
-row has no field, and says why. :func:`take_over` turns vLLM's own flag into the connector's setting, and guards the
-front end where a configuration asks for the field: every front end makes its configuration itself.
+row has no field, and says why. It marks each request, so that a front end without it gets no rows: it would make a
+shorter array of them. :func:`take_over` turns vLLM's own flag into the connector's setting, and guards the front end
+where a configuration asks for the field: every front end makes its configuration itself.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from copy import copy
 from functools import wraps
 from typing import Any, Final
 
@@ -33,8 +35,14 @@ LOST: Final = "kvroute_field"
 """From the engine core to the front end, beside an output that lacks rows: ``{"gaps": [...], "fails": bool}``."""
 ROWS: Final = "kvroute_rows"
 """From the engine core to the front end, beside one output of a message: the rows of all of them, in one piece, because
-each array is encoded and decoded by itself. A front end that knows nothing of this finds no field, and never another
-request's rows."""
+each array is encoded and decoded by itself."""
+GUARDED: Final = "kvroute_field"
+"""In ``SamplingParams.extra_args``: the front end of this request has :func:`guard_front_end`."""
+UNGUARDED: Final = (
+    "the front end of this request does not read kvroute's rows: it is not vLLM's Python one, or its process has "
+    "not loaded kvroute's plugin before it made its configuration"
+)
+SESSION: Final = "a session, whose prompt grows, has no field"
 WRAPPED: Final = "_kvroute_field"
 FLAG: Final = "enable_return_routed_experts"
 SHORT: Final = "the engine core sent rows of other tokens than those of the answer"
@@ -60,6 +68,15 @@ class Field:
         self._number = 0  # of the step whose outputs are at hand; 0: none is
 
     # ---------------------------------------------------------------- the scheduling thread
+
+    def begins(self, request: Any) -> None:
+        """The request has come: who reads its field?"""
+        if request.sampling_params is None:
+            return
+        if not (request.sampling_params.extra_args or {}).get(GUARDED):
+            self.stream.refuse(request.request_id, UNGUARDED)
+        elif request.resumable:
+            self.stream.refuse(request.request_id, SESSION)
 
     def ended(self, request: Any, blocks: Sequence[int]) -> None:
         """The request has ended and still has these blocks."""
@@ -158,12 +175,13 @@ class Field:
         start, _, why = gaps[0]
         self.rows.meter.lose_field(why)
         logger.warning("request %s has no routed_experts: %d rows missing, from %d on: %s", name, tokens, start, why)
-        if self._fails:
+        if self._fails or why == UNGUARDED:  # such a front end would say nothing
             if output.finish_reason is None:
                 self.failed.append(name)
             output.new_token_ids, output.new_logprobs = [], None
             output.finish_reason = _error()
-        join(output, {LOST: {"gaps": [list(gap) for gap in gaps], "fails": self._fails}})
+        if why != UNGUARDED:
+            join(output, {LOST: {"gaps": [list(gap) for gap in gaps], "fails": self._fails}})
 
 
 def _error() -> Any:
@@ -230,9 +248,13 @@ def guard_front_end() -> None:
 
 
 def _adding(add: Callable[..., Any]) -> Callable[..., Any]:
-    """``OutputProcessor.add_request``: remember the first position whose row the client wants."""
+    """``OutputProcessor.add_request``: tell the engine core who reads the rows, and remember the first position whose
+    row the client wants."""
 
     def add_request(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+        if request.sampling_params is not None:
+            request.sampling_params = params = copy(request.sampling_params)
+            params.extra_args = {**(params.extra_args or {}), GUARDED: True}
         result = add(self, request, *args, **kwargs)
         state = self.request_states.get(request.request_id)
         if state is not None and request.sampling_params is not None:

@@ -21,17 +21,18 @@ from kvroute.integrations.judged import Judged
 WAYS: Final[Mapping[str, str]] = {
     "tests": "`make test-vllm`",
     "smoke": "`make smoke-vllm`",
+    "live": "`make test-trainers-live`",
     "GPU": "GPU",
     "by hand": "by hand",
 }
 """How a release was judged, as a page says it."""
 _OLDER: Final = "its Python over 0.32.0's native code; a router chooses, as on a GPU"
 JUDGED: Final = (
-    Judged("0.24.0", ("smoke",), "2026-11-28", _OLDER),
+    Judged("0.24.0", ("smoke", "live"), "2026-11-29", _OLDER),
     Judged("0.25.1", ("smoke",), "2026-11-28", _OLDER),
     Judged("0.26.0", ("smoke",), "2026-11-28", _OLDER),
-    Judged("0.30.0", ("smoke",), "2026-11-28"),
-    Judged("0.31.0", ("smoke",), "2026-11-28"),
+    Judged("0.30.0", ("smoke", "live"), "2026-11-29"),
+    Judged("0.31.0", ("by hand",), "2026-11-29", "`make smoke-vllm-0.31.0`"),
     Judged("0.32.0", ("tests",), "2026-11-28"),
     Judged("0.33.0", ("smoke",), "2026-11-28", "its Python over 0.32.0's native code"),
 )
@@ -94,7 +95,7 @@ NAMES: Final[Mapping[str, str]] = {
     "vllm.v1.core.block_pool:BlockPool": "get_new_blocks reset_prefix_cache",
     "vllm.v1.core.kv_cache_manager:KVCacheManager": "block_pool get_blocks free pop_blocks_for_free",
     "vllm.outputs:RequestOutput": "add",
-    "vllm.sampling_params:SamplingParams": "routed_experts_prompt_start",
+    "vllm.sampling_params:SamplingParams": "routed_experts_prompt_start extra_args",
     "vllm.v1.core.sched.output:SchedulerOutput": "num_scheduled_tokens kv_connector_metadata",
     "vllm.v1.core.sched.scheduler:Scheduler": "kv_cache_manager connector requests update_from_output finish_requests",
     "vllm.v1.engine": "FinishReason.ERROR",
@@ -116,7 +117,7 @@ NAMES: Final[Mapping[str, str]] = {
     "vllm.v1.outputs:KVConnectorOutput": "kv_connector_worker_meta finished_recving",
     "vllm.v1.request:Request": (
         "request_id num_tokens num_computed_tokens all_token_ids num_prompt_tokens sampling_params block_hashes "
-        "kv_transfer_params status is_finished skip_reading_prefix_cache"
+        "kv_transfer_params status is_finished skip_reading_prefix_cache resumable"
     ),
     "vllm.v1.request:RequestStatus": "FINISHED_ABORTED FINISHED_ERROR",
 }

@@ -38,10 +38,10 @@ if importlib.util.find_spec("vllm") and "KVROUTE_TRAINERS" in os.environ:
         VLLM_PLUGINS="kvroute,on_cpu",
     )
     os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix="kvroute-live-")
-    # Each engine has three processes that import the same: the first one compiles for all.
-    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-    sys.dont_write_bytecode = False
-    sys.pycache_prefix = os.environ.setdefault("PYTHONPYCACHEPREFIX", f"{tempfile.tempdir}/compiled")
+    if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):
+        # Each engine has three processes that import the same: the first one compiles for all.
+        sys.dont_write_bytecode = False
+        sys.pycache_prefix = os.environ.setdefault("PYTHONPYCACHEPREFIX", f"{tempfile.tempdir}/compiled")
     SESSION = os.getpid()
     atexit.register(lambda: os.getpid() == SESSION and shutil.rmtree(tempfile.tempdir, ignore_errors=True))
     import vllm
@@ -76,7 +76,7 @@ def home(homes: dict[str, Path]) -> Path:
 def printed() -> Iterator[None]:
     """The table, when all has been judged."""
     yield
-    print(f"\n{live.table()}")
+    live.left()
 
 
 @pytest.fixture(scope="module")

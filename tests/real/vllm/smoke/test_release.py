@@ -1,9 +1,11 @@
-"""Every release of vLLM that has not all tests, with one engine: `make smoke-vllm` runs this on each of them."""
+"""A release of vLLM that has not all tests, with one engine: `make smoke-vllm` runs this on each that a trainer pins,
+and on the newest."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,9 +13,14 @@ import pytest
 import updates
 import vllm
 from engines import Engine, prompts
+from vllm import SamplingParams
+from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
+from vllm.v1.engine.output_processor import OutputProcessor
+from vllm.v1.request import Request
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 import kvroute
-from kvroute.integrations.vllm import connector, routes, versions
+from kvroute.integrations.vllm import connector, field, missing, routes, versions
 from kvroute.rollout import open_rollouts
 
 ASKED = prompts(5, 20, 41, 9, 100, shared=70)
@@ -63,11 +70,11 @@ def assert_right(engine: Engine, outputs: Sequence[Any], homes: dict[int, Path],
         tokens = [*output.prompt_token_ids, *output.outputs[0].token_ids]
         rows = routes(output, rollouts=engine.rollouts, key=key)
         assert updates.right(rows, tokens, homes)
-        field = output.outputs[0].routed_experts
-        assert field is not None, output.kv_transfer_params
-        assert (field.dtype, len(field)) == (np.dtype("uint8"), len(tokens) - 1)
-        assert (field[:, rows.layer_ids] == rows.ids).all()
-        assert field.shape[1] == rows.num_layers
+        array = output.outputs[0].routed_experts
+        assert array is not None, output.kv_transfer_params
+        assert (array.dtype, len(array)) == (np.dtype("uint8"), len(tokens) - 1)
+        assert (array[:, rows.layer_ids] == rows.ids).all()
+        assert array.shape[1] == rows.num_layers
 
 
 def core_of(engine: Engine) -> Any:
@@ -75,7 +82,7 @@ def core_of(engine: Engine) -> Any:
 
 
 def test_this_release_is_in_the_table() -> None:
-    assert vllm.__version__ in {judged.version for judged in versions.JUDGED if "smoke" in judged.how}
+    assert vllm.__version__ in {judged.version for judged in versions.JUDGED}
 
 
 def test_prefix_hits(engine: Engine, homes: dict[int, Path]) -> None:
@@ -137,6 +144,36 @@ def test_sleep_and_wake_up(engine: Engine, homes: dict[int, Path], monkeypatch: 
     outputs = engine.ask(ASKED)
     assert_right(engine, outputs, homes)
     assert {version for o in outputs for *_, version in routes(o, rollouts=engine.rollouts).weights_versions} == {1}
+
+
+def test_whose_requests_get_rows_and_what_a_short_answer_is_told() -> None:
+    """Goal: this release's front end marks its requests, and never puts a shorter array together. Method: its own
+    classes without an engine: a request that goes through it, one of a session, and one past it; a token without its
+    row."""
+    field.watch()
+    refused: dict[str, str] = {}
+    core = object.__new__(field.Field)
+    core.stream = SimpleNamespace(refuse=refused.__setitem__)  # type: ignore[assignment]
+    front, asked = OutputProcessor(None, log_stats=False), SamplingParams(max_tokens=4)
+    for name in ("marked", "session", "past"):
+        request = EngineCoreRequest(
+            request_id=name, external_req_id=name, prompt_token_ids=[5, 6, 7], mm_features=None, sampling_params=asked,
+            pooling_params=None, arrival_time=0.0, lora_request=None, cache_salt=None, data_parallel_rank=None,
+            resumable=name == "session",
+        )  # fmt: skip
+        if name != "past":
+            front.add_request(request, None)
+        sent = MsgpackDecoder(EngineCoreRequest).decode([bytes(part) for part in MsgpackEncoder().encode(request)])
+        core.begins(Request.from_engine_core_request(sent, None))
+    assert refused == {"session": field.SESSION, "past": field.UNGUARDED}
+    assert asked.extra_args is None
+    first = EngineCoreOutput("marked", [8], routed_experts=np.zeros((3, 3, 4), np.uint8))
+    front.process_outputs([first])
+    (answer,) = front.process_outputs(
+        [EngineCoreOutput("marked", [9], finish_reason=FinishReason.LENGTH)]
+    ).request_outputs
+    assert answer.outputs[0].routed_experts is None
+    assert missing(answer) == ((3, 4, field.SHORT),)
 
 
 @pytest.mark.parametrize("algorithm", ["sha256", "xxhash"])

@@ -224,6 +224,37 @@ def test_nothing_comes_after_a_missing_row(engine: Engine, apart: bool) -> None:
     assert not engine.stream._lost
 
 
+def test_a_request_that_was_refused_gets_no_rows_and_says_so_once(engine: Engine) -> None:
+    """Goal: whoever cannot read rows gets none, and the others theirs. Method: two requests over three steps, the first
+    one preempted before the last; one answer of a session ends, while the request goes on; then it ends itself."""
+    requests = [Request("a", 2), Request("b", 2)]
+    engine.tables |= {"a": [0], "b": [1]}
+    engine.stream.refuse("a", "cannot read")
+    outputs = [(request.request_id, request) for request in requests]
+    for number in (1, 2, 3):
+        if number == 3:
+            engine.stream.preempted(requests[0], 0, 3, 2)
+        slots = [number - 1, 4 + number - 1]
+        engine.schedules(slots, [0, 1] if number == 1 else [])
+        step = engine.stream.take(outputs, number, start=lambda _: 0)
+        engine.works()
+        outcomes, together = engine.stream.read(step, apart=True)
+        rows = {outcome.piece.name: outcome.rows for outcome in outcomes}
+        assert rows.pop("b").tolist() == [[number, number]]  # type: ignore[union-attr]
+        assert together is None
+        assert rows == ({"a": None} if number == 1 else {})
+        assert not engine.stream._sequences["a"].under_way
+        for request in requests:
+            request.num_tokens += 1
+    step = engine.stream.take([("a", None)], 3, start=lambda _: 0)
+    assert engine.stream.read(step, apart=True) == ([], None), "it has said so"
+    engine.stream.ended(requests[0], 0, [0], 3)
+    (outcome,), _ = engine.stream.read(engine.stream.take([("a", None)], 3, start=lambda _: 0), apart=True)
+    assert (outcome.rows, [why for *_, why in outcome.gaps]) == (None, ["cannot read"])
+    assert not engine.stream._refused
+    assert not engine.stream._lost
+
+
 @pytest.mark.parametrize("lost", [0, 1])
 def test_steady_outputs_of_which_one_has_lost_its_row(engine: Engine, lost: int) -> None:
     """Goal: rows that go out together are all there. Method: two requests with a row each in one step, of which one is

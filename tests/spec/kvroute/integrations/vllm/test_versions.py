@@ -158,7 +158,11 @@ def test_the_table_is_what_is_run_and_what_pages_say() -> None:
     assert [pin[1]] == [each.version for each in JUDGED if "tests" in each.how]
     assert minor(pin[1]) == PREFERRED
     run = (ROOT / ".ci/run").read_text()
-    assert all(target in run for target in ("test-vllm-engines", "test-vllm-fronts", "smoke-vllm"))
+    targets = "test-vllm-engines", "test-vllm-fronts", "smoke-vllm", "test-trainers-live"
+    assert all(target in run for target in targets)
+    live = re.search(r"^test-trainers-live: (.+)$", makefile, re.MULTILINE)
+    assert live
+    assert live[1].split() == [f"test-trainers-live-{each.version}" for each in JUDGED if "live" in each.how]
 
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     next_minor = int(minor(JUDGED[-1].version).split(".")[1]) + 1

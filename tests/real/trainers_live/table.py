@@ -1,0 +1,53 @@
+"""The table of the live tests: what each scenario's cells are with kvroute, and with stock vLLM in the same plan.
+
+``python tests/real/trainers_live/table.py FOLDER`` makes it of the files that runs have left in a folder.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+HEAD = "| trainer | engine | what happens | filled by | answers | cells due | right | missing | wrong |"
+
+
+def markdown(counts: Sequence[dict[str, Any]]) -> str:
+    """A line for each scenario and each of both that fill the field; ``counts`` are those of :data:`live.TABLE`."""
+    lines = [HEAD, "|" + "---|" * 9]
+    for row in counts:
+        who = "stock vLLM" if row["stock"] else "kvroute"
+        said = f"| {row['trainer']} | {row['engine']} | {row['scenario']} | {who} |"
+        if "refused" in row:
+            lines.append(f"{said} refused: {row['refused']} | | | | |")
+        else:
+            lines.append(f"{said} " + " | ".join(f"{row[name]:,}" for name in COUNTS) + " |")
+    return "\n".join(lines)
+
+
+COUNTS = "answers", "due", "right", "missing", "wrong"
+
+
+def beside(folder: Path) -> list[dict[str, Any]]:
+    """The counts of all runs in a folder, stock's behind kvroute's of the same scenario."""
+    rows = [row for file in sorted(folder.glob("*.json")) for row in json.loads(file.read_text())]
+    plan = list(dict.fromkeys((row["trainer"], row["scenario"]) for row in rows if not row["stock"]))
+    return sorted(rows, key=lambda row: (plan.index((row["trainer"], row["scenario"])), row["stock"]))
+
+
+ABOUT = """# Trainers' own rollout code, over live engines
+
+`make trainers-live-table` wrote this: each trainer's unchanged server, clients and arrays over the release of vLLM
+that it pins, on a CPU, once with kvroute and once with vLLM's own capture, which stock runs there, too. A cell is a
+layer of a row; float32 transformers judges it over the answer's own tokens. *Missing*: the answer has no field, or a
+shorter one.
+
+Why to distrust it: one model of four layers with random weights, answers of at most 128 tokens, one engine, and no
+GPU, where vLLM's newer runner has another buffer. Counts vary by run where a string ends answers.
+"""
+
+
+if __name__ == "__main__":
+    print(f"{ABOUT}\n{markdown(beside(Path(sys.argv[1])))}")
