@@ -1,4 +1,4 @@
-"""``kvroute up`` where a package that prints its arguments has vLLM's name; vLLM is in ``tests/vllm/test_server.py``."""
+"""``kvroute up``, where a package that prints its arguments has vLLM's name. vLLM: ``tests/vllm/test_server.py``."""
 
 from __future__ import annotations
 
