@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import pybase64
@@ -22,6 +22,12 @@ EXPERTS, NEW = 16, 4
 def none(rows: np.ndarray, _number: int, _earlier: list[np.ndarray]) -> np.ndarray:
     """No fault."""
     return rows
+
+
+class Answering(Protocol):
+    """What is served: JSON, text as it is, or ``None`` for a page that is not there."""
+
+    def answer(self, path: str, asked: dict[str, Any]) -> Any: ...
 
 
 class Engine:
@@ -66,7 +72,7 @@ class Engine:
 
 
 @contextmanager
-def serving(engine: Engine, cut: int = 0) -> Iterator[str]:
+def serving(engine: Answering, cut: int = 0) -> Iterator[str]:
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             length = int(self.headers.get("Content-Length", 0))
