@@ -170,9 +170,14 @@ class Server:
         temperature = float(question.n > 1)
         if self.engine == "SGLang":
             sampling = {"max_new_tokens": self.new, "n": question.n, "temperature": temperature, "ignore_eos": True}
-            body = {"input_ids": list(question.prompt), "sampling_params": sampling}
-            return {**body, "return_routed_experts": self._with_rows}
-        body = {"model": self.model, "prompt": list(question.prompt), "max_tokens": self.new, "n": question.n}
+            asked = {"input_ids": list(question.prompt), "sampling_params": sampling}
+            return {**asked, "return_routed_experts": self._with_rows}
+        body: dict[str, Any] = {
+            "model": self.model,
+            "prompt": list(question.prompt),
+            "max_tokens": self.new,
+            "n": question.n,
+        }
         return {**body, "temperature": temperature, "seed": self.seed, "ignore_eos": True, "return_token_ids": True}
 
     def _generated(self, question: Question, response: Any) -> Iterator[tuple[Sequence[int], Any, int, Any]]:

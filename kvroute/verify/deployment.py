@@ -69,6 +69,7 @@ class Engine:
 
     def ask(self, prompt: list[int], new: int = NEW, params: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Its answer, one completion. Raises :class:`ServerError`."""
+        body: dict[str, Any]
         if self.kind == "SGLang":
             path = "/generate"
             sampling = {"max_new_tokens": new, "temperature": 0, "ignore_eos": True}
@@ -117,7 +118,7 @@ def look_at(url: str | None, prefill: str | None, decode: str | None) -> list[Fi
         return list(_alone(Engine.at("url", url)))
     if prefill is None or decode is None:
         raise ConfigError("--prefill, --decode", "both or neither", prefill or decode)
-    pair = [Engine.at("prefill", prefill), Engine.at("decode", decode)]
+    pair = (Engine.at("prefill", prefill), Engine.at("decode", decode))
     for engine in pair:
         if engine.kind != "vLLM":
             wanted = "vLLM: where SGLang's decode gets no KV, the request has no answer, and nothing is hidden"
@@ -190,9 +191,12 @@ def _pair(prefill: Engine, decode: Engine, proxy: str | None) -> Iterator[Findin
     prompt = _prompt()
     lent = prefill.ask(prompt, 1, LENT).get(PARAMS)
     if not lent or not lent.get("do_remote_prefill"):
-        text = f"lends no KV: its answer to do_remote_decode has no {PARAMS} for decode ({lent or 'none'})"
-        remedy = "--kv-transfer-config with a connector that lends, KvrouteNixlConnector, and kv_role kv_both"
-        yield Finding(Level.PROBLEM, "prefill", text, remedy)
+        text = f"lends no KV over NIXL: its answer to do_remote_decode has no {PARAMS} for decode ({lent or 'none'})"
+        remedy = "--kv-transfer-config with KvrouteNixlConnector and kv_role kv_both; a pair of another connector is"
+        remedy += " judged through its proxy alone, --url"
+        yield Finding(Level.NOTE if proxy else Level.PROBLEM, "prefill", text, remedy)
+        if proxy:
+            yield from _proxied(prefill, decode, proxy, "")
         return
     yield Finding(Level.OK, "prefill", f"lends KV: its answer has {PARAMS} for decode")
     if TICKET not in (lent.get(FIELD) or {}):
@@ -203,7 +207,7 @@ def _pair(prefill: Engine, decode: Engine, proxy: str | None) -> Iterator[Findin
     yield crossed
     yield from _rows_of("decode", answer)
     if proxy and crossed.level is Level.OK:
-        yield from _proxied(prefill, decode, proxy)
+        yield from _proxied(prefill, decode, proxy, ", and without it they exchange KV")
 
 
 def _crossed(
@@ -241,15 +245,17 @@ def _crossed(
     return Finding(Level.OK, subject, f"KV of {fetched:,.0f} of {PROMPT} tokens came from prefill"), answer
 
 
-def _proxied(prefill: Engine, decode: Engine, proxy: str) -> Iterator[Finding]:
-    """The same through the proxy, which has the parameters in its hands."""
+def _proxied(prefill: Engine, decode: Engine, proxy: str, beside: str) -> Iterator[Finding]:
+    """The same through the proxy, which has the parameters in its hands; ``beside`` is what was seen without it."""
     front = Engine("url", proxy, decode.model, "vLLM", "")
     before = prefill.counters()
     crossed, answer = _crossed(decode, lambda: front.ask(_prompt()), "proxy")
     after = prefill.counters()
     if crossed.level is Level.PROBLEM:
         asked = after[TOKENS] > before[TOKENS]
-        text = f"drops {PARAMS} between prefill and decode: {crossed.text}, and without it they exchange KV"
+        text = f"drops {PARAMS} between prefill and decode: {crossed.text}{beside}"
+        if not beside:
+            text = f"behind it decode {crossed.text}"
         if not asked:
             text = f"asks no prefill: {crossed.text}"
         remedy = f"a proxy that sends prefill do_remote_decode, and decode the {PARAMS} of prefill's answer, whole"

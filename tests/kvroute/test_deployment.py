@@ -50,14 +50,14 @@ class Side(Engine):
 class Proxy:
     """Asks prefill, then decode, as a router does; what it drops is the fault."""
 
-    def __init__(self, prefill: str, decode: str, drops: str = "") -> None:
-        self.prefill, self.decode, self.drops = prefill, decode, drops
+    def __init__(self, prefill: str, decode: str, drops: str = "", makes: dict[str, Any] | None = None) -> None:
+        self.prefill, self.decode, self.drops, self.makes = prefill, decode, drops, makes
 
     def answer(self, path: str, asked: dict[str, Any]) -> Any:
         params = {}
         if self.drops != "prefill":
             first = json.loads(exchanged(self.prefill + path, {**asked, "max_tokens": 1, "kv_transfer_params": LENT}))
-            params = first["kv_transfer_params"]
+            params = self.makes or first["kv_transfer_params"]
         if self.drops == "request":
             params = {}
         answer = json.loads(exchanged(self.decode + path, {**asked, "kv_transfer_params": params}))
@@ -115,7 +115,7 @@ def test_a_pair_that_exchanges_kv_and_one_that_computes_again(
     assert (status, problems(lines)) == (0, [])
     assert any(f"KV of {PROMPT - 1} of {PROMPT} tokens came from prefill" in line for line in lines)
     for prefill, decode, said in (
-        (Side(lends=False), Side(), "prefill          lends no KV"),
+        (Side(lends=False), Side(), "prefill          lends no KV over NIXL"),
         (Side(rows=False), Side(), "prefill          lends no rows: no ticket of kvroute"),
         (Side(), Side(fails=True), "decode           computes prompts again: 1 transfers of KV failed"),
     ):
@@ -143,6 +143,21 @@ def test_a_proxy_that_drops_something(
     proxy = stack.enter_context(serving(Proxy(*urls, drops)))
     status, lines = doctor(capsys, "--url", proxy, *_flags(urls))
     assert status == (FAILED if drops else 0)
+    assert [said in problem for problem in problems(lines)] == ([True] if drops else [])
+
+
+@pytest.mark.parametrize("drops", ["", "request"])
+def test_a_pair_whose_parameters_the_proxy_makes(
+    capsys: pytest.CaptureFixture[str], stack: ExitStack, drops: str
+) -> None:
+    """Goal: a pair over Mooncake is no problem because it is not NIXL's. Method: prefill's answer names no KV, and the
+    proxy makes what decode is given: decode's counters alone say whether KV came."""
+    urls = pair(stack, Side(lends=False), Side())
+    proxy = stack.enter_context(serving(Proxy(*urls, drops, makes={"do_remote_prefill": True})))
+    status, lines = doctor(capsys, "--url", proxy, *_flags(urls))
+    assert any(line.startswith("note     prefill          lends no KV over NIXL") for line in lines)
+    assert status == (FAILED if drops else 0)
+    said = "behind it decode computes every prompt again: KV of 0 of 160"
     assert [said in problem for problem in problems(lines)] == ([True] if drops else [])
 
 
