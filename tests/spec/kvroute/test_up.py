@@ -1,4 +1,4 @@
-"""``kvroute up``, where a package that prints its arguments has vLLM's name. vLLM: ``tests/vllm/test_server.py``."""
+"""``kvroute up``, where a package that prints its arguments has vLLM's name. vLLM: ``tests/real/vllm/test_server.py``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from waiting import GIVE_UP_S
 
 from kvroute.up import CONNECTOR
 
-PAGE = Path(__file__).parents[2] / "docs" / "vllm.md"
+PAGE = Path(__file__).parents[3] / "docs" / "vllm.md"
 SERVER = """
 import json, os, sys
 print(json.dumps({"words": sys.argv[1:], "space": os.environ.get("VLLM_CPU_KVCACHE_SPACE")}))

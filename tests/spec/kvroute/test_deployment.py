@@ -1,6 +1,6 @@
 """``kvroute doctor --url`` against servers whose counters and parameters are those of vLLM's engines.
 
-With vLLM itself: one server in ``tests/vllm/test_server.py``, a pair in ``tests/vllm/test_far_nixl.py``.
+With vLLM itself: one server in ``tests/real/vllm/test_server.py``, a pair in ``tests/real/vllm/test_far_nixl.py``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Inputs that are wrong, a hundred and more, by where they are given, each with the field that its error has to name.
 
-``python tests/support/wrong_inputs.py`` prints each with its text.
+``python tests/worlds/wrong_inputs.py`` prints each with its text.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """``kvroute bench`` against servers that answer as vLLM and SGLang do, over a small model.
 
-With vLLM itself: ``tests/vllm/test_server.py``.
+With vLLM itself: ``tests/real/vllm/test_server.py``.
 """
 
 from __future__ import annotations
