@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from argparse import REMAINDER
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any, Final, NoReturn
 
 from cache_manager.errors import KVRouteError
 from kvroute import __version__, demonstration
-from kvroute.arguments import JSON, ROLLOUTS_URL, SERVER_URL, Command, flag, number
+from kvroute.arguments import JSON, ROLLOUTS_URL, SERVER_URL, Command, Flag, Integer, flag, number
 from kvroute.findings import console, write_json
 
 FAILED, USAGE = 1, 2
@@ -127,8 +128,41 @@ def _directory(text: str) -> Path:
     return Path(text.removeprefix("file://"))
 
 
+def _engine(name: str, what: str) -> Flag:
+    return flag(name, type=SERVER_URL, metavar="URL", help=what)
+
+
+_URL: Final = flag("--url", required=True, type=SERVER_URL, metavar="URL", help="http://HOST:PORT of vLLM or SGLang")
+_MODEL: Final = flag(
+    "--model", type=Path, required=True, metavar="DIR", help="the checkpoint, or its config.json alone"
+)
+_ROLLOUTS: Final = flag(
+    "--rollouts",
+    default="",
+    type=ROLLOUTS_URL,
+    metavar="URL",
+    help="the rollout store that the engine leaves routes in",
+)
+_DTYPE: Final = flag(
+    "--dtype",
+    default="auto",
+    choices=("auto", "float32", "bfloat16", "float16"),
+    help="the server's precision: a row whose experts rounding could change is unjudged",
+)
+
 COMMANDS: Final[dict[str, Command]] = {
     **demonstration.DEMONSTRATION,
+    "up": Command(
+        "start vLLM with kvroute's connector, and say what to type next",
+        "kvroute.up:main",
+        (
+            flag("--cpu", action="store_true", help="on a CPU: eager, in float32, 4 GiB for KV"),
+            flag("--host", default="127.0.0.1", help="HTTP address"),
+            flag("--port", type=Integer(1, 65535), default=8000, metavar="N", help="HTTP port"),
+            flag("model", metavar="MODEL", help="the directory of a checkpoint, or its name on the hub"),
+            flag("arguments", nargs=REMAINDER, metavar="...", help="what follows MODEL is vLLM's"),
+        ),
+    ),
     "shm": Command(
         "SharedMemory regions of this machine",
         _shm,
@@ -166,32 +200,46 @@ COMMANDS: Final[dict[str, Command]] = {
         "judge the routed experts that a server hands out, with kvroute or without, row by row",
         "kvroute.verify:main",
         (
-            flag("--url", required=True, type=SERVER_URL, metavar="URL", help="http://HOST:PORT of vLLM or SGLang"),
-            flag("--model", type=Path, required=True, metavar="DIR", help="the checkpoint, or its config.json alone"),
-            flag(
-                "--rollouts",
-                default="",
-                type=ROLLOUTS_URL,
-                metavar="URL",
-                help="the rollout store that the engine leaves routes in",
-            ),
+            *(_URL, _MODEL, _ROLLOUTS),
             number("--requests", 48, "prompts to send, or some more: they come in groups"),
             number("--longest", None, "tokens of the longest prompt (512, or what the model takes)"),
             number("--new", 16, "tokens to ask for"),
             number("--seed", 0, "of the prompts", 0),
+            _DTYPE,
+            JSON,
+        ),
+    ),
+    "bench": Command(
+        "measure what rows cost a deployment: tokens per second and bytes, with rows and without, and judge them",
+        "kvroute.verify.bench:main",
+        (
+            *(_URL, _MODEL, _ROLLOUTS),
             flag(
-                "--dtype",
-                default="auto",
-                choices=("auto", "float32", "bfloat16", "float16"),
-                help="the server's precision: a row whose experts rounding could change is unjudged",
+                "--without",
+                type=SERVER_URL,
+                metavar="URL",
+                help="a server of the same model without rows, to compare with (SGLang: the same, not asked for them)",
             ),
+            number("--rounds", 3, "rounds of each, after one that is not counted"),
+            number("--requests", 64, "requests in a round"),
+            number("--at-once", 16, "requests that are sent together"),
+            number("--prompt", 256, "tokens of each prompt"),
+            number("--new", 64, "tokens to ask for"),
+            number("--seed", 0, "of the prompts", 0),
+            _DTYPE,
             JSON,
         ),
     ),
     "doctor": Command(
-        "what this machine lacks, and the command that installs it",
+        "what this machine lacks, and the command that installs it; or what engines that run lack",
         "kvroute.doctor:main",
-        (flag("--require", choices=("mooncake", "vllm", "sglang"), help="a lack of this part is a problem"), JSON),
+        (
+            flag("--require", choices=("mooncake", "vllm", "sglang"), help="a lack of this part is a problem"),
+            *(_engine("--url", "an engine that runs, or the proxy before --prefill and --decode: are there rows"),),
+            *(_engine("--prefill", "vLLM's engine for prefill: does its KV come to --decode, and its rows"),),
+            *(_engine("--decode", "vLLM's engine for decode"),),
+            JSON,
+        ),
     ),
 }
 

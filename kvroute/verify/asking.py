@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
@@ -20,7 +21,7 @@ from numpy.typing import NDArray
 from cache_manager.errors import ConfigError, MismatchError, RowError
 from cache_manager.spec import AuxBlockDataSpec
 from kvroute.connector import own_field
-from kvroute.connector.answers import routes
+from kvroute.connector.answers import missing, routes
 from kvroute.encodings import ROUTED_EXPERTS
 from kvroute.rollout import RolloutStore
 
@@ -58,6 +59,7 @@ class EngineAnswer:
     tokens: tuple[int, ...]
     ids: RowIds  # [tokens - 1, layers, top_k]  sorted; below 0 for cells that did not come
     refused: str = ""  # why no row came
+    gaps: tuple[tuple[int, int, str], ...] = ()  # positions [start, stop) whose rows the engine says to be missing, why
 
     @property
     def known(self) -> RowMask:
@@ -76,48 +78,114 @@ def check_url(url: str) -> None:
         raise ConfigError("--url", "http://HOST:PORT", repr(url))
 
 
-class Server:
-    """A server at ``url`` that serves the model of ``spec``."""
+def exchanged(url: str, body: Any = None) -> bytes:
+    """What the server answers to a GET, or to a POST of ``body`` as JSON; :class:`ServerError` if it does not."""
+    payload = None if body is None else json.dumps(body).encode()
+    try:
+        request = urllib.request.Request(url, payload, {"Content-Type": "application/json"})  # noqa: S310 - see check_url
+        with urllib.request.urlopen(request, timeout=WAIT_S) as answer:  # noqa: S310
+            content: bytes = answer.read()
+            return content
+    except urllib.error.HTTPError as error:
+        raise ServerError(url, "an answer", f"status {error.code}: {error.read(200)!r}") from error
+    except (OSError, HTTPException, ValueError) as error:  # ValueError: an invalid URL
+        raise ServerError(url, "an answer", error) from error
 
-    def __init__(self, url: str, spec: AuxBlockDataSpec, rollouts: RolloutStore | None, new: int, seed: int) -> None:
+
+def decoded(url: str, content: bytes) -> Any:
+    """The JSON that came from there; :class:`ServerError` if it is none."""
+    try:
+        return msgspec.json.decode(content)
+    except (ValueError, msgspec.MsgspecError) as error:
+        raise ServerError(url, "an answer in JSON", error) from error
+
+
+def served_by(url: str) -> tuple[str, str]:
+    """The model that the server at ``url`` serves, and its engine: ``SGLang`` or ``vLLM``."""
+    models = decoded(f"{url}/v1/models", exchanged(f"{url}/v1/models"))
+    try:
+        served = models["data"][0]
+        return served["id"], "SGLang" if served.get("owned_by") == "sglang" else "vLLM"
+    except (TypeError, LookupError, AttributeError) as error:
+        raise ServerError(f"{url}/v1/models", "the models that are served", repr(models)[:200]) from error
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What a server sent for a question, not yet read, and the seconds until it was there."""
+
+    content: bytes
+    seconds: float
+
+
+class Server:
+    """A server at ``url`` that serves the model of ``spec``. SGLang is asked for rows if ``with_rows``."""
+
+    def __init__(
+        self,
+        url: str,
+        spec: AuxBlockDataSpec,
+        rollouts: RolloutStore | None,
+        new: int,
+        seed: int,
+        with_rows: bool = True,
+    ) -> None:
+        check_url(url)
         self.url = url.rstrip("/")
         self.spec = spec
         self.new = new
         self.seed = seed
         self._rollouts = rollouts
-        check_url(url)
-        models = self._sent("/v1/models")
-        try:
-            served = models["data"][0]
-            self.model = served["id"]
-            self.engine = "SGLang" if served.get("owned_by") == "sglang" else "vLLM"
-        except (TypeError, LookupError, AttributeError) as error:
-            raise ServerError(f"{self.url}/v1/models", "the models that are served", repr(models)[:200]) from error
+        self._with_rows = with_rows
+        self.model, self.engine = served_by(self.url)
 
     def ask(self, questions: Sequence[Question]) -> Iterator[list[EngineAnswer] | ServerError]:
         """The completions of each question, in order, or why there are none."""
         with ThreadPoolExecutor(AT_ONCE) as pool:
-            yield from pool.map(self._answers, questions)
+            yield from pool.map(lambda question: self.answers(question, self.reply(question)), questions)
 
-    def _answers(self, question: Question) -> list[EngineAnswer] | ServerError:
+    def reply(self, question: Question) -> Reply | ServerError:
+        """One exchange over HTTP; nothing of the answer is read."""
+        began_s = time.perf_counter()
         try:
-            replies = self._generated(question) if self.engine == "SGLang" else self._completed(question)
-            return [self._read(question, *reply) for reply in replies]
+            content = exchanged(f"{self.url}{self._path}", self._body(question))
+        except ServerError as error:
+            return error
+        return Reply(content, time.perf_counter() - began_s)
+
+    def answers(self, question: Question, reply: Reply | ServerError) -> list[EngineAnswer] | ServerError:
+        """The completions in a reply to ``question``, or why there are none."""
+        try:
+            if isinstance(reply, ServerError):
+                return reply
+            response = decoded(f"{self.url}{self._path}", reply.content)
+            completions = self._generated if self.engine == "SGLang" else self._completed
+            return [self._read(question, *completion) for completion in completions(question, response)]
         except ServerError as error:
             return error
         except (TypeError, LookupError, AttributeError) as error:
             return ServerError("answer", f"one of {self.engine}'s", repr(error))
 
-    def _generated(self, question: Question) -> Iterator[tuple[Sequence[int], Any, int, Any]]:
-        """For each completion: its tokens, the answer with its routes, its number there, and the engine's own field."""
-        sampling = {
-            "max_new_tokens": self.new,
+    @property
+    def _path(self) -> str:
+        return "/generate" if self.engine == "SGLang" else "/v1/completions"
+
+    def _body(self, question: Question) -> dict[str, Any]:
+        temperature = float(question.n > 1)
+        if self.engine == "SGLang":
+            sampling = {"max_new_tokens": self.new, "n": question.n, "temperature": temperature, "ignore_eos": True}
+            asked = {"input_ids": list(question.prompt), "sampling_params": sampling}
+            return {**asked, "return_routed_experts": self._with_rows}
+        body: dict[str, Any] = {
+            "model": self.model,
+            "prompt": list(question.prompt),
+            "max_tokens": self.new,
             "n": question.n,
-            "temperature": float(question.n > 1),
-            "ignore_eos": True,
         }
-        body = {"input_ids": list(question.prompt), "sampling_params": sampling, "return_routed_experts": True}
-        response = self._sent("/generate", body)
+        return {**body, "temperature": temperature, "seed": self.seed, "ignore_eos": True, "return_token_ids": True}
+
+    def _generated(self, question: Question, response: Any) -> Iterator[tuple[Sequence[int], Any, int, Any]]:
+        """For each completion: its tokens, the answer with its routes, its number there, and the engine's own field."""
         for completion in response if isinstance(response, list) else [response]:
             yield (
                 completion["output_ids"],
@@ -126,20 +194,19 @@ class Server:
                 completion["meta_info"],
             )
 
-    def _completed(self, question: Question) -> Iterator[tuple[Sequence[int], Any, int, Any]]:
-        body = {"model": self.model, "prompt": list(question.prompt), "max_tokens": self.new, "n": question.n}
-        body |= {"temperature": float(question.n > 1), "seed": self.seed, "ignore_eos": True, "return_token_ids": True}
-        response = self._sent("/v1/completions", body)
+    def _completed(self, _question: Question, response: Any) -> Iterator[tuple[Sequence[int], Any, int, Any]]:
         for completion in response["choices"]:
             yield completion["token_ids"], response, completion["index"], completion
 
     def _read(self, question: Question, new: Sequence[int], answer: Any, index: int, field: Any) -> EngineAnswer:
         tokens = (*question.prompt, *new)
         refused = ""
+        gaps: tuple[tuple[int, int, str], ...] = ()
         ids = np.full((len(tokens) - 1, *self.spec.row_shape), -1, np.int32)
         ours = (answer.get("kv_transfer_params") or answer.get("meta_info") or {}).get("kvroute")
         try:
             if ours:
+                gaps = missing(answer, index)
                 own_routes = routes(answer, index, rollouts=self._rollouts)
                 ids = own_routes.materialize(len(ids), self.spec.attrs["layer_ids"], missing="minus1")
             elif (packed := field.get("routed_experts")) is None:
@@ -149,18 +216,7 @@ class Server:
                 ids[: len(rows)] = rows
         except RowError as error:
             refused = str(error)
-        return EngineAnswer(question.kind, len(question.prompt), tokens, np.sort(ids, axis=2), refused)
-
-    def _sent(self, path: str, body: Any = None) -> Any:
-        payload = None if body is None else json.dumps(body).encode()
-        try:
-            request = urllib.request.Request(self.url + path, payload, {"Content-Type": "application/json"})  # noqa: S310
-            with urllib.request.urlopen(request, timeout=WAIT_S) as answer:  # noqa: S310 - http or https, see above
-                return msgspec.json.decode(answer.read())
-        except urllib.error.HTTPError as error:
-            raise ServerError(self.url + path, "an answer", f"status {error.code}: {error.read(200)!r}") from error
-        except (OSError, HTTPException, ValueError, msgspec.MsgspecError) as error:  # ValueError: an invalid URL
-            raise ServerError(self.url + path, "an answer", error) from error
+        return EngineAnswer(question.kind, len(question.prompt), tokens, np.sort(ids, axis=2), refused, gaps)
 
 
 def rows_of(packed: object, spec: AuxBlockDataSpec, due: int) -> RowIds:
@@ -212,4 +268,17 @@ def played(server: Server, requests: int, longest: int, vocabulary: int) -> Iter
         yield from ask([Question("asked again", question.prompt)])
 
 
-__all__ = ["NO_ROWS", "EngineAnswer", "Question", "Server", "ServerError", "check_url", "played", "rows_of"]
+__all__ = [
+    "NO_ROWS",
+    "EngineAnswer",
+    "Question",
+    "Reply",
+    "Server",
+    "ServerError",
+    "check_url",
+    "decoded",
+    "exchanged",
+    "played",
+    "rows_of",
+    "served_by",
+]

@@ -27,6 +27,7 @@ ZEROS: Final = "zeros"
 RANGE: Final = "no such expert"
 DUPLICATE: Final = "an expert twice"
 OTHER: Final = "other experts"
+UNSAID: Final = "the answer does not say why"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +44,15 @@ class Wrong:
 
 @dataclass(slots=True)
 class Findings:
-    """Rows by kind of question and verdict, and wrong ones by fault; ``shortest``: one of the shortest prompt."""
+    """Rows by kind of question and verdict, wrong ones by fault, missing ones by cause, answers without any by reason.
+
+    ``shortest`` is a wrong row of the shortest prompt that has one.
+    """
 
     rows: dict[str, Counter[str]] = field(default_factory=dict)
     faults: Counter[str] = field(default_factory=Counter)
     refused: Counter[str] = field(default_factory=Counter)
+    causes: Counter[str] = field(default_factory=Counter)
     shortest: Wrong | None = None
 
     def of(self, verdict: str) -> int:
@@ -79,6 +84,7 @@ def judge(answers: Sequence[EngineAnswer], spec: AuxBlockDataSpec, weights: Weig
         count.update(right=right, wrong=int(wrong.sum()), missing=int(missing.sum()), unjudged=int(unjudged.sum()))
         if answer.refused:
             findings.refused[answer.refused] += 1
+        findings.causes.update(_cause(answer, position) for position in np.flatnonzero(missing).tolist())
         findings.faults.update(str(impossible[position]) or OTHER for position in np.flatnonzero(wrong).tolist())
         if wrong.any() and (findings.shortest is None or answer.prompt < findings.shortest.answer.prompt):
             position = int(wrong.argmax())
@@ -86,6 +92,12 @@ def judge(answers: Sequence[EngineAnswer], spec: AuxBlockDataSpec, weights: Weig
             due, got = (tuple(ids[position, layer].tolist()) for ids in (wanted, answer.ids))
             findings.shortest = Wrong(answer, position, layer, due, got, str(impossible[position]) or OTHER)
     return findings
+
+
+def _cause(answer: EngineAnswer, position: int) -> str:
+    """Why a row did not come: what the engine says of its position, without an address behind it, or of the answer."""
+    reasons = [why.partition(":")[0] for start, stop, why in answer.gaps if start <= position < stop]
+    return (reasons or [answer.refused])[0] or UNSAID
 
 
 class _Earlier:
@@ -121,4 +133,4 @@ def _impossible(answer: EngineAnswer, spec: AuxBlockDataSpec) -> Names:
     return faults
 
 
-__all__ = ["DUPLICATE", "OTHER", "RANGE", "ZEROS", "Findings", "Wrong", "judge"]
+__all__ = ["DUPLICATE", "OTHER", "RANGE", "UNSAID", "ZEROS", "Findings", "Wrong", "judge"]

@@ -47,7 +47,7 @@ def find_adapter(where: str) -> type[BlockManagerAdapter]:
     module, _, name = where.partition(":")
     wanted = "MODULE:ADAPTER, a module that can be imported and a subclass of BlockManagerAdapter in it"
     if not module or not name or module.startswith("."):
-        raise InvalidInputError("adapter", wanted, where)
+        raise InvalidInputError("adapter", wanted, repr(where))
     if (here := str(Path.cwd())) not in sys.path:
         sys.path.insert(0, here)
     try:

@@ -10,17 +10,22 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from engines import GIVE, RANKS, prompts
+from far_http import Behind, Proxy
 from far_judge import Judge, of_all, verdict
 from far_start import Engine, Engines, ask
 from ports import hold_port
+from row_server import serving
 from waiting import until
 
 from bench.harness import PeerError
+from kvroute.cli import main
 from kvroute.connector.carriers.by_transfer import LATE
 from kvroute.connector.limits import LIMITS
 from kvroute.connector.tickets import MIXED, NO_TICKET
@@ -137,6 +142,23 @@ def test_tickets(pair: Pair, judge: Judge) -> None:
     with verdict("tickets of another computation of their prompts", of_all(judge, answers, labels=LABELS)) as found:
         assert found.right == len(short) * 20 * LAYERS
     assert all("the ticket is of other KV: remote_request_id: wanted twice1" in why(answer) for answer in answers)
+
+
+def test_doctor_sees_whether_kv_crosses(pair: Pair, capsys: pytest.CaptureFixture[str]) -> None:
+    """Goal: the pair that answers right and computes every prompt again is found (kserve #5987). Method: ``kvroute
+    doctor`` asks the two, then through a proxy that hands on what prefill's answer says, and one that drops it."""
+    with ExitStack() as opened:
+        engines = {role: Behind(partial(pair.__getitem__, role), f"doctor-{role}") for role in ("prefill", "decode")}
+        urls = {role: opened.enter_context(serving(engine)) for role, engine in engines.items()}
+        flags = [word for role, url in urls.items() for word in (f"--{role}", url)]
+        for drops in (False, True):
+            proxy = opened.enter_context(serving(Proxy(urls["prefill"], urls["decode"], GIVE, drops=drops)))
+            status = main(["doctor", "--url", proxy, *flags])
+            lines = [line for line in capsys.readouterr().out.splitlines() if " -> " not in line]
+            direct = next(line for line in lines if " decode " in line and "came from prefill" in line)
+            assert direct.startswith("ok ")
+            assert (status, lines[-1].split()[0]) == ((1, "PROBLEM") if drops else (0, "ok")), lines
+            assert ("drops kv_transfer_params between prefill and decode" in lines[-1]) == drops
 
 
 def test_prefill_hangs_and_is_killed(pair: Pair, judge: Judge) -> None:

@@ -77,7 +77,7 @@ def serving(
     connector: str = "KvrouteExampleConnector",
     as_installed: bool = False,
 ) -> Iterator[Server]:
-    """A server, until it is left; ``as_installed``: by its own command, whose engine and worker import everything."""
+    """A server, until it is left; ``as_installed``: by ``kvroute up``, whose engine and worker import everything."""
     transfer = {
         "kv_connector": connector,
         "kv_connector_module_path": "kvroute.integrations.vllm",
@@ -92,33 +92,41 @@ def serving(
         },
     }
     more = ("--enforce-eager", "--kv-transfer-config", json.dumps(transfer), *more)
-    with running(home, log, *more, as_installed=as_installed) as server:
+    with running(home, log, *more, as_installed=as_installed, up=as_installed) as server:
         yield server
 
 
 @contextmanager
 def running(
-    home: Path, log: Path, *more: str, as_installed: bool = False, environment: Mapping[str, str] = MappingProxyType({})
+    home: Path,
+    log: Path,
+    *more: str,
+    as_installed: bool = False,
+    up: bool = False,
+    environment: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[Server]:
-    """A server with these arguments, until it is left."""
+    """A server with these arguments, until it is left; ``up``: by the command of kvroute's that starts it on a CPU."""
     port = hold_port()
-    arguments = ["--model", str(home), "--served-model-name", "tiny", "--port", str(port), "--host", "127.0.0.1"]
+    arguments = ["--served-model-name", "tiny", "--port", str(port), "--host", "127.0.0.1"]
     arguments += ["--dtype", "float32", "--max-model-len", "512", "--num-gpu-blocks-override", "64"]
     arguments += ["--block-size", str(BLOCK)]
     arguments += ["--chat-template", "{% for each in messages %}{{ each.content }} {% endfor %}", *more]
+    command = [MODULE, "--model", str(home)]
+    if up:
+        command = ["kvroute", "up", "--cpu", "--port", str(port), str(home)]
     environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_LOGGING_LEVEL": "INFO", **environment}
     process: subprocess.Popen[bytes] | Born
     with log.open("wb") as out:
         if as_installed:
             process = subprocess.Popen(
-                [sys.executable, "-m", MODULE, *arguments],
+                [sys.executable, "-m", *command, *arguments],
                 env={**os.environ, **environment},
                 stdout=out,
                 stderr=out,
                 start_new_session=True,
             )
         else:
-            process = in_a_session(MODULE, *arguments, log=out, environment=environment)
+            process = in_a_session(*command, *arguments, log=out, environment=environment)
     server = Server(port, process)
     with answering(process, server.url, log):
         yield server
@@ -263,6 +271,13 @@ def test_the_server_answers_routes_and_survives_a_kill(
         command += ["--dtype", "float32"]
         assert main(command) == 0, capsys.readouterr().out
         assert re.search(r"^all +[1-9][\d,]+ +0 +0 +0$", told := capsys.readouterr().out, re.MULTILINE), told
+        assert main(["doctor", "--url", second.url]) == 0, capsys.readouterr().out
+        assert "an answer has the handle of its rows in a rollout store" in capsys.readouterr().out
+        load = ["--rounds", "1", "--requests", "4", "--prompt", "40", "--new", "8", "--dtype", "float32"]
+        bench = ["bench", "--url", second.url, "--model", str(home), "--rollouts", where, *load]
+        assert main(bench) == 0, capsys.readouterr().out
+        # 40 + 8 tokens, the last without a row: of a round that counts, one that does not, and four asked again
+        assert f"rows: {12 * 47} right, 0 wrong, 0 missing, 0 unjudged" in capsys.readouterr().out
         told = second.metrics()
         for sample in (
             'kvroute:events_total{.*event="rows_committed"',

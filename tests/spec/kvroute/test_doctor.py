@@ -22,10 +22,10 @@ from kvroute.doctor import (
     Sglang,
     Vllm,
     diagnose,
-    findings_text,
     fitting_wheel,
     look,
 )
+from kvroute.findings import findings_text
 from kvroute.integrations.sglang.versions import PREFERRED
 
 CPU, CUDA12, CUDA13 = WHEELS

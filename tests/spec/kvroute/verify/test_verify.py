@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +12,7 @@ import pybase64
 import pytest
 import torch
 from experts_seen import experts_of
+from row_server import EXPERTS, Engine, none, serving
 from salted_moe import small_moe
 
 import kvroute
@@ -23,8 +20,6 @@ from bench.vllm_families import make
 from kvroute.cli import FAILED, USAGE, main
 from kvroute.verify.asking import rows_of
 from kvroute.verify.weights import NOISE, Weights
-
-EXPERTS, NEW = 16, 4
 
 
 @pytest.fixture(scope="module")
@@ -34,76 +29,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return home
 
 
-class Engine:
-    """Answers over a model of its own, whose rows go through ``fault``, called with each request's number."""
-
-    def __init__(self, kind: str, fault: Any) -> None:
-        self.kind, self.fault, self.model, self.lock = kind, fault, small_moe(0), threading.Lock()
-        self.rows: list[np.ndarray] = []
-
-    def answer(self, path: str, asked: dict[str, Any]) -> Any:
-        if path == "/v1/models":
-            return {"data": [{"id": "small", "owned_by": self.kind}]}
-        prompt = asked["input_ids"] if self.kind == "sglang" else asked["prompt"]
-        n = asked["sampling_params"]["n"] if self.kind == "sglang" else asked["n"]
-        with self.lock:
-            found = [self.completion(prompt, i) for i in range(n)]
-        if self.kind == "sglang":
-            return [{"output_ids": new, "meta_info": {"routed_experts": rows}} for new, rows in found]
-        choices = [{"index": i, "token_ids": new, "routed_experts": r} for i, (new, r) in enumerate(found)]
-        if self.kind == "vllm":
-            return {"id": "cmpl-1", "choices": choices, "prompt_token_ids": prompt}
-        told = {"missing": {}, "error": {"0": "rows were not kept"}}
-        return {"id": "cmpl-1", "choices": choices, "kv_transfer_params": {"kvroute": told}}
-
-    def completion(self, prompt: list[int], index: int) -> tuple[list[int], str | None]:
-        new = [(prompt[-1] + 7 * i + index) % 100 + 3 for i in range(NEW)]
-        tokens = torch.tensor([[*prompt, *new][:-1]])
-        rows = self.fault(experts_of(self.model, tokens).astype(np.int64), len(self.rows), self.rows)
-        if rows is None:
-            return new, None
-        self.rows.append(rows)
-        if self.kind == "sglang":
-            return new, pybase64.b64encode_as_string(rows.astype("<i4").tobytes())
-        np.save(file := io.BytesIO(), rows.astype(np.uint8))
-        return new, pybase64.b64encode_as_string(file.getvalue())
-
-
-@contextmanager
-def serving(engine: Engine, cut: int = 0) -> Iterator[str]:
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            length = int(self.headers.get("Content-Length", 0))
-            found = engine.answer(self.path, json.loads(self.rfile.read(length) or "{}"))
-            content = json.dumps(found).encode()
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(content)))
-            self.end_headers()
-            self.wfile.write(content[: len(content) - cut])
-            self.close_connection = True
-
-        do_POST = do_GET  # noqa: N815 - the standard library's name
-
-        def log_message(self, *_: object) -> None: ...
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
-
-
 def verify(url: str, model: Path, *more: str) -> int:
     least = ["--requests", "16", "--longest", "48", "--new", "4", "--dtype", "float32"]
     return main(["verify", "--url", url, "--model", str(model), *least, *more])
-
-
-def none(rows: np.ndarray, _number: int, _earlier: list[np.ndarray]) -> np.ndarray:
-    return rows
 
 
 def late(change: Any) -> Any:
@@ -252,8 +180,10 @@ def test_what_does_not_come_is_missing(checkpoint: Path, capsys: pytest.CaptureF
     a server without rows at all, and none that listens."""
     with serving(Engine("sglang", late(lambda rows, _: rows * 0 - 1))) as url:
         assert verify(url, checkpoint) == 0
-    *_, missing, unjudged = capsys.readouterr().out.splitlines()[-1].split()
+    *_, rows, cause = capsys.readouterr().out.splitlines()
+    *_, missing, unjudged = rows.split()
     assert (int(missing) > 100, unjudged) == (True, "0")
+    assert cause == f"{missing} rows are missing: the answer does not say why"
     with serving(Engine("vllm", late(lambda *_: None))) as url:
         assert verify(url, checkpoint) == 0
         assert "answers have no rows: neither routed_experts" in capsys.readouterr().out
