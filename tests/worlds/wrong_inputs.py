@@ -21,9 +21,8 @@ import kvroute
 from kvroute.cli import USAGE, main
 from kvroute.connector.answers import options_of, routes
 from kvroute.connector.settings import Settings
-from kvroute.integrations.sglang.settings import VARIABLE, settings_of
-from kvroute.integrations.vllm.config import carrier_of
-from kvroute.integrations.vllm.config import settings_of as vllm_settings_of
+from kvroute.integrations.sglang.settings import VARIABLE, lending_of
+from kvroute.integrations.vllm.config import carrier_of, settings_of
 
 
 class Wrong(NamedTuple):
@@ -318,15 +317,15 @@ def _variable(text: str) -> Iterator[None]:
 
 def _in_sglang(text: str) -> object:
     with _variable(text):
-        return settings_of(None)
+        return lending_of(None)
 
 
 def _linker(extra: Any) -> object:
-    return settings_of({"linker": "KvrouteLinker", "linker_extra_config": extra})
+    return lending_of({"linker": "KvrouteLinker", "linker_extra_config": extra})
 
 
 def _in_vllm(extra: Any) -> object:
-    return vllm_settings_of(SimpleNamespace(kv_connector_extra_config=extra))
+    return settings_of(SimpleNamespace(kv_connector_extra_config=extra))
 
 
 SGLANG = {

@@ -1,4 +1,4 @@
-"""``kvroute up``, where a package that prints its arguments has the name of vLLM. vLLM: ``real/vllm/test_server.py``."""
+"""``kvroute up``, where a package that prints its arguments has vLLM's name. Real: ``real/vllm/test_server.py``."""
 
 from __future__ import annotations
 
