@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeGuard
 
+import tests_read
+
 PACKAGES = ("cache_manager", "transfer", "kvroute")
 NOT_CORE = ("manager", "regions", "storage", "testing", "transfer_manager")
 METHODS_AIM = 30
@@ -161,6 +163,7 @@ def main() -> None:
             show("cache_manager, its core", [module for module in modules if module.is_core])
             show("cache_manager, runtime", [module for module in modules if not module.is_testing])
         show(package, modules)
+    tests_read.show(PACKAGES)
 
 
 if __name__ == "__main__":
