@@ -1,7 +1,7 @@
 """What one must read of the tests to change a module, and where tests reach into what they test.
 
 A module's tests are those in the folder that mirrors its own whose name has its name: ``test_routes_merge.py`` is of
-``routes.py``. With them one reads what they import of ``tests``, and the fixtures of their folders.
+``routes.py``. With them one reads what they import of ``tests``, and the ``conftest.py`` whose fixtures they ask for.
 """
 
 from __future__ import annotations
@@ -34,7 +34,10 @@ def show(packages: tuple[str, ...]) -> None:
 
 
 def mirrors(module: Path) -> list[Path]:
-    """The tests of a module, by their folder and their names."""
+    """The tests of a module, by their folder and their names; those of a package's name are of its module of that name,
+    where it has one."""
+    if module.stem == "__init__" and (module.parent / f"{module.parent.name}.py").exists():
+        return []
     name = module.parent.name if module.stem == "__init__" else module.stem
     home = SPEC / module.parent
     while not home.exists():
@@ -43,7 +46,7 @@ def mirrors(module: Path) -> list[Path]:
 
 
 def _support(files: list[Path]) -> set[Path]:
-    """These files, and all of ``tests`` that they import or that pytest imports for them below ``tests/spec``."""
+    """These files, and all of ``tests`` that they import or whose fixtures they ask for."""
     known = set[Path]()
     left = list(files)
     while left:
@@ -52,12 +55,24 @@ def _support(files: list[Path]) -> set[Path]:
             continue
         known.add(path)
         left += [WORLDS / f"{name}.py" for name in _imported(path) if (WORLDS / f"{name}.py").exists()]
-        left += [
-            folder / "conftest.py"
-            for folder in path.parents
-            if folder.is_relative_to(SPEC) and (folder / "conftest.py").exists()
-        ]
+        conftests = [folder / "conftest.py" for folder in path.parents if folder.is_relative_to(SPEC)]
+        left += [conftest for conftest in conftests if conftest.exists() and _asks(path, conftest)]
     return known
+
+
+def _asks(path: Path, conftest: Path) -> bool:
+    """Whether a test or a fixture of a file asks for a fixture of a conftest, as an argument."""
+    asking = [function for function in _functions(path) if function.name.startswith("test_") or _is_fixture(function)]
+    arguments = {argument.arg for function in asking for argument in function.args.args}
+    return any(_is_fixture(function) and function.name in arguments for function in _functions(conftest))
+
+
+def _functions(path: Path) -> list[ast.FunctionDef]:
+    return [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)]
+
+
+def _is_fixture(function: ast.FunctionDef) -> bool:
+    return any("fixture" in ast.unparse(decorator) for decorator in function.decorator_list)
 
 
 def _imported(path: Path) -> Iterator[str]:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from budget import scaled
 from connector_house import House, Kv, Running
-from toy_engine import TOKENS, row_of
+from toy_requests import TOKENS, row_of
 
 from kvroute.connector.step_rows import Outcome, Piece, StepRows
 from kvroute.connector.stream import RowStream

@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from connector_house import House, Kv, Running
-from toy_engine import TOKENS
+from toy_requests import TOKENS
 
 
 class PartHouse(House):

@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from typing import Any
 
 from toy_engine import Toy, judge
-from toy_side import Side
 from waiting import GIVE_UP_S
 
 from kvroute.connector import missing, routes
@@ -42,17 +41,6 @@ def handed_over(
 def makers(tokens: int, said: int, local: int = 0) -> list[int]:
     """Which engine computed the rows of a prompt and of its answer; decode computes a prompt's last token again."""
     return [DECODE] * local + [PREFILL] * (tokens - 1 - local) + [DECODE] * (said + 1)
-
-
-@contextmanager
-def sides(**limits: Any) -> Iterator[tuple[Side, Toy]]:
-    """A prefill engine in a process of its own and a decode engine here, which has these ``limits``."""
-    first, second = Side(weights=PREFILL), Toy(carrier="transfer", limits=limits)
-    try:
-        yield first, second
-    finally:
-        first.close()
-        second.close()
 
 
 def taken(

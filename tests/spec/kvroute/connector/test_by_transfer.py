@@ -22,12 +22,11 @@ from toy_pair import (
     installed,
     lent,
     makers,
-    sides,
     taken,
     two,
     until,
 )
-from toy_side import Side, early_ticket
+from toy_side import Side, early_ticket, sides
 
 from kvroute.connector import missing, routes, tickets
 from kvroute.connector.carriers import by_transfer
