@@ -101,6 +101,7 @@ class Toy:
         self.hooks = [self.worker.ids.hook(layer) for layer in self.layers]
         self.free, self.cached = list(range(blocks)), dict[bytes, int]()
         self.table: list[int] = []
+        self.request: Asked | None = None  # the last one
         self.fails: set[int] = set()  # places in the request of blocks whose load fails
         self.unbrought: set[int] = set()  # and of those whose KV another engine was to bring
         self.waits = True  # until its rows have come, before that failure shows
@@ -128,7 +129,8 @@ class Toy:
         that are not cached, up to ``brought``, and a ``ticket`` for their rows; ``more`` is said behind the prompt. The
         KV that goes over is called ``kv``.
         """
-        request, hashes = Asked(name, tokens), Asked(name, tokens).block_hashes
+        self.request = request = Asked(name, tokens)
+        hashes = request.block_hashes
         most = (len(tokens) - 1) // TOKENS  # the last token is always computed
         local = next((i for i, each in enumerate(hashes[:most]) if each not in self.cached), most)
         kept = self.kept if self.kept is not None else {}
