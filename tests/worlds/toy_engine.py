@@ -312,16 +312,6 @@ def held(toy: Toy) -> threading.Event:
     return go
 
 
-def makers(toy: Toy, tokens: Sequence[int]) -> list[int]:
-    """The weights that made the KV of each of ``tokens``, the last request's, as far as the KV in its blocks says."""
-    kv, found = toy.kv["layers.0"], list[int]()
-    for i in range(len(tokens)):
-        there = kv[toy.table[i // TOKENS], :, i % TOKENS].numpy()
-        made = (seeded([*tokens[: i + 1], 0], w).normal(size=there.shape).astype(there.dtype) for w in range(256))
-        found.append(next(w for w, each in enumerate(made) if (each == there).all()))
-    return found
-
-
 def judge(found: Routes, tokens: Sequence[int], weights: Sequence[int] | None = None) -> Counter[str]:
     """How many rows of ``found`` are right, wrong, missing, or right in those layers that are known: "partly".
 

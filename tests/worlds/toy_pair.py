@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from toy_engine import Toy, judge
-from waiting import GIVE_UP_S
 
 from kvroute.connector import missing, routes
 from transfer import Node
@@ -72,10 +70,3 @@ def lent(toy: Toy) -> Node:
 
 def installed(toy: Toy) -> int:
     return toy.worker.blocks.counters.rows_installed
-
-
-def until(reached: Callable[[], object]) -> None:
-    give_up_s = time.monotonic() + GIVE_UP_S
-    while not reached():
-        assert time.monotonic() < give_up_s
-        time.sleep(0.002)

@@ -24,9 +24,9 @@ from toy_pair import (
     makers,
     taken,
     two,
-    until,
 )
 from toy_side import Side, early_ticket, sides
+from waiting import until
 
 from kvroute.connector import missing, routes, tickets
 from kvroute.connector.carriers import by_transfer
