@@ -14,6 +14,8 @@ from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import TypeGuard
 
+import tests_read
+
 PACKAGES = ("cache_manager", "transfer", "kvroute")
 NOT_CORE = ("manager", "regions", "storage", "testing", "transfer_manager")
 METHODS_AIM = 30
@@ -239,6 +241,7 @@ def main() -> None:
     print(f"names at module level that stand for two things, over the three packages: {len(ambiguous(every))}")
     asked = sum(questions(module) for module in every if str(module.path) in OPTIONAL_PARTS)
     print(f"questions for an optional part in the connector's scheduler and worker: {asked}")
+    tests_read.show(PACKAGES)
 
 
 if __name__ == "__main__":

@@ -9,8 +9,6 @@ model; and no more rows are ever found under an origin than those that were hand
 from __future__ import annotations
 
 import numpy as np
-from blocks_model import BLOCK, DEVICE, END, MEANWHILE, SIZES, SOME, SPEC, STEPS_MAX, TIERS, TOKENS, slots_of
-from blocks_stored import BlocksStored
 from budget import examples
 from canary import canary_rows
 from hypothesis import strategies as st
@@ -18,6 +16,20 @@ from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from cache_manager.feed import BlockFeed
 from cache_manager.regions.view import RegionView
+from tests.machines.blocks_model import (
+    BLOCK,
+    DEVICE,
+    END,
+    MEANWHILE,
+    SIZES,
+    SOME,
+    SPEC,
+    STEPS_MAX,
+    TIERS,
+    TOKENS,
+    slots_of,
+)
+from tests.machines.blocks_stored import BlocksStored
 
 ROW = "a_row_read_is_the_row_written_or_missing"
 

@@ -1,6 +1,6 @@
 """The rows of answers step by step, under the scheduler that acts at random: each once, in order, of its time.
 
-Beside what :mod:`connector_house` does, each output of each step is given its rows; they are read
+Beside what :mod:`~tests.machines.connector_house` does, each output of each step is given its rows; they are read
 then, or much later, when their blocks may have been given out, copied and forgotten.
 """
 
@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 from budget import scaled
-from connector_house import House, Kv, Running
-from toy_engine import TOKENS, row_of
+from toy_requests import TOKENS, row_of
 
 from kvroute.connector.step_rows import Outcome, Piece, StepRows
 from kvroute.connector.stream import RowStream
+from tests.machines.connector_house import House, Kv, Running
 
 
 class Output(NamedTuple):

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 
 import pytest
 from budget import scaled
-from transfer_world import World
 
 import transfer.messages
+from tests.machines.transfer_world import World
 from transfer.link import Arrival
 from transfer.testing.loopback import Faults, Network
 

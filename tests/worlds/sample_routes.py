@@ -50,6 +50,22 @@ class Shape:
         return self.routes(start, [True] * rows, salt)
 
 
+def changed(routes: Routes, **fields: Any) -> Routes:
+    """The same routes but for these fields."""
+    same = {
+        "ids": routes.ids,
+        "valid": routes.known,
+        "layer_ids": routes.layer_ids,
+        "num_experts": routes.num_experts,
+        "num_layers": routes.num_layers,
+        "start": routes.start,
+        "weights_versions": routes.weights_versions,
+        "token_hashes": routes.token_hashes,
+        "missing_layers": routes.missing_layers,
+    }
+    return Routes(**{**same, **fields})
+
+
 SHAPES = (
     Shape(),
     Shape(layer_ids=(0, 1, 2, 3), num_experts=8, num_layers=4, top_k=2),  # every layer has experts

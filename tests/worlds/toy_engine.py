@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import threading
 import time
 from collections import Counter
@@ -14,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+from toy_requests import EXPERTS, TOKENS, TOP_K, Asked, row_of, seeded
 from waiting import GIVE_UP_S
 
 from cache_manager.keys import Namespace
@@ -28,27 +27,6 @@ from kvroute.connector.witness import KvFolder, OtherRank, witnessing
 from kvroute.connector.worker import WorkerRows
 from kvroute.routes import Routes
 from kvroute.routing import routing_spec
-
-TOKENS, EXPERTS, TOP_K = 4, 8, 2
-
-
-def _seed(tokens: Sequence[int], weights: int = 0) -> np.random.Generator:
-    return np.random.default_rng(list(hashlib.blake2b(bytes(tokens), digest_size=8, salt=bytes([weights])).digest()))
-
-
-def row_of(tokens: Sequence[int], weights: int = 0) -> NDArray[np.int64]:
-    """What routers of these weights choose for the last of ``tokens``: ``[layers, top_k]``."""
-    return np.stack([_seed(each, weights).permutation(EXPERTS)[:TOP_K] for each in (tokens, [*tokens, 1])])
-
-
-class Asked:
-    """A request, under the names that the connector asks for."""
-
-    def __init__(self, name: str, tokens: Sequence[int]) -> None:
-        self.request_id, self.tokens, self.num_computed_tokens = name, tokens, 0
-        self.all_token_ids, self.num_prompt_tokens = tokens, len(tokens)
-        ends = range(TOKENS, len(tokens) + 1, TOKENS)
-        self.block_hashes = [hashlib.sha256(bytes(tokens[:end])).digest() for end in ends]
 
 
 class Sum:
@@ -123,6 +101,7 @@ class Toy:
         self.hooks = [self.worker.ids.hook(layer) for layer in self.layers]
         self.free, self.cached = list(range(blocks)), dict[bytes, int]()
         self.table: list[int] = []
+        self.request: Asked | None = None  # the last one
         self.fails: set[int] = set()  # places in the request of blocks whose load fails
         self.unbrought: set[int] = set()  # and of those whose KV another engine was to bring
         self.waits = True  # until its rows have come, before that failure shows
@@ -150,7 +129,8 @@ class Toy:
         that are not cached, up to ``brought``, and a ``ticket`` for their rows; ``more`` is said behind the prompt. The
         KV that goes over is called ``kv``.
         """
-        request, hashes = Asked(name, tokens), Asked(name, tokens).block_hashes
+        self.request = request = Asked(name, tokens)
+        hashes = request.block_hashes
         most = (len(tokens) - 1) // TOKENS  # the last token is always computed
         local = next((i for i, each in enumerate(hashes[:most]) if each not in self.cached), most)
         kept = self.kept if self.kept is not None else {}
@@ -239,7 +219,7 @@ class Toy:
         for i, (block, offset) in enumerate(at):
             for layer in self.layers:
                 kv = self.kv[f"layers.{layer}"]
-                random = _seed([*prefixes[i], layer], self.weights)
+                random = seeded([*prefixes[i], layer], self.weights)
                 kv[block, :, offset] = torch.from_numpy(random.normal(size=(kv.shape[1], 8)))
         if n:
             chosen = np.stack([row_of(prefix, self.weights) for prefix in prefixes])
@@ -329,16 +309,6 @@ def held(toy: Toy) -> threading.Event:
     toy.held.append(go)
     toy.worker._behind.put(lambda: go.wait(GIVE_UP_S) and None)
     return go
-
-
-def makers(toy: Toy, tokens: Sequence[int]) -> list[int]:
-    """The weights that made the KV of each of ``tokens``, the last request's, as far as the KV in its blocks says."""
-    kv, found = toy.kv["layers.0"], list[int]()
-    for i in range(len(tokens)):
-        there = kv[toy.table[i // TOKENS], :, i % TOKENS].numpy()
-        made = (_seed([*tokens[: i + 1], 0], w).normal(size=there.shape).astype(there.dtype) for w in range(256))
-        found.append(next(w for w, each in enumerate(made) if (each == there).all()))
-    return found
 
 
 def judge(found: Routes, tokens: Sequence[int], weights: Sequence[int] | None = None) -> Counter[str]:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from toy_engine import Toy, judge
-from toy_side import Side
-from waiting import GIVE_UP_S
 
 from kvroute.connector import missing, routes
 from transfer import Node
@@ -44,17 +41,6 @@ def makers(tokens: int, said: int, local: int = 0) -> list[int]:
     return [DECODE] * local + [PREFILL] * (tokens - 1 - local) + [DECODE] * (said + 1)
 
 
-@contextmanager
-def sides(**limits: Any) -> Iterator[tuple[Side, Toy]]:
-    """A prefill engine in a process of its own and a decode engine here, which has these ``limits``."""
-    first, second = Side(weights=PREFILL), Toy(carrier="transfer", limits=limits)
-    try:
-        yield first, second
-    finally:
-        first.close()
-        second.close()
-
-
 def taken(
     second: Toy, ticket: Any, prompt: list[int] = PROMPT, name: str = "d", **more: Any
 ) -> tuple[Counter[str], list[str]]:
@@ -84,10 +70,3 @@ def lent(toy: Toy) -> Node:
 
 def installed(toy: Toy) -> int:
     return toy.worker.blocks.counters.rows_installed
-
-
-def until(reached: Callable[[], object]) -> None:
-    give_up_s = time.monotonic() + GIVE_UP_S
-    while not reached():
-        assert time.monotonic() < give_up_s
-        time.sleep(0.002)

@@ -13,13 +13,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from msgspec import to_builtins
 from nursery import nursery
 from toy_engine import Toy, judge
+from toy_pair import PREFILL
 from waiting import GIVE_UP_S
 
 from kvroute.connector import missing, routes
@@ -78,6 +80,17 @@ class Side:
         except subprocess.TimeoutExpired:
             self.kill()
         self._read.close()
+
+
+@contextmanager
+def sides(**limits: Any) -> Iterator[tuple[Side, Toy]]:
+    """A prefill engine in a process of its own and a decode engine here, which has these ``limits``."""
+    first, second = Side(weights=PREFILL), Toy(carrier="transfer", limits=limits)
+    try:
+        yield first, second
+    finally:
+        first.close()
+        second.close()
 
 
 def _state(task: Path) -> str:

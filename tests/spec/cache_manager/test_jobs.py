@@ -26,6 +26,14 @@ NBYTES = RecordLayout((SPEC,)).nbytes
 
 
 @pytest.fixture
+def house():
+    """Blocks that an engine gives out."""
+    house = House()
+    yield house
+    house.close()
+
+
+@pytest.fixture
 def full():
     """Every block has rows; the store hangs."""
     made = House()

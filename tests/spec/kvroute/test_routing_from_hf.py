@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_moe import FAMILIES, build
 
 from cache_manager.errors import SpecError
 from cache_manager.spec import AuxBlockDataSpec
@@ -21,8 +22,10 @@ def facts(spec: AuxBlockDataSpec) -> tuple[Any, ...]:
     return (*spec.row_shape, spec.attrs["num_experts"], spec.attrs["layer_ids"], spec.attrs["num_layers"])
 
 
-def test_the_spec_says_what_the_model_has(tiny_moe: Any) -> None:
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_the_spec_says_what_the_model_has(family: str) -> None:
     """Goal: layer ids, experts and top-k of every family. Method: look through each decoder layer for its router."""
+    tiny_moe = build(family)
     layers = tiny_moe.model.model.layers
     routed = [i for i, layer in enumerate(layers) if any(ROUTER.search(type(m).__name__) for m in layer.modules())]
     seen = {}
@@ -53,9 +56,9 @@ def test_the_spec_says_what_the_model_has(tiny_moe: Any) -> None:
         ("llama4_text", {"moe_layers": [0, 3], "num_local_experts": 4}, (0, 3)),
     ],
 )
-def test_every_way_to_say_which_layers(build_moe: Any, family: str, changes: Any, layer_ids: tuple[int, ...]) -> None:
+def test_every_way_to_say_which_layers(family: str, changes: Any, layer_ids: tuple[int, ...]) -> None:
     """Goal: each rule's corners. Method: the built model's own decoder layers agree."""
-    tiny = build_moe(family, **changes)
+    tiny = build(family, **changes)
     layers = tiny.model.model.layers
     built = tuple(i for i, layer in enumerate(layers) if any(n.endswith("experts") for n, _ in layer.named_modules()))
     assert routing_spec_from_hf(tiny.config, 16).attrs["layer_ids"] == layer_ids == built

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from kv import SlotKV
-from transfer_nodes import until
+from waiting import until
 
 import kvroute
 from cache_manager.errors import BlockBusyError, ConfigError
@@ -101,7 +101,7 @@ def test_what_decode_has_fetched_makes_room_at_once() -> None:
     first = Half(lent_nbytes_max=2 * second.block_nbytes)
     for blocks in ([3, 4], [5, 6]):
         assert dict(fetched(first, second, blocks).why) == {}
-        until(lambda: first.crossing.node.counters.offers_in_flight, lambda n: n == 0)
+        until(lambda: first.crossing.node.counters.offers_in_flight == 0)
         assert first.crossing.lender.lent_nbytes == 0
     assert len(first.crossing.poll()) == 2
     first.close()

@@ -14,8 +14,7 @@ from budget import examples
 from hypothesis import given
 from hypothesis import strategies as st
 from kv import NBYTES, SlotKV, prefix_digest
-from transfer_nodes import until
-from waiting import GIVE_UP_S
+from waiting import GIVE_UP_S, until
 
 from cache_manager.blocks import AuxBlocks
 from cache_manager.keys import Namespace
@@ -212,7 +211,7 @@ def test_a_fetch_that_is_given_up_as_a_whole_is_over(halves: tuple[Half, Half]) 
     wanted = second.keyed(tokens, [5, 6], 0)
     second.crossing.borrower.fetch(transfer, first.crossing.address, 0, wanted, lives, 8)
     node = second.crossing.node
-    until(lambda: node.counters.told_later, lambda now: now > told)
+    until(lambda: node.counters.told_later > told)
     second.crossing.borrower.give_up({6, 9})
     assert node.counters.pulls_in_flight == 1
     second.crossing.borrower.give_up({5})
@@ -233,9 +232,9 @@ def test_lent_copies_are_bounded_by_their_bytes() -> None:
     first.rows.renew([0, 1, 2])
     first.compute(tokens, [0, 1, 2], 0, 12)
     first.lend(names[0], tokens, [0, 1, 2], 0, 4)
+    assert first.crossing.lender.lent_nbytes == nbytes
     with pytest.raises(NodeFullError, match=f"lent_nbytes_max: wanted at most {nbytes * 5 // 2}, got {nbytes * 3}"):
         first.lend(names[0], tokens, [0, 1, 2], 4, 12)
-    assert first.crossing.lender.lent_nbytes == nbytes
     ended = first.ended()
     assert isinstance(ended, Release)
     assert (ended.transfer, ended.outcome, first.crossing.lender.lent_nbytes) == (names[0], Outcome.ABORTED, 0)

@@ -15,9 +15,11 @@ from toy_engine import Asked, Toy, admitted, held, judge, row_of, stepped
 from waiting import GIVE_UP_S
 
 from cache_manager.errors import RegionError, RowError
-from kvroute.connector import Key, Tokens, ends, routes
+from cache_manager.regions.view import RegionView
+from kvroute.connector import Key, Tokens, ends, left, routes, scheduler
 from kvroute.connector.left import LeftRoutes
 from kvroute.connector.limits import LIMITS
+from kvroute.connector.spares import SpareBlocks
 from kvroute.rollout import RolloutStore, open_rollouts
 from kvroute.routes import Routes
 
@@ -36,6 +38,19 @@ def end(toy: Toy, tokens: list[int], name: str = "r") -> Future[dict[str, Any]]:
     told = toy.scheduler.finished(Key(name, True), BLOCKS, len(tokens), Tokens(tokens, len(tokens)), ended=ended)
     assert told is not None
     return told
+
+
+@pytest.fixture
+def spares(monkeypatch: pytest.MonkeyPatch) -> list[SpareBlocks]:
+    """The spare blocks of the engines that are started from here on."""
+    made: list[SpareBlocks] = []
+
+    def make(*arguments: Any) -> SpareBlocks:
+        made.append(SpareBlocks(*arguments))
+        return made[-1]
+
+    monkeypatch.setattr(scheduler, "SpareBlocks", make)
+    return made
 
 
 def of(told: Future[dict[str, Any]], store: RolloutStore | None = None) -> Routes:
@@ -79,7 +94,9 @@ def test_without_room_for_a_copy_rows_are_missing(start: Callable[..., Toy]) -> 
 
 
 @pytest.mark.parametrize("version", [None, 1])
-def test_rows_that_no_step_writes_any_more_need_no_spare_block(start: Callable[..., Toy], version: int | None) -> None:
+def test_rows_that_no_step_writes_any_more_need_no_spare_block(
+    spares: list[SpareBlocks], start: Callable[..., Toy], version: int | None
+) -> None:
     """Goal: a worker that is one step behind costs no row that was there. Method: of eight blocks all rows
     but the last one's are written, there is one spare block, and all are given out, in two steps; with labels, too."""
     toy = start(late=True, blocks=16, weights_version=version, limits={"spares_max": 1})
@@ -103,36 +120,33 @@ def test_rows_that_no_step_writes_any_more_need_no_spare_block(start: Callable[.
     assert judge(of(told), tokens) == {"right": 32}
     assert of(told).weights_versions == (() if version is None else ((0, 16, 1), (16, 32, 2)))
     toy.worker.settle()
-    assert toy.scheduler._ends is not None
-    assert len(toy.scheduler._ends._spares) == 1
+    assert len(spares[0]) == 1
 
 
 def test_spare_blocks_of_a_request_that_goes_on_are_free_when_their_rows_are_written(
-    start: Callable[..., Toy],
+    spares: list[SpareBlocks], start: Callable[..., Toy]
 ) -> None:
     """Goal: what was kept at a preemption holds no spare block until the request ends. Method: it takes one over; the
     worker writes; the next block that is given out is none of its own."""
     toy = start(late=True)
-    go, house = held(toy), toy.scheduler._ends
-    assert house is not None
-    spares = len(house._spares)
+    go, free = held(toy), len(spares[0])
     preempted(toy, 6)
     toy.scheduler.given([5, 2])
     toy.worker.begin(toy.scheduler.step({}))
     toy.worker.end()
-    assert len(house._spares) < spares
+    assert len(spares[0]) < free
     go.set()
     toy.worker.settle()
     toy.scheduler.given([3])
     toy.scheduler.step({})
-    assert len(house._spares) == spares
+    assert len(spares[0]) == free
 
 
 class Stuck:
     """A rollout store whose first put waits until the test releases it."""
 
     def __init__(self, store: Any) -> None:
-        self._store, self._puts = store, 0
+        self.store, self._puts = store, 0
         self.began, self.go = threading.Event(), threading.Event()
 
     def put(self, name: str, found: Routes) -> Any:
@@ -140,19 +154,21 @@ class Stuck:
         if self._puts == 1:
             self.began.set()
             assert self.go.wait(GIVE_UP_S)
-        return self._store.put(name, found)
+        return self.store.put(name, found)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._store, name)
+        return getattr(self.store, name)
 
 
 @pytest.fixture
-def stuck(start: Callable[..., Toy], tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[tuple[Toy, Stuck]]:
+def stuck(
+    start: Callable[..., Toy], tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[Toy, Stuck]]:
     """An engine, with the limits of the parameter, whose rollout store does not return from its first put until the
     test is over."""
+    store = Stuck(open_rollouts(f"file://{tmp_path}"))
+    monkeypatch.setattr(left, "open_rollouts", lambda _: store)
     toy = start(rollouts=f"file://{tmp_path}", weights_version=1, limits=getattr(request, "param", {}))
-    assert toy.scheduler._ends is not None
-    toy.scheduler._ends._left._store = store = Stuck(open_rollouts(f"file://{tmp_path}"))  # type: ignore[assignment]
     yield toy, store
     store.go.set()
 
@@ -172,7 +188,7 @@ def test_no_thread_of_the_engine_waits_for_a_store(stuck: tuple[Toy, Stuck]) -> 
     assert not any(each.done() for each in told)
     store.go.set()
     for each, tokens in zip(told, (FIRST, SECOND, FIRST), strict=True):
-        assert judge(of(each, store._store), tokens) == {"right": 6}
+        assert judge(of(each, store.store), tokens) == {"right": 6}
 
 
 @pytest.mark.parametrize("names", ["abc", "aaa"])
@@ -185,9 +201,9 @@ def test_a_store_that_stays_stuck_bounds_what_waits(stuck: tuple[Toy, Stuck], na
         compute(toy, FIRST)
         told.append(end(toy, FIRST, name))
     with pytest.raises(RowError, match="2 at most, for the rollout store to take"):
-        of(told[2], store._store)
+        of(told[2], store.store)
     store.go.set()
-    assert judge(of(told[1], store._store), FIRST) == {"right": 6}
+    assert judge(of(told[1], store.store), FIRST) == {"right": 6}
 
 
 def test_an_answer_comes_whatever_happens(start: Callable[..., Toy], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,30 +227,23 @@ def test_an_answer_comes_whatever_happens(start: Callable[..., Toy], monkeypatch
         of(end(toy, FIRST))
 
 
-class OnceFaulty:
-    """A view whose first question for the worker's progress raises."""
-
-    def __init__(self, view: Any, error: BaseException) -> None:
-        self._view, self._errors = view, [error]
-
-    def generation(self, block: int) -> int:
-        if self._errors:
-            raise self._errors.pop()
-        return int(self._view.generation(block))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._view, name)
-
-
-def test_an_error_in_the_thread_is_told_to_those_who_wait(start: Callable[..., Toy]) -> None:
+def test_an_error_in_the_thread_is_told_to_those_who_wait(
+    start: Callable[..., Toy], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Goal: as above, where the region cannot be read. Method: that is so once, while a request waits; the next one has
     its rows."""
     toy = start(late=True)
-    house = toy.scheduler._ends
-    assert house is not None
     go = held(toy)
     compute(toy, SECOND)
-    house._view = OnceFaulty(house._view, RegionError("gone on purpose"))  # type: ignore[assignment]
+    generation, errors = RegionView.generation, [RegionError("gone on purpose")]
+
+    def once_faulty(view: RegionView, block: int) -> int:
+        """The first question for the worker's progress raises."""
+        if errors:
+            raise errors.pop()
+        return generation(view, block)
+
+    monkeypatch.setattr(RegionView, "generation", once_faulty)
     with pytest.raises(RowError, match="gone on purpose"):
         of(end(toy, SECOND))
     go.set()
@@ -252,7 +261,9 @@ def test_a_thread_that_ends_leaves_nobody_waiting(start: Callable[..., Toy], mon
     for why in ("has ended", "it has ended"):
         with pytest.raises(RowError, match=why):
             of(end(toy, FIRST))
-        toy.scheduler._ends._thread.join(60)  # type: ignore[union-attr]
+        for thread in threading.enumerate():
+            if thread.name == "kvroute-ends":
+                thread.join(60)
 
 
 def test_an_answer_that_nobody_wants_costs_no_other_one(start: Callable[..., Toy]) -> None:
@@ -477,20 +488,20 @@ def test_a_forgetting_takes_no_row_that_an_older_step_writes_over(start: Callabl
 
 
 @pytest.mark.parametrize("ends_as", ["nobody asks", "refused", "too many", "behind", "asked from behind it"])
-def test_what_was_kept_of_a_request_is_let_go_at_its_end(start: Callable[..., Toy], ends_as: str) -> None:
+def test_what_was_kept_of_a_request_is_let_go_at_its_end(
+    spares: list[SpareBlocks], start: Callable[..., Toy], ends_as: str
+) -> None:
     """Goal: spare blocks that keep the rows of a preempted request's tokens are free again, however the request ends.
     Method: the rows are copied to spare blocks, since the worker is behind; then each way to end."""
     limits = {"ends_max": 0 if ends_as == "too many" else 9, "answer_s": 0.01 if ends_as == "behind" else 60.0}
     toy = start(late=True, limits=limits)
-    go, house = held(toy), toy.scheduler._ends
-    assert house is not None
-    spares = len(house._spares)
+    go, free = held(toy), len(spares[0])
     preempted(toy, 4 if ends_as == "asked from behind it" else 6)
     request = admitted(toy, SAID, [5, 2, 3])
     toy.worker.begin(toy.scheduler.step({}))
     toy.worker.end()
     request.num_computed_tokens = 0
-    assert len(house._spares) < spares
+    assert len(spares[0]) < free
     ended, of_it = toy.scheduler.forget("r"), Tokens([*SAID, 5], 4)
     if ends_as == "nobody asks":
         toy.scheduler.unanswered(ended, Key("r"))
@@ -501,7 +512,9 @@ def test_what_was_kept_of_a_request_is_let_go_at_its_end(start: Callable[..., To
         told = toy.scheduler.finished(Key("r"), [5, 2, 3], len(SAID), of_it, ended=ended, start=begin)
         assert told is not None
         assert told.result(GIVE_UP_S)
-    assert (len(house._spares), house._unread) == (spares, {})
+    assert len(spares[0]) == free
+    assert toy.scheduler._ends is not None
+    assert toy.scheduler._ends._unread == {}
     go.set()
 
 

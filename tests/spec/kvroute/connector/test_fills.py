@@ -9,7 +9,7 @@ import pytest
 from budget import examples
 from hypothesis import given
 from hypothesis import strategies as st
-from toy_engine import Asked
+from toy_requests import Asked
 
 from kvroute.connector.fills import Fills
 

@@ -205,14 +205,20 @@ def test_the_longest_key_has_a_place(engine: Callable[..., Toy], store: RolloutS
 # Several completions --------------------------------------------------------------------------------------------------
 
 
-def test_a_store_that_fails_is_reported(engine: Callable[..., Toy]) -> None:
+def test_a_store_that_fails_is_reported(engine: Callable[..., Toy], monkeypatch: pytest.MonkeyPatch) -> None:
     """Goal: the answer says why it has no rows. Method: a store that was closed; an id that no rollout can have."""
+    stores: list[RolloutStore] = []
+
+    def opened(url: str) -> RolloutStore:
+        stores.append(open_rollouts(url))
+        return stores[-1]
+
+    monkeypatch.setattr("kvroute.connector.left.open_rollouts", opened)
     toy = engine()
     told = left(toy, Key("x" * 999))
     with pytest.raises(kvroute.RowError, match="rollout id: wanted at most 200 bytes"):
         routes(answered(kv_transfer_params=told))
-    assert toy.scheduler._ends is not None
-    toy.scheduler._ends._left.close()
+    stores[0].close()
     with pytest.raises(kvroute.RowError, match="closed"):
         routes(answered(kv_transfer_params=left(toy, own("a"))))
 

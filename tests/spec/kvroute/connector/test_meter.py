@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 import threading
 from dataclasses import dataclass, fields
@@ -10,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Self
 
+import pytest
 from waiting import GIVE_UP_S
 
 from cache_manager.lock import AuxCounters
@@ -29,6 +31,20 @@ EAGER = Limits(metrics_s=0.0)
 class Counters:
     rows: int = 0
     pulls_in_flight: int = 0
+
+
+def test_the_first_of_each_cause_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """Goal: missing rows are not silent, and a cause that stays is one line. Method: two causes, of which one twice,
+    with an address behind it that changes; then no token."""
+    found = Meter(dict)
+    with caplog.at_level(logging.WARNING):
+        for tokens, reason in ((2, "gone: one"), (5, "gone: another"), (3, "late"), (0, "nothing")):
+            found.miss(reason, tokens)
+    assert [record.getMessage().partition(";")[0] for record in caplog.records] == [
+        "2 tokens have no rows: gone: one",
+        "3 tokens have no rows: late",
+    ]
+    assert found.missing == {"gone": 7, "late": 3}
 
 
 def test_take_returns_the_counters_that_have_grown() -> None:

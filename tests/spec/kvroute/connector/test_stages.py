@@ -15,7 +15,7 @@ from budget import examples
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from toy_engine import Asked
+from toy_requests import Asked
 from waiting import GIVE_UP_S
 
 from cache_manager.errors import ConfigError, RegionMissingError

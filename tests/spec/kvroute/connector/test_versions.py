@@ -11,7 +11,9 @@ import pytest
 from budget import examples
 from hypothesis import given
 from hypothesis import strategies as st
-from toy_engine import Toy, admitted, computed, judge, makers, row_of, seen
+from toy_engine import Toy, admitted, computed, judge, seen
+from toy_requests import TOKENS as BLOCK_TOKENS
+from toy_requests import row_of, seeded
 
 from cache_manager.errors import ConfigError
 from cache_manager.keys import Namespace
@@ -35,9 +37,19 @@ def after(toy: Toy, steps: int, call: Callable[[], object]) -> None:
     toy.between = lambda: call() if next(left) == steps else None
 
 
+def weights_of_kv(toy: Toy, tokens: list[int]) -> list[int]:
+    """The weights that made the KV of each of ``tokens``, the last request's, as far as the KV in its blocks says."""
+    kv, weights = toy.kv["layers.0"], list[int]()
+    for i in range(len(tokens)):
+        there = kv[toy.table[i // BLOCK_TOKENS], :, i % BLOCK_TOKENS].numpy()
+        made = (seeded([*tokens[: i + 1], 0], w).normal(size=there.shape).astype(there.dtype) for w in range(256))
+        weights.append(next(w for w, each in enumerate(made) if (each == there).all()))
+    return weights
+
+
 def check(toy: Toy, found: Routes, tokens: list[int]) -> None:
     """Every row is of the weights that made the KV beside it, and so is its version, where it has one."""
-    made = makers(toy, tokens)
+    made = weights_of_kv(toy, tokens)
     for i, weights in enumerate(made):
         if found.valid[i]:
             assert (found.ids[i] == row_of(tokens[: i + 1], weights)[list(found.layer_ids)]).all()

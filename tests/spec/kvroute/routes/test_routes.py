@@ -93,6 +93,21 @@ def test_without_takes_away_what_was_named_and_no_more(made: tuple[Shape, Routes
     assert told(routes.without(layers, at)) == left
 
 
+@pytest.mark.parametrize(
+    ("layers", "at", "message"),
+    [
+        ([1], [True], r"at: wanted bool of shape \(2,\), got bool of shape \(1,\)"),
+        ([1], [[True], [False]], r"at: wanted bool of shape \(2,\), got bool of shape \(2, 1\)"),
+        ([1], [1, 0], r"at: wanted bool of shape \(2,\), got int64 of shape \(2,\)"),
+        ([1, 2], [True, False], r"layers: wanted some of the routed layers \(1, 4\), got \{2\}"),
+    ],
+)
+def test_what_without_cannot_take_away_is_refused_by_name(layers: list[int], at: Any, message: str) -> None:
+    """Goal: neither other rows nor a layer without rows are meant by accident. Method: each wrong argument alone."""
+    with pytest.raises(RowError, match=message):
+        SHAPE.whole(2).without(layers, at)
+
+
 def test_equality_sees_every_part() -> None:
     """Goal: one value, one representation. Method: each part changed; masks by row and by cell of the same rows."""
     rows = np.array([True, False, True])
@@ -140,6 +155,7 @@ def test_routes_own_what_they_hold() -> None:
         ({"ids": np.zeros((2, 2, 3))}, "routes.ids.*float64"),
         ({"ids": np.zeros((2, 1, 3), int)}, "2 layers as in layer_ids, 3.*got int64 of shape"),
         ({"valid": np.ones(3, bool)}, "routes.valid"),
+        ({"valid": np.ones((2, 2, 3), bool)}, r"routes.valid: .*got bool of shape \(2, 2, 3\)"),
         ({"valid": np.ones(2, int)}, "routes.valid: wanted bool"),
         ({"start": -1}, "routes.start"),
         ({"start": 1.5}, "routes.start"),

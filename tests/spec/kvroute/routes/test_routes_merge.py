@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from sample_routes import Cells, Shape, cells_of, cellwise, masks, shapes, without_layers
+from sample_routes import Cells, Shape, cells_of, cellwise, changed, masks, shapes, without_layers
 
 from cache_manager.errors import RowError
 from kvroute.replay import verl
@@ -74,7 +74,7 @@ def test_merging_is_the_union_whatever_the_order(given_parts: tuple[Shape, list[
     for part in again[1:]:
         folded = folded.merge(part, tokens=TOKENS)
     assert set(positions_of(folded)) <= set(positions_of(merged))
-    folded = folded._with(weights_versions=merged.weights_versions)
+    folded = changed(folded, weights_versions=merged.weights_versions)
     assert again[0].merge(*again[1:], tokens=TOKENS) == folded == merged == merged.merge(*parts, tokens=TOKENS)
 
 
@@ -158,7 +158,7 @@ def test_parts_of_other_models_are_refused() -> None:
 
 def bound_to(routes: Routes, tokens: list[int], *counts: int) -> Routes:
     """``routes`` with the hashes of so many first ``tokens``, whatever rows there are."""
-    return routes._with(token_hashes=token_hashes(tokens, counts))
+    return changed(routes, token_hashes=token_hashes(tokens, counts))
 
 
 def decode(known_from: int = len(PROMPT)) -> Routes:
@@ -213,7 +213,7 @@ def test_parts_with_the_same_last_row_and_hash_come_in_any_order(parts: Any) -> 
 def test_a_weights_version_wants_proof_like_a_row() -> None:
     """Goal: every row has the version that made it. Method: rows of one prompt that were all there are bound, and have
     no versions; beside them the same rows, which another prompt may have made, have one."""
-    bound, told = SHAPE.whole(5).bind(PROMPT), SHAPE.whole(5)._with(weights_versions=((1, 3, 7),))
+    bound, told = SHAPE.whole(5).bind(PROMPT), changed(SHAPE.whole(5), weights_versions=((1, 3, 7),))
     for one, other in ((bound, told), (told, bound)):
         with pytest.raises(RowError, match=UNTIED):
             one.merge(other)
@@ -283,7 +283,7 @@ def test_a_short_part_among_longer_ones_hides_no_difference() -> None:
     long, short, late = SHAPE.whole(10), SHAPE.whole(4).slice(2, 4), SHAPE.whole(12).slice(3, 12)
     ids = late.ids.copy()
     ids[3] = ids[3, :, ::-1]
-    differs = late._with(ids=ids)
+    differs = changed(late, ids=ids)
     for parts in permutations((long, short, differs)):
         with pytest.raises(RowError, match=r"^row 6 layer"):
             parts[0].merge(*parts[1:], tokens=TOKENS)

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 from sample_routes import Shape
@@ -75,7 +76,7 @@ def test_a_record_without_support_is_of_the_version_before() -> None:
         header = wire.unpack(record[: wire.FIXED_NBYTES + wire.header_nbytes(record)])
         text = record[wire.FIXED_NBYTES :][: wire.header_nbytes(record)]
         fixed = record[:8] + number.to_bytes(2, "little") + record[10:16]
-        head = fixed + wire._sum(fixed, text) + text
+        head = fixed + xxhash.xxh3_128(fixed + text).digest() + text
         with pytest.raises(RowError, match=f"routes record version: wanted {header.version}, .*got {number}"):
             wire.unpack(head)
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 from experts_seen import Seen
+from tiny_moe import FAMILIES, TinyMoE, build
 from torch import nn
 
 from cache_manager.errors import RowError
@@ -20,9 +21,17 @@ TOKENS = torch.tensor([[5, 9, 13, 21, 33, 47, 8], [60, 3, 3, 3, 17, 22, 41]])
 HALF = r"router of layer 3: wanted a call in each pass, got 0 calls"
 
 
-def test_rows_are_what_the_experts_computed_with(tiny_moe: Any) -> None:
+@pytest.fixture(scope="module")
+def qwen() -> TinyMoE:
+    """One model for tests whose subject is not the family; experts in layers 1 and 3."""
+    return build("qwen3_moe")
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_rows_are_what_the_experts_computed_with(family: str) -> None:
     """Goal: the captured row is the routing that the experts really got. Method: the experts' own arguments, all
     families."""
+    tiny_moe = build(family)
     spec = routing_spec_from_hf(tiny_moe.config, block_tokens=16)
     seen = Seen(tiny_moe.model)
     with RoutingCapture(tiny_moe.model, spec) as capture:

@@ -22,7 +22,7 @@ from transfer.offers import Offers
 from transfer.pulls import Pulls
 
 if TYPE_CHECKING:
-    from transfer_world import World
+    from tests.machines.transfer_world import World
 
 PARTS = (wire.Part("rows", b"layout-of-rows-1", 24, 4), wire.Part("kv", b"layout-of-kv-123", 32, 4))
 LIMITS = TransferLimits(

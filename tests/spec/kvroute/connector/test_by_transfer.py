@@ -22,12 +22,11 @@ from toy_pair import (
     installed,
     lent,
     makers,
-    sides,
     taken,
     two,
-    until,
 )
-from toy_side import Side, early_ticket
+from toy_side import Side, early_ticket, sides
+from waiting import until
 
 from kvroute.connector import missing, routes, tickets
 from kvroute.connector.carriers import by_transfer
@@ -335,8 +334,8 @@ def test_a_prompt_that_is_computed_again_is_lent_anew(chunks: list[int]) -> None
         def preempt() -> None:
             first.between = lambda: None
             old.append(early_ticket(first))
-            (held,) = first.scheduler.carrier.tickets._lent.values()
-            request: Any = held.request
+            request = first.request
+            assert request is not None
             given = [first.free.pop(0) for _ in first.table]
             first.free += first.table
             first.table = given
@@ -366,12 +365,12 @@ def test_kv_that_fails_to_load_at_prefill_is_lent_anew() -> None:
         def fail() -> None:
             first.between = lambda: None
             old.append(early_ticket(first))
-            (held,) = first.scheduler.carrier.tickets._lent.values()
+            assert first.request is not None
             first.worker.begin(first.scheduler.step({}))
             first.worker.fail(set(first.table[:1]))
             first.worker.end()
             first.worker.failures()
-            first.weights, held.request.num_computed_tokens = 2, 0
+            first.weights, first.request.num_computed_tokens = 2, 0
 
         first.between = fail
         ticket = handed_over(first, PROMPT, [6, 5])

@@ -9,7 +9,8 @@ from budget import examples
 from hypothesis import given
 from hypothesis import strategies as st
 from toy_engine import TOKENS, Asked, Toy
-from toy_pair import ALL, OWN, PROMPT, handed_over, taken, two, until
+from toy_pair import ALL, OWN, PROMPT, handed_over, taken, two
+from waiting import until
 
 from kvroute.connector.carriers.by_transfer import TICKET_TAKEN
 

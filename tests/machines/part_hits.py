@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from connector_house import House, Kv, Running
-from toy_engine import TOKENS
+from toy_requests import TOKENS
+
+from tests.machines.connector_house import House, Kv, Running
 
 
 class PartHouse(House):

@@ -74,7 +74,9 @@ def flat(shards: list[Shard]) -> list[tuple[int, int]]:
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=4), splits())
 def test_a_packed_batch_is_cut_as_trainers_cut_it(tokens: list[int], split: Split) -> None:
     assume(not split.sp or len(packed_by_hand(tokens, replace(split, sp=False))) % split.tp == 0)
-    found, expected = flat(split.packed(tokens)), packed_by_hand(tokens, split)
+    shards = split.packed(tokens)
+    assert all(shard.start < shard.stop for shard in shards)
+    found, expected = flat(shards), packed_by_hand(tokens, split)
     assert [(s, p if s != TAIL else 0) for s, p in found] == [(s, p if s != TAIL else 0) for s, p in expected]
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from blocks_model import BLOCK, JOBS_MAX, TOKENS, BlocksModel, ModelJob
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 from waiting import until
 
 from cache_manager.job import Phase
+from tests.machines.blocks_model import BLOCK, JOBS_MAX, TOKENS, BlocksModel, ModelJob
 
 
 class BlocksStored(BlocksModel):

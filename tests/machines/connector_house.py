@@ -20,7 +20,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from toy_engine import TOKENS, Toy, _seed, held, row_of
+from toy_engine import Toy, held
+from toy_requests import TOKENS, row_of, seeded
 from waiting import GIVE_UP_S
 
 from cache_manager.errors import RowError
@@ -223,7 +224,7 @@ class House:
                 prefix, block, offset = tuple(tokens[: i + 1]), request.table[i // TOKENS], i % TOKENS
                 for layer in self.toy.layers:
                     page = self.toy.kv[f"layers.{layer}"]
-                    random = _seed([*prefix, layer], self.weights)
+                    random = seeded([*prefix, layer], self.weights)
                     page[block, :, offset] = torch.from_numpy(random.normal(size=(page.shape[1], 8)))
                 self.kv[block, offset] = Kv(prefix, self.weights, self.version)
                 at.append(block * TOKENS + offset)

@@ -11,10 +11,10 @@ from collections import Counter
 from operator import attrgetter
 
 import msgspec
-from transfer_sides import HELD, LIMITS, DecodeSide, PrefillSide, claim
 
 import transfer.messages as wire
 from cache_manager.errors import KVRouteError
+from tests.machines.transfer_sides import HELD, LIMITS, DecodeSide, PrefillSide, claim
 from transfer.link import Peer
 from transfer.messages import KINDS, MAGIC, MAJOR, PREFIX, decode, encode
 from transfer.testing.loopback import Faults, LoopbackLink, Network

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from sample_routes import SHAPES, Shape, cells_of, cellwise, shapes
 
 from cache_manager.errors import RowError
-from kvroute.routes.fill import FILLERS
+from kvroute.routes.fill import FILLERS, FillPlan
 
 SHAPE = SHAPES[2]  # dense layers first; 256 experts
 
@@ -77,6 +78,17 @@ def test_every_row_layer_and_hole_is_where_and_what_was_asked_for(want: dict[str
     assert made.tolist() == expected(want)
     assert made.flags.c_contiguous
     assert made.flags.writeable
+
+
+@given(asked(), st.integers(0, 20), st.integers(0, 20))
+def test_a_piece_has_the_rows_of_its_positions(want: dict[str, Any], first: int, rows: int) -> None:
+    """Goal: no row of a piece is left as it was, wherever the known rows end. Method: a piece of any place, in memory
+    that has other numbers, against that part of the whole."""
+    routes, shape = want["routes"], want["shape"]
+    plan = FillPlan(routes.layout, want["layers"], np.dtype(want["dtype"]), want["ep"], want["missing"])
+    piece = np.full((rows, len(plan.layers), shape.top_k), 99_999, want["dtype"])
+    plan.fill(piece, routes, first, want["missing"])
+    assert piece.tolist() == expected({**want, "rows": first + rows})[first:]
 
 
 def test_the_last_sampled_token_has_no_row() -> None:

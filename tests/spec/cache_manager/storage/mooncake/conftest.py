@@ -1,0 +1,45 @@
+"""A Mooncake pool, with stores of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from mooncake_pool import LEASE_MS, Master, Owner, Pools
+from mooncake_stores import CALM_MS, SEGMENT_NBYTES, opened
+
+from cache_manager.storage.mooncake import MooncakeStore
+
+
+@pytest.fixture(scope="module")
+def pools() -> Iterator[Pools]:
+    with closing(Pools()) as running:
+        yield running
+
+
+@pytest.fixture
+def master(request: pytest.FixtureRequest, pools: Pools) -> Iterator[Master]:
+    """Its parameter is the lease that a read has, in ms."""
+    yield pools.pool(getattr(request, "param", LEASE_MS))[0]
+    pools.end_broken()
+
+
+@pytest.fixture
+def owner(master: Master, pools: Pools, tmp_path: Path) -> Owner:
+    found = pools.pool(master.lease_ms)[1]
+    found.segment(tmp_path / "segment", SEGMENT_NBYTES)
+    return found
+
+
+@pytest.fixture
+def backend(master: Master, owner: Owner) -> Iterator[MooncakeStore]:  # noqa: ARG001 - the pool's memory
+    with opened(master) as store:
+        yield store
+
+
+@pytest.fixture
+def calm(master: Master, owner: Owner) -> Iterator[MooncakeStore]:  # noqa: ARG001 - the pool's memory
+    with opened(master, timeout_ms=CALM_MS) as store:
+        yield store
