@@ -70,7 +70,7 @@ def file(text: str) -> Path:
     return path
 
 
-def judged(judge: str, *among: str, **how: Any) -> Callable[[str], str]:
+def judged_flag(judge: str, *among: str, **how: Any) -> Callable[[str], str]:
     """Reads a flag's text, which ``judge``, a function ``module:name``, takes; so are the words ``among``."""
 
     def read(text: str) -> str:
@@ -85,10 +85,10 @@ def judged(judge: str, *among: str, **how: Any) -> Callable[[str], str]:
     return read
 
 
-STORE_URL = judged("cache_manager.storage:check_store_url", "mooncake")
-ROLLOUTS_URL = judged("kvroute.rollout:check_rollouts_url", "")
-SERVER_URL = judged("kvroute.verify.asking:check_url")
-ADDRESS = judged("transfer.zmq_settings:check_address", field="address", curve=False)
+STORE_URL = judged_flag("cache_manager.storage:check_store_url", "mooncake")
+ROLLOUTS_URL = judged_flag("kvroute.rollout:check_rollouts_url", "")
+SERVER_URL = judged_flag("kvroute.verify.asking:check_url")
+ADDRESS = judged_flag("transfer.zmq_settings:check_address", field="address", curve=False)
 JSON = flag("--json", type=file, metavar="FILE", help="write the findings to this file, too; - is standard output")
 
 __all__ = [

@@ -133,7 +133,7 @@ def _engine(name: str, what: str) -> Flag:
 
 
 _URL: Final = flag("--url", required=True, type=SERVER_URL, metavar="URL", help="http://HOST:PORT of vLLM or SGLang")
-_MODEL: Final = flag(
+_MODEL_FLAG: Final = flag(
     "--model", type=Path, required=True, metavar="DIR", help="the checkpoint, or its config.json alone"
 )
 _ROLLOUTS: Final = flag(
@@ -200,7 +200,7 @@ COMMANDS: Final[dict[str, Command]] = {
         "judge the routed experts that a server hands out, with kvroute or without, row by row",
         "kvroute.verify:main",
         (
-            *(_URL, _MODEL, _ROLLOUTS),
+            *(_URL, _MODEL_FLAG, _ROLLOUTS),
             number("--requests", 48, "prompts to send, or some more: they come in groups"),
             number("--longest", None, "tokens of the longest prompt (512, or what the model takes)"),
             number("--new", 16, "tokens to ask for"),
@@ -213,7 +213,7 @@ COMMANDS: Final[dict[str, Command]] = {
         "measure what rows cost a deployment: tokens per second and bytes, with rows and without, and judge them",
         "kvroute.verify.bench:main",
         (
-            *(_URL, _MODEL, _ROLLOUTS),
+            *(_URL, _MODEL_FLAG, _ROLLOUTS),
             flag(
                 "--without",
                 type=SERVER_URL,

@@ -40,14 +40,14 @@ INDEXER: Final = "indexer_topk"
 """The name of the spec that :func:`indexer_spec` makes."""
 NONE: Final = -1
 """Fills a choice of fewer than ``k`` positions."""
-MAGIC: Final = b"KVROUTEI"
-VERSION: Final = 1
-CHUNK: Final = 32
+INDEXER_MAGIC: Final = b"KVROUTEI"
+INDEXER_VERSION: Final = 1
+PACKED_AT_ONCE: Final = 32
 """Choices that are packed at once: so many stay in a core's cache."""
-ROWS_MAX: Final = 1 << 31
-_FIXED: Final = struct.Struct("<8sIIIQQ")
+INDEXER_ROWS_MAX: Final = 1 << 31
+_INDEXER_HEAD: Final = struct.Struct("<8sIIIQQ")
 _SUM_NBYTES: Final = 16
-_HEADER_NBYTES: Final = _FIXED.size + _SUM_NBYTES
+_HEADER_NBYTES: Final = _INDEXER_HEAD.size + _SUM_NBYTES
 _BESIDE: Final = 1 << 31
 _WIDE: Final = 255
 _WIDE_GAP: Final = np.dtype([("place", "<u8"), ("more", "<u4")])
@@ -156,8 +156,8 @@ def pack(rows: NDArray[np.int32]) -> bytes:
     starts = np.concatenate(([0], np.cumsum(lengths)))
     gaps = np.empty(int(starts[-1]), np.uint8)
     wide = list[NDArray[Any]]()
-    for begin in range(0, len(full), CHUNK):
-        chosen = full[begin : begin + CHUNK]
+    for begin in range(0, len(full), PACKED_AT_ONCE):
+        chosen = full[begin : begin + PACKED_AT_ONCE]
         part = flat[chosen[0] : chosen[-1] + 1] if chosen[-1] - chosen[0] == len(chosen) - 1 else flat[chosen]
         own = (part[:, 1:] - part[:, :-1]).view(np.uint32)
         own -= 1  # one that does not increase becomes very wide
@@ -179,9 +179,9 @@ def pack(rows: NDArray[np.int32]) -> bytes:
     if len(ragged):
         extra = extra[np.argsort(extra["place"], kind="stable")]
     head = counts.astype("<u4") | np.where(beside, np.uint32(_BESIDE), np.uint32(0)).astype("<u4")
-    fixed = _FIXED.pack(MAGIC, VERSION, layers, k, tokens, len(extra))
+    fixed = _INDEXER_HEAD.pack(INDEXER_MAGIC, INDEXER_VERSION, layers, k, tokens, len(extra))
     body = b"".join((head.tobytes(), first.astype("<i4").tobytes(), gaps.data, extra.tobytes()))
-    return b"".join((fixed, _sum(fixed, body), body))
+    return b"".join((fixed, _choices_sum(fixed, body), body))
 
 
 def unpack(data: Buffer) -> NDArray[np.int32]:
@@ -192,15 +192,15 @@ def unpack(data: Buffer) -> NDArray[np.int32]:
     view = memoryview(data).cast("B")
     if len(view) < _HEADER_NBYTES:
         raise RowError("indexer record", f"{_HEADER_NBYTES} bytes or more", len(view))
-    fixed, body = view[: _FIXED.size], view[_HEADER_NBYTES:]
-    magic, version, layers, k, tokens, wide = _FIXED.unpack(fixed)
-    if (magic, version) != (MAGIC, VERSION):
-        raise RowError("indexer record", f"{MAGIC!r} version {VERSION}", f"{magic!r} version {version}")
-    found, computed = bytes(view[_FIXED.size : _HEADER_NBYTES]), _sum(fixed, body)
+    fixed, body = view[: _INDEXER_HEAD.size], view[_HEADER_NBYTES:]
+    magic, version, layers, k, tokens, wide = _INDEXER_HEAD.unpack(fixed)
+    if (magic, version) != (INDEXER_MAGIC, INDEXER_VERSION):
+        raise RowError("indexer record", f"{INDEXER_MAGIC!r} version {INDEXER_VERSION}", f"{magic!r} version {version}")
+    found, computed = bytes(view[_INDEXER_HEAD.size : _HEADER_NBYTES]), _choices_sum(fixed, body)
     if found != computed:
         raise RowError("indexer record checksum", computed.hex(), found.hex())
     choices = tokens * layers
-    if not layers or not k or choices > ROWS_MAX or len(body) < 8 * choices + _WIDE_GAP.itemsize * wide:
+    if not layers or not k or choices > INDEXER_ROWS_MAX or len(body) < 8 * choices + _WIDE_GAP.itemsize * wide:
         raise RowError("indexer record", "as many choices as it claims to have", f"{tokens} x {layers} x {k}")
     head = np.frombuffer(body, "<u4", choices)
     first = np.frombuffer(body, "<i4", choices, 4 * choices)
@@ -243,7 +243,7 @@ def unpack(data: Buffer) -> NDArray[np.int32]:
 
 
 def _chunks(choices: NDArray[np.int64]) -> list[NDArray[np.int64]]:
-    return [choices[begin : begin + CHUNK] for begin in range(0, len(choices), CHUNK)]
+    return [choices[begin : begin + PACKED_AT_ONCE] for begin in range(0, len(choices), PACKED_AT_ONCE)]
 
 
 def _wide(
@@ -256,7 +256,7 @@ def _wide(
     """The wide ones of some choices' ``gaps`` ``[choices, positions - 1]``, those at the places ``over``."""
     rows, columns = np.divmod(over, gaps.shape[1])
     values = gaps.reshape(-1)[over]
-    wrong = values >= ROWS_MAX
+    wrong = values >= INDEXER_ROWS_MAX
     if wrong.any():
         raise _not_canonical(int(choices[rows[int(wrong.argmax())]]), layers)
     extra = np.empty(len(rows), _WIDE_GAP)
@@ -287,7 +287,7 @@ def _not_canonical(choice: int, layers: int) -> RowError:
     return RowError(where, "increasing positions, then -1", "others: see canonical()")
 
 
-def _sum(fixed: Buffer, body: Buffer) -> bytes:
+def _choices_sum(fixed: Buffer, body: Buffer) -> bytes:
     running = xxhash.xxh3_128(fixed)
     running.update(body)
     return running.digest()

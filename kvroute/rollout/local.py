@@ -27,7 +27,7 @@ from cache_manager.storage.url import StoreUrl
 from kvroute.rollout.handle import RolloutHandle
 from kvroute.rollout.ids import file_name
 from kvroute.rollout.parts import HEADER, GoneError, PartStore, ReadParts, Record, file_places, layers_option
-from kvroute.routes.wire import FIXED_NBYTES, header_nbytes, unpack
+from kvroute.routes.wire import FIXED_NBYTES, header_nbytes, unpacked_header
 
 LOCK_S: Final = 30.0
 """How long a writer waits for another one of the same rollout."""
@@ -76,13 +76,13 @@ class LocalRollouts(PartStore):
 
     def _find(self, rollout_id: str) -> RolloutHandle:
         with self._reading(self._place(rollout_id)) as (head, _):
-            return RolloutHandle.of(self.scheme, unpack(head), len(head))
+            return RolloutHandle.of(self.scheme, unpacked_header(head), len(head))
 
     def _delete(self, handle: RolloutHandle) -> None:
         place = self._place(handle.rollout_id)
         with _translated(place), self._alone(place), suppress(GoneError, InvalidInputError):
             with self._reading(place) as (head, _):
-                name = unpack(head).name  # a damaged record may be of another put, and stays
+                name = unpacked_header(head).name  # a damaged record may be of another put, and stays
             if name == handle.name:
                 os.unlink(place)
 

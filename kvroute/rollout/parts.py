@@ -26,7 +26,7 @@ from kvroute.rollout.port import RolloutCounters
 from kvroute.routes import Routes, SamplingSupport
 from kvroute.routes.parts import Extent, Range, tokens_of_parts
 from kvroute.routes.support import with_support
-from kvroute.routes.wire import Header, record, unpack
+from kvroute.routes.wire import Header, record, unpacked_header
 
 
 class GoneError(StorageError):
@@ -240,7 +240,7 @@ def _chosen(
 def checked_header(handle: RolloutHandle, head: Buffer) -> Header:
     """The header in ``head``, if it is of this put; ``GoneError`` if of another put of the rollout, else
     ``InvalidInputError``."""
-    header = unpack(head)
+    header = unpacked_header(head)
     own_handle = RolloutHandle.of(handle.store, header, len(head))
     if own_handle != handle:
         if own_handle.rollout_id == handle.rollout_id and own_handle.put_id != handle.put_id:

@@ -210,7 +210,7 @@ def header_nbytes(fixed: Buffer) -> int:
     return int(nbytes)
 
 
-def unpack(head: Buffer) -> Header:
+def unpacked_header(head: Buffer) -> Header:
     """The header that a record's bytes before its parts are. :class:`RowError` for anything else, also if one bit has
     changed.
     """
@@ -239,7 +239,7 @@ def read(data: Buffer) -> tuple[Header, NDArray[Any], memoryview | None]:
     has some; :class:`RowError` for anything else."""
     view = memoryview(data).cast("B")
     first = FIXED_NBYTES + header_nbytes(view[:FIXED_NBYTES])
-    header = unpack(view[:first])
+    header = unpacked_header(view[:first])
     behind = first + header.nbytes
     if len(view) != behind + header.support_nbytes:
         raise RowError("routes record", f"{behind + header.support_nbytes} bytes", len(view))

@@ -75,7 +75,7 @@ def fetch_routes(store: RolloutStore, handle: RolloutHandle) -> Routes | Absence
     return fetched if isinstance(fetched, Absence) else fetched[0]
 
 
-def of_layers(routes: Routes, layers: set[int]) -> Routes:
+def routes_of_layers(routes: Routes, layers: set[int]) -> Routes:
     """``routes`` with some layer ids only, made without the code under test; the others become ``missing_layers``."""
     kept = [i for i, layer in enumerate(routes.layer_ids) if layer in layers]
     return Routes(
@@ -148,7 +148,7 @@ class RolloutContract(ABC):
             handle = RolloutHandle.from_json(store.put("task:1:0:0", routes).to_json())
             assert fetch_routes(store, handle) == routes
             parts = store.get(handle, sorted(layers), spans)
-            assert parts == [of_layers(routes.slice(a, b), layers) for a, b in spans]
+            assert parts == [routes_of_layers(routes.slice(a, b), layers) for a, b in spans]
 
     def test_any_order_of_calls(self) -> None:
         """Goal: a handle is its own put or a miss. Method: a state machine beside a dictionary of what was put."""

@@ -34,7 +34,7 @@ NOT_COMPARED: Final = (
 
 
 @dataclass(slots=True)
-class Side:
+class AskedSide:
     """A server, and what its rounds have shown."""
 
     server: Server
@@ -81,9 +81,9 @@ def main(
         progress = stack.enter_context(Progress(console(json)))
         progress.say(f"asking {url}")
         left = stack.enter_context(closing(open_rollouts(rollouts))) if rollouts else None
-        sides = [Side(Server(url, spec, left, new, seed), "with rows")]
+        sides = [AskedSide(Server(url, spec, left, new, seed), "with rows")]
         if without or sides[0].server.engine == "SGLang":
-            sides.append(Side(Server(without or url, spec, None, new, seed, with_rows=False), "without"))
+            sides.append(AskedSide(Server(without or url, spec, None, new, seed, with_rows=False), "without"))
         source = random.Random(seed)  # noqa: S311 - no secret
         again: list[Question] = []
         for number in range(rounds + 1):
@@ -120,7 +120,7 @@ def main(
     return int(is_wrong)
 
 
-def _round(side: Side, questions: Sequence[Question], at_once: int, counts: bool) -> None:
+def _round(side: AskedSide, questions: Sequence[Question], at_once: int, counts: bool) -> None:
     """Ask all of them, so many at a time; read what came when the last answer is there."""
     with ThreadPoolExecutor(at_once) as pool:
         began_s = time.perf_counter()
@@ -141,14 +141,14 @@ def _round(side: Side, questions: Sequence[Question], at_once: int, counts: bool
         side.rates.append(new_tokens / seconds)
 
 
-def _check_without(sides: Sequence[Side]) -> None:
+def _check_without(sides: Sequence[AskedSide]) -> None:
     """Raise :class:`ServerError` if the server that is to have no rows has some."""
     for side in sides:
         if any(answer.refused != NO_ROWS for answer in side.answers):
             raise ServerError("--without", "a server whose answers have no rows", f"rows of {side.server.url}")
 
 
-def _ratios(sides: Sequence[Side]) -> list[float]:
+def _ratios(sides: Sequence[AskedSide]) -> list[float]:
     """Tokens per second with rows relative to those without, round by round."""
     if len(sides) == 1:
         return []
@@ -156,7 +156,7 @@ def _ratios(sides: Sequence[Side]) -> list[float]:
     return [with_rows / without for with_rows, without in pairs if without]
 
 
-def _report(sides: Sequence[Side], found: Findings, failed: list[ServerError], rows_nbytes: int, by: str) -> str:
+def _report(sides: Sequence[AskedSide], found: Findings, failed: list[ServerError], rows_nbytes: int, by: str) -> str:
     """A table with a column for each side, and what was judged."""
     first = sides[0].server
     lines = [f"{first.url}: {first.engine}, {len(sides[0].rates)} rounds"]
@@ -187,4 +187,4 @@ def _spread(values: Sequence[float], digits: int) -> str:
     return f"{median(values):,.{digits}f} ({min(values):,.{digits}f} to {max(values):,.{digits}f})"
 
 
-__all__ = ["Side", "main"]
+__all__ = ["AskedSide", "main"]

@@ -32,7 +32,7 @@ FIRST, LAST = 3, 99
 COUNTED_S: Final = 5.0
 """vLLM has counted a request so soon after its answer."""
 PARAMS: Final = "kv_transfer_params"
-LENT: Final[Mapping[str, Any]] = {
+ASK_TO_LEND: Final[Mapping[str, Any]] = {
     "do_remote_decode": True,
     "do_remote_prefill": False,
     "remote_engine_id": None,
@@ -46,7 +46,7 @@ TICKET: Final = "transfer"
 
 
 @dataclass(frozen=True, slots=True)
-class Engine:
+class RunningEngine:
     """An engine behind a URL."""
 
     role: str  # url, prefill or decode: the flag that named it
@@ -56,7 +56,7 @@ class Engine:
     version: str
 
     @classmethod
-    def at(cls, role: str, url: str) -> Engine:
+    def at(cls, role: str, url: str) -> RunningEngine:
         """Raises :class:`ServerError` if no engine answers there."""
         url = url.rstrip("/")
         model, kind = served_by(url)
@@ -104,7 +104,7 @@ class Engine:
 TOKENS: Final = "vllm:prompt_tokens_total"
 FETCHED: Final = ("vllm:prompt_tokens_by_source_total/external_kv_transfer", "vllm:external_prefix_cache_hits_total")
 """Tokens whose KV came from outside: the name of newer releases, and that of older ones."""
-FAILED: Final = re.compile(r"vllm:\w+_num_failed_\w+")
+FAILED_TRANSFERS: Final = re.compile(r"vllm:\w+_num_failed_\w+")
 """Transfers that failed, by vLLM's connectors: what was to come is counted above all the same."""
 
 
@@ -115,10 +115,10 @@ def look_at(url: str | None, prefill: str | None, decode: str | None) -> list[Fi
     answers.
     """
     if prefill is None and decode is None and url is not None:
-        return list(_alone(Engine.at("url", url)))
+        return list(_alone(RunningEngine.at("url", url)))
     if prefill is None or decode is None:
         raise ConfigError("--prefill, --decode", "both or neither", prefill or decode)
-    pair = (Engine.at("prefill", prefill), Engine.at("decode", decode))
+    pair = (RunningEngine.at("prefill", prefill), RunningEngine.at("decode", decode))
     for engine in pair:
         if engine.kind != "vLLM":
             wanted = "vLLM: where SGLang's decode gets no KV, the request has no answer, and nothing is hidden"
@@ -132,11 +132,11 @@ def _prompt() -> list[int]:
     return [source.randint(FIRST, LAST) for _ in range(PROMPT)]
 
 
-def _version_of(engine: Engine) -> Finding:
+def _version_of(engine: RunningEngine) -> Finding:
     return Finding(Level.OK, engine.role, f"{engine.url}: {engine.kind} {engine.version}, model {engine.model}")
 
 
-def _alone(engine: Engine) -> Iterator[Finding]:
+def _alone(engine: RunningEngine) -> Iterator[Finding]:
     yield _version_of(engine)
     yield from _rows_of(engine.role, engine.ask(_prompt()))
     counted = engine.counters()
@@ -185,11 +185,11 @@ def _rows_of(subject: str, answer: dict[str, Any]) -> Iterator[Finding]:
         yield Finding(Level.NOTE, "weights", "rows have no weights version: none was named yet", remedy)
 
 
-def _pair(prefill: Engine, decode: Engine, proxy: str | None) -> Iterator[Finding]:
+def _pair(prefill: RunningEngine, decode: RunningEngine, proxy: str | None) -> Iterator[Finding]:
     yield _version_of(prefill)
     yield _version_of(decode)
     prompt = _prompt()
-    lent = prefill.ask(prompt, 1, LENT).get(PARAMS)
+    lent = prefill.ask(prompt, 1, ASK_TO_LEND).get(PARAMS)
     if not lent or not lent.get("do_remote_prefill"):
         text = f"lends no KV over NIXL: its answer to do_remote_decode has no {PARAMS} for decode ({lent or 'none'})"
         remedy = "--kv-transfer-config with KvrouteNixlConnector and kv_role kv_both; a pair of another connector is"
@@ -211,7 +211,7 @@ def _pair(prefill: Engine, decode: Engine, proxy: str | None) -> Iterator[Findin
 
 
 def _crossed(
-    decode: Engine, ask: Callable[[], dict[str, Any]], subject: str = "decode"
+    decode: RunningEngine, ask: Callable[[], dict[str, Any]], subject: str = "decode"
 ) -> tuple[Finding, dict[str, Any]]:
     """Whether KV of a prompt came to decode from outside while ``ask`` was answered; the answer of that, too."""
     before = decode.counters()
@@ -224,7 +224,7 @@ def _crossed(
             break
         time.sleep(0.1)
     fetched = next((grown[name] for name in FETCHED if name in grown), 0)
-    failed = sum(count for name, count in grown.items() if FAILED.fullmatch(name))
+    failed = sum(count for name, count in grown.items() if FAILED_TRANSFERS.fullmatch(name))
     if not before or not grown.keys() & set(FETCHED):
         text = "nothing is known of KV that came: its /metrics has no vllm:external_prefix_cache_hits"
         return Finding(Level.NOTE, subject, text, "no --disable-log-stats"), answer
@@ -245,9 +245,9 @@ def _crossed(
     return Finding(Level.OK, subject, f"KV of {fetched:,.0f} of {PROMPT} tokens came from prefill"), answer
 
 
-def _proxied(prefill: Engine, decode: Engine, proxy: str, beside: str) -> Iterator[Finding]:
+def _proxied(prefill: RunningEngine, decode: RunningEngine, proxy: str, beside: str) -> Iterator[Finding]:
     """The same through the proxy, which has the parameters in its hands; ``beside`` is what was seen without it."""
-    front = Engine("url", proxy, decode.model, "vLLM", "")
+    front = RunningEngine("url", proxy, decode.model, "vLLM", "")
     before = prefill.counters()
     crossed, answer = _crossed(decode, lambda: front.ask(_prompt()), "proxy")
     after = prefill.counters()
@@ -269,4 +269,4 @@ def _proxied(prefill: Engine, decode: Engine, proxy: str, beside: str) -> Iterat
     yield from _rows_of("proxy", answer)
 
 
-__all__ = ["Engine", "look_at"]
+__all__ = ["RunningEngine", "look_at"]

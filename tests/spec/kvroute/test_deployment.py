@@ -15,7 +15,7 @@ from row_server import Engine, none, serving
 
 from kvroute.cli import FAILED, USAGE, main
 from kvroute.verify.asking import exchanged
-from kvroute.verify.deployment import LENT, PROMPT
+from kvroute.verify.deployment import ASK_TO_LEND, PROMPT
 
 
 class Side(Engine):
@@ -56,7 +56,9 @@ class Proxy:
     def answer(self, path: str, asked: dict[str, Any]) -> Any:
         params = {}
         if self.drops != "prefill":
-            first = json.loads(exchanged(self.prefill + path, {**asked, "max_tokens": 1, "kv_transfer_params": LENT}))
+            first = json.loads(
+                exchanged(self.prefill + path, {**asked, "max_tokens": 1, "kv_transfer_params": ASK_TO_LEND})
+            )
             params = self.makes or first["kv_transfer_params"]
         if self.drops == "request":
             params = {}

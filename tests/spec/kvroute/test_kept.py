@@ -17,7 +17,7 @@ import pytest
 from numpy.typing import NDArray
 
 from kvroute import RolloutHandle, Routes, SamplingSupport, open_rollouts
-from kvroute.indexer import VERSION, pack, unpack
+from kvroute.indexer import INDEXER_VERSION, pack, unpack
 from kvroute.rollout.handle import FORMAT, SUPPORT_FORMAT
 from kvroute.routes.routes import JSON_FORMAT
 from kvroute.routes.wire import SUPPORT_VERSION, WIRE_VERSION
@@ -51,7 +51,7 @@ def written() -> None:
     """Writes what this version writes."""
     (KEPT / f"routes-{WIRE_VERSION}.bin").write_bytes(routes().to_bytes())
     (KEPT / f"routes-support-{SUPPORT_VERSION}.bin").write_bytes(routes().bind(TOKENS).to_bytes(support()))
-    (KEPT / f"indexer-{VERSION}.bin").write_bytes(pack(choices()))
+    (KEPT / f"indexer-{INDEXER_VERSION}.bin").write_bytes(pack(choices()))
     number = JSON_FORMAT.rpartition("/")[2]
     (KEPT / f"routes-{number}.json").write_text(json.dumps(routes().to_json()) + "\n")
     for form, own_routes, beside in ((FORMAT, routes(), None), (SUPPORT_FORMAT, routes().bind(TOKENS), support())):

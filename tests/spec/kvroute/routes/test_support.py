@@ -73,12 +73,12 @@ def test_a_record_without_support_is_of_the_version_before() -> None:
     assert b"support" not in plain
     assert SamplingSupport.of_record(plain) is None
     for record, number in ((plain, 5), (both, 4)):
-        header = wire.unpack(record[: wire.FIXED_NBYTES + wire.header_nbytes(record)])
+        header = wire.unpacked_header(record[: wire.FIXED_NBYTES + wire.header_nbytes(record)])
         text = record[wire.FIXED_NBYTES :][: wire.header_nbytes(record)]
         fixed = record[:8] + number.to_bytes(2, "little") + record[10:16]
         head = fixed + xxhash.xxh3_128(fixed + text).digest() + text
         with pytest.raises(RowError, match=f"routes record version: wanted {header.version}, .*got {number}"):
-            wire.unpack(head)
+            wire.unpacked_header(head)
 
 
 def test_the_bytes_are_those_of_the_format() -> None:
@@ -86,7 +86,7 @@ def test_the_bytes_are_those_of_the_format() -> None:
     record = routes_of(TOKENS).to_bytes(made())
     assert np.frombuffer(record[-44:], "<i4").tolist() == [3, 1, 0, 3, 2, 13, 40, 21, 7, 8, 21]
     hashes = token_hashes(TOKENS, {2, 5, 6})
-    header = wire.unpack(record[: wire.FIXED_NBYTES + wire.header_nbytes(record)])
+    header = wire.unpacked_header(record[: wire.FIXED_NBYTES + wire.header_nbytes(record)])
     assert header.support == wire.SupportPart(4, 7, 2, hashes, wire.sum_of(record[-44:]))
     assert b'"support":{"ids":7,"rows":4,"start":2,"sum":"' in record
 

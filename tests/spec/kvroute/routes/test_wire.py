@@ -43,7 +43,7 @@ def golden() -> Routes:
 
 def header_of(record: bytes) -> wire.Header:
     at = wire.FIXED_NBYTES + wire.header_nbytes(record[: wire.FIXED_NBYTES])
-    return wire.unpack(record[:at])
+    return wire.unpacked_header(record[:at])
 
 
 def golden_with(**changes: Any) -> bytes:
@@ -186,7 +186,7 @@ def test_an_invalid_header_is_refused_although_the_sum_is_right(lost: bytes) -> 
     text = bytes(header[32:]).replace(b'"missing_layers":[3]', lost)
     fixed = bytes(header[:16])
     with pytest.raises(RowError, match="routes record header: wanted a header of routes"):
-        wire.unpack(fixed + xxhash.xxh3_128(fixed + text).digest() + text)
+        wire.unpacked_header(fixed + xxhash.xxh3_128(fixed + text).digest() + text)
 
 
 @pytest.mark.parametrize(
