@@ -28,11 +28,15 @@ class Event:
 
 
 def _as_on_cuda() -> None:
-    """What prefill takes of CUDA for the pages that it sends."""
+    """What prefill takes of CUDA for the pages that it sends, and adapters for their tables."""
     import torch
 
-    empty = torch.empty
-    torch.empty = lambda *sizes, **more: empty(*sizes, **{**more, "pin_memory": False})
+    def pageable(make: Any) -> Any:
+        return lambda *given, **more: make(*given, **{**more, "pin_memory": False})
+
+    for name in ("empty", "tensor"):
+        setattr(torch, name, pageable(getattr(torch, name)))
+    torch.Tensor.pin_memory = lambda tensor, *_: tensor
     torch.cuda.Event = Event
     torch.cuda.current_stream = lambda *_: None
     torch.cuda.synchronize = lambda *_: None
