@@ -4,8 +4,9 @@ The tiny checkpoint of each family of :mod:`bench.vllm_families` is asked prompt
 alike, are computed in chunks, hit the prefix cache in the rounds after the first, and the pool is too small for all
 requests. ``kvroute.verify`` judges each row of SGLang's own field by a pass of transformers: *close* are rows that
 differ where a router's choice may have been decided by rounding. Where SGLang computes another model than transformers,
-that judge says nothing of the rows: so the table has how many sampled tokens transformers would have said, too. Where
-SGLang with kvroute does not start, stock SGLang is asked to, so that the table says whose refusal it is.
+that judge says nothing of the rows: so the table has how many sampled tokens transformers would have said, too, and a
+second judge, :func:`recording`, compares each row with what SGLang's own experts were given for that token at that
+position. Where SGLang with kvroute does not start, stock SGLang is asked to, and the table says whose refusal it is.
 
 Each part of a family's run is a process with a limit of ``--seconds``, forked from one that has imported everything,
 with the plugins of ``docs/sglang.md#on-a-cpu``.
@@ -17,9 +18,11 @@ import gc
 import json
 import multiprocessing
 import os
+import pickle
 import shutil
 import tempfile
 from base64 import b64decode
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -47,9 +50,59 @@ OPTIONS: dict[str, Any] = {
 }
 
 
+RECORD = ("computed with", "not computed with")
+
+
+def recording(path: Path) -> None:
+    """From here on, passes of engines that this process forks write to ``path`` what their experts were given.
+
+    Nothing of kvroute's is looked at. A pass is its tokens, their positions and ids ``[tokens, layers, top_k]``.
+    """
+    from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE  # type: ignore[import-not-found]
+    from sglang.srt.model_executor.model_runner import ModelRunner  # type: ignore[import-not-found]
+
+    layers, experts, forward = dict[int, Any](), FusedMoE.forward, ModelRunner.forward
+
+    def given(self: Any, states: Any, chosen: Any, *more: Any, **named: Any) -> Any:
+        layers[self.layer_id] = chosen.topk_ids.cpu().numpy()
+        return experts(self, states, chosen, *more, **named)
+
+    def passed(self: Any, batch: Any, *more: Any, **named: Any) -> Any:
+        layers.clear()
+        done = forward(self, batch, *more, **named)
+        if layers:
+            ids = np.stack([layers[layer] for layer in sorted(layers)], axis=1)
+            with path.open("ab") as file:
+                pickle.dump((sorted(layers), batch.input_ids.tolist(), batch.positions.tolist(), ids), file)
+        return done
+
+    FusedMoE.forward, ModelRunner.forward = given, passed
+
+
+def computed_with(path: Path, answers: list[dict[str, Any]], routed: list[int]) -> tuple[int, int]:
+    """How many rows, of the ``routed`` layers, are of ids that SGLang's experts were given for this token at this
+    position, and how many are not."""
+    seen = defaultdict[tuple[int, int], set[bytes]](set)
+    with path.open("rb") as file:
+        while file.peek(1):
+            layers, *columns = pickle.load(file)  # noqa: S301 - our own
+            places = [layers.index(layer) for layer in routed]
+            for token, position, row in zip(*columns, strict=False):  # ids may be padded
+                seen[token, position].add(np.sort(row[places], axis=1).astype(np.int32).tobytes())
+    there = others = 0
+    for answer in answers:
+        for position, row in enumerate(np.sort(answer["ids"], axis=2).astype(np.int32)):
+            if (row < 0).any():
+                continue
+            is_there = row.tobytes() in seen[answer["tokens"][position], position]
+            there, others = there + is_there, others + (not is_there)
+    return there, others
+
+
 def answers_of(home: Path, plugins: str, rounds: int) -> dict[str, Any]:
     """Ask an engine ``rounds`` times: its answers, as :func:`bench.vllm_zoo.judged` takes them, and its prefix hits."""
     os.environ["SGLANG_PLUGINS"] = plugins
+    recording(home / "record")
     import sglang  # type: ignore[import-not-found]
 
     from kvroute.routing import routing_spec_from_hf
@@ -71,7 +124,8 @@ def answers_of(home: Path, plugins: str, rounds: int) -> dict[str, Any]:
                 hits += meta["cached_tokens"] or 0
             turns = [[*answer["tokens"], *rng.integers(5, VOCABULARY, 9).tolist()] for answer in answers[-PROMPTS::2]]
             prompts = [turn for turn in turns if len(turn) <= TOKENS_MAX] + first[1::2]
-    return {"hits": hits, "answers": answers}
+    there, others = computed_with(home / "record", answers, routed)
+    return {"hits": hits, "answers": answers, "computed with": there, "not computed with": others}
 
 
 def said(home: Path, answers: list[dict[str, Any]]) -> int:
@@ -103,6 +157,7 @@ def run(name: str, home: Path, seconds: int, rounds: int) -> dict[str, Any]:
         return line | {"refused": reason(log, ours), "by": "SGLang" if "error" in stock else "kvroute"}
     answers = ours["value"]["answers"]
     line |= {"answers": len(answers), "hits": ours["value"]["hits"], "sampled": NEW * len(answers)}
+    line |= {name: ours["value"][name] for name in RECORD}
     line["as transformers"] = apart(said, seconds, log, home, answers).get("value")
     verdict = apart(judged, seconds, log, home, answers, OPTIONS["dtype"])
     return line | (verdict["value"] if "value" in verdict else {"refused": verdict["error"], "by": "the judge"})
@@ -116,10 +171,10 @@ def reason(log: Path, outcome: Mapping[str, Any]) -> str:
 
 
 def markdown(lines: Sequence[Mapping[str, Any]]) -> list[str]:
-    head = ["family", "answers", "tokens hit", "sampled", "as transformers", *VERDICTS, "refused"]
+    head = ["family", "answers", "tokens hit", "sampled", "as transformers", *VERDICTS, *RECORD, "refused"]
     table = [head, ["---"] * len(head)]
     for line in lines:
-        names = ("answers", "hits", "sampled", "as transformers", *VERDICTS)
+        names = ("answers", "hits", "sampled", "as transformers", *VERDICTS, *RECORD)
         counts = [f"{line[name]:,}" if line.get(name) is not None else "" for name in names]
         refused = f"{line['by']}: {short(line['refused'])}" if "refused" in line else ""
         table.append([line["family"], *counts, refused])

@@ -107,7 +107,7 @@ JUDGED: Final = {
     "hicache_storage_backend": "tests ('file')",
     "enable_unified_cache_external_linker": "tests",
     "enable_streaming_session": "by hand",
-    "enable_lora": "by reading: an adapter has keys of its own; refused with a store",
+    "enable_lora": "tests: an adapter has keys of its own; refused with a store",
     "disable_cuda_graph": "tests; CUDA graphs on one H100",
     "disable_shared_experts_fusion": "by reading: SGLang cuts the shared experts' columns",
     "moe_runner_backend": "its effect on each router is looked up at the start: see the table of routers",

@@ -34,7 +34,7 @@ def _as_on_cuda() -> None:
     def pageable(make: Any) -> Any:
         return lambda *given, **more: make(*given, **{**more, "pin_memory": False})
 
-    for name in ("empty", "tensor"):
+    for name in ("empty", "tensor", "zeros"):
         setattr(torch, name, pageable(getattr(torch, name)))
     torch.Tensor.pin_memory = lambda tensor, *_: tensor
     torch.cuda.Event = Event
