@@ -24,6 +24,7 @@ import tempfile
 from base64 import b64decode
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -63,10 +64,12 @@ def recording(path: Path) -> None:
 
     layers, experts, forward = dict[int, Any](), FusedMoE.forward, ModelRunner.forward
 
+    @wraps(experts)
     def given(self: Any, states: Any, chosen: Any, *more: Any, **named: Any) -> Any:
         layers[self.layer_id] = chosen.topk_ids.cpu().numpy()
         return experts(self, states, chosen, *more, **named)
 
+    @wraps(forward)
     def passed(self: Any, batch: Any, *more: Any, **named: Any) -> Any:
         layers.clear()
         done = forward(self, batch, *more, **named)
