@@ -65,9 +65,9 @@ def recording(path: Path) -> None:
     layers, experts, forward = dict[int, Any](), FusedMoE.forward, ModelRunner.forward
 
     @wraps(experts)
-    def given(self: Any, states: Any, chosen: Any, *more: Any, **named: Any) -> Any:
-        layers[self.layer_id] = chosen.topk_ids.cpu().numpy()
-        return experts(self, states, chosen, *more, **named)
+    def given(self: Any, hidden_states: Any, topk_output: Any, *more: Any, **named: Any) -> Any:
+        layers[self.layer_id] = topk_output.topk_ids.cpu().numpy()
+        return experts(self, hidden_states, topk_output, *more, **named)
 
     @wraps(forward)
     def passed(self: Any, batch: Any, *more: Any, **named: Any) -> Any:
