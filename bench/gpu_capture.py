@@ -1,7 +1,7 @@
 """What capture adds to a forward pass on a GPU, on the device and on the host, compared with two peers and the bus.
 
 All contestants run in one process: medians of graphs that are replayed in turns, and of the host's part. Run the tests
-for correctness first: ``TRITON_INTERPRET=0 pytest tests/gpu``. Needs a CUDA GPU, torch and Triton.
+for correctness first: ``TRITON_INTERPRET=0 pytest tests/real/gpu``. Needs a CUDA GPU, torch and Triton.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ def directory(_: Load) -> Iterator[str]:
 @contextmanager
 def pool(load: Load) -> Iterator[str]:
     """The URL of a Mooncake pool that has room for all rollouts."""
-    sys.path.insert(0, str(ROOT / "tests" / "support"))  # the pool that the tests start
+    sys.path.insert(0, str(ROOT / "tests" / "worlds"))  # the pool that the tests start
     from mooncake_pool import running_master, running_owner
 
     with ExitStack() as stack:

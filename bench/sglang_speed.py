@@ -21,7 +21,7 @@ from bench.engines import Engine, in_turns, installed
 from bench.harness import ROOT, asked, write_json
 from bench.vllm_models import build_qwen3
 
-HERE = ROOT / "tests" / "sglang"
+HERE = ROOT / "tests" / "real" / "sglang"
 PLUGINS = {"kvroute": "kvroute.integrations.sglang:register", "cpu": "sglang_on_cpu:register"}
 NEW = 32
 QUICK_S = 90

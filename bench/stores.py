@@ -30,7 +30,7 @@ from cache_manager.storage import open_store
 from cache_manager.storage.mooncake.settings import native_environment
 from cache_manager.storage.records import RecordStore
 
-sys.path.insert(0, str(ROOT / "tests" / "support"))  # the pool that the tests start
+sys.path.insert(0, str(ROOT / "tests" / "worlds"))  # the pool that the tests start
 from mooncake_pool import running_master, running_owner
 
 BATCH, LEASE_MS, TIMEOUT_MS = 32, 5_000, 10_000

@@ -25,7 +25,7 @@ from waiting import ENDING_S
 OWN_SHM = take_own_shm()
 os.environ.setdefault(
     "TRITON_INTERPRET", "1"
-)  # read when triton is first imported: kernels run on the CPU; tests/gpu say "0"
+)  # read when triton is first imported: kernels run on the CPU; tests/real/gpu say "0"
 
 # The machines these run on are shared, so that no example is failed for being slow.
 ALL = settings(deadline=None, max_examples=scaled(100), suppress_health_check=[HealthCheck.too_slow])

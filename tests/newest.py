@@ -45,8 +45,8 @@ print("checked", vllm.__version__, *lacking(NAMES))
     ),
     "sglang": Engine(
         of_sglang.JUDGED,
-        "tests/sglang/.venv/bin/python",
-        "tests/sglang/cpu",
+        "tests/real/sglang/.venv/bin/python",
+        "tests/real/sglang/cpu",
         {"SGLANG_USE_CPU_ENGINE": "1"},
         """
 import sglang
@@ -60,10 +60,10 @@ PINS = {
     "transformers": "constraints.txt",
     "torch": "constraints.txt",
     "mooncake-transfer-engine-non-cuda": "constraints.txt",
-    "megatron-core": "tests/trainers/requirements.txt",
-    "verl": "tests/trainers/requirements.txt",
-    "skyrl": "tests/trainers/requirements.txt",
-    "nemo-automodel": "tests/trainers/requirements.txt",
+    "megatron-core": "tests/real/trainers/requirements.txt",
+    "verl": "tests/real/trainers/requirements.txt",
+    "skyrl": "tests/real/trainers/requirements.txt",
+    "nemo-automodel": "tests/real/trainers/requirements.txt",
 }
 """Other neighbours, and the file with the release that the tests run on."""
 

@@ -19,10 +19,16 @@ from textwrap import dedent
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("cache_manager", "transfer", "kvroute")
-HOMES = ("examples", "tests/support", "tests/faults")
+HOMES = ("examples", "tests/worlds", "tests/faults")
 """Folders whose modules are imported by their own names; those of others by their paths."""
-PROCESSES = ("end_to_end", "faults", "serving", "simulation", "study")
-ELSEWHERE = ("gpu", "managers", "sglang", "trainers", "vllm")
+PROCESSES = (
+    "tests/faults",
+    "tests/machines/test_transfer_simulation.py",
+    "tests/real/processes",
+    "tests/spec/bench/replay_study",
+    "tests/spec/paged_engine/test_replay.py",
+)
+ELSEWHERE = tuple(f"tests/real/{name}" for name in ("gpu", "managers", "sglang", "trainers", "trainers_live", "vllm"))
 """What needs another environment: see the Makefile."""
 FILES_MAX = 12
 """So that it is over in a minute; the files that import most of what changed come first."""
@@ -82,7 +88,7 @@ def import_graph() -> Graph:
 def module_name(file: Path) -> str:
     """The name under which a file is imported.
 
-    >>> module_name(Path("tests/support/ports.py")), module_name(Path("transfer/__init__.py"))
+    >>> module_name(Path("tests/worlds/ports.py")), module_name(Path("transfer/__init__.py"))
     ('ports', 'transfer')
     """
     home = next((home for home in HOMES if file.is_relative_to(home)), ".")
@@ -142,7 +148,7 @@ def _is_test(file: Path) -> bool:
 
 
 def _is_in(file: Path, folders: tuple[str, ...]) -> bool:
-    return file.parts[1] in folders
+    return any(file.is_relative_to(folder) for folder in folders)
 
 
 def _git(*arguments: str) -> list[str]:

@@ -8,6 +8,7 @@ import os
 import re
 import runpy
 import tomllib
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -128,7 +129,7 @@ def test_the_page_of_faults_names_tests_that_exist() -> None:
     assert len(named) > 150
     functions = {file: _functions(ROOT / file) for _, file in named}
     assert [f"{file}::{name}" for name, file in named if name not in functions[file]] == []
-    matrix = [name for file in (ROOT / "tests" / "fault_matrix").glob("test_*.py") for name in _functions(file)]
+    matrix = [name for file in (ROOT / "tests" / "faults" / "matrix").glob("test_*.py") for name in _functions(file)]
     several = re.compile(r"(?:(?<=test_)|(?<=\d_))r(\d\d)_")
     numbered = sorted((int(each), name) for name in matrix for each in several.findall(name))
     rows = re.findall(r"^\| R(\d+) \| [^|]+\|[^|]+\|[^|]+\|[^|]+\| \[`(\w+)`\]", page, re.MULTILINE)
@@ -139,9 +140,9 @@ def test_the_page_of_faults_names_tests_that_exist() -> None:
 def test_every_test_that_a_page_names_exists() -> None:
     """Goal: no page claims what no test shows any more. Method: the names of test files and of functions."""
     there = set[str]()
-    for file in [*(ROOT / "tests").glob("**/test_*.py"), *ROOT.glob("*/testing/**/*.py")]:
-        if not {".venv", ".venvs"} & set(file.relative_to(ROOT).parts):
-            there |= {file.stem, *_functions(file)}
+    tests = [file for file in _tests() if file.name.startswith("test_")]
+    for file in [*tests, *ROOT.glob("*/testing/**/*.py")]:
+        there |= {file.stem, *_functions(file)}
     pages = [*(ROOT / "docs").rglob("*.md"), *(ROOT / name for name in ("README.md", "CONTRIBUTING.md"))]
     named = {(page.name, name) for page in pages for name in re.findall(r"`(test_[a-z0-9_]+)`", page.read_text())}
     assert len(named) > 20
@@ -152,7 +153,7 @@ def test_every_claim_with_a_name_is_an_invariant() -> None:
     """Goal: the page claims nothing by a name that no check has. Method: the names of its first column are in the
     source of tests, of contracts or of the kit; the files of the other columns are there."""
     rows = re.findall(r"^\| (.+) \| (.+) \| (.+) \|$", (ROOT / "docs" / "invariants.md").read_text(), re.MULTILINE)
-    files = [*(ROOT / "tests").glob("*/*.py"), *ROOT.glob("*/testing/**/*.py")]
+    files = [*_tests(), *ROOT.glob("*/testing/**/*.py")]
     checks = "\n".join(file.read_text() for file in files)
     named = {name for claim, *_ in rows for name in re.findall(r"`([a-z]+(?:_[a-z]+)+)`", claim)}
     assert len(named) > 15
@@ -164,7 +165,7 @@ def test_every_claim_with_a_name_is_an_invariant() -> None:
         for name in re.findall(r"`([\w/]+(?:\.py|/))`", kept_by):
             assert any(f"/{path}/".endswith(f"/{name.strip('/')}/") for path in sources), name
         for name in re.findall(r"`([\w/]+\.py)`", checked_in):
-            assert (ROOT / name).exists() or list((ROOT / "tests").glob(f"*/{name}")), name
+            assert (ROOT / name).exists() or [file for file in _tests() if file.match(f"*/{name}")], name
 
 
 def test_the_map_has_every_module_and_no_other() -> None:
@@ -222,6 +223,16 @@ def test_every_failure_of_a_crossing_has_its_tests() -> None:
         named = [re.findall(r"\[`(\w+)`\]\(\.\./([\w/]+\.py)\)", column) for column in columns]
         assert all(named[:2]), happens
         assert [each for column in named for each in column if each[0] not in _functions(ROOT / each[1])] == []
+
+
+@cache
+def _tests() -> list[Path]:
+    """The files of the tests, without the environments that lie beside some of them."""
+    files = []
+    for folder, folders, names in os.walk(ROOT / "tests"):
+        folders[:] = [name for name in folders if name != ".venv"]
+        files += [Path(folder, name) for name in sorted(names) if name.endswith(".py")]
+    return files
 
 
 def _text(page: Path) -> str:

@@ -6,7 +6,7 @@ the end publishes the rest and frees the remaining pages (``release_kv_cache``).
 functions read. The rows go through :class:`kvroute.integrations.sglang.rows.RoutedRows`, and land late, as with overlap
 scheduling: a pass counts as over only when a row is read that it, or a later one, has written.
 
-    cd examples/managers && PYTHONPATH=../../tests/sglang/cpu kvroute prove sglang_radix_cache:Sglang
+    cd examples/managers && PYTHONPATH=../../tests/real/sglang/cpu kvroute prove sglang_radix_cache:Sglang
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """SGLang's server arguments that change how often, in which order or with how many tokens a router is called, or where
 KV comes from: which are refused, and which were judged, and how. The page ``docs/sglang.md`` shows this table.
 
-``tests/sglang/server_args.txt`` holds the names of all of SGLang's arguments. A new one fails a test, until somebody
-has decided about it: here, or that it matters to no row.
+``tests/real/sglang/server_args.txt`` holds the names of all of SGLang's arguments. A new one fails a test, until
+somebody has decided about it: here, or that it matters to no row.
 """
 
 from __future__ import annotations

@@ -1,0 +1,145 @@
+"""What tests of unchanged trainers share: a checkpoint that talks, plugins as installed ones, judge and table."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import models
+import numpy as np
+import updates
+from numpy.typing import NDArray
+from tokenizers import Tokenizer, pre_tokenizers
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
+
+from bench.engines import installed
+
+HERE = Path(__file__).parent
+LAYERS = 4
+"""The model's, of which the first is dense."""
+ROUTED = [1, 2, 3]
+SPECIAL = ["<|im_start|>", "<|im_end|>", "\n", "system", "user", "assistant", "tool"]
+WORDS = [*(f"t{i}" for i in range(models.VOCABULARY - len(SPECIAL))), *SPECIAL]
+STOPS = WORDS[8:500:8]
+"""Strings of which a sampled token is one in eight."""
+TEMPLATE = """{% for m in messages %}{{ '<|im_start|> ' + m['role'] + ' \n ' + m['content'] + ' <|im_end|> \n ' }}
+{%- endfor %}{%- if add_generation_prompt %}<|im_start|> assistant \n {% endif %}"""
+
+
+def talking(home: Path) -> Path:
+    """The checkpoint in ``home`` with a tokenizer of whole words that has Qwen's chat template."""
+    words = Tokenizer(WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="t3"))  # noqa: S106 - no password
+    words.pre_tokenizer = pre_tokenizers.Split(" ", "removed")
+    special = {"bos_token": "t0", "eos_token": "t1", "pad_token": "t2", "unk_token": "t3"}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, **special)
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(home)
+    return home
+
+
+def as_installed(folder: Path, vllm: str) -> str:
+    """``PYTHONPATH`` of a process whose vLLM loads the plugins of kvroute and of these tests, and has its own name in
+    the metadata of packages (a build for CPUs has another)."""
+    installed(
+        folder,
+        "vllm.general_plugins",
+        kvroute="kvroute.integrations.vllm.field:take_over",
+        on_cpu="on_cpu:register",
+    )
+    about = folder / f"vllm-{vllm}.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {vllm}+cpu\n")
+    own = [HERE, HERE / "behind", folder, HERE.parent / "vllm", HERE.parent / "vllm/smoke", HERE.parents[1] / "worlds"]
+    return ":".join([*map(str, own), os.environ.get("PYTHONPATH", "")])
+
+
+def prompt(seed: int, tokens: int) -> str:
+    """So many words, other ones for each seed."""
+    numbers = np.random.default_rng(seed).integers(5, 500, tokens)
+    return " ".join(WORDS[i] for i in numbers)
+
+
+@dataclass
+class Tally:
+    """Cells, one for each layer of a row, and the answers that have no rows at all."""
+
+    answers: int = 0
+    due: int = 0
+    right: int = 0
+    wrong: int = 0
+    missing: int = 0
+    places: list[tuple[int, ...]] = field(default_factory=list)
+    """The first wrong cells of each answer: answer, position, layer among the routed ones."""
+
+    def add(self, rows: NDArray[Any] | None, tokens: Sequence[int], expected: NDArray[Any]) -> None:
+        """``rows`` ``[tokens, layers, top_k]`` as the trainer has them, of the tokens' first position on; ``None``: the
+        answer has none. ``expected`` ``[tokens - 1, routed layers, top_k]``, sorted. The last token has no row."""
+        due = len(tokens) - 1
+        self.answers += 1
+        self.due += due * len(ROUTED)
+        if rows is None:
+            self.missing += due * len(ROUTED)
+            return
+        assert rows.shape[1] == LAYERS
+        there = np.sort(np.asarray(rows[:due, ROUTED]).astype(np.int64), axis=-1)
+        same = (there == expected[: len(there)]).all(axis=-1)
+        self.right += int(same.sum())
+        self.wrong += int((~same).sum())
+        self.missing += (due - len(there)) * len(ROUTED)
+        self.places += [(self.answers, *map(int, place)) for place in np.argwhere(~same)[:3]]
+
+
+def judged(home: Path, samples: Sequence[tuple[Any, Sequence[int]]]) -> Tally:
+    """Of ``(rows, tokens)`` that the weights in ``home`` have computed."""
+    tally = Tally()
+    for rows, tokens in samples:
+        tally.add(rows, tokens, models.routing(home, list(tokens))[:-1])
+    return tally
+
+
+def judged_over_update(
+    before: Path, after: Path, samples: Sequence[tuple[Any, Sequence[int]]], *, again: bool
+) -> tuple[Tally, list[int]]:
+    """Of ``(rows, tokens)`` that the weights in ``before`` have computed up to some position, and those in ``after``
+    from there on, over the KV that was there or, with ``again``, over all tokens computed again. And those positions:
+    where the first row is that the weights before have not computed."""
+    tally, cuts = Tally(), list[int]()
+    for rows, tokens in samples:
+        first, known = models.routing(before, list(tokens))[:-1], list(tokens[:-1])
+        there = np.sort(np.asarray(rows[: len(known), ROUTED]).astype(np.int64), axis=-1)
+        same = (there == first[: len(there)]).all(axis=(1, 2))
+        cut = len(known) if same.all() else int(same.argmin())
+        expected = first
+        if again:
+            expected = np.concatenate([first[:cut], models.routing(after, list(tokens))[cut:-1]])
+        elif 0 < cut < len(known):
+            expected = updates.due([(cut, before), (len(known), after)], known)
+        tally.add(rows, tokens, expected)
+        cuts.append(cut)
+    return tally, cuts
+
+
+TABLE: list[tuple[str, str, str, Tally]] = []
+"""Trainer, engine, scenario and counts, in the order of the tests."""
+
+
+def verdict(trainer: str, engine: str, scenario: str, tally: Tally) -> None:
+    """Into the table, which is printed when the tests end; and every cell is right."""
+    TABLE.append((trainer, engine, scenario, tally))
+    assert (tally.right, tally.wrong, tally.missing) == (tally.due, 0, 0), (trainer, engine, scenario, tally)
+
+
+def table() -> str:
+    lines = [
+        "| trainer | engine | what happens | answers | cells due | right | missing | wrong |",
+        "|" + "---|" * 8,
+    ]
+    for trainer, engine, scenario, t in TABLE:
+        lines.append(
+            f"| {trainer} | {engine} | {scenario} | {t.answers} | {t.due} | {t.right} | {t.missing} | {t.wrong} |"
+        )
+    return "\n".join(lines)

