@@ -102,6 +102,6 @@ __all__ = [
     "Integer",
     "file",
     "flag",
-    "judged",
+    "judged_flag",
     "number",
 ]

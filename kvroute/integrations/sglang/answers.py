@@ -58,6 +58,9 @@ class RequestRows:
     by_kv: NDArray[np.bool_] | None  # [n], rows matched by KV, which cannot prove the last router's choice
     reasons: Mapping[int, str]  # for rows that did not come, by page of the request
     flagged: bool  # the setting ``witness``
+    weights: int  # :attr:`Versions.changes` when they were read
+    mixed: bool  # :attr:`Versions.mixed` then
+    same_from: int = 0  # tokens from this position on were sampled with these weights, and KV of no others
 
     @property
     def stop(self) -> int:
@@ -66,22 +69,28 @@ class RequestRows:
     def behind(self, kept: RequestRows) -> RequestRows:
         """These rows, but at its positions those of ``kept``, an earlier computation from position 0 on.
 
-        Tokens were sampled with those, so none of them is replaced, nor is one that is missing filled.
+        Tokens were sampled with those, so none of them is replaced; one that is missing is filled where the same
+        weights have computed it again, as in :meth:`RequestJournal.record`.
         """
+        same_from = kept.stop if kept.weights != self.weights or kept.mixed else kept.same_from
         count = max(0, min(kept.stop, self.stop) - self.start)
-        if not count:
-            return self
-        earlier = slice(self.start, self.start + count)
+        positions = np.arange(self.start, self.start + count)
+        filled = ~kept.rows.valid[positions] & self.rows.valid[:count] & (positions >= same_from)
+        old = np.zeros(len(self.rows.valid), np.bool_)
+        old[:count] = ~filled
         page = self.spec.block_tokens
         after = {block: why for block, why in self.reasons.items() if (block + 1) * page > self.start + count}
+        by_kv = self.by_kv
+        if by_kv is not None and kept.by_kv is not None:
+            by_kv = by_kv.copy()
+            by_kv[old] = kept.by_kv[positions[~filled]]
         return replace(
             self,
-            rows=_joined(kept.rows, earlier, self.rows, count),
-            labels=_joined(kept.labels, earlier, self.labels, count),
-            by_kv=None
-            if kept.by_kv is None or self.by_kv is None
-            else np.concatenate([kept.by_kv[earlier], self.by_kv[count:]]),
+            rows=_joined(kept.rows, self.rows, old, positions[~filled]),
+            labels=_joined(kept.labels, self.labels, old, positions[~filled]),
+            by_kv=by_kv,
             reasons=after | dict(kept.reasons),
+            same_from=same_from,
         )
 
     def routes(self) -> tuple[Routes, list[list[int]], list[MissingSpan]]:
@@ -94,10 +103,11 @@ class RequestRows:
         return routes, unseen, gaps_of(routes.missing, self.reasons, self.spec.block_tokens)
 
 
-def _joined(kept: Rows, earlier: slice, rows: Rows, count: int) -> Rows:
-    """The rows ``earlier`` of ``kept``, then ``rows`` without their first ``count``."""
-    values = np.concatenate([kept.values[earlier], rows.values[count:]])
-    return Rows(values, np.concatenate([kept.valid[earlier], rows.valid[count:]]))
+def _joined(kept: Rows, rows: Rows, old: NDArray[np.bool_], positions: NDArray[np.int64]) -> Rows:
+    """``rows``, and where they are ``old [n]`` those of ``kept`` at the ``positions`` there."""
+    values, valid = rows.values.copy(), rows.valid.copy()
+    values[old], valid[old] = kept.values[positions], kept.valid[positions]
+    return Rows(values, valid)
 
 
 @dataclass(slots=True, eq=False)

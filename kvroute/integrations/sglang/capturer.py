@@ -59,10 +59,18 @@ class Capturer:
         self._outbox: Outbox | None = None
         self._handover: Handover | None = None  # with prefill and decode apart
         self._slots: Any = None  # SGLang's table of the slots of requests
+        self._drafting = False  # the draft model's pass is under way
+        self._verifying: Launched | None = None  # its drafts are verified next
+        self._carried: Launched | None = None  # the last pass whose end SGLang is to report
 
-    def begin(self) -> None:
-        """A pass begins: earlier calls of routers, to warm up or to record a graph, are not its own."""
-        self._empty(0)
+    def begin(self, *, drafting: bool = False) -> None:
+        """A pass begins: earlier calls of routers, to warm up or to record a graph, are not its own.
+
+        ``drafting``: it is the draft model's, whose routers are none of ours.
+        """
+        self._drafting = drafting
+        if not drafting:
+            self._empty(0)
 
     def _empty(self, rows: int) -> None:
         """Nobody reads what is in the buffer any more; at least so many of its rows were written."""
@@ -73,6 +81,8 @@ class Capturer:
 
     def capture(self, layer_id: int, topk_indices: torch.Tensor) -> None:
         """The choice int32 ``[tokens, top_k]`` of a layer's router."""
+        if self._drafting:
+            return
         if not torch.compiler.is_compiling():
             self._tokens.setdefault(layer_id, []).append(len(topk_indices))
         self.theirs.capture(layer_id=layer_id, topk_indices=topk_indices)
@@ -90,11 +100,26 @@ class Capturer:
         self._empty(written)  # behind the copy, on the same stream
         if not part.tokens:  # the other ranks' pass, whose end SGLang does not report here
             return None
-        launched = self.rows.launch(slots.clone(), ids, slots)
-        if no_copy_to_cpu:
+        drafts = versions.verifies_drafts(forward_batch)
+        launched = self.rows.launch(slots.clone(), ids, slots, drafts=drafts)
+        self._verifying = launched if drafts else None
+        if no_copy_to_cpu or drafts:
+            self._carried = launched
             return launched
         launched.finalize()
         return None
+
+    def accepted(self, index: torch.Tensor, lengths: torch.Tensor) -> None:
+        """SGLang has verified the drafts of the last pass: see :meth:`Launched.accept`."""
+        if self._verifying is not None:
+            self._verifying.accept(index, lengths)
+            self._verifying = None
+
+    def carry(self, result: Any) -> None:
+        """SGLang's result of the last pass, which does not always have that pass, and reports its end."""
+        if result.routed_experts_output is None:
+            result.routed_experts_output = self._carried
+        self._carried = None
 
     def _unheard(self, part: versions.Part, can_run_graph: bool) -> str:
         """Why the buffer has not the ids of this pass; empty if it has."""

@@ -48,10 +48,10 @@ _WHY: Final[Mapping[int, str]] = {_MIXED: MIXED, _NOT_LENT: NOT_LENT, _NOT_ASKED
 class PackedTicket:
     """Where the rows of a prompt are lent: 56 bytes, which are seven of SGLang's words. With ``why`` nothing is lent.
 
-    >>> ticket = Ticket(bytes(range(16)), "tcp://[::1]:7010", token_hash([1, 2]))
-    >>> Ticket.read(ticket.words()) == ticket
+    >>> ticket = PackedTicket(bytes(range(16)), "tcp://[::1]:7010", token_hash([1, 2]))
+    >>> PackedTicket.read(ticket.words()) == ticket
     True
-    >>> Ticket.read(np.zeros(7, np.uint64)).why == NO_TICKET
+    >>> PackedTicket.read(np.zeros(7, np.uint64)).why == NO_TICKET
     True
     """
 

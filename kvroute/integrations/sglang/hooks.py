@@ -124,8 +124,19 @@ def namespace_name(model_config: Any, arguments: Any, settings: Common) -> str:
     return f"{weights}/{computed}"
 
 
-def _begins(current: Capturer, *_: Any, **__: Any) -> None:
-    current.begin()
+def _begins(current: Capturer, runner: Any, *_: Any, **__: Any) -> None:
+    current.begin(drafting=runner.is_draft_worker)
+
+
+def _accepted(current: Capturer, sampled: Any, *_: Any, **__: Any) -> None:
+    """Drafts were verified: ``sampled`` has the tokens, how many of each request were accepted, and which."""
+    _, lengths, index = sampled
+    if index.ndim == 2:  # else the batch is empty
+        current.accepted(index, lengths)
+
+
+def _carried(current: Capturer, result: Any, *_: Any, **__: Any) -> None:
+    current.carry(result)
 
 
 def _hosted(current: Capturer, _: Any, controller: Any, *__: Any, **___: Any) -> None:
@@ -248,7 +259,8 @@ def _prebuilt(_: Capturer, processor: Any, batch: Any) -> None:
 
 
 def _put_aside(current: Capturer, kept: bool, req: Any, *_: Any, **__: Any) -> None:
-    if kept:
+    """Without a copy, SGLang computes the request's KV again, or has none: nothing would bring its rows back."""
+    if kept and req.kv.retraction_backup is not None:
         current.put_aside(req)
 
 
@@ -285,6 +297,9 @@ HOOKS: Final[Mapping[str, Hook]] = {
     "prefetched": _before(_prefetched),
     "collects": _before(_collects),
     "begins": _before(_begins),
+    "accepted": _after(_accepted),
+    "accepted_ngram": _after(_accepted),
+    "carried": _after(_carried),
     "retracted": _before(_retracted),
     "handed": _before(_handed),
     "gated": _after(_gated),

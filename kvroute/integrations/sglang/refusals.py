@@ -38,10 +38,6 @@ REFUSED: Final = (
     Refused("enable_single_batch_overlap", "it needs moe_a2a_backend"),
     Refused("enable_pdmux", "a prefill pass is cut by layers, and its end is not reported"),
     Refused("dllm_algorithm", "a diffusion model computes a token many times"),
-    Refused(
-        "speculative_algorithm",
-        "rows of rejected tokens, and of accepted ones whose KV a tree moves to other slots, which nothing has judged",
-    ),
     Refused("decoupled_spec_role", "drafts come from another engine", _NONE),
     Refused("enable_dp_attention", "0.5.23 takes it as attn_dp_size; earlier releases were not judged with it"),
     Refused("pp_size", "a rank has a part of the layers", _ONE),
@@ -111,12 +107,13 @@ ARGUMENTS: Final = {
     "hicache_storage_backend": "tests ('file')",
     "enable_unified_cache_external_linker": "tests",
     "enable_streaming_session": "by hand",
-    "enable_lora": "by reading: an adapter has keys of its own; refused with a store",
+    "enable_lora": "tests: an adapter has keys of its own; refused with a store",
     "disable_cuda_graph": "tests; CUDA graphs on one H100",
     "disable_shared_experts_fusion": "by reading: SGLang cuts the shared experts' columns",
     "moe_runner_backend": "its effect on each router is looked up at the start: see the table of routers",
     "disaggregation_mode": "tests, both roles on a CPU, over Mooncake (TCP) and NIXL",
     "skip_tokenizer_init": "tests, both values",
+    "speculative_algorithm": "tests with NGRAM (trees), STANDALONE, EAGLE3 and MTP (EAGLE) in chains",
 }
 """Accepted arguments that change passes, pages or routers, and how each was judged."""
 
@@ -125,7 +122,9 @@ _RANKS: Final = "each rank sends what comes with a first token"
 BACKENDS: Final = ("mooncake", "nixl")
 """What moves KV between prefill and decode, as it was judged."""
 RELEASES: Final = ("0.5.23",)
-"""The releases whose prefill and decode were judged apart."""
+"""The releases whose prefill and decode were judged apart, and whose drafts were judged."""
+DRAFTS: Final = ("NGRAM", "STANDALONE", "EAGLE", "EAGLE3", "NEXTN")
+"""Kinds of speculative decoding, as SGLang names them. NEXTN is its older name of EAGLE."""
 
 
 def _apart(server_args: Any, settings: Lending, version: str) -> Iterator[tuple[str, str, Any]]:
@@ -145,6 +144,29 @@ def _apart(server_args: Any, settings: Lending, version: str) -> Iterator[tuple[
         ip_and_port(settings.lend, "lend")
     except ConfigError as error:
         yield error.field, str(error.wanted), error.got
+
+
+def _drafted(server_args: Any, version: str) -> Iterator[tuple[str, str, Any]]:
+    """:func:`refusals` of an engine that verifies drafts."""
+    kind = server_args.speculative_algorithm
+    beside = f"with {versions.DRAFTS}={kind!r}, which nothing has judged"
+    if version not in RELEASES:
+        yield versions.DRAFTS, f"None in SGLang {version}: it was judged in {' or '.join(RELEASES)}", kind
+    if kind not in DRAFTS:
+        yield versions.DRAFTS, f"None or {' or '.join(map(repr, DRAFTS))}: others were not judged", kind
+    if not server_args.disable_cuda_graph:
+        yield "disable_cuda_graph", f"True {beside}: a graph of a pass with drafts", False
+    if kind != "NGRAM" and (server_args.speculative_eagle_topk or 1) > 1:
+        yield "speculative_eagle_topk", f"1 {beside}: trees of a draft model", server_args.speculative_eagle_topk
+    for argument in ("enable_multi_layer_eagle", "speculative_adaptive", "enable_mixed_chunk"):
+        if getattr(server_args, argument, False):
+            yield argument, f"False {beside}", True
+    for ranks in ("tp_size", "dp_size", "attn_dp_size"):
+        if getattr(server_args, ranks, 1) > 1:
+            yield ranks, f"1 {beside}", getattr(server_args, ranks)
+    for part in (versions.APART, versions.LINKER, *([versions.HOST] if kind != "NGRAM" else [])):
+        if versions.is_on(server_args, part):
+            yield part, f"no {part} {beside}", getattr(server_args, part)
 
 
 def refusals(server_args: Any, settings: Lending) -> Iterator[tuple[str, str, Any]]:
@@ -170,6 +192,8 @@ def refusals(server_args: Any, settings: Lending) -> Iterator[tuple[str, str, An
         yield "store", f"a directory for each rank, such as file:///var/lib/kvroute/{RANK}", settings.store
     if versions.is_on(server_args, versions.APART):
         yield from _apart(server_args, settings, sglang.__version__)
+    if versions.is_on(server_args, versions.DRAFTS):
+        yield from _drafted(server_args, sglang.__version__)
     ours = linked and (getattr(server_args, LINKER_CONFIG, None) or {}).get("linker") == LINKER_NAME
     if ours and server_args.tp_size > attention_ranks:
         yield "tp_size", f"1 with {LINKER_NAME}: ranks may fail to load different pages", server_args.tp_size

@@ -50,7 +50,7 @@ PATHS: Final[Mapping[str, str]] = {
     "fused_topk_npu": "the ids without shared experts; by reading",
     "block routing (LLaDA 2)": "the ids; but dllm_algorithm is refused",
     "mega_gate": "its gate is asked for ids while SGLang captures; moe_a2a_backend 'megamoe' is refused",
-    "a draft model's routers": "nothing, as it should be; speculative decoding is refused",
+    "a draft model's routers": "nothing, as it should be: what they choose in a draft model's pass is dropped; tests",
     "the model of transformers (--model-impl)": "nothing: its layers have no router of SGLang, so it is refused",
     "fused_moe_bypassed (piecewise CUDA graph)": "what BYPASSED shows, which is refused",
 }

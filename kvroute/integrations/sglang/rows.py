@@ -35,6 +35,7 @@ from kvroute.connector.versions import Versions
 from kvroute.connector.witness import KvFolder
 from kvroute.connector.written import write_ids
 from kvroute.integrations.sglang.answers import Answer, Answers, RequestRows
+from kvroute.integrations.sglang.drafts import accepted
 from kvroute.routing import weights_version_spec
 from kvroute.witness import ROOT, chained
 
@@ -44,6 +45,7 @@ MADE, BY_KV, GONE = range(3)
 """A page's rows were made here; or came from the store, matched by the KV; or did not come for KV that was loaded."""
 WHY: Final = "the store has no rows of the KV that was loaded"
 UNREPORTED: Final = "a pass whose end the engine did not report"
+UNVERIFIED: Final = "drafts of which the engine did not report the accepted ones"
 OTHER_WEIGHTS: Final = "KV that was loaded may be of other weights"
 GONE_MAX: Final = 1 << 16
 NOTHING: Final[Mapping[int, str]] = MappingProxyType({})
@@ -70,6 +72,15 @@ class Launched:
     ids: torch.Tensor | str  # or why it has none
     rows: RoutedRows
     slots_before_launch: torch.Tensor | None = None
+    of_drafts: torch.Tensor | str | None = None  # the ids of a pass that verifies drafts, until :meth:`accept`
+
+    def accept(self, index: torch.Tensor, lengths: torch.Tensor) -> None:
+        """SGLang has verified the drafts of this pass: see :func:`accepted`. The other tokens have no rows."""
+        if self.of_drafts is None:
+            return
+        self.slots, tokens = accepted(self.slots, index, lengths)
+        self.ids = self.of_drafts if isinstance(self.of_drafts, str) else self.of_drafts[tokens]
+        self.of_drafts = None
 
     @cached_property
     def first_written_pages(self) -> Ids:
@@ -158,15 +169,23 @@ class RoutedRows:
     # ---------------------------------------------------------------- passes
 
     def launch(
-        self, slots: torch.Tensor, ids: torch.Tensor | str, slots_before_launch: torch.Tensor | None = None
+        self,
+        slots: torch.Tensor,
+        ids: torch.Tensor | str,
+        slots_before_launch: torch.Tensor | None = None,
+        *,
+        drafts: bool = False,
     ) -> Launched:
         """A pass is launched: ``ids`` int32 ``[T, layers of the model, top_k]`` are of the tokens at ``slots [T]``.
 
-        ``ids`` may be the reason why there are none.
+        ``ids`` may be the reason why there are none. With ``drafts`` nobody knows yet which of the tokens count:
+        :meth:`Launched.accept` says so.
         """
         self.weights.computes()
         self.launched += 1
         launched = Launched(self.launched, self.weights.version, slots, ids, self, slots_before_launch)
+        if drafts:
+            launched.of_drafts, launched.ids = ids, UNVERIFIED
         self._flight.append(launched)
         return launched
 
@@ -175,7 +194,7 @@ class RoutedRows:
         while self._flight and self._flight[0].number <= over.number:
             launched = self._flight.popleft()
             slots = launched.slots.cpu().numpy()
-            pages = slots // self.page
+            pages = slots // self.page  # -1 of a token that does not count
             slots = np.where((pages > 0) & (self._filled_behind[pages] < launched.number), slots, -1)
             self._renew(pages[(slots >= 0) & (slots % self.page == 0)])
             ids = launched.ids if launched is over else UNREPORTED
@@ -421,7 +440,17 @@ class RoutedRows:
         if self.folder is not None and self.layers[-1] == self.spec.attrs["num_layers"] - 1:  # behind all KV
             by_kv = np.repeat(sources == BY_KV, self.page)[start : len(slots)]
         reasons = {**why, **dict.fromkeys(np.flatnonzero(sources == GONE).tolist(), WHY)}
-        return RequestRows(self.spec, rows, labels, start, by_kv, reasons, self.settings.witness == "flagged")
+        return RequestRows(
+            self.spec,
+            rows,
+            labels,
+            start,
+            by_kv,
+            reasons,
+            flagged=self.settings.witness == "flagged",
+            weights=self.weights.changes,
+            mixed=self.weights.mixed,
+        )
 
     def settled(self, pages: Ids) -> Ids:
         """The lives of a request's pages, when SGLang says that the passes that wrote them are over."""
@@ -443,4 +472,4 @@ class RoutedRows:
             self._store.close()
 
 
-__all__ = ["UNREPORTED", "WHY", "Aside", "Launched", "RoutedRows"]
+__all__ = ["UNREPORTED", "UNVERIFIED", "WHY", "Aside", "Launched", "RoutedRows"]

@@ -49,9 +49,10 @@ DOOR: Final = "sglang.srt.managers.scheduler.Scheduler.__init__"
 HOST: Final = "enable_hierarchical_cache"
 LINKER: Final = "enable_unified_cache_external_linker"
 APART: Final = "disaggregation_mode"
+DRAFTS: Final = "speculative_algorithm"
 DATA_PARALLEL: Final = (0, 5, 23)
 """The first release whose data parallelism was judged, with replicas (``dp_size``) and in attention."""
-PARTS: Final = (HOST, LINKER, APART)
+PARTS: Final = (HOST, LINKER, APART, DRAFTS)
 """Server arguments that need names of their own: a release without one of them refuses the argument, and no more."""
 
 
@@ -72,6 +73,7 @@ _OLD_UPDATER: Final = (
     "sglang.srt.managers.scheduler_update_weights_mixin.SchedulerUpdateWeightsMixin.update_weights_from"
 )
 _APART: Final = "sglang.srt.disaggregation"
+_DRAFTS: Final = "sglang.srt.speculative"
 _OLD_RESULTS: Final = "sglang.srt.managers.scheduler_output_processor_mixin.SchedulerOutputProcessorMixin"
 
 PLACES: Final[Mapping[str, Place]] = {
@@ -115,6 +117,9 @@ PLACES: Final[Mapping[str, Place]] = {
     "put_aside": Place(("sglang.srt.managers.schedule_batch.backup_kv_cache",), ("req",), APART),
     "resumed": Place((f"{_APART}.decode.restore_kv_cache",), ("req",), APART),
     "begins": Place(("sglang.srt.model_executor.model_runner.ModelRunner.forward",), ("forward_batch",)),
+    "accepted": Place((f"{_DRAFTS}.eagle_worker_common.eagle_sample",), part=DRAFTS),
+    "accepted_ngram": Place((f"{_DRAFTS}.ngram_worker.eagle_sample",), part=DRAFTS),
+    "carried": Place((f"{_DRAFTS}.ngram_worker.NGRAMWorker.forward_batch_generation",), part=DRAFTS),
     "streamed": Place(
         (
             f"{_PARTS}.output_streamer.SchedulerOutputStreamer._stream_output_generation",
@@ -307,6 +312,12 @@ def part_of(forward_batch: Any) -> Part:
     return Part(sum(padded[:rank]), tokens, sum(padded) if shared else tokens, shared)
 
 
+def verifies_drafts(forward_batch: Any) -> bool:
+    """Whether a pass computes drafts, of which nobody knows yet which ones count."""
+    mode: Any = getattr(forward_batch, "forward_mode", None)
+    return mode is not None and bool(mode.is_target_verify())
+
+
 def slots_of(forward_batch: Any) -> Any:
     """The slots of a pass's tokens, as requests have them; attention may know them by other numbers."""
     virtual = getattr(forward_batch, "out_cache_loc_virtual", None)  # since 0.5.22
@@ -347,6 +358,7 @@ __all__ = [
     "APART",
     "DATA_PARALLEL",
     "DOOR",
+    "DRAFTS",
     "HOST",
     "JUDGED",
     "LINKER",
@@ -379,5 +391,6 @@ __all__ = [
     "slots_of",
     "undecided_format",
     "unfit",
+    "verifies_drafts",
     "without_host_buffer",
 ]

@@ -56,12 +56,15 @@ class Asked:
         start: int = 0,
         alone: bool = False,
         rank: int | None = None,
+        adapter: str | None = None,
     ) -> list[list[int]]:
         """The tokens of each answer; ``alone``: no two prompts are in one pass; ``rank``: of data parallelism."""
         sampling = {"max_new_tokens": new, "temperature": 0.0 if n == 1 else 1.0, "ignore_eos": True, "n": n}
         more: dict[str, Any] = {"return_routed_experts": True, "routed_experts_start_len": start}
         if rank is not None:
             more["routed_dp_rank"] = rank
+        if adapter is not None:
+            more["lora_path"] = adapter
         given = []
         for batch in [[each] for each in prompts] if alone else [prompts]:
             given += self.engine.generate(input_ids=batch, sampling_params=sampling, **more)

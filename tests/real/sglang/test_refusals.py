@@ -79,6 +79,43 @@ def test_what_depends_on_other_arguments_is_refused_by_name() -> None:
         assert [name for name, *_ in refusals(arguments(**changed), settings)] == ([refused] if refused else [])
 
 
+def test_what_is_refused_with_drafts() -> None:
+    """Goal: each kind that was judged is accepted with what it was judged with, and each other thing is refused by its
+    name."""
+    drafts = {"speculative_algorithm": "NGRAM", "disable_cuda_graph": True}
+    model = drafts | {"speculative_algorithm": "EAGLE", "speculative_eagle_topk": 1}
+    pages = {"enable_hierarchical_cache": True}
+    linker = {"enable_unified_cache_external_linker": True}
+    cases: list[tuple[dict[str, Any], list[str]]] = [
+        (drafts, []),
+        (drafts | {"speculative_eagle_topk": 4}, []),  # its breadth
+        (drafts | pages, []),
+        (drafts | linker, ["enable_unified_cache_external_linker"]),
+        (drafts | {"disable_cuda_graph": False}, ["disable_cuda_graph"]),
+        (drafts | {"tp_size": 2}, ["tp_size"]),
+        (drafts | {"dp_size": 2}, ["dp_size"]),
+        (drafts | {"disaggregation_mode": "decode"}, ["disaggregation_mode"]),
+        (drafts | {"enable_mixed_chunk": True}, ["enable_mixed_chunk"]),
+        (drafts | {"speculative_algorithm": "DFLASH"}, ["speculative_algorithm"]),
+        *((model | {"speculative_algorithm": kind}, []) for kind in ("EAGLE", "NEXTN", "EAGLE3", "STANDALONE")),
+        (model | {"speculative_eagle_topk": 4}, ["speculative_eagle_topk"]),
+        (model | {"enable_multi_layer_eagle": True}, ["enable_multi_layer_eagle"]),
+        (model | {"speculative_adaptive": True}, ["speculative_adaptive"]),
+        (model | pages, ["enable_hierarchical_cache"]),
+    ]
+    for changed, refused in cases:
+        given = refusals(arguments(**changed), Lending(store="memory:"))
+        assert [name for name, *_ in given] == refused, changed
+
+
+def test_drafts_in_a_release_that_was_not_judged_with_them_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sglang, "__version__", "0.5.22")
+    drafts = {"speculative_algorithm": "NGRAM", "disable_cuda_graph": True}
+    ((name, wanted, got),) = refusals(arguments(**drafts), Lending())
+    assert (name, got) == ("speculative_algorithm", "NGRAM")
+    assert wanted == "None in SGLang 0.5.22: it was judged in 0.5.23"
+
+
 @pytest.mark.parametrize("mode", ["prefill", "decode"])
 def test_what_is_refused_with_prefill_and_decode_apart(mode: str) -> None:
     """Goal: both roles are accepted with what was judged, and each other thing is refused by its name."""

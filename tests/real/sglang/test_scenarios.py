@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -16,11 +17,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from drawn_judge import CUT, judge_drawn
 from far_judge import Judge, Tally
 from models import routing
+from safetensors.torch import save_file
 
 from bench.sglang_gpu import HOST
+from bench.vllm_drafts import read, write
 from kvroute import Routes
 from kvroute.integrations.sglang.rows import WHY
 from kvroute.integrations.sglang.versions import release
@@ -249,15 +253,46 @@ def test_weights_change(serve: Serve, model: Models, tmp_path: Path) -> None:
         assert cut > len(answer["prompt"])
 
 
+def adapted(target: Path, home: Path) -> Path:
+    """An adapter (LoRA) of each layer's attention, and beside it, in ``merged``, a checkpoint with the same change."""
+    config, weights = read(target)
+    random, layers = torch.Generator().manual_seed(1), {}
+    for layer in range(config["num_hidden_layers"]):
+        name = f"model.layers.{layer}.self_attn.o_proj"
+        weight = weights[f"{name}.weight"]
+        down, up = (
+            0.5 * torch.randn(shape, generator=random) for shape in ((4, weight.shape[1]), (weight.shape[0], 4))
+        )
+        layers |= {f"base_model.model.{name}.lora_A.weight": down, f"base_model.model.{name}.lora_B.weight": up}
+        weights[f"{name}.weight"] = (weight.float() + up @ down).to(weight.dtype)
+    home.mkdir()
+    save_file(layers, home / "adapter_model.safetensors")
+    said = {"peft_type": "LORA", "r": 4, "lora_alpha": 4, "target_modules": ["o_proj"], "bias": "none"}
+    (home / "adapter_config.json").write_text(json.dumps(said))
+    shutil.copytree(target, home / "merged")
+    write(home / "merged", config, weights)
+    return home
+
+
 def test_a_rollout_store_that_hangs_holds_no_other_request(serve: Serve, model: Models, tmp_path: Path) -> None:
-    """Goal: SGLang's scheduler waits for no rollout store, and an answer's routes are there when it comes."""
+    """Goal: SGLang's scheduler waits for no rollout store, and an answer's routes are there when it comes. Then, in the
+    same engine, rows are of the adapter that a request names, also with prefix hits between those with and without."""
     home = model("qwen3_moe")
+    adapter = adapted(home, tmp_path / "adapter")
     hangs = {"prompts": prompts(41, 60, 50, 40, 30), "gate": f"{tmp_path}/rollouts/open"}
     do = [["hangs", "while_the_store_hangs", hangs], ["after", "ask", {"prompts": prompts(42, 50, 30), "n": 3}]]
-    answers = serve(home, do, settings={"rollouts": f"gated://{tmp_path}/rollouts", "strict": True}, **SMALL)
+    names = "base", "adapted", "base again", "adapted again"
+    more = [{"prompts": FIRST, "adapter": "one" if "adapted" in name else None} for name in names]
+    do += [[name, "ask", each] for name, each in zip(names, more, strict=True)]
+    lora = {"enable_lora": True, "lora_paths": [f"one={adapter}"], "lora_backend": "torch_native"}
+    settings = {"rollouts": f"gated://{tmp_path}/rollouts", "strict": True}
+    answers = serve(home, do, settings=settings, **SMALL, **lora)
     assert not [answer["refused"] for answer in answers if "refused" in answer]
     assert all_right({"A": home}, of(answers, "hangs")).due
     assert all_right({"A": home}, of(answers, "after")).due
+    for name in names:
+        weights = adapter / "merged" if "adapted" in name else home
+        assert all_right({"A": weights}, of(answers, name)).due == 3 * DUE
 
 
 def test_what_is_not_followed_is_refused_by_name(serve: Serve, model: Models) -> None:

@@ -22,7 +22,7 @@ class _Anything(type):
 class _Kernels(types.ModuleType):
     """In the place of ``sgl_kernel``, whose wheel is for CUDA, and of ``soundfile``, which its HTTP server imports.
 
-    Names can be imported, but the imported objects do nothing.
+    Names can be imported, but the imported objects do nothing, except those of ``sgl_kernel_on_cpu``.
     """
 
     __version__ = "0.0.0"
@@ -30,7 +30,9 @@ class _Kernels(types.ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return _Anything(name, (), {"__iter__": lambda _: iter(())})
+        import sgl_kernel_on_cpu
+
+        return getattr(sgl_kernel_on_cpu, name, None) or _Anything(name, (), {"__iter__": lambda _: iter(())})
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):

@@ -141,6 +141,7 @@ def test_the_page_has_every_cause_and_every_time() -> None:
     ]
     causes += [
         rows.UNREPORTED,
+        rows.UNVERIFIED,
         rows.OTHER_WEIGHTS,
         step_ids.OTHERS,
         step_ids.WIDTH,

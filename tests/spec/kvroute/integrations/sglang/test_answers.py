@@ -11,9 +11,11 @@ import numpy as np
 import pytest
 import torch
 from faulty_disk import FaultyDisk
+from hypothesis import given
+from hypothesis import strategies as st
 from waiting import until
 
-from cache_manager.errors import RowError
+from cache_manager.errors import KVRouteError, RowError
 from cache_manager.keys import Namespace
 from kvroute import Routes, routing_spec
 from kvroute.connector.answers import FIELD, routes
@@ -22,7 +24,9 @@ from kvroute.connector.settings import Common
 from kvroute.integrations.sglang import versions
 from kvroute.integrations.sglang.answers import Answer, Answers
 from kvroute.integrations.sglang.capturer import ANSWER, Capturer
-from kvroute.integrations.sglang.rows import RoutedRows
+from kvroute.integrations.sglang.drafts import accepted
+from kvroute.integrations.sglang.hooks import HOOKS
+from kvroute.integrations.sglang.rows import UNVERIFIED, RoutedRows
 from kvroute.rollout.local import LocalRollouts
 
 PAGE = 4
@@ -195,6 +199,107 @@ def test_tokens_of_kv_that_was_given_up_keep_the_rows_that_they_were_sampled_wit
     assert answered.ids[answered.valid].tolist() == due[3 if lost else 0 :].tolist()
     spans = [list(span) for span in answered.weights_versions]
     assert spans == ([] if lost else [[1, 4, 1]]) + [[4, 5, 2], [5, 6, 3]]
+
+
+@pytest.mark.parametrize("changes", ["", "before it is computed again", "while it is computed, in place"])
+def test_a_row_that_was_missing_is_filled_by_the_same_weights_alone(rows: RoutedRows, changes: str) -> None:
+    """Goal: as the journal has it. Method: a pass without ids, whose tokens are sampled; its request gives up its KV,
+    and a second pass computes it again, with the same weights or others."""
+    rows.weights.changed(1)
+    ids = torch.arange(36, dtype=torch.int32).reshape(6, 3, 2)
+    rows.launch(torch.from_numpy(SLOTS[:2]), ids[:2]).finalize()
+    rows.launch(torch.from_numpy(SLOTS[2:4]), "lost").finalize()
+    if changes.startswith("while"):
+        rows.weights.changed(2)
+    kept = rows.kept(SLOTS[:4])
+    if changes.startswith("before"):
+        rows.weights.changed(2)
+    rows.launch(torch.from_numpy(SLOTS), ids + 100).finalize()
+    answered = rows.kept(SLOTS, 1, kept)
+    assert not isinstance(answered, KVRouteError)
+    routes = answered.routes()[0]
+    assert routes.valid.tolist() == [True, not changes, not changes, True, True]
+    due = torch.cat([ids[1:2], ids[2:] + 100])[routes.valid.tolist(), 1:]
+    assert routes.ids[routes.valid].tolist() == due.tolist()
+
+
+def verified(capturer: Capturer, slots: list[int], accepted: list[list[int]], first: int, *, overlap: bool) -> Any:
+    """A pass that verifies drafts, of which these are accepted for each request: token ``i`` has the ids of
+    ``first + i``. Behind it the draft model computes, with other choices."""
+    ids = (torch.arange(len(slots), dtype=torch.int32) + first)[:, None, None] + torch.tensor([0, 100])
+    capturer.begin()
+    for layer in (1, 2):
+        capturer.capture(layer_id=layer, topk_indices=ids[:, 0])
+    mode = SimpleNamespace(is_target_verify=lambda: True)
+    batch = SimpleNamespace(out_cache_loc=torch.tensor(slots), out_cache_loc_virtual=None, forward_mode=mode)
+    capturer.on_forward_end(batch, can_run_graph=False, cuda_graph_batch=None, no_copy_to_cpu=overlap)
+    width = max(map(len, accepted))
+    index = torch.tensor([[*each, *[-1] * (width - len(each))] for each in accepted], dtype=torch.int32)
+    HOOKS["accepted"](lambda *_: (None, torch.tensor([len(each) for each in accepted]), index), None)
+    capturer.begin(drafting=True)
+    capturer.capture(layer_id=1, topk_indices=ids[:, 0] + 50)
+    result = SimpleNamespace(routed_experts_output=None)
+    HOOKS["carried"](lambda *_: result, None)
+    return result.routed_experts_output
+
+
+@given(data=st.data(), overlap=st.booleans())
+def test_rows_are_those_of_accepted_drafts_in_the_order_of_their_positions(data: st.DataObject, overlap: bool) -> None:
+    """Goal: speculative decoding. Method: two requests whose drafts are trees. SGLang moves the KV of each accepted
+    path to the front of the slots; what the model keeps of each slot is the token whose KV lies there then."""
+    spec = routing_spec(num_experts=250, top_k=2, layer_ids=[1, 2], num_layers=3, block_tokens=PAGE)
+    rows = RoutedRows(spec, 12, Namespace("m", 1), Common(strict=True))
+    capturer = Capturer(Theirs(), rows)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(versions, "experts_capturer", lambda: capturer)
+        memory, lengths, first, width = np.full((2, 24), -1), [0, 0], 0, 4
+        slots = PAGE + np.arange(48).reshape(2, 24)
+        flight: list[Any] = []
+        for _ in range(data.draw(st.integers(1, 5))):
+            window = [slots[i, lengths[i] : lengths[i] + width].tolist() for i in (0, 1)]
+            behind = st.sets(st.integers(1, width - 1), max_size=width - 1).map(sorted)
+            paths = [[i * width, *(i * width + at for at in data.draw(behind))] for i in (0, 1)]
+            flight.append(verified(capturer, [*window[0], *window[1]], paths, first, overlap=overlap))
+            for i, path in enumerate(paths):
+                memory[i, lengths[i] : lengths[i] + len(path)] = [first + at for at in path]
+                lengths[i] += len(path)
+            first += 2 * width
+            if len(flight) > int(overlap):
+                flight.pop(0).finalize()
+        for launched in flight:
+            launched.finalize()
+        for i in (0, 1):
+            found = rows.read(slots[i, : lengths[i]], 0).routes()[0]
+            assert found.complete
+            assert found.ids[:, 0, 0].tolist() == memory[i, : lengths[i]].tolist()
+            beyond = rows.read(slots[i, : lengths[i] + 1], 0).routes()[0]
+            assert not beyond.valid[-1], "a rejected draft has a row"
+    rows.close()
+
+
+def test_a_drafting_model_is_not_captured(rows: RoutedRows, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Method: SGLang's own hook on a pass, of the model and of the one that drafts for it."""
+    theirs = Theirs()
+    capturer = Capturer(theirs, rows)
+    monkeypatch.setattr(versions, "experts_capturer", lambda: capturer)
+    for drafting in (True, False):
+        HOOKS["begins"](lambda *_: None, SimpleNamespace(is_draft_worker=drafting))
+        capturer.capture(layer_id=1, topk_indices=torch.ones(2, 2, dtype=torch.int32))
+        assert bool((theirs.device_cache.buffer[:, 1] == 1).any()) is not drafting
+
+
+def test_drafts_whose_verification_is_not_reported_have_no_rows(rows: RoutedRows) -> None:
+    ids = torch.arange(36, dtype=torch.int32).reshape(6, 3, 2)
+    rows.launch(torch.from_numpy(SLOTS), ids, drafts=True).finalize()
+    assert not rows.read(SLOTS, 0).rows.valid.any()
+    assert rows.meter.missing == {UNVERIFIED: 6}
+    rows.launch(torch.from_numpy(SLOTS), ids).finalize()
+    assert rows.read(SLOTS, 0).rows.valid.all()
+
+
+def test_more_accepted_tokens_than_a_pass_has_are_an_error() -> None:
+    with pytest.raises(AssertionError, match="3 accepted tokens of 2"):
+        accepted(torch.arange(4), torch.zeros(2, 3, dtype=torch.int32), torch.tensor([1, 1]))
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -22,8 +22,10 @@ from kvroute.connector.carriers.by_transfer import LATE
 from kvroute.connector.limits import Limits
 from kvroute.connector.settings import Lending
 from kvroute.connector.tickets import MIXED, NO_TICKET
-from kvroute.integrations.sglang.capturer import Capturer
+from kvroute.integrations.sglang import versions
+from kvroute.integrations.sglang.capturer import ASIDE, Capturer
 from kvroute.integrations.sglang.handover import NOT_ASKED, NOT_LENT, OTHER_PROMPT, Handover, PackedTicket, ip_and_port
+from kvroute.integrations.sglang.hooks import HOOKS
 from kvroute.integrations.sglang.rows import Launched, RoutedRows
 from transfer import TransferLimits
 
@@ -210,6 +212,23 @@ def test_a_retracted_request_has_its_rows_again(two: tuple[Side, Side], version:
     assert decode.salts(THERE[:-1])[0] == [7, 7, 7, 0, *[7] * 5]
     labels = rows.read(THERE[:-1], 0).routes()[0].weights_versions
     assert [tuple(span) for span in labels] == ([] if version is None else [(0, 3, version), (4, 9, version)])
+
+
+@pytest.mark.parametrize("copied", [True, False])
+def test_rows_go_aside_with_a_copy_of_the_kv_alone(
+    two: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch, copied: bool
+) -> None:
+    """Goal: a request keeps no rows that nothing brings back. Method: SGLang says that a request is backed up, with a
+    copy of its KV, or because it computes it again."""
+    _, decode = two
+    capturer = Capturer(SimpleNamespace(device_cache=SimpleNamespace(buffer=torch.zeros(1, 3, 2))), decode.rows)
+    capturer.hand_over(decode.handover, SimpleNamespace(req_to_token=torch.from_numpy(HERE)[None]))
+    monkeypatch.setattr(versions, "experts_capturer", lambda: capturer)
+    kv = SimpleNamespace(req_pool_idx=0, retraction_backup="a copy" if copied else None)
+    req = SimpleNamespace(kv=kv, return_routed_experts=True, seqlen=len(HERE))
+    decode.launch(HERE, 7).finalize()
+    HOOKS["put_aside"](lambda *_: True, req)
+    assert hasattr(req, ASIDE) is copied
 
 
 def test_a_request_is_followed_through_sglang_s_queues(two: tuple[Side, Side]) -> None:
