@@ -255,7 +255,8 @@ class ConnectorContract(ABC):
 
     def test_weights_that_may_have_changed_in_a_pause_have_no_version(self) -> None:
         """Goal: :meth:`paused` and :meth:`resumed` are called, so that no row has a version of other weights. Method:
-        weights change in a pause amid a request, and nobody says so."""
+        weights change in a pause amid a request, and nobody says so; then in a pause before the first step with weights
+        whose version was told."""
         routers = Routers()
         with self._engine(routers) as engine:
             engine.arrive("r", [1, 2, 3], 5)
@@ -267,6 +268,14 @@ class ConnectorContract(ABC):
             rows = self.run(engine, unnamed=2)["r"]
             assert rows.complete
             assert [version for _, _, version in rows.weights_versions] == [1]
+            engine.load_weights(3)
+            engine.pause()
+            routers.version = 4
+            engine.resume()
+            engine.arrive("s", [7, 7], 2)
+            rows = self.run(engine, unnamed=4)["s"]
+            assert rows.complete
+            assert not rows.weights_versions
 
     def test_what_was_forgotten_is_computed_again(self) -> None:
         """Goal: no row outlives its KV. Method: the same prompt before and after all KV is forgotten."""
