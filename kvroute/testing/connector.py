@@ -343,7 +343,7 @@ class LoadingContract(ConnectorContract):
     def _loaded(self, directory: Path, *, fails: bool) -> tuple[Routes, int]:
         """The routes of a request in a second engine, and how many tokens that computed."""
         outside = dict[bytes, Any]()
-        prompt = list(range(3 * BLOCK_TOKENS + 1))
+        prompt = list(range(5 * BLOCK_TOKENS + 1))
         store = f"file://{directory}/rows"
         said = {"weights_version": FIRST_VERSION, "witness": "flagged", **self.settings}
         first = self.make_engine(Routers(), {**said, "store": store}, outside)
@@ -371,7 +371,7 @@ class LoadingContract(ConnectorContract):
         loaded blocks fails."""
         rows, computed = self._loaded(tmp_path, fails=True)
         assert rows.complete
-        assert computed > 3 * BLOCK_TOKENS
+        assert computed > 5 * BLOCK_TOKENS
 
 
 __all__ = [
