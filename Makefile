@@ -192,14 +192,11 @@ $(SGLANG)/.ready: tests/real/sglang/requirements.txt
 	@$(SGLANG)/bin/python -m $(PIP_INSTALL) --no-deps -r $<
 	@touch $@
 
-# The releases that trainers pin: their Python over the packages of the one that has all tests. 0.5.22 is run by hand. Beside
-# 0.5.16, which miles pins, miles' own code reads the field.
+# The releases that trainers pin: their Python over the packages of the one that has all tests. 0.5.22 is run by hand.
 SGLANG_RELEASES := 0.5.12.post1 0.5.15.post1 0.5.16
 SGLANG_RELEASE := bench/.venvs/sglang-releases
 smoke-sglang: $(SGLANG_RELEASES:%=smoke-sglang-%)
 
-smoke-sglang-0.5.16: $(TRAINERS)/.ready
-smoke-sglang-%: export KVROUTE_MILES := $(CURDIR)/$(TRAINERS)/apart
 smoke-sglang-%: $(SGLANG_RELEASE)/%/.ready
 	PYTHONPATH=$(abspath $(SGLANG_RELEASE)/$*):$(CURDIR):$(CURDIR)/tests/real/sglang/cpu HF_HUB_OFFLINE=1 $(SGLANG)/bin/python \
 		-m pytest tests/real/sglang/smoke -W ignore -o timeout=900 -p no:cacheprovider $(ARGS)

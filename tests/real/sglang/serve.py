@@ -226,7 +226,6 @@ class Asked:
             "hits": meta["cached_tokens"],
             "cached": meta.get("cached_tokens_details") or {},
             "field": field.tolist(),
-            "meta_info": {name: meta.get(name) for name in ("routed_experts", "weight_version", "finish_reason")},
             "versions": meta.get("weight_versions"),
         }
         try:

@@ -11,9 +11,7 @@ import models
 import numpy as np
 import pytest
 from engines import BLOCK, Engine, prompts
-from vllm import SamplingParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
-from vllm.v1.engine.output_processor import OutputProcessor
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 import kvroute
@@ -102,48 +100,6 @@ def test_a_lost_row_costs_the_answer_its_field(qwen: Engine) -> None:
     assert (start, stop) == (0, 40)
     assert "no row was written" in why
     assert_right(qwen, qwen.ask(prompts(27, 40)))
-
-
-def test_a_front_end_that_does_not_read_rows_gets_an_error(qwen: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Goal: a front end without kvroute, which would put a shorter array together, ends with an error. Method: its
-    requests are not marked; marked ones in the same steps have their rows."""
-    adding = OutputProcessor.add_request
-
-    def add_request(self: Any, request: Any, *rest: Any, **more: Any) -> Any:
-        marked = request.sampling_params.seed != 7
-        return (adding if marked else adding.__wrapped__)(self, request, *rest, **more)
-
-    monkeypatch.setattr(OutputProcessor, "add_request", add_request)
-    sampling = [SamplingParams(max_tokens=20, temperature=0, ignore_eos=True, seed=seed) for seed in (7, None)]
-    asked = [{"prompt_token_ids": prompt} for prompt in prompts(29, 40, 41)]
-    refused, read = qwen.llm.generate(asked, sampling, use_tqdm=False)
-    assert (refused.outputs[0].finish_reason, refused.outputs[0].routed_experts) == ("error", None)
-    assert not qwen.scheduler.requests
-    assert_right(qwen, [read])
-    assert sampling[1].extra_args is None, "the client's own parameters are as they were"
-
-
-def test_a_session_of_growing_prompts_has_no_field(qwen: Engine) -> None:
-    """Goal: vLLM takes a session's last token back, so that its front end would have rows of other tokens. Method: two
-    inputs of one session; each of its answers has none, and says why."""
-    engine, sampling = qwen.llm.llm_engine, SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
-    tasks = engine.get_supported_tasks()
-    answers = []
-    for resumable in (True, True, False):
-        (asked,) = prompts(30, 40)
-        prompt = {"type": "token", "prompt_token_ids": asked}
-        request = engine.input_processor.process_inputs(
-            "s", prompt, sampling, supported_tasks=tasks, resumable=resumable
-        )
-        request.external_req_id = "s"
-        engine.output_processor.add_request(request, None, None, 0)
-        engine.engine_core.add_request(request)
-        answers += [output for _ in range(6) for output in engine.step() if output.outputs[0].finish_reason]
-    assert len(answers) >= 2
-    for answer in answers[:2]:
-        assert answer.outputs[0].routed_experts is None
-        assert {why for *_, why in missing(answer)} == {field.SESSION}
-    assert not qwen.scheduler.requests
 
 
 def forgets(kept: WorkerRows, steps: Sequence[int]) -> None:

@@ -3,19 +3,12 @@ pins."""
 
 from __future__ import annotations
 
-import asyncio
-import os
 import re
-import sys
-from argparse import Namespace
 from collections.abc import Callable
-from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import pybase64
 import pytest
 from test_scenarios import PAGE, SCENARIOS, SMALL, all_right, of, prompts, tally, theirs
 
@@ -28,12 +21,6 @@ Models = Callable[..., Path]
 SGLANG = version("sglang")
 HOSTED = versions.release(SGLANG) >= (0, 5, 22)  # kvroute follows its pages on the host
 ASKED = prompts(21, 70, 33)
-MILES = "0.5.16"
-"""The release that miles pins."""
-TOP_K = 4
-if SGLANG == MILES:
-    sys.path.append(str(Path(__file__).parents[2] / "trainers"))
-    from sources import code_of
 
 
 def test_this_release_is_in_the_table() -> None:
@@ -77,33 +64,6 @@ def test_every_row_is_right(serve: Serve, model: Models, tmp_path: Path) -> None
     assert total.labelled == total.due // 3, str(total)
     spans = [Routes.from_json(each["routes"]).weights_versions for each in of(answers, "amidst")]
     assert [[version for *_, version in each] for each in spans] == [[8, 9]] * 2
-    if SGLANG == MILES:
-        assert_miles_reads([answer for answer in answers if not answer["start"]])
-
-
-def assert_miles_reads(answers: list[dict[str, Any]]) -> None:
-    """The sample that miles' own code makes of an answer of its release of SGLang has the rows that were judged, and
-    passes its validation."""
-    sys.path.append(os.environ["KVROUTE_MILES"])  # behind SGLang, of which it has a copy
-    types = import_module("miles.utils.types")
-    endpoint = Path(os.environ["KVROUTE_MILES"], "miles/rollout/generate_utils/generate_endpoint_utils.py")
-    names = "update_sample_from_response", "get_rollout_topk_from_response"
-    update = code_of(endpoint, *names, np=np, pybase64=pybase64, Sample=types.Sample)[names[0]]
-    cells = 0
-    for answer in answers:
-        tokens = [*answer["prompt"], *answer["tokens"]]
-        rows = np.array(answer["field"]).reshape(len(tokens) - 1, -1, TOP_K)
-        args = Namespace(
-            num_layers=rows.shape[1], moe_router_topk=TOP_K, use_miles_router=False, sglang_speculative_algorithm=None
-        )
-        meta = answer["meta_info"] | {"output_token_logprobs": [(0.0, token) for token in answer["tokens"]]}
-        sample = types.Sample()
-        asyncio.run(update(args, sample, {"input_ids": answer["prompt"]}, {"text": "t", "meta_info": meta}))
-        sample.validate()
-        assert sample.tokens == tokens
-        assert np.array_equal(sample.rollout_routed_experts, rows)
-        cells += rows.shape[0] * rows.shape[1]
-    print(f"miles: {cells} cells of {len(answers)} answers")
 
 
 if SGLANG != versions.PREFERRED:
