@@ -1,8 +1,6 @@
 """A plugin of vLLM, for machines without a GPU."""
 
-import os
 from dataclasses import replace
-from multiprocessing import current_process
 from typing import Any
 
 
@@ -13,8 +11,6 @@ def register() -> None:
 
     from kvroute.integrations.vllm import config
 
-    if current_process().name.startswith("EngineCore"):  # its worker is forked, and does not import all of it again
-        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
     config.ENGINE_LIMITS = replace(config.ENGINE_LIMITS, question_s=60.0)
     if [int(part) for part in vllm.__version__.split(".")[:2]] < [0, 30]:
         import cpu_choices  # noqa: F401 - experts are chosen by the layer's router
