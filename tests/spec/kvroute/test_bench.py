@@ -14,6 +14,7 @@ from row_server import NEW, Engine, none, serving
 from salted_moe import small_moe
 
 from kvroute.cli import FAILED, USAGE, main
+from kvroute.verify.bench import NOT_COMPARED
 
 ROUNDS, REQUESTS, PROMPT = 2, 4, 12
 
@@ -55,7 +56,7 @@ def test_vllm_is_compared_with_a_server_without_rows(checkpoint: Path, capsys: p
     too, is refused."""
     with serving(Engine("vllm", none)) as url, serving(Engine("vllm", lambda *_: None)) as bare:
         assert bench(url, checkpoint) == 0
-        assert "not compared: vLLM captures rows for every request" in capsys.readouterr().out
+        assert f"not compared: {NOT_COMPARED}" in capsys.readouterr().out
         assert bench(url, checkpoint, "--without", bare) == 0
         assert "relative to those without: " in capsys.readouterr().out
         assert bench(url, checkpoint, "--without", url) == USAGE
