@@ -28,7 +28,8 @@ def test_an_index_shows_no_dead_link() -> None:
 def test_the_extra_of_trainers_has_the_releases_that_tests_run() -> None:
     """Goal: who installs it gets what was judged. Method: the pins of the tests' environment, and the page."""
     extra = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["trainers"]
-    pins = (ROOT / "tests" / "trainers" / "requirements.txt").read_text().splitlines()
+    (where,) = re.findall(r"(?m)^\$\(TRAINERS\)/\.ready: (\S+)$", (ROOT / "Makefile").read_text())
+    pins = (ROOT / where).read_text().splitlines()
     page = (ROOT / "docs" / "concepts" / "replay.md").read_text().lower().replace("-", " ")
     for requirement in extra:
         pin = requirement.partition(";")[0]
