@@ -21,7 +21,7 @@ from cache_manager.errors import StorageError
 from cache_manager.ports import Absence
 from kvroute.rollout import local
 from kvroute.rollout.local import LocalRollouts
-from kvroute.testing.rollouts import fetch_routes, of_layers, routes_of, support_of
+from kvroute.testing.rollouts import fetch_routes, routes_of, routes_of_layers, support_of
 
 PUT_NBYTES = 900
 """About what one put of the tests writes."""
@@ -145,7 +145,7 @@ def test_every_byte_of_a_file_counts(data: st.DataObject) -> None:
             layer_at = parts_at + 80 * i  # 40 rows of 2 ids of a byte
             sound = at >= layer_at + 80 or (layer_at > at >= parts_at and not cut)
             found = store.get(handle, [layer])
-            assert found == ([of_layers(routes_of(1), {layer})] if sound else Absence.CORRUPT)
+            assert found == ([routes_of_layers(routes_of(1), {layer})] if sound else Absence.CORRUPT)
 
 
 @given(st.data())
