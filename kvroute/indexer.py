@@ -50,6 +50,8 @@ _SUM_NBYTES: Final = 16
 _HEADER_NBYTES: Final = _INDEXER_HEAD.size + _SUM_NBYTES
 _BESIDE: Final = 1 << 31
 _WIDE: Final = 255
+INDEXER_NBYTES_MAX: Final = 1 << 32
+"""Rows of more bytes are not unpacked unless the caller says so."""
 _WIDE_GAP: Final = np.dtype([("place", "<u8"), ("more", "<u4")])
 
 
@@ -184,10 +186,11 @@ def pack(rows: NDArray[np.int32]) -> bytes:
     return b"".join((fixed, _choices_sum(fixed, body), body))
 
 
-def unpack(data: Buffer) -> NDArray[np.int32]:
+def unpack(data: Buffer, *, nbytes_max: int = INDEXER_NBYTES_MAX) -> NDArray[np.int32]:
     """The rows ``[tokens, layers, k]`` that :func:`pack` was given, in new memory.
 
-    :class:`RowError` for anything else, also if one bit has changed; no memory is made for claimed sizes.
+    :class:`RowError` for anything else, also if one bit has changed, and for rows of more than
+    ``nbytes_max`` bytes, before memory is made for them: a few bytes may stand for many positions side by side.
     """
     view = memoryview(data).cast("B")
     if len(view) < _HEADER_NBYTES:
@@ -202,6 +205,8 @@ def unpack(data: Buffer) -> NDArray[np.int32]:
     choices = tokens * layers
     if not layers or not k or choices > INDEXER_ROWS_MAX or len(body) < 8 * choices + _WIDE_GAP.itemsize * wide:
         raise RowError("indexer record", "as many choices as it claims to have", f"{tokens} x {layers} x {k}")
+    if 4 * k * max(choices, 1) > nbytes_max or k >= INDEXER_ROWS_MAX:
+        raise RowError("indexer record", f"rows of at most {nbytes_max} bytes", f"{tokens} x {layers} x {k}")
     head = np.frombuffer(body, "<u4", choices)
     first = np.frombuffer(body, "<i4", choices, 4 * choices)
     counts, beside = (head & (_BESIDE - 1)).astype(np.int64), head >= _BESIDE
@@ -239,6 +244,8 @@ def unpack(data: Buffer) -> NDArray[np.int32]:
         if not whole:
             own[columns >= counts[part, None]] = NONE
             flat[part] = own
+    if (flat < NONE).any() or ((counts > 0) & (flat[:, 0] < 0)).any():
+        raise RowError("indexer record", f"positions from 0 to {np.iinfo(np.int32).max}", "others")
     return flat.reshape(tokens, layers, k)
 
 

@@ -82,6 +82,25 @@ def test_a_claim_makes_no_memory() -> None:
         unpack(fixed + xxhash.xxh3_128(fixed).digest())
 
 
+@pytest.mark.parametrize(
+    ("k", "tokens", "first", "wanted"),
+    [
+        ((1 << 30) + 1, 1, 0, "rows of at most"),
+        ((1 << 32) - 1, 0, 0, "rows of at most"),
+        (4, 1, -7, "positions from 0"),
+        (4, 1, (1 << 31) - 2, "positions from 0"),
+    ],
+)
+def test_a_record_of_right_sum_is_no_proof_of_its_numbers(k: int, tokens: int, first: int, wanted: str) -> None:
+    """Goal: neither memory nor a position is made of what nobody packs. Method: one choice of three neighbours."""
+    import xxhash
+
+    fixed = struct.pack("<8sIIIQQ", b"KVROUTEI", 1, 1, k, tokens, 0)
+    body = struct.pack("<Ii", (1 << 31) + 3, first) * tokens
+    with pytest.raises(RowError, match=f"indexer record: wanted {wanted}"):
+        unpack(fixed + xxhash.xxh3_128(fixed + body).digest() + body)
+
+
 def test_choices_have_one_form() -> None:
     """Goal: the same set is the same row. Method: two orders, with what an indexer fills up with."""
     choices = np.array([[[5, 2, 9, 0]], [[-1, 2, 0, 5]]])
