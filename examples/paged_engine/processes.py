@@ -82,7 +82,7 @@ class Server:
     def counters(self) -> dict[str, Any]:
         status, found = self.ask("/counters")
         if status != 200:
-            raise self._failed(f"/counters answered {status}")
+            raise self._failed(f"/counters answered {status}: {found}")
         return dict(found)
 
     @property
