@@ -270,7 +270,11 @@ class Server:
         return answer_of({"status": "live"})
 
     async def _counters(self, _: web.Request) -> web.Response:
-        """What this process has done, and what it holds. Prefill lends copies, and holds no block for them."""
+        return answer_of(await self._in_thread(self._counted))
+
+    def _counted(self) -> dict[str, Any]:
+        """What this process has done, and what it holds. Prefill lends copies, and holds no block for them. Runs in the
+        engine's thread: a block manager answers one thread at a time."""
         engine, config = self.engine, self.engine.config
         done = asdict(engine.crossed) if isinstance(engine, DecodeEngine) else {"lent": len(engine.lent)}
         found: dict[str, Any] = {"http": self.http, "transfers": asdict(engine.crossing.node.counters), self.role: done}
@@ -278,7 +282,7 @@ class Server:
         found["unfinished"] = len(engine.scheduler.unfinished)
         found["free"] = {"device": engine.manager.free_device_blocks, "host": engine.manager.free_host_blocks}
         found["of"] = {"device": config.device_blocks, "host": config.host_blocks}
-        return answer_of(found)
+        return found
 
     @web.middleware
     async def _in_words(
