@@ -150,7 +150,7 @@ def test_whose_requests_get_rows_and_what_a_short_answer_is_told() -> None:
     """Goal: this release's front end marks its requests, and never puts a shorter array together. Method: its own
     classes without an engine: a request that goes through it, one of a session, and one past it; a token without its
     row."""
-    field.watch()
+    field.guard_front_end()
     refused: dict[str, str] = {}
     core = object.__new__(field.Field)
     core.stream = SimpleNamespace(refuse=refused.__setitem__)  # type: ignore[assignment]
