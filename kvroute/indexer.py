@@ -106,10 +106,12 @@ def canonical(choices: ArrayLike, positions: ArrayLike, top_k: int) -> NDArray[n
     """
     given = np.asarray(choices)
     own = integers(positions, "positions", "integers [tokens]", error=RowError)
+    behind = np.iinfo(np.int32).max
+    if (own >= behind).any():
+        raise RowError("positions", f"below {behind}", int(own.max()))
     if given.ndim != 3 or given.dtype.kind not in "iu" or given.shape[2] > top_k or len(given) != len(own):
         wanted = f"integers [{len(own)}, layers, up to {top_k}]"
         raise RowError("choices", wanted, f"{given.dtype} {list(given.shape)}")
-    behind = np.iinfo(np.int32).max
     rows = np.full((*given.shape[:2], top_k), behind, np.int32)
     rows[:, :, : given.shape[2]] = np.where((given < 0) | (given > own[:, None, None]), behind, given)
     rows.sort(axis=2)
@@ -217,9 +219,10 @@ def unpack(data: Buffer, *, nbytes_max: int = INDEXER_NBYTES_MAX) -> NDArray[np.
         raise RowError("indexer record", f"choices of at most {k} positions, and their gaps", f"{len(body)} bytes")
     gaps = np.frombuffer(body, np.uint8, int(starts[-1]), 8 * choices)
     extra = np.frombuffer(body, _WIDE_GAP, wide, behind)
-    ordered = np.diff(extra["place"].astype(np.int64), prepend=-1, append=int(starts[-1])) > 0
-    if not ordered.all():
-        raise RowError("indexer record", "wide gaps in order, each among the gaps", "others")
+    if not np.array_equal(np.flatnonzero(gaps == _WIDE), extra["place"]):
+        raise RowError("indexer record", f"a wide gap for each gap of {_WIDE}, in order", "others")
+    if (extra["more"] >= INDEXER_ROWS_MAX - _WIDE).any():
+        raise RowError("indexer record", f"wide gaps below {INDEXER_ROWS_MAX}", "others")
     flat = np.empty((choices, k), np.int32)
     columns = np.arange(k, dtype=np.int32)
     for part in _chunks(np.flatnonzero(beside)):
@@ -244,8 +247,12 @@ def unpack(data: Buffer, *, nbytes_max: int = INDEXER_NBYTES_MAX) -> NDArray[np.
         if not whole:
             own[columns >= counts[part, None]] = NONE
             flat[part] = own
-    if (flat < NONE).any() or ((counts > 0) & (flat[:, 0] < 0)).any():
+    empty = counts == 0
+    if (flat < NONE).any() or (flat[~empty, 0] < 0).any() or (first[empty] != NONE).any():
         raise RowError("indexer record", f"positions from 0 to {np.iinfo(np.int32).max}", "others")
+    ends = np.flatnonzero(~beside)
+    if (flat[ends, counts[ends] - 1] - flat[ends, 0] == counts[ends] - 1).any():
+        raise RowError("indexer record", "positions side by side as their first one", "each of them")
     return flat.reshape(tokens, layers, k)
 
 
