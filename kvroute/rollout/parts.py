@@ -120,7 +120,7 @@ class PartStore(ABC):
             header, parts = record(
                 routes, layers, tokens_of_parts(routes.layout, len(routes), layers, PART_NBYTES), name
             )
-            header, content = with_support(header, routes, support)
+            header, content = with_support(header, routes, support or None)  # one of no position is none
             packed = header.pack()
             handle = RolloutHandle.of(self.scheme, header, len(packed))
             handle.check()

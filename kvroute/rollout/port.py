@@ -66,7 +66,8 @@ class RolloutStore(Protocol):
         """
 
     def support(self, handle: RolloutHandle) -> SamplingSupport | Absence | None:
-        """The sampling support that was put beside the routes, whole; ``None`` if there was none.
+        """The sampling support that was put beside the routes, whole; ``None`` if there was none, or one of no
+        position.
 
         Reads the header and the support alone; :meth:`get` reads no support.
         """

@@ -181,10 +181,14 @@ class RolloutContract(ABC):
 
     def test_what_tokens_were_drawn_from_lies_beside_their_routes(self) -> None:
         """Goal: a sampling support is that of its own put, and costs no rank that reads rows. Method: puts with one
-        and without one under the same ids; their handles through JSON; one of other tokens."""
+        and without one under the same ids, and with one of no position; their handles through JSON; one of other
+        tokens."""
         with self._opened() as (store, _):
             plain = store.put("task:1:0:0", routes_of(1))
             assert store.support(plain) is None
+            tokens = np.arange(routes_of(1).stop + 1)
+            empty = store.put("task:1:0:2", routes_of(1), SamplingSupport.of([], tokens, len(tokens)))
+            assert (store.support(empty), empty.header_nbytes) == (None, plain.header_nbytes)  # as if there were none
             routes, other = routes_of(2), routes_of(3, 70)
             handle = RolloutHandle.from_json(store.put("task:1:0:0", routes, support_of(2, routes)).to_json())
             beside = store.put("task:1:0:1", other, support_of(3, other))
