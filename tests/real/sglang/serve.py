@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import multiprocessing
 import sys
 import time
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pybase64
+from sglang.srt.managers import scheduler
 from sglang.srt.managers.io_struct import (
     ContinueGenerationReqInput,
     GenerateReqInput,
@@ -41,6 +43,26 @@ DRAWN: dict[str, Any] = {"return_sampling_mask": True, "return_routed_experts": 
 """Of a request as the HTTP server makes it: ``Engine.generate`` does not know of supports."""
 
 
+class Retraction:
+    """SGLang's own switch for tests, by which its scheduler retracts a running request in each of so many steps. It is
+    read in the schedulers, which are forked from this process, and turned on and off here."""
+
+    EVERY = 29
+
+    def __init__(self) -> None:
+        self._on = multiprocessing.Value("b", False)
+        scheduler.TEST_RETRACT, scheduler.TEST_RETRACT_INTERVAL = self, self.EVERY
+
+    def __bool__(self) -> bool:
+        return bool(self._on.value)
+
+    def turn(self, on: bool) -> None:
+        self._on.value = on
+
+
+RETRACTION = Retraction()
+
+
 class Asked:
     """Sends requests to the engine, and writes down the answers."""
 
@@ -57,8 +79,10 @@ class Asked:
         alone: bool = False,
         rank: int | None = None,
         adapter: str | None = None,
+        retracted: bool = False,
     ) -> list[list[int]]:
-        """The tokens of each answer; ``alone``: no two prompts are in one pass; ``rank``: of data parallelism."""
+        """The tokens of each answer; ``alone``: no two prompts are in one pass; ``rank``: of data parallelism;
+        ``retracted``: again and again one request gives up its KV and computes it again."""
         sampling = {"max_new_tokens": new, "temperature": 0.0 if n == 1 else 1.0, "ignore_eos": True, "n": n}
         more: dict[str, Any] = {"return_routed_experts": True, "routed_experts_start_len": start}
         if rank is not None:
@@ -66,8 +90,10 @@ class Asked:
         if adapter is not None:
             more["lora_path"] = adapter
         given = []
+        RETRACTION.turn(retracted)
         for batch in [[each] for each in prompts] if alone else [prompts]:
             given += self.engine.generate(input_ids=batch, sampling_params=sampling, **more)
+        RETRACTION.turn(False)
         for i, each in enumerate(given):
             self.write(scenario, prompts[i // n], each, start)
         return [each["output_ids"] for each in given]
@@ -225,6 +251,7 @@ class Asked:
             "start": start,
             "hits": meta["cached_tokens"],
             "cached": meta.get("cached_tokens_details") or {},
+            "retractions": meta.get("num_retractions", 0),
             "field": field.tolist(),
             "versions": meta.get("weight_versions"),
         }

@@ -30,7 +30,7 @@ ASKED: list[Any] = [
     ["no token", "ask", {"prompts": prompts(10, 50, 33), "new": 0}],
     ["stop string", "stop", {"prompts": prompts(14, 20, 31), "words": 3}],
     ["abort", "abort", {"prompts": prompts(7, 30, 40, 30, 40)}],
-    ["retraction", "ask", {"prompts": prompts(8, 70, 70, 70, 70), "new": 90}],
+    ["retraction", "ask", {"prompts": prompts(8, 70, 70, 70, 70), "new": 90, "retracted": True}],
 ]
 LOADED: list[Any] = [
     ["plain", "ask", {"prompts": FIRST, "alone": True}],

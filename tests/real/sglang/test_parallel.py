@@ -27,7 +27,7 @@ def of_one_rank(rank: int) -> list[Any]:
         ("radix hits", {"prompts": prompts(3, 80, 90, 64, head=48)}),
         ("others", {"prompts": prompts(32, *[120] * 5)}),
         ("evicted and loaded", {"prompts": FIRST}),
-        ("retraction", {"prompts": prompts(8, 70, 70, 70, 70), "new": 90}),
+        ("retraction", {"prompts": prompts(8, 70, 70, 70, 70), "new": 90, "retracted": True}),
     ]
     return [[name, "ask", more | {"rank": rank}] for name, more in asked]
 

@@ -54,7 +54,7 @@ SCENARIOS: list[Any] = [  # later ones push earlier ones out of a pool of 512 to
     ["part of a route", "ask", {"prompts": prompts(6, 40), "start": 21}],
     ["no token", "ask", {"prompts": prompts(10, 50, 33), "new": 0}],
     ["abort", "abort", {"prompts": prompts(7, 30, 40, 30, 40)}],
-    ["retraction", "ask", {"prompts": prompts(8, 70, 70, 70, 70), "new": 90}],
+    ["retraction", "ask", {"prompts": prompts(8, 70, 70, 70, 70), "new": 90, "retracted": True}],
     ["others", "ask", {"prompts": prompts(9, 120, 120, 120)}],
     ["evicted and loaded", "ask", {"prompts": FIRST}],
 ]
@@ -94,11 +94,14 @@ def tally(home: Path, title: str, answers: list[dict[str, Any]]) -> dict[str, Co
             right=int(right.sum()),
             missing=int((missing & ~right).sum()),
             wrong=int((~missing & ~right).sum()),
+            retractions=each["retractions"],
             loaded=sum(n for tier, n in each["cached"].items() if tier != "device" and isinstance(n, int)),
         )
-    print(f"\n{title:44} right  wrong  missing  loaded")
+    columns = ("right", "wrong", "missing", "loaded", "retractions")
+    print("\n" + title.ljust(44), *columns, sep="  ")
     for scenario, count in found.items():
-        print(f"{scenario:44} {count['right']:5}  {count['wrong']:5}  {count['missing']:7}  {count['loaded']:6}")
+        print(scenario.ljust(44), *(str(count[name]).rjust(len(name)) for name in columns), sep="  ")
+    assert "retraction" not in found or found["retraction"]["retractions"] > 0
     return found
 
 
