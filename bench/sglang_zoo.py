@@ -18,7 +18,6 @@ import gc
 import json
 import multiprocessing
 import os
-import pickle
 import shutil
 import tempfile
 from base64 import b64decode
@@ -75,8 +74,9 @@ def recording(path: Path) -> None:
         done = forward(self, batch, *more, **named)
         if layers:
             ids = np.stack([layers[layer] for layer in sorted(layers)], axis=1)
-            with path.open("ab") as file:
-                pickle.dump((sorted(layers), batch.input_ids.tolist(), batch.positions.tolist(), ids), file)
+            columns = batch.input_ids.tolist(), batch.positions.tolist(), ids.tolist()
+            with path.open("a") as file:
+                file.write(json.dumps([sorted(layers), *columns]) + "\n")
         return done
 
     FusedMoE.forward, ModelRunner.forward = given, passed
@@ -86,12 +86,13 @@ def computed_with(path: Path, answers: list[dict[str, Any]], routed: list[int]) 
     """How many rows, of the ``routed`` layers, are of ids that SGLang's experts were given for this token at this
     position, and how many are not."""
     seen = defaultdict[tuple[int, int], set[bytes]](set)
-    with path.open("rb") as file:
-        while file.peek(1):
-            layers, *columns = pickle.load(file)  # noqa: S301 - our own
+    with path.open() as file:
+        for line in file:
+            layers, *columns = json.loads(line)
             places = [layers.index(layer) for layer in routed]
             for token, position, row in zip(*columns, strict=False):  # ids may be padded
-                seen[token, position].add(np.sort(row[places], axis=1).astype(np.int32).tobytes())
+                chosen = np.array(row, np.int32)[places]
+                seen[token, position].add(np.sort(chosen, axis=1).tobytes())
     there = others = 0
     for answer in answers:
         for position, row in enumerate(np.sort(answer["ids"], axis=2).astype(np.int32)):
