@@ -116,6 +116,14 @@ def test_a_record_of_right_sum_is_no_proof_of_its_numbers(k: int, tokens: int, f
         unpack(fixed + xxhash.xxh3_128(fixed + body).digest() + body)
 
 
+def test_neighbours_have_no_gaps() -> None:
+    """Goal: as above. Method: positions 5 and 6 with the gap between them, where their first one is due alone."""
+    fixed = struct.pack("<8sIIIQQ", b"KVROUTEI", 1, 1, 2, 1, 0)
+    body = struct.pack("<IiB", 2, 5, 0)
+    with pytest.raises(RowError, match="wanted positions side by side as their first one"):
+        unpack(fixed + xxhash.xxh3_128(fixed + body).digest() + body)
+
+
 def test_choices_have_one_form() -> None:
     """Goal: the same set is the same row. Method: two orders, with what an indexer fills up with."""
     choices = np.array([[[5, 2, 9, 0]], [[-1, 2, 0, 5]]])
