@@ -213,6 +213,9 @@ class Asked:
         page.write_bytes(kept)
 
     def update(self, _: str, model: str, version: str | None, flush: bool) -> None:
+        """SGLang does not flush while it holds anything of a request, which may outlast its answer."""
+        if flush:
+            self.flush("")
         self.engine.loop.run_until_complete(self._updated(model, version, flush))
 
     async def _updated(self, model: str, version: str | None, flush: bool) -> None:

@@ -61,7 +61,9 @@ class Engine:
         return self._front.ask({"asks": asks, "sign": sign})["answers"]  # type: ignore[no-any-return]
 
     def act(self, name: str, **arguments: Any) -> Any:
-        return self._front.ask({"act": [name, arguments]})["done"]
+        answer = self._front.ask({"act": [name, arguments]})
+        assert "failed" not in answer, answer["failed"]
+        return answer["done"]
 
     def signal(self, number: int) -> None:
         front = psutil.Process(self._front.pid)
