@@ -183,6 +183,8 @@ def test_an_engines_own_field_that_is_none_is_refused(header: str, message: str)
     file = io.BytesIO()
     np.save(file, ids)
     assert np.array_equal(own_field.unpacked(b64encode(file.getvalue()).decode()), ids)
+    flat = np.arange(12, dtype="<i4")
+    assert np.array_equal(own_field.unpacked(b64encode(flat.tobytes()).decode()), flat)
 
 
 def test_what_is_missing_is_named() -> None:
