@@ -117,9 +117,10 @@ class Jobs:
         return self.sleep(has_news, timeout_s)
 
     def sleep(self, reached: Callable[[], bool], timeout_s: float) -> bool:
-        """Sleep until a change of some job makes ``reached`` true; whether it is."""
+        """Sleep until a change of some job makes ``reached`` true; whether it is. An infinite ``timeout_s`` is fine."""
+        most_s = min(timeout_s, threading.TIMEOUT_MAX)  # the most that Python waits
         with self._mutex:
-            return self._changed.wait_for(reached, timeout_s)
+            return self._changed.wait_for(reached, most_s)
 
     # ---------------------------------------------------------------- the life of a job
 

@@ -51,6 +51,7 @@ _NPY_MAGIC: Final = b"\x93NUMPY\x01\x00"
 _NPY_TEXT = re.compile(
     rb"\{'descr': '([^']{1,8})', 'fortran_order': (True|False), 'shape': \((\d{1,12}), (\d{1,12}), (\d{1,12})\), \} *\n"
 )
+_NPY_INTEGERS = re.compile("[<|][iu][1248]")
 _NEMO_HEAD = re.compile(r"nrlre1:(int8|int16|int32):([0-9]{1,12})x([0-9]{1,12})x([0-9]{1,12}):", re.ASCII)
 
 Shape = tuple[int, int]
@@ -170,9 +171,29 @@ def _npy(ids: NDArray[Any]) -> str:
     return b64encode_as_string(file.getbuffer())
 
 
+def npy_array(file: bytes) -> NDArray[Any]:
+    """The integers ``[rows, layers, top_k]`` of a ``.npy``, in C order; read-only. :class:`RowError` for anything else.
+
+    The header's text is parsed here: numpy's own reader would allocate memory for any shape that it claims, and raises
+    errors of Python's parser.
+    """
+    descr, (rows, *shape), data = _npy_parts(file)
+    if _NPY_INTEGERS.fullmatch(descr) is None:
+        raise RowError(f"{ROUTED_EXPERTS}.dtype", "integers, little endian", descr)
+    return _ids(f"{ROUTED_EXPERTS}.data", data, np.dtype(descr), rows, (shape[0], shape[1]))
+
+
 def _npy_ids(encoded: Any, dtype: np.dtype[Any], shape: Shape) -> NDArray[Any]:
-    """Parse the header's text here: numpy's own reader would allocate memory for any shape that it claims."""
-    file = from_base64(ROUTED_EXPERTS, encoded)
+    descr, claimed, data = _npy_parts(from_base64(ROUTED_EXPERTS, encoded))
+    wanted = dtype.newbyteorder("<").str
+    if descr != wanted:
+        raise RowError(f"{ROUTED_EXPERTS}.dtype", f"{wanted}, as the model's experts need", descr)
+    rows = _checked_rows(f"{ROUTED_EXPERTS}.shape", claimed, shape)
+    return _ids(f"{ROUTED_EXPERTS}.data", data, dtype, rows, shape)
+
+
+def _npy_parts(file: bytes) -> tuple[str, tuple[int, ...], bytes]:
+    """The dtype, as numpy writes it, the shape of three dimensions, and the bytes in C order of a ``.npy``."""
     if file[: len(_NPY_MAGIC)] != _NPY_MAGIC:
         raise RowError(ROUTED_EXPERTS, "a .npy of version 1.0", repr(file[:8]))
     stop = 10 + int.from_bytes(file[8:10], "little")
@@ -181,12 +202,10 @@ def _npy_ids(encoded: Any, dtype: np.dtype[Any], shape: Shape) -> NDArray[Any]:
     header = _NPY_TEXT.fullmatch(file[10:stop])
     if header is None:
         raise RowError(ROUTED_EXPERTS, "the header of an array of three dimensions", repr(file[10:stop]))
-    wanted, (descr, fortran) = dtype.newbyteorder("<").str, (part.decode("latin-1") for part in header.group(1, 2))
-    if (descr, fortran) != (wanted, "False"):
-        got = f"{descr}, fortran_order {fortran}"
-        raise RowError(f"{ROUTED_EXPERTS}.dtype", f"{wanted} in C order, as the model's experts need", got)
-    rows = _checked_rows(f"{ROUTED_EXPERTS}.shape", tuple(map(int, header.groups()[2:])), shape)
-    return _ids(f"{ROUTED_EXPERTS}.data", file[stop:], dtype, rows, shape)
+    descr, fortran = (part.decode("latin-1") for part in header.group(1, 2))
+    if fortran != "False":
+        raise RowError(f"{ROUTED_EXPERTS}.dtype", "an array in C order", f"{descr}, fortran_order {fortran}")
+    return descr, tuple(map(int, header.groups()[2:])), file[stop:]
 
 
 class _Object(msgspec.Struct, forbid_unknown_fields=True):
@@ -260,4 +279,4 @@ _FOREIGN: Final = {
 }
 assert set(ENCODINGS) == {"kvroute", *_FOREIGN}
 
-__all__ = ["ENCODINGS", "Encoding", "decode", "encode", "refusal"]
+__all__ = ["ENCODINGS", "Encoding", "decode", "encode", "npy_array", "refusal"]

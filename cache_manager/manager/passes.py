@@ -47,6 +47,8 @@ class Passes:
 
     def append(self, s: Sequence, total_tokens: int) -> bool:
         size = self._tokens
+        if not isinstance(total_tokens, (int, np.integer)) or total_tokens < 0:
+            raise InvalidInputError("total_tokens", "an integer of 0 or more", repr(total_tokens))
         pool = self._pool
         done = self._sequences.computed(s)
         have = len(s.blocks)
@@ -55,6 +57,8 @@ class Passes:
         n = len(shared) + max(0, wanted - have)
         if not n:
             return True
+        if n > self._aux.device_blocks:
+            return False
         fresh = pool.choose(n)
         if not fresh:
             return False
@@ -120,8 +124,10 @@ class Passes:
     def slots(self, s: Sequence, start: int, stop: int) -> Ints:
         size = self._tokens
         most = len(s.blocks) * size
-        if not 0 <= start <= stop <= most:
-            raise InvalidInputError("start, stop", f"0 <= start <= stop <= {most}", f"{start}, {stop}")
+        integer = (int, np.integer)
+        whole_numbers = isinstance(start, integer) and isinstance(stop, integer)
+        if not (whole_numbers and 0 <= start <= stop <= most):
+            raise InvalidInputError("start, stop", f"0 <= start <= stop <= {most}", f"{start!r}, {stop!r}")
         blocks = s.blocks[start // size : -(-stop // size)] if stop > start else []
         for block in filter(self._pool.others_use, blocks):
             raise BlockStateError(f"device block {block}", "append() before it is written", "one that others use too")
@@ -133,12 +139,16 @@ class Passes:
     def publish(self, s: Sequence, tokens: Tokens) -> None:
         size = self._tokens
         done = self._sequences.computed(s)
-        total = len(tokens)
         most = len(s.blocks) * size
+        try:
+            total = len(tokens)
+            later = tokens[done:]
+        except TypeError as error:
+            raise InvalidInputError("tokens", "a flat sequence of integers", repr(tokens)) from error
         if not done <= total <= most:
             raise InvalidInputError("tokens", f"{done} to {most} tokens", total)
         filling = self._sequences.filling[s.number]
-        new = integers(tokens[done:], "tokens", "a flat sequence of integers")
+        new = integers(later, "tokens", "a flat sequence of integers")
         ids = np.concatenate((filling[: done % size], new)).astype("<i8", copy=False)
         full = [ids[at : at + size].tobytes() for at in range(0, ids.size - size + 1, size)]
         left = ids[len(full) * size :]

@@ -97,8 +97,14 @@ class Sequences:
     def __iter__(self) -> Iterator[Sequence]:
         return iter(self.by_owner.values())
 
+    def find(self, owner: str) -> Sequence | None:
+        """The owner's sequence; :class:`InvalidInputError` for anything but a name."""
+        if not isinstance(owner, str):
+            raise InvalidInputError("owner", "a string", repr(owner))
+        return self.by_owner.get(owner)
+
     def __getitem__(self, owner: str) -> Sequence:
-        sequence = self.by_owner.get(owner)
+        sequence = self.find(owner)
         if sequence is None:
             raise BlockStateError(f"owner {owner!r}", "an owner with a sequence", "one without")
         return sequence

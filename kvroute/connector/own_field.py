@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -10,9 +9,9 @@ import numpy as np
 import pybase64
 from numpy.typing import NDArray
 
-from cache_manager.errors import RowError
+from cache_manager.errors import KVRouteError, RowError
 from cache_manager.spec import AuxBlockDataSpec
-from kvroute.encodings import ROUTED_EXPERTS
+from kvroute.encodings import ROUTED_EXPERTS, npy_array
 from kvroute.routes import Layout, Routes
 
 NPY: Final = b"\x93NUMPY"
@@ -58,14 +57,14 @@ def bound_routes(packed: Any, tokens: Sequence[int] | None, prompt: int, spec: A
 def unpacked(packed: Any) -> NDArray[Any]:
     """What a server sent as base64, not yet judged: vLLM's ``.npy``, or SGLang's int32 one after the other, ``[n]``.
 
-    Raises :class:`RowError` for anything else.
+    Raises :class:`RowError` for anything else; the memory used is a fixed multiple of the size of ``packed``.
     """
     try:
         content = pybase64.b64decode(packed, validate=True)
-        if not content.startswith(NPY):
-            return np.frombuffer(content, "<i4")
-        return np.asarray(np.load(io.BytesIO(content), allow_pickle=False))
-    except (TypeError, ValueError, OSError, EOFError, MemoryError) as error:
+        return npy_array(content) if content.startswith(NPY) else np.frombuffer(content, "<i4")
+    except KVRouteError:
+        raise
+    except (TypeError, ValueError) as error:
         raise RowError(ROUTED_EXPERTS, "a .npy, or the bytes of int32, as base64", repr(error)) from error
 
 

@@ -323,8 +323,7 @@ class RowStream:
                 rows = batch.rows.values[part]
             else:
                 missing = [(piece.start + first, piece.start + stop) for first, stop in runs(~valid)]
-                known_gaps = gaps_of(missing, piece.why, self._size)
-                gaps = known_gaps or [(first, stop, NOT_WRITTEN) for first, stop in missing]
+                gaps = gaps_of(missing, piece.why, self._size, NOT_WRITTEN)
         if gaps and not piece.last:
             self._lost.add(name)
         return Outcome(piece, rows, gaps)

@@ -224,13 +224,16 @@ class Tickets:
         return self._why.pop(name, {})
 
 
-def gaps_of(missing: Sequence[tuple[int, int]], why: Mapping[int, str], size: int) -> list[MissingSpan]:
-    """The known reasons for ``missing`` positions, by their blocks of ``size`` tokens."""
+def gaps_of(
+    missing: Sequence[tuple[int, int]], why: Mapping[int, str], size: int, other: str = ""
+) -> list[MissingSpan]:
+    """The known reasons for ``missing`` positions, by their blocks of ``size`` tokens, and the ``other`` one for the
+    rest; without that the rest is left out."""
     gaps = list[MissingSpan]()
-    for start, stop in missing if why else ():
+    for start, stop in missing if why or other else ():
         for block in range(start // size, -(-stop // size)):
-            reason = why.get(block)
-            if reason is None:
+            reason = why.get(block, other)
+            if not reason:
                 continue
             gap = max(start, block * size), min(stop, (block + 1) * size), reason
             if gaps and gaps[-1][1:] == (gap[0], reason):

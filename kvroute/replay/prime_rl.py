@@ -35,17 +35,20 @@ def routed_experts_and_weights(weights: RoutingWeights, tokens: int, *, frozen_r
     num_layers, 2 * top_k]`` and ``dtype`` int32: the ids of a layer, then the bits of their float32 weights.
 
     No release of prime-rl reads that yet. Its trainer takes the weights as constants, so its routers must be frozen:
-    :class:`ReplayError` unless ``frozen_router``. The row of the last token, and layers without a router, have the
-    experts ``0 .. top_k - 1`` with equal weights. :class:`RowError` names a missing row, which nothing can spell here.
+    :class:`ReplayError` unless ``frozen_router``. The row of the last token, which is not trained, has the experts
+    ``0 .. top_k - 1``, and layers without a router have zeros, both with equal weights. :class:`RowError` names a
+    missing row, which nothing can spell here.
     """
     if not frozen_router:
         wanted = "frozen_router=True: a trained router would get no gradient through constants"
         raise ReplayError("routing weights", wanted, f"frozen_router={frozen_router}")
     routes = weights.routes
-    ids = shard_packed([routes], [read_rows(tokens) + 1], Split(), "all", "int32", "error")
+    rows = read_rows(tokens)
+    ids = routes.materialize(rows, "all", "int32")
+    last = np.broadcast_to(np.arange(routes.top_k, dtype=np.int32), (1, *ids.shape[1:]))
+    ids = np.concatenate([ids, last])
     coefficients = np.full(ids.shape, 1 / routes.top_k, np.float32)
-    placed = min(routes.stop, read_rows(tokens))
-    coefficients[routes.start : placed, list(routes.layer_ids)] = weights.weights[: placed - routes.start]
+    coefficients[routes.start : rows, list(routes.layer_ids)] = weights.weights[: rows - routes.start]
     data = np.concatenate([ids, coefficients.view(np.int32)], axis=-1)
     return {"data": data.tobytes(), "shape": list(data.shape), "dtype": "int32"}
 

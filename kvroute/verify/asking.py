@@ -96,7 +96,7 @@ def decoded(url: str, content: bytes) -> Any:
     """The JSON that came from there; :class:`ServerError` if it is none."""
     try:
         return msgspec.json.decode(content)
-    except (ValueError, msgspec.MsgspecError) as error:
+    except (ValueError, msgspec.MsgspecError, RecursionError) as error:
         raise ServerError(url, "an answer in JSON", error) from error
 
 
@@ -226,7 +226,7 @@ def rows_of(packed: object, spec: AuxBlockDataSpec, due: int) -> RowIds:
     """
     (moe, top_k), every = spec.row_shape, spec.attrs["num_layers"]
     array = own_field.unpacked(packed)
-    layers = array.shape[1] if array.ndim == 3 else array.size // (due * top_k)
+    layers = array.shape[1] if array.ndim == 3 else array.size // max(1, due * top_k)
     if layers not in (every, moe) or array.dtype.kind not in "iu" or array.size % (layers * top_k):
         wanted = f"integers of {due} rows, {every} layers, top {top_k}"
         raise RowError(ROUTED_EXPERTS, wanted, f"{array.dtype} of shape {array.shape}")

@@ -61,6 +61,22 @@ def test_a_job_too_many_is_refused_and_changes_nothing() -> None:
     house.close()
 
 
+@pytest.mark.parametrize("timeout_s", [float("inf"), 1e300])
+def test_a_caller_may_wait_without_an_end(house: House, timeout_s: float) -> None:
+    """Goal: more seconds than Python can wait are as many as it can. Method: a store whose gate opens during the
+    wait for one job; for any of them there is one that has come then."""
+    house.engine.renew([0])
+    house.fill(0, "mine")
+    job = house.begin_persist(0)
+    assert job is not None
+    opening = threading.Timer(0.05, house.gate.open)
+    opening.start()
+    assert job.wait(timeout_s)
+    assert house.engine.jobs.wait(timeout_s)
+    assert house.engine.counters.persisted_blocks == 1
+    opening.join()
+
+
 def test_what_a_refused_job_would_have_left_out_is_counted_once() -> None:
     """Goal: who tries again counts no block and no key twice. Method: of five blocks one is complete; the job is
     refused twice before it begins."""

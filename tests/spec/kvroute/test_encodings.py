@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import re
 import tracemalloc
 from base64 import b64decode, b64encode
 from pathlib import Path
@@ -15,6 +17,7 @@ from hypothesis import strategies as st
 
 from cache_manager.errors import RowError
 from cache_manager.spec import AuxBlockDataSpec
+from kvroute.connector import own_field
 from kvroute.encodings import ENCODINGS, decode, encode, refusal
 from kvroute.routes import Routes
 from kvroute.routing import routing_spec
@@ -158,6 +161,30 @@ def test_a_npy_of_another_array_is_refused_and_the_difference_named(told: str, m
     spec = routing_spec(num_experts=4, top_k=2, layer_ids=(1,), num_layers=2, block_tokens=8)
     with pytest.raises(RowError, match=message.replace("|", r"\|")):
         decode(told, spec, "vllm")
+
+
+@pytest.mark.parametrize(
+    ("header", "message"),
+    [
+        ("{'descr': '<i4', 'fortran_order': False, 'shape': (1, 2, 3 ", "three dimensions"),
+        (" x\n y", "three dimensions"),
+        ("{'descr': '<i4', 'fortran_order': False, 'shape': (99999999999999999999, 2, 3), }", "three dimensions"),
+        ("{'descr': '<i4', 'fortran_order': False, 'shape': (999999999999, 2, 3), }", "wanted 23999999999976 bytes"),
+        ("{'descr': '|S0', 'fortran_order': False, 'shape': (999999999, 2, 3), }", "integers, little endian, got |S0"),
+        ("{'descr': '<f4', 'fortran_order': False, 'shape': (1, 2, 3), }", "integers, little endian, got <f4"),
+    ],
+)
+def test_an_engines_own_field_that_is_none_is_refused(header: str, message: str) -> None:
+    """Goal: an answer is judged without memory for what it claims, and without an error that has no field's name.
+    Method: headers with which numpy's own reader ends in Python's tokeniser, in an overflow, or takes the claim."""
+    with pytest.raises(RowError, match=f"routed_experts.*{re.escape(message)}"):
+        own_field.unpacked(_npy(header, b"\0" * 24))
+    ids = np.arange(12, dtype="<u2").reshape(1, 3, 4)
+    file = io.BytesIO()
+    np.save(file, ids)
+    assert np.array_equal(own_field.unpacked(b64encode(file.getvalue()).decode()), ids)
+    flat = np.arange(12, dtype="<i4")
+    assert np.array_equal(own_field.unpacked(b64encode(flat.tobytes()).decode()), flat)
 
 
 def test_what_is_missing_is_named() -> None:

@@ -172,6 +172,15 @@ def test_the_same_numbers_are_judged_anew_when_a_sequence_has_changed(house, cha
         (lambda m: m.table("b"), BlockStateError, "owner 'b': wanted an owner with a sequence, got one without"),
         (lambda m: m.slots("a", 3, 99), InvalidInputError, "start, stop: wanted 0 <= start <= stop <= 12, got 3, 99"),
         (lambda m: m.slots("a", -1, 9), InvalidInputError, "start, stop: wanted 0 <= start <= stop <= 12, got -1, 9"),
+        (lambda m: m.slots("a", 0.0, 2), InvalidInputError, "start, stop: wanted 0 <= .*, got 0.0, 2"),
+        (lambda m: m.append("a", 11.0), InvalidInputError, "total_tokens: wanted an integer of 0 or more, got 11.0"),
+        (lambda m: m.append("a", None), InvalidInputError, "total_tokens: wanted an integer of 0 or more, got None"),
+        (lambda m: m.append("a", -1), InvalidInputError, "total_tokens: wanted an integer of 0 or more, got -1"),
+        (lambda m: m.free(["a"]), InvalidInputError, r"owner: wanted a string, got \['a'\]"),
+        (lambda m: m.fork(["a"], "b"), InvalidInputError, r"owner: wanted a string, got \['a'\]"),
+        (lambda m: m.preempt(["a"]), InvalidInputError, r"owner: wanted a string, got \['a'\]"),
+        (lambda m: m.begin_persist(None), InvalidInputError, "owner: wanted a string, got None"),
+        (lambda m: m.publish("a", 11), InvalidInputError, "tokens: wanted a flat sequence of integers, got 11"),
         (lambda m: m.publish("a", [1, 2]), InvalidInputError, "tokens: wanted 10 to 12 tokens, got 2"),
         (lambda m: m.fork("a", "a"), BlockStateError, "owner 'a': wanted an owner without a sequence"),
         (lambda m: m.append_batch([0, 0]), InvalidInputError, "seqs: wanted each sequence once, got 1 of them again"),
@@ -196,6 +205,7 @@ def test_a_wrong_call_names_the_field_and_changes_nothing(house, call, error, me
 def test_no_room_for_a_further_sequence_is_no_room() -> None:
     house = House(device=8, sequences_max=2)
     house.run("a", PROMPT)
+    assert not house.manager.append("a", 10**30)
     house.manager.allocate("b", [1])
     before = house.state()
     assert house.manager.allocate("c", [2]) is None

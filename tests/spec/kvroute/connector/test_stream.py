@@ -51,6 +51,7 @@ class Engine:
         self.spares = SpareBlocks(self.feed, SPARES)
         self.view = kvroute.RegionView(self.worker.region("device").name)  # type: ignore[union-attr]
         self.tables: dict[str, list[int]] = {}
+        self.why: dict[int, str] = {}
         self.stream = RowStream(
             SPEC,
             self.feed,
@@ -59,7 +60,7 @@ class Engine:
             LIMITS,
             blocks_of=lambda name, first, last: self.tables[name][first:last],
             doubts=lambda *_: None,
-            why=lambda _: {},
+            why=lambda _: self.why,
         )
         self.stream.attach(self.view, late=True)
         self.number = 0
@@ -222,6 +223,20 @@ def test_nothing_comes_after_a_missing_row(engine: Engine, apart: bool) -> None:
     engine.stream.ended(request, 0, [0], 3)
     assert engine.stream.read(engine.stream.take([], 3, start=lambda _: 0), apart=apart) == ([], None)
     assert not engine.stream._lost
+
+
+def test_each_missing_row_has_a_reason(engine: Engine) -> None:
+    """Goal: a row without a reason of another engine's is told beside those with one. Method: of two blocks one row
+    each is not written, and the second block's did not cross."""
+    engine.tables["a"] = [0, 1]
+    engine.why = {1: "prefill has lost it"}
+    engine.schedules(list(range(8)), [0, 1])
+    step = engine.stream.take([("a", Request("a", 9))], 1, start=lambda _: 0)
+    number, batch, _ = engine.sent.pop(0)
+    engine.sent.append((number, batch, [0, 1, 3, 4, 6, 7]))
+    engine.works()
+    outcome = engine.reads(step)
+    assert (outcome.rows, outcome.gaps) == (None, [(2, 3, stream.NOT_WRITTEN), (5, 6, "prefill has lost it")])
 
 
 def test_a_request_that_was_refused_gets_no_rows_and_says_so_once(engine: Engine) -> None:

@@ -16,6 +16,7 @@ from kvroute.capture.errors import CaptureError
 from kvroute.replay import prime_rl
 from kvroute.replay.rows import ReplayError
 from kvroute.replay.transformers import packed, packed_weights, padded, padded_weights, replay
+from kvroute.routes import SamplingSupport
 from kvroute.routing import routing_spec_from_hf
 
 TOKENS = torch.tensor([[5, 9, 13, 21, 33, 47, 8]])
@@ -191,8 +192,27 @@ def test_prime_rls_drafts_get_ids_and_bits_in_one_array(qwen: Any) -> None:
     assert np.ascontiguousarray(data[:7, [1, 3], 2:]).tobytes() == record.weights.tobytes()
     assert (data[:, [0, 2], 2:].copy().view(np.float32) == 0.5).all()
     lacks = RoutingWeights(record.routes.slice(0, 5), record.weights[:5])
-    with pytest.raises(RowError, match="sequence 0 row 5: wanted a row"):
+    with pytest.raises(RowError, match="row 5: wanted a row"):
         prime_rl.routed_experts_and_weights(lacks, 8, frozen_router=True)
+
+
+def test_supports_behind_a_sample_are_refused() -> None:
+    support = SamplingSupport.of([[3], [4]], tokens=[1, 3, 4], start=1)
+    assert prime_rl.sampling_mask(support, [False, True, True])["ids"] == np.array([3, 4], np.int32).tobytes()
+    with pytest.raises(ReplayError, match="mask: wanted 3 tokens or more, as there are supports, got 2"):
+        prime_rl.sampling_mask(support, [False, True])
+
+
+def test_the_last_tokens_row_has_no_ones_ids_and_weights() -> None:
+    """Goal: weights are of the ids beside them. Method: routes that go on behind the sample's last token."""
+    ids = np.array([[[3, 1]], [[0, 2]], [[2, 3]]])
+    routes = Routes(ids, [True] * 3, layer_ids=(1,), num_experts=4, num_layers=2)
+    record = RoutingWeights(routes, np.arange(1, 7, dtype=np.float32).reshape(3, 1, 2))
+    answer = prime_rl.routed_experts_and_weights(record, 3, frozen_router=True)
+    data = np.frombuffer(answer["data"], np.int32).reshape(answer["shape"])
+    assert data[..., :2].tolist() == [[[0, 0], [3, 1]], [[0, 0], [0, 2]], [[0, 1], [0, 1]]]
+    weights = data[..., 2:].copy().view(np.float32)
+    assert weights.tolist() == [[[0.5, 0.5], [1, 2]], [[0.5, 0.5], [3, 4]], [[0.5, 0.5], [0.5, 0.5]]]
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,9 @@ from salted_moe import small_moe
 
 import kvroute
 from bench.vllm_families import make
+from cache_manager.errors import RowError
 from kvroute.cli import FAILED, USAGE, main
-from kvroute.verify.asking import rows_of
+from kvroute.verify.asking import ServerError, decoded, rows_of
 from kvroute.verify.weights import NOISE, Weights
 
 
@@ -220,3 +221,13 @@ def test_an_id_of_more_bits_is_not_wrapped_into_an_expert() -> None:
         file = io.BytesIO()
         np.save(file, np.array([2, far], dtype).reshape(2, 1, 1))
         assert rows_of(pybase64.b64encode_as_string(file.getvalue()), spec, 2).tolist() == [[[2]], [[-1]]]
+
+
+def test_answers_that_no_engine_gives_are_errors_with_a_name() -> None:
+    """Method: rows where the answer has no token that was read; JSON that is nested deeper than Python's stack."""
+    spec = kvroute.routing_spec(EXPERTS, 2, (0, 1), 2, block_tokens=4)
+    packed = pybase64.b64encode_as_string(np.zeros(8, "<i4").tobytes())
+    with pytest.raises(RowError, match="routed_experts: wanted integers of 0 rows"):
+        rows_of(packed, spec, 0)
+    with pytest.raises(ServerError, match="wanted an answer in JSON"):
+        decoded("http://server", b"[" * 100_000)
