@@ -26,7 +26,7 @@ ROUTED = [1, 2, 3]
 SPECIAL = ["<|im_start|>", "<|im_end|>", "\n", "system", "user", "assistant", "tool"]
 WORDS = [*(f"t{i}" for i in range(models.VOCABULARY - len(SPECIAL))), *SPECIAL]
 STOCK = "KVROUTE_LIVE_STOCK" in os.environ
-"""The same plan without kvroute: vLLM's own capture fills the field, and what is wrong or missing is counted."""
+"""The same plan without kvroute: the engine's own capture fills the field, and what is wrong or missing is counted."""
 STOPS = WORDS[8:500:8]
 """Strings of which a sampled token is one in eight."""
 TEMPLATE = """{% for m in messages %}{{ '<|im_start|> ' + m['role'] + ' \n ' + m['content'] + ' <|im_end|> \n ' }}
@@ -141,8 +141,21 @@ def verdict(trainer: str, engine: str, scenario: str, tally: Tally) -> None:
 
 
 def refused(trainer: str, engine: str, scenario: str, why: str) -> None:
-    """Into the table: vLLM does not start so."""
+    """Into the table: the engine does not start so."""
     TABLE.append({"trainer": trainer, "engine": engine, "scenario": scenario, "stock": STOCK, "refused": why})
+
+
+def stock_beside_a_connector(trainer: str, engine: str, scenario: str, home: Path) -> None:
+    """Into the table: stock vLLM's flag beside a connector of its own, as a trainer would set both, is refused."""
+    import pytest
+    from vllm.config import KVTransferConfig
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    transfer = KVTransferConfig(kv_connector="ExampleConnector", kv_role="kv_both")
+    arguments = AsyncEngineArgs(str(home), enable_return_routed_experts=True, kv_transfer_config=transfer)
+    with pytest.raises(ValueError, match="--enable-return-routed-experts is incompatible with KV connectors"):
+        arguments.create_engine_config()
+    refused(trainer, engine, scenario, "the flag is incompatible with KV connectors")
 
 
 def left() -> None:

@@ -1,4 +1,4 @@
-"""The table of the live tests: what each scenario's cells are with kvroute, and with stock vLLM in the same plan.
+"""The table of the live tests: what each scenario's cells are with kvroute, and with the stock engine in the same plan.
 
 ``python tests/real/trainers_live/table.py FOLDER`` makes it of the files that runs have left in a folder.
 """
@@ -18,7 +18,7 @@ def markdown(counts: Sequence[dict[str, Any]]) -> str:
     """A line for each scenario and each of both that fill the field; ``counts`` are those of :data:`live.TABLE`."""
     lines = [HEAD, "|" + "---|" * 9]
     for row in counts:
-        who = "stock vLLM" if row["stock"] else "kvroute"
+        who = f"stock {row['engine'].split()[0]}" if row["stock"] else "kvroute"
         said = f"| {row['trainer']} | {row['engine']} | {row['scenario']} | {who} |"
         if "refused" in row:
             lines.append(f"{said} refused: {row['refused']} | | | | |")
@@ -39,10 +39,12 @@ def beside(folder: Path) -> list[dict[str, Any]]:
 
 ABOUT = """# Trainers' own rollout code, over live engines
 
-`make trainers-live-table` wrote this: each trainer's unchanged server, clients and arrays over the release of vLLM
-that it pins, on a CPU, once with kvroute and once with vLLM's own capture, which stock runs there, too. A cell is a
-layer of a row; float32 transformers judges it over the answer's own tokens. *Missing*: the answer has no field, or a
-shorter one.
+`make trainers-live-table` wrote this: each trainer's unchanged server, clients and arrays over the release of its
+engine that it pins, on a CPU, once with kvroute and once with the engine's own capture. A cell is a layer of a row;
+float32 transformers judges it over the answer's own tokens. *Missing*: the answer has no field, or a shorter one.
+
+Stock vLLM is right here wherever it starts. It ends at its start if its flag meets a KV connector, so that rows of KV
+from outside cannot be judged there.
 
 Why to distrust it: one model of four layers with random weights, answers of at most 128 tokens, one engine, and no
 GPU, where vLLM's newer runner has another buffer. Counts vary by run where a string ends answers.

@@ -14,7 +14,7 @@ import requests
 import skyrl_gym
 import torch
 import vllm
-from live import STOCK, STOPS, judged, judged_over_update, prompt, verdict
+from live import STOCK, STOPS, judged, judged_over_update, prompt, stock_beside_a_connector, verdict
 from safetensors.torch import load_file
 from skyrl.backends.skyrl_train.inference_servers.engine_utils import get_sampling_params_for_backend
 from skyrl.backends.skyrl_train.inference_servers.remote_inference_client import RemoteInferenceClient
@@ -53,12 +53,11 @@ def configured(home: Path, files: Path) -> SkyRLTrainConfig:
     rows."""
     kvroute = f"kvroute: {{on_missing: fail, witness: flagged, store: 'file://{files}/rows'}}"
     name = "kv_connector: KvrouteExampleConnector, kv_connector_module_path: kvroute.integrations.vllm"
-    if STOCK:
-        name, kvroute = "kv_connector: ExampleConnector", ""
     transfer = (
         f"{{{name}, kv_role: kv_both, kv_connector_extra_config: {{shared_storage_path: '{files}/kv', {kvroute}}}}}"
     )
     engine = "generator.inference_engine"
+    connector = () if STOCK else (f"{engine}.engine_init_kwargs.kv_transfer_config={transfer}",)
     return SkyRLTrainConfig.from_cli_overrides(
         [
             f"trainer.policy.model.path={home}",
@@ -67,7 +66,7 @@ def configured(home: Path, files: Path) -> SkyRLTrainConfig:
             "trainer.policy.megatron_config.moe_enable_routing_replay=true",
             f"{engine}.enable_return_routed_experts=true",
             f"{engine}.distributed_executor_backend=mp",
-            f"{engine}.engine_init_kwargs.kv_transfer_config={transfer}",
+            *connector,
             # What a CPU and a small model need.
             f"{engine}.engine_init_kwargs.worker_cls=vllm.v1.worker.cpu_worker.CPUWorker",
             f"{engine}.engine_init_kwargs.block_size=32",
@@ -210,13 +209,17 @@ def test_turns_and_stop_strings(rollout: Rollout, homes: dict[str, Path]) -> Non
 def test_kv_from_outside(rollout: Rollout, homes: dict[str, Path]) -> None:
     """Goal: rows of KV that has left the engine. Method: answers that fill its pool between two answers to the same
     prompts, whose KV and rows then come from files."""
+    scenario = "prefixes whose KV came from files"
+    if STOCK:
+        stock_beside_a_connector(NAME, ENGINE, scenario, homes["A"])
+        return
     loaded = rollout.counter("external_prefix_cache_hits")
     for seeds in (range(20, 25), range(25, 30)):
         rollout([prompt(seed, 110) for seed in seeds], 1)
     again = rollout(ASKED, 1)
     loaded = rollout.counter("external_prefix_cache_hits") - loaded
     assert loaded >= 96 * len(ASKED), loaded
-    verdict(NAME, ENGINE, "prefixes whose KV came from files", judged(homes["A"], samples(again)))
+    verdict(NAME, ENGINE, scenario, judged(homes["A"], samples(again)))
 
 
 @pytest.mark.parametrize("forgets", [False, True], ids=["keeps KV", "asks to forget KV"])
