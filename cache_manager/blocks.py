@@ -39,9 +39,11 @@ class AuxBlocks:
 
     ``required`` names the specs whose rows a block must have in full to be stored and to count as a hit (default: all;
     with an empty list KV without rows counts as a hit, and its rows are missing). With ``memory="shared"`` the rows lie
-    in SharedMemory regions that other processes can attach. ``kv`` goes wherever rows go: a block's KV and rows are
-    stored as one record, under keys that name the layout of both. Every method may be called from any thread; one lock
-    is held for bookkeeping and for placing rows and KV, never while a store is read or written.
+    in SharedMemory regions that other processes can attach; with ``memory="sparse"`` rows of blocks that were
+    never renewed, or :meth:`retire`d, take none, and no device writes rows in place. ``kv`` goes wherever rows go: a
+    block's KV and rows are stored as one record, under keys that name the layout of both. Every method may be called
+    from any thread; one lock is held for bookkeeping and for placing rows and KV, never while a store is read or
+    written.
 
     ``jobs`` are those that have begun and not landed (:class:`cache_manager.jobs.Jobs`); ``store`` verifies what the
     given store keeps (:class:`RecordStore`), ``None`` without one; ``exchange`` gives rows and KV to other processes,
@@ -169,6 +171,14 @@ class AuxBlocks:
         A caller that chooses the ``generations`` tells readers of them; each must be larger than the one before. A
         block that cannot be given out is dropped, counted, 0 in the answer; if it is in that generation, its rows go.
         """
+        return self._begin_lives(blocks, generations, has_rows=True)
+
+    def retire(self, blocks: Blocks, generations: Blocks | None = None) -> Ints:
+        """As :meth:`renew`, of blocks that the engine has given out for something that has no rows: with
+        ``memory="sparse"`` their rows' memory is free until the blocks are renewed. Rows written there are missing."""
+        return self._begin_lives(blocks, generations, has_rows=False)
+
+    def _begin_lives(self, blocks: Blocks, generations: Blocks | None, *, has_rows: bool) -> Ints:
         table = self._device
         if generations is None and isinstance(blocks, list) and not blocks:  # engines ask for room for every token
             self._lock.check_open()
@@ -196,10 +206,10 @@ class AuxBlocks:
                     (known & ~good & ~fenced, f"generations larger than before, and below {GENERATION_END}"),
                 ):
                     self._mistakes.report_blocks("stale_blocks", ids[bad], "renew", wanted)
-                table.renew(ids[good], lives[good])
+                table.renew(ids[good], lives[good], has_rows=has_rows)
                 lives = np.where(good, lives, 0)
             else:
-                table.renew(ids, lives)
+                table.renew(ids, lives, has_rows=has_rows)
         if self._mistakes.unlogged:
             self._mistakes.log()
         return lives

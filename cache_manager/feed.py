@@ -48,6 +48,13 @@ class Renew(Operation, frozen=True):
         to.renew(self.blocks, self.generations)
 
 
+class Retire(Renew, frozen=True):
+    """These blocks were given out, in these generations, for something that has no rows."""
+
+    def do(self, to: Any) -> None:
+        to.retire(self.blocks, self.generations)
+
+
 class Copy(Operation, frozen=True):
     """Blocks were copied: ``pairs`` (source, target), flat; at most the first ``rows`` of each."""
 
@@ -109,10 +116,10 @@ class Reset(Operation, frozen=True):
 class Batch(msgspec.Struct, frozen=True, array_like=True):
     """Batch ``number`` of the feed ``epoch``: operations in the order in which they happened."""
 
-    version: Literal[4]
+    version: Literal[5]
     epoch: int
     number: int
-    operations: list[Renew | Copy | Persist | Restore | Reset]
+    operations: list[Renew | Retire | Copy | Persist | Restore | Reset]
 
 
 def _check_each(first: Ints, *others: Ints) -> None:
@@ -151,12 +158,19 @@ class BlockFeed:
 
     def renew(self, blocks: Sequence[int] | Ints) -> Ints:
         """Blocks were given out anew; the generations they begin ``[n]``. A block may be named once in a call."""
+        return self._begin_lives(blocks, Renew)
+
+    def retire(self, blocks: Sequence[int] | Ints) -> Ints:
+        """As :meth:`renew`, of blocks that were given out for something that has no rows."""
+        return self._begin_lives(blocks, Retire)
+
+    def _begin_lives(self, blocks: Sequence[int] | Ints, operation: type[Renew]) -> Ints:
         ids = self._blocks.ids(blocks)
         if not self._blocks.differ(ids):
             raise InvalidInputError("blocks", "each block once", ids.tolist()[:8])
         self.generations[ids] += 1
         lives: Ints = self.generations[ids]
-        self._operations.append(Renew(ids, lives.copy()))
+        self._operations.append(operation(ids, lives.copy()))
         return lives
 
     def copy(self, pairs: Any, rows: Sequence[int] | None = None) -> None:
@@ -188,7 +202,7 @@ class BlockFeed:
         """The operations since the last time, as one numbered batch; ``b""`` when nothing has happened."""
         if not self._operations:
             return b""
-        batch = Batch(4, self._epoch, self._number, self._operations)
+        batch = Batch(5, self._epoch, self._number, self._operations)
         self._operations = []
         self._number += 1
         return _ENCODER.encode(batch)

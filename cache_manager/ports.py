@@ -44,6 +44,16 @@ class Region(Protocol):
     words: NDArray[np.uint64]  # [blocks]
     valid: NDArray[np.uint64]  # [blocks, specs, valid_words]
 
+    @property
+    def is_sparse(self) -> bool:
+        """Whether a block's rows have memory between :meth:`hold` and :meth:`give_back` alone; else always."""
+
+    def hold(self, ids: NDArray[np.int64]) -> None:
+        """Have memory for the rows of blocks ``ids [n]``. Raises ``NoSpaceError``, and then has it for some at most."""
+
+    def give_back(self, ids: NDArray[np.int64], held: NDArray[np.bool_]) -> None:
+        """The rows of blocks ``ids [n]`` are over; their memory goes, but for pages of ``held [blocks]`` ones."""
+
     def enter(self, namespace: bytes) -> None:
         """Rows belong to another namespace (its fingerprint) from here on.
 

@@ -262,7 +262,7 @@ def gather(region: Region, spec: int, ids: Ints, *, locked: bool = False) -> tup
     valid = region.valid[:, spec]
     words = region.words[ids]
     bits = valid[ids]
-    rows = source[ids]
+    rows = _present(source, bits.any(axis=1), ids)
     changed = np.flatnonzero(region.words[ids] != words)
     for _ in range(READ_RETRIES_MAX - 1):
         if not changed.size:
@@ -270,12 +270,22 @@ def gather(region: Region, spec: int, ids: Ints, *, locked: bool = False) -> tup
         again = ids[changed]
         words[changed] = region.words[again]
         bits[changed] = valid[again]
-        rows[changed] = source[again]
+        rows[changed] = _present(source, bits[changed].any(axis=1), again)
         changed = changed[region.words[again] != words[changed]]
     bits[changed] = 0
     as_bytes = rows.view(np.uint8)
     copied = as_bytes.reshape(len(ids), nbytes)
     return copied, bits, words
+
+
+def _present(source: Values, have_rows: Any, *at: Ints) -> Values:
+    """The items of ``source`` at these places ``[n]``, bool ``have_rows [n]``; zeros where there are no rows, and so
+    perhaps no memory: a read would bring it back."""
+    if not have_rows.all():
+        items = np.zeros(have_rows.size, source.dtype)
+        items[have_rows] = _present(source, np.ones(1, np.bool_), *(places[have_rows] for places in at))
+        return items
+    return source[at] if len(at) > 1 else source[at[0]]
 
 
 def gather_slots(region: Region, spec: int, blocks: Ints, offsets: Ints) -> tuple[Bytes, Flags, Bits]:
@@ -296,7 +306,7 @@ def gather_slots(region: Region, spec: int, blocks: Ints, offsets: Ints) -> tupl
     shifts = (offsets & 63).astype(np.uint64)
     words = region.words[blocks]
     bits = valid[blocks, mask_words]
-    rows = source[blocks, offsets]
+    rows = _present(source, bits != 0, blocks, offsets)
     changed = np.flatnonzero(region.words[blocks] != words)
     for _ in range(READ_RETRIES_MAX - 1):
         if not changed.size:
@@ -304,7 +314,7 @@ def gather_slots(region: Region, spec: int, blocks: Ints, offsets: Ints) -> tupl
         again = blocks[changed]
         words[changed] = region.words[again]
         bits[changed] = valid[again, mask_words[changed]]
-        rows[changed] = source[again, offsets[changed]]
+        rows[changed] = _present(source, bits[changed] != 0, again, offsets[changed])
         changed = changed[region.words[again] != words[changed]]
     bits[changed] = 0
     readable = ((bits >> shifts) & _ONE).astype(np.bool_)

@@ -11,17 +11,19 @@ from cache_manager.regions.shared import SharedRegion
 from cache_manager.regions.view import RegionView
 from cache_manager.spec import RecordLayout
 
-Memory = Literal["heap", "shared"]
-"""Where rows lie: in this process's memory, or in SharedMemory that others may attach."""
+Memory = Literal["heap", "shared", "sparse"]
+"""Where rows lie: in this process's memory, or in SharedMemory that others may attach; if that is sparse, rows of
+blocks that are not in use take none."""
 
 
 def region_in(memory: Memory, layout: RecordLayout, blocks: int, tier: TierName, namespace: Namespace) -> Region:
     """A new region of a tier's ``blocks``; :class:`ConfigError` where there is no such ``memory``."""
     if memory == "heap":
         return HeapRegion(layout, blocks)
-    if memory == "shared":
-        return SharedRegion.create(layout, blocks, tier=tier, namespace=namespace.fingerprint)
-    raise ConfigError("memory", "'heap' or 'shared'", repr(memory))
+    if memory in ("shared", "sparse"):
+        sparse = memory == "sparse"
+        return SharedRegion.create(layout, blocks, tier=tier, namespace=namespace.fingerprint, sparse=sparse)
+    raise ConfigError("memory", "'heap', 'shared' or 'sparse'", repr(memory))
 
 
 __all__ = [

@@ -72,8 +72,19 @@ class MappedRegion:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory that the region takes."""
+        """Bytes of memory that the region takes; a sparse one at most."""
         return self._extent.nbytes
+
+    @property
+    def is_sparse(self) -> bool:
+        """See :class:`~cache_manager.ports.Region`."""
+        return False
+
+    def hold(self, ids: NDArray[np.int64]) -> None:
+        """See :class:`~cache_manager.ports.Region`: all rows have memory here."""
+
+    def give_back(self, ids: NDArray[np.int64], held: NDArray[np.bool_]) -> None:
+        """See :class:`~cache_manager.ports.Region`: all rows keep their memory here."""
 
     def close(self) -> None:
         """Give the memory back; a second call does nothing.

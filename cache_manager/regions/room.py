@@ -65,18 +65,37 @@ def ask_for_huge_pages(memory: mmap.mmap) -> None:
         memory.madvise(mmap.MADV_HUGEPAGE)
 
 
-def populate(memory: mmap.mmap, *, write: bool) -> None:
-    """Have every page of ``memory`` mapped now, so that no later access waits for the kernel; contents stay."""
+def populate(memory: mmap.mmap, *, write: bool, start: int = 0, stop: int | None = None) -> None:
+    """Have every page of ``memory[start:stop]`` mapped now: no later access waits for the kernel. Contents stay.
+
+    ``start`` is a multiple of the page size.
+    """
     advice = _MADV_POPULATE_WRITE if write else _MADV_POPULATE_READ
-    size = len(memory)
+    end = len(memory) if stop is None else stop
     try:
-        for start in range(0, size, _POPULATE_CHUNK_NBYTES):
-            memory.madvise(advice, start, min(_POPULATE_CHUNK_NBYTES, size - start))
+        for place in range(start, end, _POPULATE_CHUNK_NBYTES):
+            memory.madvise(advice, place, min(_POPULATE_CHUNK_NBYTES, end - place))
     except OSError as error:
         if error.errno in (errno.EFAULT, errno.ENOMEM):
             where, free = memory_free_nbytes()
-            raise NoSpaceError(where, len(memory), free, "ask for fewer blocks") from error
+            raise NoSpaceError(where, end - start, free, "ask for fewer blocks") from error
         raise
+
+
+def populate_present(memory: mmap.mmap, fd: int, *, write: bool) -> None:
+    """As :func:`populate`, but for what the file ``fd`` has no memory for: that would give it some."""
+    size = len(memory)
+    start = 0
+    while start < size:
+        try:
+            start = os.lseek(fd, start, os.SEEK_DATA)
+        except OSError as error:
+            if error.errno == errno.ENXIO:  # no data behind it
+                return
+            raise
+        stop = os.lseek(fd, start, os.SEEK_HOLE)
+        populate(memory, write=write, start=start, stop=min(stop, size))
+        start = stop
 
 
 def _cgroup_free_nbytes(root: Path) -> Iterator[tuple[str, int]]:

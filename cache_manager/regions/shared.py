@@ -3,6 +3,10 @@
 Not ``multiprocessing.shared_memory``: its resource tracker removes a region when any process that attached to it exits,
 and its ``close`` unmaps memory that numpy still points to. Here a region is a file in ``/dev/shm`` that is opened,
 checked, locked and mapped with the system's own calls; liveness is a lock (see :mod:`cache_manager.regions.directory`).
+
+A *sparse* region is as long, but rows of blocks that nobody holds have no memory. Its owner has a block's memory before
+it writes there, so that a file system that is full is an error and no signal. Readers look at a block's bits first and
+read no rows where none is readable: a read would bring the memory back.
 """
 
 from __future__ import annotations
@@ -13,8 +17,12 @@ import os
 import stat
 import uuid
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
 
 from cache_manager.errors import InvalidInputError, RegionError, RegionMismatchError, RegionMissingError
 from cache_manager.ports import TierName
@@ -30,7 +38,7 @@ from cache_manager.regions.header import (
     unpack_header,
     unpack_namespace,
 )
-from cache_manager.regions.region import MappedRegion
+from cache_manager.regions.region import PAGE_NBYTES, MappedRegion
 from cache_manager.spec import RecordLayout
 
 _NAMESPACE_TRIES_MAX: Final = 1000
@@ -48,10 +56,16 @@ class SharedRegion(MappedRegion):
     kills its users with SIGBUS: the file system offers no defence against that.
     """
 
-    __slots__ = ("__weakref__", "_owner_pid", "_remove", "name")
+    __slots__ = ("__weakref__", "_owner_pid", "_remove", "_sparse", "name")
 
     def __init__(
-        self, name: str, header: RegionHeader, memory: mmap.mmap, own_file: os.stat_result | None = None
+        self,
+        name: str,
+        header: RegionHeader,
+        memory: mmap.mmap,
+        own_file: os.stat_result | None = None,
+        *,
+        sparse: bool = False,
     ) -> None:
         """Not for callers: :meth:`create` or :meth:`attach`. Takes over ``memory``, a mapping of the region's file.
 
@@ -59,6 +73,7 @@ class SharedRegion(MappedRegion):
         """
         super().__init__(header.extent, memory)
         self.name: str = name
+        self._sparse = sparse
         self._owner_pid = 0
         self._remove: weakref.finalize[[Path, os.stat_result, int], SharedRegion] | None = None
         if own_file is not None:
@@ -67,12 +82,15 @@ class SharedRegion(MappedRegion):
             self._remove = weakref.finalize(self, _remove, path, own_file, self._owner_pid)
 
     @classmethod
-    def create(cls, layout: RecordLayout, blocks: int, *, tier: TierName, namespace: bytes) -> SharedRegion:
-        """A new region of zeros under a name of its own, backed by memory to the last page.
+    def create(
+        cls, layout: RecordLayout, blocks: int, *, tier: TierName, namespace: bytes, sparse: bool = False
+    ) -> SharedRegion:
+        """A new region of zeros under a name of its own, backed by memory to the last page; if ``sparse``, up to the
+        rows.
 
         ``tier`` says whose blocks it mirrors; ``namespace`` is :attr:`Namespace.fingerprint`, and changes with
         :meth:`enter`. Removes orphans first. Raises :class:`NoSpaceError` with the numbers when ``/dev/shm``, a cgroup,
-        the machine or the process's address space has no room; nothing is left behind then.
+        the machine or the process's address space has no room for all rows; nothing is left behind then.
         """
         extent = extent_of(layout, blocks)
         if tier not in directory.TIERS:
@@ -87,10 +105,10 @@ class SharedRegion(MappedRegion):
         name = directory.name_of(header.uuid, tier)
         fd = directory.unnamed_file()
         try:
-            memory = _allocate(name, fd, extent.nbytes)
+            memory = _allocate(name, fd, extent.nbytes, extent.rows_offset if sparse else extent.nbytes)
             memory[: extent.header_nbytes] = pack_header(header)
             memory[_NAMESPACE] = owner
-            region = cls(name, header, memory, os.fstat(fd))
+            region = cls(name, header, memory, os.fstat(fd), sparse=sparse)
             directory.give_name(fd, name)  # last: what has a name is whole
         finally:
             os.close(fd)
@@ -108,10 +126,48 @@ class SharedRegion(MappedRegion):
         try:
             header = _check(name, fd)
             memory = room.map_memory(fd, header.extent.nbytes, writable=writable)
-            room.populate(memory, write=writable)
+            room.populate_present(memory, fd, write=writable)
             return cls(name, header, memory)
         finally:
             os.close(fd)
+
+    @property
+    def is_sparse(self) -> bool:
+        """See :class:`~cache_manager.ports.Region`; the owner knows."""
+        return self._sparse
+
+    def hold(self, ids: NDArray[np.int64]) -> None:
+        """See :class:`~cache_manager.ports.Region`."""
+        if not self._sparse:
+            return
+        memory = self._mapped()
+        for first, last in _neighbours(ids):
+            start, stop = self._extent_of(first, last)
+            room.populate(memory, write=True, start=start - start % PAGE_NBYTES, stop=stop)
+
+    def give_back(self, ids: NDArray[np.int64], held: NDArray[np.bool_]) -> None:
+        """See :class:`~cache_manager.ports.Region`."""
+        if not self._sparse:
+            return
+        memory = self._mapped()
+        offset = self._extent.rows_offset
+        nbytes = self.layout.nbytes
+        for first, last in _neighbours(ids):
+            start, stop = self._extent_of(first, last)
+            start -= start % PAGE_NBYTES
+            stop += -stop % PAGE_NBYTES
+            if held[(start - offset) // nbytes : first].any():  # another block's rows begin, or end, in the page
+                start += PAGE_NBYTES
+            if held[last + 1 : -(-(stop - offset) // nbytes)].any():
+                stop -= PAGE_NBYTES
+            if start < stop:
+                memory.madvise(mmap.MADV_REMOVE, start, stop - start)
+
+    def _extent_of(self, first: int, last: int) -> tuple[int, int]:
+        """Where in the mapping the records of the blocks from ``first`` to ``last`` begin and end."""
+        nbytes = self.layout.nbytes
+        offset = self._extent.rows_offset
+        return offset + first * nbytes, offset + (last + 1) * nbytes
 
     @property
     def namespace(self) -> bytes | None:
@@ -147,18 +203,26 @@ class SharedRegion(MappedRegion):
         return self._memory
 
 
-def _allocate(name: str, fd: int, nbytes: int) -> mmap.mmap:
-    """``fd`` with its final size, every page of it there and mapped."""
+def _neighbours(ids: NDArray[np.int64]) -> Iterator[tuple[int, int]]:
+    """The first and the last one of each run of successive block ids."""
+    ordered = np.sort(ids)
+    cuts = np.flatnonzero(np.diff(ordered) != 1) + 1
+    for run in np.split(ordered, cuts) if ordered.size else ():
+        yield int(run[0]), int(run[-1])
+
+
+def _allocate(name: str, fd: int, nbytes: int, present_nbytes: int) -> mmap.mmap:
+    """``fd`` with its final size, every page of its first ``present_nbytes`` there and mapped."""
     try:
         os.ftruncate(fd, nbytes)
         memory = room.map_memory(fd, nbytes)
-        os.posix_fallocate(fd, 0, nbytes)  # a touch of a page that is not there would be a SIGBUS
+        os.posix_fallocate(fd, 0, present_nbytes)  # a touch of a page that is not there would be a SIGBUS
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.ENOMEM):
             raise RegionError(f"region {name}: allocate {nbytes} bytes: {error.strerror}") from error
         os.ftruncate(fd, 0)
         raise room.no_tmpfs_space(directory.DIRECTORY, nbytes) from error
-    room.populate(memory, write=True)
+    room.populate(memory, write=True, stop=present_nbytes)
     return memory
 
 

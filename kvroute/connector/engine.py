@@ -27,6 +27,7 @@ class Engine:
     drafts: bool = True  # a draft model computes in the same steps, and uses the memory of their slots for its own
     hashes: int = 1  # that a request has for each of its blocks
     group: int = 0  # of the engine's groups of layers: the one whose blocks rows go with
+    shares_blocks: bool = False  # blocks of its pool serve other groups too, and have no rows there
     stages: int = 1  # of a pipeline, each with its own layers; in a worker ``spec`` has those of its stage
     limits: Limits = field(default_factory=Limits)
 

@@ -101,7 +101,7 @@ class SchedulerRows:
         self._requests: dict[str, _State] = {}
         self._heard = False  # of any block
         # Since the last step was sent:
-        self._given: dict[int, None] = {}
+        self._given: dict[int, bool] = {}  # whether rows go with the block
         self._joined: list[tuple[Request, list[int]]] = []
         self._loads: list[_State] = []
         self._landed: list[_State] = []
@@ -152,7 +152,12 @@ class SchedulerRows:
 
     def given(self, blocks: Iterable[int]) -> None:
         """The pool has given these blocks out: their content is of an earlier life."""
-        self._given.update(dict.fromkeys(blocks))
+        self._given.update(dict.fromkeys(blocks, True))
+        self._heard = True
+
+    def given_elsewhere(self, blocks: Iterable[int]) -> None:
+        """As :meth:`given`, to layers that rows do not go with: nothing is read there until the next life."""
+        self._given.update(dict.fromkeys(blocks, False))
         self._heard = True
 
     # ---------------------------------------------------------------- admission
@@ -225,11 +230,17 @@ class SchedulerRows:
         if moves is not None:
             self.carrier.leave(moves)
         if self._given:
-            blocks = list(self._given)
+            given = self._given
+            blocks = list(given)
             self._given = {}
             for reader in self._readers:
                 reader.given(blocks, self._steps + 1)
-            self.feed.renew(blocks)
+            own = [block for block, has_rows in given.items() if has_rows]
+            elsewhere = [block for block, has_rows in given.items() if not has_rows]
+            if elsewhere:  # first, because it frees memory
+                self.feed.retire(elsewhere)
+            if own:
+                self.feed.renew(own)
         self._copy(copies)
         if moves is not None:
             self.carrier.enter(moves)

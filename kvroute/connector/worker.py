@@ -68,7 +68,7 @@ class WorkerRows:
             namespace=engine.namespace,
             store=self.store,
             required=[engine.spec.name],
-            memory="shared",
+            memory="sparse" if engine.shares_blocks else "shared",
             strict=settings.strict,
         )
         self.meter = Meter(self._counters, engine.limits)

@@ -9,15 +9,28 @@ from typing import Any
 def follow_pool(rows: Any, kv_cache_manager: Any) -> None:
     """Let ``rows`` hear of every block of this manager from here on; call it before the pool gives any out.
 
-    Rows go with the blocks of one KV cache group. Blocks that the pool gives to other groups have lives, too, of which
-    nothing is read.
+    Rows go with the blocks of one KV cache group. Blocks that the pool gives to other groups have no rows until they
+    are given out again: their managers, whose calls alone take blocks from the pool, say that they are asking. Where a
+    call of theirs is not known the block counts as one with rows, which costs memory and nothing else.
     """
     pool = kv_cache_manager.block_pool
+    asking = list[Any]()  # managers of other groups
 
     def get_new_blocks(give: Any, num_blocks: int) -> Any:  # the pool's only exit
         blocks = give(num_blocks)
-        rows.given(block.block_id for block in blocks)
+        ids = [block.block_id for block in blocks]
+        if asking:
+            rows.given_elsewhere(ids)
+        else:
+            rows.given(ids)
         return blocks
+
+    def elsewhere(manager: Any, allocate: Any, *args: Any, **kwargs: Any) -> Any:
+        asking.append(manager)
+        try:
+            return allocate(*args, **kwargs)
+        finally:
+            asking.pop()
 
     def blocks_of(name: str, first: int, last: int) -> list[int]:
         blocks = kv_cache_manager.get_blocks(name).blocks[rows.engine.group]
@@ -35,6 +48,9 @@ def follow_pool(rows: Any, kv_cache_manager: Any) -> None:
                 rows.field.preempted(request)
         return free(request)
 
+    for number, manager in enumerate(kv_cache_manager.coordinator.single_type_managers):
+        for name in ("allocate_new_blocks", "allocate_external_computed_blocks") if number != rows.engine.group else ():
+            setattr(manager, name, partial(elsewhere, manager, getattr(manager, name)))
     for name in ("free", "pop_blocks_for_free"):
         setattr(kv_cache_manager, name, partial(freed, getattr(kv_cache_manager, name)))
     pool.get_new_blocks, rows.blocks_of = partial(get_new_blocks, pool.get_new_blocks), blocks_of

@@ -24,7 +24,14 @@ WHOLE_REQUESTS: Final = tuple(f"{name}Connector" for name in ("Nixl", "NixlPull"
 """Connectors that move a request's KV whole, from one engine to another: hits are not cut, and rows go beside it."""
 KV_NAMES: Final = ("remote_engine_id", "remote_request_id", "transfer_id")
 """Fields of ``kv_transfer_params`` by which those connectors find one request's KV: a ticket repeats them."""
-OF_GROUPS: Final = ("Connector", "OffloadingConnector", "NixlConnector", "MultiConnector")
+OF_GROUPS: Final = (
+    "Connector",
+    "OffloadingConnector",
+    "NixlConnector",
+    "MooncakeConnector",
+    "MooncakeStoreConnector",
+    "MultiConnector",
+)
 """Connectors around which a model with several KV cache groups was judged."""
 OF_STAGES: Final = ("Connector", "OffloadingConnector")
 """Connectors around which pipeline parallelism was judged."""
@@ -87,6 +94,7 @@ def engine_of(config: Any, cache: Any, inner: str, places: int = 0) -> Engine:
         drafts=drafts_by_model(config.speculative_config),
         hashes=max(1, spec.block_tokens // hashed_tokens(config, cache)),
         group=number,
+        shares_blocks=len(cache.kv_cache_groups) > 1,
         stages=config.parallel_config.pipeline_parallel_size,
         limits=ENGINE_LIMITS,
     )

@@ -88,6 +88,10 @@ ARGUMENTS: Final[dict[str, Argument]] = {
     "model_config.enable_sleep_mode": Argument(RUN + ": rows have no version after it"),
     "cache_config.kv_sharing_fast_prefill": Argument("no fast prefill: some layers would route fewer tokens", _set),
     "cache_config.enable_prefix_caching": Argument(RUN),
+    "cache_config.mamba_cache_mode": Argument(
+        "states in mode `align` or `none`: `all`, which earlier releases have, was not judged",
+        lambda value: value == "all",
+    ),
     "cache_config.swa_bounded_replay": Argument("refused with models that replay windows"),
     "compilation_config.cudagraph_mode": Argument(PADDING),
     "compilation_config.cudagraph_capture_sizes": Argument(PADDING),

@@ -93,7 +93,11 @@ NAMES: Final[Mapping[str, str]] = {
     "vllm.model_executor.layers.fused_moe.router.base_router:BaseRouter": "set_capture_fn",
     "vllm.model_executor.layers.fused_moe.runner.moe_runner:MoERunner": "do_naive_dispatch_combine",
     "vllm.v1.core.block_pool:BlockPool": "get_new_blocks reset_prefix_cache",
-    "vllm.v1.core.kv_cache_manager:KVCacheManager": "block_pool get_blocks free pop_blocks_for_free",
+    "vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator": "single_type_managers",
+    "vllm.v1.core.kv_cache_manager:KVCacheManager": "block_pool coordinator get_blocks free pop_blocks_for_free",
+    "vllm.v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager": (
+        "allocate_new_blocks allocate_external_computed_blocks"
+    ),
     "vllm.outputs:RequestOutput": "add",
     "vllm.sampling_params:SamplingParams": "routed_experts_prompt_start extra_args",
     "vllm.v1.core.sched.output:SchedulerOutput": "num_scheduled_tokens kv_connector_metadata",

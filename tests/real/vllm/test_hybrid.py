@@ -6,6 +6,7 @@ aligned with blocks, and finds prompts by hashes of a quarter of a block: vLLM c
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -18,6 +19,9 @@ from safetensors.torch import load_file, save_file
 from vllm import SamplingParams
 from waiting import until
 
+from cache_manager.regions.directory import region_path
+from cache_manager.regions.header import extent_of
+from cache_manager.regions.region import PAGE_NBYTES
 from kvroute.connector.key import rollout_id
 from kvroute.integrations.vllm import routes
 from kvroute.rollout import open_rollouts
@@ -121,6 +125,49 @@ def test_rows_go_with_the_group_of_full_attention(hybrid: Hybrid) -> None:
                 given_up |= {number} if any(block.is_null for block in blocks) else set()
     assert given_up == set(range(len(groups))) - {group}
     hybrid.assert_right(outputs)
+
+
+def test_memory_is_bounded_by_the_group(hybrid: Hybrid) -> None:
+    """Goal: rows take memory for blocks that the group of full attention has or had last, and for no other. Method:
+    vLLM's own tables, after each step of requests that give blocks from group to group; the kernel's count of the
+    region's pages beside the pages of those blocks, and of kvroute's own blocks behind the pool."""
+    scheduler, engine = hybrid.engine.scheduler, hybrid.engine.sent.engine
+    manager, pool = scheduler.kv_cache_manager, scheduler.kv_cache_manager.block_pool
+    region = hybrid.engine.kept.blocks.region("device")
+    last = dict[int, int]()
+    give = pool.get_new_blocks
+
+    def giving(count: int) -> Any:
+        blocks = give(count)
+        for block in blocks:
+            last.pop(block.block_id, None)
+        return blocks
+
+    pool.get_new_blocks = giving
+    core = hybrid.engine.llm.llm_engine
+    sampling = SamplingParams(temperature=0, max_tokens=70, ignore_eos=True)
+    outputs = []
+    for number, prompt in enumerate(prompts(69, 5, 100, 60, 180, 90, 140, shared=100)):
+        core.add_request(f"m{number}", {"prompt_token_ids": prompt}, sampling)
+    while core.has_unfinished_requests():
+        outputs += [output for output in core.step() if output.finished]
+        for request in scheduler.requests:
+            for group, blocks in enumerate(manager.get_blocks(request).blocks):
+                last |= {block.block_id: group for block in blocks if not block.is_null}
+    pool.get_new_blocks = give
+    assert set(last.values()) == set(range(len(scheduler.kv_cache_config.kv_cache_groups)))
+    hybrid.assert_right(outputs)
+    elsewhere = {block for block, group in last.items() if group != engine.group}
+    extent = extent_of(engine.layout, engine.places.stop)
+    pages = set[int]()
+    for block in set(range(engine.places.stop)) - elsewhere:
+        start = extent.rows_offset + block * engine.layout.nbytes
+        pages |= set(range(start // PAGE_NBYTES, -(-(start + engine.layout.nbytes) // PAGE_NBYTES)))
+    used = os.stat(region_path(region.name)).st_blocks * 512
+    whole = extent.nbytes - extent.rows_offset
+    print(f"{len(elsewhere)} of {engine.blocks} blocks elsewhere; {used - extent.rows_offset} of {whole} bytes of rows")
+    assert used <= extent.rows_offset + PAGE_NBYTES * len(pages)
+    assert used < extent.nbytes
 
 
 def test_prefix_hits_and_turns(hybrid: Hybrid) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from engines import BLOCK, GIVE, MODULE, Engine, models, noise, prompts
 from fronts import Front
 from numpy.typing import NDArray
@@ -56,6 +57,7 @@ ASKED = prompts(80, 10, 33, 1, shared=150)  # two of them end inside a block
 LEFT_OPEN: list[Any] = []
 """Both ends of Mooncake's lookups, which vLLM does not close: the ZeroMQ context of one that is collected waits."""
 STEPS = 20
+HERE = Path(__file__).parent
 
 
 def transfer(connector: str, settings: dict[str, Any], extra: dict[str, Any], **more: Any) -> dict[str, Any]:
@@ -73,9 +75,10 @@ def decoder(
     home: Path, logs: Path, given: dict[str, Any], more: Mapping[str, Any] = MappingProxyType({}), **variables: str
 ) -> Iterator[Front]:
     """An engine in a process of its own, with ``more`` arguments, until it is left."""
+    plugins = plugin(logs / "plugin", device="device_number:give")
     environment = {
         **{name: value for name, value in os.environ.items() if name.startswith(("VLLM_", "HF_", "MC_", "MOONCAKE_"))},
-        "PYTHONPATH": f"{plugin(logs / 'plugin')}:{os.environ.get('PYTHONPATH', '')}",
+        "PYTHONPATH": f"{plugins}:{HERE}:{os.environ.get('PYTHONPATH', '')}",
         **variables,
     }
     arguments = json.dumps({"model": str(home), **ENGINE, **more, "kv_transfer_config": given})
@@ -173,6 +176,11 @@ def test_nixl_over_ucx(prefill: Any, model: Model, tmp_path: Path, family: str) 
         answers = asked(second, params)
         assert by_source(second)["local_compute"] in (0, last * len(ASKED))
         assert by_source(second)["external_kv_transfer"] > 0
+    assert_of_the_kv(home, before, answers)
+
+
+def assert_of_the_kv(home: Path, before: Sequence[Any], answers: Sequence[dict[str, Any]]) -> None:
+    """Every row of the prompts is the one that prefill had ``before``, and is another than without noise."""
     changed = 0
     for prompt, own, answer in zip(ASKED, before, answers, strict=True):
         used, loaded = told(answer), slice(len(prompt) - 1)
@@ -183,9 +191,58 @@ def test_nixl_over_ucx(prefill: Any, model: Model, tmp_path: Path, family: str) 
     assert changed > 20, "another computation has other rows"
 
 
-@pytest.fixture(scope="module")
+@pytest.mark.parametrize("family", ["gpt_oss", "qwen3_next"])
+def test_mooncake_hands_over(
+    prefill: Any, model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    """Goal: as over NIXL, with Mooncake's transfer engine, several KV cache groups, and the client's own names. Method:
+    KV over TCP; vLLM is told the number of a device, without which it does not start on a CPU."""
+    pytest.importorskip("mooncake")
+    home = model(family)
+    port = hold_port()
+    monkeypatch.setenv("VLLM_HOST_IP", "127.0.0.1")
+    monkeypatch.setenv("VLLM_MOONCAKE_BOOTSTRAP_PORT", str(port))
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
+    over_tcp = {"mooncake_protocol": "tcp", "num_workers": 2}
+    first = prefill(transfer("KvrouteMooncakeConnector", {}, over_tcp), family)
+    group = first.sent.engine.group
+    assert group > 0
+    names = [f"transfer-{i}" for i in range(len(ASKED))]
+    finished = first.scheduler.connector.request_finished_all_groups
+    lent = list[list[int]]()
+
+    def finishing(request: Any, block_ids: Any) -> Any:
+        lent.append(block_ids[group])
+        return finished(request, block_ids)
+
+    monkeypatch.setattr(first.scheduler.connector, "request_finished_all_groups", finishing)
+    with noise(first, layer=0, size=0.3, seed=6):
+        tickets = []
+        for name, prompt in zip(names, ASKED, strict=True):
+            params = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": name}
+            (output,) = first.ask([prompt], max_tokens=1, extra_args={"kv_transfer_params": params})
+            tickets.append(output.kv_transfer_params["kvroute"])
+    last = int(family == "qwen3_next")  # as over NIXL
+    before = [first.kept.blocks.read("routing", ids, 0, len(p) - last) for ids, p in zip(lent, ASKED, strict=True)]
+    assert all(found.valid.all() for found in before)
+    first.ask(prompts(81, 7), max_tokens=1)  # a step, with which vLLM tells its worker where the last prompt's KV is
+    engine_id = first.llm.llm_engine.vllm_config.kv_transfer_config.engine_id
+    where = {"remote_engine_id": engine_id, "remote_bootstrap_addr": f"http://127.0.0.1:{port}"}
+    params = [
+        {"kv_transfer_params": {"do_remote_prefill": True, "transfer_id": name, "kvroute": ticket, **where}}
+        for name, ticket in zip(names, tickets, strict=True)
+    ]
+    there = transfer("KvrouteMooncakeConnector", {}, over_tcp)
+    with decoder(home, tmp_path, there, HYBRID[family], VLLM_MOONCAKE_BOOTSTRAP_PORT=str(hold_port())) as second:
+        answers = asked(second, params)
+        assert by_source(second)["local_compute"] in (0, last * len(ASKED))
+        assert by_source(second)["external_kv_transfer"] > 0
+    assert_of_the_kv(home, before, answers)
+
+
+@pytest.fixture
 def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The address of a Mooncake master; engines lend the memory."""
+    """The address of a Mooncake master; engines lend the memory, and it goes with them: one for each test."""
     mooncake = pytest.importorskip("mooncake")
     rpc, admin = hold_port(), hold_port()
     command = [str(Path(mooncake.__file__).with_name("mooncake_master")), "--rpc_address=127.0.0.1"]
@@ -209,8 +266,9 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield f"127.0.0.1:{rpc}"
 
 
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "qwen3_next"])
 def test_mooncake_has_kv_and_rows(
-    prefill: Any, model: Model, pool: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    prefill: Any, model: Model, pool: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
 ) -> None:
     """Goal: one pool for KV and rows. Method: vLLM's MooncakeStoreConnector brings whole blocks to the decode engine,
     kvroute's store their rows, through one master; they are the prefill engine's, under noise, and not transformers'.
@@ -220,19 +278,21 @@ def test_mooncake_has_kv_and_rows(
     (tmp_path / "mooncake.json").write_text(json.dumps(config | sizes))
     for name, value in {"MOONCAKE_CONFIG_PATH": str(tmp_path / "mooncake.json"), "VLLM_HOST_IP": "127.0.0.1"}.items():
         monkeypatch.setenv(name, value)
-    home, settings = model("qwen3_moe"), {"store": f"mooncake://{pool}/rows?host=127.0.0.1", "witness": "flagged"}
+    home, settings = model(family), {"store": f"mooncake://{pool}/rows?host=127.0.0.1", "witness": "flagged"}
     given = [transfer("KvrouteMooncakeStoreConnector", settings, {"lookup_rpc_port": hold_port()}) for _ in range(2)]
-    first = prefill(given[0])
+    first = prefill(given[0], family)
+    size = first.sent.engine.tokens
+    assert bool(first.sent.engine.group) == (family != "qwen3_moe")
     client = first.scheduler.connector.connector_scheduler.client
     LEFT_OPEN.extend([client, get_kv_transfer_group().connector_worker.lookup_server])
     with noise(first, layer=0, size=0.3, seed=5):
         before = [routes(first.ask([prompt], max_tokens=1)[0]) for prompt in ASKED]
     first.kept.blocks.jobs.wait(10)
     client.executor.shutdown()  # it gets no more requests
-    with decoder(home, tmp_path, given[1]) as second:
+    with decoder(home, tmp_path, given[1], HYBRID[family]) as second:
         answers = asked(second)
         sources = by_source(second)
-    hits = [(len(prompt) - 1) // BLOCK * BLOCK for prompt in ASKED]
+    hits = [(len(prompt) - 1) // size * size for prompt in ASKED]
     assert [answer["cached"] for answer in answers] == hits
     assert sources["local_compute"] == sum(map(len, ASKED)) - sum(hits), "the ends behind whole blocks"
     changed = 0

@@ -187,7 +187,7 @@ def test_an_operation_that_cannot_be_done_is_counted_and_the_others_are_done() -
             strict.apply(feed.take())
 
 
-def batch(*operations: list[object], number: int = 0, version: int = 4) -> bytes:
+def batch(*operations: list[object], number: int = 0, version: int = 5) -> bytes:
     return msgspec.msgpack.encode([version, 0, number, operations])
 
 
@@ -200,10 +200,11 @@ ONE, TWO = np.array([1], "<i8").tobytes(), np.array([1, 2], "<i8").tobytes()
         b"\xc1",
         b"nonsense",
         msgspec.msgpack.encode({"a": 1}),
-        batch(version=3),
+        batch(version=4),
         batch(["renew", ONE, TWO]),
         batch(["renew", b"\0" * 7, ONE]),
         batch(["renew", 1, 1]),
+        batch(["retire", ONE, TWO]),
         batch(["renow", ONE, ONE]),
         batch(["copy", ONE, None]),
         batch(["copy", TWO, TWO]),
@@ -216,7 +217,7 @@ ONE, TWO = np.array([1], "<i8").tobytes(), np.array([1, 2], "<i8").tobytes()
         batch(["restore", b"\0" * 64, TWO, TWO]),
         batch(["reset", -1]),
     ],
-    ids=range(18),
+    ids=range(19),
 )
 def test_bytes_that_no_feed_made_are_refused_and_change_nothing(packed: bytes) -> None:
     """Goal: a typed error before anything is done. Method: each kind of mistake, after a valid operation."""

@@ -42,6 +42,7 @@ VALUES: dict[str, Any] = {
     "model_config.enable_return_routed_experts": True,
     "aux_output_config.enable_return_routed_experts": True,
     "cache_config.kv_sharing_fast_prefill": True,
+    "cache_config.mamba_cache_mode": "all",
     "diffusion_config": SimpleNamespace(canvas_length=32),
 }
 """A refused value of each argument that has one."""
@@ -52,6 +53,7 @@ TAKEN: dict[str, Any] = {
     "parallel_config.distributed_executor_backend": "mp",
     "scheduler_config.scheduler_cls": "vllm.v1.core.sched.async_scheduler.AsyncScheduler",
     "scheduler_config.async_scheduling": True,
+    "cache_config.mamba_cache_mode": "align",
 }
 
 

@@ -48,11 +48,27 @@ def test_a_module_that_lacks_something_itself_is_not_called_absent(
         list(lacking({"needs_more": "anything"}))
 
 
+class Manager:
+    """The manager of one KV cache group."""
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+
+    def allocate_new_blocks(self, num_blocks: int) -> list[Any]:
+        return self._pool.get_new_blocks(num_blocks)
+
+    def allocate_external_computed_blocks(self, num_blocks: int) -> None:
+        if not num_blocks:
+            raise ValueError("none")
+        self._pool.get_new_blocks(num_blocks)
+
+
 class Pool:
     """A block pool and its manager, under vLLM's names."""
 
     def __init__(self) -> None:
         self.block_pool, self.next = self, 0
+        self.coordinator = SimpleNamespace(single_type_managers=(Manager(self), Manager(self)))
 
     def get_new_blocks(self, num_blocks: int) -> list[Any]:
         self.next += num_blocks
@@ -72,10 +88,15 @@ class Rows:
     def __init__(self) -> None:
         self.followed = self.blocks_followed = False
         self.field = None
+        self.engine = SimpleNamespace(group=1)
         self.heard: list[int | str] = []
+        self.elsewhere: list[int] = []
 
     def given(self, blocks: Any) -> None:
         self.heard += blocks
+
+    def given_elsewhere(self, blocks: Any) -> None:
+        self.elsewhere += blocks
 
     def reset(self) -> None:
         self.heard.append("reset")
@@ -101,6 +122,24 @@ def test_a_core_leads_to_its_pool_where_the_connector_was_not_told(told: bool) -
         assert rows.heard[4:] == ["reset"]
     finally:
         hears_no_more(rows)
+
+
+def test_blocks_of_other_groups_are_said_to_be_elsewhere() -> None:
+    """Goal: the group of rows, whoever asks the pool, keeps its memory; blocks of another one need none. Method: both
+    groups' managers take blocks in both ways, one call fails, and somebody whom nobody knows takes one."""
+    from kvroute.integrations.vllm import blocks
+
+    pool, rows = Pool(), Rows()
+    blocks.follow_pool(rows, pool)
+    other, own = pool.coordinator.single_type_managers
+    assert [block.block_id for block in other.allocate_new_blocks(2)] == [0, 1]
+    assert [block.block_id for block in own.allocate_new_blocks(1)] == [2]
+    other.allocate_external_computed_blocks(1)
+    own.allocate_external_computed_blocks(1)
+    with pytest.raises(ValueError, match="none"):
+        other.allocate_external_computed_blocks(0)
+    pool.get_new_blocks(1)
+    assert (rows.heard, rows.elsewhere) == ([2, 4, 5], [0, 1, 3])
 
 
 def test_arrived_kv_is_asked_for_by_the_older_name() -> None:
