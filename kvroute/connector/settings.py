@@ -29,7 +29,7 @@ OTHER_KINDS: Final = {
 }
 """Names of rows that no connector of kvroute carries, and why."""
 RANK: Final = "{rank}"
-"""In the URL of a store: the number of the rank among those with requests of their own."""
+"""In the URL of a store: the number of the rank among those with stores of their own."""
 
 
 class Common(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

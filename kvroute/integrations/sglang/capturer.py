@@ -47,10 +47,11 @@ class Capturer:
     after the other, each padded: those of this rank are a part of them, whose place SGLang's counts say. A router that
     had another number of tokens than the counts add up to has an order that is not known, and the pass has no rows.
     The buffer is emptied behind each pass: what a pass did not write is missing, and never of an earlier one.
+    Without ``answers`` another rank answers this one's requests: the rows are there to be stored with the KV alone.
     """
 
-    def __init__(self, theirs: Any, rows: RoutedRows) -> None:
-        self.theirs, self.rows = theirs, rows
+    def __init__(self, theirs: Any, rows: RoutedRows, *, answers: bool = True) -> None:
+        self.theirs, self.rows, self.answers = theirs, rows, answers
         self.req: Any = None
         """The request whose rows SGLang asks for next."""
         self._tokens: dict[int, list[int]] = {}  # of each call of a layer's router in this pass
@@ -134,6 +135,8 @@ class Capturer:
 
     def get_topk(self, req_pool_idx: int, seqlen: int, req_to_token_pool: Any, start_len: int = 0) -> torch.Tensor:
         """SGLang's field of :attr:`req`, which is over. It is filled before the request's message goes."""
+        if not self.answers:  # SGLang has no use for it here, but for its shape
+            return torch.zeros((max(0, seqlen - 1 - start_len), *self._buffer.shape[1:]), dtype=torch.int32)
         slots = _slots_in(req_to_token_pool, req_pool_idx, seqlen - 1)
         req = self.req
         ids = [*req.origin_input_ids, *req.output_ids_through_stop]
@@ -150,7 +153,7 @@ class Capturer:
     def retracted(self, req: Any, req_to_token_pool: Any) -> None:
         """A request is about to give up its KV, and will compute its tokens again, perhaps with other weights: keep the
         rows that they were sampled with."""
-        if not req.return_routed_experts:
+        if not req.return_routed_experts or not self.answers:
             return
         if req.input_embeds is not None:  # SGLang begins its answer anew
             vars(req).pop(KEPT, None)

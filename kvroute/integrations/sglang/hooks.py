@@ -17,7 +17,7 @@ from kvroute.integrations.sglang.handover import Handover
 from kvroute.integrations.sglang.refusals import supported
 from kvroute.integrations.sglang.routers import routed_layers
 from kvroute.integrations.sglang.rows import RoutedRows
-from kvroute.integrations.sglang.settings import settings_of_arguments
+from kvroute.integrations.sglang.settings import settings_of_arguments, uses_our_linker
 from kvroute.routing import routing_spec_from_hf
 from kvroute.weights import configuration_digest, weights_digest
 
@@ -67,24 +67,33 @@ def _before(hook: Hook) -> Hook:
 
 
 def _created(create: Callable[..., Any], runner: Any, *args: Any, **named: Any) -> None:
-    """``ModelRunner.init_routed_experts_capturer``: ours on the first rank, if SGLang returns routed experts."""
+    """``ModelRunner.init_routed_experts_capturer``: ours, if SGLang returns routed experts.
+
+    It is on the first of the ranks that share their requests, which answers; with our linker, which keeps the KV of
+    each rank with its rows, on all of them.
+    """
     import sglang  # type: ignore[import-not-found]
 
     create(runner, *args, **named)
     theirs = versions.experts_capturer()
-    if theirs is None or isinstance(theirs, Capturer) or not versions.first_rank():
+    arguments, shard = versions.arguments(), versions.Shard(0, 1)
+    answers = versions.first_rank()
+    if theirs is None or isinstance(theirs, Capturer):
         return
-    arguments, page = versions.arguments(), versions.page_size()
-    settings = settings_of_arguments(arguments)
+    if uses_our_linker(arguments):
+        shard = versions.shard()
+    elif not answers:
+        return
+    page, settings = versions.page_size(), settings_of_arguments(arguments)
     supported(arguments, settings)
-    settings = settings.of_rank(versions.data_rank())
+    settings = settings.of_rank(versions.data_rank() * shard.world + shard.rank)
     spec = routing_spec_from_hf(runner.model_config.hf_text_config, page)
     captured = routed_layers(runner.model, spec.attrs["layer_ids"])
     name = namespace_name(runner.model_config, arguments, settings)
     pages = -(-versions.host_tokens(theirs) // page) + 1
     versions.without_host_buffer(theirs)
-    rows = RoutedRows(spec, pages, Namespace(name, AS_LOADED), settings)
-    versions.set_experts_capturer(Capturer(theirs, rows))
+    rows = RoutedRows(spec, pages, Namespace(name, AS_LOADED, rank=shard.rank, world=shard.world), settings)
+    versions.set_experts_capturer(Capturer(theirs, rows, answers=answers))
     line = started(
         f"SGLang {sglang.__version__}",
         spec,

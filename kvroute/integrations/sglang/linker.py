@@ -17,6 +17,7 @@ from cache_manager.job import PersistJob
 from cache_manager.spec import AuxBlockDataSpec
 from kvroute.connector.witness import KvFolder, witnesses
 from kvroute.integrations.sglang.capturer import capturer
+from kvroute.integrations.sglang.ranks import Digests, Ranks
 from kvroute.integrations.sglang.rows import RoutedRows, logger
 
 LAYOUTS = ("layer_first", "page_first", "page_first_direct")
@@ -69,11 +70,9 @@ class Offloads:
         self._kept: deque[list[PersistJob] | None] = deque()
         self.clear = self._kept.clear
 
-    def put(self, transfer: Any) -> bool:
-        """Offload these pages, which SGLang holds until that is over; ``False`` if they may not be stored."""
-        jobs = self._rows.keep(transfer.keys, self._rows.pages_of(transfer.device_indices))
-        self._kept.append(jobs)
-        return jobs is not None
+    def put(self, transfer: Any) -> None:
+        """Offload these pages, which SGLang holds until that is over."""
+        self._kept.append(self._rows.keep(transfer.keys, self._rows.pages_of(transfer.device_indices)))
 
     def over(self, *, stored: bool) -> int:
         """How many have begun, and so are copied, or with ``stored`` how many are stored."""
@@ -100,6 +99,19 @@ def _rows_and_kv(params: Any, components: Any) -> tuple[RoutedRows, PoolKV]:
             "KvrouteLinker", f"pages of keys and values alone, in {' or '.join(POOLS)}", type(pool).__name__
         )
     return current.rows, PoolKV(pool, params.page_size)
+
+
+def ranks_of(group: Any) -> Ranks | None:
+    """The ranks of SGLang's group on the host; ``None``: this one has no others."""
+    if group is None or torch.distributed.get_world_size(group=group) == 1:
+        return None
+
+    def least(values: Digests) -> Digests:
+        said = torch.from_numpy(values)
+        torch.distributed.all_reduce(said, op=torch.distributed.ReduceOp.MIN, group=group)
+        return values
+
+    return Ranks(least)
 
 
 class Beside:
@@ -147,14 +159,15 @@ class Beside:
 class KvrouteLinker(UnifiedCacheLinker):  # type: ignore[misc]
     """KV and rows of a page are one record in the store. The scheduler's thread alone calls it.
 
-    Pages are whole before a pass that reads them is launched, so no layer waits for its own.
+    Pages are whole before a pass that reads them is launched, so no layer waits for its own. Each rank has a linker,
+    with its part of the KV and all rows: see ``ranks.py``.
     """
 
     def __init__(
         self, server_args: Any, params: Any, *, components: Any, extra_config: Any, forward_stream: Any = None
     ) -> None:
         self.rows, kv = _rows_and_kv(params, components)
-        self.rows.attach(kv=kv)
+        self.rows.attach(kv=kv, ranks=ranks_of(params.attn_tp_cache_group))
         self.forward_stream, self.layer_done_counter = forward_stream, self
         self.pools = {PoolName.KV: params.token_to_kv_pool_allocator.get_kvcache()}
         self._offloads = Offloads(self.rows)
@@ -181,15 +194,20 @@ class KvrouteLinker(UnifiedCacheLinker):  # type: ignore[misc]
         return False
 
     def offload(self, transfers: list[Any], session_id: str | None = None) -> bool:
-        return self._offloads.put(transfers[0])
+        """Always queued, as on every other rank: pages that may not be stored are over at once, and not stored."""
+        self._offloads.put(transfers[0])
+        return True
 
     def num_completed_offloads(self) -> int:
         return self._offloads.over(stored=True)
 
     def pop_completed_offload(self) -> bool:
         """Whether the pages are stored now."""
+        jobs = self._offloads.pop()
+        if jobs is None:
+            return False
         try:
-            return all(origin for job in self._offloads.pop() or () for origin in job.result().values())
+            return all(origin for job in jobs for origin in job.result().values())
         except KVRouteError as error:
             logger.warning("pages were not stored: %s", error)
             return False

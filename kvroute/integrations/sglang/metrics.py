@@ -16,7 +16,7 @@ def export(scheduler: Any) -> None:
     the server's process through files, unless a class of the operator has others.
     """
     rows, collector = capturer(), getattr(scheduler, "metrics_collector", None)
-    if rows is None or collector is None:
+    if rows is None or collector is None or not rows.answers:  # SGLang counts on the first of ranks alone
         return
     import prometheus_client  # type: ignore[import-not-found,unused-ignore]
 

@@ -14,7 +14,7 @@ from cache_manager.errors import ConfigError
 from kvroute.connector.settings import RANK, Lending
 from kvroute.integrations.sglang import versions
 from kvroute.integrations.sglang.handover import ip_and_port
-from kvroute.integrations.sglang.settings import LINKER_CONFIG, LINKER_NAME, VARIABLE
+from kvroute.integrations.sglang.settings import LINKER_NAME, VARIABLE, uses_our_linker
 
 
 class Refused(NamedTuple):
@@ -92,7 +92,7 @@ ELSEWHERE: Final = ("remote", "remote_instance", "dummy")
 """Formats of loading whose weights do not come from the files of the model: no digest of files names them."""
 
 ARGUMENTS: Final = {
-    "tp_size": "2 ranks, by hand; refused with KvrouteLinker",
+    "tp_size": "tests with 2 ranks, and KvrouteLinker",
     "dp_size": "tests with 2 replicas, and KvrouteLinker; before 0.5.23 refused",
     "attn_dp_size": "tests with 2 ranks, and pages on the host; KvrouteLinker by hand; "
     "with CUDA graphs and before 0.5.23 refused",
@@ -188,15 +188,13 @@ def refusals(server_args: Any, settings: Lending) -> Iterator[tuple[str, str, An
             yield argument, f"1: SGLang {sglang.__version__} was not judged with it", ranks
     if attention_ranks > 1 and not server_args.disable_cuda_graph:
         yield "disable_cuda_graph", "True with attn_dp_size: no graph of its ranks was judged", False
-    if replicas * attention_ranks > 1 and settings.shares_files:
+    stores = server_args.tp_size if uses_our_linker(server_args) else attention_ranks
+    if replicas * stores > 1 and settings.shares_files:
         yield "store", f"a directory for each rank, such as file:///var/lib/kvroute/{RANK}", settings.store
     if versions.is_on(server_args, versions.APART):
         yield from _apart(server_args, settings, sglang.__version__)
     if versions.is_on(server_args, versions.DRAFTS):
         yield from _drafted(server_args, sglang.__version__)
-    ours = linked and (getattr(server_args, LINKER_CONFIG, None) or {}).get("linker") == LINKER_NAME
-    if ours and server_args.tp_size > attention_ranks:
-        yield "tp_size", f"1 with {LINKER_NAME}: ranks may fail to load different pages", server_args.tp_size
     if settings.store and server_args.enable_lora:
         yield "enable_lora", "no adapters with a store: SGLang's keys name an adapter, not its weights", True
     if settings.store and not settings.weights and server_args.load_format in ELSEWHERE:

@@ -36,6 +36,7 @@ from kvroute.connector.witness import KvFolder
 from kvroute.connector.written import write_ids
 from kvroute.integrations.sglang.answers import Answer, Answers, RequestRows
 from kvroute.integrations.sglang.drafts import accepted
+from kvroute.integrations.sglang.ranks import ABSENT, Digests, Ranks, digests_of
 from kvroute.routing import weights_version_spec
 from kvroute.witness import ROOT, chained
 
@@ -122,7 +123,10 @@ class RoutedRows:
         self._job_counts = JobCounts(self.meter, spec.block_tokens)
         left = LeftRoutes.by(settings.rollouts) if settings.rollouts else None
         self.answers = Answers(spec, left, self.meter)
-        self._gone: set[BlockKey] = set()  # keys without rows in the store, for KV that others keep
+        self._gone = set[
+            BlockKey
+        ]()  # keys that are no hits: without rows for KV that others keep, or of ranks that differ
+        self._ranks: Ranks | None = None
         self._store = open_store(settings.store) if settings.store else None
         self.aux = self._made(namespace)
         self.weights = Versions(namespace, None, self._renamed, named=bool(settings.weights))
@@ -142,15 +146,20 @@ class RoutedRows:
             strict=self.settings.strict,
         )
 
-    def attach(self, *, kv: Any = None, folder: KvFolder | None = None, host_pages: int = 0) -> None:
+    def attach(
+        self, *, kv: Any = None, ranks: Ranks | None = None, folder: KvFolder | None = None, host_pages: int = 0
+    ) -> None:
         """From here on KV goes to other places and comes back; called before the first pass.
 
-        With ``kv``, a ``KVBlocks`` of one tier, it goes to the store with its rows. With ``folder``, which folds the
-        KV, it goes to another store: from pages of the host if there are ``host_pages``, else from those of the device.
+        With ``kv``, a ``KVBlocks`` of one tier, it goes to the store with its rows; each of several ``ranks`` has a
+        part of it. With ``folder``, which folds the KV, it goes to another store:
+        from pages of the host if there are ``host_pages``, else from those of the device.
         """
         self.aux.close()
         self.aux = self._made(self.aux.namespace, kv, host_pages)
-        self.folder = folder
+        self.folder, self._ranks = folder, ranks
+        if ranks is not None:
+            self.counters["ranks"] = lambda: ranks.counters
 
     def _counters(self) -> dict[str, Any]:
         """The present counters of each tier."""
@@ -334,14 +343,41 @@ class RoutedRows:
             begun.append(job)
 
     def fill(self, keys: Sequence[str], pages: Ids) -> bool:
-        """Fill these pages, which were just given out, with KV and rows now; whether all have come."""
+        """Fill these pages, which were just given out, with KV and rows now; whether all have come, on all ranks.
+
+        Each of the ranks calls it with the same keys, and hears the same.
+        """
         self._renew(pages)
         self._filled_behind[pages] = self.launched
+        if self._ranks is None:
+            return bool(self._filled(keys, pages).all())
+        digests: Digests = np.full(len(pages), ABSENT)
+        try:
+            came = self._filled(keys, pages)
+            tokens = int(came.sum()) * self.page
+            kinds = [self.aux.read(name, pages[came], 0, tokens) for name in (self.spec.name, VERSION)]
+            digests[came] = digests_of(kinds, self.page)
+        finally:  # the other ranks wait for this one, whatever has happened to it
+            verdict = self._ranks.agreed(digests)
+        others = verdict.there & ~verdict.same
+        self._forget({key for key, other in zip(self._adopted(keys), others.tolist(), strict=True) if other})
+        return bool(verdict.same.all())
+
+    def _filled(self, keys: Sequence[str], pages: Ids) -> NDArray[np.bool_]:
+        """Which of these pages ``[n]`` have come from this rank's store."""
+        none = np.zeros(len(pages), np.bool_)
         job = self._restored(keys, pages)
         if job is None:
-            return False
+            return none
         self._job_counts.count_time(job)
-        return job.failure is None and len(job.answers) == len(keys) and all(job.answers.values())
+        if job.failure is not None or len(job.answers) < len(keys):
+            return none
+        return np.array([job.answers[key] for key in self._adopted(keys)], np.bool_)
+
+    def _forget(self, gone: set[BlockKey]) -> None:
+        """These keys are no hits any more."""
+        if gone:
+            self._gone = gone | (self._gone if len(self._gone) < GONE_MAX else set())
 
     def loaded(self, keys: Sequence[str], pages: Ids) -> None:
         """KV kept by others has come to pages of the host, or comes to the device before the next pass reads it.
@@ -367,9 +403,7 @@ class RoutedRows:
         if job.failure is not None:
             return
         self._sources[pages[list(job.answers.values())]] = BY_KV
-        gone = {key for key, has_come in job.answers.items() if not has_come}
-        if gone:
-            self._gone = gone | (self._gone if len(self._gone) < GONE_MAX else set())
+        self._forget({key for key, has_come in job.answers.items() if not has_come})
 
     def _restored(self, keys: Sequence[str], pages: Ids) -> RestoreJob | None:
         """The job that has brought what the store has, for which this thread has waited; ``None``: present passes may

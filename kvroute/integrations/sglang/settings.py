@@ -30,10 +30,16 @@ def lending_of(linker: dict[str, Any] | None) -> Lending:
     return Lending.of(settings, VARIABLE)
 
 
+def uses_our_linker(server_args: Any) -> bool:
+    """Whether KV and rows of this engine go to a store of kvroute, from each of its ranks."""
+    linked = getattr(server_args, "enable_unified_cache_external_linker", False)
+    return bool(linked) and (getattr(server_args, LINKER_CONFIG, None) or {}).get("linker") == LINKER_NAME
+
+
 def settings_of_arguments(server_args: Any) -> Lending:
     """The settings of the engine with these server arguments; :class:`ConfigError` for invalid ones."""
     linked = getattr(server_args, "enable_unified_cache_external_linker", False)
     return lending_of(getattr(server_args, LINKER_CONFIG, None) if linked else None)
 
 
-__all__ = ["LINKER_CONFIG", "LINKER_NAME", "VARIABLE", "lending_of", "settings_of_arguments"]
+__all__ = ["LINKER_CONFIG", "LINKER_NAME", "VARIABLE", "lending_of", "settings_of_arguments", "uses_our_linker"]

@@ -153,6 +153,7 @@ TAKEN: Final = (
     *(_PARALLEL, _RANKS_PLACE, Place((f"{_EXPERTS}.RoutedExpertsCapturer.capture",))),
     Place((f"{_EXPERTS}.RoutedExpertsCapturer.destroy",), since=(0, 5, 17)),
     Place((f"{_MEMORY}.hicache_storage.PoolName",), part=LINKER),
+    Place((f"{_MEMORY}.cache_init_params.CacheInitParams.attn_tp_cache_group",), part=LINKER),
     *(
         Place((f"{_LINKERS}.{name}",), part=LINKER)
         for name in ("lookup", "load", "offload", "num_completed_offloads", "pop_completed_offload")
@@ -270,6 +271,22 @@ def data_rank() -> int:
     return rank
 
 
+class Shard(NamedTuple):
+    """Which part of the heads this process has."""
+
+    rank: int
+    world: int
+
+
+def shard() -> Shard:
+    """Among the ranks that share their requests."""
+    parallel = _function(_PARALLEL)
+    if parallel is None:
+        return Shard(0, 1)
+    ranks = parallel()
+    return Shard(ranks.attn_tp_rank, ranks.attn_tp_size)
+
+
 def experts_capturer() -> Any:
     """This process's capturer of routed experts, or ``None``."""
     return _function(_CAPTURER)()
@@ -372,6 +389,7 @@ __all__ = [
     "WAYS",
     "Part",
     "Place",
+    "Shard",
     "absent",
     "add_information",
     "arguments",
@@ -388,6 +406,7 @@ __all__ = [
     "release",
     "resolved",
     "set_experts_capturer",
+    "shard",
     "slots_of",
     "undecided_format",
     "unfit",

@@ -212,6 +212,13 @@ class Asked:
         kept[-4] ^= 1
         page.write_bytes(kept)
 
+    def spoil(self, _: str, home: str) -> None:
+        """Bits of every record in the store of files in ``home``, so that none of them is read any more."""
+        largest = max((path for path in Path(home).rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+        kept = bytearray(largest.read_bytes())
+        kept[::64] = bytes(255 - byte for byte in kept[::64])
+        largest.write_bytes(kept)
+
     def update(self, _: str, model: str, version: str | None, flush: bool) -> None:
         """SGLang does not flush while it holds anything of a request, which may outlast its answer."""
         if flush:

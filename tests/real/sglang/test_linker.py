@@ -45,7 +45,7 @@ def given(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(context.get_resources(), "experts_capturer", Capturer(theirs, rows))
     kv = pool()
     allocator = SimpleNamespace(get_kvcache=lambda: kv)
-    params = SimpleNamespace(token_to_kv_pool_allocator=allocator, page_size=PAGE)
+    params = SimpleNamespace(token_to_kv_pool_allocator=allocator, page_size=PAGE, attn_tp_cache_group=None)
     yield SimpleNamespace(rows=rows, params=params, kv=kv)
     rows.close()
 
@@ -121,6 +121,23 @@ def test_our_linker_brings_kv_and_rows_back(given: Any) -> None:
     found = given.rows.read(slots(3).numpy(), 0).routes()[0]
     assert found.known.all()
     assert (found.ids == [1, 101]).all()
+
+
+def test_what_may_not_be_stored_is_over_in_its_turn_and_not_stored(given: Any) -> None:
+    """Goal: SGLang counts offloads on each rank, in their order, and gives no page away that an earlier offload still
+    holds. Method: an offload with unknown weights, behind one whose pass runs."""
+    linker = KvrouteLinker(None, given.params, components=["FULL"], extra_config={})
+    over = launched(given.rows, 1)
+    assert linker.offload([SimpleNamespace(keys=["a" * 64], device_indices=slots(1))])
+    given.rows.weights.changed()
+    assert linker.offload([SimpleNamespace(keys=["b" * 64], device_indices=slots(1))])
+    assert linker.num_completed_offloads() == 0
+    over.finalize()
+    for job in given.rows.aux.jobs:
+        assert job.wait(10)
+    assert linker.num_completed_offloads() == 2
+    linker.pop_completed_offload()
+    assert not linker.pop_completed_offload()
 
 
 @pytest.mark.parametrize("linker", [KvrouteLinker, Beside])

@@ -1,4 +1,5 @@
-"""Ranks with requests of their own: replicas behind one controller, and attention data parallelism."""
+"""Ranks with requests of their own, replicas behind one controller and attention data parallelism; and ranks that share
+their requests, with a part of the KV and a store each."""
 
 from __future__ import annotations
 
@@ -49,4 +50,36 @@ def test_each_rank_answers_with_rows_of_its_own_requests(
     assert all(count["wrong"] == count["missing"] == 0 < count["right"] for count in counts.values())
     assert counts["evicted and loaded"]["loaded"] > 0
     assert max(answer["hits"] for answer in of(answers, "radix hits")) > 0
+    print(all_right({"A": home}, answers))
+
+
+def test_ranks_that_share_requests_load_the_same(
+    serve: Serve, model: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Goal: with tensor parallelism KV and rows come back from the stores of both ranks, or are computed by both.
+    Method: two ranks whose KV is evicted and loaded; then the second one's records are spoiled; then both have them
+    again."""
+    monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", "0|0")
+    home = model("qwen3_moe")
+    options = {"tp_size": 2, "chunked_prefill_size": 64} | ours(tmp_path / "{rank}", weights="w")
+    others = ["others", "ask", {"prompts": prompts(32, *[120] * 5)}]
+    do = [
+        *UNEVEN[:2],
+        ["plain", "ask", {"prompts": FIRST, "alone": True}],
+        ["radix hits", "ask", {"prompts": prompts(3, 80, 90, 64, head=48)}],
+        others,
+        ["evicted and loaded", "ask", {"prompts": FIRST}],
+        ["retraction", "ask", {"prompts": prompts(8, 70, 70, 70, 70), "new": 90, "retracted": True}],
+        others,
+        ["", "spoil", {"home": str(tmp_path / "1")}],
+        ["spoiled on one rank", "ask", {"prompts": FIRST}],
+        others,
+        ["stored again", "ask", {"prompts": FIRST}],
+    ]
+    answers = serve(home, do, settings={"strict": True}, **SMALL, **options)
+    counts = tally(home, "tensor", answers)
+    assert all(count["wrong"] == count["missing"] == 0 < count["right"] for count in counts.values())
+    for scenario in "evicted and loaded", "stored again":
+        assert counts[scenario]["loaded"] == 64 + 80 + 112, scenario
+    assert counts["spoiled on one rank"]["loaded"] < 64 + 80 + 112
     print(all_right({"A": home}, answers))
