@@ -143,9 +143,9 @@ class Jobs:
                     return job
                 job.stage()  # not under the mutex: it may wait for the device, and no other job can begin meanwhile
                 with self._mutex:
+                    self._changed.notify_all()  # first: threads look when the mutex is free, however this call ends
                     self._begun[job] = None
                     self._queue.append(job)
-                    self._changed.notify_all()
                 lock.count("jobs_begun")
         finally:
             lock.log()

@@ -12,7 +12,7 @@ import pytest
 from blocks_house import SPEC, TOKENS, House, slots
 from kv import SlotKV
 from stopped import is_stopped
-from waiting import GIVE_UP_S, until
+from waiting import GIVE_UP_S, until, until_it_waits
 
 from cache_manager.blocks import AuxBlocks
 from cache_manager.errors import BlockStateError, ConfigError, StorageError
@@ -477,6 +477,26 @@ def test_a_cancel_that_is_interrupted_can_be_asked_for_again(full) -> None:
     assert after is not None
     assert after.wait(GIVE_UP_S)
     assert all(after.result().values())
+
+
+def test_a_begin_that_is_interrupted_leaves_no_job_that_nobody_carries(full) -> None:
+    """Goal: a listed job is carried, wherever a signal handler raises in the call that begins it. Method: at each
+    place, while the store's thread sleeps."""
+    full.gate.open()
+    at, stopped = 1, True
+    while stopped:
+        for block in (0, 1):  # an interrupted call forgets all rows
+            full.fill(block, f"{block} at {at}")
+        before = full.begin_persist(1, 100 + at)
+        assert before is not None
+        assert before.wait(GIVE_UP_S)
+        (worker,) = [thread for thread in threading.enumerate() if thread.name == "kvroute-store-job"]
+        assert until_it_waits(worker)
+        stopped = is_stopped(lambda: full.begin_persist(0, 1000 + at), at)  # noqa: B023
+        for job in list(full.engine.jobs):
+            until(lambda: job.phase is not Phase.QUEUED, 20.0, what=f"a job interrupted at place {at}")  # noqa: B023
+            assert job.wait(GIVE_UP_S)
+        at += 1
 
 
 @pytest.mark.parametrize(
