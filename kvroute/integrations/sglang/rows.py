@@ -123,9 +123,7 @@ class RoutedRows:
         self._job_counts = JobCounts(self.meter, spec.block_tokens)
         left = LeftRoutes.by(settings.rollouts) if settings.rollouts else None
         self.answers = Answers(spec, left, self.meter)
-        self._gone = set[
-            BlockKey
-        ]()  # keys that are no hits: without rows for KV that others keep, or of ranks that differ
+        self._gone = set[BlockKey]()  # no hits: KV that others keep without rows, or rows of ranks that differ
         self._ranks: Ranks | None = None
         self._store = open_store(settings.store) if settings.store else None
         self.aux = self._made(namespace)
@@ -152,8 +150,8 @@ class RoutedRows:
         """From here on KV goes to other places and comes back; called before the first pass.
 
         With ``kv``, a ``KVBlocks`` of one tier, it goes to the store with its rows; each of several ``ranks`` has a
-        part of it. With ``folder``, which folds the KV, it goes to another store:
-        from pages of the host if there are ``host_pages``, else from those of the device.
+        part of it. With ``folder``, which folds the KV, it goes to another store: from pages of the host if there are
+        ``host_pages``, else from those of the device.
         """
         self.aux.close()
         self.aux = self._made(self.aux.namespace, kv, host_pages)
