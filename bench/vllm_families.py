@@ -92,7 +92,7 @@ FAMILIES: Mapping[str, Family] = {
         {"moe_num_experts": 16, "moe_topk": 4, "moe_num_shared_experts": 1},
         {"vision_config": {**VISION, "image_size": 64, "patch_size": 32}, "image_token_index": 3},
     ),
-    "axk1": Family({**ROUTED, **LATENT, "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2}, engine=MLA),
+    "axk1": Family({**ROUTED, **LATENT, "first_k_dense_replace": 0, "n_group": 4, "topk_group": 2}, engine=MLA),
     "cohere2_moe": Family({**EXPERTS, **WINDOWS, "mlp_layer_types": ["sparse"] * LAYERS, "tie_word_embeddings": True}),
     "dbrx": Family(
         {
@@ -155,6 +155,7 @@ FAMILIES: Mapping[str, Family] = {
     "glm4v_moe": Family(
         {
             **ROUTED,
+            "use_qk_norm": False,
             "first_k_dense_replace": 1,
             "rope_parameters": {
                 "rope_type": "default",
@@ -191,7 +192,7 @@ FAMILIES: Mapping[str, Family] = {
                 "out_hidden_size": 64,
             }
         },
-        {"dtype": "bfloat16"},
+        {"dtype": "bfloat16", "block_size": None, "enable_prefix_caching": False},
     ),
     "glm_moe_dsa": Family({**ROUTED, **INDEXED, **SPARSE, "first_k_dense_replace": 1}),
     "gpt_oss": Family({**LOCAL, **WINDOWS}),
@@ -212,7 +213,17 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "granitemoeshared": Family({**LOCAL, "shared_intermediate_size": 32}),
     "hunyuan_v1_moe": Family({"num_experts": 16, "moe_topk": 4, "moe_intermediate_size": 64}),
-    "hy_v3": Family({**EXPERTS, **SPARSE, "num_shared_experts": 1, "first_k_dense_replace": 1, "route_norm": True}),
+    "hy_v3": Family(
+        {
+            **EXPERTS,
+            **SPARSE,
+            "num_shared_experts": 1,
+            "first_k_dense_replace": 1,
+            "route_norm": True,
+            "expert_hidden_dim": 32,
+            "qk_norm": True,
+        }
+    ),
     "hy_v4": Family({**ROUTED, **INDEXED, **SPARSE, "indexer_types": ["full"] * LAYERS}),
     "inkling_text": Family(
         {
@@ -318,7 +329,7 @@ FAMILIES: Mapping[str, Family] = {
             "swa_v_head_dim": 32,
         }
     ),
-    "minimax_m2": Family({**LOCAL, "rotary_dim": 32, "scoring_func": "sigmoid"}),
+    "minimax_m2": Family({**LOCAL, "rotary_dim": 32, "scoring_func": "sigmoid", "use_routing_bias": True}),
     "minimax_m3_vl": Family(
         {
             **LOCAL,
@@ -353,7 +364,7 @@ FAMILIES: Mapping[str, Family] = {
     "qwen3_moe": Family({**EXPERTS, "mlp_only_layers": [0]}),
     "qwen3_next": Family({**EXPERTS, **LINEAR}, engine=STATES, by_token=True),
     "qwen3_vl_moe": Family(
-        {**EXPERTS, "num_local_experts": 16},
+        {**EXPERTS, "num_local_experts": 16, "norm_topk_prob": True},
         {
             "vision_config": {
                 **TOWER,
@@ -374,6 +385,7 @@ FAMILIES: Mapping[str, Family] = {
             "indexer_compress_ratio": 4,
             "hc_lowrank": 16,
             "ple_embed_dim": 64,
+            "output_gate_type": "silu",
         },
         engine=STATES,
     ),
@@ -382,6 +394,10 @@ FAMILIES: Mapping[str, Family] = {
         {"vision_config": {**VISION, "image_size": 56, "patch_size": 14}},
     ),
 }
+
+
+IMAGE_PROCESSORS = {"aria": "AriaImageProcessor"}
+"""Which vLLM loads beside a KV connector for prompts of text, too."""
 
 
 def config_of(name: str) -> Any:
@@ -417,6 +433,14 @@ def make(name: str, home: Path) -> None:
         layers = {"num_hash_layers": 1, "compress_ratios": [128, 4] * (LAYERS // 2), "qk_rope_head_dim": 64}
         kept = {key: value for key, value in fields.items() if key not in ("layer_types", "mlp_layer_types")}
         path.write_text(json.dumps(kept | layers))
+    if name in IMAGE_PROCESSORS:
+        getattr(transformers, IMAGE_PROCESSORS[name])().save_pretrained(home)
     words = Tokenizer(models.WordLevel({f"t{i}": i for i in range(VOCABULARY)}, unk_token="t3"))  # noqa: S106
     words.pre_tokenizer = pre_tokenizers.Whitespace()
-    transformers.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="t3").save_pretrained(home)  # noqa: S106
+    named = {"image_token": "t3"} if name in IMAGE_PROCESSORS else {}
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=words,
+        unk_token="t3",  # noqa: S106
+        extra_special_tokens=named,
+    )
+    tokenizer.save_pretrained(home)

@@ -63,7 +63,6 @@ ON_CUDA: dict[str, Any] = {
     "attention_config": None,
 }
 FLAG = {"enable_return_routed_experts": True}
-NO_IMAGES = {"image": 0, "video": 0}
 PROMPTS, HEAD, NEW, TOKENS_MAX = 8, 100, 20, 290
 
 
@@ -295,8 +294,8 @@ VERDICTS = {"right": "right", "close": "unjudged", "missing": "missing", "wrong"
 def run(name: str, home: Path, device: str, seconds: int, rounds: int) -> dict[str, Any]:
     """A family's line, as JSON."""
     log, family = home / "log", FAMILIES[name]
-    sees = {"skip_tokenizer_init": True} if family.sees is None else {"limit_mm_per_prompt": NO_IMAGES}
-    options = OPTIONS | dict(family.engine) | sees | (ON_CUDA if device == "cuda" else {})
+    sees = {"skip_tokenizer_init": True} if family.sees is None else {"language_model_only": True}
+    options = OPTIONS | sees | dict(family.engine) | (ON_CUDA if device == "cuda" else {})
     home.mkdir()
     line: dict[str, Any] = {"family": name}
     made = apart(make, seconds, log, name, home)
@@ -332,12 +331,24 @@ def _named(outcome: Mapping[str, Any], home: Path) -> str:
     return str(outcome["error"]).replace(str(home), home.name)
 
 
+def of_machines(results: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
+    """A line for each family, from the lines of several machines by their names: the first one that judged it, else
+    the last refusal."""
+    best = dict[str, dict[str, Any]]()
+    for machine, lines in results.items():
+        for line in lines:
+            kept = best.get(line["family"])
+            if kept is None or "refused" in kept:
+                best[line["family"]] = {**line, "machine": machine}
+    return [best[family] for family in FAMILIES if family in best]
+
+
 def markdown(lines: Sequence[Mapping[str, Any]]) -> list[str]:
     """The table of ``docs/vllm.md``."""
-    head = ["family", "KV cache groups", "right", "close", "as vLLM's kernels", "missing", "wrong", "refused"]
+    head = ["family", "on", "KV cache groups", "right", "close", "as vLLM's kernels", "missing", "wrong", "refused"]
     table = [head, ["---"] * len(head)]
     for line in lines:
-        cells = [line["family"], "; ".join(line.get("groups", []))]
+        cells = [line["family"], line.get("machine", ""), "; ".join(line.get("groups", []))]
         if "refused" in line:
             by_record = ["", ""]
             if "computed with" in line:  # the pass of transformers failed

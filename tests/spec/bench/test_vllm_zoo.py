@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from bench.vllm_families import FAMILIES
-from bench.vllm_zoo import apart, markdown, short
+from bench.vllm_zoo import apart, markdown, of_machines, short
 from cache_manager.errors import ConfigError
 
 ROOT = Path(__file__).parents[3]
-RESULTS = ROOT / "bench/results/vllm-zoo-h200"
+RESULTS = {"CPU": ROOT / "bench/results/vllm-zoo-cpu", "H200": ROOT / "bench/results/vllm-zoo-h200"}
 
 
 def answers(value: int) -> int:
@@ -64,10 +64,20 @@ def test_an_error_in_the_table_is_short() -> None:
     assert len(short("x" * 1000)) < 200
 
 
+def test_a_verdict_takes_the_place_of_refusals() -> None:
+    judged, refused = {"family": "mixtral", "right": 1}, {"family": "mixtral", "refused": "no kernel"}
+    other = {"family": "dbrx", "refused": "no weight"}
+    lines = of_machines({"CPU": [refused, other], "H200": [judged]})
+    assert lines == [{**other, "machine": "CPU"}, {**judged, "machine": "H200"}]
+    assert of_machines({"CPU": [judged], "H200": [refused]}) == [{**judged, "machine": "CPU"}]
+
+
 def test_the_page_shows_the_results() -> None:
-    """Goal: the page's table is that of the committed results, and none of its rows is wrong."""
-    lines = json.loads((RESULTS / "zoo.json").read_text())["families"]
-    ran = {line["family"] for line in lines}
-    assert [line["family"] for line in lines] == [name for name in FAMILIES if name in ran]
+    """Goal: the page's table is that of the committed results, and none of their rows is wrong."""
+    results = {
+        machine: json.loads((place / "zoo.json").read_text())["families"] for machine, place in RESULTS.items()
+    }
+    lines = of_machines(results)
+    assert [line["family"] for line in lines] == list(FAMILIES)
     assert "\n".join(markdown(lines)) in (ROOT / "docs/vllm.md").read_text()
-    assert not [line for line in lines if line.get("not computed with")]
+    assert not [line for lines in results.values() for line in lines if line.get("not computed with")]
