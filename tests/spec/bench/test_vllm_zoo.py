@@ -74,9 +74,7 @@ def test_a_verdict_takes_the_place_of_refusals() -> None:
 
 def test_the_page_shows_the_results() -> None:
     """Goal: the page's table is that of the committed results, and none of their rows is wrong."""
-    results = {
-        machine: json.loads((place / "zoo.json").read_text())["families"] for machine, place in RESULTS.items()
-    }
+    results = {machine: json.loads((place / "zoo.json").read_text())["families"] for machine, place in RESULTS.items()}
     lines = of_machines(results)
     assert [line["family"] for line in lines] == list(FAMILIES)
     assert "\n".join(markdown(lines)) in (ROOT / "docs/vllm.md").read_text()
