@@ -77,12 +77,14 @@ docs: $(READY) $(DOCS)/.ready
 	else \
 		echo "== nobody looked at the pages: there is no Chromium here, and apt-get brought none"; fi
 
-# The files of deploy/: their images are linted, the others checked against the schemas of Compose and Kubernetes.
+# The files of deploy/: their images are linted, the others checked against the schemas of Compose and Kubernetes; and the
+# dashboard against Grafana's.
 LINTS := .ci/.venv-deploy
 deploy-check: $(LINTS)/.ready
 	$(LINTS)/bin/hadolint deploy/*.Dockerfile
 	$(LINTS)/bin/check-jsonschema --builtin-schema vendor.compose-spec deploy/compose.yaml
 	$(LINTS)/bin/kubernetes-validate --strict --quiet deploy/kubernetes.yaml
+	$(LINTS)/bin/python .ci/dashboard.py docs/grafana.json
 
 $(LINTS)/.ready: .ci/deploy.txt
 	@echo "== setting up $(LINTS) (once; some seconds)"
