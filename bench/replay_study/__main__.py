@@ -6,14 +6,14 @@ import argparse
 import platform
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 
-from bench.replay_study.results import Results, print_results
-from bench.replay_study.scales import SCALES, Options
+from bench.replay_study.results import Results, merged, print_results
+from bench.replay_study.scales import FAMILIES, PHASES, SCALES, Options
 from bench.replay_study.study import Study
 from cache_manager.errors import KVRouteError
 
@@ -24,27 +24,38 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; the exit status is 0, or 2 if it could not be run."""
     parser = argparse.ArgumentParser(
         prog="python -m bench.replay_study",
-        description="mismatch of a trainer and its engine, without replay, R2 and R3",
+        description="how far a trainer is from its engine without rows, with right and with wrong ones",
     )
     add = parser.add_argument
     add("--device", default="cpu", choices=("cpu", "cuda"), help="(cpu)")
-    add("--scale", choices=SCALES, help="(tiny; cuda: half-billion)")
+    add("--scale", choices=SCALES, help="(tiny; cuda: third-billion)")
     add("--quick", action="store_const", dest="scale", const="quick", help="as --scale quick")
     add("--minutes", type=float, metavar="N", help="as many steps as fit (as the scale says)")
     add("--seed", type=int, default=0, metavar="N", help="of weights, prompts and samples (0)")
+    add("--seeds", type=int, metavar="N", help="how many (3)")
+    add("--family", action="append", choices=FAMILIES, dest="families", help="one or more (all)")
+    add("--phase", action="append", choices=PHASES, dest="phases", help="one or more (all)")
+    add("--state", metavar="DIR", help="weights that were learnt are kept and found there")
     add("--out", type=Path, default=Path("replay-study"), metavar="DIR", help="for the numbers")
-    add("--from", type=Path, dest="found", metavar="FILE", help="print the results that an earlier run wrote there")
+    words = "print the results that earlier runs wrote there, as one"
+    add("--from", type=Path, nargs="+", dest="found", metavar="FILE", help=words)
     args = parser.parse_args(arguments)
-    name = args.scale or ("half-billion" if args.device == "cuda" else "tiny")
+    name = args.scale or ("third-billion" if args.device == "cuda" else "tiny")
     if args.minutes is not None and not args.minutes > 0:
         parser.error("--minutes: more than 0")
+    if args.seeds is not None and args.seeds < 1:
+        parser.error("--seeds: at least 1")
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device: cuda wants an accelerator")
     try:
         if args.found is not None:
-            print_results(Results.read(args.found), print)
+            print_results(merged([Results.read(path) for path in args.found]), print)
         else:
-            replay_study(Options(SCALES[name], args.device, args.minutes, args.seed), name, args.out)
+            scale = SCALES[name] if args.seeds is None else replace(SCALES[name], seeds=args.seeds)
+            families = tuple(args.families or FAMILIES)
+            phases = tuple(args.phases or PHASES)
+            options = Options(scale, args.device, args.minutes, args.seed, families, phases, args.state)
+            replay_study(options, name, args.out)
     except (KVRouteError, OSError) as error:
         sys.stderr.write(f"{parser.prog}: {error}\n")
         return 2
@@ -78,7 +89,7 @@ def _setting(options: Options, name: str) -> dict[str, Any]:
         "transformers": transformers.__version__,
         "engine_dtype": "bfloat16",
         "trainer_dtype": "float32",
-        "chance": options.scale.task.chance,
+        "chance": options.scale.short.chance,
         "sizes": asdict(options.scale),
     }
 

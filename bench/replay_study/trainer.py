@@ -2,8 +2,7 @@
 two policies, and their routes, are from each other on tokens that one of them sampled.
 
 Replay forces the experts of a pass; the weights of these experts still come from the router's current scores, so that
-it keeps its gradient. ``R2`` replays the trainer's own choices when it computed the old log-probabilities, ``R3`` the
-engine's choices when it sampled (arXiv 2510.11370, 2507.18071).
+it keeps its gradient.
 
 ``behaviour`` is the engine's distribution, from which the tokens were drawn; ``policy`` the trainer's; ``d = log
 policy(token) - log behaviour(token)`` of a sampled token. README.md has each figure's formula and source.
@@ -14,15 +13,15 @@ from __future__ import annotations
 import math
 from contextlib import nullcontext
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Any
 
 import torch
 from torch.func import functional_call
 
 from bench.replay_study.rollout import Rollouts
-from kvroute.capture.capture import RoutingCapture
-from kvroute.replay.transformers import recorded, replay
+from bench.replay_study.rows import Replayed
+from kvroute.capture.capture import RoutingCapture, find_routers
+from kvroute.replay.transformers import recorded
 from kvroute.routing import routing_spec_from_hf
 
 
@@ -37,27 +36,53 @@ def k3(log_ratio: torch.Tensor) -> torch.Tensor:
     return torch.expm1(log_ratio) - log_ratio
 
 
+def clipped(d: torch.Tensor, gains: torch.Tensor, clip: float) -> torch.Tensor:
+    """Where PPO's minimum takes the clipped term: bool, as ``d``. These tokens have no gradient."""
+    ratio = d.exp()
+    return ratio.clamp(1 - clip, 1 + clip) * gains < ratio * gains
+
+
+def turn_gains(rewards: torch.Tensor, samples: int) -> torch.Tensor:
+    """GRPO's advantages of ``rewards`` ``[batch, turns]``, as many ``samples`` of each prompt side by side.
+
+    They say how much better a turn is than that of the other answers to its prompt, in standard deviations.
+    """
+    grouped = rewards.unflatten(0, (-1, samples))
+    above = grouped - grouped.mean(1, keepdim=True)
+    gains: torch.Tensor = above / (grouped.std(1, correction=0, keepdim=True) + 1e-6)
+    return gains.flatten(0, 1)
+
+
 def differing_routes(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     """Where two selections ``[..., layers, top_k]`` are not the same sets: bool ``[..., layers]``."""
     return (one.sort(-1).values != other.sort(-1).values).any(-1)
+
+
+QUANTILES = (0.001, 0.01, 0.5, 0.99, 0.999)
 
 
 def measure(
     policy: torch.Tensor,  # [batch, answer, vocabulary] float32 log-probabilities of the trainer
     behaviour: torch.Tensor,  # [batch, answer, vocabulary] float32 log-probabilities of the engine
     tokens: torch.Tensor,  # [batch, answer] int64, drawn from behaviour
+    gains: torch.Tensor,  # [batch, answer] advantages
     used: torch.Tensor,  # [..., layers, top_k] the experts in the trainer's pass
     rolled: torch.Tensor,  # [..., layers, top_k] the experts in the engine's
+    clip: float,
 ) -> dict[str, float]:
     """The figures of one batch; ``tokens`` is the number of sampled tokens in the means."""
     d = log_ratios(policy, behaviour, tokens).double()
     behaviour, policy = behaviour.double(), policy.double()
     different = differing_routes(used, rolled)
+    ordered = d.exp().flatten().sort().values
+    ratios = {f"ratio_{share:g}": float(ordered[round(share * (len(ordered) - 1))]) for share in QUANTILES}
     return {
         "kl": float((behaviour.exp() * (behaviour - policy)).sum(-1).mean()),
         "k3": float(k3(d).mean()),
+        **ratios,
         "beyond_e2": float((d.abs() > 2).double().mean()),
         "beyond_2": float((d.abs() > math.log(2)).double().mean()),
+        "clip_fraction": float(clipped(d, gains.double(), clip).double().mean()),
         "tokens_differing": float(different.any(-1).double().mean()),
         "routers_differing": float(different.double().mean()),
         "tokens": d.numel(),
@@ -66,15 +91,9 @@ def measure(
 
 GRADIENT_NORM_MAX = 1.0
 BALANCE_WEIGHT = 0.01
-"""The weight of the routers' load-balancing loss in supervised learning."""
-
-
-class Mode(StrEnum):
-    """Which experts a training pass uses: its own, those of the old policy's pass, or the rollout's."""
-
-    NONE = "none"
-    R2 = "r2"
-    R3 = "r3"
+"""The weight of the routers' load-balancing loss in supervised learning, of a family that has one."""
+BIAS_RATE = 1e-3
+"""How far a step moves the biases of routers that are balanced by these (arXiv 2412.19437, section 2.1.2)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -82,7 +101,7 @@ class Scored:
     """The result of a pass without gradient."""
 
     log_probs: torch.Tensor  # [batch, answer, vocabulary] float32
-    used: torch.Tensor  # [batch, sequence - 1, layers, top_k] int64: the experts of that pass
+    used: torch.Tensor  # [batch, sequence - 1, layers, top_k] int16: the experts of that pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +109,7 @@ class Update:
     """The means over one batch's optimizer steps.
 
     ``clip_fraction`` is the share of tokens whose gradient was clipped, ``moved`` the k3 estimate of the policy's
-    distance from the old one before each step.
+    distance from the one in the ratio's denominator, before each step.
     """
 
     loss: float
@@ -102,10 +121,10 @@ class Update:
 class Trainer:
     """A model in training: float32 weights, and passes in float32; learning may round each pass to bfloat16."""
 
-    def __init__(self, model: Any, *, learning_rate: float, micro_batch: int) -> None:
+    def __init__(self, model: Any, *, learning_rate: float, micro_tokens: int) -> None:
         self.model = model
         self.device = next(model.parameters()).device
-        self._micro_batch = micro_batch
+        self._micro_tokens = micro_tokens
         self._spec = routing_spec_from_hf(model.config, block_tokens=8)  # no measurement depends on it
         self._optimizer = torch.optim.AdamW(
             model.parameters(),
@@ -124,73 +143,87 @@ class Trainer:
         weights = dict(self.model.named_parameters())
         if rounded:
             weights = {name: weight.to(torch.bfloat16) for name, weight in weights.items()}
-        inputs = {"input_ids": tokens[:, :-1], "use_cache": False, "output_router_logits": True}
-        output = functional_call(self.model, weights, (), inputs)
+        inputs = {"input_ids": tokens[:, :-1], "use_cache": False}
+        balanced = getattr(self.model.config, "router_aux_loss_coef", None) is not None
+        if balanced:
+            inputs["output_router_logits"] = True
+        with RoutingCapture(self.model, self._spec) as capture:
+            output = functional_call(self.model, weights, (), inputs)
+            chosen = capture.topk_ids
         logits = output.logits[:, prompt_tokens - 1 :].float()
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, prompt_tokens:].flatten())
         self._optimizer.zero_grad(set_to_none=True)
-        torch.autograd.backward(loss + BALANCE_WEIGHT * output.aux_loss)
+        torch.autograd.backward(loss + BALANCE_WEIGHT * output.aux_loss if balanced else loss)
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), GRADIENT_NORM_MAX)
         self._optimizer.step()
+        if not balanced:
+            self._balance(chosen)
         return loss.detach()
 
     @torch.no_grad()
-    def score(self, rollouts: Rollouts, routes: torch.Tensor | None) -> Scored:
-        """Log-probabilities of the rollouts, with experts ``[batch, sequence - 1, layers, top_k]`` if given."""
+    def _balance(self, chosen: list[torch.Tensor]) -> None:
+        """Raise the biases of experts that were chosen less than others, and lower the others'."""
+        for router, ids in zip(find_routers(self.model).values(), chosen, strict=True):
+            bias: Any = router.e_score_correction_bias
+            load = torch.zeros_like(bias).scatter_add_(
+                0, ids.flatten(), torch.ones_like(ids.flatten(), dtype=bias.dtype)
+            )
+            bias.add_(BIAS_RATE * (load.mean() - load).sign())
+
+    @torch.no_grad()
+    def score(self, rollouts: Rollouts, replayed: Replayed | None) -> Scored:
+        """Log-probabilities of the rollouts, with the rows that are replayed, if any are."""
         log_probs, used = [], []
         with RoutingCapture(self.model, self._spec) as capture:
-            for part in torch.split(torch.arange(len(rollouts.tokens), device=self.device), self._micro_batch):
+            for part in self._parts(rollouts, torch.arange(len(rollouts.tokens), device=self.device)):
                 capture.clear()
-                log_probs.append(self._log_probs(rollouts, part, routes))
-                used.append(recorded(capture).unflatten(0, (len(part), -1)))
+                log_probs.append(self._log_probs(rollouts, part, replayed))
+                used.append(recorded(capture).to(torch.int16).unflatten(0, (len(part), -1)))
         return Scored(torch.cat(log_probs), torch.cat(used))
 
     def reinforce(
         self,
         rollouts: Rollouts,
-        advantages: torch.Tensor,  # [batch]
-        old: torch.Tensor,  # [batch, answer, vocabulary] log-probabilities before the first step
-        routes: torch.Tensor | None,  # [batch, sequence - 1, layers, top_k] int64
+        gains: torch.Tensor,  # [batch, answer] advantages
+        old: torch.Tensor,  # [batch, answer, vocabulary] log-probabilities in the ratio's denominator
+        replayed: Replayed | None,
         *,
         order: torch.Tensor,  # [batch] a permutation: which sequences go into which step
         updates: int,
         clip: float,
     ) -> Update:
         """PPO's clipped objective over the batch in ``updates`` optimizer steps."""
-        losses, clipped, moved, norms = [], [], [], []
+        losses, shares, moved, norms = [], [], [], []
         for chosen in order.chunk(updates):
             self._optimizer.zero_grad(set_to_none=True)
-            for part in torch.split(chosen, self._micro_batch):
-                policy = self._log_probs(rollouts, part, routes)
+            for part in self._parts(rollouts, chosen):
+                policy = self._log_probs(rollouts, part, replayed)
                 d = log_ratios(policy, old[part], rollouts.answers[part])
-                ratio, gain = d.exp(), advantages[part, None]
-                free = ratio * gain
-                bound = ratio.clamp(1 - clip, 1 + clip) * gain
-                loss = -torch.minimum(free, bound).mean()
+                ratio, gain = d.exp(), gains[part]
+                loss = -torch.minimum(ratio * gain, ratio.clamp(1 - clip, 1 + clip) * gain).mean()
                 torch.autograd.backward(loss * (len(part) / len(chosen)))
                 weight = len(part) / len(order)
                 losses.append(loss.detach() * weight)
-                clipped.append((bound < free).float().mean() * weight)
-                moved.append((torch.expm1(d.detach()) - d.detach()).mean() * weight)
+                shares.append(clipped(d.detach(), gain, clip).float().mean() * weight)
+                moved.append(k3(d.detach()).mean() * weight)
             norms.append(torch.nn.utils.clip_grad_norm_(self.model.parameters(), GRADIENT_NORM_MAX))
             self._optimizer.step()
         return Update(
             loss=float(torch.stack(losses).sum()),
-            clip_fraction=float(torch.stack(clipped).sum()),
+            clip_fraction=float(torch.stack(shares).sum()),
             moved=float(torch.stack(moved).sum()),
             gradient_norm=float(torch.stack(norms).mean()),
         )
 
-    def _log_probs(self, rollouts: Rollouts, part: torch.Tensor, routes: torch.Tensor | None) -> torch.Tensor:
+    def _parts(self, rollouts: Rollouts, sequences: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """``sequences`` in micro-batches."""
+        together = max(1, self._micro_tokens // rollouts.tokens.shape[1])
+        parts: tuple[torch.Tensor, ...] = torch.split(sequences, together)
+        return parts
+
+    def _log_probs(self, rollouts: Rollouts, part: torch.Tensor, replayed: Replayed | None) -> torch.Tensor:
         """Log-probabilities ``[part, answer, vocabulary]`` of some sequences."""
-        with nullcontext() if routes is None else replay(self.model, routes[part], spec=self._spec):
+        with nullcontext() if replayed is None else replayed.on(self.model, part, self._spec):
             logits = self.model(input_ids=rollouts.tokens[part, :-1], use_cache=False).logits
         sampled: torch.Tensor = logits[:, rollouts.prompt_tokens - 1 :]
         return sampled.float().log_softmax(-1)
-
-
-def replayed(mode: Mode, rollouts: Rollouts, old: Scored) -> torch.Tensor | None:
-    """The experts ``[batch, sequence - 1, layers, top_k]`` that ``mode`` forces after the old policy's pass."""
-    if mode is Mode.NONE:
-        return None
-    return old.used if mode is Mode.R2 else rollouts.rolled()
