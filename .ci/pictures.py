@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import re
 from pathlib import Path
 from xml.sax.saxutils import escape
@@ -56,8 +58,9 @@ class Picture:
         dash = ' stroke-dasharray="4 4"' if dashed else ""
         self.parts.append(f'<path d="{path}" stroke="{color}" stroke-width="1.6" fill="none"{ends}{dash}/>')
 
-    def dot(self, x: float, y: float, color: str) -> None:
-        self.parts.append(f'<circle cx="{x:g}" cy="{y:g}" r="5" fill="{color}"/>')
+    def dot(self, x: float, y: float, color: str, *, hollow: bool = False) -> None:
+        fill = f'"{PAPER}" stroke="{color}" stroke-width="1.6"' if hollow else f'"{color}"'
+        self.parts.append(f'<circle cx="{x:g}" cy="{y:g}" r="{4 if hollow else 5}" fill={fill}/>')
 
     def svg(self) -> str:
         head = (
@@ -248,7 +251,95 @@ def crossing() -> Picture:
     return picture
 
 
-PICTURES = {"flow": flow, "wrong-rows": wrong_rows, "cost": cost, "life": life, "crossing": crossing}
+STUDY = ROOT / "bench" / "results" / "replay-rows-h200" / "replay-study.json"
+FAMILY_COLORS = {"qwen3_moe": (KV, "Qwen3-MoE"), "deepseek_v3": (ROWS, "DeepSeek-V3")}
+REPLAYED = {
+    "none": "no replay",
+    "right": "right rows",
+    "missing": "wrong ones missing",
+    "evicted": "rows after eviction",
+    "evicted-prompt": "the same, prompt only",
+    "shifted": "shifted by one token",
+    "zeros": "zeros for missing",
+}
+
+
+def replay_rows() -> Picture:
+    """From the results of the replay study: a dot for each seed's weights."""
+    measured = json.loads(STUDY.read_text())["measured"]
+    picture = Picture("What wrong rows do: KL of engine and trainer, by the rows it replays", 450)
+    picture.text(
+        20, 54, "one H200, models of 0.3 billion parameters, answers of 4,032 tokens, three weights", color=FAINT
+    )
+    left, right, top = 200, 735, 86
+    low, high = -6, 1
+
+    def across(kl: float) -> float:
+        return left + (math.log10(kl) - low) / (high - low) * (right - left)
+
+    bottom = top + 40 * len(REPLAYED) + 6
+    for decade in range(low, high + 1):
+        x = left + (decade - low) / (high - low) * (right - left)
+        picture.line(f"M{x:g} {top - 14} V{bottom}", color="#dddddd", head=False)
+        picture.text(x, bottom + 18, f"1e{decade}" if decade else "1", size=13, color=FAINT, at="middle")
+    for number, (rows, words) in enumerate(REPLAYED.items()):
+        y = top + 12 + 40 * number
+        good = rows in ("right", "missing")
+        picture.text(left - 14, y + 5, words, bold=good, color=RIGHT if good else INK, at="end")
+        for (family, (color, _)), dy in zip(FAMILY_COLORS.items(), (-8, 8), strict=True):
+            for lag in (8, 0):
+                for each in measured:
+                    if (each["family"], each["rows"], each["lag"], each["part"]) == (family, rows, lag, "all"):
+                        picture.dot(across(each["figures"]["kl"]), y + dy, color, hollow=lag == 8)
+    y = bottom + 44
+    for i, (color, name) in enumerate(FAMILY_COLORS.values()):
+        picture.dot(26 + 150 * i, y - 5, color)
+        picture.text(38 + 150 * i, y, name)
+    picture.dot(326, y - 5, INK)
+    picture.text(338, y, "the same weights")
+    picture.dot(476, y - 5, INK, hollow=True)
+    picture.text(488, y, "the trainer 8 steps ahead")
+    return picture
+
+
+def replay_training() -> Picture:
+    """From the same results: the reward of each step."""
+    runs = [run for run in json.loads(STUDY.read_text())["runs"] if run["old"] == "engine"]
+    picture = Picture("Policy gradient: the reward of each step, by the rows that it replays", 350)
+    steps = max(len(run["steps"]) for run in runs)
+    seeds = len({run["seed"] for run in runs})
+    weights = "one set of weights, so no interval" if seeds == 1 else f"{seeds} sets of weights"
+    picture.text(20, 54, f"one H200, Qwen3-MoE of 0.3 billion parameters, {weights}", color=FAINT)
+    low, high, top, bottom = 0.78, 0.96, 74, 284
+
+    def place(step: int, reward: float) -> str:
+        return f"{70 + 650 * step / (steps - 1):.4g} {bottom - (reward - low) / (high - low) * (bottom - top):.4g}"
+
+    for reward in (0.80, 0.85, 0.90, 0.95):
+        height = place(0, reward).split()[1]
+        picture.line(f"M70 {height} H740", color="#dddddd", head=False)
+        picture.text(60, float(height) + 5, f"{reward:.2f}", color=FAINT, at="end")
+    for step in range(steps):
+        picture.text(float(place(step, low).split()[0]), bottom + 18, str(step), size=13, color=FAINT, at="middle")
+    colors = {"none": FAINT, "right": RIGHT, "evicted": WRONG}
+    for run in runs:
+        path = " L".join(place(each["step"], each["reward"]) for each in run["steps"])
+        picture.line(f"M{path}", color=colors[run["rows"]], head=False, dashed=run["rows"] == "none")
+    for i, (rows, color) in enumerate(colors.items()):
+        picture.dot(90 + 190 * i, 325, color)
+        picture.text(102 + 190 * i, 330, REPLAYED[rows])
+    return picture
+
+
+PICTURES = {
+    "replay-rows": replay_rows,
+    "replay-training": replay_training,
+    "flow": flow,
+    "wrong-rows": wrong_rows,
+    "cost": cost,
+    "life": life,
+    "crossing": crossing,
+}
 
 
 def main() -> None:
