@@ -11,9 +11,12 @@ import numpy as np
 import pytest
 from blocks_house import TOKENS, House, slots
 
-from cache_manager.errors import BlockBusyError, BlockStateError, InvalidInputError, KVRouteError
+from cache_manager.blocks import AuxBlocks
+from cache_manager.errors import BlockBusyError, BlockStateError, InvalidInputError, KVRouteError, SpecError
 from cache_manager.feed import BlockFeed
+from cache_manager.keys import Namespace
 from cache_manager.own_keys import OUTDATED_MAX
+from cache_manager.spec import AuxBlockDataSpec
 
 
 @pytest.fixture
@@ -416,3 +419,10 @@ def test_invalid_arguments_are_typed_errors_or_dropped_and_give_nothing_out(call
             assert house.engine.in_flight == 0
         house.engine.assert_consistent()
         house.close()
+
+
+def test_a_spec_without_its_list_is_refused() -> None:
+    """Goal: the error says what is missing, where Python would ask for a spec's iterator."""
+    spec = AuxBlockDataSpec("routing", (2, 1), "uint8", 4)
+    with pytest.raises(SpecError, match="specs: wanted a sequence of AuxBlockDataSpec, got a single one"):
+        AuxBlocks(spec, blocks=1, namespace=Namespace("m", 1))  # type: ignore[arg-type]

@@ -208,3 +208,14 @@ def test_a_view_outlives_its_owner() -> None:
     for ask in (lambda: view.read("long", ids, generations=[1, 1]), lambda: view.generations(ids)):
         with pytest.raises(RegionError, match="closed"):
             ask()
+
+
+def test_a_with_statement_detaches(shared: SharedRegion) -> None:
+    """Goal: a view that is left holds no memory of an owner that has ended. Method: leave one, also by an error."""
+    with RegionView(shared.name) as left:
+        pass
+    with pytest.raises(ZeroDivisionError), RegionView(shared.name) as failed:
+        raise ZeroDivisionError
+    for view in (left, failed):
+        with pytest.raises(RegionError, match="closed"):
+            view.generation(0)

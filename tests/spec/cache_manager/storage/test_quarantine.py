@@ -67,3 +67,17 @@ def test_a_bad_record_that_cannot_be_read_once_more_costs_no_other_one() -> None
         backend.fail_get, backend.during_get = False, None
         assert get(store, [2]) == [Absence.CORRUPT]
         assert (store.counters.hits, store.counters.misses, store.counters.corrupt) == (2, 1, 1)
+
+
+@pytest.mark.parametrize(("keys", "buffers"), [(2, 1), (1, 2), (1, 0), (0, 1)])
+def test_keys_without_their_buffers_are_refused(keys: int, buffers: int) -> None:
+    """Goal: no record is read into the place of another, and none is left out silently. Method: more of one than of
+    the other; the store is asked for nothing."""
+    with MemoryStore(1 << 20) as backend:
+        store = RecordStore(backend, LAYOUT)
+        put(store, range(2))
+        places = [memoryview(bytearray(LAYOUT.nbytes)) for _ in range(buffers)]
+        with pytest.raises(ValueError, match=f"{keys} keys and {buffers} buffers"):
+            store.get_into([key_of(n) for n in range(keys)], places)
+        assert not any(map(any, places))
+        assert store.counters.hits == store.counters.misses == 0

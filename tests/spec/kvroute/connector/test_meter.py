@@ -6,6 +6,7 @@ import json
 import logging
 import re
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -20,7 +21,7 @@ from kvroute.capture import step_ids
 from kvroute.connector import Limits, job_counts, meter, worker
 from kvroute.connector.carriers import by_key, none
 from kvroute.connector.limits import LIMITS
-from kvroute.connector.meter import EVENTS, FIELDLESS, METRICS, SECONDS, WHAT, WITHOUT_ROWS, Meter, merged
+from kvroute.connector.meter import EVENTS, FIELDLESS, METRICS, SECONDS, WHAT, WITHOUT_ROWS, Exported, Meter, merged
 from kvroute.integrations.sglang import rows
 
 DOCS = Path(__file__).parents[4] / "docs"
@@ -110,6 +111,57 @@ def test_it_is_taken_now_and_then_only() -> None:
     assert found.take()
     found.miss("one", 1)
     assert found.take() is None
+
+
+class Kept:
+    """A kind of metric that keeps what it is told, by its labels; Prometheus's have these calls."""
+
+    def __init__(self, name: str, documentation: str, labelnames: list[str], **_: object) -> None:
+        assert documentation
+        self.name, self.labelnames = name, labelnames
+        self.told: dict[tuple[str, ...], list[float]] = {}
+
+    def labels(self, *values: str) -> Self:
+        assert len(values) == len(self.labelnames), self.name
+        self.telling = self.told.setdefault(values, [])
+        return self
+
+
+class KeptCounter(Kept):
+    def inc(self, amount: float) -> None:
+        self.telling.append(amount)
+
+
+class KeptHistogram(Kept):
+    def observe(self, amount: float) -> None:
+        self.telling.append(amount)
+
+
+def test_an_engine_exports_what_was_taken() -> None:
+    """Goal: each number of a take is in the metric of its name, under the engine's labels and its own, once. Method: a
+    take with every metric; tiers, names and causes with a slash."""
+    made = dict[str, Kept]()
+
+    def kind_of(kind: type[Kept]) -> Callable[..., Kept]:
+        return lambda name, **said: made.setdefault(name, kind(name, **said))
+
+    exported = Exported((kind_of(KeptCounter), kind_of(KeptHistogram)), ["engine"])
+    exported.observe(
+        {
+            EVENTS: {"blocks/rows": 3, "transfer/node/deep.rows": 4},
+            WITHOUT_ROWS: {"no room in /dev/shm": 7},
+            FIELDLESS: {"late": 2},
+            SECONDS: {"persist": [0.5, 1.0]},
+        },
+        ["e0"],
+    )
+    assert {name: kept.told for name, kept in made.items()} == {
+        EVENTS: {("e0", "blocks", "rows"): [3], ("e0", "transfer", "node/deep.rows"): [4]},
+        WITHOUT_ROWS: {("e0", "no room in /dev/shm"): [7]},
+        FIELDLESS: {("e0", "late"): [2]},
+        SECONDS: {("e0", "persist"): [0.5, 1.0]},
+    }
+    assert [type(made[name]) for name in (EVENTS, SECONDS)] == [KeptCounter, KeptHistogram]
 
 
 def test_the_dashboard_asks_for_what_is_exported() -> None:
