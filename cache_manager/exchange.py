@@ -73,7 +73,8 @@ class Exchange:
 
         Returns how many rows landed. The caller has verified the record's sum and key. No row lands in a block that a
         step has written, or will write, in this life, beside KV that came under another origin (:meth:`bind_origin`),
-        in a block in another life than ``generation``, or from a record of another namespace; each case is counted.
+        in a block in another life than ``generation``, or from a record of another namespace, or where rows have no
+        memory (``memory="sparse"``); each case is counted.
         Raises ``BlockBusyError`` while bytes are copied into the block, or a device writes it for an earlier life, and
         :class:`RecordError` for a record that does not fit the layout; then nothing has changed.
         """
@@ -87,6 +88,9 @@ class Exchange:
             if not _in_life(table, index, generation, ours=ours):
                 return 0
             _check_not_copied_into(table, index)
+            if table.lacks_memory(np.array([index])):
+                table.lock.count("installs_without_memory_dropped")
+                return 0
             if not table.takes(index, header.origin):
                 table.lock.count("installs_of_another_origin_dropped")
                 return 0
