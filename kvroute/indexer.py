@@ -45,6 +45,8 @@ INDEXER_VERSION: Final = 1
 PACKED_AT_ONCE: Final = 32
 """Choices that are packed at once: so many stay in a core's cache."""
 INDEXER_ROWS_MAX: Final = 1 << 31
+_GAP_END: Final = (1 << 31) - 1
+"""Gaps are below this: from position 0 to the last one that int32 has."""
 _INDEXER_HEAD: Final = struct.Struct("<8sIIIQQ")
 _SUM_NBYTES: Final = 16
 _HEADER_NBYTES: Final = _INDEXER_HEAD.size + _SUM_NBYTES
@@ -65,7 +67,7 @@ def indexer_spec(top_k: int, sources: ArrayLike, block_tokens: int) -> AuxBlockD
     >>> spec.row_shape, spec.attrs["layer_ids"]
     ((2, 4), (0, 2))
     """
-    given = tuple(int(source) for source in np.asarray(sources).tolist())
+    given = tuple(integers(sources, "sources", "one integer for each layer", error=SpecError).tolist())
     for layer, source in enumerate(given):
         if source != NONE and not (0 <= source <= layer and given[source] == source):
             raise SpecError(f"sources[{layer}]", "this layer, or an earlier one that has an indexer", source)
@@ -163,6 +165,8 @@ def pack(rows: NDArray[np.int32]) -> bytes:
     for begin in range(0, len(full), PACKED_AT_ONCE):
         chosen = full[begin : begin + PACKED_AT_ONCE]
         part = flat[chosen[0] : chosen[-1] + 1] if chosen[-1] - chosen[0] == len(chosen) - 1 else flat[chosen]
+        if part.min() < 0:  # a difference over 2^31 would look like a gap
+            raise _not_canonical(int(chosen[int((part < 0).any(axis=1).argmax())]), layers)
         own = (part[:, 1:] - part[:, :-1]).view(np.uint32)
         own -= 1  # one that does not increase becomes very wide
         over = np.flatnonzero(own.reshape(-1) >= _WIDE)
@@ -221,8 +225,8 @@ def unpack(data: Buffer, *, nbytes_max: int = INDEXER_NBYTES_MAX) -> NDArray[np.
     extra = np.frombuffer(body, _WIDE_GAP, wide, behind)
     if not np.array_equal(np.flatnonzero(gaps == _WIDE), extra["place"]):
         raise RowError("indexer record", f"a wide gap for each gap of {_WIDE}, in order", "others")
-    if (extra["more"] >= INDEXER_ROWS_MAX - _WIDE).any():
-        raise RowError("indexer record", f"wide gaps below {INDEXER_ROWS_MAX}", "others")
+    if (extra["more"] >= _GAP_END - _WIDE).any():
+        raise RowError("indexer record", f"wide gaps below {_GAP_END}", "others")
     flat = np.empty((choices, k), np.int32)
     columns = np.arange(k, dtype=np.int32)
     for part in _chunks(np.flatnonzero(beside)):
@@ -270,7 +274,7 @@ def _wide(
     """The wide ones of some choices' ``gaps`` ``[choices, positions - 1]``, those at the places ``over``."""
     rows, columns = np.divmod(over, gaps.shape[1])
     values = gaps.reshape(-1)[over]
-    wrong = values >= INDEXER_ROWS_MAX
+    wrong = values >= _GAP_END
     if wrong.any():
         raise _not_canonical(int(choices[rows[int(wrong.argmax())]]), layers)
     extra = np.empty(len(rows), _WIDE_GAP)
@@ -291,9 +295,6 @@ def _check_others(flat: NDArray[np.int32], counts: NDArray[np.int64], beside: ND
         wrong |= beside[part] & (~tail & (rows != due)).any(axis=1)
         if wrong.any():
             raise _not_canonical(int(part[int(wrong.argmax())]), layers)
-    negative = (counts == k) & (flat[:, 0] < 0)
-    if negative.any():
-        raise _not_canonical(int(negative.argmax()), layers)
 
 
 def _not_canonical(choice: int, layers: int) -> RowError:
