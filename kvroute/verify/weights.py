@@ -113,7 +113,11 @@ class Weights:
         return values[-1].topk(self._top_k, dim=-1).indices if ids is None else ids
 
     def routed(self, tokens: Sequence[int]) -> RowIds:
-        """The experts of each token, sorted: ``[tokens, layers, top_k]``."""
+        """The experts of each token, sorted: ``[tokens, layers, top_k]``; :class:`InvalidInputError` for a token that
+        the model does not have."""
+        vocabulary = self._model.get_input_embeddings().num_embeddings
+        if max(tokens, default=0) >= vocabulary:
+            raise InvalidInputError("token ids", f"below {vocabulary}, as the model has", max(tokens))
         with torch.no_grad():
             self._model(torch.tensor([list(tokens)]), use_cache=False)
         choices = torch.stack([heard.ids.reshape(len(tokens), -1) for heard in self._heard.values()], dim=1)

@@ -40,8 +40,8 @@ def is_failure(code: int) -> bool:
 
 
 def failure_of_call(codes: Sequence[int]) -> int:
-    """The failure of a whole call, by the ``codes`` of its records: one of the master's, or every record has failed. 0: it
-    has not failed."""
+    """The failure of a whole call, by the ``codes`` of its records: one of the master's, or one of them if all failed.
+    0: it has not failed."""
     failures = [code for code in codes if is_failure(code)]
     of_master = MASTER.intersection(failures)
     if of_master:

@@ -37,4 +37,6 @@ def test_only_ranges_of_the_rows_and_versions_to_come() -> None:
             with pytest.raises(InvalidInputError, match="a new one for weights after version 5"):
                 references.put(routes, TOKENS, **names)
         else:
-            assert np.array_equal(ray.get(source.get_ranges.remote([references.put(routes, TOKENS, **names)]))["values"], rows)
+            assert np.array_equal(
+                ray.get(source.get_ranges.remote([references.put(routes, TOKENS, **names)]))["values"], rows
+            )

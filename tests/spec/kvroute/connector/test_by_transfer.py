@@ -358,8 +358,8 @@ def test_a_prompt_that_is_computed_again_is_lent_anew(chunks: list[int]) -> None
 
 
 def test_a_reason_that_comes_behind_the_end_is_of_no_request() -> None:
-    """Goal: the scheduler keeps nothing of requests that have ended, however many there are, and a name that comes again
-    has no reasons of before. Method: the worker's reasons come before the request's end, and once more behind it."""
+    """Goal: the scheduler keeps nothing of requests that have ended, and a name that comes again has no reasons of
+    before. Method: the worker's reasons come before the request's end, and once more behind it."""
     reasons = {"d": {0: "gone"}}
     with two() as (_, second):
         assert second.ask("d", PROMPT, brought=len(PROMPT), more=SAID)

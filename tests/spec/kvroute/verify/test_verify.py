@@ -17,7 +17,7 @@ from salted_moe import small_moe
 
 import kvroute
 from bench.vllm_families import make
-from cache_manager.errors import RowError
+from cache_manager.errors import InvalidInputError, RowError
 from kvroute.cli import FAILED, USAGE, main
 from kvroute.verify.asking import ServerError, decoded, rows_of
 from kvroute.verify.weights import NOISE, Weights
@@ -149,6 +149,14 @@ def test_weights_of_other_kinds_of_models(family: str, tmp_path: Path) -> None:
     everywhere = np.ones(routed.shape[:2], np.bool_)
     assert weights.close(routed, everywhere).all()
     assert not weights.close(other, everywhere).any()
+
+
+def test_a_token_that_the_model_does_not_have_is_named(checkpoint: Path) -> None:
+    """Goal: a line that says what is wrong, where torch would say that an index is out of range."""
+    spec = kvroute.routing_spec_from_hf(checkpoint, block_tokens=1)
+    weights = Weights(checkpoint, spec, NOISE["float32"], torch.float32)
+    with pytest.raises(InvalidInputError, match=r"token ids: wanted below \d+, as the model has, got 99999999"):
+        weights.routed([5, 99_999_999])
 
 
 def test_close_choices_are_not_judged(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
