@@ -145,14 +145,16 @@ class Exchange:
     def fill_kv(self, kv: KVBlocks, block: int, generation: int, origin: int, content: Buffer) -> bool:
         """:meth:`bind_origin`, and put KV of that ``origin`` into the block: ``kv.spec.block_nbytes`` bytes.
 
-        Raises ``BlockBusyError``, too, while a step writes the block, and what ``kv.fill`` raises: then its rows are
-        missing and none of another origin land, because KV that is half written is of no origin that others know.
+        Raises ``BlockBusyError``, too, while a step writes the block, :class:`RecordError` for another number of bytes,
+        and what ``kv.fill`` raises: then its rows are missing and none of another origin land, because KV that is half
+        written is of no origin that others know.
         """
         table = self._table
         _check_origin(origin)
         ids = table.slots.ids([block])
-        nbytes = kv.spec.block_nbytes
-        kv_bytes = np.frombuffer(content, np.uint8, nbytes).reshape(1, nbytes)
+        kv_bytes = np.frombuffer(content, np.uint8).reshape(1, -1)
+        if kv_bytes.size != kv.spec.block_nbytes:
+            raise RecordError("KV size", kv.spec.block_nbytes, kv_bytes.size)
         with table.lock:
             (index,) = ids.tolist()
             if not _in_life(table, index, generation):

@@ -500,7 +500,13 @@ def test_a_begin_that_is_interrupted_leaves_no_job_that_nobody_carries(full) -> 
 
 
 @pytest.mark.parametrize(
-    "limits", [{"threads_max": 0}, {"jobs_max": 0}, {"nbytes_max": 0}, {"close_s": -1.0}, {"close_s": float("inf")}]
+    "limits",
+    [
+        {"threads_max": 0},
+        {"jobs_max": 0},
+        {"nbytes_max": 0},
+        *({"close_s": seconds} for seconds in (-1.0, float("inf"), float("nan"), "3", None)),
+    ],
 )
 def test_limits_that_cannot_be_are_named(limits) -> None:
     with pytest.raises(ConfigError, match=next(iter(limits))):

@@ -178,6 +178,15 @@ def test_slots_that_cannot_be_are_refused(shared: SharedRegion, slots: Any, gene
         assert caught.value.field == field
 
 
+@pytest.mark.parametrize("blocks", [3, "3", [-1], [BLOCKS], [0.5], [[0]], None])
+def test_generations_of_what_is_no_block_are_refused(shared: SharedRegion, blocks: Any) -> None:
+    with RegionView(shared.name) as view:
+        with pytest.raises(InvalidInputError) as caught:
+            view.generations(blocks)
+        assert caught.value.field == "blocks"
+        assert view.generations([]).tolist() == []
+
+
 def test_the_generation_of_one_block(shared: SharedRegion) -> None:
     Writer(shared).begin_lives(IDS[2:3])
     with RegionView(shared.name) as view:
