@@ -198,6 +198,27 @@ def test_a_bug_in_the_store_is_raised_and_the_sequence_goes_on(house, monkeypatc
     assert (rows.values == canary_rows(SPEC, [("x", p) for p in range(8)])).all()
 
 
+@pytest.mark.parametrize("successor", [False, True])
+def test_what_the_store_brings_to_a_sequence_that_has_ended_is_found_by_nobody(house, successor: bool) -> None:
+    """Goal: no block is found by keys of a sequence that has given it back. Method: a restore lands, and its sequence
+    ends, or another one has its name, before the manager looks; another sequence then has its blocks, and its prompt
+    is asked for again."""
+    house.run("a", PROMPT)
+    assert house.persist("a") == 2
+    house.manager.free("a")
+    house.manager.reset(weights_version=0)
+    assert house.manager.begin_allocate("b", PROMPT).pending
+    assert house.aux.jobs.wait(GIVE_UP_S)
+    assert [job.over for job in house.aux.jobs.poll()] == [True]
+    house.manager.free("b")
+    other = [50 + token for token in PROMPT]
+    house.manager.allocate("b" if successor else "c", other, restore=False)
+    assert house.manager.poll() == {}
+    again = house.manager.allocate("d", PROMPT, restore=False)
+    assert again is not None
+    assert again.cached_tokens == 0
+
+
 # ---------------------------------------------------------------- interpreters without asserts
 
 
