@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import numpy as np
 import pytest
-from blocks_house import TOKENS, House, slots
+from blocks_house import TOKENS, House, amid_a_call, slots
 
 from cache_manager.blocks import AuxBlocks
 from cache_manager.errors import BlockBusyError, BlockStateError, InvalidInputError, KVRouteError, SpecError
@@ -151,8 +151,12 @@ def test_a_pass_that_is_refused_inside_another_call_leaves_no_row_of_before(hous
     name no block, while a call of its own thread has the lock."""
     house.engine.renew([0])
     house.fill(0, "first")
-    with house.engine._lock, pytest.raises(BlockBusyError):
-        house.engine.begin_step([0.5])
+
+    def handler() -> None:
+        with pytest.raises(BlockBusyError):
+            house.engine.begin_step([0.5])
+
+    amid_a_call(house.engine, handler)
     assert house.valid(0) == [False] * TOKENS
     house.fill(0, "second")
 
