@@ -106,7 +106,7 @@ class RegionView:
     def generations(self, blocks: Sequence[int] | NDArray[Any]) -> NDArray[np.int64]:
         """Which life each block is in now, ``[n]``."""
         region = self._attached()
-        ids = _ids(region, blocks)
+        ids = _block_ids(region, blocks)
         return (region.words[ids] >> np.uint64(GENERATION_SHIFT)).astype(np.int64)
 
     def generation(self, block: int) -> int:
@@ -144,13 +144,13 @@ class RegionView:
 
 def _pairs(region: SharedRegion, blocks: Any, generations: Any) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Block ids and their generations, ``[n]`` each, or :class:`InvalidInputError`."""
-    ids = _ids(region, blocks)
+    ids = _block_ids(region, blocks)
     wanted = integers(generations, "generations", "one generation for each block", n=ids.size)
     _check_range(wanted, "generations", GENERATION_END)
     return ids, wanted
 
 
-def _ids(region: SharedRegion, blocks: Any) -> NDArray[np.int64]:
+def _block_ids(region: SharedRegion, blocks: Any) -> NDArray[np.int64]:
     """Block ids ``[n]`` of the region, or :class:`InvalidInputError`."""
     ids = integers(blocks, "blocks", "a flat sequence of block ids")
     _check_range(ids, "blocks", region.blocks)
