@@ -259,7 +259,8 @@ class _Completion:
         meta = _mapping(field_of(output, "meta_info"))
         if meta:  # SGLang: each completion is an answer of its own
             entries = _mapping(next(filter(None, reversed(meta.get(FIELD) or ())), None))
-            request = key = str(meta.get("id") or "")
+            request = str(meta.get("id") or "")
+            key = request or None
             index = 0
             prompt = field_of(output, "prompt_token_ids")
             answered = field_of(output, "output_ids")

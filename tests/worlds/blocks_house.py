@@ -98,20 +98,3 @@ class House:
 
 def slots(block: int) -> np.ndarray:
     return np.arange(block * TOKENS, (block + 1) * TOKENS)
-
-
-class _Amid:
-    """KV of one byte a token. Whoever copies it does something first."""
-
-    spec = AuxBlockDataSpec("kv", (), "uint8", TOKENS)
-
-    def __init__(self, act: Callable[[], object]) -> None:
-        self._act = act
-
-    def take(self, _blocks: np.ndarray, _into: np.ndarray) -> None:
-        self._act()
-
-
-def amid_a_call(engine: AuxBlocks, act: Callable[[], object]) -> None:
-    """Something happens while a call of this thread has the lock of the blocks."""
-    engine.exchange.take_kv(_Amid(act), [0], engine.generations([0]))  # type: ignore[arg-type]

@@ -9,7 +9,8 @@ from contextlib import contextmanager
 
 import numpy as np
 import pytest
-from blocks_house import TOKENS, House, amid_a_call, slots
+from amid import amid_a_call
+from blocks_house import TOKENS, House, slots
 
 from cache_manager.blocks import AuxBlocks
 from cache_manager.errors import BlockBusyError, BlockStateError, InvalidInputError, KVRouteError, SpecError

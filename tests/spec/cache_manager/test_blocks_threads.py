@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
-from blocks_house import SPEC, TOKENS, House, amid_a_call, slots
+from amid import amid_a_call
+from blocks_house import SPEC, TOKENS, House, slots
 from budget import scaled
 from stopped import EVERY, is_stopped
 from waiting import GIVE_UP_S, until_it_waits

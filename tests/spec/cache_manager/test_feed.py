@@ -8,7 +8,7 @@ import threading
 import msgspec
 import numpy as np
 import pytest
-from blocks_house import amid_a_call
+from amid import amid_a_call
 from budget import examples
 from canary import canary_rows
 from hypothesis import given
