@@ -105,6 +105,44 @@ def test_no_count_is_lost_between_threads() -> None:
     assert sum(each[WITHOUT_ROWS]["one"] for each in taken if each) == 7
 
 
+class Sought(str):
+    """A reason whose cause is itself, and which takes a while to be found the second time that it is looked up."""
+
+    def __new__(cls, text: str, begun: threading.Event, go: threading.Event) -> Self:
+        made = super().__new__(cls, text)
+        made.begun, made.go, made.looks = begun, go, 0
+        return made
+
+    def partition(self, _: str, /) -> tuple[str, str, str]:
+        return self, "", ""
+
+    def __hash__(self) -> int:
+        self.looks += 1
+        if self.looks == 2:
+            self.begun.set()
+            self.go.wait(GIVE_UP_S)
+        return super().__hash__()
+
+    __eq__ = str.__eq__
+
+
+def test_no_answer_without_its_field_is_lost_between_threads() -> None:
+    """Goal: as above, for answers without their field. Method: one is amid being counted when another thread takes."""
+    found, begun, go, taken = Meter(dict, EAGER), threading.Event(), threading.Event(), []
+    found.lose_field("another")
+    loses = threading.Thread(target=found.lose_field, args=(Sought("late", begun, go),))
+    takes = threading.Thread(target=lambda: taken.append(found.take()))
+    loses.start()
+    assert begun.wait(GIVE_UP_S)
+    takes.start()
+    takes.join(0.05)  # a thread that does not wait is done by then
+    go.set()
+    for thread in (loses, takes):
+        thread.join(GIVE_UP_S)
+    taken.append(found.take())
+    assert sum(each[FIELDLESS].get("late", 0) for each in taken if each) == 1
+
+
 def test_it_is_taken_now_and_then_only() -> None:
     found = Meter(dict)
     found.miss("one", 1)
