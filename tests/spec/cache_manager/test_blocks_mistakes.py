@@ -10,6 +10,7 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 from amid import amid_a_call
+from amid_a_copy import when_copied
 from blocks_house import TOKENS, House, slots
 
 from cache_manager.blocks import AuxBlocks
@@ -199,7 +200,7 @@ def test_blocks_in_motion_are_named_as_such() -> None:
                 call()
             errors.append(str(error.value))
 
-    with house.when_copied(calls):
+    with when_copied(house.engine, calls):
         engine.copy([(0, 1)])
     assert errors == [
         "renew: wanted blocks that are not being copied into, got block 1",
