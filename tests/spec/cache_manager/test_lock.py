@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import asdict
 
+import numpy as np
 import pytest
-from blocks_house import House
+from amid import amid_a_call
+from blocks_house import House, slots
+from waiting import GIVE_UP_S, until_it_waits
 
 from cache_manager.errors import InvalidInputError
 from cache_manager.lock import NAMED_MAX, AuxCounters
@@ -36,4 +40,49 @@ def test_a_mistake_names_blocks_as_far_as_a_line_holds(n: int) -> None:
     rest = f" and {n - NAMED_MAX} more" if n > NAMED_MAX else ""
     with pytest.raises(InvalidInputError, match=f"got block{'s' if n > 1 else ''} {named}{rest}$"):
         house.engine.renew(wrong)
+    house.close()
+
+
+CALLS = {
+    "in_flight": lambda house: house.engine.in_flight,
+    "steps": lambda house: house.engine.steps,
+    "generations": lambda house: house.engine.generations([0]),
+    "complete": lambda house: house.engine.complete([0]),
+    "writing": lambda house: house.engine.writing([0]),
+    "origins": lambda house: house.engine.origins([0]),
+    "renew": lambda house: house.engine.renew([1]),
+    "retire": lambda house: house.engine.retire([1]),
+    "forget": lambda house: house.engine.forget([0]),
+    "reset": lambda house: house.engine.reset(weights_version=2),
+    "begin_step": lambda house: house.engine.begin_step(slots(0)).abort(),
+    "write_step": lambda house: house.engine.write_step(slots(0), {"routing": house.rows("x")}),
+    "read": lambda house: house.engine.read("routing", [0]),
+    "copy": lambda house: house.engine.copy([(0, 1)]),
+    "swap_out": lambda house: house.engine.swap_out([(0, 1)]),
+    "persist": lambda house: house.engine.persist({house.key: 0}, [1]),
+    "begin_restore": lambda house: house.engine.begin_restore({house.key: 0}, [1]),
+    "export": lambda house: house.engine.exchange.export({house.key: 0}, [1]),
+    "bind_origin": lambda house: house.engine.exchange.bind_origin(0, 1, 5),
+    "name_origins": lambda house: house.engine.exchange.name_origins([0], [1], np.array([5], np.uint64)),
+    "assert_consistent": lambda house: house.engine.assert_consistent(),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_every_call_waits_for_one_of_another_thread(call: str) -> None:
+    """Goal: nothing is seen, or changed, amid a change. Method: each call begins amid one of another thread,
+    and is over when that is."""
+    house = House()
+    house.gate.open()
+    house.engine.renew([0, 1])
+    house.fill(0, "mine")
+    thread = threading.Thread(target=CALLS[call], args=(house,), daemon=True)
+
+    def amid() -> None:
+        thread.start()
+        assert until_it_waits(thread)
+
+    amid_a_call(house.engine, amid)
+    thread.join(GIVE_UP_S)
+    assert not thread.is_alive()
     house.close()
