@@ -73,7 +73,8 @@ class Exchange:
 
         Returns how many rows landed. The caller has verified the record's sum and key. No row lands in a block that a
         step has written, or will write, in this life, beside KV that came under another origin (:meth:`bind_origin`),
-        in a block in another life than ``generation``, or from a record of another namespace; each case is counted.
+        in a block in another life than ``generation``, or from a record of another namespace, or where rows have no
+        memory (``memory="sparse"``); each case is counted.
         Raises ``BlockBusyError`` while bytes are copied into the block, or a device writes it for an earlier life, and
         :class:`RecordError` for a record that does not fit the layout; then nothing has changed.
         """
@@ -87,6 +88,9 @@ class Exchange:
             if not _in_life(table, index, generation, ours=ours):
                 return 0
             _check_not_copied_into(table, index)
+            if table.lacks_memory(np.array([index])):
+                table.lock.count("installs_without_memory_dropped")
+                return 0
             if not table.takes(index, header.origin):
                 table.lock.count("installs_of_another_origin_dropped")
                 return 0
@@ -141,14 +145,16 @@ class Exchange:
     def fill_kv(self, kv: KVBlocks, block: int, generation: int, origin: int, content: Buffer) -> bool:
         """:meth:`bind_origin`, and put KV of that ``origin`` into the block: ``kv.spec.block_nbytes`` bytes.
 
-        Raises ``BlockBusyError``, too, while a step writes the block, and what ``kv.fill`` raises: then its rows are
-        missing and none of another origin land, because KV that is half written is of no origin that others know.
+        Raises ``BlockBusyError``, too, while a step writes the block, :class:`RecordError` for another number of bytes,
+        and what ``kv.fill`` raises: then its rows are missing and none of another origin land, because KV that is half
+        written is of no origin that others know.
         """
         table = self._table
         _check_origin(origin)
         ids = table.slots.ids([block])
-        nbytes = kv.spec.block_nbytes
-        kv_bytes = np.frombuffer(content, np.uint8, nbytes).reshape(1, nbytes)
+        kv_bytes = np.frombuffer(content, np.uint8).reshape(1, -1)
+        if kv_bytes.size != kv.spec.block_nbytes:
+            raise RecordError("KV size", kv.spec.block_nbytes, kv_bytes.size)
         with table.lock:
             (index,) = ids.tolist()
             if not _in_life(table, index, generation):

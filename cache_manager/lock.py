@@ -57,6 +57,7 @@ class AuxCounters:
     rows_installed: int = 0
     late_installs_dropped: int = 0
     installs_of_another_origin_dropped: int = 0
+    installs_without_memory_dropped: int = 0
     foreign_keys: int = 0
     stale_keys: int = 0
     stale_blocks: int = 0

@@ -17,10 +17,10 @@ from cache_manager.errors import InvalidInputError, RowError
 from cache_manager.spec import AuxBlockDataSpec
 from kvroute.routing import id_dtype
 
-_FEW: Final = 512
+FEW_IDS: Final = 512
 """Layers of tokens up to which ids are sorted: a decode step of few sequences, where calls are what costs."""
 _UNSIGNED: Final = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
-_CHUNK: Final = 1 << 16
+IDS_AT_ONCE: Final = 1 << 16
 """Layers of tokens judged at a time: with eight one-byte ids, 512 KiB of columns and as much of results."""
 
 
@@ -88,7 +88,7 @@ def _unsound(flat: NDArray[Any], num_experts: int) -> NDArray[np.bool_] | None:
     signed = flat.dtype.kind == "i"
     plain = flat.view(_UNSIGNED[flat.dtype.itemsize]) if signed else flat  # a negative id is larger than any other
     end = min(num_experts, 1 << (bits - signed))
-    if len(flat) <= _FEW:
+    if len(flat) <= FEW_IDS:
         ordered = plain.copy()
         ordered.sort()
         rises = ordered[:, :-1] < ordered[:, 1:]
@@ -101,8 +101,8 @@ def _unsound(flat: NDArray[Any], num_experts: int) -> NDArray[np.bool_] | None:
     if (signed or not num_experts >> bits) and int(np.ascontiguousarray(plain).max()) >= end:
         wrong = np.logical_or.reduce(plain >= end, axis=1)
     dtype = id_dtype(num_experts)  # the narrower, the less there is to compare
-    for first in range(0, len(flat), _CHUNK):
-        columns = flat[first : first + _CHUNK].T.astype(dtype, order="C")
+    for first in range(0, len(flat), IDS_AT_ONCE):
+        columns = flat[first : first + IDS_AT_ONCE].T.astype(dtype, order="C")
         answers = np.empty(columns.shape, np.bool_)
         for j in range(1, flat.shape[1]):
             same = np.equal(columns[:j], columns[j], out=answers[:j])

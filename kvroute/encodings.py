@@ -47,6 +47,8 @@ ROUTED_EXPERTS: Final = "routed_experts"
 """The name that every engine gives to the field."""
 _NPY_HEADER_NBYTES_MAX: Final = 256
 """Header of a ``.npy`` that numpy writes for three dimensions: magic, version, length and text, a multiple of 64."""
+_WIDTH_MAX: Final = 1 << 16
+"""Layers, or experts of a token: numpy has no array, of no row either, that is wider by far."""
 _NPY_MAGIC: Final = b"\x93NUMPY\x01\x00"
 _NPY_TEXT = re.compile(
     rb"\{'descr': '([^']{1,8})', 'fortran_order': (True|False), 'shape': \((\d{1,12}), (\d{1,12}), (\d{1,12})\), \} *\n"
@@ -180,6 +182,8 @@ def npy_array(file: bytes) -> NDArray[Any]:
     descr, (rows, *shape), data = _npy_parts(file)
     if _NPY_INTEGERS.fullmatch(descr) is None:
         raise RowError(f"{ROUTED_EXPERTS}.dtype", "integers, little endian", descr)
+    if max(shape) > _WIDTH_MAX:
+        raise RowError(f"{ROUTED_EXPERTS}.shape", f"layers and top-k of at most {_WIDTH_MAX}", shape)
     return _ids(f"{ROUTED_EXPERTS}.data", data, np.dtype(descr), rows, (shape[0], shape[1]))
 
 

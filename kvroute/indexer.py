@@ -45,6 +45,8 @@ INDEXER_VERSION: Final = 1
 PACKED_AT_ONCE: Final = 32
 """Choices that are packed at once: so many stay in a core's cache."""
 INDEXER_ROWS_MAX: Final = 1 << 31
+_GAP_END: Final = (1 << 31) - 1
+"""Gaps are below this: from position 0 to the last one that int32 has."""
 _INDEXER_HEAD: Final = struct.Struct("<8sIIIQQ")
 _SUM_NBYTES: Final = 16
 _HEADER_NBYTES: Final = _INDEXER_HEAD.size + _SUM_NBYTES
@@ -65,7 +67,7 @@ def indexer_spec(top_k: int, sources: ArrayLike, block_tokens: int) -> AuxBlockD
     >>> spec.row_shape, spec.attrs["layer_ids"]
     ((2, 4), (0, 2))
     """
-    given = tuple(int(source) for source in np.asarray(sources).tolist())
+    given = tuple(integers(sources, "sources", "one integer for each layer", error=SpecError).tolist())
     for layer, source in enumerate(given):
         if source != NONE and not (0 <= source <= layer and given[source] == source):
             raise SpecError(f"sources[{layer}]", "this layer, or an earlier one that has an indexer", source)
@@ -112,10 +114,13 @@ def canonical(choices: ArrayLike, positions: ArrayLike, top_k: int) -> NDArray[n
     if given.ndim != 3 or given.dtype.kind not in "iu" or given.shape[2] > top_k or len(given) != len(own):
         wanted = f"integers [{len(own)}, layers, up to {top_k}]"
         raise RowError("choices", wanted, f"{given.dtype} {list(given.shape)}")
-    rows = np.full((*given.shape[:2], top_k), behind, np.int32)
-    rows[:, :, : given.shape[2]] = np.where((given < 0) | (given > own[:, None, None]), behind, given)
+    tokens, layers, chosen = given.shape
+    is_masked = (given < 0) | (given > own[:, None, None])
+    rows = np.full((tokens, layers, top_k), behind, np.int32)
+    rows[:, :, :chosen] = np.where(is_masked, behind, given)
     rows.sort(axis=2)
-    twice = (rows[:, :, 1:] == rows[:, :, :-1]) & (rows[:, :, 1:] != behind)
+    later = rows[:, :, 1:]
+    twice = (rows[:, :, :-1] == later) & (later != behind)
     if twice.any():
         token, layer, place = (int(i) for i in np.argwhere(twice)[0])
         raise RowError(f"choices of token {token} layer {layer}", "distinct positions", int(rows[token, layer, place]))
@@ -162,7 +167,10 @@ def pack(rows: NDArray[np.int32]) -> bytes:
     wide = list[NDArray[Any]]()
     for begin in range(0, len(full), PACKED_AT_ONCE):
         chosen = full[begin : begin + PACKED_AT_ONCE]
-        part = flat[chosen[0] : chosen[-1] + 1] if chosen[-1] - chosen[0] == len(chosen) - 1 else flat[chosen]
+        are_neighbours = chosen[-1] - chosen[0] == len(chosen) - 1
+        part = flat[chosen[0] : chosen[-1] + 1] if are_neighbours else flat[chosen]
+        if part.min() < 0:  # a difference over 2^31 would look like a gap
+            raise _not_canonical(int(chosen[int((part < 0).any(axis=1).argmax())]), layers)
         own = (part[:, 1:] - part[:, :-1]).view(np.uint32)
         own -= 1  # one that does not increase becomes very wide
         over = np.flatnonzero(own.reshape(-1) >= _WIDE)
@@ -176,15 +184,19 @@ def pack(rows: NDArray[np.int32]) -> bytes:
             for row, start in zip(own, starts[chosen].tolist(), strict=True):
                 gaps[start : start + k - 1] = row
     for choice in ragged.tolist():
-        own = np.diff(flat[choice, : counts[choice]]).view(np.uint32)[None] - np.uint32(1)
-        wide.append(_wide(own, np.flatnonzero(own[0] >= _WIDE), starts[[choice]], np.array([choice]), layers))
-        gaps[starts[choice] : starts[choice + 1]] = np.minimum(own[0], _WIDE)
+        positions = flat[choice, : counts[choice]]
+        own = np.diff(positions).view(np.uint32) - np.uint32(1)
+        over = np.flatnonzero(own >= _WIDE)
+        wide.append(_wide(own[None], over, starts[[choice]], np.array([choice]), layers))
+        gaps[starts[choice] : starts[choice + 1]] = np.minimum(own, _WIDE)
     extra = np.concatenate(wide) if wide else np.empty(0, _WIDE_GAP)
     if len(ragged):
         extra = extra[np.argsort(extra["place"], kind="stable")]
-    head = counts.astype("<u4") | np.where(beside, np.uint32(_BESIDE), np.uint32(0)).astype("<u4")
+    head = counts.astype("<u4")
+    head[beside] |= np.uint32(_BESIDE)
+    firsts = first.astype("<i4")
     fixed = _INDEXER_HEAD.pack(INDEXER_MAGIC, INDEXER_VERSION, layers, k, tokens, len(extra))
-    body = b"".join((head.tobytes(), first.astype("<i4").tobytes(), gaps.data, extra.tobytes()))
+    body = b"".join((head.tobytes(), firsts.tobytes(), gaps.data, extra.tobytes()))
     return b"".join((fixed, _choices_sum(fixed, body), body))
 
 
@@ -221,24 +233,27 @@ def unpack(data: Buffer, *, nbytes_max: int = INDEXER_NBYTES_MAX) -> NDArray[np.
     extra = np.frombuffer(body, _WIDE_GAP, wide, behind)
     if not np.array_equal(np.flatnonzero(gaps == _WIDE), extra["place"]):
         raise RowError("indexer record", f"a wide gap for each gap of {_WIDE}, in order", "others")
-    if (extra["more"] >= INDEXER_ROWS_MAX - _WIDE).any():
-        raise RowError("indexer record", f"wide gaps below {INDEXER_ROWS_MAX}", "others")
+    if (extra["more"] >= _GAP_END - _WIDE).any():
+        raise RowError("indexer record", f"wide gaps below {_GAP_END}", "others")
     flat = np.empty((choices, k), np.int32)
     columns = np.arange(k, dtype=np.int32)
     for part in _chunks(np.flatnonzero(beside)):
         flat[part] = np.where(columns < counts[part, None], first[part, None] + columns, NONE)
     places = np.searchsorted(extra["place"], starts)  # of each choice, its first wide gap
     for part in _chunks(np.flatnonzero(~beside)):
-        whole = part[-1] - part[0] == len(part) - 1 and bool((counts[part] == k).all())
-        own = flat[part[0] : part[-1] + 1] if whole else np.zeros((len(part), k), np.int32)
+        begin, end = part[0], part[-1] + 1
+        whole = end - begin == len(part) and bool((counts[part] == k).all())
         if whole:
-            own[:, 1:] = gaps[starts[part[0]] : starts[part[-1] + 1]].reshape(len(part), k - 1)
+            own = flat[begin:end]
+            of_part = gaps[starts[begin] : starts[end]]
+            own[:, 1:] = of_part.reshape(len(part), k - 1)
         else:
+            own = np.zeros((len(part), k), np.int32)
             for row, choice in zip(own, part.tolist(), strict=True):
                 row[1 : counts[choice]] = gaps[starts[choice] : starts[choice + 1]]
         own[:, 1:] += 1
         own[:, 0] = first[part]
-        more = extra[places[part[0]] : places[part[-1] + 1]]  # no other choice between has gaps
+        more = extra[places[begin] : places[end]]  # no other choice between has gaps
         if len(more):
             row_of = np.repeat(np.arange(len(part)), places[part + 1] - places[part])
             columns_of = more["place"].astype(np.int64) - starts[part][row_of] + 1
@@ -270,7 +285,7 @@ def _wide(
     """The wide ones of some choices' ``gaps`` ``[choices, positions - 1]``, those at the places ``over``."""
     rows, columns = np.divmod(over, gaps.shape[1])
     values = gaps.reshape(-1)[over]
-    wrong = values >= INDEXER_ROWS_MAX
+    wrong = values >= _GAP_END
     if wrong.any():
         raise _not_canonical(int(choices[rows[int(wrong.argmax())]]), layers)
     extra = np.empty(len(rows), _WIDE_GAP)
@@ -286,14 +301,12 @@ def _check_others(flat: NDArray[np.int32], counts: NDArray[np.int64], beside: ND
     for part in _chunks(np.flatnonzero(beside | (counts < k))):
         rows = flat[part]
         tail = columns >= counts[part, None]
-        wrong = (tail & (rows != NONE)).any(axis=1) | (~tail & (rows < 0)).any(axis=1)
         due = rows[:, :1] + columns
-        wrong |= beside[part] & (~tail & (rows != due)).any(axis=1)
+        is_wrong = np.where(tail, rows != NONE, rows < 0)
+        is_wrong |= ~tail & beside[part, None] & (rows != due)
+        wrong = is_wrong.any(axis=1)
         if wrong.any():
             raise _not_canonical(int(part[int(wrong.argmax())]), layers)
-    negative = (counts == k) & (flat[:, 0] < 0)
-    if negative.any():
-        raise _not_canonical(int(negative.argmax()), layers)
 
 
 def _not_canonical(choice: int, layers: int) -> RowError:

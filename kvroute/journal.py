@@ -71,8 +71,10 @@ class RequestJournal:
         taken[:old] = False
         if same_from is not None:
             known = self._known[routes.start : routes.start + old]
-            better = (routes.some[:old] & ~known.any(1)) | (routes.valid[:old] & ~known.all(1))
-            taken[:old] = better & (np.arange(routes.start, routes.start + old) >= same_from)
+            is_first = routes.some[:old] & ~known.any(axis=1)
+            is_whole = routes.valid[:old] & ~known.all(axis=1)
+            is_same = np.arange(routes.start, routes.start + old) >= same_from
+            taken[:old] = (is_first | is_whole) & is_same
         rows = np.flatnonzero(taken)
         positions = routes.start + rows
         self._ids[positions] = routes.ids[rows]
@@ -181,6 +183,9 @@ class RequestJournal:
         """Make room for positions before ``stop``, without rows yet."""
         if stop > len(self._ids):
             room = max(stop, 2 * len(self._ids), 64) - len(self._ids)
-            self._ids = np.concatenate([self._ids, np.zeros((room, *self._ids.shape[1:]), self._ids.dtype)])
-            self._known = np.concatenate([self._known, np.zeros((room, self._known.shape[1]), np.bool_)])
-            self._versions = np.concatenate([self._versions, np.full(room, UNKNOWN, np.int64)])
+            no_ids = np.zeros((room, *self._ids.shape[1:]), self._ids.dtype)
+            unknown = np.zeros((room, self._known.shape[1]), np.bool_)
+            no_versions = np.full(room, UNKNOWN, np.int64)
+            self._ids = np.concatenate([self._ids, no_ids])
+            self._known = np.concatenate([self._known, unknown])
+            self._versions = np.concatenate([self._versions, no_versions])

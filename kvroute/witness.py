@@ -57,7 +57,9 @@ def fold_reference(blocks: NDArray[Any], first_word: int = 0) -> NDArray[np.uint
 
     ``first_word`` is the number of a block's first word in the layer: above 0 if other ranks have earlier heads.
     """
-    rows = np.ascontiguousarray(blocks).reshape(len(blocks), math.prod(blocks.shape[1:])).view(np.uint8)
+    values = math.prod(blocks.shape[1:])
+    flat = np.ascontiguousarray(blocks).reshape(len(blocks), values)
+    rows = flat.view(np.uint8)
     if rows.shape[1] % WORD_NBYTES:
         raise InvalidInputError("KV of a block", "whole words of 8 bytes", f"{rows.shape[1]} bytes")
     words = rows.view(np.uint64)

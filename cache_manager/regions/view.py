@@ -106,7 +106,7 @@ class RegionView:
     def generations(self, blocks: Sequence[int] | NDArray[Any]) -> NDArray[np.int64]:
         """Which life each block is in now, ``[n]``."""
         region = self._attached()
-        ids, _ = _pairs(region, blocks, np.zeros(len(blocks), np.int64))
+        ids = _block_ids(region, blocks)
         return (region.words[ids] >> np.uint64(GENERATION_SHIFT)).astype(np.int64)
 
     def generation(self, block: int) -> int:
@@ -144,11 +144,19 @@ class RegionView:
 
 def _pairs(region: SharedRegion, blocks: Any, generations: Any) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Block ids and their generations, ``[n]`` each, or :class:`InvalidInputError`."""
-    ids = integers(blocks, "blocks", "a flat sequence of block ids")
-    wanted = integers(generations, "generations", "one generation for each block")
-    if wanted.size != ids.size:
-        raise InvalidInputError("generations", f"{ids.size}, one for each block", wanted.size)
-    for field, values, end in (("blocks", ids, region.blocks), ("generations", wanted, GENERATION_END)):
-        if values.size and not (values.min() >= 0 and values.max() < end):
-            raise InvalidInputError(field, f"integers in [0, {end})", f"{values.min()} to {values.max()}")
+    ids = _block_ids(region, blocks)
+    wanted = integers(generations, "generations", "one generation for each block", n=ids.size)
+    _check_range(wanted, "generations", GENERATION_END)
     return ids, wanted
+
+
+def _block_ids(region: SharedRegion, blocks: Any) -> NDArray[np.int64]:
+    """Block ids ``[n]`` of the region, or :class:`InvalidInputError`."""
+    ids = integers(blocks, "blocks", "a flat sequence of block ids")
+    _check_range(ids, "blocks", region.blocks)
+    return ids
+
+
+def _check_range(values: NDArray[np.int64], field: str, end: int) -> None:
+    if values.size and not (values.min() >= 0 and values.max() < end):
+        raise InvalidInputError(field, f"integers in [0, {end})", f"{values.min()} to {values.max()}")

@@ -131,7 +131,8 @@ class Hooks:
     def _checked(self, tokens: int | None) -> tuple[list[torch.Tensor], Form]:
         """The kept values, each ``[tokens, width]``, and their looks, which repeat from pass to pass."""
         if self.calls != self._once:
-            (_, layer), calls = next((p, n) for p, n in zip(self._names, self.calls, strict=True) if n != 1)
+            routers = zip(self._names, self.calls, strict=True)
+            (_, layer), calls = next((router, n) for router, n in routers if n != 1)
             raise CaptureError(f"router of layer {layer}", ONCE if calls else MISSED, f"{calls} calls")
         kept: Any = self._kept  # every router was called: no entry is None
         sources: list[torch.Tensor] = list(kept)
@@ -187,13 +188,17 @@ def _looks(sources: list[torch.Tensor]) -> Looks:
 def overlapping(tensors: Sequence[torch.Tensor]) -> tuple[int, int] | None:
     """The indices of two ``tensors`` ``[tokens, width]`` that share bytes; layers of one interleaved tensor do not."""
     before: list[tuple[int, int]] = []  # the end of each one's memory, and its index
-    for address, i in sorted((t.data_ptr(), i) for i, t in enumerate(tensors) if t.numel()):
+    addresses = [(tensor.data_ptr(), i) for i, tensor in enumerate(tensors) if tensor.numel()]
+    for address, i in sorted(addresses):
         before = [(end, j) for end, j in before if end > address]
         for _, j in before:
             if not _interleaved(tensors[j], tensors[i]):
                 return min(i, j), max(i, j)
-        reach = sum((n - 1) * step for n, step in zip(tensors[i].shape, tensors[i].stride(), strict=True)) + 1
-        before.append((address + reach * tensors[i].element_size(), i))
+        tensor = tensors[i]
+        reach = 1
+        for n, step in zip(tensor.shape, tensor.stride(), strict=True):
+            reach += (n - 1) * step
+        before.append((address + reach * tensor.element_size(), i))
     return None
 
 

@@ -82,7 +82,9 @@ class Plan:
 def _spec_plan(spec: AuxBlockDataSpec, offset: int) -> SpecPlan:
     if spec.dtype not in DTYPES:
         raise CaptureError(f"{spec.name} rows", "one of " + ", ".join(DTYPES), spec.dtype)
-    layers, top_k = {0: (1, 1), 1: (1, *spec.row_shape), 2: spec.row_shape}.get(len(spec.row_shape), (0, 0))
+    shape = spec.row_shape
+    layers_and_top_k = {0: (1, 1), 1: (1, *shape), 2: shape}
+    layers, top_k = layers_and_top_k.get(len(shape), (0, 0))
     if not (1 <= layers <= LAYERS_MAX and 1 <= top_k <= TOP_K_MAX):
         wanted = f"at most {LAYERS_MAX} layers of {TOP_K_MAX} values"
         raise CaptureError(f"{spec.name} rows", wanted, f"shape {spec.row_shape}")

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, Self
 
-from cache_manager.errors import KVRouteError, RowError
+from cache_manager.errors import InvalidInputError, KVRouteError, RowError
 from cache_manager.spec import AuxBlockDataSpec
 from kvroute.connector import own_field
 from kvroute.connector.key import checked_choice, checked_key, is_void, rollout_id
@@ -113,7 +113,10 @@ def routes(
         return answer.proved(Routes.from_json(encoded))
     encoded = answer.entry_of(LEFT)
     if encoded is not None:
-        handle = RolloutHandle.from_json(encoded)
+        try:
+            handle = RolloutHandle.from_json(encoded)
+        except InvalidInputError as unsound:
+            raise RowError(unsound.field, unsound.wanted, unsound.got) from unsound
         if rollouts is None:
             wanted = "rollouts=, the store that they were left in"
             raise RowError("routes", wanted, f"a handle of a store of kind {handle.store}")
@@ -256,7 +259,8 @@ class _Completion:
         meta = _mapping(field_of(output, "meta_info"))
         if meta:  # SGLang: each completion is an answer of its own
             entries = _mapping(next(filter(None, reversed(meta.get(FIELD) or ())), None))
-            request = key = str(meta.get("id") or "")
+            request = str(meta.get("id") or "")
+            key = request or None
             index = 0
             prompt = field_of(output, "prompt_token_ids")
             answered = field_of(output, "output_ids")

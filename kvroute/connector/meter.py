@@ -84,7 +84,11 @@ class Meter:
             return None
         self._next_s = now_s + self._limits.metrics_s
         counted = dict(_flat(self._look()))
-        grown = {name: n - self._before.get(name, 0) for name, n in counted.items() if n > self._before.get(name, 0)}
+        grown = dict[str, int]()
+        for name, n in counted.items():
+            growth = n - self._before.get(name, 0)
+            if growth > 0:
+                grown[name] = growth
         times: dict[str, list[float]] = {}
         while self._times:
             kind, seconds = self._times.popleft()
@@ -116,7 +120,9 @@ class Exported:
         """Add what a meter has taken; ``values`` are those of the engine's labels."""
         for name, growth in taken.items():
             for label, amounts in growth.items():
-                metric = self._metrics[name].labels(*values, *label.split("/", len(METRICS[name][1]) - 1))
+                _, own_labels = METRICS[name]
+                own_values = label.split("/", len(own_labels) - 1)
+                metric = self._metrics[name].labels(*values, *own_values)
                 if name != SECONDS:
                     metric.inc(amounts)
                     continue

@@ -88,7 +88,9 @@ def _by_map(used: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
 
 def _by_ids(used: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """``used`` are ids ``[tokens, top_k]``, in the same order: sums in bfloat16 depend on it."""
-    return (used == ids).all(dim=1) if used.shape == ids.shape else torch.zeros_like(ids[:, 0], dtype=torch.bool)
+    if used.shape != ids.shape:
+        return torch.zeros_like(ids[:, 0], dtype=torch.bool)
+    return (used == ids).all(dim=1)
 
 
 __all__ = ["SeenRouter", "routers_ahead", "watched_routers"]

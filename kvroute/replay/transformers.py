@@ -59,7 +59,8 @@ def padded(
 
 def _padding(mask: torch.Tensor, samples: int) -> tuple[list[int], int, Side]:
     """How many tokens each sample has, the width of the batch, and the side that all are padded on."""
-    if mask.dim() != 2 or len(mask) != samples or mask.is_floating_point() or bool(((mask != 0) & (mask != 1)).any()):
+    is_bits = not mask.is_floating_point() and bool(((mask == 0) | (mask == 1)).all())
+    if mask.dim() != 2 or len(mask) != samples or not is_bits:
         wanted = f"1 for tokens and 0 for padding, [{samples} samples, width]"
         raise ReplayError("mask", wanted, f"{mask.dtype} of shape {tuple(mask.shape)}")
     there = mask.bool().cpu()
@@ -69,7 +70,9 @@ def _padding(mask: torch.Tensor, samples: int) -> tuple[list[int], int, Side]:
     left = (there == (places >= mask.shape[1] - counts)).all(dim=1)
     if not bool(right.all()) and not bool(left.all()):
         strange = ~(right | left)
-        sample = int((strange if bool(strange.any()) else ~(right if bool(right[0]) else left)).int().argmax())
+        if not bool(strange.any()):  # each is padded on one side, and not all on the first one's
+            strange = ~right if bool(right[0]) else ~left
+        sample = int(strange.int().argmax())
         wanted = "tokens side by side, padded on the same side in all samples"
         raise ReplayError(f"mask of sample {sample}", wanted, there[sample].int().tolist())
     return counts[:, 0].tolist(), mask.shape[1], "right" if bool(right.all()) else "left"
@@ -86,14 +89,16 @@ def packed(routes: Sequence[Routes], tokens: Sequence[int], split: Split = _WHOL
 def packed_weights(weights: Sequence[RoutingWeights], tokens: Sequence[int]) -> torch.Tensor:
     """Constants ``[sum(tokens), layers, top_k]`` float32 beside ``packed([w.routes for w in weights], tokens)``: NaN
     where those are missing."""
-    return torch.from_numpy(np.concatenate([_constants(part, i) for part, i in zip(weights, tokens, strict=True)]))
+    constants = [_constants(part, count) for part, count in zip(weights, tokens, strict=True)]
+    return torch.from_numpy(np.concatenate(constants))
 
 
 def padded_weights(weights: Sequence[RoutingWeights], mask: torch.Tensor | NDArray[Any]) -> torch.Tensor:
     """Constants ``[batch, width, layers, top_k]`` float32 beside ``padded([w.routes for w in weights], mask)``: NaN
     where those are missing."""
     tokens, width, side = _padding(torch.as_tensor(mask), len(weights))
-    out = np.full((len(weights), width, *weights[0].weights.shape[1:]), np.nan, np.float32)
+    row_shape = weights[0].weights.shape[1:]
+    out = np.full((len(weights), width, *row_shape), np.nan, np.float32)
     for i, (part, count) in enumerate(zip(weights, tokens, strict=True)):
         first = 0 if side == "right" else width - count
         out[i, first : first + count] = _constants(part, count)

@@ -43,7 +43,10 @@ def fetched_flags(dues: Sequence[DueRows]) -> dict[DueRows, UseFlags]:
     repeated = [none if due.repeated is None else due.repeated for due, none in zip(dues, nothing, strict=True)]
     ends = np.cumsum([len(due.samples) for due in dues])[:-1]
     columns = [np.split(on_host(parts), ends) for parts in ([due.there for due in dues], taken, repeated)]
-    return {due: (there, used & there, again & there) for due, there, used, again in zip(dues, *columns, strict=True)}
+    fetched: dict[DueRows, UseFlags] = {}
+    for due, there, used, again in zip(dues, *columns, strict=True):
+        fetched[due] = there, used & there, again & there
+    return fetched
 
 
 def on_host(parts: Sequence[torch.Tensor]) -> NDArray[np.bool_]:
@@ -57,9 +60,10 @@ def on_host(parts: Sequence[torch.Tensor]) -> NDArray[np.bool_]:
 def router_use(micro_batch: int, layer: int, due: DueRows, flags: UseFlags, most: int) -> tuple[Use, list[Gap]]:
     """One router's use of a micro-batch, of which another router had ``most`` forward passes, and its gaps."""
     numbers, columns = np.unique(due.samples, return_inverse=True)
-    there, taken, repeated = (np.bincount(columns, flag, len(numbers)).astype(np.int64).tolist() for flag in flags)
+    sums = [np.bincount(columns, flag, len(numbers)).astype(np.int64) for flag in flags]
+    there, taken, repeated = (tuple(of_flag.tolist()) for of_flag in sums)
     samples = tuple(None if number == NO_SAMPLE else number for number in numbers.tolist())
-    use = Use(micro_batch, layer, samples, tuple(there), tuple(taken), tuple(repeated), due.passes, due.recomputations)
+    use = Use(micro_batch, layer, samples, there, taken, repeated, due.passes, due.recomputations)
     gaps: list[Gap] = []
     if due.other_tokens is not None:
         wanted = f"passes of {len(due.samples)} local tokens, as rows are due"

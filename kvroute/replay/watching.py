@@ -151,9 +151,11 @@ class Watch:
         if given.dim() != 3 or given.shape[1] != len(chosen) or not integers:
             wanted = f"integers [tokens, {len(chosen)} layers, top_k]"
             raise ReplayError("rows", wanted, f"{given.dtype} of shape {tuple(given.shape)}")
-        signed = given.to(torch.int64 if given.dtype == torch.int64 else torch.int32)
+        dtype = torch.int64 if given.dtype == torch.int64 else torch.int32
+        signed = given.to(dtype)
         missing = signed == MISSING
-        partly = missing.any(dim=-1) & ~missing.all(dim=-1) | (signed < MISSING).any(dim=-1)
+        partly = missing.any(dim=-1) & ~missing.all(dim=-1)
+        partly |= (signed < MISSING).any(dim=-1)
         experts = self._experts
         wrong = partly if experts is None else partly | (signed >= experts).any(dim=-1)
         if bool(wrong.any()):
@@ -310,7 +312,8 @@ class Watch:
                 use, gap = router_use(number, layer, due, flags[due], most)
                 uses.append(use)
                 gaps += gap
-                if due.ahead is not None and flags[due][0].any() and not (flags[due][0] & ~on_host([due.ahead])).any():
+                there = flags[due][0]
+                if due.ahead is not None and there.any() and on_host([due.ahead])[there].all():
                     wanted = f"its own choice in {self._ahead[layer][0]}, of multi-token prediction"
                     gaps.append(Gap(layer, number, None, wanted, "the experts of this layer's rows"))
         if self.layers and not any(any(use.due) for use in uses):

@@ -84,7 +84,9 @@ class Cells:
     @property
     def known(self) -> NDArray[np.bool_]:
         """Which cells are known, bool ``[n, layers]``, read-only."""
-        return np.broadcast_to(self.mask[:, None], self.ids.shape[:2]) if self.mask.ndim == 1 else self.mask
+        if self.mask.ndim == 2:
+            return self.mask
+        return np.broadcast_to(self.mask[:, None], self.ids.shape[:2])
 
     @property
     def some(self) -> NDArray[np.bool_]:
@@ -202,8 +204,10 @@ def union(parts: Sequence[C], **fields: Any) -> C:
     is in a part that knows it; a missing row has none. Positions between the parts are missing.
     One pass over the bytes; only rows that two parts have are compared.
     """
-    layout = parts[0].layout.only(tuple(sorted({layer for part in parts for layer in part.layout.layer_ids})))
-    ordered = sorted((p for p in parts if len(p.ids)), key=lambda p: p.start) or [min(parts, key=lambda p: p.start)]
+    layer_ids = {layer for part in parts for layer in part.layout.layer_ids}
+    layout = parts[0].layout.only(tuple(sorted(layer_ids)))
+    by_start = sorted(parts, key=lambda part: part.start)
+    ordered = [part for part in by_start if len(part.ids)] or by_start[:1]
     by_row = all(p.mask.ndim == 1 and p.layout.layer_ids == layout.layer_ids for p in parts)
     start = ordered[0].start
     stop = max(p.stop for p in ordered)

@@ -163,7 +163,9 @@ def _slices(pairs: Sequence[tuple[int, int]]) -> _Slices:
         same = (steps > 0).all(axis=1) & (steps == steps[:1]).all(axis=1)
         n = 1 + (len(same) if same.all() else int(same.argmin()))
         by = steps[0] if n > 1 else np.ones(2, np.int64)
-        to, source = (slice(*bounds) for bounds in np.stack([remaining[0], remaining[n - 1] + 1, by], axis=1).tolist())
+        last = remaining[n - 1]
+        bounds = np.stack([remaining[0], last + 1, by], axis=1)
+        to, source = (slice(*of_side) for of_side in bounds.tolist())
         slices.append((to, source))
         remaining = remaining[n:]
     return slices
@@ -225,11 +227,15 @@ def shard_padded(
             raise InvalidInputError(name, " or ".join(words), repr(word))
     plan = _plan(parts, tokens, split, layers, dtype, ep, missing, pad)
     columns = split.columns(width)
-    shape = [len(parts), count_places(columns)]
-    out = np.empty(
-        (*(reversed(shape) if order == "sequence" else shape), len(plan.layers), parts[0].layout.top_k), plan.dtype
-    )
-    for i, (count, target) in enumerate(zip(tokens, out.swapaxes(0, 1) if order == "sequence" else out, strict=True)):
+    by_sample = [len(parts), count_places(columns)]
+    row_shape = len(plan.layers), parts[0].layout.top_k
+    if order == "sequence":
+        out = np.empty((*reversed(by_sample), *row_shape), plan.dtype)
+        targets = out.swapaxes(0, 1)
+    else:
+        out = np.empty((*by_sample, *row_shape), plan.dtype)
+        targets = out
+    for i, (count, target) in enumerate(zip(tokens, targets, strict=True)):
         if whole(f"tokens of sequence {i}", count) > width:
             raise InvalidInputError(f"tokens of sequence {i}", f"{width} at most, the width of the batch", count)
         shift = width - count if side == "left" else 0

@@ -28,7 +28,8 @@ def runs(mask: NDArray[np.bool_]) -> tuple[Span, ...]:
     """The maximal ranges in which ``mask`` ``[n]`` is true."""
     if len(mask) and mask.all():  # as the rows of nearly all answers are
         return ((0, len(mask)),)
-    edges = np.flatnonzero(np.diff(np.concatenate(([False], mask, [False])).view(np.int8)))
+    between_ends = np.concatenate(([False], mask, [False])).view(np.int8)
+    edges = np.flatnonzero(np.diff(between_ends))
     return tuple((a, b) for a, b in edges.reshape(-1, 2).tolist())
 
 
@@ -64,7 +65,8 @@ def by_position(spans: Iterable[WeightsSpan], start: int, stop: int) -> NDArray[
 
 def from_positions(versions: NDArray[Any], start: int) -> tuple[WeightsSpan, ...]:
     """The ranges of equal versions, without :data:`UNKNOWN` ones; ``versions[0]`` is that of position ``start``."""
-    bounds = [0, *(np.flatnonzero(np.diff(versions)) + 1).tolist(), len(versions)]
+    changes = np.flatnonzero(np.diff(versions)) + 1
+    bounds = [0, *changes.tolist(), len(versions)]
     ranges = ((start + a, start + b, int(versions[a])) for a, b in pairwise(bounds) if a < b)
     return tuple(span for span in ranges if span[2] != UNKNOWN)
 

@@ -76,7 +76,9 @@ class SamplingSupport:
         if ids.size and not 0 <= ids.min() <= ids.max() <= ID_MAX:
             raise RowError("support.ids", f"ids of a vocabulary, 0 to {ID_MAX}", f"{ids.min()} to {ids.max()}")
         falls = np.diff(ids) <= 0
-        falls[first[1:-1][(first[1:-1] > 0) & (first[1:-1] < len(ids))] - 1] = False  # from one row to the next
+        begins = first[1:-1]
+        inside = begins[(begins > 0) & (begins < len(ids))]
+        falls[inside - 1] = False  # from one row to the next
         if falls.any():
             place = int(falls.argmax())
             position = start + int(np.searchsorted(first, place, "right")) - 1

@@ -104,7 +104,8 @@ def of_one_sequence(parts: Sequence[tuple[int, tuple[TokenHash, ...]]]) -> tuple
     :class:`RowError` unless each part is tied to those that end later.
     """
     joined_hashes(entry for _, hashes in parts for entry in hashes)
-    (last, first), *shorter_parts = sorted(parts, key=lambda part: (part[0], part[1][::-1]), reverse=True)
+    longest_first = sorted(parts, key=lambda part: (part[0], part[1][::-1]), reverse=True)
+    (last, first), *shorter_parts = longest_first
     joined = dict(first)
     for end, hashes in shorter_parts:
         shown = max((count for count, digest in hashes if joined.get(count) == digest), default=0)

@@ -247,7 +247,9 @@ def read(data: Buffer) -> tuple[Header, NDArray[Any], memoryview | None]:
     if isinstance(header.support, SupportPart):
         content = view[behind:]
         header.checked_support(content)
-    (ids,) = header.ids([((0, header.parts), view[first:behind])], range(header.layers), [(0, header.rows)])
+    parts = (0, header.parts), view[first:behind]
+    rows = 0, header.rows
+    (ids,) = header.ids([parts], range(header.layers), [rows])
     return header, ids, content
 
 

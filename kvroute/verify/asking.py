@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from http.client import HTTPException
-from typing import Any, Final
+from typing import Annotated, Any, Final
 from urllib.parse import urlsplit
 
 import msgspec
@@ -24,6 +24,7 @@ from kvroute.connector import own_field
 from kvroute.connector.answers import missing, routes
 from kvroute.encodings import ROUTED_EXPERTS
 from kvroute.rollout import RolloutStore
+from kvroute.routes import Layout
 
 AT_ONCE: Final = 4
 """Requests that are sent together."""
@@ -33,6 +34,9 @@ HEAD: Final = 4
 
 RowIds = NDArray[np.int32]
 RowMask = NDArray[np.bool_]
+
+TOKEN_ID_MAX: Final = (1 << 31) - 1
+TokenId = Annotated[int, msgspec.Meta(ge=0, le=TOKEN_ID_MAX)]
 
 NO_ROWS: Final = "neither routed_experts nor a handle of kvroute's"
 
@@ -133,6 +137,7 @@ class Server:
         check_url(url)
         self.url = url.rstrip("/")
         self.spec = spec
+        self._layout = Layout.of(spec)
         self.new = new
         self.seed = seed
         self._rollouts = rollouts
@@ -184,7 +189,7 @@ class Server:
         }
         return {**body, "temperature": temperature, "seed": self.seed, "ignore_eos": True, "return_token_ids": True}
 
-    def _generated(self, question: Question, response: Any) -> Iterator[tuple[Sequence[int], Any, int, Any]]:
+    def _generated(self, question: Question, response: Any) -> Iterator[tuple[Any, Any, int, Any]]:
         """For each completion: its tokens, the answer with its routes, its number there, and the engine's own field."""
         for completion in response if isinstance(response, list) else [response]:
             yield (
@@ -194,12 +199,12 @@ class Server:
                 completion["meta_info"],
             )
 
-    def _completed(self, _question: Question, response: Any) -> Iterator[tuple[Sequence[int], Any, int, Any]]:
+    def _completed(self, _question: Question, response: Any) -> Iterator[tuple[Any, Any, int, Any]]:
         for completion in response["choices"]:
             yield completion["token_ids"], response, completion["index"], completion
 
-    def _read(self, question: Question, new: Sequence[int], answer: Any, index: int, field: Any) -> EngineAnswer:
-        tokens = (*question.prompt, *new)
+    def _read(self, question: Question, new: Any, answer: Any, index: int, field: Any) -> EngineAnswer:
+        tokens = (*question.prompt, *_token_ids(new))
         refused = ""
         gaps: tuple[tuple[int, int, str], ...] = ()
         ids = np.full((len(tokens) - 1, *self.spec.row_shape), -1, np.int32)
@@ -208,6 +213,7 @@ class Server:
             if ours:
                 gaps = missing(answer, index)
                 own_routes = routes(answer, index, rollouts=self._rollouts)
+                self._layout.check_model(own_routes.layout)
                 ids = own_routes.materialize(len(ids), self.spec.attrs["layer_ids"], missing="minus1")
             elif (packed := field.get("routed_experts")) is None:
                 refused = NO_ROWS
@@ -219,6 +225,14 @@ class Server:
         return EngineAnswer(question.kind, len(question.prompt), tokens, np.sort(ids, axis=2), refused, gaps)
 
 
+def _token_ids(new: Any) -> list[int]:
+    """The token ids of an answer; :class:`ServerError` for anything else."""
+    try:
+        return msgspec.convert(new, list[TokenId])
+    except msgspec.ValidationError as error:
+        raise ServerError("answer token ids", f"integers from 0 to {TOKEN_ID_MAX}", error) from error
+
+
 def rows_of(packed: object, spec: AuxBlockDataSpec, due: int) -> RowIds:
     """An engine's own field, not yet judged: ids ``[rows, layers, top_k]`` of the layers with a router.
 
@@ -226,8 +240,12 @@ def rows_of(packed: object, spec: AuxBlockDataSpec, due: int) -> RowIds:
     """
     (moe, top_k), every = spec.row_shape, spec.attrs["num_layers"]
     array = own_field.unpacked(packed)
-    layers = array.shape[1] if array.ndim == 3 else array.size // max(1, due * top_k)
-    if layers not in (every, moe) or array.dtype.kind not in "iu" or array.size % (layers * top_k):
+    layers = array.size // max(1, due * top_k)
+    width = top_k
+    if array.ndim == 3:
+        _, layers, width = array.shape
+    is_other = layers not in (every, moe) or width != top_k or array.dtype.kind not in "iu"
+    if is_other or array.size % (layers * top_k):
         wanted = f"integers of {due} rows, {every} layers, top {top_k}"
         raise RowError(ROUTED_EXPERTS, wanted, f"{array.dtype} of shape {array.shape}")
     array = array.reshape(-1, layers, top_k)[:due]

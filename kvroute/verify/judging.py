@@ -80,8 +80,9 @@ def judge(answers: Sequence[EngineAnswer], spec: AuxBlockDataSpec, weights: Weig
         missing = ~answer.known.all(axis=1) & ~wrong
         count = findings.rows.setdefault(answer.kind, Counter())
         unjudged = unsure & ~missing
-        right = len(wrong) - int((wrong | missing | unjudged).sum())
-        count.update(right=right, wrong=int(wrong.sum()), missing=int(missing.sum()), unjudged=int(unjudged.sum()))
+        right = ~(wrong | missing | unjudged)
+        for verdict, rows in (("right", right), ("wrong", wrong), ("missing", missing), ("unjudged", unjudged)):
+            count[verdict] += int(rows.sum())
         if answer.refused:
             findings.refused[answer.refused] += 1
         findings.causes.update(_cause(answer, position) for position in np.flatnonzero(missing).tolist())
@@ -126,10 +127,13 @@ def _impossible(answer: EngineAnswer, spec: AuxBlockDataSpec) -> Names:
     ids = answer.ids
     known = answer.known
     faults = np.full(len(ids), "", "U16")
-    faults[(((ids[..., 1:] == ids[..., :-1]).any(axis=2)) & known).any(axis=1)] = DUPLICATE
-    faults[((ids >= spec.attrs["num_experts"]).any(axis=2) & known).any(axis=1)] = RANGE
+    twice = (ids[..., 1:] == ids[..., :-1]).any(axis=2)
+    beyond = (ids >= spec.attrs["num_experts"]).any(axis=2)
+    faults[(twice & known).any(axis=1)] = DUPLICATE
+    faults[(beyond & known).any(axis=1)] = RANGE
     if spec.row_shape[1] > 1:
-        faults[known.any(axis=1) & ((ids == 0).all(axis=2) | ~known).all(axis=1)] = ZEROS
+        zeros = (ids == 0).all(axis=2)
+        faults[known.any(axis=1) & (zeros | ~known).all(axis=1)] = ZEROS
     return faults
 
 

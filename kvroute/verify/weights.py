@@ -113,10 +113,15 @@ class Weights:
         return values[-1].topk(self._top_k, dim=-1).indices if ids is None else ids
 
     def routed(self, tokens: Sequence[int]) -> RowIds:
-        """The experts of each token, sorted: ``[tokens, layers, top_k]``."""
+        """The experts of each token, sorted: ``[tokens, layers, top_k]``; :class:`InvalidInputError` for a token that
+        the model does not have."""
+        vocabulary = self._model.get_input_embeddings().num_embeddings
+        if max(tokens, default=0) >= vocabulary:
+            raise InvalidInputError("token ids", f"below {vocabulary}, as the model has", max(tokens))
         with torch.no_grad():
             self._model(torch.tensor([list(tokens)]), use_cache=False)
-        choices = torch.stack([heard.ids.reshape(len(tokens), -1) for heard in self._heard.values()], dim=1)
+        of_layers = [heard.ids.reshape(len(tokens), -1) for heard in self._heard.values()]
+        choices = torch.stack(of_layers, dim=1)
         return np.sort(choices.numpy().astype(np.int32), axis=2)
 
     def close(self, ids: RowIds, mask: RowMask) -> RowMask:
@@ -135,8 +140,11 @@ class Weights:
                 inputs = inputs + (torch.randn(inputs.shape, generator=noise) * size).to(inputs.dtype)
                 inputs = inputs.reshape(*[1] * (heard.axes - 2), *inputs.shape)
                 with torch.no_grad():
-                    drawn = self._ids(router(inputs, *heard.of(rows))).reshape(DRAWS, len(rows), 1, -1).numpy()
-                close[rows, index] = (drawn == ids[rows, index][None, :, :, None]).any(axis=(0, 3)).all(axis=1)
+                    answer = router(inputs, *heard.of(rows))
+                drawn = self._ids(answer).reshape(DRAWS, len(rows), 1, -1).numpy()
+                wanted = ids[rows, index][None, :, :, None]
+                is_drawn = (drawn == wanted).any(axis=(0, 3))  # [rows, top_k]
+                close[rows, index] = is_drawn.all(axis=1)
         finally:
             self._listening = True
         return close

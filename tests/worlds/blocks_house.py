@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 
 import numpy as np
 from canary import canary_rows
 from gate import Gate, GatedStore
-from watched_region import watch_rows
 
 from cache_manager.blocks import AuxBlocks
 from cache_manager.errors import BlockStateError
@@ -84,16 +82,6 @@ class House:
         self.settle()
         self.gate.let_go()
         self.settle()
-
-    @contextmanager
-    def when_copied(self, happens: Callable[[], object], tier: TierName = "device") -> Iterator[None]:
-        """Within the body something happens once, when a move has copied bytes of a block into the tier."""
-        left = [happens]
-        region = self.engine.region(tier)
-        watch_rows(region, lambda: left and left.pop()())
-        yield
-        watch_rows(region, None)
-        assert not left, "nothing was copied"
 
 
 def slots(block: int) -> np.ndarray:

@@ -14,7 +14,20 @@ from transfer.errors import RemoteProtocolError
 from transfer.identity import Identity
 from transfer.limits import TransferLimits
 from transfer.link import Peer
-from transfer.messages import BootId, Message, Outcome, Part, Pull, Range, Records, Space, TransferId, decode, encode
+from transfer.messages import (
+    BootId,
+    Message,
+    Outcome,
+    Part,
+    Pull,
+    Range,
+    Records,
+    Renew,
+    Space,
+    TransferId,
+    decode,
+    encode,
+)
 from transfer.offers import Offers
 from transfer.pulls import Pulls
 
@@ -165,6 +178,11 @@ def pulled(limits: TransferLimits = LIMITS) -> Pair:
     pair.offer(blocks(1))
     pair.pull(1)
     return pair
+
+
+def waits(pair: Pair, transfer: TransferId = T) -> bool:
+    """Whether a pull of decode's waits at prefill for its offer; any other one is answered."""
+    return pair.prefill.receive(D, Renew(D_RUN, transfer), pair.now_s) == []
 
 
 def refused(call: Callable[[], object]) -> str:

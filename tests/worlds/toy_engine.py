@@ -6,7 +6,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -17,9 +17,8 @@ from toy_requests import EXPERTS, TOKENS, TOP_K, Asked, row_of, seeded
 from waiting import GIVE_UP_S
 
 from cache_manager.keys import Namespace
-from kvroute.connector import Engine, Key, Limits, SchedulerRows, Settings, Tokens, routes
+from kvroute.connector import Engine, Key, Limits, SchedulerRows, Settings, Tokens
 from kvroute.connector.carriers import ByKey, ByTransfer, Carrier, NoCarrier
-from kvroute.connector.ends import End
 from kvroute.connector.messages import StepMeta
 from kvroute.connector.tickets import UNNAMED
 from kvroute.connector.versions import AS_LOADED
@@ -289,18 +288,6 @@ def admitted(toy: Toy, tokens: list[int], blocks: list[int], external: int = 0, 
     toy.scheduler.admitted(request, blocks, external)
     request.num_computed_tokens = external
     return request
-
-
-def begun(toy: Toy, n: int, ended: End | None = None) -> Future[dict[str, Any]]:
-    """What a client will be told about the one request, of which this many tokens were computed."""
-    told = toy.scheduler.finished(Key("r"), toy.table, n, ended=ended)
-    assert told is not None
-    return told
-
-
-def seen(toy: Toy, n: int, ended: End | None = None) -> Any:
-    """The routes that a client gets of the one request."""
-    return routes({"kv_transfer_params": begun(toy, n, ended).result(GIVE_UP_S)})
 
 
 def held(toy: Toy) -> threading.Event:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 FULL: Final = -200
@@ -36,6 +37,16 @@ NAMES: Final = {
 def is_failure(code: int) -> bool:
     """The pool or one of its processes failed."""
     return code < 0 and code not in MISSES | BUGS | REFUSALS
+
+
+def failure_of_call(codes: Sequence[int]) -> int:
+    """The failure of a whole call, by the ``codes`` of its records: one of the master's, or one of them if all failed.
+    0: it has not failed."""
+    failures = [code for code in codes if is_failure(code)]
+    of_master = MASTER.intersection(failures)
+    if of_master:
+        return max(of_master)
+    return failures[0] if failures and len(failures) == len(codes) else 0
 
 
 def describe(code: int) -> str:

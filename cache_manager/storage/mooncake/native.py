@@ -32,7 +32,7 @@ from cache_manager.ports import Absence
 from cache_manager.record import RecordHeader, pack_header, takes_the_place, unpack_header
 from cache_manager.storage import apart_process
 from cache_manager.storage.mooncake import codes as code_of
-from cache_manager.storage.mooncake.codes import describe, is_failure
+from cache_manager.storage.mooncake.codes import describe, failure_of_call, is_failure
 from cache_manager.storage.mooncake.master import pool_usage, reach
 from cache_manager.storage.mooncake.settings import MooncakeSettings, native_environment, parse_address
 
@@ -253,16 +253,17 @@ class Native:
 
     def _checked(self, what: str, codes: list[int]) -> list[int]:
         """The codes of a call; raises if all of them are failures, or one is the master's."""
-        failures = [code for code in codes if is_failure(code)]
-        self.count(**{what: len(failures)})
-        master = max(code_of.MASTER.intersection(failures), default=0)
+        failures = sum(map(is_failure, codes))
+        self.count(**{what: failures})
+        failure = failure_of_call(codes)
         with self._changed:
-            if master or (failures and len(failures) == len(codes)):
+            if failure:
                 self._failures += 1
-                last = master or self._failures >= FAILURES_MAX
-                kind = StoreUnavailableError if last else StorageError
-                raise kind(f"Mooncake at {self.settings.master}: {describe(master or failures[0])}")
-            self._failures = self._failures if failures else 0
+                is_last = failure in code_of.MASTER or self._failures >= FAILURES_MAX
+                kind = StoreUnavailableError if is_last else StorageError
+                raise kind(f"Mooncake at {self.settings.master}: {describe(failure)}")
+            if not failures:
+                self._failures = 0
         return codes
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from amid_a_copy import when_copied
 from blocks_house import TOKENS, House, slots
 from hypothesis import given
 from hypothesis import strategies as st
@@ -85,7 +86,7 @@ def test_a_source_without_rows_that_changes_in_mid_move_names_nothing(house, cha
         if change == "forgotten and named again":
             engine.exchange.bind_origin(0, life, 77)
 
-    with house.when_copied(changes):
+    with when_copied(house.engine, changes):
         engine.copy([(0, 1)])
     assert origins_of(engine, [1])[0] not in (0, 77), "the KV there is of no computation that others know"
     for step in engine.steps:
@@ -102,7 +103,7 @@ def test_a_second_move_into_a_block_is_dropped(house) -> None:
     engine = house.engine
     engine.renew(range(6))
     rows = [house.fill(block, f"block {block}") for block in (0, 2, 3)]
-    with house.when_copied(lambda: engine.copy([(2, 1)])):
+    with when_copied(house.engine, lambda: engine.copy([(2, 1)])):
         engine.copy([(3, 4), (0, 1)])
     assert engine.counters.bad_moves_dropped == 1
     assert house.holds(4, rows[2])

@@ -9,11 +9,16 @@ from contextlib import contextmanager
 
 import numpy as np
 import pytest
+from amid import amid_a_call
+from amid_a_copy import when_copied
 from blocks_house import TOKENS, House, slots
 
-from cache_manager.errors import BlockBusyError, BlockStateError, InvalidInputError, KVRouteError
+from cache_manager.blocks import AuxBlocks
+from cache_manager.errors import BlockBusyError, BlockStateError, InvalidInputError, KVRouteError, SpecError
 from cache_manager.feed import BlockFeed
+from cache_manager.keys import Namespace
 from cache_manager.own_keys import OUTDATED_MAX
+from cache_manager.spec import AuxBlockDataSpec
 
 
 @pytest.fixture
@@ -148,8 +153,12 @@ def test_a_pass_that_is_refused_inside_another_call_leaves_no_row_of_before(hous
     name no block, while a call of its own thread has the lock."""
     house.engine.renew([0])
     house.fill(0, "first")
-    with house.engine._lock, pytest.raises(BlockBusyError):
-        house.engine.begin_step([0.5])
+
+    def handler() -> None:
+        with pytest.raises(BlockBusyError):
+            house.engine.begin_step([0.5])
+
+    amid_a_call(house.engine, handler)
     assert house.valid(0) == [False] * TOKENS
     house.fill(0, "second")
 
@@ -191,7 +200,7 @@ def test_blocks_in_motion_are_named_as_such() -> None:
                 call()
             errors.append(str(error.value))
 
-    with house.when_copied(calls):
+    with when_copied(house.engine, calls):
         engine.copy([(0, 1)])
     assert errors == [
         "renew: wanted blocks that are not being copied into, got block 1",
@@ -416,3 +425,10 @@ def test_invalid_arguments_are_typed_errors_or_dropped_and_give_nothing_out(call
             assert house.engine.in_flight == 0
         house.engine.assert_consistent()
         house.close()
+
+
+def test_a_spec_without_its_list_is_refused() -> None:
+    """Goal: the error says what is missing, where Python would ask for a spec's iterator."""
+    spec = AuxBlockDataSpec("routing", (2, 1), "uint8", 4)
+    with pytest.raises(SpecError, match="specs: wanted a sequence of AuxBlockDataSpec, got a single one"):
+        AuxBlocks(spec, blocks=1, namespace=Namespace("m", 1))  # type: ignore[arg-type]

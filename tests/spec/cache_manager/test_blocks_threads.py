@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
+from amid import amid_a_call
 from blocks_house import SPEC, TOKENS, House, slots
 from budget import scaled
 from stopped import EVERY, is_stopped
@@ -169,14 +170,16 @@ def test_a_call_inside_another_is_refused_and_one_of_another_thread_waits(house)
             engine.renew([2])
         seen.append(engine.counters.rows_committed)
 
+    def amid() -> None:
+        gc.collect()
+        signal.raise_signal(signal.SIGUSR1)
+        other.start()
+        assert until_it_waits(other)
+
     before = signal.signal(signal.SIGUSR1, handler)
     Lost()
     try:
-        with engine._lock:
-            gc.collect()
-            signal.raise_signal(signal.SIGUSR1)
-            other.start()
-            assert until_it_waits(other)
+        amid_a_call(engine, amid)
     finally:
         signal.signal(signal.SIGUSR1, before)
     other.join(GIVE_UP_S)
@@ -208,8 +211,7 @@ def test_a_call_to_jobs_inside_another_is_refused(house, call) -> None:
 
     before = signal.signal(signal.SIGUSR1, handler)
     try:
-        with engine.jobs._mutex:
-            signal.raise_signal(signal.SIGUSR1)
+        engine.jobs.sleep(lambda: signal.raise_signal(signal.SIGUSR1) is None, 0)
     finally:
         signal.signal(signal.SIGUSR1, before)
     assert refused == [call]
@@ -227,12 +229,11 @@ def test_a_child_that_was_forked_amid_a_look_at_the_jobs_is_refused(house, call)
     job = house.begin_persist(0)
     taken, ended = threading.Event(), threading.Event()
 
-    def has_the_mutex() -> None:
-        with engine.jobs._mutex:
-            taken.set()
-            ended.wait(GIVE_UP_S)
+    def looks() -> bool:
+        taken.set()
+        return ended.wait(GIVE_UP_S)
 
-    other = threading.Thread(target=has_the_mutex, daemon=True)
+    other = threading.Thread(target=engine.jobs.sleep, args=(looks, 0), daemon=True)
     other.start()
     assert taken.wait(GIVE_UP_S)
     if not (child := os.fork()):

@@ -8,6 +8,7 @@ import threading
 import msgspec
 import numpy as np
 import pytest
+from amid import amid_a_call
 from budget import examples
 from canary import canary_rows
 from hypothesis import given
@@ -236,20 +237,23 @@ def test_bytes_that_no_feed_made_are_refused_and_change_nothing(packed: bytes) -
 
 
 def test_all_changes_of_a_batch_are_made_under_the_lock() -> None:
-    """Goal: of two threads that apply batches, never both apply the same one. Method: a batch comes while another
-    thread has the lock; the number of the next batch does not change until that thread releases it."""
+    """Goal: of two threads that apply batches, never both apply the same one. Method: two threads have the same batch
+    while a third one has the lock, and are told at once that it is free; one of them has a repetition."""
     with new_engine() as engine:
         feed = BlockFeed(blocks=BLOCKS)
         feed.renew([0])
         packed = feed.take()
-        thread = threading.Thread(target=engine.apply, args=(packed,), daemon=True)
-        with engine._lock:
-            thread.start()
-            assert until_it_waits(thread)
-            assert engine._worker_end.next is None
-        thread.join(GIVE_UP_S)
-        engine.apply(packed)
-        assert engine.counters.feed_repetitions == 1
+        threads = [threading.Thread(target=engine.apply, args=(packed,), daemon=True) for _ in range(2)]
+
+        def both_wait() -> None:
+            for thread in threads:
+                thread.start()
+                assert until_it_waits(thread)
+
+        amid_a_call(engine, both_wait)
+        for thread in threads:
+            thread.join(GIVE_UP_S)
+        assert (engine.counters.feed_repetitions, engine.counters.feed_gaps) == (1, 0)
         assert engine.generations([0]).tolist() == feed.generations[:1].tolist()
 
 

@@ -9,6 +9,7 @@ import pytest
 from canary import canary_rows
 from hypothesis import given
 from hypothesis import strategies as st
+from kv import SlotKV
 from watched_region import watch_rows
 
 from cache_manager.blocks import AuxBlocks
@@ -382,3 +383,23 @@ def test_nothing_to_export_is_none() -> None:
         for arguments in ((lives[1:], [1, 2]), ([1, 2],)):
             with pytest.raises(InvalidInputError):
                 p.exchange.export({old: 1}, *arguments)
+
+
+@pytest.mark.parametrize("more", [-1, 1])
+def test_kv_of_another_size_is_refused(more: int) -> None:
+    """Goal: no block has a part of another's KV, or less than its own. Method: a byte too few, and one too many; the
+    block's own KV and rows stay."""
+    kv = SlotKV(4, 1, 4)
+    with AuxBlocks(SPECS, blocks=4, namespace=Namespace("m", 1), kv=kv) as engine:
+        life = renewed(engine)
+        write(engine, D_BLOCK, [0, 1, 2, 3], "D")
+        kv.device[:] = 7
+        with pytest.raises(
+            RecordError, match=f"KV size: wanted {kv.spec.block_nbytes}, got {kv.spec.block_nbytes + more}"
+        ):
+            engine.exchange.fill_kv(kv, D_BLOCK, life, 9, bytes(kv.spec.block_nbytes + more))
+        assert (kv.device == 7).all()
+        assert rows(engine, D_BLOCK) == ["D"] * 4
+        assert engine.exchange.fill_kv(kv, D_BLOCK, life, 9, bytes(kv.spec.block_nbytes))
+        assert not kv.device[D_BLOCK].any()
+        assert rows(engine, D_BLOCK) == [None] * 4

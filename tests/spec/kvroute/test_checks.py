@@ -61,8 +61,8 @@ def test_valid_rows_are_those_that_a_router_can_have_chosen(drawn: tuple[NDArray
 def test_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
     """Goal: a repeat is found and named in whichever chunk and columns it lies. Method: small chunks, one repeat at a
     time; then repeats of different columns in one chunk, which a planted fault had hidden."""
-    monkeypatch.setattr(checks, "_CHUNK", chunk)
-    monkeypatch.setattr(checks, "_FEW", 0)
+    monkeypatch.setattr(checks, "IDS_AT_ONCE", chunk)
+    monkeypatch.setattr(checks, "FEW_IDS", 0)
     spec = routing_spec(16, 3, (2, 5), 8, block_tokens=8)
     for bad in range(20):
         ids = np.tile(np.arange(3, dtype=np.int32), (20, 2, 1))

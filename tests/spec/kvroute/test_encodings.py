@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from cache_manager.errors import RowError
 from cache_manager.spec import AuxBlockDataSpec
 from kvroute.connector import own_field
-from kvroute.encodings import ENCODINGS, decode, encode, refusal
+from kvroute.encodings import ENCODINGS, decode, encode, npy_array, refusal
 from kvroute.routes import Routes
 from kvroute.routing import routing_spec
 
@@ -172,6 +172,7 @@ def test_a_npy_of_another_array_is_refused_and_the_difference_named(told: str, m
         ("{'descr': '<i4', 'fortran_order': False, 'shape': (999999999999, 2, 3), }", "wanted 23999999999976 bytes"),
         ("{'descr': '|S0', 'fortran_order': False, 'shape': (999999999, 2, 3), }", "integers, little endian, got |S0"),
         ("{'descr': '<f4', 'fortran_order': False, 'shape': (1, 2, 3), }", "integers, little endian, got <f4"),
+        ("{'descr': '<u1', 'fortran_order': False, 'shape': (0, 999999999999, 999999999999), }", "at most 65536"),
     ],
 )
 def test_an_engines_own_field_that_is_none_is_refused(header: str, message: str) -> None:
@@ -179,6 +180,8 @@ def test_an_engines_own_field_that_is_none_is_refused(header: str, message: str)
     Method: headers with which numpy's own reader ends in Python's tokeniser, in an overflow, or takes the claim."""
     with pytest.raises(RowError, match=f"routed_experts.*{re.escape(message)}"):
         own_field.unpacked(_npy(header, b"\0" * 24))
+    with pytest.raises(RowError, match=f"routed_experts.*{re.escape(message)}"):
+        npy_array(b64decode(_npy(header, b"\0" * 24)))
     ids = np.arange(12, dtype="<u2").reshape(1, 3, 4)
     file = io.BytesIO()
     np.save(file, ids)

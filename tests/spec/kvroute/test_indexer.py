@@ -116,6 +116,39 @@ def test_a_record_of_right_sum_is_no_proof_of_its_numbers(k: int, tokens: int, f
         unpack(fixed + xxhash.xxh3_128(fixed + body).digest() + body)
 
 
+END = 1 << 31
+
+
+@given(st.lists(st.sampled_from([-END, -END + 1, -2, -1, 0, 1, 5, END - 2, END - 1]), min_size=1, max_size=4))
+def test_numbers_at_the_ends_are_no_way_around(numbers: list[int]) -> None:
+    """Goal: a difference that int32 has no place for makes no row canonical. Method: any row of numbers at the ends: it
+    comes back, or is refused, as its numbers say."""
+    row = np.array([[numbers]], np.int64).astype(np.int32)
+    count = sum(number >= 0 for number in numbers)
+    chosen = numbers[:count]
+    is_canonical = chosen == sorted(set(chosen)) and min(chosen, default=0) >= 0
+    if is_canonical and numbers[count:] == [-1] * (len(numbers) - count):
+        assert unpack(pack(row)).tobytes() == row.tobytes()
+    else:
+        with pytest.raises(RowError, match="indexer row of token 0 layer 0: wanted increasing positions, then -1"):
+            pack(row)
+
+
+@given(st.sampled_from([0, 1, END - 2, END - 1]), st.sampled_from([0, 1, END - 258, END - 257, END - 256, END - 255]))
+def test_a_wide_gap_leads_to_a_position(first: int, more: int) -> None:
+    """Goal: no record makes a row that is not canonical. Method: three positions, with a wide gap about the largest."""
+    fixed = struct.pack("<8sIIIQQ", b"KVROUTEI", 1, 1, 3, 1, 1)
+    body = struct.pack("<IiBBQI", 3, first, 255, 5, 0, more)
+    record = fixed + xxhash.xxh3_128(fixed + body).digest() + body
+    due = [first, first + 256 + more, first + 262 + more]
+    if due[-1] < END:
+        assert unpack(record).tolist() == [[due]]
+        assert pack(unpack(record)) == record
+    else:
+        with pytest.raises(RowError, match="indexer record: wanted"):
+            unpack(record)
+
+
 def test_neighbours_have_no_gaps() -> None:
     """Goal: as above. Method: positions 5 and 6 with the gap between them, where their first one is due alone."""
     fixed = struct.pack("<8sIIIQQ", b"KVROUTEI", 1, 1, 2, 1, 0)
@@ -146,7 +179,7 @@ def test_layers_that_share_a_choice_have_no_row_of_their_own() -> None:
     assert of_layers(spec, rows, [0, 1, 2, 3]).tolist() == [[[0, 1], [0, 1], [2, 3], [2, 3]]]
     with pytest.raises(RowError, match="layer 4: wanted one with sparse attention"):
         of_layers(spec, rows, [4])
-    for sources in ([0, 2, 2], [1, 1], [-1, -1], [0, -1, 1]):
+    for sources in ([0, 2, 2], [1, 1], [-1, -1], [0, -1, 1], [0.0, 0.5], "0", [[0]], [None], 0):
         with pytest.raises(SpecError, match="sources"):
             indexer_spec(2, sources, 16)
     with pytest.raises(SpecError, match="a model with an indexer"):

@@ -25,6 +25,7 @@ from session_pair import (
     pulled,
     record,
     refused,
+    waits,
     want,
     wanted,
 )
@@ -38,6 +39,7 @@ from transfer.limits import TransferLimits
 from transfer.messages import (
     Ack,
     Entry,
+    Gone,
     Later,
     Message,
     Outcome,
@@ -296,7 +298,7 @@ def test_a_pull_before_its_offer_waits_for_it() -> None:
     pair.pass_time(1.25)
     assert (pair.result.reason, pair.result.detail, len(pair.result.missing)) == (Reason.GONE, "unknown", 4)
     pair.pass_time(2.0)
-    assert not pair.prefill._early
+    assert not waits(pair)
 
 
 def test_a_slow_prefill_outlasts_every_retry_but_not_the_lease() -> None:
@@ -312,14 +314,13 @@ def test_a_slow_prefill_outlasts_every_retry_but_not_the_lease() -> None:
     assert {(m.part, m.index) for m in pair.result.missing} == {(0, 1), (1, 1)}
     assert len(pair.released) == 1
 
-    pair = Pair()
+    pair = Pair(lose=lambda message: isinstance(message, (Gone, Later)))
     pair.pull(2)
     while not pair.finished and pair.now_s < 3 * LIMITS.lease_max_s:
         pair.pass_time(1.0)
         if not pair.finished:
-            pair.prefill._early.clear()
-            (known,) = pair.decode._pulls.values()
-            pair.hear(D, P, Later(D_RUN, T, known.epoch, 10_000))
+            epoch = max(message.epoch for message in pair.said if isinstance(message, Pull))
+            pair.hear(D, P, Later(D_RUN, T, epoch, 10_000))
     assert (pair.result.reason, pair.now_s) == (Reason.TIMEOUT, LIMITS.lease_max_s)
     assert "lease_max_s" in pair.result.detail
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -25,6 +26,7 @@ from session_pair import (
     pull_of,
     pulled,
     refused,
+    waits,
     want,
     wanted,
 )
@@ -145,11 +147,12 @@ def test_a_pull_whose_prefill_is_silent_ends_once_and_does_not_babble(
         due_s = decode.next_due_s()
         if now_s < heard_s <= due_s:
             now_s = heard_s
-            (pull,) = decode._pulls.values()
-            message: Any = Later(D_RUN, T, pull.epoch, lease_ms)
+            messages = [action.message for action in actions if isinstance(action, Send)]
+            epoch = max(message.epoch for message in messages if isinstance(message, Pull))
+            message: Any = Later(D_RUN, T, epoch, lease_ms)
             bulk = []
             if kind is Records:
-                message = Records(D_RUN, T, pull.epoch, lease_ms, [Entry(0, 0, bytes(HEADER_NBYTES_MIN))])
+                message = Records(D_RUN, T, epoch, lease_ms, [Entry(0, 0, bytes(HEADER_NBYTES_MIN))])
                 bulk = [memoryview(bytes(PARTS[0].nbytes))]
             actions += decode.receive(P, message, bulk, now_s)
         now_s = max(now_s, min(due_s, decode.next_due_s()))
@@ -188,7 +191,7 @@ def test_an_ack_is_repeated_until_it_is_heard_and_changes_nothing_twice() -> Non
     pair.pull(1)
     assert len(pair.finished) == 1
     pair.pass_time(3 * LIMITS.retry_s)
-    assert not pair.decode._pulls
+    assert pair.decode.next_due_s() == math.inf
     assert (len(pair.finished), len(pair.released), pair.prefill.counters.late_messages) == (1, 1, 2)
 
 
@@ -315,8 +318,10 @@ def test_full_tables_are_an_answer() -> None:
         if i > 1:
             pair.offer(blocks(1), name)
         pair.do(P, pair.prefill.withdraw(name))
-    assert list(pair.prefill._ended) == names[-2:]
     assert (pair.prefill.in_flight, pair.prefill.counters.aborted) == (0, 8)
+    for name in names[-2:]:
+        assert "wanted 16 bytes that are new" in refused(lambda name=name: pair.offer(blocks(1), name))
+    pair.offer(blocks(1), names[-3])  # of the latest two alone it is known that they have ended
 
 
 def test_early_pulls_are_bounded_and_of_their_peer() -> None:
@@ -331,12 +336,11 @@ def test_early_pulls_are_bounded_and_of_their_peer() -> None:
     assert pair.prefill.receive(D, Renew(D_RUN, names[2]), 0.0) == []
     (heard,) = pair.prefill.receive(D, Ack(D_RUN, names[2]), 0.0)
     assert heard.message == Gone(D_RUN, names[2], Outcome.UNKNOWN)
-    assert list(pair.prefill._early) == [names[1]]
     for other in (Bye(E_RUN), Bye(D_RUN)):
-        assert list(pair.prefill._early) == [names[1]], "another run has gone"
+        assert [waits(pair, name) for name in names] == [False, True, False], "another run has gone"
         pair.hear(P, D, other)
     assert pair.prefill.in_flight == 0
-    assert not pair.prefill._early
+    assert not any(waits(pair, name) for name in names)
 
 
 def test_prefill_that_closes_tells_every_peer_that_waits() -> None:
@@ -355,7 +359,7 @@ def test_a_pull_that_waits_for_its_offer_ends_with_a_reset() -> None:
     pair.do(P, pair.prefill.reset(OTHER))
     pair.talk()
     assert (pair.result.reason, pair.result.detail) == (Reason.GONE, "reset")
-    assert not pair.prefill._early
+    assert not waits(pair)
 
 
 # ---------------------------------------------------------------- several peers

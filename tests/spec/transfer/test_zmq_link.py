@@ -20,6 +20,7 @@ from transfer import zmq_sockets
 from transfer.curve import make_keys, read_keys
 from transfer.errors import TransferError
 from transfer.link import PeerFound, PeerLost
+from transfer.messages import ENTRIES_MAX
 from transfer.testing.contract import LinkContract, arrivals, poll_until
 from transfer.zmq_link import FRAMES_MAX, ZmqLink
 from transfer.zmq_settings import ZmqSettings
@@ -143,6 +144,17 @@ def test_too_many_frames_are_dropped(made: Any) -> None:
         assert hear(server) == b"a good one"
     assert client.send(there, b"still here?")
     assert hear(server) == b"still here?"
+
+
+def test_a_message_of_as_many_records_as_there_may_be_arrives(made: Any) -> None:
+    """Goal: the link takes what the protocol allows. Method: a control frame and a frame for each entry of the largest
+    message."""
+    server, client = made(bind="tcp://127.0.0.1:*"), made()
+    there, _ = meet(server, client)
+    assert client.send(there, b"records", [bytes([number % 256]) for number in range(ENTRIES_MAX)])
+    (arrival,) = arrivals(poll_until(server, lambda came: bool(arrivals(came)), client))
+    assert [bytes(frame)[0] for frame in arrival.bulk] == [number % 256 for number in range(ENTRIES_MAX)]
+    assert server.counters.dropped_messages == 0
 
 
 def test_a_connection_that_says_nothing_ends(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -134,27 +134,6 @@ def test_held_blocks_are_not_given_out_and_come_back_once(house) -> None:
     assert house.manager.free_device_blocks == house.aux.device_blocks
 
 
-@pytest.mark.parametrize("change", ["preempt", "free", "fork"])
-def test_the_same_numbers_are_judged_anew_when_a_sequence_has_changed(house, change) -> None:
-    """Goal: a cached answer is not kept too long. Method: the very same array before and after a change."""
-    for i in range(3):
-        house.run(f"s{i}", [i, 1])
-    seqs = np.array([house.manager.sequence(f"s{i}") for i in range(3)])
-    slots = house.manager.append_batch(seqs)
-    if change == "fork":
-        house.manager.fork("s1", "child")
-        with pytest.raises(BlockStateError, match=r"owner 's1': wanted append_batch\(\) before it is written"):
-            house.manager.publish_batch(seqs, [7] * 3)
-        assert (house.manager.append_batch(seqs) == slots).tolist() == [True, False, True]
-        return
-    getattr(house.manager, change)("s1")
-    for call in (lambda: house.manager.append_batch(seqs), lambda: house.manager.publish_batch(seqs, [7] * 3)):
-        with pytest.raises(BlockStateError, match="swapped out" if change == "preempt" else "seqs: .* not ended"):
-            call()
-    assert house.manager.resume("s1") if change == "preempt" else house.manager.allocate("new", [9, 9])
-    assert (house.manager.append_batch(seqs) >= 0).all()
-
-
 # ---------------------------------------------------------------- wrong calls
 
 
@@ -217,19 +196,3 @@ def test_no_room_for_a_further_sequence_is_no_room() -> None:
     with pytest.raises(InvalidInputError, match="sequences_max: wanted an integer in"):
         BlockManager(house.aux, sequences_max=0)
     house.close()
-
-
-# ---------------------------------------------------------------- the store
-
-
-def test_a_flipped_bit_is_a_miss_and_is_counted(house) -> None:
-    """Goal: stored bytes are never served unverified. Method: flip each of some bits in what the store returns."""
-    house.run("a", PROMPT)
-    for n, bit in enumerate((0, 7, 100, 511), 1):
-        assert house.persist("a") == 2
-        house.manager.free("a")
-        house.manager.reset(weights_version=0)  # memory is forgotten, the store is not
-        house.store.flip_next = bit
-        assert house.run("a", PROMPT) == 0
-        assert house.aux.counters.corrupt_blocks_not_restored == n
-        house.store.flip_next = None

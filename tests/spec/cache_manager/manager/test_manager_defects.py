@@ -6,11 +6,10 @@ import subprocess
 import sys
 
 import pytest
-from canary import canary_rows
-from house import LIMITS, PROMPT, SPEC, House
+from house import PROMPT, House
 from waiting import GIVE_UP_S
 
-from cache_manager.errors import BlockBusyError, TransferProcessError
+from cache_manager.errors import TransferProcessError
 
 
 @pytest.fixture
@@ -18,50 +17,6 @@ def house():
     made = House(device=8)
     yield made
     made.close()
-
-
-# ---------------------------------------------------------------- a forward pass in flight
-
-
-@pytest.mark.parametrize("computed", [1, 4, 5, 7])
-@pytest.mark.parametrize("in_place", [False, True])
-@pytest.mark.parametrize("reset", [False, True])
-@pytest.mark.parametrize("call", ["preempt", "fork"])
-def test_what_a_pass_writes_is_neither_swapped_nor_shared(house, computed, in_place, reset, call) -> None:
-    """Goal: KV that is still written is not copied away, nor seen by a child. Method: a step beyond what is computed,
-    at each alignment, and a reset in the middle of it."""
-    house.manager.allocate("a", list(range(8)))
-    house.compute("a", list(range(computed)))
-    step = house.aux.begin_step(house.manager.slots("a", computed, 8), in_place=in_place)
-    if reset:
-        house.manager.reset(weights_version=1)
-    before = house.state()
-    calls = {"preempt": lambda: house.manager.preempt("a"), "fork": lambda: house.manager.fork("a", "child")}
-    if call == "preempt" or computed % 4:
-        with pytest.raises(BlockBusyError, match=f"owner 'a': wanted no step in flight to {call} it, got a step"):
-            calls[call]()
-        assert house.state() == before
-    step.abort()
-    assert calls[call]() in (True, None)
-
-
-@pytest.mark.parametrize("in_place", [False, True])
-@pytest.mark.parametrize("reset", [False, True])
-def test_blocks_that_a_pass_writes_are_given_out_when_it_has_ended(house, in_place, reset) -> None:
-    """Goal: a block whose KV is still written is not given out. Method: a request ends in mid-step; ask for all
-    blocks."""
-    house.manager.allocate("dead", PROMPT)
-    step = house.aux.begin_step(house.manager.slots("dead", 0, 10), in_place=in_place)
-    if reset:
-        house.manager.reset(weights_version=1)
-    house.manager.free("dead")
-    house.manager.assert_consistent()
-    assert house.manager.free_device_blocks == 5
-    assert house.manager.allocate("b", list(range(32))) is None
-    step.commit()
-    assert house.manager.free_device_blocks == 8
-    assert house.manager.allocate("b", list(range(32))) is not None
-    assert not house.manager.read("routing", "b", 0, 32).valid.any()
 
 
 # ---------------------------------------------------------------- groups sampled from one prompt
@@ -155,47 +110,6 @@ def test_a_reset_around_the_manager_is_noticed(required) -> None:
     assert house.manager.allocate("c", PROMPT).cached_tokens == 0
     house.manager.assert_consistent()
     house.close()
-
-
-# ---------------------------------------------------------------- a store that hangs
-
-
-def test_a_store_with_too_much_to_do_is_asked_for_nothing() -> None:
-    """Goal: waiting jobs are limited. Method: one more sequence is stored, and one more admitted, than jobs are
-    allowed."""
-    house = House(device=12, shut=True)
-    for n in range(LIMITS.jobs_max + 1):
-        house.run(f"a{n}", [100 * n + i for i in range(9)])
-    begun = [house.manager.begin_persist(f"a{n}") for n in range(LIMITS.jobs_max + 1)]
-    assert begun == [True] * LIMITS.jobs_max + [False]
-    house.manager.free("a0")
-    assert house.manager.begin_allocate("b", [7] * 9).pending is False
-    assert house.manager.counters.jobs_refused == 2
-    assert house.manager.in_flight == LIMITS.jobs_max
-    house.close()
-
-
-def test_a_bug_in_the_store_is_raised_and_the_sequence_goes_on(house, monkeypatch) -> None:
-    """Goal: no sequence waits for ever. Method: a store raises what no store may; poll raises, and then answers."""
-    house.run("a", PROMPT)
-    assert house.persist("a") == 2
-    house.manager.free("a")
-    house.manager.reset(weights_version=0)
-
-    def wrong(*_):
-        raise ZeroDivisionError("on purpose")
-
-    monkeypatch.setattr(house.store, "get_into", wrong)
-    assert house.manager.begin_allocate("b", PROMPT).pending
-    assert house.aux.jobs.wait(GIVE_UP_S)
-    with pytest.raises(ZeroDivisionError):
-        house.manager.poll()
-    assert house.manager.poll()["b"].cached_tokens == 0
-    monkeypatch.undo()
-    house.compute("b", PROMPT)
-    assert house.manager.allocate("c", PROMPT).cached_tokens == 8
-    rows = house.manager.read("routing", "c", 0, 8)
-    assert (rows.values == canary_rows(SPEC, [("x", p) for p in range(8)])).all()
 
 
 # ---------------------------------------------------------------- interpreters without asserts

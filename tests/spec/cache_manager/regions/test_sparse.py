@@ -171,6 +171,27 @@ def test_without_memory_rows_are_missing(monkeypatch: pytest.MonkeyPatch, caplog
         assert blocks.write_step(np.arange(20, 24), {"rows": rows}) == TOKENS
 
 
+def test_no_row_of_another_process_lands_where_there_is_no_memory(blocks: AuxBlocks) -> None:
+    """Goal: rows that cross from another engine take no memory behind the region's back: a file system that is full
+    would end the process. Method: a record for a block that was retired, and for one that has memory."""
+    lives = blocks.renew([0, 1])
+    rows = write(blocks, 0, 1)
+    key = blocks.keys.adopt(bytes(16))
+    (record,) = blocks.exchange.export({key: 0}, lives[:1])
+    assert record is not None
+    header = record.seal()
+    for has_rows in (False, True):
+        (life,) = (blocks.renew if has_rows else blocks.retire)([1]).tolist()
+        landed = blocks.exchange.install(1, life, header, record.payload)
+        assert landed == (TOKENS if has_rows else 0)
+        assert blocks.counters.installs_without_memory_dropped == 1
+        read = blocks.read("rows", [1])
+        assert read.valid.all() == read.valid.any() == has_rows
+        assert memory_of(blocks) == needed(blocks, {0, 1} if has_rows else {0})
+        blocks.assert_consistent()
+    assert np.array_equal(read.values, rows)
+
+
 def test_whole_regions_have_all_memory() -> None:
     """Goal: what is said of sparse ones holds of no other. Method: the same count, before a block is given out."""
     spec = spec_of("several pages a block")

@@ -178,6 +178,15 @@ def test_slots_that_cannot_be_are_refused(shared: SharedRegion, slots: Any, gene
         assert caught.value.field == field
 
 
+@pytest.mark.parametrize("blocks", [3, "3", [-1], [BLOCKS], [0.5], [[0]], None])
+def test_generations_of_what_is_no_block_are_refused(shared: SharedRegion, blocks: Any) -> None:
+    with RegionView(shared.name) as view:
+        with pytest.raises(InvalidInputError) as caught:
+            view.generations(blocks)
+        assert caught.value.field == "blocks"
+        assert view.generations([]).tolist() == []
+
+
 def test_the_generation_of_one_block(shared: SharedRegion) -> None:
     Writer(shared).begin_lives(IDS[2:3])
     with RegionView(shared.name) as view:
@@ -208,3 +217,14 @@ def test_a_view_outlives_its_owner() -> None:
     for ask in (lambda: view.read("long", ids, generations=[1, 1]), lambda: view.generations(ids)):
         with pytest.raises(RegionError, match="closed"):
             ask()
+
+
+def test_a_with_statement_detaches(shared: SharedRegion) -> None:
+    """Goal: a view that is left holds no memory of an owner that has ended. Method: leave one, also by an error."""
+    with RegionView(shared.name) as left:
+        pass
+    with pytest.raises(ZeroDivisionError), RegionView(shared.name) as failed:
+        raise ZeroDivisionError
+    for view in (left, failed):
+        with pytest.raises(RegionError, match="closed"):
+            view.generation(0)

@@ -63,7 +63,7 @@ def test_a_view_never_takes_torn_or_foreign_rows(child: Start) -> None:
                 single = view.read_slots(spec, np.arange(BLOCKS * TOKENS), generations=np.repeat(lives, TOKENS))
                 valid += judged(single, lives)
             # What a scheduler would know: the current generations, or those of a moment ago.
-            lives = (view._attached().words >> np.uint64(16)).astype(np.int64)
+            lives = view.generations(IDS)
         owner.tell()
         rounds, *last = map(int, owner.heard())
         assert min(rounds, reads, valid // 10) > 10

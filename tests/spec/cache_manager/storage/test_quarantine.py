@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from cache_manager.errors import StorageError
+from cache_manager.errors import RecordError, StorageError
 from cache_manager.ports import Absence
 from cache_manager.storage.memory import MemoryStore
-from cache_manager.storage.records import RecordStore
+from cache_manager.storage.records import ORIGIN_MAX, RecordStore
 from cache_manager.testing.faults import FaultyStore
 from cache_manager.testing.records import LAYOUT, get, header_of, key_of, payload_of, put
 
@@ -67,3 +67,35 @@ def test_a_bad_record_that_cannot_be_read_once_more_costs_no_other_one() -> None
         backend.fail_get, backend.during_get = False, None
         assert get(store, [2]) == [Absence.CORRUPT]
         assert (store.counters.hits, store.counters.misses, store.counters.corrupt) == (2, 1, 1)
+
+
+@pytest.mark.parametrize(("keys", "buffers"), [(2, 1), (1, 2), (1, 0), (0, 1)])
+def test_keys_without_their_buffers_are_refused(keys: int, buffers: int) -> None:
+    """Goal: no record is read into the place of another, and none is left out silently. Method: more of one than of
+    the other; the store is asked for nothing."""
+    with MemoryStore(1 << 20) as backend:
+        store = RecordStore(backend, LAYOUT)
+        put(store, range(2))
+        places = [memoryview(bytearray(LAYOUT.nbytes)) for _ in range(buffers)]
+        with pytest.raises(ValueError, match=f"{keys} keys and {buffers} buffers"):
+            store.get_into([key_of(n) for n in range(keys)], places)
+        assert not any(map(any, places))
+        assert store.counters.hits == store.counters.misses == 0
+
+
+@pytest.mark.parametrize(("origin", "is_one"), [(-1, False), (0, True), (ORIGIN_MAX, True), (ORIGIN_MAX + 1, False)])
+def test_an_origin_has_64_bits(origin: int, is_one: bool) -> None:
+    """Goal: no origin is cut to another one in a header. Method: those at both ends, and beyond; nothing is stored
+    then."""
+    with MemoryStore(1 << 20) as backend:
+        store = RecordStore(backend, LAYOUT)
+        record = [key_of(1)], [payload_of(1)], [header_of(1).valid], [1], [origin]
+        if is_one:
+            (header,) = store.put(*record)
+            assert store.get_into([key_of(1)], [memoryview(bytearray(LAYOUT.nbytes))]) == [header]
+            assert header is not None
+            assert header.origin == origin
+        else:
+            with pytest.raises(RecordError, match=f"origin: wanted 0 to {ORIGIN_MAX}, got {origin} to {origin}"):
+                store.put(*record)
+            assert store.contains([key_of(1)]) == [False]

@@ -30,6 +30,7 @@ from waiting import until
 
 from kvroute.connector import missing, routes, tickets
 from kvroute.connector.carriers import by_transfer
+from kvroute.connector.carriers.port import Admission
 from transfer import TransferLimits
 
 
@@ -354,6 +355,23 @@ def test_a_prompt_that_is_computed_again_is_lent_anew(chunks: list[int]) -> None
         answer = second.ask("e", PROMPT, brought=len(PROMPT), ticket=ticket, more=SAID)
         by = [2] * (len(PROMPT) - 1) + [DECODE] * OWN
         assert judge(routes(answer), [*PROMPT, *SAID], by) == {"right": ALL}
+
+
+def test_a_reason_that_comes_behind_the_end_is_of_no_request() -> None:
+    """Goal: the scheduler keeps nothing of requests that have ended, and a name that comes again has no reasons of
+    before. Method: the worker's reasons come before the request's end, and once more behind it."""
+    reasons = {"d": {0: "gone"}}
+    with two() as (_, second):
+        assert second.ask("d", PROMPT, brought=len(PROMPT), more=SAID)
+        carrier = second.scheduler.carrier
+        assert carrier.why("d") == {}
+        assert second.request is not None
+        carrier.admitted(Admission(second.request, second.table, 0, 0, False, None))
+        carrier.told(reasons)
+        assert carrier.why("d") == reasons["d"]
+        assert carrier.ended("d") == reasons["d"]
+        carrier.told(reasons)
+        assert carrier.why("d") == {}
 
 
 def test_kv_that_fails_to_load_at_prefill_is_lent_anew() -> None:

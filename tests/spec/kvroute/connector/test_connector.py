@@ -13,9 +13,11 @@ from budget import examples
 from hypothesis import given
 from hypothesis import strategies as st
 from toy_engine import Asked, Toy, judge
+from waiting import GIVE_UP_S
 
 import kvroute
 from kvroute.connector import routes, unseen
+from kvroute.connector.meter import SECONDS
 
 Start = Callable[..., Toy]
 prompts = st.lists(st.integers(0, 1), min_size=1, max_size=20)
@@ -202,3 +204,16 @@ def test_a_copy_of_a_block_that_is_hit_in_part_has_no_rows_behind_the_hit(start:
     copied = worker.blocks.read("routing", [1, 7], 0, 8)
     assert copied.valid.tolist() == [True, True, True, False] + [False] * 4
     assert copied.values[:3, 0, 0].tolist() == [0, 1, 6]
+
+
+def test_the_wait_of_each_answer_is_timed(start: Start) -> None:
+    """Goal: an operator sees how long answers wait for rows. Method: two answers, and the scheduler's own meter."""
+    toy = start(limits={"metrics_s": 0.0})
+    for name in ("a", "b"):
+        toy.ask(name, [1, 2, 3, 4, 5])
+    toy.settle()
+    taken = toy.scheduler.meter.take()
+    assert taken is not None
+    waits_s = taken[SECONDS]["answer"]
+    assert len(waits_s) == 2
+    assert all(0 <= wait_s < GIVE_UP_S for wait_s in waits_s)

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from toy_engine import TOKENS, Asked, Toy, admitted, begun, computed, held, judge, seen, stepped
+from toy_engine import TOKENS, Asked, Toy, admitted, computed, held, judge, stepped
+from toy_seen import begun, seen
 from waiting import GIVE_UP_S
 
 from cache_manager.job import RestoreJob

@@ -6,6 +6,7 @@ import json
 import logging
 import re
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -20,7 +21,7 @@ from kvroute.capture import step_ids
 from kvroute.connector import Limits, job_counts, meter, worker
 from kvroute.connector.carriers import by_key, none
 from kvroute.connector.limits import LIMITS
-from kvroute.connector.meter import EVENTS, FIELDLESS, METRICS, SECONDS, WHAT, WITHOUT_ROWS, Meter, merged
+from kvroute.connector.meter import EVENTS, FIELDLESS, METRICS, SECONDS, WHAT, WITHOUT_ROWS, Exported, Meter, merged
 from kvroute.integrations.sglang import rows
 
 DOCS = Path(__file__).parents[4] / "docs"
@@ -104,12 +105,101 @@ def test_no_count_is_lost_between_threads() -> None:
     assert sum(each[WITHOUT_ROWS]["one"] for each in taken if each) == 7
 
 
+class Sought(str):
+    """A reason whose cause is itself, and which takes a while to be found the second time that it is looked up."""
+
+    def __new__(cls, text: str, begun: threading.Event, go: threading.Event) -> Self:
+        made = super().__new__(cls, text)
+        made.begun, made.go, made.looks = begun, go, 0
+        return made
+
+    def partition(self, _: str, /) -> tuple[str, str, str]:
+        return self, "", ""
+
+    def __hash__(self) -> int:
+        self.looks += 1
+        if self.looks == 2:
+            self.begun.set()
+            self.go.wait(GIVE_UP_S)
+        return super().__hash__()
+
+    __eq__ = str.__eq__
+
+
+def test_no_answer_without_its_field_is_lost_between_threads() -> None:
+    """Goal: as above, for answers without their field. Method: one is amid being counted when another thread takes."""
+    found, begun, go, taken = Meter(dict, EAGER), threading.Event(), threading.Event(), []
+    found.lose_field("another")
+    loses = threading.Thread(target=found.lose_field, args=(Sought("late", begun, go),))
+    takes = threading.Thread(target=lambda: taken.append(found.take()))
+    loses.start()
+    assert begun.wait(GIVE_UP_S)
+    takes.start()
+    takes.join(0.05)  # a thread that does not wait is done by then
+    go.set()
+    for thread in (loses, takes):
+        thread.join(GIVE_UP_S)
+    taken.append(found.take())
+    assert sum(each[FIELDLESS].get("late", 0) for each in taken if each) == 1
+
+
 def test_it_is_taken_now_and_then_only() -> None:
     found = Meter(dict)
     found.miss("one", 1)
     assert found.take()
     found.miss("one", 1)
     assert found.take() is None
+
+
+class Kept:
+    """A kind of metric that keeps what it is told, by its labels; Prometheus's have these calls."""
+
+    def __init__(self, name: str, documentation: str, labelnames: list[str], **_: object) -> None:
+        assert documentation
+        self.name, self.labelnames = name, labelnames
+        self.told: dict[tuple[str, ...], list[float]] = {}
+
+    def labels(self, *values: str) -> Self:
+        assert len(values) == len(self.labelnames), self.name
+        self.telling = self.told.setdefault(values, [])
+        return self
+
+
+class KeptCounter(Kept):
+    def inc(self, amount: float) -> None:
+        self.telling.append(amount)
+
+
+class KeptHistogram(Kept):
+    def observe(self, amount: float) -> None:
+        self.telling.append(amount)
+
+
+def test_an_engine_exports_what_was_taken() -> None:
+    """Goal: each number of a take is in the metric of its name, under the engine's labels and its own, once. Method: a
+    take with every metric; tiers, names and causes with a slash."""
+    made = dict[str, Kept]()
+
+    def kind_of(kind: type[Kept]) -> Callable[..., Kept]:
+        return lambda name, **said: made.setdefault(name, kind(name, **said))
+
+    exported = Exported((kind_of(KeptCounter), kind_of(KeptHistogram)), ["engine"])
+    exported.observe(
+        {
+            EVENTS: {"blocks/rows": 3, "transfer/node/deep.rows": 4},
+            WITHOUT_ROWS: {"no room in /dev/shm": 7},
+            FIELDLESS: {"late": 2},
+            SECONDS: {"persist": [0.5, 1.0]},
+        },
+        ["e0"],
+    )
+    assert {name: kept.told for name, kept in made.items()} == {
+        EVENTS: {("e0", "blocks", "rows"): [3], ("e0", "transfer", "node/deep.rows"): [4]},
+        WITHOUT_ROWS: {("e0", "no room in /dev/shm"): [7]},
+        FIELDLESS: {("e0", "late"): [2]},
+        SECONDS: {("e0", "persist"): [0.5, 1.0]},
+    }
+    assert [type(made[name]) for name in (EVENTS, SECONDS)] == [KeptCounter, KeptHistogram]
 
 
 def test_the_dashboard_asks_for_what_is_exported() -> None:

@@ -123,7 +123,6 @@ def test_a_fetch_whose_step_cannot_be_applied_is_over() -> None:
         second.hear()
         assert set(rows.forget("r").why) == {0, 1, 2}
         assert sum(worker.missing.values()) == 3 * TOKENS
-        assert not worker.carrier._under_way  # type: ignore[attr-defined]
 
 
 def test_a_ticket_brings_rows_to_one_request() -> None:

@@ -11,9 +11,10 @@ import pytest
 from budget import examples
 from hypothesis import given
 from hypothesis import strategies as st
-from toy_engine import Toy, admitted, computed, judge, seen
+from toy_engine import Toy, admitted, computed, judge
 from toy_requests import TOKENS as BLOCK_TOKENS
 from toy_requests import row_of, seeded
+from toy_seen import seen
 
 from cache_manager.errors import ConfigError
 from cache_manager.keys import Namespace

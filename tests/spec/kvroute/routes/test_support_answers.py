@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from contextlib import closing
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from toy_engine import judge
-from toy_pair import PROMPT as PD_PROMPT
-from toy_pair import SAID, handed_over, makers, two
 
 from cache_manager.errors import RowError
-from kvroute import RequestJournal, SamplingSupport, open_rollouts, routing_spec
-from kvroute.connector import routes
+from kvroute import RequestJournal, SamplingSupport, routing_spec
 from kvroute.integrations import sglang, vllm
 
 PROMPT, ANSWER = [5, 6, 7], [8, 9, 10]
@@ -95,29 +89,3 @@ def test_a_rollout_in_two_turns_keeps_what_its_tokens_were_drawn_from() -> None:
     assert support.counts.tolist() == [2, 1, 3, 0, 0, 2]
     assert support.missing == ((6, 8),)
     support.validate([*prompt, 12], loss_mask=[0, 0, 0, 1, 1, 1, 0, 0, 1])
-
-
-def test_decodes_rows_and_supports_go_into_one_put(tmp_path: Path) -> None:
-    """Goal: with prefill and decode apart a trainer gets both, bound to one sequence. Method: rows that crossed to
-    decode, beside its answer's supports. The first token is drawn by decode, as in vLLM, or by prefill, whose support
-    SGLang sends with the KV; an answer without that is refused."""
-    tokens = [*PD_PROMPT, *SAID, 6]
-    drawn = [[token, token + 20] for token in tokens[len(PD_PROMPT) :]]
-    with two() as (first, second), closing(open_rollouts(f"file://{tmp_path}")) as store:
-        ticket = handed_over(first, PD_PROMPT)
-        answer = second.ask("d", PD_PROMPT, brought=len(PD_PROMPT), ticket=ticket, more=SAID)
-        rows = routes(answer)
-        told = {"meta_info": {"id": "d", "output_token_sampling_mask": drawn}, "output_ids": tokens[len(PD_PROMPT) :]}
-        lacks = {**told, "meta_info": {"id": "d", "output_token_sampling_mask": drawn[1:]}}
-        with pytest.raises(RowError, match="wanted one for each of its 4 tokens, got 3"):
-            sglang.support(lacks, prompt=PD_PROMPT)
-        support = sglang.support(told, prompt=PD_PROMPT)
-        handle = store.put("d", rows, support)
-        assert store.get(handle) == [rows]
-        back = store.support(handle)
-        assert isinstance(back, SamplingSupport)
-        back.validate(tokens, loss_mask=[0] * len(PD_PROMPT) + [1] * len(drawn))
-        assert back == support
-        with pytest.raises(RowError):
-            store.put("d", rows, sglang.support(told, prompt=[7, *PD_PROMPT[1:]]))
-    assert judge(rows, tokens[:-1], makers(len(PD_PROMPT), len(SAID))) == {"right": len(tokens) - 1}

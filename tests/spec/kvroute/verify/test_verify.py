@@ -14,10 +14,12 @@ import torch
 from experts_seen import experts_of
 from row_server import EXPERTS, Engine, none, serving
 from salted_moe import small_moe
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 import kvroute
 from bench.vllm_families import make
-from cache_manager.errors import RowError
+from cache_manager.errors import InvalidInputError, RowError
+from kvroute.capture.capture import find_routers
 from kvroute.cli import FAILED, USAGE, main
 from kvroute.verify.asking import ServerError, decoded, rows_of
 from kvroute.verify.weights import NOISE, Weights
@@ -136,19 +138,31 @@ def test_weights_of_other_kinds_of_models(family: str, tmp_path: Path) -> None:
     make(family, tmp_path)
     spec = kvroute.routing_spec_from_hf(tmp_path, block_tokens=1)
     weights, tokens, used = Weights(tmp_path, spec, NOISE["float32"], torch.float32), list(range(5, 40)), []
-    for router in weights._routers.values():
+    auto = AutoModelForImageTextToText if family == "qwen3_vl_moe" else AutoModelForCausalLM
+    model = auto.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    for router in find_routers(model).values():
         router.register_forward_hook(lambda _module, _given, answer: used.append((answer[0] > 0).nonzero()[:, 1:]))
     routed = weights.routed(tokens)
     if family == "llama4_text":
+        with torch.no_grad():
+            model(torch.tensor([tokens]))
         expected = torch.stack(used, dim=1).numpy()
     else:
-        expected = experts_of(weights._model, torch.tensor([tokens]))
+        expected = experts_of(model, torch.tensor([tokens]))
     assert np.array_equal(routed, np.sort(expected, axis=2))
     assert len(np.unique(routed)) > spec.row_shape[1]
     other = (routed + 1) % spec.attrs["num_experts"]
     everywhere = np.ones(routed.shape[:2], np.bool_)
     assert weights.close(routed, everywhere).all()
     assert not weights.close(other, everywhere).any()
+
+
+def test_a_token_that_the_model_does_not_have_is_named(checkpoint: Path) -> None:
+    """Goal: a line that says what is wrong, where torch would say that an index is out of range."""
+    spec = kvroute.routing_spec_from_hf(checkpoint, block_tokens=1)
+    weights = Weights(checkpoint, spec, NOISE["float32"], torch.float32)
+    with pytest.raises(InvalidInputError, match=r"token ids: wanted below \d+, as the model has, got 99999999"):
+        weights.routed([5, 99_999_999])
 
 
 def test_close_choices_are_not_judged(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -18,10 +20,11 @@ from msgspec.structs import replace
 from stores import PER_EXTENT, Clock, files, flip, opened, payload_in
 from waiting import GIVE_UP_S
 
-from cache_manager.errors import StoreFormatError, StoreMissingError
+from cache_manager.errors import StoreFormatError, StoreLockedError, StoreMissingError
 from cache_manager.keys import SCOPE_NBYTES, BlockKey
 from cache_manager.record import RecordHeader
 from cache_manager.storage.file import fsck
+from cache_manager.storage.file.directory import LockedDirectory
 from cache_manager.testing.records import LAYOUT, get, header_of, key_of, payload_of, put
 from kvroute.cli import FAILED, USAGE, main
 
@@ -110,6 +113,23 @@ def test_where_there_is_no_store_nothing_is_checked_and_nothing_made(
         assert main(["fsck", str(tmp_path / name)]) == USAGE
         assert str(tmp_path / name) in capsys.readouterr().err
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["empty", "home", "thesis.tex"]
+
+
+def test_a_store_that_is_refused_or_forgotten_leaves_no_descriptor(tmp_path: Path) -> None:
+    """Goal: a process may try again for as long as it likes. Method: a folder that is no store, one with a writer, and
+    a writer that nobody closes."""
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "thesis.tex").write_text("years of work")
+    with opened(tmp_path / "rows"):
+        before = len(os.listdir("/proc/self/fd"))
+        for _ in range(3):
+            with pytest.raises(StoreFormatError):
+                fsck(tmp_path / "home")
+            with pytest.raises(StoreLockedError):
+                LockedDirectory(tmp_path / "rows", 0o600)
+            LockedDirectory(tmp_path / "other", 0o600)
+            gc.collect()
+        assert len(os.listdir("/proc/self/fd")) == before
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -95,7 +95,9 @@ def test_a_record_that_is_too_old_is_a_miss_and_can_be_stored_anew(tmp_path: Pat
         assert all(put(store, range(3)))
         clock.now_s += 59.9
         assert there(store, range(3)) == there(reader, range(3)) == set(range(3))
-        clock.now_s += 0.2
+        clock.now_s += 0.1
+        assert not there(store, range(3)), "a minute is over"
+        clock.now_s += 0.1
         assert not there(store, range(3))
         assert not there(reader, range(3))
         assert not any(store.contains([key_of(0), key_of(1)]))

@@ -11,7 +11,16 @@ from hypothesis import strategies as st
 
 from cache_manager.errors import ConfigError, StorageError
 from cache_manager.storage import open_store
-from cache_manager.storage.mooncake.codes import BUGS, MASTER, MISSES, NAMES, REFUSALS, describe, is_failure
+from cache_manager.storage.mooncake.codes import (
+    BUGS,
+    MASTER,
+    MISSES,
+    NAMES,
+    REFUSALS,
+    describe,
+    failure_of_call,
+    is_failure,
+)
 from cache_manager.storage.mooncake.master import ASK_S, pool_usage
 from cache_manager.storage.mooncake.settings import MooncakeSettings
 from cache_manager.storage.url import StoreUrl
@@ -24,6 +33,21 @@ def test_a_code_is_one_thing(code: int) -> None:
     assert code not in MASTER or is_failure(code)
     assert str(code) in describe(code)
     assert NAMES.get(code, "") in describe(code)
+
+
+CODES = st.sampled_from([0, 1, 4096, *sorted(MISSES | BUGS | REFUSALS), -1, -500, -800, *sorted(MASTER)])
+
+
+@given(st.lists(CODES, max_size=6))
+def test_a_call_fails_for_all_its_records_or_for_its_master(codes: list[int]) -> None:
+    """Goal: one bad record does not end a batch, and nothing goes on without the master. Method: any codes; the answer
+    is one of them that is a failure."""
+    failed = [is_failure(code) for code in codes]
+    answer = failure_of_call(codes)
+    of_master = not MASTER.isdisjoint(codes)
+    assert (answer != 0) == (of_master or (bool(codes) and all(failed)))
+    assert answer == 0 or (answer in codes and is_failure(answer))
+    assert (answer in MASTER) == of_master
 
 
 def test_a_url_sets_what_it_names() -> None:

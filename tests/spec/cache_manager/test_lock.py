@@ -1,0 +1,88 @@
+"""What a set counts and says of mistakes; that its lock is held, and by whom, is in ``test_blocks_threads.py``."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import asdict
+
+import numpy as np
+import pytest
+from amid import amid_a_call
+from blocks_house import House, slots
+from waiting import GIVE_UP_S, until_it_waits
+
+from cache_manager.errors import InvalidInputError
+from cache_manager.lock import NAMED_MAX, AuxCounters
+from cache_manager.ports import RecordCounters
+from cache_manager.storage.memory import MemoryStore
+from cache_manager.storage.records import RecordStore
+from cache_manager.testing.records import LAYOUT
+from transfer.counters import Counters
+
+
+def test_nothing_has_happened_at_the_start() -> None:
+    """Goal: the first number that an operator sees is of things that happened. Method: every counter of a new set, a
+    new store of records, and a node."""
+    house = House()
+    with MemoryStore(1 << 20) as backend:
+        for counters in (house.engine.counters, AuxCounters(), RecordStore(backend, LAYOUT).counters, RecordCounters()):
+            assert not any(asdict(counters).values())
+    assert not any(value for value in asdict(Counters()).values() if isinstance(value, int))
+    house.close()
+
+
+@pytest.mark.parametrize("n", [1, 2, NAMED_MAX, NAMED_MAX + 1, NAMED_MAX + 20])
+def test_a_mistake_names_blocks_as_far_as_a_line_holds(n: int) -> None:
+    """Goal: a line, and no block of it in vain. Method: as many wrong blocks as are named, fewer, and more."""
+    house = House(strict=True)
+    wrong = list(range(100, 100 + n))
+    named = ", ".join(map(str, wrong[:NAMED_MAX]))
+    rest = f" and {n - NAMED_MAX} more" if n > NAMED_MAX else ""
+    with pytest.raises(InvalidInputError, match=f"got block{'s' if n > 1 else ''} {named}{rest}$"):
+        house.engine.renew(wrong)
+    house.close()
+
+
+CALLS = {
+    "in_flight": lambda house: house.engine.in_flight,
+    "steps": lambda house: house.engine.steps,
+    "generations": lambda house: house.engine.generations([0]),
+    "complete": lambda house: house.engine.complete([0]),
+    "writing": lambda house: house.engine.writing([0]),
+    "origins": lambda house: house.engine.origins([0]),
+    "renew": lambda house: house.engine.renew([1]),
+    "retire": lambda house: house.engine.retire([1]),
+    "forget": lambda house: house.engine.forget([0]),
+    "reset": lambda house: house.engine.reset(weights_version=2),
+    "begin_step": lambda house: house.engine.begin_step(slots(0)).abort(),
+    "write_step": lambda house: house.engine.write_step(slots(0), {"routing": house.rows("x")}),
+    "read": lambda house: house.engine.read("routing", [0]),
+    "copy": lambda house: house.engine.copy([(0, 1)]),
+    "swap_out": lambda house: house.engine.swap_out([(0, 1)]),
+    "persist": lambda house: house.engine.persist({house.key: 0}, [1]),
+    "begin_restore": lambda house: house.engine.begin_restore({house.key: 0}, [1]),
+    "export": lambda house: house.engine.exchange.export({house.key: 0}, [1]),
+    "bind_origin": lambda house: house.engine.exchange.bind_origin(0, 1, 5),
+    "name_origins": lambda house: house.engine.exchange.name_origins([0], [1], np.array([5], np.uint64)),
+    "assert_consistent": lambda house: house.engine.assert_consistent(),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_every_call_waits_for_one_of_another_thread(call: str) -> None:
+    """Goal: nothing is seen, or changed, amid a change. Method: each call begins amid one of another thread,
+    and is over when that is."""
+    house = House()
+    house.gate.open()
+    house.engine.renew([0, 1])
+    house.fill(0, "mine")
+    thread = threading.Thread(target=CALLS[call], args=(house,), daemon=True)
+
+    def amid() -> None:
+        thread.start()
+        assert until_it_waits(thread)
+
+    amid_a_call(house.engine, amid)
+    thread.join(GIVE_UP_S)
+    assert not thread.is_alive()
+    house.close()
