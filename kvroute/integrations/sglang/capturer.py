@@ -162,7 +162,7 @@ class Capturer:
         sampled = len(req.origin_input_ids) + len(req.output_ids) - 1  # positions that were read for sampled tokens
         if not req.output_ids or (isinstance(earlier, RequestRows) and sampled <= earlier.stop):
             return
-        slots = _slots_in(req_to_token_pool, req.kv.req_pool_idx, sampled)
+        slots = _slots_in(req_to_token_pool, versions.pool_row(req), sampled)
         setattr(req, KEPT, self.rows.kept(slots, 0, earlier, _why(req)))
 
     # ---------------------------------------------------------------- prefill and decode apart

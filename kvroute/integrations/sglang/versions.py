@@ -103,7 +103,7 @@ PLACES: Final[Mapping[str, Place]] = {
         ("req",),
     ),
     "retracted": Place(
-        ("sglang.srt.managers.schedule_batch.release_req",), ("req", "req_to_token_pool"), since=(0, 5, 22)
+        ("sglang.srt.managers.schedule_batch.release_req",), ("req", "req_to_token_pool"), since=(0, 5, 15)
     ),
     "handed": Place(
         (f"{_APART}.prefill.SchedulerDisaggregationPrefillMixin._send_kv_chunk",), ("req", "last_chunk"), APART
@@ -333,6 +333,12 @@ def verifies_drafts(forward_batch: Any) -> bool:
     """Whether a pass computes drafts, of which nobody knows yet which ones count."""
     mode: Any = getattr(forward_batch, "forward_mode", None)
     return mode is not None and bool(mode.is_target_verify())
+
+
+def pool_row(req: Any) -> int:
+    """Which row of SGLang's pool of requests has the slots of ``req``."""
+    holder = req if hasattr(req, "req_pool_idx") else req.kv  # up to 0.5.16, and since
+    return int(holder.req_pool_idx)
 
 
 def slots_of(forward_batch: Any) -> Any:

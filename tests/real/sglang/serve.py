@@ -232,15 +232,23 @@ class Asked:
             raise RuntimeError(told)
 
     def update_amidst(
-        self, scenario: str, prompts: list[list[int]], model: str, version: str, new: int = 60, retract: bool = False
+        self,
+        scenario: str,
+        prompts: list[list[int]],
+        model: str,
+        version: str,
+        new: int = 60,
+        retract: bool = False,
+        flush: bool = True,
     ) -> None:
-        """Weights change while requests run, and KV is kept; or with ``retract`` given up, and computed again."""
+        """Weights change while requests run, and KV is kept; or with ``retract`` given up, and computed again. An older
+        release ends where it is to ``flush`` and requests wait."""
         manager = self.engine.tokenizer_manager
 
         async def change() -> None:
             await asyncio.sleep(0.4)
             await manager.pause_generation(PauseGenerationReqInput(mode="retract" if retract else "in_place"))
-            await self._updated(model, version, flush=retract)
+            await self._updated(model, version, flush=retract and flush)
             await manager.continue_generation(ContinueGenerationReqInput())
 
         async def both() -> Any:
