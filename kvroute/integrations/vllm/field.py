@@ -230,11 +230,13 @@ class _Dropped(list[Any]):
 def guard_front_end() -> None:
     """In the front end: an answer that lacks a row has no field at all, and says why. A second call is harmless."""
     from vllm.outputs import RequestOutput  # type: ignore[import-not-found]
+    from vllm.v1.engine.async_llm import AsyncLLM  # type: ignore[import-not-found]
     from vllm.v1.engine.output_processor import OutputProcessor, RequestState  # type: ignore[import-not-found]
 
     if hasattr(OutputProcessor.process_outputs, WRAPPED):
         return
     wrappers = {
+        (AsyncLLM, "__init__"): _saying,
         (OutputProcessor, "add_request"): _adding,
         (OutputProcessor, "process_outputs"): _processing,
         (RequestState, "make_request_output"): _with_field,
@@ -245,6 +247,19 @@ def guard_front_end() -> None:
         wrapped = wraps(call)(wrapper(call))
         setattr(wrapped, WRAPPED, True)
         setattr(owner, name, wrapped)
+
+
+def _saying(init: Callable[..., Any]) -> Callable[..., Any]:
+    """``AsyncLLM.__init__``: other people's front ends (prime-rl's) ask the model's configuration whether answers have
+    the field. The engine's processes have their own copy by then, which says no, so that vLLM captures nothing."""
+
+    def start(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, vllm_config, *args, **kwargs)
+        settings = settings_in(vllm_config.kv_transfer_config) or {}
+        if settings.get("field") and hasattr(vllm_config.model_config, FLAG):
+            setattr(vllm_config.model_config, FLAG, True)
+
+    return start
 
 
 def _adding(add: Callable[..., Any]) -> Callable[..., Any]:

@@ -111,6 +111,7 @@ NAMES: Final[Mapping[str, str]] = {
         "vllm_config scheduler step step_with_batch_queue collective_rpc add_lora pause_scheduler resume_scheduler"
     ),
     "vllm.v1.engine.core:EngineCoreProc": "output_queue pause_scheduler resume_scheduler",
+    "vllm.v1.engine.async_llm:AsyncLLM": "__init__",
     "vllm.v1.engine.output_processor:OutputProcessor": "add_request process_outputs request_states",
     "vllm.v1.engine.output_processor:RequestState": (
         "make_request_output routed_experts_chunks prompt_len detokenizer parent_req request_index queue"
