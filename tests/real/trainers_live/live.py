@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import models
 import numpy as np
+import requests
 import updates
 from numpy.typing import NDArray
 from tokenizers import Tokenizer, pre_tokenizers
@@ -20,11 +24,14 @@ from transformers import PreTrainedTokenizerFast
 from bench.engines import installed
 
 HERE = Path(__file__).parent
-LAYERS = 4
-"""The model's, of which the first is dense."""
-ROUTED = [1, 2, 3]
+FAMILY = "qwen3_moe_dense_first" if find_spec("vllm") else "qwen3_moe"
+"""SGLang's Qwen3-MoE takes every layer for one with experts (``models/qwen3_moe.py``: "all layers are sparse"), and
+leaves those of a dense layer as they are in memory: what it computes then is NaN."""
+LAYERS = 4 if find_spec("vllm") else 3
+ROUTED = [1, 2, 3] if find_spec("vllm") else [0, 1, 2]
 SPECIAL = ["<|im_start|>", "<|im_end|>", "\n", "system", "user", "assistant", "tool"]
-WORDS = [*(f"t{i}" for i in range(models.VOCABULARY - len(SPECIAL))), *SPECIAL]
+FIRST = ["<bos>", "<eos>", "<pad>", "<unk>"]
+WORDS = [*FIRST, *(f"t{i}" for i in range(len(FIRST), models.VOCABULARY - len(SPECIAL))), *SPECIAL]
 STOCK = "KVROUTE_LIVE_STOCK" in os.environ
 """The same plan without kvroute: the engine's own capture fills the field, and what is wrong or missing is counted."""
 STOPS = WORDS[8:500:8]
@@ -35,9 +42,9 @@ TEMPLATE = """{% for m in messages %}{{ '<|im_start|> ' + m['role'] + ' \n ' + m
 
 def talking(home: Path) -> Path:
     """The checkpoint in ``home`` with a tokenizer of whole words that has Qwen's chat template."""
-    words = Tokenizer(WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="t3"))  # noqa: S106 - no password
+    words = Tokenizer(WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))  # noqa: S106 - no password
     words.pre_tokenizer = pre_tokenizers.Split(" ", "removed")
-    special = {"bos_token": "t0", "eos_token": "t1", "pad_token": "t2", "unk_token": "t3"}
+    special = dict(zip(("bos_token", "eos_token", "pad_token", "unk_token"), FIRST, strict=True))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, **special)
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(home)
@@ -52,12 +59,46 @@ def as_installed(folder: Path, vllm: str) -> str:
         "vllm.general_plugins",
         kvroute="kvroute.integrations.vllm.field:take_over",
         on_cpu="on_cpu:register",
+        **({"prime_rl": "prime_rl_parts:register"} if find_spec("prime_rl") else {}),
     )
     about = folder / f"vllm-{vllm}.dist-info"
     about.mkdir()
     (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {vllm}+cpu\n")
     own = [HERE, HERE / "behind", folder, HERE.parent / "vllm", HERE.parent / "vllm/smoke", HERE.parents[1] / "worlds"]
     return ":".join([*map(str, own), os.environ.get("PYTHONPATH", "")])
+
+
+def sglang_as_installed(folder: Path, _: str) -> str:
+    """``PYTHONPATH`` of a process whose SGLang and verl load the plugins of kvroute, and SGLang that of these tests."""
+    kvroute = "kvroute.integrations.sglang:register"
+    installed(folder, "sglang.srt.plugins", kvroute=kvroute, cpu="sglang_on_cpu:register")
+    with (folder / "of_kvroute-0.0.1.dist-info/entry_points.txt").open("a") as file:
+        file.write("[verl.plugins]\nkvroute = kvroute.integrations.verl:MOVED\n")
+    sglang = HERE.parent / "sglang"
+    own = [HERE, HERE / "behind", folder, HERE.parent / "vllm", sglang, HERE.parents[1] / "worlds"]
+    return ":".join([*map(str, own), os.environ.get("PYTHONPATH", "")])
+
+
+def share_by_file() -> None:
+    """From now on tensors cross in files of shared memory. Their manager outlives this session's own folder."""
+    import torch
+    import torch.multiprocessing
+
+    torch.multiprocessing.set_sharing_strategy("file_system")
+    with patch.dict(os.environ, TMPDIR="/tmp"):  # noqa: S108 - torch's own folder there
+        torch.ones(1).share_memory_()
+
+
+def running(address: str) -> int:
+    """How many requests an SGLang at this address has, by its own page."""
+    return sum(rank["num_reqs"] for rank in requests.get(f"http://{address}/get_load", timeout=60).json())
+
+
+def free_port() -> int:
+    """A TCP port of this machine that nobody has now."""
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        return int(held.getsockname()[1])
 
 
 def prompt(seed: int, tokens: int) -> str:
@@ -78,38 +119,43 @@ class Tally:
     places: list[tuple[int, ...]] = field(default_factory=list)
     """The first wrong cells of each answer: answer, position, layer among the routed ones."""
 
-    def add(self, rows: NDArray[Any] | None, tokens: Sequence[int], expected: NDArray[Any]) -> None:
+    def add(
+        self, rows: NDArray[Any] | None, tokens: Sequence[int], expected: NDArray[Any], own: Sequence[int] = ()
+    ) -> None:
         """``rows`` ``[tokens, layers, top_k]`` as the trainer has them, of the tokens' first position on; ``None``: the
-        answer has none. ``expected`` ``[tokens - 1, routed layers, top_k]``, sorted. The last token has no row."""
+        answer has none. ``expected`` ``[tokens - 1, routed layers, top_k]``, sorted. The last token has no row, and
+        what the trainer has at its ``own`` positions is not due."""
         due = len(tokens) - 1
         self.answers += 1
-        self.due += due * len(ROUTED)
+        self.due += (due - len(own)) * len(ROUTED)
         if rows is None:
-            self.missing += due * len(ROUTED)
+            self.missing += (due - len(own)) * len(ROUTED)
             return
         assert rows.shape[1] == LAYERS
         there = np.sort(np.asarray(rows[:due, ROUTED]).astype(np.int64), axis=-1)
-        same = (there == expected[: len(there)]).all(axis=-1)
+        same = np.delete((there == expected[: len(there)]).all(axis=-1), own, axis=0)
         self.right += int(same.sum())
         self.wrong += int((~same).sum())
         self.missing += (due - len(there)) * len(ROUTED)
         self.places += [(self.answers, *map(int, place)) for place in np.argwhere(~same)[:3]]
 
 
-def judged(home: Path, samples: Sequence[tuple[Any, Sequence[int]]]) -> Tally:
-    """Of ``(rows, tokens)`` that the weights in ``home`` have computed."""
+def judged(
+    home: Path, samples: Sequence[tuple[Any, Sequence[int]]], own: Sequence[Sequence[int]] | None = None
+) -> Tally:
+    """Of ``(rows, tokens)`` that the weights in ``home`` have computed, but for positions of the trainer's ``own``."""
     tally = Tally()
-    for rows, tokens in samples:
-        tally.add(rows, tokens, models.routing(home, list(tokens))[:-1])
+    for (rows, tokens), positions in zip(samples, own or [()] * len(samples), strict=True):
+        tally.add(rows, tokens, models.routing(home, list(tokens))[:-1], positions)
     return tally
 
 
 def judged_over_update(
-    before: Path, after: Path, samples: Sequence[tuple[Any, Sequence[int]]], *, again: bool
+    before: Path, after: Path, samples: Sequence[tuple[Any, Sequence[int]]], *, again: bool, least: int = 0
 ) -> tuple[Tally, list[int]]:
     """Of ``(rows, tokens)`` that the weights in ``before`` have computed up to some position, and those in ``after``
     from there on, over the KV that was there or, with ``again``, over all tokens computed again. And those positions:
-    where the first row is that the weights before have not computed."""
+    where the first row is that the weights before have not computed, ``least`` or later."""
     tally, cuts = Tally(), list[int]()
     for rows, tokens in samples:
         first, known = models.routing(before, list(tokens))[:-1], list(tokens[:-1])
@@ -118,7 +164,7 @@ def judged_over_update(
             continue
         there = np.sort(np.asarray(rows[: len(known), ROUTED]).astype(np.int64), axis=-1)
         same = (there == first[: len(there)]).all(axis=(1, 2))
-        cut = len(known) if same.all() else int(same.argmin())
+        cut = len(known) if same.all() else max(least, int(same.argmin()))
         expected = first
         if again:
             expected = np.concatenate([first[:cut], models.routing(after, list(tokens))[cut:-1]])
@@ -158,11 +204,23 @@ def stock_beside_a_connector(trainer: str, engine: str, scenario: str, home: Pat
     refused(trainer, engine, scenario, "the flag is incompatible with KV connectors")
 
 
+def pages_on_the_host(trainer: str, version: str) -> None:
+    """Into the table: KV from outside this SGLang, whose pages on the host no hook follows, is refused by name."""
+    from kvroute.integrations.sglang import versions
+
+    lacking = versions.absent(version, versions.HOST)
+    assert lacking
+    if not STOCK:
+        why = f"`{versions.HOST}`: this SGLang lacks a name that kvroute hooks"
+        refused(trainer, f"SGLang {version}", "prefixes whose KV came from pages on the host", why)
+
+
 def left() -> None:
     """Print the table, and leave it in the folder that ``KVROUTE_LIVE_RESULTS`` names."""
     import table
 
     print(f"\n{table.markdown(TABLE)}")
-    if folder := os.environ.get("KVROUTE_LIVE_RESULTS"):
-        name = f"{TABLE[0]['trainer']} {'stock' if STOCK else 'kvroute'}.json".replace(" ", "-")
+    folder = os.environ.get("KVROUTE_LIVE_RESULTS")
+    if folder and TABLE:
+        name = f"{TABLE[0]['trainer']} {TABLE[0]['engine']} {'stock' if STOCK else 'kvroute'}.json".replace(" ", "-")
         Path(folder, name).write_text(json.dumps(TABLE, indent=1))

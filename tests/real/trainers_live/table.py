@@ -33,8 +33,12 @@ COUNTS = "answers", "due", "right", "missing", "wrong"
 def beside(folder: Path) -> list[dict[str, Any]]:
     """The counts of all runs in a folder, stock's behind kvroute's of the same scenario."""
     rows = [row for file in sorted(folder.glob("*.json")) for row in json.loads(file.read_text())]
-    plan = list(dict.fromkeys((row["trainer"], row["scenario"]) for row in rows if not row["stock"]))
-    return sorted(rows, key=lambda row: (plan.index((row["trainer"], row["scenario"])), row["stock"]))
+    plan = list(dict.fromkeys(_cell(row) for row in rows if not row["stock"]))
+    return sorted(rows, key=lambda row: (plan.index(_cell(row)), row["stock"]))
+
+
+def _cell(row: dict[str, Any]) -> tuple[str, str, str]:
+    return row["trainer"], row["engine"], row["scenario"]
 
 
 ABOUT = """# Trainers' own rollout code, over live engines
@@ -44,10 +48,15 @@ engine that it pins, on a CPU, once with kvroute and once with the engine's own 
 float32 transformers judges it over the answer's own tokens. *Missing*: the answer has no field, or a shorter one.
 
 Stock vLLM is right here wherever it starts. It ends at its start if its flag meets a KV connector, so that rows of KV
-from outside cannot be judged there.
+from outside cannot be judged there. Stock SGLang runs without overlap scheduling here: with it, its copy of the rows is
+none on a CPU. verl over stock SGLang has kvroute's name for a module that SGLang has moved; as it is, each of its
+requests ends with `ModuleNotFoundError` ([verl](../../../docs/trainers/verl.md#with-sglang)).
 
-Why to distrust it: one model of four layers with random weights, answers of at most 128 tokens, one engine, and no
-GPU, where vLLM's newer runner has another buffer. Counts vary by run where a string ends answers.
+slime, prime-rl and NeMo-RL are checkouts of August 2026, with `CHECKOUTS` of that target; what the tests give each of
+them in the place of a GPU, or of a package that cannot be had, is on its page.
+
+Why to distrust it: one model of three or four layers with random weights, answers of at most 128 tokens, one engine,
+and no GPU, where vLLM's newer runner has another buffer. Counts vary by run where a string ends answers.
 """
 
 

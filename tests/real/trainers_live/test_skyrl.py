@@ -214,7 +214,7 @@ def test_kv_from_outside(rollout: Rollout, homes: dict[str, Path]) -> None:
         stock_beside_a_connector(NAME, ENGINE, scenario, homes["A"])
         return
     loaded = rollout.counter("external_prefix_cache_hits")
-    for seeds in (range(20, 25), range(25, 30)):
+    for seeds in (range(20, 25), range(25, 30), range(30, 35)):
         rollout([prompt(seed, 110) for seed in seeds], 1)
     again = rollout(ASKED, 1)
     loaded = rollout.counter("external_prefix_cache_hits") - loaded

@@ -7,122 +7,46 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import requests
 import updates
 import vllm
-from hydra import compose, initialize_config_dir
-from live import HERE, STOCK, STOPS, WORDS, judged, judged_over_update, prompt, stock_beside_a_connector, verdict
+from live import STOCK, STOPS, WORDS, judged, judged_over_update, prompt, stock_beside_a_connector, verdict
 from safetensors.torch import load_file
-from verl.experimental.agent_loop.agent_loop import AgentLoopManager
-from verl.protocol import DataProto
-from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
 from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightSender
+from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
+from verl_rollout import PROMPT, RESPONSE, Rollout, configured, samples
 
 NAME, ENGINE = "verl 0.9.1", f"vLLM {vllm.__version__}"
-PROMPT, RESPONSE = 160, 128
 
 
-def configured(home: Path, files: Path) -> Any:
+def configured_here(home: Path, files: Path) -> Any:
     """verl's configuration, with the lines of docs/trainers/verl.md, and around a connector that stores KV and rows."""
-    import verl
-
     kvroute = f"{{on_missing:fail,witness:flagged,store:'file://{files}/rows'}}"
     transfer = (
         "{kv_connector:KvrouteExampleConnector,kv_connector_module_path:kvroute.integrations.vllm,kv_role:kv_both,"
         f"kv_connector_extra_config:{{shared_storage_path:'{files}/kv',kvroute:{kvroute}}}}}"
     )
-    (files / "loops.yaml").write_text("- name: stopping\n  _target_: verl_parts.Stopping\n")
     connector = () if STOCK else (f"kv_transfer_config={transfer}",)
-    overrides = [
-        f"actor_rollout_ref.model.path={home}",
-        f"data.max_prompt_length={PROMPT}",
-        f"data.max_response_length={RESPONSE}",
-        "+actor_rollout_ref.rollout.enable_sleep_mode=false",
-        *(
-            f"actor_rollout_ref.rollout.{line}"
-            for line in (
-                "name=vllm",
-                "enable_rollout_routing_replay=true",
-                "tensor_model_parallel_size=1",
-                "dtype=float32",
-                "load_format=auto",
-                "enforce_eager=true",
-                "free_cache_engine=false",
-                "max_model_len=512",
-                "max_num_batched_tokens=1024",
-                "max_num_seqs=16",
-                "ignore_eos=true",
-                "disable_log_stats=false",
-                "agent.num_workers=1",
-                f"agent.agent_loop_config_path={files / 'loops.yaml'}",
-                f"multi_turn.function_tool_path={HERE / 'verl_tool.py'}",
-                "multi_turn.format=always",
-                "multi_turn.max_assistant_turns=3",
-            )
-        ),
-        *(
-            f"+actor_rollout_ref.rollout.engine_kwargs.vllm.{line}"
-            for line in (*connector, "block_size=32", "num_gpu_blocks_override=64")
-        ),
-    ]
-    with initialize_config_dir(str(Path(verl.__file__).parent / "trainer/config"), version_base=None):
-        return compose("ppo_trainer", overrides)
+    return configured(
+        home,
+        files,
+        "vllm",
+        ["max_num_batched_tokens=1024"],
+        [*connector, "block_size=32", "num_gpu_blocks_override=64"],
+    )
 
 
-class Rollout:
-    """A server of verl in its Ray actor, and verl's managers of agent loops that ask it, one with each client."""
-
-    def __init__(self, ray: Any, config: Any) -> None:
-        from verl.workers.rollout.replica import RolloutMode
-        from verl.workers.rollout.router import get_router_handle
-        from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
-
-        self.ray, self.config = ray, config
-        of = config.actor_rollout_ref
-        self.server = ray.remote(vLLMHttpServer).options(max_concurrency=64).remote(
-            config=of.rollout, model_config=of.model, rollout_mode=RolloutMode.STANDALONE, workers=[], replica_rank=0,
-            node_rank=0, gpus_per_node=1, nnodes=1, cuda_visible_devices="",
-        )  # fmt: skip
-        launched = self.server.launch_server.remote()  # the other actors start meanwhile
-        balancer = get_router_handle({"one": self.server})
-        clients = LLMServerClient, FullyAsyncLLMServerClient
-        self.plain, self.partial = (AgentLoopManager.create(config, client(config, balancer)) for client in clients)
-        ray.get(launched)
-        self.address = "{}:{}".format(*ray.get(self.server.get_server_address.remote()))
-
-    def batch(self, loop: str, prompts: list[str]) -> Any:
-        raw = np.empty(len(prompts), dtype=object)
-        raw[:] = [[{"role": "user", "content": text}] for text in prompts]
-        names = np.array([loop] * len(prompts), dtype=object)
-        return DataProto(non_tensor_batch={"raw_prompt": raw, "agent_name": names}, meta_info={"global_steps": 0})
-
-    def __call__(self, loop: str, prompts: list[str]) -> Any:
-        return self.plain.generate_sequences(self.batch(loop, prompts))
-
-    def counter(self, name: str) -> float:
-        """Of vLLM's, by the server's page of metrics."""
-        lines = requests.get(f"http://{self.address}/metrics", timeout=60).text.splitlines()
-        return sum(float(line.split()[-1]) for line in lines if line.startswith(f"vllm:{name}_total"))
-
-    def end(self) -> None:
-        self.ray.kill(self.server)
-
-
-def samples(batch: Any) -> list[tuple[Any, list[int]]]:
-    """Of a DataProto: each sample's rows and its tokens."""
-    pairs = []
-    for i in range(len(batch)):
-        mask = batch.batch["attention_mask"][i].bool()
-        rows = batch.batch["routed_experts"][i][mask].numpy()
-        pairs.append((rows, batch.batch["input_ids"][i][mask].tolist()))
-    return pairs
+def counted(rollout: Rollout, name: str) -> float:
+    """One of vLLM's counters, by the server's page of metrics."""
+    lines = requests.get(f"http://{rollout.address}/metrics", timeout=60).text.splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith(f"vllm:{name}_total"))
 
 
 @pytest.fixture(scope="module")
 def rollout(cluster: Any, home: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rollout]:
-    rollout = Rollout(cluster, configured(home, tmp_path_factory.mktemp("files")))
+    config = configured_here(home, tmp_path_factory.mktemp("files"))
+    rollout = Rollout(cluster, config, vLLMHttpServer, "server", gpus_per_node=1)
     yield rollout
     rollout.end()
 
@@ -149,11 +73,11 @@ def test_kv_from_outside(rollout: Rollout, home: Path) -> None:
     if STOCK:
         stock_beside_a_connector(NAME, ENGINE, scenario, home)
         return
-    loaded = rollout.counter("external_prefix_cache_hits")
+    loaded = counted(rollout, "external_prefix_cache_hits")
     for seeds in (range(20, 25), range(25, 30)):
         rollout("single_turn_agent", [prompt(seed, 110) for seed in seeds])
     again = rollout("single_turn_agent", ASKED)
-    loaded = rollout.counter("external_prefix_cache_hits") - loaded
+    loaded = counted(rollout, "external_prefix_cache_hits") - loaded
     assert loaded >= 96 * len(ASKED), (loaded, again.non_tensor_batch["num_cached_tokens"])
     verdict(NAME, ENGINE, scenario, judged(home, samples(again)))
 

@@ -201,7 +201,8 @@ def test_the_table_is_what_is_run_and_what_pages_say() -> None:
     assert all(target in run for target in targets)
     live = re.search(r"^test-trainers-live: (.+)$", makefile, re.MULTILINE)
     assert live
-    assert live[1].split() == [f"test-trainers-live-{each.version}" for each in JUDGED if "live" in each.how]
+    of_vllm = [target for target in live[1].split() if "sglang" not in target]
+    assert of_vllm == [f"test-trainers-live-{each.version}" for each in JUDGED if "live" in each.how]
 
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     next_minor = int(minor(JUDGED[-1].version).split(".")[1]) + 1
