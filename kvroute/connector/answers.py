@@ -32,6 +32,8 @@ GAPS: Final = "missing"
 ERROR: Final = "error"
 START: Final = "start"
 """A request's option under :data:`FIELD`: the position of the first row in its answer."""
+MTP_FIELD: Final = "kvroute_mtp"
+"""Beside an answer, of the rows of an MTP layer: ``{i: {"routes": routes, "missing": gaps}}``."""
 KEY: Final = "key"
 """A request's option under :data:`FIELD`: where its routes lie in a rollout store."""
 UNHANDED: Final = ("abort", "error")
@@ -144,6 +146,44 @@ def routes(
             got += f": the request ended as {answer.ended!r}, and such an answer may have no handle"
         raise RowError(answer.what, wanted, got)
     return _left(answer, rollouts, key or answer.key, wait_s)
+
+
+def mtp_routes(output: Any, index: int = 0) -> Routes:
+    """What an MTP layer's router chose for the tokens of completion ``index`` of ``output``, as layer 0 of 1.
+
+    vLLM returns them with the setting ``mtp``. The row at a position is that of the pass in which the layer read this
+    token's hidden state with the token behind it; the last token but one is the last with a row. They are bound to the
+    tokens as :func:`routes` says, and are never among its rows; :func:`mtp_missing` says why rows are missing.
+
+    Raises :class:`RowError` if the answer has none, and if they are of other tokens.
+    """
+    answer, entry = _mtp_of(output, index)
+    if entry is None:
+        wanted = "an answer with rows of an MTP layer: kvroute's setting mtp, and the last of a prompt's completions"
+        raise RowError(f"MTP {answer.what}", wanted, "one without")
+    if ERROR in entry:
+        raise RowError(f"MTP {answer.what}", "an answer with rows", entry[ERROR])
+    rows = Routes.from_json(_mapping(entry.get(ROUTES)))
+    own = answer.proved(rows)
+    if answer.tokens is not None and not any(own.stop < count <= len(answer.tokens) for count, _ in rows.token_hashes):
+        wanted = f"a hash of the {own.stop + 1} tokens that its rows were read from"
+        raise RowError(f"MTP {answer.what}", wanted, "none: it was cut too far before its end")
+    return own
+
+
+def mtp_missing(output: Any, index: int = 0) -> tuple[tuple[int, int, str], ...]:
+    """The positions ``[start, stop)`` at which :func:`mtp_routes` has no row, and why."""
+    _, entry = _mtp_of(output, index)
+    with _parsed("answer"):
+        return tuple((int(start), int(stop), str(why)) for start, stop, why in _mapping(entry).get(GAPS) or ())
+
+
+def _mtp_of(output: Any, index: int) -> tuple[_Completion, Mapping[str, Any] | None]:
+    """The completion, and what the answer has of its MTP layer's rows."""
+    with _parsed("answer"):
+        answer = _Completion.of(output, index)
+        entries = _mapping(_mapping(field_of(output, "kv_transfer_params")).get(MTP_FIELD))
+        return answer, entries.get(str(answer.index))
 
 
 def unseen(output: Any, index: int = 0) -> tuple[tuple[int, int], ...]:
@@ -452,12 +492,15 @@ __all__ = [
     "GAPS",
     "KEY",
     "LEFT",
+    "MTP_FIELD",
     "ROUTES",
     "START",
     "UNSEEN",
     "Options",
     "gathered",
     "missing",
+    "mtp_missing",
+    "mtp_routes",
     "options_of",
     "routes",
     "support",

@@ -9,6 +9,7 @@ from cache_manager.spec import AuxBlockDataSpec, RecordLayout
 from kvroute.connector.carriers.none import NoCarrier
 from kvroute.connector.carriers.port import Carrier
 from kvroute.connector.limits import Limits
+from kvroute.connector.mtp import next_token_spec
 from kvroute.connector.settings import Settings
 from kvroute.connector.stages import step_spec
 from kvroute.routing import weights_version_spec
@@ -29,13 +30,19 @@ class Engine:
     group: int = 0  # of the engine's groups of layers: the one whose blocks rows go with
     shares_blocks: bool = False  # blocks of its pool serve other groups too, and have no rows there
     stages: int = 1  # of a pipeline, each with its own layers; in a worker ``spec`` has those of its stage
+    mtp: AuxBlockDataSpec | None = None  # of the routing of a draft's MTP layer, where its rows are wanted
     limits: Limits = field(default_factory=Limits)
 
     @property
     def layout(self) -> RecordLayout:
-        """The layout of a block: rows, and the version of the weights that made each; in a stage also its step."""
-        specs = self.spec, weights_version_spec(self.tokens)
-        return RecordLayout(specs if self.stages == 1 else (*specs, step_spec(self.tokens)))
+        """The layout of a block: rows, and the version of the weights that made each; in a stage also its step, beside
+        MTP rows the token that each was read with."""
+        specs = [self.spec, weights_version_spec(self.tokens)]
+        if self.stages > 1:
+            specs.append(step_spec(self.tokens))
+        if self.mtp is not None:
+            specs += [self.mtp, next_token_spec(self.tokens)]
+        return RecordLayout(tuple(specs))
 
     @property
     def tokens(self) -> int:

@@ -16,9 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 import kvroute
-from cache_manager.errors import ConfigError, RowError
+from cache_manager.errors import ConfigError, KVRouteError, RowError
 from cache_manager.keys import Namespace
-from kvroute.connector.answers import ERROR, FIELD, START
+from kvroute.connector.answers import ERROR, FIELD, GAPS, ROUTES, START
 from kvroute.connector.carriers.port import Admission, Moves, SchedulerParts
 from kvroute.connector.computations import Computation
 from kvroute.connector.ends import End, Ends, PendingAnswer
@@ -28,6 +28,7 @@ from kvroute.connector.key import Key
 from kvroute.connector.left import LeftRoutes, Tokens
 from kvroute.connector.messages import Handshake, Loads, StepMeta
 from kvroute.connector.meter import Meter
+from kvroute.connector.mtp import mtp_rows
 from kvroute.connector.spares import SpareBlocks
 from kvroute.connector.stages import RowsReader, RowsView, StageViews
 from kvroute.connector.stream import RowStream
@@ -409,6 +410,24 @@ class SchedulerRows:
         answer = self._ends.begin(end, self._computation(blocks, start, min(tokens, end.rows_stop), end.steps))
         answer.add_done_callback(lambda _: self.meter.took("answer", time.monotonic() - begun_s))
         return answer
+
+    def mtp_rows(
+        self, key: Key, blocks: Sequence[int], tokens: int, request_tokens: Tokens, start: int = 0
+    ) -> dict[str, Any] | None:
+        """The client's data of a done request's MTP rows, read at once; arguments as for :meth:`finished`. ``None``:
+        the engine or the request has none."""
+        spec = self.engine.mtp
+        stop = min(tokens, len(blocks) * self.engine.tokens, len(request_tokens.ids) - 1)
+        if spec is None or self.view is None or start >= stop:
+            return None
+        lives = self.feed.generations[np.array(blocks, np.int64)]
+        try:
+            routes, gaps = mtp_rows(self.view, spec, blocks, lives, request_tokens.ids, start, stop)
+            counts = request_tokens.counts(routes.stop, routes.start, self.engine.limits.cuts_max)
+            bound = routes.bind(np.asarray(request_tokens.ids), [count + 1 for count in counts])  # a row has two tokens
+        except KVRouteError as error:
+            return {str(key.choice): {ERROR: str(error)}}
+        return {str(key.choice): {ROUTES: bound.to_json(), GAPS: [list(gap) for gap in gaps]}}
 
     def refused(self, key: Key, error: RowError, ended: End) -> Future[dict[str, Any]] | None:
         """The request of this ``key`` has ended; its answer has this ``error`` in place of rows."""

@@ -157,6 +157,8 @@ class Settings(Lending, frozen=True):
     rollouts: str = "auto"
     # An answer that lacks a row has no field, and the reason beside it; or its request fails.
     on_missing: Literal["none", "fail"] = "none"
+    # The choices of an MTP draft's router for tokens that stand go into the answers, in a spec of their own.
+    mtp: bool = False
     # "auto" is "missing"; beside a field and a store of rows for KV from elsewhere the operator has to choose.
     witness: Literal["missing", "flagged", "auto"] = "auto"  # type: ignore[assignment]
 

@@ -11,6 +11,7 @@ from cache_manager.blocks import AuxBlocks
 from cache_manager.spec import AuxBlockDataSpec
 from kvroute.checks import unsound
 from kvroute.connector.meter import NO_IDS, Meter
+from kvroute.connector.mtp import Beside
 from kvroute.connector.settings import VERSION
 from kvroute.connector.stages import STEP
 
@@ -25,13 +26,14 @@ def write_ids(
     redone: NDArray[np.bool_] | None = None,
     *,
     step: int | None = None,
+    beside: Beside | None = None,
 ) -> None:
     """Write the rows of a step's tokens at ``slots [n]``, negative: none. ``ids [n, layers, top_k]`` are any integers.
 
     Ids that no router can choose, and tokens that are ``redone [n]`` later, get no row: the ``meter`` counts them.
     ``ids`` may be the reason why the step has none. Rows have the label ``version``, or none if that is unknown, and
-    the number of their ``step`` where they are a stage's part. What the step has written over is never readable any
-    more.
+    the number of their ``step`` where they are a stage's part. Rows ``beside`` them are of other specs. What the step
+    has written over is never readable any more.
     """
     if isinstance(ids, str):
         meter.miss(ids, int(np.count_nonzero(slots >= 0)))
@@ -47,7 +49,15 @@ def write_ids(
         rows[VERSION] = np.full(slots.size, version, np.uint32)
     if step is not None:
         rows[STEP] = np.full(slots.size, step, np.uint64)
-    blocks.write_step(slots, rows, None if wrong is None else ~wrong)
+    if beside is None:
+        blocks.write_step(slots, rows, None if wrong is None else ~wrong)
+        return
+    sound = np.ones(slots.size, np.bool_) if wrong is None else ~wrong
+    keep = dict.fromkeys(rows, sound)
+    for name, (values, count) in beside.items():
+        rows[name] = values
+        keep[name] = count & sound
+    blocks.write_step(slots, rows, keep)
 
 
 __all__ = ["write_ids"]

@@ -161,6 +161,7 @@ SETTINGS: dict[str, Any] = {
     "lent_nbytes_max": 0,
     "weights_version": -1,
     "on_missing": "stop",
+    "mtp": "yes",
     "field": "true",
 }
 """A wrong value of each setting."""

@@ -11,6 +11,7 @@ from cache_manager.keys import Namespace
 from kvroute.connector.carriers import ByKey, ByPairs, ByTransfer, Carrier, NoCarrier
 from kvroute.connector.engine import Engine
 from kvroute.connector.limits import Limits
+from kvroute.connector.mtp import mtp_spec
 from kvroute.connector.settings import RANK, Settings
 from kvroute.connector.stages import stage_spec
 from kvroute.connector.versions import AS_LOADED
@@ -80,6 +81,8 @@ def engine_of(config: Any, cache: Any, inner: str, places: int = 0) -> Engine:
     spec = routing_spec_from_hf(model.hf_text_config, group.kv_cache_spec.block_size)
     carrier = carrier_of(settings, inner, cuts=len(cache.kv_cache_groups) == 1, places=places)
     refuse_stages(config, cache, carrier, inner)
+    if settings.mtp:
+        refuse_mtp(config, cache, inner)
     version = AS_LOADED if settings.weights_version is None else settings.weights_version
     weights = settings.weights or weights_digest(
         getattr(model, "model_weights", "") or model.model, str(model.revision or "")
@@ -96,6 +99,7 @@ def engine_of(config: Any, cache: Any, inner: str, places: int = 0) -> Engine:
         group=number,
         shares_blocks=len(cache.kv_cache_groups) > 1,
         stages=config.parallel_config.pipeline_parallel_size,
+        mtp=mtp_spec(spec) if settings.mtp else None,
         limits=ENGINE_LIMITS,
     )
 
@@ -242,6 +246,27 @@ def refuse_stages(config: Any, cache: Any, carrier: Carrier, inner: str) -> None
         if refused:
             got = f"pipeline_parallel_size={parallel.pipeline_parallel_size} as it is configured"
             raise ConfigError("vLLM with kvroute and pipeline parallelism", wanted, got)
+
+
+def refuse_mtp(config: Any, cache: Any, inner: str) -> None:
+    """Raise :class:`ConfigError` naming the first feature of the engine that was not judged beside rows of an MTP
+    layer."""
+    speculative, parallel = config.speculative_config, config.parallel_config
+    draft = getattr(getattr(speculative, "draft_model_config", None), "hf_config", None)
+    layers = getattr(draft, "num_nextn_predict_layers", None) or getattr(draft, "n_predict", None)
+    for wanted, refused in {
+        "drafts of MTP (speculative_config, method 'mtp')": getattr(speculative, "method", None) != "mtp",
+        "one MTP layer: vLLM's drafts repeat the first one, and no token that stands goes through others": layers != 1,
+        "a CPU with the V1 runner: passes in a device's graphs were not judged": getattr(
+            config, "use_v2_model_runner", False
+        )
+        or config.device_config.device_type != "cpu",
+        "KvrouteConnector: MTP rows do not go along with KV from elsewhere": inner != "Connector",
+        "one KV cache group": len(cache.kv_cache_groups) > 1,
+        "one rank: several were not judged": parallel.world_size > 1 or parallel.data_parallel_size > 1,
+    }.items():
+        if refused:
+            raise ConfigError("vLLM with kvroute: mtp", wanted, "mtp=True as vLLM is configured")
 
 
 def computation(config: Any) -> str:

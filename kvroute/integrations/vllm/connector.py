@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from functools import partial
 from importlib import import_module
 from typing import Any
 
 from cache_manager.errors import ConfigError, RowError
 from kvroute.connector import Handshake, SchedulerRows, StepMeta, Tokens
-from kvroute.connector.answers import FIELD, Options, options_of
+from kvroute.connector.answers import FIELD, MTP_FIELD, Options, options_of
 from kvroute.connector.key import Key
 from kvroute.connector.messages import WorkerMeta
 from kvroute.connector.settings import RESPONSE
@@ -20,7 +21,8 @@ from kvroute.integrations.vllm.config import check_children, engine_of, kv_names
 from kvroute.integrations.vllm.field import Field
 from kvroute.integrations.vllm.layers import own_layers
 from kvroute.integrations.vllm.layouts import join_of
-from kvroute.integrations.vllm.routers import bind, model_place
+from kvroute.integrations.vllm.mtp import follow_drafts, hook_of
+from kvroute.integrations.vllm.routers import bind, bind_mtp, model_place
 
 logger = logging.getLogger(__name__)
 Base: Any = object  # vLLM's classes, unknown here
@@ -83,6 +85,9 @@ class RowsWithKV(Base):  # type: ignore[misc]
         if group.rank_in_group == 0:
             self._worker_rows = self._rank
             self._say_started(bind(modules, spec, self._rank.ids.hook, first, place))
+            if self._rank.mtp is not None:
+                follow_drafts()
+                bind_mtp(modules, spec, first, partial(hook_of, self._rank.mtp))
         elif join_shards is not None:  # the first rank has rows of this one's tokens
             device = next(iter(kv_caches.values())).device
             self._shards = StepIds(spec, self._engine.max_tokens, device, join_shards)
@@ -264,6 +269,9 @@ class RowsWithKV(Base):  # type: ignore[misc]
         stops = request.sampling_params is not None and bool(request.sampling_params.stop)
         cut = stops or status.endswith(("ABORTED", "ERROR"))
         request_tokens = Tokens(list(request.all_token_ids), request.num_prompt_tokens, cut)
+        if refusal is None and isinstance(options.start, int) and 0 <= options.start <= request.num_prompt_tokens:
+            mtp = rows.mtp_rows(key, blocks, tokens, request_tokens, options.start)
+            params = params if mtp is None else {**(params or {}), MTP_FIELD: mtp}
         if refusal is not None:
             answer = rows.refused(key, refusal, ended)
         else:

@@ -34,7 +34,7 @@ PADDING_ROWS: Final = "; -1 in rows of padding, which have no slot"
 SHARED: Final = "refused with fused shared experts, whose ids follow the top-k"
 UNSHARED: Final = "no shared experts among the ids (`VLLM_ROCM_USE_AITER_FUSION_SHARED_EXPERTS=0`)"
 ROUTERS: Final[dict[str, JudgedRouter]] = {
-    "CPURouter": JudgedRouter(TOP_K_IDS, "tested: plain, grouped, biased, a function"),
+    "CPURouter": JudgedRouter(TOP_K_IDS, "tested: plain, grouped, biased, a function, DeepSeek-V4's with hash layers"),
     "FusedTopKRouter": JudgedRouter(TOP_K_IDS + PADDING_ROWS, "tested; by reading the one of engines judged on a GPU"),
     "FusedTopKBiasRouter": JudgedRouter(TOP_K_IDS + PADDING_ROWS + "; hash routing too", f"tested; {SHARED}"),
     "GroupedTopKRouter": JudgedRouter(
@@ -96,6 +96,21 @@ def model_place(
     return layouts.place_of(config, layers, tensor_rank)
 
 
+def bind_mtp(modules: Mapping[str, Any], spec: AuxBlockDataSpec, first: str, hook_of: Callable[[], Any]) -> None:
+    """Hook the router of the draft's MTP layer with what ``hook_of`` returns; arguments else as for :func:`bind`, of
+    the model. :class:`ConfigError` unless the draft has one router, of a class of :data:`ROUTERS`."""
+    root = root_of(first)
+    bound = list[str]()
+    for name, module in modules.items():
+        if getattr(module, "layer_id", None) is None or is_own(name, root, spec.attrs["num_layers"]):
+            continue
+        check(name, module)
+        if hook(name, module, hook_of()):
+            bound.append(name)
+    if len(bound) != 1:
+        raise ConfigError("settings.mtp", "a draft with one router", bound or "one of dense layers")
+
+
 def _of_the_model(modules: Mapping[str, Any], spec: AuxBlockDataSpec, first: str) -> Iterator[tuple[str, Any, int]]:
     """The modules of the model's own layers, by name, and their layers."""
     root = root_of(first)
@@ -155,4 +170,4 @@ def hook(name: str, layer: Any, capture: Callable[[Any], None]) -> bool:
     return True
 
 
-__all__ = ["ROUTERS", "bind", "check", "hook", "model_place"]
+__all__ = ["ROUTERS", "bind", "bind_mtp", "check", "hook", "model_place"]

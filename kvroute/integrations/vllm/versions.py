@@ -29,12 +29,12 @@ WAYS: Final[Mapping[str, str]] = {
 _OLDER: Final = "its Python over 0.32.0's native code; a router chooses, as on a GPU"
 JUDGED: Final = (
     Judged("0.24.0", ("smoke", "live"), "2026-11-29", _OLDER),
-    Judged("0.25.1", ("smoke",), "2026-11-28", _OLDER),
-    Judged("0.26.0", ("smoke",), "2026-11-28", _OLDER),
+    Judged("0.25.1", ("smoke",), "2026-11-30", _OLDER),
+    Judged("0.26.0", ("smoke",), "2026-11-30", _OLDER),
     Judged("0.30.0", ("smoke", "live"), "2026-11-29"),
     Judged("0.31.0", ("by hand",), "2026-11-29", "`make smoke-vllm-0.31.0`"),
     Judged("0.32.0", ("tests",), "2026-11-28"),
-    Judged("0.33.0", ("smoke",), "2026-11-28", "its Python over 0.32.0's native code"),
+    Judged("0.33.0", ("smoke",), "2026-11-30", "its Python over 0.32.0's native code"),
 )
 """The releases that kvroute works with, oldest first."""
 

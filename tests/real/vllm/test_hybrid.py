@@ -17,6 +17,7 @@ import updates
 from engines import Engine, judge_tokens, keyed, prompts
 from safetensors.torch import load_file, save_file
 from vllm import SamplingParams
+from vllm.config import CacheConfig
 from waiting import until
 
 from cache_manager.regions.directory import region_path
@@ -32,7 +33,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "qwen3_next": {
         "dtype": "bfloat16",
         "block_size": None,  # as many tokens as a state has room for
-        "prefix_match_unit": 32,
+        "enable_prefix_caching": True,  # which older releases do not choose by themselves
+        **({"prefix_match_unit": 32} if hasattr(CacheConfig, "prefix_match_unit") else {}),
         "num_gpu_blocks_override": 20,
         "max_model_len": 640,
     },
@@ -234,7 +236,7 @@ def test_an_update_that_keeps_kv(hybrid: Hybrid) -> None:
     before = hybrid.engine.ask(asked)
     hybrid.core.pause_scheduler("keep", clear_cache=False)
     hybrid.engine.llm.collective_rpc("put", args=(str(hybrid.homes[1]),))
-    hybrid.engine.llm.update_weight_version("1")
+    hybrid.core.set_weight_version("1")
     hybrid.core.resume_scheduler()
     after = hybrid.engine.ask(asked)
     assert min(output.num_cached_tokens for output in after) >= 128

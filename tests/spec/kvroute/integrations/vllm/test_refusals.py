@@ -13,7 +13,7 @@ from cache_manager.errors import ConfigError
 from kvroute.connector.carriers import ByKey, ByPairs, ByTransfer, Carrier, NoCarrier
 from kvroute.connector.messages import Handshake
 from kvroute.connector.settings import Settings
-from kvroute.integrations.vllm.config import kv_names, refuse_shared_files, refuse_stages
+from kvroute.integrations.vllm.config import kv_names, refuse_mtp, refuse_shared_files, refuse_stages
 from kvroute.integrations.vllm.connector import RowsWithKV
 from kvroute.integrations.vllm.refusals import ARGUMENTS, refuse_arguments
 from kvroute.integrations.vllm.routers import ROUTERS
@@ -204,3 +204,45 @@ def test_what_names_a_request_s_kv(asked: Any, answered: dict[str, Any], names: 
     request = SimpleNamespace(request_id="r-1", kv_transfer_params=asked)
     assert kv_names(request, answered) == (nixl if names == "NIXL" else names)
     assert kv_names(SimpleNamespace(request_id="d", kv_transfer_params=nixl | {"kvroute": {}})) == nixl
+
+
+BESIDE_MTP: dict[str, Any] = {
+    "drafts of MTP": {"method": "eagle3"},
+    "drafts of MTP (speculative_config": {"method": ""},
+    "one MTP layer": {"layers": 2},
+    "a CPU with the V1 runner": {"device": "cuda"},
+    "a CPU with the V1 runner: ": {"v2": True},
+    "KvrouteConnector: ": {"inner": "OffloadingConnector"},
+    "one KV cache group": {"groups": 2},
+    "one rank": {"world_size": 2},
+    "one rank: ": {"data_parallel_size": 2},
+}
+"""What is wanted beside rows of an MTP layer, and a configuration without it."""
+
+
+def mtp_taken(
+    method: str = "mtp",
+    layers: int = 1,
+    device: str = "cpu",
+    inner: str = "Connector",
+    groups: int = 1,
+    *,
+    v2: bool = False,
+    **parallel: int,
+) -> None:
+    draft = SimpleNamespace(hf_config=SimpleNamespace(num_nextn_predict_layers=layers))
+    drafts = SimpleNamespace(method=method, draft_model_config=draft)
+    config = SimpleNamespace(
+        speculative_config=drafts if method else None,
+        parallel_config=SimpleNamespace(**{"world_size": 1, "data_parallel_size": 1, **parallel}),
+        device_config=SimpleNamespace(device_type=device),
+        use_v2_model_runner=v2,
+    )
+    refuse_mtp(config, SimpleNamespace(kv_cache_groups=[None] * groups), inner)
+
+
+@pytest.mark.parametrize("wanted", BESIDE_MTP)
+def test_rows_of_an_mtp_layer_are_refused_beside_what_was_not_judged(wanted: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(f"vLLM with kvroute: mtp: wanted {wanted}")):
+        mtp_taken(**BESIDE_MTP[wanted])
+    mtp_taken()
