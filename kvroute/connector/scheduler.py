@@ -21,7 +21,9 @@ from cache_manager.keys import Namespace
 from kvroute.connector.answers import ERROR, FIELD, START
 from kvroute.connector.carriers.port import Admission, Moves, SchedulerParts
 from kvroute.connector.computations import Computation
-from kvroute.connector.ends import End, Ends, PendingAnswer
+from kvroute.connector.cutting import Cutting
+from kvroute.connector.end import End, PendingAnswer
+from kvroute.connector.ends import Ends
 from kvroute.connector.engine import Engine
 from kvroute.connector.fills import Request
 from kvroute.connector.key import Key
@@ -31,7 +33,9 @@ from kvroute.connector.meter import Meter
 from kvroute.connector.spares import SpareBlocks
 from kvroute.connector.stages import RowsReader, RowsView, StageViews
 from kvroute.connector.stream import RowStream
+from kvroute.connector.takers import RolloutsHere
 from kvroute.connector.tickets import UNNAMED
+from kvroute.connector.unread import UnreadRows
 from kvroute.connector.versions import Versions
 from kvroute.witness import Run
 
@@ -96,7 +100,9 @@ class SchedulerRows:
         self._readers = list[RowsReader]()  # of rows whose blocks may be given out before they are read
         self._ends: Ends | None = None
         if settings.rollouts:
-            self._ends = Ends(engine, LeftRoutes.by(settings.rollouts, engine.limits), self.feed, spares)
+            left = LeftRoutes.by(settings.rollouts, engine.limits)
+            taker = RolloutsHere(Cutting(engine.spec, engine.carrier.flagged), left)
+            self._ends = Ends(engine.limits, left, UnreadRows(engine, spares), taker)
             self._readers.append(self._ends)
         self._requests: dict[str, _State] = {}
         self._heard = False  # of any block
