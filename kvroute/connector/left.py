@@ -210,8 +210,11 @@ def voided(store: RolloutStore, name: str, layout: Layout) -> bool:
     earlier = store.find(name)
     if earlier is None:
         return False
-    store.delete(earlier)  # this may succeed where a put does not: a full disk
-    store.put(name, void(layout))
+    try:
+        store.put(name, void(layout))  # in its place at once: a process that is killed leaves one or the other
+    except BaseException:
+        store.delete(earlier)  # this may succeed where a put does not: a full disk
+        raise
     return True
 
 
