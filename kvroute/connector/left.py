@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cache_manager.errors import KVRouteError
+from cache_manager.ports import Absence
 from kvroute.connector.answers import ERROR, FIELD, GAPS, KEY, LEFT, ROUTES, UNSEEN
 from kvroute.connector.key import Key, rollout_id, void
 from kvroute.connector.limits import LIMITS, Limits
@@ -180,11 +181,14 @@ def left_values(
     unseen: Sequence[Sequence[int]],
     gaps: Sequence[MissingSpan],
     cuts_max: int,
+    *,
+    again: bool = False,
 ) -> dict[str, Any]:
     """Leave ``routes``, bound to ``tokens``, in the ``store``, or without one in the values themselves.
 
     If routes of an earlier request lie under a client's key and this prompt, none are found there any more, and
-    these by the handle alone. Raises what the store raises.
+    these by the handle alone. ``again``: these may have been put before, and nobody knows; then they are not put twice.
+    Raises what the store raises.
     """
     if tokens is not None:
         counts = tokens.counts(routes.stop, routes.start, cuts_max)
@@ -193,12 +197,17 @@ def left_values(
     if store is None:
         values[ROUTES] = routes.to_json()
     else:
-        values[LEFT] = _put(store, key, tokens, routes).to_json()
+        values[LEFT] = _put(store, key, tokens, routes, again=again).to_json()
     return {kind: value for kind, value in values.items() if value}
 
 
-def _put(store: RolloutStore, key: Key, tokens: Tokens | None, routes: Routes) -> RolloutHandle:
+def _put(store: RolloutStore, key: Key, tokens: Tokens | None, routes: Routes, *, again: bool) -> RolloutHandle:
     name = name_of(key, tokens)
+    if again:
+        earlier = store.find(name)
+        rollout = Absence.MISS if earlier is None else store.get(earlier)
+        if earlier is not None and not isinstance(rollout, Absence) and rollout[0].to_bytes() == routes.to_bytes():
+            return earlier
     if key.of_client and voided(store, name, routes.layout):
         logger.warning("%s.%s: wanted one that no other request has had with its prompt, got %r", FIELD, KEY, key.text)
         name = f"{key.text}@{token_hex(16)}"

@@ -5,11 +5,11 @@ A step costs a look at each of its requests, and more only for blocks that were 
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -30,10 +30,11 @@ from kvroute.connector.key import Key
 from kvroute.connector.left import LeftRoutes, Tokens
 from kvroute.connector.messages import Handshake, Loads, StepMeta
 from kvroute.connector.meter import Meter
+from kvroute.connector.settings import APART
 from kvroute.connector.spares import SpareBlocks
 from kvroute.connector.stages import RowsReader, RowsView, StageViews
 from kvroute.connector.stream import RowStream
-from kvroute.connector.takers import RolloutsHere
+from kvroute.connector.takers import RolloutsHere, RolloutTaker
 from kvroute.connector.tickets import UNNAMED
 from kvroute.connector.unread import UnreadRows
 from kvroute.connector.versions import Versions
@@ -76,7 +77,7 @@ class SchedulerRows:
         settings = engine.settings
         self.weights = Versions(engine.namespace, settings.weights_version, self._renamed, named=bool(settings.weights))
         self.blocks_of: Callable[[str, int, int], list[int]] = lambda *_: []
-        self.meter = Meter(dict, engine.limits)  # for times; the worker has the counts
+        self.meter = Meter(self._counters, engine.limits)  # for times and rollouts; the worker has the other counts
         self.followed = False  # whether changes of weights reach this object; set by an engine whose core reports them
         self.blocks_followed = False  # whether its pool's blocks do
         self._late = False
@@ -99,10 +100,11 @@ class SchedulerRows:
         spares = SpareBlocks(self.feed, engine.spares)
         self._readers = list[RowsReader]()  # of rows whose blocks may be given out before they are read
         self._ends: Ends | None = None
+        self._taker: RolloutTaker | None = None
         if settings.rollouts:
-            left = LeftRoutes.by(settings.rollouts, engine.limits)
-            taker = RolloutsHere(Cutting(engine.spec, engine.carrier.flagged), left)
-            self._ends = Ends(engine.limits, left, UnreadRows(engine, spares), taker)
+            left, self._taker = _taker_of(engine)
+            took = partial(self.meter.took, "answer")
+            self._ends = Ends(engine.limits, left, UnreadRows(engine, spares), self._taker, took)
             self._readers.append(self._ends)
         self._requests: dict[str, _State] = {}
         self._heard = False  # of any block
@@ -377,8 +379,9 @@ class SchedulerRows:
         computation = Computation(
             ids, lives, min(start, stop), stop, wrote, weights.changes, weights.version, weights.mixed
         )
-        slots = (ids[:, None] * size + np.arange(size)).reshape(-1)[:stop]
-        computation.by_kv = self.carrier.unproved(slots, lives.repeat(size)[:stop])
+        if self.carrier.has_unproved:
+            slots = (ids[:, None] * size + np.arange(size)).reshape(-1)[:stop]
+            computation.by_kv = self.carrier.unproved(slots, lives.repeat(size)[:stop])
         return computation
 
     def finished(
@@ -411,10 +414,7 @@ class SchedulerRows:
             wanted = f"a position of the prompt, from 0 to {most}"
             return self._ends.refused(end, RowError(f"{FIELD}.{START}", wanted, repr(start)))
         end.start = start
-        begun_s = time.monotonic()
-        answer = self._ends.begin(end, self._computation(blocks, start, min(tokens, end.rows_stop), end.steps))
-        answer.add_done_callback(lambda _: self.meter.took("answer", time.monotonic() - begun_s))
-        return answer
+        return self._ends.begin(end, self._computation(blocks, start, min(tokens, end.rows_stop), end.steps))
 
     def refused(self, key: Key, error: RowError, ended: End) -> Future[dict[str, Any]] | None:
         """The request of this ``key`` has ended; its answer has this ``error`` in place of rows."""
@@ -447,10 +447,24 @@ class SchedulerRows:
         if self.view is not None:
             self.view.follow(namespace.fingerprint)
 
+    def _counters(self) -> dict[str, Any]:
+        """The present counters of who leaves rollouts."""
+        return {} if self._taker is None else {"rollouts": self._taker.counters}
+
     def close(self) -> None:
         for part in (self._ends, self.view, self.carrier):
             if part is not None:
                 part.close()
+
+
+def _taker_of(engine: Engine) -> tuple[LeftRoutes, RolloutTaker]:
+    """Who makes the data of clients, and who leaves the rows of their requests, as the operator wants it."""
+    if engine.settings.rollouts.startswith(APART):
+        from kvroute.connector.rollouts_apart import RolloutsApart
+
+        return LeftRoutes(limits=engine.limits), RolloutsApart(engine)
+    left = LeftRoutes.by(engine.settings.rollouts, engine.limits)
+    return left, RolloutsHere(Cutting(engine.spec, engine.carrier.flagged), left)
 
 
 __all__ = ["SchedulerRows"]

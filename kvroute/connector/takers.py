@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from cache_manager.errors import KVRouteError, RowError
@@ -27,6 +27,9 @@ class RolloutTaker(Protocol):
     * A request that leaves nothing leaves no routes of an earlier one under its key either, as far as the store lets.
     """
 
+    @property
+    def counters(self) -> Mapping[str, int]: ...
+
     def take(self, ends: Sequence[End], unread: UnreadRows) -> list[Outcome]: ...
 
     def close(self) -> None: ...
@@ -38,6 +41,11 @@ class RolloutsHere:
     def __init__(self, cutting: Cutting, left: LeftRoutes) -> None:
         self._cutting = cutting
         self._left = left
+
+    @property
+    def counters(self) -> Mapping[str, int]:
+        """None: its clients' answers and the log say what was not left."""
+        return {}
 
     def take(self, ends: Sequence[End], unread: UnreadRows) -> list[Outcome]:
         try:

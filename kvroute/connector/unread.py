@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -18,6 +19,15 @@ from kvroute.connector.computations import Computation, read_until, read_whole, 
 from kvroute.connector.engine import Engine
 from kvroute.connector.spares import SpareBlocks
 from kvroute.connector.stages import RowsView
+
+
+class Seen(NamedTuple):
+    """What has been read of a computation: ``rows`` and ``labels`` of the positions before ``stop``."""
+
+    rows: Rows | None
+    labels: Rows | None
+    stop: int
+    whole: bool  # all of it
 
 
 class UnreadRows:
@@ -95,8 +105,26 @@ class UnreadRows:
         for computation in computations:
             self.read([computation])
             if computation.rows is None:
-                wanted = f"written by the worker within {self._engine.limits.answer_s} s"
-                raise RowError("rows", wanted, "a worker that is behind")
+                raise self._behind()
+
+    def seen(self, groups: Sequence[Sequence[Computation]]) -> list[list[Seen] | RowError]:
+        """What has been read of each computation of each group; :class:`RowError` for a group of which the worker has
+        not written all rows.
+
+        What has not been read lies in blocks now, in their lives.
+        """
+        with self._lock:
+            through = self.through()
+            return [self._seen(computations, through) for computations in groups]
+
+    def source(self) -> tuple[list[tuple[str, list[int]]], bytes]:
+        """The regions that rows are in, ``(name, layer_ids)`` each, and the namespace that they are read in."""
+        assert self._view is not None, "the handshake comes before the first request"
+        return self._view.regions, self._view.namespace
+
+    def _behind(self) -> RowError:
+        wanted = f"written by the worker within {self._engine.limits.answer_s} s"
+        return RowError("rows", wanted, "a worker that is behind")
 
     def through(self) -> float:
         """The last step that the worker has finished."""
@@ -104,6 +132,18 @@ class UnreadRows:
         return self._view.generation(self._engine.clock) if self._late else float("inf")
 
     # ---------------------------------------------------------------- held: _lock
+
+    def _seen(self, computations: Sequence[Computation], through: float) -> list[Seen] | RowError:
+        seen = list[Seen]()
+        for computation in computations:
+            if computation.rows is not None:
+                labels = computation.versions if isinstance(computation.versions, Rows) else None
+                seen.append(Seen(computation.rows, labels, computation.stop, True))
+            elif written(computation, through):
+                seen.append(Seen(computation.read, computation.read_labels, computation.read_stop, False))
+            else:
+                return self._behind()
+        return seen
 
     def _read_sure(self, computation: Computation, through: float) -> None:
         """Read the rows of whole blocks that no step writes any more."""
@@ -145,7 +185,10 @@ class UnreadRows:
 
 def written(computation: Computation, through: float) -> bool:
     """Whether a worker that is ``through`` with this step has written all rows."""
-    return through >= max((number for number, _ in computation.steps), default=0)
+    for number, _ in computation.steps:  # noqa: SIM110 - a generator costs as much again, of hundreds of requests
+        if number > through:
+            return False
+    return True
 
 
-__all__ = ["UnreadRows", "written"]
+__all__ = ["Seen", "UnreadRows", "written"]
