@@ -182,18 +182,19 @@ class Ends:
                 if not self._waiting:
                     self._lock.wait()
                     continue
-                through = self._unread.through()
                 now_s = time.monotonic()
-                # hundreds that wait for one step are not looked at one by one until something has happened
-                seen = through, self._unread.news, self._begun
-                if seen != before or next(iter(self._waiting)).give_up_s < now_s:
-                    before = seen
-                    whole = (end for end in self._waiting if end.give_up_s < now_s or _whole(end, through))
-                    ends = list(islice(whole, self._limits.burst_max))
-                    for end in ends:
-                        del self._waiting[end]
-                    if ends:
-                        return ends
+                with self._unread.still() as through:  # what is written by now stays so
+                    # hundreds that wait for one step are not looked at one by one until something has happened
+                    seen = through, self._unread.news, self._begun
+                    ends = list[End]()
+                    if seen != before or next(iter(self._waiting)).give_up_s < now_s:
+                        before = seen
+                        whole = (end for end in self._waiting if end.give_up_s < now_s or _whole(end, through))
+                        ends = list(islice(whole, self._limits.burst_max))
+                for end in ends:
+                    del self._waiting[end]
+                if ends:
+                    return ends
                 self._lock.wait(self._limits.end_poll_s)
         return []
 

@@ -8,7 +8,8 @@ a computation's ``rows`` name has been read, and stays.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import numpy as np
@@ -73,7 +74,7 @@ class UnreadRows:
                 is_hit = not new.isdisjoint(computation.block_ids)
                 if not is_hit and not computation.spares:
                     continue
-                through = self.through()
+                through = self._through()
                 if written(computation, through):
                     self._read(
                         [computation]
@@ -86,7 +87,7 @@ class UnreadRows:
         """All rows are about to be forgotten: read those that are written; the others become missing."""
         with self._lock:
             for computation in list(self._unread):
-                unsure = unsure_from(computation, self.through())
+                unsure = unsure_from(computation, self._through())
                 self._read([computation])
                 for rows in (computation.rows, computation.versions):
                     if isinstance(rows, Rows):
@@ -96,7 +97,7 @@ class UnreadRows:
     def read(self, computations: Iterable[Computation]) -> None:
         """Read the rows of these, as far as the worker has written them; what had been read before stays as it is."""
         with self._lock:
-            through = self.through()
+            through = self._through()
             unread = [computation for computation in computations if computation.rows is None]
             self._read([computation for computation in unread if written(computation, through)])
 
@@ -114,7 +115,7 @@ class UnreadRows:
         What has not been read lies in blocks now, in their lives.
         """
         with self._lock:
-            through = self.through()
+            through = self._through()
             return [self._seen(computations, through) for computations in groups]
 
     def source(self) -> tuple[list[tuple[str, list[int]]], bytes]:
@@ -126,12 +127,21 @@ class UnreadRows:
         wanted = f"written by the worker within {self._engine.limits.answer_s} s"
         return RowError("rows", wanted, "a worker that is behind")
 
-    def through(self) -> float:
+    @contextmanager
+    def still(self) -> Iterator[float]:
+        """The last step that the worker has finished; for the ``with`` block no block is given out.
+
+        A computation that is :func:`written` there stays so: when its blocks are given out, its rows are read.
+        """
+        with self._lock:
+            yield self._through()
+
+    # ---------------------------------------------------------------- held: _lock
+
+    def _through(self) -> float:
         """The last step that the worker has finished."""
         assert self._view is not None, "the handshake comes before the first request"
         return self._view.generation(self._engine.clock) if self._late else float("inf")
-
-    # ---------------------------------------------------------------- held: _lock
 
     def _seen(self, computations: Sequence[Computation], through: float) -> list[Seen] | RowError:
         seen = list[Seen]()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
@@ -140,6 +141,28 @@ def test_spare_blocks_of_a_request_that_goes_on_are_free_when_their_rows_are_wri
     toy.scheduler.given([3])
     toy.scheduler.step({})
     assert len(spares[0]) == free
+
+
+def test_a_worker_that_is_done_while_its_blocks_are_given_out(
+    start: Callable[..., Toy], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Goal: a request whose rows have just been written waits for their copies, and is not told that they are late.
+    Method: the worker is done when the scheduling thread has found that it is not, and takes spare blocks."""
+    toy = start(late=True)
+    go = held(toy)
+    compute(toy, FIRST)
+    told = end(toy, FIRST)
+    take_over = SpareBlocks.take_over
+
+    def late(spares: SpareBlocks, blocks: list[int]) -> Any:
+        go.set()
+        toy.worker.settle()
+        time.sleep(0.05)  # a hundred looks of the thread that waits for the worker
+        return take_over(spares, blocks)
+
+    monkeypatch.setattr(SpareBlocks, "take_over", late)
+    compute(toy, SECOND)
+    assert judge(of(told), FIRST) == {"right": 6}
 
 
 class Stuck:
