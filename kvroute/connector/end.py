@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,8 +22,10 @@ class PendingAnswer(Future[ClientData]):
     value: ClientData | None = None
 
     def tell(self) -> None:
-        if self.set_running_or_notify_cancel():  # else whoever waited has cancelled it
+        try:
             self.set_result(self.value)  # type: ignore[arg-type]
+        except InvalidStateError:  # whoever waited has cancelled it
+            self.set_running_or_notify_cancel()
 
 
 @dataclass(slots=True, eq=False)

@@ -190,7 +190,7 @@ class Ends:
                     if seen != before or next(iter(self._waiting)).give_up_s < now_s:
                         before = seen
                         whole = (end for end in self._waiting if end.give_up_s < now_s or _whole(end, through))
-                        ends = list(islice(whole, self._limits.burst_max))
+                        ends = list(islice(whole, self._taker.burst_max))
                 for end in ends:
                     del self._waiting[end]
                 if ends:

@@ -51,6 +51,7 @@ class RolloutsApart:
         limits = ApartSettings(call_s=call_s, arena_nbytes=1)  # no record lies in the arena
         self._limits = engine.limits
         self._apart = ApartStore(f"apart:{url}", limits, MODULE, msgspec.json.encode(opening).decode())
+        self.burst_max = 2 * engine.limits.burst_max  # a question takes the engine's process as long as ten ends
         self._gone_s: float | None = None  # since when there is no process
         self._voids: deque[str] = deque(maxlen=engine.limits.ends_max)
         self._counts = Counter[str]()

@@ -138,10 +138,11 @@ class Ended(msgspec.Struct, frozen=True, array_like=True):
     def of(cls, end: End, computations: Sequence[Computation], seen: Sequence[Seen]) -> Ended:
         """``seen`` is what has been read of each of the end's ``computations``."""
         tokens = end.request_tokens
+        ids = None if tokens is None else tokens.ids
         return cls(
             end.key.text,
             end.key.of_client,
-            None if tokens is None else list(tokens.ids),
+            ids if ids is None or isinstance(ids, list) else list(ids),
             0 if tokens is None else tokens.prompt,
             tokens is not None and tokens.cut,
             end.start,

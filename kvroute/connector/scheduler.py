@@ -464,7 +464,7 @@ def _taker_of(engine: Engine) -> tuple[LeftRoutes, RolloutTaker]:
 
         return LeftRoutes(limits=engine.limits), RolloutsApart(engine)
     left = LeftRoutes.by(engine.settings.rollouts, engine.limits)
-    return left, RolloutsHere(Cutting(engine.spec, engine.carrier.flagged), left)
+    return left, RolloutsHere(Cutting(engine.spec, engine.carrier.flagged), left, engine.limits.burst_max)
 
 
 __all__ = ["SchedulerRows"]

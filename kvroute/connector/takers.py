@@ -28,6 +28,10 @@ class RolloutTaker(Protocol):
     """
 
     @property
+    def burst_max(self) -> int:
+        """The most ends that one call takes; their clients are told together."""
+
+    @property
     def counters(self) -> Mapping[str, int]: ...
 
     def take(self, ends: Sequence[End], unread: UnreadRows) -> list[Outcome]: ...
@@ -38,9 +42,10 @@ class RolloutTaker(Protocol):
 class RolloutsHere:
     """A ``RolloutTaker`` of this process: rows are read and cut by the calling thread, and put into ``left``."""
 
-    def __init__(self, cutting: Cutting, left: LeftRoutes) -> None:
+    def __init__(self, cutting: Cutting, left: LeftRoutes, burst_max: int) -> None:
         self._cutting = cutting
         self._left = left
+        self.burst_max = burst_max
 
     @property
     def counters(self) -> Mapping[str, int]:
