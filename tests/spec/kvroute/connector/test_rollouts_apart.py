@@ -196,6 +196,35 @@ def test_a_process_that_is_killed_loses_no_row(
     assert (taker().counters["lost_calls"], taker().counters["restarts"]) == (1, 1)
 
 
+def test_a_process_that_is_killed_amid_its_puts(
+    engine: Callable[..., Toy], taker: Takers, store: RolloutStore, tmp_path: Path
+) -> None:
+    """Goal: what it had put is found under its key when the next process has been asked for the same, though no client
+    was told. Method: 30 aborted requests in one question; it is killed when some of them are in the directory."""
+    toy = engine()
+    compute(toy, FIRST)
+    for number in range(99):
+        taker.kill(signal.SIGSTOP)
+        before = end(toy, FIRST, f"before-{number}")
+        taker.wait_until_asked()
+        keys = [f"k{number}-{i}" for i in range(30)]
+        told = [end(toy, FIRST, key, cut=True) for key in keys]
+        taker.kill(signal.SIGCONT)
+        assert before.result(GIVE_UP_S)
+        until(lambda number=number: any((tmp_path / "rollouts").glob(f"k{number}-*")))
+        taker.kill(signal.SIGSTOP)
+        amid = len(list((tmp_path / "rollouts").glob(f"k{number}-*.routes"))) in range(1, 30)
+        taker.kill(signal.SIGKILL if amid else signal.SIGCONT)
+        for each in told:
+            assert judge(left(each, store), FIRST) == {"right": 6}
+        for key in keys:
+            assert judge(by_key(FIRST, key, store), FIRST) == {"right": 6}
+        if amid:
+            break
+    assert taker().counters["lost_calls"] == 1
+    assert taker().counters["unstored"] == 0
+
+
 def test_a_process_that_hangs_is_replaced(
     engine: Callable[..., Toy], taker: Takers, store: RolloutStore, tmp_path: Path
 ) -> None:
