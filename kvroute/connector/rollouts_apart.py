@@ -16,6 +16,7 @@ import logging
 import time
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Final
 
 import msgspec
@@ -54,7 +55,7 @@ class RolloutsApart:
         self.burst_max = 2 * engine.limits.burst_max  # a question takes the engine's process as long as ten ends
         self._gone_s: float | None = None  # since when there is no process
         self._voids: deque[str] = deque(maxlen=engine.limits.ends_max)
-        self._counts = Counter[str]()
+        self._counts = Counter(stored=0, unstored=0, read_here=0)  # no new names: another thread looks at them
 
     @property
     def pid(self) -> int | None:
@@ -93,15 +94,11 @@ class RolloutsApart:
         regions, namespace = unread.source()  # first: a later one would be another's than that of the rows
         for batch in self._batches(ends, unread, outcomes):
             question = Question(regions, namespace, False, [], [ended for _, ended in batch])
-            try:
-                taken = self._ask(question)
-            except KVRouteError as error:
-                for end, _ in batch:
-                    self._lose(end, error, outcomes)
-                continue
             stored = 0
-            for (end, _), of_end in zip(batch, taken, strict=True):
-                if of_end.values is not None:
+            for (end, _), of_end in zip(batch, self._taken(question), strict=True):
+                if isinstance(of_end, KVRouteError):
+                    self._lose(end, of_end, outcomes)
+                elif of_end.values is not None:
                     stored += 1
                     outcomes[end] = of_end.values
                 elif of_end.failure is not None:  # the process leaves no earlier one's routes in their place
@@ -143,7 +140,24 @@ class RolloutsApart:
         self._counts["unstored"] += 1
         outcomes[end] = error
         if end.key.of_client:
-            self._voids.append(name_of(end.key, end.request_tokens))
+            with suppress(KVRouteError, UnicodeError):  # under a name that is none nothing lies
+                name = name_of(end.key, end.request_tokens)
+                name.encode()
+                self._voids.append(name)
+
+    def _taken(self, question: Question) -> Sequence[Taken | KVRouteError]:
+        """The process's answer, or for each end why there is none."""
+        ends = question.ends
+        try:
+            return self._ask(question)
+        except KVRouteError as error:
+            return [error for _ in ends]
+        except Exception as error:  # what MessagePack cannot hold, as in a key: that costs no other end
+            if len(ends) > 1:
+                alone = [self._taken(msgspec.structs.replace(question, ends=[ended])) for ended in ends]
+                return [taken for (taken,) in alone]
+            logger.exception("rows of request %r are lost", ends[0].key)
+            return [RowError("rows", "left for the client", repr(error))]
 
     def _ask(self, question: Question) -> list[Taken]:
         """The process's answer. :class:`RowError` if one after the other is lost, or there is none for too long."""

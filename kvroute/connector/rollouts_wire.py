@@ -7,6 +7,7 @@ process has read go over themselves.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from operator import index
 from typing import Any
 
 import msgspec
@@ -193,7 +194,7 @@ class Taken(msgspec.Struct, frozen=True, array_like=True):
     failure: Failure | None = None
 
 
-encode = msgspec.msgpack.encode
+encode = msgspec.msgpack.Encoder(enc_hook=index).encode  # numpy's whole numbers, too
 QUESTIONS = msgspec.msgpack.Decoder(Question)
 ANSWERS = msgspec.msgpack.Decoder(list[Taken])
 OPENINGS = msgspec.json.Decoder(Opening)

@@ -271,20 +271,22 @@ def test_what_no_process_stores_is_told(
 def test_a_store_that_fails_costs_its_own_request_alone(
     engine: Callable[..., Toy], taker: Takers, store: RolloutStore
 ) -> None:
-    """Goal: the client has the store's own words, and the others their rows. Method: three wait for one question; one
-    has an id that no rollout can have."""
+    """Goal: the client has the store's own words, and the others their rows. Method: four wait for one question; one
+    has an id that no rollout can have, one a key that is no text."""
     toy = engine()
     compute(toy, FIRST)
     taker.kill(signal.SIGSTOP)
     before = end(toy, FIRST, "before")
     taker.wait_until_asked()
-    told = [end(toy, FIRST, name) for name in ("a", "x" * 999, "b")]
+    told = [end(toy, FIRST, name) for name in ("a", "x" * 999, "b", "\ud800")]
     taker.kill(signal.SIGCONT)
     with pytest.raises(RowError, match="rollout id: wanted at most 200 bytes"):
         left(told[1], store)
-    for each in (before, told[0], told[2]):
+    with pytest.raises(RowError, match="UnicodeEncodeError"):
+        left(told[3], store)
+    for each in (before, told[0], told[2], end(toy, FIRST, "after")):
         assert judge(left(each, store), FIRST) == {"right": 6}
-    assert taker().counters["unstored"] == 1
+    assert taker().counters["unstored"] == 2
 
 
 def test_a_request_that_was_preempted(engine: Callable[..., Toy], store: RolloutStore) -> None:
