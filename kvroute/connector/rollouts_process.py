@@ -96,7 +96,7 @@ class RolloutsProcess(apart_process.Process):
         if len(regions) > 1:
             return StageViews(self._cutting.spec, regions, namespace=namespace)
         ((name, _),) = regions
-        return RegionView(name, namespace=namespace)
+        return RegionView(name)  # of whatever namespace: the question says which one to follow
 
     def _forget(self) -> None:
         if self._view is not None:
