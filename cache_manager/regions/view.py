@@ -124,6 +124,16 @@ class RegionView:
         pack_namespace(namespace)  # raises for anything but a fingerprint
         self._namespace = namespace
 
+    @property
+    def namespace(self) -> bytes:
+        """The :attr:`Namespace.fingerprint` that rows are read in."""
+        return self._namespace
+
+    @property
+    def regions(self) -> list[tuple[str, list[int]]]:
+        """By what another process finds the same rows: the region's name, of no layers in particular."""
+        return [(self._attached().name, [])]
+
     def close(self) -> None:
         """Detach from the region; a second call does nothing."""
         if self._region is not None:

@@ -33,6 +33,7 @@ CALLS: Final[dict[str, tuple[Any, Any]]] = {  # what a question takes, and what 
     "usage": (tuple[()], dict[str, int]),
     "close": (tuple[()], Any),
     "copy": (tuple[str, str, list[int], list[int]], Any),  # regions, blocks: cache_manager.transfer_manager
+    "work": (tuple[bytes], bytes),  # of a process of another kind, in a form of its own
 }
 """Payloads are named by the slot's place in the arena, and theirs in the slot. ``put`` answers, key by key, the number
 of the offered header if that is stored now, or the header of the other record that is, or nothing."""

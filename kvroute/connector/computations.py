@@ -1,4 +1,4 @@
-"""What a request has computed when it loses its blocks, by a preemption or at its end, and what is read of that."""
+"""What a request has computed when it loses its blocks, by a preemption or at its end, and how that is read."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cache_manager.publish import Rows
+from cache_manager.spec import AuxBlockDataSpec
+from kvroute.connector.settings import VERSION
+from kvroute.connector.stages import RowsView
 from kvroute.routes import spans
 from kvroute.routes.spans import WeightsSpan
 
@@ -53,6 +56,45 @@ def appended(before: Rows | None, more: Rows) -> Rows:
     return Rows(np.concatenate([before.values, more.values]), np.concatenate([before.valid, more.valid]))
 
 
+def read_whole(view: RowsView, spec: AuxBlockDataSpec, computations: Sequence[Computation]) -> None:
+    """Read what is still to be read of these computations: one read of many takes little longer than a read of one."""
+    read_until(view, spec, [(computation, computation.stop) for computation in computations])
+    for computation in computations:
+        computation.rows = computation.read
+        computation.versions = computation.read_labels if computation.mixed else computation.version
+
+
+def read_until(view: RowsView, spec: AuxBlockDataSpec, stops: Sequence[tuple[Computation, int]]) -> None:
+    """Read what is still to be read of each computation before that position."""
+    size = spec.block_tokens
+    mixed = [(computation, stop) for computation, stop in stops if computation.mixed]
+    labels = rows_until(view, mixed, VERSION, size)
+    rows = rows_until(view, stops, spec.name, size)
+    for (computation, _), more in zip(mixed, labels, strict=True):
+        computation.read_labels = appended(computation.read_labels, more)
+    for (computation, stop), more in zip(stops, rows, strict=True):
+        computation.read = appended(computation.read, more)
+        computation.read_stop = stop
+
+
+def rows_until(view: RowsView, stops: Sequence[tuple[Computation, int]], name: str, size: int) -> list[Rows]:
+    """The rows of the spec ``name`` that :func:`read_until` reads, of each computation; blocks have ``size`` tokens."""
+    if not stops:
+        return []
+    parts = [slice(computation.read_stop // size, -(-stop // size)) for computation, stop in stops]
+    blocks = np.concatenate([computation.blocks[part] for (computation, _), part in zip(stops, parts, strict=True)])
+    lives = np.concatenate([computation.lives[part] for (computation, _), part in zip(stops, parts, strict=True)])
+    rows = view.read(name, blocks, generations=lives)
+    rows_of = list[Rows]()
+    first = 0
+    for (computation, stop), part in zip(stops, parts, strict=True):
+        before = first - part.start * size
+        own = slice(before + computation.read_stop, before + stop)
+        rows_of.append(Rows(rows.values[own], rows.valid[own]))
+        first += (part.stop - part.start) * size
+    return rows_of
+
+
 def same_weights_from(earlier: Sequence[Computation], computation: Computation) -> int:
     """The first position whose token was sampled with the weights of this computation, or with none before it."""
     stops = (before.stop for before in earlier if before.weights != computation.weights or before.mixed)
@@ -73,4 +115,13 @@ def labels_of(computation: Computation) -> Sequence[WeightsSpan]:
     return [(first + start, first + stop, versions) for start, stop in spans.runs(rows.valid)]
 
 
-__all__ = ["Computation", "appended", "labels_of", "same_weights_from", "unsure_from"]
+__all__ = [
+    "Computation",
+    "appended",
+    "labels_of",
+    "read_until",
+    "read_whole",
+    "rows_until",
+    "same_weights_from",
+    "unsure_from",
+]

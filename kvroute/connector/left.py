@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from secrets import token_hex
 from typing import Any, NamedTuple, Self
@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cache_manager.errors import KVRouteError
+from cache_manager.ports import Absence
 from kvroute.connector.answers import ERROR, FIELD, GAPS, KEY, LEFT, ROUTES, UNSEEN
 from kvroute.connector.key import Key, rollout_id, void
 from kvroute.connector.limits import LIMITS, Limits
@@ -52,6 +53,10 @@ def settled(routes: Routes, by_kv: NDArray[np.bool_], *, flagged: bool) -> tuple
         edges = np.flatnonzero(np.diff(trusted.astype(np.int8), prepend=0, append=0)) + routes.start
         return routes, edges.reshape(-1, 2).tolist()
     return routes.without(routes.layer_ids[-1:], trusted), []
+
+
+Values = Mapping[str, Any]
+"""What one request has left, by kind: its routes or their handle, and the positions that are unseen or missing."""
 
 
 class LeftRoutes:
@@ -116,38 +121,41 @@ class LeftRoutes:
         unseen: Sequence[Sequence[int]],
         gaps: Sequence[MissingSpan] = (),
     ) -> dict[str, Any]:
-        """The client's data for the request of this ``key`` with these routes, which are bound to ``tokens``.
+        """:meth:`put`, and the :meth:`answer` that has its values."""
+        return self.answer(key, self.put(key, routes, tokens, unseen, gaps), tokens)
+
+    def put(
+        self,
+        key: Key,
+        routes: Routes,
+        tokens: Tokens | None,
+        unseen: Sequence[Sequence[int]],
+        gaps: Sequence[MissingSpan] = (),
+    ) -> Values:
+        """:func:`left_values` for the request of this ``key``, in this store. Raises what the store raises."""
+        return left_values(self._store, key, routes, tokens, unseen, gaps, self._limits.cuts_max)
+
+    def answer(self, key: Key, values: Values, tokens: Tokens | None) -> dict[str, Any]:
+        """The client's data for the request of this ``key``, which has left these ``values``.
 
         A front end sends on only the data of a group's last request: so this has the data of all that are done,
         unless another one is still under way in the engine. A request that the front end may have ended by itself is
         not waited for by that front end: beside one, each has the data of all.
-
-        If routes of an earlier request lie under a client's key and this prompt, none are found there any more, and
-        these by the handle alone. Raises what the store raises.
         """
-        if tokens is not None:
-            counts = tokens.counts(routes.stop, routes.start, self._limits.cuts_max)
-            routes = routes.bind(np.asarray(tokens.ids), counts)
-        values: dict[str, Any] = {UNSEEN: unseen, GAPS: [list(gap) for gap in gaps]}
-        if self._store is None:
-            values[ROUTES] = routes.to_json()
-        else:
-            values[LEFT] = _put(self._store, key, tokens, routes).to_json()
-        ends_here = tokens is not None and not tokens.cut
-        return self._client_data(key, {kind: value for kind, value in values.items() if value}, ends_here=ends_here)
+        return self._client_data(key, values, ends_here=tokens is not None and not tokens.cut)
 
     def void(self, key: Key, tokens: Tokens | None, layout: Layout) -> None:
         """The request of this ``key`` leaves no routes: those of an earlier one are not found in their place either."""
         if key.of_client and self._store is not None:
             with suppress(KVRouteError):
-                _voided(self._store, _name(key, tokens), layout)
+                voided(self._store, name_of(key, tokens), layout)
 
     def fail(self, key: Key, error: KVRouteError) -> dict[str, Any]:
         """The client's data for the request of this ``key`` without routes."""
         logger.warning("request %s has no routes: %s", key.text, error)
         return self._client_data(key, {ERROR: str(error)})
 
-    def _client_data(self, key: Key, values: dict[str, Any], *, ends_here: bool = False) -> dict[str, Any]:
+    def _client_data(self, key: Key, values: Values, *, ends_here: bool = False) -> dict[str, Any]:
         own = {kind: {str(key.choice): value} for kind, value in values.items()}
         if key.group is None:
             return {FIELD: own}
@@ -165,21 +173,57 @@ class LeftRoutes:
             self._store.close()
 
 
-def _put(store: RolloutStore, key: Key, tokens: Tokens | None, routes: Routes) -> RolloutHandle:
-    name = _name(key, tokens)
-    if key.of_client and _voided(store, name, routes.layout):
+def left_values(
+    store: RolloutStore | None,
+    key: Key,
+    routes: Routes,
+    tokens: Tokens | None,
+    unseen: Sequence[Sequence[int]],
+    gaps: Sequence[MissingSpan],
+    cuts_max: int,
+    *,
+    again: bool = False,
+) -> dict[str, Any]:
+    """Leave ``routes``, bound to ``tokens``, in the ``store``, or without one in the values themselves.
+
+    If routes of an earlier request lie under a client's key and this prompt, none are found there any more, and
+    these by the handle alone. ``again``: these may have been put before, and nobody knows; then they are not put twice.
+    Raises what the store raises.
+    """
+    if tokens is not None:
+        counts = tokens.counts(routes.stop, routes.start, cuts_max)
+        routes = routes.bind(np.asarray(tokens.ids), counts)
+    values: dict[str, Any] = {UNSEEN: unseen, GAPS: [list(gap) for gap in gaps]}
+    if store is None:
+        values[ROUTES] = routes.to_json()
+    else:
+        values[LEFT] = _put(store, key, tokens, routes, again=again).to_json()
+    return {kind: value for kind, value in values.items() if value}
+
+
+def _put(store: RolloutStore, key: Key, tokens: Tokens | None, routes: Routes, *, again: bool) -> RolloutHandle:
+    name = name_of(key, tokens)
+    if again:
+        earlier = store.find(name)
+        rollout = Absence.MISS if earlier is None else store.get(earlier)
+        if earlier is not None and not isinstance(rollout, Absence) and rollout[0].to_bytes() == routes.to_bytes():
+            return earlier
+    if key.of_client and voided(store, name, routes.layout):
         logger.warning("%s.%s: wanted one that no other request has had with its prompt, got %r", FIELD, KEY, key.text)
         name = f"{key.text}@{token_hex(16)}"
     return store.put(name, routes)
 
 
-def _voided(store: RolloutStore, name: str, layout: Layout) -> bool:
+def voided(store: RolloutStore, name: str, layout: Layout) -> bool:
     """Whether routes of an earlier request were there; then nobody finds them any more."""
     earlier = store.find(name)
     if earlier is None:
         return False
-    store.delete(earlier)  # this may succeed where a put does not: a full disk
-    store.put(name, void(layout))
+    try:
+        store.put(name, void(layout))  # in its place at once: a process that is killed leaves one or the other
+    except BaseException:
+        store.delete(earlier)  # this may succeed where a put does not: a full disk
+        raise
     return True
 
 
@@ -188,9 +232,9 @@ def _size(value: Any) -> int:
     return len(value["record"]) if isinstance(value, dict) else len(str(value))
 
 
-def _name(key: Key, tokens: Tokens | None) -> str:
+def name_of(key: Key, tokens: Tokens | None) -> str:
     """The id of a request's rollout; of one whose tokens are not known the key alone, where no client looks."""
     return key.text if tokens is None else rollout_id(key.text, tokens.ids[: tokens.prompt])
 
 
-__all__ = ["LeftRoutes", "Tokens", "settled"]
+__all__ = ["LeftRoutes", "Tokens", "Values", "left_values", "name_of", "settled", "voided"]

@@ -19,7 +19,10 @@ WITHOUT_ROWS: Final = "kvroute:tokens_without_rows_total"
 FIELDLESS: Final = "kvroute:answers_without_field_total"
 SECONDS: Final = "kvroute:seconds"
 METRICS: Final[Mapping[str, tuple[str, tuple[str, ...]]]] = {
-    EVENTS: ("What kvroute has counted, by tier: blocks, store, transfer, answers or ranks.", ("tier", "event")),
+    EVENTS: (
+        "What kvroute has counted, by tier: blocks, store, transfer, rollouts, answers or ranks.",
+        ("tier", "event"),
+    ),
     WITHOUT_ROWS: ("Tokens whose rows are missing, by cause.", ("cause",)),
     FIELDLESS: ("Answers that have no routed_experts because a row is missing, by cause.", ("cause",)),
     SECONDS: ("Seconds of a persist, a restore, a transfer, and of an answer's wait for its rows.", ("what",)),

@@ -5,11 +5,11 @@ A step costs a look at each of its requests, and more only for blocks that were 
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,9 @@ from cache_manager.keys import Namespace
 from kvroute.connector.answers import ERROR, FIELD, GAPS, ROUTES, START
 from kvroute.connector.carriers.port import Admission, Moves, SchedulerParts
 from kvroute.connector.computations import Computation
-from kvroute.connector.ends import End, Ends, PendingAnswer
+from kvroute.connector.cutting import Cutting
+from kvroute.connector.end import End, PendingAnswer
+from kvroute.connector.ends import Ends
 from kvroute.connector.engine import Engine
 from kvroute.connector.fills import Request
 from kvroute.connector.key import Key
@@ -29,10 +31,13 @@ from kvroute.connector.left import LeftRoutes, Tokens
 from kvroute.connector.messages import Handshake, Loads, StepMeta
 from kvroute.connector.meter import Meter
 from kvroute.connector.mtp import mtp_rows
+from kvroute.connector.settings import APART
 from kvroute.connector.spares import SpareBlocks
 from kvroute.connector.stages import RowsReader, RowsView, StageViews
 from kvroute.connector.stream import RowStream
+from kvroute.connector.takers import RolloutsHere, RolloutTaker
 from kvroute.connector.tickets import UNNAMED
+from kvroute.connector.unread import UnreadRows
 from kvroute.connector.versions import Versions
 from kvroute.witness import Run
 
@@ -73,7 +78,7 @@ class SchedulerRows:
         settings = engine.settings
         self.weights = Versions(engine.namespace, settings.weights_version, self._renamed, named=bool(settings.weights))
         self.blocks_of: Callable[[str, int, int], list[int]] = lambda *_: []
-        self.meter = Meter(dict, engine.limits)  # for times; the worker has the counts
+        self.meter = Meter(self._counters, engine.limits)  # for times and rollouts; the worker has the other counts
         self.followed = False  # whether changes of weights reach this object; set by an engine whose core reports them
         self.blocks_followed = False  # whether its pool's blocks do
         self._late = False
@@ -96,8 +101,11 @@ class SchedulerRows:
         spares = SpareBlocks(self.feed, engine.spares)
         self._readers = list[RowsReader]()  # of rows whose blocks may be given out before they are read
         self._ends: Ends | None = None
+        self._taker: RolloutTaker | None = None
         if settings.rollouts:
-            self._ends = Ends(engine, LeftRoutes.by(settings.rollouts, engine.limits), self.feed, spares)
+            left, self._taker = _taker_of(engine)
+            took = partial(self.meter.took, "answer")
+            self._ends = Ends(engine.limits, left, UnreadRows(engine, spares), self._taker, took)
             self._readers.append(self._ends)
         self._requests: dict[str, _State] = {}
         self._heard = False  # of any block
@@ -372,8 +380,9 @@ class SchedulerRows:
         computation = Computation(
             ids, lives, min(start, stop), stop, wrote, weights.changes, weights.version, weights.mixed
         )
-        slots = (ids[:, None] * size + np.arange(size)).reshape(-1)[:stop]
-        computation.by_kv = self.carrier.unproved(slots, lives.repeat(size)[:stop])
+        if self.carrier.has_unproved:
+            slots = (ids[:, None] * size + np.arange(size)).reshape(-1)[:stop]
+            computation.by_kv = self.carrier.unproved(slots, lives.repeat(size)[:stop])
         return computation
 
     def finished(
@@ -406,10 +415,7 @@ class SchedulerRows:
             wanted = f"a position of the prompt, from 0 to {most}"
             return self._ends.refused(end, RowError(f"{FIELD}.{START}", wanted, repr(start)))
         end.start = start
-        begun_s = time.monotonic()
-        answer = self._ends.begin(end, self._computation(blocks, start, min(tokens, end.rows_stop), end.steps))
-        answer.add_done_callback(lambda _: self.meter.took("answer", time.monotonic() - begun_s))
-        return answer
+        return self._ends.begin(end, self._computation(blocks, start, min(tokens, end.rows_stop), end.steps))
 
     def mtp_rows(
         self, key: Key, blocks: Sequence[int], tokens: int, request_tokens: Tokens, start: int = 0
@@ -460,10 +466,24 @@ class SchedulerRows:
         if self.view is not None:
             self.view.follow(namespace.fingerprint)
 
+    def _counters(self) -> dict[str, Any]:
+        """The present counters of who leaves rollouts."""
+        return {} if self._taker is None else {"rollouts": self._taker.counters}
+
     def close(self) -> None:
         for part in (self._ends, self.view, self.carrier):
             if part is not None:
                 part.close()
+
+
+def _taker_of(engine: Engine) -> tuple[LeftRoutes, RolloutTaker]:
+    """Who makes the data of clients, and who leaves the rows of their requests, as the operator wants it."""
+    if engine.settings.rollouts.startswith(APART):
+        from kvroute.connector.rollouts_apart import RolloutsApart
+
+        return LeftRoutes(limits=engine.limits), RolloutsApart(engine)
+    left = LeftRoutes.by(engine.settings.rollouts, engine.limits)
+    return left, RolloutsHere(Cutting(engine.spec, engine.carrier.flagged), left, engine.limits.burst_max)
 
 
 __all__ = ["SchedulerRows"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, Self
+from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
 import msgspec
 from msgspec import inspect
@@ -16,6 +16,8 @@ from kvroute.rollout import check_rollouts_url
 
 RESPONSE: Final = "response:"
 """The setting ``rollouts`` that leaves routes in no store: the answers carry them, as JSON."""
+APART: Final = "apart:"
+"""How the setting ``rollouts`` begins where a process of its own has the store whose URL follows."""
 VERSION: Final = "weights_version"
 """The spec of the rows' labels; see :func:`kvroute.weights_version_spec`."""
 
@@ -43,6 +45,8 @@ class Common(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     witness: Literal["missing", "flagged"] = "missing"
     strict: bool = False  # mistakes of bookkeeping raise: for tests
     untested: str = ""  # accept this untested version of the engine: "0.34"
+
+    rollouts_may_be_apart: ClassVar[bool] = False
 
     @classmethod
     def of(cls, mapping: Any, where: str = PLACE) -> Self:
@@ -85,13 +89,34 @@ class Common(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if self.store:
             checks["store"] = lambda: check_store_url(self.store)
         if self.rollouts not in ("", RESPONSE):
-            checks["rollouts"] = lambda: _check_rollouts(self.rollouts)
+            checks["rollouts"] = lambda: _check_rollouts(self.rollouts, apart=self.rollouts_may_be_apart)
         return checks
 
 
-def _check_rollouts(url: str) -> None:
+def apart_url(rollouts: str) -> tuple[str, float]:
+    """Of the setting ``rollouts``, ``apart:URL`` or ``apart:?call=30s,URL``: the URL, and the seconds of ``call``.
+
+    Raises :class:`ConfigError` for anything else.
+
+    >>> apart_url("apart:?call=5s,file:///var/rollouts")
+    ('file:///var/rollouts', 5)
+    """
+    parsed = StoreUrl.parse(rollouts)
+    parsed.allow("call")
+    if len(parsed.tiers) != 1 or parsed.tiers[0].startswith((APART, RESPONSE)):
+        raise ConfigError("rollouts", "apart: and the URL of one rollout store", repr(rollouts))
+    return parsed.tiers[0], parsed.seconds("call", 30.0) or 0
+
+
+def _check_rollouts(url: str, *, apart: bool) -> None:
     try:
-        check_rollouts_url(url)
+        if not url.startswith(APART):
+            check_rollouts_url(url)
+        elif apart:
+            check_rollouts_url(apart_url(url)[0])
+        else:
+            wanted = "the URL of a rollout store that this engine's own process opens: in vLLM alone one is apart"
+            raise ConfigError("rollouts", wanted, repr(url))
     except ConfigError as error:
         raise ConfigError("rollouts", f"{RESPONSE} or {error.wanted}", error.got) from error
 
@@ -161,6 +186,8 @@ class Settings(Lending, frozen=True):
     mtp: bool = False
     # "auto" is "missing"; beside a field and a store of rows for KV from elsewhere the operator has to choose.
     witness: Literal["missing", "flagged", "auto"] = "auto"  # type: ignore[assignment]
+
+    rollouts_may_be_apart: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.rollouts == "auto":
@@ -232,4 +259,4 @@ def _holding(url: StoreUrl, tiers: Sequence[str]) -> str:
     return own + ",".join(tiers)
 
 
-__all__ = ["RESPONSE", "VERSION", "Common", "Lending", "Settings"]
+__all__ = ["APART", "RESPONSE", "VERSION", "Common", "Lending", "Settings", "apart_url"]

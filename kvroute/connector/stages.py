@@ -50,6 +50,8 @@ class StageViews:
         if sorted(layers) != list(spec.attrs["layer_ids"]):
             raise ConfigError("stages", f"each of the layers {list(spec.attrs['layer_ids'])} in one of them", layers)
         self._spec = spec
+        self.regions = [(name, list(layer_ids)) for name, layer_ids in stages]
+        """By what another process finds the same rows: name and layers of each region."""
         self._order = np.argsort(layers)
         self._views = list[RegionView]()
         try:
@@ -80,6 +82,11 @@ class StageViews:
     def generation(self, block: int) -> int:
         """The smallest of all stages': of a progress counter, the step that the last of them has finished."""
         return min(view.generation(block) for view in self._views)
+
+    @property
+    def namespace(self) -> bytes:
+        """As :attr:`RegionView.namespace`."""
+        return self._views[0].namespace
 
     def follow(self, namespace: bytes) -> None:
         """As :meth:`RegionView.follow`."""

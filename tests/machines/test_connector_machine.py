@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from budget import scaled
 
+from tests.machines.apart_house import ApartHouse
 from tests.machines.connector_house import House
 from tests.machines.part_hits import PartHouse
 
@@ -21,6 +22,22 @@ def test_every_row_is_that_of_its_tokens_whatever_the_scheduler_does(seed: int, 
         house.lives(150)
     finally:
         house.close()
+
+
+def test_rollouts_that_a_process_of_its_own_stores(tmp_path: Path) -> None:
+    """Goal: the same, where a process reads the rows later than the engine goes on, and may be gone at any time.
+    Method: it is stopped and killed between all else; a life in which one was killed lost no row by that."""
+    kills, read_here, lives = 0, 0, max(3, scaled(6))
+    for seed in range(lives):
+        house = ApartHouse(seed, tmp_path / str(seed))
+        try:
+            house.lives(150)
+        finally:
+            house.close()
+        kills += house.kills
+        read_here += house.taker.counters["read_here"]
+    assert kills >= lives
+    assert read_here > lives
 
 
 def test_a_hit_that_ends_inside_a_block(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from toy_engine import Toy
 from waiting import GIVE_UP_S
 
 from kvroute.connector import Key, routes
-from kvroute.connector.ends import End
+from kvroute.connector.end import End
 
 
 def begun(toy: Toy, n: int, ended: End | None = None) -> Future[dict[str, Any]]:

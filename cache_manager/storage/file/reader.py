@@ -106,6 +106,10 @@ class ExtentFiles(ClosingStore):
         """
         if len(keys) != len(buffers):
             raise ValueError(f"{len(keys)} keys and {len(buffers)} buffers")
+        if len(keys) == 1:
+            header = self._one(keys, buffers[0])
+            if header is not None:
+                return [header]
         found: list[Any] = [None] * len(keys)
         wanted = keys
         left: Sequence[int] = range(len(keys))
@@ -131,6 +135,29 @@ class ExtentFiles(ClosingStore):
             left = [i for i, header in enumerate(found) if header is None]
             wanted = [keys[i] for i in left]
         return [header or _MISS for header in found]
+
+    def _one(self, keys: Sequence[BlockKey], buffer: memoryview) -> RecordHeader | None:
+        """The record of one key, read into the buffer if it is there, fits, and stays the same meanwhile; for anything
+        else ``None``: the way of a batch finds out. Without a batch's lists it takes four fifths of the time."""
+        with self.lock:
+            self.calls += 1
+            runs = self.fresh(self.index.find(keys))
+            if not runs:
+                return None
+            _, extent, local, _ = runs[0]
+            heads = extent.packed(local, 1)
+            extent.use(local, 1, self.calls)
+        shape = extent.shape
+        nbytes = buffer.nbytes
+        try:
+            if shape.payload_nbytes != nbytes:
+                return None
+            if read_all(self._disk, extent.fd, [buffer], shape.payloads_at + local * shape.step, nbytes) != nbytes:
+                return None
+            now = self._heads_now(extent, local, 1)
+        except OSError:
+            return None
+        return extent.headers(heads)[0] if now == heads else None
 
     def _read(
         self,

@@ -114,7 +114,7 @@ class ByKeyScheduler(SchedulerSide):
         self._restores: dict[str, list[BlockKey]] = {}  # keys of rows to restore, by request, until its load begins
         last_router: int = parts.spec.attrs["layer_ids"][-1]
         # no layer behind the last router has KV that depends on its choice
-        self._unseen = carrier.witness != "off" and last_router == parts.spec.attrs["num_layers"] - 1
+        self.has_unproved = carrier.witness != "off" and last_router == parts.spec.attrs["num_layers"] - 1
         self._cuts = carrier.cuts
         self.reader: StoreReader | None = None
         if carrier.gate:
@@ -172,7 +172,7 @@ class ByKeyScheduler(SchedulerSide):
         return Filled(runs, self._parts.feed.take())
 
     def unproved(self, slots: NDArray[np.int64], lives: NDArray[np.int64]) -> NDArray[np.bool_] | None:
-        return self._fills.slots_by_kv(slots, lives) if self._unseen else None
+        return self._fills.slots_by_kv(slots, lives) if self.has_unproved else None
 
     def ended(self, request_id: str) -> Mapping[int, str]:
         self._fills.ended(request_id)

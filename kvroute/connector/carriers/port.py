@@ -116,6 +116,9 @@ class WorkerParts:
 class SchedulerSide:
     """The side in the scheduler's process. Its thread makes all calls, and none of them waits for a device."""
 
+    has_unproved = False
+    """Whether :meth:`unproved` may name any rows; else nobody asks."""
+
     def attach(self, greeting: Any) -> None:
         """The worker's side has started, with this message."""
 

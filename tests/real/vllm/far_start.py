@@ -17,6 +17,7 @@ from waiting import GIVE_UP_S
 
 from bench.harness import PeerError
 from bench.vllm_peers import ON_CPU, plugin
+from kvroute.connector.rollouts_apart import MODULE as ROLLOUTS
 
 FIELD = {"field": True, "rollouts": "response:", "witness": "missing"}
 """Rows are in vLLM's own field of every answer, too."""
@@ -55,6 +56,13 @@ class Engine:
         """Of all of its processes."""
         front = psutil.Process(self.peer.pid)
         return [each.pid for each in (*front.children(recursive=True), front)]
+
+    @property
+    def rollouts(self) -> psutil.Process:
+        """The process that stores its rollouts."""
+        front = psutil.Process(self.peer.pid)
+        (process,) = [each for each in front.children(recursive=True) if ROLLOUTS in each.cmdline()]
+        return process
 
     def signal(self, number: int) -> None:
         for pid in self.pids:
@@ -112,7 +120,7 @@ class Engines:
             "front": front,
             "ahead": ahead,
             "give_up_s": GIVE_UP_S,
-            "rollouts": settings.get("rollouts", "").removeprefix("response:"),
+            "rollouts": settings.get("rollouts", "").removeprefix("response:").removeprefix("apart:"),
             "arguments": {"model": str(self._homes["A"]), **ENGINE, "kv_transfer_config": given, **arguments},
         }
         search = [str(self._plugin), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from threading import Timer
 from typing import Any
 
 import numpy as np
@@ -75,6 +76,26 @@ def test_ids_that_come_again_with_stop_strings(start: Engines, judge: Judge, tmp
     with verdict("the same prompts, other weights", of_all(judge, engine.do(again, alone=True), "B")) as found:
         assert found.right == found.due
         assert found.due < 6 * 42 * 3, "of one token, or of a special one before it, which has no text"
+
+
+def test_rollouts_that_a_process_of_its_own_stores(start: Engines, judge: Judge, tmp_path: Path) -> None:
+    """Goal: rows are right, and none is missing, whatever becomes of that process. Method: requests of which many are
+    aborted at a stop string, so that their routes are found by key alone; then the same, of other prompts, while the
+    process is stopped, and killed after a second; and other ones, stored by the next process."""
+    engine = start("KvrouteConnector", {"rollouts": f"apart:file://{tmp_path}/rollouts"})
+    with verdict("stored apart", of_all(judge, engine.do(stopped(31)))) as found:
+        assert found.right == found.due
+        assert not found.words
+    first = engine.rollouts
+    first.suspend()
+    killer = Timer(1, first.kill)
+    killer.start()
+    with verdict("killed", of_all(judge, engine.do(stopped(32)))) as found:
+        assert found.right == found.due
+    killer.join()
+    assert engine.rollouts.pid != first.pid
+    with verdict("stored by the next one", of_all(judge, engine.do(stopped(33)))) as found:
+        assert found.right == found.due
 
 
 def test_a_restart_over_what_was_left(start: Engines, judge: Judge, tmp_path: Path) -> None:

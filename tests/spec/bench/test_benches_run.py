@@ -23,6 +23,7 @@ ROOT = Path(__file__).parents[3]
         "receipt --tokens 32 --micro-batches 1 --rounds 1",
         "step --quick --rounds 1 --sequences --blocks 20",
         "handover --sequences 2 --tokens 64 --dp 2 --homes file mooncake",
+        "ends --answers 8 --rounds 1",
         "transfer --quick --links ipc",
         "stores --quick --kib 8 --total-mib 1 --rounds 1",
     ],

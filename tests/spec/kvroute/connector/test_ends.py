@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
@@ -16,7 +17,7 @@ from waiting import GIVE_UP_S
 
 from cache_manager.errors import RegionError, RowError
 from cache_manager.regions.view import RegionView
-from kvroute.connector import Key, Tokens, ends, left, routes, scheduler
+from kvroute.connector import Key, Tokens, computations, cutting, ends, left, routes, scheduler
 from kvroute.connector.left import LeftRoutes
 from kvroute.connector.limits import LIMITS
 from kvroute.connector.spares import SpareBlocks
@@ -142,6 +143,28 @@ def test_spare_blocks_of_a_request_that_goes_on_are_free_when_their_rows_are_wri
     assert len(spares[0]) == free
 
 
+def test_a_worker_that_is_done_while_its_blocks_are_given_out(
+    start: Callable[..., Toy], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Goal: a request whose rows have just been written waits for their copies, and is not told that they are late.
+    Method: the worker is done when the scheduling thread has found that it is not, and takes spare blocks."""
+    toy = start(late=True)
+    go = held(toy)
+    compute(toy, FIRST)
+    told = end(toy, FIRST)
+    take_over = SpareBlocks.take_over
+
+    def late(spares: SpareBlocks, blocks: list[int]) -> Any:
+        go.set()
+        toy.worker.settle()
+        time.sleep(0.05)  # a hundred looks of the thread that waits for the worker
+        return take_over(spares, blocks)
+
+    monkeypatch.setattr(SpareBlocks, "take_over", late)
+    compute(toy, SECOND)
+    assert judge(of(told), FIRST) == {"right": 6}
+
+
 class Stuck:
     """A rollout store whose first put waits until the test releases it."""
 
@@ -211,17 +234,17 @@ def test_an_answer_comes_whatever_happens(start: Callable[..., Toy], monkeypatch
     code that makes routes of them; and in the code that reports missing ones."""
     toy = start()
     compute(toy, FIRST)
-    read, fails = ends.Ends._rows_until, [1]
+    read, fails = computations.rows_until, [1]
     with monkeypatch.context() as failing:
-        failing.setattr(ends.Ends, "_rows_until", lambda *of: read(*of) if not fails else fails.pop() // 0)
+        failing.setattr(computations, "rows_until", lambda *of: read(*of) if not fails else fails.pop() // 0)
         assert judge(of(end(toy, FIRST)), FIRST) == {"right": 6}
-        failing.setattr(ends.Ends, "_rows_until", lambda *_: 1 // 0)
+        failing.setattr(computations, "rows_until", lambda *_: 1 // 0)
         with pytest.raises(RowError, match="ZeroDivisionError"):
             of(end(toy, FIRST))
-    monkeypatch.setattr(ends, "labels_of", lambda _: 1 // 0)
+    monkeypatch.setattr(cutting, "labels_of", lambda _: 1 // 0)
     with pytest.raises(RowError, match="ZeroDivisionError"):
         of(end(toy, FIRST))
-    for at in ("leave", "fail"):
+    for at in ("put", "fail"):
         monkeypatch.setattr(LeftRoutes, at, lambda *_: 1 // 0)
     with pytest.raises(RowError, match="could not be left"):
         of(end(toy, FIRST))
@@ -257,7 +280,7 @@ def test_a_thread_that_ends_leaves_nobody_waiting(start: Callable[..., Toy], mon
     one ends after that."""
     toy = start()
     compute(toy, FIRST)
-    monkeypatch.setattr(ends.Ends, "_read_together", lambda *_: sys.exit())
+    monkeypatch.setattr(ends.Ends, "_outcomes", lambda *_: sys.exit())
     for why in ("has ended", "it has ended"):
         with pytest.raises(RowError, match=why):
             of(end(toy, FIRST))
@@ -514,7 +537,7 @@ def test_what_was_kept_of_a_request_is_let_go_at_its_end(
         assert told.result(GIVE_UP_S)
     assert len(spares[0]) == free
     assert toy.scheduler._ends is not None
-    assert toy.scheduler._ends._unread == {}
+    assert len(toy.scheduler._ends._unread) == 0
     go.set()
 
 

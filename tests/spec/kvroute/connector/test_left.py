@@ -18,6 +18,7 @@ import kvroute
 from kvroute.connector import Key, Tokens, choice_key, routes
 from kvroute.connector.key import rollout_id
 from kvroute.rollout import RolloutStore, open_rollouts
+from kvroute.rollout.local import LocalRollouts
 
 TOKENS = [3, 1, 4, 1, 5, 9]
 PROMPT = 3
@@ -200,6 +201,24 @@ def test_the_longest_key_has_a_place(engine: Callable[..., Toy], store: RolloutS
     left(engine(), own(key))
     assert judge(routes(answered(), rollouts=store, key=key, wait_s=0), TOKENS) == {"right": 6}
     assert store.find(rollout_id(key, TOKENS[:PROMPT])) is not None
+
+
+def test_routes_of_an_earlier_request_give_way_at_once(
+    engine: Callable[..., Toy], store: RolloutStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Goal: a process that is killed in between leaves no key that looks as if nobody had used it: the next try would
+    put the later rows where the earlier client looks. Method: a store in which nothing can be deleted."""
+    toy = engine()
+    left(toy, own("a"))
+
+    def killed(*_: Any) -> None:
+        raise SystemError("killed on purpose")
+
+    monkeypatch.setattr(LocalRollouts, "delete", killed)
+    told = left(toy, own("a"))
+    assert judge(routes(answered(kv_transfer_params=told), rollouts=store), TOKENS) == {"right": 6}
+    with pytest.raises(kvroute.RowError, match="no other request has had with this prompt"):
+        routes(answered(), rollouts=store, key="a", wait_s=0)
 
 
 # Several completions --------------------------------------------------------------------------------------------------

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,6 +27,7 @@ from kvroute.connector import Engine, Key, Limits, SchedulerRows, Settings, Step
 from kvroute.connector.settings import VERSION
 from kvroute.connector.stages import StageViews, stage_spec
 from kvroute.connector.worker import WorkerRows
+from kvroute.rollout import open_rollouts
 from kvroute.routing import ROUTING, routing_spec
 
 BLOCKS, TOKENS, EXPERTS = 5, 4, 64
@@ -51,9 +54,9 @@ class Sent:
 class Pipeline:
     """A scheduler, and stages that run the steps that they were sent in order, when a test says so."""
 
-    def __init__(self, late: bool = False, **limits: Any) -> None:
+    def __init__(self, late: bool = False, rollouts: str = "response:", **limits: Any) -> None:
         spec = routing_spec(EXPERTS, 2, LAYERS, num_layers=5, block_tokens=TOKENS)
-        settings = Settings.of({"strict": True, "weights": "m", "weights_version": 0})
+        settings = Settings.of({"strict": True, "weights": "m", "weights_version": 0, "rollouts": rollouts})
         self.engine = Engine(settings, spec, Namespace("m", 0), BLOCKS, 64, stages=2, limits=Limits(**limits))
         self.workers = list[WorkerRows]()
         for layers in STAGES:
@@ -238,6 +241,26 @@ def test_an_answer_waits_for_the_slowest_stage(pipeline: Callable[..., Pipeline]
     found = routes({"kv_transfer_params": answer.result(GIVE_UP_S)})
     assert found.complete
     np.testing.assert_array_equal(found.ids, rows_of(np.array(serials), LAYERS))
+
+
+def test_a_process_of_its_own_reads_the_rows_of_all_stages(pipeline: Callable[..., Pipeline], tmp_path: Path) -> None:
+    """Goal: rollouts apart are those of all layers, before and after a weight update, which has other namespaces.
+    Method: two requests, other weights between them; the engine's process reads none of their rows."""
+    toy = pipeline(rollouts=f"apart:file://{tmp_path}")
+    with closing(open_rollouts(f"file://{tmp_path}")) as store:
+        for blocks, version in (([3, 1], 0), ([2, 4], 2)):
+            if version:
+                toy.scheduler.weights.changed(version)
+                toy.scheduler.reset()
+            request = admitted(toy, 6, blocks)
+            serials = toy.send([blocks[i // TOKENS] * TOKENS + i % TOKENS for i in range(6)])
+            request.num_computed_tokens = 6
+            toy.run_all()
+            found = routes({"kv_transfer_params": answered(toy, request).result(GIVE_UP_S)}, rollouts=store)
+            assert found.complete
+            assert found.weights_versions == ((0, 6, version),)
+            np.testing.assert_array_equal(found.ids, rows_of(np.array(serials), LAYERS))
+    assert toy.scheduler.meter.take()["kvroute:events_total"] == {"rollouts/stored": 2}
 
 
 def test_rows_of_a_stage_that_does_not_come_are_missing(pipeline: Callable[..., Pipeline]) -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from cache_manager.errors import ConfigError
 from cache_manager.keys import Namespace
-from kvroute.connector.ends import PendingAnswer
+from kvroute.connector.end import PendingAnswer
 from kvroute.connector.versions import Versions
 from kvroute.integrations.vllm.core import (
     HEARD,
