@@ -196,9 +196,9 @@ def _found(current: Capturer, hit: Any, controller: Any, *_: Any) -> Any:
 
 
 def _prefetched(current: Capturer, tree: Any, operation: Any) -> None:
-    """Pages have come to the host from the storage."""
+    """Pages have come to the host from the storage, also from one that was attached later."""
     pages = operation.completed_tokens // tree.page_size
-    if pages and current.rows.folder is not None:
+    if pages:
         slots = tree.ongoing_prefetch[operation.handle].host_indices[: pages * tree.page_size]
         current.rows.loaded(operation.hash_value[:pages], current.rows.pages_of(slots, host=True))
 

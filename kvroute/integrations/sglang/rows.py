@@ -380,7 +380,8 @@ class RoutedRows:
     def loaded(self, keys: Sequence[str], pages: Ids) -> None:
         """KV kept by others has come to pages of the host, or comes to the device before the next pass reads it.
 
-        After that their rows come, matched by this KV. A page without rows is no longer a hit.
+        After that their rows come, matched by this KV. A page without rows is no longer a hit. Without a ``folder``, as
+        with a storage that was attached later, nothing comes.
         """
 
         def begin() -> None:
@@ -389,7 +390,9 @@ class RoutedRows:
 
         self._valid_after[pages] = self.launched
         self._then(begin)
-        self._then(partial(self._arrive, keys, pages, self._origins_now(pages)), self.launched + (not self._folds_host))
+        if self.folder is not None:
+            arrive = partial(self._arrive, keys, pages, self._origins_now(pages))
+            self._then(arrive, self.launched + (not self._folds_host))
 
     def _arrive(self, keys: Sequence[str], pages: Ids, origins: Origins | None) -> None:
         self._named(pages, origins)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -29,6 +30,7 @@ from kvroute.connector.left import Tokens
 from kvroute.connector.meter import SECONDS
 from kvroute.connector.settings import Common
 from kvroute.connector.witness import KvFolder
+from kvroute.integrations.sglang import hooks
 from kvroute.integrations.sglang.rows import WHY, Launched, RoutedRows
 
 PAGE, PAGES, HOST = 4, 7, 5
@@ -353,6 +355,26 @@ def test_what_goes_to_the_host_while_its_pass_runs_has_its_rows_when_that_is_ove
         engine.check(complete=True)
         engine.evict_host()
     assert engine.check(complete=True) >= 2 * PAGE
+
+
+def test_kv_of_a_storage_that_is_attached_later_has_no_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Goal: KV that such a storage brings to pages of the host has not the rows of these pages' earlier requests, and
+    the answer says why. Method: SGLang's report of a prefetch, in an engine that has started without a storage."""
+    engine = Engine("host")
+    engine.back_up(request := engine.computed())
+    (host,) = engine.host
+    monkeypatch.setattr(hooks, "capturer", lambda: engine)
+    prefetch = SimpleNamespace(host_indices=all_slots([host]))
+    tree = SimpleNamespace(page_size=PAGE, ongoing_prefetch={"request": prefetch})
+    operation = SimpleNamespace(handle="request", completed_tokens=PAGE, hash_value=KEYS[:1])
+    hooks.HOOKS["prefetched"](lambda *_: None, tree, operation)
+    engine.host_memory[host] = 99
+    engine.finish(request)
+    engine.bring_back(1)
+    engine.run()
+    assert engine.check(complete=False) == 0
+    _, _, gaps = engine.rows.read(np.array(engine.running[0], np.int64), 0).routes()
+    assert gaps == [(0, PAGE, WHY)]
 
 
 def test_what_happens_behind_a_pass_that_never_ends_happens_before_the_next() -> None:
