@@ -13,7 +13,8 @@ from kvroute.connector.started import started
 from kvroute.connector.versions import AS_LOADED, version_of
 from kvroute.integrations.sglang import versions
 from kvroute.integrations.sglang.capturer import Capturer, capturer
-from kvroute.integrations.sglang.handover import Handover
+from kvroute.integrations.sglang.handover import Handover, Tickets
+from kvroute.integrations.sglang.ranks import least_of
 from kvroute.integrations.sglang.refusals import supported
 from kvroute.integrations.sglang.routers import routed_layers
 from kvroute.integrations.sglang.rows import RoutedRows
@@ -37,6 +38,8 @@ COMPUTES: Final = (
     "is_embedding",
 )
 """SGLang's arguments that change the weights or what is computed with them, beside the model's configuration."""
+TICKETS: Final = "kvroute_tickets"
+"""The attribute of prefill's scheduler with the first rank's :class:`Tickets`, on a rank that has no rows."""
 
 
 def _after(hook: Hook) -> Hook:
@@ -243,10 +246,14 @@ def _flushed(current: Capturer, done: Any, *_: Any, **__: Any) -> None:
         current.rows.weights.forgotten()
 
 
-def _handed(current: Capturer, scheduler: Any, req: Any, last_chunk: bool = False, *_: Any, **__: Any) -> None:
-    """Prefill sends KV of a prompt: with the last of it goes the ticket for its rows."""
-    if last_chunk:
-        current.lend(req, scheduler.disagg_metadata_buffers)
+def _handed(
+    send: Callable[..., Any], scheduler: Any, req: Any, last_chunk: bool = False, *args: Any, **named: Any
+) -> Any:
+    """Prefill sends KV of a prompt: with the last of it goes the ticket for its rows, from each rank."""
+    lender: Capturer | Tickets | None = capturer() or getattr(scheduler, TICKETS, None)
+    if last_chunk and lender is not None:
+        lender.lend(req, scheduler.disagg_metadata_buffers)
+    return send(scheduler, req, last_chunk, *args, **named)
 
 
 def _gated(current: Capturer, _: Any, polls: list[int], decode_reqs: list[Any], metadata_buffers: Any) -> None:
@@ -278,15 +285,26 @@ def _resumed(current: Capturer, _: Any, req: Any, *__: Any, **___: Any) -> None:
 
 
 def handover(scheduler: Any) -> None:
-    """A scheduler is there: if it computes prompts for others, or goes on from theirs, rows cross with them."""
+    """A scheduler is there: if it computes prompts for others, or goes on from theirs, rows cross with them.
+
+    The first of the ranks that share their requests has them. The others of prefill learn its tickets here.
+    """
     current, arguments = capturer(), versions.arguments()
-    if current is None or not versions.is_on(arguments, versions.APART):
+    if versions.experts_capturer() is None or not versions.is_on(arguments, versions.APART):
         return
-    made = Handover(current.rows, settings_of_arguments(arguments))
-    current.hand_over(made, scheduler.req_to_token_pool)
-    current.rows.followers.append(made.crossing.follow)
-    current.rows.counters["transfer"] = lambda: made.crossing.node.counters
-    logger.info("kvroute lends and fetches rows of prompts at %s", made.crossing.address)
+    own: Tickets | None = None
+    if current is not None:
+        made = Handover(current.rows, settings_of_arguments(arguments))
+        own = made.tickets
+        current.hand_over(made, scheduler.req_to_token_pool)
+        current.rows.followers.append(made.crossing.follow)
+        current.rows.counters["transfer"] = lambda: made.crossing.node.counters
+        logger.info("kvroute lends and fetches rows of prompts at %s", made.crossing.address)
+    least = least_of(scheduler.attn_tp_cpu_group)
+    if least is not None and arguments.disaggregation_mode == "prefill":
+        tickets = Tickets.agreed(own, least)
+        if current is None:
+            setattr(scheduler, TICKETS, tickets)
 
 
 HOOKS: Final[Mapping[str, Hook]] = {
@@ -310,7 +328,7 @@ HOOKS: Final[Mapping[str, Hook]] = {
     "accepted_ngram": _after(_accepted),
     "carried": _after(_carried),
     "retracted": _before(_retracted),
-    "handed": _before(_handed),
+    "handed": _handed,
     "gated": _after(_gated),
     "prebuilt": _before(_prebuilt),
     "put_aside": _after(_put_aside),

@@ -70,6 +70,15 @@ class Engine:
         for process in (*front.children(recursive=True), front):
             os.kill(process.pid, number)
 
+    def kill_rank(self, rank: int) -> bool:
+        """Whether there was one of this number; SGLang ends the others, or they hang."""
+        for process in psutil.Process(self._front.pid).children(recursive=True):
+            title = " ".join(process.cmdline())
+            if title.startswith("sglang::scheduler") and f"_TP{rank}" in title:
+                process.kill()
+                return True
+        return False
+
     def kill(self) -> None:
         self.signal(signal.SIGKILL)
         self.ended = True

@@ -132,7 +132,9 @@ def test_what_is_refused_with_prefill_and_decode_apart(mode: str) -> None:
         ({"disaggregation_transfer_backend": "nixl"}, Lending(), None),
         ({"disaggregation_transfer_backend": "mori"}, Lending(), "disaggregation_transfer_backend"),
         ({"disaggregation_transfer_backend": "fake"}, Lending(), "disaggregation_transfer_backend"),
-        ({"tp_size": 2}, Lending(), "tp_size"),
+        ({"tp_size": 2}, Lending(), None),
+        ({"dp_size": 2}, Lending(), "dp_size"),
+        ({"tp_size": 2, "attn_dp_size": 2, "disable_cuda_graph": True}, Lending(), "attn_dp_size"),
         ({"enable_hierarchical_cache": True}, Lending(), "enable_hierarchical_cache"),
         ({}, Lending(lend="ipc:///tmp/rows"), "lend"),
     ]
