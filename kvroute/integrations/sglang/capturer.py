@@ -15,7 +15,8 @@ from kvroute.connector.left import Tokens
 from kvroute.integrations.sglang import versions
 from kvroute.integrations.sglang.answers import Outbox, RequestRows
 from kvroute.integrations.sglang.handover import ARRIVAL, NOT_ASKED, Arrival, Handover, PackedTicket, put, room_of
-from kvroute.integrations.sglang.rows import NOTHING, Aside, Ids, Launched, RoutedRows
+from kvroute.integrations.sglang.passes import Ids, Launched
+from kvroute.integrations.sglang.rows import NOTHING, Aside, RoutedRows
 
 ANSWER: Final = "kvroute_answer"
 """The attribute of SGLang's request with its answer, from its end until its message."""

@@ -35,8 +35,9 @@ from kvroute.connector.crossing import Came, Crossing, link_of
 from kvroute.connector.limits import LIMITS, Limits
 from kvroute.connector.settings import Lending
 from kvroute.connector.tickets import MIXED, NO_TICKET
+from kvroute.integrations.sglang.passes import Ids
 from kvroute.integrations.sglang.ranks import Digests, Least
-from kvroute.integrations.sglang.rows import Ids, RoutedRows
+from kvroute.integrations.sglang.rows import RoutedRows
 from kvroute.routes.token_hash import token_hash
 
 logger = logging.getLogger(__name__)

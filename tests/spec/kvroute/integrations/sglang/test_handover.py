@@ -37,7 +37,8 @@ from kvroute.integrations.sglang.handover import (
     ip_and_port,
 )
 from kvroute.integrations.sglang.hooks import HOOKS, TICKETS
-from kvroute.integrations.sglang.rows import Launched, RoutedRows
+from kvroute.integrations.sglang.passes import Launched
+from kvroute.integrations.sglang.rows import RoutedRows
 from transfer import TransferLimits
 
 PAGE, PAGES = 4, 8

@@ -31,7 +31,8 @@ from kvroute.connector.meter import SECONDS
 from kvroute.connector.settings import Common
 from kvroute.connector.witness import KvFolder
 from kvroute.integrations.sglang import hooks
-from kvroute.integrations.sglang.rows import WHY, Launched, RoutedRows
+from kvroute.integrations.sglang.passes import Launched
+from kvroute.integrations.sglang.rows import WHY, RoutedRows
 
 PAGE, PAGES, HOST = 4, 7, 5
 KEYS = ["one" * 8, "other" * 8]  # of pages that another storage keeps
@@ -92,7 +93,7 @@ class Engine:
     def request(self, pages: list[int] | None = None) -> Request:
         """A new one, whose first pages came from elsewhere."""
         self.running.append(made := Request(all_slots(pages or []).tolist()))
-        made.last = self.rows.launched + 1
+        made.last = self.rows.passes.launched + 1
         return made
 
     def pages(self, pages: list[int], *, host: bool = False) -> Any:
@@ -118,7 +119,7 @@ class Engine:
         for request, n in wanted:
             if (more := self.allocate(request, n)) is not None:
                 request.extend(more)
-                request.last = self.rows.launched + 1
+                request.last = self.rows.passes.launched + 1
                 slots += more
         for key, page in self.coming:
             self.memory[page] = self.others[key]
@@ -212,7 +213,7 @@ class Engine:
         """How many rows are right, of requests that may have ended; none is wrong, with ``complete`` none missing."""
         right = 0
         for request in self.running:
-            if request.last > self.rows.ended:
+            if request.last > self.rows.passes.ended:
                 continue
             found = self.rows.read(np.array(request, np.int64), 0).routes()[0]
             salts, there = self.memory.view(-1)[request].numpy(), found.valid
