@@ -38,6 +38,8 @@ COMPUTES: Final = (
     "is_embedding",
 )
 """SGLang's arguments that change the weights or what is computed with them, beside the model's configuration."""
+JUDGED_POOLS: Final = frozenset({"kv", "swa"})
+"""SGLang's pages on the host: of layers that attend to all tokens, by whose numbers rows go; and of windows beside."""
 TICKETS: Final = "kvroute_tickets"
 """The attribute of prefill's scheduler with the first rank's :class:`Tickets`, on a rank that has no rows."""
 
@@ -156,10 +158,16 @@ def _hosted(current: Capturer, _: Any, controller: Any, *__: Any, **___: Any) ->
     pools = [
         str(getattr(entry.name, "value", entry.name)) for entry in getattr(controller.mem_pool_host, "entries", ())
     ]
-    if len(pools) > 1:  # windows, states, or indexes of sparse attention
+    if unjudged := sorted(set(pools) - JUDGED_POOLS):
         raise ConfigError(
             "SGLang with kvroute: enable_hierarchical_cache",
-            "a model whose layers all attend to all tokens: other pages on the host were not judged",
+            "a model whose layers attend to all tokens or to a window: other pages on the host were not judged",
+            ", ".join(unjudged),
+        )
+    if len(pools) > 1 and controller.enable_storage:
+        raise ConfigError(
+            "SGLang with kvroute: hicache_storage_backend",
+            "none with layers that forget: rows are matched by KV of the others alone, behind which layers choose",
             ", ".join(pools),
         )
     from kvroute.integrations.sglang.linker import host_folder
