@@ -71,13 +71,13 @@ class Engine:
             os.kill(process.pid, number)
 
     def kill_rank(self, rank: int) -> bool:
-        """Whether there was one of this number; SGLang ends the others, or they hang."""
-        for process in psutil.Process(self._front.pid).children(recursive=True):
-            title = " ".join(process.cmdline())
-            if title.startswith("sglang::scheduler") and f"_TP{rank}" in title:
-                process.kill()
-                return True
-        return False
+        """Whether there is one of this number: they are started one after the other, and last the detokenizer."""
+        processes = psutil.Process(self._front.pid).children(recursive=True)
+        *ranks, _ = sorted((each for each in processes if not each.children()), key=lambda each: each.pid)
+        if rank >= len(ranks):
+            return False
+        ranks[rank].kill()
+        return True
 
     def kill(self) -> None:
         self.signal(signal.SIGKILL)
