@@ -38,8 +38,9 @@ COMPUTES: Final = (
     "is_embedding",
 )
 """SGLang's arguments that change the weights or what is computed with them, beside the model's configuration."""
-JUDGED_POOLS: Final = frozenset({"kv", "swa"})
-"""SGLang's pages on the host: of layers that attend to all tokens, by whose numbers rows go; and of windows beside."""
+JUDGED_POOLS: Final = frozenset({"kv", "swa", "mamba"})
+"""SGLang's pages on the host: of layers that attend to all tokens, by whose numbers rows go; beside them windows and
+states."""
 TICKETS: Final = "kvroute_tickets"
 """The attribute of prefill's scheduler with the first rank's :class:`Tickets`, on a rank that has no rows."""
 
@@ -161,7 +162,7 @@ def _hosted(current: Capturer, _: Any, controller: Any, *__: Any, **___: Any) ->
     if unjudged := sorted(set(pools) - JUDGED_POOLS):
         raise ConfigError(
             "SGLang with kvroute: enable_hierarchical_cache",
-            "a model whose layers attend to all tokens or to a window: other pages on the host were not judged",
+            "a model whose layers attend to all tokens, to windows, or keep states: other pages were not judged",
             ", ".join(unjudged),
         )
     if len(pools) > 1 and controller.enable_storage:

@@ -1,4 +1,4 @@
-"""Models with layers that forget: windows (SWA), which have pages of their own in SGLang.
+"""Models with layers that forget: windows (SWA), or states of convolutions, which have pages of their own in SGLang.
 
 Rows go with the pages of the layers that attend to all tokens. Stock SGLang beside kvroute in it, asked the same;
 transformers judges.
@@ -6,6 +6,7 @@ transformers judges.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -28,14 +29,26 @@ DO: list[Any] = [
     ["evicted and loaded", "ask", {"prompts": FIRST}],
     ["more turns", "turns", {"prompts": FIRST[:2]}],
 ]
-FAMILIES = ["mellum"]
+STATES = {
+    "page_size": 1,
+    "disable_overlap_schedule": True,
+    "mamba_radix_cache_strategy": "no_buffer",
+    "max_mamba_cache_size": 16,
+    "hicache_mem_layout": "page_first_direct",
+}
+"""With which SGLang keeps states where there is no GPU."""
+FAMILIES: dict[str, dict[str, Any]] = {"mellum": {}, "lfm2_moe": STATES}
+HYBRID = os.environ.get("KVROUTE_HYBRID", ",".join(FAMILIES)).split(",")  # CI has time for one
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_rows_go_with_the_pages_of_all_tokens(serve: Serve, model: Models, family: str) -> None:
+@pytest.mark.parametrize("family", HYBRID)
+def test_rows_go_with_the_pages_of_all_tokens(
+    serve: Serve, model: Models, monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
     """Goal: no row is wrong or missing, through hits, turns, retraction, eviction to the host and loading. Method: a
     pool that later requests push earlier ones out of; the windows are shorter than the prompts."""
-    home, options = model(family), SMALL | HOST | {"chunked_prefill_size": 64}
+    monkeypatch.setenv("SGLANG_MAMBA_CONV_DTYPE", "float32")
+    home, options = model(family), SMALL | HOST | {"chunked_prefill_size": 64} | FAMILIES[family]
     settings = {"strict": True}
     with ThreadPoolExecutor(2) as pool:
         engines = [pool.submit(serve, home, DO, kvroute=each, settings=settings, **options) for each in (False, True)]

@@ -91,7 +91,7 @@ def test_what_a_server_refuses_is_on_the_page() -> None:
         (["kv", "indexer"], False, r"enable_hierarchical_cache: wanted a model .*got indexer"),
         (["kv", "swa", "draft_kv"], False, r"enable_hierarchical_cache: wanted a model .*got draft_kv"),
         (["kv", "swa"], True, r"hicache_storage_backend: wanted none with layers that forget.*got kv, swa"),
-        (["kv", "mamba"], True, r"enable_hierarchical_cache: wanted a model .*got mamba"),
+        (["kv", "mamba"], True, r"hicache_storage_backend: wanted none with layers that forget.*got kv, mamba"),
     ],
 )
 def test_pages_on_the_host_that_were_not_judged_are_refused_by_name(
