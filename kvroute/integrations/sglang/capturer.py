@@ -14,8 +14,9 @@ from kvroute.capture.step_ids import OTHERS, REASONS
 from kvroute.connector.left import Tokens
 from kvroute.integrations.sglang import versions
 from kvroute.integrations.sglang.answers import Outbox, RequestRows
-from kvroute.integrations.sglang.handover import ARRIVAL, NOT_ASKED, Arrival, Handover, PackedTicket
-from kvroute.integrations.sglang.rows import NOTHING, Aside, Ids, Launched, RoutedRows
+from kvroute.integrations.sglang.handover import ARRIVAL, NOT_ASKED, Arrival, Handover, PackedTicket, put, room_of
+from kvroute.integrations.sglang.passes import Ids, Launched
+from kvroute.integrations.sglang.rows import NOTHING, Aside, RoutedRows
 
 ANSWER: Final = "kvroute_answer"
 """The attribute of SGLang's request with its answer, from its end until its message."""
@@ -177,10 +178,10 @@ class Capturer:
             return
         if req.return_routed_experts:
             ids = list(req.origin_input_ids)
-            ticket = self._handover.lend(ids, self._slots_of(req, len(ids)))
+            ticket = self._handover.lend(ids, self._slots_of(req, len(ids)), room_of(req))
         else:
             ticket = PackedTicket(why=NOT_ASKED)
-        buffers.bootstrap_room[req.metadata_buffer_index, 1:] = torch.from_numpy(ticket.words())
+        put(ticket, req, buffers)
 
     def goes_on(self, decode_req: Any, buffers: Any) -> bool:
         """Whether a request, whose KV has come, may run: its rows have come too, or it has waited long enough."""

@@ -4,10 +4,16 @@ Prefill lends copies of a prompt's rows when it sends the last of its KV. The *t
 SGLang's own message with a request's first token: in the words of ``MetadataBuffers.bootstrap_room`` that SGLang leaves
 at 0. So it comes with the KV that it is of, through no client and no router, and a peer without kvroute reads nothing
 of it. Decode keeps a request whose KV has come from running until its rows have come too, or a limit is over.
+
+Of ranks that share their requests the first one alone has rows, on either side: it lends and fetches, and no other rank
+waits for a message of ours. SGLang lets no rank of decode run a request that another one keeps. A rank of decode may
+have its KV from several ranks of prefill, each of which writes the message with the first token: so all of them write
+the same ticket.
 """
 
 from __future__ import annotations
 
+import hashlib
 import ipaddress
 import logging
 import secrets
@@ -19,6 +25,7 @@ from functools import partial
 from typing import Any, Final
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from cache_manager.errors import ConfigError, KVRouteError
@@ -28,7 +35,9 @@ from kvroute.connector.crossing import Came, Crossing, link_of
 from kvroute.connector.limits import LIMITS, Limits
 from kvroute.connector.settings import Lending
 from kvroute.connector.tickets import MIXED, NO_TICKET
-from kvroute.integrations.sglang.rows import Ids, RoutedRows
+from kvroute.integrations.sglang.passes import Ids
+from kvroute.integrations.sglang.ranks import Digests, Least
+from kvroute.integrations.sglang.rows import RoutedRows
 from kvroute.routes.token_hash import token_hash
 
 logger = logging.getLogger(__name__)
@@ -40,6 +49,8 @@ NOT_ASKED: Final = "prefill was not asked for routed experts"
 OTHER_PROMPT: Final = "prompt: prefill's tokens are others"
 _MAGIC: Final = b"kvr1"
 _WORDS: Final = struct.Struct("<4sBxH16s16s16s")
+_WORDS_COUNT: Final = _WORDS.size // 8
+_PLACE: Final = struct.Struct("<16sQQ16s")
 LENT, _MIXED, _NOT_LENT, _NOT_ASKED = range(1, 5)
 _WHY: Final[Mapping[int, str]] = {_MIXED: MIXED, _NOT_LENT: NOT_LENT, _NOT_ASKED: NOT_ASKED}
 
@@ -111,6 +122,54 @@ class Arrival:
     receiver: Any = None  # SGLang's, of the KV
 
 
+class Tickets:
+    """The tickets of a prefill engine's prompts. Each of its ranks makes the same ones, because it sends the same
+    prompts in the same order; the first rank lends the rows that they name.
+
+    A ticket's transfer is of its prompt and its room, and of its place in that order: a rank with another order names
+    transfers that do not exist.
+    """
+
+    def __init__(self, engine: bytes, address: str) -> None:
+        """``engine`` are 16 random bytes."""
+        self._engine, self._address = engine, address
+        self._prompts = 0
+
+    @classmethod
+    def agreed(cls, own: Tickets | None, least: Least) -> Tickets:
+        """Those of the first rank, which alone has its ``own``. Each rank calls it once, at the start."""
+        said: Digests = np.full(8 * _WORDS_COUNT, 256)  # more than any byte
+        if own is not None:
+            said = np.frombuffer(PackedTicket(own._engine, own._address).words().tobytes(), np.uint8).astype(np.int64)
+        first = PackedTicket.read(least(said).astype(np.uint8).view(np.uint64))
+        return cls(first.transfer, first.address)
+
+    def next(self, tokens: Sequence[int], room: int) -> PackedTicket:
+        """The ticket of a prompt that is sent to SGLang's ``room``."""
+        self._prompts += 1
+        digest = token_hash(tokens)
+        place = _PLACE.pack(self._engine, self._prompts, room, digest)
+        return PackedTicket(hashlib.blake2b(place, digest_size=16).digest(), self._address, digest)
+
+    def lend(self, req: Any, buffers: Any) -> None:
+        """SGLang sends the last of a prompt's KV from a rank without rows, and with it what is in ``buffers``."""
+        if req.return_routed_experts:
+            ticket = self.next(list(req.origin_input_ids), room_of(req))
+        else:
+            ticket = PackedTicket(why=NOT_ASKED)
+        put(ticket, req, buffers)
+
+
+def room_of(req: Any) -> int:
+    """SGLang's name for the meeting of a request's two halves."""
+    return int(req.bootstrap_room or 0)
+
+
+def put(ticket: PackedTicket, req: Any, buffers: Any) -> None:
+    """Into the words of a request's message with the first token that SGLang leaves at 0."""
+    buffers.bootstrap_room[req.metadata_buffer_index, 1:] = torch.from_numpy(ticket.words())
+
+
 class Handover:
     """Lends and fetches the rows of prompts beside ``rows``, over a link of its own. The scheduler's thread calls it.
 
@@ -131,29 +190,31 @@ class Handover:
         except ConfigError:
             self.crossing.close()
             raise
+        self.tickets = Tickets(secrets.token_bytes(16), self.crossing.address)
         self.not_lent = 0
         """Prompts whose rows could not be lent."""
         self._under_way: dict[bytes, Arrival] = {}
 
     # ---------------------------------------------------------------- prefill
 
-    def lend(self, tokens: Sequence[int], slots: Ids) -> PackedTicket:
-        """The prompt of these ``tokens`` is computed, and lies in ``slots``; all passes that wrote it are over."""
+    def lend(self, tokens: Sequence[int], slots: Ids, room: int) -> PackedTicket:
+        """The prompt of these ``tokens`` is computed, and lies in ``slots``; all passes that wrote it are over. It is
+        sent to SGLang's ``room``."""
         self.poll()
-        rows, transfer = self._rows, secrets.token_bytes(16)
+        rows, ticket = self._rows, self.tickets.next(tokens, room)
         pages = slots[:: rows.page] // rows.page
         if rows.weights.mixed:
             return PackedTicket(why=MIXED)
         try:
             lives = rows.settled(pages)
-            keys = self._keys(transfer, pages)
-            self.crossing.lender.lend(transfer, 0, keys, lives.tolist(), len(slots))
+            keys = self._keys(ticket.transfer, pages)
+            self.crossing.lender.lend(ticket.transfer, 0, keys, lives.tolist(), len(slots))
         except KVRouteError as error:
             if not self.not_lent:
                 logger.warning("rows of a prompt are not lent: %s; others are counted", error)
             self.not_lent += 1
             return PackedTicket(why=NOT_LENT)
-        return PackedTicket(transfer, self.crossing.address, token_hash(tokens))
+        return ticket
 
     def _keys(self, transfer: bytes, pages: Ids) -> dict[BlockKey, int]:
         """Names for a transfer's pages, independent of tokens: the ticket has the tokens' hash."""
@@ -213,4 +274,14 @@ class Handover:
         self.crossing.close()
 
 
-__all__ = ["ARRIVAL", "NOT_ASKED", "NOT_LENT", "OTHER_PROMPT", "Arrival", "Handover", "PackedTicket", "ip_and_port"]
+__all__ = [
+    "ARRIVAL",
+    "NOT_ASKED",
+    "NOT_LENT",
+    "OTHER_PROMPT",
+    "Arrival",
+    "Handover",
+    "PackedTicket",
+    "Tickets",
+    "ip_and_port",
+]

@@ -13,7 +13,8 @@ from kvroute.connector.started import started
 from kvroute.connector.versions import AS_LOADED, version_of
 from kvroute.integrations.sglang import versions
 from kvroute.integrations.sglang.capturer import Capturer, capturer
-from kvroute.integrations.sglang.handover import Handover
+from kvroute.integrations.sglang.handover import Handover, Tickets
+from kvroute.integrations.sglang.ranks import least_of
 from kvroute.integrations.sglang.refusals import supported
 from kvroute.integrations.sglang.routers import routed_layers
 from kvroute.integrations.sglang.rows import RoutedRows
@@ -37,6 +38,11 @@ COMPUTES: Final = (
     "is_embedding",
 )
 """SGLang's arguments that change the weights or what is computed with them, beside the model's configuration."""
+JUDGED_POOLS: Final = frozenset({"kv", "swa", "mamba"})
+"""SGLang's pages on the host: of layers that attend to all tokens, by whose numbers rows go; beside them windows and
+states."""
+TICKETS: Final = "kvroute_tickets"
+"""The attribute of prefill's scheduler with the first rank's :class:`Tickets`, on a rank that has no rows."""
 
 
 def _after(hook: Hook) -> Hook:
@@ -153,10 +159,16 @@ def _hosted(current: Capturer, _: Any, controller: Any, *__: Any, **___: Any) ->
     pools = [
         str(getattr(entry.name, "value", entry.name)) for entry in getattr(controller.mem_pool_host, "entries", ())
     ]
-    if len(pools) > 1:  # windows, states, or indexes of sparse attention
+    if unjudged := sorted(set(pools) - JUDGED_POOLS):
         raise ConfigError(
             "SGLang with kvroute: enable_hierarchical_cache",
-            "a model whose layers all attend to all tokens: other pages on the host were not judged",
+            "a model whose layers attend to all tokens, to windows, or keep states: other pages were not judged",
+            ", ".join(unjudged),
+        )
+    if len(pools) > 1 and controller.enable_storage:
+        raise ConfigError(
+            "SGLang with kvroute: hicache_storage_backend",
+            "none with layers that forget: rows are matched by KV of the others alone, behind which layers choose",
             ", ".join(pools),
         )
     from kvroute.integrations.sglang.linker import host_folder
@@ -196,9 +208,9 @@ def _found(current: Capturer, hit: Any, controller: Any, *_: Any) -> Any:
 
 
 def _prefetched(current: Capturer, tree: Any, operation: Any) -> None:
-    """Pages have come to the host from the storage."""
+    """Pages have come to the host from the storage, also from one that was attached later."""
     pages = operation.completed_tokens // tree.page_size
-    if pages and current.rows.folder is not None:
+    if pages:
         slots = tree.ongoing_prefetch[operation.handle].host_indices[: pages * tree.page_size]
         current.rows.loaded(operation.hash_value[:pages], current.rows.pages_of(slots, host=True))
 
@@ -243,10 +255,14 @@ def _flushed(current: Capturer, done: Any, *_: Any, **__: Any) -> None:
         current.rows.weights.forgotten()
 
 
-def _handed(current: Capturer, scheduler: Any, req: Any, last_chunk: bool = False, *_: Any, **__: Any) -> None:
-    """Prefill sends KV of a prompt: with the last of it goes the ticket for its rows."""
-    if last_chunk:
-        current.lend(req, scheduler.disagg_metadata_buffers)
+def _handed(
+    send: Callable[..., Any], scheduler: Any, req: Any, last_chunk: bool = False, *args: Any, **named: Any
+) -> Any:
+    """Prefill sends KV of a prompt: with the last of it goes the ticket for its rows, from each rank."""
+    lender: Capturer | Tickets | None = capturer() or getattr(scheduler, TICKETS, None)
+    if last_chunk and lender is not None:
+        lender.lend(req, scheduler.disagg_metadata_buffers)
+    return send(scheduler, req, last_chunk, *args, **named)
 
 
 def _gated(current: Capturer, _: Any, polls: list[int], decode_reqs: list[Any], metadata_buffers: Any) -> None:
@@ -278,15 +294,26 @@ def _resumed(current: Capturer, _: Any, req: Any, *__: Any, **___: Any) -> None:
 
 
 def handover(scheduler: Any) -> None:
-    """A scheduler is there: if it computes prompts for others, or goes on from theirs, rows cross with them."""
+    """A scheduler is there: if it computes prompts for others, or goes on from theirs, rows cross with them.
+
+    The first of the ranks that share their requests has them. The others of prefill learn its tickets here.
+    """
     current, arguments = capturer(), versions.arguments()
-    if current is None or not versions.is_on(arguments, versions.APART):
+    if versions.experts_capturer() is None or not versions.is_on(arguments, versions.APART):
         return
-    made = Handover(current.rows, settings_of_arguments(arguments))
-    current.hand_over(made, scheduler.req_to_token_pool)
-    current.rows.followers.append(made.crossing.follow)
-    current.rows.counters["transfer"] = lambda: made.crossing.node.counters
-    logger.info("kvroute lends and fetches rows of prompts at %s", made.crossing.address)
+    own: Tickets | None = None
+    if current is not None:
+        made = Handover(current.rows, settings_of_arguments(arguments))
+        own = made.tickets
+        current.hand_over(made, scheduler.req_to_token_pool)
+        current.rows.followers.append(made.crossing.follow)
+        current.rows.counters["transfer"] = lambda: made.crossing.node.counters
+        logger.info("kvroute lends and fetches rows of prompts at %s", made.crossing.address)
+    least = least_of(scheduler.attn_tp_cpu_group)
+    if least is not None and arguments.disaggregation_mode == "prefill":
+        tickets = Tickets.agreed(own, least)
+        if current is None:
+            setattr(scheduler, TICKETS, tickets)
 
 
 HOOKS: Final[Mapping[str, Hook]] = {
@@ -310,7 +337,7 @@ HOOKS: Final[Mapping[str, Hook]] = {
     "accepted_ngram": _after(_accepted),
     "carried": _after(_carried),
     "retracted": _before(_retracted),
-    "handed": _before(_handed),
+    "handed": _handed,
     "gated": _after(_gated),
     "prebuilt": _before(_prebuilt),
     "put_aside": _after(_put_aside),

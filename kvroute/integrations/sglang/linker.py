@@ -17,7 +17,7 @@ from cache_manager.job import PersistJob
 from cache_manager.spec import AuxBlockDataSpec
 from kvroute.connector.witness import KvFolder, witnesses
 from kvroute.integrations.sglang.capturer import capturer
-from kvroute.integrations.sglang.ranks import Digests, Ranks
+from kvroute.integrations.sglang.ranks import Ranks, least_of
 from kvroute.integrations.sglang.rows import RoutedRows, logger
 
 LAYOUTS = ("layer_first", "page_first", "page_first_direct")
@@ -101,19 +101,6 @@ def _rows_and_kv(params: Any, components: Any) -> tuple[RoutedRows, PoolKV]:
     return current.rows, PoolKV(pool, params.page_size)
 
 
-def ranks_of(group: Any) -> Ranks | None:
-    """The ranks of SGLang's group on the host; ``None``: this one has no others."""
-    if group is None or torch.distributed.get_world_size(group=group) == 1:
-        return None
-
-    def least(values: Digests) -> Digests:
-        said = torch.from_numpy(values)
-        torch.distributed.all_reduce(said, op=torch.distributed.ReduceOp.MIN, group=group)
-        return values
-
-    return Ranks(least)
-
-
 class Beside:
     """Another project's linker, which keeps KV only, with rows beside it: KV without rows is not a hit.
 
@@ -167,7 +154,8 @@ class KvrouteLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self, server_args: Any, params: Any, *, components: Any, extra_config: Any, forward_stream: Any = None
     ) -> None:
         self.rows, kv = _rows_and_kv(params, components)
-        self.rows.attach(kv=kv, ranks=ranks_of(params.attn_tp_cache_group))
+        least = least_of(params.attn_tp_cache_group)
+        self.rows.attach(kv=kv, ranks=least and Ranks(least))
         self.forward_stream, self.layer_done_counter = forward_stream, self
         self.pools = {PoolName.KV: params.token_to_kv_pool_allocator.get_kvcache()}
         self._offloads = Offloads(self.rows)

@@ -12,9 +12,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
+import torch
 import xxhash
 from numpy.typing import NDArray
 
@@ -36,6 +37,19 @@ class RankCounters:
 
     pages_short: int = 0  # which some rank has not
     pages_of_other_rows: int = 0  # which have other rows on another rank
+
+
+def least_of(group: Any) -> Least | None:
+    """Of the ranks in a group of torch on the host; ``None``: there is one."""
+    if group is None or torch.distributed.get_world_size(group=group) == 1:
+        return None
+
+    def least(values: Digests) -> Digests:
+        said = torch.from_numpy(values)
+        torch.distributed.all_reduce(said, op=torch.distributed.ReduceOp.MIN, group=group)
+        return values
+
+    return least
 
 
 class Verdict(NamedTuple):
@@ -85,4 +99,4 @@ class Ranks:
         return verdict
 
 
-__all__ = ["ABSENT", "Digests", "Least", "RankCounters", "Ranks", "Verdict", "agreed", "digests_of"]
+__all__ = ["ABSENT", "Digests", "Least", "RankCounters", "Ranks", "Verdict", "agreed", "digests_of", "least_of"]

@@ -92,7 +92,7 @@ ELSEWHERE: Final = ("remote", "remote_instance", "dummy")
 """Formats of loading whose weights do not come from the files of the model: no digest of files names them."""
 
 ARGUMENTS: Final = {
-    "tp_size": "tests with 2 ranks, and KvrouteLinker",
+    "tp_size": "tests with 2 ranks, with KvrouteLinker and apart; refused with other linkers and storages",
     "dp_size": "tests with 2 replicas, and KvrouteLinker; before 0.5.23 refused",
     "attn_dp_size": "tests with 2 ranks, and pages on the host; KvrouteLinker by hand; "
     "with CUDA graphs and before 0.5.23 refused",
@@ -118,7 +118,10 @@ ARGUMENTS: Final = {
 """Accepted arguments that change passes, pages or routers, and how each was judged."""
 
 
-_RANKS: Final = "each rank sends what comes with a first token"
+_RANKS: Final = "an address for each of its ranks, which nothing has judged"
+_PART: Final = (
+    "rows are matched by the first rank's part of the KV, and another rank may load that of another computation"
+)
 BACKENDS: Final = ("mooncake", "nixl")
 """What moves KV between prefill and decode, as it was judged."""
 RELEASES: Final = ("0.5.23",)
@@ -134,7 +137,7 @@ def _apart(server_args: Any, settings: Lending, version: str) -> Iterator[tuple[
         yield versions.APART, f"'null' in SGLang {version}: it was judged in {' or '.join(RELEASES)}", mode
     if backend not in BACKENDS:
         yield "disaggregation_transfer_backend", f"{' or '.join(map(repr, BACKENDS))} with {mode!r}", backend
-    for ranks in "tp_size", "dp_size", "attn_dp_size":
+    for ranks in "dp_size", "attn_dp_size":
         if getattr(server_args, ranks, 1) > 1:
             yield ranks, f"1 with disaggregation_mode={mode!r}: {_RANKS}", getattr(server_args, ranks)
     for part in versions.HOST, versions.LINKER:
@@ -206,6 +209,9 @@ def refusals(server_args: Any, settings: Lending) -> Iterator[tuple[str, str, An
             f"a store for the rows of KV that is loaded, in {VARIABLE} or for {LINKER_NAME}",
             f"none, beside {loads}",
         )
+    ranks = getattr(server_args, "tp_size", 1)
+    if loads and ranks > attention_ranks and not uses_our_linker(server_args):
+        yield "tp_size", f"{attention_ranks} with {loads}, or {LINKER_NAME}: {_PART}", ranks
 
 
 def supported(server_args: Any, settings: Lending) -> None:

@@ -1,18 +1,15 @@
 """The rows of SGLang's tokens: the routers' choices go into blocks, one per page, and whole answers come out.
 
-The law of order: forward passes are numbered as they are launched, and end in that order, but late (overlap
-scheduling). Whatever SGLang does with pages meanwhile happens to their rows **when all passes launched before are
-over**, in SGLang's order. So a page's rows match its KV of that moment. A page begins a life with the pass that writes
+``passes.py`` has the law of order, by which a page's rows match its KV. A page begins a life with the pass that writes
 its first token, or with KV that comes into it from another place.
 """
 
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -35,7 +32,7 @@ from kvroute.connector.versions import Versions
 from kvroute.connector.witness import KvFolder
 from kvroute.connector.written import write_ids
 from kvroute.integrations.sglang.answers import Answer, Answers, RequestRows
-from kvroute.integrations.sglang.drafts import accepted
+from kvroute.integrations.sglang.passes import UNREPORTED, UNVERIFIED, Ids, Launched, Passes
 from kvroute.integrations.sglang.ranks import ABSENT, Digests, Ranks, digests_of
 from kvroute.routing import weights_version_spec
 from kvroute.witness import ROOT, chained
@@ -45,13 +42,10 @@ logger = logging.getLogger(__name__)
 MADE, BY_KV, GONE = range(3)
 """A page's rows were made here; or came from the store, matched by the KV; or did not come for KV that was loaded."""
 WHY: Final = "the store has no rows of the KV that was loaded"
-UNREPORTED: Final = "a pass whose end the engine did not report"
-UNVERIFIED: Final = "drafts of which the engine did not report the accepted ones"
 OTHER_WEIGHTS: Final = "KV that was loaded may be of other weights"
 GONE_MAX: Final = 1 << 16
 NOTHING: Final[Mapping[int, str]] = MappingProxyType({})
 
-Ids = NDArray[np.int64]
 Origins = NDArray[np.uint64]
 
 
@@ -63,46 +57,6 @@ class Aside:
     labels: Rows | None = None
 
 
-@dataclass(eq=False)
-class Launched:
-    """A pass whose ids are not on the host yet; SGLang carries it to the pass's end."""
-
-    number: int
-    version: int | None
-    slots: torch.Tensor
-    ids: torch.Tensor | str  # or why it has none
-    rows: RoutedRows
-    slots_before_launch: torch.Tensor | None = None
-    of_drafts: torch.Tensor | str | None = None  # the ids of a pass that verifies drafts, until :meth:`accept`
-
-    def accept(self, index: torch.Tensor, lengths: torch.Tensor) -> None:
-        """SGLang has verified the drafts of this pass: see :func:`accepted`. The other tokens have no rows."""
-        if self.of_drafts is None:
-            return
-        self.slots, tokens = accepted(self.slots, index, lengths)
-        self.ids = self.of_drafts if isinstance(self.of_drafts, str) else self.of_drafts[tokens]
-        self.of_drafts = None
-
-    @cached_property
-    def first_written_pages(self) -> Ids:
-        """The pages that begin a life with this pass, for callers before its end."""
-        slots = (self.slots if self.slots_before_launch is None else self.slots_before_launch).cpu().numpy()
-        pages: Ids = slots[slots % self.rows.page == 0] // self.rows.page
-        return pages
-
-    def map_device_tensors(self, copied: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        self.slots = copied(self.slots)
-        if not isinstance(self.ids, str):
-            self.ids = copied(self.ids)
-
-    def copy_to_cpu(self) -> None:
-        """SGLang's older call, up to 0.5.12."""
-        self.map_device_tensors(lambda tensor: tensor.to("cpu", non_blocking=True))
-
-    def finalize(self) -> None:
-        self.rows.end(self)
-
-
 class RoutedRows:
     """The rows of ``pages`` pages, of the engine whose weights ``namespace`` names; page 0 is for padding.
 
@@ -112,9 +66,7 @@ class RoutedRows:
     def __init__(self, spec: AuxBlockDataSpec, pages: int, namespace: Namespace, settings: Common) -> None:
         self.spec, self.pages, self.page, self.settings = spec, pages, spec.block_tokens, settings
         self.layers = list(spec.attrs["layer_ids"])
-        self.launched = self.ended = 0  # passes
-        self._flight: deque[Launched] = deque()
-        self._deferred: list[tuple[int, Callable[[], None]]] = []  # calls to do when so many passes are over
+        self.passes = Passes()
         self._filled_behind = np.zeros(pages, np.int64)  # passes launched when a page was filled ahead of its turn
         self.meter = Meter(self._counters)
         self.exports: Callable[[Taken], None] | None = None  # to the engine's metrics, if it has any
@@ -168,7 +120,7 @@ class RoutedRows:
 
     def _renamed(self, namespace: Namespace) -> None:
         """Called when there is no KV, or none that may be used again."""
-        self._deferred.clear()
+        self.passes.forget()
         self.aux.reset(weights_version=namespace.weights_version)
         for follow in self.followers:
             follow()
@@ -189,17 +141,15 @@ class RoutedRows:
         :meth:`Launched.accept` says so.
         """
         self.weights.computes()
-        self.launched += 1
-        launched = Launched(self.launched, self.weights.version, slots, ids, self, slots_before_launch)
+        version = self.weights.version
+        launched = self.passes.launch(version, slots, ids, self.page, self.end, slots_before_launch)
         if drafts:
             launched.of_drafts, launched.ids = ids, UNVERIFIED
-        self._flight.append(launched)
         return launched
 
     def end(self, over: Launched) -> None:
         """This pass is over, and with it earlier ones whose end was not reported: those have no rows."""
-        while self._flight and self._flight[0].number <= over.number:
-            launched = self._flight.popleft()
+        for launched in self.passes.ending(over):
             slots = launched.slots.cpu().numpy()
             pages = slots // self.page  # -1 of a token that does not count
             slots = np.where((pages > 0) & (self._filled_behind[pages] < launched.number), slots, -1)
@@ -207,36 +157,16 @@ class RoutedRows:
             ids = launched.ids if launched is over else UNREPORTED
             numbers = ids if isinstance(ids, str) else ids.cpu().numpy()[:, self.layers]
             write_ids(self.aux, self.meter, self.spec, slots, numbers, launched.version)
-            self.ended = launched.number
+            self.passes.ended = launched.number
             self.go_on()
         if self.exports is not None and (taken := self.meter.take()) is not None:
             self.exports(taken)
 
     def go_on(self) -> None:
-        """Do the calls that waited for passes that are over now, or for room.
-
-        One that raises costs no other, because a page whose call was lost would keep the rows that it had before. The
-        first error is raised behind the last call.
-        """
+        """What waited for passes that are over now, or for room: see :meth:`Passes.go_on`."""
         for job in self.aux.jobs.poll():
             self._job_counts.count(job)
-        deferred, self._deferred = self._deferred, []
-        errors: list[Exception] = []
-        for after, call in deferred:
-            try:
-                self._then(call, after)
-            except Exception as error:  # noqa: BLE001 - it is raised below
-                errors.append(error)
-        if errors:
-            raise errors[0]
-
-    def _then(self, call: Callable[[], None], after: int | None = None) -> None:
-        """Do this when ``after`` passes are over, by default all that were launched."""
-        after = self.launched if after is None else after
-        if after <= self.ended:
-            call()
-        else:
-            self._deferred.append((after, call))
+        self.passes.go_on()
 
     def _renew(self, pages: Ids) -> None:
         self.aux.renew(pages)
@@ -255,8 +185,8 @@ class RoutedRows:
             self.aux.copy(np.stack([sources, targets], axis=1))
             self._sources[targets] = self._sources[sources]
 
-        self._valid_after[targets] = self.launched
-        self._then(copy)
+        self._valid_after[targets] = self.passes.launched
+        self.passes.then(copy)
 
     def came(self, pages: Ids, then: Callable[[], None]) -> None:
         """Another engine's KV has come into these pages, which SGLang has given out for it: they begin their lives, and
@@ -267,8 +197,8 @@ class RoutedRows:
             then()
 
         self.weights.computes()
-        self._valid_after[pages] = self.launched
-        self._then(begin)
+        self._valid_after[pages] = self.passes.launched
+        self.passes.then(begin)
 
     def put_aside(self, slots: Ids) -> Aside:
         """SGLang copies the KV in ``slots`` aside, and gives their pages away: the rows go with it."""
@@ -279,7 +209,7 @@ class RoutedRows:
             aside.rows = self.aux.read(self.spec.name, pages, 0, len(slots))
             aside.labels = self.aux.read(VERSION, pages, 0, len(slots))
 
-        self._then(keep)
+        self.passes.then(keep)
         return aside
 
     def bring_back(self, aside: Aside, slots: Ids) -> None:
@@ -327,7 +257,7 @@ class RoutedRows:
             return None
         begun: list[PersistJob] = []
         blocks = dict(zip(self._adopted(keys), pages.tolist(), strict=True))
-        self._then(partial(self._persist, blocks, self._origins_now(pages), begun))
+        self.passes.then(partial(self._persist, blocks, self._origins_now(pages), begun))
         return begun
 
     def _persist(
@@ -336,7 +266,7 @@ class RoutedRows:
         if lives is None:
             lives = self._named(np.array(list(blocks.values()), np.int64), origins)
         if (job := self.aux.begin_persist(blocks, lives)) is None:  # there is no room
-            self._deferred.append((self.ended, partial(self._persist, blocks, origins, begun, lives)))
+            self.passes.again(partial(self._persist, blocks, origins, begun, lives))
         else:
             begun.append(job)
 
@@ -346,7 +276,7 @@ class RoutedRows:
         Each of the ranks calls it with the same keys, and hears the same.
         """
         self._renew(pages)
-        self._filled_behind[pages] = self.launched
+        self._filled_behind[pages] = self.passes.launched
         if self._ranks is None:
             return bool(self._filled(keys, pages).all())
         digests: Digests = np.full(len(pages), ABSENT)
@@ -380,16 +310,19 @@ class RoutedRows:
     def loaded(self, keys: Sequence[str], pages: Ids) -> None:
         """KV kept by others has come to pages of the host, or comes to the device before the next pass reads it.
 
-        After that their rows come, matched by this KV. A page without rows is no longer a hit.
+        After that their rows come, matched by this KV. A page without rows is no longer a hit. Without a ``folder``, as
+        with a storage that was attached later, nothing comes.
         """
 
         def begin() -> None:
             self._renew(pages)
             self._sources[pages] = GONE
 
-        self._valid_after[pages] = self.launched
-        self._then(begin)
-        self._then(partial(self._arrive, keys, pages, self._origins_now(pages)), self.launched + (not self._folds_host))
+        self._valid_after[pages] = self.passes.launched
+        self.passes.then(begin)
+        if self.folder is not None:
+            arrive = partial(self._arrive, keys, pages, self._origins_now(pages))
+            self.passes.then(arrive, self.passes.launched + (not self._folds_host))
 
     def _arrive(self, keys: Sequence[str], pages: Ids, origins: Origins | None) -> None:
         self._named(pages, origins)
@@ -491,8 +424,8 @@ class RoutedRows:
 
     def _unsure(self, pages: Ids) -> NDArray[np.bool_]:
         """Which of these pages may have old rows: SGLang asks when passes are over, but some never came to an end."""
-        unsure: NDArray[np.bool_] = self._valid_after[pages] > self.ended
-        for launched in self._flight:
+        unsure: NDArray[np.bool_] = self._valid_after[pages] > self.passes.ended
+        for launched in self.passes:
             begins = np.isin(pages, launched.first_written_pages)
             unsure |= begins & (self._filled_behind[pages] < launched.number)
         return unsure
@@ -504,4 +437,4 @@ class RoutedRows:
             self._store.close()
 
 
-__all__ = ["UNREPORTED", "UNVERIFIED", "WHY", "Aside", "Launched", "RoutedRows"]
+__all__ = ["WHY", "Aside", "RoutedRows"]

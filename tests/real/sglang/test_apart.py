@@ -70,6 +70,15 @@ class Engine:
         for process in (*front.children(recursive=True), front):
             os.kill(process.pid, number)
 
+    def kill_rank(self, rank: int) -> bool:
+        """Whether there is one of this number: they are started one after the other, and last the detokenizer."""
+        processes = psutil.Process(self._front.pid).children(recursive=True)
+        *ranks, _ = sorted((each for each in processes if not each.children()), key=lambda each: each.pid)
+        if rank >= len(ranks):
+            return False
+        ranks[rank].kill()
+        return True
+
     def kill(self) -> None:
         self.signal(signal.SIGKILL)
         self.ended = True

@@ -15,6 +15,8 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from transformers.models.deepseek_v3 import DeepseekV3Config, DeepseekV3ForCausalLM
 from transformers.models.glm4_moe import Glm4MoeConfig, Glm4MoeForCausalLM
 from transformers.models.gpt_oss import GptOssConfig, GptOssForCausalLM
+from transformers.models.lfm2_moe import Lfm2MoeConfig, Lfm2MoeForCausalLM
+from transformers.models.mellum import MellumConfig, MellumForCausalLM
 from transformers.models.mixtral import MixtralConfig, MixtralForCausalLM
 from transformers.models.olmoe import OlmoeConfig, OlmoeForCausalLM
 from transformers.models.qwen3_moe import Qwen3MoeConfig, Qwen3MoeForCausalLM
@@ -65,6 +67,7 @@ FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
         Qwen3MoeForCausalLM,
         {**_QWEN, "num_hidden_layers": 4, "mlp_only_layers": [0]},
     ),
+    "qwen3_moe_two_kv_heads": (Qwen3MoeConfig, Qwen3MoeForCausalLM, {**_QWEN, "num_key_value_heads": 2}),
     "mixtral": (MixtralConfig, MixtralForCausalLM, _MIXTRAL),
     "mixtral_with_windows": (MixtralConfig, MixtralForCausalLM, {**_MIXTRAL, "sliding_window": 64}),
     "olmoe": (OlmoeConfig, OlmoeForCausalLM, {**_OLMOE, "num_attention_heads": 2}),
@@ -74,6 +77,30 @@ FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
         GptOssConfig,
         GptOssForCausalLM,
         {**_HEADS, "num_hidden_layers": 4, "num_local_experts": 16, "num_experts_per_tok": 4, "sliding_window": 128},
+    ),
+    # As Qwen3-MoE, and every other layer has a window.
+    "mellum": (
+        MellumConfig,
+        MellumForCausalLM,
+        {
+            **_QWEN,
+            "num_hidden_layers": 4,
+            "sliding_window": 40,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "mlp_layer_types": ["sparse"] * 4,
+        },
+    ),
+    # Convolutions, whose states are the last tokens' alone, and in every other layer full attention.
+    "lfm2_moe": (
+        Lfm2MoeConfig,
+        Lfm2MoeForCausalLM,
+        {
+            **_QWEN,
+            "num_hidden_layers": 4,
+            "layer_types": ["conv", "full_attention"] * 2,
+            "num_dense_layers": 1,
+            "tie_word_embeddings": True,
+        },
     ),
     "glm4_moe": (
         Glm4MoeConfig,
@@ -133,9 +160,14 @@ def reference(home: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(home, dtype=torch.float32).eval()
 
 
+def feed_forward(layer: Any) -> Any:
+    """What of a decoder's layer may have experts."""
+    return layer.mlp if hasattr(layer, "mlp") else layer.feed_forward
+
+
 def moe_layers(home: Path) -> list[int]:
     """The layers that have experts, in order."""
-    return [i for i, layer in enumerate(reference(home).model.layers) if hasattr(layer.mlp, "experts")]
+    return [i for i, layer in enumerate(reference(home).model.layers) if hasattr(feed_forward(layer), "experts")]
 
 
 def routing(home: Path, tokens: list[int]) -> NDArray[Any]:

@@ -14,6 +14,24 @@ def transfer_kv_direct(
         target[dst_indices] = source[src_indices]
 
 
+def transfer_kv_per_layer_direct_pf_lf(
+    src_ptrs: list[Any], dst_ptrs: list[Any], src_indices: Any, dst_indices: Any, layer_id: int, page_size: int
+) -> None:
+    """The same, from pages of all layers on the host to a layer's slots."""
+    for source, target in zip(src_ptrs, dst_ptrs, strict=True):
+        target[dst_indices] = source[src_indices // page_size, layer_id, src_indices % page_size]
+
+
+def transfer_kv_all_layer_direct_lf_pf(
+    src_ptrs: list[Any], dst_ptrs: list[Any], src_indices: Any, dst_indices: Any, page_size: int
+) -> None:
+    """The reverse, of all layers: those of the first target come first."""
+    layers = len(src_ptrs) // len(dst_ptrs)
+    for i, source in enumerate(src_ptrs):
+        target = dst_ptrs[i // layers]
+        target[dst_indices // page_size, i % layers, dst_indices % page_size] = source[src_indices]
+
+
 class Event:
     """What is done on a CPU is over when the call returns."""
 
@@ -123,6 +141,94 @@ def _attends_to_drafts() -> None:
     DraftBackendFactory.create_draft_extend_backend = lambda factory: TorchNativeAttnBackend(factory.draft_model_runner)
 
 
+def _attends_in_windows() -> None:
+    """SGLang's torch attention writes the KV of layers with a window at slots of their own, and reads it at others."""
+    from types import SimpleNamespace
+
+    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+
+    def translated(function: Any) -> Any:
+        def forward(self: Any, q: Any, k: Any, v: Any, layer: Any, *args: Any, **named: Any) -> Any:
+            pool, requests = self.token_to_kv_pool, self.req_to_token_pool
+            if not getattr(self, "use_sliding_window_kv_pool", False) or not pool.layers_mapping[layer.layer_id][1]:
+                return function(self, q, k, v, layer, *args, **named)
+            slots = requests.req_to_token
+            of_windows = pool.translate_loc_from_full_to_swa(slots.flatten().long()).view(slots.shape)
+            self.req_to_token_pool = SimpleNamespace(req_to_token=of_windows.to(slots.dtype))
+            try:
+                return function(self, q, k, v, layer, *args, **named)
+            finally:
+                self.req_to_token_pool = requests
+
+        return forward
+
+    for name in ("forward_extend", "forward_decode"):
+        setattr(TorchNativeAttnBackend, name, translated(getattr(TorchNativeAttnBackend, name)))
+
+
+def _convolves() -> None:
+    """Convolutions of a few tokens, whose states are pages of their own: SGLang has kernels for them on a GPU alone."""
+    import torch
+
+    for name in ("fused_sigmoid_gating_delta_rule_update_cpu", "fused_gdn_gating_cpu"):  # looked up, and never called
+        torch.library.define(f"sgl_kernel::{name}", "() -> ()")
+    from sglang.srt.layers.attention.mamba import causal_conv1d as place
+    from sglang.srt.mem_cache.pool_host import mamba
+
+    def convolved(x: Any, weight: Any, bias: Any, state: Any) -> Any:
+        """Of one request's new tokens ``x [channels, T]`` behind its ``state [channels, width - 1]``."""
+        seen = torch.cat([state, x], 1)
+        state.copy_(seen[:, seen.shape[1] - state.shape[1] :])
+        out = (seen.unfold(1, weight.shape[1], 1) * weight[:, None]).sum(-1)
+        return out if bias is None else out + bias[:, None]
+
+    def causal_conv1d_fn(
+        x: Any,
+        weight: Any,
+        bias: Any = None,
+        query_start_loc: Any = None,
+        cache_indices: Any = None,
+        has_initial_state: Any = None,
+        conv_states: Any = None,
+        activation: Any = None,
+        **_: Any,
+    ) -> Any:
+        assert activation is None
+        bounds, outs = query_start_loc.tolist(), []
+        for i, index in enumerate(cache_indices.tolist()):
+            state = conv_states[index]
+            if not has_initial_state[i]:
+                state.zero_()
+            outs.append(convolved(x[:, bounds[i] : bounds[i + 1]], weight, bias, state))
+        return torch.cat(outs, 1)
+
+    def causal_conv1d_update(
+        x: Any,
+        conv_state: Any,
+        weight: Any,
+        bias: Any = None,
+        activation: Any = None,
+        conv_state_indices: Any = None,
+        **_: Any,
+    ) -> Any:
+        assert activation is None
+        states = (conv_state[index] for index in conv_state_indices.tolist())
+        return torch.cat([convolved(row[:, None], weight, bias, at).T for row, at in zip(x, states, strict=True)])
+
+    place.causal_conv1d_fn, place.causal_conv1d_update = causal_conv1d_fn, causal_conv1d_update
+    mamba.transfer_kv_direct = transfer_kv_direct
+    mamba.transfer_kv_per_layer_direct_pf_lf = transfer_kv_per_layer_direct_pf_lf
+    mamba.transfer_kv_all_layer_direct_lf_pf = transfer_kv_all_layer_direct_lf_pf
+
+
+def _padded_where_it_must_be(adjust: Any, model_config: Any, load_config: Any, tp_size: int) -> Any:
+    """On a CPU alone SGLang pads a model for the kernels of several ranks, and changes its configuration: there engines
+    of unequal sizes would be of other models. These kernels are not here."""
+    if model_config.num_attention_heads % tp_size == model_config.get_total_num_kv_heads() % tp_size == 0:
+        return model_config
+    return adjust(model_config, load_config, tp_size)
+
+
 def register() -> None:
     _as_on_cuda()
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
@@ -137,11 +243,17 @@ def register() -> None:
 
     manager = "sglang.srt.disaggregation.nixl.conn.NixlKVManager"
     HookRegistry.register(f"{manager}.__init__", _in_host_memory, HookType.BEFORE)
+    place = "sglang.srt.model_executor.model_runner.adjust_config_with_unaligned_cpu_tp"
+    HookRegistry.register(place, _padded_where_it_must_be, HookType.AROUND)
     place = "sglang.srt.mem_cache.pool_host.common._cuda_host_register"
     HookRegistry.register(place, lambda *_, **__: None, HookType.REPLACE)
     HookRegistry.register("sglang.srt.mem_cache.pool_host.base.HostKVCache.__init__", _pageable, HookType.AFTER)
     host_pool.transfer_kv_direct = transfer_kv_direct
+    host_pool.transfer_kv_per_layer_direct_pf_lf = transfer_kv_per_layer_direct_pf_lf
+    host_pool.transfer_kv_all_layer_direct_lf_pf = transfer_kv_all_layer_direct_lf_pf
     _attends_to_drafts()
+    _attends_in_windows()
+    _convolves()
 
 
 def _pageable(_: None, pool: Any, *__: Any, **___: Any) -> None:

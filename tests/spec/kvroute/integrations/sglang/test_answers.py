@@ -26,7 +26,8 @@ from kvroute.integrations.sglang.answers import Answer, Answers
 from kvroute.integrations.sglang.capturer import ANSWER, Capturer
 from kvroute.integrations.sglang.drafts import accepted
 from kvroute.integrations.sglang.hooks import HOOKS
-from kvroute.integrations.sglang.rows import UNVERIFIED, RoutedRows
+from kvroute.integrations.sglang.passes import UNVERIFIED
+from kvroute.integrations.sglang.rows import RoutedRows
 from kvroute.rollout.local import LocalRollouts
 
 PAGE = 4
@@ -332,8 +333,8 @@ def test_a_rank_takes_its_own_tokens_of_those_of_all_ranks(
     start = [0, 4][rank]
     assert known.valid.tolist() == [not odd] * tokens
     assert odd or known.ids.tolist() == gathered[start : start + tokens, 1:].tolist()
-    launched = rows.launched
+    launched = rows.passes.launched
     batch.original_global_num_tokens_cpu = [5, 5]
     batch.original_global_num_tokens_cpu[rank] = 0
     assert capturer.on_forward_end(batch, can_run_graph=False, cuda_graph_batch=None) is None
-    assert rows.launched == rows.ended == launched
+    assert rows.passes.launched == rows.passes.ended == launched

@@ -6,14 +6,17 @@ salt of the pass that made it.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from waiting import until
+from waiting import GIVE_UP_S, until
 
 from cache_manager.errors import ConfigError
 from cache_manager.keys import Namespace
@@ -24,14 +27,24 @@ from kvroute.connector.settings import Lending
 from kvroute.connector.tickets import MIXED, NO_TICKET
 from kvroute.integrations.sglang import versions
 from kvroute.integrations.sglang.capturer import ASIDE, Capturer
-from kvroute.integrations.sglang.handover import NOT_ASKED, NOT_LENT, OTHER_PROMPT, Handover, PackedTicket, ip_and_port
-from kvroute.integrations.sglang.hooks import HOOKS
-from kvroute.integrations.sglang.rows import Launched, RoutedRows
+from kvroute.integrations.sglang.handover import (
+    NOT_ASKED,
+    NOT_LENT,
+    OTHER_PROMPT,
+    Handover,
+    PackedTicket,
+    Tickets,
+    ip_and_port,
+)
+from kvroute.integrations.sglang.hooks import HOOKS, TICKETS
+from kvroute.integrations.sglang.passes import Launched
+from kvroute.integrations.sglang.rows import RoutedRows
 from transfer import TransferLimits
 
 PAGE, PAGES = 4, 8
 SPEC = routing_spec(num_experts=250, top_k=2, layer_ids=[1, 2], num_layers=3, block_tokens=PAGE)
 PROMPT = list(range(100, 110))  # two pages and a half
+ROOM = 1 << 60
 HASTY = Limits(fetch_s=0.2, transfer=TransferLimits(retry_s=0.1, retries_max=100))
 
 
@@ -50,7 +63,7 @@ class Side:
     def prefilled(self, slots: np.ndarray[Any, Any], salt: int = 7) -> PackedTicket:
         """The ticket of a prompt that lies in ``slots`` now, as decode reads it."""
         self.launch(slots, salt).finalize()
-        return PackedTicket.read(self.handover.lend(PROMPT, slots).words())
+        return PackedTicket.read(self.handover.lend(PROMPT, slots, ROOM).words())
 
     def salts(self, slots: np.ndarray[Any, Any], why: Mapping[int, str] | None = None) -> tuple[list[int], Any]:
         """The salt of each row, 0 if it is missing, and the gaps."""
@@ -248,6 +261,7 @@ def test_a_request_is_followed_through_sglang_s_queues(two: tuple[Side, Side]) -
         origin_input_ids=PROMPT,
         output_ids=[],
         return_routed_experts=True,
+        bootstrap_room=41,
         metadata_buffer_index=2,
         kv=SimpleNamespace(req_pool_idx=1, kv_committed_len=len(PROMPT)),
     )
@@ -261,6 +275,104 @@ def test_a_request_is_followed_through_sglang_s_queues(two: tuple[Side, Side]) -
     req.return_routed_experts, waiting.kv_receiver = True, "its second"
     assert ours[1].goes_on(waiting, buffers)
     assert two[1].salts(THERE, req.kvroute_arrival.why) == ([0] * 10, [(0, 10, NOT_ASKED)])
+
+
+@dataclass
+class OtherRank:
+    """A rank of prefill that has a part of the KV, and no rows; it drives kvroute's hook."""
+
+    scheduler: Any
+
+    @classmethod
+    def of(cls, first: Tickets) -> OtherRank:
+        """Both ranks learn what the other one says, as when their schedulers start."""
+        meeting = threading.Barrier(2, timeout=GIVE_UP_S)
+        said: list[Any] = []
+
+        def least(values: Any) -> Any:
+            said.append(values)
+            meeting.wait()
+            return np.minimum.reduce(said)
+
+        with ThreadPoolExecutor(2) as ranks:
+            agreed = [ranks.submit(Tickets.agreed, own, least) for own in (first, None)]
+            tickets = [each.result(GIVE_UP_S) for each in agreed]
+        buffers = SimpleNamespace(bootstrap_room=torch.zeros(3, 8, dtype=torch.uint64))
+        return cls(SimpleNamespace(**{TICKETS: tickets[1]}, disagg_metadata_buffers=buffers))
+
+    def sends(self, prompt: list[int], *, room: int = ROOM, wanted: bool = True) -> PackedTicket:
+        """What decode reads after this rank has written its message, too."""
+        req = SimpleNamespace(
+            origin_input_ids=prompt, return_routed_experts=wanted, bootstrap_room=room, metadata_buffer_index=1
+        )
+        sent: list[Any] = []
+        HOOKS["handed"](lambda *given, **_: sent.append(given), self.scheduler, req, last_chunk=True)
+        assert sent == [(self.scheduler, req, True)], "SGLang's function is called"
+        return PackedTicket.read(self.scheduler.disagg_metadata_buffers.bootstrap_room[1, 1:].numpy())
+
+
+@pytest.fixture
+def rank_without_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What kvroute's hooks find in the process of such a rank."""
+    monkeypatch.setattr(versions, "experts_capturer", lambda: None)
+
+
+@pytest.mark.usefixtures("rank_without_rows")
+def test_every_rank_of_prefill_writes_the_same_ticket(two: tuple[Side, Side]) -> None:
+    """Goal: decode has its rows whichever rank of prefill has written its message last. Method: a rank of decode that
+    has its KV from two ranks of prefill reads the ticket of the second, which has no rows."""
+    prefill, decode = two
+    other = OtherRank.of(prefill.handover.tickets)
+    tickets = [prefill.prefilled(HERE)]
+    assert other.sends(PROMPT) == tickets[0]
+    arrival = decode.handover.receive(tickets[0], PROMPT, THERE, wanted=True)
+    until(lambda: decode.handover.goes_on(arrival))
+    assert decode.salts(THERE, arrival.why) == ([7] * 10, [])
+    assert other.sends(PROMPT, wanted=False).why == NOT_ASKED
+    for _ in range(2):  # the same prompt and room again: another computation
+        tickets.append(prefill.prefilled(HERE))
+        assert other.sends(PROMPT) == tickets[-1]
+    assert len({ticket.transfer for ticket in tickets}) == 3
+
+
+@pytest.mark.usefixtures("rank_without_rows")
+@pytest.mark.parametrize("other_room", [False, True])
+def test_a_rank_that_has_sent_other_prompts_names_no_rows(two: tuple[Side, Side], other_room: bool) -> None:
+    """Goal: no row is of another prompt, or of another computation, where two ranks of prefill do not send the same.
+    Method: the second one has left a prompt out, and so counts another one in its place, which has the same tokens in
+    another room, or others in the same."""
+    prefill, decode = two
+    other = OtherRank.of(prefill.handover.tickets)
+    prefill.prefilled(HERE, 7)
+    prompt = PROMPT if other_room else [*PROMPT[:-1], 1]
+    arrival = decode.handover.receive(other.sends(prompt, room=ROOM + other_room), prompt, THERE, wanted=True)
+    until(lambda: decode.handover.goes_on(arrival))
+    salts, ((start, stop, why),) = decode.salts(THERE, arrival.why)
+    assert (salts, start, stop) == ([0] * 10, 0, 10)
+    assert why == LATE.format(HASTY.fetch_s)
+
+
+@pytest.mark.usefixtures("rank_without_rows")
+def test_what_the_first_rank_has_not_lent_is_missing(two: tuple[Side, Side]) -> None:
+    """Goal: a reason, where the other rank's ticket says that rows are lent. Method: no room for a copy."""
+    prefill, decode = Side(lent_nbytes_max=1), two[1]
+    other = OtherRank.of(prefill.handover.tickets)
+    assert prefill.prefilled(HERE).why == NOT_LENT
+    arrival = decode.handover.receive(other.sends(PROMPT), PROMPT, THERE, wanted=True)
+    until(lambda: decode.handover.goes_on(arrival))
+    salts, ((start, stop, why),) = decode.salts(THERE, arrival.why)
+    assert (salts, start, stop) == ([0] * 10, 0, 10)
+    assert why == LATE.format(HASTY.fetch_s)
+    prefill.close()
+
+
+@pytest.mark.usefixtures("rank_without_rows")
+def test_a_rank_of_decode_without_rows_waits_for_none() -> None:
+    """Goal: no rank waits for a message of ours, but the first. Method: SGLang's question on a rank without rows, whose
+    KV has come."""
+    polls = [versions.TRANSFERRED]
+    HOOKS["gated"](lambda *_: None, polls, [SimpleNamespace()], SimpleNamespace())
+    assert polls == [versions.TRANSFERRED]
 
 
 @pytest.mark.parametrize(

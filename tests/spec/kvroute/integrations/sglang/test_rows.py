@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -29,7 +30,9 @@ from kvroute.connector.left import Tokens
 from kvroute.connector.meter import SECONDS
 from kvroute.connector.settings import Common
 from kvroute.connector.witness import KvFolder
-from kvroute.integrations.sglang.rows import WHY, Launched, RoutedRows
+from kvroute.integrations.sglang import hooks
+from kvroute.integrations.sglang.passes import Launched
+from kvroute.integrations.sglang.rows import WHY, RoutedRows
 
 PAGE, PAGES, HOST = 4, 7, 5
 KEYS = ["one" * 8, "other" * 8]  # of pages that another storage keeps
@@ -90,7 +93,7 @@ class Engine:
     def request(self, pages: list[int] | None = None) -> Request:
         """A new one, whose first pages came from elsewhere."""
         self.running.append(made := Request(all_slots(pages or []).tolist()))
-        made.last = self.rows.launched + 1
+        made.last = self.rows.passes.launched + 1
         return made
 
     def pages(self, pages: list[int], *, host: bool = False) -> Any:
@@ -116,7 +119,7 @@ class Engine:
         for request, n in wanted:
             if (more := self.allocate(request, n)) is not None:
                 request.extend(more)
-                request.last = self.rows.launched + 1
+                request.last = self.rows.passes.launched + 1
                 slots += more
         for key, page in self.coming:
             self.memory[page] = self.others[key]
@@ -210,7 +213,7 @@ class Engine:
         """How many rows are right, of requests that may have ended; none is wrong, with ``complete`` none missing."""
         right = 0
         for request in self.running:
-            if request.last > self.rows.ended:
+            if request.last > self.rows.passes.ended:
                 continue
             found = self.rows.read(np.array(request, np.int64), 0).routes()[0]
             salts, there = self.memory.view(-1)[request].numpy(), found.valid
@@ -353,6 +356,26 @@ def test_what_goes_to_the_host_while_its_pass_runs_has_its_rows_when_that_is_ove
         engine.check(complete=True)
         engine.evict_host()
     assert engine.check(complete=True) >= 2 * PAGE
+
+
+def test_kv_of_a_storage_that_is_attached_later_has_no_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Goal: KV that such a storage brings to pages of the host has not the rows of these pages' earlier requests, and
+    the answer says why. Method: SGLang's report of a prefetch, in an engine that has started without a storage."""
+    engine = Engine("host")
+    engine.back_up(request := engine.computed())
+    (host,) = engine.host
+    monkeypatch.setattr(hooks, "capturer", lambda: engine)
+    prefetch = SimpleNamespace(host_indices=all_slots([host]))
+    tree = SimpleNamespace(page_size=PAGE, ongoing_prefetch={"request": prefetch})
+    operation = SimpleNamespace(handle="request", completed_tokens=PAGE, hash_value=KEYS[:1])
+    hooks.HOOKS["prefetched"](lambda *_: None, tree, operation)
+    engine.host_memory[host] = 99
+    engine.finish(request)
+    engine.bring_back(1)
+    engine.run()
+    assert engine.check(complete=False) == 0
+    _, _, gaps = engine.rows.read(np.array(engine.running[0], np.int64), 0).routes()
+    assert gaps == [(0, PAGE, WHY)]
 
 
 def test_what_happens_behind_a_pass_that_never_ends_happens_before_the_next() -> None:

@@ -85,12 +85,22 @@ def test_what_a_server_refuses_is_on_the_page() -> None:
     assert [line for line in lines if line not in page] == []
 
 
-def test_pages_on_the_host_that_are_not_keys_and_values_alone_are_refused_by_name(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    ("pools", "storage", "refused"),
+    [
+        (["kv", "indexer"], False, r"enable_hierarchical_cache: wanted a model .*got indexer"),
+        (["kv", "swa", "draft_kv"], False, r"enable_hierarchical_cache: wanted a model .*got draft_kv"),
+        (["kv", "swa"], True, r"hicache_storage_backend: wanted none with layers that forget.*got kv, swa"),
+        (["kv", "mamba"], True, r"hicache_storage_backend: wanted none with layers that forget.*got kv, mamba"),
+    ],
+)
+def test_pages_on_the_host_that_were_not_judged_are_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch, pools: list[str], storage: bool, refused: str
 ) -> None:
-    """Goal: what was not judged does not start. Method: a controller of pages of windows beside those of all tokens."""
+    """Goal: what was not judged does not start. Method: controllers of further pages beside those of all tokens, and
+    storages that keep pages with windows or states."""
     monkeypatch.setattr(hooks, "capturer", lambda: object())
-    entries = [SimpleNamespace(name="kv"), SimpleNamespace(name="swa")]
-    controller = SimpleNamespace(mem_pool_host=SimpleNamespace(entries=entries))
-    with pytest.raises(ConfigError, match=r"enable_hierarchical_cache: wanted a model .*got kv, swa"):
+    entries = [SimpleNamespace(name=name) for name in pools]
+    controller = SimpleNamespace(mem_pool_host=SimpleNamespace(entries=entries), enable_storage=storage)
+    with pytest.raises(ConfigError, match=refused):
         hooks.HOOKS["hosted"](lambda _: None, controller)

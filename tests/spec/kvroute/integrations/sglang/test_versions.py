@@ -21,7 +21,7 @@ from kvroute.integrations.sglang import versions
 from kvroute.integrations.sglang.refusals import refusals
 from kvroute.integrations.sglang.routers import routed_layers
 from kvroute.integrations.sglang.rows import RoutedRows
-from kvroute.integrations.sglang.settings import settings_of_arguments
+from kvroute.integrations.sglang.settings import LINKER_NAME, settings_of_arguments
 from kvroute.integrations.sglang.versions import HOST, JUDGED, LINKER, PREFERRED, WAYS, Place, release
 
 ROOT = Path(__file__).parents[5]
@@ -105,6 +105,29 @@ def test_a_part_whose_names_are_absent_is_refused_by_its_argument(
     ((argument, wanted, got),) = refusals(SimpleNamespace(**defaults | {part: True}), settings)
     assert (argument, got) == (part, True)
     assert re.fullmatch(rf"False: SGLang {version} has not sglang\.\S+{place}, where its pages are followed", wanted)
+
+
+@pytest.mark.parametrize(
+    ("changed", "refused"),
+    [
+        ({"hicache_storage_backend": "file"}, "2"),
+        ({LINKER: True}, "2"),
+        ({LINKER: True, "unified_cache_external_linker_config": {"linker": LINKER_NAME}}, None),
+        ({"hicache_storage_backend": "file", "attn_dp_size": 2, "disable_cuda_graph": True}, None),
+        ({}, None),
+    ],
+)
+def test_ranks_with_a_part_of_the_kv_are_refused_where_others_keep_it(
+    changed: dict[str, Any], refused: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Goal: no row beside a rank's KV of another computation. Where others keep the KV, the first rank's part alone
+    matches the rows: it does not see what another rank loads."""
+    monkeypatch.setitem(sys.modules, "sglang", SimpleNamespace(__version__="0.5.23"))
+    monkeypatch.setattr(versions, "absent", lambda *_: [])
+    defaults: dict[str, Any] = {LINKER: False, "hicache_storage_backend": None, "enable_lora": False, "tp_size": 2}
+    said = list(refusals(SimpleNamespace(**defaults | changed), Lending(store="memory:", weights="w")))
+    assert [(name, str(got)) for name, _, got in said] == ([("tp_size", refused)] if refused else [])
+    assert all("first rank's part" in wanted for _, wanted, _ in said)
 
 
 def test_settings_are_those_of_the_environment_where_a_linker_has_no_configuration(

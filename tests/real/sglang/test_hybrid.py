@@ -1,0 +1,62 @@
+"""Models with layers that forget: windows (SWA), or states of convolutions, which have pages of their own in SGLang.
+
+Rows go with the pages of the layers that attend to all tokens. Stock SGLang beside kvroute in it, asked the same;
+transformers judges.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_scenarios import FIRST, SMALL, of, prompts, tally
+
+from bench.sglang_gpu import HOST
+
+Serve = Callable[..., list[dict[str, Any]]]
+Models = Callable[..., Path]
+DO: list[Any] = [
+    ["plain", "ask", {"prompts": FIRST, "alone": True}],
+    ["chunked prefill", "ask", {"prompts": prompts(2, 150)}],
+    ["radix hits", "ask", {"prompts": prompts(3, 80, 90, 64, head=48)}],
+    ["turns", "turns", {"prompts": prompts(4, 60, 41)}],
+    ["retraction", "ask", {"prompts": prompts(8, 70, 70, 70, 70), "new": 90, "retracted": True}],
+    ["others", "ask", {"prompts": prompts(9, 120, 120, 120)}],
+    ["evicted and loaded", "ask", {"prompts": FIRST}],
+    ["more turns", "turns", {"prompts": FIRST[:2]}],
+]
+STATES = {
+    "page_size": 1,
+    "disable_overlap_schedule": True,
+    "mamba_radix_cache_strategy": "no_buffer",
+    "max_mamba_cache_size": 16,
+    "hicache_mem_layout": "page_first_direct",
+}
+"""With which SGLang keeps states where there is no GPU."""
+FAMILIES: dict[str, dict[str, Any]] = {"mellum": {}, "lfm2_moe": STATES}
+HYBRID = os.environ.get("KVROUTE_HYBRID", ",".join(FAMILIES)).split(",")  # CI has time for one
+
+
+@pytest.mark.parametrize("family", HYBRID)
+def test_rows_go_with_the_pages_of_all_tokens(
+    serve: Serve, model: Models, monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    """Goal: no row is wrong or missing, through hits, turns, retraction, eviction to the host and loading. Method: a
+    pool that later requests push earlier ones out of; the windows are shorter than the prompts."""
+    monkeypatch.setenv("SGLANG_MAMBA_CONV_DTYPE", "float32")
+    home, options = model(family), SMALL | HOST | {"chunked_prefill_size": 64} | FAMILIES[family]
+    settings = {"strict": True}
+    with ThreadPoolExecutor(2) as pool:
+        engines = [pool.submit(serve, home, DO, kvroute=each, settings=settings, **options) for each in (False, True)]
+        stock, ours = (engine.result() for engine in engines)
+    due, found = tally(home, f"{family}, stock", stock), tally(home, f"{family}, kvroute", ours)
+    assert due["evicted and loaded"]["wrong"] > 0, "what kvroute is for"
+    for scenario, count in found.items():
+        rows = due[scenario]["right"] + due[scenario]["wrong"]
+        assert (count["right"], count["wrong"], count["missing"]) == (rows, 0, 0), scenario
+    assert found["evicted and loaded"]["loaded"] > 0
+    assert max(answer["hits"] for answer in of(ours, "turns")) > 0
