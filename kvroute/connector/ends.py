@@ -214,7 +214,7 @@ class Ends:
                 return self._left.fail(end.key, outcome)
             return self._left.answer(end.key, outcome, end.request_tokens)
         except Exception:
-            logger.exception("rows of request %s are lost", end.key.text)
+            logger.exception("rows of request %r are lost", end.key.text)
             why = {str(end.key.choice): "rows: they could not be left, nor could the reason be told"}
             return {FIELD: {ERROR: why}}
 

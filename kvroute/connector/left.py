@@ -152,7 +152,7 @@ class LeftRoutes:
 
     def fail(self, key: Key, error: KVRouteError) -> dict[str, Any]:
         """The client's data for the request of this ``key`` without routes."""
-        logger.warning("request %s has no routes: %s", key.text, error)
+        logger.warning("request %r has no routes: %s", key.text, error)
         return self._client_data(key, {ERROR: str(error)})
 
     def _client_data(self, key: Key, values: Values, *, ends_here: bool = False) -> dict[str, Any]:

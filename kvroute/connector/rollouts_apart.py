@@ -123,7 +123,7 @@ class RolloutsApart:
             try:
                 ended = Ended.of(end, computations, seen)
             except Exception as error:
-                logger.exception("rows of request %s are lost", end.key.text)
+                logger.exception("rows of request %r are lost", end.key.text)
                 self._lose(end, RowError("rows", "left for the client", repr(error)), outcomes)
                 continue
             if batch and nbytes + ended.nbytes > QUESTION_NBYTES:

@@ -74,7 +74,7 @@ class RolloutsHere:
         except KVRouteError as error:
             why = error
         except Exception as error:
-            logger.exception("rows of request %s are lost", end.key.text)
+            logger.exception("rows of request %r are lost", end.key.text)
             why = RowError("rows", "left for the client", repr(error))
         self._left.void(end.key, end.request_tokens, self._cutting.layout)
         return why

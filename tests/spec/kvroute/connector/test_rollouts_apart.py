@@ -258,7 +258,7 @@ def test_what_no_process_stores_is_told(
     with pytest.raises(RowError, match=r"rows: wanted a process that stores them, got none for 0\.2 s"):
         left(told, store)
     assert taker().counters["unstored"] == 1
-    assert "request a has no routes: rows: wanted a process that stores them" in caplog.text
+    assert "request 'a' has no routes: rows: wanted a process that stores them" in caplog.text
     home.unlink()
     aside.rename(home)
     compute(toy, SECOND)
