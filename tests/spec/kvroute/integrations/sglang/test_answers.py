@@ -249,7 +249,7 @@ def test_rows_are_those_of_accepted_drafts_in_the_order_of_their_positions(data:
     """Goal: speculative decoding. Method: two requests whose drafts are trees. SGLang moves the KV of each accepted
     path to the front of the slots; what the model keeps of each slot is the token whose KV lies there then."""
     spec = routing_spec(num_experts=250, top_k=2, layer_ids=[1, 2], num_layers=3, block_tokens=PAGE)
-    rows = RoutedRows(spec, 12, Namespace("m", 1), Common(strict=True))
+    rows = RoutedRows(spec, 13, Namespace("m", 1), Common(strict=True))
     capturer = Capturer(Theirs(), rows)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(versions, "experts_capturer", lambda: capturer)
