@@ -34,7 +34,7 @@ def test_every_module_has_tests() -> None:
 def test_a_module_that_no_test_names_touches_a_part_of_the_tests(leaf: str) -> None:
     """Goal: no line of ``make quick`` is the whole suite. Method: modules that others import for the tests."""
     found = touched([Path(leaf)])
-    assert 0 < len(found) <= 2 * FILES_MAX
+    assert 0 < len(found) <= 3 * FILES_MAX
     assert not any(each.startswith(ELSEWHERE) for each in found)
 
 
