@@ -25,7 +25,7 @@ from kvroute.connector.key import Key
 from kvroute.connector.left import LeftRoutes
 from kvroute.connector.limits import Limits
 from kvroute.connector.stages import RowsView
-from kvroute.connector.takers import Outcome, RolloutTaker
+from kvroute.connector.takers import RolloutTaker, TakerOutcome
 from kvroute.connector.unread import UnreadRows, written
 
 logger = logging.getLogger(__name__)
@@ -198,7 +198,7 @@ class Ends:
                 self._lock.wait(self._limits.end_poll_s)
         return []
 
-    def _outcomes(self, ends: Sequence[End]) -> list[Outcome]:
+    def _outcomes(self, ends: Sequence[End]) -> list[TakerOutcome]:
         """What each of ``ends`` has left. Raises nothing, because answers wait."""
         try:
             return self._taker.take(ends, self._unread)
@@ -207,7 +207,7 @@ class Ends:
             why = RowError("rows", "left for the client", repr(error))
             return [why for _ in ends]
 
-    def _client_data(self, end: End, outcome: Outcome) -> ClientData:
+    def _client_data(self, end: End, outcome: TakerOutcome) -> ClientData:
         """The client's data. Raises nothing, because an answer waits."""
         try:
             if isinstance(outcome, KVRouteError):

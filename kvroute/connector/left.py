@@ -55,7 +55,7 @@ def settled(routes: Routes, by_kv: NDArray[np.bool_], *, flagged: bool) -> tuple
     return routes.without(routes.layer_ids[-1:], trusted), []
 
 
-Values = Mapping[str, Any]
+LeftValues = Mapping[str, Any]
 """What one request has left, by kind: its routes or their handle, and the positions that are unseen or missing."""
 
 
@@ -131,11 +131,11 @@ class LeftRoutes:
         tokens: Tokens | None,
         unseen: Sequence[Sequence[int]],
         gaps: Sequence[MissingSpan] = (),
-    ) -> Values:
+    ) -> LeftValues:
         """:func:`left_values` for the request of this ``key``, in this store. Raises what the store raises."""
         return left_values(self._store, key, routes, tokens, unseen, gaps, self._limits.cuts_max)
 
-    def answer(self, key: Key, values: Values, tokens: Tokens | None) -> dict[str, Any]:
+    def answer(self, key: Key, values: LeftValues, tokens: Tokens | None) -> dict[str, Any]:
         """The client's data for the request of this ``key``, which has left these ``values``.
 
         A front end sends on only the data of a group's last request: so this has the data of all that are done,
@@ -148,14 +148,14 @@ class LeftRoutes:
         """The request of this ``key`` leaves no routes: those of an earlier one are not found in their place either."""
         if key.of_client and self._store is not None:
             with suppress(KVRouteError):
-                voided(self._store, name_of(key, tokens), layout)
+                voided(self._store, rollout_name(key, tokens), layout)
 
     def fail(self, key: Key, error: KVRouteError) -> dict[str, Any]:
         """The client's data for the request of this ``key`` without routes."""
         logger.warning("request %r has no routes: %s", key.text, error)
         return self._client_data(key, {ERROR: str(error)})
 
-    def _client_data(self, key: Key, values: Values, *, ends_here: bool = False) -> dict[str, Any]:
+    def _client_data(self, key: Key, values: LeftValues, *, ends_here: bool = False) -> dict[str, Any]:
         own = {kind: {str(key.choice): value} for kind, value in values.items()}
         if key.group is None:
             return {FIELD: own}
@@ -202,7 +202,7 @@ def left_values(
 
 
 def _put(store: RolloutStore, key: Key, tokens: Tokens | None, routes: Routes, *, again: bool) -> RolloutHandle:
-    name = name_of(key, tokens)
+    name = rollout_name(key, tokens)
     if again:
         earlier = store.find(name)
         rollout = Absence.MISS if earlier is None else store.get(earlier)
@@ -232,9 +232,9 @@ def _size(value: Any) -> int:
     return len(value["record"]) if isinstance(value, dict) else len(str(value))
 
 
-def name_of(key: Key, tokens: Tokens | None) -> str:
+def rollout_name(key: Key, tokens: Tokens | None) -> str:
     """The id of a request's rollout; of one whose tokens are not known the key alone, where no client looks."""
     return key.text if tokens is None else rollout_id(key.text, tokens.ids[: tokens.prompt])
 
 
-__all__ = ["LeftRoutes", "Tokens", "Values", "left_values", "name_of", "settled", "voided"]
+__all__ = ["LeftRoutes", "LeftValues", "Tokens", "left_values", "rollout_name", "settled", "voided"]

@@ -37,7 +37,7 @@ NEXT_TOKEN: Final = "mtp_next_token"  # noqa: S105 (no password)
 NOT_DRAFTED: Final = "no draft pass has read this token, or its block is another one's by now"
 READ_OTHERWISE: Final = "the MTP layer has read another token behind this one"
 
-Beside = Mapping[str, tuple[NDArray[Any], NDArray[np.bool_]]]
+RowsBeside = Mapping[str, tuple[NDArray[Any], NDArray[np.bool_]]]
 """By spec: values ``[n, *row_shape]`` for each slot of a step, and which of them count ``[n]``."""
 
 
@@ -78,7 +78,7 @@ class MtpIds:
                 next_tokens.numpy().astype(np.int64),
             )
 
-    def take(self, slots: NDArray[np.int64]) -> Beside:
+    def take(self, slots: NDArray[np.int64]) -> RowsBeside:
         """Rows for the step's tokens at ``slots [n]``; those that the pass has not visited do not count."""
         found = self._pass
         self._pass = None

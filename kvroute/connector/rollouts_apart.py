@@ -25,10 +25,10 @@ from cache_manager.errors import KVRouteError, RowError, StoreUnavailableError
 from cache_manager.storage.apart import ApartSettings, ApartStore
 from kvroute.connector.end import End
 from kvroute.connector.engine import Engine
-from kvroute.connector.left import name_of
-from kvroute.connector.rollouts_wire import ANSWERS, Ended, Opening, Question, Taken, encode
+from kvroute.connector.left import rollout_name
+from kvroute.connector.rollouts_wire import ANSWERS, Ended, Opening, RolloutsQuestion, TakenRollout, encode_message
 from kvroute.connector.settings import apart_url
-from kvroute.connector.takers import Outcome
+from kvroute.connector.takers import TakerOutcome
 from kvroute.connector.unread import UnreadRows
 
 logger = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ TRIES_MAX: Final = 2
 """How often a question is asked."""
 QUESTION_NBYTES: Final = 8 << 20
 """Rows and tokens of a question, beyond its first end."""
-POLL_S: Final = 0.01
+RETRY_S: Final = 0.01
 
 
 class RolloutsApart:
@@ -68,8 +68,8 @@ class RolloutsApart:
         and ``lost_calls`` and ``restarts`` of the process."""
         return self._counts | Counter(self._apart.counters)
 
-    def take(self, ends: Sequence[End], unread: UnreadRows) -> list[Outcome]:
-        outcomes = dict[End, Outcome]()
+    def take(self, ends: Sequence[End], unread: UnreadRows) -> list[TakerOutcome]:
+        outcomes = dict[End, TakerOutcome]()
         lacking = self._take_all(ends, unread, outcomes)
         if lacking:
             self._counts["read_here"] += len(lacking)
@@ -84,7 +84,7 @@ class RolloutsApart:
     def close(self) -> None:
         self._apart.close()
 
-    def _take_all(self, ends: Sequence[End], unread: UnreadRows, outcomes: dict[End, Outcome]) -> list[End]:
+    def _take_all(self, ends: Sequence[End], unread: UnreadRows, outcomes: dict[End, TakerOutcome]) -> list[End]:
         """Fill in the ``outcomes`` of ``ends``; those of which the process lacks rows."""
         lacking = list[End]()
         for end in ends:
@@ -93,7 +93,7 @@ class RolloutsApart:
         ends = [end for end in ends if not end.failure]
         regions, namespace = unread.source()  # first: a later one would be another's than that of the rows
         for batch in self._batches(ends, unread, outcomes):
-            question = Question(regions, namespace, False, [], [ended for _, ended in batch])
+            question = RolloutsQuestion(regions, namespace, False, [], [ended for _, ended in batch])
             stored = 0
             for (end, _), of_end in zip(batch, self._taken(question), strict=True):
                 if isinstance(of_end, KVRouteError):
@@ -110,7 +110,7 @@ class RolloutsApart:
         return lacking
 
     def _batches(
-        self, ends: Sequence[End], unread: UnreadRows, outcomes: dict[End, Outcome]
+        self, ends: Sequence[End], unread: UnreadRows, outcomes: dict[End, TakerOutcome]
     ) -> Iterator[list[tuple[End, Ended]]]:
         """The ends as the process is told of them; those that cannot be told have their outcome."""
         batch = list[tuple[End, Ended]]()
@@ -135,17 +135,17 @@ class RolloutsApart:
         if batch:
             yield batch
 
-    def _lose(self, end: End, error: KVRouteError, outcomes: dict[End, Outcome]) -> None:
+    def _lose(self, end: End, error: KVRouteError, outcomes: dict[End, TakerOutcome]) -> None:
         """The end leaves nothing, for that reason: the next question has routes of an earlier one forgotten."""
         self._counts["unstored"] += 1
         outcomes[end] = error
         if end.key.of_client:
             with suppress(KVRouteError, UnicodeError):  # under a name that is none nothing lies
-                name = name_of(end.key, end.request_tokens)
+                name = rollout_name(end.key, end.request_tokens)
                 name.encode()
                 self._voids.append(name)
 
-    def _taken(self, question: Question) -> Sequence[Taken | KVRouteError]:
+    def _taken(self, question: RolloutsQuestion) -> Sequence[TakenRollout | KVRouteError]:
         """The process's answer, or for each end why there is none."""
         ends = question.ends
         try:
@@ -159,14 +159,14 @@ class RolloutsApart:
             logger.exception("rows of request %r are lost", ends[0].key)
             return [RowError("rows", "left for the client", repr(error))]
 
-    def _ask(self, question: Question) -> list[Taken]:
+    def _ask(self, question: RolloutsQuestion) -> list[TakenRollout]:
         """The process's answer. :class:`RowError` if one after the other is lost, or there is none for too long."""
         voids = list(self._voids)
         for number in range(TRIES_MAX):
             self._wait_for_process()
             asked = msgspec.structs.replace(question, again=number > 0, voids=voids)
             try:
-                taken = ANSWERS.decode(self._apart.ask("work", encode(asked)))
+                taken = ANSWERS.decode(self._apart.ask("work", encode_message(asked)))
             except StoreUnavailableError as error:
                 lost = error
                 continue
@@ -184,7 +184,7 @@ class RolloutsApart:
             if now_s - self._gone_s > self._limits.answer_s:
                 wanted = "a process that stores them"
                 raise RowError("rows", wanted, f"none for {self._limits.answer_s} s: another one is being started")
-            time.sleep(POLL_S)
+            time.sleep(RETRY_S)
         self._gone_s = None
 
 

@@ -20,8 +20,8 @@ from cache_manager.storage.apart_process import Failure
 from kvroute.connector.computations import read_whole
 from kvroute.connector.cutting import Cutting
 from kvroute.connector.end import End
-from kvroute.connector.left import left_values, name_of, voided
-from kvroute.connector.rollouts_wire import OPENINGS, QUESTIONS, Question, Taken, encode
+from kvroute.connector.left import left_values, rollout_name, voided
+from kvroute.connector.rollouts_wire import OPENINGS, QUESTIONS, RolloutsQuestion, TakenRollout, encode_message
 from kvroute.connector.stages import RowsView, StageViews
 from kvroute.connector.tickets import gaps_of
 from kvroute.rollout import RolloutStore, open_rollouts
@@ -57,14 +57,14 @@ class RolloutsProcess(apart_process.Process):
             view = self._view_of(question) if any(unread) else None
             if view is not None:
                 read_whole(view, self._cutting.spec, [computation for parts in unread for computation in parts])
-        taken = list[Taken]()
+        taken = list[TakenRollout]()
         for end, parts in zip(ends, unread, strict=True):
             rows = [computation.rows for computation in parts]
             lacks = any(part is None or not part.valid.all() for part in rows)
-            taken.append(Taken() if lacks else self._taken(end, again=question.again))
-        return encode(taken)
+            taken.append(TakenRollout() if lacks else self._taken(end, again=question.again))
+        return encode_message(taken)
 
-    def _taken(self, end: End, *, again: bool) -> Taken:
+    def _taken(self, end: End, *, again: bool) -> TakenRollout:
         try:
             routes, unseen = self._cutting.routes(end)
             gaps = gaps_of(routes.missing, end.why, self._cutting.spec.block_tokens) if end.why else []
@@ -73,13 +73,13 @@ class RolloutsProcess(apart_process.Process):
         except Exception as error:  # noqa: BLE001 - of one of many: its client gets the reason
             if end.key.of_client:
                 with suppress(KVRouteError):
-                    voided(self.store, name_of(end.key, end.request_tokens), self._cutting.layout)
-            return Taken(failure=Failure.of(error))
-        return Taken(values)
+                    voided(self.store, rollout_name(end.key, end.request_tokens), self._cutting.layout)
+            return TakenRollout(failure=Failure.of(error))
+        return TakenRollout(values)
 
     # ---------------------------------------------------------------- held: _reading
 
-    def _view_of(self, question: Question) -> RowsView | None:
+    def _view_of(self, question: RolloutsQuestion) -> RowsView | None:
         """The view of the question's regions and namespace; ``None`` where they cannot be read, or are of another."""
         try:
             if self._view is None or self._regions != question.regions:

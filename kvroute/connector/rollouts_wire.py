@@ -63,7 +63,7 @@ class RowsBytes(msgspec.Struct, frozen=True, array_like=True):
         return Rows(values.reshape(len(valid), *spec.row_shape), valid)
 
 
-class Part(msgspec.Struct, frozen=True, array_like=True):
+class SentComputation(msgspec.Struct, frozen=True, array_like=True):
     """A computation, as its fields are called there; ``read`` and ``labels`` are of ``[start, read_stop)``.
 
     ``blocks`` and ``lives`` are int64, and empty if all rows are ``read``.
@@ -82,7 +82,7 @@ class Part(msgspec.Struct, frozen=True, array_like=True):
     lives: bytes
 
     @classmethod
-    def of(cls, computation: Computation, seen: Seen) -> Part:
+    def of(cls, computation: Computation, seen: Seen) -> SentComputation:
         """``seen`` is what has been read of the computation."""
         by_kv = computation.by_kv
         return cls(
@@ -133,7 +133,7 @@ class Ended(msgspec.Struct, frozen=True, array_like=True):
     cut: bool
     start: int
     why: Mapping[int, str]
-    parts: list[Part]  # the last one is that of its end
+    parts: list[SentComputation]  # the last one is that of its end
 
     @classmethod
     def of(cls, end: End, computations: Sequence[Computation], seen: Sequence[Seen]) -> Ended:
@@ -148,7 +148,7 @@ class Ended(msgspec.Struct, frozen=True, array_like=True):
             tokens is not None and tokens.cut,
             end.start,
             end.why,
-            list(map(Part.of, computations, seen)),
+            list(map(SentComputation.of, computations, seen)),
         )
 
     def end(self, spec: AuxBlockDataSpec) -> End:
@@ -170,7 +170,7 @@ class Ended(msgspec.Struct, frozen=True, array_like=True):
         return nbytes
 
 
-class Question(msgspec.Struct, frozen=True, array_like=True):
+class RolloutsQuestion(msgspec.Struct, frozen=True, array_like=True):
     """Take these ``ends``. Their rows are in ``regions``, ``(name, layer_ids)`` each, of the ``namespace``.
 
     ``voids`` are names of rollouts that nobody may find any more. ``again``: the process that was asked before has not
@@ -184,7 +184,7 @@ class Question(msgspec.Struct, frozen=True, array_like=True):
     ends: list[Ended]
 
 
-class Taken(msgspec.Struct, frozen=True, array_like=True):
+class TakenRollout(msgspec.Struct, frozen=True, array_like=True):
     """What has become of an end: the ``values`` that it has left, or why it has left none.
 
     With neither, a row is missing in the region: nothing was put.
@@ -194,9 +194,20 @@ class Taken(msgspec.Struct, frozen=True, array_like=True):
     failure: Failure | None = None
 
 
-encode = msgspec.msgpack.Encoder(enc_hook=index).encode  # numpy's whole numbers, too
-QUESTIONS = msgspec.msgpack.Decoder(Question)
-ANSWERS = msgspec.msgpack.Decoder(list[Taken])
+encode_message = msgspec.msgpack.Encoder(enc_hook=index).encode  # numpy's whole numbers, too
+QUESTIONS = msgspec.msgpack.Decoder(RolloutsQuestion)
+ANSWERS = msgspec.msgpack.Decoder(list[TakenRollout])
 OPENINGS = msgspec.json.Decoder(Opening)
 
-__all__ = ["ANSWERS", "OPENINGS", "QUESTIONS", "Ended", "Opening", "Part", "Question", "RowsBytes", "Taken", "encode"]
+__all__ = [
+    "ANSWERS",
+    "OPENINGS",
+    "QUESTIONS",
+    "Ended",
+    "Opening",
+    "RolloutsQuestion",
+    "RowsBytes",
+    "SentComputation",
+    "TakenRollout",
+    "encode_message",
+]

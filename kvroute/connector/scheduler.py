@@ -31,7 +31,7 @@ from kvroute.connector.left import LeftRoutes, Tokens
 from kvroute.connector.messages import Handshake, Loads, StepMeta
 from kvroute.connector.meter import Meter
 from kvroute.connector.mtp import mtp_rows
-from kvroute.connector.settings import APART
+from kvroute.connector.settings import APART_SCHEME
 from kvroute.connector.spares import SpareBlocks
 from kvroute.connector.stages import RowsReader, RowsView, StageViews
 from kvroute.connector.stream import RowStream
@@ -478,7 +478,7 @@ class SchedulerRows:
 
 def _taker_of(engine: Engine) -> tuple[LeftRoutes, RolloutTaker]:
     """Who makes the data of clients, and who leaves the rows of their requests, as the operator wants it."""
-    if engine.settings.rollouts.startswith(APART):
+    if engine.settings.rollouts.startswith(APART_SCHEME):
         from kvroute.connector.rollouts_apart import RolloutsApart
 
         return LeftRoutes(limits=engine.limits), RolloutsApart(engine)

@@ -16,7 +16,7 @@ from kvroute.rollout import check_rollouts_url
 
 RESPONSE: Final = "response:"
 """The setting ``rollouts`` that leaves routes in no store: the answers carry them, as JSON."""
-APART: Final = "apart:"
+APART_SCHEME: Final = "apart:"
 """How the setting ``rollouts`` begins where a process of its own has the store whose URL follows."""
 VERSION: Final = "weights_version"
 """The spec of the rows' labels; see :func:`kvroute.weights_version_spec`."""
@@ -103,14 +103,14 @@ def apart_url(rollouts: str) -> tuple[str, float]:
     """
     parsed = StoreUrl.parse(rollouts)
     parsed.allow("call")
-    if len(parsed.tiers) != 1 or parsed.tiers[0].startswith((APART, RESPONSE)):
+    if len(parsed.tiers) != 1 or parsed.tiers[0].startswith((APART_SCHEME, RESPONSE)):
         raise ConfigError("rollouts", "apart: and the URL of one rollout store", repr(rollouts))
     return parsed.tiers[0], parsed.seconds("call", 30.0) or 0
 
 
 def _check_rollouts(url: str, *, apart: bool) -> None:
     try:
-        if not url.startswith(APART):
+        if not url.startswith(APART_SCHEME):
             check_rollouts_url(url)
         elif apart:
             check_rollouts_url(apart_url(url)[0])
@@ -259,4 +259,4 @@ def _holding(url: StoreUrl, tiers: Sequence[str]) -> str:
     return own + ",".join(tiers)
 
 
-__all__ = ["APART", "RESPONSE", "VERSION", "Common", "Lending", "Settings", "apart_url"]
+__all__ = ["APART_SCHEME", "RESPONSE", "VERSION", "Common", "Lending", "Settings", "apart_url"]

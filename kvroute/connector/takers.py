@@ -9,13 +9,13 @@ from typing import Protocol
 from cache_manager.errors import KVRouteError, RowError
 from kvroute.connector.cutting import Cutting
 from kvroute.connector.end import End
-from kvroute.connector.left import LeftRoutes, Values
+from kvroute.connector.left import LeftRoutes, LeftValues
 from kvroute.connector.tickets import gaps_of
 from kvroute.connector.unread import UnreadRows
 
 logger = logging.getLogger(__name__)
 
-Outcome = Values | KVRouteError
+TakerOutcome = LeftValues | KVRouteError
 """What a request has left, or why it has left nothing."""
 
 
@@ -34,7 +34,7 @@ class RolloutTaker(Protocol):
     @property
     def counters(self) -> Mapping[str, int]: ...
 
-    def take(self, ends: Sequence[End], unread: UnreadRows) -> list[Outcome]: ...
+    def take(self, ends: Sequence[End], unread: UnreadRows) -> list[TakerOutcome]: ...
 
     def close(self) -> None: ...
 
@@ -52,7 +52,7 @@ class RolloutsHere:
         """None: its clients' answers and the log say what was not left."""
         return {}
 
-    def take(self, ends: Sequence[End], unread: UnreadRows) -> list[Outcome]:
+    def take(self, ends: Sequence[End], unread: UnreadRows) -> list[TakerOutcome]:
         try:
             unread.read(computation for end in ends for computation in end.computations)
         except Exception:  # each is read by itself, and its client told why that fails
@@ -62,7 +62,7 @@ class RolloutsHere:
     def close(self) -> None:
         self._left.close()
 
-    def _taken(self, end: End, unread: UnreadRows) -> Outcome:
+    def _taken(self, end: End, unread: UnreadRows) -> TakerOutcome:
         why: KVRouteError
         try:
             if end.failure:
@@ -80,4 +80,4 @@ class RolloutsHere:
         return why
 
 
-__all__ = ["Outcome", "RolloutTaker", "RolloutsHere"]
+__all__ = ["RolloutTaker", "RolloutsHere", "TakerOutcome"]

@@ -11,7 +11,7 @@ from cache_manager.blocks import AuxBlocks
 from cache_manager.spec import AuxBlockDataSpec
 from kvroute.checks import unsound
 from kvroute.connector.meter import NO_IDS, Meter
-from kvroute.connector.mtp import Beside
+from kvroute.connector.mtp import RowsBeside
 from kvroute.connector.settings import VERSION
 from kvroute.connector.stages import STEP
 
@@ -26,7 +26,7 @@ def write_ids(
     redone: NDArray[np.bool_] | None = None,
     *,
     step: int | None = None,
-    beside: Beside | None = None,
+    beside: RowsBeside | None = None,
 ) -> None:
     """Write the rows of a step's tokens at ``slots [n]``, negative: none. ``ids [n, layers, top_k]`` are any integers.
 

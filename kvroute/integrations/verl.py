@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import Any, Final
 
 MOVED: Final = "sglang.srt.layers.moe.routed_experts_capturer"
-PLACE: Final = "sglang.srt.state_capturer.routed_experts"
+READER: Final = "sglang.srt.state_capturer.routed_experts"
 READS: Final = "extract_routed_experts_from_meta_info"
 """What verl takes of it: the rows of an answer, int32, flat."""
 
@@ -28,7 +28,7 @@ class _Moved(MetaPathFinder, Loader):
         return ModuleSpec(name, self) if name == MOVED else None
 
     def exec_module(self, module: ModuleType) -> None:
-        setattr(module, READS, getattr(import_module(PLACE), READS))
+        setattr(module, READS, getattr(import_module(READER), READS))
 
 
 if not any(isinstance(finder, _Moved) for finder in sys.meta_path):

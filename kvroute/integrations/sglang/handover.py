@@ -122,7 +122,7 @@ class Arrival:
     receiver: Any = None  # SGLang's, of the KV
 
 
-class Tickets:
+class PrefillTickets:
     """The tickets of a prefill engine's prompts. Each of its ranks makes the same ones, because it sends the same
     prompts in the same order; the first rank lends the rows that they name.
 
@@ -136,7 +136,7 @@ class Tickets:
         self._prompts = 0
 
     @classmethod
-    def agreed(cls, own: Tickets | None, least: Least) -> Tickets:
+    def agreed(cls, own: PrefillTickets | None, least: Least) -> PrefillTickets:
         """Those of the first rank, which alone has its ``own``. Each rank calls it once, at the start."""
         said: Digests = np.full(8 * _WORDS_COUNT, 256)  # more than any byte
         if own is not None:
@@ -190,7 +190,7 @@ class Handover:
         except ConfigError:
             self.crossing.close()
             raise
-        self.tickets = Tickets(secrets.token_bytes(16), self.crossing.address)
+        self.tickets = PrefillTickets(secrets.token_bytes(16), self.crossing.address)
         self.not_lent = 0
         """Prompts whose rows could not be lent."""
         self._under_way: dict[bytes, Arrival] = {}
@@ -282,6 +282,6 @@ __all__ = [
     "Arrival",
     "Handover",
     "PackedTicket",
-    "Tickets",
+    "PrefillTickets",
     "ip_and_port",
 ]

@@ -13,7 +13,7 @@ from kvroute.connector.started import started
 from kvroute.connector.versions import AS_LOADED, version_of
 from kvroute.integrations.sglang import versions
 from kvroute.integrations.sglang.capturer import Capturer, capturer
-from kvroute.integrations.sglang.handover import Handover, Tickets
+from kvroute.integrations.sglang.handover import Handover, PrefillTickets
 from kvroute.integrations.sglang.ranks import least_of
 from kvroute.integrations.sglang.refusals import supported
 from kvroute.integrations.sglang.routers import routed_layers
@@ -42,7 +42,7 @@ JUDGED_POOLS: Final = frozenset({"kv", "swa", "mamba"})
 """SGLang's pages on the host: of layers that attend to all tokens, by whose numbers rows go; beside them windows and
 states."""
 TICKETS: Final = "kvroute_tickets"
-"""The attribute of prefill's scheduler with the first rank's :class:`Tickets`, on a rank that has no rows."""
+"""The attribute of prefill's scheduler with the first rank's :class:`PrefillTickets`, on a rank that has no rows."""
 
 
 def _after(hook: Hook) -> Hook:
@@ -259,7 +259,7 @@ def _handed(
     send: Callable[..., Any], scheduler: Any, req: Any, last_chunk: bool = False, *args: Any, **named: Any
 ) -> Any:
     """Prefill sends KV of a prompt: with the last of it goes the ticket for its rows, from each rank."""
-    lender: Capturer | Tickets | None = capturer() or getattr(scheduler, TICKETS, None)
+    lender: Capturer | PrefillTickets | None = capturer() or getattr(scheduler, TICKETS, None)
     if last_chunk and lender is not None:
         lender.lend(req, scheduler.disagg_metadata_buffers)
     return send(scheduler, req, last_chunk, *args, **named)
@@ -301,7 +301,7 @@ def handover(scheduler: Any) -> None:
     current, arguments = capturer(), versions.arguments()
     if versions.experts_capturer() is None or not versions.is_on(arguments, versions.APART):
         return
-    own: Tickets | None = None
+    own: PrefillTickets | None = None
     if current is not None:
         made = Handover(current.rows, settings_of_arguments(arguments))
         own = made.tickets
@@ -311,7 +311,7 @@ def handover(scheduler: Any) -> None:
         logger.info("kvroute lends and fetches rows of prompts at %s", made.crossing.address)
     least = least_of(scheduler.attn_tp_cpu_group)
     if least is not None and arguments.disaggregation_mode == "prefill":
-        tickets = Tickets.agreed(own, least)
+        tickets = PrefillTickets.agreed(own, least)
         if current is None:
             setattr(scheduler, TICKETS, tickets)
 

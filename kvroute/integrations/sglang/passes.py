@@ -64,7 +64,7 @@ class Launched:
         self.over(self)
 
 
-class Passes:
+class LaunchedPasses:
     """The passes that are under way, and the calls that wait for their ends. The scheduler's thread calls it."""
 
     def __init__(self) -> None:
@@ -129,4 +129,4 @@ class Passes:
         self._deferred.clear()
 
 
-__all__ = ["UNREPORTED", "UNVERIFIED", "Ids", "Launched", "Passes"]
+__all__ = ["UNREPORTED", "UNVERIFIED", "Ids", "Launched", "LaunchedPasses"]

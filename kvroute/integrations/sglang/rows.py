@@ -32,7 +32,7 @@ from kvroute.connector.versions import Versions
 from kvroute.connector.witness import KvFolder
 from kvroute.connector.written import write_ids
 from kvroute.integrations.sglang.answers import Answer, Answers, RequestRows
-from kvroute.integrations.sglang.passes import UNREPORTED, UNVERIFIED, Ids, Launched, Passes
+from kvroute.integrations.sglang.passes import UNREPORTED, UNVERIFIED, Ids, Launched, LaunchedPasses
 from kvroute.integrations.sglang.ranks import ABSENT, Digests, Ranks, digests_of
 from kvroute.routing import weights_version_spec
 from kvroute.witness import ROOT, chained
@@ -66,7 +66,7 @@ class RoutedRows:
     def __init__(self, spec: AuxBlockDataSpec, pages: int, namespace: Namespace, settings: Common) -> None:
         self.spec, self.pages, self.page, self.settings = spec, pages, spec.block_tokens, settings
         self.layers = list(spec.attrs["layer_ids"])
-        self.passes = Passes()
+        self.passes = LaunchedPasses()
         self._filled_behind = np.zeros(pages, np.int64)  # passes launched when a page was filled ahead of its turn
         self.meter = Meter(self._counters)
         self.exports: Callable[[Taken], None] | None = None  # to the engine's metrics, if it has any
@@ -163,7 +163,7 @@ class RoutedRows:
             self.exports(taken)
 
     def go_on(self) -> None:
-        """What waited for passes that are over now, or for room: see :meth:`Passes.go_on`."""
+        """What waited for passes that are over now, or for room: see :meth:`LaunchedPasses.go_on`."""
         for job in self.aux.jobs.poll():
             self._job_counts.count(job)
         self.passes.go_on()

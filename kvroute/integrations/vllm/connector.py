@@ -21,7 +21,7 @@ from kvroute.integrations.vllm.config import check_children, engine_of, kv_names
 from kvroute.integrations.vllm.field import Field
 from kvroute.integrations.vllm.layers import own_layers
 from kvroute.integrations.vllm.layouts import join_of
-from kvroute.integrations.vllm.mtp import follow_drafts, hook_of
+from kvroute.integrations.vllm.mtp import follow_drafts, mtp_hook
 from kvroute.integrations.vllm.routers import bind, bind_mtp, model_place
 
 logger = logging.getLogger(__name__)
@@ -87,7 +87,7 @@ class RowsWithKV(Base):  # type: ignore[misc]
             self._say_started(bind(modules, spec, self._rank.ids.hook, first, place))
             if self._rank.mtp is not None:
                 follow_drafts()
-                bind_mtp(modules, spec, first, partial(hook_of, self._rank.mtp))
+                bind_mtp(modules, spec, first, partial(mtp_hook, self._rank.mtp))
         elif join_shards is not None:  # the first rank has rows of this one's tokens
             device = next(iter(kv_caches.values())).device
             self._shards = StepIds(spec, self._engine.max_tokens, device, join_shards)

@@ -20,7 +20,7 @@ from kvroute.connector.mtp import MtpIds
 from kvroute.integrations.vllm.versions import lacking
 
 PROPOSER: Final = "vllm.v1.spec_decode.llm_base_proposer:SpecDecodeBaseProposer"
-NAMES: Final = {PROPOSER: "propose input_ids", "vllm.forward_context": "get_forward_context"}
+PROPOSER_NAMES: Final = {PROPOSER: "propose input_ids", "vllm.forward_context": "get_forward_context"}
 """What is taken or replaced in vLLM for rows of an MTP layer alone."""
 
 
@@ -48,7 +48,7 @@ def proposing(proposer: Any) -> Iterator[None]:
 def follow_drafts() -> None:
     """Have vLLM's proposers say when they draft, once a process. Raises :class:`ConfigError` that lists what this
     release lacks, before anything is hooked."""
-    absent = list(lacking(NAMES))
+    absent = list(lacking(PROPOSER_NAMES))
     if absent:
         raise ConfigError("settings.mtp", "a release of vLLM whose drafts were judged: 0.32", f"none of {absent}")
     from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer  # type: ignore[import-not-found]
@@ -66,7 +66,7 @@ def follow_drafts() -> None:
     SpecDecodeBaseProposer.propose = followed
 
 
-def hook_of(mtp: MtpIds) -> Callable[[torch.Tensor], None]:
+def mtp_hook(mtp: MtpIds) -> Callable[[torch.Tensor], None]:
     """The hook of the MTP layer's router: its ids ``[tokens, top_k]`` in the first pass of a proposal go to ``mtp``."""
 
     def keep(ids: torch.Tensor) -> None:
@@ -85,4 +85,4 @@ def hook_of(mtp: MtpIds) -> Callable[[torch.Tensor], None]:
     return keep
 
 
-__all__ = ["NAMES", "follow_drafts", "hook_of", "proposing"]
+__all__ = ["PROPOSER_NAMES", "follow_drafts", "mtp_hook", "proposing"]

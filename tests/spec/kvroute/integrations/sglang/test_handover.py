@@ -33,7 +33,7 @@ from kvroute.integrations.sglang.handover import (
     OTHER_PROMPT,
     Handover,
     PackedTicket,
-    Tickets,
+    PrefillTickets,
     ip_and_port,
 )
 from kvroute.integrations.sglang.hooks import HOOKS, TICKETS
@@ -284,7 +284,7 @@ class OtherRank:
     scheduler: Any
 
     @classmethod
-    def of(cls, first: Tickets) -> OtherRank:
+    def of(cls, first: PrefillTickets) -> OtherRank:
         """Both ranks learn what the other one says, as when their schedulers start."""
         meeting = threading.Barrier(2, timeout=GIVE_UP_S)
         said: list[Any] = []
@@ -295,7 +295,7 @@ class OtherRank:
             return np.minimum.reduce(said)
 
         with ThreadPoolExecutor(2) as ranks:
-            agreed = [ranks.submit(Tickets.agreed, own, least) for own in (first, None)]
+            agreed = [ranks.submit(PrefillTickets.agreed, own, least) for own in (first, None)]
             tickets = [each.result(GIVE_UP_S) for each in agreed]
         buffers = SimpleNamespace(bootstrap_room=torch.zeros(3, 8, dtype=torch.uint64))
         return cls(SimpleNamespace(**{TICKETS: tickets[1]}, disagg_metadata_buffers=buffers))

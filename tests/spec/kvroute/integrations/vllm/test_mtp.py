@@ -12,7 +12,7 @@ import torch
 
 from cache_manager.errors import ConfigError
 from kvroute.connector.mtp import MTP, NEXT_TOKEN, MtpIds, mtp_spec
-from kvroute.integrations.vllm.mtp import follow_drafts, hook_of, proposing
+from kvroute.integrations.vllm.mtp import follow_drafts, mtp_hook, proposing
 from kvroute.integrations.vllm.routers import bind_mtp
 from kvroute.routing import routing_spec
 
@@ -33,7 +33,7 @@ def test_the_first_pass_of_a_proposal_counts(context: Any) -> None:
     """Goal: a pass over drafts changes nothing, and a warm-up leaves nothing. Method: a call outside a proposal, two
     calls in one, and one in the next proposal of the step."""
     mtp = MtpIds(mtp_spec(SPEC))
-    hook, proposer = hook_of(mtp), SimpleNamespace(input_ids=torch.tensor([21, 22, 23, 99]))
+    hook, proposer = mtp_hook(mtp), SimpleNamespace(input_ids=torch.tensor([21, 22, 23, 99]))
     slots = np.array([4, 5, 6])
     context.slot_mapping = {"model.layers.3.attn": torch.tensor([4, 5, 6, -1])}
     hook(torch.tensor([[1, 2]] * 3))
