@@ -32,9 +32,11 @@ collect_ignore_glob = ["*.py"]
 ENGINE = next((name for name in ("vllm", "sglang") if importlib.util.find_spec(name)), None)
 OF_ALL = {
     "HF_HUB_OFFLINE": "1",
+    "MILES_HOST_IP": "127.0.0.1",  # miles' and slime's routers would be reached from outside
     "OPENBLAS_NUM_THREADS": "1",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_DEDUP_LOGS": "0",
+    "SLIME_HOST_IP": "127.0.0.1",
     "VERL_PLATFORM": "cpu",
     "VERL_USE_EXTERNAL_MODULES": "verl_parts",
 }
