@@ -25,15 +25,21 @@ from fronts import in_a_session
 from http_server import answering, kill
 from nursery import Born
 from ports import hold_port
-from waiting import GIVE_UP_S
+from waiting import GIVE_UP_S, until
 
 import kvroute
+from cache_manager.storage.file import fsck
 from kvroute.cli import main
 from kvroute.integrations.vllm import choice_key, gathered, routes, unseen
 from kvroute.rollout import RolloutStore, open_rollouts
 
 MODULE = "vllm.entrypoints.openai.api_server"
 PAGE = Path(__file__).parents[3] / "docs" / "vllm.md"
+
+
+def stored(directory: Path) -> int:
+    """How many records lie in a store of files, which a server writes behind its answers."""
+    return sum(extent.records for extent in fsck(directory).extents)
 
 
 class Server:
@@ -254,6 +260,7 @@ def test_the_server_answers_routes_and_survives_a_kill(
         assert quick_start(answer)["rows"].shape == (119, 3, 4)
         several = first.post("/v1/completions", prompt=asked, max_tokens=9, n=2, temperature=1.0, seed=3)
         assert [right(home, several, i) for i in (0, 1)] == [108, 108]
+        until(lambda: stored(tmp_path / "rows") >= 96 // BLOCK, what="the prompt's rows were not stored")
         kill(first.process)
     line = (
         f"kvroute {kvroute.__version__} in vLLM {vllm.__version__}: 3 of 3 routed layers captured, "
