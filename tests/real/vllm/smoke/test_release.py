@@ -14,8 +14,11 @@ import updates
 import vllm
 from engines import Engine, prompts
 from vllm import SamplingParams
+from vllm.config import KVTransferConfig
+from vllm.outputs import RequestOutput
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
-from vllm.v1.engine.output_processor import OutputProcessor
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.output_processor import OutputProcessor, RequestState
 from vllm.v1.request import Request
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
@@ -174,6 +177,22 @@ def test_whose_requests_get_rows_and_what_a_short_answer_is_told() -> None:
     ).request_outputs
     assert answer.outputs[0].routed_experts is None
     assert missing(answer) == ((3, 4, field.SHORT),)
+
+
+def test_a_front_end_that_asks_the_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Goal: a trainer's own server that asks the model's configuration whether answers have the field hears so, with
+    kvroute's field and not without. A bug that was found: prime-rl's answered 400. Method: this release's own class,
+    whose start does nothing."""
+    calls = [(OutputProcessor, "add_request"), (OutputProcessor, "process_outputs"), (AsyncLLM, "__init__")]
+    for owner, name in [*calls, (RequestState, "make_request_output"), (RequestOutput, "add")]:
+        monkeypatch.setattr(owner, name, lambda *_: None)
+    field.guard_front_end()
+    for asked in (True, False):
+        extra = {"kvroute": {"field": asked}}
+        transfer = KVTransferConfig(kv_connector="KvrouteConnector", kv_role="kv_both", kv_connector_extra_config=extra)
+        config = SimpleNamespace(kv_transfer_config=transfer, model_config=SimpleNamespace(**{field.FLAG: False}))
+        AsyncLLM(config)
+        assert getattr(config.model_config, field.FLAG) is asked
 
 
 @pytest.mark.parametrize("algorithm", ["sha256", "xxhash"])
