@@ -19,14 +19,6 @@ from cache_manager.spec import AuxBlockDataSpec
 SMALL = st.tuples(st.sampled_from(((), (1,), (2, 3))), st.sampled_from(("bool", "uint8", "uint16", "uint64")))
 
 
-@pytest.fixture
-def house():
-    """Blocks that an engine gives out."""
-    house = House()
-    yield house
-    house.close()
-
-
 @given(st.sampled_from((1, 2, 64, 65)), st.integers(1, 3), st.lists(SMALL, min_size=1, max_size=3), st.booleans())
 def test_rows_of_every_layout_are_written_where_they_are_read(
     tokens: int, blocks: int, kinds: list, whole: bool

@@ -21,14 +21,6 @@ from cache_manager.own_keys import OUTDATED_MAX
 from cache_manager.spec import AuxBlockDataSpec
 
 
-@pytest.fixture
-def house():
-    """Blocks that an engine gives out."""
-    house = House()
-    yield house
-    house.close()
-
-
 def test_a_mistake_inside_a_forward_pass_is_dropped_counted_and_logged_once(house, caplog) -> None:
     """Goal: a set that is not strict never raises. Method: each mistake; the valid rows of the same call land."""
     engine = house.engine

@@ -33,14 +33,6 @@ CALLS = 150
 # ---------------------------------------------------------------- threads
 
 
-@pytest.fixture
-def house():
-    """Blocks that an engine gives out."""
-    house = House()
-    yield house
-    house.close()
-
-
 def test_moves_of_several_threads_meet() -> None:
     """Goal: the bookkeeping never raises, whichever threads meet, and no row is torn. Method: threads move, give out,
     write, forget and reset the same few blocks; a row is one number, over and over."""

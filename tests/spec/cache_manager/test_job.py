@@ -17,25 +17,6 @@ from cache_manager.spec import AuxBlockDataSpec
 from cache_manager.storage import open_store
 
 
-@pytest.fixture
-def house():
-    """Blocks that an engine gives out."""
-    house = House()
-    yield house
-    house.close()
-
-
-@pytest.fixture
-def full():
-    """Every block has rows; the store hangs."""
-    made = House()
-    made.engine.renew(range(6))
-    for block in range(6):
-        made.fill(block, f"block {block}")
-    yield made
-    made.close()
-
-
 def test_what_is_stored_has_no_byte_of_a_former_life() -> None:
     """Goal: rows of another tenant are not stored, though no one would read them. Method: an optional spec is written
     in one life and not in the next; what export gives and what the store has."""

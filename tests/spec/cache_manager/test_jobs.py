@@ -22,25 +22,6 @@ from cache_manager.spec import RecordLayout
 NBYTES = RecordLayout((SPEC,)).nbytes
 
 
-@pytest.fixture
-def house():
-    """Blocks that an engine gives out."""
-    house = House()
-    yield house
-    house.close()
-
-
-@pytest.fixture
-def full():
-    """Every block has rows; the store hangs."""
-    made = House()
-    made.engine.renew(range(6))
-    for block in range(6):
-        made.fill(block, f"block {block}")
-    yield made
-    made.close()
-
-
 def test_a_job_too_many_is_refused_and_changes_nothing() -> None:
     """Goal: full is a normal result. Method: fill the queue by number, with a store that hangs; a caller that waits is
     not queued, and its rows are stored."""
