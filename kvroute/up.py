@@ -30,6 +30,10 @@ CPU_GIB: Final = {"VLLM_CPU_KVCACHE_SPACE": "4"}
 """For KV, where the operator says nothing: vLLM's own default takes 92 % of the memory."""
 
 
+OWN: Final = ("--model", "--host", "--port")
+"""Arguments of vLLM's that are ``up``'s, too."""
+
+
 class Start(NamedTuple):
     """What is to run: words of a command, and variables beside those that are there."""
 
@@ -72,6 +76,14 @@ def check_model(model: str) -> None:
         raise ConfigError("MODEL", "a directory with a config.json, or a name on the hub", repr(model))
 
 
+def check_arguments(arguments: Sequence[str]) -> None:
+    """Raise :class:`ConfigError` for one behind MODEL that ``up`` has itself: what it prints would be of another server."""
+    for argument in arguments:
+        name = argument.partition("=")[0]
+        if name in OWN:
+            raise ConfigError(name, "before MODEL: what follows it is vLLM's alone", f"{argument!r} behind it")
+
+
 def check_torchvision(versions: Mapping[str, str]) -> None:
     """Raise :class:`ConfigError` if ``torchvision`` is of another build than ``torch``: vLLM ends at its start then."""
     builds = {name: version.partition("+")[2] for name, version in versions.items()}
@@ -96,6 +108,7 @@ def main(*, model: str, cpu: bool, host: str, port: int, arguments: Sequence[str
         sys.stderr.write(findings_text(problems))
         return 1
     check_model(model)
+    check_arguments(more)
     check_torchvision(installed_versions(("torch", "torchvision")))
     start = start_of(model, host, port, more, on_cpu=on_cpu)
     sys.stdout.write(next_lines(start, model, host, port, on_cpu=on_cpu))
@@ -103,4 +116,4 @@ def main(*, model: str, cpu: bool, host: str, port: int, arguments: Sequence[str
     become(start)
 
 
-__all__ = ["Start", "check_model", "check_torchvision", "main", "next_lines", "start_of"]
+__all__ = ["Start", "check_arguments", "check_model", "check_torchvision", "main", "next_lines", "start_of"]

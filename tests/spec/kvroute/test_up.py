@@ -103,6 +103,10 @@ def test_what_vllm_would_meet_later_is_said_at_once(home: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         ran = up(home, "--port", str(server.getsockname()[1]), "model")
         assert "--host, --port: wanted an address that is free" in ran.stderr
+    for words in (["--port", "8001"], ["--host=127.0.0.2"]):  # what is printed would be of another server
+        ran = up(home, "--port", port, "model", *words)
+        assert f"wanted before MODEL: what follows it is vLLM's alone, got {words[0]!r} behind it" in ran.stderr
+        assert ran.returncode, ran.stdout
     installed(home, "torch", "2.13.0+cpu")
     installed(home, "torchvision", "0.28.0")
     ran = up(home, "--port", port, "model")
