@@ -77,7 +77,7 @@ def check_model(model: str) -> None:
 
 
 def check_arguments(arguments: Sequence[str]) -> None:
-    """Raise :class:`ConfigError` for one behind MODEL that ``up`` has itself: what it prints would be of another server."""
+    """Raise :class:`ConfigError` for one of :data:`OWN` behind MODEL: what is printed would be of another server."""
     for argument in arguments:
         name = argument.partition("=")[0]
         if name in OWN:
