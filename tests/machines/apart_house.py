@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from waiting import send_signal
 
 from cache_manager.errors import RowError
 from kvroute.connector.rollouts_apart import RolloutsApart
@@ -55,7 +56,7 @@ class ApartHouse(House):
 
     def _signal(self, pid: int, number: int) -> bool:
         with suppress(ProcessLookupError):
-            os.kill(pid, number)
+            send_signal(pid, number)
             return True
         return False
 

@@ -7,16 +7,14 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from waiting import GIVE_UP_S
+from waiting import GIVE_UP_S, send_signal
 
 from paged_engine import pool
 from paged_engine.processes import hold_port, tied
@@ -57,20 +55,6 @@ os._exit(0)
 """
 
 
-def send(pid: int, number: int) -> None:
-    """Send a signal; a stopped process has stopped in all its threads when this returns."""
-    os.kill(pid, number)
-    if number == signal.SIGSTOP:
-        give_up_s = time.monotonic() + START_S
-        while any(_state(task) != "T" for task in Path(f"/proc/{pid}/task").iterdir()):
-            assert time.monotonic() < give_up_s, f"process {pid} does not stop"
-            time.sleep(0.005)
-
-
-def _state(task: Path) -> str:
-    return (task / "stat").read_text().rpartition(")")[2].split()[0]
-
-
 class Master:
     """``mooncake_master`` on ports of its own, which a restart keeps."""
 
@@ -86,7 +70,7 @@ class Master:
 
     def signal(self, number: int) -> None:
         self.broken = True
-        send(self._pid, number)
+        send_signal(self._pid, number)
 
     def kill(self) -> None:
         self.broken = True
@@ -129,7 +113,7 @@ class Owner:
 
     def signal(self, number: int) -> None:
         self.broken = True
-        send(self.process.pid, number)
+        send_signal(self.process.pid, number)
 
     def end(self) -> None:
         self.process.kill()  # also a stopped one

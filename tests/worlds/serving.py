@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 
 import numpy as np
 from nursery import ENGINE, nursery
-from waiting import GIVE_UP_S
+from waiting import GIVE_UP_S, send_signal
 
 from cache_manager.keys import Namespace
 from kvroute.routes import Routes
@@ -75,7 +74,7 @@ class Forked(processes.Server):
         self.process: Any = born
 
     def send(self, number: int) -> None:
-        os.kill(self.process.pid, number)
+        send_signal(self.process.pid, number)
 
     def end(self) -> int:
         if self.process.poll() is None:

@@ -12,17 +12,15 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from msgspec import to_builtins
 from nursery import nursery
 from toy_engine import Toy, judge
 from toy_pair import PREFILL
-from waiting import GIVE_UP_S
+from waiting import GIVE_UP_S, send_signal
 
 from kvroute.connector import missing, routes
 from kvroute.connector.tickets import Ticket
@@ -58,11 +56,7 @@ class Side:
 
     def hang(self) -> None:
         """Stand still, from when this returns."""
-        os.kill(self.process.pid, signal.SIGSTOP)
-        give_up_s = time.monotonic() + GIVE_UP_S
-        while any(_state(task) != "T" for task in Path(f"/proc/{self.process.pid}/task").iterdir()):
-            assert time.monotonic() < give_up_s
-            time.sleep(0.001)
+        send_signal(self.process.pid, signal.SIGSTOP)
 
     def go_on(self) -> None:
         os.kill(self.process.pid, signal.SIGCONT)
@@ -91,11 +85,6 @@ def sides(**limits: Any) -> Iterator[tuple[Side, Toy]]:
     finally:
         first.close()
         second.close()
-
-
-def _state(task: Path) -> str:
-    """Of a thread, as the kernel says it: a letter behind the name in brackets."""
-    return (task / "stat").read_text().rpartition(")")[2].split()[0]
 
 
 def early_ticket(toy: Toy) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from waiting import GIVE_UP_S
+from waiting import GIVE_UP_S, send_signal
 
 PATIENCE_S = GIVE_UP_S
 
@@ -60,7 +60,7 @@ class PeerProcess:
         return ended
 
     def stop(self) -> None:
-        os.kill(self.pid, signal.SIGSTOP)
+        send_signal(self.pid, signal.SIGSTOP)
 
     def go_on(self) -> None:
         os.kill(self.pid, signal.SIGCONT)

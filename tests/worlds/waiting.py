@@ -1,8 +1,9 @@
-"""To see that a thread waits, without guessing how long it takes to get there."""
+"""To see that a thread waits or that a process stands still, without guessing how long it takes to get there."""
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import threading
 import time
@@ -34,11 +35,33 @@ def until_it_waits(thread: threading.Thread) -> bool:
     return False
 
 
+def send_signal(pid: int, number: int) -> None:
+    """Send a signal. A process that is stopped stands still, with all its threads, when this returns.
+
+    The kernel stops a process at its next turn: on a busy machine its threads may still answer meanwhile.
+    """
+    os.kill(pid, number)
+    if number == signal.SIGSTOP:
+        until(lambda: _stands_still(Path(f"/proc/{pid}/task")), what=f"process {pid} does not stop")
+
+
 def _sleeps(native_id: int | None) -> bool:
+    return _state(Path(f"/proc/self/task/{native_id}")) == "S"
+
+
+def _stands_still(tasks: Path) -> bool:
     try:
-        return Path(f"/proc/self/task/{native_id}/stat").read_text().rpartition(")")[2].split()[0] == "S"
+        return all(_state(task) in "TZ" for task in tasks.iterdir())
     except OSError:  # it has ended
-        return False
+        return True
+
+
+def _state(task: Path) -> str:
+    """The kernel's letter for what this thread does; ``Z`` when it has ended."""
+    try:
+        return (task / "stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return "Z"
 
 
 def until(holds: Callable[[], object], wait_s: float = GIVE_UP_S, what: str = "waited in vain") -> None:

@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from waiting import GIVE_UP_S, until
+from waiting import GIVE_UP_S, send_signal, until
 
 from cache_manager.child import Child, LostError
 
@@ -88,7 +88,7 @@ def test_a_question_that_is_interrupted_ends_the_child(odd: Child) -> None:
 
 
 def test_a_child_that_reads_nothing_is_killed_when_a_message_does_not_fit(odd: Child) -> None:
-    os.kill(odd.pid, signal.SIGSTOP)
+    send_signal(odd.pid, signal.SIGSTOP)
     with pytest.raises(LostError):
         odd.ask(0, bytes(1 << 22), WAIT_S)
     odd.wait()

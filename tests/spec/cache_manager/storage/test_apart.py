@@ -19,8 +19,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import settings
-from mooncake_pool import send
-from waiting import GIVE_UP_S, until
+from waiting import GIVE_UP_S, send_signal, until
 
 from cache_manager.errors import ConfigError, StorageError, StoreClosedError, StoreUnavailableError
 from cache_manager.ports import Absence, StorageBackend
@@ -63,7 +62,7 @@ def store(url: str) -> Iterator[ApartStore]:
 def end(pid: int | None, *signals: int) -> int:
     assert pid is not None
     for each in signals or (signal.SIGKILL,):
-        send(pid, each)
+        send_signal(pid, each)
     return pid
 
 

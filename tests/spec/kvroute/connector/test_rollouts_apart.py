@@ -17,7 +17,7 @@ import pytest
 import torch
 from toy_engine import Toy, admitted, held, judge, row_of, stepped
 from toy_requests import EXPERTS, TOKENS, TOP_K
-from waiting import GIVE_UP_S, until
+from waiting import GIVE_UP_S, send_signal, until
 
 from cache_manager.errors import ConfigError, KVRouteError, RowError
 from cache_manager.keys import Namespace
@@ -54,7 +54,7 @@ class Takers:
         return self().pid or 0
 
     def kill(self, number: int = signal.SIGKILL) -> None:
-        os.kill(self.pid, number)
+        send_signal(self.pid, number)
 
     def wait_until_asked(self) -> None:
         """Until a question is made, and on its way."""

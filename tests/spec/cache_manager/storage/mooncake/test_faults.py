@@ -9,7 +9,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from mooncake_pool import Master, Owner, running_owner, send
+from mooncake_pool import Master, Owner, running_owner
 from mooncake_stores import (
     HANG_S,
     SEGMENT_NBYTES,
@@ -20,7 +20,7 @@ from mooncake_stores import (
     timed,
 )
 from ports import hold_port
-from waiting import until
+from waiting import send_signal, until
 
 from cache_manager.errors import StorageError, StoreClosedError, StoreUnavailableError
 from cache_manager.ports import Absence
@@ -146,7 +146,7 @@ def test_the_native_client_may_crash_or_hang(number: int, backend: MooncakeStore
     """The records are elsewhere: another client has them all."""
     store = RecordStore(backend, LAYOUT)
     stored(store, range(10))
-    send(pid_of(backend), number)
+    send_signal(pid_of(backend), number)
     whole = [payload_of(n) for n in range(10)]
     answer = timed(lambda: get(store, range(10)))
     assert isinstance(answer, StorageError) or answer == whole, "another client may be there already"
