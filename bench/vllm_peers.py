@@ -14,6 +14,8 @@ ON_CPU = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # several engines share the cores
     "OMP_NUM_THREADS": "1",
 }
+HOST_OF_CPU = {"spec_name": "HostSpec", "spec_module_path": "bench.peers.vllm_host"}
+"""How vLLM offloads KV where there is no GPU."""
 MODULE = "kvroute.integrations.vllm"
 CONNECTORS = "bench.peers.vllm_connectors"
 

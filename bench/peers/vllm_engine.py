@@ -11,6 +11,7 @@ import json
 import os
 import sys
 import time
+from contextlib import AbstractContextManager, closing, nullcontext
 from typing import Any
 
 import numpy as np
@@ -24,8 +25,8 @@ def packed(array: Any) -> dict[str, Any]:
     return {"dtype": str(raw.dtype), "shape": raw.shape, "bytes": base64.b64encode(raw.tobytes()).decode()}
 
 
-def rows_of(output: Any) -> dict[str, Any] | None:
-    """The rows in an answer: those in vLLM's own field, or kvroute's, or ``None``."""
+def rows_of(output: Any, rollouts: Any = None) -> dict[str, Any] | None:
+    """The rows in an answer: those in vLLM's own field, or kvroute's, or ``None``. ``rollouts`` has what was left."""
     experts = output.outputs[0].routed_experts
     if experts is not None:
         return {"ids": packed(experts), "valid": packed(np.ones(len(experts), np.bool_))}
@@ -34,12 +35,28 @@ def rows_of(output: Any) -> dict[str, Any] | None:
         from kvroute.integrations.vllm import routes
 
         try:
-            found = routes(output)
+            found = routes(output, rollouts=rollouts)
         except RowError:
             return None
         versions = [version for _, _, version in found.weights_versions]
         return {"ids": packed(found.ids), "valid": packed(found.valid), "versions": versions}
     return None
+
+
+def store_of(url: str | None) -> AbstractContextManager[Any]:
+    """The rollout store at this URL, or none."""
+    if url is None:
+        return nullcontext()
+    from kvroute.rollout import open_rollouts
+
+    return closing(open_rollouts(url))
+
+
+def sent_nbytes(output: Any) -> int:
+    """What the engine has sent along for the rows of this answer: arrays as they are, all else as JSON."""
+    experts = output.outputs[0].routed_experts
+    beside = len(json.dumps(output.kv_transfer_params)) if output.kv_transfer_params else 0
+    return beside + (0 if experts is None else int(experts.nbytes))
 
 
 def main() -> None:
@@ -56,8 +73,9 @@ def main() -> None:
     os.dup2(out, 1)
 
     def answer(asked: dict[str, Any]) -> dict[str, Any]:
-        """``prompts``, ``tokens`` of all or of each, ``extra`` of each; or ``metric``, ``by`` a label; or ``reset``; or
-        ``put``, a checkpoint whose embedding replaces the engine's, and its ``version``."""
+        """``prompts``, ``tokens`` of all or of each, ``extra`` and ``starts`` of each, ``rollouts``, a store's URL; or
+        ``metric``, ``by`` a label; or ``reset``; or ``put``, a checkpoint whose embedding replaces the engine's, and
+        its ``version``."""
         if "metric" in asked:
             found = [metric for metric in llm.get_metrics() if metric.name == asked["metric"]]
             return {metric.labels.get(asked["by"], ""): metric.value for metric in found}
@@ -75,24 +93,27 @@ def main() -> None:
             return {"reset": emptied}
         prompts = [{"prompt_token_ids": prompt} for prompt in asked["prompts"]]
         sampling = [
-            SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, extra_args=extra)
-            for tokens, extra in zip(
+            SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, extra_args=extra, **start)
+            for tokens, extra, start in zip(
                 np.broadcast_to(asked["tokens"], len(prompts)).tolist(),
                 asked.get("extra") or [None] * len(prompts),
+                [{"routed_experts_prompt_start": start} for start in asked.get("starts", ())] or [{}] * len(prompts),
                 strict=True,
             )
         ]
         start = time.perf_counter()
         outputs = llm.generate(prompts, sampling, use_tqdm=False)
         seconds = time.perf_counter() - start
-        answers = [
-            {
-                "tokens": list(output.outputs[0].token_ids),
-                "cached": output.num_cached_tokens,
-                "rows": rows_of(output) if asked.get("rows", True) else None,
-            }
-            for output in outputs
-        ]
+        with store_of(asked.get("rollouts")) as rollouts:
+            answers = [
+                {
+                    "tokens": list(output.outputs[0].token_ids),
+                    "cached": output.num_cached_tokens,
+                    "sent_nbytes": sent_nbytes(output),
+                    "rows": rows_of(output, rollouts) if asked.get("rows", True) else None,
+                }
+                for output in outputs
+            ]
         return {"seconds": seconds, "answers": answers}
 
     serve_answers(vllm.__version__, answer)

@@ -16,14 +16,14 @@ from fronts import Front
 from waiting import GIVE_UP_S
 
 from bench.harness import PeerError
-from bench.vllm_peers import ON_CPU, plugin
+from bench.vllm_peers import HOST_OF_CPU, ON_CPU, plugin
 from kvroute.connector.rollouts_apart import MODULE as ROLLOUTS
 
 FIELD = {"field": True, "rollouts": "response:", "witness": "missing"}
 """Rows are in vLLM's own field of every answer, too."""
 WORDS = [f"t{i}" for i in range(512)]
+HOST = {**HOST_OF_CPU, "cpu_bytes_to_use": 4 << 20}
 STOPS = WORDS[::8]
-HOST = {"spec_name": "HostSpec", "spec_module_path": "host_offload", "cpu_bytes_to_use": 4 << 20}
 """Strings of which a sampled token is one in eight."""
 ENGINE: dict[str, Any] = {
     "dtype": "float32",

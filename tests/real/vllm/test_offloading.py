@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 from engines import BLOCK, RANKS, Engine, prompts
-from host_offload import DAMAGED_RANK
 
 import kvroute
+from bench.peers.vllm_host import DAMAGED_RANK
+from bench.vllm_peers import HOST_OF_CPU
 from bench.vllm_peers import plugin as installed
 from kvroute.connector.carriers import ByKey, ByPairs
 from kvroute.integrations.vllm import routes, unseen
@@ -31,7 +32,7 @@ def start(
     many blocks."""
     stored = {"store": f"file://{directory}/rows", "witness": "flagged"}
     settings: dict[str, Any] = {"connector": stored, "pairs": {}}[carrier]
-    extra: dict[str, Any] = {"spec_name": "HostSpec", "spec_module_path": "host_offload", "cpu_bytes_to_use": 4 << 20}
+    extra: dict[str, Any] = {**HOST_OF_CPU, "cpu_bytes_to_use": 4 << 20}
     if chunk > 1:
         extra["block_size"] = chunk * BLOCK
     name = "KvrouteOffloadingConnector"

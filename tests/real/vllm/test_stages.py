@@ -14,6 +14,7 @@ from engines import BLOCK, Engine, prompts
 from pipeline import STAGES
 from test_field import expected_of
 
+from bench.vllm_peers import HOST_OF_CPU
 from kvroute.connector.carriers import ByPairs
 from kvroute.integrations.vllm import routes
 
@@ -125,7 +126,7 @@ def test_a_stage_that_writes_late(engine: Start, model: Model, monkeypatch: pyte
 def test_kv_that_goes_to_the_host_and_comes_back(engine: Start, model: Model) -> None:
     """Goal: rows go along in both stages. Method: vLLM's OffloadingConnector; three pools of prompts, then each
     again."""
-    extra = {"spec_name": "HostSpec", "spec_module_path": "host_offload", "cpu_bytes_to_use": 4 << 20}
+    extra = {**HOST_OF_CPU, "cpu_bytes_to_use": 4 << 20}
     few = {**SMALL, "max_num_batched_tokens": 256}
     made = engine(model("qwen3_moe"), "KvrouteOffloadingConnector", BOTH, extra, **STAGES, **few)
     assert type(made.sent.engine.carrier) is ByPairs

@@ -1,4 +1,4 @@
-"""Where vLLM's ``OffloadingConnector`` puts KV in the tests: host memory beside the KV of a CPU.
+"""Where vLLM's ``OffloadingConnector`` puts KV without a GPU: host memory beside the KV of a CPU.
 
 The connector, its scheduler, its manager and their order of transfers are vLLM's own. Only the copy is not: vLLM copies
 with streams of CUDA or XPU and refuses other devices, but takes a spec from outside (``spec_module_path``).
