@@ -113,13 +113,13 @@ def running(
 ) -> Iterator[Server]:
     """A server with these arguments, until it is left; ``up``: by the command of kvroute's that starts it on a CPU."""
     port = hold_port()
-    arguments = ["--served-model-name", "tiny", "--port", str(port), "--host", "127.0.0.1"]
-    arguments += ["--dtype", "float32", "--max-model-len", "512", "--num-gpu-blocks-override", "64"]
-    arguments += ["--block-size", str(BLOCK)]
+    arguments = ["--served-model-name", "tiny", "--dtype", "float32", "--max-model-len", "512"]
+    arguments += ["--num-gpu-blocks-override", "64", "--block-size", str(BLOCK)]
     arguments += ["--chat-template", "{% for each in messages %}{{ each.content }} {% endfor %}", *more]
-    command = [MODULE, "--model", str(home)]
+    address = ["--host", "127.0.0.1", "--port", str(port)]
+    command = [MODULE, *address, "--model", str(home)]
     if up:
-        command = ["kvroute", "up", "--cpu", "--port", str(port), str(home)]
+        command = ["kvroute", "up", "--cpu", *address, str(home)]
     environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_LOGGING_LEVEL": "INFO", **environment}
     process: subprocess.Popen[bytes] | Born
     with log.open("wb") as out:
