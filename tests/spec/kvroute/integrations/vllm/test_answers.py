@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from waiting import GIVE_UP_S
+from waiting import GIVE_UP_S, until
 
 import kvroute
 from kvroute.connector import Key, Limits, Tokens
@@ -190,7 +189,7 @@ def test_routes_that_were_left_are_waited_for(store: RolloutStore) -> None:
     assert earlier is not None
 
     def put() -> None:
-        time.sleep(0.3)
+        until(lambda: store.counters.hits)  # the earlier one has been read, and is not the request's
         store.delete(earlier)
         left(store, "k", TOKENS)
 
