@@ -207,7 +207,8 @@ class TieredMachine(RuleBasedStateMachine):
     def every_record_asked_for_is_a_hit_of_a_tier_a_miss_or_corrupt(self) -> None:
         counters = self.store.counters
         assert counters.hits + counters.misses + counters.corrupt == self.asked
-        assert counters.hits == sum(tier.counts["hits"] for tier in self.it.backend._tiers)
+        usage = self.it.backend.usage()
+        assert counters.hits == sum(usage[f"tier{depth}_hits"] for depth, _ in enumerate(self.it.tiers))
 
 
 TestTiered = TieredMachine.TestCase

@@ -309,7 +309,7 @@ def test_a_step_whose_host_part_fails_leaves_no_row(start: Start) -> None:
     raises; a strict worker says so at the next step."""
     toy = start(late=True)
     toy.ask("r", PROMPT)
-    toy.worker._behind.put(lambda: 1 // 0)
+    toy.behind.put(lambda: 1 // 0)
     toy.worker.settle()
     assert not toy.worker.blocks.complete(toy.table[:2]).any()
     with pytest.raises(ZeroDivisionError):
