@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-from contextlib import suppress
 from dataclasses import replace
 
 import numpy as np
@@ -213,39 +212,6 @@ def test_a_forked_child_is_refused_and_changes_nothing(call) -> None:
     assert house.holds(0, rows)
     assert house.valid(1) == [False] * TOKENS
     house.close()
-
-
-def test_a_close_that_meets_a_job_of_another_thread_refuses_no_later_one(house) -> None:
-    """Goal: a close that could not be is as if it had never been asked for. Method: another thread begins a persist at
-    the moment when the threads are told to end; later jobs."""
-    engine = house.engine
-    lives = engine.renew([0])
-    house.fill(0, "mine")
-    house.gate.open()
-    assert house.begin_persist(0).wait(GIVE_UP_S)
-    house.gate.__init__()
-
-    def persists() -> None:
-        with suppress(BlockStateError):  # it may be closed
-            engine.persist({house.key: 0}, lives)
-
-    other = threading.Thread(target=persists, daemon=True)
-
-    def meets() -> None:
-        with engine.jobs._changed:
-            engine.jobs._changed.wait_for(lambda: engine.jobs._closing, 60)
-        other.start()
-        until(lambda: engine._lock.closed or len(engine.jobs) > 0, what="the persist has not begun")
-
-    meeting = threading.Thread(target=meets, daemon=True)
-    meeting.start()
-    engine.jobs._threads.append(meeting)
-    try:
-        engine.close()
-    except BlockStateError:
-        assert house.begin_persist(0) is not None
-    house.gate.open()
-    other.join(GIVE_UP_S)
 
 
 def test_a_cancel_that_is_interrupted_can_be_asked_for_again(full) -> None:
