@@ -87,8 +87,9 @@ class Toy:
             max_tokens=64,
             carrier=_carrier(settings),
             drafts=drafts,
-            # a loaded machine may need more than a second for a store's answer, and then computes hits again
-            limits=Limits(**{"question_s": GIVE_UP_S, **limits}),
+            # a loaded machine may need more than a second for a store's answer, and then computes hits again, or for a
+            # fetch, whose rows are then missing
+            limits=Limits(**{"question_s": GIVE_UP_S, "fetch_s": GIVE_UP_S, **limits}),
         )
         added = Sum()
         joined = partial(added.add, 0) if ranks > 1 else None

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 from dataclasses import replace
 
@@ -19,6 +21,16 @@ from cache_manager.jobs import JobLimits
 from cache_manager.spec import RecordLayout
 
 NBYTES = RecordLayout((SPEC,)).nbytes
+PATHS = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+HANGS = """
+from blocks_house import House
+house = House()
+house.engine.renew([0])
+house.fill(0, "mine")
+job = house.begin_persist(0)
+assert not job.wait(0.05)
+print("it hangs", flush=True)
+"""
 
 
 def test_a_job_too_many_is_refused_and_changes_nothing() -> None:
@@ -52,6 +64,14 @@ def test_a_caller_may_wait_without_an_end(house: House, timeout_s: float) -> Non
     assert house.engine.jobs.wait(timeout_s)
     assert house.engine.counters.persisted_blocks == 1
     opening.join()
+
+
+def test_a_store_that_hangs_holds_no_process_that_ends() -> None:
+    """Goal: a process ends though a call of its store never does. Method: one begins to store a block, and ends."""
+    ended = subprocess.run(
+        [sys.executable, "-c", HANGS], capture_output=True, text=True, timeout=GIVE_UP_S, check=False, env=PATHS
+    )
+    assert (ended.returncode, ended.stdout) == (0, "it hangs\n"), ended.stderr
 
 
 def test_what_a_refused_job_would_have_left_out_is_counted_once() -> None:
