@@ -17,11 +17,11 @@ from canary import canary_rows
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from origin_sides import DEVICE, HOST, SPEC, TOKENS, PlannedStore, Side
-from origins_of import origins_of
 
 from cache_manager.errors import StorageError
 from cache_manager.record import RecordHeader
 from cache_manager.storage import open_store
+from tests.machines.origins_of import origins_of
 
 KEYS = 2
 SIDE, BLOCK, KEY = st.sampled_from((0, 1)), st.integers(0, DEVICE - 1), st.integers(0, KEYS - 1)

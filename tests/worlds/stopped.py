@@ -11,6 +11,7 @@ from types import FrameType
 from budget import FACTOR
 
 import cache_manager
+from cache_manager.blocks import AuxBlocks
 
 HOME = os.path.dirname(cache_manager.__file__)
 EVERY = 1 if FACTOR > 1 else 5  # place where a call can be interrupted
@@ -18,6 +19,15 @@ EVERY = 1 if FACTOR > 1 else 5  # place where a call can be interrupted
 
 class StoppedError(Exception):
     """What a signal handler raises, such as a keyboard interrupt."""
+
+
+def interrupt(blocks: AuxBlocks, block: int) -> None:
+    """A call that forgets ``block`` is ended in the middle of its change, and the next call finds that."""
+    at = 0
+    while not blocks.counters.interrupted_calls:
+        at += 1
+        assert is_stopped(lambda: blocks.forget([block]), at), "it has no such place"
+        blocks.generations([block])
 
 
 def is_stopped(call: Callable[[], object], at: int) -> bool:

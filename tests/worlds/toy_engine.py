@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from types import MappingProxyType
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -17,8 +18,10 @@ from toy_requests import EXPERTS, TOKENS, TOP_K, Asked, row_of, seeded
 from waiting import GIVE_UP_S
 
 from cache_manager.keys import Namespace
-from kvroute.connector import Engine, Key, Limits, SchedulerRows, Settings, Tokens
+from kvroute.connector import Engine, Key, Limits, SchedulerRows, Settings, Tokens, worker
+from kvroute.connector.behind import Behind
 from kvroute.connector.carriers import ByKey, ByTransfer, Carrier, NoCarrier
+from kvroute.connector.carriers.by_transfer import ByTransferWorker, TransferStep
 from kvroute.connector.messages import StepMeta
 from kvroute.connector.tickets import UNNAMED
 from kvroute.connector.versions import AS_LOADED
@@ -84,12 +87,14 @@ class Toy:
             max_tokens=64,
             carrier=_carrier(settings),
             drafts=drafts,
-            # a loaded machine may need more than a second for a store's answer, and then computes hits again
-            limits=Limits(**{"question_s": GIVE_UP_S, **limits}),
+            # a loaded machine may need more than a second for a store's answer, and then computes hits again, or for a
+            # fetch, whose rows are then missing
+            limits=Limits(**{"question_s": GIVE_UP_S, "fetch_s": GIVE_UP_S, **limits}),
         )
         added = Sum()
         joined = partial(added.add, 0) if ranks > 1 else None
-        self.worker = WorkerRows(engine, mine, joined, late=late)
+        with patch.object(worker, "Behind", self._behind):
+            self.worker = WorkerRows(engine, mine, joined, late=late)
         self.other_rank: OtherRank | None = None
         if ranks > 1:
             self.other_rank = OtherRank(KvFolder(witnessing(others, self.layers), 1, partial(added.add, 1)))
@@ -109,6 +114,24 @@ class Toy:
         self.between: Callable[[], object] = lambda: None
         self.waiting: Callable[[], object] = lambda: None  # done while a request waits for rows
         self.held: list[threading.Event] = []  # what the worker's host waits for
+        self.lent = b""  # the transfer of the last blocks that were lent
+        self.fetches: set[bytes] = set()  # transfers from which this engine fetches
+        if isinstance(self.worker.carrier, ByTransferWorker):
+            self._crossing = self.worker.carrier.crossing
+            self._crossing.poll = self._polled(self._crossing.poll)  # type: ignore[method-assign]
+
+    def _behind(self, *arguments: Any) -> Behind:
+        self.behind = Behind(*arguments)
+        """What does the host's part of a step, of an engine that is ``late``."""
+        return self.behind
+
+    def _polled(self, poll: Callable[[], Any]) -> Callable[[], Any]:
+        def ended() -> Any:
+            found = poll()
+            self.fetches -= {each.transfer for each in found}
+            return found
+
+        return ended
 
     def ask(
         self,
@@ -181,7 +204,7 @@ class Toy:
         self._step(request, 0, range(0))
         if self.unbrought:
             self.worker.settle()
-            while self.waits and self.worker.carrier._under_way:
+            while self.waits and self.fetches:
                 self.worker.arrived(set())
                 time.sleep(0.001)
             self.worker.begin(self.scheduler.step({}))
@@ -207,7 +230,11 @@ class Toy:
 
     def _step(self, request: Asked, n: int, loading: range) -> int | None:
         """Load, compute and write; the place of the first block that could not be loaded."""
-        self._on_each_rank("begin", self.scheduler.step({request.request_id: n} if n else {}))
+        meta = self.scheduler.step({request.request_id: n} if n else {})
+        if isinstance(meta.carrier, TransferStep):
+            self.lent = next((lend.transfer for lend in meta.carrier.lends), self.lent)
+            self.fetches |= {fetch.transfer for fetch in meta.carrier.fetches}
+        self._on_each_rank("begin", meta)
         for place in loading:
             for name, page in (self.kept or {})[request.block_hashes[place]].items():
                 self.kv[name][self.table[place]] = page if place not in self.fails else 7
@@ -294,7 +321,7 @@ def held(toy: Toy) -> threading.Event:
     """The worker's host is behind its device, until the event is set."""
     go = threading.Event()
     toy.held.append(go)
-    toy.worker._behind.put(lambda: go.wait(GIVE_UP_S) and None)
+    toy.behind.put(lambda: go.wait(GIVE_UP_S) and None)
     return go
 
 

@@ -89,10 +89,10 @@ def sides(**limits: Any) -> Iterator[tuple[Side, Toy]]:
 
 def early_ticket(toy: Toy) -> dict[str, Any]:
     """The ticket by which another side can fetch the prompt that this one computes at this moment."""
-    (lent,) = toy.scheduler.carrier.tickets._lent.values()
-    tokens = lent.request.all_token_ids
+    assert toy.request is not None
+    tokens = toy.request.all_token_ids
     digest = token_hash(tokens).hex()
-    return to_builtins(Ticket(lent.transfer.hex(), toy.scheduler.carrier.tickets.address, len(tokens), digest))
+    return to_builtins(Ticket(toy.lent.hex(), toy.scheduler.carrier.tickets.address, len(tokens), digest))
 
 
 def main() -> None:

@@ -70,14 +70,14 @@ class WatchedRegion:
         arrays = (array.view(Watched) for array in (region.rows, region.words, region.valid))
         watched = cls(region.layout, region.blocks, *arrays)
         for array in (watched.rows, watched.words, watched.valid):
-            array.loaded, array.stored = watched._loaded, watched._stored
+            array.loaded, array.stored = watched.count_load, watched.count_store
         return watched
 
-    def _loaded(self) -> None:
+    def count_load(self) -> None:
         self.loads += 1
         self.after_load(self.loads)
 
-    def _stored(self) -> None:
+    def count_store(self) -> None:
         self.stores += 1
         self.after_store(self.stores)
 

@@ -94,15 +94,15 @@ def test_rows_handed_out_are_the_readers_own(memory: str) -> None:
 
 
 def test_offsets_beyond_two_gigabytes_are_right() -> None:
-    """Goal: no 32-bit offset. Method: slots and keys of the last of a hundred million blocks, without the memory."""
-    blocks, tokens = 100_000_000, 64
-    last = np.array([(blocks - 1) * tokens + 63, 2**31 // 64 * tokens + 1])
-    for shift in (6, -1):
+    """Goal: no 32-bit offset. Method: slots and keys of the last of a hundred million blocks, without the memory; block
+    ids come from a shift, and from a division."""
+    blocks = 100_000_000
+    for tokens in (64, 48):
+        last = np.array([(blocks - 1) * tokens + tokens - 1, 2**31 // tokens * tokens + 1])
         geometry = SlotSpace("device", 1, tokens)
-        geometry._shift = shift  # by a shift, and by a division
         mask_words, bits = geometry.bit_by_bit(integers(last, "slots", "integers"))
-        assert geometry.blocks_of(mask_words).tolist() == [blocks - 1, 2**31 // 64]
-        assert bits.tolist() == [1 << 63, 1 << 1]
+        assert geometry.blocks_of(mask_words).tolist() == [blocks - 1, 2**31 // tokens]
+        assert bits.tolist() == [1 << (tokens - 1), 1 << 1]
 
 
 def test_reading_the_rows_of_a_turn_costs_that_turn() -> None:

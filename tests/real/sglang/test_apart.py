@@ -30,7 +30,7 @@ from nursery import nursery
 from ports import hold_port
 from serve import FIXED
 from test_scenarios import PAGE, prompts
-from waiting import until
+from waiting import send_signal, until
 
 from bench.harness import PeerError
 from kvroute import Routes
@@ -68,7 +68,7 @@ class Engine:
     def signal(self, number: int) -> None:
         front = psutil.Process(self._front.pid)
         for process in (*front.children(recursive=True), front):
-            os.kill(process.pid, number)
+            send_signal(process.pid, number)
 
     def kill_rank(self, rank: int) -> bool:
         """Whether there is one of this number: they are started one after the other, and last the detokenizer."""

@@ -13,10 +13,11 @@ class FailingConnector(ExampleConnector):
     """Loads rubbish into the third block of its first load, and reports it."""
 
     failures: ClassVar[int] = 0
+    failed_loads: set[int] = set()  # noqa: RUF012 - none before the first step, and never changed
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         super().start_load_kv(forward_context, **kwargs)
-        self._failed: set[int] = set()
+        self.failed_loads: set[int] = set()
         loads = [each for each in self._get_connector_metadata().requests if not each.is_store]
         if loads and not FailingConnector.failures:
             FailingConnector.failures += 1
@@ -24,10 +25,10 @@ class FailingConnector(ExampleConnector):
             for layer in forward_context.no_compile_layers.values():
                 if getattr(layer, "kv_cache", None) is not None:
                     layer.kv_cache[block] = torch.randn_like(layer.kv_cache[block])
-            self._failed = {block}
+            self.failed_loads = {block}
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        failed, self._failed = getattr(self, "_failed", set()), set()
+        failed, self.failed_loads = self.failed_loads, set()
         return failed
 
 

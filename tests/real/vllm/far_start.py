@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 from engines import BLOCK, MODULE, prompts
 from fronts import Front
-from waiting import GIVE_UP_S
+from waiting import GIVE_UP_S, send_signal
 
 from bench.harness import PeerError
 from bench.vllm_peers import HOST_OF_CPU, ON_CPU, plugin
@@ -66,7 +66,7 @@ class Engine:
 
     def signal(self, number: int) -> None:
         for pid in self.pids:
-            os.kill(pid, number)
+            send_signal(pid, number)
 
     def kill(self) -> None:
         """Kills it without warning, with all of its processes."""

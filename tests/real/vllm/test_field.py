@@ -15,6 +15,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 import kvroute
+from kvroute import routing_spec
 from kvroute.connector.step_rows import Outcome, Piece, StepRows
 from kvroute.connector.worker import WorkerRows
 from kvroute.integrations.vllm import field, missing, routes
@@ -127,9 +128,10 @@ def test_rows_of_a_message_go_together_and_each_request_gets_its_own() -> None:
         at = sum(piece.stop for piece in pieces)
         pieces.append(Piece(name, 0, count))
         outcomes.append(Outcome(pieces[-1], rows[at : at + count]))
-    own = object.__new__(field.Field)
-    own._layer_ids, own._shape, own._dtype = np.arange(LAYERS), (LAYERS, TOP_K), np.dtype("uint8")
-    own.stream = SimpleNamespace(read=lambda *_, **__: (outcomes, None))  # type: ignore[assignment]
+    spec = routing_spec(8, TOP_K, range(LAYERS), num_layers=LAYERS, block_tokens=4)
+    engine = SimpleNamespace(spec=spec, settings=SimpleNamespace(on_missing="tell"))
+    stream = SimpleNamespace(read=lambda *_, **__: (outcomes, None))
+    own = field.Field(SimpleNamespace(engine=engine, stream=stream), LAYERS)  # type: ignore[arg-type]
     sent = EngineCoreOutputs(outputs=[EngineCoreOutput(request_id=name, new_token_ids=[1]) for name in counts])
     own.fill([sent.outputs], StepRows(pieces, None, 0.0), apart=True)
     came = MsgpackDecoder(EngineCoreOutputs).decode([bytes(part) for part in MsgpackEncoder().encode(sent)])

@@ -5,14 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from amid_a_copy import when_copied
-from blocks_house import TOKENS, House, slots
+from blocks_house import TOKENS, slots
 from hypothesis import given
 from hypothesis import strategies as st
-from kv import SlotKV
-from origins_of import origins_of
 
 from cache_manager.blocks import AuxBlocks
-from cache_manager.errors import StorageError
 from cache_manager.keys import Namespace
 from cache_manager.spec import AuxBlockDataSpec
 
@@ -62,33 +59,6 @@ def test_a_step_in_place_waits_for_the_device_of_the_one_before_it(house) -> Non
 # ---------------------------------------------------------------- moves beside steps
 
 
-@pytest.mark.parametrize("change", ["forgotten", "a pass begins", "forgotten and named again"])
-def test_a_source_without_rows_that_changes_in_mid_move_names_nothing(house, change: str) -> None:
-    """Goal: as above, where no row shows the change. Method: KV that has a name and no rows is copied; then it is
-    forgotten, or part of it is overwritten. The control: nothing happens to it."""
-    engine = house.engine
-    (life, _) = engine.renew([0, 1]).tolist()
-    assert engine.exchange.bind_origin(0, life, 77)
-
-    def changes() -> None:
-        if change == "a pass begins":
-            engine.begin_step([3])
-            return
-        engine.forget([0])
-        if change == "forgotten and named again":
-            engine.exchange.bind_origin(0, life, 77)
-
-    with when_copied(house.engine, changes):
-        engine.copy([(0, 1)])
-    assert origins_of(engine, [1])[0] not in (0, 77), "the KV there is of no computation that others know"
-    for step in engine.steps:
-        step.abort()
-    engine.forget([0])
-    assert engine.exchange.bind_origin(0, life, 77)
-    engine.copy([(0, 1)])
-    assert origins_of(engine, [0, 1]) == [77, 77]
-
-
 def test_a_second_move_into_a_block_is_dropped(house) -> None:
     """Goal: the bytes of one move never lie under the rows of another. Method: a move of two blocks; between the two,
     another thread tries to copy into the second. Then the copy is made again."""
@@ -102,28 +72,6 @@ def test_a_second_move_into_a_block_is_dropped(house) -> None:
     assert house.valid(1) == [False] * TOKENS
     engine.copy([(2, 1)])
     assert house.holds(1, rows[1])
-
-
-def test_a_move_that_fails_brings_nothing_and_keeps_nothing() -> None:
-    """Goal: a move succeeds whole or leaves its targets without rows. Method: the KV's copy fails; afterwards moves
-    work again."""
-    kv = SlotKV(6, 3, TOKENS)
-    house = House(kv=kv)
-    house.engine.renew([0, 1])
-    rows = house.fill(0, "mine")
-    house.fill(1, "before")
-    kv.fail_next = StorageError
-    with pytest.raises(StorageError, match="on purpose"):
-        house.engine.copy([(0, 1)])
-    assert not any(house.valid(1))
-    (named,) = origins_of(house.engine, [1])
-    assert named not in (0, *origins_of(house.engine, [0]))
-    assert house.engine.in_flight == 0
-    house.engine.assert_consistent()
-    assert house.engine.renew([1]).tolist() == [2]
-    house.engine.copy([(0, 1)])
-    assert house.holds(1, rows)
-    house.close()
 
 
 # ---------------------------------------------------------------- the store

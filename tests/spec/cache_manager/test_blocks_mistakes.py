@@ -12,6 +12,7 @@ import pytest
 from amid import amid_a_call
 from amid_a_copy import when_copied
 from blocks_house import TOKENS, House, slots
+from stopped import interrupt
 
 from cache_manager.blocks import AuxBlocks
 from cache_manager.errors import BlockBusyError, BlockStateError, InvalidInputError, KVRouteError, SpecError
@@ -232,11 +233,6 @@ def apply_with_a_gap(house: House) -> None:
     house.engine.apply(feed.take())
 
 
-def look_after_an_interrupted_call(house: House) -> None:
-    house.engine._lock.torn += 1
-    house.engine.generations([0])
-
-
 REPORTED = {
     "renew": lambda house: house.engine.renew([0, 99]),
     "begin_step": lambda house: house.engine.begin_step([0.5]),
@@ -247,7 +243,7 @@ REPORTED = {
     "begin_restore": lambda house: house.engine.begin_restore({b"k" * 32: 0}, [1]),
     "export": lambda house: house.engine.exchange.export({b"k" * 32: 0}, [1]),
     "apply": apply_with_a_gap,
-    "generations": look_after_an_interrupted_call,
+    "generations after an interrupted call": lambda house: interrupt(house.engine, 5),
 }
 
 

@@ -10,6 +10,7 @@ from canary import canary_rows
 from hypothesis import given
 from hypothesis import strategies as st
 from kv import SlotKV
+from stopped import interrupt
 from watched_region import watch_rows
 
 from cache_manager.blocks import AuxBlocks
@@ -191,7 +192,7 @@ def test_rows_of_another_pass_do_not_land_beside_kv_whose_rows_are_lost(computed
         elif lost == "slots unknown":
             assert d.write_step(np.array(["x"]), {}) == 0
         elif lost == "interrupted":
-            d._lock.torn += 1
+            interrupt(d, P_BLOCK)
         else:
             if lost == "copied over":
                 renewed(d, P_BLOCK)
@@ -215,7 +216,7 @@ def test_rows_do_not_land_beside_kv_that_nobody_named(how: str) -> None:
         if how == "slots unknown":
             assert d.write_step(np.array(["x"]), {}) == 0
         elif how == "interrupted":
-            d._lock.torn += 1
+            interrupt(d, P_BLOCK)
         else:
             d.copy([(P_BLOCK, D_BLOCK)])
         assert d.exchange.install(D_BLOCK, life, header, payload) == 0

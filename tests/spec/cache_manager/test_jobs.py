@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
-from contextlib import suppress
 from dataclasses import replace
 
 import numpy as np
@@ -20,6 +21,16 @@ from cache_manager.jobs import JobLimits
 from cache_manager.spec import RecordLayout
 
 NBYTES = RecordLayout((SPEC,)).nbytes
+PATHS = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+HANGS = """
+from blocks_house import House
+house = House()
+house.engine.renew([0])
+house.fill(0, "mine")
+job = house.begin_persist(0)
+assert not job.wait(0.05)
+print("it hangs", flush=True)
+"""
 
 
 def test_a_job_too_many_is_refused_and_changes_nothing() -> None:
@@ -53,6 +64,14 @@ def test_a_caller_may_wait_without_an_end(house: House, timeout_s: float) -> Non
     assert house.engine.jobs.wait(timeout_s)
     assert house.engine.counters.persisted_blocks == 1
     opening.join()
+
+
+def test_a_store_that_hangs_holds_no_process_that_ends() -> None:
+    """Goal: a process ends though a call of its store never does. Method: one begins to store a block, and ends."""
+    ended = subprocess.run(
+        [sys.executable, "-c", HANGS], capture_output=True, text=True, timeout=GIVE_UP_S, check=False, env=PATHS
+    )
+    assert (ended.returncode, ended.stdout) == (0, "it hangs\n"), ended.stderr
 
 
 def test_what_a_refused_job_would_have_left_out_is_counted_once() -> None:
@@ -213,39 +232,6 @@ def test_a_forked_child_is_refused_and_changes_nothing(call) -> None:
     assert house.holds(0, rows)
     assert house.valid(1) == [False] * TOKENS
     house.close()
-
-
-def test_a_close_that_meets_a_job_of_another_thread_refuses_no_later_one(house) -> None:
-    """Goal: a close that could not be is as if it had never been asked for. Method: another thread begins a persist at
-    the moment when the threads are told to end; later jobs."""
-    engine = house.engine
-    lives = engine.renew([0])
-    house.fill(0, "mine")
-    house.gate.open()
-    assert house.begin_persist(0).wait(GIVE_UP_S)
-    house.gate.__init__()
-
-    def persists() -> None:
-        with suppress(BlockStateError):  # it may be closed
-            engine.persist({house.key: 0}, lives)
-
-    other = threading.Thread(target=persists, daemon=True)
-
-    def meets() -> None:
-        with engine.jobs._changed:
-            engine.jobs._changed.wait_for(lambda: engine.jobs._closing, 60)
-        other.start()
-        until(lambda: engine._lock.closed or len(engine.jobs) > 0, what="the persist has not begun")
-
-    meeting = threading.Thread(target=meets, daemon=True)
-    meeting.start()
-    engine.jobs._threads.append(meeting)
-    try:
-        engine.close()
-    except BlockStateError:
-        assert house.begin_persist(0) is not None
-    house.gate.open()
-    other.join(GIVE_UP_S)
 
 
 def test_a_cancel_that_is_interrupted_can_be_asked_for_again(full) -> None:

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cache_manager.errors import InvalidInputError, RecordError, RowError, SpecError
-from cache_manager.keys import KEY_NBYTES, BlockKey, KeyChain, Namespace
+from cache_manager.keys import KEY_NBYTES, BlockKey, KeyChain, Namespace, is_key
 from cache_manager.record import RecordHeader, check_record, checksum, pack_header, unpack_header
 from cache_manager.spec import DTYPES, AuxBlockDataSpec, RecordLayout
 
@@ -288,3 +288,15 @@ def test_an_adopted_digest_is_another_key_in_every_other_scope(digest: bytes) ->
     for bad in (digest[:15], bytes(1025), "x" * 16):
         with pytest.raises(InvalidInputError, match="digest"):
             chains[0].adopt(bad)
+
+
+def test_what_has_not_the_form_of_a_key_is_none() -> None:
+    """Goal: an engine's own hash is no key of ours. Method: what differs from a key in one respect, also where
+    it begins as the chain's own keys do."""
+    chain = KeyChain(Namespace("m", 1), RecordLayout((AuxBlockDataSpec("x", (1,), "uint8", 4),)))
+    key = chain.key(None, [1, 2, 3, 4])
+    assert is_key(key)
+    assert chain.owns(key)
+    for other in (key[:-1], key + b"\0", b"", bytearray(key), key.hex(), 7, None):
+        assert not is_key(other), other
+        assert not chain.owns(other), other

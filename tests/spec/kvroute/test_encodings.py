@@ -8,6 +8,7 @@ import re
 import tracemalloc
 from base64 import b64decode, b64encode
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -161,6 +162,18 @@ def test_a_npy_of_another_array_is_refused_and_the_difference_named(told: str, m
     spec = routing_spec(num_experts=4, top_k=2, layer_ids=(1,), num_layers=2, block_tokens=8)
     with pytest.raises(RowError, match=message.replace("|", r"\|")):
         decode(told, spec, "vllm")
+
+
+def test_the_own_field_of_each_completion_is_found_by_its_number() -> None:
+    """Goal: no completion gets another one's rows. Method: an engine's output and a server's answer whose completions
+    come in another order; a number that none has; completions without the field."""
+    rows = {1: "of the second", 0: "of the first"}
+    output = SimpleNamespace(outputs=[SimpleNamespace(index=i, routed_experts=of) for i, of in rows.items()])
+    answer = {"choices": [{"index": i, "routed_experts": of} for i, of in rows.items()]}
+    for found in (output, answer):
+        assert [own_field.of(found, i) for i in (0, 1, 2)] == ["of the first", "of the second", None]
+    for empty in (SimpleNamespace(outputs=[SimpleNamespace(index=0)]), {"choices": [{"index": 0}]}, {}):
+        assert own_field.of(empty, 0) is None
 
 
 @pytest.mark.parametrize(

@@ -74,6 +74,23 @@ def test_rows_that_are_not_canonical_are_not_packed(rows: Any, data: st.DataObje
             pack(changed)
 
 
+@pytest.mark.parametrize(
+    "rows",
+    [
+        np.zeros((2, 3), np.int32),
+        np.zeros((2, 0, 3), np.int32),
+        np.zeros((2, 3, 0), np.int32),
+        np.zeros((2, 3, 1), np.int64),
+        np.zeros((2, 3, 1), np.float32),
+    ],
+    ids=lambda rows: f"{rows.dtype} {rows.shape}",
+)
+def test_what_are_no_rows_is_not_packed(rows: Any) -> None:
+    """Goal: the field, what was wanted and what came, and no bytes. Method: other axes and types."""
+    with pytest.raises(RowError, match=r"indexer rows: wanted int32 \[tokens, layers, k\], got " + str(rows.dtype)):
+        pack(rows)
+
+
 @given(rows_of(), st.data())
 def test_rows_have_one_packed_form(rows: Any, data: st.DataObject) -> None:
     """Goal: what unpacks is what pack writes, byte for byte. Method: a byte of a record's body is another, under a

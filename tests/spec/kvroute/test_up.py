@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from ports import hold_port
 from waiting import GIVE_UP_S
 
 from kvroute.up import CONNECTOR
@@ -56,15 +57,10 @@ def up(home: Path, *words: str, **variables: str) -> subprocess.CompletedProcess
     )
 
 
-def free_port() -> str:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return str(server.getsockname()[1])
-
-
 def test_it_becomes_the_server_and_says_what_to_type(home: Path) -> None:
     """Goal: one command brings up what the guide's long one does. Method: the words that the server gets, against those
     of the page; the printed command is the same one, and further arguments come last, where vLLM's count."""
-    port = free_port()
+    port = str(hold_port())
     ran = up(home, "--cpu", "--port", port, "model", "--max-model-len", "512")
     assert ran.returncode == 0, ran.stderr
     *said, got = ran.stdout.splitlines()
@@ -82,7 +78,7 @@ def test_it_becomes_the_server_and_says_what_to_type(home: Path) -> None:
 
 
 def test_what_an_operator_has_set_stays(home: Path) -> None:
-    ran = up(home, "--port", free_port(), "model", "--cpu", VLLM_CPU_KVCACHE_SPACE="9")
+    ran = up(home, "--port", str(hold_port()), "model", "--cpu", VLLM_CPU_KVCACHE_SPACE="9")
     got = json.loads(ran.stdout.splitlines()[-1])
     assert got["space"] == "9"
     assert "--cpu" not in got["words"]
@@ -92,7 +88,7 @@ def test_what_an_operator_has_set_stays(home: Path) -> None:
 def test_what_vllm_would_meet_later_is_said_at_once(home: Path) -> None:
     """Method: no model, a directory without one, torchvision of another build than torch, a release that nothing has
     judged, and a port that is in use. The server is never started."""
-    port = free_port()
+    port = str(hold_port())
     for words, said in (
         (("./none",), "kvroute up: MODEL: wanted a directory with a config.json, or a name on the hub, got './none'\n"),
         (("packages",), "kvroute up: MODEL: wanted a directory with a config.json, or a name on the hub"),

@@ -206,13 +206,13 @@ def test_a_witness_is_of_one_life_and_of_a_known_prefix() -> None:
     worker.rows.renew(range(POOL))
 
     def witnesses(before: int, blocks: list[int]) -> list[int]:
-        runs = [Run(before, blocks)]
-        return worker.witness._take(runs, worker.witness.look(runs))[2]
+        worker.name([Run(before, blocks)])
+        return worker.rows.origins(blocks)
 
     first, second = witnesses(-1, [0, 1])
     assert witnesses(0, [2]) == [second]
     assert witnesses(-1, [5, 6]) == [first, second]
-    worker.rows.renew([0])
+    worker.rows.renew([0, 2])
     assert witnesses(0, [2]) == witnesses(7, [3]) == witnesses(3, [4]) == [UNKNOWN_WITNESS]
     assert UNKNOWN_WITNESS not in (first, second, chained(ROOT, 0))
     worker.rows.close()

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import multiprocessing
 import os
 import threading
-from collections import deque
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -272,26 +269,6 @@ def test_a_full_queue_is_an_error_at_once(tmp_path: Path) -> None:
     assert prefill.close()
 
 
-def test_an_interrupted_call_leaves_no_id_that_is_never_released(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Goal: a call that a signal handler ended may be made again. Method: it ends when the command is handed over."""
-
-    class Interrupted(deque[Any]):
-        def append(self, _: Any) -> None:
-            raise KeyboardInterrupt
-
-    with nodes(tmp_path) as (prefill, _):
-        transfer = new_transfer()
-        with monkeypatch.context() as interrupted:
-            interrupted.setattr(prefill, "_commands", Interrupted())
-            with pytest.raises(KeyboardInterrupt):
-                prefill.offer(transfer)
-        prefill.offer(transfer)
-        prefill.withdraw(transfer, "it may be released now")
-        assert released(prefill, {transfer})
-
-
 def test_close_ends_transfers_in_flight_and_reports_them(tmp_path: Path) -> None:
     """Goal: after close every offer is released and every pull done, and calls are refused."""
     prefill = Node(ZmqLink(ZmqSettings(bind=f"ipc://{tmp_path}/p")), identity_of(1), QUICK)
@@ -309,35 +286,6 @@ def test_close_ends_transfers_in_flight_and_reports_them(tmp_path: Path) -> None
         decode.pull(transfers[1], "ipc:///x", [], CanarySink(1))
     assert decode.close()
     assert prefill.close()
-
-
-def test_a_forked_child_gets_an_error_from_every_call(tmp_path: Path) -> None:
-    """Goal: a fork has neither thread nor socket; its calls say so, its close does not touch the parent's, and neither
-    waits for a lock that the parent's thread held just then. Method: fork with the lock held.
-    """
-    with nodes(tmp_path) as (prefill, decode):
-
-        def child() -> None:
-            for call in (
-                lambda: lend(prefill, 1, 1),
-                lambda: decode.pull(TransferId(bytes(16)), prefill.address, wanted(1, 1), CanarySink(1)),
-            ):
-                with contextlib.suppress(NodeClosedError):
-                    call()
-                    os._exit(2)
-            os._exit(0 if prefill.close() and not prefill.alive else 1)
-
-        process = multiprocessing.get_context("fork").Process(target=child)
-        with prefill._lock, decode._lock:  # as the node's threads hold them for a moment
-            process.start()
-        process.join(PATIENCE_S)
-        if process.is_alive():
-            process.kill()
-            process.join()
-        assert process.exitcode == 0
-        transfer = lend(prefill, 1, 1)
-        assert prefill.close()
-        assert [r.transfer for r in prefill.poll()] == [transfer]
 
 
 def test_nodes_leave_nothing_behind(tmp_path: Path) -> None:

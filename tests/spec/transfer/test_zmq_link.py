@@ -19,7 +19,6 @@ from cache_manager.errors import ConfigError
 from transfer import zmq_sockets
 from transfer.curve import make_keys, read_keys
 from transfer.errors import TransferError
-from transfer.link import PeerFound, PeerLost
 from transfer.messages import ENTRIES_MAX
 from transfer.testing.contract import LinkContract, arrivals, poll_until
 from transfer.zmq_link import FRAMES_MAX, ZmqLink
@@ -185,24 +184,6 @@ def test_a_restarted_client_takes_its_name_over(made: Any) -> None:
     server.poll(0.2)
     assert server.send(after, b"still"), "the old connection's end is not the new one's"
     assert hear(new, server) == b"still"
-
-
-def test_a_server_that_returns_is_found_again(tmp_path: Path, made: Any) -> None:
-    """Goal: one connect serves for a server's whole life and the next one's; in between no message for it is accepted,
-    also where ZeroMQ would accept one. Method: the server is back, and ZeroMQ ready to send, before this end has been
-    told so."""
-    bind, client = f"ipc://{tmp_path}/p", made()
-    there, _ = meet(server := made(bind=bind), client)
-    server.close()
-    poll_until(client, lambda came: PeerLost(there) in came)
-    assert not client.send(there, b"nobody there")
-    server = made(bind=bind)
-    assert client._servers[there].socket.poll(PATIENCE_S * 1000, zmq.POLLOUT)
-    assert not client.send(there, b"lost")
-    poll_until(client, lambda came: PeerFound(there) in came)
-    assert client.connect(server.address) == there
-    assert client.send(there, b"taken")
-    assert hear(server) == b"taken"
 
 
 def test_idle_servers_make_room(tmp_path: Path, made: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import mmap
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,6 +24,22 @@ MAKERS: dict[str, Callable[[RecordLayout, int], HeapRegion | SharedRegion]] = {
     "heap": HeapRegion,
     "shared": lambda layout, blocks: SharedRegion.create(layout, blocks, tier="device", namespace=NAMESPACE),
 }
+
+
+def resident_nbytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+
+def test_every_page_of_a_region_is_there_from_the_start() -> None:
+    """Goal: a machine without room says so when an engine starts, and no step waits for a page. Method: the memory that
+    the process has, before and after a region of 64 MiB is made and not touched."""
+    layout = RecordLayout((AuxBlockDataSpec("rows", (64,), "uint8", 64),))
+    for make_one in MAKERS.values():
+        gc.collect()
+        before = resident_nbytes()
+        region = make_one(layout, 16_384)
+        assert resident_nbytes() - before > 56 << 20
+        region.close()
 
 
 @st.composite

@@ -213,7 +213,10 @@ def test_a_full_queue_of_commands_costs_no_rows(monkeypatch: pytest.MonkeyPatch)
         rows.admitted(request, [9], 0, lends=True)
         rows.forget("early")
         monkeypatch.setattr("transfer.node.COMMANDS_MAX", 0)
-        assert rows.carrier.tickets._withdrawn  # type: ignore[attr-defined]
+        meta = rows.step({})
+        assert meta.carrier.withdrawn, "the worker is told, and its node takes no command"
+        first.worker.begin(meta)
+        first.worker.end()
         rows.weights.changed(2)
         rows.reset()
         first.cached.clear()

@@ -17,10 +17,11 @@ from waiting import GIVE_UP_S
 
 from cache_manager.errors import RegionError, RowError
 from cache_manager.regions.view import RegionView
-from kvroute.connector import Key, Tokens, computations, cutting, ends, left, routes, scheduler
+from kvroute.connector import Key, Tokens, computations, cutting, left, routes, scheduler
 from kvroute.connector.left import LeftRoutes
 from kvroute.connector.limits import LIMITS
 from kvroute.connector.spares import SpareBlocks
+from kvroute.connector.unread import UnreadRows
 from kvroute.rollout import RolloutStore, open_rollouts
 from kvroute.routes import Routes
 
@@ -54,11 +55,26 @@ def spares(monkeypatch: pytest.MonkeyPatch) -> list[SpareBlocks]:
     return made
 
 
+@pytest.fixture
+def unread(monkeypatch: pytest.MonkeyPatch) -> list[UnreadRows]:
+    """As :func:`spares`, the rows that are still to be read."""
+    made: list[UnreadRows] = []
+
+    def make(*arguments: Any) -> UnreadRows:
+        made.append(UnreadRows(*arguments))
+        return made[-1]
+
+    monkeypatch.setattr(scheduler, "UnreadRows", make)
+    return made
+
+
 def of(told: Future[dict[str, Any]], store: RolloutStore | None = None) -> Routes:
     return routes({"kv_transfer_params": told.result(GIVE_UP_S)}, rollouts=store)
 
 
-def test_no_request_waits_for_a_worker_that_is_behind(start: Callable[..., Toy]) -> None:
+def test_no_request_waits_for_a_worker_that_is_behind(
+    start: Callable[..., Toy], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Goal: the scheduler goes on, and gives blocks out again; both requests have their own rows. Method: a worker is
     held up while one request ends and another is computed in its blocks, under a version that came meanwhile."""
     toy = start(late=True, weights_version=1)
@@ -70,10 +86,12 @@ def test_no_request_waits_for_a_worker_that_is_behind(start: Callable[..., Toy])
     second = end(toy, SECOND)
     assert not first.done()
     assert not second.done()
-    assert toy.scheduler._ends is not None
-    with toy.scheduler._ends._lock:  # nothing is read before the worker has done it all
+    with monkeypatch.context() as patch:
+        done, still = threading.Event(), UnreadRows.still
+        patch.setattr(UnreadRows, "still", lambda rows: done.wait(GIVE_UP_S) and still(rows))
         go.set()
         toy.worker.settle()
+        done.set()  # nothing is read before the worker has done it all
     assert judge(of(first), FIRST) == {"right": 6}
     assert judge(of(second), SECOND) == {"right": 6}
     assert of(first).weights_versions == ((0, 6, 1),)
@@ -280,7 +298,7 @@ def test_a_thread_that_ends_leaves_nobody_waiting(start: Callable[..., Toy], mon
     one ends after that."""
     toy = start()
     compute(toy, FIRST)
-    monkeypatch.setattr(ends.Ends, "_outcomes", lambda *_: sys.exit())
+    monkeypatch.setattr(LeftRoutes, "answer", lambda *_: sys.exit())
     for why in ("has ended", "it has ended"):
         with pytest.raises(RowError, match=why):
             of(end(toy, FIRST))
@@ -512,7 +530,7 @@ def test_a_forgetting_takes_no_row_that_an_older_step_writes_over(start: Callabl
 
 @pytest.mark.parametrize("ends_as", ["nobody asks", "refused", "too many", "behind", "asked from behind it"])
 def test_what_was_kept_of_a_request_is_let_go_at_its_end(
-    spares: list[SpareBlocks], start: Callable[..., Toy], ends_as: str
+    spares: list[SpareBlocks], unread: list[UnreadRows], start: Callable[..., Toy], ends_as: str
 ) -> None:
     """Goal: spare blocks that keep the rows of a preempted request's tokens are free again, however the request ends.
     Method: the rows are copied to spare blocks, since the worker is behind; then each way to end."""
@@ -536,8 +554,7 @@ def test_what_was_kept_of_a_request_is_let_go_at_its_end(
         assert told is not None
         assert told.result(GIVE_UP_S)
     assert len(spares[0]) == free
-    assert toy.scheduler._ends is not None
-    assert len(toy.scheduler._ends._unread) == 0
+    assert [len(rows) for rows in unread] == [0]
     go.set()
 
 

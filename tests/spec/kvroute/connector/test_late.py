@@ -6,9 +6,7 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +19,6 @@ from cache_manager.job import RestoreJob
 from kvroute.connector import routes
 from kvroute.connector.behind import Behind
 from kvroute.connector.messages import Loads, StepMeta
-from kvroute.integrations.vllm.connector import RowsWithKV
 from kvroute.routes import Routes
 from kvroute.witness import Run
 
@@ -237,53 +234,6 @@ def test_a_store_that_is_stuck_holds_up_one_step_and_for_one_limit(
     go.set()
 
 
-def test_slots_of_a_pass_in_one_graph_are_not_a_draft_models(start: Start) -> None:
-    """Goal: as above, where a pass is one graph. Method: with and without a draft model the engine says the slots
-    before the pass and behind it, when the draft may have used their memory; layers of another group, and the draft's,
-    have other slots."""
-
-    class Inner:
-        bind_connector_metadata = start_load_kv = save_kv_layer = finish_forward = lambda *_, **__: None
-
-    toy, context = start(), SimpleNamespace(slot_mapping={})
-    made = type("Made", (RowsWithKV, Inner), {"__init__": lambda _: None})()
-    made._worker_rows = made._rank = toy.worker
-    made._layers = ("full",)
-    layers = {name: SimpleNamespace(slot_mapping=torch.tensor([slot])) for name, slot in (("window", 9), ("full", 3))}
-    for drafts in (True, False):
-        made._engine = replace(toy.worker.engine, drafts=drafts)
-        for late in (True, False):
-            made.bind_connector_metadata(StepMeta(None, b""))
-            if late:
-                made.finish_forward()
-            made.start_load_kv(context, attn_metadata=layers)
-            made.save_kv_layer("draft", None, SimpleNamespace(slot_mapping=torch.tensor([7])))
-            if late and drafts:
-                assert toy.worker.slots is None
-            else:
-                assert toy.worker.slots is not None
-                assert toy.worker.slots.tolist() == [3]
-            toy.worker.slots = None
-            made.save_kv_layer("full", None, layers["full"])
-            assert toy.worker.slots is not None
-
-
-@pytest.mark.parametrize("drafts", [True, False])
-def test_slots_are_wanted_before_a_draft_model_runs(start: Start, drafts: bool) -> None:
-    """Goal: an engine with a draft model says the slots before the pass. Method: what the scheduler sends, with and
-    without one."""
-
-    class Inner:
-        build_connector_meta = lambda *_: None  # noqa: E731 - a method
-
-    toy, sent = start(), SimpleNamespace(num_scheduled_tokens={}, has_sync_kv_loads=False)
-    made = type("Made", (RowsWithKV, Inner), {"__init__": lambda _: None})()
-    made._scheduler_rows, made._engine = toy.scheduler, replace(toy.worker.engine, drafts=drafts)
-    toy.scheduler.followed = True
-    made.build_connector_meta(sent)
-    assert sent.has_sync_kv_loads == drafts
-
-
 def test_an_answer_waits_for_its_own_rows_alone(start: Start) -> None:
     """Goal: a worker that hangs delays no answer whose rows are written. Method: a request ends whose last step the
     worker has not reached; another one, written before, ends after it and is answered first."""
@@ -309,7 +259,7 @@ def test_a_step_whose_host_part_fails_leaves_no_row(start: Start) -> None:
     raises; a strict worker says so at the next step."""
     toy = start(late=True)
     toy.ask("r", PROMPT)
-    toy.worker._behind.put(lambda: 1 // 0)
+    toy.behind.put(lambda: 1 // 0)
     toy.worker.settle()
     assert not toy.worker.blocks.complete(toy.table[:2]).any()
     with pytest.raises(ZeroDivisionError):

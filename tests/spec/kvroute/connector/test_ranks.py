@@ -49,10 +49,7 @@ def rank_of(rank: int, directory: Path, damaged: bool) -> None:
     part.end()
     if isinstance(part, WorkerRows):
         assert isinstance(part.carrier, ByKeyWorker)
-        witness = part.carrier.witness
-        assert witness is not None
-        assert witness._lives[RUN.blocks].tolist() == part.blocks.generations(RUN.blocks).tolist()
-        found = witness._of[RUN.blocks].tolist()
+        found = part.blocks.origins(RUN.blocks)
         (directory / "witnesses").write_text(" ".join(map(str, found)))
         part.close()
     distributed.destroy_process_group()

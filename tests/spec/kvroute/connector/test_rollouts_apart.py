@@ -268,6 +268,23 @@ def test_what_no_process_stores_is_told(
         by_key(FIRST, "a", store)
 
 
+def test_a_worker_that_stays_behind_costs_its_own_request_alone(
+    engine: Callable[..., Toy], taker: Takers, store: RolloutStore
+) -> None:
+    """Goal: the client is told why, the request counts as unstored, and the next one has its rows. Method: the worker
+    is held up for longer than an answer may take."""
+    toy = engine(late=True, limits={"answer_s": 0.05})
+    go = held(toy)
+    compute(toy, FIRST)
+    with pytest.raises(RowError, match=r"written by the worker within 0\.05 s, got a worker that is behind"):
+        left(end(toy, FIRST, "a"), store)
+    assert taker().counters["unstored"] == 1
+    go.set()
+    compute(toy, SECOND)
+    toy.worker.settle()
+    assert judge(left(end(toy, SECOND, "b"), store), SECOND) == {"right": 6}
+
+
 def test_a_store_that_fails_costs_its_own_request_alone(
     engine: Callable[..., Toy], taker: Takers, store: RolloutStore
 ) -> None:

@@ -23,6 +23,7 @@ from waiting import GIVE_UP_S
 from cache_manager.errors import ConfigError, RegionMissingError
 from cache_manager.keys import Namespace
 from cache_manager.publish import Rows
+from cache_manager.regions.view import RegionView
 from kvroute.connector import Engine, Key, Limits, SchedulerRows, Settings, StepMeta, Tokens, routes
 from kvroute.connector.settings import VERSION
 from kvroute.connector.stages import StageViews, stage_spec
@@ -175,9 +176,8 @@ def test_a_row_is_of_one_token_in_one_life_and_of_one_version(actions: list[tupl
                 source, target = value
                 lives.add(target)
                 pipeline.scheduler.given([target])
-                pipeline.scheduler.feed.renew([target])
+                pipeline.send([])
                 pipeline.scheduler.feed.copy([(source, target)])
-                pipeline.scheduler._given.clear()
                 pipeline.send([])
                 for offset in range(TOKENS):
                     held[target * TOKENS + offset] = held[source * TOKENS + offset][-1:]
@@ -290,33 +290,36 @@ def test_parts_of_two_steps_are_no_row(pipeline: Callable[..., Pipeline], ahead:
     np.testing.assert_array_equal(toy.read().values[:1], rows_of(np.array([serial]), LAYERS))
 
 
-class Between:
+class Between(RegionView):
     """A view of a stage's region, whose reading of rows something comes before."""
 
-    def __init__(self, view: Any, comes: Callable[[], object]) -> None:
-        self._view, self._comes = view, comes
+    comes: Callable[[], object] = bool
 
-    def read(self, name: str, *arguments: Any, **named: Any) -> Any:
+    def read(self, name: str, *arguments: Any, **named: Any) -> Rows:
         if name == ROUTING:
-            self._comes()
-        return self._view.read(name, *arguments, **named)
+            self.comes()
+        return super().read(name, *arguments, **named)
 
-    def read_slots(self, name: str, *arguments: Any, **named: Any) -> Any:
+    def read_slots(self, name: str, *arguments: Any, **named: Any) -> Rows:
         if name == ROUTING:
-            self._comes()
-        return self._view.read_slots(name, *arguments, **named)
-
-    def close(self) -> None:
-        self._view.close()
+            self.comes()
+        return super().read_slots(name, *arguments, **named)
 
 
 @pytest.mark.parametrize("call", ["read", "read_slots"])
 @pytest.mark.parametrize("stages", [[1], [0, 1]])
 def test_parts_that_are_read_while_a_step_is_written_are_no_row(
-    pipeline: Callable[..., Pipeline], call: str, stages: list[int]
+    pipeline: Callable[..., Pipeline], call: str, stages: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Goal: two looks at the steps, before and after the rows. Method: between the reading of the first stage's part
     and the second's, the second stage or both of them write the slot anew."""
+    views = list[Between]()
+
+    def watched(*arguments: Any, **named: Any) -> Between:
+        views.append(Between(*arguments, **named))
+        return views[-1]
+
+    monkeypatch.setattr("kvroute.connector.stages.RegionView", watched)
     toy = pipeline()
     toy.scheduler.given([0])
     toy.send([0])
@@ -324,7 +327,7 @@ def test_parts_that_are_read_while_a_step_is_written_are_no_row(
     toy.send([0])
     view = toy.scheduler.view
     assert isinstance(view, StageViews)
-    view._views[1] = Between(view._views[1], lambda: [toy.run(stage) for stage in stages])  # type: ignore[call-overload]
+    views[1].comes = lambda: [toy.run(stage) for stage in stages]
     lives = toy.scheduler.feed.generations[:1]
     if call == "read":
         assert not view.read(ROUTING, [0], 0, 1, generations=lives).valid.any()

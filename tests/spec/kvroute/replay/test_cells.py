@@ -249,6 +249,14 @@ def test_skyrl_says_a_hole_only_where_whole_rows_follow() -> None:
         skyrl.rollout_expert_indices([lacks.merge(ONE.whole(5).slice(4, 5), tokens=range(6))], [6])
 
 
+def test_a_sample_over_updates_names_its_last_least_and_largest_version() -> None:
+    """Goal: verl's three numbers are told apart. Method: versions that rise, and ones that go back, as after a restart
+    from an older checkpoint."""
+    for versions, steps in ((((0, 2, 7), (2, 4, 9)), (9, 7, 9)), (((0, 1, 8), (1, 2, 9), (2, 4, 7)), (7, 7, 9))):
+        named = verl.global_steps(ONE.routes(0, [True] * 4, versions=versions), 3, 2)
+        assert tuple(named[name] for name in ("global_steps", "min_global_steps", "max_global_steps")) == steps
+
+
 def test_the_last_token_has_no_row_and_no_version() -> None:
     """Goal: of n tokens n - 1 rows count. Method: a row of the last token, as an engine may have it, with other weights
     or of unknown ones; its bit in verl's mask, and the sample's versions."""

@@ -142,25 +142,6 @@ def test_blocks_of_other_groups_are_said_to_be_elsewhere() -> None:
     assert (rows.heard, rows.elsewhere) == ([2, 4, 5], [0, 1, 3])
 
 
-def test_arrived_kv_is_asked_for_by_the_older_name() -> None:
-    """Goal: requests wait for their rows up to 0.28, too. Method: the base class of either kind."""
-
-    class Older:
-        _worker_rows = SimpleNamespace(transfers=True, arrived=lambda received: received - {"waits"})
-
-        def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-            return finished_req_ids, {"comes", "waits"}
-
-    class Newer(Older):
-        def get_transfer_results(self, finished_req_ids: set[str]) -> None: ...
-
-    assert versions.older_calls(Newer) == {}
-    made = type("Made", (Older,), versions.older_calls(Older))()
-    assert made.get_finished({"sent"}) == ({"sent"}, {"comes"})
-    made._worker_rows = None
-    assert made.get_finished({"sent"}) == ({"sent"}, {"comes", "waits"})
-
-
 def test_an_older_core_can_be_told_a_version() -> None:
     class Core: ...
 
