@@ -12,11 +12,6 @@ from cache_manager.slots import Bits, Flags, Ints
 NO_INTS: Final[Ints] = np.empty(0, np.int64)
 
 
-def draw(random: np.random.Generator, n: int) -> Bits:
-    """New origins ``[n]``: random numbers from 1 to 2**64 - 1."""
-    return random.integers(1, (1 << 64) - 1, size=n, dtype=np.uint64, endpoint=True)
-
-
 @dataclass(slots=True, eq=False)
 class Claim:
     """What a step in flight will write: rows at ``slots [n]``: ``bits [m]`` of ``mask_words [m]``, each once.
@@ -34,7 +29,7 @@ class Claim:
     blocks: Ints  # each once
     generations: Ints  # of ``blocks``, at the beginning
     mine: Flags | None = None  # which slots are still the step's; None: all
-    origins_ended: bool = False  # whether an origin of the blocks may have ended since the beginning
+    origin_ends: int = 0  # as many as had ended at the beginning: some of the blocks' may be among later ones
 
     @property
     def held(self) -> Ints:

@@ -50,9 +50,9 @@ class Exchange:
             current &= (valid != 0).any(axis=(1, 2))
             ids = ids[current]
             valid = valid[current]
-            table.fix_origins(ids)
+            table.origins.fix(ids)
             table.lock.count("rows_exported", rows_in(valid))
-            origins = table.origin.take(ids)
+            origins = table.origins.names.take(ids)
             copies = copies_of(table.region, ids, valid)
         table.lock.log()
         fingerprint = table.layout.fingerprint
@@ -91,13 +91,20 @@ class Exchange:
             if table.lacks_memory(np.array([index])):
                 table.lock.count("installs_without_memory_dropped")
                 return 0
-            if not table.takes(index, header.origin):
+            if not table.origins.takes(index, header.origin):
                 table.lock.count("installs_of_another_origin_dropped")
                 return 0
             _check_not_written(table, index)
             landed = rows_in(table.install(index, header.origin, bits, record))
             table.lock.count("rows_installed", landed)
             return landed
+
+    def origins(self, blocks: Blocks) -> list[int]:
+        """The origin of each device block's content, to be kept beside its KV; 0 where nothing was written. Asking ends
+        it: rows that a step writes, or commits, from now on get another one. So ask after the pass has committed."""
+        table = self._table
+        with table.lock:
+            return table.origins.hand_out(table.slots.ids(blocks))
 
     def name_origins(self, blocks: Blocks, generations: Blocks, origins: Bits) -> None:
         """What these device blocks hold is known outside under these ``origins [n]``, which their KV itself says."""
@@ -109,7 +116,7 @@ class Exchange:
             present = table.generations.take(ids, mode="clip")
             good &= present == lives
             good &= named != 0
-            table.carry_origin(ids[good], named[good])
+            table.origins.carry(ids[good], named[good])
 
     def bind_origin(self, block: int, generation: int, origin: int) -> bool:
         """The block's KV has come from another place, where it had this ``origin``.
@@ -139,7 +146,7 @@ class Exchange:
             kv.take(ids, taken)
             current = (table.generations.take(ids) == lives) & table.writable(ids)
             origins = np.zeros(ids.size, np.uint64)
-            origins[current] = table.hand_out(ids[current])
+            origins[current] = table.origins.hand_out(ids[current])
         return taken, origins.tolist()
 
     def fill_kv(self, kv: KVBlocks, block: int, generation: int, origin: int, content: Buffer) -> bool:

@@ -150,7 +150,7 @@ class PersistJob(Job[int]):
     def stage(self) -> None:
         table = self.table
         kv = self.jobs.kv
-        table.fix_origins(self.ids)
+        table.origins.fix(self.ids)
         words = bits_of(table.region, self.ids)
         copies = copies_of(table.region, self.ids, words)
         if kv is None:
@@ -163,7 +163,7 @@ class PersistJob(Job[int]):
             whole = np.broadcast_to(table.full, shape)
             words = np.append(words, whole, axis=1)
         self.valid = words.astype("<u8")
-        self.origins = table.origin.take(self.ids)
+        self.origins = table.origins.names.take(self.ids)
 
     def carry(self) -> None:
         views = [row.data for row in self.staging]
@@ -244,10 +244,10 @@ class RestoreJob(Job[bool]):
         unchanged = table.drops.take(ids) == self.drops
         unchanged &= table.fillable(ids)
         unchanged &= have_none(table.region, ids)
-        unchanged &= ~table.own.take(ids)
+        unchanged &= ~table.origins.own.take(ids)
         unchanged &= not self.cancelled
         bits, origins, corrupt = self._read()
-        known = table.origin.take(ids)  # of the KV, where the engine has named it
+        known = table.origins.names.take(ids)  # of the KV, where the engine has named it
         is_taken = (known == 0) | (known == origins)
         arrived = unchanged & (origins != 0) & is_taken
         required = bits[:, self.jobs.required, :]

@@ -105,9 +105,9 @@ def move(
             valid = bits_of(source.region, sources)
             if rows is not None:
                 valid &= limits[good]
-            origins = source.origin.take(sources)
+            origins = source.origins.names.take(sources)
             named = origins != 0  # another has no row; it stays open to those of any origin
-            source.fix_origins(sources[named])
+            source.origins.fix(sources[named])
             drops = source.drops.take(sources)
             target.fence(fence, targets)
             if kv is not None:
@@ -117,7 +117,7 @@ def move(
             kv.copy(source.tier, target.tier, *pairs_of_kv)
         with lock:
             same = named & (source.drops.take(sources) == drops)  # it was neither forgotten nor given out,
-            same &= source.origin.take(sources) == origins  # nor has a pass begun, or ended, to write it
+            same &= source.origins.names.take(sources) == origins  # nor has a pass begun, or ended, to write it
             arrived = target.arrive(fence, same, valid, origins)
             counter = MOVED[source.tier, target.tier]
             lock.count(counter, rows_in(valid[arrived]))
