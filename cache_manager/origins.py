@@ -67,8 +67,8 @@ class Origins:
         self.own[ids] = False
         self.ends += 1
 
-    def takes(self, block: int, origin: int) -> bool:
-        """Whether rows of ``origin`` may land in the block: its KV is of that origin, or of none that is known. What is
-        computed here has an origin that no record names."""
-        known = int(self.names[block])
+    def takes(self, block: Ints, origin: int) -> bool:
+        """Whether rows of ``origin`` may land in the ``block [1]``: its KV is of that origin, or of none that is known.
+        What is computed here has an origin that no record names."""
+        known = int(self.names[block].item())
         return bool(origin) and known in (0, origin)
