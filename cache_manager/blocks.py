@@ -149,7 +149,8 @@ class AuxBlocks:
         """Which blocks have every required row: ``[n]``."""
         with self._lock:
             table = self._tiers[tier]
-            return publish.have_all(table.region, table.slots.ids(blocks), self._required)
+            ids = table.slots.ids(blocks)
+            return publish.have_all(table.region, ids, self._required)
 
     def writing(self, blocks: Blocks) -> Flags:
         """Which device blocks a step in flight, and so its forward pass, will write: ``[n]``."""
@@ -217,7 +218,11 @@ class AuxBlocks:
         except BaseException as error:  # whatever refuses the slots: the engine's pass writes at them
             known, n = readable(slots)
             blocks = None if known is None else known // device.tokens
-            self._mistakes.report_loss("bad_writes_dropped", n, "begin_step", error, lambda: device.lose(blocks))
+
+            def lose() -> None:
+                device.lose(blocks)
+
+            self._mistakes.report_loss("bad_writes_dropped", n, "begin_step", error, lose)
             raise
 
     def write_step(self, slots: Values, rows: Mapping[str, Values], keep: Keep | None = None) -> int:
@@ -241,7 +246,8 @@ class AuxBlocks:
                     step.write(name, of_spec)
                 return step.commit(keep)
         except KVRouteError as error:
-            self._mistakes.raise_or_report("bad_writes_dropped", readable(slots)[1], "write_step", error)
+            _, n = readable(slots)
+            self._mistakes.raise_or_report("bad_writes_dropped", n, "write_step", error)
             return 0
 
     def read(
@@ -283,10 +289,12 @@ class AuxBlocks:
                 is_other = table.generations.take(ids) != generations[held]
                 is_other |= table.region.words.take(ids) != words
                 bits[is_other] = 0
-            read = Rows.of(self.layout.specs[index], rows, bits, window)
+            spec = self.layout.specs[index]
+            read = Rows.of(spec, rows, bits, window)
             n = read.valid.size
+            present = int(count(read.valid))
             self._lock.count("rows_read", n)
-            self._lock.count("rows_missing", n - int(count(read.valid)))
+            self._lock.count("rows_missing", n - present)
         return read
 
     # ---------------------------------------------------------------- moving

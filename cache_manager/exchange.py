@@ -82,7 +82,8 @@ class Exchange:
         """
         table = self._table
         bits = _bits_in(table, header, payload)
-        content = np.frombuffer(payload, np.uint8).reshape(1, -1)
+        flat = np.frombuffer(payload, np.uint8)
+        content = flat.reshape(1, -1)
         record = Copies(table.layout, content)
         ids = table.slots.ids([block])
         with table.lock:
@@ -144,7 +145,8 @@ class Exchange:
         table = self._table
         ids = table.slots.ids(blocks)
         lives = integers(generations, "generations", "one integer for each block", n=ids.size)
-        taken = np.zeros((ids.size, kv.spec.block_nbytes), np.uint8)
+        shape = (ids.size, kv.spec.block_nbytes)
+        taken = np.zeros(shape, np.uint8)
         with table.lock:
             kv.take(ids, taken)
             current = table.generations.take(ids) == lives
@@ -163,7 +165,8 @@ class Exchange:
         table = self._table
         _check_origin(origin)
         ids = table.slots.ids([block])
-        kv_bytes = np.frombuffer(content, np.uint8).reshape(1, -1)
+        flat = np.frombuffer(content, np.uint8)
+        kv_bytes = flat.reshape(1, -1)
         if kv_bytes.size != kv.spec.block_nbytes:
             raise RecordError("KV size", kv.spec.block_nbytes, kv_bytes.size)
         with table.lock:
@@ -211,8 +214,10 @@ def _check_origin(origin: int) -> None:
 def _bits_in(table: BlockTable, header: RecordHeader, payload: Buffer) -> Bits:
     """The record's validity words ``[specs, W]``; :class:`RecordError` unless it is one of the table's layout."""
     layout = table.layout
-    if header.fingerprint != layout.fingerprint:
-        raise RecordError("fingerprint", layout.fingerprint.hex(), header.fingerprint.hex())
+    wanted = layout.fingerprint
+    got = header.fingerprint
+    if got != wanted:
+        raise RecordError("fingerprint", wanted.hex(), got.hex())
     nbytes = payload.nbytes if isinstance(payload, memoryview) else len(payload)
     if nbytes != layout.nbytes:
         raise RecordError("payload size", layout.nbytes, nbytes)

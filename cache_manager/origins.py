@@ -7,10 +7,14 @@ rows of any origin may land here.
 
 from __future__ import annotations
 
+from typing import Final
+
 import numpy as np
 
 from cache_manager.lock import Lock, change
 from cache_manager.slots import Bits, Flags, Ints
+
+ORIGIN_MAX: Final = (1 << 64) - 1
 
 
 class Origins:
@@ -25,7 +29,7 @@ class Origins:
 
     def new(self, n: int) -> Bits:
         """New names ``[n]``: random numbers from 1 to 2**64 - 1."""
-        return self._random.integers(1, (1 << 64) - 1, size=n, dtype=np.uint64, endpoint=True)
+        return self._random.integers(1, ORIGIN_MAX, size=n, dtype=np.uint64, endpoint=True)
 
     def draw(self, blocks: Ints) -> None:
         """``blocks`` are about to be written here: give each an origin of its own."""
