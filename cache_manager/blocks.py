@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Self
 
-import numpy as np
 from numpy import count_nonzero as count
 
 from cache_manager import publish
@@ -21,11 +20,12 @@ from cache_manager.feed import WorkerEnd
 from cache_manager.job import PersistJob, RestoreJob
 from cache_manager.jobs import JobLimits, Jobs
 from cache_manager.keys import BlockKey, KeyChain, Namespace
+from cache_manager.lives import begin_lives
 from cache_manager.lock import AuxCounters, Lock, Mistakes, ProcessLock
 from cache_manager.moves import Pairs, follow
 from cache_manager.own_keys import Keyed, OwnKeys
 from cache_manager.ports import KVBlocks, Region, StorageBackend, TierName
-from cache_manager.publish import GENERATION_END, Rows, window_of
+from cache_manager.publish import Rows, window_of
 from cache_manager.regions import Memory
 from cache_manager.slots import Blocks, Flags, Ints, Values, count_in_range, integers, readable
 from cache_manager.spec import AuxBlockDataSpec, RecordLayout
@@ -149,19 +149,13 @@ class AuxBlocks:
         """Which blocks have every required row: ``[n]``."""
         with self._lock:
             table = self._tiers[tier]
-            return publish.have_all(table.region, table.slots.ids(blocks), self._required)
+            ids = table.slots.ids(blocks)
+            return publish.have_all(table.region, ids, self._required)
 
     def writing(self, blocks: Blocks) -> Flags:
         """Which device blocks a step in flight, and so its forward pass, will write: ``[n]``."""
         with self._lock:
             return self._device.writing(self._device.slots.ids(blocks))
-
-    def origins(self, blocks: Blocks, tier: TierName = "device") -> list[int]:
-        """The origin of each block's content, to be kept beside its KV; 0 where nothing was written. Asking ends it:
-        rows that a step writes, or commits, from now on get another origin. So ask after the pass has committed."""
-        with self._lock:
-            table = self._tiers[tier]
-            return table.hand_out(table.slots.ids(blocks))
 
     # ---------------------------------------------------------------- lives
 
@@ -171,48 +165,12 @@ class AuxBlocks:
         A caller that chooses the ``generations`` tells readers of them; each must be larger than the one before. A
         block that cannot be given out is dropped, counted, 0 in the answer; if it is in that generation, its rows go.
         """
-        return self._begin_lives(blocks, generations, has_rows=True)
+        return begin_lives(self._device, blocks, generations, self._mistakes, has_rows=True)
 
     def retire(self, blocks: Blocks, generations: Blocks | None = None) -> Ints:
         """As :meth:`renew`, of blocks that the engine has given out for something that has no rows: with
         ``memory="sparse"`` their rows' memory is free until the blocks are renewed. Rows written there are missing."""
-        return self._begin_lives(blocks, generations, has_rows=False)
-
-    def _begin_lives(self, blocks: Blocks, generations: Blocks | None, *, has_rows: bool) -> Ints:
-        table = self._device
-        if generations is None and isinstance(blocks, list) and not blocks:  # engines ask for room for every token
-            self._lock.check_open()
-            return np.empty(0, np.int64)
-        with self._lock:
-            ids, known = table.slots.known(blocks)
-            good = known.copy()
-            lives = table.generations.take(ids, mode="clip") + 1
-            if generations is not None:
-                least = lives
-                lives = integers(generations, "generations", "one integer for each block", n=ids.size)
-                good &= (lives >= least) & (lives < GENERATION_END)
-            if table.fences:
-                good[good] = ~table.fenced(ids[good])
-            if count(good) != ids.size:
-                begun = table.generations.take(ids, mode="clip") == lives  # by another caller
-                table.forget(ids[known & begun])
-                outside = ids.view(np.uint64) >= np.uint64(table.blocks)
-                fenced = ~good & known
-                fenced[fenced] = table.fenced(ids[fenced])
-                for bad, wanted in (
-                    (outside, f"block ids in [0, {table.blocks})"),
-                    (~known & ~outside, "each block once"),
-                    (fenced, "blocks that are not being copied into"),
-                    (known & ~good & ~fenced, f"generations larger than before, and below {GENERATION_END}"),
-                ):
-                    self._mistakes.report_blocks("stale_blocks", ids[bad], "renew", wanted)
-                table.renew(ids[good], lives[good], has_rows=has_rows)
-                lives = np.where(good, lives, 0)
-            else:
-                table.renew(ids, lives, has_rows=has_rows)
-        if self._mistakes.unlogged:
-            self._mistakes.log()
-        return lives
+        return begin_lives(self._device, blocks, generations, self._mistakes, has_rows=False)
 
     def forget(self, blocks: Blocks | None = None) -> None:
         """Make all rows written so far unreadable, in every tier or only in these device blocks; generations stay."""
@@ -260,7 +218,11 @@ class AuxBlocks:
         except BaseException as error:  # whatever refuses the slots: the engine's pass writes at them
             known, n = readable(slots)
             blocks = None if known is None else known // device.tokens
-            self._mistakes.report_loss("bad_writes_dropped", n, "begin_step", error, lambda: device.lose(blocks))
+
+            def lose() -> None:
+                device.lose(blocks)
+
+            self._mistakes.report_loss("bad_writes_dropped", n, "begin_step", error, lose)
             raise
 
     def write_step(self, slots: Values, rows: Mapping[str, Values], keep: Keep | None = None) -> int:
@@ -284,7 +246,8 @@ class AuxBlocks:
                     step.write(name, of_spec)
                 return step.commit(keep)
         except KVRouteError as error:
-            self._mistakes.raise_or_report("bad_writes_dropped", readable(slots)[1], "write_step", error)
+            _, n = readable(slots)
+            self._mistakes.raise_or_report("bad_writes_dropped", n, "write_step", error)
             return 0
 
     def read(
@@ -326,10 +289,12 @@ class AuxBlocks:
                 is_other = table.generations.take(ids) != generations[held]
                 is_other |= table.region.words.take(ids) != words
                 bits[is_other] = 0
-            read = Rows.of(self.layout.specs[index], rows, bits, window)
+            spec = self.layout.specs[index]
+            read = Rows.of(spec, rows, bits, window)
             n = read.valid.size
+            present = int(count(read.valid))
             self._lock.count("rows_read", n)
-            self._lock.count("rows_missing", n - int(count(read.valid)))
+            self._lock.count("rows_missing", n - present)
         return read
 
     # ---------------------------------------------------------------- moving
@@ -361,8 +326,8 @@ class AuxBlocks:
     def begin_persist(self, blocks: Keyed, generations: Blocks) -> PersistJob | None:
         """Store device blocks, in these generations, under their keys; the answers: which origin is stored now.
 
-        Equal to the block's (:meth:`origins`): this content is stored; another: content of another computation was
-        there and stays; 0: nothing is. ``None`` if there is no room for a further job: nothing has changed.
+        Equal to the block's (:meth:`Exchange.origins`): this content is stored; another: content of another computation
+        was there and stays; 0: nothing is. ``None`` if there is no room for a further job: nothing has changed.
         """
         return self.jobs.begin(PersistJob, blocks, generations)
 

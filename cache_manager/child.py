@@ -53,11 +53,13 @@ class Child:
             for _ in range(channels):
                 our, their = socket.socketpair()
                 passed.append(theirs.enter_context(their).fileno())
-                for limit in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
-                    our.setsockopt(socket.SOL_SOCKET, limit, struct.pack("ll", FRAME_S, 0))
+                time_limit = struct.pack("ll", FRAME_S, 0)
+                for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
+                    our.setsockopt(socket.SOL_SOCKET, option, time_limit)
                 self._ends.append(Connection(our.detach()))
             arguments = os.getpid(), channels, *passed, *fds
-            path = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+            directories = [directory for directory in sys.path if directory]
+            path = {"PYTHONPATH": os.pathsep.join(directories)}
             self._process = subprocess.Popen(  # noqa: S603 - our own module
                 [sys.executable, "-P", "-m", module, *map(str, arguments)],
                 env={**os.environ, **path},

@@ -15,7 +15,7 @@ from cache_manager.own_keys import Keyed, OwnKeys
 from cache_manager.ports import KVBlocks
 from cache_manager.publish import Copies, bits_of, copies_of
 from cache_manager.record import Buffer, OfferedRecord, RecordHeader
-from cache_manager.slots import Bits, Blocks, Bytes, integers, is_integer, prefix_bits, rows_in, unsigned
+from cache_manager.slots import Bits, Blocks, Bytes, Ints, integers, is_integer, prefix_bits, rows_in, unsigned
 from cache_manager.table import BlockTable
 
 
@@ -46,13 +46,15 @@ class Exchange:
         with table.lock:
             ids, lives, current, others = self._keys.resolve(table, blocks, generations)
             self._keys.count(others)
-            valid = bits_of(table.region, ids) & limits
-            current &= (valid != 0).any(axis=(1, 2))
+            valid = bits_of(table.region, ids)
+            valid &= limits
+            have_rows = valid != 0
+            current &= have_rows.any(axis=(1, 2))
             ids = ids[current]
             valid = valid[current]
-            table.fix_origins(ids)
+            table.origins.fix(ids)
             table.lock.count("rows_exported", rows_in(valid))
-            origins = table.origin.take(ids)
+            origins = table.origins.names.take(ids)
             copies = copies_of(table.region, ids, valid)
         table.lock.log()
         fingerprint = table.layout.fingerprint
@@ -80,24 +82,33 @@ class Exchange:
         """
         table = self._table
         bits = _bits_in(table, header, payload)
-        content = np.frombuffer(payload, np.uint8).reshape(1, -1)
+        flat = np.frombuffer(payload, np.uint8)
+        content = flat.reshape(1, -1)
         record = Copies(table.layout, content)
-        (index,) = table.slots.ids([block]).tolist()
+        ids = table.slots.ids([block])
         with table.lock:
             ours = self._keys.owns(header.key)
-            if not _in_life(table, index, generation, ours=ours):
+            if not _in_life(table, ids, generation, ours=ours):
                 return 0
-            _check_not_copied_into(table, index)
-            if table.lacks_memory(np.array([index])):
+            _check_not_copied_into(table, ids)
+            if table.lacks_memory(ids):
                 table.lock.count("installs_without_memory_dropped")
                 return 0
-            if not table.takes(index, header.origin):
+            if not table.origins.takes(ids, header.origin):
                 table.lock.count("installs_of_another_origin_dropped")
                 return 0
-            _check_not_written(table, index)
-            landed = rows_in(table.install(index, header.origin, bits, record))
-            table.lock.count("rows_installed", landed)
-            return landed
+            _check_not_written(table, ids)
+            landed = table.install(ids, header.origin, bits, record)
+            n = rows_in(landed)
+            table.lock.count("rows_installed", n)
+            return n
+
+    def origins(self, blocks: Blocks) -> list[int]:
+        """The origin of each device block's content, to be kept beside its KV; 0 where nothing was written. Asking ends
+        it: rows that a step writes, or commits, from now on get another one. So ask after the pass has committed."""
+        table = self._table
+        with table.lock:
+            return table.origins.hand_out(table.slots.ids(blocks))
 
     def name_origins(self, blocks: Blocks, generations: Blocks, origins: Bits) -> None:
         """What these device blocks hold is known outside under these ``origins [n]``, which their KV itself says."""
@@ -109,7 +120,7 @@ class Exchange:
             present = table.generations.take(ids, mode="clip")
             good &= present == lives
             good &= named != 0
-            table.carry_origin(ids[good], named[good])
+            table.origins.carry(ids[good], named[good])
 
     def bind_origin(self, block: int, generation: int, origin: int) -> bool:
         """The block's KV has come from another place, where it had this ``origin``.
@@ -119,12 +130,12 @@ class Exchange:
         """
         table = self._table
         _check_origin(origin)
-        (index,) = table.slots.ids([block]).tolist()
+        ids = table.slots.ids([block])
         with table.lock:
-            if not _in_life(table, index, generation):
+            if not _in_life(table, ids, generation):
                 return False
-            _check_not_copied_into(table, index)
-            table.bind(index, origin)
+            _check_not_copied_into(table, ids)
+            table.bind(ids, origin)
             return True
 
     def take_kv(self, kv: KVBlocks, blocks: Blocks, generations: Blocks) -> tuple[Bytes, list[int]]:
@@ -134,12 +145,14 @@ class Exchange:
         table = self._table
         ids = table.slots.ids(blocks)
         lives = integers(generations, "generations", "one integer for each block", n=ids.size)
-        taken = np.zeros((ids.size, kv.spec.block_nbytes), np.uint8)
+        shape = (ids.size, kv.spec.block_nbytes)
+        taken = np.zeros(shape, np.uint8)
         with table.lock:
             kv.take(ids, taken)
-            current = (table.generations.take(ids) == lives) & table.writable(ids)
+            current = table.generations.take(ids) == lives
+            current &= table.writable(ids)
             origins = np.zeros(ids.size, np.uint64)
-            origins[current] = table.hand_out(ids[current])
+            origins[current] = table.origins.hand_out(ids[current])
         return taken, origins.tolist()
 
     def fill_kv(self, kv: KVBlocks, block: int, generation: int, origin: int, content: Buffer) -> bool:
@@ -152,16 +165,16 @@ class Exchange:
         table = self._table
         _check_origin(origin)
         ids = table.slots.ids([block])
-        kv_bytes = np.frombuffer(content, np.uint8).reshape(1, -1)
+        flat = np.frombuffer(content, np.uint8)
+        kv_bytes = flat.reshape(1, -1)
         if kv_bytes.size != kv.spec.block_nbytes:
             raise RecordError("KV size", kv.spec.block_nbytes, kv_bytes.size)
         with table.lock:
-            (index,) = ids.tolist()
-            if not _in_life(table, index, generation):
+            if not _in_life(table, ids, generation):
                 return False
-            _check_not_copied_into(table, index)
-            _check_not_written(table, index)
-            table.bind(index, origin)
+            _check_not_copied_into(table, ids)
+            _check_not_written(table, ids)
+            table.bind(ids, origin)
             try:
                 kv.fill(ids, kv_bytes)
             except BaseException:
@@ -170,24 +183,27 @@ class Exchange:
             return True
 
 
-def _in_life(table: BlockTable, block: int, generation: int, *, ours: bool = True) -> bool:
+def _in_life(table: BlockTable, ids: Ints, generation: int, *, ours: bool = True) -> bool:
     """Whether the block is in that life, and the record ``ours``; what is not is counted."""
-    if not ours or not generation or int(table.generations[block]) != generation:
-        table.lock.count("late_installs_dropped")
-        return False
-    return True
+    life = int(table.generations[ids].item())
+    if ours and generation and life == generation:
+        return True
+    table.lock.count("late_installs_dropped")
+    return False
 
 
-def _check_not_copied_into(table: BlockTable, block: int) -> None:
-    ids = np.array([block])
+def _check_not_copied_into(table: BlockTable, ids: Ints) -> None:
     if table.fenced(ids)[0]:
-        raise BlockBusyError(f"{table.tier} block {block}", "one that nothing else fills", "one being copied into")
+        raise _busy(table, ids, "one that nothing else fills", "one being copied into")
 
 
-def _check_not_written(table: BlockTable, block: int) -> None:
-    ids = np.array([block])
+def _check_not_written(table: BlockTable, ids: Ints) -> None:
     if table.writing(ids)[0]:
-        raise BlockBusyError(f"{table.tier} block {block}", "one that no device writes", "a step of before")
+        raise _busy(table, ids, "one that no device writes", "a step of before")
+
+
+def _busy(table: BlockTable, ids: Ints, wanted: str, got: str) -> BlockBusyError:
+    return BlockBusyError(f"{table.tier} block {ids.item()}", wanted, got)
 
 
 def _check_origin(origin: int) -> None:
@@ -198,8 +214,10 @@ def _check_origin(origin: int) -> None:
 def _bits_in(table: BlockTable, header: RecordHeader, payload: Buffer) -> Bits:
     """The record's validity words ``[specs, W]``; :class:`RecordError` unless it is one of the table's layout."""
     layout = table.layout
-    if header.fingerprint != layout.fingerprint:
-        raise RecordError("fingerprint", layout.fingerprint.hex(), header.fingerprint.hex())
+    wanted = layout.fingerprint
+    got = header.fingerprint
+    if got != wanted:
+        raise RecordError("fingerprint", wanted.hex(), got.hex())
     nbytes = payload.nbytes if isinstance(payload, memoryview) else len(payload)
     if nbytes != layout.nbytes:
         raise RecordError("payload size", layout.nbytes, nbytes)

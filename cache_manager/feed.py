@@ -62,12 +62,15 @@ class Copy(Operation, frozen=True):
     rows: np.ndarray | None
 
     def __post_init__(self) -> None:
-        _check_each(self.pairs[::2], self.pairs[1::2])
+        sources = self.pairs[::2]
+        targets = self.pairs[1::2]
+        _check_each(sources, targets)
         if self.rows is not None:
-            _check_each(self.pairs[::2], self.rows)
+            _check_each(sources, self.rows)
 
     def do(self, to: Any) -> None:
-        to.copy(self.pairs.reshape(-1, 2), self.rows)
+        pairs = self.pairs.reshape(-1, 2)
+        to.copy(pairs, self.rows)
 
 
 class _Keyed(Operation, frozen=True):
@@ -80,14 +83,16 @@ class _Keyed(Operation, frozen=True):
     def __post_init__(self) -> None:
         _check_each(self.blocks, self.generations)
         n = self.blocks.size
-        if len(self.keys) != KEY_NBYTES * n or len(self.by_key) != n:
+        is_whole = len(self.keys) == KEY_NBYTES * n
+        if not is_whole or len(self.by_key) != n:
             raise InvalidInputError("feed", f"{n} keys of {KEY_NBYTES} bytes, each once", self.keys)
 
     @property
     def by_key(self) -> dict[BlockKey, int]:
         starts = range(0, len(self.keys), KEY_NBYTES)
         keys = [BlockKey(self.keys[at : at + KEY_NBYTES]) for at in starts]
-        return dict(zip(keys, self.blocks.tolist(), strict=True))
+        blocks = self.blocks.tolist()
+        return dict(zip(keys, blocks, strict=True))
 
 
 class Persist(_Keyed, frozen=True):
@@ -152,7 +157,8 @@ class BlockFeed:
     def __init__(self, blocks: int) -> None:
         self._blocks = SlotSpace("device", count_in_range(blocks, "blocks", 1), 1)
         self._operations: list[Any] = []
-        self._epoch = int(np.random.default_rng().integers(1 << 62))  # of the system's entropy
+        random = np.random.default_rng()  # of the system's entropy
+        self._epoch = int(random.integers(1 << 62))
         self._number = 0
         self.generations: Ints = np.full(blocks, self._epoch >> 16)  # below half of GENERATION_END
 
@@ -175,7 +181,8 @@ class BlockFeed:
 
     def copy(self, pairs: Any, rows: Sequence[int] | None = None) -> None:
         """Blocks were copied to blocks, ``pairs [n, 2]``; at most the first ``rows`` of each."""
-        flat = integers(pairs, "feed pairs", "(source, target) pairs of block ids", ndim=2).reshape(-1)
+        ids = integers(pairs, "feed pairs", "(source, target) pairs of block ids", ndim=2)
+        flat = ids.reshape(-1)
         limits = None if rows is None else integers(rows, "feed rows", "one count for each pair")
         self._operations.append(Copy(flat, limits))
 

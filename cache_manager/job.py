@@ -139,18 +139,19 @@ class PersistJob(Job[int]):
     refused = "refused_blocks_not_persisted"
 
     def wanted(self, ids: Ints, current: Flags, /) -> Flags:
-        whole = have_all(self.table.region, ids, self.jobs.required)
+        table = self.table
+        whole = have_all(table.region, ids, self.jobs.required)
         if self.jobs.kv is None:
-            whole &= ~have_none(self.table.region, ids)  # nothing is required, and nothing is there
+            whole &= ~have_none(table.region, ids)  # nothing is required, and nothing is there
         else:
-            whole &= self.table.fillable(ids)  # KV that is being copied, or written by a pass, is not whole yet
+            whole &= table.fillable(ids)  # KV that is being copied, or written by a pass, is not whole yet
         self.incomplete = int(count(current & ~whole))
         return current & whole
 
     def stage(self) -> None:
         table = self.table
         kv = self.jobs.kv
-        table.fix_origins(self.ids)
+        table.origins.fix(self.ids)
         words = bits_of(table.region, self.ids)
         copies = copies_of(table.region, self.ids, words)
         if kv is None:
@@ -163,7 +164,7 @@ class PersistJob(Job[int]):
             whole = np.broadcast_to(table.full, shape)
             words = np.append(words, whole, axis=1)
         self.valid = words.astype("<u8")
-        self.origins = table.origin.take(self.ids)
+        self.origins = table.origins.names.take(self.ids)
 
     def carry(self) -> None:
         views = [row.data for row in self.staging]
@@ -244,18 +245,20 @@ class RestoreJob(Job[bool]):
         unchanged = table.drops.take(ids) == self.drops
         unchanged &= table.fillable(ids)
         unchanged &= have_none(table.region, ids)
-        unchanged &= ~table.own.take(ids)
+        unchanged &= ~table.origins.own.take(ids)
         unchanged &= not self.cancelled
         bits, origins, corrupt = self._read()
-        known = table.origin.take(ids)  # of the KV, where the engine has named it
+        known = table.origins.names.take(ids)  # of the KV, where the engine has named it
         is_taken = (known == 0) | (known == origins)
         arrived = unchanged & (origins != 0) & is_taken
         required = bits[:, self.jobs.required, :]
-        arrived &= (required == table.full).all(axis=(1, 2))
+        is_full = required == table.full
+        arrived &= is_full.all(axis=(1, 2))
         interrupted = False
         try:
             if kv is not None and count(arrived):
-                kv.fill(ids[arrived], self.staged_kv(kv)[arrived])
+                content = self.staged_kv(kv)[arrived]
+                kv.fill(ids[arrived], content)
             records = self.staging[arrived, : table.layout.nbytes]
             table.fill(ids[arrived], records, bits[arrived], origins[arrived])
         except BaseException as error:  # noqa: BLE001 (it is not lost: it comes with the result)
@@ -276,7 +279,8 @@ class RestoreJob(Job[bool]):
             "restored_blocks": int(count(arrived)),
             "late_restores_dropped": int(count((origins != 0) & ~unchanged)),
         }
-        for name, n in (self.not_restored | counts).items():
+        counts |= self.not_restored
+        for name, n in counts.items():
             table.lock.count(name, n)
         if interrupted and self.failure is not None:
             raise self.failure

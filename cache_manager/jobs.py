@@ -43,7 +43,8 @@ class JobLimits:
             value = getattr(self, name)
             if not is_integer(value, 1, 1 << 63):
                 raise ConfigError(name, "an integer in [1, 2**63)", repr(value))
-        if not isinstance(self.close_s, (int, float)) or not 0 <= self.close_s < float("inf"):
+        is_number = isinstance(self.close_s, (int, float))
+        if not is_number or not 0 <= self.close_s < float("inf"):
             raise ConfigError("close_s", "a finite number of seconds, 0 or more", repr(self.close_s))
 
 

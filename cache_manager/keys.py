@@ -123,7 +123,8 @@ class KeyChain:
         self._layout = layout
         self._salts = salts
         self._seed = seed
-        self._full = b"\x06tokens" + (8 * self.block_tokens).to_bytes(8, "little")
+        full_nbytes = 8 * self.block_tokens
+        self._full = b"\x06tokens" + full_nbytes.to_bytes(8, "little")
 
     def salted(self, salt: bytes) -> KeyChain:
         """The chain of one tenant or adapter within the namespace: its keys have this chain's scope, and equal none of
@@ -135,7 +136,8 @@ class KeyChain:
             raise InvalidInputError("salt", "bytes", repr(salt))
         if not salt:
             return self
-        return KeyChain(self.namespace, self._layout, (*self._salts, salt))
+        salts = (*self._salts, salt)
+        return KeyChain(self.namespace, self._layout, salts)
 
     def key(self, parent: BlockKey | None, tokens: Tokens) -> BlockKey:
         """The key of the block holding ``tokens`` that follows the block with key ``parent`` (None: the first).

@@ -227,7 +227,8 @@ class Mistakes:
         held."""
         if not bad.size:
             return
-        named = ", ".join(map(str, bad[:NAMED_MAX].tolist()))
+        first = bad[:NAMED_MAX].tolist()
+        named = ", ".join(map(str, first))
         more = f" and {bad.size - NAMED_MAX} more" if bad.size > NAMED_MAX else ""
         error = InvalidInputError(call, wanted, f"{'block' if bad.size == 1 else 'blocks'} {named}{more}")
         if self.strict:

@@ -12,13 +12,12 @@ from typing import Final
 import numpy as np
 from numpy import count_nonzero as count
 
-from cache_manager.claims import Fence
 from cache_manager.errors import InvalidInputError, KVRouteError
 from cache_manager.lock import Mistakes
 from cache_manager.ports import KVBlocks, Region, TierName
 from cache_manager.publish import bits_of
 from cache_manager.slots import Ints, integers, prefix_bits, readable, rows_in
-from cache_manager.table import BlockTable
+from cache_manager.table import BlockTable, Fence
 
 Pairs = Sequence[tuple[int, int]] | Ints
 """(source, target) block ids ``[n, 2]``."""
@@ -49,7 +48,11 @@ def follow(
         known, n = readable(pairs)
         lost = None if known is None or n % 2 else known[1::2]
         pairs_lost = -(-n // 2)
-        mistakes.report_loss("bad_moves_dropped", pairs_lost, "move", error, lambda: target.lose(lost))
+
+        def lose() -> None:
+            target.lose(lost)
+
+        mistakes.report_loss("bad_moves_dropped", pairs_lost, "move", error, lose)
         if mistakes.strict or not isinstance(error, KVRouteError):
             raise
     finally:
@@ -105,9 +108,9 @@ def move(
             valid = bits_of(source.region, sources)
             if rows is not None:
                 valid &= limits[good]
-            origins = source.origin.take(sources)
+            origins = source.origins.names.take(sources)
             named = origins != 0  # another has no row; it stays open to those of any origin
-            source.fix_origins(sources[named])
+            source.origins.fix(sources[named])
             drops = source.drops.take(sources)
             target.fence(fence, targets)
             if kv is not None:
@@ -117,7 +120,7 @@ def move(
             kv.copy(source.tier, target.tier, *pairs_of_kv)
         with lock:
             same = named & (source.drops.take(sources) == drops)  # it was neither forgotten nor given out,
-            same &= source.origin.take(sources) == origins  # nor has a pass begun, or ended, to write it
+            same &= source.origins.names.take(sources) == origins  # nor has a pass begun, or ended, to write it
             arrived = target.arrive(fence, same, valid, origins)
             counter = MOVED[source.tier, target.tier]
             lock.count(counter, rows_in(valid[arrived]))
@@ -142,9 +145,11 @@ def copy_records(source: Region, target: Region, sources: Ints, targets: Ints) -
     """Copy records pair by pair, neighbours in one copy; a fancy index would gather them first."""
     rows = source.rows
     into = target.rows
-    neighbours = (np.diff(sources) == 1) & (np.diff(targets) == 1)
+    neighbours = np.diff(sources) == 1
+    neighbours &= np.diff(targets) == 1
     if not count(neighbours):
-        for first, to in zip(sources.tolist(), targets.tolist(), strict=True):
+        pairs = zip(sources.tolist(), targets.tolist(), strict=True)
+        for first, to in pairs:
             into[to] = rows[first]
         return
     cuts = np.flatnonzero(~neighbours) + 1

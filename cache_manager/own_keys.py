@@ -44,7 +44,8 @@ class OwnKeys:
 
     def after_reset(self, weights_version: int) -> KeyChain:
         """The chain of the same namespace under other weights; :class:`SpecError` for an impossible version."""
-        return KeyChain(replace(self.chain.namespace, weights_version=weights_version), self.record)
+        namespace = replace(self.chain.namespace, weights_version=weights_version)
+        return KeyChain(namespace, self.record)
 
     def enter(self, chain: KeyChain) -> None:
         """Keys are made by this chain from here on; those from before are outdated. The lock is held."""

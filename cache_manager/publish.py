@@ -23,7 +23,7 @@ has 16 bits.
 from __future__ import annotations
 
 import platform
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Self
 
@@ -54,6 +54,7 @@ class Copies:
 
 
 Records = Region | Copies
+Places = slice | Ints
 
 
 # ---- the writer's side: one thread at a time, under the table's lock -----------------------------------------------
@@ -113,17 +114,20 @@ def copies_of(region: Region, ids: Ints, bits: Bits) -> Bytes:
     What else lies in a block is of another life, perhaps of another tenant: it does not leave with a copy.
     """
     layout = region.layout
-    full = full_bits(region.layout.block_tokens)
+    tokens = layout.block_tokens
+    full = full_bits(tokens)
     copies = Copies(layout, region.rows[ids])
     ends = (*layout.offsets[1:], layout.nbytes)
     for index, rows in enumerate(places(copies)):
-        padding = layout.offsets[index] + layout.specs[index].block_nbytes
-        copies.rows[:, padding : ends[index]] = 0
+        spec = layout.specs[index]
+        padding = layout.offsets[index] + spec.block_nbytes
+        end = ends[index]
+        copies.rows[:, padding:end] = 0
         of_spec = bits[:, index]
         is_partial = (of_spec != full).any(axis=1)
         partial = np.flatnonzero(is_partial)
         if partial.size:
-            keep = unpack_bits(of_spec[partial], layout.block_tokens)
+            keep = unpack_bits(of_spec[partial], tokens)
             rows[partial] *= keep[..., None]
     return copies.rows
 
@@ -139,7 +143,8 @@ def copy_rows(source: Records, at: int, target: Records, to: int, bits: Bits) ->
 
 def publish(region: Region, ids: Ints, generations: Ints) -> None:
     """Begin a new life of blocks ``ids [n]``, each once: no row is readable, the word names ``generations [n]``."""
-    words = generations.astype(np.uint64) << _SHIFT
+    upper = generations.astype(np.uint64)
+    words = upper << _SHIFT
     bits = _by_block(region)
     bits[ids] = np.zeros(1, bits.dtype)
     region.words[ids] = words
@@ -164,18 +169,22 @@ def clear(region: Region, mask_words: Ints, bits: Bits) -> None:
     A block that had none of them readable keeps its word, because no reader can have such a row.
     """
     had = None
-    for spec in range(region.valid.shape[1]):
+    specs = region.valid.shape[1]
+    for spec in range(specs):
         words, at = _words_at(region, spec, mask_words)
         now = words[at]
         hit = now & bits
         if hit.tobytes() != bytes(hit.nbytes):  # some readable; count_nonzero() touches more code
             words[at] = now & ~bits
             had = hit if had is None else had | hit
-    if had is not None:
-        blocks = mask_words[had != 0] // region.valid.shape[2]  # a block that is there twice changes once
-        words = region.words[blocks]
-        sequences = (words + _ONE) & SEQUENCE_MASK
-        region.words[blocks] = (words & ~SEQUENCE_MASK) | sequences
+    if had is None:
+        return
+    changed = mask_words[had != 0]
+    blocks = changed // region.valid.shape[2]  # a block that is there twice changes once
+    words = region.words[blocks]
+    sequences = (words + _ONE) & SEQUENCE_MASK
+    generations = words & ~SEQUENCE_MASK
+    region.words[blocks] = generations | sequences
 
 
 def add(region: Region, spec: int, mask_words: Ints, bits: Bits) -> None:
@@ -192,8 +201,9 @@ def bits_of(region: Region, ids: Ints) -> Bits:
 def have_all(region: Region, ids: Ints, specs: Sequence[int]) -> Flags:
     """Which of blocks ``ids [n]`` have every row of every one of ``specs``; for the holder of the writer's lock."""
     full = full_bits(region.layout.block_tokens)
-    bits = bits_of(region, ids)[:, specs, :]
-    is_full = bits == full
+    bits = bits_of(region, ids)
+    required = bits[:, specs, :]
+    is_full = required == full
     complete: Flags = is_full.all(axis=(1, 2))
     return complete
 
@@ -254,38 +264,20 @@ def gather(region: Region, spec: int, ids: Ints, *, locked: bool = False) -> tup
     """
     if not locked:
         require_ordered_stores("gather")
-    offset = region.layout.offsets[spec]
-    nbytes = region.layout.specs[spec].block_nbytes
-    # One item a block: numpy copies items faster than rows of bytes.
-    of_spec = region.rows[:, offset : offset + nbytes]
-    source = of_spec.view(f"V{nbytes}")[:, 0]
+    of_spec = _bytes_of(region, spec)
+    nbytes = of_spec.shape[1]
+    source = of_spec.view(f"V{nbytes}")[:, 0]  # one item a block: numpy copies items faster than rows of bytes
     valid = region.valid[:, spec]
-    words = region.words[ids]
-    bits = valid[ids]
-    rows = _present(source, bits.any(axis=1), ids)
-    changed = np.flatnonzero(region.words[ids] != words)
-    for _ in range(READ_RETRIES_MAX - 1):
-        if not changed.size:
-            break
-        again = ids[changed]
-        words[changed] = region.words[again]
-        bits[changed] = valid[again]
-        rows[changed] = _present(source, bits[changed].any(axis=1), again)
-        changed = changed[region.words[again] != words[changed]]
-    bits[changed] = 0
+
+    def copied(places: Places) -> tuple[Bits, Values]:
+        blocks = ids[places]
+        bits = valid[blocks]
+        have_rows = bits.any(axis=1)
+        return bits, _present(source, have_rows, blocks)
+
+    bits, rows, words = _unchanged(region, ids, copied)
     as_bytes = rows.view(np.uint8)
-    copied = as_bytes.reshape(len(ids), nbytes)
-    return copied, bits, words
-
-
-def _present(source: Values, have_rows: Any, *at: Ints) -> Values:
-    """The items of ``source`` at these places ``[n]``, bool ``have_rows [n]``; zeros where there are no rows, and so
-    perhaps no memory: a read would bring it back."""
-    if not have_rows.all():
-        items = np.zeros(have_rows.size, source.dtype)
-        items[have_rows] = _present(source, np.ones(1, np.bool_), *(places[have_rows] for places in at))
-        return items
-    return source[at] if len(at) > 1 else source[at[0]]
+    return as_bytes.reshape(len(ids), nbytes), bits, words
 
 
 def gather_slots(region: Region, spec: int, blocks: Ints, offsets: Ints) -> tuple[Bytes, Flags, Bits]:
@@ -295,32 +287,60 @@ def gather_slots(region: Region, spec: int, blocks: Ints, offsets: Ints) -> tupl
     copy comes back without validity. A step's newest rows are one row of each of many blocks: this copies no others.
     """
     require_ordered_stores("gather_slots")
-    layout = region.layout
-    aux_spec = layout.specs[spec]
-    offset = layout.offsets[spec]
-    nbytes = aux_spec.block_nbytes
-    of_spec = region.rows[:, offset : offset + nbytes]
-    source = of_spec.view(f"V{aux_spec.row_nbytes}")  # one item a row
+    row_nbytes = region.layout.specs[spec].row_nbytes
+    source = _bytes_of(region, spec).view(f"V{row_nbytes}")  # one item a row
     valid = region.valid[:, spec]
     mask_words = offsets >> 6
     shifts = (offsets & 63).astype(np.uint64)
+
+    def copied(places: Places) -> tuple[Bits, Values]:
+        of = blocks[places]
+        bits = valid[of, mask_words[places]]
+        return bits, _present(source, bits != 0, of, offsets[places])
+
+    bits, rows, words = _unchanged(region, blocks, copied)
+    readable = ((bits >> shifts) & _ONE).astype(np.bool_)
+    as_bytes = rows.view(np.uint8)
+    return as_bytes.reshape(len(blocks), row_nbytes), readable, words
+
+
+def _unchanged(
+    region: Region, blocks: Ints, copied: Callable[[Places], tuple[Bits, Values]]
+) -> tuple[Bits, Values, Bits]:
+    """The reader's protocol. ``copied`` takes bits and then rows of the blocks at some places of ``blocks [n]``; the
+    bits are 0 where a block changed under each of ``READ_RETRIES_MAX`` copies. And the blocks' words ``[n]``."""
     words = region.words[blocks]
-    bits = valid[blocks, mask_words]
-    rows = _present(source, bits != 0, blocks, offsets)
+    bits, rows = copied(slice(None))
     changed = np.flatnonzero(region.words[blocks] != words)
     for _ in range(READ_RETRIES_MAX - 1):
         if not changed.size:
             break
         again = blocks[changed]
         words[changed] = region.words[again]
-        bits[changed] = valid[again, mask_words[changed]]
-        rows[changed] = _present(source, bits[changed] != 0, again, offsets[changed])
-        changed = changed[region.words[again] != words[changed]]
+        bits[changed], rows[changed] = copied(changed)
+        is_other = region.words[again] != words[changed]
+        changed = changed[is_other]
     bits[changed] = 0
-    readable = ((bits >> shifts) & _ONE).astype(np.bool_)
-    as_bytes = rows.view(np.uint8)
-    copied = as_bytes.reshape(len(blocks), aux_spec.row_nbytes)
-    return copied, readable, words
+    return bits, rows, words
+
+
+def _bytes_of(region: Region, spec: int) -> Bytes:
+    """The bytes ``[blocks, block_nbytes]`` of a spec in each record."""
+    layout = region.layout
+    offset = layout.offsets[spec]
+    nbytes = layout.specs[spec].block_nbytes
+    return region.rows[:, offset : offset + nbytes]
+
+
+def _present(source: Values, have_rows: Any, *at: Ints) -> Values:
+    """The items of ``source`` at these places ``[n]``, bool ``have_rows [n]``; zeros where there are no rows, and so
+    perhaps no memory: a read would bring it back."""
+    if have_rows.all():
+        return source[at] if len(at) > 1 else source[at[0]]
+    items = np.zeros(have_rows.size, source.dtype)
+    some = (places[have_rows] for places in at)
+    items[have_rows] = _present(source, np.ones(1, np.bool_), *some)
+    return items
 
 
 # ---- rows that were read: the reader's own copy, in which nothing but valid rows means anything ----------------------
@@ -369,8 +389,8 @@ def window_of(ids: int, start: int, stop: int | None, block_tokens: int) -> tupl
     tokens = ids * block_tokens
     end = tokens if stop is None else stop
     integer = (int, np.integer)
-    whole = isinstance(start, integer) and isinstance(end, integer)
-    if not (whole and 0 <= start <= end <= tokens):
+    are_integers = isinstance(start, integer) and isinstance(end, integer)
+    if not are_integers or not 0 <= start <= end <= tokens:
         raise InvalidInputError("start, stop", f"0 <= start <= stop <= {tokens}, integers", f"{start!r}, {end!r}")
     n = int(end) - int(start)
     first = int(start) // block_tokens

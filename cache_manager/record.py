@@ -130,8 +130,9 @@ def unpack_header(buffer: Buffer) -> RecordHeader:
         raise RecordError("header size", "a size that fits its bitmap", f"{nbytes} with a bitmap of {valid_nbytes}")
     if len(raw) < nbytes:
         raise RecordError("size", f"{nbytes} bytes of header", len(raw))
-    found = zlib.crc32(raw[: nbytes - _CRC.size])
-    (crc,) = _CRC.unpack_from(raw, nbytes - _CRC.size)
+    crc_at = nbytes - _CRC.size
+    found = zlib.crc32(raw[:crc_at])
+    (crc,) = _CRC.unpack_from(raw, crc_at)
     if found != crc:
         raise RecordError("header crc", found, crc)
     valid = bytes(raw[_FIXED.size : end])
@@ -149,8 +150,11 @@ def takes_the_place(offered: RecordHeader, stored: RecordHeader, *, replace: boo
     """
     if offered.origin != stored.origin or offered.fingerprint != stored.fingerprint:
         return replace
+    if offered.valid == stored.valid:
+        return False
     there = int.from_bytes(stored.valid, "little")
-    return offered.valid != stored.valid and there & int.from_bytes(offered.valid, "little") == there
+    here = int.from_bytes(offered.valid, "little")
+    return there & here == there
 
 
 def check_record(header: RecordHeader, key: BlockKey, fingerprint: bytes, payload: Buffer) -> None:
@@ -162,5 +166,6 @@ def check_record(header: RecordHeader, key: BlockKey, fingerprint: bytes, payloa
     nbytes = payload.nbytes if isinstance(payload, memoryview) else len(payload)
     if header.payload_nbytes != nbytes:
         raise RecordError("payload size", nbytes, header.payload_nbytes)
-    if (found := checksum(payload)) != header.payload_xxh3:
+    found = checksum(payload)
+    if found != header.payload_xxh3:
         raise RecordError("payload checksum", header.payload_xxh3, found)

@@ -101,9 +101,10 @@ def integers(
         found = np.empty((0,) * ndim, np.int64)
     elif array.ndim != ndim or array.dtype.kind not in "iu":
         raise error(field, wanted, f"{array.dtype} of shape {array.shape}")
-    elif array.dtype.kind == "u" and int(array.max()) >= 1 << 63:
-        raise error(field, wanted, int(array.max()))
     else:
+        largest = int(array.max())
+        if largest >= 1 << 63:
+            raise error(field, wanted, largest)
         found = array.astype(np.int64)
     if n is not None and found.size != n:
         raise error(field, f"{n}, {wanted}", found.size)
@@ -134,8 +135,10 @@ def readable(given: Any) -> tuple[Ints | None, int]:
             numbers = array.astype(np.int64)
     except Exception:  # noqa: BLE001 - whatever it is: which integers it has is unknown
         return None, 1
-    is_whole = array.dtype.kind in "iuf" and bool((numbers == array).all())
-    return (numbers if is_whole else None), array.size
+    is_same = numbers == array
+    if array.dtype.kind not in "iuf" or not is_same.all():
+        return None, array.size
+    return numbers, array.size
 
 
 def is_integer(value: object, low: int, end: int) -> bool:

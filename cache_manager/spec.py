@@ -50,9 +50,12 @@ def _frozen_json(value: Any, where: str) -> Any:
     if isinstance(value, _JSON_SCALARS):
         return value
     if isinstance(value, Mapping):
-        if bad := [k for k in value if not isinstance(k, str)]:
-            raise SpecError(where, "string keys", repr(bad[0]))
-        return MappingProxyType({k: _frozen_json(v, f"{where}.{k}") for k, v in value.items()})
+        frozen: dict[str, Any] = {}
+        for key, member in value.items():
+            if not isinstance(key, str):
+                raise SpecError(where, "string keys", repr(key))
+            frozen[key] = _frozen_json(member, f"{where}.{key}")
+        return MappingProxyType(frozen)
     if isinstance(value, (list, tuple, range)):
         return tuple(_frozen_json(v, f"{where}[{i}]") for i, v in enumerate(value))
     raise SpecError(where, "JSON (string, number, bool, null, list, mapping)", type(value).__name__)
@@ -60,8 +63,10 @@ def _frozen_json(value: Any, where: str) -> Any:
 
 def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {k: _plain(v) for k, v in value.items()}
-    return [_plain(v) for v in value] if isinstance(value, tuple) else value
+        return {key: _plain(member) for key, member in value.items()}
+    if isinstance(value, tuple):
+        return [_plain(member) for member in value]
+    return value
 
 
 def _is_int(value: object) -> bool:
@@ -134,7 +139,8 @@ class AuxBlockDataSpec:
         object.__setattr__(self, "attrs", _frozen_json(self.attrs, f"{self.name}.attrs"))
         if self.block_nbytes > RECORD_NBYTES_MAX:
             raise SpecError(f"{self.name}.block_nbytes", f"at most {RECORD_NBYTES_MAX}", self.block_nbytes)
-        digest = hashlib.blake2b(canonical_json(self.to_json()), digest_size=16, person=b"kvroute.spec/1")
+        described = canonical_json(self.to_json())
+        digest = hashlib.blake2b(described, digest_size=16, person=b"kvroute.spec/1")
         object.__setattr__(self, "fingerprint", digest.digest())
 
     @property

@@ -7,6 +7,8 @@ cached, so that no block has the content of another sequence.
 
 from __future__ import annotations
 
+import logging
+from collections import Counter
 from collections.abc import Callable
 from enum import IntEnum
 from functools import wraps
@@ -14,6 +16,8 @@ from typing import Any, Final, TypeVar, cast
 
 from cache_manager.errors import BlockBusyError, KVRouteError
 from cache_manager.lock import BUSY
+
+logger = logging.getLogger(__name__)
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -31,12 +35,14 @@ RUNNING: Final = State.RUNNING
 
 
 class Calls:
-    """Whether a call runs, and whether one was interrupted: the next one calls ``begin_anew`` first."""
+    """Whether a call runs, and whether one was interrupted: the next one calls ``begin_anew`` first, which returns how
+    many sequences have ended. ``counts`` are the manager's."""
 
-    __slots__ = ("_begin_anew", "state", "undone")
+    __slots__ = ("_begin_anew", "_counts", "state", "undone")
 
-    def __init__(self, begin_anew: Callable[[], None]) -> None:
+    def __init__(self, begin_anew: Callable[[], int], counts: Counter[str]) -> None:
         self._begin_anew = begin_anew
+        self._counts = counts
         self.state = WHOLE
         self.undone = False
         """Set by code that has undone its own half-done work before an error passes on: the manager need not begin
@@ -47,7 +53,9 @@ class Calls:
         if self.state is RUNNING:
             raise BlockBusyError("manager", BUSY, "one of a finaliser or a signal handler, to be tried again later")
         if self.state is State.TORN:
-            self._begin_anew()
+            ended = self._begin_anew()
+            self._counts["interrupted_calls"] += 1
+            logger.warning("a call was interrupted in the middle: all %d sequences have ended", ended)
             self.state = WHOLE
 
 

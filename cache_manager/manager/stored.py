@@ -13,7 +13,7 @@ from cache_manager.errors import KVRouteError
 from cache_manager.job import AnyJob, PersistJob
 from cache_manager.jobs import J
 from cache_manager.keys import BlockKey
-from cache_manager.manager.calls import Calls
+from cache_manager.manager.calls import Calls, whole
 from cache_manager.manager.pool import BlockPool
 from cache_manager.manager.sequence import Phase, Sequence, Sequences
 
@@ -48,7 +48,7 @@ class AskedOfStore:
         self._pool = pool
         self._sequences = sequences
         self._counts = counts
-        self._calls = calls
+        self.calls = calls
         self.jobs: dict[AnyJob, Sequence] = {}
         self.settled: dict[str, Admission] = {}
 
@@ -65,6 +65,7 @@ class AskedOfStore:
             self.jobs[job] = s
         return job
 
+    @whole
     def take_in(self) -> None:
         """Land the jobs whose store part is done. An error that is not a store's is raised behind the last of them."""
         self._aux.jobs.poll()
@@ -80,7 +81,7 @@ class AskedOfStore:
             else:
                 bug = bug or job.failure
         if bug is not None:
-            self._calls.undone = True
+            self.calls.undone = True
             raise bug
 
     def settle(self, s: Sequence, back: dict[BlockKey, bool]) -> int:

@@ -10,12 +10,12 @@ from typing import Final
 
 from cache_manager.errors import ConfigError, RecordError, StorageError
 from cache_manager.keys import BlockKey
+from cache_manager.origins import ORIGIN_MAX
 from cache_manager.ports import Absence, BoundedBackend, RecordCounters, StorageBackend
 from cache_manager.record import Buffer, RecordHeader, checksum
 from cache_manager.spec import RecordLayout
 from cache_manager.storage.batch import one_each
 
-ORIGIN_MAX: Final = (1 << 64) - 1
 _MISS: Final = Absence.MISS  # a member's name takes longer to look up than a record to check
 
 

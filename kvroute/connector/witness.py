@@ -147,7 +147,7 @@ class KvWitness:
         """
         blocks, _, witnesses = self._take(runs, folds)
         complete = self._rows.complete(blocks).tolist()  # a forgotten block has an origin, too
-        records = zip(blocks, self._rows.origins(blocks), witnesses, complete, strict=True)
+        records = zip(blocks, self._rows.exchange.origins(blocks), witnesses, complete, strict=True)
         wrong = {block: rows for block, origin, witness, rows in records if origin and origin != witness}
         if wrong:
             self._rows.forget(list(wrong))

@@ -5,7 +5,7 @@ file and the test that must fail, and what is replaced, as in a patch::
 
     # a move does not carry the origin
     cache_manager/table.py tests/machines/test_blocks_machine.py::TestBlocksHeap: rows of no origin
-    -        self.carry_origin(fence.ids[arrived], origins[arrived])
+    -        self.origins.carry(ids, origins[arrived])
 
 The text behind the minus signs, whole lines or a part of one, occurs once in the file; the text behind the plus signs
 takes its place. Behind the test, after a colon, is the claim that it must name, unless that is the test's own name. A

@@ -148,7 +148,7 @@ class BlocksModel(RuleBasedStateMachine):
 
     def origins(self, tier: str) -> list[int]:
         """Of every block, without handing any out."""
-        return self.engine._tiers[tier].origin.tolist()
+        return self.engine._tiers[tier].origins.names.tolist()
 
     def leave(self, tier: str, block: int) -> int:
         """What the block holds is known elsewhere under its origin, from now on."""

@@ -9,4 +9,4 @@ from cache_manager.ports import TierName
 
 
 def origins_of(blocks_of: AuxBlocks, blocks: Sequence[int], tier: TierName = "device") -> list[int]:
-    return blocks_of._tiers[tier].origin[list(blocks)].tolist()
+    return blocks_of._tiers[tier].origins.names[list(blocks)].tolist()

@@ -99,7 +99,7 @@ class BlocksMachine(BlocksStored):
     @rule(blocks=SOME)
     def origins_are_handed_out(self, blocks) -> None:
         """To be kept beside KV, whatever becomes of the blocks."""
-        assert self.engine.origins(blocks) == [self.leave("device", block) for block in blocks]
+        assert self.engine.exchange.origins(blocks) == [self.leave("device", block) for block in blocks]
 
     # ---------------------------------------------------------------- steps
 

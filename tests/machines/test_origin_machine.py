@@ -162,7 +162,7 @@ class OriginMachine(RuleBasedStateMachine):
     def keep(self, side, block) -> None:
         """An outside store keeps the block's KV, as it is now, beside its origin."""
         house = self.sides[side]
-        (origin,) = house.aux.origins([block])
+        (origin,) = house.aux.exchange.origins([block])
         if origin:
             self.kept.append((origin, house.kv.device[block].copy()))
 

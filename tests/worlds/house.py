@@ -53,7 +53,8 @@ class House:
 
     def compute(self, owner: str, tokens: list[int], who: str = "x", *, rows: bool = True) -> None:
         """KV, and rows, of the tokens that have none yet."""
-        start, positions = self.manager.computed(owner), range(self.manager.computed(owner), len(tokens))
+        start = self.manager.state(owner).computed_tokens
+        positions = range(start, len(tokens))
         slots = self.manager.slots(owner, start, len(tokens))
         self.kv.write(slots.tolist(), [prefix_digest(tokens[: p + 1]) for p in positions])
         if rows:
@@ -83,7 +84,7 @@ class House:
 
     def has_kv_of(self, owner: str, tokens: list[int]) -> bool:
         """Whether the KV of the owner's blocks is that of ``tokens``."""
-        tier, table = ("host" if self.manager.is_swapped(owner) else "device"), self.manager.table(owner)
+        tier, table = ("host" if self.manager.state(owner).is_swapped else "device"), self.manager.table(owner)
         found = (self.kv.digest(tier, table[p // 4], p % 4) for p in range(len(tokens)))
         return all(digest == prefix_digest(tokens[: p + 1]) for p, digest in enumerate(found))
 
@@ -95,7 +96,7 @@ class House:
     def state(self) -> tuple[object, ...]:
         """The state that a refused call must not change."""
         manager = self.manager
-        tables = {owner: (manager.table(owner), manager.computed(owner)) for owner in manager.owners}
+        tables = {owner: (manager.table(owner), manager.state(owner).computed_tokens) for owner in manager.owners}
         return tables, manager.free_device_blocks, manager.free_host_blocks
 
     def close(self) -> None:

@@ -179,7 +179,7 @@ class Gated(BlockManagerAdapter):
         return [int(value[0]) if valid else None for value, valid in zip(rows.values, rows.valid, strict=True)]
 
     def ref_counts(self):
-        tables = [self.table(seq) for seq in self.manager.owners if not self.manager.is_swapped(seq)]
+        tables = [self.table(seq) for seq in self.manager.owners if not self.manager.state(seq).is_swapped]
         return {block: sum(block in table for table in tables) for block in self.blocks}
 
     def check(self):

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import time
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
@@ -15,32 +14,25 @@ from itertools import groupby
 from pathlib import Path
 from typing import Final
 
-import numpy as np
-
 from cache_manager.errors import ConfigError, RecordError, StorageError
 from cache_manager.keys import BlockKey
 from cache_manager.record import Buffer, RecordHeader, takes_the_place
 from cache_manager.spec import align
 from cache_manager.storage.disk import Disk
-from cache_manager.storage.file.clock import Clock
-from cache_manager.storage.file.directory import LockedDirectory, parse_name
+from cache_manager.storage.file.directory import LockedDirectory
 from cache_manager.storage.file.extent import (
-    EXTENTS_MAX,
     PAGE_NBYTES,
     Extent,
     Layout,
     Run,
-    Shape,
-    make_extent,
     open_extents,
 )
 from cache_manager.storage.file.index import ANY, Found, KeyIndex
+from cache_manager.storage.file.quota import NO_ROOM, Quota
 from cache_manager.storage.file.reader import ExtentFiles
 from cache_manager.storage.guard import StoreLock
 
 QUOTA_NBYTES: Final = 4 << 30
-NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-"""Errors of the operating system for a full disk, disk quota or file size limit."""
 _QUOTA_NBYTES_MIN: Final = 8 * PAGE_NBYTES
 _EXTENTS: Final = 16  # parts of a quota: layouts give them to each other as a whole
 _EXTENT_NBYTES_MIN: Final = 128 << 10  # where the quota has room for one
@@ -58,7 +50,7 @@ class FileStore(ExtentFiles):
 
     Records of one layout have one size: they lie in the slots of extents of about ``extent_nbytes`` each, which
     together never take more than ``quota_nbytes``, nor leave the file system less than ``min_free_nbytes``. Without
-    room for a new extent, records that were used least give their slots (:mod:`cache_manager.storage.file.clock`), and
+    room for a new extent, records that were used least give their slots (:mod:`cache_manager.storage.file.quota`), and
     an extent of another layout in which nothing was used for a whole turn of the clock gives its room. ``put`` answers
     ``None`` for a record that still has none; of a batch that does not fit, the first ones stay. With ``ttl_s`` no
     record is served that is older by ``clock``, a wall clock.
@@ -85,15 +77,19 @@ class FileStore(ExtentFiles):
         super().__init__(directory, disk, ttl_s, clock)
         default = align(max(quota_nbytes // _EXTENTS, _EXTENT_NBYTES_MIN), PAGE_NBYTES)
         self._quota_nbytes = quota_nbytes
-        self._extent_nbytes = min(extent_nbytes or default, quota_nbytes)
-        self._min_free_nbytes = min_free_nbytes
         self._sync = sync
         self._writing = StoreLock(directory)  # one put or delete at a time; taken before the others
         self._flushing = StoreLock(directory)  # one sync at a time
-        self._clocks: dict[Layout, Clock] = {}
-        self._to_erase: list[Run] = []  # slots that hold nothing, but may have heads on the disk
-        self._tick = self._evicted = self._used_nbytes = 0
+        self._tick = 0
         self._directory = LockedDirectory(directory, file_mode)
+        self._quota = Quota(
+            self._disk,
+            self._directory,
+            self.index,
+            nbytes=quota_nbytes,
+            extent_nbytes=min(extent_nbytes or default, quota_nbytes),
+            min_free_nbytes=min_free_nbytes,
+        )
         try:
             with self._as_storage_error("open the store"):
                 self._recover()
@@ -121,16 +117,16 @@ class FileStore(ExtentFiles):
                 older = self.index.find(keys)
                 held = self._held(older)
             groups = self._wanted(headers, payloads, held, replace)
-            evicted = self._evicted
+            evicted = self._quota.evicted
             may_lose = bool(held) or len(groups) > 1
             with suppress(OSError):  # their slots stay taken
-                self._erase()
+                self._quota.erase()
             with self._as_storage_error("write"):
                 for group in groups:
                     self._store(*group, held, ANY if older else ())
                 if self._sync is Sync.BATCH:  # what is held, too: it may not be synced yet
                     self._sync_all(self.index.extents)
-            if may_lose and self._evicted != evicted:  # perhaps of these keys, for a later record
+            if may_lose and self._quota.evicted != evicted:  # perhaps of these keys, for a later record
                 there = self.contains(keys)
                 return [held.get(key) if here else None for key, here in zip(keys, there, strict=True)]
         return list(map(held.get, keys))
@@ -144,9 +140,9 @@ class FileStore(ExtentFiles):
                 found = self.index.find(wanted)
                 for _, extent, start, count in found:
                     extent.forget(start, count)
-                    self._to_erase.append((extent, start, count))
+                    self._quota.to_erase.append((extent, start, count))
             with self._as_storage_error("delete a record"):
-                self._erase()
+                self._quota.erase()
         unread = [refusal.why for refusal in self.refused.values() if refusal.is_unread]
         if unread and sum(count for *_, count in found) < len(wanted):
             raise StorageError(f"a record may be in an extent that was not read at opening: {', '.join(unread)}")
@@ -164,7 +160,7 @@ class FileStore(ExtentFiles):
 
     def usage(self) -> Mapping[str, int]:
         """And ``evicted_records``: those that gave their slots or their extents' room to others since opening."""
-        return {**super().usage(), "evicted_records": self._evicted}
+        return {**super().usage(), "evicted_records": self._quota.evicted}
 
     def close(self) -> None:
         """Erase what failed puts and deletes may have left, flush, then close the directory; idempotent.
@@ -179,14 +175,13 @@ class FileStore(ExtentFiles):
             try:
                 with self._as_storage_error("erase and flush"):
                     try:
-                        self._erase()
+                        self._quota.erase()
                     finally:
                         self._sync_all(self.index.extents)
             finally:
                 self.lock.close()
-                self._clocks = {}
-                self._to_erase = []
                 self.index = KeyIndex(self.lock)
+                self._quota.forget(self.index)
                 self._directory.close()
 
     @contextmanager
@@ -243,7 +238,7 @@ class FileStore(ExtentFiles):
         runs: list[Run] = []
         at = 0
         try:
-            self._take(layout, len(headers), runs)
+            self._quota.take(layout, len(headers), runs, self.calls)
             while runs:
                 extent, start, count = runs[0]
                 some = headers[at : at + count]
@@ -253,28 +248,18 @@ class FileStore(ExtentFiles):
                 extent.write(self._disk, start, heads, payloads[at : at + count])
                 with self.lock:
                     extent.used_at = self.calls
-                    self.index.hold(extent, start, heads, again, self._to_erase)
+                    self.index.hold(extent, start, heads, again, self._quota.to_erase)
                 self._directory.tell(extent.shape.number, start, count)
                 runs.pop(0)
                 at += count
                 held |= {header.key: header for header in some}
-                if again and self._to_erase:
-                    self._erase()
+                if again and self._quota.to_erase:
+                    self._quota.erase()
         except OSError as error:
             if error.errno not in NO_ROOM:
                 raise
         finally:
-            self._to_erase += runs
-
-    def _erase(self) -> None:
-        """Erase the heads of forgotten records, so that none comes back; ``OSError``. Held: writing."""
-        while self._to_erase:
-            extent, start, count = self._to_erase[-1]
-            extent.write_heads(self._disk, start, bytes(count * extent.head_nbytes))
-            self._directory.tell(extent.shape.number, start, count)
-            with self.lock:
-                self.index.release(extent, start, count)
-            self._to_erase.pop()
+            self._quota.to_erase += runs
 
     def _sync_all(self, extents: Iterable[Extent]) -> None:
         """Make names and bytes durable; a file that cannot be synced stays dirty."""
@@ -289,116 +274,16 @@ class FileStore(ExtentFiles):
                         each.dirty = True
                         raise
 
-    # Room.
-
-    def _take(self, layout: Layout, count: int, runs: list[Run]) -> None:
-        """Add slots for records of a layout to ``runs``, as many as there is room for. Held: writing."""
-        clock = self._clocks.get(layout) or self._new_clock(layout)
-        if clock.turned:
-            idle = self._oldest(clock)
-            turned_at = clock.turned_at
-            clock.turned = False  # first: what cannot go may stay a turn
-            clock.turned_at = self.calls
-            if idle and idle.used_at < turned_at:
-                self._drop(idle)
-        clock.take_free(count, runs)
-        while (short := count - sum(run[2] for run in runs)) and self._grow(layout, clock):
-            clock.take_free(short, runs)
-        if short and clock.extents:
-            with self.lock:
-                clock.take_unused(short, runs)
-            self._evicted += short - (count - sum(run[2] for run in runs))
-        if not clock.extents:
-            del self._clocks[layout]
-        runs[:] = [run for run in runs if run[0].ordinal]  # without slots of extents dropped meanwhile
-
-    def _new_clock(self, layout: Layout) -> Clock:
-        least = Shape(0, 1, layout).nbytes
-        clock = Clock(max(self._extent_nbytes, least))
-        self._clocks[layout] = clock
-        return clock
-
-    def _grow(self, layout: Layout, clock: Clock) -> bool:
-        """Whether a layout got another extent; for its first, other layouts' extents go. ``OSError``: it has none."""
-        wanted = clock.extent_nbytes
-        has = bool(clock.extents)
-        least = wanted // 4 if has else 0
-        while self._quota_nbytes - self._used_nbytes >= least:
-            try:
-                room = self._room()
-                shape = Shape.within(0, layout, min(wanted, room))
-                fits = shape.slots and shape.nbytes >= least and len(self.index.extents) < EXTENTS_MAX
-                if fits and (has or room >= wanted or not self._oldest(clock)):
-                    numbers = [parse_name(name) or 0 for name in self._directory.names()]
-                    shape.number = max(numbers, default=0) + 1
-                    self._join([make_extent(self._disk, self._directory, shape)])
-                    self._directory.tell(shape.number)
-                    return True
-            except OSError as error:
-                if error.errno not in NO_ROOM and not has:
-                    raise
-            if has or wanted > self._quota_nbytes or not (other := self._oldest(clock)):
-                break
-            self._drop(other)
-        return False
-
-    def _oldest(self, clock: Clock | None = None) -> Extent | None:
-        """The extent that was used least recently, of other layouts than a clock's."""
-        others: list[Extent] = []
-        for other in self._clocks.values():
-            if other is not clock:
-                others += other.extents
-        return min(others, key=lambda extent: extent.used_at, default=None)
-
-    def _room(self) -> int:
-        """Bytes that may be allocated now; extents go first until the file system has its reserve."""
-        spare = self._disk.space(self._directory.fd).free_nbytes - self._min_free_nbytes
-        while spare < 0 <= spare + self._used_nbytes and (oldest := self._oldest()):
-            spare += oldest.shape.nbytes
-            self._drop(oldest)
-        return min(self._quota_nbytes - self._used_nbytes, spare)
-
-    def _join(self, extents: Sequence[Extent]) -> None:
-        """Serve what is in extents."""
-        for extent in extents:
-            self._used_nbytes += extent.shape.nbytes
-            layout = extent.shape.layout
-            (self._clocks.get(layout) or self._new_clock(layout)).extents.append(extent)
-        with self.lock:
-            self.index.join(extents, self._to_erase)
-
-    def _drop(self, extent: Extent) -> None:
-        """Remove an extent with its records. Held: writing."""
-        self._directory.unlink(extent.name)
-        with self.lock:
-            self._evicted += len(extent.served)
-            self.index.leave(extent)
-        self._used_nbytes -= extent.shape.nbytes
-        self._clocks[extent.shape.layout].leave(extent)
-        self._to_erase = [run for run in self._to_erase if run[0] is not extent]
-        self._directory.tell(extent.shape.number)
-
     def _recover(self) -> None:
-        """Index the records in the extents; extents beyond a smaller quota go, the oldest first."""
-        most = self._disk.space(self._directory.fd).total_nbytes - self._extent_nbytes
-        if self._min_free_nbytes > max(most, 0):
-            raise ConfigError("min_free", f"{most} bytes at most, on this file system", self._min_free_nbytes)
+        """Serve the records in the extents that are there."""
+        self._quota.check_reserve()
         opened = open_extents(self._disk, self._directory, os.O_RDWR, self.refused)
         for extent in opened:
             if self._disk.size(extent.fd) != extent.shape.nbytes:  # was cut, or what lies behind is no part of it
                 self._disk.truncate(extent.fd, extent.shape.nbytes)
-        opened.sort(key=lambda extent: int(extent.ticks.max()))
-        for place, extent in enumerate(opened, -len(opened)):
-            extent.used_at = place
         # Deleted records may have had higher ticks, which readers remember.
         ticks = [int(extent.ticks.max()) for extent in opened]
         self._tick = max(ticks, default=0) + int.from_bytes(os.urandom(4), "little")
-        self._join(opened)
-        while self._used_nbytes > self._quota_nbytes:
-            self._drop(opened.pop(0))
+        self._quota.serve(opened)
         with suppress(OSError):
-            self._erase()
-        for clock in self._clocks.values():  # the hand begins after the newest record
-            if clock.extents:
-                newest = int(np.argmax(clock.extents[-1].ticks))
-                clock.hand = (len(clock.extents) - 1, newest + 1)
+            self._quota.erase()

@@ -61,11 +61,11 @@ class Chooser:
 
     def program(self, life: Life) -> Iterator[Operation]:
         self.life = life
-        able = [kind for kind, what in KINDS.items() if not what or life.can(what)]
+        able = [kind for kind, what in KINDS.items() if not what or life.world.can(what)]
         self.kinds = [kind for kind in able if kind == "admit" or self.random.random() > LEFT_OUT]
         for _ in range(self.steps):
             yield from self._next()
-        for name in list(self.life.live):
+        for name in list(self.life.world.live):
             yield "free", name, False
         yield ("finish",)
 
@@ -74,14 +74,14 @@ class Chooser:
         life = self.life
         random = self.random
         kind = random.choice([kind for kind in self.kinds if self._possible(kind)] or ["admit"])
-        name = random.choice([*life.live]) if life.live else ""
+        name = random.choice([*life.world.live]) if life.world.live else ""
         rows = random.random() < 0.75
         fail = random.random() < 0.25
         match kind:
             case "admit" | "admit_alike":
                 tokens = self._tokens(1, 10)
                 if kind == "admit_alike":  # a prefix of a present or past sequence, and other tokens behind it
-                    known = [*(sequence.tokens for sequence in life.live.values()), *life.past]
+                    known = [*(sequence.tokens for sequence in life.world.live.values()), *life.world.past]
                     tokens = [*random.choice(known)[: random.randint(1, 10)], *self._tokens(0, 4)]
                 salt = random.choice("AB") if random.random() < 0.3 else ""
                 yield "admit", self._new_name(), tokens, self._chunk(), salt, rows, fail
@@ -89,7 +89,7 @@ class Chooser:
                 yield kind, name, self._tokens(0, 4), self._chunk(), rows, fail
             case "decode":  # all sequences, or all but one
                 out = random.randint(0, 2 * LIVE_MAX)
-                yield kind, [one for at, one in enumerate(life.live, 1) if at != out], int(fail), rows
+                yield kind, [one for at, one in enumerate(life.world.live, 1) if at != out], int(fail), rows
             case "recompute":
                 yield kind, name, self._chunk()
             case "draft":
@@ -110,19 +110,19 @@ class Chooser:
 
     def _possible(self, kind: str) -> bool:
         life = self.life
-        live = len(self.life.live)
+        live = len(self.life.world.live)
         match kind:
             case "admit":
                 return live < LIVE_MAX
             case "admit_alike":
-                return live < LIVE_MAX and bool(live or life.past)
+                return live < LIVE_MAX and bool(live or life.world.past)
             case "fork":
                 return 0 < live < LIVE_MAX
             case "settle":
-                return any(sequence.waiting for sequence in life.live.values())
+                return any(sequence.waiting for sequence in life.world.live.values())
             case "reset" | "restart":  # a restart without a store shows no more than a new example
-                quiet = all(done[0] not in ("reset", "restart") for done in life.program[-RESETS_APART:])
-                return quiet and (kind == "reset" or bool(life.kv.stored))
+                quiet = all(done[0] not in ("reset", "restart") for done in life.world.program[-RESETS_APART:])
+                return quiet and (kind == "reset" or bool(life.world.kv.stored))
             case _:
                 return live > 0
 
@@ -193,7 +193,7 @@ def _play(
             counts[f"{operation[0]} operations"] += 1
             life.play(operation)
     except InvariantBroken as error:
-        raise life.told(error) from None
+        raise life.world.told(error) from None
     finally:
         life.close()
 

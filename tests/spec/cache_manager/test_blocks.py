@@ -84,7 +84,7 @@ def test_rows_do_not_come_back_beside_kv_of_another_computation(house, came: boo
     engine = house.engine
     engine.renew([0, 1])
     house.fill(0, "a")
-    key, (origin,), lives = engine.keys.key(None, [1]), engine.origins([0]), engine.generations([1])
+    key, (origin,), lives = engine.keys.key(None, [1]), engine.exchange.origins([0]), engine.generations([1])
     engine.persist({key: 0}, engine.generations([0]))
     for name in (origin ^ 1, origin):
         if came:

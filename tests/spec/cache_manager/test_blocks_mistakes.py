@@ -364,7 +364,7 @@ CALLS = {
     "forget": lambda e, x: e.forget([0] if x is None else x),
     "complete": lambda e, x: e.complete(x),
     "generations": lambda e, x: e.generations(x),
-    "origins": lambda e, x: e.origins(x),
+    "origins": lambda e, x: e.exchange.origins(x),
     "read": lambda e, x: e.read("routing", x),
     "read's generations": lambda e, x: e.read("routing", [0], generations=[1] if x is None else x),
     "copy": lambda e, x: e.copy([x, 0]),

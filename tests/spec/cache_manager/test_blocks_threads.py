@@ -58,7 +58,7 @@ def test_moves_of_several_threads_meet() -> None:
             lambda: engine.renew(rng.choice(8, 2, replace=False)),
             write,
             write,
-            lambda: engine.origins([rng.integers(8)]),
+            lambda: engine.exchange.origins([rng.integers(8)]),
             lambda: engine.forget([rng.integers(8)]) if rng.random() < 0.2 else None,
             lambda: engine.reset(weights_version=1) if rng.random() < 0.05 else None,
             engine.assert_consistent,
@@ -275,7 +275,7 @@ def _calls(house: House) -> dict[str, Callable[[], object]]:
         "restore": lambda: engine.restore({house.key: 4}, lives[4:]),
         "install": lambda: engine.exchange.install(4, int(lives[4]), header, payload),
         "bind": lambda: engine.exchange.bind_origin(0, int(lives[0]), 77),
-        "origins": lambda: engine.origins([0, 3]),
+        "origins": lambda: engine.exchange.origins([0, 3]),
         "export": lambda: engine.exchange.export({house.key: 3}, lives[3:4]),
         "read": lambda: engine.read("routing", [0, 1, 2]),
         "feed": lambda: engine.apply(batch),
@@ -414,7 +414,7 @@ CLOSED = {
     "reset": lambda e: e.reset(weights_version=2),
     "persist": lambda e: e.persist({e.keys.key(None, [1]): 0}, [1]),
     "export": lambda e: e.exchange.export({e.keys.key(None, [1]): 0}, [1]),
-    "origins": lambda e: e.origins([0]),
+    "origins": lambda e: e.exchange.origins([0]),
     "complete": lambda e: e.complete([0]),
 }
 

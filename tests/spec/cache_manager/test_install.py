@@ -67,7 +67,7 @@ def exported(offsets: Iterable[int], count: int | None = None, version: int = 1)
         key = p.keys.key(None, [1, 2, 3, 4])
         (record,) = p.exchange.export({key: P_BLOCK}, [life], None if count is None else [count])
         header, payload = record.seal(), bytes(record.payload)
-        assert header.origin == p.origins([P_BLOCK])[0] != 0
+        assert header.origin == p.exchange.origins([P_BLOCK])[0] != 0
         check_record(header, key, p.layout.fingerprint, payload)
         return header, payload
 
@@ -89,14 +89,14 @@ def test_a_row_lands_beside_its_own_kv_and_on_no_other_row(
         generation = renewed(d)
         if bound:
             assert d.exchange.bind_origin(D_BLOCK, generation, header.origin)
-            assert d.origins([D_BLOCK]) == [header.origin]
+            assert d.exchange.origins([D_BLOCK]) == [header.origin]
         if written:
             write(d, D_BLOCK, sorted(written), "D")
         step = write(d, D_BLOCK, sorted(stepping), "D", open_step=True) if stepping else None
         computed = written | stepping
         came = set() if computed else sent
         if computed:
-            assert d.origins([D_BLOCK]) != [header.origin], "what is written here is another computation's"
+            assert d.exchange.origins([D_BLOCK]) != [header.origin], "what is written here is another computation's"
         assert d.exchange.install(D_BLOCK, generation, header, payload) == len(came)
         now = {**dict.fromkeys(written, "D"), **dict.fromkeys(stepping, None), **dict.fromkeys(came, "P")}
         assert rows(d, D_BLOCK) == [now.get(o) for o in range(4)]
@@ -149,7 +149,7 @@ def test_late_rows_land_beside_no_kv_that_was_computed_here() -> None:
         life = renewed(d)
         assert d.exchange.bind_origin(D_BLOCK, life, header.origin)
         write(d, D_BLOCK, [1], "D", open_step=True).commit(np.array([False]))
-        assert d.origins([D_BLOCK]) != [header.origin]
+        assert d.exchange.origins([D_BLOCK]) != [header.origin]
         assert d.exchange.install(D_BLOCK, life, header, payload) == 0
         assert rows(d, D_BLOCK) == [None] * 4
 
@@ -232,7 +232,7 @@ def test_a_late_step_does_not_rename_the_next_life() -> None:
         life = renewed(d)
         assert d.exchange.bind_origin(D_BLOCK, life, header.origin)
         assert step.commit() == 0
-        assert d.origins([D_BLOCK]) == [header.origin]
+        assert d.exchange.origins([D_BLOCK]) == [header.origin]
         assert d.exchange.install(D_BLOCK, life, header, payload) == 4
         assert rows(d, D_BLOCK) == ["P"] * 4
 
@@ -357,7 +357,9 @@ def test_an_export_is_a_snapshot_of_its_rows_and_of_nothing_else(whole: bool) ->
         if step is not None:
             step.commit()
         write(p, P_BLOCK, [0], "X")
-        assert p.origins([P_BLOCK]) != [before.origin], "its content has left, what is written next is another's"
+        assert p.exchange.origins([P_BLOCK]) != [before.origin], (
+            "its content has left, what is written next is another's"
+        )
         renewed(p, P_BLOCK)
         write(p, P_BLOCK, [0, 1, 2, 3], "X")
         p.reset(weights_version=2)

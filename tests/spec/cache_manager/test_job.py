@@ -126,10 +126,10 @@ def test_an_answer_names_the_origin_that_is_stored(house) -> None:
     """Goal: no record is reported as stored that is not. Method: two blocks of one key, then a store without room."""
     engine = house.engine
     house.store_block(0)
-    (first,) = engine.origins([0])
+    (first,) = engine.exchange.origins([0])
     lives = engine.renew([1])
     house.fill(1, "b")
-    assert engine.origins([1]) != [first]
+    assert engine.exchange.origins([1]) != [first]
     assert engine.persist({house.key: 1}, lives) == {house.key: first}, "the whole record that is there stays"
     assert engine.store.counters.conflicts == 1
     house.store.put = lambda headers, *_, **__: [None] * len(headers)
@@ -146,7 +146,6 @@ def test_a_restore_fills_a_block_that_was_copied_before(house) -> None:
     lives = engine.renew([1, 2])
     engine.copy([(1, 2)])
     engine.swap_out([(1, 0)])
-    assert engine.origins([1, 0], "host") == [0, 0]
     assert engine.restore({house.key: 1}, lives[:1]) == {house.key: True}
     assert house.holds(1, rows)
     assert engine.restore({house.key: 2}, lives[1:]) == {house.key: False}, "what was copied into it is unknown"
@@ -175,7 +174,7 @@ def test_what_a_reader_needs_decides_whether_a_record_will_do() -> None:
         writer.renew([0])
         writer.write_step(slots(0), {"routing": np.ones((TOKENS, 3, 2), np.uint8)})
         key = writer.keys.key(None, [1])
-        assert writer.persist({key: 0}, [1]) == {key: writer.origins([0])[0]}
+        assert writer.persist({key: 0}, [1]) == {key: writer.exchange.origins([0])[0]}
         reader.renew([0])
         assert reader.restore({key: 0}, [1]) == {key: False}
         assert reader.counters.absent_blocks_not_restored == 1
@@ -183,7 +182,7 @@ def test_what_a_reader_needs_decides_whether_a_record_will_do() -> None:
         assert writer.restore({key: 1}, [1]) == {key: True}
         reader.renew([1])
         reader.write_step(slots(1), {"routing": np.ones((TOKENS, 3, 2), np.uint8), "logprob": np.ones(TOKENS, "f4")})
-        assert reader.persist({key: 1}, [1]) == {key: reader.origins([1])[0]}
+        assert reader.persist({key: 1}, [1]) == {key: reader.exchange.origins([1])[0]}
         reader.renew([0])
         assert reader.restore({key: 0}, [2]) == {key: True}
 

@@ -46,7 +46,7 @@ def test_a_job_too_many_is_refused_and_changes_nothing() -> None:
     assert house.engine.counters.refused_blocks_not_persisted == 1
     assert len(house.engine.jobs) == house.engine.counters.jobs_begun == 2
     (key, lives) = house.engine.keys.key(None, [3]), house.engine.generations([3])
-    assert house.engine.persist({key: 3}, lives) == {key: house.engine.origins([3])[0]}
+    assert house.engine.persist({key: 3}, lives) == {key: house.engine.exchange.origins([3])[0]}
     house.close()
 
 

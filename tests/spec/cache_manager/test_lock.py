@@ -49,7 +49,7 @@ CALLS = {
     "generations": lambda house: house.engine.generations([0]),
     "complete": lambda house: house.engine.complete([0]),
     "writing": lambda house: house.engine.writing([0]),
-    "origins": lambda house: house.engine.origins([0]),
+    "origins": lambda house: house.engine.exchange.origins([0]),
     "renew": lambda house: house.engine.renew([1]),
     "retire": lambda house: house.engine.retire([1]),
     "forget": lambda house: house.engine.forget([0]),

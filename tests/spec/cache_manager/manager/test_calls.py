@@ -52,14 +52,14 @@ def _written(house: House) -> None:
     seqs, owners = _batch(house)
     slots = house.manager.append_batch(seqs)
     for owner, slot in zip(owners, slots.tolist(), strict=True):
-        done = house.manager.computed(owner)
+        done = house.manager.state(owner).computed_tokens
         house.kv.write([slot], [prefix_digest(TOKENS[owner][: done + 1])])
 
 
 def _grown(house: House) -> None:
     """All tokens of a have KV, and are not published."""
     assert house.manager.append("a", 11)
-    done = house.manager.computed("a")
+    done = house.manager.state("a").computed_tokens
     slots = house.manager.slots("a", done, 11).tolist()
     house.kv.write(slots, [prefix_digest(TOKENS["a"][: at + 1]) for at in range(done, 11)])
 
@@ -83,7 +83,7 @@ CALLS: dict[str, tuple[Callable[[House], object], Callable[[House], object]]] = 
     "publish_batch": (
         _written,
         lambda h: h.manager.publish_batch(
-            _batch(h)[0], [TOKENS[owner][h.manager.computed(owner)] for owner in _batch(h)[1]]
+            _batch(h)[0], [TOKENS[owner][h.manager.state(owner).computed_tokens] for owner in _batch(h)[1]]
         ),
     ),
     "fork": (_nothing, lambda h: h.manager.fork("a", "twin")),
@@ -132,7 +132,7 @@ def _goes_on(house: House, when: str) -> None:
     manager.poll()
     for owner in sorted(manager.owners):
         assert manager.resume(owner), when
-        done = manager.computed(owner)
+        done = manager.state(owner).computed_tokens
         assert house.has_kv_of(owner, tokens[owner][:done]), when
         others = [*tokens[owner][:done], *(1000 + ord(owner[0]) + i for i in range(6))]
         assert manager.append(owner, len(others)), when
@@ -143,7 +143,7 @@ def _goes_on(house: House, when: str) -> None:
         manager.free(owner)
     for n, prompt in enumerate((*TOKENS.values(), *tokens.values())):
         assert manager.allocate(f"again {n}", [*prompt, 1]) is not None, when
-        done = manager.computed(f"again {n}")
+        done = manager.state(f"again {n}").computed_tokens
         assert house.has_kv_of(f"again {n}", prompt[:done]), when
         manager.free(f"again {n}")
     house.close()
@@ -160,8 +160,7 @@ LOOKS = {
     "owners": lambda manager: manager.owners,
     "sequence": lambda manager: manager.sequence("a"),
     "table": lambda manager: manager.table("a"),
-    "computed": lambda manager: manager.computed("a"),
-    "is_swapped": lambda manager: manager.is_swapped("a"),
+    "state": lambda manager: manager.state("a"),
     "keys": lambda manager: manager.keys("a", [1]),
     "read": lambda manager: manager.read("routing", "a", 0, 1),
     "slots": lambda manager: manager.slots("a", 0, 1),
@@ -235,7 +234,7 @@ def test_a_call_inside_one_of_the_rows_is_refused_and_changes_nothing(name: str,
     had = {owner: table for owner, (table, _) in state[0].items()}
     for owner in house.manager.owners:
         fresh = [block for block in house.manager.table(owner) if block not in had.get(owner, [])]
-        if not house.manager.is_swapped(owner) and owner not in ("twin", "new"):  # these share older blocks
+        if not house.manager.state(owner).is_swapped and owner not in ("twin", "new"):  # these share older blocks
             assert (house.aux.generations(fresh) > lives[fresh]).all(), "a block of an older life"
     _goes_on(house, f"{name}, refused first")
 

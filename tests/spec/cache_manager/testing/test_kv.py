@@ -169,4 +169,4 @@ def test_kv_that_was_torn_by_a_restore_has_no_name(error: BaseException) -> None
             aux.restore({key: 1}, [life])
         assert aux.counters.failed_blocks_not_restored == 1
         assert aux.in_flight == 0
-        assert aux.origins([1])[0] not in (0, origin), "what lies there is of no computation that others know"
+        assert aux.exchange.origins([1])[0] not in (0, origin), "what lies there is of no computation that others know"

@@ -59,8 +59,8 @@ def test_kv_that_is_half_written_has_no_rows(two_halves: tuple[Half, Half], monk
     assert set(came.why) == {0}
     assert "failed" in came.why[0]
     assert second.right(TOKENS, [5, 6]) == list(range(SIZE, 2 * SIZE))
-    (origin,) = second.rows.origins([5])
-    assert origin not in first.rows.origins([0, 1])
+    (origin,) = second.rows.exchange.origins([5])
+    assert origin not in first.rows.exchange.origins([0, 1])
     second.rows.assert_consistent()
 
 
