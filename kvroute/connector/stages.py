@@ -14,7 +14,7 @@ from typing import Any, Final, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from cache_manager.errors import ConfigError
+from cache_manager.errors import ConfigError, RegionMissingError
 from cache_manager.publish import MISSING_BYTE, Rows
 from cache_manager.regions import RegionView
 from cache_manager.spec import AuxBlockDataSpec
@@ -118,6 +118,20 @@ class StageViews:
         return Rows(values, valid)
 
 
+class NoView:
+    """The view of a scheduler's end that no worker has said its regions to: there is nothing to read."""
+
+    def read(self, name: str, *_: Any, **__: Any) -> Rows:
+        """Raises :class:`RegionMissingError`."""
+        raise RegionMissingError(f"rows of {name}: no worker has said where they are")
+
+    def follow(self, namespace: bytes) -> None:
+        """Nothing has a namespace here."""
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
 RowsView = RegionView | StageViews
 """What a scheduler's end reads: one region, or those of all stages."""
 
@@ -135,4 +149,4 @@ class RowsReader(Protocol):
         """All rows are about to be forgotten: what is written is read, the others become missing."""
 
 
-__all__ = ["STEP", "RowsReader", "RowsView", "StageViews", "stage_spec", "step_spec"]
+__all__ = ["STEP", "NoView", "RowsReader", "RowsView", "StageViews", "stage_spec", "step_spec"]

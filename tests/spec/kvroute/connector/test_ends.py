@@ -18,6 +18,7 @@ from waiting import GIVE_UP_S
 from cache_manager.errors import RegionError, RowError
 from cache_manager.regions.view import RegionView
 from kvroute.connector import Key, Tokens, computations, cutting, ends, left, routes, scheduler
+from kvroute.connector.ends import Ends
 from kvroute.connector.left import LeftRoutes
 from kvroute.connector.limits import LIMITS
 from kvroute.connector.spares import SpareBlocks
@@ -70,7 +71,7 @@ def test_no_request_waits_for_a_worker_that_is_behind(start: Callable[..., Toy])
     second = end(toy, SECOND)
     assert not first.done()
     assert not second.done()
-    assert toy.scheduler._ends is not None
+    assert isinstance(toy.scheduler._ends, Ends)
     with toy.scheduler._ends._lock:  # nothing is read before the worker has done it all
         go.set()
         toy.worker.settle()
@@ -536,7 +537,7 @@ def test_what_was_kept_of_a_request_is_let_go_at_its_end(
         assert told is not None
         assert told.result(GIVE_UP_S)
     assert len(spares[0]) == free
-    assert toy.scheduler._ends is not None
+    assert isinstance(toy.scheduler._ends, Ends)
     assert len(toy.scheduler._ends._unread) == 0
     go.set()
 
