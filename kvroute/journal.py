@@ -21,6 +21,8 @@ from numpy.typing import ArrayLike, NDArray
 from cache_manager.errors import RowError
 from cache_manager.spec import AuxBlockDataSpec
 from kvroute.routes import Layout, Routes, SamplingSupport, spans
+from kvroute.routes.cells import some_known
+from kvroute.routes.routes import checked_routes
 from kvroute.routes.spans import UNKNOWN, Span
 from kvroute.routes.support import joined
 from kvroute.routes.token_hash import token_hashes, token_ids
@@ -67,11 +69,11 @@ class RequestJournal:
             raise RowError("routes.stop", f"{TOKENS_MAX} at most", routes.stop)
         self._grow(routes.stop)
         old = min(max(self.settled - routes.start, 0), len(routes))  # how many of its positions are settled
-        taken = routes.some.copy()
+        taken = some_known(routes.mask).copy()
         taken[:old] = False
         if same_from is not None:
             known = self._known[routes.start : routes.start + old]
-            is_first = routes.some[:old] & ~known.any(axis=1)
+            is_first = some_known(routes.mask)[:old] & ~known.any(axis=1)
             is_whole = routes.valid[:old] & ~known.all(axis=1)
             is_same = np.arange(routes.start, routes.start + old) >= same_from
             taken[:old] = (is_first | is_whole) & is_same
@@ -177,7 +179,7 @@ class RequestJournal:
         counts = {n + 1 for n in (start or end, end) if n < len(self._tokens)}
         hashes = token_hashes(self._tokens, counts)
         ids = self._ids[start:end].copy()
-        return Routes.checked(self._layout, ids, mask, start, spans.from_positions(versions, start), hashes)
+        return checked_routes(self._layout, ids, mask, start, spans.from_positions(versions, start), hashes)
 
     def _grow(self, stop: int) -> None:
         """Make room for positions before ``stop``, without rows yet."""

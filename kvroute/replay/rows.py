@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from cache_manager.errors import InvalidInputError
 from kvroute.checks import whole
 from kvroute.routes import Routes, Split
+from kvroute.routes.cells import some_known
 from kvroute.routes.fill import FillPlan, Missing
 from kvroute.routes.layout import check_alike
 from kvroute.routes.spans import UNKNOWN, by_position
@@ -167,12 +168,12 @@ def versions(routes: Routes, tokens: int) -> list[int]:
     """
     rows = read_rows(tokens)
     kept = routes.slice(routes.start, max(routes.start, min(routes.stop, rows)))
-    row_versions = by_position(kept.weights_versions, kept.start, kept.stop)[kept.some]
+    row_versions = by_position(kept.weights_versions, kept.start, kept.stop)[some_known(kept.mask)]
     if not len(row_versions):
         raise ReplayError("weights versions", "a row that has one", "no row")
     unknown = row_versions == UNKNOWN
     if unknown.any():
-        row = kept.start + int(np.flatnonzero(kept.some)[unknown.argmax()])
+        row = kept.start + int(np.flatnonzero(some_known(kept.mask))[unknown.argmax()])
         raise ReplayError(f"weights version of row {row}", "one, as the rollout knows it", "none")
     versions: list[int] = row_versions.tolist()
     return versions

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from kvroute.replay.rows import ReplayError, all_layers, check_batch, counted, read_rows
 from kvroute.routes import Routes, SamplingSupport
+from kvroute.routes.cells import some_known
 
 
 def rollout_expert_indices(
@@ -99,7 +100,7 @@ def _prefix(routes: Routes, tokens: int, sample: int, holes: str, *, trains: boo
     if not end:
         got = "none" if gap is None or gap[1] is None else f"one without layer {gap[1]}"
         raise ReplayError(f"sample {sample}", "a row at position 0: SkyRL takes prefixes", got)
-    behind = routes.some[max(end + 1 - routes.start, 0) : max(rows - routes.start, 0)]
+    behind = some_known(routes.mask)[max(end + 1 - routes.start, 0) : max(rows - routes.start, 0)]
     if holes == "error" and behind.any():
         later = int(behind.argmax()) + max(end + 1, routes.start)
         lack = "none" if gap is None or gap[1] is None else f"no layer {gap[1]}"

@@ -25,6 +25,7 @@ from kvroute.rollout.ids import checked_id
 from kvroute.rollout.port import RolloutCounters
 from kvroute.routes import Routes, SamplingSupport
 from kvroute.routes.parts import Extent, Range, tokens_of_parts
+from kvroute.routes.routes import routes_of_record
 from kvroute.routes.support import with_support
 from kvroute.routes.wire import Header, record, unpacked_header
 
@@ -158,7 +159,7 @@ class PartStore(ABC):
                 needed = header.needed(chosen, rows)
                 ids = header.ids(_in_turns(header, needed, read), chosen, rows)
             routes = [
-                Routes.of_record(header, span_ids, first, chosen)
+                routes_of_record(header, span_ids, first, chosen)
                 for span_ids, (first, _) in zip(ids, rows, strict=True)
             ]
         except GoneError:

@@ -21,7 +21,7 @@ from cache_manager.record import Buffer
 from cache_manager.slots import integers
 from kvroute.checks import whole
 from kvroute.routes import wire
-from kvroute.routes.cells import Cells
+from kvroute.routes.cells import Cells, known_stop
 from kvroute.routes.parts import ROWS_MAX
 from kvroute.routes.spans import STOP_MAX, Span, runs
 from kvroute.routes.token_hash import (
@@ -252,7 +252,7 @@ def with_support(header: wire.Header, routes: Cells, support: SamplingSupport | 
     the header itself and no bytes. :class:`RowError` if nothing shows that they are of one sequence."""
     if support is None:
         return header, b""
-    of_one_sequence([(routes.end, routes.token_hashes), (support.stop, support.token_hashes)])
+    of_one_sequence([(known_stop(routes), routes.token_hashes), (support.stop, support.token_hashes)])
     part, content = support.to_part()
     return msgspec.structs.replace(header, support=part), content
 
