@@ -30,7 +30,7 @@ CPU_GIB: Final = {"VLLM_CPU_KVCACHE_SPACE": "4"}
 """For KV, where the operator says nothing: vLLM's own default takes 92 % of the memory."""
 
 
-OWN: Final = ("--model", "--host", "--port")
+OWN_ARGUMENTS: Final = ("--model", "--host", "--port")
 """Arguments of vLLM's that are ``up``'s, too."""
 
 
@@ -77,10 +77,11 @@ def check_model(model: str) -> None:
 
 
 def check_arguments(arguments: Sequence[str]) -> None:
-    """Raise :class:`ConfigError` for one of :data:`OWN` behind MODEL: what is printed would be of another server."""
+    """Raise :class:`ConfigError` for one of :data:`OWN_ARGUMENTS` behind MODEL: what is printed would be of
+    another server."""
     for argument in arguments:
         name = argument.partition("=")[0]
-        if name in OWN:
+        if name in OWN_ARGUMENTS:
             raise ConfigError(name, "before MODEL: what follows it is vLLM's alone", f"{argument!r} behind it")
 
 
