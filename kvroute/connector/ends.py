@@ -18,9 +18,9 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 
 from cache_manager.errors import KVRouteError, RowError
-from kvroute.connector.answers import ERROR, FIELD
 from kvroute.connector.computations import Computation
 from kvroute.connector.end import ClientData, End, PendingAnswer
+from kvroute.connector.fields import ERROR, FIELD
 from kvroute.connector.key import Key
 from kvroute.connector.left import LeftRoutes
 from kvroute.connector.limits import Limits

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from cache_manager.errors import KVRouteError
 from cache_manager.ports import Absence
-from kvroute.connector.answers import ERROR, FIELD, GAPS, KEY, LEFT, ROUTES, UNSEEN
+from kvroute.connector.fields import ERROR, FIELD, GAPS, KEY, LEFT, ROUTES, UNSEEN
 from kvroute.connector.key import Key, rollout_id, void
 from kvroute.connector.limits import LIMITS, Limits
 from kvroute.connector.settings import RESPONSE

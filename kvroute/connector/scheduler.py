@@ -18,13 +18,13 @@ from numpy.typing import NDArray
 import kvroute
 from cache_manager.errors import ConfigError, KVRouteError, RowError
 from cache_manager.keys import Namespace
-from kvroute.connector.answers import ERROR, FIELD, GAPS, ROUTES, START
 from kvroute.connector.carriers.port import Admission, Moves, SchedulerParts
 from kvroute.connector.computations import Computation
 from kvroute.connector.cutting import Cutting
 from kvroute.connector.end import End
 from kvroute.connector.ends import Ends, NoEnds
 from kvroute.connector.engine import Engine
+from kvroute.connector.fields import ERROR, FIELD, GAPS, ROUTES, START
 from kvroute.connector.fills import Request
 from kvroute.connector.key import Key
 from kvroute.connector.left import LeftRoutes, Tokens

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from cache_manager.errors import ConfigError, RowError
-from kvroute.connector.answers import ERROR, FIELD, GAPS, LEFT, missing, routes
+from kvroute.connector.answers import missing, routes
+from kvroute.connector.fields import ERROR, FIELD, GAPS, LEFT
 from kvroute.connector.meter import PAGE, WITHOUT_ROWS
 from kvroute.encodings import ROUTED_EXPERTS
 from kvroute.findings import Finding, Level

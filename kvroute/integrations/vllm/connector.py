@@ -10,7 +10,7 @@ from typing import Any
 
 from cache_manager.errors import ConfigError, RowError
 from kvroute.connector import Handshake, SchedulerRows, StepMeta, Tokens
-from kvroute.connector.answers import FIELD, MTP_FIELD, Options, options_of
+from kvroute.connector.fields import FIELD, MTP_FIELD, Options, options_of
 from kvroute.connector.key import Key
 from kvroute.connector.messages import WorkerMeta
 from kvroute.connector.settings import RESPONSE

@@ -12,7 +12,7 @@ import torch
 from cache_manager.errors import RowError
 from cache_manager.keys import Namespace
 from kvroute.connector import Engine, Key, SchedulerRows, Settings, Tokens, mtp_missing, mtp_routes
-from kvroute.connector.answers import MTP_FIELD
+from kvroute.connector.fields import MTP_FIELD
 from kvroute.connector.mtp import NOT_DRAFTED, READ_OTHERWISE, MtpIds, mtp_spec
 from kvroute.connector.worker import WorkerRows
 from kvroute.routes import Routes
