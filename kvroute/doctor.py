@@ -296,7 +296,8 @@ def main(
             from kvroute.verify.deployment import look_at
 
             if require is not None:
-                raise ConfigError("--require", "no URL beside it: it is about this machine", require)
+                wanted = "no URL beside it: it is about this machine"
+                raise ConfigError("--require", wanted, require)
             findings = look_at(url, prefill, decode)
         else:
             progress.say(f"looking at this machine{', and importing ' + require if require else ''}")

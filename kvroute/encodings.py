@@ -77,7 +77,12 @@ def encode(routes: Routes, encoding: str = "kvroute") -> Any:
     return how.pack(ids)
 
 
-def decode(encoded: Any, spec: AuxBlockDataSpec, encoding: str = "kvroute", start: int = 0) -> Routes:
+def decode(
+    encoded: Any,
+    spec: AuxBlockDataSpec,
+    encoding: str = "kvroute",
+    start: int = 0,
+) -> Routes:
     """The routes that are ``encoded`` in ``encoding``, for the routers of ``spec``, from position ``start``.
 
     Raises :class:`RowError` for anything else, naming the field, what was wanted and what came. The memory used is a
@@ -98,9 +103,8 @@ def decode(encoded: Any, spec: AuxBlockDataSpec, encoding: str = "kvroute", star
     if how.dense and len(layers) > len(layout.layer_ids):
         for layer in set(layers).difference(layout.layer_ids):
             if ids[:, layer].any():
-                raise RowError(
-                    f"{ROUTED_EXPERTS} layer {layer}", "zeros, as the model has no router there", "other ids"
-                )
+                wanted = "zeros, as the model has no router there"
+                raise RowError(f"{ROUTED_EXPERTS} layer {layer}", wanted, "other ids")
         ids = ids[:, list(layout.layer_ids)]
     return Routes(ids, known, layout.layer_ids, layout.num_experts, layout.num_layers, start)
 
@@ -120,7 +124,8 @@ def refusal(routes: Routes, encoding: str) -> str | None:
 
 def _check_encoding(encoding: object) -> None:
     if encoding not in ENCODINGS:
-        raise InvalidInputError("encoding", "one of " + ", ".join(ENCODINGS), repr(encoding))
+        wanted = "one of " + ", ".join(ENCODINGS)
+        raise InvalidInputError("encoding", wanted, repr(encoding))
 
 
 def _missing_text(routes: Routes) -> str:
@@ -146,7 +151,13 @@ def _text(ids: NDArray[Any]) -> str:
     return b64encode_as_string(np.ascontiguousarray(little).data)
 
 
-def _ids(field: str, content: bytes, dtype: np.dtype[Any], rows: int, shape: Shape) -> NDArray[Any]:
+def _ids(
+    field: str,
+    content: bytes,
+    dtype: np.dtype[Any],
+    rows: int,
+    shape: Shape,
+) -> NDArray[Any]:
     """``content`` as ids ``[rows, layers, top_k]``, if it has that size."""
     little = dtype.newbyteorder("<")
     if len(content) != (wanted := rows * shape[0] * shape[1] * little.itemsize):
@@ -156,14 +167,16 @@ def _ids(field: str, content: bytes, dtype: np.dtype[Any], rows: int, shape: Sha
 
 def _checked_rows(field: str, claimed: tuple[int, ...], shape: Shape) -> int:
     if len(claimed) != 3 or claimed[1:] != shape:
-        raise RowError(field, f"(rows, {shape[0]}, {shape[1]}), as the model has", claimed)
+        wanted = f"(rows, {shape[0]}, {shape[1]}), as the model has"
+        raise RowError(field, wanted, claimed)
     return claimed[0]
 
 
 def _bare_ids(encoded: Any, dtype: np.dtype[Any], shape: Shape) -> NDArray[Any]:
     content, row_nbytes = from_base64(ROUTED_EXPERTS, encoded), shape[0] * shape[1] * dtype.itemsize
     if len(content) % row_nbytes:
-        raise RowError(ROUTED_EXPERTS, f"base64 of rows of {row_nbytes} bytes", f"{len(content)} bytes")
+        wanted = f"base64 of rows of {row_nbytes} bytes"
+        raise RowError(ROUTED_EXPERTS, wanted, f"{len(content)} bytes")
     return _ids(ROUTED_EXPERTS, content, dtype, len(content) // row_nbytes, shape)
 
 
@@ -183,7 +196,8 @@ def npy_array(file: bytes) -> NDArray[Any]:
     if _NPY_INTEGERS.fullmatch(descr) is None:
         raise RowError(f"{ROUTED_EXPERTS}.dtype", "integers, little endian", descr)
     if max(shape) > _WIDTH_MAX:
-        raise RowError(f"{ROUTED_EXPERTS}.shape", f"layers and top-k of at most {_WIDTH_MAX}", shape)
+        wanted = f"layers and top-k of at most {_WIDTH_MAX}"
+        raise RowError(f"{ROUTED_EXPERTS}.shape", wanted, shape)
     return _ids(f"{ROUTED_EXPERTS}.data", data, np.dtype(descr), rows, (shape[0], shape[1]))
 
 
@@ -202,13 +216,17 @@ def _npy_parts(file: bytes) -> tuple[str, tuple[int, ...], bytes]:
         raise RowError(ROUTED_EXPERTS, "a .npy of version 1.0", repr(file[:8]))
     stop = 10 + int.from_bytes(file[8:10], "little")
     if stop > min(_NPY_HEADER_NBYTES_MAX, len(file)):
-        raise RowError(ROUTED_EXPERTS, f"a header of at most {_NPY_HEADER_NBYTES_MAX} bytes inside the file", stop)
+        wanted = f"a header of at most {_NPY_HEADER_NBYTES_MAX} bytes inside the file"
+        raise RowError(ROUTED_EXPERTS, wanted, stop)
     header = _NPY_TEXT.fullmatch(file[10:stop])
     if header is None:
-        raise RowError(ROUTED_EXPERTS, "the header of an array of three dimensions", repr(file[10:stop]))
+        wanted = "the header of an array of three dimensions"
+        raise RowError(ROUTED_EXPERTS, wanted, repr(file[10:stop]))
     descr, fortran = (part.decode("latin-1") for part in header.group(1, 2))
     if fortran != "False":
-        raise RowError(f"{ROUTED_EXPERTS}.dtype", "an array in C order", f"{descr}, fortran_order {fortran}")
+        wanted = "an array in C order"
+        got = f"{descr}, fortran_order {fortran}"
+        raise RowError(f"{ROUTED_EXPERTS}.dtype", wanted, got)
     return descr, tuple(map(int, header.groups()[2:])), file[stop:]
 
 
@@ -226,10 +244,12 @@ def _object_ids(encoded: Any, dtype: np.dtype[Any], shape: Shape) -> NDArray[Any
     try:
         array = msgspec.convert(encoded, _Object)
     except (msgspec.ValidationError, RecursionError) as error:
-        raise RowError(ROUTED_EXPERTS, "an object with shape, dtype and data", error) from error
+        wanted = "an object with shape, dtype and data"
+        raise RowError(ROUTED_EXPERTS, wanted, error) from error
     rows = _checked_rows(f"{ROUTED_EXPERTS}.shape", array.shape, shape)
     if array.dtype != dtype.name:
-        raise RowError(f"{ROUTED_EXPERTS}.dtype", f"{dtype.name}, as the model's experts need", repr(array.dtype))
+        wanted = f"{dtype.name}, as the model's experts need"
+        raise RowError(f"{ROUTED_EXPERTS}.dtype", wanted, repr(array.dtype))
     return _ids(f"{ROUTED_EXPERTS}.data", from_base64(f"{ROUTED_EXPERTS}.data", array.data), dtype, rows, shape)
 
 
@@ -242,10 +262,12 @@ def _envelope_ids(encoded: Any, dtype: np.dtype[Any], shape: Shape) -> NDArray[A
     head = _NEMO_HEAD.match(encoded) if isinstance(encoded, str) else None
     if head is None:
         got = repr(encoded[:40]) if isinstance(encoded, str) else type(encoded).__name__
-        raise RowError(ROUTED_EXPERTS, "nrlre1:<dtype>:<rows>x<layers>x<top_k>:<base64>", got)
+        wanted = "nrlre1:<dtype>:<rows>x<layers>x<top_k>:<base64>"
+        raise RowError(ROUTED_EXPERTS, wanted, got)
     sent_dtype = np.dtype(head[1])
     if sent_dtype.itemsize < dtype.itemsize:
-        raise RowError(f"{ROUTED_EXPERTS}.dtype", f"{dtype.name} or wider, as the model's experts need", head[1])
+        wanted = f"{dtype.name} or wider, as the model's experts need"
+        raise RowError(f"{ROUTED_EXPERTS}.dtype", wanted, head[1])
     rows = _checked_rows(f"{ROUTED_EXPERTS}.shape", (int(head[2]), int(head[3]), int(head[4])), shape)
     return _ids(
         f"{ROUTED_EXPERTS}.data", from_base64(f"{ROUTED_EXPERTS}.data", encoded[head.end() :]), sent_dtype, rows, shape

@@ -70,10 +70,12 @@ def indexer_spec(top_k: int, sources: ArrayLike, block_tokens: int) -> AuxBlockD
     given = tuple(integers(sources, "sources", "one integer for each layer", error=SpecError).tolist())
     for layer, source in enumerate(given):
         if source != NONE and not (0 <= source <= layer and given[source] == source):
-            raise SpecError(f"sources[{layer}]", "this layer, or an earlier one that has an indexer", source)
+            wanted = "this layer, or an earlier one that has an indexer"
+            raise SpecError(f"sources[{layer}]", wanted, source)
     layer_ids = tuple(layer for layer, source in enumerate(given) if layer == source)
     if not layer_ids:
-        raise SpecError("sources", "at least one layer with an indexer of its own", "none")
+        wanted = "at least one layer with an indexer of its own"
+        raise SpecError("sources", wanted, "none")
     attrs = {"layer_ids": layer_ids, "sources": given}
     return AuxBlockDataSpec(INDEXER, (len(layer_ids), top_k), "int32", block_tokens, attrs=attrs)
 
@@ -93,14 +95,19 @@ def indexer_spec_from_hf(config: Any, block_tokens: int) -> AuxBlockDataSpec:
         raise SpecError("config index_topk", "a model with an indexer", "none")
     kinds = ["full"] * layers if kinds is None else kinds
     if len(kinds) != layers or set(kinds) - {"full", "shared"} or kinds[0] != "full":
-        raise SpecError("config indexer_types", f"{layers} times full or shared, the first full", kinds)
+        wanted = f"{layers} times full or shared, the first full"
+        raise SpecError("config indexer_types", wanted, kinds)
     sources: list[int] = []
     for layer, kind in enumerate(kinds):
         sources.append(layer if kind == "full" else sources[-1])
     return indexer_spec(top_k, sources, block_tokens)
 
 
-def canonical(choices: ArrayLike, positions: ArrayLike, top_k: int) -> NDArray[np.int32]:
+def canonical(
+    choices: ArrayLike,
+    positions: ArrayLike,
+    top_k: int,
+) -> NDArray[np.int32]:
     """Rows ``[tokens, layers, top_k]`` of what indexers chose, ``[tokens, layers, up to top_k]`` in any order.
 
     ``positions`` ``[tokens]`` are the tokens' own: an indexer fills up with positions behind its token, and with
@@ -123,12 +130,17 @@ def canonical(choices: ArrayLike, positions: ArrayLike, top_k: int) -> NDArray[n
     twice = (rows[:, :, :-1] == later) & (later != behind)
     if twice.any():
         token, layer, place = (int(i) for i in np.argwhere(twice)[0])
-        raise RowError(f"choices of token {token} layer {layer}", "distinct positions", int(rows[token, layer, place]))
+        wanted = "distinct positions"
+        raise RowError(f"choices of token {token} layer {layer}", wanted, int(rows[token, layer, place]))
     rows[rows == behind] = NONE
     return rows
 
 
-def of_layers(spec: AuxBlockDataSpec, rows: NDArray[np.int32], layers: ArrayLike) -> NDArray[np.int32]:
+def of_layers(
+    spec: AuxBlockDataSpec,
+    rows: NDArray[np.int32],
+    layers: ArrayLike,
+) -> NDArray[np.int32]:
     """The choices ``[tokens, len(layers), k]`` that these layers of the model use, shared ones too.
 
     :class:`RowError` names a layer without sparse attention.
@@ -149,7 +161,8 @@ def pack(rows: NDArray[np.int32]) -> bytes:
     """
     given = np.asarray(rows)
     if given.ndim != 3 or given.dtype != np.int32 or not given.shape[2] or not given.shape[1]:
-        raise RowError("indexer rows", "int32 [tokens, layers, k]", f"{given.dtype} {list(given.shape)}")
+        wanted = "int32 [tokens, layers, k]"
+        raise RowError("indexer rows", wanted, f"{given.dtype} {list(given.shape)}")
     tokens, layers, k = given.shape
     flat = np.ascontiguousarray(given).reshape(-1, k)
     counts = np.full(len(flat), k, np.int64)
@@ -212,15 +225,18 @@ def unpack(data: Buffer, *, nbytes_max: int = INDEXER_NBYTES_MAX) -> NDArray[np.
     fixed, body = view[: _INDEXER_HEAD.size], view[_HEADER_NBYTES:]
     magic, version, layers, k, tokens, wide = _INDEXER_HEAD.unpack(fixed)
     if (magic, version) != (INDEXER_MAGIC, INDEXER_VERSION):
-        raise RowError("indexer record", f"{INDEXER_MAGIC!r} version {INDEXER_VERSION}", f"{magic!r} version {version}")
+        wanted = f"{INDEXER_MAGIC!r} version {INDEXER_VERSION}"
+        raise RowError("indexer record", wanted, f"{magic!r} version {version}")
     found, computed = bytes(view[_INDEXER_HEAD.size : _HEADER_NBYTES]), _choices_sum(fixed, body)
     if found != computed:
         raise RowError("indexer record checksum", computed.hex(), found.hex())
     choices = tokens * layers
     if not layers or not k or choices > INDEXER_ROWS_MAX or len(body) < 8 * choices + _WIDE_GAP.itemsize * wide:
-        raise RowError("indexer record", "as many choices as it claims to have", f"{tokens} x {layers} x {k}")
+        wanted = "as many choices as it claims to have"
+        raise RowError("indexer record", wanted, f"{tokens} x {layers} x {k}")
     if 4 * k * max(choices, 1) > nbytes_max or k >= INDEXER_ROWS_MAX:
-        raise RowError("indexer record", f"rows of at most {nbytes_max} bytes", f"{tokens} x {layers} x {k}")
+        wanted = f"rows of at most {nbytes_max} bytes"
+        raise RowError("indexer record", wanted, f"{tokens} x {layers} x {k}")
     head = np.frombuffer(body, "<u4", choices)
     first = np.frombuffer(body, "<i4", choices, 4 * choices)
     counts, beside = (head & (_BESIDE - 1)).astype(np.int64), head >= _BESIDE
@@ -228,11 +244,13 @@ def unpack(data: Buffer, *, nbytes_max: int = INDEXER_NBYTES_MAX) -> NDArray[np.
     starts = np.concatenate(([0], np.cumsum(lengths)))
     behind = 8 * choices + int(starts[-1])
     if (lengths < 0).any() or (counts > k).any() or len(body) != behind + _WIDE_GAP.itemsize * wide:
-        raise RowError("indexer record", f"choices of at most {k} positions, and their gaps", f"{len(body)} bytes")
+        wanted = f"choices of at most {k} positions, and their gaps"
+        raise RowError("indexer record", wanted, f"{len(body)} bytes")
     gaps = np.frombuffer(body, np.uint8, int(starts[-1]), 8 * choices)
     extra = np.frombuffer(body, _WIDE_GAP, wide, behind)
     if not np.array_equal(np.flatnonzero(gaps == _WIDE), extra["place"]):
-        raise RowError("indexer record", f"a wide gap for each gap of {_WIDE}, in order", "others")
+        wanted = f"a wide gap for each gap of {_WIDE}, in order"
+        raise RowError("indexer record", wanted, "others")
     if (extra["more"] >= _GAP_END - _WIDE).any():
         raise RowError("indexer record", f"wide gaps below {_GAP_END}", "others")
     flat = np.empty((choices, k), np.int32)
@@ -264,10 +282,12 @@ def unpack(data: Buffer, *, nbytes_max: int = INDEXER_NBYTES_MAX) -> NDArray[np.
             flat[part] = own
     empty = counts == 0
     if (flat < NONE).any() or (flat[~empty, 0] < 0).any() or (first[empty] != NONE).any():
-        raise RowError("indexer record", f"positions from 0 to {np.iinfo(np.int32).max}", "others")
+        wanted = f"positions from 0 to {np.iinfo(np.int32).max}"
+        raise RowError("indexer record", wanted, "others")
     ends = np.flatnonzero(~beside)
     if (flat[ends, counts[ends] - 1] - flat[ends, 0] == counts[ends] - 1).any():
-        raise RowError("indexer record", "positions side by side as their first one", "each of them")
+        wanted = "positions side by side as their first one"
+        raise RowError("indexer record", wanted, "each of them")
     return flat.reshape(tokens, layers, k)
 
 
@@ -294,7 +314,12 @@ def _wide(
     return extra
 
 
-def _check_others(flat: NDArray[np.int32], counts: NDArray[np.int64], beside: NDArray[np.bool_], layers: int) -> None:
+def _check_others(
+    flat: NDArray[np.int32],
+    counts: NDArray[np.int64],
+    beside: NDArray[np.bool_],
+    layers: int,
+) -> None:
     """:class:`RowError` unless the choices that end early or lie ``beside`` each other are what their ends say."""
     k = flat.shape[1]
     columns = np.arange(k, dtype=np.int64)

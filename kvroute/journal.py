@@ -48,7 +48,12 @@ class RequestJournal:
         self._versions = np.empty(0, np.int64)
         self._supports: dict[int, NDArray[np.int32]] = {}  # by position
 
-    def record(self, routes: Routes, *, same_from: int | None = None) -> NDArray[np.int64]:
+    def record(
+        self,
+        routes: Routes,
+        *,
+        same_from: int | None = None,
+    ) -> NDArray[np.int64]:
         """Add the rows of the current computation at their positions; missing ones change nothing. Returns the
         positions ``[n]`` whose rows were taken.
 
@@ -64,7 +69,8 @@ class RequestJournal:
         """
         self._layout.check_model(routes.layout)
         if routes.missing_layers:
-            raise RowError("routes.layer_ids", f"{self._layout.layer_ids}, as the model has", routes.layer_ids)
+            wanted = f"{self._layout.layer_ids}, as the model has"
+            raise RowError("routes.layer_ids", wanted, routes.layer_ids)
         if routes.stop > TOKENS_MAX:
             raise RowError("routes.stop", f"{TOKENS_MAX} at most", routes.stop)
         self._grow(routes.stop)
@@ -138,7 +144,8 @@ class RequestJournal:
         """
         end = len(self._tokens) if stop is None else stop
         if not 0 <= start <= end <= len(self._tokens):
-            raise RowError("positions", f"a range inside [0, {len(self._tokens)}]", f"[{start}, {end})")
+            wanted = f"a range inside [0, {len(self._tokens)}]"
+            raise RowError("positions", wanted, f"[{start}, {end})")
         none = np.empty(0, np.int32)
         return joined([self._supports.get(position, none) for position in range(start, end)], start, self._tokens)
 
@@ -168,7 +175,8 @@ class RequestJournal:
         """
         end = self.stop if stop is None else stop
         if not 0 <= start <= end <= self.stop:
-            raise RowError("positions", f"a range inside [0, {self.stop}]", f"[{start}, {end})")
+            wanted = f"a range inside [0, {self.stop}]"
+            raise RowError("positions", wanted, f"[{start}, {end})")
         self._grow(end)
         known = self._known[start:end].copy()
         some = np.logical_or.reduce(known, axis=1)

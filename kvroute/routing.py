@@ -30,7 +30,11 @@ SPECS_KEPT = 64
 
 
 def routing_spec(
-    num_experts: int, top_k: int, layer_ids: Iterable[int], num_layers: int, block_tokens: int
+    num_experts: int,
+    top_k: int,
+    layer_ids: Iterable[int],
+    num_layers: int,
+    block_tokens: int,
 ) -> AuxBlockDataSpec:
     """The spec of routing rows ``[len(layer_ids), top_k]``, in the narrowest unsigned dtype that holds every id.
 
@@ -53,7 +57,11 @@ def routing_spec(
 
 @lru_cache(maxsize=SPECS_KEPT)
 def _routing_spec(
-    num_experts: int, top_k: int, layer_ids: tuple[int, ...], num_layers: int, block_tokens: int
+    num_experts: int,
+    top_k: int,
+    layer_ids: tuple[int, ...],
+    num_layers: int,
+    block_tokens: int,
 ) -> AuxBlockDataSpec:
     experts = _integer("num_experts", num_experts, 1, _EXPERTS_MAX)
     k = _integer("top_k", top_k, 1, experts)
@@ -158,7 +166,9 @@ class _Fields:
         """The one value that the fields called ``names`` agree on."""
         values = {name: _uniform(name, self.get(name)) for name in names if self.has(name)}
         if not values:
-            raise SpecError(f"config {subject}", "one of " + ", ".join(names), "none of them: not a Mixture-of-Experts")
+            wanted = "one of " + ", ".join(names)
+            got = "none of them: not a Mixture-of-Experts"
+            raise SpecError(f"config {subject}", wanted, got)
         if len(set(values.values())) > 1:
             raise SpecError(f"config {subject}", "one value", ", ".join(f"{k}={v}" for k, v in values.items()))
         return next(iter(values.values()))
@@ -189,7 +199,8 @@ def routing_spec_from_hf(
     # LongCat's router can also choose experts that compute nothing, and its routes name them.
     num_experts += fields.integer("zero_expert_num", 0)
     if num_experts < 2:
-        raise SpecError("config number of experts", "at least 2: a Mixture-of-Experts", num_experts)
+        wanted = "at least 2: a Mixture-of-Experts"
+        raise SpecError("config number of experts", wanted, num_experts)
     top_k = experts_at.one("top-k", _TOP_K)
     num_layers = _num_layers(fields)
     return routing_spec(num_experts, top_k, _moe_layers(fields, num_layers), num_layers, block_tokens)
@@ -225,7 +236,8 @@ def _num_layers(fields: _Fields) -> int:
     for name in _NUM_LAYERS:
         if fields.has(name):
             return _integer(f"config {name}", fields.get(name), 1, 1 << 20)
-    raise SpecError("config number of layers", "one of " + ", ".join(_NUM_LAYERS), "none of them")
+    wanted = "one of " + ", ".join(_NUM_LAYERS)
+    raise SpecError("config number of layers", wanted, "none of them")
 
 
 def _moe_layers(fields: _Fields, num_layers: int) -> list[int]:
@@ -238,7 +250,8 @@ def _moe_layers(fields: _Fields, num_layers: int) -> list[int]:
         except (TypeError, ValueError, ArithmeticError) as error:
             if isinstance(error, SpecError):
                 raise
-            raise SpecError(f"config {name}", "a value that says which layers have experts", error) from error
+            wanted = "a value that says which layers have experts"
+            raise SpecError(f"config {name}", wanted, error) from error
         if layers is not None:
             return sorted(layers)
     return list(range(num_layers))
@@ -247,11 +260,16 @@ def _moe_layers(fields: _Fields, num_layers: int) -> list[int]:
 def _by_mlp_kind(_fields: _Fields, kinds: Sequence[str], num_layers: int) -> list[int]:
     unknown = sorted(set(kinds) - _MOE_KINDS - {"dense"})
     if unknown:
-        raise SpecError("config mlp_layer_types", "dense, " + ", ".join(sorted(_MOE_KINDS)), ", ".join(unknown))
+        wanted = "dense, " + ", ".join(sorted(_MOE_KINDS))
+        raise SpecError("config mlp_layer_types", wanted, ", ".join(unknown))
     return [i for i, kind in enumerate(_per_layer("mlp_layer_types", kinds, num_layers)) if kind != "dense"]
 
 
-def _by_block_kind(_fields: _Fields, kinds: Sequence[str], _num_layers: int) -> list[int] | None:
+def _by_block_kind(
+    _fields: _Fields,
+    kinds: Sequence[str],
+    _num_layers: int,
+) -> list[int] | None:
     if not _MOE_KINDS & set(kinds):  # the kinds of attention, in most hybrid models
         return None
     return [i for i, kind in enumerate(kinds) if kind in _MOE_KINDS]
@@ -283,7 +301,11 @@ def _by_start_index(fields: _Fields, first: int, num_layers: int) -> list[int]:
     return [i for i in range(num_layers) if first <= i <= last and (i + 1) % step == 0]
 
 
-def _by_frequency(fields: _Fields, frequency: int | Sequence[int], num_layers: int) -> list[int]:
+def _by_frequency(
+    fields: _Fields,
+    frequency: int | Sequence[int],
+    num_layers: int,
+) -> list[int]:
     first = next((fields.integer(name, 0) for name in _DENSE_FIRST if fields.has(name)), 0)
     if isinstance(frequency, Sequence):
         flags = _per_layer("moe_layer_freq", frequency, num_layers)

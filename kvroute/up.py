@@ -46,7 +46,14 @@ class Start(NamedTuple):
         return shlex.join([*named, "python", *self.words[1:]])
 
 
-def start_of(model: str, host: str, port: int, more: Sequence[str], *, on_cpu: bool) -> Start:
+def start_of(
+    model: str,
+    host: str,
+    port: int,
+    more: Sequence[str],
+    *,
+    on_cpu: bool,
+) -> Start:
     """vLLM's server of ``model``; ``more`` are arguments of vLLM's, the last of which counts."""
     words = [sys.executable, "-m", SERVER, "--model", model, "--host", host, "--port", str(port)]
     words += ON_CPU if on_cpu else ()
@@ -73,7 +80,8 @@ def check_model(model: str) -> None:
     if not place.exists() and model[:1] not in (".", "/", "~"):
         return
     if not (place / "config.json").is_file():
-        raise ConfigError("MODEL", "a directory with a config.json, or a name on the hub", repr(model))
+        wanted = "a directory with a config.json, or a name on the hub"
+        raise ConfigError("MODEL", wanted, repr(model))
 
 
 def check_arguments(arguments: Sequence[str]) -> None:
@@ -82,7 +90,8 @@ def check_arguments(arguments: Sequence[str]) -> None:
     for argument in arguments:
         name = argument.partition("=")[0]
         if name in OWN_ARGUMENTS:
-            raise ConfigError(name, "before MODEL: what follows it is vLLM's alone", f"{argument!r} behind it")
+            wanted = "before MODEL: what follows it is vLLM's alone"
+            raise ConfigError(name, wanted, f"{argument!r} behind it")
 
 
 def check_torchvision(versions: Mapping[str, str]) -> None:
@@ -90,7 +99,8 @@ def check_torchvision(versions: Mapping[str, str]) -> None:
     builds = {name: version.partition("+")[2] for name, version in versions.items()}
     if len(builds) == 2 and builds["torch"] != builds["torchvision"]:
         got = " and ".join(f"{name} {version}" for name, version in versions.items())
-        raise ConfigError("torchvision", f"the build of torch, or none: {TORCHVISION}", got)
+        wanted = f"the build of torch, or none: {TORCHVISION}"
+        raise ConfigError("torchvision", wanted, got)
 
 
 def become(start: Start) -> NoReturn:
@@ -98,7 +108,14 @@ def become(start: Start) -> NoReturn:
     os.execve(start.words[0], start.words, {**os.environ, **start.variables})  # noqa: S606
 
 
-def main(*, model: str, cpu: bool, host: str, port: int, arguments: Sequence[str]) -> int:
+def main(
+    *,
+    model: str,
+    cpu: bool,
+    host: str,
+    port: int,
+    arguments: Sequence[str],
+) -> int:
     """``kvroute up``; does not return if vLLM starts. 1 if this environment's vLLM cannot run kvroute."""
     more = [argument for argument in arguments if argument not in ("--", "--cpu")]
     vllm = look_at_vllm(imports=False)

@@ -74,7 +74,9 @@ def _canonical(value: Any, field: str) -> Any:
         return str(value)
     to_dict: Callable[[], Any] | None = getattr(value, "to_dict", None)
     if to_dict is None or isinstance(value, type):
-        raise ConfigError(f"model configuration {field}", "values of JSON", f"{type(value).__name__} {value!r}")
+        wanted = "values of JSON"
+        got = f"{type(value).__name__} {value!r}"
+        raise ConfigError(f"model configuration {field}", wanted, got)
     return _canonical(to_dict(), field)
 
 

@@ -147,7 +147,12 @@ def missing(output: Any, index: int = 0) -> tuple[tuple[int, int, str], ...]:
         return _gaps(entry)
 
 
-def support(output: Any, index: int = 0, *, prompt: Sequence[int] | None = None) -> SamplingSupport:
+def support(
+    output: Any,
+    index: int = 0,
+    *,
+    prompt: Sequence[int] | None = None,
+) -> SamplingSupport:
     """The sampling supports of completion ``index`` of ``output``: what the engine drew each of its tokens from.
 
     Engines return them themselves, and no block and no store of kvroute has any: vLLM with ``return_sampling_mask``, in
@@ -216,7 +221,12 @@ def _by_handle(encoded: Any, rollouts: RolloutStore | None) -> Routes:
     return rollout[0]
 
 
-def _by_key(answer: Completion, rollouts: RolloutStore, key: str | None, wait_s: float) -> Routes:
+def _by_key(
+    answer: Completion,
+    rollouts: RolloutStore,
+    key: str | None,
+    wait_s: float,
+) -> Routes:
     """The routes that the engine has left in the store under ``key``, or leaves there during the wait."""
     if answer.tokens is None:
         wanted = "an answer with token ids, by which rollouts of a key are told apart"
@@ -257,7 +267,8 @@ def _absence(answer: Completion, *, in_field: bool) -> RowError:
     """Why there are no routes, where no rollout store is at hand: ``in_field``, the engine's own field has rows."""
     gaps = answer.entry_of(GAPS)
     if gaps:
-        return RowError("routes", "an answer with all of its rows", f"missing, and why: {gaps}")
+        wanted = "an answer with all of its rows"
+        return RowError("routes", wanted, f"missing, and why: {gaps}")
     if in_field:
         wanted = "spec=, of the model's rows: kvroute.routing_spec_from_hf(config, block_tokens=1)"
         return RowError(answer.what, wanted, "rows in the engine's own field, routed_experts")

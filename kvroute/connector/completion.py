@@ -74,7 +74,8 @@ class Completion:
         """The choice, or the output, with this number; an answer without any has none that is wrong."""
         choices = choices_of(output)
         if choices and index not in choices:
-            raise RowError("index", f"one of {sorted(choices)}, as the answer has them", index)
+            wanted = f"one of {sorted(choices)}, as the answer has them"
+            raise RowError("index", wanted, index)
         choice = choices.get(index)
         prompt = choice and prompt_of(output, choice)
         tokens = _joined(prompt, field_of(choice, "token_ids"))
@@ -214,7 +215,8 @@ def parsed(field: str) -> Iterator[None]:
     except KVRouteError:
         raise
     except (TypeError, LookupError, AttributeError, ValueError) as error:
-        raise RowError(field, "one in the form of an engine's or a server's", repr(error)) from error
+        wanted = "one in the form of an engine's or a server's"
+        raise RowError(field, wanted, repr(error)) from error
 
 
 def _joined(prompt: Any, answered: Any) -> list[int] | None:
@@ -251,7 +253,8 @@ def _refuse_parts(output: Any) -> None:
         raise RowError("routes", wanted, f"an event of a stream, {event}")
     if isinstance(output, Mapping) and output.get("error"):
         error = mapping(output["error"])
-        raise RowError("routes", "an answer", f"the server's error: {error.get('message') or output['error']}")
+        got = f"the server's error: {error.get('message') or output['error']}"
+        raise RowError("routes", "an answer", got)
 
 
 def _is_whole(output: Any) -> bool:

@@ -68,7 +68,8 @@ def checked_key(key: Any, field: str) -> str:
 def checked_choice(key: Any, field: str) -> str:
     """``key``, of a request or of one of its choices; :class:`RowError` that names ``field`` for anything else."""
     if not isinstance(key, str) or _OF_CHOICE.fullmatch(key) is None:
-        raise RowError(field, f"{WANTED}, and of a choice {CHOICE} and its number", repr(key)[:200])
+        wanted = f"{WANTED}, and of a choice {CHOICE} and its number"
+        raise RowError(field, wanted, repr(key)[:200])
     return key
 
 

@@ -70,7 +70,12 @@ class MtpIds:
         """A step begins."""
         self._pass = None
 
-    def keep(self, ids: torch.Tensor, slots: torch.Tensor, next_tokens: torch.Tensor) -> None:
+    def keep(
+        self,
+        ids: torch.Tensor,
+        slots: torch.Tensor,
+        next_tokens: torch.Tensor,
+    ) -> None:
         """A step's first draft pass: the router's ``ids [n, top_k]`` for the tokens at ``slots [n]``, each read with
         one of ``next_tokens [n]``. Arrays that do not fit leave no rows."""
         if ids.shape == (len(slots), self.spec.row_shape[1]) and slots.shape == next_tokens.shape:

@@ -177,7 +177,14 @@ class SchedulerRows:
         say so."""
         self._ends.begins(key)
 
-    def matched(self, request: Request, local: int, external: int, *, later: bool) -> int:
+    def matched(
+        self,
+        request: Request,
+        local: int,
+        external: int,
+        *,
+        later: bool,
+    ) -> int:
         """How many of the ``external`` tokens to load from outside, after ``local`` ones: as many as have rows."""
         first = local // self.engine.tokens
         before = self._requests.get(request.request_id)
@@ -321,7 +328,11 @@ class SchedulerRows:
 
     # ---------------------------------------------------------------- the end
 
-    def ticket(self, request: Request, kv: Mapping[str, str] = UNNAMED) -> dict[str, Any] | None:
+    def ticket(
+        self,
+        request: Request,
+        kv: Mapping[str, str] = UNNAMED,
+    ) -> dict[str, Any] | None:
         """The ticket for decode beside a lent request's answer, whose KV has the names ``kv`` there; call it before
         :meth:`forget`."""
         return self.carrier.ticket(request, kv)
@@ -357,7 +368,11 @@ class SchedulerRows:
         """The number of the last step that was sent."""
         return self._steps
 
-    def _doubts(self, slots: NDArray[np.int64], lives: NDArray[np.int64]) -> NDArray[np.bool_] | None:
+    def _doubts(
+        self,
+        slots: NDArray[np.int64],
+        lives: NDArray[np.int64],
+    ) -> NDArray[np.bool_] | None:
         """Which of these rows ``[n]`` lack the proof of their last router's choice that the operator wants."""
         return None if self.engine.carrier.flagged else self.carrier.unproved(slots, lives)
 
@@ -366,7 +381,11 @@ class SchedulerRows:
         return self.blocks_of(request_id, first, last)
 
     def _computation(
-        self, blocks: Sequence[int], start: int, stop: int, steps: Sequence[tuple[int, int]]
+        self,
+        blocks: Sequence[int],
+        start: int,
+        stop: int,
+        steps: Sequence[tuple[int, int]],
     ) -> Computation:
         """The computation with rows of the positions ``[start, stop)``, without steps that wrote none of them."""
         size = self.engine.tokens
@@ -414,7 +433,12 @@ class SchedulerRows:
         return self._ends.begin(end, self._computation(blocks, start, min(tokens, end.rows_stop), end.steps))
 
     def mtp_rows(
-        self, key: Key, blocks: Sequence[int], tokens: int, request_tokens: Tokens, start: int = 0
+        self,
+        key: Key,
+        blocks: Sequence[int],
+        tokens: int,
+        request_tokens: Tokens,
+        start: int = 0,
     ) -> dict[str, Any] | None:
         """The client's data of a done request's MTP rows, read at once; arguments as for :meth:`finished`. ``None``:
         the engine or the request has none."""
@@ -431,7 +455,12 @@ class SchedulerRows:
             return {str(key.choice): {ERROR: str(error)}}
         return {str(key.choice): {ROUTES: bound.to_json(), GAPS: [list(gap) for gap in gaps]}}
 
-    def refused(self, key: Key, error: RowError, ended: End) -> Future[dict[str, Any]] | None:
+    def refused(
+        self,
+        key: Key,
+        error: RowError,
+        ended: End,
+    ) -> Future[dict[str, Any]] | None:
         """The request of this ``key`` has ended; its answer has this ``error`` in place of rows."""
         ended.key = key
         return self._ends.refused(ended, error)

@@ -44,11 +44,16 @@ class StageViews:
     """
 
     def __init__(
-        self, spec: AuxBlockDataSpec, stages: Sequence[tuple[str, Sequence[int]]], *, namespace: bytes
+        self,
+        spec: AuxBlockDataSpec,
+        stages: Sequence[tuple[str, Sequence[int]]],
+        *,
+        namespace: bytes,
     ) -> None:
         layers = [layer for _, layer_ids in stages for layer in layer_ids]
         if sorted(layers) != list(spec.attrs["layer_ids"]):
-            raise ConfigError("stages", f"each of the layers {list(spec.attrs['layer_ids'])} in one of them", layers)
+            wanted = f"each of the layers {list(spec.attrs['layer_ids'])} in one of them"
+            raise ConfigError("stages", wanted, layers)
         self._spec = spec
         self.regions = [(name, list(layer_ids)) for name, layer_ids in stages]
         """By what another process finds the same rows: name and layers of each region."""
@@ -74,7 +79,11 @@ class StageViews:
         return self._joined(name, lambda view, of: view.read(of, blocks, start, stop, generations=generations))
 
     def read_slots(
-        self, name: str, slots: Sequence[int] | NDArray[Any], *, generations: Sequence[int] | NDArray[Any]
+        self,
+        name: str,
+        slots: Sequence[int] | NDArray[Any],
+        *,
+        generations: Sequence[int] | NDArray[Any],
     ) -> Rows:
         """As :meth:`RegionView.read_slots`, of all stages."""
         return self._joined(name, lambda view, of: view.read_slots(of, slots, generations=generations))

@@ -144,7 +144,11 @@ class WorkerRows:
         self._failed_untold = set()
         return untold
 
-    def arrived(self, requests: AbstractSet[str], failed: AbstractSet[str] = frozenset()) -> set[str]:
+    def arrived(
+        self,
+        requests: AbstractSet[str],
+        failed: AbstractSet[str] = frozenset(),
+    ) -> set[str]:
         """The KV of these ``requests`` has come, or has ``failed`` to: which of all that wait for rows go on now."""
         return self.carrier.arrived(requests, failed)
 
@@ -242,7 +246,13 @@ class WorkerRows:
                 self.blocks.renew([self.engine.clock], [step.number])
         self.carrier.filled(step, computed)
 
-    def _write(self, slots: torch.Tensor, ids: torch.Tensor | str, step: StepMeta, blocks: Sequence[int]) -> None:
+    def _write(
+        self,
+        slots: torch.Tensor,
+        ids: torch.Tensor | str,
+        step: StepMeta,
+        blocks: Sequence[int],
+    ) -> None:
         """Write the ids of the tokens at these slots; the tokens of ``blocks`` are computed again, and get no rows."""
         slot_numbers = slots.numpy()
         redone = np.isin(slot_numbers // self.engine.tokens, blocks) if blocks else None

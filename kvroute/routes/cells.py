@@ -98,7 +98,12 @@ class Cells:
         lost = np.full(len(self.ids), True) if self.layout.missing_layers else ~self.valid
         return tuple((self.start + a, self.start + b) for a, b in runs(lost))
 
-    def first_gap(self, stop: int, start: int = 0, layers: Sequence[int] | None = None) -> MissingCell | None:
+    def first_gap(
+        self,
+        stop: int,
+        start: int = 0,
+        layers: Sequence[int] | None = None,
+    ) -> MissingCell | None:
         """The first position in ``[start, stop)`` at which one of ``layers`` (all routed ones) is missing, and which.
 
         The layer is ``None`` if the whole row is missing; ``layers`` without a router are ignored.
@@ -169,7 +174,8 @@ def _check_shape(layout: Layout, ids: NDArray[Any], mask: Mask, start: int) -> i
         raise RowError("routes.valid", wanted, f"{mask.dtype} of shape {mask.shape}")
     first = whole("routes.start", start, error=RowError)
     if first + len(ids) > STOP_MAX:
-        raise RowError("routes.start", f"the first of {len(ids)} positions before {STOP_MAX}", first)
+        wanted = f"the first of {len(ids)} positions before {STOP_MAX}"
+        raise RowError("routes.start", wanted, first)
     return first
 
 

@@ -86,7 +86,9 @@ class Routes(Cells):
         array = np.asarray(ids)
         mask = np.array(valid)
         if array.ndim != 3:
-            raise RowError("routes.ids", "integers [n, layers, top_k]", f"{array.dtype} of shape {array.shape}")
+            wanted = "integers [n, layers, top_k]"
+            got = f"{array.dtype} of shape {array.shape}"
+            raise RowError("routes.ids", wanted, got)
         layout = Layout(tuple(layer_ids), num_experts, num_layers, array.shape[2], tuple(missing_layers))
         check_known(layout, array, mask, start)
         own = np.array(array, layout.dtype, order="C")  # known ids fit
@@ -116,20 +118,26 @@ class Routes(Cells):
         ids = np.asarray(rows.values)
         valid = np.asarray(rows.valid)
         if ids.shape[1:] != spec.row_shape:
-            raise RowError(f"{spec.name} rows", f"shape (n, {', '.join(map(str, spec.row_shape))})", ids.shape)
+            wanted = f"shape (n, {', '.join(map(str, spec.row_shape))})"
+            raise RowError(f"{spec.name} rows", wanted, ids.shape)
         spanned: tuple[WeightsSpan, ...] = ()
         if isinstance(weights_version, (int, np.integer)):
             version = whole("weights_version", weights_version, error=RowError)
             spanned = ((start, start + len(ids), version),) if len(ids) else ()
         elif weights_version is not None and not isinstance(weights_version, Rows):
-            raise RowError("weights_version", "an integer, or Rows of a weights_version spec", repr(weights_version))
+            wanted = "an integer, or Rows of a weights_version spec"
+            raise RowError("weights_version", wanted, repr(weights_version))
         elif weights_version is not None:
             labels = np.asarray(weights_version.values)
             labelled = np.asarray(weights_version.valid)
             if labels.shape != (len(ids),) or labelled.shape != (len(ids),) or labels.dtype.kind not in "iu":
-                raise RowError("weights_version rows", f"integers [{len(ids)}]", f"{labels.dtype} {labels.shape}")
+                wanted = f"integers [{len(ids)}]"
+                got = f"{labels.dtype} {labels.shape}"
+                raise RowError("weights_version rows", wanted, got)
             if labelled.dtype != np.bool_:  # integers would act as indices
-                raise RowError("weights_version valid", f"bool [{len(ids)}]", f"{labelled.dtype} {labelled.shape}")
+                wanted = f"bool [{len(ids)}]"
+                got = f"{labelled.dtype} {labelled.shape}"
+                raise RowError("weights_version valid", wanted, got)
             spanned = spans.from_positions(np.where(labelled, labels.astype(np.int64), UNKNOWN), start)
         if not checked:
             check_known(layout, ids, valid, start)
@@ -216,7 +224,8 @@ class Routes(Cells):
         """
         rows = np.asarray(at)
         if rows.dtype != np.bool_ or rows.shape != self.valid.shape:
-            raise RowError("at", f"bool of shape {self.valid.shape}", f"{rows.dtype} of shape {rows.shape}")
+            got = f"{rows.dtype} of shape {rows.shape}"
+            raise RowError("at", f"bool of shape {self.valid.shape}", got)
         dense = (wanted := set(layers)).difference(self.routed_layers)
         if dense:
             raise RowError("layers", f"some of the routed layers {self.routed_layers}", dense)
@@ -233,7 +242,8 @@ class Routes(Cells):
         routes to its tokens with a count of ``stop + 1``.
         """
         if not self.start <= start <= stop <= self.stop:
-            raise RowError("slice", f"positions inside [{self.start}, {self.stop}]", f"[{start}, {stop})")
+            wanted = f"positions inside [{self.start}, {self.stop}]"
+            raise RowError("slice", wanted, f"[{start}, {stop})")
         part = np.s_[start - self.start : stop - self.start]
         rows = last_of(some_known(self.mask[part]))
         return replaced(
@@ -270,7 +280,11 @@ class Routes(Cells):
         return replaced(self, token_hashes=own)
 
     def validate(
-        self, tokens: ArrayLike | None = None, *, rows: int | None = None, loss_mask: ArrayLike | None = None
+        self,
+        tokens: ArrayLike | None = None,
+        *,
+        rows: int | None = None,
+        loss_mask: ArrayLike | None = None,
     ) -> None:
         """Raise :class:`RowError` unless these routes are sound and are what a trainer needs for a sequence.
 
@@ -350,7 +364,8 @@ class Routes(Cells):
         """The routes of an object of :meth:`to_json`. :class:`RowError` for anything else."""
         if not isinstance(encoded, Mapping) or set(encoded) != {"format", "record"}:
             got = sorted(map(str, encoded)) if isinstance(encoded, Mapping) else type(encoded).__name__
-            raise RowError("routes", f"an object of {JSON_FORMAT}, with format and record", got)
+            wanted = f"an object of {JSON_FORMAT}, with format and record"
+            raise RowError("routes", wanted, got)
         if encoded["format"] != JSON_FORMAT:
             raise RowError("routes.format", JSON_FORMAT, repr(encoded["format"]))
         return cls.from_bytes(wire.from_base64("routes.record", encoded["record"]))

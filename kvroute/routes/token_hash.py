@@ -67,7 +67,8 @@ def joined_hashes(hashes: Iterable[TokenHash]) -> tuple[TokenHash, ...]:
     for entry in hashes:
         count, digest = entry if isinstance(entry, tuple) and len(entry) == 2 else (None, None)
         if not isinstance(count, int) or count < 0 or not isinstance(digest, bytes) or len(digest) != TOKEN_HASH_NBYTES:
-            raise RowError("routes.token_hashes", f"(tokens, hash of {TOKEN_HASH_NBYTES} bytes)", repr(entry))
+            wanted = f"(tokens, hash of {TOKEN_HASH_NBYTES} bytes)"
+            raise RowError("routes.token_hashes", wanted, repr(entry))
         if digests.setdefault(count, digest) != digest:
             raise RowError(f"hash of the first {count} tokens", digests[count].hex(), digest.hex())
     return tuple(sorted(digests.items()))
@@ -89,10 +90,12 @@ def check_tokens(hashes: tuple[TokenHash, ...], tokens: NDArray[Any], end: int) 
     ``hashes`` are in order of their counts.
     """
     if not hashes:
-        raise RowError("routes.token_hashes", "a hash of the tokens; see Routes.bind", "none")
+        wanted = "a hash of the tokens; see Routes.bind"
+        raise RowError("routes.token_hashes", wanted, "none")
     most = hashes[-1][0]
     if most < end:
-        raise RowError("routes.token_hashes", f"a hash of {end} tokens or more, as there are rows", f"of {most}")
+        wanted = f"a hash of {end} tokens or more, as there are rows"
+        raise RowError("routes.token_hashes", wanted, f"of {most}")
     for (count, own_digest), (_, digest) in zip(token_hashes(tokens, dict(hashes)), hashes, strict=True):
         if own_digest != digest:
             raise RowError(f"hash of the first {count} tokens", digest.hex(), own_digest.hex())
@@ -111,7 +114,8 @@ def of_one_sequence(parts: Sequence[tuple[int, tuple[TokenHash, ...]]]) -> tuple
         shown = max((count for count, digest in hashes if joined.get(count) == digest), default=0)
         if shown < end:
             wanted = f"parts of one sequence: merge(..., tokens=...), or in both the hash of {end} first tokens or more"
-            raise RowError("routes", wanted, f"rows up to position {end - 1} without a tie to the others")
+            got = f"rows up to position {end - 1} without a tie to the others"
+            raise RowError("routes", wanted, got)
         # Its hashes of later tokens hold for the whole if the whole has none of its own there.
         goes_on = shown >= max((last, *joined))
         joined |= {count: digest for count, digest in hashes if goes_on or count <= shown}

@@ -59,7 +59,11 @@ class Findings:
         return sum(count[verdict] for count in self.rows.values())
 
 
-def judge(answers: Sequence[EngineAnswer], spec: AuxBlockDataSpec, weights: Weights | None) -> Findings:
+def judge(
+    answers: Sequence[EngineAnswer],
+    spec: AuxBlockDataSpec,
+    weights: Weights | None,
+) -> Findings:
     """Judge every row of the answers, which are in the order in which they came."""
     findings = Findings()
     earlier = _Earlier()
