@@ -45,6 +45,10 @@ ENCODINGS: Final[tuple[str, ...]] = get_args(Encoding)
 
 ROUTED_EXPERTS: Final = "routed_experts"
 """The name that every engine gives to the field."""
+_DTYPE: Final = f"{ROUTED_EXPERTS}.dtype"
+_SHAPE: Final = f"{ROUTED_EXPERTS}.shape"
+_DATA: Final = f"{ROUTED_EXPERTS}.data"
+"""What errors call its parts."""
 _NPY_HEADER_NBYTES_MAX: Final = 256
 """Header of a ``.npy`` that numpy writes for three dimensions: magic, version, length and text, a multiple of 64."""
 _WIDTH_MAX: Final = 1 << 16
@@ -66,13 +70,16 @@ def encode(routes: Routes, encoding: str = "kvroute") -> Any:
         return None
     if encoding == "kvroute":
         return routes.to_json()
-    how, layout = _FOREIGN[encoding], routes.layout
+    how = _FOREIGN[encoding]
+    layout = routes.layout
     layers = layout.chosen("all" if how.dense else "moe")
-    ids = np.zeros((len(routes), len(layers), layout.top_k), how.dtype(layout.num_experts))
-    ids[:, [layers.index(layer) for layer in layout.layer_ids]] = routes.ids
+    columns = [layers.index(layer) for layer in layout.layer_ids]
+    shape = (len(routes), len(layers), layout.top_k)
+    ids = np.zeros(shape, how.dtype(layout.num_experts))
+    ids[:, columns] = routes.ids
     if not routes.complete:
         known = np.zeros(ids.shape[:2], np.bool_)
-        known[:, [layers.index(layer) for layer in layout.layer_ids]] = routes.known
+        known[:, columns] = routes.known
         ids[~known] = _all_ones(ids.dtype)
     return how.pack(ids)
 
@@ -98,8 +105,11 @@ def decode(
         return routes
     how = _FOREIGN[encoding]
     layers = layout.chosen("all" if how.dense else "moe")
-    ids = how.unpack(encoded, np.dtype(how.dtype(layout.num_experts)), (len(layers), layout.top_k))
-    known = ~(ids == _all_ones(ids.dtype)).all(axis=2) if how.masked else np.ones(len(ids), np.bool_)
+    dtype = np.dtype(how.dtype(layout.num_experts))
+    ids = how.unpack(encoded, dtype, (len(layers), layout.top_k))
+    known = np.ones(len(ids), np.bool_)
+    if how.masked:
+        known = ~(ids == _all_ones(ids.dtype)).all(axis=2)
     if how.dense and len(layers) > len(layout.layer_ids):
         for layer in set(layers).difference(layout.layer_ids):
             if ids[:, layer].any():
@@ -119,7 +129,9 @@ def refusal(routes: Routes, encoding: str) -> str | None:
     if routes.num_experts > most:
         bits = 8 * np.dtype(widest).itemsize
         return f"{how.name}'s encoding has ids of {bits} bits, and there are {routes.num_experts} experts"
-    return None if how.masked or routes.complete else _missing_text(routes)
+    if how.masked or routes.complete:
+        return None
+    return _missing_text(routes)
 
 
 def _check_encoding(encoding: object) -> None:
@@ -130,12 +142,16 @@ def _check_encoding(encoding: object) -> None:
 
 def _missing_text(routes: Routes) -> str:
     """Which rows, or layers of them, are missing, in one line."""
-    ranges = ", ".join(f"[{start}, {stop})" for start, stop in routes.missing[:8])
-    more = f" and {len(routes.missing) - 8} more ranges" if len(routes.missing) > 8 else ""
-    lost = sum(stop - start for start, stop in routes.missing)
+    missing = routes.missing
+    lost = sum(stop - start for start, stop in missing)
+    text = f"{lost} of {len(routes)} rows are missing: positions "
+    text += ", ".join(f"[{start}, {stop})" for start, stop in missing[:8])
+    if len(missing) > 8:
+        text += f" and {len(missing) - 8} more ranges"
     gap = routes.first_gap(routes.stop, routes.start)
-    first = "" if gap is None or gap[1] is None else f", of which {gap[0]} lacks layer {gap[1]}"
-    return f"{lost} of {len(routes)} rows are missing: positions {ranges}{more}{first}"
+    if gap is not None and gap[1] is not None:
+        text += f", of which {gap[0]} lacks layer {gap[1]}"
+    return text
 
 
 def _all_ones(dtype: np.dtype[Any]) -> Any:
@@ -160,8 +176,9 @@ def _ids(
 ) -> NDArray[Any]:
     """``content`` as ids ``[rows, layers, top_k]``, if it has that size."""
     little = dtype.newbyteorder("<")
-    if len(content) != (wanted := rows * shape[0] * shape[1] * little.itemsize):
-        raise RowError(field, f"{wanted} bytes", len(content))
+    nbytes = rows * shape[0] * shape[1] * little.itemsize
+    if len(content) != nbytes:
+        raise RowError(field, f"{nbytes} bytes", len(content))
     return np.frombuffer(content, little).reshape(rows, *shape)
 
 
@@ -173,11 +190,13 @@ def _checked_rows(field: str, claimed: tuple[int, ...], shape: Shape) -> int:
 
 
 def _bare_ids(encoded: Any, dtype: np.dtype[Any], shape: Shape) -> NDArray[Any]:
-    content, row_nbytes = from_base64(ROUTED_EXPERTS, encoded), shape[0] * shape[1] * dtype.itemsize
+    content = from_base64(ROUTED_EXPERTS, encoded)
+    row_nbytes = shape[0] * shape[1] * dtype.itemsize
     if len(content) % row_nbytes:
         wanted = f"base64 of rows of {row_nbytes} bytes"
         raise RowError(ROUTED_EXPERTS, wanted, f"{len(content)} bytes")
-    return _ids(ROUTED_EXPERTS, content, dtype, len(content) // row_nbytes, shape)
+    rows = len(content) // row_nbytes
+    return _ids(ROUTED_EXPERTS, content, dtype, rows, shape)
 
 
 def _npy(ids: NDArray[Any]) -> str:
@@ -194,20 +213,20 @@ def npy_array(file: bytes) -> NDArray[Any]:
     """
     descr, (rows, *shape), data = _npy_parts(file)
     if _NPY_INTEGERS.fullmatch(descr) is None:
-        raise RowError(f"{ROUTED_EXPERTS}.dtype", "integers, little endian", descr)
+        raise RowError(_DTYPE, "integers, little endian", descr)
     if max(shape) > _WIDTH_MAX:
         wanted = f"layers and top-k of at most {_WIDTH_MAX}"
-        raise RowError(f"{ROUTED_EXPERTS}.shape", wanted, shape)
-    return _ids(f"{ROUTED_EXPERTS}.data", data, np.dtype(descr), rows, (shape[0], shape[1]))
+        raise RowError(_SHAPE, wanted, shape)
+    return _ids(_DATA, data, np.dtype(descr), rows, (shape[0], shape[1]))
 
 
 def _npy_ids(encoded: Any, dtype: np.dtype[Any], shape: Shape) -> NDArray[Any]:
     descr, claimed, data = _npy_parts(from_base64(ROUTED_EXPERTS, encoded))
     wanted = dtype.newbyteorder("<").str
     if descr != wanted:
-        raise RowError(f"{ROUTED_EXPERTS}.dtype", f"{wanted}, as the model's experts need", descr)
-    rows = _checked_rows(f"{ROUTED_EXPERTS}.shape", claimed, shape)
-    return _ids(f"{ROUTED_EXPERTS}.data", data, dtype, rows, shape)
+        raise RowError(_DTYPE, f"{wanted}, as the model's experts need", descr)
+    rows = _checked_rows(_SHAPE, claimed, shape)
+    return _ids(_DATA, data, dtype, rows, shape)
 
 
 def _npy_parts(file: bytes) -> tuple[str, tuple[int, ...], bytes]:
@@ -226,7 +245,7 @@ def _npy_parts(file: bytes) -> tuple[str, tuple[int, ...], bytes]:
     if fortran != "False":
         wanted = "an array in C order"
         got = f"{descr}, fortran_order {fortran}"
-        raise RowError(f"{ROUTED_EXPERTS}.dtype", wanted, got)
+        raise RowError(_DTYPE, wanted, got)
     return descr, tuple(map(int, header.groups()[2:])), file[stop:]
 
 
@@ -246,11 +265,11 @@ def _object_ids(encoded: Any, dtype: np.dtype[Any], shape: Shape) -> NDArray[Any
     except (msgspec.ValidationError, RecursionError) as error:
         wanted = "an object with shape, dtype and data"
         raise RowError(ROUTED_EXPERTS, wanted, error) from error
-    rows = _checked_rows(f"{ROUTED_EXPERTS}.shape", array.shape, shape)
+    rows = _checked_rows(_SHAPE, array.shape, shape)
     if array.dtype != dtype.name:
         wanted = f"{dtype.name}, as the model's experts need"
-        raise RowError(f"{ROUTED_EXPERTS}.dtype", wanted, repr(array.dtype))
-    return _ids(f"{ROUTED_EXPERTS}.data", from_base64(f"{ROUTED_EXPERTS}.data", array.data), dtype, rows, shape)
+        raise RowError(_DTYPE, wanted, repr(array.dtype))
+    return _ids(_DATA, from_base64(_DATA, array.data), dtype, rows, shape)
 
 
 def _envelope(ids: NDArray[Any]) -> str:
@@ -267,10 +286,14 @@ def _envelope_ids(encoded: Any, dtype: np.dtype[Any], shape: Shape) -> NDArray[A
     sent_dtype = np.dtype(head[1])
     if sent_dtype.itemsize < dtype.itemsize:
         wanted = f"{dtype.name} or wider, as the model's experts need"
-        raise RowError(f"{ROUTED_EXPERTS}.dtype", wanted, head[1])
-    rows = _checked_rows(f"{ROUTED_EXPERTS}.shape", (int(head[2]), int(head[3]), int(head[4])), shape)
+        raise RowError(_DTYPE, wanted, head[1])
+    rows = _checked_rows(_SHAPE, (int(head[2]), int(head[3]), int(head[4])), shape)
     return _ids(
-        f"{ROUTED_EXPERTS}.data", from_base64(f"{ROUTED_EXPERTS}.data", encoded[head.end() :]), sent_dtype, rows, shape
+        _DATA,
+        from_base64(_DATA, encoded[head.end() :]),
+        sent_dtype,
+        rows,
+        shape,
     )
 
 

@@ -86,7 +86,11 @@ def routing_weights_spec(routing: AuxBlockDataSpec) -> AuxBlockDataSpec:
     1920
     """
     return AuxBlockDataSpec(
-        ROUTING_WEIGHTS, routing.row_shape, "float32", block_tokens=routing.block_tokens, attrs=routing.attrs
+        ROUTING_WEIGHTS,
+        routing.row_shape,
+        "float32",
+        block_tokens=routing.block_tokens,
+        attrs=routing.attrs,
     )
 
 

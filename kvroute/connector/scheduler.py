@@ -395,7 +395,14 @@ class SchedulerRows:
         wrote = [(number, first) for number, first in steps if first < stop] or [(self._steps, 0)]
         weights = self.weights
         computation = Computation(
-            ids, lives, min(start, stop), stop, wrote, weights.changes, weights.version, weights.mixed
+            ids,
+            lives,
+            min(start, stop),
+            stop,
+            wrote,
+            weights.changes,
+            weights.version,
+            weights.mixed,
         )
         if self.carrier.has_unproved:
             slots = (ids[:, None] * size + np.arange(size)).reshape(-1)[:stop]

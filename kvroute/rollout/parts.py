@@ -125,7 +125,10 @@ class PartStore(ABC):
         layers = min(self._layers, len(routes.layer_ids))
         try:
             header, parts = record(
-                routes, layers, tokens_of_parts(routes.layout, len(routes), layers, PART_NBYTES), name
+                routes,
+                layers,
+                tokens_of_parts(routes.layout, len(routes), layers, PART_NBYTES),
+                name,
             )
             header, content = with_support(header, routes, support or None)  # one of no position is none
             packed = header.pack()
