@@ -74,20 +74,23 @@ class RequestJournal:
         if routes.stop > TOKENS_MAX:
             raise RowError("routes.stop", f"{TOKENS_MAX} at most", routes.stop)
         self._grow(routes.stop)
-        old = min(max(self.settled - routes.start, 0), len(routes))  # how many of its positions are settled
-        taken = some_known(routes.mask).copy()
+        start = routes.start
+        old = min(max(self.settled - start, 0), len(routes))  # how many of its positions are settled
+        some = some_known(routes.mask)
+        taken = some.copy()
         taken[:old] = False
         if same_from is not None:
-            known = self._known[routes.start : routes.start + old]
-            is_first = some_known(routes.mask)[:old] & ~known.any(axis=1)
+            known = self._known[start : start + old]
+            is_first = some[:old] & ~known.any(axis=1)
             is_whole = routes.valid[:old] & ~known.all(axis=1)
-            is_same = np.arange(routes.start, routes.start + old) >= same_from
+            is_same = np.arange(start, start + old) >= same_from
             taken[:old] = (is_first | is_whole) & is_same
         rows = np.flatnonzero(taken)
-        positions = routes.start + rows
+        positions = start + rows
+        versions = spans.by_position(routes.weights_versions, start, routes.stop)
         self._ids[positions] = routes.ids[rows]
         self._known[positions] = routes.known[rows]
-        self._versions[positions] = spans.by_position(routes.weights_versions, routes.start, routes.stop)[rows]
+        self._versions[positions] = versions[rows]
         return positions
 
     def discard_unsettled(self) -> None:
@@ -112,7 +115,8 @@ class RequestJournal:
         differs = ids[:both] != self._tokens[:both]
         if differs.any():
             position = int(differs.argmax())
-            raise RowError(f"token at position {position}", int(self._tokens[position]), int(ids[position]))
+            known_token = int(self._tokens[position])
+            raise RowError(f"token at position {position}", known_token, int(ids[position]))
         if len(ids) > len(self._tokens):
             self._tokens = ids.astype(np.int64)
 
@@ -132,8 +136,9 @@ class RequestJournal:
         for position in positions:
             earlier = self._supports.get(position)
             if earlier is not None and not np.array_equal(earlier, new[position]):
+                what = f"sampling support of position {position}"
                 wanted = f"the {len(earlier)} ids that it was drawn from, {earlier[:8].tolist()}"
-                raise RowError(f"sampling support of position {position}", wanted, new[position][:8].tolist())
+                raise RowError(what, wanted, new[position][:8].tolist())
         self._supports.update(new)
 
     def support(self, start: int = 0, stop: int | None = None) -> SamplingSupport:
@@ -147,7 +152,8 @@ class RequestJournal:
             wanted = f"a range inside [0, {len(self._tokens)}]"
             raise RowError("positions", wanted, f"[{start}, {end})")
         none = np.empty(0, np.int32)
-        return joined([self._supports.get(position, none) for position in range(start, end)], start, self._tokens)
+        supports = [self._supports.get(position, none) for position in range(start, end)]
+        return joined(supports, start, self._tokens)
 
     @property
     def settled(self) -> int:
@@ -187,7 +193,8 @@ class RequestJournal:
         counts = {n + 1 for n in (start or end, end) if n < len(self._tokens)}
         hashes = token_hashes(self._tokens, counts)
         ids = self._ids[start:end].copy()
-        return checked_routes(self._layout, ids, mask, start, spans.from_positions(versions, start), hashes)
+        labels = spans.from_positions(versions, start)
+        return checked_routes(self._layout, ids, mask, start, labels, hashes)
 
     def _grow(self, stop: int) -> None:
         """Make room for positions before ``stop``, without rows yet."""

