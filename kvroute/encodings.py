@@ -45,9 +45,9 @@ ENCODINGS: Final[tuple[str, ...]] = get_args(Encoding)
 
 ROUTED_EXPERTS: Final = "routed_experts"
 """The name that every engine gives to the field."""
-_DTYPE: Final = f"{ROUTED_EXPERTS}.dtype"
-_SHAPE: Final = f"{ROUTED_EXPERTS}.shape"
-_DATA: Final = f"{ROUTED_EXPERTS}.data"
+_FIELD_DTYPE: Final = f"{ROUTED_EXPERTS}.dtype"
+_FIELD_SHAPE: Final = f"{ROUTED_EXPERTS}.shape"
+_FIELD_DATA: Final = f"{ROUTED_EXPERTS}.data"
 """What errors call its parts."""
 _NPY_HEADER_NBYTES_MAX: Final = 256
 """Header of a ``.npy`` that numpy writes for three dimensions: magic, version, length and text, a multiple of 64."""
@@ -213,20 +213,20 @@ def npy_array(file: bytes) -> NDArray[Any]:
     """
     descr, (rows, *shape), data = _npy_parts(file)
     if _NPY_INTEGERS.fullmatch(descr) is None:
-        raise RowError(_DTYPE, "integers, little endian", descr)
+        raise RowError(_FIELD_DTYPE, "integers, little endian", descr)
     if max(shape) > _WIDTH_MAX:
         wanted = f"layers and top-k of at most {_WIDTH_MAX}"
-        raise RowError(_SHAPE, wanted, shape)
-    return _ids(_DATA, data, np.dtype(descr), rows, (shape[0], shape[1]))
+        raise RowError(_FIELD_SHAPE, wanted, shape)
+    return _ids(_FIELD_DATA, data, np.dtype(descr), rows, (shape[0], shape[1]))
 
 
 def _npy_ids(encoded: Any, dtype: np.dtype[Any], shape: Shape) -> NDArray[Any]:
     descr, claimed, data = _npy_parts(from_base64(ROUTED_EXPERTS, encoded))
     wanted = dtype.newbyteorder("<").str
     if descr != wanted:
-        raise RowError(_DTYPE, f"{wanted}, as the model's experts need", descr)
-    rows = _checked_rows(_SHAPE, claimed, shape)
-    return _ids(_DATA, data, dtype, rows, shape)
+        raise RowError(_FIELD_DTYPE, f"{wanted}, as the model's experts need", descr)
+    rows = _checked_rows(_FIELD_SHAPE, claimed, shape)
+    return _ids(_FIELD_DATA, data, dtype, rows, shape)
 
 
 def _npy_parts(file: bytes) -> tuple[str, tuple[int, ...], bytes]:
@@ -245,7 +245,7 @@ def _npy_parts(file: bytes) -> tuple[str, tuple[int, ...], bytes]:
     if fortran != "False":
         wanted = "an array in C order"
         got = f"{descr}, fortran_order {fortran}"
-        raise RowError(_DTYPE, wanted, got)
+        raise RowError(_FIELD_DTYPE, wanted, got)
     return descr, tuple(map(int, header.groups()[2:])), file[stop:]
 
 
@@ -265,11 +265,11 @@ def _object_ids(encoded: Any, dtype: np.dtype[Any], shape: Shape) -> NDArray[Any
     except (msgspec.ValidationError, RecursionError) as error:
         wanted = "an object with shape, dtype and data"
         raise RowError(ROUTED_EXPERTS, wanted, error) from error
-    rows = _checked_rows(_SHAPE, array.shape, shape)
+    rows = _checked_rows(_FIELD_SHAPE, array.shape, shape)
     if array.dtype != dtype.name:
         wanted = f"{dtype.name}, as the model's experts need"
-        raise RowError(_DTYPE, wanted, repr(array.dtype))
-    return _ids(_DATA, from_base64(_DATA, array.data), dtype, rows, shape)
+        raise RowError(_FIELD_DTYPE, wanted, repr(array.dtype))
+    return _ids(_FIELD_DATA, from_base64(_FIELD_DATA, array.data), dtype, rows, shape)
 
 
 def _envelope(ids: NDArray[Any]) -> str:
@@ -286,11 +286,11 @@ def _envelope_ids(encoded: Any, dtype: np.dtype[Any], shape: Shape) -> NDArray[A
     sent_dtype = np.dtype(head[1])
     if sent_dtype.itemsize < dtype.itemsize:
         wanted = f"{dtype.name} or wider, as the model's experts need"
-        raise RowError(_DTYPE, wanted, head[1])
-    rows = _checked_rows(_SHAPE, (int(head[2]), int(head[3]), int(head[4])), shape)
+        raise RowError(_FIELD_DTYPE, wanted, head[1])
+    rows = _checked_rows(_FIELD_SHAPE, (int(head[2]), int(head[3]), int(head[4])), shape)
     return _ids(
-        _DATA,
-        from_base64(_DATA, encoded[head.end() :]),
+        _FIELD_DATA,
+        from_base64(_FIELD_DATA, encoded[head.end() :]),
         sent_dtype,
         rows,
         shape,

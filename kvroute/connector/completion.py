@@ -58,14 +58,14 @@ class Completion:
         request = str(meta.get("id") or "")
         entries = next(filter(None, reversed(meta.get(FIELD) or ())), None)
         prompt = field_of(output, "prompt_token_ids")
-        tokens = _joined(prompt, field_of(output, "output_ids"))
+        tokens = _sequence_of(prompt, field_of(output, "output_ids"))
         return cls(0, request, tokens, len(prompt or ()), mapping(entries), key=request or None)
 
     @classmethod
     def _of_response(cls, output: Any, index: int) -> Self:
         """Each of several turns is a request of its own."""
         prompt = _tokens_of(output, "input_messages")
-        tokens = _joined(prompt, _tokens_of(output, "output_messages"))
+        tokens = _sequence_of(prompt, _tokens_of(output, "output_messages"))
         entries = mapping(beside(output).get(FIELD))
         return cls(index, _id_of(output), tokens, len(prompt or ()), entries)
 
@@ -78,7 +78,7 @@ class Completion:
             raise RowError("index", wanted, index)
         choice = choices.get(index)
         prompt = choice and prompt_of(output, choice)
-        tokens = _joined(prompt, field_of(choice, "token_ids"))
+        tokens = _sequence_of(prompt, field_of(choice, "token_ids"))
         entries = mapping(beside(output).get(FIELD))
         ended = field_of(choice, "finish_reason")
         return cls(index, _id_of(output), tokens, len(prompt or ()), entries, ended)
@@ -219,7 +219,7 @@ def parsed(field: str) -> Iterator[None]:
         raise RowError(field, wanted, repr(error)) from error
 
 
-def _joined(prompt: Any, answered: Any) -> list[int] | None:
+def _sequence_of(prompt: Any, answered: Any) -> list[int] | None:
     """The tokens of a prompt and its answer; ``None`` unless both are known."""
     return None if prompt is None or answered is None else [*prompt, *answered]
 
