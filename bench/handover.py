@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 from bench.harness import ROOT, Table, asked, router_ids, write_json
 from kvroute.rollout import RolloutHandle, fetch_shard, open_rollouts
 from kvroute.routes import Layout, Routes, Split, shard_packed
+from kvroute.routes.routes import checked_routes
 from kvroute.routes.split import count_places
 
 LAYERS, TOP_K, EXPERTS = 48, 8, 128
@@ -49,7 +50,7 @@ class Load:
         """A rollout: one row fewer than tokens, with distinct ids, different for every number."""
         ids = router_ids(self.count(number) - 1, LAYERS, TOP_K, EXPERTS, seed=number)
         layout = Layout(tuple(range(LAYERS)), EXPERTS, LAYERS, TOP_K)
-        return Routes.checked(layout, ids, np.ones(len(ids), np.bool_))
+        return checked_routes(layout, ids, np.ones(len(ids), np.bool_))
 
     @property
     def nbytes(self) -> int:
@@ -156,7 +157,7 @@ def broadcast(load: Load, dp: int, *, lists: bool) -> Spread:
     taken = np.array(json.loads(answer), np.uint8) if lists else np.frombuffer(answer, np.uint8)
     segment[:] = taken.reshape(segment.shape)
     driver_s, taken_s = time.process_time() - told_cpu_s, time.perf_counter()
-    copied = Routes.checked(routes.layout, segment.copy(), routes.valid)
+    copied = checked_routes(routes.layout, segment.copy(), routes.valid)
     copied_s = time.perf_counter()
     shard_packed([copied], [load.count(0)], ranks[0][1], dtype="uint8")
     cut_s = (time.perf_counter() - copied_s) / dp  # a rank copies every rollout and cuts those of its group

@@ -27,6 +27,7 @@ from bench.harness import Table, Timed, asked, router_ids, take_turns, write_jso
 from kvroute.replay import transformers as replay
 from kvroute.replay import watch
 from kvroute.routes import Layout, Routes
+from kvroute.routes.routes import checked_routes
 
 LAYERS, EXPERTS, TOP_K, SAMPLES = 4, 64, 8, 4
 
@@ -50,7 +51,7 @@ def samples_of(tokens: int, seed: int) -> tuple[list[Routes], list[int]]:
     counts = [tokens // SAMPLES] * SAMPLES
     layout = Layout(tuple(range(LAYERS)), EXPERTS, LAYERS, TOP_K)
     routes = [
-        Routes.checked(
+        checked_routes(
             layout, router_ids(count - 1, LAYERS, TOP_K, EXPERTS, seed=seed + i), np.ones(count - 1, np.bool_)
         )
         for i, count in enumerate(counts)

@@ -22,6 +22,7 @@ import kvroute
 from bench.harness import Sweep, Table, Timed, asked, router_ids, take_turns, write_json
 from kvroute.checks import check_ids
 from kvroute.routes import Layout, Routes, shard_packed
+from kvroute.routes.routes import checked_routes
 
 BLOCK_TOKENS = 64
 EXPERTS, TOP_K, DENSE_FIRST, LAYERS = 256, 8, 6, 64
@@ -58,7 +59,7 @@ def steps(tokens: int) -> list[Step]:
     full = routes.materialize(tokens, "all", "int32")
     narrow = routes.materialize(tokens, "moe", "uint8")
     every_other = Layout(tuple(range(1, LAYERS, 2)), EXPERTS, LAYERS, TOP_K)
-    apart = Routes.checked(every_other, ids[:, : LAYERS // 2], np.ones(tokens, np.bool_))
+    apart = checked_routes(every_other, ids[:, : LAYERS // 2], np.ones(tokens, np.bool_))
     batch, lengths = [routes] * 8, [tokens + 1 - 100 * i for i in range(8)]
     one, eight = partial(shard_packed, [routes], [tokens + 1], RANK), partial(shard_packed, batch, lengths, RANK)
     shard, packed = one(), eight()

@@ -47,7 +47,13 @@ def flag(*names: str, **options: Any) -> Flag:
     return names, options
 
 
-def number(name: str, default: int | None, what: str, least: int = 1, most: int = MOST) -> Flag:
+def number(
+    name: str,
+    default: int | None,
+    what: str,
+    least: int = 1,
+    most: int = MOST,
+) -> Flag:
     return flag(name, type=Integer(least, most), default=default, metavar="N", help=what)
 
 

@@ -24,7 +24,13 @@ IDS_AT_ONCE: Final = 1 << 16
 """Layers of tokens judged at a time: with eight one-byte ids, 512 KiB of columns and as much of results."""
 
 
-def whole(field: str, value: object, least: int = 0, *, error: type[InvalidInputError] = InvalidInputError) -> int:
+def whole(
+    field: str,
+    value: object,
+    least: int = 0,
+    *,
+    error: type[InvalidInputError] = InvalidInputError,
+) -> int:
     """``value`` as an integer of ``least`` or more; for anything else, also ``True``, ``error`` names the field."""
     if not isinstance(value, (int, np.integer)) or isinstance(value, bool) or value < least:
         raise error(field, f"an integer of {least} or more", repr(value))
@@ -32,7 +38,10 @@ def whole(field: str, value: object, least: int = 0, *, error: type[InvalidInput
 
 
 def check_ids(
-    ids: NDArray[Any], num_experts: int, layer_ids: Sequence[int], positions: Sequence[int] | NDArray[Any] | None = None
+    ids: NDArray[Any],
+    num_experts: int,
+    layer_ids: Sequence[int],
+    positions: Sequence[int] | NDArray[Any] | None = None,
 ) -> None:
     """Raise :class:`RowError` unless every row of ``ids`` ``[n, layers, top_k]`` can be a router's choice.
 

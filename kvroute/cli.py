@@ -134,7 +134,11 @@ def _engine(name: str, what: str) -> Flag:
 
 _URL: Final = flag("--url", required=True, type=SERVER_URL, metavar="URL", help="http://HOST:PORT of vLLM or SGLang")
 _MODEL_FLAG: Final = flag(
-    "--model", type=Path, required=True, metavar="DIR", help="the checkpoint, or its config.json alone"
+    "--model",
+    type=Path,
+    required=True,
+    metavar="DIR",
+    help="the checkpoint, or its config.json alone",
 )
 _ROLLOUTS: Final = flag(
     "--rollouts",

@@ -89,7 +89,9 @@ def check_free(host: str, port: int) -> None:
             pass
     except OSError as error:
         reason = str(error.strerror).partition(" (")[0]
-        raise ConfigError("--host, --port", "an address that is free", f"{host}:{port} ({reason})") from error
+        wanted = "an address that is free"
+        got = f"{host}:{port} ({reason})"
+        raise ConfigError("--host, --port", wanted, got) from error
 
 
 __all__ = ["DEMONSTRATION", "check_free"]

@@ -45,6 +45,10 @@ ENCODINGS: Final[tuple[str, ...]] = get_args(Encoding)
 
 ROUTED_EXPERTS: Final = "routed_experts"
 """The name that every engine gives to the field."""
+_FIELD_DTYPE: Final = f"{ROUTED_EXPERTS}.dtype"
+_FIELD_SHAPE: Final = f"{ROUTED_EXPERTS}.shape"
+_FIELD_DATA: Final = f"{ROUTED_EXPERTS}.data"
+"""What errors call its parts."""
 _NPY_HEADER_NBYTES_MAX: Final = 256
 """Header of a ``.npy`` that numpy writes for three dimensions: magic, version, length and text, a multiple of 64."""
 _WIDTH_MAX: Final = 1 << 16
@@ -66,18 +70,26 @@ def encode(routes: Routes, encoding: str = "kvroute") -> Any:
         return None
     if encoding == "kvroute":
         return routes.to_json()
-    how, layout = _FOREIGN[encoding], routes.layout
+    how = _FOREIGN[encoding]
+    layout = routes.layout
     layers = layout.chosen("all" if how.dense else "moe")
-    ids = np.zeros((len(routes), len(layers), layout.top_k), how.dtype(layout.num_experts))
-    ids[:, [layers.index(layer) for layer in layout.layer_ids]] = routes.ids
+    columns = [layers.index(layer) for layer in layout.layer_ids]
+    shape = (len(routes), len(layers), layout.top_k)
+    ids = np.zeros(shape, how.dtype(layout.num_experts))
+    ids[:, columns] = routes.ids
     if not routes.complete:
         known = np.zeros(ids.shape[:2], np.bool_)
-        known[:, [layers.index(layer) for layer in layout.layer_ids]] = routes.known
+        known[:, columns] = routes.known
         ids[~known] = _all_ones(ids.dtype)
     return how.pack(ids)
 
 
-def decode(encoded: Any, spec: AuxBlockDataSpec, encoding: str = "kvroute", start: int = 0) -> Routes:
+def decode(
+    encoded: Any,
+    spec: AuxBlockDataSpec,
+    encoding: str = "kvroute",
+    start: int = 0,
+) -> Routes:
     """The routes that are ``encoded`` in ``encoding``, for the routers of ``spec``, from position ``start``.
 
     Raises :class:`RowError` for anything else, naming the field, what was wanted and what came. The memory used is a
@@ -93,14 +105,16 @@ def decode(encoded: Any, spec: AuxBlockDataSpec, encoding: str = "kvroute", star
         return routes
     how = _FOREIGN[encoding]
     layers = layout.chosen("all" if how.dense else "moe")
-    ids = how.unpack(encoded, np.dtype(how.dtype(layout.num_experts)), (len(layers), layout.top_k))
-    known = ~(ids == _all_ones(ids.dtype)).all(axis=2) if how.masked else np.ones(len(ids), np.bool_)
+    dtype = np.dtype(how.dtype(layout.num_experts))
+    ids = how.unpack(encoded, dtype, (len(layers), layout.top_k))
+    known = np.ones(len(ids), np.bool_)
+    if how.masked:
+        known = ~(ids == _all_ones(ids.dtype)).all(axis=2)
     if how.dense and len(layers) > len(layout.layer_ids):
         for layer in set(layers).difference(layout.layer_ids):
             if ids[:, layer].any():
-                raise RowError(
-                    f"{ROUTED_EXPERTS} layer {layer}", "zeros, as the model has no router there", "other ids"
-                )
+                wanted = "zeros, as the model has no router there"
+                raise RowError(f"{ROUTED_EXPERTS} layer {layer}", wanted, "other ids")
         ids = ids[:, list(layout.layer_ids)]
     return Routes(ids, known, layout.layer_ids, layout.num_experts, layout.num_layers, start)
 
@@ -115,22 +129,29 @@ def refusal(routes: Routes, encoding: str) -> str | None:
     if routes.num_experts > most:
         bits = 8 * np.dtype(widest).itemsize
         return f"{how.name}'s encoding has ids of {bits} bits, and there are {routes.num_experts} experts"
-    return None if how.masked or routes.complete else _missing_text(routes)
+    if how.masked or routes.complete:
+        return None
+    return _missing_text(routes)
 
 
 def _check_encoding(encoding: object) -> None:
     if encoding not in ENCODINGS:
-        raise InvalidInputError("encoding", "one of " + ", ".join(ENCODINGS), repr(encoding))
+        wanted = "one of " + ", ".join(ENCODINGS)
+        raise InvalidInputError("encoding", wanted, repr(encoding))
 
 
 def _missing_text(routes: Routes) -> str:
     """Which rows, or layers of them, are missing, in one line."""
-    ranges = ", ".join(f"[{start}, {stop})" for start, stop in routes.missing[:8])
-    more = f" and {len(routes.missing) - 8} more ranges" if len(routes.missing) > 8 else ""
-    lost = sum(stop - start for start, stop in routes.missing)
+    missing = routes.missing
+    lost = sum(stop - start for start, stop in missing)
+    text = f"{lost} of {len(routes)} rows are missing: positions "
+    text += ", ".join(f"[{start}, {stop})" for start, stop in missing[:8])
+    if len(missing) > 8:
+        text += f" and {len(missing) - 8} more ranges"
     gap = routes.first_gap(routes.stop, routes.start)
-    first = "" if gap is None or gap[1] is None else f", of which {gap[0]} lacks layer {gap[1]}"
-    return f"{lost} of {len(routes)} rows are missing: positions {ranges}{more}{first}"
+    if gap is not None and gap[1] is not None:
+        text += f", of which {gap[0]} lacks layer {gap[1]}"
+    return text
 
 
 def _all_ones(dtype: np.dtype[Any]) -> Any:
@@ -146,25 +167,36 @@ def _text(ids: NDArray[Any]) -> str:
     return b64encode_as_string(np.ascontiguousarray(little).data)
 
 
-def _ids(field: str, content: bytes, dtype: np.dtype[Any], rows: int, shape: Shape) -> NDArray[Any]:
+def _ids(
+    field: str,
+    content: bytes,
+    dtype: np.dtype[Any],
+    rows: int,
+    shape: Shape,
+) -> NDArray[Any]:
     """``content`` as ids ``[rows, layers, top_k]``, if it has that size."""
     little = dtype.newbyteorder("<")
-    if len(content) != (wanted := rows * shape[0] * shape[1] * little.itemsize):
-        raise RowError(field, f"{wanted} bytes", len(content))
+    nbytes = rows * shape[0] * shape[1] * little.itemsize
+    if len(content) != nbytes:
+        raise RowError(field, f"{nbytes} bytes", len(content))
     return np.frombuffer(content, little).reshape(rows, *shape)
 
 
 def _checked_rows(field: str, claimed: tuple[int, ...], shape: Shape) -> int:
     if len(claimed) != 3 or claimed[1:] != shape:
-        raise RowError(field, f"(rows, {shape[0]}, {shape[1]}), as the model has", claimed)
+        wanted = f"(rows, {shape[0]}, {shape[1]}), as the model has"
+        raise RowError(field, wanted, claimed)
     return claimed[0]
 
 
 def _bare_ids(encoded: Any, dtype: np.dtype[Any], shape: Shape) -> NDArray[Any]:
-    content, row_nbytes = from_base64(ROUTED_EXPERTS, encoded), shape[0] * shape[1] * dtype.itemsize
+    content = from_base64(ROUTED_EXPERTS, encoded)
+    row_nbytes = shape[0] * shape[1] * dtype.itemsize
     if len(content) % row_nbytes:
-        raise RowError(ROUTED_EXPERTS, f"base64 of rows of {row_nbytes} bytes", f"{len(content)} bytes")
-    return _ids(ROUTED_EXPERTS, content, dtype, len(content) // row_nbytes, shape)
+        wanted = f"base64 of rows of {row_nbytes} bytes"
+        raise RowError(ROUTED_EXPERTS, wanted, f"{len(content)} bytes")
+    rows = len(content) // row_nbytes
+    return _ids(ROUTED_EXPERTS, content, dtype, rows, shape)
 
 
 def _npy(ids: NDArray[Any]) -> str:
@@ -181,19 +213,20 @@ def npy_array(file: bytes) -> NDArray[Any]:
     """
     descr, (rows, *shape), data = _npy_parts(file)
     if _NPY_INTEGERS.fullmatch(descr) is None:
-        raise RowError(f"{ROUTED_EXPERTS}.dtype", "integers, little endian", descr)
+        raise RowError(_FIELD_DTYPE, "integers, little endian", descr)
     if max(shape) > _WIDTH_MAX:
-        raise RowError(f"{ROUTED_EXPERTS}.shape", f"layers and top-k of at most {_WIDTH_MAX}", shape)
-    return _ids(f"{ROUTED_EXPERTS}.data", data, np.dtype(descr), rows, (shape[0], shape[1]))
+        wanted = f"layers and top-k of at most {_WIDTH_MAX}"
+        raise RowError(_FIELD_SHAPE, wanted, shape)
+    return _ids(_FIELD_DATA, data, np.dtype(descr), rows, (shape[0], shape[1]))
 
 
 def _npy_ids(encoded: Any, dtype: np.dtype[Any], shape: Shape) -> NDArray[Any]:
     descr, claimed, data = _npy_parts(from_base64(ROUTED_EXPERTS, encoded))
     wanted = dtype.newbyteorder("<").str
     if descr != wanted:
-        raise RowError(f"{ROUTED_EXPERTS}.dtype", f"{wanted}, as the model's experts need", descr)
-    rows = _checked_rows(f"{ROUTED_EXPERTS}.shape", claimed, shape)
-    return _ids(f"{ROUTED_EXPERTS}.data", data, dtype, rows, shape)
+        raise RowError(_FIELD_DTYPE, f"{wanted}, as the model's experts need", descr)
+    rows = _checked_rows(_FIELD_SHAPE, claimed, shape)
+    return _ids(_FIELD_DATA, data, dtype, rows, shape)
 
 
 def _npy_parts(file: bytes) -> tuple[str, tuple[int, ...], bytes]:
@@ -202,13 +235,17 @@ def _npy_parts(file: bytes) -> tuple[str, tuple[int, ...], bytes]:
         raise RowError(ROUTED_EXPERTS, "a .npy of version 1.0", repr(file[:8]))
     stop = 10 + int.from_bytes(file[8:10], "little")
     if stop > min(_NPY_HEADER_NBYTES_MAX, len(file)):
-        raise RowError(ROUTED_EXPERTS, f"a header of at most {_NPY_HEADER_NBYTES_MAX} bytes inside the file", stop)
+        wanted = f"a header of at most {_NPY_HEADER_NBYTES_MAX} bytes inside the file"
+        raise RowError(ROUTED_EXPERTS, wanted, stop)
     header = _NPY_TEXT.fullmatch(file[10:stop])
     if header is None:
-        raise RowError(ROUTED_EXPERTS, "the header of an array of three dimensions", repr(file[10:stop]))
+        wanted = "the header of an array of three dimensions"
+        raise RowError(ROUTED_EXPERTS, wanted, repr(file[10:stop]))
     descr, fortran = (part.decode("latin-1") for part in header.group(1, 2))
     if fortran != "False":
-        raise RowError(f"{ROUTED_EXPERTS}.dtype", "an array in C order", f"{descr}, fortran_order {fortran}")
+        wanted = "an array in C order"
+        got = f"{descr}, fortran_order {fortran}"
+        raise RowError(_FIELD_DTYPE, wanted, got)
     return descr, tuple(map(int, header.groups()[2:])), file[stop:]
 
 
@@ -226,11 +263,13 @@ def _object_ids(encoded: Any, dtype: np.dtype[Any], shape: Shape) -> NDArray[Any
     try:
         array = msgspec.convert(encoded, _Object)
     except (msgspec.ValidationError, RecursionError) as error:
-        raise RowError(ROUTED_EXPERTS, "an object with shape, dtype and data", error) from error
-    rows = _checked_rows(f"{ROUTED_EXPERTS}.shape", array.shape, shape)
+        wanted = "an object with shape, dtype and data"
+        raise RowError(ROUTED_EXPERTS, wanted, error) from error
+    rows = _checked_rows(_FIELD_SHAPE, array.shape, shape)
     if array.dtype != dtype.name:
-        raise RowError(f"{ROUTED_EXPERTS}.dtype", f"{dtype.name}, as the model's experts need", repr(array.dtype))
-    return _ids(f"{ROUTED_EXPERTS}.data", from_base64(f"{ROUTED_EXPERTS}.data", array.data), dtype, rows, shape)
+        wanted = f"{dtype.name}, as the model's experts need"
+        raise RowError(_FIELD_DTYPE, wanted, repr(array.dtype))
+    return _ids(_FIELD_DATA, from_base64(_FIELD_DATA, array.data), dtype, rows, shape)
 
 
 def _envelope(ids: NDArray[Any]) -> str:
@@ -242,13 +281,19 @@ def _envelope_ids(encoded: Any, dtype: np.dtype[Any], shape: Shape) -> NDArray[A
     head = _NEMO_HEAD.match(encoded) if isinstance(encoded, str) else None
     if head is None:
         got = repr(encoded[:40]) if isinstance(encoded, str) else type(encoded).__name__
-        raise RowError(ROUTED_EXPERTS, "nrlre1:<dtype>:<rows>x<layers>x<top_k>:<base64>", got)
+        wanted = "nrlre1:<dtype>:<rows>x<layers>x<top_k>:<base64>"
+        raise RowError(ROUTED_EXPERTS, wanted, got)
     sent_dtype = np.dtype(head[1])
     if sent_dtype.itemsize < dtype.itemsize:
-        raise RowError(f"{ROUTED_EXPERTS}.dtype", f"{dtype.name} or wider, as the model's experts need", head[1])
-    rows = _checked_rows(f"{ROUTED_EXPERTS}.shape", (int(head[2]), int(head[3]), int(head[4])), shape)
+        wanted = f"{dtype.name} or wider, as the model's experts need"
+        raise RowError(_FIELD_DTYPE, wanted, head[1])
+    rows = _checked_rows(_FIELD_SHAPE, (int(head[2]), int(head[3]), int(head[4])), shape)
     return _ids(
-        f"{ROUTED_EXPERTS}.data", from_base64(f"{ROUTED_EXPERTS}.data", encoded[head.end() :]), sent_dtype, rows, shape
+        _FIELD_DATA,
+        from_base64(_FIELD_DATA, encoded[head.end() :]),
+        sent_dtype,
+        rows,
+        shape,
     )
 
 

@@ -67,15 +67,22 @@ def indexer_spec(top_k: int, sources: ArrayLike, block_tokens: int) -> AuxBlockD
     >>> spec.row_shape, spec.attrs["layer_ids"]
     ((2, 4), (0, 2))
     """
-    given = tuple(integers(sources, "sources", "one integer for each layer", error=SpecError).tolist())
-    for layer, source in enumerate(given):
-        if source != NONE and not (0 <= source <= layer and given[source] == source):
-            raise SpecError(f"sources[{layer}]", "this layer, or an earlier one that has an indexer", source)
-    layer_ids = tuple(layer for layer, source in enumerate(given) if layer == source)
+    wanted = "one integer for each layer"
+    numbers = integers(sources, "sources", wanted, error=SpecError)
+    own_sources: tuple[int, ...] = tuple(numbers.tolist())
+    for layer, source in enumerate(own_sources):
+        if source == NONE:
+            continue
+        if not 0 <= source <= layer or own_sources[source] != source:
+            wanted = "this layer, or an earlier one that has an indexer"
+            raise SpecError(f"sources[{layer}]", wanted, source)
+    layer_ids = tuple(layer for layer, source in enumerate(own_sources) if layer == source)
     if not layer_ids:
-        raise SpecError("sources", "at least one layer with an indexer of its own", "none")
-    attrs = {"layer_ids": layer_ids, "sources": given}
-    return AuxBlockDataSpec(INDEXER, (len(layer_ids), top_k), "int32", block_tokens, attrs=attrs)
+        wanted = "at least one layer with an indexer of its own"
+        raise SpecError("sources", wanted, "none")
+    attrs = {"layer_ids": layer_ids, "sources": own_sources}
+    shape = (len(layer_ids), top_k)
+    return AuxBlockDataSpec(INDEXER, shape, "int32", block_tokens, attrs=attrs)
 
 
 def indexer_spec_from_hf(config: Any, block_tokens: int) -> AuxBlockDataSpec:
@@ -92,53 +99,69 @@ def indexer_spec_from_hf(config: Any, block_tokens: int) -> AuxBlockDataSpec:
     if not top_k or not layers:
         raise SpecError("config index_topk", "a model with an indexer", "none")
     kinds = ["full"] * layers if kinds is None else kinds
-    if len(kinds) != layers or set(kinds) - {"full", "shared"} or kinds[0] != "full":
-        raise SpecError("config indexer_types", f"{layers} times full or shared, the first full", kinds)
+    is_known = len(kinds) == layers and set(kinds) <= {"full", "shared"}
+    if not is_known or kinds[0] != "full":
+        wanted = f"{layers} times full or shared, the first full"
+        raise SpecError("config indexer_types", wanted, kinds)
     sources: list[int] = []
     for layer, kind in enumerate(kinds):
         sources.append(layer if kind == "full" else sources[-1])
     return indexer_spec(top_k, sources, block_tokens)
 
 
-def canonical(choices: ArrayLike, positions: ArrayLike, top_k: int) -> NDArray[np.int32]:
+def canonical(
+    choices: ArrayLike,
+    positions: ArrayLike,
+    top_k: int,
+) -> NDArray[np.int32]:
     """Rows ``[tokens, layers, top_k]`` of what indexers chose, ``[tokens, layers, up to top_k]`` in any order.
 
     ``positions`` ``[tokens]`` are the tokens' own: an indexer fills up with positions behind its token, and with
     negative numbers, which attention masks; they are none of a row. :class:`RowError` for a position that comes twice.
     """
-    given = np.asarray(choices)
+    array = np.asarray(choices)
     own = integers(positions, "positions", "integers [tokens]", error=RowError)
     behind = np.iinfo(np.int32).max
     if (own >= behind).any():
         raise RowError("positions", f"below {behind}", int(own.max()))
-    if given.ndim != 3 or given.dtype.kind not in "iu" or given.shape[2] > top_k or len(given) != len(own):
+    fits = array.ndim == 3 and array.shape[2] <= top_k and len(array) == len(own)
+    if not fits or array.dtype.kind not in "iu":
         wanted = f"integers [{len(own)}, layers, up to {top_k}]"
-        raise RowError("choices", wanted, f"{given.dtype} {list(given.shape)}")
-    tokens, layers, chosen = given.shape
-    is_masked = (given < 0) | (given > own[:, None, None])
+        got = f"{array.dtype} {list(array.shape)}"
+        raise RowError("choices", wanted, got)
+    tokens, layers, chosen = array.shape
+    is_masked = (array < 0) | (array > own[:, None, None])
     rows = np.full((tokens, layers, top_k), behind, np.int32)
-    rows[:, :, :chosen] = np.where(is_masked, behind, given)
+    rows[:, :, :chosen] = np.where(is_masked, behind, array)
     rows.sort(axis=2)
     later = rows[:, :, 1:]
     twice = (rows[:, :, :-1] == later) & (later != behind)
     if twice.any():
         token, layer, place = (int(i) for i in np.argwhere(twice)[0])
-        raise RowError(f"choices of token {token} layer {layer}", "distinct positions", int(rows[token, layer, place]))
+        wanted = "distinct positions"
+        raise RowError(f"choices of token {token} layer {layer}", wanted, int(rows[token, layer, place]))
     rows[rows == behind] = NONE
     return rows
 
 
-def of_layers(spec: AuxBlockDataSpec, rows: NDArray[np.int32], layers: ArrayLike) -> NDArray[np.int32]:
+def of_layers(
+    spec: AuxBlockDataSpec,
+    rows: NDArray[np.int32],
+    layers: ArrayLike,
+) -> NDArray[np.int32]:
     """The choices ``[tokens, len(layers), k]`` that these layers of the model use, shared ones too.
 
     :class:`RowError` names a layer without sparse attention.
     """
-    sources, layer_ids = spec.attrs["sources"], spec.attrs["layer_ids"]
-    wanted = integers(layers, "layers", "integers", error=RowError).tolist()
-    for layer in wanted:
+    sources = spec.attrs["sources"]
+    layer_ids = spec.attrs["layer_ids"]
+    columns = list[int]()
+    for layer in integers(layers, "layers", "integers", error=RowError).tolist():
         if not 0 <= layer < len(sources) or sources[layer] == NONE:
-            raise RowError(f"layer {layer}", f"one with sparse attention, of {len(sources)}", "another")
-    chosen: NDArray[np.int32] = rows[:, [layer_ids.index(sources[layer]) for layer in wanted]]
+            wanted = f"one with sparse attention, of {len(sources)}"
+            raise RowError(f"layer {layer}", wanted, "another")
+        columns.append(layer_ids.index(sources[layer]))
+    chosen: NDArray[np.int32] = rows[:, columns]
     return chosen
 
 
@@ -147,16 +170,19 @@ def pack(rows: NDArray[np.int32]) -> bytes:
 
     :class:`RowError` names the first token and layer whose positions do not increase, or are not followed by -1.
     """
-    given = np.asarray(rows)
-    if given.ndim != 3 or given.dtype != np.int32 or not given.shape[2] or not given.shape[1]:
-        raise RowError("indexer rows", "int32 [tokens, layers, k]", f"{given.dtype} {list(given.shape)}")
-    tokens, layers, k = given.shape
-    flat = np.ascontiguousarray(given).reshape(-1, k)
+    array = np.asarray(rows)
+    if array.ndim != 3 or array.dtype != np.int32 or 0 in array.shape[1:]:
+        wanted = "int32 [tokens, layers, k]"
+        got = f"{array.dtype} {list(array.shape)}"
+        raise RowError("indexer rows", wanted, got)
+    tokens, layers, k = array.shape
+    flat = np.ascontiguousarray(array).reshape(-1, k)
     counts = np.full(len(flat), k, np.int64)
     short = np.flatnonzero(flat[:, -1] < 0)
     counts[short] = np.count_nonzero(flat[short] >= 0, axis=1)
     first = flat[:, 0].astype(np.int64)
-    last = flat[np.arange(len(flat)), np.maximum(counts, 1) - 1].astype(np.int64)
+    last_places = np.maximum(counts, 1) - 1
+    last = flat[np.arange(len(flat)), last_places].astype(np.int64)
     beside = (last - first == counts - 1) | (counts == 0)
     _check_others(flat, counts, beside, layers)
     full = np.flatnonzero(~beside & (counts == k))
@@ -170,7 +196,8 @@ def pack(rows: NDArray[np.int32]) -> bytes:
         are_neighbours = chosen[-1] - chosen[0] == len(chosen) - 1
         part = flat[chosen[0] : chosen[-1] + 1] if are_neighbours else flat[chosen]
         if part.min() < 0:  # a difference over 2^31 would look like a gap
-            raise _not_canonical(int(chosen[int((part < 0).any(axis=1).argmax())]), layers)
+            row = int((part < 0).any(axis=1).argmax())
+            raise _not_canonical(int(chosen[row]), layers)
         own = (part[:, 1:] - part[:, :-1]).view(np.uint32)
         own -= 1  # one that does not increase becomes very wide
         over = np.flatnonzero(own.reshape(-1) >= _WIDE)
@@ -178,16 +205,18 @@ def pack(rows: NDArray[np.int32]) -> bytes:
             wide.append(_wide(own, over, starts[chosen], chosen, layers))
             own.reshape(-1)[over] = _WIDE
         place = int(starts[chosen[0]])
-        if starts[chosen[-1]] - place == (k - 1) * (len(chosen) - 1):  # no choice that ends early lies between
+        whole_nbytes = (k - 1) * (len(chosen) - 1)
+        if starts[chosen[-1]] - place == whole_nbytes:  # no choice that ends early lies between
             gaps[place : place + own.size].reshape(own.shape)[...] = own
         else:
-            for row, start in zip(own, starts[chosen].tolist(), strict=True):
-                gaps[start : start + k - 1] = row
+            for own_gaps, start in zip(own, starts[chosen].tolist(), strict=True):
+                gaps[start : start + k - 1] = own_gaps
     for choice in ragged.tolist():
         positions = flat[choice, : counts[choice]]
         own = np.diff(positions).view(np.uint32) - np.uint32(1)
         over = np.flatnonzero(own >= _WIDE)
-        wide.append(_wide(own[None], over, starts[[choice]], np.array([choice]), layers))
+        of_choice = np.array([choice])
+        wide.append(_wide(own[None], over, starts[of_choice], of_choice, layers))
         gaps[starts[choice] : starts[choice + 1]] = np.minimum(own, _WIDE)
     extra = np.concatenate(wide) if wide else np.empty(0, _WIDE_GAP)
     if len(ragged):
@@ -195,7 +224,14 @@ def pack(rows: NDArray[np.int32]) -> bytes:
     head = counts.astype("<u4")
     head[beside] |= np.uint32(_BESIDE)
     firsts = first.astype("<i4")
-    fixed = _INDEXER_HEAD.pack(INDEXER_MAGIC, INDEXER_VERSION, layers, k, tokens, len(extra))
+    fixed = _INDEXER_HEAD.pack(
+        INDEXER_MAGIC,
+        INDEXER_VERSION,
+        layers,
+        k,
+        tokens,
+        len(extra),
+    )
     body = b"".join((head.tobytes(), firsts.tobytes(), gaps.data, extra.tobytes()))
     return b"".join((fixed, _choices_sum(fixed, body), body))
 
@@ -209,39 +245,53 @@ def unpack(data: Buffer, *, nbytes_max: int = INDEXER_NBYTES_MAX) -> NDArray[np.
     view = memoryview(data).cast("B")
     if len(view) < _HEADER_NBYTES:
         raise RowError("indexer record", f"{_HEADER_NBYTES} bytes or more", len(view))
-    fixed, body = view[: _INDEXER_HEAD.size], view[_HEADER_NBYTES:]
+    fixed = view[: _INDEXER_HEAD.size]
+    body = view[_HEADER_NBYTES:]
     magic, version, layers, k, tokens, wide = _INDEXER_HEAD.unpack(fixed)
     if (magic, version) != (INDEXER_MAGIC, INDEXER_VERSION):
-        raise RowError("indexer record", f"{INDEXER_MAGIC!r} version {INDEXER_VERSION}", f"{magic!r} version {version}")
-    found, computed = bytes(view[_INDEXER_HEAD.size : _HEADER_NBYTES]), _choices_sum(fixed, body)
-    if found != computed:
-        raise RowError("indexer record checksum", computed.hex(), found.hex())
+        wanted = f"{INDEXER_MAGIC!r} version {INDEXER_VERSION}"
+        raise RowError("indexer record", wanted, f"{magic!r} version {version}")
+    stored_sum = bytes(view[_INDEXER_HEAD.size : _HEADER_NBYTES])
+    computed_sum = _choices_sum(fixed, body)
+    if stored_sum != computed_sum:
+        raise RowError("indexer record checksum", computed_sum.hex(), stored_sum.hex())
     choices = tokens * layers
-    if not layers or not k or choices > INDEXER_ROWS_MAX or len(body) < 8 * choices + _WIDE_GAP.itemsize * wide:
-        raise RowError("indexer record", "as many choices as it claims to have", f"{tokens} x {layers} x {k}")
+    claimed = f"{tokens} x {layers} x {k}"
+    wide_nbytes = _WIDE_GAP.itemsize * wide
+    is_possible = layers > 0 and k > 0 and choices <= INDEXER_ROWS_MAX
+    if not is_possible or len(body) < 8 * choices + wide_nbytes:
+        wanted = "as many choices as it claims to have"
+        raise RowError("indexer record", wanted, claimed)
     if 4 * k * max(choices, 1) > nbytes_max or k >= INDEXER_ROWS_MAX:
-        raise RowError("indexer record", f"rows of at most {nbytes_max} bytes", f"{tokens} x {layers} x {k}")
+        wanted = f"rows of at most {nbytes_max} bytes"
+        raise RowError("indexer record", wanted, claimed)
     head = np.frombuffer(body, "<u4", choices)
     first = np.frombuffer(body, "<i4", choices, 4 * choices)
-    counts, beside = (head & (_BESIDE - 1)).astype(np.int64), head >= _BESIDE
+    counts = (head & (_BESIDE - 1)).astype(np.int64)
+    beside = head >= _BESIDE
     lengths = np.where(beside, 0, counts - 1)
     starts = np.concatenate(([0], np.cumsum(lengths)))
     behind = 8 * choices + int(starts[-1])
-    if (lengths < 0).any() or (counts > k).any() or len(body) != behind + _WIDE_GAP.itemsize * wide:
-        raise RowError("indexer record", f"choices of at most {k} positions, and their gaps", f"{len(body)} bytes")
+    is_possible = bool((lengths >= 0).all() and (counts <= k).all())
+    if not is_possible or len(body) != behind + wide_nbytes:
+        wanted = f"choices of at most {k} positions, and their gaps"
+        raise RowError("indexer record", wanted, f"{len(body)} bytes")
     gaps = np.frombuffer(body, np.uint8, int(starts[-1]), 8 * choices)
     extra = np.frombuffer(body, _WIDE_GAP, wide, behind)
     if not np.array_equal(np.flatnonzero(gaps == _WIDE), extra["place"]):
-        raise RowError("indexer record", f"a wide gap for each gap of {_WIDE}, in order", "others")
+        wanted = f"a wide gap for each gap of {_WIDE}, in order"
+        raise RowError("indexer record", wanted, "others")
     if (extra["more"] >= _GAP_END - _WIDE).any():
         raise RowError("indexer record", f"wide gaps below {_GAP_END}", "others")
     flat = np.empty((choices, k), np.int32)
     columns = np.arange(k, dtype=np.int32)
     for part in _chunks(np.flatnonzero(beside)):
-        flat[part] = np.where(columns < counts[part, None], first[part, None] + columns, NONE)
+        is_chosen = columns < counts[part, None]
+        flat[part] = np.where(is_chosen, first[part, None] + columns, NONE)
     places = np.searchsorted(extra["place"], starts)  # of each choice, its first wide gap
     for part in _chunks(np.flatnonzero(~beside)):
-        begin, end = part[0], part[-1] + 1
+        begin = part[0]
+        end = part[-1] + 1
         whole = end - begin == len(part) and bool((counts[part] == k).all())
         if whole:
             own = flat[begin:end]
@@ -255,7 +305,8 @@ def unpack(data: Buffer, *, nbytes_max: int = INDEXER_NBYTES_MAX) -> NDArray[np.
         own[:, 0] = first[part]
         more = extra[places[begin] : places[end]]  # no other choice between has gaps
         if len(more):
-            row_of = np.repeat(np.arange(len(part)), places[part + 1] - places[part])
+            gaps_of = places[part + 1] - places[part]
+            row_of = np.repeat(np.arange(len(part)), gaps_of)
             columns_of = more["place"].astype(np.int64) - starts[part][row_of] + 1
             own[row_of, columns_of] += more["more"].astype(np.int32)
         np.cumsum(own, axis=1, out=own)
@@ -263,16 +314,21 @@ def unpack(data: Buffer, *, nbytes_max: int = INDEXER_NBYTES_MAX) -> NDArray[np.
             own[columns >= counts[part, None]] = NONE
             flat[part] = own
     empty = counts == 0
-    if (flat < NONE).any() or (flat[~empty, 0] < 0).any() or (first[empty] != NONE).any():
-        raise RowError("indexer record", f"positions from 0 to {np.iinfo(np.int32).max}", "others")
+    is_sound = (flat >= NONE).all() and (flat[~empty, 0] >= 0).all()
+    if not is_sound or (first[empty] != NONE).any():
+        wanted = f"positions from 0 to {np.iinfo(np.int32).max}"
+        raise RowError("indexer record", wanted, "others")
     ends = np.flatnonzero(~beside)
-    if (flat[ends, counts[ends] - 1] - flat[ends, 0] == counts[ends] - 1).any():
-        raise RowError("indexer record", "positions side by side as their first one", "each of them")
+    reach = flat[ends, counts[ends] - 1] - flat[ends, 0]
+    if (reach == counts[ends] - 1).any():
+        wanted = "positions side by side as their first one"
+        raise RowError("indexer record", wanted, "each of them")
     return flat.reshape(tokens, layers, k)
 
 
 def _chunks(choices: NDArray[np.int64]) -> list[NDArray[np.int64]]:
-    return [choices[begin : begin + PACKED_AT_ONCE] for begin in range(0, len(choices), PACKED_AT_ONCE)]
+    begins = range(0, len(choices), PACKED_AT_ONCE)
+    return [choices[begin : begin + PACKED_AT_ONCE] for begin in begins]
 
 
 def _wide(
@@ -294,7 +350,12 @@ def _wide(
     return extra
 
 
-def _check_others(flat: NDArray[np.int32], counts: NDArray[np.int64], beside: NDArray[np.bool_], layers: int) -> None:
+def _check_others(
+    flat: NDArray[np.int32],
+    counts: NDArray[np.int64],
+    beside: NDArray[np.bool_],
+    layers: int,
+) -> None:
     """:class:`RowError` unless the choices that end early or lie ``beside`` each other are what their ends say."""
     k = flat.shape[1]
     columns = np.arange(k, dtype=np.int64)

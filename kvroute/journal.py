@@ -21,6 +21,8 @@ from numpy.typing import ArrayLike, NDArray
 from cache_manager.errors import RowError
 from cache_manager.spec import AuxBlockDataSpec
 from kvroute.routes import Layout, Routes, SamplingSupport, spans
+from kvroute.routes.cells import some_known
+from kvroute.routes.routes import checked_routes
 from kvroute.routes.spans import UNKNOWN, Span
 from kvroute.routes.support import joined
 from kvroute.routes.token_hash import token_hashes, token_ids
@@ -46,7 +48,12 @@ class RequestJournal:
         self._versions = np.empty(0, np.int64)
         self._supports: dict[int, NDArray[np.int32]] = {}  # by position
 
-    def record(self, routes: Routes, *, same_from: int | None = None) -> NDArray[np.int64]:
+    def record(
+        self,
+        routes: Routes,
+        *,
+        same_from: int | None = None,
+    ) -> NDArray[np.int64]:
         """Add the rows of the current computation at their positions; missing ones change nothing. Returns the
         positions ``[n]`` whose rows were taken.
 
@@ -62,24 +69,28 @@ class RequestJournal:
         """
         self._layout.check_model(routes.layout)
         if routes.missing_layers:
-            raise RowError("routes.layer_ids", f"{self._layout.layer_ids}, as the model has", routes.layer_ids)
+            wanted = f"{self._layout.layer_ids}, as the model has"
+            raise RowError("routes.layer_ids", wanted, routes.layer_ids)
         if routes.stop > TOKENS_MAX:
             raise RowError("routes.stop", f"{TOKENS_MAX} at most", routes.stop)
         self._grow(routes.stop)
-        old = min(max(self.settled - routes.start, 0), len(routes))  # how many of its positions are settled
-        taken = routes.some.copy()
+        start = routes.start
+        old = min(max(self.settled - start, 0), len(routes))  # how many of its positions are settled
+        some = some_known(routes.mask)
+        taken = some.copy()
         taken[:old] = False
         if same_from is not None:
-            known = self._known[routes.start : routes.start + old]
-            is_first = routes.some[:old] & ~known.any(axis=1)
+            known = self._known[start : start + old]
+            is_first = some[:old] & ~known.any(axis=1)
             is_whole = routes.valid[:old] & ~known.all(axis=1)
-            is_same = np.arange(routes.start, routes.start + old) >= same_from
+            is_same = np.arange(start, start + old) >= same_from
             taken[:old] = (is_first | is_whole) & is_same
         rows = np.flatnonzero(taken)
-        positions = routes.start + rows
+        positions = start + rows
+        versions = spans.by_position(routes.weights_versions, start, routes.stop)
         self._ids[positions] = routes.ids[rows]
         self._known[positions] = routes.known[rows]
-        self._versions[positions] = spans.by_position(routes.weights_versions, routes.start, routes.stop)[rows]
+        self._versions[positions] = versions[rows]
         return positions
 
     def discard_unsettled(self) -> None:
@@ -104,7 +115,8 @@ class RequestJournal:
         differs = ids[:both] != self._tokens[:both]
         if differs.any():
             position = int(differs.argmax())
-            raise RowError(f"token at position {position}", int(self._tokens[position]), int(ids[position]))
+            known_token = int(self._tokens[position])
+            raise RowError(f"token at position {position}", known_token, int(ids[position]))
         if len(ids) > len(self._tokens):
             self._tokens = ids.astype(np.int64)
 
@@ -124,8 +136,9 @@ class RequestJournal:
         for position in positions:
             earlier = self._supports.get(position)
             if earlier is not None and not np.array_equal(earlier, new[position]):
+                what = f"sampling support of position {position}"
                 wanted = f"the {len(earlier)} ids that it was drawn from, {earlier[:8].tolist()}"
-                raise RowError(f"sampling support of position {position}", wanted, new[position][:8].tolist())
+                raise RowError(what, wanted, new[position][:8].tolist())
         self._supports.update(new)
 
     def support(self, start: int = 0, stop: int | None = None) -> SamplingSupport:
@@ -136,9 +149,11 @@ class RequestJournal:
         """
         end = len(self._tokens) if stop is None else stop
         if not 0 <= start <= end <= len(self._tokens):
-            raise RowError("positions", f"a range inside [0, {len(self._tokens)}]", f"[{start}, {end})")
+            wanted = f"a range inside [0, {len(self._tokens)}]"
+            raise RowError("positions", wanted, f"[{start}, {end})")
         none = np.empty(0, np.int32)
-        return joined([self._supports.get(position, none) for position in range(start, end)], start, self._tokens)
+        supports = [self._supports.get(position, none) for position in range(start, end)]
+        return joined(supports, start, self._tokens)
 
     @property
     def settled(self) -> int:
@@ -166,7 +181,8 @@ class RequestJournal:
         """
         end = self.stop if stop is None else stop
         if not 0 <= start <= end <= self.stop:
-            raise RowError("positions", f"a range inside [0, {self.stop}]", f"[{start}, {end})")
+            wanted = f"a range inside [0, {self.stop}]"
+            raise RowError("positions", wanted, f"[{start}, {end})")
         self._grow(end)
         known = self._known[start:end].copy()
         some = np.logical_or.reduce(known, axis=1)
@@ -177,7 +193,8 @@ class RequestJournal:
         counts = {n + 1 for n in (start or end, end) if n < len(self._tokens)}
         hashes = token_hashes(self._tokens, counts)
         ids = self._ids[start:end].copy()
-        return Routes.checked(self._layout, ids, mask, start, spans.from_positions(versions, start), hashes)
+        labels = spans.from_positions(versions, start)
+        return checked_routes(self._layout, ids, mask, start, labels, hashes)
 
     def _grow(self, stop: int) -> None:
         """Make room for positions before ``stop``, without rows yet."""

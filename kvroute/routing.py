@@ -30,7 +30,11 @@ SPECS_KEPT = 64
 
 
 def routing_spec(
-    num_experts: int, top_k: int, layer_ids: Iterable[int], num_layers: int, block_tokens: int
+    num_experts: int,
+    top_k: int,
+    layer_ids: Iterable[int],
+    num_layers: int,
+    block_tokens: int,
 ) -> AuxBlockDataSpec:
     """The spec of routing rows ``[len(layer_ids), top_k]``, in the narrowest unsigned dtype that holds every id.
 
@@ -53,14 +57,19 @@ def routing_spec(
 
 @lru_cache(maxsize=SPECS_KEPT)
 def _routing_spec(
-    num_experts: int, top_k: int, layer_ids: tuple[int, ...], num_layers: int, block_tokens: int
+    num_experts: int,
+    top_k: int,
+    layer_ids: tuple[int, ...],
+    num_layers: int,
+    block_tokens: int,
 ) -> AuxBlockDataSpec:
     experts = _integer("num_experts", num_experts, 1, _EXPERTS_MAX)
     k = _integer("top_k", top_k, 1, experts)
     layers = _integer("num_layers", num_layers, 1, 1 << 20)
+    ids = _checked_layer_ids(layer_ids, layers)
     return AuxBlockDataSpec(
         ROUTING,
-        row_shape=(len(ids := _checked_layer_ids(layer_ids, layers)), k),
+        row_shape=(len(ids), k),
         dtype=id_dtype(experts),
         block_tokens=block_tokens,
         attrs={"num_experts": experts, "layer_ids": ids, "num_layers": layers},
@@ -78,7 +87,11 @@ def routing_weights_spec(routing: AuxBlockDataSpec) -> AuxBlockDataSpec:
     1920
     """
     return AuxBlockDataSpec(
-        ROUTING_WEIGHTS, routing.row_shape, "float32", block_tokens=routing.block_tokens, attrs=routing.attrs
+        ROUTING_WEIGHTS,
+        routing.row_shape,
+        "float32",
+        block_tokens=routing.block_tokens,
+        attrs=routing.attrs,
     )
 
 
@@ -98,17 +111,23 @@ def id_dtype(num_experts: int) -> str:
     >>> [id_dtype(n) for n in (1, 256, 257, 65536, 65537)]
     ['uint8', 'uint8', 'uint16', 'uint16', 'uint32']
     """
-    return "uint8" if num_experts <= 1 << 8 else "uint16" if num_experts <= 1 << 16 else "uint32"
+    if num_experts <= 1 << 8:
+        return "uint8"
+    return "uint16" if num_experts <= 1 << 16 else "uint32"
 
 
 def _integer(name: str, value: object, least: int, most: int) -> int:
-    if not isinstance(value, (int, np.integer)) or isinstance(value, bool) or not least <= value <= most:
-        raise SpecError(name, f"an integer in [{least}, {most}]", repr(value))
+    wanted = f"an integer in [{least}, {most}]"
+    if not isinstance(value, (int, np.integer)) or isinstance(value, bool):
+        raise SpecError(name, wanted, repr(value))
+    if not least <= value <= most:
+        raise SpecError(name, wanted, repr(value))
     return int(value)
 
 
 def _checked_layer_ids(layer_ids: Iterable[int], num_layers: int) -> tuple[int, ...]:
-    ids = tuple(_integer(f"layer_ids[{i}]", v, 0, num_layers - 1) for i, v in enumerate(layer_ids))
+    last = num_layers - 1
+    ids = tuple(_integer(f"layer_ids[{i}]", layer, 0, last) for i, layer in enumerate(layer_ids))
     if not ids:
         raise SpecError("layer_ids", "at least one layer with routed experts", "none")
     for before, after in pairwise(ids):
@@ -145,7 +164,9 @@ class _Fields:
         self.config = config
 
     def get(self, name: str) -> Any:
-        return self.config.get(name) if isinstance(self.config, Mapping) else getattr(self.config, name, None)
+        if isinstance(self.config, Mapping):
+            return self.config.get(name)
+        return getattr(self.config, name, None)
 
     def has(self, name: str) -> bool:
         return self.get(name) is not None
@@ -158,7 +179,9 @@ class _Fields:
         """The one value that the fields called ``names`` agree on."""
         values = {name: _uniform(name, self.get(name)) for name in names if self.has(name)}
         if not values:
-            raise SpecError(f"config {subject}", "one of " + ", ".join(names), "none of them: not a Mixture-of-Experts")
+            wanted = "one of " + ", ".join(names)
+            got = "none of them: not a Mixture-of-Experts"
+            raise SpecError(f"config {subject}", wanted, got)
         if len(set(values.values())) > 1:
             raise SpecError(f"config {subject}", "one value", ", ".join(f"{k}={v}" for k, v in values.items()))
         return next(iter(values.values()))
@@ -184,22 +207,27 @@ def routing_spec_from_hf(
     for switch in ("enable_moe_block", "is_moe"):  # Gemma 4 and Doge: the experts are an option
         if fields.get(switch) is False:
             raise SpecError(f"config {switch}", "a model with routed experts", False)
-    experts_at = _Fields(fields.get("ffn_config")) if fields.has("ffn_config") else fields  # DBRX
+    experts_at = fields
+    if fields.has("ffn_config"):  # DBRX
+        experts_at = _Fields(fields.get("ffn_config"))
     num_experts = experts_at.one("number of experts", _NUM_EXPERTS)
     # LongCat's router can also choose experts that compute nothing, and its routes name them.
     num_experts += fields.integer("zero_expert_num", 0)
     if num_experts < 2:
-        raise SpecError("config number of experts", "at least 2: a Mixture-of-Experts", num_experts)
+        wanted = "at least 2: a Mixture-of-Experts"
+        raise SpecError("config number of experts", wanted, num_experts)
     top_k = experts_at.one("top-k", _TOP_K)
     num_layers = _num_layers(fields)
-    return routing_spec(num_experts, top_k, _moe_layers(fields, num_layers), num_layers, block_tokens)
+    layer_ids = _moe_layers(fields, num_layers)
+    return routing_spec(num_experts, top_k, layer_ids, num_layers, block_tokens)
 
 
 def _config_of(config: object) -> object:
     if not isinstance(config, (str, os.PathLike)):
         return config
     path = Path(config)
-    path = path / "config.json" if path.is_dir() else path
+    if path.is_dir():
+        path /= "config.json"
     try:
         loaded = json.loads(path.read_bytes())
     except (OSError, ValueError) as error:
@@ -211,8 +239,10 @@ def _config_of(config: object) -> object:
 
 def _text_fields(config: object) -> _Fields:
     fields = _Fields(config)
-    while (name := next((n for n in _NESTED if fields.has(n)), None)) is not None:
-        fields = _Fields(fields.get(name))
+    nested = [name for name in _NESTED if fields.has(name)]
+    while nested:
+        fields = _Fields(fields.get(nested[0]))
+        nested = [name for name in _NESTED if fields.has(name)]
     return fields
 
 
@@ -225,7 +255,8 @@ def _num_layers(fields: _Fields) -> int:
     for name in _NUM_LAYERS:
         if fields.has(name):
             return _integer(f"config {name}", fields.get(name), 1, 1 << 20)
-    raise SpecError("config number of layers", "one of " + ", ".join(_NUM_LAYERS), "none of them")
+    wanted = "one of " + ", ".join(_NUM_LAYERS)
+    raise SpecError("config number of layers", wanted, "none of them")
 
 
 def _moe_layers(fields: _Fields, num_layers: int) -> list[int]:
@@ -238,7 +269,8 @@ def _moe_layers(fields: _Fields, num_layers: int) -> list[int]:
         except (TypeError, ValueError, ArithmeticError) as error:
             if isinstance(error, SpecError):
                 raise
-            raise SpecError(f"config {name}", "a value that says which layers have experts", error) from error
+            wanted = "a value that says which layers have experts"
+            raise SpecError(f"config {name}", wanted, error) from error
         if layers is not None:
             return sorted(layers)
     return list(range(num_layers))
@@ -247,11 +279,17 @@ def _moe_layers(fields: _Fields, num_layers: int) -> list[int]:
 def _by_mlp_kind(_fields: _Fields, kinds: Sequence[str], num_layers: int) -> list[int]:
     unknown = sorted(set(kinds) - _MOE_KINDS - {"dense"})
     if unknown:
-        raise SpecError("config mlp_layer_types", "dense, " + ", ".join(sorted(_MOE_KINDS)), ", ".join(unknown))
-    return [i for i, kind in enumerate(_per_layer("mlp_layer_types", kinds, num_layers)) if kind != "dense"]
+        wanted = "dense, " + ", ".join(sorted(_MOE_KINDS))
+        raise SpecError("config mlp_layer_types", wanted, ", ".join(unknown))
+    layer_kinds = _per_layer("mlp_layer_types", kinds, num_layers)
+    return [i for i, kind in enumerate(layer_kinds) if kind != "dense"]
 
 
-def _by_block_kind(_fields: _Fields, kinds: Sequence[str], _num_layers: int) -> list[int] | None:
+def _by_block_kind(
+    _fields: _Fields,
+    kinds: Sequence[str],
+    _num_layers: int,
+) -> list[int] | None:
     if not _MOE_KINDS & set(kinds):  # the kinds of attention, in most hybrid models
         return None
     return [i for i, kind in enumerate(kinds) if kind in _MOE_KINDS]
@@ -262,8 +300,9 @@ def _by_pattern(_fields: _Fields, pattern: str, _num_layers: int) -> list[int]:
 
 
 def _by_list(_fields: _Fields, ids: Iterable[int] | str, num_layers: int) -> list[int]:
-    numbers = [int(i) for i in (ids.split(",") if isinstance(ids, str) else ids)]
-    return [_integer("config MoE layer", i, 0, num_layers - 1) for i in numbers]
+    parts = ids.split(",") if isinstance(ids, str) else ids
+    numbers = [int(part) for part in parts]
+    return [_integer("config MoE layer", number, 0, num_layers - 1) for number in numbers]
 
 
 def _by_sparse_step(fields: _Fields, step: int, num_layers: int) -> list[int]:
@@ -283,8 +322,13 @@ def _by_start_index(fields: _Fields, first: int, num_layers: int) -> list[int]:
     return [i for i in range(num_layers) if first <= i <= last and (i + 1) % step == 0]
 
 
-def _by_frequency(fields: _Fields, frequency: int | Sequence[int], num_layers: int) -> list[int]:
-    first = next((fields.integer(name, 0) for name in _DENSE_FIRST if fields.has(name)), 0)
+def _by_frequency(
+    fields: _Fields,
+    frequency: int | Sequence[int],
+    num_layers: int,
+) -> list[int]:
+    firsts = [fields.integer(name, 0) for name in _DENSE_FIRST if fields.has(name)]
+    first = firsts[0] if firsts else 0
     if isinstance(frequency, Sequence):
         flags = _per_layer("moe_layer_freq", frequency, num_layers)
         return [i for i in range(first, num_layers) if flags[i]]
@@ -320,7 +364,8 @@ def _per_layer(name: str, values: Sequence[Any], num_layers: int) -> Sequence[An
 
 def _uniform(name: str, value: Any) -> int:
     """``value``, or the one value of a list that gives it layer by layer."""
-    listed = list(value) if isinstance(value, Sequence) and not isinstance(value, str) else [value]
+    is_list = isinstance(value, Sequence) and not isinstance(value, str)
+    listed = list(value) if is_list else [value]
     values = {_integer(f"config {name}", v, 0, _EXPERTS_MAX) for v in listed}
     if len(values) != 1:
         raise SpecError(f"config {name}", "the same value for every layer", value)

@@ -30,7 +30,7 @@ CPU_GIB: Final = {"VLLM_CPU_KVCACHE_SPACE": "4"}
 """For KV, where the operator says nothing: vLLM's own default takes 92 % of the memory."""
 
 
-OWN: Final = ("--model", "--host", "--port")
+OWN_ARGUMENTS: Final = ("--model", "--host", "--port")
 """Arguments of vLLM's that are ``up``'s, too."""
 
 
@@ -46,20 +46,31 @@ class Start(NamedTuple):
         return shlex.join([*named, "python", *self.words[1:]])
 
 
-def start_of(model: str, host: str, port: int, more: Sequence[str], *, on_cpu: bool) -> Start:
+def start_of(
+    model: str,
+    host: str,
+    port: int,
+    more: Sequence[str],
+    *,
+    on_cpu: bool,
+) -> Start:
     """vLLM's server of ``model``; ``more`` are arguments of vLLM's, the last of which counts."""
     words = [sys.executable, "-m", SERVER, "--model", model, "--host", host, "--port", str(port)]
     words += ON_CPU if on_cpu else ()
     words += ["--kv-transfer-config", dumps(CONNECTOR), *more]
-    unset = {name: value for name, value in CPU_GIB.items() if on_cpu and name not in os.environ}
+    unset: dict[str, str] = {}
+    if on_cpu:
+        unset = {name: value for name, value in CPU_GIB.items() if name not in os.environ}
     return Start(tuple(words), unset)
 
 
 def next_lines(start: Start, model: str, host: str, port: int, *, on_cpu: bool) -> str:
     """What it runs, and what to type in another terminal."""
-    url, dtype = f"http://{host}:{port}", " --dtype float32" if on_cpu else ""
+    url = f"http://{host}:{port}"
+    where = ", on a CPU" if on_cpu else ""
+    dtype = " --dtype float32" if on_cpu else ""
     return (
-        f"kvroute up: vLLM with kvroute's connector{', on a CPU' if on_cpu else ''}. This runs:\n  {start}\n"
+        f"kvroute up: vLLM with kvroute's connector{where}. This runs:\n  {start}\n"
         f"It is ready when this succeeds:\n  curl -sf {url}/health\n"
         "Then, in another terminal: does an answer have its rows, and is each of them right?\n"
         f"  kvroute doctor --url {url}\n  kvroute verify --url {url} --model {shlex.quote(model)}{dtype}\n"
@@ -73,15 +84,18 @@ def check_model(model: str) -> None:
     if not place.exists() and model[:1] not in (".", "/", "~"):
         return
     if not (place / "config.json").is_file():
-        raise ConfigError("MODEL", "a directory with a config.json, or a name on the hub", repr(model))
+        wanted = "a directory with a config.json, or a name on the hub"
+        raise ConfigError("MODEL", wanted, repr(model))
 
 
 def check_arguments(arguments: Sequence[str]) -> None:
-    """Raise :class:`ConfigError` for one of :data:`OWN` behind MODEL: what is printed would be of another server."""
+    """Raise :class:`ConfigError` for one of :data:`OWN_ARGUMENTS` behind MODEL: what is printed would be of
+    another server."""
     for argument in arguments:
         name = argument.partition("=")[0]
-        if name in OWN:
-            raise ConfigError(name, "before MODEL: what follows it is vLLM's alone", f"{argument!r} behind it")
+        if name in OWN_ARGUMENTS:
+            wanted = "before MODEL: what follows it is vLLM's alone"
+            raise ConfigError(name, wanted, f"{argument!r} behind it")
 
 
 def check_torchvision(versions: Mapping[str, str]) -> None:
@@ -89,7 +103,8 @@ def check_torchvision(versions: Mapping[str, str]) -> None:
     builds = {name: version.partition("+")[2] for name, version in versions.items()}
     if len(builds) == 2 and builds["torch"] != builds["torchvision"]:
         got = " and ".join(f"{name} {version}" for name, version in versions.items())
-        raise ConfigError("torchvision", f"the build of torch, or none: {TORCHVISION}", got)
+        wanted = f"the build of torch, or none: {TORCHVISION}"
+        raise ConfigError("torchvision", wanted, got)
 
 
 def become(start: Start) -> NoReturn:
@@ -97,13 +112,21 @@ def become(start: Start) -> NoReturn:
     os.execve(start.words[0], start.words, {**os.environ, **start.variables})  # noqa: S606
 
 
-def main(*, model: str, cpu: bool, host: str, port: int, arguments: Sequence[str]) -> int:
+def main(
+    *,
+    model: str,
+    cpu: bool,
+    host: str,
+    port: int,
+    arguments: Sequence[str],
+) -> int:
     """``kvroute up``; does not return if vLLM starts. 1 if this environment's vLLM cannot run kvroute."""
     more = [argument for argument in arguments if argument not in ("--", "--cpu")]
     vllm = look_at_vllm(imports=False)
     on_cpu = cpu or "--cpu" in arguments or "vllm-cpu" in vllm.installed
     driver = None if on_cpu else cuda_version()
-    problems = [finding for finding in vllm_findings(vllm, driver) if finding.level is Level.PROBLEM]
+    findings = vllm_findings(vllm, driver)
+    problems = [finding for finding in findings if finding.level is Level.PROBLEM]
     if problems:
         sys.stderr.write(findings_text(problems))
         return 1

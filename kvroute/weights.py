@@ -63,7 +63,8 @@ def _canonical(value: Any, field: str) -> Any:
     if value is None or isinstance(value, (bool, int, float, str)):
         return value.value if isinstance(value, Enum) else value
     if isinstance(value, Mapping):
-        return {str(key): _canonical(item, f"{field}.{key}") for key, item in value.items() if key not in NAME_FIELDS}
+        items = [(key, item) for key, item in value.items() if key not in NAME_FIELDS]
+        return {str(key): _canonical(item, f"{field}.{key}") for key, item in items}
     if isinstance(value, (list, tuple)):
         return [_canonical(item, f"{field}[{i}]") for i, item in enumerate(value)]
     if isinstance(value, AbstractSet):
@@ -74,7 +75,9 @@ def _canonical(value: Any, field: str) -> Any:
         return str(value)
     to_dict: Callable[[], Any] | None = getattr(value, "to_dict", None)
     if to_dict is None or isinstance(value, type):
-        raise ConfigError(f"model configuration {field}", "values of JSON", f"{type(value).__name__} {value!r}")
+        wanted = "values of JSON"
+        got = f"{type(value).__name__} {value!r}"
+        raise ConfigError(f"model configuration {field}", wanted, got)
     return _canonical(to_dict(), field)
 
 

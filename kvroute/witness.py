@@ -61,7 +61,8 @@ def fold_reference(blocks: NDArray[Any], first_word: int = 0) -> NDArray[np.uint
     flat = np.ascontiguousarray(blocks).reshape(len(blocks), values)
     rows = flat.view(np.uint8)
     if rows.shape[1] % WORD_NBYTES:
-        raise InvalidInputError("KV of a block", "whole words of 8 bytes", f"{rows.shape[1]} bytes")
+        wanted = "whole words of 8 bytes"
+        raise InvalidInputError("KV of a block", wanted, f"{rows.shape[1]} bytes")
     words = rows.view(np.uint64)
     return folded(words, fold_keys(first_word, words.shape[1]))
 

@@ -42,7 +42,8 @@ def find_routers(model: nn.Module) -> dict[int, nn.Module]:
             continue
         layer_id = layer_of(name, "routers")
         if layer_id in routers:
-            raise CaptureError("model", "one router a layer", f"{routers[layer_id][0]} and {name}")
+            wanted = "one router a layer"
+            raise CaptureError("model", wanted, f"{routers[layer_id][0]} and {name}")
         routers[layer_id] = (name, router)
     if not routers:
         wanted = "blocks with a child experts and a child gate or router"
@@ -58,7 +59,9 @@ def check_weights(ids: AuxBlockDataSpec, weights: AuxBlockDataSpec) -> None:
 
 
 def hook_routers(
-    routers: Mapping[int, nn.Module], hook: Callable[..., Callable[..., None]], weights: AuxBlockDataSpec | None
+    routers: Mapping[int, nn.Module],
+    hook: Callable[..., Callable[..., None]],
+    weights: AuxBlockDataSpec | None,
 ) -> list[Any]:
     """The handles of hooks on each router, made by ``hook``, as :meth:`Hooks.hook` is: for its ids, and with a spec of
     ``weights`` for those."""
@@ -73,7 +76,8 @@ def layer_of(name: str, what: str) -> int:
     """The layer id in a module's name; :class:`CaptureError` if it has none."""
     layer = _LAYER.search(name)
     if layer is None:
-        raise CaptureError("model", f"{what} inside numbered layers", name or "one at the top")
+        wanted = f"{what} inside numbered layers"
+        raise CaptureError("model", wanted, name or "one at the top")
     return int(layer[1])
 
 
@@ -90,7 +94,12 @@ class RoutingCapture:
     weights of another shape than the ids'.
     """
 
-    def __init__(self, model: nn.Module, spec: AuxBlockDataSpec, weights: AuxBlockDataSpec | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        spec: AuxBlockDataSpec,
+        weights: AuxBlockDataSpec | None = None,
+    ) -> None:
         self.spec = spec
         self.weights_spec = weights
         routers = find_routers(model)
@@ -134,7 +143,8 @@ class RoutingCapture:
         :class:`CaptureError` as :attr:`topk_ids` does, and if the capture was made without a spec of weights.
         """
         if self.weights_spec is None:
-            raise CaptureError("weights", "a capture with their spec", "one of ids alone")
+            wanted = "a capture with their spec"
+            raise CaptureError("weights", wanted, "one of ids alone")
         kept = self._kept.taken()[0][len(self.layer_ids) :]
         weights: NDArray[np.float32] = torch.stack(kept, dim=1).detach().float().cpu().numpy()
         return weights

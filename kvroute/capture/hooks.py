@@ -50,7 +50,11 @@ class Form(NamedTuple):
 class Hooks:
     """Callbacks for routers, and the values that they kept since :meth:`clear`. Not thread-safe."""
 
-    def __init__(self, values: Sequence[Values], whole: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self,
+        values: Sequence[Values],
+        whole: Callable[[], None] | None = None,
+    ) -> None:
         """``whole`` is called after the last router of a pass."""
         self._values = tuple(values)
         self._whole = whole
@@ -65,7 +69,12 @@ class Hooks:
         self._places: list[int] = []  # addresses of the values
         self._apart = 0  # tokens up to which these are known not to overlap
 
-    def hook(self, layer_id: int, name: str | None = None, part: int = IDS) -> Callable[..., None]:
+    def hook(
+        self,
+        layer_id: int,
+        name: str | None = None,
+        part: int = IDS,
+    ) -> Callable[..., None]:
         """A callback for the router of a layer that keeps its last argument, ``[tokens, width]``.
 
         Of a tuple ``(logits, weights, ids, ...)``, the answer of transformers' routers, it keeps the ``part``, by
@@ -85,9 +94,8 @@ class Hooks:
             if isinstance(value, tuple):
                 value = value[part] if len(value) > IDS else None
             if not isinstance(value, torch.Tensor):
-                raise CaptureError(
-                    type(arguments[0]).__name__, "an answer (logits, weights, ids)", type(arguments[-1]).__name__
-                )
+                wanted = "an answer (logits, weights, ids)"
+                raise CaptureError(type(arguments[0]).__name__, wanted, type(arguments[-1]).__name__)
             kept[index] = value
             calls[index] += 1
             if whole is not None and 0 not in calls:
@@ -133,7 +141,8 @@ class Hooks:
         if self.calls != self._once:
             routers = zip(self._names, self.calls, strict=True)
             (_, layer), calls = next((router, n) for router, n in routers if n != 1)
-            raise CaptureError(f"router of layer {layer}", ONCE if calls else MISSED, f"{calls} calls")
+            got = f"{calls} calls"
+            raise CaptureError(f"router of layer {layer}", ONCE if calls else MISSED, got)
         kept: Any = self._kept  # every router was called: no entry is None
         sources: list[torch.Tensor] = list(kept)
         before = self._form
@@ -154,9 +163,8 @@ class Hooks:
                 many = len(source) == wanted if tokens is None else len(source) >= wanted
                 if source.shape[1:] != (values.width,) or not many or source.dtype != dtype:
                     wanted_shape = f"{dtype} [{wanted}{' or more' * (tokens is not None)}, {values.width}]"
-                    raise CaptureError(
-                        f"router of layer {layer}", wanted_shape, f"{source.dtype} {tuple(source.shape)}"
-                    )
+                    got = f"{source.dtype} {tuple(source.shape)}"
+                    raise CaptureError(f"router of layer {layer}", wanted_shape, got)
             index += len(values.layer_ids)
         sizes = np.array([source.element_size() for source in sources])
         strides = np.array([source.stride() for source in sources])
@@ -178,7 +186,8 @@ class Hooks:
         pair = overlapping([source[:tokens] for source in sources])
         if pair is not None:
             first, second = (self._names[i][1] for i in pair)
-            raise CaptureError(f"router of layer {second}", OWN, f"the buffer of layer {first}, used again")
+            got = f"the buffer of layer {first}, used again"
+            raise CaptureError(f"router of layer {second}", OWN, got)
 
 
 def _looks(sources: list[torch.Tensor]) -> Looks:

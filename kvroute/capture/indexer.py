@@ -30,7 +30,8 @@ def find_indexers(model: nn.Module) -> dict[int, nn.Module]:
             raise CaptureError("model", "one indexer a layer", name)
         indexers[layer] = module
     if not indexers:
-        raise CaptureError("model", "layers with a child indexer", f"none in {type(model).__name__}")
+        wanted = "layers with a child indexer"
+        raise CaptureError("model", wanted, f"none in {type(model).__name__}")
     return dict(sorted(indexers.items()))
 
 
@@ -68,11 +69,13 @@ class IndexerCapture:
         choices = list[torch.Tensor]()
         for layer, calls in self._calls.items():
             if calls != 1:
-                raise CaptureError(f"indexer of layer {layer}", "one call a pass", f"{calls} calls")
+                wanted = "one call a pass"
+                raise CaptureError(f"indexer of layer {layer}", wanted, f"{calls} calls")
             answer = self._kept[layer]
             if not isinstance(answer, torch.Tensor) or answer.dim() != 3 or answer.is_floating_point():
                 got = answer.dtype if isinstance(answer, torch.Tensor) else type(answer).__name__
-                raise CaptureError(f"indexer of layer {layer}", "integers [batch, sequence, up to top_k]", got)
+                wanted = "integers [batch, sequence, up to top_k]"
+                raise CaptureError(f"indexer of layer {layer}", wanted, got)
             choices.append(answer.flatten(0, 1))
         shapes = {tuple(choice.shape) for choice in choices}
         if len(shapes) != 1:

@@ -58,7 +58,11 @@ class LaunchedCapture:
         self._hooks.append(model.register_forward_hook(self._launch, with_kwargs=True))
 
     @contextmanager
-    def step(self, begin: Callable[..., Step], slots: NDArray[np.int64]) -> Iterator[Step]:
+    def step(
+        self,
+        begin: Callable[..., Step],
+        slots: NDArray[np.int64],
+    ) -> Iterator[Step]:
         """A step of ``begin``, a ``begin_step``, at ``slots [tokens]`` (negative: padding), around one forward pass.
 
         Tokens of the pass beyond ``slots`` are padding. Leaving waits for the device and commits; an exception commits
@@ -95,7 +99,8 @@ class LaunchedCapture:
 
     def _begin(self, slots: NDArray[np.int64]) -> None:
         if len(slots) > len(self._slots):
-            raise CaptureError("slots", f"at most {len(self._slots)} tokens", len(slots))
+            wanted = f"at most {len(self._slots)} tokens"
+            raise CaptureError("slots", wanted, len(slots))
         self._failed = None
         self._layers.clear()
         self._layers.ready()
@@ -104,7 +109,13 @@ class LaunchedCapture:
         self._slots_words[: len(slots)] = slots
         self._used = len(slots)
 
-    def _launch(self, _model: nn.Module, given: tuple[Any, ...], named: dict[str, Any], _output: Any) -> None:
+    def _launch(
+        self,
+        _model: nn.Module,
+        given: tuple[Any, ...],
+        named: dict[str, Any],
+        _output: Any,
+    ) -> None:
         """The forward is over. An error here must not fail the pass: its rows are then missing."""
         tokens = named["input_ids"] if "input_ids" in named else given[0]
         try:

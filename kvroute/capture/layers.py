@@ -61,7 +61,12 @@ class LayerCapture:
     """
 
     def __init__(
-        self, region: Region, max_tokens: int, device: torch.device | str, *, names: Sequence[str] | None = None
+        self,
+        region: Region,
+        max_tokens: int,
+        device: torch.device | str,
+        *,
+        names: Sequence[str] | None = None,
     ) -> None:
         self._device = torch.device(device)
         self._max_tokens = max_tokens
@@ -109,7 +114,8 @@ class LayerCapture:
                 got = f"{slots.dtype} of shape {tuple(slots.shape)}"
                 raise CaptureError("slots", "int64 [tokens], contiguous", got)
             if slots.numel() > self._max_tokens:
-                raise CaptureError("slots", f"at most {self._max_tokens} tokens", slots.numel())
+                wanted = f"at most {self._max_tokens} tokens"
+                raise CaptureError("slots", wanted, slots.numel())
             sources, form, addresses = self._hooks.taken(slots.numel())
         finally:
             self.clear()
@@ -157,12 +163,18 @@ class LayerCapture:
         self._words[Check.FIRST] = self._seen[Check.FIRST] = NO_BAD_ROW
         return Verdict(keep[:tokens], counts, first)
 
-    def _table(self, form: Form, addresses: NDArray[np.int64], sources: list[torch.Tensor]) -> torch.Tensor:
+    def _table(
+        self,
+        form: Form,
+        addresses: NDArray[np.int64],
+        sources: list[torch.Tensor],
+    ) -> torch.Tensor:
         """The pointer table on the device: the shared one, or, while a graph is captured, one for that graph alone."""
         captures = self._upload is not None and torch.cuda.is_current_stream_capturing()
         if captures:
             if self._tables_used == RING + GRAPHS_MAX:
-                raise CaptureError("graphs", f"at most {GRAPHS_MAX} of one capture", "one more")
+                wanted = f"at most {GRAPHS_MAX} of one capture"
+                raise CaptureError("graphs", wanted, "one more")
             index = self._tables_used
             self._tables_used = self._tables_used + 1
         elif addresses is self._addresses:

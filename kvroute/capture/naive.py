@@ -55,7 +55,13 @@ def capture_rows(
 
 
 def _count(
-    checks: torch.Tensor, bad: torch.Tensor, token: int, specs: int, spec: int, layer: int, found: Mapping[Check, int]
+    checks: torch.Tensor,
+    bad: torch.Tensor,
+    token: int,
+    specs: int,
+    spec: int,
+    layer: int,
+    found: Mapping[Check, int],
 ) -> None:
     if not any(found.values()):
         return

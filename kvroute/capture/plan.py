@@ -67,7 +67,8 @@ class Plan:
         """The plan for the specs ``names`` of ``layout`` (all of them). Raises :class:`CaptureError`."""
         chosen = [spec.name for spec in layout.specs] if names is None else list(names)
         if not 1 <= len(chosen) <= SPECS_MAX or len(set(chosen)) != len(chosen):
-            raise CaptureError("specs of a capture", f"1 to {SPECS_MAX} different ones", chosen)
+            wanted = f"1 to {SPECS_MAX} different ones"
+            raise CaptureError("specs of a capture", wanted, chosen)
         indices = [layout.index(name) for name in chosen]
         specs = tuple(_spec_plan(layout.specs[i], layout.offsets[i]) for i in indices)
         return cls(specs, layout.block_tokens, layout.nbytes)
@@ -81,7 +82,8 @@ class Plan:
 
 def _spec_plan(spec: AuxBlockDataSpec, offset: int) -> SpecPlan:
     if spec.dtype not in DTYPES:
-        raise CaptureError(f"{spec.name} rows", "one of " + ", ".join(DTYPES), spec.dtype)
+        wanted = "one of " + ", ".join(DTYPES)
+        raise CaptureError(f"{spec.name} rows", wanted, spec.dtype)
     shape = spec.row_shape
     layers_and_top_k = {0: (1, 1), 1: (1, *shape), 2: shape}
     layers, top_k = layers_and_top_k.get(len(shape), (0, 0))

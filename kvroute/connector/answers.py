@@ -1,80 +1,45 @@
 """The client's end: the routes of an answer, from an engine's own object or from the JSON of an OpenAI server.
 
-Beside an answer goes ``{"kvroute": {"routes": {i: routes}, "rollouts": {i: handle}, "unseen": {i: spans}, "missing":
-{i: gaps}, "error": {i: text}}}``. ``i`` is a completion's number among those of its prompt, ``"0"`` where there is one.
-It has routes, as :meth:`Routes.to_json` says, or where a rollout store is used handles of them. An answer without that
-has its routes in a rollout store, under the key that its request carried
-(:mod:`kvroute.connector.key`). Routes found there belong to an answer only if their token hashes say so.
+:mod:`kvroute.connector.fields` says what is beside an answer. An answer without that has its routes in a rollout store,
+under the key that its request carried (:mod:`kvroute.connector.key`). Routes found there belong to an answer only if
+their token hashes say so (:mod:`kvroute.connector.completion`).
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Final, NamedTuple, Self
+from collections.abc import Iterator, Sequence
+from typing import Any, Final, NamedTuple
 
-from cache_manager.errors import InvalidInputError, KVRouteError, RowError
+from cache_manager.errors import InvalidInputError, RowError
 from cache_manager.spec import AuxBlockDataSpec
 from kvroute.connector import own_field
-from kvroute.connector.key import checked_choice, checked_key, is_void, rollout_id
-from kvroute.connector.tickets import TRANSFER
+from kvroute.connector.completion import (
+    Completion,
+    choices_of,
+    field_of,
+    gathered,
+    is_sglang,
+    mapping,
+    mtp_entry,
+    parsed,
+    prompt_of,
+)
+from kvroute.connector.fields import ERROR, FIELD, GAPS, KEY, LEFT, ROUTES, UNSEEN
+from kvroute.connector.key import checked_choice, rollout_id
 from kvroute.rollout import Absence, RolloutHandle, RolloutStore
 from kvroute.routes import Routes, SamplingSupport
-from kvroute.routes.token_hash import token_hashes
 
-FIELD: Final = "kvroute"
-ROUTES: Final = "routes"
-LEFT: Final = "rollouts"
-UNSEEN: Final = "unseen"
-GAPS: Final = "missing"
-ERROR: Final = "error"
-START: Final = "start"
-"""A request's option under :data:`FIELD`: the position of the first row in its answer."""
-MTP_FIELD: Final = "kvroute_mtp"
-"""Beside an answer, of the rows of an MTP layer: ``{i: {"routes": routes, "missing": gaps}}``."""
-KEY: Final = "key"
-"""A request's option under :data:`FIELD`: where its routes lie in a rollout store."""
 UNHANDED: Final = ("abort", "error")
 """Ends of requests after which vLLM may send no handle: its front end has ended them, or never had their last step."""
-WHOLE_OBJECTS: Final = {"text_completion": "text_completion", "chat.completion.chunk": "chat.completion"}
-"""The ``object`` of a stream's chunks, and of the whole answer."""
 POLL_S: Final = 0.01
 POLL_MAX_S: Final = 0.2
 """Looks into a rollout store are so far apart: each pause is twice the one before."""
-OPTIONS: Final = f"a mapping with {START} or {KEY}"
 SUPPORTED: Final = (
     "vLLM 0.30 or later with return_sampling_mask (a RequestOutput, or /inference/v1/generate), or SGLang for a "
     "request with return_sampling_mask"
 )
 """What answers with sampling supports."""
-ASKED: Final = (START, KEY, TRANSFER, ROUTES, LEFT, UNSEEN, GAPS, ERROR)
-"""Keys of a request's mapping under :data:`FIELD`. All but the first two are of an answer of prefill, which goes on as
-it is; of those kvroute reads the first."""
-
-
-class Options(NamedTuple):
-    """A request's own options."""
-
-    start: Any = 0  # judged where the prompt is known
-    key: str | None = None
-
-
-def options_of(options: Any) -> Options:
-    """The options that a request has in its mapping ``options`` under :data:`FIELD`.
-
-    Raises :class:`RowError` for anything but a mapping, for an unknown name in it, and for a key that is not one.
-    """
-    if options is None:
-        return Options()
-    if not isinstance(options, Mapping):
-        raise RowError(FIELD, OPTIONS, repr(options))
-    for name in options:
-        if name not in ASKED:
-            raise RowError(FIELD, OPTIONS, f"the key {name!r}")
-    key = checked_key(options[KEY], f"{FIELD}.{KEY}") if KEY in options else None
-    return Options(options.get(START, 0), key)
 
 
 def routes(
@@ -108,44 +73,23 @@ def routes(
     """
     if key is not None:
         checked_choice(key, KEY)
-    with _parsed("answer"):
-        answer = _Completion.of(output, index)
+    answer = Completion.of(output, index)
     encoded = answer.entry_of(ROUTES)
     if encoded is not None:
         return answer.proved(Routes.from_json(encoded))
-    encoded = answer.entry_of(LEFT)
-    if encoded is not None:
-        try:
-            handle = RolloutHandle.from_json(encoded)
-        except InvalidInputError as unsound:
-            raise RowError(unsound.field, unsound.wanted, unsound.got) from unsound
-        if rollouts is None:
-            wanted = "rollouts=, the store that they were left in"
-            raise RowError("routes", wanted, f"a handle of a store of kind {handle.store}")
-        rollout = rollouts.get(handle)
-        if isinstance(rollout, Absence):
-            raise RowError("routes", "a rollout that is there and sound", rollout.value)
-        return answer.proved(rollout[0])
+    handle = answer.entry_of(LEFT)
+    if handle is not None:
+        return answer.proved(_by_handle(handle, rollouts))
     error = answer.entry_of(ERROR)
     if error is not None:
         raise RowError("routes", "an answer with routes", error)
-    with _parsed("answer"):
+    with parsed("answer"):
         packed = own_field.of(output, index)
     if packed is not None and spec is not None:
         return own_field.bound_routes(packed, answer.tokens, answer.prompt, spec)
-    gaps = answer.entry_of(GAPS)
-    if rollouts is None and gaps:
-        raise RowError("routes", "an answer with all of its rows", f"missing, and why: {gaps}")
-    if rollouts is None and packed is not None:
-        wanted = "spec=, of the model's rows: kvroute.routing_spec_from_hf(config, block_tokens=1)"
-        raise RowError(answer.what, wanted, "rows in the engine's own field, routed_experts")
-    if rollouts is None:
-        wanted = "an answer that has them or their handle, or rollouts=, the store that they were left in"
-        got = f"those of completions {answer.others}" if answer.others else "neither"
-        if answer.ended in UNHANDED:
-            got += f": the request ended as {answer.ended!r}, and such an answer may have no handle"
-        raise RowError(answer.what, wanted, got)
-    return _left(answer, rollouts, key or answer.key, wait_s)
+    if rollouts is not None:
+        return _by_key(answer, rollouts, key or answer.key, wait_s)
+    raise _absence(answer, in_field=packed is not None)
 
 
 def mtp_routes(output: Any, index: int = 0) -> Routes:
@@ -157,33 +101,30 @@ def mtp_routes(output: Any, index: int = 0) -> Routes:
 
     Raises :class:`RowError` if the answer has none, and if they are of other tokens.
     """
-    answer, entry = _mtp_of(output, index)
+    answer = Completion.of(output, index)
+    entry = mtp_entry(output, answer)
+    what = f"MTP {answer.what}"
     if entry is None:
         wanted = "an answer with rows of an MTP layer: kvroute's setting mtp, and the last of a prompt's completions"
-        raise RowError(f"MTP {answer.what}", wanted, "one without")
+        raise RowError(what, wanted, "one without")
     if ERROR in entry:
-        raise RowError(f"MTP {answer.what}", "an answer with rows", entry[ERROR])
-    rows = Routes.from_json(_mapping(entry.get(ROUTES)))
+        raise RowError(what, "an answer with rows", entry[ERROR])
+    rows = Routes.from_json(mapping(entry.get(ROUTES)))
     own = answer.proved(rows)
-    if answer.tokens is not None and not any(own.stop < count <= len(answer.tokens) for count, _ in rows.token_hashes):
+    if answer.tokens is None:
+        return own
+    counts = [count for count, _ in rows.token_hashes]
+    if not any(own.stop < count <= len(answer.tokens) for count in counts):
         wanted = f"a hash of the {own.stop + 1} tokens that its rows were read from"
-        raise RowError(f"MTP {answer.what}", wanted, "none: it was cut too far before its end")
+        raise RowError(what, wanted, "none: it was cut too far before its end")
     return own
 
 
 def mtp_missing(output: Any, index: int = 0) -> tuple[tuple[int, int, str], ...]:
     """The positions ``[start, stop)`` at which :func:`mtp_routes` has no row, and why."""
-    _, entry = _mtp_of(output, index)
-    with _parsed("answer"):
-        return tuple((int(start), int(stop), str(why)) for start, stop, why in _mapping(entry).get(GAPS) or ())
-
-
-def _mtp_of(output: Any, index: int) -> tuple[_Completion, Mapping[str, Any] | None]:
-    """The completion, and what the answer has of its MTP layer's rows."""
-    with _parsed("answer"):
-        answer = _Completion.of(output, index)
-        entries = _mapping(_mapping(field_of(output, "kv_transfer_params")).get(MTP_FIELD))
-        return answer, entries.get(str(answer.index))
+    entry = mtp_entry(output, Completion.of(output, index))
+    with parsed("answer"):
+        return _gaps(mapping(entry).get(GAPS))
 
 
 def unseen(output: Any, index: int = 0) -> tuple[tuple[int, int], ...]:
@@ -191,9 +132,9 @@ def unseen(output: Any, index: int = 0) -> tuple[tuple[int, int], ...]:
 
     Their KV was loaded and their rows were matched by that KV, which does not show the last layer's choice.
     """
-    with _parsed("answer"):
-        spans = _Completion.of(output, index).entry_of(UNSEEN) or ()
-        return tuple((int(start), int(stop)) for start, stop in spans)
+    entry = Completion.of(output, index).entry_of(UNSEEN)
+    with parsed("answer"):
+        return tuple((int(start), int(stop)) for start, stop in entry or ())
 
 
 def missing(output: Any, index: int = 0) -> tuple[tuple[int, int, str], ...]:
@@ -201,12 +142,17 @@ def missing(output: Any, index: int = 0) -> tuple[tuple[int, int, str], ...]:
 
     The routes say which rows are missing for any reason; this gives the reasons that the engine knows.
     """
-    with _parsed("answer"):
-        gaps = _Completion.of(output, index).entry_of(GAPS) or ()
-        return tuple((int(start), int(stop), str(why)) for start, stop, why in gaps)
+    entry = Completion.of(output, index).entry_of(GAPS)
+    with parsed("answer"):
+        return _gaps(entry)
 
 
-def support(output: Any, index: int = 0, *, prompt: Sequence[int] | None = None) -> SamplingSupport:
+def support(
+    output: Any,
+    index: int = 0,
+    *,
+    prompt: Sequence[int] | None = None,
+) -> SamplingSupport:
     """The sampling supports of completion ``index`` of ``output``: what the engine drew each of its tokens from.
 
     Engines return them themselves, and no block and no store of kvroute has any: vLLM with ``return_sampling_mask``, in
@@ -217,38 +163,70 @@ def support(output: Any, index: int = 0, *, prompt: Sequence[int] | None = None)
     ``prompt`` are the prompt's token ids, for an answer that does not have them. :class:`RowError` if there are no
     supports, for a number of them other than that of the tokens, for one without its token, and without token ids.
     """
-    with _parsed("answer"):
-        completion = _Completion.of(output, index)
-        what = f"sampling support of completion {completion.index} of {completion.request or 'an answer without an id'}"
-        rows, own_prompt, tokens = _drawn(output, index)
-        prompt_ids = own_prompt if prompt is None else prompt
+    what = f"sampling support of {Completion.of(output, index).name}"
+    with parsed("answer"):
+        drawn = _Drawn.of(output, index)
+    rows = drawn.rows
+    tokens = drawn.tokens
+    prompt_ids = drawn.prompt if prompt is None else prompt
     if rows is None:
         raise RowError(what, SUPPORTED, "an answer with none")
     if tokens is None or prompt_ids is None:
+        wanted = "token ids of the completion and of the prompt, in the answer or prompt="
         got = "no token ids" if tokens is None else "those of the completion alone"
-        raise RowError(what, "token ids of the completion and of the prompt, in the answer or prompt=", got)
+        raise RowError(what, wanted, got)
     if len(rows) != len(tokens):
         raise RowError(what, f"one for each of its {len(tokens)} tokens", len(rows))
     return SamplingSupport.of(rows, [*prompt_ids, *tokens], len(prompt_ids))
 
 
-def _drawn(output: Any, index: int) -> tuple[Any, Any, Any]:
-    """The supports of a completion, a list of ids for each token, and the token ids of its prompt and of itself."""
-    meta = _mapping(field_of(output, "meta_info"))
-    if meta:  # SGLang
-        return (
-            meta.get("output_token_sampling_mask"),
-            field_of(output, "prompt_token_ids"),
-            field_of(output, "output_ids"),
-        )
-    choices = {field_of(choice, "index"): choice for choice in answers_of(output)}
-    choice = choices.get(index)
-    mask = field_of(choice, "sampling_mask")
-    rows = mask if mask is None or isinstance(mask, list) else mask.token_ids
-    return rows, choice and _prompt_of(output, choice), field_of(choice, "token_ids")
+class _Drawn(NamedTuple):
+    """What a completion was drawn from, as its answer has it; each part may be ``None``."""
+
+    rows: Any  # a list of ids for each token
+    prompt: Any  # token ids
+    tokens: Any  # token ids
+
+    @classmethod
+    def of(cls, output: Any, index: int) -> _Drawn:
+        if is_sglang(output):
+            meta = mapping(field_of(output, "meta_info"))
+            rows = meta.get("output_token_sampling_mask")
+            return cls(rows, field_of(output, "prompt_token_ids"), field_of(output, "output_ids"))
+        choice = choices_of(output).get(index)
+        mask = field_of(choice, "sampling_mask")
+        rows = mask if mask is None or isinstance(mask, list) else mask.token_ids
+        return cls(rows, choice and prompt_of(output, choice), field_of(choice, "token_ids"))
 
 
-def _left(answer: _Completion, rollouts: RolloutStore, key: str | None, wait_s: float) -> Routes:
+def _gaps(entry: Any) -> tuple[tuple[int, int, str], ...]:
+    return tuple((int(start), int(stop), str(why)) for start, stop, why in entry or ())
+
+
+# -------------------------------------------------------------------- where routes are found
+
+
+def _by_handle(encoded: Any, rollouts: RolloutStore | None) -> Routes:
+    """The routes that the answer's handle names."""
+    try:
+        handle = RolloutHandle.from_json(encoded)
+    except InvalidInputError as unsound:
+        raise RowError(unsound.field, unsound.wanted, unsound.got) from unsound
+    if rollouts is None:
+        wanted = "rollouts=, the store that they were left in"
+        raise RowError("routes", wanted, f"a handle of a store of kind {handle.store}")
+    rollout = rollouts.get(handle)
+    if isinstance(rollout, Absence):
+        raise RowError("routes", "a rollout that is there and sound", rollout.value)
+    return rollout[0]
+
+
+def _by_key(
+    answer: Completion,
+    rollouts: RolloutStore,
+    key: str | None,
+    wait_s: float,
+) -> Routes:
     """The routes that the engine has left in the store under ``key``, or leaves there during the wait."""
     if answer.tokens is None:
         wanted = "an answer with token ids, by which rollouts of a key are told apart"
@@ -259,9 +237,8 @@ def _left(answer: _Completion, rollouts: RolloutStore, key: str | None, wait_s: 
         raise RowError(answer.what, wanted, "neither that nor a handle in the answer")
     name = rollout_id(key, answer.tokens[: answer.prompt])
     give_up_s = time.monotonic() + wait_s
-    pause_s = POLL_S
-    refused = dict[str, str]()
-    while True:
+    refused = dict[str, str]()  # why, by put
+    for pause_s in _pauses():
         handle = rollouts.find(name)
         if handle is not None and handle.put_id not in refused:
             rollout = rollouts.get(handle)
@@ -271,237 +248,44 @@ def _left(answer: _Completion, rollouts: RolloutStore, key: str | None, wait_s: 
                 return answer.own(rollout[0])
             refused[handle.put_id] = why
         if time.monotonic() > give_up_s:
-            got = "; ".join(refused.values()) or "neither a handle in the answer nor one in the store"
-            raise RowError(answer.what, f"a rollout of its tokens under the {KEY} {key} within {wait_s} s", got)
+            break
         time.sleep(pause_s)
+    wanted = f"a rollout of its tokens under the {KEY} {key} within {wait_s} s"
+    got = "; ".join(refused.values()) or "neither a handle in the answer nor one in the store"
+    raise RowError(answer.what, wanted, got)
+
+
+def _pauses() -> Iterator[float]:
+    """Seconds between looks into a store, without end."""
+    pause_s = POLL_S
+    while True:
+        yield pause_s
         pause_s = min(2 * pause_s, POLL_MAX_S)
 
 
-@dataclass(frozen=True, slots=True)
-class _Completion:
-    """The parts of an answer about the wanted completion."""
-
-    index: int
-    request: str  # the answer's id
-    tokens: list[int] | None
-    prompt: int  # how many of the tokens are the prompt
-    entries: Mapping[str, Any]
-    ended: str | None = None  # why the request ended
-    key: str | None = None  # of SGLang's request, whose id it is
-
-    @classmethod
-    def of(cls, output: Any, index: int) -> Self:
-        """Raises :class:`RowError` for a part of an answer, and for an index without a completion."""
-        _refuse_parts(output)
-        entries = _mapping(_mapping(field_of(output, "kv_transfer_params")).get(FIELD))
-        request = str(field_of(output, "request_id") or field_of(output, "id") or "")
-        ended = key = None
-        meta = _mapping(field_of(output, "meta_info"))
-        if meta:  # SGLang: each completion is an answer of its own
-            entries = _mapping(next(filter(None, reversed(meta.get(FIELD) or ())), None))
-            request = str(meta.get("id") or "")
-            key = request or None
-            index = 0
-            prompt = field_of(output, "prompt_token_ids")
-            answered = field_of(output, "output_ids")
-        elif field_of(output, "object") == "response":  # each of several turns is a request of its own
-            prompt = _tokens_of(output, "input_messages")
-            answered = _tokens_of(output, "output_messages")
-        else:
-            choices = {field_of(choice, "index"): choice for choice in answers_of(output)}
-            if choices and index not in choices:
-                raise RowError("index", f"one of {sorted(choices)}, as the answer has them", index)
-            choice = choices.get(index)
-            ended = field_of(choice, "finish_reason")
-            prompt = choice and _prompt_of(output, choice)
-            answered = field_of(choice, "token_ids")
-        tokens = None if prompt is None or answered is None else [*prompt, *answered]
-        return cls(index, request, tokens, len(prompt or ()), entries, ended, key)
-
-    @property
-    def what(self) -> str:
-        return f"routes of completion {self.index} of {self.request or 'an answer without an id'}"
-
-    @property
-    def others(self) -> list[str]:
-        """Numbers of the completions whose routes, or whose handles, the answer has."""
-        return sorted({*_mapping(self.entries.get(ROUTES)), *_mapping(self.entries.get(LEFT))})
-
-    def entry_of(self, kind: str) -> Any:
-        """The entry of this kind in the answer.
-
-        Where the only entry has another number, the client's own id began with that: whether it is of this answer the
-        tokens have to show.
-        """
-        entries = self.entries.get(kind)
-        if not isinstance(entries, Mapping):
-            return entries
-        number = str(self.index)
-        if number == "0" and len(entries) == 1 and self.tokens is not None and number not in entries:
-            number = self.request.partition("_")[0]
-        return entries.get(number)
-
-    def refusal(self, routes: Routes) -> str | None:
-        """Why routes do not belong to this answer, in words; ``None`` if they do, or if it has no token ids."""
-        if self.tokens is None:
-            return None
-        hashes = {count: digest for count, digest in routes.token_hashes if count <= len(self.tokens)}
-        own_hashes = dict(token_hashes(self.tokens, hashes))
-        differ = [count for count in sorted(hashes) if own_hashes[count] != hashes[count]]
-        if differ:
-            return f"rows of other tokens: the hash of the first {differ[0]} differs"
-        rows = self._rows(routes)
-        if any(count >= rows for count in hashes):  # an answer without a word has its prompt's hash, one token more
-            return None
-        return f"rows of tokens that nothing says to be the first {rows} of this answer"
-
-    def proved(self, routes: Routes) -> Routes:
-        """:meth:`own`; :class:`RowError` for routes that do not belong to this answer."""
-        why = self.refusal(routes)
-        if why is not None:
-            raise RowError(self.what, "those of this answer's tokens", why)
-        return self.own(routes)
-
-    def refusal_by_key(self, routes: Routes, key: str) -> str | None:
-        """As :meth:`refusal`, for routes under the key of this answer's request.
-
-        Raises :class:`RowError` if several requests had it.
-        """
-        assert self.tokens is not None
-        if is_void(routes):
-            raise RowError(self.what, f"a {KEY} that no other request has had with this prompt", repr(key))
-        if routes.stop < len(self.tokens) - 1:  # of a request that was cut earlier, or of another one
-            return f"rows of the first {routes.stop} tokens, of {len(self.tokens) - 1} that have some"
-        return self.refusal(routes)
-
-    def own(self, routes: Routes) -> Routes:
-        """``routes`` without rows of tokens that are not in the answer, bound to the answer's tokens."""
-        if self.tokens is None:
-            return routes
-        rows = self._rows(routes)
-        return routes.slice(routes.start, max(routes.start, rows)).bind(
-            self.tokens, [count for count in {routes.start or rows, self.prompt, rows} if count <= rows]
-        )
-
-    def _rows(self, routes: Routes) -> int:
-        assert self.tokens is not None
-        return max(0, min(routes.stop, len(self.tokens) - 1))
-
-
-def _refuse_parts(output: Any) -> None:
-    """Raise :class:`RowError` for a part of an answer, as a stream sends it, and for a server's error in its place."""
-    kind = field_of(output, "object")
-    event = field_of(output, "type")
-    if field_of(output, "sequences") is not None or field_of(output, "cum_logprob") is not None:
-        got = "one of a beam search, whose beams are made of many requests that the answer does not name"
-        raise RowError("routes", "an answer of one request", got)
-    whole = field_of(output, "usage") is not None or "kv_transfer_params" in (
-        output if isinstance(output, Mapping) else dir(output)
-    )
-    if kind == "chat.completion.chunk" or (kind == "text_completion" and not whole):
-        wanted = "a whole answer: kvroute.integrations.vllm.gathered(chunks) makes one of all chunks of a stream"
-        raise RowError("routes", wanted, f"a chunk of a stream, {kind}")
-    if isinstance(event, str) and event.startswith("response."):
-        raise RowError("routes", "a whole answer: the response of response.completed", f"an event of a stream, {event}")
-    if isinstance(output, Mapping) and output.get("error"):
-        error = _mapping(output["error"])
-        raise RowError("routes", "an answer", f"the server's error: {error.get('message') or output['error']}")
-
-
-def gathered(chunks: Iterable[Any]) -> dict[str, Any]:
-    """The answer in a stream of ``chunks``, completions or a chat; :func:`routes` takes it.
-
-    ``chunks`` are all chunks of one stream in order, JSON or a client's objects, without the final ``[DONE]``. The
-    answer has the id, and for each choice its tokens and why it ended. No chunk has a handle: the store has the routes.
-    Raises :class:`RowError` for no chunk, for chunks of several answers or without token ids (``return_token_ids``),
-    and for a server's error.
-    """
-    answer: dict[str, Any] = {"kv_transfer_params": None}
-    choices: dict[int, dict[str, Any]] = {}
-    for chunk in chunks:
-        with _parsed("stream"):
-            error = field_of(chunk, "error")
-            if error is not None:
-                raise RowError("stream", "chunks of an answer", error)
-            kind = WHOLE_OBJECTS.get(field_of(chunk, "object") or "")
-            request = field_of(chunk, "id")
-            if kind is None or request is None:
-                raise RowError("chunk.object", f"one of {sorted(WHOLE_OBJECTS)}, with an id", field_of(chunk, "object"))
-            if answer.setdefault("id", request) != request:
-                raise RowError("chunk.id", answer["id"], request)
-            answer |= {"object": kind} | _present(chunk, "prompt_token_ids")
-            for delta in answers_of(chunk):
-                index = field_of(delta, "index")
-                choice = choices.setdefault(index, {"index": index, "token_ids": None})
-                choice |= _present(delta, "prompt_token_ids", "finish_reason", "stop_reason")
-                tokens = field_of(delta, "token_ids")
-                if tokens is not None:
-                    choice["token_ids"] = [*(choice["token_ids"] or ()), *tokens]
-    if not choices:
-        raise RowError("stream", "chunks of an answer", "no choice in any")
-    for index, choice in choices.items():
-        if choice["token_ids"] is None or _prompt_of(answer, choice) is None:
-            raise RowError(f"token ids of choice {index}", "a stream that was asked for with return_token_ids", "none")
-    with _parsed("stream"):
-        return answer | {"choices": [choices[index] for index in sorted(choices)]}
-
-
-@contextmanager
-def _parsed(field: str) -> Iterator[None]:
-    """JSON of another form than an engine's is a :class:`RowError`."""
-    try:
-        yield
-    except KVRouteError:
-        raise
-    except (TypeError, LookupError, AttributeError, ValueError) as error:
-        raise RowError(field, "one in the form of an engine's or a server's", repr(error)) from error
-
-
-def _present(part: Any, *names: str) -> dict[str, Any]:
-    return {name: value for name in names if (value := field_of(part, name)) is not None}
-
-
-def _prompt_of(output: Any, choice: Any) -> Any:
-    own = field_of(choice, "prompt_token_ids")
-    return field_of(output, "prompt_token_ids") if own is None else own
-
-
-def _tokens_of(response: Any, name: str) -> Any:
-    """The token ids of a response's messages of that name, if the request asked for them and it has one turn."""
-    messages: Sequence[Any] = field_of(response, name) or ()
-    return field_of(messages[0], "tokens") if len(messages) == 1 else None
-
-
-def answers_of(output: Any) -> Sequence[Any]:
-    """The completions of an engine's output, or the choices of a server's."""
-    return field_of(output, "outputs") or field_of(output, "choices") or ()
-
-
-def field_of(part: Any, name: str) -> Any:
-    """A field of an object or of JSON; ``None`` if there is none."""
-    return part.get(name) if isinstance(part, Mapping) else getattr(part, name, None)
-
-
-def _mapping(value: Any) -> Mapping[str, Any]:
-    return value if isinstance(value, Mapping) else {}
+def _absence(answer: Completion, *, in_field: bool) -> RowError:
+    """Why there are no routes, where no rollout store is at hand: ``in_field``, the engine's own field has rows."""
+    gaps = answer.entry_of(GAPS)
+    if gaps:
+        wanted = "an answer with all of its rows"
+        return RowError("routes", wanted, f"missing, and why: {gaps}")
+    if in_field:
+        wanted = "spec=, of the model's rows: kvroute.routing_spec_from_hf(config, block_tokens=1)"
+        return RowError(answer.what, wanted, "rows in the engine's own field, routed_experts")
+    wanted = "an answer that has them or their handle, or rollouts=, the store that they were left in"
+    got = "neither"
+    if answer.others:
+        got = f"those of completions {answer.others}"
+    if answer.ended in UNHANDED:
+        got += f": the request ended as {answer.ended!r}, and such an answer may have no handle"
+    return RowError(answer.what, wanted, got)
 
 
 __all__ = [
-    "ERROR",
-    "FIELD",
-    "GAPS",
-    "KEY",
-    "LEFT",
-    "MTP_FIELD",
-    "ROUTES",
-    "START",
-    "UNSEEN",
-    "Options",
     "gathered",
     "missing",
     "mtp_missing",
     "mtp_routes",
-    "options_of",
     "routes",
     "support",
     "unseen",

@@ -18,7 +18,12 @@ class Behind:
     but :meth:`close` ends the thread.
     """
 
-    def __init__(self, name: str, on_failure: Callable[[BaseException], object] = bool, room: int = 0) -> None:
+    def __init__(
+        self,
+        name: str,
+        on_failure: Callable[[BaseException], object] = bool,
+        room: int = 0,
+    ) -> None:
         self._calls: queue.Queue[Callable[[], object] | None] = queue.Queue(room)
         self._on_failure = on_failure
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)

@@ -56,7 +56,11 @@ def appended(before: Rows | None, more: Rows) -> Rows:
     return Rows(np.concatenate([before.values, more.values]), np.concatenate([before.valid, more.valid]))
 
 
-def read_whole(view: RowsView, spec: AuxBlockDataSpec, computations: Sequence[Computation]) -> None:
+def read_whole(
+    view: RowsView,
+    spec: AuxBlockDataSpec,
+    computations: Sequence[Computation],
+) -> None:
     """Read what is still to be read of these computations: one read of many takes little longer than a read of one."""
     read_until(view, spec, [(computation, computation.stop) for computation in computations])
     for computation in computations:
@@ -64,7 +68,11 @@ def read_whole(view: RowsView, spec: AuxBlockDataSpec, computations: Sequence[Co
         computation.versions = computation.read_labels if computation.mixed else computation.version
 
 
-def read_until(view: RowsView, spec: AuxBlockDataSpec, stops: Sequence[tuple[Computation, int]]) -> None:
+def read_until(
+    view: RowsView,
+    spec: AuxBlockDataSpec,
+    stops: Sequence[tuple[Computation, int]],
+) -> None:
     """Read what is still to be read of each computation before that position."""
     size = spec.block_tokens
     mixed = [(computation, stop) for computation, stop in stops if computation.mixed]
@@ -77,7 +85,12 @@ def read_until(view: RowsView, spec: AuxBlockDataSpec, stops: Sequence[tuple[Com
         computation.read_stop = stop
 
 
-def rows_until(view: RowsView, stops: Sequence[tuple[Computation, int]], name: str, size: int) -> list[Rows]:
+def rows_until(
+    view: RowsView,
+    stops: Sequence[tuple[Computation, int]],
+    name: str,
+    size: int,
+) -> list[Rows]:
     """The rows of the spec ``name`` that :func:`read_until` reads, of each computation; blocks have ``size`` tokens."""
     if not stops:
         return []

@@ -136,7 +136,12 @@ class Lender:
     """Offers the content of device blocks as steps fill them: rows, and KV if there is a port for it."""
 
     def __init__(
-        self, blocks: AuxBlocks, node: Node, kv: KVBlocks | None, lease_s: float, lent_nbytes_max: int
+        self,
+        blocks: AuxBlocks,
+        node: Node,
+        kv: KVBlocks | None,
+        lease_s: float,
+        lent_nbytes_max: int,
     ) -> None:
         self._blocks = blocks
         self._node = node
@@ -215,7 +220,12 @@ class Lender:
             self._lent.pop(release.transfer, None)
 
     def _offered(
-        self, transfer: bytes, first: int, blocks: Mapping[BlockKey, int], lives: Sequence[int], tokens: int
+        self,
+        transfer: bytes,
+        first: int,
+        blocks: Mapping[BlockKey, int],
+        lives: Sequence[int],
+        tokens: int,
     ) -> list[OfferedBlock]:
         counts = counts_of(len(blocks), tokens, self._blocks.block_tokens)
         rows = self._blocks.exchange.export(blocks, lives, counts)
@@ -229,7 +239,11 @@ class Lender:
         return offered
 
     def _kv_records(
-        self, kv: KVBlocks, blocks: Mapping[BlockKey, int], lives: Sequence[int], counts: Sequence[int]
+        self,
+        kv: KVBlocks,
+        blocks: Mapping[BlockKey, int],
+        lives: Sequence[int],
+        counts: Sequence[int],
     ) -> list[OfferedRecord | None]:
         layout = RecordLayout((kv.spec,))
         ids = list(blocks.values())
@@ -247,7 +261,12 @@ class Lender:
 class Borrower:
     """Fetches lent records into device blocks, each in the life that it has now."""
 
-    def __init__(self, blocks: AuxBlocks, node: Node, kv: KVBlocks | None = None) -> None:
+    def __init__(
+        self,
+        blocks: AuxBlocks,
+        node: Node,
+        kv: KVBlocks | None = None,
+    ) -> None:
         self._blocks = blocks
         self._node = node
         self._kv = kv
@@ -346,7 +365,13 @@ class _Landing:
         """The origin of the KV that another mover brings into a block beside this transfer."""
         return int.from_bytes(lent_key(self.transfer, self.first + place)[:8], "little") or 1
 
-    def install(self, part: int, index: int, header: RecordHeader, payload: memoryview) -> bool:
+    def install(
+        self,
+        part: int,
+        index: int,
+        header: RecordHeader,
+        payload: memoryview,
+    ) -> bool:
         """For the node; see :class:`transfer.node.BlockSink`."""
         place = index - self.first
         assert 0 <= place < len(self.ids), f"block {index} was not requested"

@@ -17,6 +17,7 @@ from kvroute.connector.end import End
 from kvroute.connector.left import settled
 from kvroute.journal import RequestJournal
 from kvroute.routes import Layout, Routes, spans
+from kvroute.routes.routes import checked_routes
 
 Unproved = list[list[int]]
 """Positions ``[start, stop)`` at which the last router's choice is not proved."""
@@ -55,7 +56,7 @@ class Cutting:
         """The routes of one computation, and where they are unproved."""
         rows = computation.rows
         assert rows is not None, "read"
-        routes = Routes.checked(self.layout, rows.values, rows.valid, computation.start, labels_of(computation))
+        routes = checked_routes(self.layout, rows.values, rows.valid, computation.start, labels_of(computation))
         if computation.by_kv is None:
             return routes, []
         return settled(routes, computation.by_kv[computation.start :], flagged=self.flagged)

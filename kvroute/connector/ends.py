@@ -14,13 +14,13 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 
 from cache_manager.errors import KVRouteError, RowError
-from kvroute.connector.answers import ERROR, FIELD
 from kvroute.connector.computations import Computation
 from kvroute.connector.end import ClientData, End, PendingAnswer
+from kvroute.connector.fields import ERROR, FIELD
 from kvroute.connector.key import Key
 from kvroute.connector.left import LeftRoutes
 from kvroute.connector.limits import Limits
@@ -64,6 +64,11 @@ class Ends:
     def attach(self, view: RowsView, *, late: bool) -> None:
         """Rows are in ``view`` from here on; if ``late``, the worker may write them when their request is done."""
         self._unread.attach(view, late=late)
+
+    @property
+    def counters(self) -> Mapping[str, Mapping[str, int]]:
+        """The present counters of who leaves rollouts."""
+        return {"rollouts": self._taker.counters}
 
     def begins(self, key: Key) -> None:
         """A request of this key is under way."""
@@ -226,6 +231,45 @@ class Ends:
                 del self._pending[end]
 
 
+class NoEnds:
+    """In place of :class:`Ends` where no rows of ended requests are left: no client waits.
+
+    ``names_mistakes``: a request that is refused has an answer that says why, because the engine has a field of its own
+    for rows, whose client would else take a mistake for a gap.
+    """
+
+    def __init__(self, *, names_mistakes: bool) -> None:
+        self._names_mistakes = names_mistakes
+
+    @property
+    def counters(self) -> Mapping[str, Mapping[str, int]]:
+        """None."""
+        return {}
+
+    def begins(self, key: Key) -> None:
+        """A request of this key is under way."""
+
+    def keep(self, end: End, computation: Computation) -> None:
+        """The request loses its blocks, and is computed again."""
+
+    def begin(self, end: End, last: Computation) -> None:
+        """The request is done."""
+
+    def unanswered(self, end: End) -> None:
+        """The request is done, and its client is told nothing."""
+
+    def refused(self, end: End, error: RowError) -> PendingAnswer | None:
+        """The request is done: the answer that names the ``error``, where there is one."""
+        if not self._names_mistakes:
+            return None
+        end.answer.value = {FIELD: {ERROR: {str(end.key.choice): str(error)}}}
+        end.answer.tell()
+        return end.answer
+
+    def close(self) -> None:
+        """Nothing is left to do."""
+
+
 def _whole(end: End, through: float) -> bool:
     for computation in end.computations:  # noqa: SIM110 - a generator costs as much again, of hundreds of requests
         if computation.rows is None and not written(computation, through):
@@ -233,4 +277,4 @@ def _whole(end: End, through: float) -> bool:
     return True
 
 
-__all__ = ["Ends"]
+__all__ = ["Ends", "NoEnds"]

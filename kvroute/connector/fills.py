@@ -41,7 +41,11 @@ class Fills:
     :class:`SchedulerRows`."""
 
     def __init__(
-        self, blocks: int, size: int, blocks_of: Callable[[str, int, int], list[int]], hashes: int = 1
+        self,
+        blocks: int,
+        size: int,
+        blocks_of: Callable[[str, int, int], list[int]],
+        hashes: int = 1,
     ) -> None:
         self._size = size
         self._hashes = hashes
@@ -65,12 +69,22 @@ class Fills:
         """Rows come for these blocks, by their KV."""
         self._lives[blocks], self._front[blocks], self._came = lives, self._size, True
 
-    def copied(self, source: int, target: int, rows: int, lives: NDArray[np.int64]) -> None:
+    def copied(
+        self,
+        source: int,
+        target: int,
+        rows: int,
+        lives: NDArray[np.int64],
+    ) -> None:
         """The first ``rows`` of a block are copied to another one; ``lives [2]`` are theirs."""
         came_by_kv = self._lives[source] == lives[0]
         self._lives[target], self._front[target] = lives[1], min(self._front[source], rows) if came_by_kv else 0
 
-    def slots_by_kv(self, slots: NDArray[np.int64], lives: NDArray[np.int64]) -> NDArray[np.bool_] | None:
+    def slots_by_kv(
+        self,
+        slots: NDArray[np.int64],
+        lives: NDArray[np.int64],
+    ) -> NDArray[np.bool_] | None:
         """Which of ``slots [n]``, whose blocks are in these ``lives [n]``, have rows that came by KV; ``None``: no row
         has ever come."""
         if not self._came:
@@ -79,7 +93,12 @@ class Fills:
         front = np.where(self._lives[blocks] == lives, self._front[blocks], 0)
         return slots % self._size < front
 
-    def step(self, scheduled: Mapping[str, int], *, stores: bool) -> list[tuple[Request, int, int]]:
+    def step(
+        self,
+        scheduled: Mapping[str, int],
+        *,
+        stores: bool,
+    ) -> list[tuple[Request, int, int]]:
         """The requests and their blocks ``[first, last)`` that a step completes, of so many tokens ``scheduled`` each.
 
         Drafts that may fail have no hashes, and so are not among them. Where the step ``stores`` nothing they come
@@ -121,7 +140,12 @@ class Fills:
             filling.due = step
             self._due.setdefault(step, []).append(filling.request.request_id)
 
-    def _filled(self, filling: _Filling, computed: int, n: int) -> tuple[Request, int, int] | None:
+    def _filled(
+        self,
+        filling: _Filling,
+        computed: int,
+        n: int,
+    ) -> tuple[Request, int, int] | None:
         size = self._size
         request = filling.request
         done = filling.done

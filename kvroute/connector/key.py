@@ -20,6 +20,7 @@ import numpy as np
 
 from cache_manager.errors import RowError
 from kvroute.routes import Layout, Routes
+from kvroute.routes.routes import checked_routes
 from kvroute.routes.token_hash import token_hash
 
 KEY_MAX: Final = 128
@@ -67,7 +68,8 @@ def checked_key(key: Any, field: str) -> str:
 def checked_choice(key: Any, field: str) -> str:
     """``key``, of a request or of one of its choices; :class:`RowError` that names ``field`` for anything else."""
     if not isinstance(key, str) or _OF_CHOICE.fullmatch(key) is None:
-        raise RowError(field, f"{WANTED}, and of a choice {CHOICE} and its number", repr(key)[:200])
+        wanted = f"{WANTED}, and of a choice {CHOICE} and its number"
+        raise RowError(field, wanted, repr(key)[:200])
     return key
 
 
@@ -92,7 +94,7 @@ def rollout_id(key: str, prompt: Sequence[int]) -> str:
 def void(layout: Layout) -> Routes:
     """What lies in place of the routes of several requests: no row, bound to no tokens."""
     shape = (0, len(layout.layer_ids), layout.top_k)
-    return Routes.checked(layout, np.empty(shape, layout.dtype), np.empty(shape[:2], np.bool_))
+    return checked_routes(layout, np.empty(shape, layout.dtype), np.empty(shape[:2], np.bool_))
 
 
 def is_void(routes: Routes) -> bool:

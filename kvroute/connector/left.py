@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from cache_manager.errors import KVRouteError
 from cache_manager.ports import Absence
-from kvroute.connector.answers import ERROR, FIELD, GAPS, KEY, LEFT, ROUTES, UNSEEN
+from kvroute.connector.fields import ERROR, FIELD, GAPS, KEY, LEFT, ROUTES, UNSEEN
 from kvroute.connector.key import Key, rollout_id, void
 from kvroute.connector.limits import LIMITS, Limits
 from kvroute.connector.settings import RESPONSE
@@ -40,7 +40,12 @@ class Tokens(NamedTuple):
         return [count for count in {start or stop, self.prompt, stop, *range(first, stop)} if count <= stop]
 
 
-def settled(routes: Routes, by_kv: NDArray[np.bool_], *, flagged: bool) -> tuple[Routes, list[list[int]]]:
+def settled(
+    routes: Routes,
+    by_kv: NDArray[np.bool_],
+    *,
+    flagged: bool,
+) -> tuple[Routes, list[list[int]]]:
     """Settle rows ``by_kv`` ``[n]`` that were matched by KV, which cannot prove the last router's choice.
 
     Returns the routes, without that router's choice there, and no positions; or, if the operator wants it ``flagged``,
@@ -66,7 +71,11 @@ class LeftRoutes:
     The data is ``{kind: {number: value}}``, with the request's number among the completions of its prompt.
     """
 
-    def __init__(self, store: RolloutStore | None = None, limits: Limits = LIMITS) -> None:
+    def __init__(
+        self,
+        store: RolloutStore | None = None,
+        limits: Limits = LIMITS,
+    ) -> None:
         self._store = store
         self._limits = limits
         self._lock = threading.Lock()
@@ -135,7 +144,12 @@ class LeftRoutes:
         """:func:`left_values` for the request of this ``key``, in this store. Raises what the store raises."""
         return left_values(self._store, key, routes, tokens, unseen, gaps, self._limits.cuts_max)
 
-    def answer(self, key: Key, values: LeftValues, tokens: Tokens | None) -> dict[str, Any]:
+    def answer(
+        self,
+        key: Key,
+        values: LeftValues,
+        tokens: Tokens | None,
+    ) -> dict[str, Any]:
         """The client's data for the request of this ``key``, which has left these ``values``.
 
         A front end sends on only the data of a group's last request: so this has the data of all that are done,
@@ -155,7 +169,13 @@ class LeftRoutes:
         logger.warning("request %r has no routes: %s", key.text, error)
         return self._client_data(key, {ERROR: str(error)})
 
-    def _client_data(self, key: Key, values: LeftValues, *, ends_here: bool = False) -> dict[str, Any]:
+    def _client_data(
+        self,
+        key: Key,
+        values: LeftValues,
+        *,
+        ends_here: bool = False,
+    ) -> dict[str, Any]:
         own = {kind: {str(key.choice): value} for kind, value in values.items()}
         if key.group is None:
             return {FIELD: own}
@@ -201,7 +221,14 @@ def left_values(
     return {kind: value for kind, value in values.items() if value}
 
 
-def _put(store: RolloutStore, key: Key, tokens: Tokens | None, routes: Routes, *, again: bool) -> RolloutHandle:
+def _put(
+    store: RolloutStore,
+    key: Key,
+    tokens: Tokens | None,
+    routes: Routes,
+    *,
+    again: bool,
+) -> RolloutHandle:
     name = rollout_name(key, tokens)
     if again:
         earlier = store.find(name)

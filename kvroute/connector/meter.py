@@ -45,7 +45,11 @@ class Meter:
     Any thread may count; one at a time takes.
     """
 
-    def __init__(self, look: Callable[[], Mapping[str, Any]], limits: Limits = LIMITS) -> None:
+    def __init__(
+        self,
+        look: Callable[[], Mapping[str, Any]],
+        limits: Limits = LIMITS,
+    ) -> None:
         self._limits = limits
         self.missing = Counter[str]()
         """Tokens without rows since the start, by cause."""
@@ -112,7 +116,11 @@ class Exported:
     ``labels`` are the names of the engine's labels, which stand before kvroute's.
     """
 
-    def __init__(self, kinds: tuple[Callable[..., Any], Callable[..., Any]], labels: Sequence[str]) -> None:
+    def __init__(
+        self,
+        kinds: tuple[Callable[..., Any], Callable[..., Any]],
+        labels: Sequence[str],
+    ) -> None:
         counter, histogram = kinds
         self._metrics: dict[str, Any] = {}
         for name, (text, own) in METRICS.items():

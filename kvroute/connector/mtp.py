@@ -12,6 +12,7 @@ step visit drafts, and leave no rows.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
@@ -21,7 +22,7 @@ from cache_manager.publish import Rows
 from cache_manager.spec import AuxBlockDataSpec
 from kvroute.checks import unsound
 from kvroute.connector.settings import VERSION
-from kvroute.connector.stages import RowsView
+from kvroute.connector.stages import NoView, RowsView
 from kvroute.connector.tickets import MissingSpan
 from kvroute.routes import Routes
 from kvroute.routes.spans import runs
@@ -39,6 +40,7 @@ READ_OTHERWISE: Final = "the MTP layer has read another token behind this one"
 
 RowsBeside = Mapping[str, tuple[NDArray[Any], NDArray[np.bool_]]]
 """By spec: values ``[n, *row_shape]`` for each slot of a step, and which of them count ``[n]``."""
+NOTHING_BESIDE: Final[RowsBeside] = MappingProxyType({})
 
 
 def mtp_spec(routing: AuxBlockDataSpec) -> AuxBlockDataSpec:
@@ -68,7 +70,12 @@ class MtpIds:
         """A step begins."""
         self._pass = None
 
-    def keep(self, ids: torch.Tensor, slots: torch.Tensor, next_tokens: torch.Tensor) -> None:
+    def keep(
+        self,
+        ids: torch.Tensor,
+        slots: torch.Tensor,
+        next_tokens: torch.Tensor,
+    ) -> None:
         """A step's first draft pass: the router's ``ids [n, top_k]`` for the tokens at ``slots [n]``, each read with
         one of ``next_tokens [n]``. Arrays that do not fit leave no rows."""
         if ids.shape == (len(slots), self.spec.row_shape[1]) and slots.shape == next_tokens.shape:
@@ -100,6 +107,17 @@ class MtpIds:
         return {MTP: (rows, count), NEXT_TOKEN: (read, count)}
 
 
+class NoMtpIds:
+    """The MTP router's choices for an engine that keeps none: nothing stands beside the rows of a step."""
+
+    def begin(self) -> None:
+        """A step begins."""
+
+    def take(self, slots: NDArray[np.int64]) -> RowsBeside:  # noqa: ARG002 (as MtpIds)
+        """No rows."""
+        return NOTHING_BESIDE
+
+
 class MtpRows(NamedTuple):
     """Rows of one request, and why others of its positions have none."""
 
@@ -108,7 +126,7 @@ class MtpRows(NamedTuple):
 
 
 def mtp_rows(
-    view: RowsView,
+    view: RowsView | NoView,
     spec: AuxBlockDataSpec,
     blocks: Sequence[int],
     lives: Sequence[int] | NDArray[np.int64],
@@ -136,4 +154,14 @@ def mtp_rows(
     return MtpRows(routes, [(start + first, start + last, why) for first, last, why in sorted(gaps)])
 
 
-__all__ = ["MTP", "NEXT_TOKEN", "MtpIds", "MtpRows", "mtp_rows", "mtp_spec", "next_token_spec"]
+__all__ = [
+    "MTP",
+    "NEXT_TOKEN",
+    "NOTHING_BESIDE",
+    "MtpIds",
+    "MtpRows",
+    "NoMtpIds",
+    "mtp_rows",
+    "mtp_spec",
+    "next_token_spec",
+]

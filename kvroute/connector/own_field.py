@@ -28,7 +28,12 @@ def of(output: Any, index: int) -> Any:
     return None
 
 
-def bound_routes(packed: Any, tokens: Sequence[int] | None, prompt: int, spec: AuxBlockDataSpec) -> Routes:
+def bound_routes(
+    packed: Any,
+    tokens: Sequence[int] | None,
+    prompt: int,
+    spec: AuxBlockDataSpec,
+) -> Routes:
     """The field's rows: of the last of ``tokens`` but one, and those before it; the first ``prompt`` are the prompt.
 
     ``packed`` is an array ``[n, layers, top_k]`` with all of the model's layers, 0 in those without a router, or its
@@ -40,13 +45,16 @@ def bound_routes(packed: Any, tokens: Sequence[int] | None, prompt: int, spec: A
     if array.shape[1:] != (layout.num_layers, layout.top_k) or array.dtype.kind not in "iu":
         raise RowError(ROUTED_EXPERTS, wanted, f"{list(array.shape)} of {array.dtype}")
     if tokens is None:
-        raise RowError(ROUTED_EXPERTS, "an answer with token ids, which say of which positions its rows are", "none")
+        wanted = "an answer with token ids, which say of which positions its rows are"
+        raise RowError(ROUTED_EXPERTS, wanted, "none")
     start = len(tokens) - 1 - len(array)
     if start < 0:
-        raise RowError(ROUTED_EXPERTS, f"{len(tokens) - 1} rows at most, one for each token but the last", len(array))
+        wanted = f"{len(tokens) - 1} rows at most, one for each token but the last"
+        raise RowError(ROUTED_EXPERTS, wanted, len(array))
     routed = array[:, layout.routed_layers]
     if int(routed.max(initial=0)) >= layout.num_experts or int(routed.min(initial=0)) < 0:
-        raise RowError(ROUTED_EXPERTS, f"experts in [0, {layout.num_experts})", f"{routed.min()} to {routed.max()}")
+        wanted = f"experts in [0, {layout.num_experts})"
+        raise RowError(ROUTED_EXPERTS, wanted, f"{routed.min()} to {routed.max()}")
     valid = np.ones(len(array), np.bool_)
     fields = layout.layer_ids, layout.num_experts, layout.num_layers, start
     bound = Routes(routed.astype(layout.dtype), valid, *fields)
@@ -65,7 +73,8 @@ def unpacked(packed: Any) -> NDArray[Any]:
     except KVRouteError:
         raise
     except (TypeError, ValueError) as error:
-        raise RowError(ROUTED_EXPERTS, "a .npy, or the bytes of int32, as base64", repr(error)) from error
+        wanted = "a .npy, or the bytes of int32, as base64"
+        raise RowError(ROUTED_EXPERTS, wanted, repr(error)) from error
 
 
 __all__ = ["ROUTED_EXPERTS", "bound_routes", "of", "unpacked"]

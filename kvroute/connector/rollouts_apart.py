@@ -84,7 +84,12 @@ class RolloutsApart:
     def close(self) -> None:
         self._apart.close()
 
-    def _take_all(self, ends: Sequence[End], unread: UnreadRows, outcomes: dict[End, TakerOutcome]) -> list[End]:
+    def _take_all(
+        self,
+        ends: Sequence[End],
+        unread: UnreadRows,
+        outcomes: dict[End, TakerOutcome],
+    ) -> list[End]:
         """Fill in the ``outcomes`` of ``ends``; those of which the process lacks rows."""
         lacking = list[End]()
         for end in ends:
@@ -135,7 +140,12 @@ class RolloutsApart:
         if batch:
             yield batch
 
-    def _lose(self, end: End, error: KVRouteError, outcomes: dict[End, TakerOutcome]) -> None:
+    def _lose(
+        self,
+        end: End,
+        error: KVRouteError,
+        outcomes: dict[End, TakerOutcome],
+    ) -> None:
         """The end leaves nothing, for that reason: the next question has routes of an earlier one forgotten."""
         self._counts["unstored"] += 1
         outcomes[end] = error
@@ -183,7 +193,8 @@ class RolloutsApart:
                 self._gone_s = now_s
             if now_s - self._gone_s > self._limits.answer_s:
                 wanted = "a process that stores them"
-                raise RowError("rows", wanted, f"none for {self._limits.answer_s} s: another one is being started")
+                got = f"none for {self._limits.answer_s} s: another one is being started"
+                raise RowError("rows", wanted, got)
             time.sleep(RETRY_S)
         self._gone_s = None
 

@@ -92,7 +92,11 @@ class RolloutsProcess(apart_process.Process):
             return None
         return self._view
 
-    def _attached(self, regions: Sequence[tuple[str, Sequence[int]]], namespace: bytes) -> RowsView:
+    def _attached(
+        self,
+        regions: Sequence[tuple[str, Sequence[int]]],
+        namespace: bytes,
+    ) -> RowsView:
         if len(regions) > 1:
             return StageViews(self._cutting.spec, regions, namespace=namespace)
         ((name, _),) = regions

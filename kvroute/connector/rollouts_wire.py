@@ -37,7 +37,14 @@ class Opening(msgspec.Struct, frozen=True):
     cuts_max: int
 
     @classmethod
-    def of(cls, url: str, spec: AuxBlockDataSpec, *, flagged: bool, cuts_max: int) -> Opening:
+    def of(
+        cls,
+        url: str,
+        spec: AuxBlockDataSpec,
+        *,
+        flagged: bool,
+        cuts_max: int,
+    ) -> Opening:
         attrs = {name: list(value) if isinstance(value, tuple) else value for name, value in spec.attrs.items()}
         return cls(url, spec.name, spec.row_shape, spec.dtype, spec.block_tokens, attrs, flagged, cuts_max)
 
@@ -136,7 +143,12 @@ class Ended(msgspec.Struct, frozen=True, array_like=True):
     parts: list[SentComputation]  # the last one is that of its end
 
     @classmethod
-    def of(cls, end: End, computations: Sequence[Computation], seen: Sequence[Seen]) -> Ended:
+    def of(
+        cls,
+        end: End,
+        computations: Sequence[Computation],
+        seen: Sequence[Seen],
+    ) -> Ended:
         """``seen`` is what has been read of each of the end's ``computations``."""
         tokens = end.request_tokens
         ids = None if tokens is None else tokens.ids

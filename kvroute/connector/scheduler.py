@@ -18,13 +18,13 @@ from numpy.typing import NDArray
 import kvroute
 from cache_manager.errors import ConfigError, KVRouteError, RowError
 from cache_manager.keys import Namespace
-from kvroute.connector.answers import ERROR, FIELD, GAPS, ROUTES, START
 from kvroute.connector.carriers.port import Admission, Moves, SchedulerParts
 from kvroute.connector.computations import Computation
 from kvroute.connector.cutting import Cutting
-from kvroute.connector.end import End, PendingAnswer
-from kvroute.connector.ends import Ends
+from kvroute.connector.end import End
+from kvroute.connector.ends import Ends, NoEnds
 from kvroute.connector.engine import Engine
+from kvroute.connector.fields import ERROR, FIELD, GAPS, ROUTES, START
 from kvroute.connector.fills import Request
 from kvroute.connector.key import Key
 from kvroute.connector.left import LeftRoutes, Tokens
@@ -33,7 +33,7 @@ from kvroute.connector.meter import Meter
 from kvroute.connector.mtp import mtp_rows
 from kvroute.connector.settings import APART_SCHEME
 from kvroute.connector.spares import SpareBlocks
-from kvroute.connector.stages import RowsReader, RowsView, StageViews
+from kvroute.connector.stages import NoView, RowsReader, RowsView, StageViews
 from kvroute.connector.stream import RowStream
 from kvroute.connector.takers import RolloutsHere, RolloutTaker
 from kvroute.connector.tickets import UNNAMED
@@ -72,7 +72,7 @@ class SchedulerRows:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.feed = kvroute.BlockFeed(engine.places.stop)
-        self.view: RowsView | None = None
+        self.view: RowsView | NoView = NoView()
         self._regions = list[str | None]()  # that it is of
         self.keys = kvroute.KeyChain(engine.namespace, engine.layout)
         settings = engine.settings
@@ -100,13 +100,13 @@ class SchedulerRows:
         self.carrier = engine.carrier.scheduler(parts)
         spares = SpareBlocks(self.feed, engine.spares)
         self._readers = list[RowsReader]()  # of rows whose blocks may be given out before they are read
-        self._ends: Ends | None = None
-        self._taker: RolloutTaker | None = None
+        self._ends: Ends | NoEnds = NoEnds(names_mistakes=settings.field)
         if settings.rollouts:
-            left, self._taker = _taker_of(engine)
+            left, taker = _taker_of(engine)
             took = partial(self.meter.took, "answer")
-            self._ends = Ends(engine.limits, left, UnreadRows(engine, spares), self._taker, took)
-            self._readers.append(self._ends)
+            ends = Ends(engine.limits, left, UnreadRows(engine, spares), taker, took)
+            self._ends = ends
+            self._readers.append(ends)
         self._requests: dict[str, _State] = {}
         self._heard = False  # of any block
         # Since the last step was sent:
@@ -143,12 +143,13 @@ class SchedulerRows:
         for worker in workers:
             self.carrier.attach(worker.carrier)
         regions = [worker.region for worker in workers]
-        if self.view is not None and regions == self._regions:
+        if regions == self._regions:
             return
-        self.view = self._view_of(workers)
+        view = self._view_of(workers)
+        self.view = view
         self._regions = regions
         for reader in self._readers:
-            reader.attach(self.view, late=self._late)
+            reader.attach(view, late=self._late)
 
     def _view_of(self, workers: Sequence[Handshake]) -> RowsView:
         stages = [(worker.region, worker.layer_ids) for worker in workers if worker.region is not None]
@@ -174,10 +175,16 @@ class SchedulerRows:
     def begins(self, key: Key) -> None:
         """A request has come that will be :meth:`finished` with this ``key``; only one of several completions has to
         say so."""
-        if self._ends is not None:
-            self._ends.begins(key)
+        self._ends.begins(key)
 
-    def matched(self, request: Request, local: int, external: int, *, later: bool) -> int:
+    def matched(
+        self,
+        request: Request,
+        local: int,
+        external: int,
+        *,
+        later: bool,
+    ) -> int:
         """How many of the ``external`` tokens to load from outside, after ``local`` ones: as many as have rows."""
         first = local // self.engine.tokens
         before = self._requests.get(request.request_id)
@@ -321,7 +328,11 @@ class SchedulerRows:
 
     # ---------------------------------------------------------------- the end
 
-    def ticket(self, request: Request, kv: Mapping[str, str] = UNNAMED) -> dict[str, Any] | None:
+    def ticket(
+        self,
+        request: Request,
+        kv: Mapping[str, str] = UNNAMED,
+    ) -> dict[str, Any] | None:
         """The ticket for decode beside a lent request's answer, whose KV has the names ``kv`` there; call it before
         :meth:`forget`."""
         return self.carrier.ticket(request, kv)
@@ -347,9 +358,7 @@ class SchedulerRows:
         sampled = len(request.all_token_ids) - request.num_prompt_tokens
         stop = min(len(request.all_token_ids) - 1, request.num_computed_tokens) if sampled > 0 else 0
         state = self._requests.get(request.request_id)
-        if self._ends is None or state is None:
-            return
-        if stop <= max((computation.stop for computation in state.end.kept), default=0):
+        if state is None or stop <= max((computation.stop for computation in state.end.kept), default=0):
             return
         blocks = self.blocks_of(request.request_id, 0, -(-stop // self.engine.tokens))
         self._ends.keep(state.end, self._computation(blocks, 0, stop, self._steps_of(request)))
@@ -359,7 +368,11 @@ class SchedulerRows:
         """The number of the last step that was sent."""
         return self._steps
 
-    def _doubts(self, slots: NDArray[np.int64], lives: NDArray[np.int64]) -> NDArray[np.bool_] | None:
+    def _doubts(
+        self,
+        slots: NDArray[np.int64],
+        lives: NDArray[np.int64],
+    ) -> NDArray[np.bool_] | None:
         """Which of these rows ``[n]`` lack the proof of their last router's choice that the operator wants."""
         return None if self.engine.carrier.flagged else self.carrier.unproved(slots, lives)
 
@@ -368,7 +381,11 @@ class SchedulerRows:
         return self.blocks_of(request_id, first, last)
 
     def _computation(
-        self, blocks: Sequence[int], start: int, stop: int, steps: Sequence[tuple[int, int]]
+        self,
+        blocks: Sequence[int],
+        start: int,
+        stop: int,
+        steps: Sequence[tuple[int, int]],
     ) -> Computation:
         """The computation with rows of the positions ``[start, stop)``, without steps that wrote none of them."""
         size = self.engine.tokens
@@ -378,7 +395,14 @@ class SchedulerRows:
         wrote = [(number, first) for number, first in steps if first < stop] or [(self._steps, 0)]
         weights = self.weights
         computation = Computation(
-            ids, lives, min(start, stop), stop, wrote, weights.changes, weights.version, weights.mixed
+            ids,
+            lives,
+            min(start, stop),
+            stop,
+            wrote,
+            weights.changes,
+            weights.version,
+            weights.mixed,
         )
         if self.carrier.has_unproved:
             slots = (ids[:, None] * size + np.arange(size)).reshape(-1)[:stop]
@@ -405,8 +429,6 @@ class SchedulerRows:
         gets the data of all, for engines that send on only the last one's. The client has the rows before ``start``; if
         that is no position of the prompt, the answer has an error.
         """
-        if self._ends is None:
-            return None
         end = ended or End()
         end.key = key
         end.request_tokens = request_tokens
@@ -418,13 +440,18 @@ class SchedulerRows:
         return self._ends.begin(end, self._computation(blocks, start, min(tokens, end.rows_stop), end.steps))
 
     def mtp_rows(
-        self, key: Key, blocks: Sequence[int], tokens: int, request_tokens: Tokens, start: int = 0
+        self,
+        key: Key,
+        blocks: Sequence[int],
+        tokens: int,
+        request_tokens: Tokens,
+        start: int = 0,
     ) -> dict[str, Any] | None:
         """The client's data of a done request's MTP rows, read at once; arguments as for :meth:`finished`. ``None``:
         the engine or the request has none."""
         spec = self.engine.mtp
         stop = min(tokens, len(blocks) * self.engine.tokens, len(request_tokens.ids) - 1)
-        if spec is None or self.view is None or start >= stop:
+        if spec is None or start >= stop:
             return None
         lives = self.feed.generations[np.array(blocks, np.int64)]
         try:
@@ -435,23 +462,20 @@ class SchedulerRows:
             return {str(key.choice): {ERROR: str(error)}}
         return {str(key.choice): {ROUTES: bound.to_json(), GAPS: [list(gap) for gap in gaps]}}
 
-    def refused(self, key: Key, error: RowError, ended: End) -> Future[dict[str, Any]] | None:
+    def refused(
+        self,
+        key: Key,
+        error: RowError,
+        ended: End,
+    ) -> Future[dict[str, Any]] | None:
         """The request of this ``key`` has ended; its answer has this ``error`` in place of rows."""
         ended.key = key
-        if self._ends is not None:
-            return self._ends.refused(ended, error)
-        if self.stream is None:
-            return None
-        answer = PendingAnswer()  # no routes are left, but a mistake is not ignored
-        answer.value = {FIELD: {ERROR: {str(key.choice): str(error)}}}
-        answer.tell()
-        return answer
+        return self._ends.refused(ended, error)
 
     def unanswered(self, ended: End, key: Key) -> None:
         """The request of this ``key`` has ended without an answer about its rows."""
         ended.key = key
-        if self._ends is not None:
-            self._ends.unanswered(ended)
+        self._ends.unanswered(ended)
 
     def reset(self) -> None:
         """The pool has forgotten all blocks: no earlier row is readable, in any tier."""
@@ -463,17 +487,16 @@ class SchedulerRows:
             reader.forgotten()
         self.keys = kvroute.KeyChain(namespace, self.engine.layout)
         self.feed.reset(namespace.weights_version)
-        if self.view is not None:
-            self.view.follow(namespace.fingerprint)
+        self.view.follow(namespace.fingerprint)
 
     def _counters(self) -> dict[str, Any]:
         """The present counters of who leaves rollouts."""
-        return {} if self._taker is None else {"rollouts": self._taker.counters}
+        return dict(self._ends.counters)
 
     def close(self) -> None:
-        for part in (self._ends, self.view, self.carrier):
-            if part is not None:
-                part.close()
+        self._ends.close()
+        self.view.close()
+        self.carrier.close()
 
 
 def _taker_of(engine: Engine) -> tuple[LeftRoutes, RolloutTaker]:

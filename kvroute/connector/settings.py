@@ -55,7 +55,8 @@ class Common(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Raises :class:`ConfigError` that names the setting, what was wanted and what came.
         """
         if not isinstance(mapping, Mapping):
-            raise ConfigError(where, "a mapping of settings (docs/settings.md)", repr(mapping))
+            got = repr(mapping)
+            raise ConfigError(where, "a mapping of settings (docs/settings.md)", got)
         wanted = {field.encode_name: _words(field.type) for field in inspect.type_info(cls).fields}  # type: ignore[attr-defined]
         for name, value in mapping.items():
             if name in OTHER_KINDS:
@@ -104,7 +105,8 @@ def apart_url(rollouts: str) -> tuple[str, float]:
     parsed = StoreUrl.parse(rollouts)
     parsed.allow("call")
     if len(parsed.tiers) != 1 or parsed.tiers[0].startswith((APART_SCHEME, RESPONSE)):
-        raise ConfigError("rollouts", "apart: and the URL of one rollout store", repr(rollouts))
+        wanted = "apart: and the URL of one rollout store"
+        raise ConfigError("rollouts", wanted, repr(rollouts))
     return parsed.tiers[0], parsed.seconds("call", 30.0) or 0
 
 
@@ -118,7 +120,8 @@ def _check_rollouts(url: str, *, apart: bool) -> None:
             wanted = "the URL of a rollout store that this engine's own process opens: in vLLM alone one is apart"
             raise ConfigError("rollouts", wanted, repr(url))
     except ConfigError as error:
-        raise ConfigError("rollouts", f"{RESPONSE} or {error.wanted}", error.got) from error
+        wanted = f"{RESPONSE} or {error.wanted}"
+        raise ConfigError("rollouts", wanted, error.got) from error
 
 
 def _words(kind: inspect.Type) -> str:

@@ -14,7 +14,7 @@ from typing import Any, Final, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from cache_manager.errors import ConfigError
+from cache_manager.errors import ConfigError, RegionMissingError
 from cache_manager.publish import MISSING_BYTE, Rows
 from cache_manager.regions import RegionView
 from cache_manager.spec import AuxBlockDataSpec
@@ -44,11 +44,16 @@ class StageViews:
     """
 
     def __init__(
-        self, spec: AuxBlockDataSpec, stages: Sequence[tuple[str, Sequence[int]]], *, namespace: bytes
+        self,
+        spec: AuxBlockDataSpec,
+        stages: Sequence[tuple[str, Sequence[int]]],
+        *,
+        namespace: bytes,
     ) -> None:
         layers = [layer for _, layer_ids in stages for layer in layer_ids]
         if sorted(layers) != list(spec.attrs["layer_ids"]):
-            raise ConfigError("stages", f"each of the layers {list(spec.attrs['layer_ids'])} in one of them", layers)
+            wanted = f"each of the layers {list(spec.attrs['layer_ids'])} in one of them"
+            raise ConfigError("stages", wanted, layers)
         self._spec = spec
         self.regions = [(name, list(layer_ids)) for name, layer_ids in stages]
         """By what another process finds the same rows: name and layers of each region."""
@@ -74,7 +79,11 @@ class StageViews:
         return self._joined(name, lambda view, of: view.read(of, blocks, start, stop, generations=generations))
 
     def read_slots(
-        self, name: str, slots: Sequence[int] | NDArray[Any], *, generations: Sequence[int] | NDArray[Any]
+        self,
+        name: str,
+        slots: Sequence[int] | NDArray[Any],
+        *,
+        generations: Sequence[int] | NDArray[Any],
     ) -> Rows:
         """As :meth:`RegionView.read_slots`, of all stages."""
         return self._joined(name, lambda view, of: view.read_slots(of, slots, generations=generations))
@@ -118,6 +127,20 @@ class StageViews:
         return Rows(values, valid)
 
 
+class NoView:
+    """The view of a scheduler's end that no worker has said its regions to: there is nothing to read."""
+
+    def read(self, name: str, *_: Any, **__: Any) -> Rows:
+        """Raises :class:`RegionMissingError`."""
+        raise RegionMissingError(f"rows of {name}: no worker has said where they are")
+
+    def follow(self, namespace: bytes) -> None:
+        """Nothing has a namespace here."""
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
 RowsView = RegionView | StageViews
 """What a scheduler's end reads: one region, or those of all stages."""
 
@@ -135,4 +158,4 @@ class RowsReader(Protocol):
         """All rows are about to be forgotten: what is written is read, the others become missing."""
 
 
-__all__ = ["STEP", "RowsReader", "RowsView", "StageViews", "stage_spec", "step_spec"]
+__all__ = ["STEP", "NoView", "RowsReader", "RowsView", "StageViews", "stage_spec", "step_spec"]

@@ -9,7 +9,14 @@ from kvroute.connector.versions import AS_LOADED
 
 
 def started(
-    engine: str, spec: AuxBlockDataSpec, settings: Common, *, captured: int, blocks: int, carrier: str, version: int
+    engine: str,
+    spec: AuxBlockDataSpec,
+    settings: Common,
+    *,
+    captured: int,
+    blocks: int,
+    carrier: str,
+    version: int,
 ) -> str:
     """What an operator would ask first. ``engine`` is its name and version; ``captured`` of the spec's layers have a
     hook; ``version`` is that of a namespace.

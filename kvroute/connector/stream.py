@@ -104,7 +104,13 @@ class RowStream:
         """This request, which begins, gets no rows, for the reason ``why``."""
         self._refused[name] = why
 
-    def ended(self, request: OutputRequest, start: int, blocks: Sequence[int], number: int) -> None:
+    def ended(
+        self,
+        request: OutputRequest,
+        start: int,
+        blocks: Sequence[int],
+        number: int,
+    ) -> None:
         """The request has ended and still has ``blocks``; :meth:`take` gives its last piece to its last output."""
         piece = self._piece(request, start, number, blocks)
         piece.last = True
@@ -114,7 +120,13 @@ class RowStream:
         if sequence.under_way is not None and sequence.under_way[1] is not piece.batch:
             self._drop(sequence.under_way[1])
 
-    def preempted(self, request: OutputRequest, start: int, stop: int, number: int) -> None:
+    def preempted(
+        self,
+        request: OutputRequest,
+        start: int,
+        stop: int,
+        number: int,
+    ) -> None:
         """The request is about to lose its blocks; steps under way compute its rows up to ``stop``.
 
         An engine may still deliver the tokens of these steps: :meth:`take` is told that they are stale.
@@ -184,7 +196,13 @@ class RowStream:
         self._ended.clear()
         return StepRows(pieces, steady, time.monotonic())
 
-    def _next_rows(self, sequence: _Sequence, request: OutputRequest, slots: list[int], lives: list[int]) -> bool:
+    def _next_rows(
+        self,
+        sequence: _Sequence,
+        request: OutputRequest,
+        slots: list[int],
+        lives: list[int],
+    ) -> bool:
         """Append the slots and lives of the few rows since the last output, whose slot is known; ``False``, and nothing
         is changed, if another way has to find them."""
         size = self._size
@@ -247,7 +265,12 @@ class RowStream:
 
     # ---------------------------------------------------------------- the thread that sends
 
-    def read(self, step: StepRows, *, apart: bool) -> tuple[list[Outcome], NDArray[np.generic] | None]:
+    def read(
+        self,
+        step: StepRows,
+        *,
+        apart: bool,
+    ) -> tuple[list[Outcome], NDArray[np.generic] | None]:
         """What the outputs get, after a wait for the worker if it is :attr:`late`: an outcome for each, and the rows of
         the steady ones together, one after the other. They have outcomes, too, where one of them may have lost a row,
         or where they are wanted ``apart``.
@@ -386,7 +409,13 @@ class RowStream:
         places = positions // size - first
         return ids[places] * size + positions % size, self._feed.generations[ids][places], held
 
-    def _batch(self, number: int, slots: NDArray[np.int64], lives: NDArray[np.int64], blocks: Sequence[int]) -> Batch:
+    def _batch(
+        self,
+        number: int,
+        slots: NDArray[np.int64],
+        lives: NDArray[np.int64],
+        blocks: Sequence[int],
+    ) -> Batch:
         batch = Batch(number, slots, lives, frozenset(blocks))
         with self._lock:
             self._unread[batch] = None

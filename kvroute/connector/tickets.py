@@ -134,7 +134,12 @@ class Tickets:
         elif held:
             self._why[name] = dict.fromkeys(range(first, first + len(held)), why)
 
-    def _refusal(self, ticket: Ticket, prompt: Sequence[int], kv: Mapping[str, str]) -> str:
+    def _refusal(
+        self,
+        ticket: Ticket,
+        prompt: Sequence[int],
+        kv: Mapping[str, str],
+    ) -> str:
         if len(bytes.fromhex(ticket.id)) != 16:
             return f"an invalid ticket: id of {len(ticket.id) // 2} bytes, not 16"
         if ticket.tokens not in (len(prompt) - 1, len(prompt)):  # beside a state prefill leaves the last one to decode
@@ -157,7 +162,11 @@ class Tickets:
         ]
 
     def fills(
-        self, scheduled: Mapping[str, int], blocks_of: Callable[[str, int, int], list[int]], *, mixed: bool
+        self,
+        scheduled: Mapping[str, int],
+        blocks_of: Callable[[str, int, int], list[int]],
+        *,
+        mixed: bool,
     ) -> list[Lend]:
         """The lent blocks that a step fills, which computes ``scheduled`` tokens of each request."""
         lends = list[Lend]()
@@ -193,7 +202,12 @@ class Tickets:
         return transfers
 
     def ticket(
-        self, name: str, tokens: Sequence[int], *, mixed: bool, kv: Mapping[str, str] = UNNAMED
+        self,
+        name: str,
+        tokens: Sequence[int],
+        *,
+        mixed: bool,
+        kv: Mapping[str, str] = UNNAMED,
     ) -> dict[str, Any] | None:
         """The ticket in the request's answer; ``None`` if the request is not lent. Its prompt is ``tokens``, and its KV
         is known as ``kv``."""
@@ -225,7 +239,10 @@ class Tickets:
 
 
 def gaps_of(
-    missing: Sequence[tuple[int, int]], why: Mapping[int, str], size: int, other: str = ""
+    missing: Sequence[tuple[int, int]],
+    why: Mapping[int, str],
+    size: int,
+    other: str = "",
 ) -> list[MissingSpan]:
     """The known reasons for ``missing`` positions, by their blocks of ``size`` tokens, and the ``other`` one for the
     rest; without that the rest is left out."""

@@ -143,7 +143,11 @@ class UnreadRows:
         assert self._view is not None, "the handshake comes before the first request"
         return self._view.generation(self._engine.clock) if self._late else float("inf")
 
-    def _seen(self, computations: Sequence[Computation], through: float) -> list[Seen] | RowError:
+    def _seen(
+        self,
+        computations: Sequence[Computation],
+        through: float,
+    ) -> list[Seen] | RowError:
         seen = list[Seen]()
         for computation in computations:
             if computation.rows is not None:
@@ -163,7 +167,12 @@ class UnreadRows:
             assert self._view is not None, "through() has asked it"
             read_until(self._view, self._engine.spec, [(computation, stop)])
 
-    def _take_over(self, computation: Computation, blocks: Sequence[int], step: int) -> None:
+    def _take_over(
+        self,
+        computation: Computation,
+        blocks: Sequence[int],
+        step: int,
+    ) -> None:
         """Spare blocks for what is still to be read of these ``blocks``, as far as there are any."""
         size = self._engine.tokens
         first = computation.read_stop // size

@@ -32,7 +32,12 @@ class Versions:
     """
 
     def __init__(
-        self, namespace: Namespace, version: int | None, renamed: Callable[[Namespace], object], *, named: bool
+        self,
+        namespace: Namespace,
+        version: int | None,
+        renamed: Callable[[Namespace], object],
+        *,
+        named: bool,
     ) -> None:
         self.version = version
         """The version of the present weights; ``None``: unknown."""

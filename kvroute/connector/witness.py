@@ -63,7 +63,9 @@ class KvFolder:
         for kv in layers:
             nbytes = kv[:1].numel() * kv.element_size()
             if kv.dim() < 2 or not nbytes or nbytes % WORD_NBYTES:
-                raise ConfigError("KV layer", "blocks of whole 8-byte words", f"{kv.dtype} of shape {tuple(kv.shape)}")
+                wanted = "blocks of whole 8-byte words"
+                got = f"{kv.dtype} of shape {tuple(kv.shape)}"
+                raise ConfigError("KV layer", wanted, got)
             words = nbytes // WORD_NBYTES
             first_word = first + first_head * (words // kv.shape[1])
             self._layers.append((kv, keys_on(kv.device, first_word, words)))
@@ -153,7 +155,11 @@ class KvWitness:
             self._rows.forget(list(wrong))
         return [block for block, rows in wrong.items() if rows]
 
-    def _take(self, runs: Sequence[Run], folds: torch.Tensor) -> tuple[list[int], list[int], list[int]]:
+    def _take(
+        self,
+        runs: Sequence[Run],
+        folds: torch.Tensor,
+    ) -> tuple[list[int], list[int], list[int]]:
         """All blocks of ``runs``, their lives and their witnesses."""
         blocks = [block for run in runs for block in run.blocks]
         lives = self._rows.generations([*blocks, *(max(0, run.before) for run in runs)]).tolist()
@@ -216,7 +222,8 @@ def by_layer(kv_caches: Mapping[str, torch.Tensor]) -> dict[int, str]:
         if before is None or kv[:1].nbytes > kv_caches[before][:1].nbytes:
             largest[numbers[0]] = name
     if not largest:
-        raise ConfigError("KV layers", "names with the number of their layer", sorted(kv_caches)[:3])
+        wanted = "names with the number of their layer"
+        raise ConfigError("KV layers", wanted, sorted(kv_caches)[:3])
     return dict(sorted(largest.items()))
 
 

@@ -19,7 +19,7 @@ from kvroute.connector.carriers.port import WorkerParts
 from kvroute.connector.engine import Engine
 from kvroute.connector.messages import Handshake, StepMeta, WorkerMeta
 from kvroute.connector.meter import Meter
-from kvroute.connector.mtp import MtpIds
+from kvroute.connector.mtp import MtpIds, NoMtpIds
 from kvroute.connector.witness import Join, OtherRank, to_host
 from kvroute.connector.written import write_ids
 from kvroute.witness import Run
@@ -78,7 +78,7 @@ class WorkerRows:
             WorkerParts(settings, engine.limits, engine.spec, engine.blocks, self.blocks, self.meter, kv_caches, joined)
         )
         self.ids = StepIds(engine.spec, engine.max_tokens, self._device, join_shards)
-        self.mtp = None if engine.mtp is None else MtpIds(engine.mtp)
+        self.mtp = NoMtpIds() if engine.mtp is None else MtpIds(engine.mtp)
         self._slots: torch.Tensor | None = None
         late = not self._on_cpu if late is None else late
         self._behind: Behind | AtOnce = AtOnce()
@@ -124,8 +124,7 @@ class WorkerRows:
         self._step = step
         self._slots = None
         self.ids.begin()
-        if self.mtp is not None:
-            self.mtp.begin()
+        self.mtp.begin()
         hurries = self.carrier.begun(step)
         self._begun = hurries or bool(step.loads.joined or step.loads.landed)
         if self._begun:
@@ -145,7 +144,11 @@ class WorkerRows:
         self._failed_untold = set()
         return untold
 
-    def arrived(self, requests: AbstractSet[str], failed: AbstractSet[str] = frozenset()) -> set[str]:
+    def arrived(
+        self,
+        requests: AbstractSet[str],
+        failed: AbstractSet[str] = frozenset(),
+    ) -> set[str]:
         """The KV of these ``requests`` has come, or has ``failed`` to: which of all that wait for rows go on now."""
         return self.carrier.arrived(requests, failed)
 
@@ -243,17 +246,22 @@ class WorkerRows:
                 self.blocks.renew([self.engine.clock], [step.number])
         self.carrier.filled(step, computed)
 
-    def _write(self, slots: torch.Tensor, ids: torch.Tensor | str, step: StepMeta, blocks: Sequence[int]) -> None:
+    def _write(
+        self,
+        slots: torch.Tensor,
+        ids: torch.Tensor | str,
+        step: StepMeta,
+        blocks: Sequence[int],
+    ) -> None:
         """Write the ids of the tokens at these slots; the tokens of ``blocks`` are computed again, and get no rows."""
         slot_numbers = slots.numpy()
         redone = np.isin(slot_numbers // self.engine.tokens, blocks) if blocks else None
         numbers = ids if isinstance(ids, str) else ids.numpy()
         number = step.number if self.engine.stages > 1 else None
-        beside = None if self.mtp is None else self.mtp.take(slot_numbers)
         write_ids(
             *(self.blocks, self.meter, self.engine.spec, slot_numbers, numbers, step.version, redone),
             step=number,
-            beside=beside,
+            beside=self.mtp.take(slot_numbers),
         )
 
     # ---------------------------------------------------------------- what is counted, and the end

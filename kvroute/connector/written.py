@@ -11,7 +11,7 @@ from cache_manager.blocks import AuxBlocks
 from cache_manager.spec import AuxBlockDataSpec
 from kvroute.checks import unsound
 from kvroute.connector.meter import NO_IDS, Meter
-from kvroute.connector.mtp import RowsBeside
+from kvroute.connector.mtp import NOTHING_BESIDE, RowsBeside
 from kvroute.connector.settings import VERSION
 from kvroute.connector.stages import STEP
 
@@ -26,7 +26,7 @@ def write_ids(
     redone: NDArray[np.bool_] | None = None,
     *,
     step: int | None = None,
-    beside: RowsBeside | None = None,
+    beside: RowsBeside = NOTHING_BESIDE,
 ) -> None:
     """Write the rows of a step's tokens at ``slots [n]``, negative: none. ``ids [n, layers, top_k]`` are any integers.
 
@@ -49,7 +49,7 @@ def write_ids(
         rows[VERSION] = np.full(slots.size, version, np.uint32)
     if step is not None:
         rows[STEP] = np.full(slots.size, step, np.uint64)
-    if beside is None:
+    if not beside:
         blocks.write_step(slots, rows, None if wrong is None else ~wrong)
         return
     sound = np.ones(slots.size, np.bool_) if wrong is None else ~wrong

@@ -164,7 +164,8 @@ def schedule(model: Model) -> Iterator[None]:
     """
     routers = list(_routers(model).values())
     if not _SCHEDULED.isdisjoint(routers):
-        raise ReplayError("schedule", "one schedule of a model at a time", "another that is not over")
+        wanted = "one schedule of a model at a time"
+        raise ReplayError("schedule", wanted, "another that is not over")
     _SCHEDULED.update(routers)
     try:
         clear(model)
@@ -191,19 +192,22 @@ def _before_forward(router: nn.Module, inputs: tuple[Any, ...]) -> None:
     installed = passes.recomputed(where)
     if installed is not None:
         if not torch.is_grad_enabled():
-            raise ReplayError(where, "no recomputation inside a recomputation", "a checkpoint in one")
+            wanted = "no recomputation inside a recomputation"
+            raise ReplayError(where, wanted, "a checkpoint in one")
         _replay_forward(router)
     elif not passes.replaying or getattr(replay.router_replay_action, "name", "") != "REPLAY_FORWARD":
         return
     else:
         installed = passes.current
     if installed is None:
-        raise ReplayError(where, "rows for a forward pass, by install", "none since backward")
+        wanted = "rows for a forward pass, by install"
+        raise ReplayError(where, wanted, "none since backward")
     assert installed.ids is not None
     hidden = inputs[0]  # [..., hidden size]
     tokens = hidden.shape[:-1].numel()
     if tokens != len(installed.ids):
-        raise ReplayError(where, f"{len(installed.ids)} local tokens, as rows were installed", tokens)
+        wanted = f"{len(installed.ids)} local tokens, as rows were installed"
+        raise ReplayError(where, wanted, tokens)
     replay.target_topk_idx = installed.ids
 
 

@@ -20,7 +20,12 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-def sequence(routes: Routes, tokens: int, *, layers: Literal["moe", "all"] = "moe") -> torch.Tensor:
+def sequence(
+    routes: Routes,
+    tokens: int,
+    *,
+    layers: Literal["moe", "all"] = "moe",
+) -> torch.Tensor:
     """The rows of one sample, ``[tokens, layers, top_k]``, in the narrowest of int8, int16 and int32.
 
     Cut it at the ends of the messages for ``message["routed_experts"]``; ``kvroute.encodings`` makes the string
@@ -30,7 +35,11 @@ def sequence(routes: Routes, tokens: int, *, layers: Literal["moe", "all"] = "mo
 
 
 def batch(
-    routes: Sequence[Routes], tokens: Sequence[int], width: int, *, layers: Literal["moe", "all"] = "moe"
+    routes: Sequence[Routes],
+    tokens: Sequence[int],
+    width: int,
+    *,
+    layers: Literal["moe", "all"] = "moe",
 ) -> torch.Tensor:
     """The batch's ``routed_experts``, ``[batch, width, layers, top_k]``, padded on the right."""
     import torch
@@ -38,7 +47,8 @@ def batch(
     check_batch(routes, tokens=tokens)
     for count in tokens:
         if read_rows(count) >= counted("width", width):
-            raise ReplayError("width", f"at least {count}, the tokens of the longest sample", width)
+            wanted = f"at least {count}, the tokens of the longest sample"
+            raise ReplayError("width", wanted, width)
     experts = routes[0].num_experts
     how: dict[str, Any] = {"width": width, "order": "batch", "missing": "minus1", "pad": "arange", "layers": layers}
     how["dtype"] = "int8" if experts <= 1 << 7 else "int16" if experts <= 1 << 15 else "int32"
@@ -65,7 +75,8 @@ def automodel(model: nn.Module, rows: torch.Tensor) -> Iterator[None]:
     replays = [gate.router_replay for gate in gates.values()]
     busy = [layer for layer, gate in gates.items() if gate.router_replay.mode is not None]
     if busy:
-        raise ReplayError("model", "no replay or recording in progress", f"one on layers {busy}")
+        wanted = "no replay or recording in progress"
+        raise ReplayError("model", wanted, f"one on layers {busy}")
     mode = sys.modules[type(replays[0]).__module__].RouterReplayMode.REPLAY
     try:
         for index, replay in enumerate(replays):

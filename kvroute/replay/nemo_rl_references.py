@@ -97,7 +97,8 @@ class References:
         existing reference.
         """
         if routes.layout.num_experts > 1 << 15:
-            raise InvalidInputError("num_experts", f"at most {1 << 15}", routes.layout.num_experts)
+            wanted = f"at most {1 << 15}"
+            raise InvalidInputError("num_experts", wanted, routes.layout.num_experts)
         rows = routes.materialize(tokens, "moe", "int16", missing="minus1")
         ref = {
             "schema": SCHEMA,
@@ -117,7 +118,8 @@ class References:
         try:
             ray.get(self.source.put.remote(ref, rows))
         except ValueError as error:  # an actor's error crosses by pickle, which ours do not support
-            raise InvalidInputError("reference", "one that can be put", error) from error
+            wanted = "one that can be put"
+            raise InvalidInputError("reference", wanted, error) from error
         return ref
 
 

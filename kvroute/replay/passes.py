@@ -94,7 +94,8 @@ class Passes:
         node = _node_of_backward()
         if node is None:
             if self.replaying and threading.get_ident() != self._thread:
-                raise ReplayError(where, "forward passes in the thread that gave the rows", threading.current_thread())
+                wanted = "forward passes in the thread that gave the rows"
+                raise ReplayError(where, wanted, threading.current_thread())
             return None
         number = node._sequence_nr()
         if self.current is not None and number >= self.current.start:
@@ -103,11 +104,13 @@ class Passes:
             if forward.start <= number < forward.stop:
                 if forward.over:
                     wanted = "a backward pass inside the replay of its forward pass"
-                    raise ReplayError(where, wanted, "one after it, which computes again without its rows")
+                    got = "one after it, which computes again without its rows"
+                    raise ReplayError(where, wanted, got)
                 return forward
         if self.replaying:
             wanted = "a recomputation of a forward pass that had rows"
-            raise ReplayError(where, wanted, "one that had none, or a recomputation inside a recomputation")
+            got = "one that had none, or a recomputation inside a recomputation"
+            raise ReplayError(where, wanted, got)
         return None
 
 

@@ -17,20 +17,31 @@ from kvroute.routes import Routes, RoutingWeights, SamplingSupport, Split, shard
 from kvroute.routes.fill import Missing
 
 
-def routed_experts(routes: Routes, tokens: int, *, missing: Missing = "error") -> dict[str, Any]:
+def routed_experts(
+    routes: Routes,
+    tokens: int,
+    *,
+    missing: Missing = "error",
+) -> dict[str, Any]:
     """``TrainingSample.routed_experts``: ``data`` (bytes in C order), ``shape`` ``[tokens, num_layers, top_k]``,
     ``dtype`` uint8, or uint16 if the model has more than 256 experts.
 
     The fields of prime-rl's ``RoutedExperts``, by their names.
     """
     if routes.num_experts > 1 << 16:
-        raise ReplayError("num_experts", "at most 65536 for prime-rl", routes.num_experts)
+        wanted = "at most 65536 for prime-rl"
+        raise ReplayError("num_experts", wanted, routes.num_experts)
     dtype = "uint8" if routes.num_experts <= 1 << 8 else "uint16"
     rows = shard_packed([routes], [read_rows(tokens) + 1], Split(), "all", dtype, missing)
     return {"data": rows.tobytes(), "shape": list(rows.shape), "dtype": dtype}
 
 
-def routed_experts_and_weights(weights: RoutingWeights, tokens: int, *, frozen_router: bool) -> dict[str, Any]:
+def routed_experts_and_weights(
+    weights: RoutingWeights,
+    tokens: int,
+    *,
+    frozen_router: bool,
+) -> dict[str, Any]:
     """``routed_experts`` of prime-rl's drafts of "Total Router Recall" (#3509, #3523): ``data``, ``shape`` ``[tokens,
     num_layers, 2 * top_k]`` and ``dtype`` int32: the ids of a layer, then the bits of their float32 weights.
 
@@ -66,7 +77,8 @@ def sampling_mask(support: SamplingSupport, mask: Sequence[bool]) -> dict[str, b
     """
     tokens = counted("mask", len(mask))
     if support.stop > tokens:
-        raise ReplayError("mask", f"{support.stop} tokens or more, as there are supports", tokens)
+        wanted = f"{support.stop} tokens or more, as there are supports"
+        raise ReplayError("mask", wanted, tokens)
     support.check_losses(mask)
     counts, ids = support.over(0, tokens)
     return {"ids": ids.tobytes(), "counts": counts.tobytes()}

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from cache_manager.errors import InvalidInputError
 from kvroute.checks import whole
 from kvroute.routes import Routes, Split
+from kvroute.routes.cells import some_known
 from kvroute.routes.fill import FillPlan, Missing
 from kvroute.routes.layout import check_alike
 from kvroute.routes.spans import UNKNOWN, by_position
@@ -33,7 +34,12 @@ MISSING: Final = -1
 """Every id of a missing row in a layer: the router then chooses for itself."""
 
 
-def replaying(chunks: Sequence[nn.Module], layer_of: Callable[[str, Any], int], what: str, flag: str) -> dict[int, Any]:
+def replaying(
+    chunks: Sequence[nn.Module],
+    layer_of: Callable[[str, Any], int],
+    what: str,
+    flag: str,
+) -> dict[int, Any]:
     """The modules with a replay object by layer id, in increasing order, without those of multi-token prediction.
 
     ``layer_of(name, module)`` returns a module's layer. :class:`ReplayError` for two of ``what`` in one layer, and if
@@ -46,7 +52,10 @@ def replaying(chunks: Sequence[nn.Module], layer_of: Callable[[str, Any], int], 
 
 
 def numbered(
-    chunks: Sequence[nn.Module], wanted: Callable[[Any], bool], layer_of: Callable[[str, Any], int], what: str
+    chunks: Sequence[nn.Module],
+    wanted: Callable[[Any], bool],
+    layer_of: Callable[[str, Any], int],
+    what: str,
 ) -> dict[int, Any]:
     """The ``wanted`` modules by layer id, in increasing order, without those of multi-token prediction.
 
@@ -60,7 +69,8 @@ def numbered(
             path = f"{number}.{name}" if len(chunks) > 1 else name
             layer = layer_of(path, module)
             if layer in routers:
-                raise ReplayError(f"layer {layer}", f"one {what}", f"{routers[layer][0]} and {path}")
+                got = f"{routers[layer][0]} and {path}"
+                raise ReplayError(f"layer {layer}", f"one {what}", got)
             routers[layer] = path, module
     return {layer: routers[layer][1] for layer in sorted(routers)}
 
@@ -77,7 +87,8 @@ def layer_in_name(path: str, _module: object) -> int:
     """The layer of a module inside numbered layers, by its name."""
     layer = _LAYER_NUMBER.search(path)
     if layer is None:
-        raise ReplayError("model", "gates inside numbered layers", path or "one at the top")
+        wanted = "gates inside numbered layers"
+        raise ReplayError("model", wanted, path or "one at the top")
     return int(layer[1])
 
 
@@ -85,7 +96,8 @@ def check_stage(layers: Sequence[int], routes: Sequence[Routes], split: Split) -
     """:class:`ReplayError` unless each of a model's ``layers`` has a router in all ``routes``, and ``split`` cuts no
     layers: the model has those of its stage and no others."""
     if split.pp != 1:
-        raise ReplayError("split", "pp=1: the model has the layers of its stage and no others", f"pp={split.pp}")
+        wanted = "pp=1: the model has the layers of its stage and no others"
+        raise ReplayError("split", wanted, f"pp={split.pp}")
     for i, part in enumerate(routes):
         dense = [layer for layer in layers if layer not in part.routed_layers]
         if dense:
@@ -128,7 +140,8 @@ def checked_ids(
 
     if integers.dim() != 3 or integers.shape[1] != len(layers) or integers.shape[2] != (top_k or integers.shape[2]):
         wanted = f"[tokens, {len(layers)} layers, top_k{f' {top_k}' if top_k else ''}]"
-        raise ReplayError(field, f"integers {wanted}", f"{integers.dtype} of shape {tuple(integers.shape)}")
+        got = f"{integers.dtype} of shape {tuple(integers.shape)}"
+        raise ReplayError(field, f"integers {wanted}", got)
     if integers.is_floating_point() or integers.dtype == torch.bool:
         raise ReplayError(field, "integers", integers.dtype)
     ids = integers.to(torch.int64)  # torch knows neither max nor gather of uint16
@@ -147,13 +160,21 @@ def checked_ids(
     return ids
 
 
-def all_layers(routes: Routes, tokens: int, dtype: str, missing: Missing = "error", *, held: int = 0) -> NDArray[Any]:
+def all_layers(
+    routes: Routes,
+    tokens: int,
+    dtype: str,
+    missing: Missing = "error",
+    *,
+    held: int = 0,
+) -> NDArray[Any]:
     """The rows ``[held, tokens - 1)`` of all layers, for a trainer that adds the last one itself.
 
     It has the first ``held`` from earlier turns; ``routes`` need not have those.
     """
     if counted("held", held) > (rows := read_rows(tokens)):
-        raise ReplayError("held", f"rows of earlier turns, fewer than {tokens} tokens", held)
+        wanted = f"rows of earlier turns, fewer than {tokens} tokens"
+        raise ReplayError("held", wanted, held)
     plan = FillPlan(routes.layout, "all", np.dtype(dtype), 1, missing)
     out = np.empty((rows - held, len(plan.layers), routes.top_k), plan.dtype)
     plan.fill(out, routes, held, missing)
@@ -167,13 +188,14 @@ def versions(routes: Routes, tokens: int) -> list[int]:
     """
     rows = read_rows(tokens)
     kept = routes.slice(routes.start, max(routes.start, min(routes.stop, rows)))
-    row_versions = by_position(kept.weights_versions, kept.start, kept.stop)[kept.some]
+    row_versions = by_position(kept.weights_versions, kept.start, kept.stop)[some_known(kept.mask)]
     if not len(row_versions):
         raise ReplayError("weights versions", "a row that has one", "no row")
     unknown = row_versions == UNKNOWN
     if unknown.any():
-        row = kept.start + int(np.flatnonzero(kept.some)[unknown.argmax()])
-        raise ReplayError(f"weights version of row {row}", "one, as the rollout knows it", "none")
+        row = kept.start + int(np.flatnonzero(some_known(kept.mask))[unknown.argmax()])
+        wanted = "one, as the rollout knows it"
+        raise ReplayError(f"weights version of row {row}", wanted, "none")
     versions: list[int] = row_versions.tolist()
     return versions
 

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from kvroute.replay.rows import ReplayError, all_layers, check_batch, counted, read_rows
 from kvroute.routes import Routes, SamplingSupport
+from kvroute.routes.cells import some_known
 
 
 def rollout_expert_indices(
@@ -69,12 +70,14 @@ def rollout_sample_support(
     """
     if not supports or len(prompts) != len(supports) or len(loss_masks) != len(supports):
         wanted = f"one of each for {len(supports)} samples, at least one"
-        raise ReplayError("prompts, loss_masks", wanted, f"{len(prompts)} and {len(loss_masks)}")
+        got = f"{len(prompts)} and {len(loss_masks)}"
+        raise ReplayError("prompts, loss_masks", wanted, got)
     arrays = []
     for i, (support, prompt, loss_mask) in enumerate(zip(supports, prompts, loss_masks, strict=True)):
         stop = counted("prompts", prompt) + len(loss_mask)
         if support.stop > stop:
-            raise ReplayError(f"sample {i}", f"supports of the first {stop} tokens", f"some up to {support.stop}")
+            wanted = f"supports of the first {stop} tokens"
+            raise ReplayError(f"sample {i}", wanted, f"some up to {support.stop}")
         support.check_losses(loss_mask, prompt)
         arrays.append(support.padded(top_k, prompt, stop))
     return arrays
@@ -89,7 +92,14 @@ def delta(routes: Routes, held: int, tokens: int) -> NDArray[Any]:
     return _narrowed(all_layers(routes, tokens, "int32", held=held))
 
 
-def _prefix(routes: Routes, tokens: int, sample: int, holes: str, *, trains: bool) -> NDArray[Any]:
+def _prefix(
+    routes: Routes,
+    tokens: int,
+    sample: int,
+    holes: str,
+    *,
+    trains: bool,
+) -> NDArray[Any]:
     rows = read_rows(tokens)
     gap = routes.first_gap(rows)
     end = rows if gap is None else gap[0]
@@ -98,12 +108,14 @@ def _prefix(routes: Routes, tokens: int, sample: int, holes: str, *, trains: boo
         return _narrowed(np.broadcast_to(np.arange(routes.top_k), shape).copy())
     if not end:
         got = "none" if gap is None or gap[1] is None else f"one without layer {gap[1]}"
-        raise ReplayError(f"sample {sample}", "a row at position 0: SkyRL takes prefixes", got)
-    behind = routes.some[max(end + 1 - routes.start, 0) : max(rows - routes.start, 0)]
+        wanted = "a row at position 0: SkyRL takes prefixes"
+        raise ReplayError(f"sample {sample}", wanted, got)
+    behind = some_known(routes.mask)[max(end + 1 - routes.start, 0) : max(rows - routes.start, 0)]
     if holes == "error" and behind.any():
         later = int(behind.argmax()) + max(end + 1, routes.start)
         lack = "none" if gap is None or gap[1] is None else f"no layer {gap[1]}"
-        raise ReplayError(f"sample {sample}", f"no row behind position {end}, which has {lack}", f"one at {later}")
+        wanted = f"no row behind position {end}, which has {lack}"
+        raise ReplayError(f"sample {sample}", wanted, f"one at {later}")
     return _narrowed(routes.materialize(end))
 
 

@@ -49,7 +49,12 @@ def sample(routes: Routes, tokens: int, *, missing: Missing = "error") -> torch.
     return torch.from_numpy(all_layers(routes, tokens, "int32", missing))
 
 
-def miles_sample(routes: Routes, tokens: int, *, missing: Missing = "error") -> NDArray[np.int32]:
+def miles_sample(
+    routes: Routes,
+    tokens: int,
+    *,
+    missing: Missing = "error",
+) -> NDArray[np.int32]:
     """miles' ``rollout_routed_experts``: always int32, ``[tokens - 1, num_layers, top_k]``.
 
     miles reads a row of -1 as padding and gives it the experts ``0 .. top_k - 1``; it does not ask the router. So a
@@ -69,9 +74,11 @@ def miles_indexer_topk(rows: Rows, tokens: int) -> NDArray[np.int32]:
     values, valid = rows.values, rows.valid
     if values.dtype != np.int32 or values.ndim != 3 or len(values) < count:
         wanted = f"int32 [{count} or more, layers, top_k]"
-        raise ReplayError("indexer rows", wanted, f"{values.dtype} {list(values.shape)}")
+        got = f"{values.dtype} {list(values.shape)}"
+        raise ReplayError("indexer rows", wanted, got)
     if not valid[:count].all():
-        raise ReplayError(f"indexer row {int(np.argmin(valid[:count]))}", "one: miles cannot mark its lack", "none")
+        wanted = "one: miles cannot mark its lack"
+        raise ReplayError(f"indexer row {int(np.argmin(valid[:count]))}", wanted, "none")
     return np.ascontiguousarray(values[:count])
 
 
@@ -108,7 +115,13 @@ class LazyMicroBatch:
     thread-safe. Raises :class:`ReplayError` for a layer that is given twice.
     """
 
-    def __init__(self, read: Read, layers: Sequence[int], *, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self,
+        read: Read,
+        layers: Sequence[int],
+        *,
+        device: torch.device | str = "cpu",
+    ) -> None:
         self._read = read
         self._layers = tuple(layers)
         if len(set(self._layers)) < len(self._layers):
@@ -136,7 +149,8 @@ class LazyMicroBatch:
             self.close()
             rows = self._read(self._layers)
             if rows.ndim != 3 or rows.shape[1] != len(self._layers):
-                raise ReplayError("rows", f"shape (local tokens, {len(self._layers)}, top_k)", rows.shape)
+                wanted = f"shape (local tokens, {len(self._layers)}, top_k)"
+                raise ReplayError("rows", wanted, rows.shape)
             self._rows, self._owed, self._stage = rows, set(self._layers), stage
         ids = torch.from_numpy(self._rows[:, self._layers.index(layer)].astype(np.int64))
         self._owed.discard(layer)

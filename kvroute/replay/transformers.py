@@ -78,7 +78,11 @@ def _padding(mask: torch.Tensor, samples: int) -> tuple[list[int], int, Side]:
     return counts[:, 0].tolist(), mask.shape[1], "right" if bool(right.all()) else "left"
 
 
-def packed(routes: Sequence[Routes], tokens: Sequence[int], split: Split = _WHOLE) -> torch.Tensor:
+def packed(
+    routes: Sequence[Routes],
+    tokens: Sequence[int],
+    split: Split = _WHOLE,
+) -> torch.Tensor:
     """Targets ``[sum(tokens), layers, top_k]`` int64 of samples laid end to end in one row of tokens.
 
     With a ``split``, only this rank's part of them, each sample padded as the split says.
@@ -184,13 +188,18 @@ def replay(
                 forced.remove()
 
 
-def _checked_constants(routers: Mapping[int, nn.Module], ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+def _checked_constants(
+    routers: Mapping[int, nn.Module],
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+) -> torch.Tensor:
     """``weights`` as ``[tokens, layers, top_k]``; :class:`ReplayError` unless each known id has one, and no other."""
     for layer, router in routers.items():
         trained = [name for name, parameter in router.named_parameters() if parameter.requires_grad]
         if trained:
             wanted = "frozen parameters, as weights are constants"
-            raise ReplayError(f"router of layer {layer}", wanted, f"{', '.join(trained)} with a gradient")
+            got = f"{', '.join(trained)} with a gradient"
+            raise ReplayError(f"router of layer {layer}", wanted, got)
     flat = weights if weights.dim() < 3 else weights.flatten(0, -3)
     if flat.shape != ids.shape or flat.dtype != torch.float32:
         got = f"{flat.dtype} {list(flat.shape)}"
@@ -238,16 +247,23 @@ class _Forced:
             answer = self._forward(*args, **kwargs)
         if selection.selected != 1:
             wanted = f"exactly one top-{self.ids.shape[1]} of {self.num_experts} experts"
-            raise ReplayError(self.where, wanted, f"{selection.selected} in {type(self._router).__name__}")
+            got = f"{selection.selected} in {type(self._router).__name__}"
+            raise ReplayError(self.where, wanted, got)
         if not isinstance(answer, tuple) or len(answer) < 3:
-            raise ReplayError(self.where, "an answer (logits, weights, ids)", type(answer).__name__)
+            wanted = "an answer (logits, weights, ids)"
+            raise ReplayError(self.where, wanted, type(answer).__name__)
         return answer if self._weights is None else self._with_constants(answer, self._weights)
 
-    def _with_constants(self, answer: tuple[Any, ...], weights: torch.Tensor) -> tuple[Any, ...]:
+    def _with_constants(
+        self,
+        answer: tuple[Any, ...],
+        weights: torch.Tensor,
+    ) -> tuple[Any, ...]:
         """The answer with these weights in place of its own, which stay where no row is known."""
         own = answer[1]
         if own.reshape(-1, own.shape[-1]).shape != weights.shape:
-            raise ReplayError(self.where, f"weights {list(weights.shape)} in its answer", list(own.shape))
+            wanted = f"weights {list(weights.shape)} in its answer"
+            raise ReplayError(self.where, wanted, list(own.shape))
         constants = weights.to(own.device).to(own.dtype).reshape(own.shape)
         if self.any_missing:
             constants = torch.where(constants.isnan(), own, constants)
@@ -266,7 +282,11 @@ class _Selection(TorchFunctionMode):
         self._blanked: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         answer = func(*args, **(kwargs or {}))
         if func in (torch.topk, torch.Tensor.topk):
@@ -282,7 +302,8 @@ class _Selection(TorchFunctionMode):
     def _select(self, scores: torch.Tensor, native: Any) -> Any:
         self.selected += 1
         if len(scores) != len(self._of.ids):
-            raise ReplayError(self._of.where, f"{len(self._of.ids)} tokens, as the targets have", len(scores))
+            wanted = f"{len(self._of.ids)} tokens, as the targets have"
+            raise ReplayError(self._of.where, wanted, len(scores))
         ids = self._of.ids.to(scores.device)
         values = self._before_blanks(scores)
         if self._of.any_missing:

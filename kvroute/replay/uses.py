@@ -57,7 +57,13 @@ def on_host(parts: Sequence[torch.Tensor]) -> NDArray[np.bool_]:
     return flags
 
 
-def router_use(micro_batch: int, layer: int, due: DueRows, flags: UseFlags, most: int) -> tuple[Use, list[Gap]]:
+def router_use(
+    micro_batch: int,
+    layer: int,
+    due: DueRows,
+    flags: UseFlags,
+    most: int,
+) -> tuple[Use, list[Gap]]:
     """One router's use of a micro-batch, of which another router had ``most`` forward passes, and its gaps."""
     numbers, columns = np.unique(due.samples, return_inverse=True)
     sums = [np.bincount(columns, flag, len(numbers)).astype(np.int64) for flag in flags]

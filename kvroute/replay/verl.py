@@ -22,7 +22,13 @@ if TYPE_CHECKING:
     import torch
 
 
-def agent_loop(routes: Routes, prompt: int, response: int, *, missing: Missing = "error") -> NDArray[np.int16]:
+def agent_loop(
+    routes: Routes,
+    prompt: int,
+    response: int,
+    *,
+    missing: Missing = "error",
+) -> NDArray[np.int16]:
     """``AgentLoopOutput.routed_experts`` of one sample: int16 ``[prompt + response - 1, num_layers, top_k]``.
 
     ``prompt`` and ``response`` are its tokens. verl adds the last row itself, as zeros. A response that was cut gets
@@ -31,7 +37,13 @@ def agent_loop(routes: Routes, prompt: int, response: int, *, missing: Missing =
     return all_layers(routes, counted("prompt", prompt) + counted("response", response), "int16", missing)
 
 
-def delta(routes: Routes, held: int, tokens: int, *, missing: Missing = "error") -> NDArray[np.int16]:
+def delta(
+    routes: Routes,
+    held: int,
+    tokens: int,
+    *,
+    missing: Missing = "error",
+) -> NDArray[np.int16]:
     """``TokenOutput.routed_experts`` of a generation that resumes: int16, the rows ``[held, tokens - 1)``.
 
     ``held`` is the number of rows that verl has from earlier attempts, ``tokens`` that of all tokens at the end of this
@@ -76,7 +88,12 @@ def padded(
     return torch.from_numpy(batch)
 
 
-def jagged(routes: Sequence[Routes], tokens: Sequence[int], *, missing: Missing = "error") -> torch.Tensor:
+def jagged(
+    routes: Sequence[Routes],
+    tokens: Sequence[int],
+    *,
+    missing: Missing = "error",
+) -> torch.Tensor:
     """The engine's ``TensorDict["routed_experts"]``: jagged int16 ``[batch, tokens[i] - 1, num_layers, top_k]``.
 
     verl's ``align_r3_router_replay_data`` appends the last row of each sample.

@@ -68,7 +68,11 @@ _WATCHES: WeakKeyDictionary[nn.Module, Watch] = WeakKeyDictionary()
 class Watch:
     """The routers of one model, or of this rank's part of it, under watch. Made by :func:`watch`."""
 
-    def __init__(self, seen: Mapping[int, SeenRouter], ahead: Mapping[int, tuple[str, nn.Module]]) -> None:
+    def __init__(
+        self,
+        seen: Mapping[int, SeenRouter],
+        ahead: Mapping[int, tuple[str, nn.Module]],
+    ) -> None:
         self.layers: tuple[int, ...] = tuple(sorted(seen))
         """The watched layers, counted from 0 over the whole model; increasing."""
         self._of = {layer: _Layer(seen[layer]) for layer in self.layers}
@@ -182,13 +186,17 @@ class Watch:
             raise ReplayError("layers", f"some of {list(self.layers)}", strange[0])
         return chosen
 
-    def _check_routes(self, layers: Sequence[int], routes: Sequence[Routes], split: Split) -> None:
+    def _check_routes(
+        self,
+        layers: Sequence[int],
+        routes: Sequence[Routes],
+        split: Split,
+    ) -> None:
         check_stage(layers, routes, split)
         for sample, part in enumerate(routes):
             if self._experts not in (None, part.num_experts):
-                raise ReplayError(
-                    f"experts of sample {sample}", f"{self._experts}, as the routers have", part.num_experts
-                )
+                wanted = f"{self._experts}, as the routers have"
+                raise ReplayError(f"experts of sample {sample}", wanted, part.num_experts)
 
     def _routes_due(
         self,
@@ -203,7 +211,14 @@ class Watch:
         rows[(positions < 0) | (positions >= read[samples])] = MISSING
         self._begin(layers, torch.from_numpy(rows), samples, by_hand=True)
 
-    def _begin(self, layers: Sequence[int], rows: torch.Tensor, samples: NDArray[np.int64], *, by_hand: bool) -> None:
+    def _begin(
+        self,
+        layers: Sequence[int],
+        rows: torch.Tensor,
+        samples: NDArray[np.int64],
+        *,
+        by_hand: bool,
+    ) -> None:
         """``rows`` ``[tokens, layers, top_k]`` of ``layers`` are due from here on, -1 where nothing is."""
         experts = [self._of[layer].seen.router for layer in layers]
         device = next((each.device for router in experts for each in router.parameters()), rows.device)
@@ -277,7 +292,13 @@ class Watch:
         for layer, (_, router) in self._ahead.items():
             yield router.register_forward_hook(partial(self._ahead_left, layer))
 
-    def _ahead_left(self, layer: int, _router: nn.Module, _inputs: tuple[Any, ...], answer: tuple[Any, ...]) -> None:
+    def _ahead_left(
+        self,
+        layer: int,
+        _router: nn.Module,
+        _inputs: tuple[Any, ...],
+        answer: tuple[Any, ...],
+    ) -> None:
         if not torch.compiler.is_compiling():
             self._look_ahead(layer, answer[1])
 
@@ -288,7 +309,11 @@ class Watch:
             if not torch.compiler.is_compiling() and len(inputs) > place:
                 self._look(layer, inputs[place])
 
-        def left(_module: nn.Module, _inputs: tuple[Any, ...], answer: tuple[Any, ...]) -> None:
+        def left(
+            _module: nn.Module,
+            _inputs: tuple[Any, ...],
+            answer: tuple[Any, ...],
+        ) -> None:
             if not torch.compiler.is_compiling():
                 self._look(layer, answer[place])
 
@@ -345,7 +370,8 @@ def watch(model: Model) -> Iterator[Watch]:
     replayed = Watch(watched_routers(chunks), routers_ahead(chunks))
     routers = [of.seen.router for of in replayed._of.values()]
     if any(router in _WATCHES for router in routers):
-        raise ReplayError("watch", "one watch of a router at a time", "another that is not over")
+        wanted = "one watch of a router at a time"
+        raise ReplayError("watch", wanted, "another that is not over")
     hooks: list[Any] = []
     try:
         _WATCHES.update(dict.fromkeys(routers, replayed))
@@ -363,7 +389,9 @@ def watch(model: Model) -> Iterator[Watch]:
 
 
 def note_installed(
-    routers: Mapping[int, nn.Module], ids: torch.Tensor, samples: NDArray[np.int64] | None = None
+    routers: Mapping[int, nn.Module],
+    ids: torch.Tensor,
+    samples: NDArray[np.int64] | None = None,
 ) -> None:
     """A replay has put ``ids`` ``[tokens, layers, top_k]`` into ``routers``, by layer: in watched ones they are due."""
     if not _WATCHES:

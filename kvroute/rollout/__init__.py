@@ -51,7 +51,9 @@ def open_rollouts(url: str) -> RolloutStore:
     try:
         opener: Callable[[StoreUrl], RolloutStore] = opener_of(parsed.scheme, BUILT_IN, GROUP, "rollout store scheme")
     except ModuleNotFoundError as error:
-        raise ConfigError(f"{parsed.scheme}: rollout store", f"the package {error.name}", "none of it") from error
+        wanted = f"the package {error.name}"
+        got = "none of it"
+        raise ConfigError(f"{parsed.scheme}: rollout store", wanted, got) from error
     return opener(parsed)
 
 

@@ -67,7 +67,8 @@ class RolloutHandle(Extent, frozen=True, kw_only=True, omit_defaults=True):
                 handle = msgspec.convert(encoded, cls)
             handle.check()
         except (msgspec.MsgspecError, UnicodeError, RecursionError, SpecError, InvalidInputError) as error:
-            raise InvalidInputError("rollout handle", f"an object of {FORMAT} or {SUPPORT_FORMAT}", error) from error
+            wanted = f"an object of {FORMAT} or {SUPPORT_FORMAT}"
+            raise InvalidInputError("rollout handle", wanted, error) from error
         return handle
 
     def to_json(self) -> str:
@@ -80,7 +81,8 @@ class RolloutHandle(Extent, frozen=True, kw_only=True, omit_defaults=True):
         super().check()
         if (self.format == SUPPORT_FORMAT) != (self.support_nbytes > 0):
             wanted = f"{SUPPORT_FORMAT}, of a rollout with sampling support, or {FORMAT}, of one without"
-            raise InvalidInputError("rollout handle support_nbytes", wanted, f"{self.format}, {self.support_nbytes}")
+            got = f"{self.format}, {self.support_nbytes}"
+            raise InvalidInputError("rollout handle support_nbytes", wanted, got)
         if self.part_tokens > 1 and self.part_nbytes > PART_NBYTES_MAX:
             wanted = f"parts of at most {PART_NBYTES_MAX} bytes"
             raise InvalidInputError("rollout handle part_tokens", wanted, self.part_tokens)

@@ -42,13 +42,13 @@ def rollout_id_of(request_id: str, sample: int = 0) -> str:
     if request_id.startswith("chatcmpl-"):
         match = _REQUEST.fullmatch(request_id)
         if match is None:
-            raise InvalidInputError(
-                "request id", "chatcmpl-<user>-<uuid4>, with or without a final _<n>", repr(request_id)
-            )
+            wanted = "chatcmpl-<user>-<uuid4>, with or without a final _<n>"
+            raise InvalidInputError("request id", wanted, repr(request_id))
         name = match["user"]
         sample = sample or int(match["sample"] or 0)
     if _SAMPLE.search(name):
-        raise InvalidInputError("request id", "one that does not end with ~<number>, as samples do", repr(request_id))
+        wanted = "one that does not end with ~<number>, as samples do"
+        raise InvalidInputError("request id", wanted, repr(request_id))
     return checked_id(f"{name}~{sample}" if sample else name)
 
 
@@ -72,9 +72,11 @@ def checked_id(rollout_id: str, field: str = "rollout id") -> str:
     try:
         nbytes = len(rollout_id.encode())
     except UnicodeEncodeError as error:
-        raise InvalidInputError(field, "text that UTF-8 can hold", repr(rollout_id)) from error
+        wanted = "text that UTF-8 can hold"
+        raise InvalidInputError(field, wanted, repr(rollout_id)) from error
     if nbytes > NAME_NBYTES_MAX or (3 * nbytes > NAME_NBYTES_MAX and len(file_name(rollout_id)) > NAME_NBYTES_MAX):
-        raise InvalidInputError(field, f"at most {NAME_NBYTES_MAX} bytes, percent-encoded", f"{nbytes} bytes")
+        wanted = f"at most {NAME_NBYTES_MAX} bytes, percent-encoded"
+        raise InvalidInputError(field, wanted, f"{nbytes} bytes")
     return rollout_id
 
 

@@ -43,7 +43,14 @@ class LocalRollouts(PartStore):
 
     scheme = "file"
 
-    def __init__(self, directory: Path, layers: int = 1, *, sync: bool = False, disk: Disk | None = None) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        layers: int = 1,
+        *,
+        sync: bool = False,
+        disk: Disk | None = None,
+    ) -> None:
         self.directory = directory.absolute()
         super().__init__(f"the rollout store at {self.directory}", layers)
         self._sync = sync
@@ -182,6 +189,7 @@ def open_local_rollouts(url: StoreUrl) -> LocalRollouts:
     """``file:///dir?layers=1&sync=put``, or ``file:dir`` in the working directory."""
     url.allow("sync", "layers")
     if url.host or not url.path or "\0" in url.path:  # file://data/dir would be /dir
-        raise ConfigError("file: rollout store path", "file:///absolute/path or file:relative/path", repr(url.text))
+        wanted = "file:///absolute/path or file:relative/path"
+        raise ConfigError("file: rollout store path", wanted, repr(url.text))
     sync = url.choice("sync", ("none", "put"), "none") == "put"
     return LocalRollouts(Path(url.path), layers_option(url), sync=sync)

@@ -108,7 +108,8 @@ class MooncakeRollouts(PartStore):
             pages += [room[a - starts[0] : b - starts[0]] for a, b in pairwise(starts)]
         answers = self.backend.get_into(keys, pages)
         if Absence.CORRUPT in answers:
-            raise InvalidInputError(f"rollout {handle.rollout_id}", "records that are whole", "others")
+            wanted = "records that are whole"
+            raise InvalidInputError(f"rollout {handle.rollout_id}", wanted, "others")
         if Absence.MISS in answers:
             raise GoneError(f"rollout {handle.rollout_id}: not all parts are there")
         return buffers
@@ -199,7 +200,8 @@ def _header(key: BlockKey, content: Buffer) -> RecordHeader:
 def _packed_pointer(pointer: Pointer) -> bytes:
     page = msgspec.json.encode(pointer).ljust(POINTER_NBYTES)
     if len(page) != POINTER_NBYTES:
-        raise InvalidInputError("rollout handle", f"less than {POINTER_NBYTES} bytes of JSON", len(page))
+        wanted = f"less than {POINTER_NBYTES} bytes of JSON"
+        raise InvalidInputError("rollout handle", wanted, len(page))
     return page
 
 

@@ -25,6 +25,7 @@ from kvroute.rollout.ids import checked_id
 from kvroute.rollout.port import RolloutCounters
 from kvroute.routes import Routes, SamplingSupport
 from kvroute.routes.parts import Extent, Range, tokens_of_parts
+from kvroute.routes.routes import routes_of_record
 from kvroute.routes.support import with_support
 from kvroute.routes.wire import Header, record, unpacked_header
 
@@ -67,7 +68,8 @@ def layers_option(url: StoreUrl, default: int = 1) -> int:
         PART_LAYERS_MAX if text == "all" else int(text) if text.isascii() and text.isdecimal() and len(text) < 9 else 0
     )
     if not 1 <= count <= PART_LAYERS_MAX:
-        raise ConfigError("rollout store parameter layers", f"1 to {PART_LAYERS_MAX}, or all", repr(text))
+        wanted = f"1 to {PART_LAYERS_MAX}, or all"
+        raise ConfigError("rollout store parameter layers", wanted, repr(text))
     return count
 
 
@@ -112,13 +114,21 @@ class PartStore(ABC):
         with self._counting:
             return RolloutCounters(**self._counts)
 
-    def put(self, rollout_id: str, routes: Routes, support: SamplingSupport | None = None) -> RolloutHandle:
+    def put(
+        self,
+        rollout_id: str,
+        routes: Routes,
+        support: SamplingSupport | None = None,
+    ) -> RolloutHandle:
         self._check_open()
         name = f"{os.urandom(PUT_ID_NBYTES).hex()} {checked_id(rollout_id)}"
         layers = min(self._layers, len(routes.layer_ids))
         try:
             header, parts = record(
-                routes, layers, tokens_of_parts(routes.layout, len(routes), layers, PART_NBYTES), name
+                routes,
+                layers,
+                tokens_of_parts(routes.layout, len(routes), layers, PART_NBYTES),
+                name,
             )
             header, content = with_support(header, routes, support or None)  # one of no position is none
             packed = header.pack()
@@ -146,7 +156,10 @@ class PartStore(ABC):
         return handle
 
     def get(
-        self, handle: RolloutHandle, layers: Sequence[int] | None = None, spans: Sequence[Range] | None = None
+        self,
+        handle: RolloutHandle,
+        layers: Sequence[int] | None = None,
+        spans: Sequence[Range] | None = None,
     ) -> list[Routes] | Absence:
         self._check_open()
         chosen, rows = _chosen(handle, layers, spans)
@@ -158,7 +171,7 @@ class PartStore(ABC):
                 needed = header.needed(chosen, rows)
                 ids = header.ids(_in_turns(header, needed, read), chosen, rows)
             routes = [
-                Routes.of_record(header, span_ids, first, chosen)
+                routes_of_record(header, span_ids, first, chosen)
                 for span_ids, (first, _) in zip(ids, rows, strict=True)
             ]
         except GoneError:
@@ -211,7 +224,11 @@ class PartStore(ABC):
             raise StoreClosedError(f"{self._name} is closed")
 
 
-def _in_turns(extent: Extent, parts: Sequence[Range], read: ReadParts) -> Iterator[tuple[Range, Buffer]]:
+def _in_turns(
+    extent: Extent,
+    parts: Sequence[Range],
+    read: ReadParts,
+) -> Iterator[tuple[Range, Buffer]]:
     """Runs of parts and their bytes, few at once."""
     most = max(1, BATCH_NBYTES // extent.part_nbytes)
     shorter = ((first, min(first + most, stop)) for start, stop in parts for first in range(start, stop, most))
@@ -229,11 +246,13 @@ def _chosen(
     layers_wanted = set(layer_ids if layers is None else layers)
     chosen = tuple(i for i, layer in enumerate(layer_ids) if layer in layers_wanted)
     if not chosen:
-        raise InvalidInputError("layers", f"one or more of {layer_ids}", sorted(layers_wanted))
+        wanted = f"one or more of {layer_ids}"
+        raise InvalidInputError("layers", wanted, sorted(layers_wanted))
     ranges = ((start, stop),) if spans is None else tuple(spans)
     for span in ranges:
         if not (len(span) == 2 and start <= span[0] <= span[1] <= stop):
-            raise InvalidInputError("spans", f"ranges of positions inside [{start}, {stop}]", span)
+            wanted = f"ranges of positions inside [{start}, {stop}]"
+            raise InvalidInputError("spans", wanted, span)
     return chosen, tuple((a - start, b - start) for a, b in ranges)
 
 

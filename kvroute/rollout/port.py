@@ -43,7 +43,12 @@ class RolloutStore(Protocol):
     @property
     def counters(self) -> RolloutCounters: ...
 
-    def put(self, rollout_id: str, routes: Routes, support: SamplingSupport | None = None) -> RolloutHandle:
+    def put(
+        self,
+        rollout_id: str,
+        routes: Routes,
+        support: SamplingSupport | None = None,
+    ) -> RolloutHandle:
         """Store the routes of a rollout, and with them what its tokens were drawn from.
 
         :class:`InvalidInputError` for an invalid id, and unless token hashes show that both are of one sequence.

@@ -40,7 +40,12 @@ class Owner:
     def find(self, rollout_id: str) -> str | None:
         return self._last.get(rollout_id, (None,))[0]
 
-    def read(self, rollout_id: str, handle: str, ranges: list[Range]) -> list[NDArray[np.uint8]] | None:
+    def read(
+        self,
+        rollout_id: str,
+        handle: str,
+        ranges: list[Range],
+    ) -> list[NDArray[np.uint8]] | None:
         """The bytes of each range (offset, nbytes); ``None`` if that put is not there."""
         last_handle, reference = self._last.get(rollout_id, (None, None))
         if last_handle != handle:
@@ -64,7 +69,13 @@ class RayRollouts(PartStore):
 
     scheme = "ray"
 
-    def __init__(self, name: str = "rollouts", layers: int = 1, *, timeout_s: float = 60.0) -> None:
+    def __init__(
+        self,
+        name: str = "rollouts",
+        layers: int = 1,
+        *,
+        timeout_s: float = 60.0,
+    ) -> None:
         super().__init__(f"the rollout store ray:{name}", layers)
         self._owner_name = name
         self._timeout_s = timeout_s

@@ -34,7 +34,8 @@ def fetch_shard(
     :class:`InvalidInputError` for a stage without routed layers, and for a given layer without a router.
     """
     if len(handles) != len(tokens) or not handles:
-        raise InvalidInputError("tokens", f"one number for each of {len(handles)} handles, at least one", len(tokens))
+        wanted = f"one number for each of {len(handles)} handles, at least one"
+        raise InvalidInputError("tokens", wanted, len(tokens))
     for i, handle in enumerate(handles):
         if not isinstance(handle, RolloutHandle):
             wanted = "a RolloutHandle, of empty routes for a sample without rows"
@@ -44,7 +45,8 @@ def fetch_shard(
         routed = handles[0].layout.routed_layers
         dense = [layer for layer in stage if layer not in routed]
         if dense:
-            raise InvalidInputError("layers", f"some of {list(routed)}, which have a router", dense)
+            wanted = f"some of {list(routed)}, which have a router"
+            raise InvalidInputError("layers", wanted, dense)
     shards = split.packed(tokens)
     parts = []
     for i, handle in enumerate(handles):
@@ -56,6 +58,7 @@ def fetch_shard(
         lost = set(stage).isdisjoint(layout.layer_ids) and not set(stage).isdisjoint(layout.missing_layers)
         fetched = store.get(handle, layout.layer_ids[:1] if lost else stage, spans)
         if isinstance(fetched, Absence):
-            raise RowError(f"rollout {handle.rollout_id}", "routes that are there and whole", fetched.value)
+            wanted = "routes that are there and whole"
+            raise RowError(f"rollout {handle.rollout_id}", wanted, fetched.value)
         parts.append(union(fetched) if len(fetched) > 1 else fetched[0])
     return shard_packed(parts, tokens, split, "moe" if layers is None else stage, dtype, missing, pad=pad, ep=ep)

@@ -43,7 +43,12 @@ class QueueRollouts:
     time deletes rollouts of an id: another process's put at that moment may not be found by that id.
     """
 
-    def __init__(self, rows: RolloutStore, partition: str = PARTITION, column: str = COLUMN) -> None:
+    def __init__(
+        self,
+        rows: RolloutStore,
+        partition: str = PARTITION,
+        column: str = COLUMN,
+    ) -> None:
         self.rows = rows
         self._partition = partition
         self._column = column
@@ -57,7 +62,12 @@ class QueueRollouts:
     def counters(self) -> RolloutCounters:
         return self.rows.counters
 
-    def put(self, rollout_id: str, routes: Routes, support: SamplingSupport | None = None) -> RolloutHandle:
+    def put(
+        self,
+        rollout_id: str,
+        routes: Routes,
+        support: SamplingSupport | None = None,
+    ) -> RolloutHandle:
         handle = self.rows.put(rollout_id, routes, support)
         try:
             with self._deleting:
@@ -80,7 +90,10 @@ class QueueRollouts:
         return handles_of(row, self._column)[0] if self._column in row.keys() else None  # noqa: SIM118
 
     def get(
-        self, handle: RolloutHandle, layers: Sequence[int] | None = None, spans: Sequence[Range] | None = None
+        self,
+        handle: RolloutHandle,
+        layers: Sequence[int] | None = None,
+        spans: Sequence[Range] | None = None,
     ) -> list[Routes] | Absence:
         return self.rows.get(handle, layers, spans)
 
@@ -142,7 +155,8 @@ def open_queue_rollouts(url: StoreUrl) -> QueueRollouts:
     """``tq:?partition=rollouts&column=routed_experts_handle,URL``: ``URL`` is the store of the rows."""
     url.allow("partition", "column")
     if len(url.tiers) != 1:
-        raise ConfigError("tq: rollout store", "tq:URL or tq:?column=...,URL, with one store for the rows", url.text)
+        wanted = "tq:URL or tq:?column=...,URL, with one store for the rows"
+        raise ConfigError("tq: rollout store", wanted, url.text)
     names = (url.parameters.get("partition", PARTITION), url.parameters.get("column", COLUMN))
     rows = open_rollouts(url.tiers[0])
     try:

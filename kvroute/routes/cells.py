@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -59,17 +59,11 @@ class Cells:
 
     def _take(self, layout: Layout, ids: NDArray[Any], mask: Mask, *more: Any) -> None:
         """Take over checked fields, in their order; ids of unknown cells are all ones."""
-        if mask.ndim == 2 and ((rows_known := some(mask)) == mask.all(axis=1)).all():
+        if mask.ndim == 2 and ((rows_known := some_known(mask)) == mask.all(axis=1)).all():
             mask = rows_known
         ids.flags.writeable = mask.flags.writeable = False
         for name, value in zip(Cells.__slots__, (layout, ids, mask, *more), strict=True):
             object.__setattr__(self, name, value)
-
-    def _with(self, **fields: Any) -> Self:
-        """These cells with other fields, which were checked before; arrays are taken over."""
-        cells = object.__new__(type(self))
-        cells._take(*(fields[name] if name in fields else getattr(self, name) for name in Cells.__slots__))
-        return cells
 
     def __setstate__(self, state: Sequence[Any]) -> None:
         self._take(*state)  # arrays that were pickled or copied are writable
@@ -89,20 +83,9 @@ class Cells:
         return np.broadcast_to(self.mask[:, None], self.ids.shape[:2])
 
     @property
-    def some(self) -> NDArray[np.bool_]:
-        """Which rows have a known cell, bool ``[n]``."""
-        return some(self.mask)
-
-    @property
     def stop(self) -> int:
         """The position after the last row."""
         return self.start + len(self.ids)
-
-    @property
-    def end(self) -> int:
-        """The position after the last row with a known cell; 0 if there is none."""
-        rows = last_of(self.some)
-        return self.start + rows if rows else 0
 
     @property
     def complete(self) -> bool:
@@ -115,7 +98,12 @@ class Cells:
         lost = np.full(len(self.ids), True) if self.layout.missing_layers else ~self.valid
         return tuple((self.start + a, self.start + b) for a, b in runs(lost))
 
-    def first_gap(self, stop: int, start: int = 0, layers: Sequence[int] | None = None) -> MissingCell | None:
+    def first_gap(
+        self,
+        stop: int,
+        start: int = 0,
+        layers: Sequence[int] | None = None,
+    ) -> MissingCell | None:
         """The first position in ``[start, stop)`` at which one of ``layers`` (all routed ones) is missing, and which.
 
         The layer is ``None`` if the whole row is missing; ``layers`` without a router are ignored.
@@ -132,7 +120,7 @@ class Cells:
         if layout.missing_layers:
             lost = [n for n in layout.missing_layers if n in chosen]
         if known_rows.ndim == 2:
-            known_rows = known_rows[:, [n in chosen for n in layout.layer_ids]].all(axis=1) & some(known_rows)
+            known_rows = known_rows[:, [n in chosen for n in layout.layer_ids]].all(axis=1) & some_known(known_rows)
         if not lost and np.count_nonzero(known_rows) == len(known_rows):
             return None if stop <= self.stop else (self.stop, None)
         row = 0 if lost else int(known_rows.argmin())
@@ -141,7 +129,21 @@ class Cells:
         return start + row, min(lost) if cells.any() else None
 
 
-def some(mask: Mask) -> NDArray[np.bool_]:
+def replaced(cells: C, **fields: Any) -> C:
+    """These cells with other ``fields``, which were checked before; arrays are taken over."""
+    values = [fields[name] if name in fields else getattr(cells, name) for name in Cells.__slots__]
+    made = object.__new__(type(cells))
+    made._take(*values)
+    return made
+
+
+def known_stop(cells: Cells) -> int:
+    """The position after the last row with a known cell; 0 if there is none."""
+    rows = last_of(some_known(cells.mask))
+    return cells.start + rows if rows else 0
+
+
+def some_known(mask: Mask) -> NDArray[np.bool_]:
     """Which rows have a known cell: bool ``[n]``."""
     return mask if mask.ndim == 1 else np.logical_or.reduce(mask, axis=1)
 
@@ -172,14 +174,15 @@ def _check_shape(layout: Layout, ids: NDArray[Any], mask: Mask, start: int) -> i
         raise RowError("routes.valid", wanted, f"{mask.dtype} of shape {mask.shape}")
     first = whole("routes.start", start, error=RowError)
     if first + len(ids) > STOP_MAX:
-        raise RowError("routes.start", f"the first of {len(ids)} positions before {STOP_MAX}", first)
+        wanted = f"the first of {len(ids)} positions before {STOP_MAX}"
+        raise RowError("routes.start", wanted, first)
     return first
 
 
 def check_known(layout: Layout, ids: NDArray[Any], mask: Mask, start: int) -> None:
     """Raise :class:`RowError` for a known cell that no router can have chosen; ``start`` is the first position."""
     start = _check_shape(layout, ids, mask, start)
-    kept = np.flatnonzero(some(mask))
+    kept = np.flatnonzero(some_known(mask))
     if len(kept) < len(ids):
         ids = ids[kept]
         mask = mask[kept]
@@ -227,7 +230,7 @@ def union(parts: Sequence[C], **fields: Any) -> C:
         overlap = slice(first, first + old)
         beyond = slice(first + old, first + len(part_known))
         if versions is not None:
-            labels = np.where(part.some, by_position(part.weights_versions, part.start, part.stop), UNKNOWN)
+            labels = np.where(some_known(part.mask), by_position(part.weights_versions, part.start, part.stop), UNKNOWN)
             _settle(versions[overlap], labels[:old], part.start)
             versions[beyond] = labels[old:]
             if not by_row:
@@ -255,7 +258,7 @@ def union(parts: Sequence[C], **fields: Any) -> C:
     mask = known[:, 0] if by_row else known
     blank(ids, mask)
     spans = () if versions is None else from_positions(versions, start)
-    return parts[0]._with(layout=layout, ids=ids, mask=mask, start=start, weights_versions=spans, **fields)
+    return replaced(parts[0], layout=layout, ids=ids, mask=mask, start=start, weights_versions=spans, **fields)
 
 
 def _settle(held: NDArray[np.int64], new: NDArray[np.int64], start: int) -> None:

@@ -39,7 +39,13 @@ class FillPlan:
     """
 
     def __init__(
-        self, layout: Layout, layers: Layers, dtype: np.dtype[Any], ep: int, missing: Missing, pad: Filler = "spread"
+        self,
+        layout: Layout,
+        layers: Layers,
+        dtype: np.dtype[Any],
+        ep: int,
+        missing: Missing,
+        pad: Filler = "spread",
     ) -> None:
         experts = layout.num_experts
         if dtype.kind not in "iu" or np.iinfo(dtype).max < experts - 1:
@@ -60,7 +66,14 @@ class FillPlan:
             if word == "minus1" and dtype.kind == "u":
                 raise RowError("dtype", "a signed integer, for rows of -1", dtype)
 
-    def place(self, out: NDArray[Any], routes: Cells, first: int, needed: int, end: int) -> None:
+    def place(
+        self,
+        out: NDArray[Any],
+        routes: Cells,
+        first: int,
+        needed: int,
+        end: int,
+    ) -> None:
         """Put positions ``first ..`` into ``out`` ``[n, layers, top_k]``.
 
         Missing cells of positions before ``needed`` are spelled as ``missing`` says, others as ``pad`` says. Positions
@@ -75,7 +88,13 @@ class FillPlan:
             self.fill(out[needed:end], routes, first + needed, self.pad)
             self.filler(out[end:], self.pad, first + end)
 
-    def fill(self, out: NDArray[Any], routes: Cells, first: int, missing: Missing) -> None:
+    def fill(
+        self,
+        out: NDArray[Any],
+        routes: Cells,
+        first: int,
+        missing: Missing,
+    ) -> None:
         """Put positions ``first ..`` into ``out`` ``[n, layers, top_k]``; missing cells as ``missing`` says.
 
         If that is ``"error"``, :class:`RowError` names the first such position and layer; ``out`` is then unchanged.
@@ -118,7 +137,12 @@ class FillPlan:
         self.filler(filled, missing, holes + a)
         target[holes] = filled if present.ndim == 1 else np.where(present[holes][..., None], target[holes], filled)
 
-    def filler(self, out: NDArray[Any], missing: Missing, positions: int | NDArray[np.int64]) -> None:
+    def filler(
+        self,
+        out: NDArray[Any],
+        missing: Missing,
+        positions: int | NDArray[np.int64],
+    ) -> None:
         """Fill ``out`` ``[n, layers, top_k]`` with missing rows: at ``positions``, or from that position on.
 
         The spread ids visit every rank once before any twice: ``a`` counts choices; rank ``a % ep`` gets it, and its
@@ -237,14 +261,19 @@ def shard_padded(
         targets = out
     for i, (count, target) in enumerate(zip(tokens, targets, strict=True)):
         if whole(f"tokens of sequence {i}", count) > width:
-            raise InvalidInputError(f"tokens of sequence {i}", f"{width} at most, the width of the batch", count)
+            wanted = f"{width} at most, the width of the batch"
+            raise InvalidInputError(f"tokens of sequence {i}", wanted, count)
         shift = width - count if side == "left" else 0
         _place(plan, target, parts, tokens, [Shard(i, start - shift, stop - shift) for _, start, stop in columns])
     return out
 
 
 def _place(
-    plan: FillPlan, out: NDArray[Any], parts: Sequence[Cells], tokens: Sequence[int], shards: Sequence[Shard]
+    plan: FillPlan,
+    out: NDArray[Any],
+    parts: Sequence[Cells],
+    tokens: Sequence[int],
+    shards: Sequence[Shard],
 ) -> None:
     """Put the positions of ``shards`` into ``out``, one after another; positions without a token are padding."""
     place = 0
@@ -261,7 +290,12 @@ def _place(
 
 
 def _plan(
-    parts: Sequence[Cells], tokens: Sequence[int], split: Split, layers: Layers, dtype: DTypeLike, *more: Any
+    parts: Sequence[Cells],
+    tokens: Sequence[int],
+    split: Split,
+    layers: Layers,
+    dtype: DTypeLike,
+    *more: Any,
 ) -> FillPlan:
     if not parts or len(parts) != len(tokens):
         raise RowError("tokens", f"one number for each of {len(parts)} routes, at least one", len(tokens))

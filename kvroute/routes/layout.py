@@ -47,7 +47,9 @@ class Layout(msgspec.Struct, frozen=True, cache_hash=True, forbid_unknown_fields
         attrs = spec.attrs
         lacking = [name for name in ("num_experts", "layer_ids", "num_layers") if name not in attrs]
         if lacking:
-            raise RowError(f"{spec.name} spec", "a routing spec", f"one without {', '.join(lacking)}")
+            wanted = "a routing spec"
+            got = f"one without {', '.join(lacking)}"
+            raise RowError(f"{spec.name} spec", wanted, got)
         top_k = spec.row_shape[1]
         return cls(attrs["layer_ids"], attrs["num_experts"], attrs["num_layers"], top_k, tuple(missing_layers))
 
@@ -73,7 +75,12 @@ class Layout(msgspec.Struct, frozen=True, cache_hash=True, forbid_unknown_fields
         missing = tuple(sorted(set(self.routed_layers).difference(layer_ids)))
         return Layout(layer_ids, self.num_experts, self.num_layers, self.top_k, missing)
 
-    def check_model(self, layout: Layout, subject: str = "routes", why: str = "as the model has") -> None:
+    def check_model(
+        self,
+        layout: Layout,
+        subject: str = "routes",
+        why: str = "as the model has",
+    ) -> None:
         """Raise :class:`RowError` that names ``subject`` and the field unless ``layout`` is of the same model."""
         for name in () if layout is self else _MODEL_FIELDS:
             wanted = getattr(self, name)
@@ -84,18 +91,25 @@ class Layout(msgspec.Struct, frozen=True, cache_hash=True, forbid_unknown_fields
         """The layer ids that ``layers`` means; :class:`RowError` for one that the model does not have, or twice."""
         if isinstance(layers, str):
             if layers not in ("all", "moe"):
-                raise RowError("layers", "all, moe or a sequence of layer ids", repr(layers))
+                wanted = "all, moe or a sequence of layer ids"
+                raise RowError("layers", wanted, repr(layers))
             return tuple(range(self.num_layers)) if layers == "all" else self.routed_layers
         return _distinct("layers", layers, self.num_layers)
 
 
-def _distinct(field: str, layers: Iterable[int], num_layers: int, but: Sequence[int] = ()) -> tuple[int, ...]:
+def _distinct(
+    field: str,
+    layers: Iterable[int],
+    num_layers: int,
+    but: Sequence[int] = (),
+) -> tuple[int, ...]:
     """``layers``, distinct and in range; a hostile record makes neither this check nor its error long."""
     layer_ids = tuple(layers)
     sound = all(isinstance(layer, (int, np.integer)) and 0 <= layer < num_layers for layer in layer_ids)
     if not sound or len(set(layer_ids)) < len(layer_ids) or not set(layer_ids).isdisjoint(but):
         beside = ", and none of layer_ids" if but else ""
-        raise RowError(field, f"distinct ones of the layers [0, {num_layers}){beside}", repr(layer_ids[:8])[:200])
+        wanted = f"distinct ones of the layers [0, {num_layers}){beside}"
+        raise RowError(field, wanted, repr(layer_ids[:8])[:200])
     return tuple(map(int, layer_ids))
 
 

@@ -38,7 +38,12 @@ PART_NBYTES_LEAST: Final = 2 << 10
 """Parts are not made smaller to let ranks read less; only few rows, or an operator's setting, make smaller ones."""
 
 
-def tokens_of_parts(layout: Layout, rows: int, part_layers: int, part_nbytes: int) -> int:
+def tokens_of_parts(
+    layout: Layout,
+    rows: int,
+    part_layers: int,
+    part_nbytes: int,
+) -> int:
     """As many tokens per part as fit ``part_nbytes``, at least one and at most twice the root of ``rows``.
 
     A rank reads up to one part too much where its tokens end, and the sums of all parts: the root balances both. A part

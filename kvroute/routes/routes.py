@@ -14,7 +14,18 @@ from cache_manager.publish import Rows
 from cache_manager.spec import AuxBlockDataSpec
 from kvroute.checks import whole
 from kvroute.routes import spans, wire
-from kvroute.routes.cells import Cells, Mask, blank, check_known, last_of, missing_error, some, union
+from kvroute.routes.cells import (
+    Cells,
+    Mask,
+    blank,
+    check_known,
+    known_stop,
+    last_of,
+    missing_error,
+    replaced,
+    some_known,
+    union,
+)
 from kvroute.routes.fill import FillPlan, Missing
 from kvroute.routes.layout import Layers, Layout, check_alike
 from kvroute.routes.spans import UNKNOWN, WeightsSpan
@@ -75,7 +86,9 @@ class Routes(Cells):
         array = np.asarray(ids)
         mask = np.array(valid)
         if array.ndim != 3:
-            raise RowError("routes.ids", "integers [n, layers, top_k]", f"{array.dtype} of shape {array.shape}")
+            wanted = "integers [n, layers, top_k]"
+            got = f"{array.dtype} of shape {array.shape}"
+            raise RowError("routes.ids", wanted, got)
         layout = Layout(tuple(layer_ids), num_experts, num_layers, array.shape[2], tuple(missing_layers))
         check_known(layout, array, mask, start)
         own = np.array(array, layout.dtype, order="C")  # known ids fit
@@ -105,42 +118,30 @@ class Routes(Cells):
         ids = np.asarray(rows.values)
         valid = np.asarray(rows.valid)
         if ids.shape[1:] != spec.row_shape:
-            raise RowError(f"{spec.name} rows", f"shape (n, {', '.join(map(str, spec.row_shape))})", ids.shape)
+            wanted = f"shape (n, {', '.join(map(str, spec.row_shape))})"
+            raise RowError(f"{spec.name} rows", wanted, ids.shape)
         spanned: tuple[WeightsSpan, ...] = ()
         if isinstance(weights_version, (int, np.integer)):
             version = whole("weights_version", weights_version, error=RowError)
             spanned = ((start, start + len(ids), version),) if len(ids) else ()
         elif weights_version is not None and not isinstance(weights_version, Rows):
-            raise RowError("weights_version", "an integer, or Rows of a weights_version spec", repr(weights_version))
+            wanted = "an integer, or Rows of a weights_version spec"
+            raise RowError("weights_version", wanted, repr(weights_version))
         elif weights_version is not None:
             labels = np.asarray(weights_version.values)
             labelled = np.asarray(weights_version.valid)
             if labels.shape != (len(ids),) or labelled.shape != (len(ids),) or labels.dtype.kind not in "iu":
-                raise RowError("weights_version rows", f"integers [{len(ids)}]", f"{labels.dtype} {labels.shape}")
+                wanted = f"integers [{len(ids)}]"
+                got = f"{labels.dtype} {labels.shape}"
+                raise RowError("weights_version rows", wanted, got)
             if labelled.dtype != np.bool_:  # integers would act as indices
-                raise RowError("weights_version valid", f"bool [{len(ids)}]", f"{labelled.dtype} {labelled.shape}")
+                wanted = f"bool [{len(ids)}]"
+                got = f"{labelled.dtype} {labelled.shape}"
+                raise RowError("weights_version valid", wanted, got)
             spanned = spans.from_positions(np.where(labelled, labels.astype(np.int64), UNKNOWN), start)
         if not checked:
             check_known(layout, ids, valid, start)
-        return cls.checked(layout, np.array(ids, layout.dtype, order="C"), valid.copy(), start, spanned)
-
-    @classmethod
-    def checked(
-        cls,
-        layout: Layout,
-        ids: NDArray[Any],  # [n, layers, top_k]
-        mask: Mask,
-        start: int = 0,
-        weights_versions: Iterable[WeightsSpan] = (),
-        token_hashes: Iterable[TokenHash] = (),
-    ) -> Routes:
-        """The routes of these fields, whose known ids were checked when they were written; all else is checked here.
-
-        Arrays of the right dtype are taken over. Ids that no router can have chosen would pass unnoticed.
-        """
-        routes = object.__new__(cls)
-        Cells.__init__(routes, layout, ids, mask, start, tuple(weights_versions), tuple(token_hashes))
-        return routes
+        return checked_routes(layout, np.array(ids, layout.dtype, order="C"), valid.copy(), start, spanned)
 
     # ---------------------------------------------------------------- what there is
 
@@ -209,7 +210,7 @@ class Routes(Cells):
         parts = (self, *others)
         check_alike(parts, "part")
         if tokens is None:
-            return union(parts, token_hashes=of_one_sequence([(part.end, part.token_hashes) for part in parts]))
+            return union(parts, token_hashes=of_one_sequence([(known_stop(part), part.token_hashes) for part in parts]))
         ids = token_ids(tokens)
         part_hashes = (entry for part in parts for entry in part.token_hashes)
         hashes = joined_hashes((*part_hashes, *token_hashes(ids, [len(ids)])))
@@ -223,14 +224,15 @@ class Routes(Cells):
         """
         rows = np.asarray(at)
         if rows.dtype != np.bool_ or rows.shape != self.valid.shape:
-            raise RowError("at", f"bool of shape {self.valid.shape}", f"{rows.dtype} of shape {rows.shape}")
+            got = f"{rows.dtype} of shape {rows.shape}"
+            raise RowError("at", f"bool of shape {self.valid.shape}", got)
         dense = (wanted := set(layers)).difference(self.routed_layers)
         if dense:
             raise RowError("layers", f"some of the routed layers {self.routed_layers}", dense)
         known = self.known & ~(rows[:, None] & np.array([n in wanted for n in self.layer_ids]))
         ids = self.ids.copy()
         blank(ids, known)
-        return self._with(ids=ids, mask=known)
+        return replaced(self, ids=ids, mask=known)
 
     def slice(self, start: int, stop: int) -> Routes:
         """The routes of the *positions* ``[start, stop)``, sharing memory; they must lie inside these routes.
@@ -240,10 +242,12 @@ class Routes(Cells):
         routes to its tokens with a count of ``stop + 1``.
         """
         if not self.start <= start <= stop <= self.stop:
-            raise RowError("slice", f"positions inside [{self.start}, {self.stop}]", f"[{start}, {stop})")
+            wanted = f"positions inside [{self.start}, {self.stop}]"
+            raise RowError("slice", wanted, f"[{start}, {stop})")
         part = np.s_[start - self.start : stop - self.start]
-        rows = last_of(some(self.mask[part]))
-        return self._with(
+        rows = last_of(some_known(self.mask[part]))
+        return replaced(
+            self,
             ids=self.ids[part],
             mask=self.mask[part],
             start=start,
@@ -262,21 +266,25 @@ class Routes(Cells):
         are already bound to other tokens; and if nothing but hashes of more tokens than these ties their rows.
         """
         ids = token_ids(tokens, self.stop)
-        held = [count for count, _ in self.token_hashes if count >= self.end]
+        held = [count for count, _ in self.token_hashes if count >= known_stop(self)]
         if held and held[0] > len(ids):
             raise RowError("tokens", f"{held[0]} or more, as the routes are bound to", len(ids))
         wanted = {len(ids)} if counts is None else set(counts)
         hashes = token_hashes(ids, wanted.union(count for count, _ in self.token_hashes if count <= len(ids)))
         joined = joined_hashes((*self.token_hashes, *hashes))
         if counts is None:
-            return self._with(token_hashes=joined)
+            return replaced(self, token_hashes=joined)
         own = tuple(h for h in hashes if h[0] in wanted)
-        if held and not any(count >= self.end for count, _ in own):
+        if held and not any(count >= known_stop(self) for count, _ in own):
             own = joined_hashes((*own, *(h for h in self.token_hashes if h[0] in held)))
-        return self._with(token_hashes=own)
+        return replaced(self, token_hashes=own)
 
     def validate(
-        self, tokens: ArrayLike | None = None, *, rows: int | None = None, loss_mask: ArrayLike | None = None
+        self,
+        tokens: ArrayLike | None = None,
+        *,
+        rows: int | None = None,
+        loss_mask: ArrayLike | None = None,
     ) -> None:
         """Raise :class:`RowError` unless these routes are sound and are what a trainer needs for a sequence.
 
@@ -287,7 +295,7 @@ class Routes(Cells):
         """
         check_known(self.layout, self.ids, self.mask, self.start)
         if tokens is not None:
-            check_tokens(self.token_hashes, token_ids(tokens, self.stop), self.end)
+            check_tokens(self.token_hashes, token_ids(tokens, self.stop), known_stop(self))
         if rows is not None and (gap := self.first_gap(rows)) is not None:
             raise missing_error(gap, f"a row for each of the positions [0, {rows})")
         if loss_mask is not None:
@@ -343,32 +351,9 @@ class Routes(Cells):
         bit has changed. A record's sampling support is checked, and left to :meth:`SamplingSupport.of_record`.
         """
         header, ids, _ = wire.read(data)
-        routes = cls.of_record(header, ids)
+        routes = routes_of_record(header, ids)
         routes.validate()
         return routes
-
-    @classmethod
-    def of_record(
-        cls, header: wire.Header, ids: NDArray[Any], first: int = 0, layers: Sequence[int] | None = None
-    ) -> Routes:
-        """The routes of the rows of a record from ``first`` on, whose ``ids`` ``[n, layers, top_k]`` these are.
-
-        ``layers`` are indices of the record's layers (``None``: all of them); its other layers become missing. The ids
-        are taken over, and known to be those that were written; :class:`RowError` for a header that does not fit them.
-        """
-        layout = header.layout
-        mask = header.mask[first : first + len(ids)]
-        rows = last_of(some(mask))
-        if layers is not None:
-            layout = layout.only(tuple(layout.layer_ids[i] for i in layers))
-            mask = mask if mask.ndim == 1 else mask[:, list(layers)]
-        start = header.start + first
-        stop = header.start + first + len(ids)
-        versions = spans.checked_versions(header.weights_versions, header.start, header.stop)
-        hashes = joined_hashes(header.token_hashes)
-        if stop < header.stop:  # as a slice
-            hashes = tying(hashes, start + rows if rows else 0, stop + 1)
-        return cls.checked(layout, ids, mask, start, spans.clipped(versions, start, stop), hashes)
 
     def to_json(self) -> dict[str, str]:
         """These routes as a JSON object: ``format``, and ``record``, the base64 of :meth:`to_bytes`."""
@@ -379,7 +364,51 @@ class Routes(Cells):
         """The routes of an object of :meth:`to_json`. :class:`RowError` for anything else."""
         if not isinstance(encoded, Mapping) or set(encoded) != {"format", "record"}:
             got = sorted(map(str, encoded)) if isinstance(encoded, Mapping) else type(encoded).__name__
-            raise RowError("routes", f"an object of {JSON_FORMAT}, with format and record", got)
+            wanted = f"an object of {JSON_FORMAT}, with format and record"
+            raise RowError("routes", wanted, got)
         if encoded["format"] != JSON_FORMAT:
             raise RowError("routes.format", JSON_FORMAT, repr(encoded["format"]))
         return cls.from_bytes(wire.from_base64("routes.record", encoded["record"]))
+
+
+def checked_routes(
+    layout: Layout,
+    ids: NDArray[Any],  # [n, layers, top_k]
+    mask: Mask,
+    start: int = 0,
+    weights_versions: Iterable[WeightsSpan] = (),
+    token_hashes: Iterable[TokenHash] = (),
+) -> Routes:
+    """The routes of these fields, whose known ids were checked when they were written; all else is checked here.
+
+    Arrays of the right dtype are taken over. Ids that no router can have chosen would pass unnoticed.
+    """
+    routes = object.__new__(Routes)
+    Cells.__init__(routes, layout, ids, mask, start, tuple(weights_versions), tuple(token_hashes))
+    return routes
+
+
+def routes_of_record(
+    header: wire.Header,
+    ids: NDArray[Any],
+    first: int = 0,
+    layers: Sequence[int] | None = None,
+) -> Routes:
+    """The routes of the rows of a record from ``first`` on, whose ``ids`` ``[n, layers, top_k]`` these are.
+
+    ``layers`` are indices of the record's layers (``None``: all of them); its other layers become missing. The ids
+    are taken over, and known to be those that were written; :class:`RowError` for a header that does not fit them.
+    """
+    layout = header.layout
+    mask = header.mask[first : first + len(ids)]
+    rows = last_of(some_known(mask))
+    if layers is not None:
+        layout = layout.only(tuple(layout.layer_ids[i] for i in layers))
+        mask = mask if mask.ndim == 1 else mask[:, list(layers)]
+    start = header.start + first
+    stop = header.start + first + len(ids)
+    versions = spans.checked_versions(header.weights_versions, header.start, header.stop)
+    hashes = joined_hashes(header.token_hashes)
+    if stop < header.stop:  # as a slice
+        hashes = tying(hashes, start + rows if rows else 0, stop + 1)
+    return checked_routes(layout, ids, mask, start, spans.clipped(versions, start, stop), hashes)

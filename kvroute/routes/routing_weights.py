@@ -36,25 +36,36 @@ class RoutingWeights:
         given = np.asarray(self.weights)
         ids = self.routes.ids
         if given.shape != ids.shape or given.dtype != np.float32:
-            raise RowError("routing weights", f"float32 {list(ids.shape)}", f"{given.dtype} {list(given.shape)}")
+            wanted = f"float32 {list(ids.shape)}"
+            got = f"{given.dtype} {list(given.shape)}"
+            raise RowError("routing weights", wanted, got)
         weights = given.copy()
         weights.view(np.uint32)[~self.routes.known] = np.iinfo(np.uint32).max
         wrong = self.routes.known & ~np.isfinite(weights).all(axis=2)
         if wrong.any():
             row, layer = (int(i) for i in np.argwhere(wrong)[0])
             where = f"position {self.routes.start + row} layer {self.routes.layer_ids[layer]}"
-            raise RowError(f"routing weights of {where}", "finite numbers", weights[row, layer].tolist())
+            wanted = "finite numbers"
+            raise RowError(f"routing weights of {where}", wanted, weights[row, layer].tolist())
         weights.flags.writeable = False
         object.__setattr__(self, "weights", weights)
 
     @classmethod
-    def from_rows(cls, spec: AuxBlockDataSpec, ids: Rows, weights: Rows, start: int = 0, **more: Any) -> RoutingWeights:
+    def from_rows(
+        cls,
+        spec: AuxBlockDataSpec,
+        ids: Rows,
+        weights: Rows,
+        start: int = 0,
+        **more: Any,
+    ) -> RoutingWeights:
         """What ``AuxBlocks.read`` returned for the ids of ``spec`` and for their weights, at the same positions.
 
         A row that lacks one of both is missing. ``more`` is for :meth:`Routes.from_rows`.
         """
         if len(ids.valid) != len(weights.valid):
-            raise RowError("routing weights rows", f"{len(ids.valid)}, as there are ids", len(weights.valid))
+            wanted = f"{len(ids.valid)}, as there are ids"
+            raise RowError("routing weights rows", wanted, len(weights.valid))
         both = Rows(ids.values, ids.valid & weights.valid)
         return cls(Routes.from_rows(spec, both, start, **more), weights.values)
 

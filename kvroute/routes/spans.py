@@ -33,29 +33,43 @@ def runs(mask: NDArray[np.bool_]) -> tuple[Span, ...]:
     return tuple((a, b) for a, b in edges.reshape(-1, 2).tolist())
 
 
-def checked_versions(versions: Iterable[WeightsSpan], start: int, stop: int) -> tuple[WeightsSpan, ...]:
+def checked_versions(
+    versions: Iterable[WeightsSpan],
+    start: int,
+    stop: int,
+) -> tuple[WeightsSpan, ...]:
     """``versions`` with equal neighbours joined; :class:`RowError` unless they increase inside ``[start, stop)``."""
     joined: list[WeightsSpan] = []
     for span in versions:
         if len(span) != 3 or not all(isinstance(v, (int, np.integer)) and 0 <= v < 1 << 63 for v in span):
-            raise RowError("routes.weights_versions", "(start, stop, version), integers in [0, 2^63)", repr(span))
+            wanted = "(start, stop, version), integers in [0, 2^63)"
+            raise RowError("routes.weights_versions", wanted, repr(span))
         a, b, version = (int(v) for v in span)
         first = joined[-1][1] if joined else start
         if not first <= a < b <= stop:
-            raise RowError("routes.weights_versions", f"increasing ranges inside [{first}, {stop})", f"[{a}, {b})")
+            wanted = f"increasing ranges inside [{first}, {stop})"
+            raise RowError("routes.weights_versions", wanted, f"[{a}, {b})")
         if joined and joined[-1][1:] == (a, version):
             a = joined.pop()[0]
         joined.append((a, b, version))
     return tuple(joined)
 
 
-def clipped(versions: Iterable[WeightsSpan], start: int, stop: int) -> tuple[WeightsSpan, ...]:
+def clipped(
+    versions: Iterable[WeightsSpan],
+    start: int,
+    stop: int,
+) -> tuple[WeightsSpan, ...]:
     """The part of ``versions`` about the positions ``[start, stop)``."""
     cut = ((max(a, start), min(b, stop), version) for a, b, version in versions)
     return tuple(span for span in cut if span[0] < span[1])
 
 
-def by_position(spans: Iterable[WeightsSpan], start: int, stop: int) -> NDArray[np.int64]:
+def by_position(
+    spans: Iterable[WeightsSpan],
+    start: int,
+    stop: int,
+) -> NDArray[np.int64]:
     """The version of each position in ``[start, stop)``, or :data:`UNKNOWN`."""
     versions = np.full(stop - start, UNKNOWN, np.int64)
     for a, b, version in clipped(spans, start, stop):

@@ -82,7 +82,8 @@ class Split:
         (4, 5, 6, 7)
         """
         if num_layers % self.pp:
-            raise InvalidInputError("pp", f"a divisor of {num_layers} layers; else say which layers there are", self.pp)
+            wanted = f"a divisor of {num_layers} layers; else say which layers there are"
+            raise InvalidInputError("pp", wanted, self.pp)
         size = num_layers // self.pp
         return tuple(range(self.pp_rank * size, (self.pp_rank + 1) * size))
 
@@ -118,12 +119,14 @@ Shard(sequence=1, start=3, stop=4)]
         """This rank's columns of a padded batch ``[batch, width]``, as shards of a sequence 0."""
         chunks = 1 if self.cp == 1 else self.cp * (1 + (self.layout == "zigzag"))
         if whole("width", width) % chunks:
-            raise InvalidInputError("width", f"a multiple of {chunks}, for cp={self.cp} with {self.layout} cuts", width)
+            wanted = f"a multiple of {chunks}, for cp={self.cp} with {self.layout} cuts"
+            raise InvalidInputError("width", wanted, width)
         return replace(self, align=1, tail_align=1).packed([width])
 
     def _zigzag(self, padded: int, subject: str) -> list[tuple[int, int]]:
         if padded % (2 * self.cp):
-            raise InvalidInputError(subject, f"a padded length that is a multiple of 2 cp = {2 * self.cp}", padded)
+            wanted = f"a padded length that is a multiple of 2 cp = {2 * self.cp}"
+            raise InvalidInputError(subject, wanted, padded)
         chunk = padded // (2 * self.cp)
         chunks = (self.cp_rank, 2 * self.cp - 1 - self.cp_rank)
         return [(c * chunk, (c + 1) * chunk) for c in chunks] if chunk else []
@@ -133,7 +136,8 @@ Shard(sequence=1, start=3, stop=4)]
         if self.sp and self.tp > 1:
             total = count_places(shards)
             if total % self.tp:
-                raise InvalidInputError("local tokens", f"a multiple of tp={self.tp}; see tail_align", total)
+                wanted = f"a multiple of tp={self.tp}; see tail_align"
+                raise InvalidInputError("local tokens", wanted, total)
             part = total // self.tp
             shards = _cut(shards, part * self.tp_rank, part * (self.tp_rank + 1))
         if len(shards) < 2:

@@ -21,7 +21,7 @@ from cache_manager.record import Buffer
 from cache_manager.slots import integers
 from kvroute.checks import whole
 from kvroute.routes import wire
-from kvroute.routes.cells import Cells
+from kvroute.routes.cells import Cells, known_stop
 from kvroute.routes.parts import ROWS_MAX
 from kvroute.routes.spans import STOP_MAX, Span, runs
 from kvroute.routes.token_hash import (
@@ -67,14 +67,19 @@ class SamplingSupport:
         ids = integers(self.ids, "support.ids", "integers [sum of counts]", error=RowError)
         start = whole("support.start", self.start, error=RowError)
         if len(counts) > ROWS_MAX or start + len(counts) > STOP_MAX:
-            raise RowError("support.counts", f"at most {ROWS_MAX}, of positions before {STOP_MAX}", len(counts))
+            wanted = f"at most {ROWS_MAX}, of positions before {STOP_MAX}"
+            raise RowError("support.counts", wanted, len(counts))
         if counts.size and not 0 <= counts.min() <= counts.max() <= len(ids):
-            raise RowError("support.counts", f"0 to {len(ids)} ids", f"{counts.min()} to {counts.max()}")
+            wanted = f"0 to {len(ids)} ids"
+            got = f"{counts.min()} to {counts.max()}"
+            raise RowError("support.counts", wanted, got)
         first = np.concatenate(([0], np.cumsum(counts)))
         if first[-1] != len(ids):
-            raise RowError("support.ids", f"{first[-1]}, the sum of the counts", len(ids))
+            wanted = f"{first[-1]}, the sum of the counts"
+            raise RowError("support.ids", wanted, len(ids))
         if ids.size and not 0 <= ids.min() <= ids.max() <= ID_MAX:
-            raise RowError("support.ids", f"ids of a vocabulary, 0 to {ID_MAX}", f"{ids.min()} to {ids.max()}")
+            wanted = f"ids of a vocabulary, 0 to {ID_MAX}"
+            raise RowError("support.ids", wanted, f"{ids.min()} to {ids.max()}")
         falls = np.diff(ids) <= 0
         begins = first[1:-1]
         inside = begins[(begins > 0) & (begins < len(ids))]
@@ -82,7 +87,8 @@ class SamplingSupport:
         if falls.any():
             place = int(falls.argmax())
             position = start + int(np.searchsorted(first, place, "right")) - 1
-            raise RowError(f"support.ids of position {position}", "increasing ids", ids[place : place + 2].tolist())
+            wanted = "increasing ids"
+            raise RowError(f"support.ids of position {position}", wanted, ids[place : place + 2].tolist())
         hashes = joined_hashes(self.token_hashes)
         if start + len(counts) not in dict(hashes):
             wanted = f"a hash of the first {start + len(counts)} tokens"
@@ -95,7 +101,12 @@ class SamplingSupport:
         object.__setattr__(self, "token_hashes", hashes)
 
     @classmethod
-    def of(cls, rows: Iterable[ArrayLike | None], tokens: ArrayLike, start: int) -> SamplingSupport:
+    def of(
+        cls,
+        rows: Iterable[ArrayLike | None],
+        tokens: ArrayLike,
+        start: int,
+    ) -> SamplingSupport:
         """The supports ``rows`` of the tokens from position ``start`` on: the ids of each in any order, or ``None``.
 
         ``tokens`` ``[m]`` are those of the sequence from position 0, at least to the last row; what is returned is
@@ -146,11 +157,17 @@ class SamplingSupport:
         :class:`RowError` for a position outside ``[start, stop)``.
         """
         if not self.start <= position < self.stop:
-            raise RowError("position", f"one inside [{self.start}, {self.stop})", position)
+            wanted = f"one inside [{self.start}, {self.stop})"
+            raise RowError("position", wanted, position)
         i = position - self.start
         return self.ids[self._first[i] : self._first[i + 1]]
 
-    def validate(self, tokens: ArrayLike, *, loss_mask: ArrayLike | None = None) -> None:
+    def validate(
+        self,
+        tokens: ArrayLike,
+        *,
+        loss_mask: ArrayLike | None = None,
+    ) -> None:
         """Raise :class:`RowError` unless these are the supports of ``tokens`` ``[m]``, which begin at position 0.
 
         Every token hash matches its number of first tokens, and each support has its token. With ``loss_mask`` ``[m]``:
@@ -161,7 +178,8 @@ class SamplingSupport:
         self._check_drawn(ids)
         if loss_mask is not None:
             if np.shape(loss_mask) != ids.shape:
-                raise RowError("loss_mask", f"{len(ids)} values, as there are tokens", np.shape(loss_mask))
+                wanted = f"{len(ids)} values, as there are tokens"
+                raise RowError("loss_mask", wanted, np.shape(loss_mask))
             self.check_losses(loss_mask)
 
     def _check_drawn(self, ids: NDArray[np.int64]) -> None:
@@ -173,9 +191,14 @@ class SamplingSupport:
         if (wrong := ~has & (self.counts > 0)).any():
             i = int(wrong.argmax())
             got = self.row(self.start + i)[:8].tolist()
-            raise RowError(f"sampling support of position {self.start + i}", f"ids with its token {drawn[i]}", got)
+            wanted = f"ids with its token {drawn[i]}"
+            raise RowError(f"sampling support of position {self.start + i}", wanted, got)
 
-    def over(self, start: int, stop: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    def over(
+        self,
+        start: int,
+        stop: int,
+    ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
         """The counts ``[stop - start]`` of the positions ``[start, stop)``, and their ids one after another.
 
         Positions outside these supports have none. :class:`RowError` for a range that is none.
@@ -190,7 +213,12 @@ class SamplingSupport:
         counts[first - start : last - start] = self.counts[a:b]
         return counts, self.ids[self._first[a] : self._first[b]]
 
-    def padded(self, width: int, start: int | None = None, stop: int | None = None) -> NDArray[np.int32]:
+    def padded(
+        self,
+        width: int,
+        start: int | None = None,
+        stop: int | None = None,
+    ) -> NDArray[np.int32]:
         """The supports of the positions ``[start, stop)``, by default all: ``[stop - start, width]``, new memory.
 
         Each row has its ids and then -1; a position without a support is -1 throughout. :class:`RowError` names the
@@ -201,7 +229,8 @@ class SamplingSupport:
         counts, ids = self.over(begin, self.stop if stop is None else stop)
         if (wider := counts > wide).any():
             i = int(wider.argmax())
-            raise RowError(f"sampling support of position {begin + i}", f"{wide} ids at most", int(counts[i]))
+            wanted = f"{wide} ids at most"
+            raise RowError(f"sampling support of position {begin + i}", wanted, int(counts[i]))
         rows = np.full((len(counts), wide), -1, np.int32)
         rows[np.arange(wide) < counts[:, None]] = ids
         return rows
@@ -213,7 +242,8 @@ class SamplingSupport:
         """
         trains = np.asarray(loss_mask) != 0
         if trains.ndim != 1:
-            raise RowError("loss_mask", "one value for each position", f"shape {trains.shape}")
+            wanted = "one value for each position"
+            raise RowError("loss_mask", wanted, f"shape {trains.shape}")
         lacks = trains & (self.over(start, start + len(trains))[0] == 0)
         if lacks.any():
             wanted = "a sampling support, as the position has a loss"
@@ -247,17 +277,25 @@ class SamplingSupport:
         return part, content
 
 
-def with_support(header: wire.Header, routes: Cells, support: SamplingSupport | None) -> tuple[wire.Header, bytes]:
+def with_support(
+    header: wire.Header,
+    routes: Cells,
+    support: SamplingSupport | None,
+) -> tuple[wire.Header, bytes]:
     """The header of a record of ``routes`` and of ``support``, and the support's bytes behind the parts; of ``None``
     the header itself and no bytes. :class:`RowError` if nothing shows that they are of one sequence."""
     if support is None:
         return header, b""
-    of_one_sequence([(routes.end, routes.token_hashes), (support.stop, support.token_hashes)])
+    of_one_sequence([(known_stop(routes), routes.token_hashes), (support.stop, support.token_hashes)])
     part, content = support.to_part()
     return msgspec.structs.replace(header, support=part), content
 
 
-def joined(supports: Sequence[NDArray[Any]], start: int, tokens: NDArray[np.int64]) -> SamplingSupport:
+def joined(
+    supports: Sequence[NDArray[Any]],
+    start: int,
+    tokens: NDArray[np.int64],
+) -> SamplingSupport:
     """The supports of positions from ``start`` on, increasing ids each, which were checked before, bound to
     ``tokens``."""
     counts = np.array([len(row) for row in supports], np.int64)

@@ -65,12 +65,24 @@ def joined_hashes(hashes: Iterable[TokenHash]) -> tuple[TokenHash, ...]:
     """``hashes`` in order of their counts, each once; :class:`RowError` if two hashes of the same count differ."""
     digests: dict[int, bytes] = {}
     for entry in hashes:
-        count, digest = entry if isinstance(entry, tuple) and len(entry) == 2 else (None, None)
-        if not isinstance(count, int) or count < 0 or not isinstance(digest, bytes) or len(digest) != TOKEN_HASH_NBYTES:
-            raise RowError("routes.token_hashes", f"(tokens, hash of {TOKEN_HASH_NBYTES} bytes)", repr(entry))
-        if digests.setdefault(count, digest) != digest:
-            raise RowError(f"hash of the first {count} tokens", digests[count].hex(), digest.hex())
+        if not _is_token_hash(entry):
+            wanted = f"(tokens, hash of {TOKEN_HASH_NBYTES} bytes)"
+            raise RowError("routes.token_hashes", wanted, repr(entry))
+        count, digest = entry
+        earlier = digests.setdefault(count, digest)
+        if earlier != digest:
+            what = f"hash of the first {count} tokens"
+            raise RowError(what, earlier.hex(), digest.hex())
     return tuple(sorted(digests.items()))
+
+
+def _is_token_hash(entry: object) -> bool:
+    if not isinstance(entry, tuple) or len(entry) != 2:
+        return False
+    count, digest = entry
+    if not isinstance(count, int) or count < 0:
+        return False
+    return isinstance(digest, bytes) and len(digest) == TOKEN_HASH_NBYTES
 
 
 def tying(hashes: tuple[TokenHash, ...], end: int, count: int) -> tuple[TokenHash, ...]:
@@ -80,7 +92,8 @@ def tying(hashes: tuple[TokenHash, ...], end: int, count: int) -> tuple[TokenHas
     others.
     """
     kept = tuple(entry for entry in hashes if entry[0] <= count)
-    return kept if not end or any(number >= end for number, _ in kept) else hashes
+    is_tied = not end or any(number >= end for number, _ in kept)
+    return kept if is_tied else hashes
 
 
 def check_tokens(hashes: tuple[TokenHash, ...], tokens: NDArray[Any], end: int) -> None:
@@ -89,13 +102,17 @@ def check_tokens(hashes: tuple[TokenHash, ...], tokens: NDArray[Any], end: int) 
     ``hashes`` are in order of their counts.
     """
     if not hashes:
-        raise RowError("routes.token_hashes", "a hash of the tokens; see Routes.bind", "none")
+        wanted = "a hash of the tokens; see Routes.bind"
+        raise RowError("routes.token_hashes", wanted, "none")
     most = hashes[-1][0]
     if most < end:
-        raise RowError("routes.token_hashes", f"a hash of {end} tokens or more, as there are rows", f"of {most}")
-    for (count, own_digest), (_, digest) in zip(token_hashes(tokens, dict(hashes)), hashes, strict=True):
+        wanted = f"a hash of {end} tokens or more, as there are rows"
+        raise RowError("routes.token_hashes", wanted, f"of {most}")
+    own_hashes = token_hashes(tokens, dict(hashes))
+    for (count, own_digest), (_, digest) in zip(own_hashes, hashes, strict=True):
         if own_digest != digest:
-            raise RowError(f"hash of the first {count} tokens", digest.hex(), own_digest.hex())
+            what = f"hash of the first {count} tokens"
+            raise RowError(what, digest.hex(), own_digest.hex())
 
 
 def of_one_sequence(parts: Sequence[tuple[int, tuple[TokenHash, ...]]]) -> tuple[TokenHash, ...]:
@@ -108,10 +125,12 @@ def of_one_sequence(parts: Sequence[tuple[int, tuple[TokenHash, ...]]]) -> tuple
     (last, first), *shorter_parts = longest_first
     joined = dict(first)
     for end, hashes in shorter_parts:
-        shown = max((count for count, digest in hashes if joined.get(count) == digest), default=0)
+        common = [count for count, digest in hashes if joined.get(count) == digest]
+        shown = max(common, default=0)
         if shown < end:
             wanted = f"parts of one sequence: merge(..., tokens=...), or in both the hash of {end} first tokens or more"
-            raise RowError("routes", wanted, f"rows up to position {end - 1} without a tie to the others")
+            got = f"rows up to position {end - 1} without a tie to the others"
+            raise RowError("routes", wanted, got)
         # Its hashes of later tokens hold for the whole if the whole has none of its own there.
         goes_on = shown >= max((last, *joined))
         joined |= {count: digest for count, digest in hashes if goes_on or count <= shown}

@@ -99,14 +99,16 @@ class Header(Extent, frozen=True, kw_only=True):
         text = msgspec.json.encode(self, order="sorted")
         text += b" " * (-(FIXED_NBYTES + len(text)) % 64)
         if len(text) > HEADER_NBYTES_MAX:
-            raise RowError("routes", f"what is known in fewer turns: a header of {HEADER_NBYTES_MAX} bytes", len(text))
+            wanted = f"what is known in fewer turns: a header of {HEADER_NBYTES_MAX} bytes"
+            raise RowError("routes", wanted, len(text))
         fixed = _FIXED.pack(MAGIC, self.version, 0, len(text))
         return b"".join((fixed, _sum(fixed, text), text))
 
     def check(self) -> None:
         super().check()
         if len(self.sums) != SUM_NBYTES * self.parts:
-            raise RowError("routes record sums", f"{SUM_NBYTES * self.parts} bytes", len(self.sums))
+            wanted = f"{SUM_NBYTES * self.parts} bytes"
+            raise RowError("routes record sums", wanted, len(self.sums))
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -119,7 +121,8 @@ class Header(Extent, frozen=True, kw_only=True):
         shape = (self.layers, self.rows) if self.by_cell else (self.rows,)
         lengths = np.diff(np.array((0, *self.turns, math.prod(shape))))
         if self.turns and not (lengths[1:] > 0).all():
-            raise RowError("routes.turns", f"increasing numbers below {math.prod(shape)}", str(self.turns)[:200])
+            wanted = f"increasing numbers below {math.prod(shape)}"
+            raise RowError("routes.turns", wanted, str(self.turns)[:200])
         return np.ascontiguousarray(np.repeat(np.arange(len(lengths)) % 2 == 0, lengths).reshape(shape).T)
 
     def sums_of(self, run: Range, content: Buffer) -> list[int]:
@@ -137,9 +140,8 @@ class Header(Extent, frozen=True, kw_only=True):
         sums = self.sums_of(run, content)
         if expected != sums:
             index = next(i for i, pair in enumerate(zip(expected, sums, strict=True)) if pair[0] != pair[1])
-            raise RowError(
-                f"routes record part {run[0] + index} checksum", f"{expected[index]:016x}", f"{sums[index]:016x}"
-            )
+            got = f"{sums[index]:016x}"
+            raise RowError(f"routes record part {run[0] + index} checksum", f"{expected[index]:016x}", got)
 
     def checked_support(self, content: Buffer) -> SupportPart:
         """The part whose bytes ``content`` is; :class:`RowError` unless it is that, by its length and its sum."""
@@ -155,7 +157,10 @@ class Header(Extent, frozen=True, kw_only=True):
         return part
 
     def ids(
-        self, parts: Iterable[tuple[Range, Buffer]], layers: Sequence[int], rows: Sequence[Range]
+        self,
+        parts: Iterable[tuple[Range, Buffer]],
+        layers: Sequence[int],
+        rows: Sequence[Range],
     ) -> list[NDArray[Any]]:
         """The ids of these layers (increasing indices), ``[n, layers, top_k]`` for each range of rows, in new memory.
 
@@ -171,7 +176,10 @@ class Header(Extent, frozen=True, kw_only=True):
 
 
 def record(
-    routes: Cells, part_layers: int | None = None, part_tokens: int | None = None, name: str = ""
+    routes: Cells,
+    part_layers: int | None = None,
+    part_tokens: int | None = None,
+    name: str = "",
 ) -> tuple[Header, memoryview]:
     """The header of ``routes``, and its parts one after another: by default one part of everything.
 
@@ -206,7 +214,8 @@ def header_nbytes(fixed: Buffer) -> int:
         wanted = f"{MAGIC!r} version {WIRE_VERSION} or {SUPPORT_VERSION}"
         raise RowError("routes record", wanted, f"{magic!r} version {version}")
     if not 0 < nbytes <= HEADER_NBYTES_MAX:
-        raise RowError("routes record header", f"1 to {HEADER_NBYTES_MAX} bytes", nbytes)
+        wanted = f"1 to {HEADER_NBYTES_MAX} bytes"
+        raise RowError("routes record header", wanted, nbytes)
     return int(nbytes)
 
 
@@ -230,7 +239,8 @@ def unpacked_header(head: Buffer) -> Header:
         raise RowError("routes record header", "a header of routes", error) from error
     version = _FIXED.unpack_from(fixed)[1]
     if header.version != version:
-        raise RowError("routes record version", f"{header.version}, as its header has fields", version)
+        wanted = f"{header.version}, as its header has fields"
+        raise RowError("routes record version", wanted, version)
     return header
 
 
@@ -242,7 +252,8 @@ def read(data: Buffer) -> tuple[Header, NDArray[Any], memoryview | None]:
     header = unpacked_header(view[:first])
     behind = first + header.nbytes
     if len(view) != behind + header.support_nbytes:
-        raise RowError("routes record", f"{behind + header.support_nbytes} bytes", len(view))
+        wanted = f"{behind + header.support_nbytes} bytes"
+        raise RowError("routes record", wanted, len(view))
     content = None
     if isinstance(header.support, SupportPart):
         content = view[behind:]

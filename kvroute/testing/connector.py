@@ -125,7 +125,10 @@ class ConnectorContract(ABC):
 
     @abstractmethod
     def make_engine(
-        self, routers: Routers, settings: Mapping[str, Any], outside: dict[bytes, Any] | None = None
+        self,
+        routers: Routers,
+        settings: Mapping[str, Any],
+        outside: dict[bytes, Any] | None = None,
     ) -> DrivenEngine:
         """An engine with blocks of :data:`BLOCK_TOKENS` tokens, at least 12, and this connector (``Settings.of``).
 
@@ -156,7 +159,11 @@ class ConnectorContract(ABC):
             assert right[rows.known[position]].all(), f"a wrong row at position {position}"
         return rows
 
-    def run(self, engine: DrivenEngine, unnamed: int | None = None) -> dict[str, Routes]:
+    def run(
+        self,
+        engine: DrivenEngine,
+        unnamed: int | None = None,
+    ) -> dict[str, Routes]:
         """Steps until no request is left: the routes of those that were done; see :meth:`routes_of`."""
         steps = 0
         while engine.step():
@@ -337,7 +344,10 @@ class LoadingContract(ConnectorContract):
 
     @abstractmethod
     def make_engine(
-        self, routers: Routers, settings: Mapping[str, Any], outside: dict[bytes, Any] | None = None
+        self,
+        routers: Routers,
+        settings: Mapping[str, Any],
+        outside: dict[bytes, Any] | None = None,
     ) -> LoadingEngine: ...
 
     def _loaded(self, directory: Path, *, fails: bool) -> tuple[Routes, int]:

@@ -103,7 +103,12 @@ class RolloutContract(ABC):
     def make_store(self, directory: Path) -> RolloutStore:
         """An empty store; ``directory`` is empty too, and goes away after the test."""
 
-    def damage(self, directory: Path, store: RolloutStore, handle: RolloutHandle) -> RolloutHandle:
+    def damage(
+        self,
+        directory: Path,
+        store: RolloutStore,
+        handle: RolloutHandle,
+    ) -> RolloutHandle:
         """Change a byte of a stored rollout; returns the handle to ask with. Skipped unless overridden."""
         pytest.skip(f"{type(self).__name__} does not say how to damage {handle.rollout_id} in {store} in {directory}")
 

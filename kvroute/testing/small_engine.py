@@ -125,7 +125,11 @@ class SmallEngine:
         answers, self._answers = self._answers, {}
         return {name: self._answer(request, data) for name, (request, data) in answers.items()}
 
-    def _answer(self, request: SmallRequest, data: Future[dict[str, Any]] | None) -> dict[str, Any]:
+    def _answer(
+        self,
+        request: SmallRequest,
+        data: Future[dict[str, Any]] | None,
+    ) -> dict[str, Any]:
         prompt = request.num_prompt_tokens
         choice = {
             "index": 0,

@@ -78,7 +78,11 @@ def _judged(
 
 
 def judged(
-    answers: list[EngineAnswer], spec: AuxBlockDataSpec, model: Path, dtype: str, progress: Progress
+    answers: list[EngineAnswer],
+    spec: AuxBlockDataSpec,
+    model: Path,
+    dtype: str,
+    progress: Progress,
 ) -> tuple[Findings, str]:
     """The findings of these answers, and by what they were judged: by the weights of ``model``, or by themselves.
 

@@ -91,7 +91,8 @@ def exchanged(url: str, body: Any = None) -> bytes:
             content: bytes = answer.read()
             return content
     except urllib.error.HTTPError as error:
-        raise ServerError(url, "an answer", f"status {error.code}: {error.read(200)!r}") from error
+        got = f"status {error.code}: {error.read(200)!r}"
+        raise ServerError(url, "an answer", got) from error
     except (OSError, HTTPException, ValueError) as error:  # ValueError: an invalid URL
         raise ServerError(url, "an answer", error) from error
 
@@ -111,7 +112,8 @@ def served_by(url: str) -> tuple[str, str]:
         served = models["data"][0]
         return served["id"], "SGLang" if served.get("owned_by") == "sglang" else "vLLM"
     except (TypeError, LookupError, AttributeError) as error:
-        raise ServerError(f"{url}/v1/models", "the models that are served", repr(models)[:200]) from error
+        wanted = "the models that are served"
+        raise ServerError(f"{url}/v1/models", wanted, repr(models)[:200]) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +160,11 @@ class Server:
             return error
         return Reply(content, time.perf_counter() - began_s)
 
-    def answers(self, question: Question, reply: Reply | ServerError) -> list[EngineAnswer] | ServerError:
+    def answers(
+        self,
+        question: Question,
+        reply: Reply | ServerError,
+    ) -> list[EngineAnswer] | ServerError:
         """The completions in a reply to ``question``, or why there are none."""
         try:
             if isinstance(reply, ServerError):
@@ -189,7 +195,11 @@ class Server:
         }
         return {**body, "temperature": temperature, "seed": self.seed, "ignore_eos": True, "return_token_ids": True}
 
-    def _generated(self, question: Question, response: Any) -> Iterator[tuple[Any, Any, int, Any]]:
+    def _generated(
+        self,
+        question: Question,
+        response: Any,
+    ) -> Iterator[tuple[Any, Any, int, Any]]:
         """For each completion: its tokens, the answer with its routes, its number there, and the engine's own field."""
         for completion in response if isinstance(response, list) else [response]:
             yield (
@@ -199,11 +209,22 @@ class Server:
                 completion["meta_info"],
             )
 
-    def _completed(self, _question: Question, response: Any) -> Iterator[tuple[Any, Any, int, Any]]:
+    def _completed(
+        self,
+        _question: Question,
+        response: Any,
+    ) -> Iterator[tuple[Any, Any, int, Any]]:
         for completion in response["choices"]:
             yield completion["token_ids"], response, completion["index"], completion
 
-    def _read(self, question: Question, new: Any, answer: Any, index: int, field: Any) -> EngineAnswer:
+    def _read(
+        self,
+        question: Question,
+        new: Any,
+        answer: Any,
+        index: int,
+        field: Any,
+    ) -> EngineAnswer:
         tokens = (*question.prompt, *_token_ids(new))
         refused = ""
         gaps: tuple[tuple[int, int, str], ...] = ()
@@ -230,7 +251,8 @@ def _token_ids(new: Any) -> list[int]:
     try:
         return msgspec.convert(new, list[TokenId])
     except msgspec.ValidationError as error:
-        raise ServerError("answer token ids", f"integers from 0 to {TOKEN_ID_MAX}", error) from error
+        wanted = f"integers from 0 to {TOKEN_ID_MAX}"
+        raise ServerError("answer token ids", wanted, error) from error
 
 
 def rows_of(packed: object, spec: AuxBlockDataSpec, due: int) -> RowIds:
@@ -254,7 +276,12 @@ def rows_of(packed: object, spec: AuxBlockDataSpec, due: int) -> RowIds:
     return rows if layers == moe else rows[:, list(spec.attrs["layer_ids"])]
 
 
-def played(server: Server, requests: int, longest: int, vocabulary: int) -> Iterator[list[EngineAnswer] | ServerError]:
+def played(
+    server: Server,
+    requests: int,
+    longest: int,
+    vocabulary: int,
+) -> Iterator[list[EngineAnswer] | ServerError]:
     """Ask a server everything: ``requests`` prompts of at most ``longest`` tokens, chosen by the server's seed.
 
     In turns prompts with a common head, further turns after their answers, several completions of one prompt and long

@@ -74,9 +74,8 @@ def main(
     spec = routing_spec_from_hf(model, block_tokens=1)
     vocabulary, context = limits_of(model)
     if prompt + new > context:
-        raise InvalidInputError(
-            "--prompt, --new", f"at most {context} tokens together, as the model takes", prompt + new
-        )
+        wanted = f"at most {context} tokens together, as the model takes"
+        raise InvalidInputError("--prompt, --new", wanted, prompt + new)
     with ExitStack() as stack:
         progress = stack.enter_context(Progress(console(json)))
         progress.say(f"asking {url}")
@@ -120,7 +119,12 @@ def main(
     return int(is_wrong)
 
 
-def _round(side: AskedSide, questions: Sequence[Question], at_once: int, counts: bool) -> None:
+def _round(
+    side: AskedSide,
+    questions: Sequence[Question],
+    at_once: int,
+    counts: bool,
+) -> None:
     """Ask all of them, so many at a time; read what came when the last answer is there."""
     with ThreadPoolExecutor(at_once) as pool:
         began_s = time.perf_counter()
@@ -145,7 +149,8 @@ def _check_without(sides: Sequence[AskedSide]) -> None:
     """Raise :class:`ServerError` if the server that is to have no rows has some."""
     for side in sides:
         if any(answer.refused != NO_ROWS for answer in side.answers):
-            raise ServerError("--without", "a server whose answers have no rows", f"rows of {side.server.url}")
+            wanted = "a server whose answers have no rows"
+            raise ServerError("--without", wanted, f"rows of {side.server.url}")
 
 
 def _ratios(sides: Sequence[AskedSide]) -> list[float]:
@@ -156,7 +161,13 @@ def _ratios(sides: Sequence[AskedSide]) -> list[float]:
     return [with_rows / without for with_rows, without in pairs if without]
 
 
-def _report(sides: Sequence[AskedSide], found: Findings, failed: list[ServerError], rows_nbytes: int, by: str) -> str:
+def _report(
+    sides: Sequence[AskedSide],
+    found: Findings,
+    failed: list[ServerError],
+    rows_nbytes: int,
+    by: str,
+) -> str:
     """A table with a column for each side, and what was judged."""
     first = sides[0].server
     lines = [f"{first.url}: {first.engine}, {len(sides[0].rates)} rounds"]

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from cache_manager.errors import ConfigError, RowError
-from kvroute.connector.answers import ERROR, FIELD, GAPS, LEFT, missing, routes
+from kvroute.connector.answers import missing, routes
+from kvroute.connector.fields import ERROR, FIELD, GAPS, LEFT
 from kvroute.connector.meter import PAGE, WITHOUT_ROWS
 from kvroute.encodings import ROUTED_EXPERTS
 from kvroute.findings import Finding, Level
@@ -67,7 +68,12 @@ class RunningEngine:
             version = "of an unknown version"
         return cls(role, url, model, kind, version)
 
-    def ask(self, prompt: list[int], new: int = NEW, params: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    def ask(
+        self,
+        prompt: list[int],
+        new: int = NEW,
+        params: Mapping[str, Any] | None = None,
+    ) -> dict[str, Any]:
         """Its answer, one completion. Raises :class:`ServerError`."""
         body: dict[str, Any]
         if self.kind == "SGLang":
@@ -82,7 +88,8 @@ class RunningEngine:
         answer = decoded(self.url + path, exchanged(self.url + path, body))
         answer = answer[0] if isinstance(answer, list) and answer else answer
         if not isinstance(answer, dict) or (self.kind == "vLLM" and not answer.get("choices")):
-            raise ServerError(self.url + path, "an answer with a completion", repr(answer)[:200])
+            wanted = "an answer with a completion"
+            raise ServerError(self.url + path, wanted, repr(answer)[:200])
         return answer
 
     def counters(self) -> Counter[str]:
@@ -185,7 +192,11 @@ def _rows_of(subject: str, answer: dict[str, Any]) -> Iterator[Finding]:
         yield Finding(Level.NOTE, "weights", "rows have no weights version: none was named yet", remedy)
 
 
-def _pair(prefill: RunningEngine, decode: RunningEngine, proxy: str | None) -> Iterator[Finding]:
+def _pair(
+    prefill: RunningEngine,
+    decode: RunningEngine,
+    proxy: str | None,
+) -> Iterator[Finding]:
     yield _version_of(prefill)
     yield _version_of(decode)
     prompt = _prompt()
@@ -245,7 +256,12 @@ def _crossed(
     return Finding(Level.OK, subject, f"KV of {fetched:,.0f} of {PROMPT} tokens came from prefill"), answer
 
 
-def _proxied(prefill: RunningEngine, decode: RunningEngine, proxy: str, beside: str) -> Iterator[Finding]:
+def _proxied(
+    prefill: RunningEngine,
+    decode: RunningEngine,
+    proxy: str,
+    beside: str,
+) -> Iterator[Finding]:
     """The same through the proxy, which has the parameters in its hands; ``beside`` is what was seen without it."""
     front = RunningEngine("url", proxy, decode.model, "vLLM", "")
     before = prefill.counters()

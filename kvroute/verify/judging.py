@@ -59,7 +59,11 @@ class Findings:
         return sum(count[verdict] for count in self.rows.values())
 
 
-def judge(answers: Sequence[EngineAnswer], spec: AuxBlockDataSpec, weights: Weights | None) -> Findings:
+def judge(
+    answers: Sequence[EngineAnswer],
+    spec: AuxBlockDataSpec,
+    weights: Weights | None,
+) -> Findings:
     """Judge every row of the answers, which are in the order in which they came."""
     findings = Findings()
     earlier = _Earlier()
@@ -81,17 +85,24 @@ def judge(answers: Sequence[EngineAnswer], spec: AuxBlockDataSpec, weights: Weig
         count = findings.rows.setdefault(answer.kind, Counter())
         unjudged = unsure & ~missing
         right = ~(wrong | missing | unjudged)
-        for verdict, rows in (("right", right), ("wrong", wrong), ("missing", missing), ("unjudged", unjudged)):
-            count[verdict] += int(rows.sum())
+        count["right"] += int(right.sum())
+        count["wrong"] += int(wrong.sum())
+        count["missing"] += int(missing.sum())
+        count["unjudged"] += int(unjudged.sum())
         if answer.refused:
             findings.refused[answer.refused] += 1
-        findings.causes.update(_cause(answer, position) for position in np.flatnonzero(missing).tolist())
-        findings.faults.update(str(impossible[position]) or OTHER for position in np.flatnonzero(wrong).tolist())
-        if wrong.any() and (findings.shortest is None or answer.prompt < findings.shortest.answer.prompt):
+        for position in np.flatnonzero(missing).tolist():
+            findings.causes[_cause(answer, position)] += 1
+        for position in np.flatnonzero(wrong).tolist():
+            findings.faults[str(impossible[position]) or OTHER] += 1
+        shortest = findings.shortest
+        if wrong.any() and (shortest is None or answer.prompt < shortest.answer.prompt):
             position = int(wrong.argmax())
-            layer = int((differs if differs[position].any() else answer.known)[position].argmax())
+            faulty = differs if differs[position].any() else answer.known
+            layer = int(faulty[position].argmax())
             due, got = (tuple(ids[position, layer].tolist()) for ids in (wanted, answer.ids))
-            findings.shortest = Wrong(answer, position, layer, due, got, str(impossible[position]) or OTHER)
+            fault = str(impossible[position]) or OTHER
+            findings.shortest = Wrong(answer, position, layer, due, got, fault)
     return findings
 
 

@@ -60,7 +60,13 @@ def _of_each_token(value: Any, tokens: int) -> bool:
 class Weights:
     """A checkpoint, computed in float32 if there is memory for that, else in its own dtype."""
 
-    def __init__(self, home: Path, spec: AuxBlockDataSpec, noise: float, computed: torch.dtype) -> None:
+    def __init__(
+        self,
+        home: Path,
+        spec: AuxBlockDataSpec,
+        noise: float,
+        computed: torch.dtype,
+    ) -> None:
         self._noise = noise
         text = type(AutoConfig.from_pretrained(home)) in AutoModelForCausalLM._model_mapping
         auto = AutoModelForCausalLM if text else AutoModelForImageTextToText
@@ -76,7 +82,12 @@ class Weights:
             router.register_forward_hook(self._listener(layer))
 
     @classmethod
-    def where_they_fit(cls, home: Path, spec: AuxBlockDataSpec, served: str) -> tuple[Self | None, str]:
+    def where_they_fit(
+        cls,
+        home: Path,
+        spec: AuxBlockDataSpec,
+        served: str,
+    ) -> tuple[Self | None, str]:
         """Weights to judge by, or ``None``, and the judge in words. The server computes in the dtype ``served``.
 
         ``auto``: in the checkpoint's dtype, or in bfloat16 if that is float32, as in vLLM.
@@ -117,7 +128,8 @@ class Weights:
         the model does not have."""
         vocabulary = self._model.get_input_embeddings().num_embeddings
         if max(tokens, default=0) >= vocabulary:
-            raise InvalidInputError("token ids", f"below {vocabulary}, as the model has", max(tokens))
+            wanted = f"below {vocabulary}, as the model has"
+            raise InvalidInputError("token ids", wanted, max(tokens))
         with torch.no_grad():
             self._model(torch.tensor([list(tokens)]), use_cache=False)
         of_layers = [heard.ids.reshape(len(tokens), -1) for heard in self._heard.values()]

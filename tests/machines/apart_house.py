@@ -10,6 +10,7 @@ from pathlib import Path
 from waiting import send_signal
 
 from cache_manager.errors import RowError
+from kvroute.connector.ends import Ends
 from kvroute.connector.rollouts_apart import RolloutsApart
 from tests.machines.connector_house import House, Said
 
@@ -22,7 +23,7 @@ class ApartHouse(House):
 
     def __init__(self, seed: int, home: Path) -> None:
         super().__init__(seed, home)
-        assert self.rows._ends is not None
+        assert isinstance(self.rows._ends, Ends)
         taker = self.rows._ends._taker
         assert isinstance(taker, RolloutsApart)
         self.taker = taker

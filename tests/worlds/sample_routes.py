@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from kvroute.routes import Routes
+from kvroute.routes.routes import checked_routes
 
 
 @dataclass(frozen=True)
@@ -127,4 +128,4 @@ def of_shapes(draw: st.DrawFn, rows_max: int = 12, start: int | None = None) -> 
     made = draw(cellwise(shape, rows_max, start))
     cuts = sorted(draw(st.sets(st.integers(made.start, made.stop), max_size=4)))
     versions = [(a, b, draw(st.integers(0, 2))) for a, b in pairwise(cuts) if draw(st.booleans())]
-    return shape, Routes.checked(made.layout, made.ids.copy(), made.mask, made.start, versions)
+    return shape, checked_routes(made.layout, made.ids.copy(), made.mask, made.start, versions)

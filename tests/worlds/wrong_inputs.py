@@ -19,7 +19,8 @@ import numpy as np
 
 import kvroute
 from kvroute.cli import USAGE, main
-from kvroute.connector.answers import options_of, routes
+from kvroute.connector.answers import routes
+from kvroute.connector.fields import options_of
 from kvroute.connector.settings import Settings
 from kvroute.integrations.sglang.settings import VARIABLE, lending_of
 from kvroute.integrations.vllm.config import carrier_of, settings_of

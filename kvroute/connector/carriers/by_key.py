@@ -171,7 +171,11 @@ class ByKeyScheduler(SchedulerSide):
             self._parts.feed.persist(keys)
         return Filled(runs, self._parts.feed.take())
 
-    def unproved(self, slots: NDArray[np.int64], lives: NDArray[np.int64]) -> NDArray[np.bool_] | None:
+    def unproved(
+        self,
+        slots: NDArray[np.int64],
+        lives: NDArray[np.int64],
+    ) -> NDArray[np.bool_] | None:
         return self._fills.slots_by_kv(slots, lives) if self.has_unproved else None
 
     def ended(self, request_id: str) -> Mapping[int, str]:

@@ -153,7 +153,11 @@ class SchedulerSide:
         """The reasons known so far for rows of the request that did not come, by block."""
         return {}
 
-    def unproved(self, slots: NDArray[np.int64], lives: NDArray[np.int64]) -> NDArray[np.bool_] | None:
+    def unproved(
+        self,
+        slots: NDArray[np.int64],
+        lives: NDArray[np.int64],
+    ) -> NDArray[np.bool_] | None:
         """Which rows ``[n]``, at these slots in these lives of their blocks, came without a proof of the last router's
         choice; ``None``: none did."""
         return None

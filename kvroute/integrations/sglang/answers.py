@@ -23,8 +23,8 @@ from numpy.typing import NDArray
 from cache_manager.errors import KVRouteError, RowError
 from cache_manager.publish import Rows
 from cache_manager.spec import AuxBlockDataSpec
-from kvroute.connector.answers import FIELD
 from kvroute.connector.behind import Behind
+from kvroute.connector.fields import FIELD
 from kvroute.connector.key import Key
 from kvroute.connector.left import LeftRoutes, Tokens, settled
 from kvroute.connector.meter import Meter

@@ -82,7 +82,7 @@ def _created(create: Callable[..., Any], runner: Any, *args: Any, **named: Any) 
 
     create(runner, *args, **named)
     theirs = versions.experts_capturer()
-    arguments, shard = versions.arguments(), versions.Shard(0, 1)
+    arguments, shard = versions.arguments(), versions.AttentionRank(0, 1)
     answers = versions.first_rank()
     if theirs is None or isinstance(theirs, Capturer):
         return

@@ -52,7 +52,7 @@ def least_of(group: Any) -> Least | None:
     return least
 
 
-class Verdict(NamedTuple):
+class Agreement(NamedTuple):
     """What all ranks have of some pages."""
 
     there: NDArray[np.bool_]  # [n], on every rank
@@ -74,11 +74,11 @@ def digests_of(kinds: Sequence[Rows], page: int) -> Digests:
     return digests
 
 
-def agreed(digests: Digests, least: Least) -> Verdict:
+def agreed(digests: Digests, least: Least) -> Agreement:
     """The ranks' verdict on pages, of which this one has what these ``digests [n]`` say."""
     low, high = np.split(least(np.concatenate([digests, -digests])), 2)
     there = low > ABSENT
-    return Verdict(there, there & (low == -high))
+    return Agreement(there, there & (low == -high))
 
 
 class Ranks:
@@ -88,7 +88,7 @@ class Ranks:
         self._least = least
         self.counters = RankCounters()
 
-    def agreed(self, digests: Digests) -> Verdict:
+    def agreed(self, digests: Digests) -> Agreement:
         """:func:`agreed`, and counted."""
         verdict = agreed(digests, self._least)
         others = int((verdict.there & ~verdict.same).sum())
@@ -99,4 +99,4 @@ class Ranks:
         return verdict
 
 
-__all__ = ["ABSENT", "Digests", "Least", "RankCounters", "Ranks", "Verdict", "agreed", "digests_of", "least_of"]
+__all__ = ["ABSENT", "Agreement", "Digests", "Least", "RankCounters", "Ranks", "agreed", "digests_of", "least_of"]

@@ -126,7 +126,7 @@ BACKENDS: Final = ("mooncake", "nixl")
 """What moves KV between prefill and decode, as it was judged."""
 RELEASES: Final = ("0.5.23",)
 """The releases whose prefill and decode were judged apart, and whose drafts were judged."""
-DRAFTS: Final = ("NGRAM", "STANDALONE", "EAGLE", "EAGLE3", "NEXTN")
+DRAFT_KINDS: Final = ("NGRAM", "STANDALONE", "EAGLE", "EAGLE3", "NEXTN")
 """Kinds of speculative decoding, as SGLang names them. NEXTN is its older name of EAGLE."""
 
 
@@ -155,8 +155,8 @@ def _drafted(server_args: Any, version: str) -> Iterator[tuple[str, str, Any]]:
     beside = f"with {versions.DRAFTS}={kind!r}, which nothing has judged"
     if version not in RELEASES:
         yield versions.DRAFTS, f"None in SGLang {version}: it was judged in {' or '.join(RELEASES)}", kind
-    if kind not in DRAFTS:
-        yield versions.DRAFTS, f"None or {' or '.join(map(repr, DRAFTS))}: others were not judged", kind
+    if kind not in DRAFT_KINDS:
+        yield versions.DRAFTS, f"None or {' or '.join(map(repr, DRAFT_KINDS))}: others were not judged", kind
     if not server_args.disable_cuda_graph:
         yield "disable_cuda_graph", f"True {beside}: a graph of a pass with drafts", False
     if kind != "NGRAM" and (server_args.speculative_eagle_topk or 1) > 1:

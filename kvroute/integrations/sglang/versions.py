@@ -271,20 +271,20 @@ def data_rank() -> int:
     return rank
 
 
-class Shard(NamedTuple):
+class AttentionRank(NamedTuple):
     """Which part of the heads this process has."""
 
     rank: int
     world: int
 
 
-def shard() -> Shard:
+def shard() -> AttentionRank:
     """Among the ranks that share their requests."""
     parallel = _function(_PARALLEL)
     if parallel is None:
-        return Shard(0, 1)
+        return AttentionRank(0, 1)
     ranks = parallel()
-    return Shard(ranks.attn_tp_rank, ranks.attn_tp_size)
+    return AttentionRank(ranks.attn_tp_rank, ranks.attn_tp_size)
 
 
 def experts_capturer() -> Any:
@@ -393,9 +393,9 @@ __all__ = [
     "TRANSFERRED",
     "TRANSFERRING",
     "WAYS",
+    "AttentionRank",
     "Part",
     "Place",
-    "Shard",
     "absent",
     "add_information",
     "arguments",

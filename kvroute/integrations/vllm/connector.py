@@ -10,7 +10,7 @@ from typing import Any
 
 from cache_manager.errors import ConfigError, RowError
 from kvroute.connector import Handshake, SchedulerRows, StepMeta, Tokens
-from kvroute.connector.answers import FIELD, MTP_FIELD, Options, options_of
+from kvroute.connector.fields import FIELD, MTP_FIELD, Options, options_of
 from kvroute.connector.key import Key
 from kvroute.connector.messages import WorkerMeta
 from kvroute.connector.settings import RESPONSE
@@ -66,6 +66,7 @@ class RowsWithKV(Base):  # type: ignore[misc]
         from vllm.distributed.parallel_state import get_tp_group  # type: ignore[import-not-found]
 
         from kvroute.capture.step_ids import StepIds
+        from kvroute.connector.mtp import MtpIds
         from kvroute.connector.witness import by_block
         from kvroute.connector.worker import rank_part
 
@@ -85,7 +86,7 @@ class RowsWithKV(Base):  # type: ignore[misc]
         if group.rank_in_group == 0:
             self._worker_rows = self._rank
             self._say_started(bind(modules, spec, self._rank.ids.hook, first, place))
-            if self._rank.mtp is not None:
+            if isinstance(self._rank.mtp, MtpIds):
                 follow_drafts()
                 bind_mtp(modules, spec, first, partial(mtp_hook, self._rank.mtp))
         elif join_shards is not None:  # the first rank has rows of this one's tokens

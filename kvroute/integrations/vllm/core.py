@@ -12,8 +12,8 @@ from typing import Any, Final
 import msgspec
 
 from cache_manager.errors import ConfigError
-from kvroute.connector.answers import FIELD
 from kvroute.connector.behind import Behind
+from kvroute.connector.fields import FIELD
 from kvroute.connector.versions import AS_LOADED, version_of
 from kvroute.integrations.vllm import blocks, versions
 from kvroute.integrations.vllm.field import awaited, join

@@ -22,7 +22,7 @@ from typing import Any, Final
 import numpy as np
 
 from cache_manager.errors import RowError
-from kvroute.connector.answers import FIELD, GAPS
+from kvroute.connector.fields import FIELD, GAPS
 from kvroute.connector.messages import StepMeta
 from kvroute.connector.scheduler import SchedulerRows
 from kvroute.connector.step_rows import StepRows

@@ -35,7 +35,7 @@ def _set(value: Any) -> bool:
 RUN: Final = "tested"
 LOGICAL: Final = "read: the hook comes before the map to physical experts, which writes another tensor"
 OWN_TOKENS: Final = "each data-parallel rank has the rows of its own tokens: [layouts](#data-and-expert-parallelism)"
-DRAFTS: Final = "tested with `ngram`, a draft model, MTP and EAGLE-3; none of a draft's routers is hooked"
+JUDGED_DRAFTS: Final = "tested with `ngram`, a draft model, MTP and EAGLE-3; none of a draft's routers is hooked"
 PADDING: Final = "judged on a GPU: a step takes as many rows as it has tokens, and rows of padding have no slot"
 
 ARGUMENTS: Final[dict[str, Argument]] = {
@@ -95,7 +95,7 @@ ARGUMENTS: Final[dict[str, Argument]] = {
     "cache_config.swa_bounded_replay": Argument("refused with models that replay windows"),
     "compilation_config.cudagraph_mode": Argument(PADDING),
     "compilation_config.cudagraph_capture_sizes": Argument(PADDING),
-    "speculative_config": Argument(DRAFTS),
+    "speculative_config": Argument(JUDGED_DRAFTS),
     "lora_config": Argument(
         "judged with adapters of attention; read of experts: vLLM's layer is around the one with the hook; "
         "an adapter's name and path are in the keys of blocks"

@@ -570,3 +570,23 @@ def test_nothing_is_kept_of_a_prompt_without_an_answer(start: Callable[..., Toy]
     toy.weights = 1
     toy.scheduler.weights.changed(2)
     assert again(toy, [1, 6, 0]).weights_versions == ((0, 9, 2),)
+
+
+@pytest.mark.parametrize(("field", "named"), [(True, True), (False, False)])
+def test_a_mistake_is_named_where_no_rollouts_are_left(
+    start: Callable[..., Toy],
+    field: bool,
+    named: bool,
+) -> None:
+    """Goal: a client of the own field hears of its mistake; one that wants no rows has no answer about them. Method: a
+    request names a start behind its prompt, and another one a sound start, in engines that leave no rollouts."""
+    toy = start(rollouts="", field=field)
+    for position, wrong in ((len(FIRST) + 1, True), (0, False)):
+        compute(toy, FIRST)
+        ended = toy.scheduler.forget("r")
+        of_it = Tokens(FIRST, len(FIRST))
+        answer = toy.scheduler.finished(Key("r"), BLOCKS, len(FIRST), of_it, ended=ended, start=position)
+        assert (answer is not None) == (named and wrong)
+        if answer is not None:
+            error = answer.result(GIVE_UP_S)["kvroute"]["error"]["0"]
+            assert error == "kvroute.start: wanted a position of the prompt, from 0 to 6, got 7"

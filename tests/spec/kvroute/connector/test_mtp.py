@@ -12,8 +12,8 @@ import torch
 from cache_manager.errors import RowError
 from cache_manager.keys import Namespace
 from kvroute.connector import Engine, Key, SchedulerRows, Settings, Tokens, mtp_missing, mtp_routes
-from kvroute.connector.answers import MTP_FIELD
-from kvroute.connector.mtp import NOT_DRAFTED, READ_OTHERWISE, mtp_spec
+from kvroute.connector.fields import MTP_FIELD
+from kvroute.connector.mtp import NOT_DRAFTED, READ_OTHERWISE, MtpIds, mtp_spec
 from kvroute.connector.worker import WorkerRows
 from kvroute.routes import Routes
 from kvroute.routing import ROUTING, routing_spec
@@ -45,7 +45,7 @@ class Both:
             self.worker.ids.hook(layer)(torch.tensor([[14, 15]] * len(slots)))
         if read:
             ids = torch.tensor([chosen(token, behind) for _, token, behind in read], dtype=torch.int32)
-            assert self.worker.mtp is not None
+            assert isinstance(self.worker.mtp, MtpIds)
             self.worker.mtp.keep(ids, torch.tensor([slot for slot, *_ in read]), torch.tensor([n for *_, n in read]))
         self.worker.end()
 
@@ -123,7 +123,7 @@ def test_tokens_that_no_pass_has_read(both: Both) -> None:
 def test_ids_that_do_not_fit_leave_no_rows(both: Both) -> None:
     """Goal: the model's rows stay whole beside whatever a draft's router says. Method: ids that no expert has, of
     another width, and without a place."""
-    assert both.worker.mtp is not None
+    assert isinstance(both.worker.mtp, MtpIds)
     for ids, slots in (([[3, 16], [4, 4]], [0, 1]), ([[1, 2, 3]] * 2, [0, 1]), ([[1, 2]] * 2, [-1, 5])):
         both.worker.begin(both.scheduler.step({"r": 2}))
         both.worker.slots = torch.tensor([0, 1])

@@ -26,7 +26,7 @@ from cache_manager.publish import Rows
 from cache_manager.regions.view import RegionView
 from kvroute.connector import Engine, Key, Limits, SchedulerRows, Settings, StepMeta, Tokens, routes
 from kvroute.connector.settings import VERSION
-from kvroute.connector.stages import StageViews, stage_spec
+from kvroute.connector.stages import NoView, StageViews, stage_spec
 from kvroute.connector.worker import WorkerRows
 from kvroute.rollout import open_rollouts
 from kvroute.routing import ROUTING, routing_spec
@@ -102,7 +102,7 @@ class Pipeline:
 
     def read(self, name: str = ROUTING) -> Rows:
         """The rows of all slots in the lives that the scheduler means."""
-        assert self.scheduler.view is not None
+        assert not isinstance(self.scheduler.view, NoView)
         blocks = np.arange(BLOCKS)
         lives = self.scheduler.feed.generations[blocks]
         rows = self.scheduler.view.read(name, blocks, generations=lives)

@@ -20,6 +20,8 @@ from sample_routes import Cells, Shape, cells_of, cellwise, changed, masks, shap
 from cache_manager.errors import RowError
 from kvroute.replay import verl
 from kvroute.routes import Routes, wire
+from kvroute.routes.cells import known_stop, some_known
+from kvroute.routes.routes import checked_routes, routes_of_record
 from kvroute.routes.token_hash import token_hashes
 
 SHAPE = Shape()
@@ -38,7 +40,7 @@ def parts_of_one(draw: st.DrawFn) -> tuple[Shape, list[Routes]]:
         spans = ((0, 5, 1), (5, LENGTH, 2)) if draw(st.booleans()) else ()
         clipped = [(max(a, part.start), min(b, part.stop), v) for a, b, v in spans]
         versions = [span for span in clipped if span[0] < span[1]]
-        parts.append(Routes.checked(part.layout, part.ids.copy(), part.mask, part.start, versions))
+        parts.append(checked_routes(part.layout, part.ids.copy(), part.mask, part.start, versions))
     return shape, parts
 
 
@@ -64,7 +66,7 @@ def test_merging_is_the_union_whatever_the_order(given_parts: tuple[Shape, list[
     for position in range(merged.start, merged.stop):
         cells = {cell for cell in expected if cell[0] == position}
         lacks = cells.difference(*told)
-        rows = [p for p in there if p.start <= position < p.stop and p.some[position - p.start]]
+        rows = [p for p in there if p.start <= position < p.stop and some_known(p.mask)[position - p.start]]
         sure = {v for p in rows for a, b, v in p.weights_versions if a <= position < b}
         found = {v for a, b, v in merged.weights_versions if a <= position < b}
         assert found == (set() if lacks or not cells else sure)
@@ -250,8 +252,8 @@ def test_a_part_never_loses_its_tie_to_tokens() -> None:
         whole.without(SHAPE.layer_ids[:1], np.arange(6) > 3).slice(0, 5),
         Routes.from_bytes(whole.slice(0, 4).to_bytes()),
         Routes.from_json(whole.slice(0, 4).to_json()),
-        Routes.of_record(header, ids[:4].copy()),
-        Routes.of_record(header, ids[2:5, :1].copy(), 2, [0]),
+        routes_of_record(header, ids[:4].copy()),
+        routes_of_record(header, ids[2:5, :1].copy(), 2, [0]),
         pickle.loads(pickle.dumps(whole.slice(0, 4))),  # noqa: S301 - made here
         copy.deepcopy(whole).slice(0, 4),
         whole.bind(TOKENS[:7], [3]).slice(0, 4),
@@ -319,7 +321,10 @@ def test_merged_parts_are_of_one_sequence(seed: int) -> None:
             merged = parts[0].merge(*parts[1:])
         except RowError:
             continue
-        fits = [all(who == text or part.end <= differ for part, who in zip(parts, of, strict=True)) for text in (0, 1)]
+        fits = [
+            all(who == text or known_stop(part) <= differ for part, who in zip(parts, of, strict=True))
+            for text in (0, 1)
+        ]
         told = dict(merged.token_hashes)
         assert any(fits[i] and merged.token_hashes == token_hashes(texts[i], told) for i in (0, 1))
         merges += len(set(of)) > 1

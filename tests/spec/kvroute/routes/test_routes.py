@@ -17,6 +17,8 @@ from sample_routes import Cells, Shape, cells_of, of_shapes
 from cache_manager.errors import RowError, SpecError
 from cache_manager.publish import Rows
 from kvroute.routes import Layout, Routes
+from kvroute.routes.cells import known_stop, some_known
+from kvroute.routes.routes import checked_routes
 from kvroute.routing import routing_spec, weights_version_spec
 
 SHAPE = Shape()
@@ -49,7 +51,7 @@ def test_only_known_cells_have_ids(made: tuple[Shape, Routes]) -> None:
     lost = [p for p, there in enumerate(whole, routes.start) if not there]
     assert [p for a, b in routes.missing for p in range(a, b)] == lost
     assert all(a < b < c for (a, b), (c, _) in pairwise(routes.missing))
-    assert routes.end == max((p + 1 for p, _ in known), default=0)
+    assert known_stop(routes) == max((p + 1 for p, _ in known), default=0)
     for start in range(routes.stop + 2):
         for stop in (start, (start + routes.stop) // 2, routes.stop + 2):
             lacks = [p for p in range(start, stop) if not all((p, n) in known for n in shape.layer_ids)]
@@ -68,7 +70,7 @@ def test_a_slice_knows_the_cells_of_its_positions(made: tuple[Shape, Routes], da
     assert told(part) == {at: ids for at, ids in told(routes).items() if start <= at[0] < stop}
     assert versions_of(part) == {p: v for p, v in versions_of(routes).items() if start <= p < stop}
     assert part.missing_layers == routes.missing_layers
-    assert part.token_hashes == (routes.token_hashes if part.some.any() else ())
+    assert part.token_hashes == (routes.token_hashes if some_known(part.mask).any() else ())
     # What was checked once is not checked again, so it must still satisfy the check.
     fields = part.layer_ids, part.num_experts, part.num_layers, start, part.weights_versions, part.token_hashes
     assert part == Routes(part.ids, part.known, *fields, missing_layers=part.missing_layers)
@@ -203,7 +205,7 @@ def test_only_known_cells_are_checked_and_each_of_them_is(value: int | None) -> 
         Routes(ids, known, *FIELDS, start=20)
     if value is None:
         with pytest.raises(RowError, match="row 3 layer 4: wanted distinct ids"):
-            Routes.checked(Layout(*FIELDS, SHAPE.top_k), ids.astype(np.uint16), known.copy()).validate()
+            checked_routes(Layout(*FIELDS, SHAPE.top_k), ids.astype(np.uint16), known.copy()).validate()
     known[3, 1] = False
     assert Routes(ids, known, *FIELDS, start=20).known.tolist() == known.tolist()
 

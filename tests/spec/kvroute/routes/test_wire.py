@@ -18,6 +18,7 @@ from sample_routes import of_shapes
 from cache_manager.errors import RowError
 from kvroute.routes import Layout, Routes, wire
 from kvroute.routes.parts import ROWS_MAX
+from kvroute.routes.routes import checked_routes, routes_of_record
 
 GOLDEN_START = (
     "4b56524f55544553"  # KVROUTES
@@ -79,7 +80,7 @@ def test_routes_come_back_as_they_were(given_record: tuple[Routes, bytes]) -> No
             parts = [(run, record[at + header.starts(*run)[0] :][: header.nbytes_of(run)]) for run in needed]
             (ids,) = header.ids(parts, layers, [(a, b)])
             expected = made.slice(made.start + a, made.start + b)
-            found = Routes.of_record(header, ids, a, layers)
+            found = routes_of_record(header, ids, a, layers)
             assert np.array_equal(found.ids, expected.ids[:, layers])
             assert np.array_equal(found.known, expected.known[:, layers])
             assert found.routed_layers == made.routed_layers
@@ -125,7 +126,7 @@ def test_what_could_not_be_read_back_is_not_written(rows: int, holed: bool, mess
     """Goal: a rollout whose put succeeded can be read. Method: one row too many, and every other row missing, whose
     turns are more than a header holds; as bytes, and put to a store."""
     known = np.arange(rows) % 2 == 0 if holed else np.ones(rows, np.bool_)
-    made = Routes.checked(Layout((0,), 2, 1, 1), np.zeros((rows, 1, 1), np.uint8), known)
+    made = checked_routes(Layout((0,), 2, 1, 1), np.zeros((rows, 1, 1), np.uint8), known)
     store = a_store()
     for write in (made.to_bytes, lambda: store.put("x", made)):
         with pytest.raises(RowError, match=message):
@@ -148,7 +149,7 @@ def test_rows_that_no_router_chose_do_not_come_back() -> None:
     """Goal: routes of a faulty writer are refused, though their checksum is right. Method: such routes, made by
     internal calls."""
     for ids, message in (([1, 1], "wanted distinct ids"), ([200, 1], r"wanted ids in \[0, 4\), got 200")):
-        wrong = Routes.checked(Layout((0,), 4, 1, 2), np.array([[ids]], np.uint8), np.array([True]))
+        wrong = checked_routes(Layout((0,), 4, 1, 2), np.array([[ids]], np.uint8), np.array([True]))
         with pytest.raises(RowError, match="row 0 layer 0: " + message):
             Routes.from_bytes(wrong.to_bytes())
 

@@ -18,7 +18,8 @@ from waiting import until
 from cache_manager.errors import KVRouteError, RowError
 from cache_manager.keys import Namespace
 from kvroute import Routes, routing_spec
-from kvroute.connector.answers import FIELD, routes
+from kvroute.connector.answers import routes
+from kvroute.connector.fields import FIELD
 from kvroute.connector.left import LeftRoutes, Tokens
 from kvroute.connector.settings import Common
 from kvroute.integrations.sglang import versions

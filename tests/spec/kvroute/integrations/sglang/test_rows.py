@@ -24,7 +24,8 @@ from cache_manager.keys import Namespace
 from cache_manager.spec import AuxBlockDataSpec
 from cache_manager.testing.faults import FaultyStore
 from kvroute import open_store, routing_spec
-from kvroute.connector.answers import FIELD, routes
+from kvroute.connector.answers import routes
+from kvroute.connector.fields import FIELD
 from kvroute.connector.job_counts import NOT_RESTORED
 from kvroute.connector.left import Tokens
 from kvroute.connector.meter import SECONDS

@@ -15,7 +15,8 @@ from waiting import GIVE_UP_S, until, until_it_waits
 
 from cache_manager.keys import Namespace
 from kvroute import Routes, SamplingSupport, routing_spec
-from kvroute.connector.answers import FIELD, routes
+from kvroute.connector.answers import routes
+from kvroute.connector.fields import FIELD
 from kvroute.connector.left import LeftRoutes
 from kvroute.connector.settings import Common
 from kvroute.integrations.sglang import metrics

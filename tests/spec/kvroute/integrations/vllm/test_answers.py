@@ -15,7 +15,7 @@ from waiting import GIVE_UP_S, until
 
 import kvroute
 from kvroute.connector import Key, Limits, Tokens
-from kvroute.connector.answers import Options, options_of
+from kvroute.connector.fields import Options, options_of
 from kvroute.connector.key import rollout_id
 from kvroute.connector.left import LeftRoutes
 from kvroute.integrations.vllm import choice_key, gathered, routes, unseen
