@@ -1,7 +1,8 @@
 """The client's end: the routes of an answer, from an engine's own object or from the JSON of an OpenAI server.
 
 Beside an answer goes ``{"kvroute": {"routes": {i: routes}, "rollouts": {i: handle}, "unseen": {i: spans}, "missing":
-{i: gaps}, "error": {i: text}}}``. ``i`` is a completion's number among those of its prompt, ``"0"`` where there is one.
+{i: gaps}, "error": {i: text}, "routing_weights": {i: weights}}}``. ``i`` is a completion's number among those of its
+prompt, ``"0"`` where there is one.
 It has routes, as :meth:`Routes.to_json` says, or where a rollout store is used handles of them. An answer without that
 has its routes in a rollout store, under the key that its request carried
 (:mod:`kvroute.connector.key`). Routes found there belong to an answer only if their token hashes say so.
@@ -21,13 +22,14 @@ from kvroute.connector import own_field
 from kvroute.connector.key import checked_choice, checked_key, is_void, rollout_id
 from kvroute.connector.tickets import TRANSFER
 from kvroute.rollout import Absence, RolloutHandle, RolloutStore
-from kvroute.routes import Routes, SamplingSupport
+from kvroute.routes import Routes, RoutingWeights, SamplingSupport
 from kvroute.routes.token_hash import token_hashes
 
 FIELD: Final = "kvroute"
 ROUTES: Final = "routes"
 LEFT: Final = "rollouts"
 UNSEEN: Final = "unseen"
+WEIGHTS: Final = "routing_weights"
 GAPS: Final = "missing"
 ERROR: Final = "error"
 START: Final = "start"
@@ -49,7 +51,7 @@ SUPPORTED: Final = (
     "request with return_sampling_mask"
 )
 """What answers with sampling supports."""
-ASKED: Final = (START, KEY, TRANSFER, ROUTES, LEFT, UNSEEN, GAPS, ERROR)
+ASKED: Final = (START, KEY, TRANSFER, ROUTES, WEIGHTS, LEFT, UNSEEN, GAPS, ERROR)
 """Keys of a request's mapping under :data:`FIELD`. All but the first two are of an answer of prefill, which goes on as
 it is; of those kvroute reads the first."""
 
@@ -146,6 +148,27 @@ def routes(
             got += f": the request ended as {answer.ended!r}, and such an answer may have no handle"
         raise RowError(answer.what, wanted, got)
     return _left(answer, rollouts, key or answer.key, wait_s)
+
+
+def routing_weights(output: Any, index: int = 0) -> RoutingWeights:
+    """The routes of completion ``index`` of ``output``, as :func:`routes` has them, and a weight for each of their ids.
+
+    vLLM returns them with the setting ``routing_weights``. A weight is the float32 that the experts' kernel was given
+    for its id; where the engine scales the experts' output, it is the product of both. Ids and weights are of one pass.
+
+    Raises :class:`RowError` if the answer has none, if they are of other ids, and as :func:`routes` does.
+    """
+    with _parsed("answer"):
+        answer = _Completion.of(output, index)
+        ids = answer.entry_of(ROUTES)
+        encoded = answer.entry_of(WEIGHTS)
+    if ids is None or encoded is None:
+        wanted = "an answer with weights beside its routes: kvroute's setting routing_weights"
+        why = answer.entry_of(ERROR)
+        raise RowError(f"routing weights, {answer.what}", wanted, "one without" if why is None else why)
+    weights = RoutingWeights.from_json(Routes.from_json(ids), encoded)
+    own = answer.proved(weights.routes)
+    return RoutingWeights(own, weights.weights[: len(own)])
 
 
 def mtp_routes(output: Any, index: int = 0) -> Routes:
@@ -496,6 +519,7 @@ __all__ = [
     "ROUTES",
     "START",
     "UNSEEN",
+    "WEIGHTS",
     "Options",
     "gathered",
     "missing",
@@ -503,6 +527,7 @@ __all__ = [
     "mtp_routes",
     "options_of",
     "routes",
+    "routing_weights",
     "support",
     "unseen",
 ]

@@ -23,6 +23,7 @@ from kvroute.integrations.vllm.layers import own_layers
 from kvroute.integrations.vllm.layouts import join_of
 from kvroute.integrations.vllm.mtp import follow_drafts, mtp_hook
 from kvroute.integrations.vllm.routers import bind, bind_mtp, model_place
+from kvroute.integrations.vllm.weights import bind_weights
 
 logger = logging.getLogger(__name__)
 Base: Any = object  # vLLM's classes, unknown here
@@ -85,6 +86,8 @@ class RowsWithKV(Base):  # type: ignore[misc]
         if group.rank_in_group == 0:
             self._worker_rows = self._rank
             self._say_started(bind(modules, spec, self._rank.ids.hook, first, place))
+            if self._rank.weights is not None:
+                bind_weights(modules, spec, first, self._rank.weights.hook)
             if self._rank.mtp is not None:
                 follow_drafts()
                 bind_mtp(modules, spec, first, partial(mtp_hook, self._rank.mtp))
