@@ -43,8 +43,19 @@ def weights_by_transformers(home: Path, tokens: list[int]) -> tuple[NDArray[np.i
 
 def assert_weights_right(home: Path, output: Any, index: int = 0) -> kvroute.RoutingWeights:
     """Every weight of the answer is there, and is transformers' for its id within rounding."""
-    found = routing_weights(output, index)
     tokens = [*output.prompt_token_ids, *output.outputs[index].token_ids]
+    return _assert_right(home, routing_weights(output, index), tokens)
+
+
+def assert_told_weights_right(home: Path, answer: dict[str, Any]) -> None:
+    """The same of the one completion of an engine in another process."""
+    (completion,) = answer["completions"]
+    choice = {"index": 0, "prompt_token_ids": answer["prompt"], "token_ids": completion["tokens"]}
+    found = routing_weights({"id": answer["id"], "kv_transfer_params": answer["params"], "choices": [choice]})
+    _assert_right(home, found, [*answer["prompt"], *completion["tokens"]])
+
+
+def _assert_right(home: Path, found: kvroute.RoutingWeights, tokens: list[int]) -> kvroute.RoutingWeights:
     assert (found.routes.start, len(found)) == (0, len(tokens) - 1)
     ids, weights = weights_by_transformers(home, tokens)
     order = found.routes.ids.argsort(axis=-1)
