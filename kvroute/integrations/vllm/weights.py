@@ -25,8 +25,12 @@ WEIGHTS_NAMES: Final = {ROUTER: "select_experts", RUNNER: "router routed_experts
 
 
 def refuse_weights(config: Any) -> None:
-    """Raise :class:`ConfigError` naming the first feature of the engine that was not judged beside routing weights;
-    ``config`` is vLLM's ``VllmConfig``."""
+    """Raise :class:`ConfigError` naming the first feature of the engine that was not judged beside routing weights, or
+    what this release lacks; ``config`` is vLLM's ``VllmConfig``."""
+    absent = list(lacking(WEIGHTS_NAMES))
+    if absent:
+        wanted = "a release of vLLM whose routers hand over weights: 0.32"
+        raise ConfigError("settings.routing_weights", wanted, f"none of {absent}")
     parallel = config.parallel_config
     for wanted, refused in {
         "a CPU with the V1 runner: passes in a device's graphs were not judged": getattr(
@@ -53,10 +57,6 @@ def bind_weights(
     Raises :class:`ConfigError` for a layer whose weights are not those of its ids, before any is hooked: a kernel that
     routes inside, experts without vLLM's runner, and weights that count an expert's input.
     """
-    absent = list(lacking(WEIGHTS_NAMES))
-    if absent:
-        wanted = "a release of vLLM whose routers hand over weights: 0.32"
-        raise ConfigError("settings.routing_weights", wanted, f"none of {absent}")
     found = list[tuple[Any, float, Callable[[Any], None]]]()
     for name, layer, number in of_the_model(modules, spec, first):
         if number not in spec.attrs["layer_ids"]:
