@@ -47,7 +47,7 @@ def main(role: str, home: Path, folder: Path) -> None:
         max_model_len=256,
     )
     if role == "prefill":
-        given = engine.ask(asked(), 1, extra_args={"kv_transfer_params": GIVE})
+        given = engine.ask(asked(), 1, extra_args={"kv_transfer_params": GIVE}, **SAMPLING)
         whole(tickets, [output.kv_transfer_params for output in given])
         until(answers.exists)
     else:
