@@ -75,6 +75,7 @@ class Engine:
     ) -> None:
         self.home = home
         self.tells_weights = bool(settings and settings.get("routing_weights"))
+        self.dtype = str(arguments.get("dtype", "float32"))
         more = {"kvroute": {"strict": True, **(settings or {})}, **(extra or {})}
         defaults: dict[str, Any] = {
             "dtype": "float32",
@@ -134,7 +135,7 @@ class Engine:
                 found = self.judge(output, index, **where)
                 assert found == Verdict(found.due, found.due, 0, 0), (output.request_id, found)
                 if self.tells_weights:
-                    assert_weights_right(self.home, output, index)
+                    assert_weights_right(self.home, output, index, self.dtype)
 
     @contextmanager
     def storing(self) -> Iterator[list[BlockKey]]:
