@@ -3,8 +3,10 @@
 Rows of ``--tokens`` tokens are written by steps of 256 tokens into blocks of 64, and read, beside a copy of the same
 bytes into new memory. Expert ids and weights are of 48 layers x 8 (Qwen3-30B); an indexer's choices are 2,048 positions
 of a context of ``--context`` tokens in each of four layers, drawn evenly, which is the worst for gaps. They are packed,
-too, beside zlib's fastest and zstd's, where a package has it: ratios and times of one run. Sampling supports, which are
-in no block, have a bench of their own: ``bench.support``.
+too, beside zlib's fastest and zstd's, where a package has it: ratios and times of one run; and what a trainer keeps of
+them is weighed, miles' own array beside packed rows. What an engine on a CPU adds for weights is a step's end and an
+answer: both are timed as the connector does them. Sampling supports, which are in no block, have a bench of their own:
+``bench.support``.
 """
 
 from __future__ import annotations
@@ -17,14 +19,21 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from bench.harness import Table, asked, router_ids, write_json
-from kvroute import AuxBlocks, Namespace, routing_spec, routing_weights_spec
+from cache_manager.publish import Rows
+from kvroute import AuxBlocks, Namespace, Routes, RoutingWeights, routing_spec, routing_weights_spec
+from kvroute.capture.step_ids import StepIds
+from kvroute.capture.step_weights import StepWeights
 from kvroute.indexer import indexer_spec, pack, unpack
+from kvroute.replay.slime import miles_indexer_topk
 
 LAYERS, TOP_K, EXPERTS, BLOCK, STEP = 48, 8, 128, 64, 256
 CHOSEN, INDEXERS = 2048, 4
+DEEPSEEK_LAYERS = 61
+"""Layers of DeepSeek-V3.2 with an indexer."""
 
 
 def timed(call: Callable[[], Any]) -> float:
@@ -67,6 +76,48 @@ def in_blocks(specs: list[Any], rows: dict[str, NDArray[Any]], rounds: int) -> t
     aux.close()
     writes, reads, copies = (min(column) for column in zip(*seconds, strict=True))
     return writes, reads, copies
+
+
+def at_a_steps_end(ids: Any, chosen: NDArray[Any], values: NDArray[Any], rounds: int) -> dict[str, float]:
+    """Seconds a token of a step's end on a CPU, from each layer's own tensors to one array: ids, and weights."""
+    layers = range(LAYERS)
+    own_ids = [torch.from_numpy(chosen[:STEP, layer].astype(np.int32)) for layer in layers]
+    own_weights = [torch.from_numpy(values[:STEP, layer].copy()) for layer in layers]
+    steps: dict[str, tuple[Any, list[torch.Tensor]]] = {
+        "ids": (StepIds(ids, STEP, torch.device("cpu")), own_ids),
+        "weights": (StepWeights(ids), own_weights),
+    }
+    best = dict[str, float]()
+    for _ in range(10 * rounds):
+        for kind, (step, own) in steps.items():
+
+            def end(step: Any = step, own: list[torch.Tensor] = own) -> None:
+                step.begin()
+                for layer, tensor in enumerate(own):
+                    step.hook(layer)(tensor)
+                assert isinstance(step.take(STEP), torch.Tensor)
+
+            best[kind] = min(best.get(kind, 1.0), timed(end) / STEP)
+    return best
+
+
+def in_an_answer(
+    ids: Any, chosen: NDArray[Any], values: NDArray[Any], rounds: int
+) -> dict[str, tuple[int, float, float]]:
+    """Of routes, and of the weights beside them: bytes in an answer's JSON, seconds to make and to read it."""
+    there = np.ones(len(chosen), np.bool_)
+    routes = Routes.from_rows(ids, Rows(chosen, there), checked=True)
+    weights = RoutingWeights(routes, values)
+    told = routes.to_json(), weights.to_json()
+    calls: dict[str, tuple[dict[str, str], Callable[[], Any], Callable[[], Any]]] = {
+        "expert ids": (told[0], routes.to_json, partial(Routes.from_json, told[0])),
+        "weights beside them": (told[1], weights.to_json, partial(RoutingWeights.from_json, routes, told[1])),
+    }
+    found = dict[str, tuple[int, float, float]]()
+    for kind, (text, make, read) in calls.items():
+        makes, reads = (min(timed(call) for _ in range(rounds)) for call in (make, read))
+        found[kind] = len(text["record"]), makes, reads
+    return found
 
 
 def codecs() -> dict[str, tuple[Callable[[NDArray[np.int32]], bytes], Callable[[bytes], Any]]]:
@@ -122,6 +173,28 @@ def main() -> None:
         speeds = [f"{positions.nbytes / seconds / 1e9:.2f}" for seconds in (puts, takes)]
         packed.row(name, f"{smaller:.2f}", *speeds, f"{puts / copies:.1f}", f"{takes / copies:.1f}")
     packed.print()
+    ends = at_a_steps_end(ids, chosen, values, args.rounds)
+    answers = in_an_answer(ids, chosen, values, args.rounds)
+    told = Table(
+        f"in an engine on a CPU: the end of a step of {STEP} tokens, and the answer",
+        ["kind", "step's end us a token", "bytes a token in JSON", "make us a token", "read"],
+    )
+    for (kind, (nbytes, makes, reads)), taken in zip(answers.items(), ends.values(), strict=True):
+        times = [f"{seconds / args.tokens * 1e6:.2f}" for seconds in (makes, reads)]
+        told.row(kind, f"{taken * 1e6:.2f}", f"{nbytes / args.tokens:.0f}", *times)
+        results[f"answer: {kind}"] = {"nbytes": nbytes, "make_s": makes, "read_s": reads, "step_s": taken}
+    told.print()
+    kept = Table(
+        f"what a trainer keeps of an indexer's choices, {DEEPSEEK_LAYERS} layers",
+        ["array", "bytes a token", "GB of a million tokens", "of miles'"],
+    )
+    tokens = len(positions)
+    whole = miles_indexer_topk(Rows(positions, np.ones(tokens, np.bool_)), tokens + 1).nbytes
+    for name, size in (("miles' rollout_indexer_topk, int32", whole), ("packed", len(pack(positions)))):
+        nbytes = size / tokens / INDEXERS * DEEPSEEK_LAYERS
+        kept.row(name, f"{nbytes:.0f}", f"{nbytes / 1e3:.1f}", f"{size / whole:.2f}")
+        results[f"kept: {name}"] = {"nbytes": nbytes}
+    kept.print()
     write_json(args.json, **results)
 
 

@@ -9,7 +9,16 @@ do the work, and the first sends a :class:`StepMeta` to the other with each step
 A client calls :func:`routes`. Only the worker's end needs torch.
 """
 
-from kvroute.connector.answers import gathered, missing, mtp_missing, mtp_routes, routes, support, unseen
+from kvroute.connector.answers import (
+    gathered,
+    missing,
+    mtp_missing,
+    mtp_routes,
+    routes,
+    routing_weights,
+    support,
+    unseen,
+)
 from kvroute.connector.engine import Engine
 from kvroute.connector.fills import Request
 from kvroute.connector.key import Key, choice_key
@@ -35,6 +44,7 @@ __all__ = [
     "mtp_missing",
     "mtp_routes",
     "routes",
+    "routing_weights",
     "support",
     "unseen",
 ]

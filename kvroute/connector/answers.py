@@ -25,10 +25,10 @@ from kvroute.connector.completion import (
     parsed,
     prompt_of,
 )
-from kvroute.connector.fields import ERROR, FIELD, GAPS, KEY, LEFT, ROUTES, UNSEEN
+from kvroute.connector.fields import ERROR, FIELD, GAPS, KEY, LEFT, ROUTES, UNSEEN, WEIGHTS
 from kvroute.connector.key import checked_choice, rollout_id
 from kvroute.rollout import Absence, RolloutHandle, RolloutStore
-from kvroute.routes import Routes, SamplingSupport
+from kvroute.routes import Routes, RoutingWeights, SamplingSupport
 
 UNHANDED: Final = ("abort", "error")
 """Ends of requests after which vLLM may send no handle: its front end has ended them, or never had their last step."""
@@ -90,6 +90,27 @@ def routes(
     if rollouts is not None:
         return _by_key(answer, rollouts, key or answer.key, wait_s)
     raise _absence(answer, in_field=packed is not None)
+
+
+def routing_weights(output: Any, index: int = 0) -> RoutingWeights:
+    """The routes of completion ``index`` of ``output``, as :func:`routes` has them, and a weight for each of their ids.
+
+    vLLM returns them with the setting ``routing_weights``. A weight is the float32 that the experts' kernel was given
+    for its id; where the engine scales the experts' output, it is the product of both. Ids and weights are of one pass.
+
+    Raises :class:`RowError` if the answer has none, if they are of other ids, and as :func:`routes` does.
+    """
+    with parsed("answer"):
+        answer = Completion.of(output, index)
+        ids = answer.entry_of(ROUTES)
+        encoded = answer.entry_of(WEIGHTS)
+    if ids is None or encoded is None:
+        wanted = "an answer with weights beside its routes: kvroute's setting routing_weights"
+        why = answer.entry_of(ERROR)
+        raise RowError(f"routing weights, {answer.what}", wanted, "one without" if why is None else why)
+    weights = RoutingWeights.from_json(Routes.from_json(ids), encoded)
+    own = answer.proved(weights.routes)
+    return RoutingWeights(own, weights.weights[: len(own)])
 
 
 def mtp_routes(output: Any, index: int = 0) -> Routes:
@@ -287,6 +308,7 @@ __all__ = [
     "mtp_missing",
     "mtp_routes",
     "routes",
+    "routing_weights",
     "support",
     "unseen",
 ]

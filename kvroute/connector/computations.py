@@ -14,6 +14,7 @@ from kvroute.connector.settings import VERSION
 from kvroute.connector.stages import RowsView
 from kvroute.routes import spans
 from kvroute.routes.spans import WeightsSpan
+from kvroute.routing import ROUTING_WEIGHTS
 
 
 @dataclass(slots=True, eq=False)
@@ -37,6 +38,7 @@ class Computation:
     read_stop: int = 0  # the positions before it have been read, of blocks that were given out before all was written
     read: Rows | None = None
     read_labels: Rows | None = None
+    read_weights: Rows | None = None  # routing weights of the same positions, where these are wanted
     block_ids: frozenset[int] = frozenset()  # the blocks that are still to be read
     spares: list[int] = field(default_factory=list)
 
@@ -60,9 +62,11 @@ def read_whole(
     view: RowsView,
     spec: AuxBlockDataSpec,
     computations: Sequence[Computation],
+    *,
+    weights: bool = False,
 ) -> None:
     """Read what is still to be read of these computations: one read of many takes little longer than a read of one."""
-    read_until(view, spec, [(computation, computation.stop) for computation in computations])
+    read_until(view, spec, [(computation, computation.stop) for computation in computations], weights=weights)
     for computation in computations:
         computation.rows = computation.read
         computation.versions = computation.read_labels if computation.mixed else computation.version
@@ -72,12 +76,21 @@ def read_until(
     view: RowsView,
     spec: AuxBlockDataSpec,
     stops: Sequence[tuple[Computation, int]],
+    *,
+    weights: bool = False,
 ) -> None:
-    """Read what is still to be read of each computation before that position."""
+    """Read what is still to be read of each computation before that position; with their ``weights``, a row that lacks
+    one of both is missing."""
     size = spec.block_tokens
     mixed = [(computation, stop) for computation, stop in stops if computation.mixed]
     labels = rows_until(view, mixed, VERSION, size)
     rows = rows_until(view, stops, spec.name, size)
+    if weights:
+        for (computation, _), ids, more in zip(
+            stops, rows, rows_until(view, stops, ROUTING_WEIGHTS, size), strict=True
+        ):
+            ids.valid[~more.valid] = False
+            computation.read_weights = appended(computation.read_weights, more)
     for (computation, _), more in zip(mixed, labels, strict=True):
         computation.read_labels = appended(computation.read_labels, more)
     for (computation, stop), more in zip(stops, rows, strict=True):

@@ -12,7 +12,7 @@ from kvroute.connector.limits import Limits
 from kvroute.connector.mtp import next_token_spec
 from kvroute.connector.settings import Settings
 from kvroute.connector.stages import step_spec
-from kvroute.routing import weights_version_spec
+from kvroute.routing import ROUTING_WEIGHTS, routing_weights_spec, weights_version_spec
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,13 +36,20 @@ class Engine:
     @property
     def layout(self) -> RecordLayout:
         """The layout of a block: rows, and the version of the weights that made each; in a stage also its step, beside
-        MTP rows the token that each was read with."""
+        MTP rows the token that each was read with, and routing weights beside the ids where they are wanted."""
         specs = [self.spec, weights_version_spec(self.tokens)]
+        if self.settings.routing_weights:
+            specs.append(routing_weights_spec(self.spec))
         if self.stages > 1:
             specs.append(step_spec(self.tokens))
         if self.mtp is not None:
             specs += [self.mtp, next_token_spec(self.tokens)]
         return RecordLayout(tuple(specs))
+
+    @property
+    def of_a_row(self) -> list[str]:
+        """The specs of which a block has a row of each, or a row of none."""
+        return [self.spec.name, *([ROUTING_WEIGHTS] if self.settings.routing_weights else ())]
 
     @property
     def tokens(self) -> int:

@@ -1,7 +1,8 @@
 """The names under which answers and requests speak of routes, and what a request may ask for under them.
 
 Beside an answer goes ``{"kvroute": {"routes": {i: routes}, "rollouts": {i: handle}, "unseen": {i: spans}, "missing":
-{i: gaps}, "error": {i: text}}}``. ``i`` is a completion's number among those of its prompt, ``"0"`` where there is one.
+{i: gaps}, "error": {i: text}, "routing_weights": {i: weights}}}``. ``i`` is a completion's number among those of its
+prompt, ``"0"`` where there is one.
 It has routes, as :meth:`Routes.to_json` says, or where a rollout store is used handles of them.
 """
 
@@ -18,6 +19,7 @@ FIELD: Final = "kvroute"
 ROUTES: Final = "routes"
 LEFT: Final = "rollouts"
 UNSEEN: Final = "unseen"
+WEIGHTS: Final = "routing_weights"
 GAPS: Final = "missing"
 ERROR: Final = "error"
 START: Final = "start"
@@ -27,7 +29,7 @@ MTP_FIELD: Final = "kvroute_mtp"
 KEY: Final = "key"
 """A request's option under :data:`FIELD`: where its routes lie in a rollout store."""
 OPTIONS: Final = f"a mapping with {START} or {KEY}"
-ASKED: Final = (START, KEY, TRANSFER, ROUTES, LEFT, UNSEEN, GAPS, ERROR)
+ASKED: Final = (START, KEY, TRANSFER, ROUTES, WEIGHTS, LEFT, UNSEEN, GAPS, ERROR)
 """Keys of a request's mapping under :data:`FIELD`. All but the first two are of an answer of prefill, which goes on as
 it is; of those kvroute reads the first."""
 
@@ -67,6 +69,7 @@ __all__ = [
     "ROUTES",
     "START",
     "UNSEEN",
+    "WEIGHTS",
     "Options",
     "options_of",
 ]

@@ -13,15 +13,15 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from cache_manager.errors import KVRouteError
+from cache_manager.errors import KVRouteError, RowError
 from cache_manager.ports import Absence
-from kvroute.connector.fields import ERROR, FIELD, GAPS, KEY, LEFT, ROUTES, UNSEEN
+from kvroute.connector.fields import ERROR, FIELD, GAPS, KEY, LEFT, ROUTES, UNSEEN, WEIGHTS
 from kvroute.connector.key import Key, rollout_id, void
 from kvroute.connector.limits import LIMITS, Limits
 from kvroute.connector.settings import RESPONSE
 from kvroute.connector.tickets import MissingSpan
 from kvroute.rollout import RolloutHandle, RolloutStore, open_rollouts
-from kvroute.routes import Layout, Routes
+from kvroute.routes import Layout, Routes, RoutingWeights
 
 logger = logging.getLogger(__name__)
 
@@ -140,9 +140,10 @@ class LeftRoutes:
         tokens: Tokens | None,
         unseen: Sequence[Sequence[int]],
         gaps: Sequence[MissingSpan] = (),
+        weights: RoutingWeights | None = None,
     ) -> LeftValues:
         """:func:`left_values` for the request of this ``key``, in this store. Raises what the store raises."""
-        return left_values(self._store, key, routes, tokens, unseen, gaps, self._limits.cuts_max)
+        return left_values(self._store, key, routes, tokens, unseen, gaps, self._limits.cuts_max, weights=weights)
 
     def answer(
         self,
@@ -203,19 +204,24 @@ def left_values(
     cuts_max: int,
     *,
     again: bool = False,
+    weights: RoutingWeights | None = None,
 ) -> dict[str, Any]:
     """Leave ``routes``, bound to ``tokens``, in the ``store``, or without one in the values themselves.
 
     If routes of an earlier request lie under a client's key and this prompt, none are found there any more, and
     these by the handle alone. ``again``: these may have been put before, and nobody knows; then they are not put twice.
+    The ``weights`` of the routes are left in the values alone: :class:`RowError` for some beside a store.
     Raises what the store raises.
     """
+    if weights is not None and store is not None:
+        raise RowError("routing weights", "no rollout store, which has no part for them", type(store).__name__)
     if tokens is not None:
         counts = tokens.counts(routes.stop, routes.start, cuts_max)
         routes = routes.bind(np.asarray(tokens.ids), counts)
     values: dict[str, Any] = {UNSEEN: unseen, GAPS: [list(gap) for gap in gaps]}
     if store is None:
         values[ROUTES] = routes.to_json()
+        values[WEIGHTS] = None if weights is None else weights.to_json()
     else:
         values[LEFT] = _put(store, key, tokens, routes, again=again).to_json()
     return {kind: value for kind, value in values.items() if value}

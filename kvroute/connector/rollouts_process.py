@@ -66,7 +66,7 @@ class RolloutsProcess(apart_process.Process):
 
     def _taken(self, end: End, *, again: bool) -> TakenRollout:
         try:
-            routes, unseen = self._cutting.routes(end)
+            routes, unseen, _ = self._cutting.routes(end)
             gaps = gaps_of(routes.missing, end.why, self._cutting.spec.block_tokens) if end.why else []
             tokens = end.request_tokens
             values = left_values(self.store, end.key, routes, tokens, unseen, gaps, self._cuts_max, again=again)

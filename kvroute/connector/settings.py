@@ -24,7 +24,7 @@ VERSION: Final = "weights_version"
 PLACE: Final = "kv_connector_extra_config.kvroute"
 """Where vLLM's operator writes them."""
 OTHER_KINDS: Final = {
-    "routing_weights": "the engine's hook has no weights (docs/concepts/kinds.md)",
+    "routing_weights": "this engine's hook has no weights (docs/concepts/kinds.md)",
     "sampling_support": "the engine's own answers have supports, and support(answer) reads them",
     "indexer_topk": "nothing captures it in this engine (docs/concepts/kinds.md)",
     "hidden_states": "engines have connectors of their own for them (docs/concepts/kinds.md)",
@@ -59,7 +59,7 @@ class Common(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ConfigError(where, "a mapping of settings (docs/settings.md)", got)
         wanted = {field.encode_name: _words(field.type) for field in inspect.type_info(cls).fields}  # type: ignore[attr-defined]
         for name, value in mapping.items():
-            if name in OTHER_KINDS:
+            if name in OTHER_KINDS and name not in wanted:
                 raise ConfigError(f"{where}.{name}", f"expert ids alone: {OTHER_KINDS[name]}", repr(value))
             if name not in wanted:
                 raise ConfigError(where, f"some of {', '.join(wanted)} (docs/settings.md)", repr(name))
@@ -187,6 +187,8 @@ class Settings(Lending, frozen=True):
     on_missing: Literal["none", "fail"] = "none"
     # The choices of an MTP draft's router for tokens that stand go into the answers, in a spec of their own.
     mtp: bool = False
+    # The weights of the chosen experts go into the answers beside their ids, in the same record of each block.
+    routing_weights: bool = False
     # "auto" is "missing"; beside a field and a store of rows for KV from elsewhere the operator has to choose.
     witness: Literal["missing", "flagged", "auto"] = "auto"  # type: ignore[assignment]
 
@@ -202,6 +204,19 @@ class Settings(Lending, frozen=True):
             wanted = "a 'store' and no carrier, or neither with KvrouteOffloadingConnector (no layer of KV has rows)"
             raise ConfigError(f"{where}.carrier", wanted, "'layer'")
         return super().of(mapping, where)
+
+    def checks(self) -> dict[str, Callable[[], object]]:
+        checks = Lending.checks(self)
+        if self.routing_weights:
+            checks["routing_weights"] = self._check_routing_weights
+        return checks
+
+    def _check_routing_weights(self) -> None:
+        if self.rollouts != RESPONSE:
+            wanted = (
+                f"false, or rollouts {RESPONSE!r}: weights go into answers, and no rollout store has a part for them"
+            )
+            raise ConfigError("routing_weights", wanted, f"true beside rollouts {self.rollouts!r}")
 
     @property
     def writes(self) -> bool:

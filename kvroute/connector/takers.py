@@ -68,9 +68,9 @@ class RolloutsHere:
             if end.failure:
                 raise RowError("rows", "those that the worker has written", end.failure)
             unread.read_or_raise(end.computations)
-            routes, unseen = self._cutting.routes(end)
+            routes, unseen, weights = self._cutting.routes(end)
             gaps = gaps_of(routes.missing, end.why, self._cutting.spec.block_tokens) if end.why else []
-            return self._left.put(end.key, routes, end.request_tokens, unseen, gaps)
+            return self._left.put(end.key, routes, end.request_tokens, unseen, gaps, weights)
         except KVRouteError as error:
             why = error
         except Exception as error:

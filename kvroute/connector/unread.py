@@ -36,6 +36,7 @@ class UnreadRows:
 
     def __init__(self, engine: Engine, spares: SpareBlocks) -> None:
         self._engine = engine
+        self._weights = engine.settings.routing_weights
         self._spares = spares
         self._lock = threading.Lock()
         self._view: RowsView | None = None
@@ -165,7 +166,7 @@ class UnreadRows:
         stop = min(unsure_from(computation, through), computation.stop) // size * size
         if stop > computation.read_stop:
             assert self._view is not None, "through() has asked it"
-            read_until(self._view, self._engine.spec, [(computation, stop)])
+            read_until(self._view, self._engine.spec, [(computation, stop)], weights=self._weights)
 
     def _take_over(
         self,
@@ -190,7 +191,7 @@ class UnreadRows:
 
     def _read(self, computations: Sequence[Computation]) -> None:
         assert self._view is not None, "the handshake comes before the first request"
-        read_whole(self._view, self._engine.spec, computations)
+        read_whole(self._view, self._engine.spec, computations, weights=self._weights)
         for computation in computations:
             self._over(computation)
 

@@ -14,6 +14,7 @@ from torch import distributed
 
 import kvroute
 from kvroute.capture.step_ids import StepIds
+from kvroute.capture.step_weights import NoStepWeights, StepWeights
 from kvroute.connector.behind import AtOnce, Behind
 from kvroute.connector.carriers.port import WorkerParts
 from kvroute.connector.engine import Engine
@@ -68,7 +69,7 @@ class WorkerRows:
             blocks=engine.places.stop,
             namespace=engine.namespace,
             store=self.store,
-            required=[engine.spec.name],
+            required=engine.of_a_row,
             memory="sparse" if engine.shares_blocks else "shared",
             strict=settings.strict,
         )
@@ -78,6 +79,7 @@ class WorkerRows:
             WorkerParts(settings, engine.limits, engine.spec, engine.blocks, self.blocks, self.meter, kv_caches, joined)
         )
         self.ids = StepIds(engine.spec, engine.max_tokens, self._device, join_shards)
+        self.weights = StepWeights(engine.spec) if settings.routing_weights else NoStepWeights()
         self.mtp = NoMtpIds() if engine.mtp is None else MtpIds(engine.mtp)
         self._slots: torch.Tensor | None = None
         late = not self._on_cpu if late is None else late
@@ -124,6 +126,7 @@ class WorkerRows:
         self._step = step
         self._slots = None
         self.ids.begin()
+        self.weights.begin()
         self.mtp.begin()
         hurries = self.carrier.begun(step)
         self._begun = hurries or bool(step.loads.joined or step.loads.landed)
@@ -170,8 +173,10 @@ class WorkerRows:
             redone = [block for table in step.loads.joined if not failed.isdisjoint(table) for block in table]
         slots = self._slots
         ids: torch.Tensor | str = NO_SLOTS
+        weights: torch.Tensor | str | None = None
         if slots is not None:
             ids = self.ids.take(slots.shape[0])
+            weights = self.weights.take(slots.shape[0])
         loaded = self._look(step.loads.runs)
         computed = self.carrier.computed(step)
         if slots is not None and not self._on_cpu:  # else both are this step's own
@@ -179,7 +184,7 @@ class WorkerRows:
             ids = ids if isinstance(ids, str) else to_host(ids)
         begun = self._begun
         self._begun = True
-        self._then(self._end_on_host, step, begun, loaded, failed, slots, ids, redone, computed)
+        self._then(self._end_on_host, step, begun, loaded, failed, slots, ids, weights, redone, computed)
 
     def _look(self, runs: Sequence[Run]) -> LoadedKv | None:
         """Look at the loaded KV of these blocks."""
@@ -221,6 +226,7 @@ class WorkerRows:
         failed: Collection[int],
         slots: torch.Tensor | None,
         ids: torch.Tensor | str,
+        weights: torch.Tensor | str | None,
         redone: Sequence[int],
         computed: Any,
     ) -> None:
@@ -234,7 +240,7 @@ class WorkerRows:
             if loaded:
                 self.carrier.compare(*loaded)  # before the step counts as over: then its rows are trusted
             if slots is not None:
-                self._write(slots, ids, step, redone)
+                self._write(slots, ids, weights, step, redone)
             elif step.tokens:  # rows that it overwrote, for example a draft's, must not stay
                 self.meter.miss(NO_SLOTS, step.tokens)
                 self.blocks.forget()
@@ -250,10 +256,14 @@ class WorkerRows:
         self,
         slots: torch.Tensor,
         ids: torch.Tensor | str,
+        weights: torch.Tensor | str | None,
         step: StepMeta,
         blocks: Sequence[int],
     ) -> None:
-        """Write the ids of the tokens at these slots; the tokens of ``blocks`` are computed again, and get no rows."""
+        """Write the ids of the tokens at these slots, with their weights where these are wanted; the tokens of
+        ``blocks`` are computed again, and get no rows."""
+        if isinstance(weights, str) and not isinstance(ids, str):
+            ids = weights  # never one without the other
         slot_numbers = slots.numpy()
         redone = np.isin(slot_numbers // self.engine.tokens, blocks) if blocks else None
         numbers = ids if isinstance(ids, str) else ids.numpy()
@@ -262,6 +272,7 @@ class WorkerRows:
             *(self.blocks, self.meter, self.engine.spec, slot_numbers, numbers, step.version, redone),
             step=number,
             beside=self.mtp.take(slot_numbers),
+            weights=weights.numpy() if isinstance(weights, torch.Tensor) else None,
         )
 
     # ---------------------------------------------------------------- what is counted, and the end

@@ -6,16 +6,23 @@ its own from the replayed ids, and gets :attr:`RoutingWeights.routes` alone.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
+from pybase64 import b64encode_as_string
 
 from cache_manager.errors import RowError
 from cache_manager.publish import Rows
 from cache_manager.spec import AuxBlockDataSpec
 from kvroute.routes.routes import Routes
+from kvroute.routes.wire import from_base64
+
+JSON_FORMAT: Final = "kvroute.routing_weights/1"
+SUM_NBYTES: Final = 16
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -69,6 +76,37 @@ class RoutingWeights:
         both = Rows(ids.values, ids.valid & weights.valid)
         return cls(Routes.from_rows(spec, both, start, **more), weights.values)
 
+    def to_json(self) -> dict[str, str]:
+        """The weights as a JSON object, to be sent beside ``routes.to_json()``: ``format``, and ``record``, the base64
+        of 16 bytes and of the float32 bits ``[n, layers, top_k]``, little endian.
+
+        The 16 bytes are an XXH3-128 over the positions, the ids and the weights: with other ids they do not fit.
+        """
+        bits = self.weights.astype("<f4", copy=False).tobytes()
+        return {"format": JSON_FORMAT, "record": b64encode_as_string(_sum(self.routes, bits) + bits)}
+
+    @classmethod
+    def from_json(cls, routes: Routes, encoded: Mapping[str, Any]) -> RoutingWeights:
+        """The weights of :meth:`to_json`, beside the very ``routes`` that they were made with.
+
+        :class:`RowError` for anything else: another format, other routes, one changed bit.
+        """
+        if not isinstance(encoded, Mapping) or set(encoded) != {"format", "record"}:
+            got = sorted(map(str, encoded)) if isinstance(encoded, Mapping) else type(encoded).__name__
+            raise RowError("routing weights", f"an object of {JSON_FORMAT}, with format and record", got)
+        if encoded["format"] != JSON_FORMAT:
+            raise RowError("routing_weights.format", JSON_FORMAT, repr(encoded["format"]))
+        record = from_base64("routing_weights.record", encoded["record"])
+        nbytes = SUM_NBYTES + 4 * routes.ids.size
+        if len(record) != nbytes:
+            raise RowError("routing_weights.record", f"{nbytes} bytes, as its routes have ids", len(record))
+        bits = record[SUM_NBYTES:]
+        expected = _sum(routes, bits)
+        if record[:SUM_NBYTES] != expected:
+            raise RowError("routing_weights.record checksum", expected.hex(), record[:SUM_NBYTES].hex())
+        weights = np.frombuffer(bits, "<f4").reshape(routes.ids.shape).astype(np.float32)
+        return cls(routes, weights)
+
     def __len__(self) -> int:
         return len(self.weights)
 
@@ -82,6 +120,14 @@ class RoutingWeights:
 
     def __repr__(self) -> str:
         return f"RoutingWeights({self.routes!r})"
+
+
+def _sum(routes: Routes, bits: bytes) -> bytes:
+    running = xxhash.xxh3_128()
+    running.update(f"{JSON_FORMAT} {routes.start} {routes.layer_ids} {routes.ids.shape}".encode())
+    running.update(routes.ids.astype(routes.ids.dtype.newbyteorder("<"), copy=False).tobytes())
+    running.update(bits)
+    return running.digest()
 
 
 __all__ = ["RoutingWeights"]

@@ -14,7 +14,7 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
-from toy_requests import EXPERTS, TOKENS, TOP_K, Asked, row_of, seeded
+from toy_requests import EXPERTS, TOKENS, TOP_K, Asked, row_of, seeded, weights_of
 from waiting import GIVE_UP_S
 
 from cache_manager.keys import Namespace
@@ -103,6 +103,7 @@ class Toy:
         self.scheduler.attach(self.worker.handshake())
         self.scheduler.blocks_of = lambda _name, first, last: self.table[first:last]
         self.hooks = [self.worker.ids.hook(layer) for layer in self.layers]
+        self.quiet = False  # routers tell no weights
         self.free, self.cached = list(range(blocks)), dict[bytes, int]()
         self.table: list[int] = []
         self.request: Asked | None = None  # the last one
@@ -252,6 +253,7 @@ class Toy:
             chosen[[i for i in range(n) if start + i in self.loses]] = -1
             for layer, hook in enumerate(self.hooks):
                 hook(torch.from_numpy(chosen[:, layer].copy()))
+            self.weigh(prefixes)
             self.worker.slots = torch.tensor([block * TOKENS + offset for block, offset in at])
         self.worker.fail(failed)
         self._on_each_rank("end")
@@ -265,6 +267,14 @@ class Toy:
         first = min((place for place in loading if place in self.fails), default=None)
         self.fails -= set(loading)
         return first
+
+    def weigh(self, prefixes: Sequence[Sequence[int]]) -> None:
+        """The routers say by what they count the experts of the last token of each prefix, where that is wanted."""
+        if self.worker.weights is None or self.quiet:
+            return
+        weights = np.stack([weights_of(prefix, self.weights) for prefix in prefixes])
+        for layer in self.layers:
+            self.worker.weights.hook(layer)(torch.from_numpy(weights[:, layer].copy()))
 
     def _on_each_rank(self, call: str, *given: Any) -> None:
         other = self.threads.submit(getattr(self.other_rank, call), *given) if self.other_rank else None
@@ -292,7 +302,9 @@ def computed(toy: Toy, request: Asked, n: int, meta: StepMeta | None = None) -> 
     """The worker computes the next ``n`` tokens of the one request of ``toy``; what the scheduler says of it."""
     start = request.num_computed_tokens
     toy.worker.begin(meta or toy.scheduler.step({request.request_id: n}))
-    chosen = np.stack([row_of(request.tokens[: i + 1], toy.weights) for i in range(start, start + n)])
+    prefixes = [request.tokens[: i + 1] for i in range(start, start + n)]
+    toy.weigh(prefixes)
+    chosen = np.stack([row_of(prefix, toy.weights) for prefix in prefixes])
     for layer, hook in enumerate(toy.hooks):
         hook(torch.from_numpy(chosen[:, layer].copy()))
     at = [toy.table[i // TOKENS] * TOKENS + i % TOKENS for i in range(start, start + n)]

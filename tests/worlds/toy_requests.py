@@ -21,6 +21,12 @@ def row_of(tokens: Sequence[int], weights: int = 0) -> NDArray[np.int64]:
     return np.stack([seeded(each, weights).permutation(EXPERTS)[:TOP_K] for each in (tokens, [*tokens, 1])])
 
 
+def weights_of(tokens: Sequence[int], weights: int = 0) -> NDArray[np.float32]:
+    """By what these routers count them: ``[layers, top_k]``."""
+    sequences = ([*tokens, 2], [*tokens, 3])
+    return np.stack([seeded(each, weights).random(TOP_K, np.float32) for each in sequences])
+
+
 class Asked:
     """A request, under the names that the connector asks for."""
 

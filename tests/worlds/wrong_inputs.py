@@ -163,6 +163,7 @@ SETTINGS: dict[str, Any] = {
     "weights_version": -1,
     "on_missing": "stop",
     "mtp": "yes",
+    "routing_weights": 1,
     "field": "true",
 }
 """A wrong value of each setting."""

@@ -4,16 +4,26 @@ An engine finds ``KvrouteConnector`` here by its configuration (``kv_connector_m
 ``Kvroute<X>`` is that same connector around vLLM's own connector ``<X>``: ``KvrouteNixlConnector`` moves KV as
 ``NixlConnector`` does. ``Kvroute<module>:<X>`` wraps a connector that vLLM does not know by name.
 
-A client needs :func:`routes`, :func:`support` for what tokens were drawn from, :func:`mtp_routes` for an MTP layer's
-choices, :func:`gathered` for a stream, and for the key of one of several completions :func:`choice_key`, but neither
-vLLM nor torch.
+A client needs :func:`routes`, :func:`routing_weights` for ids and weights, :func:`support` for what tokens were drawn
+from, :func:`mtp_routes` for an MTP layer's choices, :func:`gathered` for a stream, and for the key of one of several
+completions :func:`choice_key`, but neither vLLM nor torch.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from kvroute.connector import choice_key, gathered, missing, mtp_missing, mtp_routes, routes, support, unseen
+from kvroute.connector import (
+    choice_key,
+    gathered,
+    missing,
+    mtp_missing,
+    mtp_routes,
+    routes,
+    routing_weights,
+    support,
+    unseen,
+)
 from kvroute.integrations.vllm.versions import PREFIX
 
 
@@ -26,4 +36,14 @@ def __getattr__(name: str) -> Any:
     return connector
 
 
-__all__ = ["choice_key", "gathered", "missing", "mtp_missing", "mtp_routes", "routes", "support", "unseen"]
+__all__ = [
+    "choice_key",
+    "gathered",
+    "missing",
+    "mtp_missing",
+    "mtp_routes",
+    "routes",
+    "routing_weights",
+    "support",
+    "unseen",
+]

@@ -18,6 +18,7 @@ from kvroute.connector.versions import AS_LOADED
 from kvroute.integrations.vllm.layers import own_layers
 from kvroute.integrations.vllm.refusals import refuse_arguments
 from kvroute.integrations.vllm.versions import TESTED, drafts_by_model, minor
+from kvroute.integrations.vllm.weights import refuse_weights
 from kvroute.routing import routing_spec_from_hf
 from kvroute.weights import configuration_digest, weights_digest
 
@@ -83,6 +84,8 @@ def engine_of(config: Any, cache: Any, inner: str, places: int = 0) -> Engine:
     refuse_stages(config, cache, carrier, inner)
     if settings.mtp:
         refuse_mtp(config, cache, inner)
+    if settings.routing_weights:
+        refuse_weights(config)
     version = AS_LOADED if settings.weights_version is None else settings.weights_version
     weights = settings.weights or weights_digest(
         getattr(model, "model_weights", "") or model.model, str(model.revision or "")

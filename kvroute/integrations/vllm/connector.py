@@ -23,6 +23,7 @@ from kvroute.integrations.vllm.layers import own_layers
 from kvroute.integrations.vllm.layouts import join_of
 from kvroute.integrations.vllm.mtp import follow_drafts, mtp_hook
 from kvroute.integrations.vllm.routers import bind, bind_mtp, model_place
+from kvroute.integrations.vllm.weights import bind_weights
 
 logger = logging.getLogger(__name__)
 Base: Any = object  # vLLM's classes, unknown here
@@ -66,6 +67,7 @@ class RowsWithKV(Base):  # type: ignore[misc]
         from vllm.distributed.parallel_state import get_tp_group  # type: ignore[import-not-found]
 
         from kvroute.capture.step_ids import StepIds
+        from kvroute.capture.step_weights import StepWeights
         from kvroute.connector.mtp import MtpIds
         from kvroute.connector.witness import by_block
         from kvroute.connector.worker import rank_part
@@ -86,6 +88,8 @@ class RowsWithKV(Base):  # type: ignore[misc]
         if group.rank_in_group == 0:
             self._worker_rows = self._rank
             self._say_started(bind(modules, spec, self._rank.ids.hook, first, place))
+            if isinstance(self._rank.weights, StepWeights):
+                bind_weights(modules, spec, first, self._rank.weights.hook)
             if isinstance(self._rank.mtp, MtpIds):
                 follow_drafts()
                 bind_mtp(modules, spec, first, partial(mtp_hook, self._rank.mtp))

@@ -69,7 +69,7 @@ def bind(
     say that the layer is dense.
     """
     wanted, bound = spec.attrs["layer_ids"], dict[int, str]()
-    for name, module, layer in _of_the_model(modules, spec, first):
+    for name, module, layer in of_the_model(modules, spec, first):
         check(name, module)
         keep = hook_of(layer) if layer in wanted else lambda _: None
         if not hook(name, module, keep if place is None else layouts.hook_of(name, module, place, keep)):
@@ -92,7 +92,7 @@ def model_place(
 
     ``first`` is the name of a layer of the model, as for :func:`bind`.
     """
-    layers = {name: module for name, module, _ in _of_the_model(modules, spec, first) if _routes(module)}
+    layers = {name: module for name, module, _ in of_the_model(modules, spec, first) if _routes(module)}
     return layouts.place_of(config, layers, tensor_rank)
 
 
@@ -111,7 +111,7 @@ def bind_mtp(modules: Mapping[str, Any], spec: AuxBlockDataSpec, first: str, hoo
         raise ConfigError("settings.mtp", "a draft with one router", bound or "one of dense layers")
 
 
-def _of_the_model(modules: Mapping[str, Any], spec: AuxBlockDataSpec, first: str) -> Iterator[tuple[str, Any, int]]:
+def of_the_model(modules: Mapping[str, Any], spec: AuxBlockDataSpec, first: str) -> Iterator[tuple[str, Any, int]]:
     """The modules of the model's own layers, by name, and their layers."""
     root = root_of(first)
     for name, module in modules.items():
@@ -170,4 +170,4 @@ def hook(name: str, layer: Any, capture: Callable[[Any], None]) -> bool:
     return True
 
 
-__all__ = ["ROUTERS", "bind", "bind_mtp", "check", "hook", "model_place"]
+__all__ = ["ROUTERS", "bind", "bind_mtp", "check", "hook", "model_place", "of_the_model"]

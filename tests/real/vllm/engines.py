@@ -17,6 +17,7 @@ from vllm import LLM, SamplingParams
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown, get_kv_transfer_group
 from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+from weights_judge import assert_weights_right
 
 import kvroute
 from cache_manager.keys import BlockKey
@@ -73,6 +74,8 @@ class Engine:
         **arguments: Any,
     ) -> None:
         self.home = home
+        self.tells_weights = bool(settings and settings.get("routing_weights"))
+        self.dtype = str(arguments.get("dtype", "float32"))
         more = {"kvroute": {"strict": True, **(settings or {})}, **(extra or {})}
         defaults: dict[str, Any] = {
             "dtype": "float32",
@@ -126,11 +129,13 @@ class Engine:
         return judge(self.home, output, routes(output, index, **where), index)
 
     def assert_right(self, outputs: Sequence[Any], **where: Any) -> None:
-        """Every row that is due is there and right."""
+        """Every row that is due is there and right, and so is each routing weight where the engine tells them."""
         for output in outputs:
             for index in range(len(output.outputs)):
                 found = self.judge(output, index, **where)
                 assert found == Verdict(found.due, found.due, 0, 0), (output.request_id, found)
+                if self.tells_weights:
+                    assert_weights_right(self.home, output, index, self.dtype)
 
     @contextmanager
     def storing(self) -> Iterator[list[BlockKey]]:

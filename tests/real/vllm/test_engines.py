@@ -29,7 +29,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 import kvroute
-from kvroute.integrations.vllm import routes
+from kvroute.integrations.vllm import routes, routing_weights
 from kvroute.integrations.vllm.config import engine_of
 
 Start = Any  # conftest's Engines
@@ -48,6 +48,9 @@ def test_chunks_preemption_and_churn(engine: Start, model: Model) -> None:
         small.assert_right(small.ask(prompts(13 + seed % 2, 5, 40, 9, shared=100), max_tokens=30))
     assert small.kept.blocks.counters.late_writes_dropped == 0
     small.kept.blocks.assert_consistent()
+
+
+WEIGHTS = {"routing_weights": True}
 
 
 class Shared:
@@ -80,12 +83,12 @@ def alone(engine: Engine, asked: list[list[int]] = ASKED) -> list[Any]:
 
 
 def test_hits_from_outside_bring_rows_after_a_restart(engine: Start, model: Model, shared: Shared) -> None:
-    """Goal: KV that comes back has its rows, and only KV without rows is computed again.
+    """Goal: KV that comes back has its rows with their weights, and only KV without rows is computed again.
 
     Method: an engine stores both; after a weight update it finds nothing; another engine over the same files finds all;
     one record of rows is deleted, and the hit ends before that block.
     """
-    first = engine(model("qwen3_moe"), **shared.arguments())
+    first = engine(model("qwen3_moe"), **shared.arguments(**WEIGHTS))
     with first.storing() as keys:
         first.assert_right(alone(first))
         first.kept.blocks.jobs.wait(10)
@@ -95,7 +98,7 @@ def test_hits_from_outside_bring_rows_after_a_restart(engine: Start, model: Mode
     first.assert_right(updated)
     assert [output.num_cached_tokens for output in updated] == [0, 0, 0]
 
-    second = engine(model("qwen3_moe"), **shared.arguments())
+    second = engine(model("qwen3_moe"), **shared.arguments(**WEIGHTS))
     hits = alone(second)
     assert [output.num_cached_tokens for output in hits] == FULL
     second.assert_right(hits)
@@ -104,7 +107,7 @@ def test_hits_from_outside_bring_rows_after_a_restart(engine: Start, model: Mode
     engine.stop()
     with closing(kvroute.open_store(shared.store)) as store:
         store.delete([lost])
-    third = engine(model("qwen3_moe"), **shared.arguments())
+    third = engine(model("qwen3_moe"), **shared.arguments(**WEIGHTS))
     cut = alone(third)
     assert [output.num_cached_tokens for output in cut] == [64, 96, 64]
     third.assert_right(cut)
@@ -121,7 +124,7 @@ def test_engines_with_other_weights_never_meet(engine: Start, model: Model, shar
 def test_windows_beside_full_attention(engine: Start, model: Model) -> None:
     """Goal: gpt-oss' routers, and windows that drop nothing. Method: one KV cache group, as vLLM makes it with this
     argument; plain, prefix hits and a second turn. Groups of their own are in `test_hybrid.py`."""
-    made = engine(model("gpt_oss"), disable_hybrid_kv_cache_manager=True)
+    made = engine(model("gpt_oss"), settings=WEIGHTS, disable_hybrid_kv_cache_manager=True)
     assert len(made.scheduler.kv_cache_config.kv_cache_groups) == 1
     asked = prompts(30, 10, 33, 1, shared=100)
     for _ in range(2):
@@ -136,19 +139,20 @@ def test_a_model_whose_windows_drop_kv_is_refused(engine: Start, model: Model) -
     one that holds all that a request may have is as good as none."""
     with pytest.raises(kvroute.ConfigError, match="not SlidingWindowSpec"):
         engine(model("mixtral_with_windows"))
-    within = engine(model("mixtral_with_windows"), max_model_len=64)
+    within = engine(model("mixtral_with_windows"), settings=WEIGHTS, max_model_len=64)
     within.assert_right(within.ask(prompts(31, 10, 33), max_tokens=20))
 
 
 def test_deepseek_with_latent_attention(engine: Start, model: Model, tmp_path: Path) -> None:
-    """Goal: MLA, a dense first layer, grouped routing. Method: one engine stores, another hits: vLLM has no prefix
-    cache for MLA on a CPU. What was loaded is what was stored, byte for byte, and every row is transformers'.
+    """Goal: MLA, a dense first layer, grouped routing, weights that vLLM scales behind the experts. Method: one engine
+    stores, another hits: vLLM has no prefix cache for MLA on a CPU. What was loaded is what was stored, byte for byte,
+    and every row is transformers'.
     """
     shared, arguments = Shared(tmp_path), {"block_size": 16, "num_gpu_blocks_override": 128, **LATENT}
-    first = engine(model("deepseek_v3"), **shared.arguments(), **arguments)
+    first = engine(model("deepseek_v3"), **shared.arguments(**WEIGHTS), **arguments)
     before = alone(first)
     first.assert_right(before)
-    second = engine(model("deepseek_v3"), **shared.arguments(), **arguments)
+    second = engine(model("deepseek_v3"), **shared.arguments(**WEIGHTS), **arguments)
     after = alone(second)
     second.assert_right(after)
     for one, two in zip(before, after, strict=True):
@@ -189,12 +193,13 @@ def test_kv_that_comes_later(engine: Start, model: Model, tmp_path: Path) -> Non
 
 def test_a_compiled_model_has_no_rows_and_says_why(engine: Start, model: Model) -> None:
     """Goal: no silent zeros. Method: on a CPU vLLM compiles the model before a connector can bind its hooks."""
-    compiled = engine(model("qwen3_moe"), enforce_eager=False)
+    compiled = engine(model("qwen3_moe"), settings=WEIGHTS, enforce_eager=False)
     (output,) = compiled.ask(prompts(43, 40))
     found = routes(output)
     assert len(found) == 59
     assert not found.valid.any()
     assert list(compiled.kept.missing) == ["a router's hook was not called"]
+    assert not routing_weights(output).routes.some.any()
 
 
 REFUSED: dict[str, Any] = {
@@ -237,6 +242,10 @@ REFUSED: dict[str, Any] = {
     "no dual-batch overlap": {"parallel": {"enable_dbo": True}},
     "prompts of tokens": {"model": {"enable_prompt_embeds": True}},
     "routed experts of vLLM's own": {"model": {"enable_return_routed_experts": True}},
+    "routing_weights: wanted no pipeline, data or expert": {
+        "parallel": {"enable_expert_parallel": True},
+        "settings": {"routing_weights": True},
+    },
     "other processes": {"settings": {"store": "memory:"}},
     "wanted some of store, .*got 'stor'": {"settings": {"stor": "file:///x"}},
 }

@@ -23,6 +23,7 @@ from far_start import Engine, Engines, ask
 from ports import hold_port
 from row_server import serving
 from waiting import until
+from weights_judge import assert_told_weights_right
 
 from bench.harness import PeerError
 from kvroute.cli import main
@@ -31,7 +32,7 @@ from kvroute.connector.limits import LIMITS
 from kvroute.connector.tickets import MIXED, NO_TICKET
 
 LAYERS = 3
-NAMED = {"weights": "tiny", "weights_version": 1}
+NAMED = {"weights": "tiny", "weights_version": 1, "routing_weights": True}
 LABELS = {1: "A"}
 HANGS_S = 3
 """How long a peer hangs: longer than rows are waited for, and shorter than NIXL gives it up."""
@@ -104,17 +105,19 @@ def emptied(engine: Engine) -> None:
     until(lambda: engine.do(acts=[["reset", {"reset_connector": True}]])[1] == [True])
 
 
-def test_tickets(pair: Pair, judge: Judge) -> None:
-    """Goal: a decode engine's answer has every row of the prompt, of the KV that it was given, at any temperature; with
+def test_tickets(pair: Pair, judge: Judge, homes: dict[str, Path]) -> None:
+    """Goal: a decode engine's answer has every row of the prompt, of the KV that it was given, at any temperature, and
+    each id's weight; with
     a ticket of another prompt, a used ticket, or one of no engine, it has the rows that decode computed. Method:
     prompts of several chunks that end everywhere in a block or have a part in common, sampled at temperature 1, so that
     decode's first token is not prefill's; all at once. Then tickets change places, are used again, and name an address
     where no engine lends, while the KV comes; and two computations of the same prompts change theirs."""
     asked = [*prompts(80, 10, 33, 1, shared=150), *prompts(81, 31, 32, 33, 64, 65)]
-    with verdict(
-        "decode alone", of_all(judge, pair.taken("d", asked, pair.given("p", asked), temperature=1.0), labels=LABELS)
-    ) as found:
+    answers = pair.taken("d", asked, pair.given("p", asked), temperature=1.0)
+    with verdict("decode alone", of_all(judge, answers, labels=LABELS)) as found:
         assert found.right == found.due
+    for answer in answers:
+        assert_told_weights_right(homes["A"], answer)
     others = prompts(82, 70, 71, 40, 100)
     tickets = [each["kvroute"] for each in pair.given("q", others)]  # and no engine fetches what these lend
     short = prompts(84, 20, 27, 30, 31)  # of no whole block, which decode would have when they come again
@@ -291,6 +294,8 @@ def test_unequal_ranks(model: Callable[..., Path], tmp_path: Path) -> None:
             answers = pair.taken(f"{what}-", asked, pair.given(what, asked), temperature=1.0)
             with verdict(what, of_all(judge, answers, labels=LABELS)) as found:
                 assert found.right == found.due
+            for answer in answers:
+                assert_told_weights_right(homes["A"], answer)
             bare = prompts(seed + 10, 70, 40)
             given = [{**each, "kvroute": None} for each in pair.given(f"{what}-bare", bare)]
             answers = pair.taken(f"{what}-bare-", bare, given)

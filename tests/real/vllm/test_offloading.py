@@ -31,7 +31,7 @@ def start(
     """An engine of few blocks whose KV goes to 4 MB of host memory, which is 170 blocks of this model, in chunks of so
     many blocks."""
     stored = {"store": f"file://{directory}/rows", "witness": "flagged"}
-    settings: dict[str, Any] = {"connector": stored, "pairs": {}}[carrier]
+    settings: dict[str, Any] = {"connector": stored, "pairs": {"routing_weights": True}}[carrier]
     extra: dict[str, Any] = {**HOST_OF_CPU, "cpu_bytes_to_use": 4 << 20}
     if chunk > 1:
         extra["block_size"] = chunk * BLOCK

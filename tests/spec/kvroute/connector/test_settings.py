@@ -28,7 +28,12 @@ from kvroute.connector import Settings
         ({"keys": "/nonexistent"}, ".keys: wanted a file with a public and a secret key, got /nonexistent"),
         ({"carrier": "layer"}, ".carrier: wanted a 'store' and no carrier, or neither with KvrouteOffloadingConnector"),
         ({"carrier": "pages"}, ".carrier: wanted 'auto' or 'connector' or 'transfer', got 'pages'"),
-        ({"routing_weights": True}, ".routing_weights: wanted expert ids alone: the engine's hook has no weights"),
+        ({"routing_weights": 1}, ".routing_weights: wanted true or false, got 1"),
+        (
+            {"routing_weights": True, "field": True},
+            ".routing_weights: wanted false, or rollouts 'response:': weights go into answers",
+        ),
+        ({"routing_weights": True, "rollouts": "file:///a"}, ".routing_weights: wanted false, or rollouts 'response:'"),
         ({"indexer_topk": 1}, ".indexer_topk: wanted expert ids alone: nothing captures it in this engine"),
         ({"stor": "file:///a"}, ": wanted some of store, rollouts"),
         (7, ": wanted a mapping of settings (docs/settings.md), got 7"),
