@@ -7,6 +7,7 @@ arguments that it needs on a CPU. Heads, states and latents have the narrowest s
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from bench.vllm_models import VOCABULARY, decide_by_token, seeded
@@ -396,6 +398,8 @@ FAMILIES: Mapping[str, Family] = {
 }
 
 
+JUDGED = "transformers"
+"""Where a checkpoint lies as transformers wants it, if vLLM wants another one."""
 IMAGE_PROCESSORS = {"aria": "AriaImageProcessor"}
 """Which vLLM loads beside a KV connector for prompts of text, too."""
 
@@ -409,6 +413,11 @@ def config_of(name: str) -> Any:
     usual = kind()
     vision = type(usual.vision_config)(**family.sees["vision_config"])
     return kind(**{**family.sees, "text_config": type(usual.text_config)(**text), "vision_config": vision})
+
+
+def _published(key: str) -> str:
+    """The published name of a weight of DeepSeek-V4's, where transformers writes another one than it reads."""
+    return key.replace("model.hc_head.hc_", "hc_head_").replace(".attn.norm.", ".attn.kv_norm.")
 
 
 def make(name: str, home: Path) -> None:
@@ -427,10 +436,24 @@ def make(name: str, home: Path) -> None:
         if FAMILIES[name].by_token:
             decide_by_token(model, TOP["num_experts_per_tok"], torch.Generator().manual_seed(0))
     model.save_pretrained(home)
+    if name == "longcat_flash":  # experts that compute nothing have weights in transformers, and in no published file
+        shutil.copytree(home, home / JUDGED)
+        nothing = range(config.n_routed_experts, config.n_routed_experts + config.zero_expert_num)
+        names = tuple(f".mlp.experts.{expert}." for expert in nothing)
+        path = home / "model.safetensors"
+        kept = {key: each for key, each in load_file(path).items() if not any(part in key for part in names)}
+        save_file(kept, path, {"format": "pt"})
     if name == "deepseek_v4":  # vLLM reads the published form of its configuration alone
+        path = home / "model.safetensors"
+        save_file({_published(key): each for key, each in load_file(path).items()}, path, {"format": "pt"})
         path = home / "config.json"
         fields = json.loads(path.read_text())
-        layers = {"num_hash_layers": 1, "compress_ratios": [128, 4] * (LAYERS // 2), "qk_rope_head_dim": 64}
+        layers = {
+            "topk_method": "noaux_tc",
+            "num_hash_layers": 1,
+            "compress_ratios": [128, 4] * (LAYERS // 2),
+            "qk_rope_head_dim": 64,
+        }
         kept = {key: value for key, value in fields.items() if key not in ("layer_types", "mlp_layer_types")}
         path.write_text(json.dumps(kept | layers))
     if name in IMAGE_PROCESSORS:

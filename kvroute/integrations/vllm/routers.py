@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple
 
 from cache_manager.errors import ConfigError
 from cache_manager.spec import AuxBlockDataSpec
-from kvroute.integrations.vllm import layouts, versions
+from kvroute.integrations.vllm import layouts, versions, zero_experts
 from kvroute.integrations.vllm.layers import is_own, root_of
 from kvroute.integrations.vllm.layouts import RankPlace
 
@@ -42,10 +42,8 @@ ROUTERS: Final[dict[str, JudgedRouter]] = {
     ),
     "CustomRoutingRouter": JudgedRouter(TOP_K_IDS, "tested"),
     "RoutingSimulatorRouter": JudgedRouter("the simulated ids, which the kernel uses", "tested"),
-    "ZeroExpertRouter": JudgedRouter(
-        "0 in place of an expert that computes nothing",
-        "tested",
-        "routers whose ids reach the hook as they were chosen; this one turns experts that compute nothing into 0",
+    zero_experts.ROUTER: JudgedRouter(
+        "the top-k ids, before experts that compute nothing become 0, and before that map", "tested"
     ),
     "AiterSharedRoutedFusedMoERouter": JudgedRouter("shared experts' ids behind the top-k", "read", UNSHARED),
     "DeepseekV4MegaMoEExperts": JudgedRouter("the top-k ids that its kernel is given, before that map", "read"),
@@ -166,6 +164,8 @@ def hook(name: str, layer: Any, capture: Callable[[Any], None]) -> bool:
         return True
     if not hasattr(router, "set_capture_fn"):
         return False
+    if type(router).__name__ == zero_experts.ROUTER:
+        capture = zero_experts.hook_of(capture)
     router.set_capture_fn(capture)  # type: ignore[union-attr]
     return True
 

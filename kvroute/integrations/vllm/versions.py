@@ -91,6 +91,7 @@ NAMES: Final[Mapping[str, str]] = {
     "vllm.forward_context:ForwardContext": "slot_mapping dp_metadata",
     "vllm.lora.request:LoRARequest": "lora_int_id",
     "vllm.model_executor.layers.fused_moe.router.base_router:BaseRouter": "set_capture_fn",
+    "vllm.model_executor.layers.fused_moe.router.zero_expert_router": "fused_topk_bias ZeroExpertRouter",
     "vllm.model_executor.layers.fused_moe.runner.moe_runner:MoERunner": "do_naive_dispatch_combine",
     "vllm.v1.core.block_pool:BlockPool": "get_new_blocks reset_prefix_cache",
     "vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator": "single_type_managers",

@@ -62,6 +62,20 @@ def plugin() -> None:
     take_over()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def environment() -> Iterator[None]:
+    """What vLLM puts into a process's environment for one model holds in no later file.
+
+    For DeepSeek-V4 it turns compilation off there, for this process and all that it starts.
+    """
+    before = dict(os.environ)
+    yield
+    left = {name for name in os.environ if name not in before}
+    os.environ.update(before)
+    for name in left:
+        del os.environ[name]
+
+
 class Engines:
     """Makes engines, one at a time: the one before ends when the next is asked for."""
 

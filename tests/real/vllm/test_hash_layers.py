@@ -12,15 +12,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from modules import configured
 from transformers.models.deepseek_v4 import DeepseekV4Config
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4HashRouter, DeepseekV4TopKRouter
-from vllm.config import VllmConfig, set_current_vllm_config
-from vllm.distributed.parallel_state import (
-    cleanup_dist_env_and_memory,
-    ensure_model_parallel_initialized,
-    init_distributed_environment,
-)
-from vllm.engine.arg_utils import EngineArgs
+from vllm.config import VllmConfig
 from vllm.forward_context import set_forward_context
 from vllm.models.deepseek_v4.cpu.model import DeepseekV4MoE
 
@@ -38,22 +33,11 @@ EXPERTS = 256  # with six of them for a token: vLLM's kernels for CPUs take few 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmConfig]:
     """vLLM's configuration of a tiny checkpoint, with one hash layer of four."""
-    folder = tmp_path_factory.mktemp("deepseek-v4")
-    make("deepseek_v4", folder / "model")
-    made = EngineArgs(
-        str(folder / "model"),
-        dtype="float32",
-        enforce_eager=True,
-        max_model_len=256,
-        block_size=256,
-        skip_tokenizer_init=True,
-        hf_overrides={"topk_method": "noaux_tc", "n_routed_experts": EXPERTS, "num_experts_per_tok": 6},
-    ).create_engine_config()
-    with set_current_vllm_config(made):
-        init_distributed_environment(1, 0, f"file://{folder}/meeting", 0, "gloo")
-        ensure_model_parallel_initialized(1, 1)
+    home = tmp_path_factory.mktemp("deepseek-v4") / "model"
+    make("deepseek_v4", home)
+    given = {"topk_method": "noaux_tc", "n_routed_experts": EXPERTS, "num_experts_per_tok": 6}
+    with configured(home, dtype="float32", block_size=256, hf_overrides=given) as made:
         yield made
-    cleanup_dist_env_and_memory()
 
 
 class Layer(NamedTuple):

@@ -32,6 +32,7 @@ def test_stock_vllm(
     with running(home, tmp_path / "log", *more, as_installed=True, environment=environment) as server:
         asked = ["--requests", "16", "--longest", "100", "--dtype", "float32"]
         status = main(["verify", "--url", server.url, "--model", str(home), *asked])
+    assert ("DYNAMO_TRACE_ONCE" in (tmp_path / "log").read_text()) != eager, "what vLLM said of its mode"
     told = capsys.readouterr().out
     assert status == (0 if eager else FAILED), told
     right, wrong = re.search(r"^all +([\d,]+) +([\d,]+) +0 +0$", told, re.MULTILINE).groups()

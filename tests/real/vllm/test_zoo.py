@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from modules import configured
 from vllm.config import VllmConfig
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.model_executor.model_loader.utils import initialize_model
+from vllm.platforms import current_platform
+from vllm.utils.torch_utils import set_default_torch_dtype
 from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
@@ -17,9 +23,15 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowMLASpec,
     SparseCacheRole,
 )
+from vllm.v1.worker import workspace
 
+from bench.vllm_families import config_of
 from cache_manager.errors import ConfigError
+from kvroute.connector.witness import by_layer
 from kvroute.integrations.vllm.config import kv_group_of
+from kvroute.integrations.vllm.layers import own_layers
+from kvroute.integrations.vllm.routers import bind
+from kvroute.routing import routing_spec_from_hf
 
 
 def latent(**more: Any) -> MLAAttentionSpec:
@@ -47,6 +59,35 @@ def test_the_group_of_sparse_attention(kind: str) -> None:
     groups = get_kv_cache_groups(VllmConfig(), layers)
     assert [sorted(group.layer_names) for group in groups] == [sorted(layers)]
     assert kv_group_of(SimpleNamespace(kv_cache_groups=groups), tokens_max=4096, layers=4) == 0
+
+
+@pytest.mark.parametrize("family", ["deepseek_v32", "glm_moe_dsa"])
+def test_the_group_of_a_sparse_models_own_layers(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Goal: rows go with the blocks of the KV that attention computes with, and its KV is the witness, not the
+    indexer's. Method: vLLM's own model of the family, made but never called, with a GPU's backend for sparse attention
+    named where its platform for CPUs has none; the specs that its layers give, vLLM's groups and its caches' sizes."""
+    named = "vllm.v1.attention.backends.mla.flashmla_sparse.FlashMLASparseBackend"
+    monkeypatch.setattr(type(current_platform), "get_attn_backend_cls", lambda *_, **__: named)
+    monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None)
+    config_of(family).save_pretrained(tmp_path / "model")
+    with configured(tmp_path / "model", dtype="bfloat16") as config:
+        monkeypatch.setattr(workspace, "_manager", None)
+        workspace.init_workspace_manager(torch.device("cpu"))
+        with set_default_torch_dtype(torch.bfloat16):
+            initialize_model(vllm_config=config)
+        modules = config.compilation_config.static_forward_context
+        caches = {name: each for name, each in modules.items() if isinstance(each, AttentionLayerBase)}
+        specs = {name: each.get_kv_cache_spec(config) for name, each in caches.items()}
+        groups = get_kv_cache_groups(config, dict(specs))
+        assert len(groups) == 1
+        assert sorted(groups[0].layer_names) == sorted(
+            f"model.layers.{number}.self_attn.{cache}" for number in range(4) for cache in ("attn", "indexer.k_cache")
+        )
+        assert kv_group_of(SimpleNamespace(kv_cache_groups=groups), config.model_config.max_model_len, 4) == 0
+        kv = {name: torch.zeros(2, spec.page_size_bytes, dtype=torch.uint8) for name, spec in specs.items()}
+        assert list(by_layer(kv).values()) == [f"model.layers.{number}.self_attn.attn" for number in range(4)]
+        spec = routing_spec_from_hf(config.model_config.hf_config, block_tokens=groups[0].kv_cache_spec.block_size)
+        assert bind(modules, spec, lambda _: list[Any]().append, own_layers(kv, 4)[0]) == 3
 
 
 def test_compressed_attention_is_refused() -> None:
