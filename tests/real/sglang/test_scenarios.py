@@ -184,7 +184,9 @@ def test_scenarios(serve: Serve, model: Models, tmp_path: Path, tier: str) -> No
 
 
 @pytest.mark.parametrize("tier", ["linker of others", "storage"])
-def test_rows_follow_kv_that_another_component_keeps(serve: Serve, model: Models, tmp_path: Path, tier: str) -> None:
+def test_rows_follow_kv_that_another_component_keeps(
+    serve: Serve, model: Models, tmp_path: Path, tier: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Goal: KV of a linker or a storage that knows no rows has its own rows beside it, or none with a reason.
 
     Method: engines on one folder of KV. Stock SGLang fills it, and loads what it has evicted. With kvroute, KV without
@@ -193,6 +195,7 @@ def test_rows_follow_kv_that_another_component_keeps(serve: Serve, model: Models
     last ones.
     """
     home, files = model("qwen3_moe"), theirs(tier, tmp_path / "files")
+    monkeypatch.setenv("SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR", str(tmp_path / "files"))  # up to 0.5.16
     first = {"prompts": FIRST, "alone": True}
 
     def engine(asked: dict[str, Any], more: list[Any], **settings: Any) -> tuple[dict[str, Counter[str]], Any]:
