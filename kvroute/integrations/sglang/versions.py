@@ -27,9 +27,10 @@ WAYS: Final[Mapping[str, str]] = {
 """How a release was judged, as a page says it."""
 _OLDER: Final = "its Python over 0.5.23's packages; without external linkers"
 JUDGED: Final = (
-    Judged("0.5.12.post1", ("smoke",), "2026-11-29", _OLDER),
-    Judged("0.5.15.post1", ("smoke",), "2026-11-29", _OLDER),
-    Judged("0.5.16", ("smoke",), "2026-11-29", _OLDER),
+    Judged("0.5.12", ("by hand",), "2026-11-30", f"`make smoke-sglang-0.5.12`; {_OLDER}"),
+    Judged("0.5.12.post1", ("smoke",), "2026-11-30", _OLDER),
+    Judged("0.5.15.post1", ("smoke",), "2026-11-30", _OLDER),
+    Judged("0.5.16", ("smoke",), "2026-11-30", _OLDER),
     Judged(
         "0.5.22",
         ("by hand",),
