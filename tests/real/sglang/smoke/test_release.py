@@ -67,6 +67,10 @@ def test_every_row_is_right(serve: Serve, model: Models, tmp_path: Path, monkeyp
     assert total.labelled == total.due // 3, str(total)
     total = all_right(homes, of(answers, "retracted"), before="B", after="A", labels={9: "B", 10: "A"})
     assert total.labelled == total.due // 3, str(total)
+    for answer in of(answers, "retracted"):
+        (_, cut, first), (_, _, last) = Routes.from_json(answer["routes"]).weights_versions
+        assert (first, last) == (9, 10)
+        assert cut >= len(answer["prompt"]) + 2, "tokens that the old weights had sampled keep their rows"
     spans = [Routes.from_json(each["routes"]).weights_versions for each in of(answers, "amidst")]
     assert [[version for *_, version in each] for each in spans] == [[8, 9]] * 2
 
