@@ -11,9 +11,10 @@ from cache_manager.keys import Namespace
 from kvroute.connector.settings import Common
 from kvroute.connector.started import started
 from kvroute.connector.versions import AS_LOADED, version_of
-from kvroute.integrations.sglang import versions
+from kvroute.integrations.sglang import radix, versions
 from kvroute.integrations.sglang.capturer import Capturer, capturer
 from kvroute.integrations.sglang.handover import Handover, PrefillTickets
+from kvroute.integrations.sglang.host_pages import attached
 from kvroute.integrations.sglang.ranks import least_of
 from kvroute.integrations.sglang.refusals import supported
 from kvroute.integrations.sglang.routers import routed_layers
@@ -171,12 +172,8 @@ def _hosted(current: Capturer, _: Any, controller: Any, *__: Any, **___: Any) ->
             "none with layers that forget: rows are matched by KV of the others alone, behind which layers choose",
             ", ".join(pools),
         )
-    from kvroute.integrations.sglang.linker import host_folder
-
     pool = getattr(controller.mem_pool_host, "anchor_entry", None)
-    pool = controller.mem_pool_host if pool is None else pool.host_pool
-    folder = host_folder(pool) if controller.enable_storage else None
-    current.rows.attach(folder=folder, host_pages=-(-pool.size // pool.page_size) + 1)
+    attached(current.rows, controller, controller.mem_pool_host if pool is None else pool.host_pool)
 
 
 def _backed_up(current: Capturer, host_slots: Any, _: Any, device_indices: Any, *__: Any, **___: Any) -> None:
@@ -229,6 +226,11 @@ def _collects(current: Capturer, _: Any, req: Any) -> None:
 
 def _retracted(current: Capturer, *, req: Any, req_to_token_pool: Any, **_: Any) -> None:
     current.retracted(req, req_to_token_pool)
+
+
+def _retracted_of_batch(current: Capturer, batch: Any, idx: int, *_: Any, **__: Any) -> None:
+    """The same up to 0.5.14."""
+    current.retracted(batch.reqs[idx], batch.req_to_token_pool)
 
 
 def _streamed(stream: Callable[..., Any], streamer: Any, reqs: list[Any], *args: Any, **named: Any) -> None:
@@ -323,6 +325,11 @@ HOOKS: Final[Mapping[str, Hook]] = {
     "brought_back": _after(_brought_back),
     "stored": _after(_stored),
     "found": _after(_found),
+    "radix_hosted": _after(radix.hosted),
+    "radix_backed_up": _after(_backed_up),
+    "radix_brought_back": _after(_brought_back),
+    "radix_stored": _after(_stored),
+    "radix_found": _after(radix.found),
     "linked": _after(_linked),
     "flushed": _after(_flushed),
     "named": _after(_named),
@@ -331,12 +338,14 @@ HOOKS: Final[Mapping[str, Hook]] = {
     "updated_tensor": _after(_updated),
     "updated_ipc": _after(_updated),
     "prefetched": _before(_prefetched),
+    "radix_prefetched": _before(radix.prefetched),
     "collects": _before(_collects),
     "begins": _before(_begins),
     "accepted": _after(_accepted),
     "accepted_ngram": _after(_accepted),
     "carried": _after(_carried),
     "retracted": _before(_retracted),
+    "retracted_of_batch": _before(_retracted_of_batch),
     "handed": _handed,
     "gated": _after(_gated),
     "prebuilt": _before(_prebuilt),

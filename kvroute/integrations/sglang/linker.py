@@ -17,33 +17,19 @@ from cache_manager.job import PersistJob
 from cache_manager.spec import AuxBlockDataSpec
 from kvroute.connector.witness import KvFolder, witnesses
 from kvroute.integrations.sglang.capturer import capturer
+from kvroute.integrations.sglang.host_pages import halves_of
 from kvroute.integrations.sglang.ranks import Ranks, least_of
 from kvroute.integrations.sglang.rows import RoutedRows, logger
 
-LAYOUTS = ("layer_first", "page_first", "page_first_direct")
 POOLS = ("MHATokenToKVPool", "MLATokenToKVPool")
 """SGLang's pools whose pages are keys and values, and nothing beside them: no scales, no index of sparse attention."""
-
-
-def _halves(pool: Any) -> list[Any]:
-    return [pool.k_buffer, pool.v_buffer] if hasattr(pool, "k_buffer") else [pool.kv_buffer]
-
-
-def host_folder(pool: Any) -> KvFolder:
-    """A folder of SGLang's pages on the host; :class:`ConfigError` for a layout whose layers are not separate."""
-    if pool.layout not in LAYOUTS:
-        raise ConfigError("hicache_mem_layout", " or ".join(LAYOUTS), pool.layout)
-    by_half = [half.unbind(0 if pool.layout == "layer_first" else 1) for half in _halves(pool)]
-    if pool.layout != "page_first_direct":  # slots
-        by_half = [[kv.unflatten(0, (-1, pool.page_size)) for kv in half] for half in by_half]
-    return KvFolder(witnesses([list(layer) for layer in zip(*by_half, strict=True)], pool.dtype.itemsize))
 
 
 class PoolKV:
     """The KV of blocks: a page's keys and values, layer by layer."""
 
     def __init__(self, pool: Any, page: int) -> None:
-        layers = [list(layer) for layer in zip(*_halves(pool), strict=True)]
+        layers = [list(layer) for layer in zip(*halves_of(pool), strict=True)]
         shapes = [[str(half.dtype), *half.shape[1:]] for layer in layers for half in layer]
         paged = [[half.view(torch.uint8).reshape(len(half) // page, -1) for half in layer] for layer in layers]
         self._pages = [half for layer in paged for half in layer]
@@ -209,4 +195,4 @@ class KvrouteLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self.rows.close()
 
 
-__all__ = ["Beside", "KvrouteLinker", "PoolKV", "host_folder"]
+__all__ = ["Beside", "KvrouteLinker", "PoolKV"]

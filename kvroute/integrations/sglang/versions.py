@@ -25,16 +25,17 @@ WAYS: Final[Mapping[str, str]] = {
     "by hand": "by hand",
 }
 """How a release was judged, as a page says it."""
-_OLDER: Final = "its Python over 0.5.23's packages; without pages on the host and external linkers"
+_OLDER: Final = "its Python over 0.5.23's packages; without external linkers"
 JUDGED: Final = (
-    Judged("0.5.12.post1", ("smoke",), "2026-11-29", _OLDER),
-    Judged("0.5.15.post1", ("smoke",), "2026-11-29", _OLDER),
-    Judged("0.5.16", ("smoke",), "2026-11-29", _OLDER),
+    Judged("0.5.12", ("by hand",), "2026-11-30", f"`make smoke-sglang-0.5.12`; {_OLDER}"),
+    Judged("0.5.12.post1", ("smoke",), "2026-11-30", _OLDER),
+    Judged("0.5.15.post1", ("smoke",), "2026-11-30", _OLDER),
+    Judged("0.5.16", ("smoke",), "2026-11-30", _OLDER),
     Judged(
         "0.5.22",
         ("by hand",),
         "2026-11-29",
-        "`make smoke-sglang-0.5.22`; its Python over 0.5.23's packages; without external linkers",
+        f"`make smoke-sglang-0.5.22`; {_OLDER}",
     ),
     Judged("0.5.23", ("tests",), "2026-11-29"),
 )
@@ -63,11 +64,16 @@ class Place(NamedTuple):
     parameters: tuple[str, ...] = ()  # those that our hook reads
     part: str = ""  # of PARTS, which alone needs it
     since: tuple[int, ...] = ()  # releases before this have nothing there to follow
+    until: tuple[int, ...] = (99,)  # and releases behind this
 
 
 _MEMORY: Final = "sglang.srt.mem_cache"
 _PARTS: Final = "sglang.srt.managers.scheduler_components"
 _CONTROLLER: Final = f"{_MEMORY}.hybrid_cache.hybrid_cache_controller.HybridCacheController"
+_RADIX_CONTROLLER: Final = "sglang.srt.managers.cache_controller.HiCacheController"
+_UNIFIED: Final = (0, 5, 17)
+_RADIX: Final = (0, 5, 16)
+"""The last release whose pages on the host are those of another tree, with another controller: ``radix.py``."""
 _UPDATER: Final = f"{_PARTS}.weight_updater.SchedulerWeightUpdaterManager.update_weights_from"
 _OLD_UPDATER: Final = (
     "sglang.srt.managers.scheduler_update_weights_mixin.SchedulerUpdateWeightsMixin.update_weights_from"
@@ -78,13 +84,21 @@ _OLD_RESULTS: Final = "sglang.srt.managers.scheduler_output_processor_mixin.Sche
 
 PLACES: Final[Mapping[str, Place]] = {
     "created": Place(("sglang.srt.model_executor.model_runner.ModelRunner.init_routed_experts_capturer",)),
-    "hosted": Place((f"{_CONTROLLER}.__init__",), part=HOST),
-    "backed_up": Place((f"{_CONTROLLER}.write",), ("device_indices",), HOST),
-    "brought_back": Place((f"{_CONTROLLER}.load",), ("host_indices",), HOST),
-    "stored": Place((f"{_CONTROLLER}.write_storage",), part=HOST),
-    "found": Place((f"{_CONTROLLER}._storage_hit_query",), part=HOST),
+    "hosted": Place((f"{_CONTROLLER}.__init__",), part=HOST, since=_UNIFIED),
+    "backed_up": Place((f"{_CONTROLLER}.write",), ("device_indices",), HOST, _UNIFIED),
+    "brought_back": Place((f"{_CONTROLLER}.load",), ("host_indices",), HOST, _UNIFIED),
+    "stored": Place((f"{_CONTROLLER}.write_storage",), part=HOST, since=_UNIFIED),
+    "found": Place((f"{_CONTROLLER}._storage_hit_query",), part=HOST, since=_UNIFIED),
     "prefetched": Place(
-        (f"{_MEMORY}.unified_radix_cache.UnifiedRadixCache._handle_prefetch_result",), ("operation",), HOST
+        (f"{_MEMORY}.unified_radix_cache.UnifiedRadixCache._handle_prefetch_result",), ("operation",), HOST, _UNIFIED
+    ),
+    "radix_hosted": Place((f"{_RADIX_CONTROLLER}.__init__",), part=HOST, until=_RADIX),
+    "radix_backed_up": Place((f"{_RADIX_CONTROLLER}.write",), ("device_indices",), HOST, until=_RADIX),
+    "radix_brought_back": Place((f"{_RADIX_CONTROLLER}.load",), ("host_indices",), HOST, until=_RADIX),
+    "radix_stored": Place((f"{_RADIX_CONTROLLER}.write_storage",), ("host_indices", "hash_value"), HOST, until=_RADIX),
+    "radix_found": Place((f"{_RADIX_CONTROLLER}._storage_hit_query",), part=HOST, until=_RADIX),
+    "radix_prefetched": Place(
+        (f"{_MEMORY}.hiradix_cache.HiRadixCache._insert_helper_host",), ("host_value", "hash_value"), HOST, until=_RADIX
     ),
     "linked": Place(
         (f"{_MEMORY}.unified_cache.linker_factory.create_unified_cache_linker",), ("params", "components"), LINKER
@@ -104,6 +118,9 @@ PLACES: Final[Mapping[str, Place]] = {
     ),
     "retracted": Place(
         ("sglang.srt.managers.schedule_batch.release_req",), ("req", "req_to_token_pool"), since=(0, 5, 15)
+    ),
+    "retracted_of_batch": Place(
+        ("sglang.srt.managers.schedule_batch.ScheduleBatch.release_req",), ("idx",), until=(0, 5, 14)
     ),
     "handed": Place(
         (f"{_APART}.prefill.SchedulerDisaggregationPrefillMixin._send_kv_chunk",), ("req", "last_chunk"), APART
@@ -128,10 +145,7 @@ PLACES: Final[Mapping[str, Place]] = {
         ("reqs",),
     ),
 }
-"""What is hooked.
-
-0.5.22 makes its linkers elsewhere, and up to 0.5.16 pages on the host have another controller: no hook follows either.
-"""
+"""What is hooked. 0.5.22 makes its linkers elsewhere, which no hook follows; earlier releases have none."""
 
 _CONTEXT: Final = "sglang.srt.runtime_context"
 _EXPERTS: Final = "sglang.srt.state_capturer.routed_experts"
@@ -193,7 +207,7 @@ def release(version: str) -> tuple[int, ...]:
 def _wanted(version: str, part: str) -> Iterator[Place]:
     """The places that a release has to have for this part, or with ``""`` for all else."""
     for place in (*PLACES.values(), *TAKEN):
-        if place.part == part and place.since <= release(version):
+        if place.part == part and place.since <= release(version) <= place.until:
             yield place
 
 

@@ -246,15 +246,24 @@ class Asked:
         manager = self.engine.tokenizer_manager
 
         async def change() -> None:
-            await asyncio.sleep(0.4)
             await manager.pause_generation(PauseGenerationReqInput(mode="retract" if retract else "in_place"))
             await self._updated(model, version, flush=retract and flush)
             await manager.continue_generation(ContinueGenerationReqInput())
 
         async def both() -> Any:
             sampling = {"max_new_tokens": new, "temperature": 0.0, "ignore_eos": True}
-            asking = self.engine.async_generate(input_ids=prompts, sampling_params=sampling, return_routed_experts=True)
-            return (await asyncio.gather(asking, change()))[0]
+            asking = {"input_ids": prompts, "sampling_params": sampling, "return_routed_experts": True, "stream": True}
+            latest: dict[int, dict[str, Any]] = {}
+            changing = None
+            async for part in await self.engine.async_generate(**asking):
+                latest[part["index"]] = part
+                lengths = [len(each["output_ids"]) for each in latest.values()]
+                if changing is None and len(lengths) == len(prompts) and min(lengths) >= 3:
+                    changing = asyncio.ensure_future(change())
+            if changing is None:
+                raise RuntimeError("answers were over before the weights changed")
+            await changing
+            return [latest[i] for i in range(len(prompts))]
 
         for prompt, answer in zip(prompts, self.engine.loop.run_until_complete(both()), strict=True):
             self.write(scenario, prompt, answer, 0)

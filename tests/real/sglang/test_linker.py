@@ -14,7 +14,8 @@ from cache_manager.keys import Namespace
 from kvroute import ConfigError, routing_spec
 from kvroute.connector.settings import Common
 from kvroute.integrations.sglang.capturer import Capturer
-from kvroute.integrations.sglang.linker import Beside, KvrouteLinker, PoolKV, host_folder
+from kvroute.integrations.sglang.host_pages import host_folder
+from kvroute.integrations.sglang.linker import Beside, KvrouteLinker, PoolKV
 from kvroute.integrations.sglang.rows import RoutedRows
 
 PAGE, PAGES, LAYERS = 4, 5, 3

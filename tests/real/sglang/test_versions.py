@@ -61,11 +61,13 @@ def test_every_name_is_there() -> None:
     assert not any(versions.absent(version, part) for part in ("", *versions.PARTS))
     assert versions.unfit(sglang.__version__, "") is None
     assert HOOKS.keys() == versions.PLACES.keys()
+    older = {hook for hook, place in versions.PLACES.items() if place.until < versions.release(version)}
+    assert versions.hooked(version).keys() == HOOKS.keys() - older
 
 
 def test_a_scheduler_that_returns_routed_experts_has_every_hook(plugins: Path) -> None:
     ended, hooked, log = started(plugins, asked=True)
-    assert hooked == HOOKS.keys()
+    assert hooked == versions.hooked(sglang.__version__).keys()
     assert "ConfigError" not in ended  # it ended later, for want of real arguments
     assert "Failed to" not in log
 

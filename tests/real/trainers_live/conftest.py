@@ -23,6 +23,7 @@ PINNED = {
     ("vllm", "0.25.1"): "test_nemo_rl.py",
     ("vllm", "0.26.0"): "test_prime_rl.py",
     ("vllm", "0.30.0"): "test_skyrl.py",
+    ("sglang", "0.5.12"): "test_verl_sglang.py",
     ("sglang", "0.5.12.post1"): "test_verl_sglang.py",
     ("sglang", "0.5.15.post1"): "test_slime.py",
     ("sglang", "0.5.16"): "test_miles.py",

@@ -175,6 +175,16 @@ def judged_over_update(
     return tally, cuts
 
 
+HOST_PAGES = {
+    "enable_hierarchical_cache": "true",
+    "hicache_ratio": "8",
+    "hicache_io_backend": "direct",
+    "hicache_mem_layout": "layer_first",
+}
+"""SGLang's arguments for pages on the host, where a machine has no GPU."""
+OUTSIDE = "prefixes whose KV came from pages on the host"
+
+
 TABLE: list[dict[str, Any]] = []
 """By trainer, engine, scenario and who fills the field: the counts, in the order of the tests."""
 
@@ -202,17 +212,6 @@ def stock_beside_a_connector(trainer: str, engine: str, scenario: str, home: Pat
     with pytest.raises(ValueError, match="--enable-return-routed-experts is incompatible with KV connectors"):
         arguments.create_engine_config()
     refused(trainer, engine, scenario, "the flag is incompatible with KV connectors")
-
-
-def pages_on_the_host(trainer: str, version: str) -> None:
-    """Into the table: KV from outside this SGLang, whose pages on the host no hook follows, is refused by name."""
-    from kvroute.integrations.sglang import versions
-
-    lacking = versions.absent(version, versions.HOST)
-    assert lacking
-    if not STOCK:
-        why = f"`{versions.HOST}`: this SGLang lacks a name that kvroute hooks"
-        refused(trainer, f"SGLang {version}", "prefixes whose KV came from pages on the host", why)
 
 
 def left() -> None:

@@ -8,11 +8,11 @@ from itertools import pairwise
 from pathlib import Path
 
 import updates
-from live import STOCK, STOPS, WORDS, judged, judged_over_update, prompt, running, verdict
+from live import OUTSIDE, STOCK, STOPS, WORDS, judged, judged_over_update, prompt, running, verdict
 from safetensors.torch import load_file
 from sglang.srt.function_call.core_types import StreamingParseResult, ToolCallItem
 from sglang.srt.function_call.function_call_parser import FunctionCallParser
-from sglang_rollouts import PAGE, RESPONSE, Rollouts, samples
+from sglang_rollouts import PAGE, POOL, RESPONSE, Rollouts, samples
 
 ASKED = [prompt(seed, 100 + seed) for seed in range(4)]
 
@@ -28,6 +28,45 @@ def answers_and_prefix_hits(rollouts: Rollouts, home: Path, folder: Path, name: 
     ends = [WORDS[tokens[-1]] for _, tokens in stopped]
     assert all(any(stop in end for stop in STOPS) for end in ends), ends  # SGLang takes a part of a word, too
     verdict(name, engine, "stop strings", judged(home, stopped))
+
+
+def kv_from_outside(rollouts: Rollouts, home: Path, folder: Path, name: str, engine: str) -> None:
+    """Answers to prompts whose KV SGLang has copied to the host, and given up on the device: others have computed more
+    tokens since than its pool has."""
+    rollouts(rollouts.source(ASKED, folder, rollout_stop=None))
+    others = [prompt(seed, 110) for seed in range(20, 28)]
+    between = [samples(rollouts(rollouts.source(some, folder))) for some in (others[:4], others[4:])]
+    assert sum(len(tokens) for answers in between for _, tokens in answers) > POOL
+    again = rollouts(rollouts.source(ASKED, folder))
+    assert all(sample.prefix_cache_info.cached_tokens >= 96 for sample in again)
+    verdict(name, engine, OUTSIDE, judged(home, samples(again)))
+
+
+def an_update_that_aborts(rollouts: Rollouts, homes: dict[str, Path], folder: Path, name: str, engine: str) -> None:
+    """The steps of slime's own update: pause, which aborts what runs, flush, send, go on. What was aborted goes on
+    later from its tokens, as slime's partial rollouts do: with the rows of the weights that compute them anew."""
+    source = rollouts.source(ASKED, folder, rollout_stop=None)
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(rollouts, source)
+        address = f"{rollouts.engine.server_host}:{rollouts.engine.server_port}"
+        while running(address) < len(ASKED):
+            time.sleep(0.05)
+        time.sleep(1)
+        rollouts.engine.pause_generation()
+        rollouts.engine.flush_cache()
+        rollouts.put(updates.EMBEDDING, load_file(homes["B"] / "model.safetensors")[updates.EMBEDDING], "2")
+        rollouts.engine.continue_generation()
+        cut = asked.result(600)
+    verdict(name, engine, "answers that an update aborted", judged(homes["A"], samples(cut)))
+    aborted = [sample for sample in cut if sample.status is sample.Status.ABORTED]
+    lengths = {sample.index: sample.response_length for sample in aborted}
+    assert any(lengths.values()), cut
+    rollouts.args.rollout_batch_size = rollouts.args.over_sampling_batch_size = len(aborted)
+    source.add_samples([[sample] for sample in aborted])
+    whole = rollouts(source)
+    assert all(sample.response_length > lengths.pop(sample.index) for sample in whole)
+    assert not lengths
+    verdict(name, engine, "the same, gone on after the update", judged(homes["B"], samples(whole)))
 
 
 def an_update_amid_answers(rollouts: Rollouts, homes: dict[str, Path], folder: Path, name: str, engine: str) -> None:

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from live import LAYERS, STOCK, share_by_file
+from live import HOST_PAGES, LAYERS, STOCK, share_by_file
 
-PAGE, RESPONSE = 16, 128
+PAGE, RESPONSE, POOL = 16, 128, 1024
+HOSTED = [f"--sglang-{name.replace('_', '-')}={value}" for name, value in HOST_PAGES.items() if value != "true"]
 
 
 class Rollouts:
@@ -40,7 +41,8 @@ class Rollouts:
             *("--num-gpus-per-node", "1", "--rollout-max-response-len", str(RESPONSE), "--rm-type", "random"),
             *("--rollout-batch-size", "1", "--n-samples-per-prompt", "1"),
             *("--sglang-device", "cpu", "--sglang-dtype", "float32", "--sglang-attention-backend", "torch_native"),
-            *("--sglang-disable-cuda-graph", "--sglang-page-size", str(PAGE), "--sglang-max-total-tokens", "1024"),
+            *("--sglang-disable-cuda-graph", "--sglang-page-size", str(PAGE), "--sglang-max-total-tokens", str(POOL)),
+            *("--sglang-enable-hierarchical-cache", *HOSTED),
             *("--sglang-grammar-backend", "none", "--sglang-max-running-requests", "8"),
             *(("--sglang-disable-overlap-schedule",) if STOCK else ()),
             *lines,

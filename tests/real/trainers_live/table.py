@@ -52,6 +52,10 @@ from outside cannot be judged there. Stock SGLang runs without overlap schedulin
 none on a CPU. verl over stock SGLang has kvroute's name for a module that SGLang has moved; as it is, each of its
 requests ends with `ModuleNotFoundError` ([verl](../../../docs/trainers/verl.md#with-sglang)).
 
+Stock SGLang's wrong cells are of two kinds. Where KV came back from pages on the host, rows are those of the requests
+that used the slots last; answers behind it that hit that KV have them, too. In miles' update, which retracts, tokens
+that the old weights had sampled have the rows of the new ones.
+
 slime, prime-rl and NeMo-RL are checkouts of August 2026, with `CHECKOUTS` of that target; what the tests give each of
 them in the place of a GPU, or of a package that cannot be had, is on its page.
 

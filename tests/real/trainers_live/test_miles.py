@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 import sglang
-from live import pages_on_the_host
-from sglang_plan import an_update_amid_answers, answers_and_prefix_hits, turns_with_a_tool
+from sglang_plan import an_update_amid_answers, answers_and_prefix_hits, kv_from_outside, turns_with_a_tool
 from sglang_rollouts import Rollouts
 
 NAME, ENGINE = "miles 0.0.2", f"SGLang {sglang.__version__}"
@@ -31,12 +30,12 @@ def test_turns(rollouts: Rollouts, home: Path, tmp_path: Path) -> None:
     turns_with_a_tool(rollouts, home, tmp_path, NAME, ENGINE)
 
 
+def test_kv_from_outside(rollouts: Rollouts, home: Path, tmp_path: Path) -> None:
+    """Goal: rows of KV that has left the device. Method: miles's rollouts over SGLang's pages on the host."""
+    kv_from_outside(rollouts, home, tmp_path, NAME, ENGINE)
+
+
 def test_an_update_amid_answers(rollouts: Rollouts, homes: dict[str, Path], tmp_path: Path) -> None:
     """Goal: each row is of the weights that its token was sampled with. Method: miles' engine is told what miles'
     update tells it."""
     an_update_amid_answers(rollouts, homes, tmp_path, NAME, ENGINE)
-
-
-def test_kv_from_outside() -> None:
-    """Goal: KV whose rows nobody follows is no silent hit. Method: kvroute's table of this release's names."""
-    pages_on_the_host(NAME, sglang.__version__)

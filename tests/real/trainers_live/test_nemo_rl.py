@@ -5,6 +5,7 @@ NeMo-RL's package on the index is a placeholder: a checkout's folder is in ``KVR
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -14,23 +15,27 @@ from unittest.mock import patch
 import pytest
 import torch
 import transformers
+import updates
 import vllm
-from live import STOCK, STOPS, WORDS, judged, prompt, stock_beside_a_connector, verdict
+from live import STOCK, STOPS, WORDS, judged, judged_over_update, prompt, stock_beside_a_connector, verdict
+from safetensors.torch import load_file
 
 with patch.object(
     transformers, "__version__", "5.11.0"
 ):  # NeMo-RL ends with 5.12 and later: policy/__init__.py, line 52
     from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-    from nemo_rl.models.generation.vllm import vllm_worker
+    from nemo_rl.models.generation.vllm import vllm_worker, vllm_worker_async
+
+import nemo_rl_parts
 
 NAME, ENGINE = "NeMo-RL 7ea279a", f"vLLM {vllm.__version__}"
 PAD = 2
 IDS = {word: i for i, word in enumerate(WORDS)}
 
 
-def configured(home: Path, files: Path) -> dict[str, Any]:
+def configured(home: Path, files: Path, **engine_lines: Any) -> dict[str, Any]:
     """NeMo-RL's ``policy.generation``, with the lines of docs/trainers/nemo-rl.md, and around a connector that stores
-    KV and rows."""
+    KV and rows; ``engine_lines`` are of its ``vllm_cfg``."""
     kvroute = {"on_missing": "fail", "witness": "flagged", "store": f"file://{files}/rows"}
     transfer = {
         "kv_connector": "KvrouteExampleConnector",
@@ -50,6 +55,7 @@ def configured(home: Path, files: Path) -> dict[str, Any]:
         "use_tqdm": False,
         "kv_cache_dtype": "auto",
         "enable_prefix_caching": True,
+        **engine_lines,
     }
     more = {
         "enable_return_routed_experts": True,
@@ -79,6 +85,14 @@ def without_marks(monkeypatch: pytest.MonkeyPatch) -> None:
     """NeMo-RL marks its calls for NVIDIA's profiler, which torch for CPUs has not."""
     for name in ("range_push", "range_pop"):
         monkeypatch.setattr(torch.cuda.nvtx, name, lambda *_: 0)
+
+
+class InFlight(vllm_worker_async.VllmAsyncGenerationWorkerImpl):
+    """NeMo-RL's asynchronous worker in this process, whose engine receives weights from a file."""
+
+    def _create_engine(self, llm_kwargs: dict[str, Any]) -> None:
+        extension = "nemo_rl_parts.OnCpu"
+        super()._create_engine({**llm_kwargs, "enable_sleep_mode": False, "worker_extension_cls": extension})
 
 
 class OnCpu(vllm_worker.VllmGenerationWorkerImpl):
@@ -117,6 +131,60 @@ def ids_of(text: str) -> list[int]:
 
 
 ASKED = [ids_of(prompt(seed, 100 + seed)) for seed in range(4)]
+
+
+async def answered(worker: InFlight, tokens: Sequence[int]) -> tuple[Any, list[int]]:
+    """Rows and tokens of one answer, as NeMo-RL's asynchronous worker gives them out."""
+    batch = BatchedDataDict({"input_ids": torch.tensor([tokens]), "input_lengths": torch.tensor([len(tokens)])})
+    answers = [answer async for _, answer in worker.generate_async(batch)]
+    (answer,) = answers
+    stop = int(answer["unpadded_sequence_lengths"][0])
+    return answer["routed_experts"][0, :stop].numpy(), answer["output_ids"][0, :stop].tolist()
+
+
+async def under_way(worker: InFlight) -> None:
+    """Each request has some tokens."""
+    states = worker.llm.output_processor.request_states
+    while len(states) < len(ASKED) or min(state.detokenizer.num_output_tokens() for state in states.values()) < 8:
+        await asyncio.sleep(0.02)
+
+
+def test_an_update_amid_answers(homes: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Goal: each row is of the weights that its token was sampled with. Method: NeMo-RL's asynchronous worker is told
+    what its in-flight update tells it, while it answers: it pauses nothing, and forgets no KV."""
+    import zmq
+
+    monkeypatch.setenv(nemo_rl_parts.ADDRESS, f"ipc://{tmp_path}/refit")
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    config = configured(homes["A"], tmp_path, async_engine=True)
+    config["max_new_tokens"] = 300
+    with patch.object(vllm_worker, "_apply_vllm_patches"):
+        worker = InFlight(config, bundle_indices=[], seed=0)
+    weight = load_file(homes["B"] / "model.safetensors")[updates.EMBEDDING]
+    sending = zmq.Context.instance().socket(zmq.REQ)
+    sending.bind(f"ipc://{tmp_path}/refit")
+
+    async def run() -> tuple[list[tuple[Any, list[int]]], list[tuple[Any, list[int]]]]:
+        await worker.prepare_refit_info_async({updates.EMBEDDING: (weight.shape, weight.dtype)})
+        answers = [asyncio.ensure_future(answered(worker, tokens)) for tokens in ASKED]
+        await asyncio.wait_for(under_way(worker), 600)
+        told = asyncio.ensure_future(worker.update_weights_via_ipc_zmq_async())
+        await asyncio.to_thread(nemo_rl_parts.sent, sending, {updates.EMBEDDING: weight}, tmp_path / "weights")
+        assert await told
+        amid = await asyncio.gather(*answers)
+        await worker.reset_prefix_cache_async()
+        return amid, await asyncio.gather(*(answered(worker, ids_of(prompt(seed, 100))) for seed in range(40, 44)))
+
+    try:
+        amid, behind = asyncio.run(run())
+    finally:
+        worker.llm.shutdown()
+        sending.close(0)
+    tally, cuts = judged_over_update(homes["A"], homes["B"], amid, again=False)
+    spans = zip(ASKED, cuts, amid, strict=True)
+    assert STOCK or any(len(asked) <= cut < len(tokens) - 1 for asked, cut, (_, tokens) in spans), cuts
+    verdict(NAME, ENGINE, "weights updated amid answers, KV kept", tally)
+    verdict(NAME, ENGINE, "after an update", judged(homes["B"], behind))
 
 
 def test_turns_and_stop_strings(worker: OnCpu, home: Path) -> None:

@@ -12,8 +12,8 @@ from types import SimpleNamespace
 import pytest
 import sglang
 import sglang_between
-from live import free_port, pages_on_the_host
-from sglang_plan import answers_and_prefix_hits
+from live import free_port
+from sglang_plan import an_update_that_aborts, answers_and_prefix_hits, kv_from_outside
 from sglang_rollouts import Rollouts
 from slime.utils import accelerator
 
@@ -39,6 +39,12 @@ def test_answers_prefix_hits_and_stop_strings(rollouts: Rollouts, home: Path, tm
     answers_and_prefix_hits(rollouts, home, tmp_path, NAME, ENGINE)
 
 
-def test_kv_from_outside() -> None:
-    """Goal: KV whose rows nobody follows is no silent hit. Method: kvroute's table of this release's names."""
-    pages_on_the_host(NAME, sglang.__version__)
+def test_kv_from_outside(rollouts: Rollouts, home: Path, tmp_path: Path) -> None:
+    """Goal: rows of KV that has left the device. Method: slime's rollouts over SGLang's pages on the host."""
+    kv_from_outside(rollouts, home, tmp_path, NAME, ENGINE)
+
+
+def test_an_update_amid_answers(rollouts: Rollouts, homes: dict[str, Path], tmp_path: Path) -> None:
+    """Goal: each row is of the weights that have computed it. Method: slime's engine is told what slime's update tells
+    it."""
+    an_update_that_aborts(rollouts, homes, tmp_path, NAME, ENGINE)

@@ -9,16 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import requests
 import sglang
 import torch
 import updates
 from live import (
+    HOST_PAGES,
+    OUTSIDE,
     STOCK,
     STOPS,
     WORDS,
     judged,
     judged_over_update,
-    pages_on_the_host,
     prompt,
     running,
     share_by_file,
@@ -32,13 +34,15 @@ from verl_rollout import RESPONSE, Rollout, configured, samples
 NAME, ENGINE = "verl 0.9.1", f"SGLang {sglang.__version__}"
 SERVER = "sglang_server_0_0"
 """By this name verl's sender of weights finds it."""
+POOL = 1024
 ON_CPU = [
     "device=cpu",
     "attention_backend=torch_native",
     "enable_memory_saver=false",
     "page_size=16",
-    "max_total_tokens=1024",
+    f"max_total_tokens={POOL}",
     "grammar_backend=none",
+    *(f"{name}={value}" for name, value in HOST_PAGES.items()),
     f"disable_overlap_schedule={str(STOCK).lower()}",
 ]
 
@@ -52,6 +56,7 @@ def rollout(cluster: Any, home: Path, tmp_path_factory: pytest.TempPathFactory) 
 
 
 ASKED = [prompt(seed, 100 + seed) for seed in range(4)]
+OTHERS = range(20, 24), range(24, 28)
 
 
 def test_turns_and_stop_strings(rollout: Rollout, home: Path) -> None:
@@ -63,6 +68,18 @@ def test_turns_and_stop_strings(rollout: Rollout, home: Path) -> None:
     ends = [WORDS[tokens[-1]] for _, tokens in stopped]
     assert all(any(stop in end for stop in STOPS) for end in ends), ends  # SGLang takes a part of a word, too
     verdict(NAME, ENGINE, "stop strings", judged(home, stopped))
+
+
+def test_kv_from_outside(rollout: Rollout, home: Path) -> None:
+    """Goal: rows of KV that has left the device. Method: SGLang copies it to pages on the host; others compute more
+    tokens than its pool has, and verl asks again. The server says of the first prompt where its KV comes from."""
+    first = samples(rollout("single_turn_agent", ASKED))
+    between = [samples(rollout("single_turn_agent", [prompt(seed, 110) for seed in seeds])) for seeds in OTHERS]
+    assert sum(len(tokens) for answers in between for _, tokens in answers) > POOL
+    asked = {"input_ids": first[0][1][:-RESPONSE], "sampling_params": {"max_new_tokens": 1}}
+    told = requests.post(f"http://{rollout.address}/generate", json=asked, timeout=600).json()["meta_info"]
+    assert told["cached_tokens_details"]["host"] >= 96, told
+    verdict(NAME, ENGINE, OUTSIDE, judged(home, samples(rollout("single_turn_agent", ASKED))))
 
 
 def test_an_update_amid_answers(rollout: Rollout, homes: dict[str, Path]) -> None:
@@ -106,8 +123,3 @@ def sender(config: Any) -> Any:
     of = config.actor_rollout_ref
     model = omega_conf_to_dataclass(of.model, dataclass_type=HFModelConfig)
     return sglang_rollout.ServerAdapter(omega_conf_to_dataclass(of.rollout), model, None, replica_rank=0)
-
-
-def test_kv_from_outside() -> None:
-    """Goal: KV whose rows nobody follows is no silent hit. Method: kvroute's table of this release's names."""
-    pages_on_the_host(NAME, sglang.__version__)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from typing import Any
 
 
@@ -229,18 +230,42 @@ def _padded_where_it_must_be(adjust: Any, model_config: Any, load_config: Any, t
     return adjust(model_config, load_config, tp_size)
 
 
+def _host_pool() -> Any:
+    """SGLang's module of pages on the host, whose memory is as it is."""
+    try:
+        import sglang.srt.mem_cache.pool_host.mha as host_pool
+    except ModuleNotFoundError:  # up to 0.5.15
+        import sglang.srt.mem_cache.memory_pool_host as host_pool
+
+        try:
+            import sglang.srt.mem_cache.pool_host.common as memory
+        except ModuleNotFoundError:  # up to 0.5.12
+            host_pool.alloc_with_host_register = _allocated
+        else:
+            memory._cuda_host_register = lambda *_: None
+        base = sys.modules[host_pool.HostKVCache.__module__]
+        base.HICACHE_HOST_MEMORY_RESERVE_BYTES = 0  # of 10 GB that would stay free
+    return host_pool
+
+
+def _allocated(dims: Any, *, allocator: Any, **named: Any) -> Any:
+    return allocator.allocate(dims, dtype=named["dtype"], device=named["device"])
+
+
 def register() -> None:
     _as_on_cuda()
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
     if not hasattr(TorchNativeAttnBackend, "get_cpu_graph_seq_len_fill_value"):  # of padding among ranks
         TorchNativeAttnBackend.get_cpu_graph_seq_len_fill_value = lambda _: 1
-    try:
-        import sglang.srt.mem_cache.pool_host.mha as host_pool
-    except ModuleNotFoundError:  # releases whose pages on the host no hook of kvroute follows
-        return
+    host_pool = _host_pool()
+    host_pool.transfer_kv_direct = transfer_kv_direct
+    host_pool.transfer_kv_per_layer_direct_pf_lf = transfer_kv_per_layer_direct_pf_lf
+    host_pool.transfer_kv_all_layer_direct_lf_pf = transfer_kv_all_layer_direct_lf_pf
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+    if host_pool.__name__.endswith("memory_pool_host"):  # what is below is of later releases
+        return
     manager = "sglang.srt.disaggregation.nixl.conn.NixlKVManager"
     HookRegistry.register(f"{manager}.__init__", _in_host_memory, HookType.BEFORE)
     place = "sglang.srt.model_executor.model_runner.adjust_config_with_unaligned_cpu_tp"
@@ -248,9 +273,6 @@ def register() -> None:
     place = "sglang.srt.mem_cache.pool_host.common._cuda_host_register"
     HookRegistry.register(place, lambda *_, **__: None, HookType.REPLACE)
     HookRegistry.register("sglang.srt.mem_cache.pool_host.base.HostKVCache.__init__", _pageable, HookType.AFTER)
-    host_pool.transfer_kv_direct = transfer_kv_direct
-    host_pool.transfer_kv_per_layer_direct_pf_lf = transfer_kv_per_layer_direct_pf_lf
-    host_pool.transfer_kv_all_layer_direct_lf_pf = transfer_kv_all_layer_direct_lf_pf
     _attends_to_drafts()
     _attends_in_windows()
     _convolves()
