@@ -14,7 +14,7 @@ from cache_manager.keys import Namespace
 from kvroute import ConfigError, routing_spec
 from kvroute.connector.settings import Common
 from kvroute.integrations.sglang.capturer import Capturer
-from kvroute.integrations.sglang.linker import Beside, KvrouteLinker, PoolKV, host_folder
+from kvroute.integrations.sglang.linker import Beside, KvrouteLinker, device_folder, host_folder
 from kvroute.integrations.sglang.rows import RoutedRows
 
 PAGE, PAGES, LAYERS = 4, 5, 3
@@ -168,4 +168,4 @@ def test_kv_on_the_host_has_the_folds_of_the_device(layout: str, latent: bool) -
     pages = list(range(PAGES))
     folds = host_folder(host).folds(pages)
     assert len(set(folds.tolist())) == PAGES
-    np.testing.assert_array_equal(folds, PoolKV(device, PAGE).folder.folds(pages))
+    np.testing.assert_array_equal(folds, device_folder(device, PAGE).folds(pages))
