@@ -50,6 +50,24 @@ OPTIONS: dict[str, Any] = {
 }
 
 
+STATES = {
+    "page_size": 1,
+    "disable_overlap_schedule": True,
+    "mamba_radix_cache_strategy": "no_buffer",
+    "max_mamba_cache_size": 16,
+}
+"""With which SGLang keeps states where there is no GPU."""
+OPTIONS_OF: dict[str, dict[str, Any]] = dict.fromkeys(
+    ("granitemoehybrid", "kimi_linear", "lfm2_moe", "nemotron_h", "qwen3_5_moe_text", "qwen3_next"), STATES
+)
+"""Further options of a family."""
+
+ALSO: dict[str, dict[str, Any]] = {
+    "hunyuan_v1_moe": {"use_mixed_mlp_moe": True},
+    "qwen3_next": {"full_attention_interval": 4},
+}
+"""What SGLang reads of a family's ``config.json``, and transformers does not write."""
+
 RECORD = ("computed with", "not computed with")
 
 
@@ -103,7 +121,7 @@ def computed_with(path: Path, answers: list[dict[str, Any]], routed: list[int]) 
     return there, others
 
 
-def answers_of(home: Path, plugins: str, rounds: int) -> dict[str, Any]:
+def answers_of(home: Path, plugins: str, rounds: int, options: Mapping[str, Any]) -> dict[str, Any]:
     """Ask an engine ``rounds`` times: its answers, as :func:`bench.vllm_zoo.judged` takes them, and its prefix hits."""
     os.environ["SGLANG_PLUGINS"] = plugins
     recording(home / "record")
@@ -118,7 +136,7 @@ def answers_of(home: Path, plugins: str, rounds: int) -> dict[str, Any]:
     first = [[*head, *rng.integers(5, VOCABULARY, n).tolist()] for n in rng.integers(3, 150, PROMPTS)]
     sampling = {"temperature": 0, "max_new_tokens": NEW, "ignore_eos": True}
     prompts, answers, hits = first, list[dict[str, Any]](), 0
-    with sglang.Engine(model_path=str(home), **OPTIONS) as engine:
+    with sglang.Engine(model_path=str(home), **{**OPTIONS, **options}) as engine:
         for number in range(rounds):
             outputs = engine.generate(input_ids=prompts, sampling_params=sampling, return_routed_experts=True)
             for prompt, output in zip(prompts, outputs, strict=True):
@@ -155,9 +173,12 @@ def run(name: str, home: Path, seconds: int, rounds: int) -> dict[str, Any]:
     made = apart(make, seconds, log, name, home)
     if "error" in made:
         return line | {"refused": made["error"], "by": "transformers"}
-    ours = apart(answers_of, seconds, log, home, "kvroute,cpu", rounds)
+    configuration = home / "config.json"
+    configuration.write_text(json.dumps({**json.loads(configuration.read_text()), **ALSO.get(name, {})}))
+    options = OPTIONS_OF.get(name, {})
+    ours = apart(answers_of, seconds, log, home, "kvroute,cpu", rounds, options)
     if "error" in ours:
-        stock = apart(answers_of, seconds, log, home, "cpu", 1)
+        stock = apart(answers_of, seconds, log, home, "cpu", 1, options)
         return line | {"refused": reason(log, ours), "by": "SGLang" if "error" in stock else "kvroute"}
     answers = ours["value"]["answers"]
     line |= {"answers": len(answers), "hits": ours["value"]["hits"], "sampled": NEW * len(answers)}
@@ -192,6 +213,7 @@ def main() -> None:
         seconds=(180, "limit of each part of a family's run"),
     )
     os.environ.update(SGLANG_USE_CPU_ENGINE="1", HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1")
+    os.environ["SGLANG_MAMBA_CONV_DTYPE"] = "float32"
     os.environ["KVROUTE_SGLANG"] = json.dumps({"strict": True})
     import sglang
     import sglang.srt.entrypoints.engine  # type: ignore[import-not-found]

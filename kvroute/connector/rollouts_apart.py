@@ -22,14 +22,15 @@ from typing import Final
 import msgspec
 
 from cache_manager.errors import KVRouteError, RowError, StoreUnavailableError
+from cache_manager.spec import AuxBlockDataSpec
 from cache_manager.storage.apart import ApartSettings, ApartStore
 from kvroute.connector.end import End
-from kvroute.connector.engine import Engine
 from kvroute.connector.left import rollout_name
+from kvroute.connector.limits import Limits
 from kvroute.connector.rollouts_wire import ANSWERS, Ended, Opening, RolloutsQuestion, TakenRollout, encode_message
 from kvroute.connector.settings import apart_url
 from kvroute.connector.takers import TakerOutcome
-from kvroute.connector.unread import UnreadRows
+from kvroute.connector.unread import RowsToRead
 
 logger = logging.getLogger(__name__)
 
@@ -43,18 +44,20 @@ RETRY_S: Final = 0.01
 
 class RolloutsApart:
     """A ``RolloutTaker`` whose store is in another process. The constructor starts that; raises what opening the store
-    raises, and :class:`StorageError` if no process can be started."""
+    raises, and :class:`StorageError` if no process can be started.
 
-    def __init__(self, engine: Engine) -> None:
-        url, call_s = apart_url(engine.settings.rollouts)
-        carrier = engine.carrier
-        opening = Opening.of(url, engine.spec, flagged=carrier.flagged, cuts_max=engine.limits.cuts_max)
-        limits = ApartSettings(call_s=call_s, arena_nbytes=1)  # no record lies in the arena
-        self._limits = engine.limits
-        self._apart = ApartStore(f"apart:{url}", limits, MODULE, msgspec.json.encode(opening).decode())
-        self.burst_max = 2 * engine.limits.burst_max  # a question takes the engine's process as long as ten ends
+    ``rollouts`` is the setting, and the rows are of ``spec``; ``flagged`` is the operator's choice for unproved ids.
+    """
+
+    def __init__(self, rollouts: str, spec: AuxBlockDataSpec, *, flagged: bool, limits: Limits) -> None:
+        url, call_s = apart_url(rollouts)
+        opening = Opening.of(url, spec, flagged=flagged, cuts_max=limits.cuts_max)
+        calls = ApartSettings(call_s=call_s, arena_nbytes=1)  # no record lies in the arena
+        self._limits = limits
+        self._apart = ApartStore(f"apart:{url}", calls, MODULE, msgspec.json.encode(opening).decode())
+        self.burst_max = 2 * limits.burst_max  # a question takes the engine's process as long as ten ends
         self._gone_s: float | None = None  # since when there is no process
-        self._voids: deque[str] = deque(maxlen=engine.limits.ends_max)
+        self._voids: deque[str] = deque(maxlen=limits.ends_max)
         self._counts = Counter(stored=0, unstored=0, read_here=0)  # no new names: another thread looks at them
 
     @property
@@ -68,7 +71,7 @@ class RolloutsApart:
         and ``lost_calls`` and ``restarts`` of the process."""
         return self._counts | Counter(self._apart.counters)
 
-    def take(self, ends: Sequence[End], unread: UnreadRows) -> list[TakerOutcome]:
+    def take(self, ends: Sequence[End], unread: RowsToRead) -> list[TakerOutcome]:
         outcomes = dict[End, TakerOutcome]()
         lacking = self._take_all(ends, unread, outcomes)
         if lacking:
@@ -87,7 +90,7 @@ class RolloutsApart:
     def _take_all(
         self,
         ends: Sequence[End],
-        unread: UnreadRows,
+        unread: RowsToRead,
         outcomes: dict[End, TakerOutcome],
     ) -> list[End]:
         """Fill in the ``outcomes`` of ``ends``; those of which the process lacks rows."""
@@ -115,7 +118,7 @@ class RolloutsApart:
         return lacking
 
     def _batches(
-        self, ends: Sequence[End], unread: UnreadRows, outcomes: dict[End, TakerOutcome]
+        self, ends: Sequence[End], unread: RowsToRead, outcomes: dict[End, TakerOutcome]
     ) -> Iterator[list[tuple[End, Ended]]]:
         """The ends as the process is told of them; those that cannot be told have their outcome."""
         batch = list[tuple[End, Ended]]()

@@ -504,7 +504,11 @@ def _taker_of(engine: Engine) -> tuple[LeftRoutes, RolloutTaker]:
     if engine.settings.rollouts.startswith(APART_SCHEME):
         from kvroute.connector.rollouts_apart import RolloutsApart
 
-        return LeftRoutes(limits=engine.limits), RolloutsApart(engine)
+        settings, flagged = engine.settings, engine.carrier.flagged
+        return (
+            LeftRoutes(limits=engine.limits),
+            RolloutsApart(settings.rollouts, engine.spec, flagged=flagged, limits=engine.limits),
+        )
     left = LeftRoutes.by(engine.settings.rollouts, engine.limits)
     return left, RolloutsHere(Cutting(engine.spec, engine.carrier.flagged), left, engine.limits.burst_max)
 

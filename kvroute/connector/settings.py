@@ -117,7 +117,9 @@ def _check_rollouts(url: str, *, apart: bool) -> None:
         elif apart:
             check_rollouts_url(apart_url(url)[0])
         else:
-            wanted = "the URL of a rollout store that this engine's own process opens: in vLLM alone one is apart"
+            wanted = (
+                "the URL of a rollout store that this engine's own process opens: only in vLLM and SGLang one is apart"
+            )
             raise ConfigError("rollouts", wanted, repr(url))
     except ConfigError as error:
         wanted = f"{RESPONSE} or {error.wanted}"
@@ -147,6 +149,8 @@ def _words(kind: inspect.Type) -> str:
 
 class Lending(Common, frozen=True):
     """An operator's settings in engines that lend rows to others: SGLang's."""
+
+    rollouts_may_be_apart: ClassVar[bool] = True
 
     lend: str = "tcp://127.0.0.1:*"  # where rows are lent to other engines: ipc:///path or tcp://HOST:PORT
     lent_nbytes_max: Annotated[int, msgspec.Meta(ge=1)] = 4 << 30  # of copies of rows not fetched yet

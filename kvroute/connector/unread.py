@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -29,6 +29,14 @@ class Seen(NamedTuple):
     labels: Rows | None
     stop: int
     whole: bool  # all of it
+
+
+class RowsToRead(Protocol):
+    """What a process that stores rollouts needs of rows that this one may not have read: see :class:`UnreadRows`."""
+
+    def source(self) -> tuple[list[tuple[str, list[int]]], bytes]: ...
+    def seen(self, groups: Sequence[Sequence[Computation]]) -> Sequence[Sequence[Seen] | RowError]: ...
+    def read(self, computations: Iterable[Computation]) -> None: ...
 
 
 class UnreadRows:

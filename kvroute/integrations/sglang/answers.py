@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -26,7 +26,7 @@ from cache_manager.spec import AuxBlockDataSpec
 from kvroute.connector.behind import Behind
 from kvroute.connector.fields import FIELD
 from kvroute.connector.key import Key
-from kvroute.connector.left import LeftRoutes, Tokens, settled
+from kvroute.connector.left import LeftRoutes, LeftValues, Tokens, settled
 from kvroute.connector.meter import Meter
 from kvroute.connector.tickets import MissingSpan, gaps_of
 from kvroute.integrations.sglang import versions
@@ -129,18 +129,30 @@ class AnswerCounters:
     refused: int = 0  # answers without routes, because too many waited for theirs to be left
 
 
+class Apart(Protocol):
+    """Leaves routes elsewhere. The calls are described at :class:`kvroute.integrations.sglang.apart.AnswersApart`."""
+
+    def put(self, key: Key, rows: RequestRows | KVRouteError, tokens: Tokens | None) -> LeftValues: ...
+    def close(self) -> None: ...
+
+
 class Answers:
     """Makes the answers of requests, in the order of their ends, on a thread that the first one starts.
 
-    ``left`` takes the routes, if the operator wants any; it is owned. The scheduler's thread calls :meth:`begin` and
-    :meth:`send`, which return at once.
+    ``left`` takes the routes, if the operator wants any, and makes the client's data; with ``apart`` that takes them.
+    Both are owned. The scheduler's thread calls :meth:`begin` and :meth:`send`, which return at once.
     """
 
     def __init__(
-        self, spec: AuxBlockDataSpec, left: LeftRoutes | None, meter: Meter, limits: AnswerLimits = AnswerLimits()
+        self,
+        spec: AuxBlockDataSpec,
+        left: LeftRoutes | None,
+        meter: Meter,
+        limits: AnswerLimits = AnswerLimits(),
+        apart: Apart | None = None,
     ) -> None:
         self.counters = AnswerCounters()
-        self._spec, self._left, self._meter, self._limits = spec, left, meter, limits
+        self._spec, self._left, self._meter, self._limits, self.apart = spec, left, meter, limits, apart
         self._layers = list(spec.attrs["layer_ids"])
         self._lock = threading.Lock()
         self._waiting = 0  # answers
@@ -188,8 +200,11 @@ class Answers:
     def close(self) -> None:
         """Wait for answers under way, and close the store. One that hangs is left to the thread."""
         has_thread = "_behind" in vars(self)
-        if (not has_thread or self._behind.close(self._limits.close_s)) and self._left is not None:
-            self._left.close()
+        if has_thread and not self._behind.close(self._limits.close_s):
+            return
+        for owned in (self.apart, self._left):
+            if owned is not None:
+                owned.close()
 
     # ---------------------------------------------------------------- the thread
 
@@ -209,10 +224,19 @@ class Answers:
         """Fill the field, and leave the routes; the client's data, with the reason if there are no routes."""
         why: KVRouteError
         try:
-            routes, unseen, gaps = self._fill(answer.field.numpy(), rows)
+            try:
+                routes, unseen, gaps = self._fill(answer.field.numpy(), rows)
+            except KVRouteError as error:
+                if self.apart is not None:  # no earlier routes are found in their place
+                    self.apart.put(key, error, tokens)
+                raise
             if self._left is None:
                 return None
-            data = self._left.leave(key, routes, tokens, unseen, gaps)
+            if self.apart is None:
+                values = self._left.put(key, routes, tokens, unseen, gaps)
+            else:
+                values = self.apart.put(key, rows, tokens)
+            data = self._left.answer(key, values, tokens)
         except KVRouteError as error:
             why = error
         except Exception as error:  # an answer waits

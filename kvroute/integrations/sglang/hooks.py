@@ -6,6 +6,8 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
+from msgspec.structs import replace
+
 from cache_manager.errors import ConfigError
 from cache_manager.keys import Namespace
 from kvroute.connector.settings import Common
@@ -15,6 +17,7 @@ from kvroute.integrations.sglang import radix, versions
 from kvroute.integrations.sglang.capturer import Capturer, capturer
 from kvroute.integrations.sglang.handover import Handover, PrefillTickets
 from kvroute.integrations.sglang.host_pages import attached
+from kvroute.integrations.sglang.pools import is_last_full
 from kvroute.integrations.sglang.ranks import least_of
 from kvroute.integrations.sglang.refusals import supported
 from kvroute.integrations.sglang.routers import routed_layers
@@ -99,7 +102,8 @@ def _created(create: Callable[..., Any], runner: Any, *args: Any, **named: Any) 
     name = namespace_name(runner.model_config, arguments, settings)
     pages = -(-versions.host_tokens(theirs) // page) + 1
     versions.without_host_buffer(theirs)
-    rows = RoutedRows(spec, pages, Namespace(name, AS_LOADED, rank=shard.rank, world=shard.world), settings)
+    leaves = settings if answers else replace(settings, rollouts="")  # of a rank that does not, nobody asks for routes
+    rows = RoutedRows(spec, pages, Namespace(name, AS_LOADED, rank=shard.rank, world=shard.world), leaves)
     versions.set_experts_capturer(Capturer(theirs, rows, answers=answers))
     line = started(
         f"SGLang {sglang.__version__}",
@@ -167,11 +171,13 @@ def _hosted(current: Capturer, _: Any, controller: Any, *__: Any, **___: Any) ->
             ", ".join(unjudged),
         )
     if len(pools) > 1 and controller.enable_storage:
-        raise ConfigError(
-            "SGLang with kvroute: hicache_storage_backend",
-            "none with layers that forget: rows are matched by KV of the others alone, behind which layers choose",
-            ", ".join(pools),
-        )
+        device = controller.mem_pool_device
+        if len(pools) > 2 or not is_last_full(device, getattr(device, "mamba_pool", None)):
+            raise ConfigError(
+                "SGLang with kvroute: hicache_storage_backend",
+                "a model whose last layer attends to all tokens: rows are matched by its KV, behind which none chooses",
+                f"{', '.join(pools)}, with layers that forget behind it",
+            )
     pool = getattr(controller.mem_pool_host, "anchor_entry", None)
     attached(current.rows, controller, controller.mem_pool_host if pool is None else pool.host_pool)
 
@@ -195,12 +201,18 @@ def _stored(current: Capturer, *arguments: Any, **_: Any) -> None:
         current.rows.keep(keys, current.rows.pages_of(host_slots, host=True))
 
 
-def _found(current: Capturer, hit: Any, controller: Any, *_: Any) -> Any:
-    """The storage has KV: cut off the part without rows. The controller's thread calls it."""
+def _found(current: Capturer, hit: Any, controller: Any, operation: Any, *_: Any) -> Any:
+    """The storage has KV: cut off the part without rows. The controller's thread calls it.
+
+    Windows and states are those of some ends of a prefix. SGLang goes back to the last such end in what is left, if its
+    storage has named the ends; else nothing is left.
+    """
     if current.rows.folder is None:
         return hit
     keys, tokens = hit
     n = current.rows.stored(keys)
+    if n < len(keys) and operation.pool_transfers and operation.pool_storage_result.restorable_prefix_pages is None:
+        n = 0
     return keys[:n], min(tokens, n * controller.page_size)
 
 

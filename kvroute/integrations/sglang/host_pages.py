@@ -6,13 +6,9 @@ from typing import Any, Final
 
 from cache_manager.errors import ConfigError
 from kvroute.connector.witness import KvFolder, witnesses
+from kvroute.integrations.sglang.pools import halves_of
 
 LAYOUTS: Final = ("layer_first", "page_first", "page_first_direct")
-
-
-def halves_of(pool: Any) -> list[Any]:
-    """The keys and the values of a pool's layers, or their common latent."""
-    return [pool.k_buffer, pool.v_buffer] if hasattr(pool, "k_buffer") else [pool.kv_buffer]
 
 
 def host_folder(pool: Any) -> KvFolder:
@@ -31,4 +27,4 @@ def attached(rows: Any, controller: Any, pool: Any) -> None:
     rows.attach(folder=folder, host_pages=-(-pool.size // pool.page_size) + 1)
 
 
-__all__ = ["LAYOUTS", "attached", "halves_of", "host_folder"]
+__all__ = ["LAYOUTS", "attached", "host_folder"]

@@ -6,46 +6,29 @@ from __future__ import annotations
 from collections import deque
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from sglang.srt.mem_cache.hicache_storage import PoolName  # type: ignore[import-not-found]
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker  # type: ignore[import-not-found]
 
 from cache_manager.errors import ConfigError, KVRouteError
 from cache_manager.job import PersistJob
-from cache_manager.spec import AuxBlockDataSpec
 from kvroute.connector.witness import KvFolder, witnesses
 from kvroute.integrations.sglang.capturer import capturer
-from kvroute.integrations.sglang.host_pages import halves_of
+from kvroute.integrations.sglang.pools import FULL, Pools, halves_of, kv_bytes, kv_layers, pools_of
 from kvroute.integrations.sglang.ranks import Ranks, least_of
-from kvroute.integrations.sglang.rows import RoutedRows, logger
-
-POOLS = ("MHATokenToKVPool", "MLATokenToKVPool")
-"""SGLang's pools whose pages are keys and values, and nothing beside them: no scales, no index of sparse attention."""
+from kvroute.integrations.sglang.rows import RoutedRows, SidePages, logger
+from kvroute.integrations.sglang.sides import restorable
 
 
-class PoolKV:
-    """The KV of blocks: a page's keys and values, layer by layer."""
+def device_folder(pool: Any, page: int) -> KvFolder:
+    """A folder of SGLang's pages on the device."""
+    layers = [[half.view(torch.uint8).flatten(1) for half in layer] for layer in kv_layers(pool, page)]
+    return KvFolder(witnesses(layers, halves_of(pool)[0][0].element_size()))
 
-    def __init__(self, pool: Any, page: int) -> None:
-        layers = [list(layer) for layer in zip(*halves_of(pool), strict=True)]
-        shapes = [[str(half.dtype), *half.shape[1:]] for layer in layers for half in layer]
-        paged = [[half.view(torch.uint8).reshape(len(half) // page, -1) for half in layer] for layer in layers]
-        self._pages = [half for layer in paged for half in layer]
-        self._widths = [half.shape[1] for half in self._pages]
-        self.spec = AuxBlockDataSpec("kv", (sum(self._widths) // page,), "uint8", page, {"buffers": shapes})
-        self.folder = KvFolder(witnesses(paged, layers[0][0].element_size()))
 
-    def take(self, blocks: NDArray[np.int64], into: NDArray[np.uint8]) -> None:
-        indices = torch.from_numpy(blocks).to(self._pages[0].device)
-        into[:] = torch.cat([pages[indices] for pages in self._pages], dim=1).cpu().numpy()
-
-    def fill(self, blocks: NDArray[np.int64], kv: NDArray[np.uint8]) -> None:
-        indices = torch.from_numpy(blocks).to(self._pages[0].device)
-        parts = torch.tensor(kv, device=indices.device).split(self._widths, dim=1)
-        for pages, part in zip(self._pages, parts, strict=True):
-            pages[indices] = part
+def named(transfers: list[Any]) -> dict[str, Any]:
+    """SGLang's transfers of a prefix by the names of their pools, that of the pages of all tokens first."""
+    return {str(getattr(transfer.name, "value", transfer.name)): transfer for transfer in transfers}
 
 
 class Offloads:
@@ -56,47 +39,53 @@ class Offloads:
         self._kept: deque[list[PersistJob] | None] = deque()
         self.clear = self._kept.clear
 
-    def put(self, transfer: Any) -> None:
-        """Offload these pages, which SGLang holds until that is over."""
-        self._kept.append(self._rows.keep(transfer.keys, self._rows.pages_of(transfer.device_indices)))
+    def put(self, transfer: Any, sides: list[SidePages] | None = None) -> None:
+        """Offload these pages, and what ``sides`` keep of their end; SGLang holds all of it until that is over."""
+        pages = self._rows.pages_of(transfer.device_indices)
+        self._kept.append(self._rows.keep(transfer.keys, pages, sides or ()))
 
     def over(self, *, stored: bool) -> int:
         """How many have begun, and so are copied, or with ``stored`` how many are stored."""
         self._rows.go_on()
-        over = (jobs is None or (len(jobs) > 0 and (not stored or jobs[0].poll())) for jobs in self._kept)
-        return [*over, False].index(False)
+
+        def is_over(jobs: list[PersistJob] | None) -> bool:
+            if jobs is None:
+                return True
+            return bool(jobs) and (not stored or all(job.poll() for job in jobs))
+
+        return [*map(is_over, self._kept), False].index(False)
 
     def pop(self) -> list[PersistJob] | None:
         return self._kept.popleft()
 
 
-def _rows_and_kv(params: Any, components: Any) -> tuple[RoutedRows, PoolKV]:
-    """This process's rows and KV; :class:`ConfigError` if there are no rows, and for layers that forget tokens or read
-    more of a page than keys and values."""
+def _rows_and_pools(params: Any, components: Any) -> tuple[RoutedRows, Pools]:
+    """This process's rows and pools; :class:`ConfigError` if there are no rows, and for layers or pages that were not
+    judged."""
     current = capturer()
     if current is None:
         raise ConfigError("KvrouteLinker", "--enable-return-routed-experts, and the plugin of kvroute", "no rows")
-    names = sorted(str(getattr(component, "name", component)) for component in components)
-    if names != ["FULL"]:
-        raise ConfigError("KvrouteLinker", "a model whose layers all attend to all tokens", names)
-    pool = params.token_to_kv_pool_allocator.get_kvcache()
-    if type(pool).__name__ not in POOLS:
-        raise ConfigError(
-            "KvrouteLinker", f"pages of keys and values alone, in {' or '.join(POOLS)}", type(pool).__name__
-        )
-    return current.rows, PoolKV(pool, params.page_size)
+    return current.rows, pools_of(params, components, "KvrouteLinker")
 
 
 class Beside:
     """Another project's linker, which keeps KV only, with rows beside it: KV without rows is not a hit.
 
-    No offload is over before that of its rows has begun: only then may SGLang give the pages out again.
+    No offload is over before that of its rows has begun: only then may SGLang give the pages out again. Windows and
+    states are that linker's: rows are those of the KV of layers that attend to all tokens, which shows what the layers
+    before the last of them chose.
     """
 
     def __init__(self, theirs: Any, params: Any, components: Any) -> None:
         self._theirs = theirs
-        self._rows, kv = _rows_and_kv(params, components)
-        self._rows.attach(folder=kv.folder)
+        self._rows, pools = _rows_and_pools(params, components)
+        if not pools.is_last_full:
+            raise ConfigError(
+                "an external linker",
+                "KvrouteLinker, or a model whose last layer attends to all tokens",
+                "one with layers that forget behind it",
+            )
+        self._rows.attach(folder=device_folder(pools.full, params.page_size))
         self._offloads = Offloads(self._rows)
 
     def __getattr__(self, name: str) -> Any:
@@ -139,24 +128,44 @@ class KvrouteLinker(UnifiedCacheLinker):  # type: ignore[misc]
     def __init__(
         self, server_args: Any, params: Any, *, components: Any, extra_config: Any, forward_stream: Any = None
     ) -> None:
-        self.rows, kv = _rows_and_kv(params, components)
+        self.rows, pools = _rows_and_pools(params, components)
         least = least_of(params.attn_tp_cache_group)
-        self.rows.attach(kv=kv, ranks=least and Ranks(least))
+        kv = kv_bytes(pools.full, params.page_size, FULL)
+        self.rows.attach(kv=kv, sides=pools.sides, ranks=least and Ranks(least))
         self.forward_stream, self.layer_done_counter = forward_stream, self
-        self.pools = {PoolName.KV: params.token_to_kv_pool_allocator.get_kvcache()}
+        self.pools = {PoolName(name): pool for name, pool in {FULL: pools.full, **pools.sides}.items()}
         self._offloads = Offloads(self.rows)
 
     def set_consumer(self, index: int) -> None: ...
     def wait_until(self, layer: int) -> None: ...
 
+    def _sides(self, transfers: list[Any]) -> list[SidePages]:
+        """What windows and states keep of the end of these pages."""
+        by_pool = named(transfers)
+        sides = list[SidePages]()
+        for name, side in self.rows.sides.items():
+            if (transfer := by_pool.get(name)) is not None:
+                tokens = side.aux.block_tokens
+                blocks = transfer.device_indices.cpu().numpy()[::tokens] // tokens
+                sides.append(SidePages(side, transfer.keys, blocks))
+        return sides
+
     def lookup(self, rid: str, transfers: list[Any]) -> list[int]:
         """Prefixes, in pages, that seem to be stored; only loading verifies them."""
-        return list(range(1, self.rows.stored(transfers[0].keys) + 1))
+        by_pool = named(transfers)
+        keys = by_pool[FULL].keys
+        lengths = list(range(1, self.rows.stored(keys) + 1))
+        for name in self.rows.sides:
+            there = self.rows.stored_sides(name, keys[: len(lengths)])
+            width = len(by_pool[name].keys) if name in by_pool else 0
+            lengths = restorable(lengths, there, width) if width else []
+        return lengths
 
     def load(self, rid: str, transfers: list[Any]) -> bool:
         """Fill these pages; ``False`` unless every one has come: then SGLang computes them."""
         with torch.cuda.stream(self.forward_stream):  # behind the passes that may still write these slots
-            return self.rows.fill(transfers[0].keys, self.rows.pages_of(transfers[0].device_indices))
+            kv = named(transfers)[FULL]
+            return self.rows.fill(kv.keys, self.rows.pages_of(kv.device_indices), self._sides(transfers))
 
     def start_layer_wise_loading(self) -> int:
         return -1
@@ -169,7 +178,7 @@ class KvrouteLinker(UnifiedCacheLinker):  # type: ignore[misc]
 
     def offload(self, transfers: list[Any], session_id: str | None = None) -> bool:
         """Always queued, as on every other rank: pages that may not be stored are over at once, and not stored."""
-        self._offloads.put(transfers[0])
+        self._offloads.put(named(transfers)[FULL], self._sides(transfers))
         return True
 
     def num_completed_offloads(self) -> int:
@@ -195,4 +204,4 @@ class KvrouteLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self.rows.close()
 
 
-__all__ = ["Beside", "KvrouteLinker", "PoolKV"]
+__all__ = ["Beside", "KvrouteLinker", "device_folder"]

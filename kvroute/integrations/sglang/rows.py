@@ -27,13 +27,15 @@ from kvroute import open_store
 from kvroute.connector.job_counts import JobCounts
 from kvroute.connector.left import LeftRoutes, Tokens
 from kvroute.connector.meter import Meter, Taken
-from kvroute.connector.settings import VERSION, Common
+from kvroute.connector.settings import APART_SCHEME, VERSION, Common
 from kvroute.connector.versions import Versions
 from kvroute.connector.witness import KvFolder
 from kvroute.connector.written import write_ids
 from kvroute.integrations.sglang.answers import Answer, Answers, RequestRows
 from kvroute.integrations.sglang.passes import UNREPORTED, UNVERIFIED, Ids, Launched, LaunchedPasses
+from kvroute.integrations.sglang.pools import PagedBytes
 from kvroute.integrations.sglang.ranks import ABSENT, Digests, Ranks, digests_of
+from kvroute.integrations.sglang.sides import Side
 from kvroute.routing import weights_version_spec
 from kvroute.witness import ROOT, chained
 
@@ -45,6 +47,7 @@ WHY: Final = "the store has no rows of the KV that was loaded"
 OTHER_WEIGHTS: Final = "KV that was loaded may be of other weights"
 GONE_MAX: Final = 1 << 16
 NOTHING: Final[Mapping[int, str]] = MappingProxyType({})
+NO_SIDES: Final[Mapping[str, PagedBytes]] = MappingProxyType({})
 
 Origins = NDArray[np.uint64]
 
@@ -55,6 +58,20 @@ class Aside:
 
     rows: Rows | None = None
     labels: Rows | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SidePages:
+    """Blocks of a side, under the names of the pages beside which they are."""
+
+    side: Side
+    keys: Sequence[str]
+    blocks: Ids
+
+    def origins(self, keys: Sequence[str], of_pages: Origins) -> Origins:
+        """Those of the pages of the same names, of all pages' ``keys [n]``."""
+        place = {key: i for i, key in enumerate(keys)}
+        return of_pages[[place[key] for key in self.keys]]
 
 
 class RoutedRows:
@@ -73,13 +90,23 @@ class RoutedRows:
         self.followers: list[Callable[[], None]] = []  # called when the weights have another name
         self.counters: dict[str, Callable[[], Any]] = {}  # of further tiers, by name
         self._job_counts = JobCounts(self.meter, spec.block_tokens)
-        left = LeftRoutes.by(settings.rollouts) if settings.rollouts else None
-        self.answers = Answers(spec, left, self.meter)
+        self.answers = self._answers()
         self._gone = set[BlockKey]()  # no hits: KV that others keep without rows, or rows of ranks that differ
         self._ranks: Ranks | None = None
+        self.sides: dict[str, Side] = {}  # windows and states in our store, by the names of their pools
         self._store = open_store(settings.store) if settings.store else None
         self.aux = self._made(namespace)
         self.weights = Versions(namespace, None, self._renamed, named=bool(settings.weights))
+
+    def _answers(self) -> Answers:
+        rollouts = self.settings.rollouts
+        if not rollouts.startswith(APART_SCHEME):
+            return Answers(self.spec, LeftRoutes.by(rollouts) if rollouts else None, self.meter)
+        from kvroute.integrations.sglang.apart import AnswersApart
+
+        apart = AnswersApart(rollouts, self.spec, flagged=self.settings.witness == "flagged")
+        self.counters["rollouts"] = lambda: apart.counters
+        return Answers(self.spec, LeftRoutes(), self.meter, apart=apart)
 
     def _made(self, namespace: Namespace, kv: Any = None, host_pages: int = 0) -> AuxBlocks:
         self._valid_after = np.zeros(self.pages + host_pages, np.int64)  # passes, then a page has its new content
@@ -97,17 +124,25 @@ class RoutedRows:
         )
 
     def attach(
-        self, *, kv: Any = None, ranks: Ranks | None = None, folder: KvFolder | None = None, host_pages: int = 0
+        self,
+        *,
+        kv: Any = None,
+        sides: Mapping[str, PagedBytes] = NO_SIDES,
+        ranks: Ranks | None = None,
+        folder: KvFolder | None = None,
+        host_pages: int = 0,
     ) -> None:
         """From here on KV goes to other places and comes back; called before the first pass.
 
-        With ``kv``, a ``KVBlocks`` of one tier, it goes to the store with its rows; each of several ``ranks`` has a
-        part of it. With ``folder``, which folds the KV, it goes to another store: from pages of the host if there are
-        ``host_pages``, else from those of the device.
+        With ``kv``, a ``KVBlocks`` of one tier, it goes to the store with its rows, and ``sides`` with the last of its
+        pages; each of several ``ranks`` has a part of it. With ``folder``, which folds the KV, it goes to another
+        store: from pages of the host if there are ``host_pages``, else from those of the device.
         """
         self.aux.close()
         self.aux = self._made(self.aux.namespace, kv, host_pages)
         self.folder, self._ranks = folder, ranks
+        namespace, strict = self.aux.namespace, self.settings.strict
+        self.sides = {name: Side(each, namespace, self._store, strict=strict) for name, each in sides.items()}
         if ranks is not None:
             self.counters["ranks"] = lambda: ranks.counters
 
@@ -122,6 +157,8 @@ class RoutedRows:
         """Called when there is no KV, or none that may be used again."""
         self.passes.forget()
         self.aux.reset(weights_version=namespace.weights_version)
+        for side in self.sides.values():
+            side.follow(namespace.weights_version)
         for follow in self.followers:
             follow()
 
@@ -166,6 +203,8 @@ class RoutedRows:
         """What waited for passes that are over now, or for room: see :meth:`LaunchedPasses.go_on`."""
         for job in self.aux.jobs.poll():
             self._job_counts.count(job)
+        for side in self.sides.values():
+            side.aux.jobs.poll()
         self.passes.go_on()
 
     def _renew(self, pages: Ids) -> None:
@@ -247,41 +286,62 @@ class RoutedRows:
         hits = [is_stored and key not in self._gone for key, is_stored in zip(adopted, stored, strict=True)]
         return [*hits, False].index(False)
 
-    def keep(self, keys: Sequence[str], pages: Ids) -> list[PersistJob] | None:
-        """Store these pages with their present content, when the passes launched so far are over.
+    def stored_sides(self, name: str, keys: Sequence[str]) -> list[bool]:
+        """Beside which of these pages this side seems to be stored; only loading verifies that."""
+        try:
+            return self.sides[name].stored(keys)
+        except KVRouteError as error:
+            logger.warning("the store cannot be asked: %s", error)
+            return [False] * len(keys)
 
-        SGLang holds pages of the device until the job has copied them; the job is in the list when it has begun. With
-        unknown weights nothing is stored: ``None``.
+    def keep(self, keys: Sequence[str], pages: Ids, sides: Sequence[SidePages] = ()) -> list[PersistJob] | None:
+        """Store these pages with their present content, when the passes launched so far are over, and ``sides``.
+
+        SGLang holds pages of the device until the jobs have copied them; they are in the list when they have begun.
+        With unknown weights nothing is stored: ``None``.
         """
         if self.weights.mixed:
             return None
         begun: list[PersistJob] = []
         blocks = dict(zip(self._adopted(keys), pages.tolist(), strict=True))
-        self.passes.then(partial(self._persist, blocks, self._origins_now(pages), begun))
+
+        def persist_sides(lives: Ids) -> list[PersistJob]:
+            origins = np.array(self.aux.exchange.origins(pages), np.uint64)
+            origins[self.aux.generations(pages) != lives] = 0  # of another page by now: it is beside no record
+            jobs = [each.side.begin_persist(each.keys, each.blocks, each.origins(keys, origins)) for each in sides]
+            return [job for job in jobs if job is not None]  # without room there is no hit later
+
+        self.passes.then(partial(self._persist, blocks, self._origins_now(pages), begun, persist_sides))
         return begun
 
     def _persist(
-        self, blocks: dict[BlockKey, int], origins: Origins | None, begun: list[PersistJob], lives: Ids | None = None
+        self,
+        blocks: dict[BlockKey, int],
+        origins: Origins | None,
+        begun: list[PersistJob],
+        persist_sides: Callable[[Ids], list[PersistJob]],
+        lives: Ids | None = None,
     ) -> None:
         if lives is None:
             lives = self._named(np.array(list(blocks.values()), np.int64), origins)
         if (job := self.aux.begin_persist(blocks, lives)) is None:  # there is no room
-            self.passes.again(partial(self._persist, blocks, origins, begun, lives))
+            self.passes.again(partial(self._persist, blocks, origins, begun, persist_sides, lives))
         else:
-            begun.append(job)
+            begun.extend([job, *persist_sides(lives)])
 
-    def fill(self, keys: Sequence[str], pages: Ids) -> bool:
-        """Fill these pages, which were just given out, with KV and rows now; whether all have come, on all ranks.
+    def fill(self, keys: Sequence[str], pages: Ids, sides: Sequence[SidePages] = ()) -> bool:
+        """Fill these pages, which were just given out, with KV and rows now, and ``sides``; whether all have come, on
+        all ranks.
 
         Each of the ranks calls it with the same keys, and hears the same.
         """
         self._renew(pages)
         self._filled_behind[pages] = self.passes.launched
         if self._ranks is None:
-            return bool(self._filled(keys, pages).all())
+            return bool(self._filled(keys, pages, sides).all())
         digests: Digests = np.full(len(pages), ABSENT)
         try:
-            came = self._filled(keys, pages)
+            came = self._filled(keys, pages, sides)
             tokens = int(came.sum()) * self.page
             kinds = [self.aux.read(name, pages[came], 0, tokens) for name in (self.spec.name, VERSION)]
             digests[came] = digests_of(kinds, self.page)
@@ -291,8 +351,8 @@ class RoutedRows:
         self._forget({key for key, other in zip(self._adopted(keys), others.tolist(), strict=True) if other})
         return bool(verdict.same.all())
 
-    def _filled(self, keys: Sequence[str], pages: Ids) -> NDArray[np.bool_]:
-        """Which of these pages ``[n]`` have come from this rank's store."""
+    def _filled(self, keys: Sequence[str], pages: Ids, sides: Sequence[SidePages]) -> NDArray[np.bool_]:
+        """Which of these pages ``[n]`` have come from this rank's store; the last one has not without all ``sides``."""
         none = np.zeros(len(pages), np.bool_)
         job = self._restored(keys, pages)
         if job is None:
@@ -300,7 +360,11 @@ class RoutedRows:
         self._job_counts.count_time(job)
         if job.failure is not None or len(job.answers) < len(keys):
             return none
-        return np.array([job.answers[key] for key in self._adopted(keys)], np.bool_)
+        came = np.array([job.answers[key] for key in self._adopted(keys)], np.bool_)
+        if came.all() and sides:
+            origins = np.array(self.aux.exchange.origins(pages), np.uint64)
+            came[-1] = all(each.side.fill(each.keys, each.blocks, each.origins(keys, origins)) for each in sides)
+        return came
 
     def _forget(self, gone: set[BlockKey]) -> None:
         """These keys are no hits any more."""
@@ -432,9 +496,11 @@ class RoutedRows:
 
     def close(self) -> None:
         self.answers.close()
+        for side in self.sides.values():
+            side.close()
         self.aux.close()
         if self._store is not None:
             self._store.close()
 
 
-__all__ = ["WHY", "Aside", "RoutedRows"]
+__all__ = ["WHY", "Aside", "RoutedRows", "SidePages"]

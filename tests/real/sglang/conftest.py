@@ -19,6 +19,7 @@ import pytest
 from nursery import nursery
 from waiting import GIVE_UP_S
 
+from kvroute.connector.settings import APART_SCHEME, apart_url
 from kvroute.rollout import GROUP
 
 HERE = Path(__file__).parent
@@ -75,6 +76,8 @@ def serve(plugins: Path, tmp_path: Path) -> Callable[..., list[dict[str, Any]]]:
         plan = tmp_path / f"plan-{next(plans)}.json"
         out = plan.with_suffix(".jsonl")
         left = (settings or {}).get("rollouts")
+        if left is not None and left.startswith(APART_SCHEME):  # readers open the store itself
+            left = apart_url(left)[0]
         plan.write_text(
             json.dumps({"model": str(model), "options": options, "do": do, "rollouts": left, "out": str(out)})
         )

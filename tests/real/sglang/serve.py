@@ -11,10 +11,12 @@ import json
 import multiprocessing
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pybase64
 from sglang.srt.managers import scheduler
 from sglang.srt.managers.io_struct import (
@@ -23,6 +25,7 @@ from sglang.srt.managers.io_struct import (
     PauseGenerationReqInput,
     UpdateWeightFromDiskReqInput,
 )
+from waiting import send_signal, until
 
 from kvroute import KVRouteError
 from kvroute.integrations.sglang import missing, routes, support
@@ -202,6 +205,21 @@ class Asked:
                 return
             time.sleep(0.1)
         raise TimeoutError("the cache was not flushed")
+
+    def signal_rollouts(self, scenario: str, prompts: list[list[int]], number: int) -> None:
+        """The process that stores rollouts is killed or stopped, and then there are requests."""
+        until(lambda: bool(self.rollouts_processes()))
+        for process in self.rollouts_processes():
+            send_signal(process.pid, number)
+        self.ask(scenario, prompts)
+
+    def rollouts_processes(self) -> list[psutil.Process]:
+        found = list[psutil.Process]()
+        for process in psutil.Process().children(recursive=True):
+            with suppress(psutil.Error):
+                if any("rollouts_process" in word for word in process.cmdline()):
+                    found.append(process)
+        return found
 
     def change(self, _: str, home: str) -> None:
         """One bit of the last number, of the last layer's V, of the oldest page in ``home``."""

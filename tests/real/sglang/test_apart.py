@@ -98,15 +98,15 @@ class Pair:
     ) -> None:
         self._home, self._backend, self._logs, self._plugins, self._more = home, backend, logs, plugins, more or {}
         self._running: dict[str, Engine] = {}
-        self._stock = set[str]()
+        self._stock = dict[str, bool]()
         self._starts = count()
         self._log: dict[str, Path] = {}
         self._door = hold_port()
         self.requests = ThreadPoolExecutor(8)
 
-    def stock(self, role: str) -> None:
-        """The role's engine is one without kvroute from its next start on."""
-        self._stock.add(role)
+    def stock(self, role: str, *, routed: bool = False) -> None:
+        """The role's engine is one without kvroute from its next start on, which may return ``routed`` experts."""
+        self._stock[role] = routed
 
     def __getitem__(self, role: str) -> Engine:
         if role not in self._running or self._running[role].ended:
@@ -124,7 +124,7 @@ class Pair:
                 "disaggregation_bootstrap_port": self._door,
                 **self._more.get(role, {}),
             }
-            if not has_kvroute:
+            if not self._stock.get(role, True):
                 del options["enable_return_routed_experts"]
             environment = engine_environment(self._plugins, kvroute=has_kvroute) | {
                 "KVROUTE_SGLANG": json.dumps({"strict": True, "weights": "tiny"}),

@@ -7,17 +7,23 @@ of the one that has written last. Every row is judged by transformers; a rank is
 from __future__ import annotations
 
 import os
+from base64 import b64decode
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 from far_judge import Judge
+from models import routing
 from test_apart import DECODE, LAYERS, Pair, flat, reasons, tally
 from test_scenarios import prompts
 
 from kvroute.integrations.sglang.handover import NOT_ASKED
 
 FAMILY = "qwen3_moe_two_kv_heads"
+STOCK = [ranks for ranks in os.environ.get("KVROUTE_STOCK_RANKS", "").split(",") if ranks]
+"""In which SGLang without kvroute is judged, too: CI has no time."""
 RANKS = os.environ.get("KVROUTE_RANKS", "2-2,2-1,1-2").split(",")  # CI has time for one
 
 
@@ -86,3 +92,38 @@ def test_a_rank_of_prefill_is_killed(pair: Pair, judge: Judge, rank: int) -> Non
     pair["prefill"].kill()
     total = tally(judge, "and another", pair.answers(asked))
     assert total.right == total.due
+
+
+@pytest.mark.parametrize("ranks", STOCK)
+def test_stock_answers_with_what_lies_in_its_buffer(
+    ranks: str, model: Callable[..., Path], plugins: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Goal: what kvroute is for. Method: the prompts of :func:`test_decode_has_every_row`, asked of SGLang alone; a
+    field that an answer lacks is counted, too."""
+    prefill, decode = map(int, ranks.split("-"))
+    more = {"prefill": {"chunked_prefill_size": 64, "tp_size": prefill}, "decode": {"tp_size": decode, **DECODE}}
+    monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", "0|0")
+    home = model(FAMILY)
+    pair, found = Pair(home, "nixl", tmp_path, plugins, more), Counter[str]()
+    for role in ("prefill", "decode"):
+        pair.stock(role, routed=True)
+    try:
+        pair.start()
+        asked = [*prompts(1, 80, 10, 33, 1, 150), *prompts(2, 31, 32, 33, 64, 65), *prompts(3, 90, 70, 50, head=48)]
+        answers = pair.answers(asked)
+        answers += pair.answers(prompts(4, 70, 33), new=1)
+        answers += pair.answers(prompts(7, *[100] * 6), new=240)
+    finally:
+        pair.close()
+    for answer in answers:
+        assert "error" not in answer, answer
+        due = routing(home, [*answer["prompt"], *answer["tokens"]][:-1])
+        field = answer["meta"].get("routed_experts")
+        if field is None:
+            found["no field"] += due.shape[0] * due.shape[1]
+            continue
+        rows = np.sort(np.frombuffer(b64decode(field), np.int32).reshape(len(due), -1, due.shape[2]), axis=-1)
+        right = (rows[:, rows.shape[1] - due.shape[1] :] == due).all(axis=2)
+        found.update(right=int(right.sum()), wrong=int((~right).sum()))
+    print(f"stock, {ranks}: {dict(found)}")
+    assert found["wrong"] > 0, "what kvroute is for"

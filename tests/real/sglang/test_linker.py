@@ -15,7 +15,7 @@ from kvroute import ConfigError, routing_spec
 from kvroute.connector.settings import Common
 from kvroute.integrations.sglang.capturer import Capturer
 from kvroute.integrations.sglang.host_pages import host_folder
-from kvroute.integrations.sglang.linker import Beside, KvrouteLinker, PoolKV
+from kvroute.integrations.sglang.linker import Beside, KvrouteLinker, device_folder
 from kvroute.integrations.sglang.rows import RoutedRows
 
 PAGE, PAGES, LAYERS = 4, 5, 3
@@ -84,9 +84,9 @@ def test_no_offload_of_a_linker_of_others_is_over_before_that_of_its_rows_has_be
     linker = Beside(Theirs(), given.params, ["FULL"])
     assert linker.name == "theirs"
     passes = [launched(given.rows, 1)]
-    linker.offload([SimpleNamespace(keys=["a" * 64], device_indices=slots(1))])
+    linker.offload([SimpleNamespace(name="kv", keys=["a" * 64], device_indices=slots(1))])
     passes.append(launched(given.rows, 2))
-    linker.offload([SimpleNamespace(keys=["b" * 64], device_indices=slots(2))])
+    linker.offload([SimpleNamespace(name="kv", keys=["b" * 64], device_indices=slots(2))])
     for over, each in enumerate(passes):
         assert linker.num_completed_offloads() == over
         each.finalize()
@@ -94,11 +94,11 @@ def test_no_offload_of_a_linker_of_others_is_over_before_that_of_its_rows_has_be
     assert linker.pop_completed_offload()
     assert linker.num_completed_offloads() == 1
     launched(given.rows, 3)
-    linker.offload([SimpleNamespace(keys=["c" * 64], device_indices=slots(3))])
+    linker.offload([SimpleNamespace(name="kv", keys=["c" * 64], device_indices=slots(3))])
     linker.reset()
     assert linker.num_completed_offloads() == 0
     given.rows.weights.changed()  # it is unknown to what: no rows are stored, and none are waited for
-    linker.offload([SimpleNamespace(keys=["d" * 64], device_indices=slots(3))])
+    linker.offload([SimpleNamespace(name="kv", keys=["d" * 64], device_indices=slots(3))])
     assert linker.num_completed_offloads() == 1
 
 
@@ -106,7 +106,7 @@ def test_our_linker_brings_kv_and_rows_back(given: Any) -> None:
     linker = KvrouteLinker(None, given.params, components=["FULL"], extra_config={})
     before = [each.clone() for each in (*given.kv.k_buffer, *given.kv.v_buffer)]
     over = launched(given.rows, 1)
-    transfer = SimpleNamespace(keys=["a" * 64], device_indices=slots(1))
+    transfer = SimpleNamespace(name="kv", keys=["a" * 64], device_indices=slots(1))
     assert linker.offload([transfer])
     assert linker.num_completed_offloads() == 0
     over.finalize()
@@ -115,8 +115,8 @@ def test_our_linker_brings_kv_and_rows_back(given: Any) -> None:
     assert linker.num_completed_offloads() == 1
     assert linker.pop_completed_offload()
     assert linker.lookup("r", [transfer]) == [1]
-    assert linker.load("r", [SimpleNamespace(keys=["a" * 64], device_indices=slots(3))])
-    assert not linker.load("r", [SimpleNamespace(keys=["b" * 64], device_indices=slots(2))])
+    assert linker.load("r", [SimpleNamespace(name="kv", keys=["a" * 64], device_indices=slots(3))])
+    assert not linker.load("r", [SimpleNamespace(name="kv", keys=["b" * 64], device_indices=slots(2))])
     for old, new in zip(before, (*given.kv.k_buffer, *given.kv.v_buffer), strict=True):
         assert torch.equal(new[slots(3)], old[slots(1)])
     found = given.rows.read(slots(3).numpy(), 0).routes()[0]
@@ -129,9 +129,9 @@ def test_what_may_not_be_stored_is_over_in_its_turn_and_not_stored(given: Any) -
     holds. Method: an offload with unknown weights, behind one whose pass runs."""
     linker = KvrouteLinker(None, given.params, components=["FULL"], extra_config={})
     over = launched(given.rows, 1)
-    assert linker.offload([SimpleNamespace(keys=["a" * 64], device_indices=slots(1))])
+    assert linker.offload([SimpleNamespace(name="kv", keys=["a" * 64], device_indices=slots(1))])
     given.rows.weights.changed()
-    assert linker.offload([SimpleNamespace(keys=["b" * 64], device_indices=slots(1))])
+    assert linker.offload([SimpleNamespace(name="kv", keys=["b" * 64], device_indices=slots(1))])
     assert linker.num_completed_offloads() == 0
     over.finalize()
     for job in given.rows.aux.jobs:
@@ -169,4 +169,4 @@ def test_kv_on_the_host_has_the_folds_of_the_device(layout: str, latent: bool) -
     pages = list(range(PAGES))
     folds = host_folder(host).folds(pages)
     assert len(set(folds.tolist())) == PAGES
-    np.testing.assert_array_equal(folds, PoolKV(device, PAGE).folder.folds(pages))
+    np.testing.assert_array_equal(folds, device_folder(device, PAGE).folds(pages))

@@ -89,9 +89,11 @@ def _attends_to_drafts() -> None:
 
     extend = TorchNativeAttnBackend.forward_extend
 
-    def forward_extend(self: Any, q: Any, k: Any, v: Any, layer: Any, batch: Any, save_kv_cache: bool = True) -> Any:
+    def forward_extend(
+        self: Any, q: Any, k: Any, v: Any, layer: Any, batch: Any, save_kv_cache: bool = True, **more: Any
+    ) -> Any:
         if not batch.forward_mode.is_target_verify():
-            return extend(self, q, k, v, layer, batch, save_kv_cache)
+            return extend(self, q, k, v, layer, batch, save_kv_cache, **more)
         pool = self.token_to_kv_pool
         pool.set_kv_buffer(layer, KVWriteLoc(batch.out_cache_loc, self.swa_out_cache_loc), k, v)
         keys, values = pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)

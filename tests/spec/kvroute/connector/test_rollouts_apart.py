@@ -27,7 +27,7 @@ from kvroute.connector import Engine, Key, SchedulerRows, Settings, Tokens, rout
 from kvroute.connector.key import rollout_id
 from kvroute.connector.left import left_values
 from kvroute.connector.rollouts_apart import RolloutsApart
-from kvroute.connector.settings import Lending
+from kvroute.connector.settings import Common
 from kvroute.connector.worker import WorkerRows
 from kvroute.rollout import RolloutStore, open_rollouts
 from kvroute.routes import Routes
@@ -66,8 +66,8 @@ def taker(monkeypatch: pytest.MonkeyPatch) -> Takers:
     takers = Takers()
     init, ask = RolloutsApart.__init__, ApartStore.ask
 
-    def made(self: RolloutsApart, *given: Any) -> None:
-        init(self, *given)
+    def made(self: RolloutsApart, *given: Any, **more: Any) -> None:
+        init(self, *given, **more)
         takers.made.append(self)
 
     def asked(self: ApartStore, *given: Any, **more: Any) -> Any:
@@ -432,9 +432,10 @@ def test_a_setting_that_cannot_be_is_refused(rollouts: str, wanted: str) -> None
 
 
 def test_another_engine_refuses_it() -> None:
-    """Goal: SGLang's own process leaves rows. Method: its settings; and who would read there by this URL."""
-    with pytest.raises(ConfigError, match="in vLLM alone one is apart"):
-        Lending.of({"rollouts": "apart:file:///a"})
+    """Goal: an engine without such a process says so. Method: the settings that all have; and who would read there by
+    this URL."""
+    with pytest.raises(ConfigError, match="only in vLLM and SGLang one is apart"):
+        Common.of({"rollouts": "apart:file:///a"}, "settings")
     with pytest.raises(ConfigError, match="wanted one of file"):
         open_rollouts("apart:file:///a")
 

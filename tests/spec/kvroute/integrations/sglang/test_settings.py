@@ -90,17 +90,29 @@ def test_what_a_server_refuses_is_on_the_page() -> None:
     [
         (["kv", "indexer"], False, r"enable_hierarchical_cache: wanted a model .*got indexer"),
         (["kv", "swa", "draft_kv"], False, r"enable_hierarchical_cache: wanted a model .*got draft_kv"),
-        (["kv", "swa"], True, r"hicache_storage_backend: wanted none with layers that forget.*got kv, swa"),
-        (["kv", "mamba"], True, r"hicache_storage_backend: wanted none with layers that forget.*got kv, mamba"),
+        (["kv", "swa"], True, r"hicache_storage_backend: wanted a model whose last layer attends.*got kv, swa, with"),
+        (["kv", "mamba"], True, r"hicache_storage_backend: wanted a model whose last layer.*got kv, mamba, with"),
+        (
+            ["kv", "swa", "mamba"],
+            True,
+            r"hicache_storage_backend: wanted a model whose last .*got kv, swa, mamba, with",
+        ),
     ],
 )
 def test_pages_on_the_host_that_were_not_judged_are_refused_by_name(
     monkeypatch: pytest.MonkeyPatch, pools: list[str], storage: bool, refused: str
 ) -> None:
     """Goal: what was not judged does not start. Method: controllers of further pages beside those of all tokens, and
-    storages that keep pages with windows or states."""
+    storages that keep pages with windows or states of a last layer."""
     monkeypatch.setattr(hooks, "capturer", lambda: object())
     entries = [SimpleNamespace(name=name) for name in pools]
-    controller = SimpleNamespace(mem_pool_host=SimpleNamespace(entries=entries), enable_storage=storage)
+    device: dict[str, Any] = {"layers_mapping": {0: (0, False), 1: (0, True)}}
+    if pools == ["kv", "mamba"]:
+        device = {"full_attention_layer_id_mapping": {0: 0}, "mamba_pool": SimpleNamespace(mamba_layer_ids=[1])}
+    controller = SimpleNamespace(
+        mem_pool_host=SimpleNamespace(entries=entries),
+        mem_pool_device=SimpleNamespace(**device),
+        enable_storage=storage,
+    )
     with pytest.raises(ConfigError, match=refused):
         hooks.HOOKS["hosted"](lambda _: None, controller)
