@@ -18,6 +18,7 @@ from toy_requests import EXPERTS, TOKENS, TOP_K, Asked, row_of, seeded, weights_
 from waiting import GIVE_UP_S
 
 from cache_manager.keys import Namespace
+from kvroute.capture.step_weights import NoStepWeights
 from kvroute.connector import Engine, Key, Limits, SchedulerRows, Settings, Tokens, worker
 from kvroute.connector.behind import Behind
 from kvroute.connector.carriers import ByKey, ByTransfer, Carrier, NoCarrier
@@ -270,7 +271,7 @@ class Toy:
 
     def weigh(self, prefixes: Sequence[Sequence[int]]) -> None:
         """The routers say by what they count the experts of the last token of each prefix, where that is wanted."""
-        if self.worker.weights is None or self.quiet:
+        if isinstance(self.worker.weights, NoStepWeights) or self.quiet:
             return
         weights = np.stack([weights_of(prefix, self.weights) for prefix in prefixes])
         for layer in self.layers:

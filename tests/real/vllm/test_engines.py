@@ -199,7 +199,7 @@ def test_a_compiled_model_has_no_rows_and_says_why(engine: Start, model: Model) 
     assert len(found) == 59
     assert not found.valid.any()
     assert list(compiled.kept.missing) == ["a router's hook was not called"]
-    assert not routing_weights(output).routes.some.any()
+    assert not routing_weights(output).routes.mask.any()
 
 
 REFUSED: dict[str, Any] = {

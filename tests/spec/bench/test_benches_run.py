@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[3]
     "command",
     [
         "replay --tokens 1024 --rounds 1",
-        "kinds --tokens 128 --rounds 1",
+        "kinds --tokens 256 --rounds 1",
         "receipt --tokens 32 --micro-batches 1 --rounds 1",
         "step --quick --rounds 1 --sequences --blocks 20",
         "handover --sequences 2 --tokens 64 --dp 2 --homes file mooncake",

@@ -207,7 +207,7 @@ def test_a_witness_is_of_one_life_and_of_a_known_prefix() -> None:
 
     def witnesses(before: int, blocks: list[int]) -> list[int]:
         worker.name([Run(before, blocks)])
-        return worker.rows.origins(blocks)
+        return worker.rows.exchange.origins(blocks)
 
     first, second = witnesses(-1, [0, 1])
     assert witnesses(0, [2]) == [second]

@@ -49,7 +49,7 @@ def rank_of(rank: int, directory: Path, damaged: bool) -> None:
     part.end()
     if isinstance(part, WorkerRows):
         assert isinstance(part.carrier, ByKeyWorker)
-        found = part.blocks.origins(RUN.blocks)
+        found = part.blocks.exchange.origins(RUN.blocks)
         (directory / "witnesses").write_text(" ".join(map(str, found)))
         part.close()
     distributed.destroy_process_group()

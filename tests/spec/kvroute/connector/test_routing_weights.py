@@ -117,7 +117,7 @@ def test_a_pass_without_weights_has_no_ids_either(start: Start) -> None:
         def weigh(self, prefixes: Any) -> None:
             weights = np.stack([weights_of(prefix) for prefix in prefixes])
             weights[2, 1, 0] = np.inf
-            assert self.worker.weights is not None
+            assert isinstance(self.worker.weights, StepWeights)
             for layer in self.layers:
                 self.worker.weights.hook(layer)(torch.from_numpy(weights[:, layer].copy()))
 

@@ -23,8 +23,9 @@ from cache_manager.errors import RowError
 from cache_manager.keys import Namespace
 from cache_manager.publish import Rows
 from kvroute import Routes, routing_spec
-from kvroute.connector.answers import FIELD, missing, routes, unseen
+from kvroute.connector.answers import missing, routes, unseen
 from kvroute.connector.cutting import Cutting
+from kvroute.connector.fields import FIELD
 from kvroute.connector.key import Key
 from kvroute.connector.left import Tokens
 from kvroute.connector.rollouts_wire import Ended
