@@ -190,7 +190,7 @@ def test_the_process_cuts_what_the_engine_would_cut(seed: int) -> None:
     end = ended(Key("r", of_client=True), rows, tokens)
     (seen,) = AllRead().seen([end.computations])
     there = Ended.of(end, end.computations, seen).end(SPEC)
-    found, found_unproved = Cutting(SPEC, rows.flagged).routes(there)
+    found, found_unproved, _ = Cutting(SPEC, rows.flagged).routes(there)
     assert found.to_bytes() == due.to_bytes()
     assert found_unproved == unproved
     assert dict(there.why) == dict(rows.reasons)
