@@ -41,7 +41,7 @@ def test_the_notes_have_the_section_the_engines_and_the_formats(tree: Path) -> N
     assert "### Fixed\n- A row.\n" in notes
     assert "Old." not in notes
     assert "| vLLM | 0.24.0, " in notes
-    assert "| SGLang | 0.5.12.post1, " in notes
+    assert "| SGLang | 0.5.12, 0.5.12.post1, " in notes
     assert "| routes as bytes | 4 |" in notes
 
 
