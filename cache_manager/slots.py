@@ -135,10 +135,10 @@ def readable(given: Any) -> tuple[Ints | None, int]:
             numbers = array.astype(np.int64)
     except Exception:  # noqa: BLE001 - whatever it is: which integers it has is unknown
         return None, 1
-    is_same = numbers == array
-    if array.dtype.kind not in "iuf" or not is_same.all():
+    if array.dtype.kind not in "iuf":  # first: a comparison with others may raise
         return None, array.size
-    return numbers, array.size
+    is_same = numbers == array
+    return (numbers if is_same.all() else None), array.size
 
 
 def is_integer(value: object, low: int, end: int) -> bool:

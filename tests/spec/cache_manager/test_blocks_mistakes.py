@@ -54,7 +54,21 @@ class Refusing:
         raise self.error("not on this machine")
 
 
+class Incomparable:
+    """An integer to numpy, which compares to none."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __int__(self) -> int:
+        return 1
+
+    def __eq__(self, other: object) -> bool:
+        raise TypeError("not with another")
+
+
 UNREADABLE = {
+    "a structure": np.array([(0,), (1,)], [("slot", "i8")]),
+    "an object that compares to none": [Incomparable(), Incomparable()],
     "half": np.array([0.5]),
     "not a number": np.array([np.nan, 1.0]),
     "text": ["1"],

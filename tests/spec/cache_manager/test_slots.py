@@ -109,6 +109,7 @@ def test_values_that_an_engine_may_pass_by_mistake_are_counted() -> None:
     assert readable([1.5, 2]) == (None, 2)
     assert readable([float("nan")]) == (None, 1)
     assert readable([[1], [2, 3]]) == (None, 1)
+    assert readable(np.zeros(2, [("slot", "i8")])) == (None, 2)
 
 
 @pytest.mark.parametrize("value", [0, COUNT_END, True, 1.0, "1"])

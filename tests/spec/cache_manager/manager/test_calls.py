@@ -206,6 +206,23 @@ def test_after_an_interrupted_call_nothing_that_has_ended_is_seen(look, monkeypa
     house.close()
 
 
+@pytest.mark.parametrize("take_in", [lambda manager: manager.poll() == {}, lambda manager: manager.drain(0)])
+def test_after_an_interrupted_call_nothing_comes_to_what_has_ended(take_in, stored, monkeypatch) -> None:
+    """Goal: what the store brings to sequences that an interrupted call has ended is nobody's, and is not counted.
+    Method: a restore that is done and not collected; the manager is interrupted, and asked what has come."""
+    house = House(stored, device=24, host=8)
+    _asked(house)
+    with monkeypatch.context() as within:
+        within.setattr(house.aux, "renew", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            house.manager.allocate("b", [1])
+    assert take_in(house.manager)
+    assert house.manager.counters.interrupted_calls == 1
+    assert house.manager.counters.restored_tokens == 0
+    assert house.manager.owners == frozenset()
+    house.close()
+
+
 @pytest.mark.parametrize("name", CALLS)
 def test_a_call_inside_one_of_the_rows_is_refused_and_changes_nothing(name: str, stored, monkeypatch) -> None:
     """Goal: a refused call loses no block, and tried again it gives out no block of an older life. Method: each call
