@@ -18,6 +18,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -29,13 +30,14 @@ REQUEST_NBYTES_MAX = 1 << 20
 
 
 class Born:
-    """A process of a nursery; as much of :class:`subprocess.Popen` as tests need."""
+    """A process of a nursery; as much of :class:`subprocess.Popen` as tests need. Threads may wait side by side."""
 
     def __init__(self, status: socket.socket) -> None:
         self._status = status.makefile("r")
         status.close()
         self.pid = int(self._status.readline())
         self.returncode: int | None = None
+        self._reading = threading.Lock()
 
     def poll(self) -> int | None:
         """The exit status, -N after signal N; None while it runs."""
@@ -48,13 +50,15 @@ class Born:
         if self.returncode is None:
             if not select.select([self._status], [], [], timeout)[0]:
                 raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0)
-            self.returncode = os.waitstatus_to_exitcode(int(self._status.readline()))
-            self._status.close()
+            with self._reading:
+                if self.returncode is None:  # of two that wait, one reads
+                    self.returncode = os.waitstatus_to_exitcode(int(self._status.readline()))
         return self.returncode
 
     def kill(self) -> None:
         if self.poll() is None:
-            os.kill(self.pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):  # it ended meanwhile
+                os.kill(self.pid, signal.SIGKILL)
 
 
 class Nursery:
