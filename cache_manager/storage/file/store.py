@@ -27,7 +27,7 @@ from cache_manager.storage.file.extent import (
     Run,
     open_extents,
 )
-from cache_manager.storage.file.index import ANY, Found, KeyIndex
+from cache_manager.storage.file.index import ANY_TAIL, Found, KeyIndex
 from cache_manager.storage.file.quota import NO_ROOM, Quota
 from cache_manager.storage.file.reader import ExtentFiles
 from cache_manager.storage.guard import StoreLock
@@ -123,7 +123,7 @@ class FileStore(ExtentFiles):
                 self._quota.erase()
             with self._as_storage_error("write"):
                 for group in groups:
-                    self._store(*group, held, ANY if older else ())
+                    self._store(*group, held, ANY_TAIL if older else ())
                 if self._sync is Sync.BATCH:  # what is held, too: it may not be synced yet
                     self._sync_all(self.index.extents)
             if may_lose and self._quota.evicted != evicted:  # perhaps of these keys, for a later record
@@ -232,9 +232,12 @@ class FileStore(ExtentFiles):
         headers: Sequence[RecordHeader],
         payloads: Sequence[Buffer],
         held: dict[BlockKey, RecordHeader],
-        again: Container[int],
+        repeats: Container[int],
     ) -> None:
-        """Store records of one layout while there is room. Held: writing."""
+        """Store records of one layout while there is room; ``held`` gets their headers.
+
+        Of keys with a tail in ``repeats`` there may be older records. Held: writing.
+        """
         runs: list[Run] = []
         at = 0
         try:
@@ -248,12 +251,12 @@ class FileStore(ExtentFiles):
                 extent.write(self._disk, start, heads, payloads[at : at + count])
                 with self.lock:
                     extent.used_at = self.calls
-                    self.index.hold(extent, start, heads, again, self._quota.to_erase)
+                    self.index.hold(extent, start, heads, repeats, self._quota.to_erase)
                 self._directory.tell(extent.shape.number, start, count)
                 runs.pop(0)
                 at += count
                 held |= {header.key: header for header in some}
-                if again and self._quota.to_erase:
+                if repeats and self._quota.to_erase:
                     self._quota.erase()
         except OSError as error:
             if error.errno not in NO_ROOM:
