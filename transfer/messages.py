@@ -51,6 +51,9 @@ MODEL_MAX: Final = 1024
 TransferId = NewType("TransferId", bytes)
 """16 random bytes, drawn by the prefill side for one request; see :func:`~transfer.node.new_transfer`."""
 
+RecordPlace = tuple[int, int]
+"""(part, index): which part of which block of a transfer."""
+
 BootId = NewType("BootId", bytes)
 """16 random bytes, drawn when a process starts: a restarted peer has another one."""
 
@@ -123,7 +126,7 @@ class Entry(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Place(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A record by its place: which part of which block."""
+    """A :data:`RecordPlace` on the wire."""
 
     part: _PartIndex
     index: _Index
