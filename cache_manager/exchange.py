@@ -44,8 +44,8 @@ class Exchange:
             counts = integers(rows, "rows", "one count for each block", n=len(blocks))
             limits = prefix_bits(counts, table.tokens)
         with table.lock:
-            ids, lives, current, others = self._keys.resolve(table, blocks, generations)
-            self._keys.count(others)
+            ids, lives, current, unresolved = self._keys.resolve(table, blocks, generations)
+            self._keys.count(unresolved)
             valid = bits_of(table.region, ids)
             valid &= limits
             have_rows = valid != 0
@@ -87,7 +87,7 @@ class Exchange:
         record = Copies(table.layout, content)
         ids = table.slots.ids([block])
         with table.lock:
-            ours = self._keys.owns(header.key)
+            ours = self._keys.chain.owns(header.key)
             if not _in_life(table, ids, generation, ours=ours):
                 return 0
             _check_not_copied_into(table, ids)

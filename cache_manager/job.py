@@ -40,7 +40,7 @@ class JobQueue(Protocol):
     """What a job needs of the :class:`~cache_manager.jobs.Jobs` that it is one of; there the methods are described."""
 
     table: BlockTable
-    keys: OwnKeys
+    own_keys: OwnKeys
     required: Sequence[int]
     kv: KVBlocks | None
 
@@ -65,7 +65,7 @@ class Job(Generic[_T]):
         self.jobs = jobs
         self.table = jobs.table
         self.store = jobs.records()
-        ids, lives, current, self.others = jobs.keys.resolve(self.table, blocks, generations)
+        ids, lives, current, self.unresolved = jobs.own_keys.resolve(self.table, blocks, generations)
         self.blocks = dict(blocks)
         self.begun_s = time.monotonic()
         self.cancelled = False
@@ -80,7 +80,7 @@ class Job(Generic[_T]):
         self.ids = ids[which]
         self.lives = lives[which]
         self.drops = self.table.drops.take(self.ids)
-        self.nbytes = len(self.keys) * jobs.keys.record.nbytes
+        self.nbytes = len(self.keys) * jobs.own_keys.record.nbytes
         self.phase = Phase.QUEUED if self.keys else Phase.LANDED
 
     # What a kind of job does, in this order. The lock is held, but not in carry().
@@ -90,7 +90,7 @@ class Job(Generic[_T]):
         raise NotImplementedError
 
     def stage(self) -> None:
-        shape = (self.ids.size, self.jobs.keys.record.nbytes)
+        shape = (self.ids.size, self.jobs.own_keys.record.nbytes)
         self.staging = np.zeros(shape, np.uint8)
 
     def carry(self) -> None: ...
@@ -108,7 +108,10 @@ class Job(Generic[_T]):
         return self.phase is Phase.LANDED
 
     def poll(self) -> bool:
-        """Land the job if the store's part is done; whether the job is over. Never waits for the store."""
+        """Land the job if the store's part is done; whether the job is over. Never waits for the store.
+
+        Its caller knows then: ``AuxBlocks.jobs.poll`` does not return the job.
+        """
         self.jobs.land(self, deque())
         return self.over
 
