@@ -22,7 +22,7 @@ import msgspec
 from msgspec import Meta
 
 from cache_manager.keys import KEY_NBYTES
-from cache_manager.record import HEADER_NBYTES_MAX, HEADER_NBYTES_MIN, Buffer
+from cache_manager.record import HEADER_NBYTES_MAX, HEADER_NBYTES_MIN, Buffer, nbytes_of
 from transfer.errors import RemoteProtocolError
 
 MAGIC: Final = b"KVRT"
@@ -270,10 +270,6 @@ def join(payloads: Sequence[Buffer], together: Callable[[Sequence[Buffer]], Buff
         else:
             frames += neighbours
     return tuple(frames)
-
-
-def nbytes_of(buffer: Buffer) -> int:
-    return buffer.nbytes if isinstance(buffer, memoryview) else len(buffer)
 
 
 def split(frames: Sequence[memoryview], nbytes: Sequence[int]) -> Sequence[memoryview]:

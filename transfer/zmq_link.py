@@ -16,10 +16,10 @@ from typing import Any, Final
 
 import zmq
 
-from cache_manager.record import Buffer
+from cache_manager.record import Buffer, nbytes_of
 from transfer.errors import TransferError
 from transfer.link import Arrival, LinkEvent, Peer, PeerFound, PeerLost
-from transfer.messages import ENTRIES_MAX, nbytes_of
+from transfer.messages import ENTRIES_MAX
 from transfer.zmq_server import ZmqServer
 from transfer.zmq_settings import ZmqSettings, check_address
 from transfer.zmq_sockets import Socket, dealer, events, monitored

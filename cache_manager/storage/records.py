@@ -12,7 +12,7 @@ from cache_manager.errors import ConfigError, RecordError, StorageError
 from cache_manager.keys import BlockKey
 from cache_manager.origins import ORIGIN_MAX
 from cache_manager.ports import Absence, BoundedBackend, RecordCounters, StorageBackend
-from cache_manager.record import Buffer, RecordHeader, checksum
+from cache_manager.record import Buffer, RecordHeader, checksum, nbytes_of
 from cache_manager.spec import RecordLayout
 
 _T = TypeVar("_T")
@@ -79,7 +79,7 @@ class RecordStore:
         fingerprint = self._fingerprint
         nbytes = self._nbytes
         for field, wanted, sizes in (
-            ("payload size", nbytes, {each.nbytes if isinstance(each, memoryview) else len(each) for each in payloads}),
+            ("payload size", nbytes, set(map(nbytes_of, payloads))),
             ("bitmap size", self._valid_nbytes, set(map(len, valid))),
         ):
             if sizes - {wanted}:

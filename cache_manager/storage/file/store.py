@@ -16,7 +16,7 @@ from typing import Final
 
 from cache_manager.errors import ConfigError, RecordError, StorageError
 from cache_manager.keys import BlockKey
-from cache_manager.record import Buffer, RecordHeader, takes_the_place
+from cache_manager.record import Buffer, RecordHeader, nbytes_of, takes_the_place
 from cache_manager.spec import align
 from cache_manager.storage.disk import Disk
 from cache_manager.storage.file.directory import LockedDirectory
@@ -106,7 +106,7 @@ class FileStore(ExtentFiles):
         self, headers: Sequence[RecordHeader], payloads: Sequence[Buffer], *, replace: bool = False
     ) -> list[RecordHeader | None]:
         for header, payload in zip(headers, payloads, strict=True):
-            size = payload.nbytes if isinstance(payload, memoryview) else len(payload)
+            size = nbytes_of(payload)
             if size != header.payload_nbytes:
                 raise RecordError("payload size", header.payload_nbytes, size)
         self.lock.check()
