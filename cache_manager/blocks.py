@@ -285,7 +285,7 @@ class AuxBlocks:
             if copied is None:
                 copied = publish.gather(table.region, index, ids, locked=True)
             rows, bits, words = copied
-            if generations is not None:
+            if generations is not None:  # it is in that life, and nothing of it was cleared since the copy
                 is_other = table.generations.take(ids) != generations[held]
                 is_other |= table.region.words.take(ids) != words
                 bits[is_other] = 0

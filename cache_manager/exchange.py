@@ -13,8 +13,8 @@ import numpy as np
 from cache_manager.errors import BlockBusyError, InvalidInputError, RecordError
 from cache_manager.own_keys import Keyed, OwnKeys
 from cache_manager.ports import KVBlocks
-from cache_manager.publish import Copies, bits_of, copies_of
-from cache_manager.record import Buffer, OfferedRecord, RecordHeader
+from cache_manager.publish import Copies, bits_in, bits_of, copies_of
+from cache_manager.record import Buffer, OfferedRecord, RecordHeader, nbytes_of
 from cache_manager.slots import Bits, Blocks, Bytes, Ints, integers, is_integer, prefix_bits, rows_in, unsigned
 from cache_manager.table import BlockTable
 
@@ -44,8 +44,8 @@ class Exchange:
             counts = integers(rows, "rows", "one count for each block", n=len(blocks))
             limits = prefix_bits(counts, table.tokens)
         with table.lock:
-            ids, lives, current, others = self._keys.resolve(table, blocks, generations)
-            self._keys.count(others)
+            ids, lives, current, unresolved = self._keys.resolve(table, blocks, generations)
+            self._keys.count(unresolved)
             valid = bits_of(table.region, ids)
             valid &= limits
             have_rows = valid != 0
@@ -81,13 +81,13 @@ class Exchange:
         :class:`RecordError` for a record that does not fit the layout; then nothing has changed.
         """
         table = self._table
-        bits = _bits_in(table, header, payload)
+        bits = _bits_that_fit(table, header, payload)
         flat = np.frombuffer(payload, np.uint8)
         content = flat.reshape(1, -1)
         record = Copies(table.layout, content)
         ids = table.slots.ids([block])
         with table.lock:
-            ours = self._keys.owns(header.key)
+            ours = self._keys.chain.owns(header.key)
             if not _in_life(table, ids, generation, ours=ours):
                 return 0
             _check_not_copied_into(table, ids)
@@ -211,20 +211,19 @@ def _check_origin(origin: int) -> None:
         raise InvalidInputError("origin", "an integer in [1, 2**64)", repr(origin))
 
 
-def _bits_in(table: BlockTable, header: RecordHeader, payload: Buffer) -> Bits:
+def _bits_that_fit(table: BlockTable, header: RecordHeader, payload: Buffer) -> Bits:
     """The record's validity words ``[specs, W]``; :class:`RecordError` unless it is one of the table's layout."""
     layout = table.layout
     wanted = layout.fingerprint
     got = header.fingerprint
     if got != wanted:
         raise RecordError("fingerprint", wanted.hex(), got.hex())
-    nbytes = payload.nbytes if isinstance(payload, memoryview) else len(payload)
+    nbytes = nbytes_of(payload)
     if nbytes != layout.nbytes:
         raise RecordError("payload size", layout.nbytes, nbytes)
     if len(header.valid) != layout.valid_nbytes:
         raise RecordError("bitmap size", layout.valid_nbytes, len(header.valid))
-    words = np.frombuffer(header.valid, "<u8").astype(np.uint64)
-    bits = words.reshape(len(layout.specs), layout.valid_words)
+    bits = bits_in(header.valid, table.region)
     if (bits & ~table.full).any():
         raise RecordError("bitmap", f"bits for {layout.block_tokens} rows of each spec", "others")
     return bits

@@ -8,23 +8,24 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from enum import Enum
 from itertools import compress
-from typing import Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 from numpy import count_nonzero as count
 
 from cache_manager.errors import BlockStateError
 from cache_manager.keys import BlockKey
-from cache_manager.own_keys import Keyed, OwnKeys
+from cache_manager.own_keys import Keyed
 from cache_manager.ports import Absence, KVBlocks
 from cache_manager.publish import bits_in, bits_of, copies_of, have_all, have_none
 from cache_manager.record import RecordHeader
 from cache_manager.slots import Bits, Blocks, Bytes, Flags, Ints
-from cache_manager.storage.records import RecordStore
-from cache_manager.table import BlockTable
+
+if TYPE_CHECKING:
+    from cache_manager.jobs import Jobs
 
 _T = TypeVar("_T")
 
@@ -36,20 +37,6 @@ class Phase(Enum):
     LANDED = "landed"
 
 
-class JobQueue(Protocol):
-    """What a job needs of the :class:`~cache_manager.jobs.Jobs` that it is one of; there the methods are described."""
-
-    table: BlockTable
-    keys: OwnKeys
-    required: Sequence[int]
-    kv: KVBlocks | None
-
-    def records(self) -> RecordStore: ...
-    def land(self, job: AnyJob, landed: deque[AnyJob], /) -> None: ...
-    def sleep(self, reached: Callable[[], bool], timeout_s: float) -> bool: ...
-    def cancel(self, job: AnyJob) -> None: ...
-
-
 class Job(Generic[_T]):
     """The store's work for some blocks; ``keys`` and ``ids [n]`` are those that take part."""
 
@@ -59,13 +46,13 @@ class Job(Generic[_T]):
     refused: str
     """The counter of blocks whose job had no room."""
 
-    def __init__(self, jobs: JobQueue, blocks: Keyed, generations: Blocks) -> None:
+    def __init__(self, jobs: Jobs, blocks: Keyed, generations: Blocks) -> None:
         """Lock held. A block in another life or a key of another namespace gets ``no_answer``. Nothing is counted yet:
         the job may be refused."""
         self.jobs = jobs
         self.table = jobs.table
         self.store = jobs.records()
-        ids, lives, current, self.others = jobs.keys.resolve(self.table, blocks, generations)
+        ids, lives, current, self.unresolved = jobs.own_keys.resolve(self.table, blocks, generations)
         self.blocks = dict(blocks)
         self.begun_s = time.monotonic()
         self.cancelled = False
@@ -80,7 +67,7 @@ class Job(Generic[_T]):
         self.ids = ids[which]
         self.lives = lives[which]
         self.drops = self.table.drops.take(self.ids)
-        self.nbytes = len(self.keys) * jobs.keys.record.nbytes
+        self.nbytes = len(self.keys) * jobs.own_keys.record.nbytes
         self.phase = Phase.QUEUED if self.keys else Phase.LANDED
 
     # What a kind of job does, in this order. The lock is held, but not in carry().
@@ -90,7 +77,7 @@ class Job(Generic[_T]):
         raise NotImplementedError
 
     def stage(self) -> None:
-        shape = (self.ids.size, self.jobs.keys.record.nbytes)
+        shape = (self.ids.size, self.jobs.own_keys.record.nbytes)
         self.staging = np.zeros(shape, np.uint8)
 
     def carry(self) -> None: ...
@@ -108,7 +95,10 @@ class Job(Generic[_T]):
         return self.phase is Phase.LANDED
 
     def poll(self) -> bool:
-        """Land the job if the store's part is done; whether the job is over. Never waits for the store."""
+        """Land the job if the store's part is done; whether the job is over. Never waits for the store.
+
+        Its caller knows then: ``AuxBlocks.jobs.poll`` does not return the job.
+        """
         self.jobs.land(self, deque())
         return self.over
 

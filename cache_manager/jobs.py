@@ -59,7 +59,7 @@ class Jobs:
     def __init__(
         self,
         table: BlockTable,
-        keys: OwnKeys,
+        own_keys: OwnKeys,
         store: RecordStore | None,
         *,
         required: Sequence[int],
@@ -67,7 +67,7 @@ class Jobs:
         limits: JobLimits,
     ) -> None:
         self.table = table
-        self.keys = keys
+        self.own_keys = own_keys
         self.store = store
         self.required = required
         self.kv = kv
@@ -172,12 +172,12 @@ class Jobs:
             if job is not None:
                 if job.phase is Phase.CARRYING:  # which no other thread ends
                     job.phase = Phase.CARRIED
-                job.poll()
+                self.land(job, deque())
             lock.log()
         return job
 
     def _count(self, job: AnyJob) -> None:
-        self.keys.count(job.others)
+        self.own_keys.count(job.unresolved)
         self.table.lock.count("incomplete_blocks_not_persisted", job.incomplete)
 
     def _carry(self, job: AnyJob) -> None:

@@ -24,17 +24,17 @@ def begin_lives(
         good = known.copy()
         lives = table.generations.take(ids, mode="clip") + 1
         if generations is not None:
-            least = lives
+            next_lives = lives
             lives = integers(generations, "generations", "one integer for each block", n=ids.size)
-            good &= (lives >= least) & (lives < GENERATION_END)
+            good &= (lives >= next_lives) & (lives < GENERATION_END)
         if table.fences:
             good[good] = ~table.fenced(ids[good])
         if count(good) == ids.size:
             table.renew(ids, lives, has_rows=has_rows)
         else:
             present = table.generations.take(ids, mode="clip")
-            by_another_caller = known & (present == lives)
-            table.forget(ids[by_another_caller])
+            have_begun = known & (present == lives)
+            table.forget(ids[have_begun])
             _report(table, ids, known, good, mistakes)
             table.renew(ids[good], lives[good], has_rows=has_rows)
             lives = np.where(good, lives, 0)

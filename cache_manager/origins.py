@@ -24,7 +24,7 @@ class Origins:
         self.lock = lock
         self.names: Bits = np.zeros(blocks, np.uint64)
         self.own: Flags = np.zeros(blocks, np.bool_)
-        self.ends = 0  # how often names have become known outside: a step notes it, and looks again at its commit
+        self.exposures = 0  # how often names have become known outside; a step compares it at its commit
         self._random = np.random.default_rng()  # of the system's entropy
 
     def new(self, n: int) -> Bits:
@@ -51,25 +51,25 @@ class Origins:
     def carry(self, ids: Ints, origins: Bits) -> None:
         """The content of ``ids`` came from another place, where its origin was ``origins``; 0: none."""
         self.names[ids] = origins
-        self._end(ids)
+        self._expose(ids)
 
     @change
     def fix(self, ids: Ints) -> None:
         """The content of ``ids`` leaves under its origin, which is drawn now for blocks without one."""
         unknown = ids[self.names.take(ids) == 0]
         self.names[unknown] = self.new(unknown.size)
-        self._end(ids)
+        self._expose(ids)
 
     @change
     def hand_out(self, ids: Ints) -> list[int]:
         """The origins of ``ids``, for use outside; 0 for blocks without one."""
-        self._end(ids)
+        self._expose(ids)
         return [int(origin) for origin in self.names.take(ids)]
 
-    def _end(self, ids: Ints) -> None:
-        """The origins of ``ids`` are known elsewhere: the next write or commit draws new ones."""
+    def _expose(self, ids: Ints) -> None:
+        """The origins of ``ids`` become known outside: the next write or commit draws new ones."""
         self.own[ids] = False
-        self.ends += 1
+        self.exposures += 1
 
     def takes(self, block: Ints, origin: int) -> bool:
         """Whether rows of ``origin`` may land in the ``block [1]``: its KV is of that origin, or of none that is known.

@@ -23,7 +23,7 @@ Keyed = Mapping[BlockKey, int]
 """Block ids by the keys of their content."""
 
 
-class Others(NamedTuple):
+class Unresolved(NamedTuple):
     """What is not ours, or not any more: blocks in another life, keys of one of our chains before a reset, and keys of
     no chain of ours."""
 
@@ -54,25 +54,23 @@ class OwnKeys:
             del self._outdated[next(iter(self._outdated))]
         self.chain = chain
 
-    def owns(self, key: bytes) -> bool:
-        return self.chain.owns(key)
-
-    def resolve(self, table: BlockTable, blocks: Keyed, generations: Blocks) -> tuple[Ints, Ints, Flags, Others]:
+    def resolve(self, table: BlockTable, blocks: Keyed, generations: Blocks) -> tuple[Ints, Ints, Flags, Unresolved]:
         """Block ids, generations, and which blocks are still in the given life and have a key of our namespace: ``[n]``
-        each; and what is to be counted of the others. The lock is held. A strict set raises for a key that is foreign.
+        each; and what is to be counted, where there is room for a job. The lock is held. A strict set raises for a
+        key that is foreign.
         """
         if not isinstance(blocks, Mapping):
             raise InvalidInputError("blocks", "a mapping of keys to block ids", repr(blocks))
         ids = table.slots.ids(list(blocks.values()))
         lives = integers(generations, "generations", "one integer for each block", n=ids.size)
         current = table.generations.take(ids) == lives
-        owned = [self.owns(key) for key in blocks]
+        owned = [self.chain.owns(key) for key in blocks]
         ours: Flags = np.array(owned, np.bool_)
         foreign: list[BlockKey] = []
         stale_keys = 0
         if count(ours) != ours.size:
-            for key in blocks:
-                if self.owns(key):  # perhaps outdated once: a version may come again
+            for key, is_owned in zip(blocks, owned, strict=True):
+                if is_owned:  # perhaps outdated once: a version may come again
                     continue
                 if self._is_outdated(key):
                     stale_keys += 1
@@ -81,15 +79,15 @@ class OwnKeys:
         if foreign and self._mistakes.strict:
             raise self._mistake(foreign)
         stale_blocks = int(count(~current))
-        others = Others(stale_blocks, stale_keys, foreign)
-        return ids, lives, current & ours, others
+        unresolved = Unresolved(stale_blocks, stale_keys, foreign)
+        return ids, lives, current & ours, unresolved
 
-    def count(self, others: Others) -> None:
+    def count(self, unresolved: Unresolved) -> None:
         """Count what did not resolve. The lock is held."""
         lock = self._mistakes.lock
-        lock.count("stale_blocks", others.stale_blocks)
-        lock.count("stale_keys", others.stale_keys)
-        foreign = others.foreign
+        lock.count("stale_blocks", unresolved.stale_blocks)
+        lock.count("stale_keys", unresolved.stale_keys)
+        foreign = unresolved.foreign
         if foreign:
             why = str(self._mistake(foreign))
             self._mistakes.report("foreign_keys", len(foreign), why)

@@ -2,10 +2,10 @@
 
 A block's word is ``generation << 16 | sequence``. One writer at a time (a table, under its lock) changes a block:
 
-1. it clears validity bits (:func:`clear`, :func:`publish`),
+1. it clears validity bits (:func:`clear_bits`, :func:`put_generations`),
 2. it changes the word: another sequence of the same generation, or a new generation with sequence 0,
-3. it writes row bytes (through :func:`places`),
-4. it sets the bits of the rows that it wrote (:func:`add`).
+3. it writes row bytes (through :func:`rows_by_spec`),
+4. it sets the bits of the rows that it wrote (:func:`add_bits`).
 
 A reader in any thread or process takes the word, the bits, the bytes and the word again (:func:`gather`). Say both
 looks see the same word. A bit seen in between was set after its row's bytes were complete. Had those bytes changed
@@ -53,17 +53,17 @@ class Copies:
     rows: Bytes  # [n, layout.nbytes]
 
 
-Records = Region | Copies
+RowMemory = Region | Copies
 Places = slice | Ints
 
 
 # ---- the writer's side: one thread at a time, under the table's lock -----------------------------------------------
 
 
-def places(records: Records) -> tuple[Bytes, ...]:
+def rows_by_spec(memory: RowMemory) -> tuple[Bytes, ...]:
     """By spec, views ``[n, block_tokens, row_nbytes]`` of ``n`` blocks' rows. Drop a region's before its close."""
-    layout = records.layout
-    rows = records.rows
+    layout = memory.layout
+    rows = memory.rows
     views: list[Bytes] = []
     for spec, offset in zip(layout.specs, layout.offsets, strict=True):
         of_spec = rows[:, offset : offset + spec.block_nbytes]
@@ -82,7 +82,7 @@ class Items:
 
     def __init__(self, region: Region) -> None:
         views: list[Values] = []
-        for rows in places(region):
+        for rows in rows_by_spec(region):
             row_nbytes = rows.shape[2]
             views.append(rows.view(f"V{row_nbytes}")[..., 0])
         self._layout = region.layout
@@ -118,7 +118,7 @@ def copies_of(region: Region, ids: Ints, bits: Bits) -> Bytes:
     full = full_bits(tokens)
     copies = Copies(layout, region.rows[ids])
     ends = (*layout.offsets[1:], layout.nbytes)
-    for index, rows in enumerate(places(copies)):
+    for index, rows in enumerate(rows_by_spec(copies)):
         spec = layout.specs[index]
         padding = layout.offsets[index] + spec.block_nbytes
         end = ends[index]
@@ -132,16 +132,16 @@ def copies_of(region: Region, ids: Ints, bits: Bits) -> Bytes:
     return copies.rows
 
 
-def copy_rows(source: Records, at: int, target: Records, to: int, bits: Bits) -> None:
+def copy_rows(source: RowMemory, at: int, target: RowMemory, to: int, bits: Bits) -> None:
     """Copy rows ``bits [specs, W]`` of block ``at`` of ``source`` to block ``to`` of ``target``, and no other byte."""
-    targets = places(target)
+    targets = rows_by_spec(target)
     keep = unpack_bits(bits, source.layout.block_tokens)
-    for spec, rows in enumerate(places(source)):
+    for spec, rows in enumerate(rows_by_spec(source)):
         wanted = keep[spec]
         targets[spec][to][wanted] = rows[at][wanted]
 
 
-def publish(region: Region, ids: Ints, generations: Ints) -> None:
+def put_generations(region: Region, ids: Ints, generations: Ints) -> None:
     """Begin a new life of blocks ``ids [n]``, each once: no row is readable, the word names ``generations [n]``."""
     upper = generations.astype(np.uint64)
     words = upper << _SHIFT
@@ -150,7 +150,7 @@ def publish(region: Region, ids: Ints, generations: Ints) -> None:
     region.words[ids] = words
 
 
-def republish(region: Region, generations: Ints) -> None:
+def put_all_generations(region: Region, generations: Ints) -> None:
     """No row of any block is readable, every word changes and names ``generations [blocks]``, whatever was there."""
     region.valid[:] = 0
     sequences = (region.words + _ONE) & SEQUENCE_MASK
@@ -163,7 +163,7 @@ def generations_in(region: Region) -> Ints:
     return (region.words >> _SHIFT).astype(np.int64)
 
 
-def clear(region: Region, mask_words: Ints, bits: Bits) -> None:
+def clear_bits(region: Region, mask_words: Ints, bits: Bits) -> None:
     """Make rows ``bits [n]`` of ``mask_words [n]``, each once, unreadable in every spec; then their bytes may change.
 
     A block that had none of them readable keeps its word, because no reader can have such a row.
@@ -187,7 +187,7 @@ def clear(region: Region, mask_words: Ints, bits: Bits) -> None:
     region.words[blocks] = generations | sequences
 
 
-def add(region: Region, spec: int, mask_words: Ints, bits: Bits) -> None:
+def add_bits(region: Region, spec: int, mask_words: Ints, bits: Bits) -> None:
     """Make the rows ``bits [n]`` of ``mask_words [n]``, each once, readable in ``spec``; their bytes are in place."""
     words, at = _words_at(region, spec, mask_words)
     words[at] |= bits
@@ -336,10 +336,10 @@ def _present(source: Values, have_rows: Any, *at: Ints) -> Values:
     """The items of ``source`` at these places ``[n]``, bool ``have_rows [n]``; zeros where there are no rows, and so
     perhaps no memory: a read would bring it back."""
     if have_rows.all():
-        return source[at] if len(at) > 1 else source[at[0]]
+        return source[at]
     items = np.zeros(have_rows.size, source.dtype)
-    some = (places[have_rows] for places in at)
-    items[have_rows] = _present(source, np.ones(1, np.bool_), *some)
+    some = tuple(places[have_rows] for places in at)
+    items[have_rows] = source[some]
     return items
 
 

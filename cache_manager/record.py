@@ -33,6 +33,11 @@ Buffer = bytes | bytearray | memoryview
 """Contiguous bytes; of a numpy array, its ``.data``."""
 
 
+def nbytes_of(buffer: Buffer) -> int:
+    """How many bytes it has: ``len`` of a view counts items."""
+    return buffer.nbytes if isinstance(buffer, memoryview) else len(buffer)
+
+
 class RecordHeader(msgspec.Struct, frozen=True, gc=False):
     """What a record is: whose rows, which are valid, and the sum that proves the payload.
 
@@ -78,7 +83,7 @@ class OfferedRecord:
 
     @property
     def nbytes(self) -> int:
-        return self.payload.nbytes if isinstance(self.payload, memoryview) else len(self.payload)
+        return nbytes_of(self.payload)
 
     def seal(self) -> RecordHeader:
         """The header that proves the payload; reads all of it."""
@@ -163,7 +168,7 @@ def check_record(header: RecordHeader, key: BlockKey, fingerprint: bytes, payloa
         raise RecordError("key", key.hex(), header.key.hex())
     if header.fingerprint != fingerprint:
         raise RecordError("fingerprint", fingerprint.hex(), header.fingerprint.hex())
-    nbytes = payload.nbytes if isinstance(payload, memoryview) else len(payload)
+    nbytes = nbytes_of(payload)
     if header.payload_nbytes != nbytes:
         raise RecordError("payload size", nbytes, header.payload_nbytes)
     found = checksum(payload)

@@ -10,8 +10,8 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Final
 
-from cache_manager.record import Buffer
-from transfer.messages import JOINED_NBYTES_MAX, nbytes_of
+from cache_manager.record import Buffer, nbytes_of
+from transfer.messages import JOINED_NBYTES_MAX
 
 BUFFER_NBYTES: Final = 512 << 10
 BUFFERS_MAX: Final = 16

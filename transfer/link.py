@@ -40,7 +40,7 @@ class PeerLost(msgspec.Struct, frozen=True):
     peer: Peer
 
 
-Came = Arrival | PeerFound | PeerLost
+LinkEvent = Arrival | PeerFound | PeerLost
 
 
 class Link(Protocol):
@@ -64,7 +64,7 @@ class Link(Protocol):
 
     def send(self, peer: Peer, control: bytes, bulk: Sequence[Buffer] = ()) -> bool: ...
 
-    def poll(self, timeout_s: float, limit: int = 64) -> list[Came]: ...
+    def poll(self, timeout_s: float, limit: int = 64) -> list[LinkEvent]: ...
 
     def wake(self) -> None:
         """Make :meth:`poll` return soon; the one method that any thread may call."""

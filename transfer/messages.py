@@ -22,7 +22,7 @@ import msgspec
 from msgspec import Meta
 
 from cache_manager.keys import KEY_NBYTES
-from cache_manager.record import HEADER_NBYTES_MAX, HEADER_NBYTES_MIN, Buffer
+from cache_manager.record import HEADER_NBYTES_MAX, HEADER_NBYTES_MIN, Buffer, nbytes_of
 from transfer.errors import RemoteProtocolError
 
 MAGIC: Final = b"KVRT"
@@ -50,6 +50,9 @@ MODEL_MAX: Final = 1024
 
 TransferId = NewType("TransferId", bytes)
 """16 random bytes, drawn by the prefill side for one request; see :func:`~transfer.node.new_transfer`."""
+
+RecordPlace = tuple[int, int]
+"""(part, index): which part of which block of a transfer."""
 
 BootId = NewType("BootId", bytes)
 """16 random bytes, drawn when a process starts: a restarted peer has another one."""
@@ -123,7 +126,7 @@ class Entry(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Place(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A record by its place: which part of which block."""
+    """A :data:`RecordPlace` on the wire."""
 
     part: _PartIndex
     index: _Index
@@ -267,10 +270,6 @@ def join(payloads: Sequence[Buffer], together: Callable[[Sequence[Buffer]], Buff
         else:
             frames += neighbours
     return tuple(frames)
-
-
-def nbytes_of(buffer: Buffer) -> int:
-    return buffer.nbytes if isinstance(buffer, memoryview) else len(buffer)
 
 
 def split(frames: Sequence[memoryview], nbytes: Sequence[int]) -> Sequence[memoryview]:

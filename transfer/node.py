@@ -27,7 +27,7 @@ from transfer.counters import Counters
 from transfer.errors import LocalProtocolError, NodeClosedError, NodeFullError, RemoteProtocolError, SinkError
 from transfer.identity import Identity
 from transfer.limits import TransferLimits
-from transfer.link import Arrival, Came, Link, PeerFound
+from transfer.link import Arrival, Link, LinkEvent, PeerFound
 from transfer.messages import TO_OFFERS, Outcome, Records, TransferId, decode, encode
 from transfer.offers import Offers
 from transfer.pulls import Pulls
@@ -288,7 +288,7 @@ class Node:
     def _reset(self, namespace: Namespace) -> list[Action]:
         return [*self._offers.reset(namespace), *self._pulls.reset(namespace)]
 
-    def _arrived(self, item: Came) -> None:
+    def _arrived(self, item: LinkEvent) -> None:
         if isinstance(item, Arrival):
             try:
                 self._act(self._received(item, time.monotonic()))

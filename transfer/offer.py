@@ -27,6 +27,7 @@ from transfer.messages import (
     Part,
     Place,
     Pull,
+    RecordPlace,
     Records,
     TransferId,
     join,
@@ -58,11 +59,11 @@ class Offer:
     expires_max_s: float
     sealed: bool = False
     blocks: dict[int, OfferedBlock] = field(default_factory=dict)
-    packed: dict[tuple[int, int], Entry] = field(default_factory=dict)  # of small records: packed before a peer waits
+    packed: dict[RecordPlace, Entry] = field(default_factory=dict)  # of small records: packed before a peer waits
     owner: Owner | None = None  # the peer that pulled it first
     epoch: int = 0
     message_nbytes: int = 0
-    wanted: deque[tuple[int, int]] = field(default_factory=deque)  # (part, index) of records to send in this epoch
+    wanted: deque[RecordPlace] = field(default_factory=deque)  # records to send in this epoch
     later: dict[int, tuple[bytes, int]] = field(default_factory=dict)  # wanted in this epoch, still to come
     refused: bool = False  # the link has refused the last message
     pause_s: float = 0.0  # before it is tried again; twice as long each time

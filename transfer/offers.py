@@ -148,7 +148,7 @@ class Offers:
 
     def receive(self, peer: Peer, message: wire.ToOffers, now_s: float) -> list[Action]:
         """The actions for a message; only an early pull is kept."""
-        actions = self._expire(now_s) if self._next_check_s <= now_s else []
+        actions = self.tick(now_s)
         who = peer, message.boot_id
         if isinstance(message, wire.Bye):
             return actions + self._on_bye(who)

@@ -21,15 +21,12 @@ from transfer.counters import Counters
 from transfer.errors import LocalProtocolError, RemoteProtocolError, SinkError
 from transfer.identity import Identity
 from transfer.link import Peer
-from transfer.messages import BLOCKS_MAX, Absent, Ack, Part, Pull, Range, Records, Renew, TransferId, split
-
-Place = tuple[int, int]
-"""(part, index)"""
+from transfer.messages import BLOCKS_MAX, Absent, Ack, Part, Pull, Range, RecordPlace, Records, Renew, TransferId, split
 
 
-def places_of(wanted: Sequence[WantedBlock], parts: int) -> dict[Place, BlockKey]:
+def places_of(wanted: Sequence[WantedBlock], parts: int) -> dict[RecordPlace, BlockKey]:
     """The records of ``wanted`` with their keys; :class:`LocalProtocolError` for invalid blocks or parts."""
-    keys: dict[Place, BlockKey] = {}
+    keys: dict[RecordPlace, BlockKey] = {}
     every = set(range(parts))
     for block in wanted:
         if not 0 <= block.index < BLOCKS_MAX or not block.parts or not every.issuperset(block.parts):
@@ -56,7 +53,7 @@ class Pulling(msgspec.Struct, eq=False):
     id: TransferId
     peer: Peer
     sink: BlockSink
-    outstanding: dict[Place, BlockKey]  # keys of records that are not settled
+    outstanding: dict[RecordPlace, BlockKey]  # keys of records that are not settled
     due_s: float
     last_sent_s: float
     give_up_s: float  # even if prefill promises more

@@ -16,10 +16,10 @@ from typing import Any, Final
 
 import zmq
 
-from cache_manager.record import Buffer
+from cache_manager.record import Buffer, nbytes_of
 from transfer.errors import TransferError
-from transfer.link import Arrival, Came, Peer, PeerFound, PeerLost
-from transfer.messages import ENTRIES_MAX, nbytes_of
+from transfer.link import Arrival, LinkEvent, Peer, PeerFound, PeerLost
+from transfer.messages import ENTRIES_MAX
 from transfer.zmq_server import ZmqServer
 from transfer.zmq_settings import ZmqSettings, check_address
 from transfer.zmq_sockets import Socket, dealer, events, monitored
@@ -134,9 +134,9 @@ class ZmqLink:
             return False
         return _sent(self._server.socket, (routing_id, control, *bulk))
 
-    def poll(self, timeout_s: float, limit: int = 64) -> list[Came]:
+    def poll(self, timeout_s: float, limit: int = 64) -> list[LinkEvent]:
         self._open()
-        came: list[Came] = []
+        came: list[LinkEvent] = []
         for source, _ in zmq.zmq_poll(self._poller.sockets, 0 if self._news else max(int(timeout_s * 1000 + 0.999), 0)):
             server = self._at.get(source)
             if server is not None:
@@ -147,7 +147,10 @@ class ZmqLink:
             elif source == self._wakes:
                 os.eventfd_read(self._wakes)
             elif self._server is not None:
-                self._poll_server(self._server, source, came, limit)
+                if source is self._server.socket:
+                    self._take(source, None, came, limit)
+                else:
+                    self._server.admit()
         if self._news:  # messages of a peer come before its loss
             room = max(limit - len(came), 0)
             came += self._news[:room]
@@ -196,13 +199,7 @@ class ZmqLink:
         if self._closed or os.getpid() != self._pid:
             raise TransferError("the ZeroMQ link is closed, or was made before a fork")
 
-    def _poll_server(self, server: ZmqServer, source: Socket, came: list[Came], limit: int) -> None:
-        if source is server.socket:
-            self._take(source, None, came, limit)
-        else:
-            server.admit()
-
-    def _take(self, socket: Socket, server: Peer | None, came: list[Came], limit: int) -> None:
+    def _take(self, socket: Socket, server: Peer | None, came: list[LinkEvent], limit: int) -> None:
         """Add the messages that are there to ``came``, up to ``limit``; a client's starts with its routing id."""
         more = True  # the poller has said so
         while more and len(came) < limit:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
-from cache_manager.errors import RecordError, StorageError
-from cache_manager.keys import BlockKey
-from cache_manager.record import Buffer, RecordHeader, checksum
+from cache_manager.errors import RecordError
+from cache_manager.record import Buffer, RecordHeader
 
 _T = TypeVar("_T")
 
@@ -30,19 +29,6 @@ def chunks(items: Iterable[_T], nbytes: Callable[[_T], int], room_nbytes: int) -
         room -= size
     if chunk:
         yield chunk
-
-
-def one_each(answers: list[_T], asked: Sequence[object]) -> list[_T]:
-    """``answers``; raises unless there is one for each key ``asked``: answers are matched to keys by position."""
-    if len(answers) != len(asked):
-        raise StorageError(f"the backend answered {len(answers)} of {len(asked)} keys")
-    return answers
-
-
-def is_sound(header: RecordHeader, key: BlockKey, payload: memoryview) -> bool:
-    """Whether the payload is what the header says, and the header that of the key."""
-    whole = header.key == key and header.payload_nbytes == payload.nbytes
-    return whole and checksum(payload) == header.payload_xxh3
 
 
 def flat(header: RecordHeader, payload: Buffer) -> memoryview:

@@ -6,16 +6,16 @@ import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from operator import is_
-from typing import Final
+from typing import Final, TypeVar
 
 from cache_manager.errors import ConfigError, RecordError, StorageError
 from cache_manager.keys import BlockKey
 from cache_manager.origins import ORIGIN_MAX
 from cache_manager.ports import Absence, BoundedBackend, RecordCounters, StorageBackend
-from cache_manager.record import Buffer, RecordHeader, checksum
+from cache_manager.record import Buffer, RecordHeader, checksum, nbytes_of
 from cache_manager.spec import RecordLayout
-from cache_manager.storage.batch import one_each
 
+_T = TypeVar("_T")
 _MISS: Final = Absence.MISS  # a member's name takes longer to look up than a record to check
 
 
@@ -79,7 +79,7 @@ class RecordStore:
         fingerprint = self._fingerprint
         nbytes = self._nbytes
         for field, wanted, sizes in (
-            ("payload size", nbytes, {each.nbytes if isinstance(each, memoryview) else len(each) for each in payloads}),
+            ("payload size", nbytes, set(map(nbytes_of, payloads))),
             ("bitmap size", self._valid_nbytes, set(map(len, valid))),
         ):
             if sizes - {wanted}:
@@ -156,7 +156,7 @@ class RecordStore:
                 misses += 1
                 continue
             buffer = buffers[i]
-            if (
+            if (  # as check_record, which calls more: every record that is read comes here
                 not isinstance(header, RecordHeader)
                 or header.key != keys[i]
                 or header.fingerprint != fingerprint
@@ -190,3 +190,16 @@ class RecordStore:
     def close(self) -> None:
         """Close the backend; idempotent."""
         self.backend.close()
+
+
+def one_each(answers: list[_T], asked: Sequence[object]) -> list[_T]:
+    """``answers``; raises unless there is one for each key ``asked``: answers are matched to keys by position."""
+    if len(answers) != len(asked):
+        raise StorageError(f"the backend answered {len(answers)} of {len(asked)} keys")
+    return answers
+
+
+def is_sound(header: RecordHeader, key: BlockKey, payload: memoryview) -> bool:
+    """Whether the payload is what the header says, and the header that of the key."""
+    whole = header.key == key and header.payload_nbytes == payload.nbytes
+    return whole and checksum(payload) == header.payload_xxh3

@@ -20,8 +20,8 @@ from cache_manager.errors import ConfigError, RecordError, StorageError, StoreUn
 from cache_manager.keys import BlockKey
 from cache_manager.ports import Absence, StorageBackend
 from cache_manager.record import Buffer, RecordHeader
-from cache_manager.storage.batch import is_sound, one_each
 from cache_manager.storage.guard import ClosingStore, StoreLock
+from cache_manager.storage.records import is_sound, one_each
 from cache_manager.storage.url import StoreUrl
 
 _T = TypeVar("_T")

@@ -195,12 +195,18 @@ class Lender:
                     if last:
                         self._node.seal(name)
                 self._lent[name] = self._lent.get(name, 0) + nbytes
-                (self._open.discard if last else self._open.add)(name)
+                if last:
+                    self._open.discard(name)
+                else:
+                    self._open.add(name)
         except KVRouteError as error:
             if name in self._open:
                 self.withdraw(transfer, str(error))
             with self._lock:
-                (self._over.discard if last else self._over.add)(name)
+                if last:
+                    self._over.discard(name)
+                else:
+                    self._over.add(name)
             raise
 
     def withdraw(self, transfer: bytes, why: str) -> None:

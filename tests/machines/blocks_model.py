@@ -18,7 +18,7 @@ from cache_manager.errors import BlockBusyError, SlotError
 from cache_manager.feed import BlockFeed
 from cache_manager.jobs import JobLimits
 from cache_manager.keys import BlockKey, Namespace
-from cache_manager.publish import places
+from cache_manager.publish import rows_by_spec
 from cache_manager.spec import AuxBlockDataSpec
 from cache_manager.storage import open_store
 
@@ -175,7 +175,7 @@ class BlocksModel(RuleBasedStateMachine):
 
     def the_device_writes(self) -> None:
         """Whatever happened to the blocks: the pass does not notice it."""
-        (rows,) = places(self.engine.region("device"))
+        (rows,) = rows_by_spec(self.engine.region("device"))
         for slot, row in self.device.popleft().rows.items():
             rows[slot // TOKENS, slot % TOKENS] = np.frombuffer(row, np.uint8)
 

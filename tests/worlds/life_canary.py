@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cache_manager.ports import Region
-from cache_manager.publish import GENERATION_SHIFT, add, clear, places, publish
+from cache_manager.publish import GENERATION_SHIFT, add_bits, clear_bits, put_generations, rows_by_spec
 from cache_manager.slots import unpack_bits
 from cache_manager.spec import AuxBlockDataSpec, RecordLayout
 
@@ -67,15 +67,15 @@ class Writer:
 
     def __post_init__(self) -> None:
         self.generations = np.array(self.region.words >> np.uint64(GENERATION_SHIFT), np.int64)
-        self._places = [place.view(np.uint64) for place in places(self.region)]
+        self._places = [place.view(np.uint64) for place in rows_by_spec(self.region)]
 
     def begin_lives(self, ids: NDArray[np.int64]) -> None:
         self.generations[ids] += 1
-        publish(self.region, ids, self.generations[ids])
+        put_generations(self.region, ids, self.generations[ids])
 
     def clear(self, ids: NDArray[np.int64], rows: NDArray[np.bool_]) -> None:
         """``rows [block_tokens]`` of each block will be written."""
-        clear(self.region, *self._cells(ids, rows))
+        clear_bits(self.region, *self._cells(ids, rows))
 
     def write(self, ids: NDArray[np.int64], rows: NDArray[np.bool_], parts: Sequence[Literal[0, 1]] = (0, 1)) -> None:
         """The bytes of a new round, the first and then the second half of each row, or one of them."""
@@ -91,7 +91,7 @@ class Writer:
 
     def add(self, ids: NDArray[np.int64], rows: NDArray[np.bool_]) -> None:
         for spec in range(len(self._places)):
-            add(self.region, spec, *self._cells(ids, rows))
+            add_bits(self.region, spec, *self._cells(ids, rows))
 
     def rewrite(self, ids: NDArray[np.int64], rows: NDArray[np.bool_]) -> None:
         """A step of the same life, from its begin to its commit."""

@@ -21,7 +21,7 @@ from typing import Final
 import numpy as np
 import pytest
 
-from transfer.link import Arrival, Came, Link, Peer, PeerFound, PeerLost
+from transfer.link import Arrival, Link, LinkEvent, Peer, PeerFound, PeerLost
 
 PATIENCE_S: Final = 60.0
 SIZES: Final = (0, 1, 4096, 29_696, 300_000)
@@ -32,9 +32,9 @@ def payload(number: int, nbytes: int) -> bytearray:
     return bytearray(np.random.default_rng(number).bytes(nbytes))
 
 
-def poll_until(link: Link, enough: Callable[[list[Came]], bool], *others: Link) -> list[Came]:
+def poll_until(link: Link, enough: Callable[[list[LinkEvent]], bool], *others: Link) -> list[LinkEvent]:
     """The items of ``link`` until there are enough; the others are polled, too, and must have none."""
-    came: list[Came] = []
+    came: list[LinkEvent] = []
     give_up_s = time.monotonic() + PATIENCE_S
     while not enough(came):
         assert time.monotonic() < give_up_s, f"only {came} came"
@@ -44,7 +44,7 @@ def poll_until(link: Link, enough: Callable[[list[Came]], bool], *others: Link) 
     return came
 
 
-def arrivals(came: list[Came]) -> list[Arrival]:
+def arrivals(came: list[LinkEvent]) -> list[Arrival]:
     return [item for item in came if isinstance(item, Arrival)]
 
 

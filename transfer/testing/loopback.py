@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from cache_manager.record import Buffer
-from transfer.link import Arrival, Came, Peer, PeerLost
+from transfer.link import Arrival, LinkEvent, Peer, PeerLost
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +138,7 @@ class LoopbackLink:
     def __init__(self, network: Network, name: Peer) -> None:
         self.name = name
         self.known: set[Peer] = set()
-        self.inbox: deque[Came] = deque()
+        self.inbox: deque[LinkEvent] = deque()
         self._network = network
 
     def connect(self, address: str) -> Peer:
@@ -149,7 +149,7 @@ class LoopbackLink:
     def send(self, peer: Peer, control: bytes, bulk: Sequence[Buffer] = ()) -> bool:
         return self._network.take(self, peer, control, tuple(bulk))
 
-    def poll(self, limit: int = 64) -> list[Came]:
+    def poll(self, limit: int = 64) -> list[LinkEvent]:
         self._network.deliver()
         came = [self.inbox.popleft() for _ in range(min(limit, len(self.inbox)))]
         self.known.update(c.peer for c in came if isinstance(c, Arrival))

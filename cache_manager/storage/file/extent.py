@@ -38,16 +38,17 @@ SLOTS_MAX: Final = 1 << 20
 TICK_MAX: Final = 1 << 62
 EXTENTS_MAX: Final = 512
 """Each has an open descriptor."""
+USES_MAX = 3
 FREE = 255
 TAKEN = 254
 BLANK = 253
-USES_MAX = 3
-"""In place of a slot's uses. FREE: its head is zeros, on the disk too. TAKEN: being rewritten; its old head may be in
-an index chain. BLANK: the same, but in no chain."""
+"""A slot's byte in ``use_bytes`` is how often its record was used, 0 to USES_MAX, or one of these. FREE: its head is
+zeros, on the disk too. TAKEN: being rewritten; its old head may be in an index chain. BLANK: the same, but in no chain.
+"""
 KEY_AT: Final = 40
 """Offset of the key in a head."""
-NUMBER: Final = "28xI"
-"""Of a key: a number from its last four bytes, whose first bits are those of its bucket."""
+TAIL: Final = "28xI"
+"""The tail of a key: its last four bytes as a number, whose first bits are those of the key's bucket."""
 
 _PAGE = struct.Struct("<8sHHIQQQ16s")  # magic, version, zero, bitmap bytes, number, slots, payload bytes, fingerprint
 _NO_KEY: Final = np.frombuffer(os.urandom(28), np.uint8)  # in place of a key's first bytes
@@ -152,7 +153,7 @@ class Extent:
         self.heads: Heads = flat.reshape(shape.slots, -1)
         self.ticks = _column(self.heads, 0)
         self.created_ms = _column(self.heads, 8, "<i8")
-        self.numbers = _column(self.heads, KEY_AT + 28, "<u4")  # of keys
+        self.tails = _column(self.heads, KEY_AT + 28, "<u4")  # of the keys
         self.use_bytes = bytearray(bytes([FREE])) * shape.slots
         self.uses = np.frombuffer(self.use_bytes, np.uint8)
         self.free_at = 0  # no slot before this one is free
@@ -160,7 +161,7 @@ class Extent:
         self._head = struct.Struct(f"<QqQQQ32s{shape.layout[2]}s")
         self._summed = struct.Struct(f"{self._head.size}s8s")
         self._header = struct.Struct(f"<16xQQQ32s{shape.layout[2]}s8x")  # what a record's header has of it
-        self._number = struct.Struct(f"<{KEY_AT}x{NUMBER}{shape.layout[2] + 8}x")
+        self._tail = struct.Struct(f"<{KEY_AT}x{TAIL}{shape.layout[2] + 8}x")
         self._seed = checksum(shape.page)  # so that a head of another extent is not believed
 
     def __del__(self) -> None:
@@ -183,11 +184,11 @@ class Extent:
         """A copy of heads."""
         return self.raw[start * self.head_nbytes : (start + count) * self.head_nbytes]
 
-    def numbered(self, start: int, count: int) -> Iterator[tuple[int, tuple[int]]]:
-        """Slots, and the numbers of the keys in them."""
+    def tails_in(self, start: int, count: int) -> Iterator[tuple[int, tuple[int]]]:
+        """Slots, and the tails of the keys in them."""
         first = start * self.head_nbytes
         heads = memoryview(self.raw)[first : first + count * self.head_nbytes]
-        return enumerate(self._number.iter_unpack(heads), start)
+        return enumerate(self._tail.iter_unpack(heads), start)
 
     # What is in memory.
 
@@ -227,7 +228,7 @@ class Extent:
         self.use_bytes[start : start + count] = b"\1" * count
 
     def forget(self, start: int, count: int) -> None:
-        """Stop serving the records in slots; an index still needs the number in their keys."""
+        """Stop serving the records in slots; an index still needs the tails of their keys."""
         self.heads[start : start + count, KEY_AT : KEY_AT + 28] = _NO_KEY
         self.use_bytes[start : start + count] = bytes([TAKEN]) * count
 

@@ -17,19 +17,20 @@ import numpy as np
 
 from cache_manager.keys import KEY_NBYTES, BlockKey
 from cache_manager.lock import change
-from cache_manager.storage.file.extent import BLANK, KEY_AT, NUMBER, USES_MAX, Extent, Run
+from cache_manager.storage.file.extent import BLANK, KEY_AT, TAIL, USES_MAX, Extent, Run
 from cache_manager.storage.guard import StoreLock
 
 Found = tuple[int, Extent, int, int]
-"""Keys whose records are neighbours: the place of the first one among the keys, its extent and slot, and how many."""
+"""Keys whose records are neighbours: the place of the first one among the keys, its extent, which slot of that extent
+(``local``; a chain's *slot* names the extent, too), and how many."""
 
 _BITS: Final = 20
 _LOCAL: Final = (1 << _BITS) - 1
-_NUMBER: Final = struct.Struct(f"<{NUMBER}")
+_TAIL: Final = struct.Struct(f"<{TAIL}")
 _BUCKETS_MIN: Final = 1024
 _FREE: Final = bytes(KEY_NBYTES)
 """What stands in a free slot where others have their key."""
-ANY: Final = range(1 << 32)
+ANY_TAIL: Final = range(1 << 32)
 
 
 class KeyIndex:
@@ -60,7 +61,7 @@ class KeyIndex:
         twice = self._twice() if any(extent.ticks.any() for extent in extents) else ()
         for extent in extents:
             is_served = (extent.uses <= USES_MAX).tobytes()
-            self._link(extent, compress(extent.numbered(0, extent.slots), is_served), twice, older)
+            self._link(extent, compress(extent.tails_in(0, extent.slots), is_served), twice, older)
 
     @change
     def leave(self, extent: Extent) -> None:
@@ -74,7 +75,7 @@ class KeyIndex:
         found: list[Found] = []
         firsts = self._firsts
         shift = self._shift
-        number_of = _NUMBER.unpack
+        tail_of = _TAIL.unpack
         extents = self._extents
         at = 0
         count = len(keys)
@@ -82,7 +83,7 @@ class KeyIndex:
             key = keys[at]
             first = at
             at += 1
-            slot = firsts[number_of(key)[0] >> shift]
+            slot = firsts[tail_of(key)[0] >> shift]
             while slot:
                 extent = extents[slot >> _BITS]
                 local = slot & _LOCAL
@@ -97,14 +98,14 @@ class KeyIndex:
         return found
 
     @change
-    def hold(self, extent: Extent, start: int, heads: bytearray, again: Container[int], older: list[Run]) -> None:
-        """Serve records in slots. Of keys with a number in ``again`` there may be copies: the older ones are forgotten,
+    def hold(self, extent: Extent, start: int, heads: bytearray, repeats: Container[int], older: list[Run]) -> None:
+        """Serve records in slots. Of keys with a tail in ``repeats`` there may be copies: the older ones are forgotten,
         and ``older`` gets their slots."""
         count = len(heads) // extent.head_nbytes
         if extent.use_bytes[start] != BLANK:  # taken when it was free: it is in no chain
             self._unlink(extent, start, count)
         extent.hold(start, heads)
-        self._link(extent, extent.numbered(start, count), again, older)
+        self._link(extent, extent.tails_in(start, count), repeats, older)
 
     @change
     def release(self, extent: Extent, start: int, count: int) -> None:
@@ -113,23 +114,23 @@ class KeyIndex:
         extent.release(start, count)
 
     def _twice(self) -> set[int]:
-        """The numbers that several keys in the extents have, as copies do."""
-        numbers = np.concatenate([extent.numbers for extent in self.extents])
-        numbers.sort()
-        later = numbers[1:]
-        twice = later[later == numbers[:-1]]
+        """The tails that several keys in the extents have, as copies do."""
+        tails = np.concatenate([extent.tails for extent in self.extents])
+        tails.sort()
+        later = tails[1:]
+        twice = later[later == tails[:-1]]
         return set(twice.tolist())
 
     def _link(
-        self, extent: Extent, slots: Iterable[tuple[int, tuple[int]]], again: Container[int], older: list[Run]
+        self, extent: Extent, slots: Iterable[tuple[int, tuple[int]]], repeats: Container[int], older: list[Run]
     ) -> None:
         firsts = self._firsts
         shift = self._shift
         nexts = extent.nexts
         ordinal = extent.ordinal << _BITS
-        for local, (number,) in slots:
-            bucket = number >> shift
-            if number in again and (found := self.find([extent.key_of(local)])):
+        for local, (tail,) in slots:
+            bucket = tail >> shift
+            if tail in repeats and (found := self.find([extent.key_of(local)])):
                 _, other, there, _ = found[0]
                 is_older = other.ticks[there] < extent.ticks[local]
                 older.append((other, there, 1) if is_older else (extent, local, 1))
@@ -142,9 +143,9 @@ class KeyIndex:
         shift = self._shift
         nexts = extent.nexts
         ordinal = extent.ordinal << _BITS
-        for local, (number,) in extent.numbered(start, count):
+        for local, (tail,) in extent.tails_in(start, count):
             slots = firsts
-            at = number >> shift
+            at = tail >> shift
             mine = ordinal + local
             while (slot := slots[at]) and slot != mine:
                 slots = self._extents[slot >> _BITS].nexts

@@ -25,7 +25,7 @@ from cache_manager.record import Buffer, RecordHeader
 from cache_manager.storage.disk import Disk, Room, read_all
 from cache_manager.storage.file.directory import Seen, StoreDirectory
 from cache_manager.storage.file.extent import Extent, Refusal, open_extents, runs_of
-from cache_manager.storage.file.index import ANY, Found, KeyIndex
+from cache_manager.storage.file.index import ANY_TAIL, Found, KeyIndex
 from cache_manager.storage.guard import ClosingStore, StoreLock
 
 _MISS: Final = Absence.MISS  # members' names take long to look up
@@ -340,7 +340,7 @@ class FileReader(ExtentFiles):
         with self.lock:
             self.index.join(opened, [])
             for extent, start, heads in held:
-                self.index.hold(extent, start, heads, ANY, [])
+                self.index.hold(extent, start, heads, ANY_TAIL, [])
         self._seen = seen
         return True
 

@@ -16,7 +16,7 @@ from typing import Final
 
 from cache_manager.errors import ConfigError, RecordError, StorageError
 from cache_manager.keys import BlockKey
-from cache_manager.record import Buffer, RecordHeader, takes_the_place
+from cache_manager.record import Buffer, RecordHeader, nbytes_of, takes_the_place
 from cache_manager.spec import align
 from cache_manager.storage.disk import Disk
 from cache_manager.storage.file.directory import LockedDirectory
@@ -27,7 +27,7 @@ from cache_manager.storage.file.extent import (
     Run,
     open_extents,
 )
-from cache_manager.storage.file.index import ANY, Found, KeyIndex
+from cache_manager.storage.file.index import ANY_TAIL, Found, KeyIndex
 from cache_manager.storage.file.quota import NO_ROOM, Quota
 from cache_manager.storage.file.reader import ExtentFiles
 from cache_manager.storage.guard import StoreLock
@@ -106,7 +106,7 @@ class FileStore(ExtentFiles):
         self, headers: Sequence[RecordHeader], payloads: Sequence[Buffer], *, replace: bool = False
     ) -> list[RecordHeader | None]:
         for header, payload in zip(headers, payloads, strict=True):
-            size = payload.nbytes if isinstance(payload, memoryview) else len(payload)
+            size = nbytes_of(payload)
             if size != header.payload_nbytes:
                 raise RecordError("payload size", header.payload_nbytes, size)
         self.lock.check()
@@ -115,21 +115,21 @@ class FileStore(ExtentFiles):
             with self.lock:
                 self.calls += 1
                 older = self.index.find(keys)
-                held = self._held(older)
-            groups = self._wanted(headers, payloads, held, replace)
+                stored = self._headers_at(older)
+            groups = self._wanted(headers, payloads, stored, replace)
             evicted = self._quota.evicted
-            may_lose = bool(held) or len(groups) > 1
+            may_lose = bool(stored) or len(groups) > 1  # a later record may get the slot of one of these keys
             with suppress(OSError):  # their slots stay taken
                 self._quota.erase()
             with self._as_storage_error("write"):
                 for group in groups:
-                    self._store(*group, held, ANY if older else ())
-                if self._sync is Sync.BATCH:  # what is held, too: it may not be synced yet
+                    self._store(*group, stored, ANY_TAIL if older else ())
+                if self._sync is Sync.BATCH:  # what was stored before, too: it may not be synced yet
                     self._sync_all(self.index.extents)
-            if may_lose and self._quota.evicted != evicted:  # perhaps of these keys, for a later record
+            if may_lose and self._quota.evicted != evicted:
                 there = self.contains(keys)
-                return [held.get(key) if here else None for key, here in zip(keys, there, strict=True)]
-        return list(map(held.get, keys))
+                return [stored.get(key) if here else None for key, here in zip(keys, there, strict=True)]
+        return list(map(stored.get, keys))
 
     def delete(self, keys: Sequence[BlockKey]) -> None:
         """Gone from this process in any case; :class:`StorageError` if a record may come back after a restart."""
@@ -194,31 +194,31 @@ class FileStore(ExtentFiles):
 
     # What put and delete do.
 
-    def _held(self, found: list[Found]) -> dict[BlockKey, RecordHeader]:
-        """What is stored in these slots, if it is not too old; storing it again is a use. Held: lock."""
-        held: dict[BlockKey, RecordHeader] = {}
+    def _headers_at(self, found: list[Found]) -> dict[BlockKey, RecordHeader]:
+        """By key, what is stored in these slots, if it is not too old; storing it again is a use. Held: lock."""
+        stored: dict[BlockKey, RecordHeader] = {}
         for _, extent, local, count in self.fresh(found):
             headers = extent.headers(extent.packed(local, count))
-            held |= {header.key: header for header in headers}
+            stored |= {header.key: header for header in headers}
             extent.use(local, count, self.calls)
-        return held
+        return stored
 
     def _wanted(
         self,
         headers: Sequence[RecordHeader],
         payloads: Sequence[Buffer],
-        held: Mapping[BlockKey, RecordHeader],
+        stored: Mapping[BlockKey, RecordHeader],
         replace: bool,
     ) -> list[tuple[Layout, Sequence[RecordHeader], Sequence[Buffer]]]:
         """Which records are to be stored, in groups of one layout."""
         layouts = [(header.fingerprint, header.payload_nbytes, len(header.valid)) for header in headers]
-        if headers and not held and len({each.key for each in headers}) == len(headers) == layouts.count(layouts[0]):
+        if headers and not stored and len({each.key for each in headers}) == len(headers) == layouts.count(layouts[0]):
             return [(layouts[0], headers, payloads)]  # nearly always
         wanted: dict[BlockKey, int] = {}
         for i, header in enumerate(headers):
             key = header.key
-            stored = headers[wanted[key]] if key in wanted else held.get(key)
-            if stored is None or takes_the_place(header, stored, replace=replace):
+            present = headers[wanted[key]] if key in wanted else stored.get(key)
+            if present is None or takes_the_place(header, present, replace=replace):
                 wanted[key] = i
         groups: list[tuple[Layout, Sequence[RecordHeader], Sequence[Buffer]]] = []
         for layout, places in groupby(sorted(wanted.values()), layouts.__getitem__):
@@ -231,10 +231,13 @@ class FileStore(ExtentFiles):
         layout: Layout,
         headers: Sequence[RecordHeader],
         payloads: Sequence[Buffer],
-        held: dict[BlockKey, RecordHeader],
-        again: Container[int],
+        stored: dict[BlockKey, RecordHeader],
+        repeats: Container[int],
     ) -> None:
-        """Store records of one layout while there is room. Held: writing."""
+        """Store records of one layout while there is room; ``stored`` gets their headers.
+
+        Of keys with a tail in ``repeats`` there may be older records. Held: writing.
+        """
         runs: list[Run] = []
         at = 0
         try:
@@ -248,12 +251,12 @@ class FileStore(ExtentFiles):
                 extent.write(self._disk, start, heads, payloads[at : at + count])
                 with self.lock:
                     extent.used_at = self.calls
-                    self.index.hold(extent, start, heads, again, self._quota.to_erase)
+                    self.index.hold(extent, start, heads, repeats, self._quota.to_erase)
                 self._directory.tell(extent.shape.number, start, count)
                 runs.pop(0)
                 at += count
-                held |= {header.key: header for header in some}
-                if again and self._quota.to_erase:
+                stored |= {header.key: header for header in some}
+                if repeats and self._quota.to_erase:
                     self._quota.erase()
         except OSError as error:
             if error.errno not in NO_ROOM:

@@ -21,7 +21,7 @@ from transfer.actions import OfferedBlock, Reason
 from transfer.errors import LocalProtocolError, NodeClosedError, NodeFullError, TransferError
 from transfer.identity import Identity
 from transfer.limits import TransferLimits
-from transfer.link import Arrival, Came
+from transfer.link import Arrival, LinkEvent
 from transfer.messages import BootId, Outcome, Part, Pull, Range, TransferId, encode
 from transfer.node import COMMANDS_MAX, Node, new_transfer
 from transfer.zmq_link import ZmqLink
@@ -190,7 +190,7 @@ def test_memory_of_an_invalid_message_is_given_back(tmp_path: Path) -> None:
     class CountingLink(ZmqLink):
         came = released = 0
 
-        def poll(self, timeout_s: float, most: int) -> list[Came]:
+        def poll(self, timeout_s: float, most: int) -> list[LinkEvent]:
             return [
                 self._counted(each) if isinstance(each, Arrival) else each for each in super().poll(timeout_s, most)
             ]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from cache_manager.keys import BlockKey
 from cache_manager.record import RecordHeader
 from cache_manager.storage.file.extent import Extent, Run, Shape
-from cache_manager.storage.file.index import ANY, KeyIndex
+from cache_manager.storage.file.index import ANY_TAIL, KeyIndex
 from cache_manager.storage.guard import StoreLock
 
 SLOTS, EXTENTS, KEYS = 6, 3, 12
@@ -50,7 +50,7 @@ def test_an_index_finds_what_is_held_and_nothing_else(steps: list[tuple[str, int
                 keys = [key_of((first + k) % KEYS) for k in range(count)]
                 headers = [RecordHeader(key, b"f" * 16, 1, 1, b"\xff" * 8, 64, 5) for key in keys]
                 older = list[Run]()
-                index.hold(extent, start, extent.pack(headers, 100 * tick, 0), ANY, older)
+                index.hold(extent, start, extent.pack(headers, 100 * tick, 0), ANY_TAIL, older)
                 assert {(each, slot) for each, slot, _ in older} == {held[key] for key in keys if key in held} - gone
             case "forget":
                 extent.forget(start, count)
