@@ -224,7 +224,7 @@ class House:
                 self.toy.kv[name][request.table[place]] = page
             for offset, each in enumerate(kv):
                 self.kv[request.table[place], offset] = each._replace(loaded=True)
-        at, chosen = list[int](), list[Any]()
+        at, chosen, prefixes = list[int](), list[Any](), list[tuple[int, ...]]()
         for name, n in scheduled.items():
             request = self.running[name]
             start = request.num_computed_tokens
@@ -238,9 +238,11 @@ class House:
                 self.kv[block, offset] = Kv(prefix, self.weights, self.version)
                 at.append(block * TOKENS + offset)
                 chosen.append(row_of(prefix, self.weights))
+                prefixes.append(prefix)
         rows = np.stack(chosen)
         for layer, hook in enumerate(self.toy.hooks):
             hook(torch.from_numpy(rows[:, layer].copy()))
+        self.toy.weigh(prefixes)
         self.worker.slots = torch.tensor(at)
         self.worker.end()
         assert not self.worker.failures()
@@ -323,12 +325,16 @@ class House:
             wait_s = 0.05 if again or short else 5
             with self.may_lack(said):
                 try:
-                    found = routes(answer, rollouts=self.rollouts, key=said.key, wait_s=wait_s)
+                    found = self.found(answer, rollouts=self.rollouts, key=said.key, wait_s=wait_s)
                 except RowError:
                     if (again and self.rollouts is not None) or (short and said.aborted):
                         continue
                     raise
                 self._judge(said, found)
+
+    def found(self, answer: dict[str, Any], **where: Any) -> Any:
+        """The routes of an answer."""
+        return routes(answer, **where)
 
     def may_lack(self, said: Said) -> AbstractContextManager[None]:
         """Around the judgement of an answer: where it may have no rows at all."""

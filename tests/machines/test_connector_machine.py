@@ -10,6 +10,7 @@ from budget import scaled
 from tests.machines.apart_house import ApartHouse
 from tests.machines.connector_house import House
 from tests.machines.part_hits import PartHouse
+from tests.machines.weights_house import WeightsHouse
 
 
 @pytest.mark.parametrize("seed", range(scaled(24)))
@@ -52,3 +53,17 @@ def test_a_hit_that_ends_inside_a_block(tmp_path: Path) -> None:
             house.close()
         copied += house.copied
     assert copied > 2 * lives
+
+
+def test_each_id_has_the_weight_of_its_own_pass(tmp_path: Path) -> None:
+    """Goal: routing weights are those of the pass that chose their ids, bit for bit, or missing with them. Method: as
+    above, of an engine with routing weights whose routers tell none for some of the time."""
+    judged, lives = 0, max(6, scaled(10))
+    for seed in range(lives):
+        house = WeightsHouse(seed, tmp_path / str(seed))
+        try:
+            house.lives(150)
+        finally:
+            house.close()
+        judged += house.judged
+    assert judged > 50 * lives

@@ -335,6 +335,7 @@ class RoutedRows:
 
         Each of the ranks calls it with the same keys, and hears the same.
         """
+        self.weights.computes()  # SGLang keeps this KV, whatever weights compute next
         self._renew(pages)
         self._filled_behind[pages] = self.passes.launched
         if self._ranks is None:
@@ -382,6 +383,7 @@ class RoutedRows:
             self._renew(pages)
             self._sources[pages] = GONE
 
+        self.weights.computes()
         self._valid_after[pages] = self.passes.launched
         self.passes.then(begin)
         if self.folder is not None:

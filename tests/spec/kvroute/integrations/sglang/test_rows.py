@@ -311,6 +311,27 @@ def test_rows_go_by_kv_that_others_keep(tier: str, odd: str, monkeypatch: pytest
     assert engine.rows.stored([KEYS[0]]) == (odd != "other KV")  # which is not loaded a second time
 
 
+@pytest.mark.parametrize("tier", ["ours", "linker", "storage"])
+def test_kv_that_was_loaded_before_the_first_pass_is_not_of_new_weights(tier: str) -> None:
+    """Goal: what is computed with new weights on KV of old ones is stored under neither name. Method: weights are new
+    when KV has come to an engine that was emptied and has computed nothing since; SGLang keeps that KV."""
+    engine = Engine(tier, {"weights": "m"})
+    request = engine.computed()
+    if tier == "storage":
+        engine.back_up(request)
+        engine.store(KEYS[0])
+    else:
+        engine.offload(request, KEYS[0])
+    engine.persisted()
+    engine.finish(request)
+    engine.rows.weights.forgotten()
+    engine.rows.weights.changed(1)  # the first weights, under whose name the page was stored
+    (engine.prefetch if tier == "storage" else engine.load)(KEYS[0])
+    engine.rows.weights.changed(2)
+    assert engine.rows.weights.mixed
+    assert engine.rows.keep(KEYS[1:], engine.pages([1])) is None
+
+
 def test_what_is_computed_in_the_place_of_a_page_that_did_not_come_is_not_missing() -> None:
     engine = Engine("ours")
     assert not engine.rows.fill([KEYS[0]], engine.pages([1]))

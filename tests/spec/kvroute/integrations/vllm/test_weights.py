@@ -57,14 +57,17 @@ def test_a_router_tells_what_its_kernel_gets() -> None:
 
 def test_weights_of_another_kind_are_refused() -> None:
     """Goal: a weight of a row is of its id, and counts an expert's output. Method: a kernel that routes inside, experts
-    without a router that hands over weights, and weights of an expert's input: each refused by name, and no router of
-    the model is hooked."""
+    without a router that hands over weights, a router whose kernel is given 0 for experts that compute nothing, and
+    weights of an expert's input: each refused by name, and no router of the model is hooked."""
+    idle = layer_of(2)
+    idle.router = type("ZeroExpertRouter", (Router,), {})()
     inputs = layer_of(2)
     inputs.routed_experts.apply_router_weight_on_input = True
     whole = SimpleNamespace(layer_id=2, capture_fn=None)
     for wrong, wanted in (
         (layer_of(2, monolithic=True), "a router before the kernel; .*, which routes inside"),
         (whole, "a layer of vLLM's runner, whose router hands over weights, got SimpleNamespace"),
+        (idle, "a router whose experts all compute, .*, got ZeroExpertRouter"),
         (inputs, "weights that count an expert's output, got some that count its input"),
     ):
         first = layer_of(1)
