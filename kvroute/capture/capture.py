@@ -16,7 +16,7 @@ from torch import nn
 from cache_manager.spec import AuxBlockDataSpec
 from cache_manager.step import Step
 from kvroute.capture.errors import CaptureError
-from kvroute.capture.hooks import WEIGHTS, Hooks, Values
+from kvroute.capture.hooks import WEIGHTS_PLACE, Hooks, Values
 from kvroute.checks import check_ids
 from kvroute.routing import routing_weights_spec
 
@@ -68,7 +68,7 @@ def hook_routers(
     handles = [router.register_forward_hook(hook(layer)) for layer, router in routers.items()]
     if weights is not None:
         for layer, router in routers.items():
-            handles.append(router.register_forward_hook(hook(layer, weights.name, WEIGHTS)))
+            handles.append(router.register_forward_hook(hook(layer, weights.name, WEIGHTS_PLACE)))
     return handles
 
 
