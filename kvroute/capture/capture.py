@@ -112,7 +112,8 @@ class RoutingCapture:
             check_weights(spec, weights)
             values.append(Values(weights.name, self.layer_ids, top_k, _WEIGHT_DTYPES))
         self._kept = Hooks(values)
-        self._hooks = hook_routers(routers, self._kept.hook, weights)
+        self.handles = hook_routers(routers, self._kept.hook, weights)
+        """Torch's handles of the hooks on the model: one that is removed calls back no more."""
 
     @property
     def topk_ids(self) -> list[torch.Tensor]:
@@ -170,9 +171,9 @@ class RoutingCapture:
 
     def close(self) -> None:
         """Take the hooks off the model and forget the last pass; a second call is harmless."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
+        for handle in self.handles:
+            handle.remove()
+        self.handles.clear()
         self.clear()
 
     def __enter__(self) -> Self:
