@@ -79,7 +79,7 @@ class Timed:
 
     def register_kv_caches(self, kv_caches: Any) -> None:
         super().register_kv_caches(kv_caches)  # type: ignore[misc]
-        rows = self._worker_rows  # type: ignore[attr-defined]
+        rows = self.worker_rows  # type: ignore[attr-defined]
         rows.ids.take = self._clock.timed("  ids of the step", rows.ids.take)
         rows.blocks.write_step = self._clock.timed("  write_step", rows.blocks.write_step)
         rows.blocks.apply = self._clock.timed("  apply (feed)", rows.blocks.apply)

@@ -151,7 +151,8 @@ class Server:
         self.role, self.model, self.peers, self._at = role, model, tuple(peers), (host, port)
         self.url = ""
         self.http = {"in_flight": 0, "left": 0}
-        self._ended, self._over = asyncio.Event(), False
+        self.ended = asyncio.Event()  # no request is taken any more
+        self._over = False
         self._asked: dict[str, asyncio.Queue[_Event]] = {}  # as many events as steps
         self._left: list[str] = []  # requests whose clients have left
         built = build_model(model, seed=seed, vocab_size=text.VOCAB_SIZE)
@@ -181,7 +182,7 @@ class Server:
             failure = RuntimeError(f"the engine has failed: {type(error).__name__}: {error}")
             for asked in self._asked.values():
                 asked.put_nowait(failure)
-            self._ended.set()
+            self.ended.set()
             raise failure from error
 
     def _in_thread(self, call: Callable[[], Any]) -> Awaitable[Any]:
@@ -207,8 +208,8 @@ class Server:
             body = parse(await http.read())  # before it is counted: an endless body takes no place
         request = await asyncio.to_thread(body.request, f"cmpl-{secrets.token_hex(16)}", self.model, self.peers)
         at_work = len(self.engine.filling) if isinstance(self.engine, PrefillEngine) else self.http["in_flight"]
-        if self._ended.is_set() or at_work >= REQUESTS_MAX:
-            why = "the server is ending" if self._ended.is_set() else f"{REQUESTS_MAX} requests are in flight already"
+        if self.ended.is_set() or at_work >= REQUESTS_MAX:
+            why = "the server is ending" if self.ended.is_set() else f"{REQUESTS_MAX} requests are in flight already"
             raise web.HTTPServiceUnavailable(reason=why)
         self.http["in_flight"] += 1
         self._asked[request.id] = asyncio.Queue()
@@ -265,7 +266,7 @@ class Server:
         node = self.engine.crossing.node
         if not node.alive:
             raise web.HTTPServiceUnavailable(reason=f"the transfer node has ended: {node.last_error}")
-        if self._ended.is_set():
+        if self.ended.is_set():
             raise web.HTTPServiceUnavailable(reason="the server is ending")
         return answer_of({"status": "live"})
 
@@ -313,13 +314,13 @@ class Server:
 
     def end(self) -> None:
         """End as after SIGTERM; may be called from any thread."""
-        self._loop.call_soon_threadsafe(self._ended.set)
+        self._loop.call_soon_threadsafe(self.ended.set)
 
     async def serve(self, *, signals: bool = True) -> int:
         """Serve until :meth:`end`, finish requests in flight, free everything; then raises if the engine has failed."""
         self._loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT) if signals else ():
-            self._loop.add_signal_handler(number, self._ended.set)
+            self._loop.add_signal_handler(number, self.ended.set)
         # A client that leaves cancels its handler, so that nothing is computed for it.
         runner = web.AppRunner(self._app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
         driving = asyncio.create_task(self._drive())
@@ -329,7 +330,7 @@ class Server:
             self.url = "http://{}:{}".format(*runner.addresses[0][:2])
             address = self.engine.crossing.address
             self._say(f"{self.model} with seeded weights at {self.url}{address and f', lending at {address}'}")
-            await self._ended.wait()
+            await self.ended.wait()
             lent = self.engine.lent if isinstance(self.engine, PrefillEngine) else {}
             await _until(lambda: driving.done() or not (lent or self.http["in_flight"]), DRAIN_S)
             self._left += self._asked

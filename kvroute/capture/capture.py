@@ -16,7 +16,7 @@ from torch import nn
 from cache_manager.spec import AuxBlockDataSpec
 from cache_manager.step import Step
 from kvroute.capture.errors import CaptureError
-from kvroute.capture.hooks import WEIGHTS, Hooks, Values
+from kvroute.capture.hooks import WEIGHTS_PLACE, Hooks, Values
 from kvroute.checks import check_ids
 from kvroute.routing import routing_weights_spec
 
@@ -68,7 +68,7 @@ def hook_routers(
     handles = [router.register_forward_hook(hook(layer)) for layer, router in routers.items()]
     if weights is not None:
         for layer, router in routers.items():
-            handles.append(router.register_forward_hook(hook(layer, weights.name, WEIGHTS)))
+            handles.append(router.register_forward_hook(hook(layer, weights.name, WEIGHTS_PLACE)))
     return handles
 
 
@@ -112,7 +112,8 @@ class RoutingCapture:
             check_weights(spec, weights)
             values.append(Values(weights.name, self.layer_ids, top_k, _WEIGHT_DTYPES))
         self._kept = Hooks(values)
-        self._hooks = hook_routers(routers, self._kept.hook, weights)
+        self.handles = hook_routers(routers, self._kept.hook, weights)
+        """Torch's handles of the hooks on the model: one that is removed calls back no more."""
 
     @property
     def topk_ids(self) -> list[torch.Tensor]:
@@ -170,9 +171,9 @@ class RoutingCapture:
 
     def close(self) -> None:
         """Take the hooks off the model and forget the last pass; a second call is harmless."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
+        for handle in self.handles:
+            handle.remove()
+        self.handles.clear()
         self.clear()
 
     def __enter__(self) -> Self:

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from kvroute.capture.errors import CaptureError
 
-WEIGHTS: Final = 1
-IDS: Final = 2
+WEIGHTS_PLACE: Final = 1
+IDS_PLACE: Final = 2
 """Where weights and ids are in the answer of a transformers router."""
 MISSED: Final = "a call in each pass"
 ONCE: Final = "one call a pass"
@@ -73,7 +73,7 @@ class Hooks:
         self,
         layer_id: int,
         name: str | None = None,
-        part: int = IDS,
+        part: int = IDS_PLACE,
     ) -> Callable[..., None]:
         """A callback for the router of a layer that keeps its last argument, ``[tokens, width]``.
 
@@ -92,7 +92,7 @@ class Hooks:
         def keep(*arguments: Any) -> None:
             value = arguments[-1]
             if isinstance(value, tuple):
-                value = value[part] if len(value) > IDS else None
+                value = value[part] if len(value) > IDS_PLACE else None
             if not isinstance(value, torch.Tensor):
                 wanted = "an answer (logits, weights, ids)"
                 raise CaptureError(type(arguments[0]).__name__, wanted, type(arguments[-1]).__name__)
@@ -221,4 +221,4 @@ def _interleaved(low: torch.Tensor, high: torch.Tensor) -> bool:
     return not uneven and step > 0 and width <= between % step <= step - width
 
 
-__all__ = ["IDS", "MISSED", "ONCE", "OWN", "WEIGHTS", "Form", "Hooks", "Values", "overlapping"]
+__all__ = ["IDS_PLACE", "MISSED", "ONCE", "OWN", "WEIGHTS_PLACE", "Form", "Hooks", "Values", "overlapping"]

@@ -50,7 +50,7 @@ class IndexerCapture:
             raise CaptureError("layers with an indexer", list(spec.attrs["layer_ids"]), list(indexers))
         self._kept: dict[int, torch.Tensor] = {}
         self._calls = dict.fromkeys(indexers, 0)
-        self._hooks = [indexer.register_forward_hook(self._hook(layer)) for layer, indexer in indexers.items()]
+        self.handles = [indexer.register_forward_hook(self._hook(layer)) for layer, indexer in indexers.items()]
 
     def _hook(self, layer: int) -> Callable[..., None]:
         def keep(_module: nn.Module, _given: Any, answer: Any) -> None:
@@ -89,9 +89,9 @@ class IndexerCapture:
 
     def close(self) -> None:
         """Take the hooks off the model and forget the last pass; a second call is harmless."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
+        for handle in self.handles:
+            handle.remove()
+        self.handles.clear()
         self.clear()
 
     def __enter__(self) -> Self:

@@ -142,7 +142,7 @@ def _check(
 
 
 @triton.jit(do_not_specialize=["slots_end", "tokens"], do_not_specialize_on_alignment=["table", "slots"])
-def _capture_all(table, slots, rows, checks, bad, slots_end, tokens, SPECS: tl.constexpr, COMMON: tl.constexpr):
+def capture_all(table, slots, rows, checks, bad, slots_end, tokens, SPECS: tl.constexpr, COMMON: tl.constexpr):
     """Programs of one spec each, which take groups of tokens in turn."""
     GROUP: tl.constexpr = COMMON[2]
     if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
@@ -229,7 +229,7 @@ class Launch:
         grid = (programs, len(self.constants[0]), 1)
         given = (table, slots, rows, checks, bad, slots_end, tokens, *self.constants)
         if self._compiled is None:
-            self._compiled = _capture_all[grid](*given, num_warps=self.warps)
+            self._compiled = capture_all[grid](*given, num_warps=self.warps)
         else:  # without Triton's check of each argument
             self._compiled[grid](*given)
 

@@ -54,8 +54,9 @@ class LaunchedCapture:
         self._slots_words = self._slots.numpy()
         self._used = 0
         self._failed: Exception | None = None
-        self._hooks = hook_routers(find_routers(model), self._layers.hook, weights)
-        self._hooks.append(model.register_forward_hook(self._launch, with_kwargs=True))
+        self.handles = hook_routers(find_routers(model), self._layers.hook, weights)
+        self.handles.append(model.register_forward_hook(self._launch, with_kwargs=True))
+        """Torch's handles of the hooks, the routers' and then the model's: one that is removed calls back no more."""
 
     @contextmanager
     def step(
@@ -92,9 +93,9 @@ class LaunchedCapture:
 
     def close(self) -> None:
         """Take the hooks off the model and release the region; a second call is harmless."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
+        for handle in self.handles:
+            handle.remove()
+        self.handles.clear()
         self._layers.close()
 
     def _begin(self, slots: NDArray[np.int64]) -> None:

@@ -48,10 +48,11 @@ class StepIds:
         values = Values(spec.name, spec.attrs["layer_ids"], spec.row_shape[1], INTEGERS)
         self._row_shape = spec.row_shape
         self._passes = 0  # of this step, stacked into the buffer
-        self._buffer: torch.Tensor | None = None
+        self.buffer: torch.Tensor | None = None
+        """Where the passes of a step come together beside a device, int32 ``[max_tokens, layers, top_k]``."""
         self._join = join
         if join is not None or device.type != "cpu":
-            self._buffer = torch.full((max_tokens, *spec.row_shape), NO_ID, dtype=torch.int32, device=device)
+            self.buffer = torch.full((max_tokens, *spec.row_shape), NO_ID, dtype=torch.int32, device=device)
         self._hooks = Hooks([values], self._bring_together)
         self.hook = self._hooks.hook
 
@@ -59,8 +60,8 @@ class StepIds:
         """A step begins: earlier recordings, for example of a warm-up, are discarded."""
         self._hooks.clear()
         self._passes = 0
-        if self._buffer is not None:
-            self._buffer.fill_(NO_ID)
+        if self.buffer is not None:
+            self.buffer.fill_(NO_ID)
 
     def take(self, tokens: int) -> torch.Tensor | str:
         """The ids ``[tokens, layers, top_k]`` of the step, or why there are none.
@@ -68,12 +69,12 @@ class StepIds:
         Beside a device they are in the buffer, complete when the device has done the launched work, until the next step
         begins. On a CPU the hooks are then ready for the next step.
         """
-        if self._buffer is not None:
+        if self.buffer is not None:
             if self._passes > 1 or (self._passes and any(self._hooks.calls)):
                 return REASONS[ONCE]  # the buffer mixes two passes
-            if tokens > len(self._buffer):
+            if tokens > len(self.buffer):
                 return "the step has more tokens than were said"
-            stacked = self._buffer[:tokens]
+            stacked = self.buffer[:tokens]
             return stacked.clone() if stacked.device.type == "cpu" else stacked  # a device's are copied in time
         try:
             ids = self._plain(tokens)
@@ -115,7 +116,7 @@ class StepIds:
         return ids if apart and ids.shape == (tokens, *self._row_shape) and ids.dtype in INTEGERS else None
 
     def _bring_together(self) -> None:
-        if self._buffer is None:
+        if self.buffer is None:
             return
         self._passes += 1
         tokens = self._hooks.most_tokens()
@@ -127,22 +128,22 @@ class StepIds:
             self._hooks.clear()
         if self._join is not None:
             self._join_shards(sources, tokens)
-        elif sources and len(sources[0]) <= len(self._buffer):
-            torch.stack([_narrow(ids) for ids in sources], 1, out=self._buffer[: len(sources[0])])
+        elif sources and len(sources[0]) <= len(self.buffer):
+            torch.stack([_narrow(ids) for ids in sources], 1, out=self.buffer[: len(sources[0])])
 
     def _join_shards(self, sources: list[torch.Tensor], tokens: int) -> None:
         """Join this rank's shard, of so many ``tokens``, with those of the others, which wait for it even if it has no
         ``sources``. The last shard may end with padding."""
-        assert self._buffer is not None
+        assert self.buffer is not None
         assert self._join is not None
         if not tokens:  # in all ranks: shards are of one size
             return
         if sources:
             shard = torch.stack([_narrow(ids) for ids in sources], 1)
         else:
-            shard = torch.full((tokens, *self._row_shape), NO_ID, dtype=torch.int32, device=self._buffer.device)
-        joined = self._join(shard)[: len(self._buffer)]
-        self._buffer[: len(joined)] = joined
+            shard = torch.full((tokens, *self._row_shape), NO_ID, dtype=torch.int32, device=self.buffer.device)
+        joined = self._join(shard)[: len(self.buffer)]
+        self.buffer[: len(joined)] = joined
 
 
 def _narrow(ids: torch.Tensor) -> torch.Tensor:

@@ -14,13 +14,13 @@ from kvroute.capture.errors import CaptureError
 from kvroute.capture.hooks import MISSED, ONCE, OWN, Hooks, Values
 from kvroute.routing import routing_weights_spec
 
-REASONS: Final = {
+NO_WEIGHTS: Final = {
     MISSED: "a router told no weights: the model was compiled before it was bound",
     ONCE: "a router told weights twice in a step",
     OWN: "a router uses the memory of another's weights",
 }
 FORM: Final = "a router's weights are not float32, or not one for each of its ids"
-OTHERS: Final = "a router had weights of other tokens than the step"
+OTHER_TOKENS: Final = "a router had weights of other tokens than the step"
 
 
 class StepWeights:
@@ -46,10 +46,10 @@ class StepWeights:
         try:
             sources, *_ = self._hooks.taken()
         except CaptureError as error:
-            return REASONS.get(str(error.wanted), FORM)
+            return NO_WEIGHTS.get(str(error.wanted), FORM)
         finally:
             self._hooks.clear()
-        return torch.stack(sources, 1) if len(sources[0]) == tokens else OTHERS
+        return torch.stack(sources, 1) if len(sources[0]) == tokens else OTHER_TOKENS
 
 
 class NoStepWeights:

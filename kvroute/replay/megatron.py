@@ -33,7 +33,7 @@ from kvroute.replay.passes import Model, known_passes, passes_of
 from kvroute.replay.rows import ReplayError, check_stage, checked_ids, own_layer, replaying
 from kvroute.replay.watching import note_installed, note_over
 from kvroute.routes import Routes, Split, shard_packed, shard_padded
-from kvroute.routes.fill import Filler, Missing, Side
+from kvroute.routes.fill import Filler, Missing, PaddedSide
 
 _SCHEDULED: WeakSet[nn.Module] = WeakSet()
 """Routers inside a schedule."""
@@ -80,7 +80,7 @@ def padded(
     width: int,
     split: Split,
     *,
-    side: Side,
+    side: PaddedSide,
     missing: Missing = "error",
     pad: Filler = "spread",
     ep: int = 1,

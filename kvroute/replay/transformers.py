@@ -31,7 +31,7 @@ from kvroute.replay.passes import one_pass
 from kvroute.replay.rows import ReplayError, checked_ids, read_rows
 from kvroute.replay.watching import note_installed, note_over
 from kvroute.routes import Routes, RoutingWeights, Split, shard_packed, shard_padded
-from kvroute.routes.fill import Side
+from kvroute.routes.fill import PaddedSide
 from kvroute.routing import routing_spec_from_hf
 
 _WHOLE: Final = Split()
@@ -57,7 +57,7 @@ def padded(
     )
 
 
-def _padding(mask: torch.Tensor, samples: int) -> tuple[list[int], int, Side]:
+def _padding(mask: torch.Tensor, samples: int) -> tuple[list[int], int, PaddedSide]:
     """How many tokens each sample has, the width of the batch, and the side that all are padded on."""
     is_bits = not mask.is_floating_point() and bool(((mask == 0) | (mask == 1)).all())
     if mask.dim() != 2 or len(mask) != samples or not is_bits:

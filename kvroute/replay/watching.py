@@ -43,7 +43,7 @@ from kvroute.replay.rows import MISSING, ReplayError, check_stage
 from kvroute.replay.seen import SeenRouter, routers_ahead, watched_routers
 from kvroute.replay.uses import NO_SAMPLE, DueRows, fetched_flags, on_host, router_use
 from kvroute.routes import Routes, Split, shard_packed, shard_padded
-from kvroute.routes.fill import Order, Side
+from kvroute.routes.fill import Order, PaddedSide
 from kvroute.routes.split import TAIL, Shard
 
 _ALONE: Final = Split()
@@ -111,7 +111,7 @@ class Watch:
         width: int,
         split: Split = _ALONE,
         *,
-        side: Side,
+        side: PaddedSide,
         order: Order,
         layers: Sequence[int] | None = None,
     ) -> None:

@@ -21,7 +21,7 @@ from kvroute.routes.cells import Cells, missing_error
 from kvroute.routes.layout import Layers, Layout, check_alike
 from kvroute.routes.split import TAIL, Shard, Split, count_places
 
-Side = Literal["left", "right"]
+PaddedSide = Literal["left", "right"]
 Order = Literal["sequence", "batch"]
 Filler = Literal["zero", "arange", "minus1", "spread"]
 Missing = Literal["error"] | Filler
@@ -232,7 +232,7 @@ def shard_padded(
     split: Split,
     *,
     width: int,
-    side: Side = "right",
+    side: PaddedSide = "right",
     order: Order = "sequence",
     layers: Layers = "moe",
     dtype: DTypeLike = "int64",
@@ -246,7 +246,7 @@ def shard_padded(
     gives ``[batch, local width, layers, top_k]``, as transformers models need. Other arguments are as in
     :func:`shard_packed`; here context and sequence parallelism cut the columns, padding included.
     """
-    for name, word, words in (("side", side, get_args(Side)), ("order", order, get_args(Order))):
+    for name, word, words in (("side", side, get_args(PaddedSide)), ("order", order, get_args(Order))):
         if word not in words:
             raise InvalidInputError(name, " or ".join(words), repr(word))
     plan = _plan(parts, tokens, split, layers, dtype, ep, missing, pad)

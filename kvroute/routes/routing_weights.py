@@ -21,8 +21,8 @@ from cache_manager.spec import AuxBlockDataSpec
 from kvroute.routes.routes import Routes
 from kvroute.routes.wire import from_base64
 
-JSON_FORMAT: Final = "kvroute.routing_weights/1"
-SUM_NBYTES: Final = 16
+WEIGHTS_FORMAT: Final = "kvroute.routing_weights/1"
+WEIGHTS_SUM_NBYTES: Final = 16
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -83,7 +83,7 @@ class RoutingWeights:
         The 16 bytes are an XXH3-128 over the positions, the ids and the weights: with other ids they do not fit.
         """
         bits = self.weights.astype("<f4", copy=False).tobytes()
-        return {"format": JSON_FORMAT, "record": b64encode_as_string(_sum(self.routes, bits) + bits)}
+        return {"format": WEIGHTS_FORMAT, "record": b64encode_as_string(_sum_with_routes(self.routes, bits) + bits)}
 
     @classmethod
     def from_json(cls, routes: Routes, encoded: Mapping[str, Any]) -> RoutingWeights:
@@ -93,17 +93,17 @@ class RoutingWeights:
         """
         if not isinstance(encoded, Mapping) or set(encoded) != {"format", "record"}:
             got = sorted(map(str, encoded)) if isinstance(encoded, Mapping) else type(encoded).__name__
-            raise RowError("routing weights", f"an object of {JSON_FORMAT}, with format and record", got)
-        if encoded["format"] != JSON_FORMAT:
-            raise RowError("routing_weights.format", JSON_FORMAT, repr(encoded["format"]))
+            raise RowError("routing weights", f"an object of {WEIGHTS_FORMAT}, with format and record", got)
+        if encoded["format"] != WEIGHTS_FORMAT:
+            raise RowError("routing_weights.format", WEIGHTS_FORMAT, repr(encoded["format"]))
         record = from_base64("routing_weights.record", encoded["record"])
-        nbytes = SUM_NBYTES + 4 * routes.ids.size
+        nbytes = WEIGHTS_SUM_NBYTES + 4 * routes.ids.size
         if len(record) != nbytes:
             raise RowError("routing_weights.record", f"{nbytes} bytes, as its routes have ids", len(record))
-        bits = record[SUM_NBYTES:]
-        expected = _sum(routes, bits)
-        if record[:SUM_NBYTES] != expected:
-            raise RowError("routing_weights.record checksum", expected.hex(), record[:SUM_NBYTES].hex())
+        bits = record[WEIGHTS_SUM_NBYTES:]
+        expected = _sum_with_routes(routes, bits)
+        if record[:WEIGHTS_SUM_NBYTES] != expected:
+            raise RowError("routing_weights.record checksum", expected.hex(), record[:WEIGHTS_SUM_NBYTES].hex())
         weights = np.frombuffer(bits, "<f4").reshape(routes.ids.shape).astype(np.float32)
         return cls(routes, weights)
 
@@ -122,9 +122,9 @@ class RoutingWeights:
         return f"RoutingWeights({self.routes!r})"
 
 
-def _sum(routes: Routes, bits: bytes) -> bytes:
+def _sum_with_routes(routes: Routes, bits: bytes) -> bytes:
     running = xxhash.xxh3_128()
-    running.update(f"{JSON_FORMAT} {routes.start} {routes.layer_ids} {routes.ids.shape}".encode())
+    running.update(f"{WEIGHTS_FORMAT} {routes.start} {routes.layer_ids} {routes.ids.shape}".encode())
     running.update(routes.ids.astype(routes.ids.dtype.newbyteorder("<"), copy=False).tobytes())
     running.update(bits)
     return running.digest()

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from waiting import send_signal
+from standing_still import send_signal
 
 from cache_manager.errors import RowError
 from kvroute.connector.ends import Ends

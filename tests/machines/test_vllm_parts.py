@@ -36,7 +36,7 @@ def test_slots_of_a_pass_in_one_graph_are_not_a_draft_models(start: Start) -> No
 
     toy, context = start(), SimpleNamespace(slot_mapping={})
     made = type("Made", (RowsWithKV, Inner), {"__init__": lambda _: None})()
-    made._worker_rows = made._rank = toy.worker
+    made.worker_rows = made._rank = toy.worker
     made._layers = ("full",)
     layers = {name: SimpleNamespace(slot_mapping=torch.tensor([slot])) for name, slot in (("window", 9), ("full", 3))}
     for drafts in (True, False):
@@ -67,7 +67,7 @@ def test_slots_are_wanted_before_a_draft_model_runs(start: Start, drafts: bool) 
 
     toy, sent = start(), SimpleNamespace(num_scheduled_tokens={}, has_sync_kv_loads=False)
     made = type("Made", (RowsWithKV, Inner), {"__init__": lambda _: None})()
-    made._scheduler_rows, made._engine = toy.scheduler, replace(toy.worker.engine, drafts=drafts)
+    made.scheduler_rows, made._engine = toy.scheduler, replace(toy.worker.engine, drafts=drafts)
     toy.scheduler.followed = True
     made.build_connector_meta(sent)
     assert sent.has_sync_kv_loads == drafts
@@ -77,7 +77,7 @@ def test_arrived_kv_is_asked_for_by_the_older_name() -> None:
     """Goal: requests wait for their rows up to 0.28, too. Method: the base class of either kind."""
 
     class Older:
-        _worker_rows = SimpleNamespace(transfers=True, arrived=lambda received: received - {"waits"})
+        worker_rows = SimpleNamespace(transfers=True, arrived=lambda received: received - {"waits"})
 
         def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
             return finished_req_ids, {"comes", "waits"}
@@ -88,5 +88,5 @@ def test_arrived_kv_is_asked_for_by_the_older_name() -> None:
     assert versions.older_calls(Newer) == {}
     made = type("Made", (Older,), versions.older_calls(Older))()
     assert made.get_finished({"sent"}) == ({"sent"}, {"comes"})
-    made._worker_rows = None
+    made.worker_rows = None
     assert made.get_finished({"sent"}) == ({"sent"}, {"comes", "waits"})

@@ -22,7 +22,7 @@ def ptx(layers: int, experts: int, group: int) -> str:
     plan = Plan.of(RecordLayout([kvroute.routing_spec(experts, 8, range(layers), layers, 64)]))
     launch = kernel.Launch(plan, [torch.int32], 4096, torch.device("cpu"), group)
     compiled = launch.constants
-    function: Any = kernel._capture_all
+    function: Any = kernel.capture_all
     types = ["*i64", "*i64", "*u8", "*i32", "*i32", "i64", "i32", *["constexpr"] * len(compiled)]
     first = len(types) - len(compiled)
     aligned = {(i,): [["tt.divisibility", 16]] for i in (2, 3, 4)}

@@ -14,7 +14,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from waiting import GIVE_UP_S, send_signal
+from standing_still import send_signal
+from waiting import GIVE_UP_S
 
 from paged_engine import pool
 from paged_engine.processes import hold_port, tied

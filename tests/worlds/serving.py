@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 from nursery import ENGINE, nursery
-from waiting import GIVE_UP_S, send_signal
+from standing_still import send_signal
+from waiting import GIVE_UP_S
 
 from cache_manager.keys import Namespace
 from kvroute.routes import Routes

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from concurrent.futures import Future
 from types import MappingProxyType
 from typing import Any
 from unittest.mock import patch
@@ -22,28 +20,11 @@ from kvroute.capture.step_weights import NoStepWeights
 from kvroute.connector import Engine, Key, Limits, SchedulerRows, Settings, Tokens, worker
 from kvroute.connector.behind import Behind
 from kvroute.connector.carriers import ByKey, ByTransfer, Carrier, NoCarrier
-from kvroute.connector.carriers.by_transfer import ByTransferWorker, TransferStep
 from kvroute.connector.messages import StepMeta
-from kvroute.connector.tickets import UNNAMED
 from kvroute.connector.versions import AS_LOADED
-from kvroute.connector.witness import KvFolder, OtherRank, witnessing
 from kvroute.connector.worker import WorkerRows
 from kvroute.routes import Routes
 from kvroute.routing import routing_spec
-
-
-class Sum:
-    """The sum over two ranks, each in a thread of its own."""
-
-    def __init__(self) -> None:
-        self._parts = [torch.zeros(0, dtype=torch.int64)] * 2
-        self._met = threading.Barrier(2, timeout=GIVE_UP_S)
-
-    def add(self, rank: int, part: torch.Tensor) -> None:
-        self._parts[rank] = part.clone()
-        self._met.wait()
-        part.copy_(self._parts[0] + self._parts[1])
-        self._met.wait()
 
 
 def _carrier(settings: Settings) -> Carrier:
@@ -57,10 +38,14 @@ def _carrier(settings: Settings) -> Carrier:
 class Toy:
     """A paged engine for one request at a time: a prefix cache over ``blocks`` blocks, and KV that others may have.
 
-    It loads in a step or, if ``later``, beside one. Of several ``ranks`` each has one head; the first has the rows. If
-    ``late``, what steps leave to the host is done behind them, as beside a device. Rows and KV are a function of its
-    ``weights``, too, which may be changed at any time, ``between`` the steps of a request for one.
+    It loads in a step or, if ``later``, beside one. If ``late``, what steps leave to the host is done behind them, as
+    beside a device. Rows and KV are a function of its ``weights``, too, which may be changed at any time, ``between``
+    the steps of a request for one. ``toy_ranks`` has one of several ranks, ``toy_crossing`` one that hands requests
+    over.
     """
+
+    heads = 1
+    """Of its KV; the first one is of the rank with the rows."""
 
     def __init__(
         self,
@@ -68,7 +53,6 @@ class Toy:
         layers: int = 2,
         blocks: int = 9,
         later: bool = False,
-        ranks: int = 1,
         late: bool = False,
         drafts: bool = True,
         limits: Mapping[str, Any] = MappingProxyType({}),
@@ -77,8 +61,7 @@ class Toy:
         self.kept, self.later = kept, later  # KV outside, by hash of its block, in all layers
         spec = routing_spec(EXPERTS, TOP_K, range(layers), num_layers=layers, block_tokens=TOKENS)
         self.layers = range(layers)
-        self.kv = {f"layers.{i}": torch.zeros(blocks, ranks, TOKENS, 8) for i in self.layers}
-        mine, others = ({name: kv[:, i : i + 1] for name, kv in self.kv.items()} for i in (0, 1))
+        self.kv = {f"layers.{i}": torch.zeros(blocks, self.heads, TOKENS, 8) for i in self.layers}
         settings = Settings.of({"strict": True, "weights": "m", **said})
         engine = Engine(
             settings,
@@ -92,14 +75,8 @@ class Toy:
             # fetch, whose rows are then missing
             limits=Limits(**{"question_s": GIVE_UP_S, "fetch_s": GIVE_UP_S, **limits}),
         )
-        added = Sum()
-        joined = partial(added.add, 0) if ranks > 1 else None
         with patch.object(worker, "Behind", self._behind):
-            self.worker = WorkerRows(engine, mine, joined, late=late)
-        self.other_rank: OtherRank | None = None
-        if ranks > 1:
-            self.other_rank = OtherRank(KvFolder(witnessing(others, self.layers), 1, partial(added.add, 1)))
-        self.threads = ThreadPoolExecutor(1)
+            self.worker = WorkerRows(engine, self.part(0), self._joined(), late=late)
         self.scheduler = SchedulerRows(engine)
         self.scheduler.attach(self.worker.handshake())
         self.scheduler.blocks_of = lambda _name, first, last: self.table[first:last]
@@ -109,134 +86,98 @@ class Toy:
         self.table: list[int] = []
         self.request: Asked | None = None  # the last one
         self.fails: set[int] = set()  # places in the request of blocks whose load fails
-        self.unbrought: set[int] = set()  # and of those whose KV another engine was to bring
-        self.waits = True  # until its rows have come, before that failure shows
         self.loses: set[int] = set()  # positions at which the router's ids are not ones
         self.loaded, self.weights = 0, 0
         self.between: Callable[[], object] = lambda: None
-        self.waiting: Callable[[], object] = lambda: None  # done while a request waits for rows
         self.held: list[threading.Event] = []  # what the worker's host waits for
-        self.lent = b""  # the transfer of the last blocks that were lent
-        self.fetches: set[bytes] = set()  # transfers from which this engine fetches
-        if isinstance(self.worker.carrier, ByTransferWorker):
-            self._crossing = self.worker.carrier.crossing
-            self._crossing.poll = self._polled(self._crossing.poll)  # type: ignore[method-assign]
+
+    def part(self, rank: int) -> dict[str, torch.Tensor]:
+        """By layer, the KV of a rank's head."""
+        return {name: kv[:, rank : rank + 1] for name, kv in self.kv.items()}
+
+    def _joined(self) -> Callable[[torch.Tensor], None] | None:
+        """What adds up the folds of all ranks, in place."""
+        return None
 
     def _behind(self, *arguments: Any) -> Behind:
         self.behind = Behind(*arguments)
         """What does the host's part of a step, of an engine that is ``late``."""
         return self.behind
 
-    def _polled(self, poll: Callable[[], Any]) -> Callable[[], Any]:
-        def ended() -> Any:
-            found = poll()
-            self.fetches -= {each.transfer for each in found}
-            return found
-
-        return ended
-
-    def ask(
-        self,
-        name: str,
-        tokens: Sequence[int],
-        chunks: Sequence[int] = (64,),
-        *,
-        lends: bool = False,
-        brought: int | None = None,
-        ticket: Any = None,
-        more: Sequence[int] = (),
-        kv: Mapping[str, str] = UNNAMED,
-    ) -> dict[str, Any]:
-        """Compute ``tokens`` in steps of so many tokens; what goes to the client.
-
-        ``lends``: another engine goes on from here, and the answer is for that. Here that brings KV of the first tokens
-        that are not cached, up to ``brought``, and a ``ticket`` for their rows; ``more`` is said behind the prompt. The
-        KV that goes over is called ``kv``.
-        """
+    def ask(self, name: str, tokens: Sequence[int], chunks: Sequence[int] = (64,)) -> dict[str, Any]:
+        """Compute ``tokens`` in steps of so many tokens; what goes to the client."""
         self.request = request = Asked(name, tokens)
-        hashes = request.block_hashes
-        most = (len(tokens) - 1) // TOKENS  # the last token is always computed
-        local = next((i for i, each in enumerate(hashes[:most]) if each not in self.cached), most)
-        kept = self.kept if self.kept is not None else {}
-        there = next((i for i, each in enumerate(hashes[local:most]) if each not in kept), most - local)
-        found = there * TOKENS if brought is None else max(0, brought - local * TOKENS)
-        taken = self.scheduler.matched(request, local * TOKENS, found, later=self.later or brought is not None)
-        self.table = [self.cached[each] for each in hashes[:local]]
-        for block in self.table:
-            self.free.remove(block)
-        given = [self.free.pop(0) for _ in range(-(-len(tokens) // TOKENS) - local)]
-        self.cached = {each: block for each, block in self.cached.items() if block not in given}
-        self.table += given
-        self.scheduler.given(given)
-        self.scheduler.admitted(request, self.table, taken, lends=lends, ticket=ticket, kv=kv)
-        request.num_computed_tokens, self.loaded = local * TOKENS + taken, taken
-        loading, sizes = range(local, local + taken // TOKENS), [*chunks]
+        local = self._local(request)
+        taken = self.scheduler.matched(request, local * TOKENS, self._outside(request, local), later=self.later)
+        self._admit(request, local, taken)
+        loading = range(local, local + taken // TOKENS)
         if self.later and taken:
             failed = self._step(request, 0, loading)
             self.scheduler.loaded(name)
             self.scheduler.admitted(request, self.table, 0)
-            request.num_computed_tokens, loading = (
-                (local * TOKENS + taken if failed is None else failed * TOKENS),
-                range(0),
-            )
-        if brought is not None:
-            self._land(request, min(local * TOKENS + taken, len(tokens) - 1))
-            tokens, loading = [*tokens, *more], range(0)
-            request.all_token_ids = request.tokens = tokens
-            new = -(-len(tokens) // TOKENS) - len(self.table)
-            self.scheduler.given(given := [self.free.pop(0) for _ in range(new)])
-            self.table += given
-        while request.num_computed_tokens < len(tokens):
-            n = min(sizes.pop(0) if sizes else len(tokens), len(tokens) - request.num_computed_tokens)
+            request.num_computed_tokens = local * TOKENS + taken if failed is None else failed * TOKENS
+            loading = range(0)
+        self._compute(request, chunks, loading)
+        told = self._leave(request)
+        return {"kv_transfer_params": told and told.result(GIVE_UP_S)}
+
+    def _local(self, request: Asked) -> int:
+        """How many of the request's blocks are cached; its last token is always computed."""
+        most = max(0, len(request.tokens) - 1) // TOKENS
+        return next((i for i, each in enumerate(request.block_hashes[:most]) if each not in self.cached), most)
+
+    def _outside(self, request: Asked, local: int) -> int:
+        """Of how many tokens behind the cached blocks others have the KV."""
+        behind = request.block_hashes[local : max(0, len(request.tokens) - 1) // TOKENS]
+        kept = self.kept if self.kept is not None else {}
+        return TOKENS * next((i for i, each in enumerate(behind) if each not in kept), len(behind))
+
+    def _admit(self, request: Asked, local: int, taken: int, **handed: Any) -> None:
+        """It gets its cached blocks and new ones; ``taken`` tokens come from outside."""
+        self.table = [self.cached[each] for each in request.block_hashes[:local]]
+        for block in self.table:
+            self.free.remove(block)
+        given = self._give(len(request.tokens))
+        self.cached = {each: block for each, block in self.cached.items() if block not in given}
+        self.scheduler.given(given)
+        self.scheduler.admitted(request, self.table, taken, **handed)
+        request.num_computed_tokens = local * TOKENS + taken
+        self.loaded = taken
+
+    def _give(self, tokens: int) -> list[int]:
+        """The further blocks of a request of so many tokens."""
+        given = [self.free.pop(0) for _ in range(-(-tokens // TOKENS) - len(self.table))]
+        self.table += given
+        return given
+
+    def _compute(self, request: Asked, chunks: Sequence[int], loading: range) -> None:
+        """The steps of a request; the first one loads."""
+        sizes = [*chunks]
+        stop = len(request.tokens)
+        while request.num_computed_tokens < stop:
+            n = min(sizes.pop(0) if sizes else stop, stop - request.num_computed_tokens)
             failed = self._step(request, n, loading)
             request.num_computed_tokens = failed * TOKENS if failed is not None else request.num_computed_tokens + n
             loading = range(0)
             self.between()
-        left = self.scheduler.ticket(request, kv) if lends else None
-        ended = self.scheduler.forget(name)
-        key = Key(name, of_client=True)
+
+    def _leave(self, request: Asked) -> Future[dict[str, Any]] | None:
+        """It ends; what its client will be told."""
+        tokens = request.tokens
+        ended = self.scheduler.forget(request.request_id)
+        key = Key(request.request_id, of_client=True)
         told = self.scheduler.finished(key, self.table, len(tokens), Tokens(tokens, len(tokens)), ended=ended)
         self.free += self.table
-        self.cached |= dict(zip(hashes, self.table, strict=False))
-        return {"kv_transfer_params": {"kvroute": left} if lends else told and told.result(GIVE_UP_S)}
+        self.cached |= dict(zip(request.block_hashes, self.table, strict=False))
+        return told
 
-    def _land(self, request: Asked, computed: int) -> None:
-        """The KV has come; rows are waited for as long as the worker says."""
-        came = {request.request_id}
-        self._step(request, 0, range(0))
-        if self.unbrought:
-            self.worker.settle()
-            while self.waits and self.fetches:
-                self.worker.arrived(set())
-                time.sleep(0.001)
-            self.worker.begin(self.scheduler.step({}))
-            self.worker.fail({self.table[place] for place in self.unbrought if place < len(self.table)})
-            self.worker.end()
-            self.worker.failures()
-            computed = min(computed, min(self.unbrought) * TOKENS)
-        while not (go := self.worker.arrived(came, came if self.unbrought else frozenset())):
-            came = set()
-            self.waiting()
-            self._step(request, 0, range(0))
-            time.sleep(0.001)
-        assert go == {request.request_id}
-        self.hear()
-        self.scheduler.loaded(request.request_id)
-        self.scheduler.admitted(request, self.table, 0)
-        request.num_computed_tokens, self.unbrought = computed, set()
-
-    def hear(self) -> None:
-        """The worker's report after a step."""
-        if (told := self.worker.told()) is not None:
-            self.scheduler.told(told.carrier)
+    def _scheduled(self, request: Asked, n: int) -> StepMeta:
+        """What the scheduler says of a step of so many tokens."""
+        return self.scheduler.step({request.request_id: n} if n else {})
 
     def _step(self, request: Asked, n: int, loading: range) -> int | None:
         """Load, compute and write; the place of the first block that could not be loaded."""
-        meta = self.scheduler.step({request.request_id: n} if n else {})
-        if isinstance(meta.carrier, TransferStep):
-            self.lent = next((lend.transfer for lend in meta.carrier.lends), self.lent)
-            self.fetches |= {fetch.transfer for fetch in meta.carrier.fetches}
-        self._on_each_rank("begin", meta)
+        self._tell("begin", self._scheduled(request, n))
         for place in loading:
             for name, page in (self.kept or {})[request.block_hashes[place]].items():
                 self.kv[name][self.table[place]] = page if place not in self.fails else 7
@@ -257,7 +198,7 @@ class Toy:
             self.weigh(prefixes)
             self.worker.slots = torch.tensor([block * TOKENS + offset for block, offset in at])
         self.worker.fail(failed)
-        self._on_each_rank("end")
+        self._tell("end")
         assert self.worker.failures() == failed
         if failed and n:  # computed from KV that had not come
             self.worker.settle()
@@ -277,11 +218,9 @@ class Toy:
         for layer in self.layers:
             self.worker.weights.hook(layer)(torch.from_numpy(weights[:, layer].copy()))
 
-    def _on_each_rank(self, call: str, *given: Any) -> None:
-        other = self.threads.submit(getattr(self.other_rank, call), *given) if self.other_rank else None
+    def _tell(self, call: str, *given: Any) -> None:
+        """The worker begins or ends a step."""
         getattr(self.worker, call)(*given)
-        if other is not None:
-            other.result(GIVE_UP_S)
 
     def settle(self) -> None:
         """Until the store has everything."""
@@ -293,7 +232,6 @@ class Toy:
     def close(self) -> None:
         for go in self.held:  # a test that has failed leaves nothing to wait for
             go.set()
-        self.threads.shutdown()
         self.worker.settle()
         self.scheduler.close()
         self.worker.close()

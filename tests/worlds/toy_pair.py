@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from toy_engine import Toy, judge
+from toy_crossing import ToyCrossing
+from toy_engine import judge
 
 from kvroute.connector import missing, routes
 from transfer import Node
@@ -18,9 +19,9 @@ PREFILL, DECODE = 1, 0  # their weights, by which rows of the one and of the oth
 
 
 @contextmanager
-def two(**said: Any) -> Iterator[tuple[Toy, Toy]]:
+def two(**said: Any) -> Iterator[tuple[ToyCrossing, ToyCrossing]]:
     """A prefill and a decode engine whose rows of the same tokens differ."""
-    first, second = Toy(carrier="transfer", **said), Toy(carrier="transfer", **said)
+    first, second = ToyCrossing(**said), ToyCrossing(**said)
     first.weights = PREFILL
     try:
         yield first, second
@@ -30,7 +31,7 @@ def two(**said: Any) -> Iterator[tuple[Toy, Toy]]:
 
 
 def handed_over(
-    first: Toy, tokens: list[int], chunks: list[int] | tuple[int, ...] = (64,), name: str = "p", **more: Any
+    first: ToyCrossing, tokens: list[int], chunks: list[int] | tuple[int, ...] = (64,), name: str = "p", **more: Any
 ) -> Any:
     """The ticket for a prompt that prefill has computed."""
     return first.ask(name, tokens, chunks, lends=True, **more)["kv_transfer_params"]["kvroute"]["transfer"]
@@ -42,7 +43,7 @@ def makers(tokens: int, said: int, local: int = 0) -> list[int]:
 
 
 def taken(
-    second: Toy, ticket: Any, prompt: list[int] = PROMPT, name: str = "d", **more: Any
+    second: ToyCrossing, ticket: Any, prompt: list[int] = PROMPT, name: str = "d", **more: Any
 ) -> tuple[Counter[str], list[str]]:
     """The verdict on decode's answer: its rows, judged, and the reasons for the missing ones."""
     answer = second.ask(name, prompt, brought=len(prompt), ticket=ticket, more=SAID, **more)
@@ -64,9 +65,9 @@ def _joined(gaps: tuple[tuple[int, int, str], ...]) -> list[tuple[int, int, str]
 ALL, OWN = len(PROMPT) + len(SAID), len(SAID) + 1  # rows of an answer, and those that decode computes itself
 
 
-def lent(toy: Toy) -> Node:
+def lent(toy: ToyCrossing) -> Node:
     return toy.worker.carrier.crossing.node
 
 
-def installed(toy: Toy) -> int:
+def installed(toy: ToyCrossing) -> int:
     return toy.worker.blocks.counters.rows_installed

@@ -1,8 +1,8 @@
 """A prefill or a decode engine in a process of its own, told line by line: ``python -m toy_side JSON``.
 
-The argument has the arguments of :class:`toy_engine.Toy`, and its weights. Each line has the arguments of ``Toy.ask``.
-A request with ``early`` answers twice: its ticket when the first chunk is computed, and the whole when a line comes
-after that.
+The argument has the arguments of :class:`toy_crossing.ToyCrossing`, and its weights. Each line has the arguments of its
+``ask``. A request with ``early`` answers twice: its ticket when the first chunk is computed, and the whole when a line
+comes after that.
 """
 
 from __future__ import annotations
@@ -18,9 +18,11 @@ from typing import Any
 
 from msgspec import to_builtins
 from nursery import nursery
-from toy_engine import Toy, judge
+from standing_still import send_signal
+from toy_crossing import ToyCrossing
+from toy_engine import judge
 from toy_pair import PREFILL
-from waiting import GIVE_UP_S, send_signal
+from waiting import GIVE_UP_S
 
 from kvroute.connector import missing, routes
 from kvroute.connector.tickets import Ticket
@@ -33,8 +35,8 @@ class Side:
     def __init__(self, *, weights: int = 0, **said: Any) -> None:
         given, self._lines = os.pipe()
         self._answers, told = os.pipe()
-        argument = json.dumps({"weights": weights, "carrier": "transfer", **said})
-        born = nursery("toy_engine")
+        argument = json.dumps({"weights": weights, **said})
+        born = nursery("toy_crossing")
         self.process = born.start(
             ["-m", "toy_side", argument], stdin=given, stdout=told, stderr=sys.__stderr__.fileno()
         )
@@ -77,9 +79,9 @@ class Side:
 
 
 @contextmanager
-def sides(**limits: Any) -> Iterator[tuple[Side, Toy]]:
+def sides(**limits: Any) -> Iterator[tuple[Side, ToyCrossing]]:
     """A prefill engine in a process of its own and a decode engine here, which has these ``limits``."""
-    first, second = Side(weights=PREFILL), Toy(carrier="transfer", limits=limits)
+    first, second = Side(weights=PREFILL), ToyCrossing(limits=limits)
     try:
         yield first, second
     finally:
@@ -87,7 +89,7 @@ def sides(**limits: Any) -> Iterator[tuple[Side, Toy]]:
         second.close()
 
 
-def early_ticket(toy: Toy) -> dict[str, Any]:
+def early_ticket(toy: ToyCrossing) -> dict[str, Any]:
     """The ticket by which another side can fetch the prompt that this one computes at this moment."""
     assert toy.request is not None
     tokens = toy.request.all_token_ids
@@ -98,7 +100,7 @@ def early_ticket(toy: Toy) -> dict[str, Any]:
 def main() -> None:
     said = json.loads(sys.argv[1])
     weights = said.pop("weights")
-    toy = Toy(**said)
+    toy = ToyCrossing(**said)
     toy.weights = weights
 
     def answer(told: Mapping[str, Any]) -> None:

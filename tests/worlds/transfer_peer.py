@@ -13,7 +13,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from waiting import GIVE_UP_S, send_signal
+from standing_still import send_signal
+from waiting import GIVE_UP_S
 
 PATIENCE_S = GIVE_UP_S
 

@@ -14,9 +14,10 @@ from kvroute.capture.step_ids import OTHERS, REASONS
 from kvroute.connector.left import Tokens
 from kvroute.integrations.sglang import versions
 from kvroute.integrations.sglang.answers import Outbox, RequestRows
+from kvroute.integrations.sglang.aside import Aside
 from kvroute.integrations.sglang.handover import ARRIVAL, NOT_ASKED, Arrival, Handover, PackedTicket, put, room_of
 from kvroute.integrations.sglang.passes import Ids, Launched
-from kvroute.integrations.sglang.rows import NOTHING, Aside, RoutedRows
+from kvroute.integrations.sglang.rows import NOTHING, RoutedRows
 
 ANSWER: Final = "kvroute_answer"
 """The attribute of SGLang's request with its answer, from its end until its message."""
@@ -200,13 +201,15 @@ class Capturer:
 
     def put_aside(self, req: Any) -> None:
         """SGLang copies the KV of a request aside, which it retracts."""
-        slots = self._slots_of(req, req.seqlen - 1)
-        setattr(req, ASIDE, self.rows.put_aside(slots) if req.return_routed_experts else Aside())
+        aside = Aside()
+        if req.return_routed_experts:
+            aside.keep(self.rows, self._slots_of(req, req.seqlen - 1))
+        setattr(req, ASIDE, aside)
 
     def bring_back(self, req: Any) -> None:
         aside: Aside | None = vars(req).pop(ASIDE, None)
         if aside is not None:
-            self.rows.bring_back(aside, self._slots_of(req, req.seqlen - 1))
+            aside.bring_back(self.rows, self._slots_of(req, req.seqlen - 1))
 
     def _slots_of(self, req: Any, tokens: int) -> Ids:
         return _slots_in(self._slots, req.kv.req_pool_idx, tokens)

@@ -196,7 +196,7 @@ def _brought_back(current: Capturer, slots: Any, _: Any, host_indices: Any, *__:
 
 def _stored(current: Capturer, *arguments: Any, **_: Any) -> None:
     """Pages of the host go to the storage."""
-    if current.rows.folder is not None:
+    if current.rows.kv_origins is not None:
         _id, _controller, host_slots, _tokens, keys, *_more = arguments
         current.rows.keep(keys, current.rows.pages_of(host_slots, host=True))
 
@@ -207,7 +207,7 @@ def _found(current: Capturer, hit: Any, controller: Any, operation: Any, *_: Any
     Windows and states are those of some ends of a prefix. SGLang goes back to the last such end in what is left, if its
     storage has named the ends; else nothing is left.
     """
-    if current.rows.folder is None:
+    if current.rows.kv_origins is None:
         return hit
     keys, tokens = hit
     n = current.rows.stored(keys)

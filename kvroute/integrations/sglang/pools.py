@@ -108,7 +108,7 @@ def is_last_full(kvcache: Any, states: Any = None) -> bool:
     return not forgetting or (bool(full) and max(full) > max(forgetting))
 
 
-def _judged(pool: Any, argument: str) -> Any:
+def _judged_kv(pool: Any, argument: str) -> Any:
     """A pool of keys and values; :class:`ConfigError` for one whose pages are more than these."""
     name = type(pool).__name__
     scales = [scale for scale in SCALES if getattr(pool, scale, None) is not None]
@@ -135,11 +135,11 @@ def pools_of(params: Any, components: Any, argument: str) -> Pools:
     if len(names) > 1:
         full = kvcache.full_kv_pool
         if "SWA" in names:
-            sides[WINDOWS] = kv_bytes(_judged(kvcache.swa_kv_pool, argument), page, WINDOWS)
+            sides[WINDOWS] = kv_bytes(_judged_kv(kvcache.swa_kv_pool, argument), page, WINDOWS)
         if "MAMBA" in names:
             states = _judged_states(params.req_to_token_pool, argument)
             sides[STATES] = state_bytes(states)
-    return Pools(_judged(full, argument), sides, is_last_full(kvcache, states))
+    return Pools(_judged_kv(full, argument), sides, is_last_full(kvcache, states))
 
 
 def _judged_states(requests: Any, argument: str) -> Any:
@@ -149,13 +149,13 @@ def _judged_states(requests: Any, argument: str) -> Any:
         if other is not None and getattr(other, "enabled", True):
             raise ConfigError(argument, "states of layers alone", name)
     pool = requests.mamba_pool
-    further = [name for name in vars(pool.mamba_cache) if name.startswith("replayssm") and _has(pool, name)]
+    further = [name for name in vars(pool.mamba_cache) if name.startswith("replayssm") and _has_state(pool, name)]
     if type(pool).__name__ != "MambaPool" or further:
         raise ConfigError(argument, "states in MambaPool, as they are", ", ".join([type(pool).__name__, *further]))
     return pool
 
 
-def _has(pool: Any, name: str) -> bool:
+def _has_state(pool: Any, name: str) -> bool:
     return getattr(pool.mamba_cache, name) is not None
 
 

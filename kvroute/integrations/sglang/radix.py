@@ -34,7 +34,7 @@ def hosted(current: Capturer, _: None, controller: Any, *__: Any, **___: Any) ->
 def found(current: Capturer, hit: Any, controller: Any, *_: Any, **__: Any) -> Any:
     """The storage has KV of ``hit``, pages' keys and tokens: cut off the part without rows. The controller's thread
     calls it."""
-    if current.rows.folder is None:
+    if current.rows.kv_origins is None:
         return hit
     keys, tokens = hit
     n = current.rows.stored(keys)

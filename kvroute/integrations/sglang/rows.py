@@ -21,7 +21,6 @@ from cache_manager.blocks import AuxBlocks
 from cache_manager.errors import KVRouteError
 from cache_manager.job import PersistJob, RestoreJob
 from cache_manager.keys import BlockKey, Namespace
-from cache_manager.publish import Rows
 from cache_manager.spec import AuxBlockDataSpec
 from kvroute import open_store
 from kvroute.connector.job_counts import JobCounts
@@ -32,12 +31,13 @@ from kvroute.connector.versions import Versions
 from kvroute.connector.witness import KvFolder
 from kvroute.connector.written import write_ids
 from kvroute.integrations.sglang.answers import Answer, Answers, RequestRows
+from kvroute.integrations.sglang.gone import GoneKeys
+from kvroute.integrations.sglang.kv_origins import KvOrigins, PageOrigins
 from kvroute.integrations.sglang.passes import UNREPORTED, UNVERIFIED, Ids, Launched, LaunchedPasses
 from kvroute.integrations.sglang.pools import PagedBytes
 from kvroute.integrations.sglang.ranks import ABSENT, Digests, Ranks, digests_of
 from kvroute.integrations.sglang.sides import Side
 from kvroute.routing import weights_version_spec
-from kvroute.witness import ROOT, chained
 
 logger = logging.getLogger(__name__)
 
@@ -45,19 +45,8 @@ MADE, BY_KV, GONE = range(3)
 """A page's rows were made here; or came from the store, matched by the KV; or did not come for KV that was loaded."""
 WHY: Final = "the store has no rows of the KV that was loaded"
 OTHER_WEIGHTS: Final = "KV that was loaded may be of other weights"
-GONE_MAX: Final = 1 << 16
 NOTHING: Final[Mapping[int, str]] = MappingProxyType({})
 NO_SIDES: Final[Mapping[str, PagedBytes]] = MappingProxyType({})
-
-Origins = NDArray[np.uint64]
-
-
-@dataclass(slots=True, eq=False)
-class Aside:
-    """The rows of a request's first tokens while SGLang has no slots for them; ``None``: they are not read yet."""
-
-    rows: Rows | None = None
-    labels: Rows | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +57,7 @@ class SidePages:
     keys: Sequence[str]
     blocks: Ids
 
-    def origins(self, keys: Sequence[str], of_pages: Origins) -> Origins:
+    def origins(self, keys: Sequence[str], of_pages: PageOrigins) -> PageOrigins:
         """Those of the pages of the same names, of all pages' ``keys [n]``."""
         place = {key: i for i, key in enumerate(keys)}
         return of_pages[[place[key] for key in self.keys]]
@@ -91,7 +80,7 @@ class RoutedRows:
         self.counters: dict[str, Callable[[], Any]] = {}  # of further tiers, by name
         self._job_counts = JobCounts(self.meter, spec.block_tokens)
         self.answers = self._answers()
-        self._gone = set[BlockKey]()  # no hits: KV that others keep without rows, or rows of ranks that differ
+        self._gone = GoneKeys()  # KV that others keep without rows, or rows of ranks that differ
         self._ranks: Ranks | None = None
         self.sides: dict[str, Side] = {}  # windows and states in our store, by the names of their pools
         self._store = open_store(settings.store) if settings.store else None
@@ -110,8 +99,7 @@ class RoutedRows:
 
     def _made(self, namespace: Namespace, kv: Any = None, host_pages: int = 0) -> AuxBlocks:
         self._valid_after = np.zeros(self.pages + host_pages, np.int64)  # passes, then a page has its new content
-        self.folder: KvFolder | None = None
-        self._folds_host = host_pages > 0
+        self.kv_origins: KvOrigins | None = None  # of KV that others keep
         self._sources = np.full(self.pages + host_pages, MADE, np.int8)  # of the pages' rows
         return AuxBlocks(
             [self.spec, weights_version_spec(self.page)],
@@ -140,7 +128,9 @@ class RoutedRows:
         """
         self.aux.close()
         self.aux = self._made(self.aux.namespace, kv, host_pages)
-        self.folder, self._ranks = folder, ranks
+        self._ranks = ranks
+        if folder is not None:
+            self.kv_origins = KvOrigins(folder, self.pages if host_pages else 0)
         namespace, strict = self.aux.namespace, self.settings.strict
         self.sides = {name: Side(each, namespace, self._store, strict=strict) for name, each in sides.items()}
         if ranks is not None:
@@ -239,33 +229,6 @@ class RoutedRows:
         self._valid_after[pages] = self.passes.launched
         self.passes.then(begin)
 
-    def put_aside(self, slots: Ids) -> Aside:
-        """SGLang copies the KV in ``slots`` aside, and gives their pages away: the rows go with it."""
-        aside = Aside()
-
-        def keep() -> None:
-            pages = slots[:: self.page] // self.page
-            aside.rows = self.aux.read(self.spec.name, pages, 0, len(slots))
-            aside.labels = self.aux.read(VERSION, pages, 0, len(slots))
-
-        self.passes.then(keep)
-        return aside
-
-    def bring_back(self, aside: Aside, slots: Ids) -> None:
-        """What was put aside comes into ``slots``, whose pages were given out for it."""
-
-        def write() -> None:
-            rows, labels = aside.rows, aside.labels
-            if rows is None or labels is None:  # the weights were new before it could be read
-                return
-            for chosen in (rows.valid & labels.valid, rows.valid & ~labels.valid):
-                values: dict[str, NDArray[Any]] = {self.spec.name: rows.values[chosen]}
-                if (labels.valid & chosen).any():
-                    values[VERSION] = labels.values[chosen]
-                self.aux.write_step(slots[chosen], values)
-
-        self.came(slots[:: self.page] // self.page, write)
-
     # ---------------------------------------------------------------- the store
 
     def _adopted(self, keys: Sequence[str]) -> list[BlockKey]:
@@ -311,13 +274,14 @@ class RoutedRows:
             jobs = [each.side.begin_persist(each.keys, each.blocks, each.origins(keys, origins)) for each in sides]
             return [job for job in jobs if job is not None]  # without room there is no hit later
 
-        self.passes.then(partial(self._persist, blocks, self._origins_now(pages), begun, persist_sides))
+        origins = None if self.kv_origins is None else self.kv_origins.now(pages)
+        self.passes.then(partial(self._persist, blocks, origins, begun, persist_sides))
         return begun
 
     def _persist(
         self,
         blocks: dict[BlockKey, int],
-        origins: Origins | None,
+        origins: PageOrigins | None,
         begun: list[PersistJob],
         persist_sides: Callable[[Ids], list[PersistJob]],
         lives: Ids | None = None,
@@ -349,7 +313,7 @@ class RoutedRows:
         finally:  # the other ranks wait for this one, whatever has happened to it
             verdict = self._ranks.agreed(digests)
         others = verdict.there & ~verdict.same
-        self._forget({key for key, other in zip(self._adopted(keys), others.tolist(), strict=True) if other})
+        self._gone.add({key for key, other in zip(self._adopted(keys), others.tolist(), strict=True) if other})
         return bool(verdict.same.all())
 
     def _filled(self, keys: Sequence[str], pages: Ids, sides: Sequence[SidePages]) -> NDArray[np.bool_]:
@@ -367,16 +331,11 @@ class RoutedRows:
             came[-1] = all(each.side.fill(each.keys, each.blocks, each.origins(keys, origins)) for each in sides)
         return came
 
-    def _forget(self, gone: set[BlockKey]) -> None:
-        """These keys are no hits any more."""
-        if gone:
-            self._gone = gone | (self._gone if len(self._gone) < GONE_MAX else set())
-
     def loaded(self, keys: Sequence[str], pages: Ids) -> None:
         """KV kept by others has come to pages of the host, or comes to the device before the next pass reads it.
 
-        After that their rows come, matched by this KV. A page without rows is no longer a hit. Without a ``folder``, as
-        with a storage that was attached later, nothing comes.
+        After that their rows come, matched by this KV. A page without rows is no hit any more. Without ``kv_origins``,
+        as with a storage that was attached later, nothing comes.
         """
 
         def begin() -> None:
@@ -386,11 +345,11 @@ class RoutedRows:
         self.weights.computes()
         self._valid_after[pages] = self.passes.launched
         self.passes.then(begin)
-        if self.folder is not None:
-            arrive = partial(self._arrive, keys, pages, self._origins_now(pages))
-            self.passes.then(arrive, self.passes.launched + (not self._folds_host))
+        if self.kv_origins is not None:
+            arrive = partial(self._arrive, keys, pages, self.kv_origins.now(pages))
+            self.passes.then(arrive, self.passes.launched + (not self.kv_origins.of_host))
 
-    def _arrive(self, keys: Sequence[str], pages: Ids, origins: Origins | None) -> None:
+    def _arrive(self, keys: Sequence[str], pages: Ids, origins: PageOrigins | None) -> None:
         self._named(pages, origins)
         job = self._restored(keys, pages)
         if job is None:
@@ -400,7 +359,7 @@ class RoutedRows:
         if job.failure is not None:
             return
         self._sources[pages[list(job.answers.values())]] = BY_KV
-        self._forget({key for key, has_come in job.answers.items() if not has_come})
+        self._gone.add({key for key, has_come in job.answers.items() if not has_come})
 
     def _restored(self, keys: Sequence[str], pages: Ids) -> RestoreJob | None:
         """The job that has brought what the store has, for which this thread has waited; ``None``: present passes may
@@ -410,23 +369,12 @@ class RoutedRows:
         blocks = dict(zip(self._adopted(keys), pages.tolist(), strict=True))
         return self.aux.jobs.run(RestoreJob, blocks, self.aux.generations(pages))
 
-    def _named(self, pages: Ids, origins: Origins | None) -> Ids:
+    def _named(self, pages: Ids, origins: PageOrigins | None) -> Ids:
         """Name the pages' origins by their KV, if others keep it. Returns the lives of the pages."""
         lives = self.aux.generations(pages)
-        if self.folder is not None:
-            self.aux.exchange.name_origins(pages, lives, self._origins(pages) if origins is None else origins)
+        if self.kv_origins is not None:
+            self.aux.exchange.name_origins(pages, lives, self.kv_origins.of(pages) if origins is None else origins)
         return lives
-
-    def _origins_now(self, pages: Ids) -> Origins | None:
-        """The origins of pages of the host, whose KV is there; the device's is there when the passes are over."""
-        return self._origins(pages) if self._folds_host else None
-
-    def _origins(self, pages: Ids) -> Origins:
-        assert self.folder is not None, "others keep the KV"
-        folds = self.folder.folds((pages - self.pages * self._folds_host).tolist())
-        if torch.cuda.is_available():
-            torch.cuda.current_stream().synchronize()
-        return np.array([chained(ROOT, fold) for fold in folds.numpy().view(np.uint64).tolist()], np.uint64)
 
     # ---------------------------------------------------------------- answers
 
@@ -468,7 +416,7 @@ class RoutedRows:
         labels = self.aux.read(VERSION, pages, start, len(slots))
         sources = self._sources[pages]
         by_kv: NDArray[np.bool_] | None = None
-        if self.folder is not None and self.layers[-1] == self.spec.attrs["num_layers"] - 1:  # behind all KV
+        if self.kv_origins is not None and self.layers[-1] == self.spec.attrs["num_layers"] - 1:  # behind all KV
             by_kv = np.repeat(sources == BY_KV, self.page)[start : len(slots)]
         reasons = {**why, **dict.fromkeys(np.flatnonzero(sources == GONE).tolist(), WHY)}
         return RequestRows(
@@ -505,4 +453,4 @@ class RoutedRows:
             self._store.close()
 
 
-__all__ = ["WHY", "Aside", "RoutedRows", "SidePages"]
+__all__ = ["WHY", "RoutedRows", "SidePages"]

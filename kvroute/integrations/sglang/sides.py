@@ -9,20 +9,16 @@ the page that was its last one when it was stored. So all of a prefix's end is o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import Any
 
 from cache_manager.blocks import AuxBlocks
 from cache_manager.job import PersistJob, RestoreJob
 from cache_manager.keys import BlockKey, Namespace
 from cache_manager.ports import StorageBackend
 from cache_manager.spec import AuxBlockDataSpec
+from kvroute.integrations.sglang.gone import GoneKeys
+from kvroute.integrations.sglang.kv_origins import PageOrigins
 from kvroute.integrations.sglang.passes import Ids
-
-Origins = NDArray[np.uint64]
-GONE_MAX: Final = 1 << 16
 
 
 class Side:
@@ -43,7 +39,7 @@ class Side:
             required=[],
             strict=strict,
         )
-        self._gone = set[BlockKey]()  # no hits: they are of another origin than their pages, or damaged
+        self._gone = GoneKeys()  # they are of another origin than their pages, or damaged
 
     def _adopted(self, names: Sequence[str]) -> list[BlockKey]:
         return [self.aux.keys.adopt(name.encode()) for name in names]
@@ -54,13 +50,13 @@ class Side:
         there = self.aux.jobs.records().contains(adopted)
         return [is_stored and key not in self._gone for key, is_stored in zip(adopted, there, strict=True)]
 
-    def _begun(self, blocks: Ids, origins: Origins) -> Ids:
+    def _begun(self, blocks: Ids, origins: PageOrigins) -> Ids:
         """The lives that these blocks begin, with contents of these origins."""
         lives = self.aux.renew(blocks)
         self.aux.exchange.name_origins(blocks, lives, origins)
         return lives
 
-    def begin_persist(self, names: Sequence[str], blocks: Ids, origins: Origins) -> PersistJob | None:
+    def begin_persist(self, names: Sequence[str], blocks: Ids, origins: PageOrigins) -> PersistJob | None:
         """Store these blocks; ``origins`` are those of the pages of the same names. They are copied when it returns.
 
         ``None`` if there is no room: nothing is stored then.
@@ -68,7 +64,7 @@ class Side:
         lives = self._begun(blocks, origins)
         return self.aux.begin_persist(dict(zip(self._adopted(names), blocks.tolist(), strict=True)), lives)
 
-    def fill(self, names: Sequence[str], blocks: Ids, origins: Origins) -> bool:
+    def fill(self, names: Sequence[str], blocks: Ids, origins: PageOrigins) -> bool:
         """Fill these blocks, beside pages of these ``origins``; whether all have come. Those that have not are no hits
         any more."""
         lives = self._begun(blocks, origins)
@@ -77,8 +73,7 @@ class Side:
         job = self.aux.jobs.run(RestoreJob, dict(zip(adopted, blocks.tolist(), strict=True)), lives)
         if job.failure is None:
             answers = job.answers
-            gone = {key for key in adopted if not answers.get(key)}
-            self._gone = gone | (self._gone if len(self._gone) < GONE_MAX else set())
+            self._gone.add({key for key in adopted if not answers.get(key)})
         return all(answers.get(key) for key in adopted)
 
     def follow(self, weights_version: int) -> None:

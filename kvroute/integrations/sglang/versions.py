@@ -243,7 +243,7 @@ def unfit(version: str, untested: str) -> tuple[str, str] | None:
 
 
 @cache
-def _function(place: Place) -> Any:
+def function_at(place: Place) -> Any:
     """What is at a place of this SGLang, for calls in each pass; ``None`` if there is nothing."""
     name = name_of(place)
     return None if name is None else pkgutil.resolve_name(name)
@@ -251,32 +251,32 @@ def _function(place: Place) -> Any:
 
 def arguments() -> Any:
     """The server arguments of this process, as SGLang has resolved them."""
-    published, view = _function(_SERVER_ARGS)(), _function(_RESOLVED)
+    published, view = function_at(_SERVER_ARGS)(), function_at(_RESOLVED)
     return published if view is None else view(published)
 
 
 def page_size() -> int:
     """Tokens of a page of KV."""
-    schedule = _function(_SCHEDULE)
+    schedule = function_at(_SCHEDULE)
     size: int = (arguments() if schedule is None else schedule()).page_size
     return size
 
 
 def kv_cache_dtype() -> Any:
     """The dtype of KV, as SGLang names it."""
-    model = _function(_MODEL)
+    model = function_at(_MODEL)
     return (arguments() if model is None else model()).kv_cache_dtype
 
 
 def first_rank() -> bool:
     """Whether this process has the rows: the first of the ranks that share their requests, which answers them."""
-    parallel = _function(_PARALLEL)
-    return not (_function(_RANK)() if parallel is None else parallel().attn_tp_rank)
+    parallel = function_at(_PARALLEL)
+    return not (function_at(_RANK)() if parallel is None else parallel().attn_tp_rank)
 
 
 def data_rank() -> int:
     """Which of the ranks with requests of their own this process is of."""
-    parallel = _function(_PARALLEL)
+    parallel = function_at(_PARALLEL)
     if parallel is None:
         return 0
     ranks = parallel()
@@ -294,7 +294,7 @@ class AttentionRank(NamedTuple):
 
 def shard() -> AttentionRank:
     """Among the ranks that share their requests."""
-    parallel = _function(_PARALLEL)
+    parallel = function_at(_PARALLEL)
     if parallel is None:
         return AttentionRank(0, 1)
     ranks = parallel()
@@ -303,11 +303,11 @@ def shard() -> AttentionRank:
 
 def experts_capturer() -> Any:
     """This process's capturer of routed experts, or ``None``."""
-    return _function(_CAPTURER)()
+    return function_at(_CAPTURER)()
 
 
 def set_experts_capturer(capturer: Any) -> None:
-    _function(_SET_CAPTURER)(capturer)
+    function_at(_SET_CAPTURER)(capturer)
 
 
 def host_tokens(capturer: Any) -> int:
@@ -338,7 +338,7 @@ def part_of(forward_batch: Any) -> Part:
         tokens = len(slots_of(forward_batch))
         return Part(0, tokens, tokens)
     shared = len(padded) > 1
-    rank = _function(_RANKS_PLACE)(padded) if shared else 0
+    rank = function_at(_RANKS_PLACE)(padded) if shared else 0
     tokens = forward_batch.original_global_num_tokens_cpu[rank]
     return Part(sum(padded[:rank]), tokens, sum(padded) if shared else tokens, shared)
 
@@ -363,7 +363,7 @@ def slots_of(forward_batch: Any) -> Any:
 
 def add_information(message: Any, key: str, entries: Sequence[list[Any]]) -> None:
     """Put ``entries``, a list for each request of a message with outputs, beside SGLang's information on its tokens."""
-    pack, unpack = _function(_PACKED), _function(_UNPACKED)
+    pack, unpack = function_at(_PACKED), function_at(_UNPACKED)
     information = message.customized_info if unpack is None else unpack(message.customized_info)
     information = {**(information or {}), key: list(entries)}
     message.customized_info = information if pack is None else pack(information)
@@ -371,7 +371,7 @@ def add_information(message: Any, key: str, entries: Sequence[list[Any]]) -> Non
 
 def undecided_format() -> str:
     """The form of a choice for which a ``TopK`` names none. Up to 0.5.22 the runner's backend decides in each pass."""
-    backend = _function(_RUNNER)()
+    backend = function_at(_RUNNER)()
     if backend.is_triton_kernels():
         return "TRITON_KERNEL"
     checks = (getattr(backend, f"is_{name}", None) for name in _BYPASSING)

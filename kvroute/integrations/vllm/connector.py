@@ -32,8 +32,8 @@ Base: Any = object  # vLLM's classes, unknown here
 class RowsWithKV(Base):  # type: ignore[misc]
     """The base before one of vLLM's connectors: every call goes to that connector too, and its answers stand."""
 
-    _scheduler_rows: SchedulerRows
-    _worker_rows: Any = None  # only the first rank has any
+    scheduler_rows: SchedulerRows
+    worker_rows: Any = None  # only the first rank has any
     _computed = False  # the model has computed the current step, and a draft model may be at work
     _rank: Any = None
     _shards: Any = None  # ids of a rank whose routers choose for a shard of the first one's tokens
@@ -54,11 +54,11 @@ class RowsWithKV(Base):  # type: ignore[misc]
                     "PYTHONHASHSEED to one value in all engines",
                     store,
                 )
-            self._scheduler_rows = SchedulerRows(self._engine)
+            self.scheduler_rows = SchedulerRows(self._engine)
             core.follow_cores()
-            core.hears(vllm_config, self._scheduler_rows)
+            core.hears(vllm_config, self.scheduler_rows)
             if self._engine.settings.field:
-                self._scheduler_rows.field = Field(self._scheduler_rows, self._layer_count)
+                self.scheduler_rows.field = Field(self.scheduler_rows, self._layer_count)
 
     # ---------------------------------------------------------------- in the worker's process
 
@@ -86,7 +86,7 @@ class RowsWithKV(Base):  # type: ignore[misc]
         join_shards = join_of(place, group)
         self._rank = rank_part(self._engine, kv_caches, group.device_group, divided=divided, join_shards=join_shards)
         if group.rank_in_group == 0:
-            self._worker_rows = self._rank
+            self.worker_rows = self._rank
             self._say_started(bind(modules, spec, self._rank.ids.hook, first, place))
             if isinstance(self._rank.weights, StepWeights):
                 bind_weights(modules, spec, first, self._rank.weights.hook)
@@ -118,7 +118,7 @@ class RowsWithKV(Base):  # type: ignore[misc]
 
     def get_handshake_metadata(self) -> Any:
         inner = super().get_handshake_metadata()
-        return self._worker_rows.handshake(inner) if self._worker_rows else inner and Handshake(inner)
+        return self.worker_rows.handshake(inner) if self.worker_rows else inner and Handshake(inner)
 
     def bind_connector_metadata(self, connector_metadata: StepMeta) -> None:
         inner = connector_metadata.inner
@@ -134,7 +134,7 @@ class RowsWithKV(Base):  # type: ignore[misc]
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         super().start_load_kv(forward_context, **kwargs)
-        slots, rows = forward_context.slot_mapping, self._worker_rows
+        slots, rows = forward_context.slot_mapping, self.worker_rows
         if rows and slots and isinstance(slots, dict):
             rows.slots = self._of_group(slots)
             return
@@ -153,31 +153,31 @@ class RowsWithKV(Base):  # type: ignore[misc]
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
         super().save_kv_layer(layer_name, kv_layer, attn_metadata, **kwargs)
-        rows = self._worker_rows
+        rows = self.worker_rows
         if rows and rows.slots is None and layer_name in self._layers:  # Model Runner V2 loads in an empty context
             rows.slots = getattr(attn_metadata, "slot_mapping", None)
 
     def wait_for_save(self) -> None:
         super().wait_for_save()
-        if rows := self._worker_rows:
+        if rows := self.worker_rows:
             rows.fail(super().get_block_ids_with_load_errors())
         if self._rank:
             self._rank.end()
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         results = super().get_transfer_results(finished_req_ids)
-        rows = self._worker_rows
+        rows = self.worker_rows
         if rows:  # a request whose KV has come waits a little for its rows, where they come later
             results.finished_recving = rows.arrived(results.finished_recving, results.failed_recving)
         return results
 
     def build_connector_worker_meta(self) -> Any:
         inner = super().build_connector_worker_meta()
-        return self._worker_rows.told(inner) if self._worker_rows else inner
+        return self.worker_rows.told(inner) if self.worker_rows else inner
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         failed: set[int] = super().get_block_ids_with_load_errors()
-        if rows := self._worker_rows:
+        if rows := self.worker_rows:
             rows.fail(failed)
             failed = rows.failures()
         return failed
@@ -188,19 +188,19 @@ class RowsWithKV(Base):  # type: ignore[misc]
         stages = [metadata[rank] for rank in sorted(metadata) if metadata[rank].region]
         if not stages:
             raise ConfigError("workers", "a first rank beside this scheduler, with rows", f"{len(metadata)} without")
-        self._scheduler_rows.attach(*stages)
+        self.scheduler_rows.attach(*stages)
         if inner := {rank: handshake.inner for rank, handshake in metadata.items() if handshake.inner is not None}:
             super().set_xfer_handshake_metadata_pp_aware(inner)
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
         super().bind_kv_cache_manager(kv_cache_manager)
-        blocks.follow_pool(self._scheduler_rows, kv_cache_manager)
+        blocks.follow_pool(self.scheduler_rows, kv_cache_manager)
 
     def on_new_request(self, request: Any) -> None:
         super().on_new_request(request)
-        self._scheduler_rows.begins(Key.of(request.request_id))
-        if self._scheduler_rows.field is not None:
-            self._scheduler_rows.field.begins(request)
+        self.scheduler_rows.begins(Key.of(request.request_id))
+        if self.scheduler_rows.field is not None:
+            self.scheduler_rows.field.begins(request)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         external, later = super().get_num_new_matched_tokens(request, num_computed_tokens) or (0, False)
@@ -209,7 +209,7 @@ class RowsWithKV(Base):  # type: ignore[misc]
         if external is None:  # vLLM asks again
             return None, later
         # vLLM's example connector answers a negative number for a request that already has more blocks
-        external = self._scheduler_rows.matched(request, num_computed_tokens, max(0, external), later=later)
+        external = self.scheduler_rows.matched(request, num_computed_tokens, max(0, external), later=later)
         return external, later and external > 0
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
@@ -222,18 +222,18 @@ class RowsWithKV(Base):  # type: ignore[misc]
         ticket = handed_over.get(TRANSFER) if isinstance(handed_over, Mapping) else handed_over
         ids = list(blocks.get_block_ids()[self._engine.group])
         kv = kv_names(request)
-        self._scheduler_rows.admitted(request, ids, num_external_tokens, lends=lends, ticket=ticket, kv=kv)
+        self.scheduler_rows.admitted(request, ids, num_external_tokens, lends=lends, ticket=ticket, kv=kv)
 
     def update_connector_output(self, connector_output: Any) -> None:
         if isinstance(message := connector_output.kv_connector_worker_meta, WorkerMeta):
             connector_output.kv_connector_worker_meta = message.inner
-            self._scheduler_rows.told(message.carrier)
+            self.scheduler_rows.told(message.carrier)
         super().update_connector_output(connector_output)
         for request in connector_output.finished_recving or ():
-            self._scheduler_rows.loaded(request)
+            self.scheduler_rows.loaded(request)
 
     def build_connector_meta(self, scheduler_output: Any) -> StepMeta:
-        core.check_followed(self._scheduler_rows)
+        core.check_followed(self.scheduler_rows)
         inner = super().build_connector_meta(scheduler_output)
         if self._engine.drafts:  # the worker says the slots before its draft model has used their memory
             scheduler_output.has_sync_kv_loads = True
@@ -241,7 +241,7 @@ class RowsWithKV(Base):  # type: ignore[misc]
         moves = None
         if self._engine.places:
             moves = offloading.moves_of(self.connector_scheduler, inner, self._engine.group)
-        return self._scheduler_rows.step(scheduler_output.num_scheduled_tokens, inner, copies, moves)
+        return self.scheduler_rows.step(scheduler_output.num_scheduled_tokens, inner, copies, moves)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> Any:
         return self._finished(request, block_ids, super().request_finished(request, block_ids))
@@ -252,7 +252,7 @@ class RowsWithKV(Base):  # type: ignore[misc]
 
     def _finished(self, request: Any, blocks: list[int], inner: Any) -> tuple[bool, dict[str, Any] | None]:
         keep, params = inner
-        rows, name, status = self._scheduler_rows, request.request_id, request.status.name
+        rows, name, status = self.scheduler_rows, request.request_id, request.status.name
         if rows.field is not None:
             rows.field.ended(request, blocks)
         lent = keep and not status.endswith("ABORTED")
@@ -288,7 +288,7 @@ class RowsWithKV(Base):  # type: ignore[misc]
     def get_kv_connector_stats(self) -> Any:
         from kvroute.integrations.vllm.metrics import Stats
 
-        inside, rows = super().get_kv_connector_stats(), self._worker_rows or getattr(self, "_scheduler_rows", None)
+        inside, rows = super().get_kv_connector_stats(), self.worker_rows or getattr(self, "scheduler_rows", None)
         taken = rows and rows.meter.take()
         return Stats(taken or {}, inside) if taken or inside else None
 
@@ -307,7 +307,7 @@ class RowsWithKV(Base):  # type: ignore[misc]
 
     def shutdown(self) -> None:
         super().shutdown()
-        for name in ("_scheduler_rows", "_worker_rows"):
+        for name in ("scheduler_rows", "worker_rows"):
             if (rows := self.__dict__.pop(name, None)) is not None:
                 core.hears_no_more(rows)
                 field = getattr(rows, "field", None)

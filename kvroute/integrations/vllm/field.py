@@ -238,7 +238,7 @@ def guard_front_end() -> None:
     wrappers = {
         (AsyncLLM, "__init__"): _saying,
         (OutputProcessor, "add_request"): _adding,
-        (OutputProcessor, "process_outputs"): _processing,
+        (OutputProcessor, "process_outputs"): dividing,
         (RequestState, "make_request_output"): _with_field,
         (RequestOutput, "add"): _merging,
     }
@@ -279,7 +279,7 @@ def _adding(add: Callable[..., Any]) -> Callable[..., Any]:
     return add_request
 
 
-def _processing(process: Callable[..., Any]) -> Callable[..., Any]:
+def dividing(process: Callable[..., Any]) -> Callable[..., Any]:
     """``OutputProcessor.process_outputs``: each request gets its rows, and we hear which ones have lost a row."""
 
     def process_outputs(self: Any, engine_core_outputs: Any, *args: Any, **kwargs: Any) -> Any:

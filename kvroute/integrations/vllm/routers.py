@@ -42,7 +42,7 @@ ROUTERS: Final[dict[str, JudgedRouter]] = {
     ),
     "CustomRoutingRouter": JudgedRouter(TOP_K_IDS, "tested"),
     "RoutingSimulatorRouter": JudgedRouter("the simulated ids, which the kernel uses", "tested"),
-    zero_experts.ROUTER: JudgedRouter(
+    zero_experts.ZERO_EXPERT_ROUTER: JudgedRouter(
         "the top-k ids, before experts that compute nothing become 0, and before that map", "tested"
     ),
     "AiterSharedRoutedFusedMoERouter": JudgedRouter("shared experts' ids behind the top-k", "read", UNSHARED),
@@ -164,8 +164,8 @@ def hook(name: str, layer: Any, capture: Callable[[Any], None]) -> bool:
         return True
     if not hasattr(router, "set_capture_fn"):
         return False
-    if type(router).__name__ == zero_experts.ROUTER:
-        capture = zero_experts.hook_of(capture)
+    if type(router).__name__ == zero_experts.ZERO_EXPERT_ROUTER:
+        capture = zero_experts.hook_as_chosen(capture)
     router.set_capture_fn(capture)  # type: ignore[union-attr]
     return True
 

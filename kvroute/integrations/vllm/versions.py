@@ -151,7 +151,7 @@ def older_calls(base: Any) -> dict[str, Any]:
 
     def get_finished(self: Any, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         sent, received = base.get_finished(self, finished_req_ids)
-        rows = self._worker_rows
+        rows = self.worker_rows
         return sent, rows.arrived(received or set()) if rows else received
 
     return {"get_finished": get_finished}
@@ -164,8 +164,8 @@ def let_versions_be_given(core: Any) -> None:
     """
     if not hasattr(core, "set_weight_version"):
 
-        def set_weight_version(self: Any, weight_version: str) -> None:
-            self._weight_version = weight_version
+        def set_weight_version(_core: Any, _weight_version: str) -> None:
+            """Who hears of versions hooks this call; nobody else asks for them in these releases."""
 
         core.set_weight_version = set_weight_version
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Final
 
-ROUTER: Final = "ZeroExpertRouter"
+ZERO_EXPERT_ROUTER: Final = "ZeroExpertRouter"
 """The name of vLLM's class."""
 
 
@@ -35,7 +35,7 @@ class Chosen:
         return ids
 
 
-def hook_of(capture: Callable[[Any], None]) -> Callable[[Any], None]:
+def hook_as_chosen(capture: Callable[[Any], None]) -> Callable[[Any], None]:
     """A hook for such a router: it calls ``capture`` with the ids as they were chosen, in place of those it gets.
 
     Where the router has asked in another way, ``capture`` is not called: its rows are missing, with the reason.
@@ -55,4 +55,4 @@ def hook_of(capture: Callable[[Any], None]) -> Callable[[Any], None]:
     return as_chosen
 
 
-__all__ = ["ROUTER", "Chosen", "hook_of"]
+__all__ = ["ZERO_EXPERT_ROUTER", "Chosen", "hook_as_chosen"]

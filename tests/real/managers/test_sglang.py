@@ -40,13 +40,14 @@ class RenewsRowsOnce(sglang_radix_cache.Sglang):
 
     def __init__(self, kv: CanaryKV) -> None:
         super().__init__(kv)
-        renew, seen = self.rows._renew, set[int]()
+        renew, seen = self.rows.aux.renew, set[int]()
 
-        def first(pages: Any) -> None:
-            renew(np.array([page for page in pages.tolist() if page not in seen], np.int64))
+        def first(pages: Any) -> Any:
+            new = np.array([page for page in pages.tolist() if page not in seen], np.int64)
             seen.update(pages.tolist())
+            return renew(new)
 
-        self.rows._renew = first
+        self.rows.aux.renew = first
 
 
 LOST = "given_once none_free_and_held content_survives no_block_lost no_unexpected_error"

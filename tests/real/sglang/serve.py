@@ -25,7 +25,8 @@ from sglang.srt.managers.io_struct import (
     PauseGenerationReqInput,
     UpdateWeightFromDiskReqInput,
 )
-from waiting import send_signal, until
+from standing_still import send_signal
+from waiting import until
 
 from kvroute import KVRouteError
 from kvroute.integrations.sglang import missing, routes, support

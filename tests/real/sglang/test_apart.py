@@ -29,8 +29,9 @@ from fronts import Front
 from nursery import nursery
 from ports import hold_port
 from serve import FIXED
+from standing_still import send_signal
 from test_scenarios import PAGE, prompts
-from waiting import send_signal, until
+from waiting import until
 
 from bench.harness import PeerError
 from kvroute import Routes

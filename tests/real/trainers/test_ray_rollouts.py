@@ -30,6 +30,7 @@ class TestRayRollouts(RolloutContract):
     """Each store has an owner of its own."""
 
     settings = settings(max_examples=6, stateful_step_count=10, deadline=None)
+    owners: ClassVar[dict[RolloutStore, str]] = {}
 
     @pytest.fixture(autouse=True)
     def _cluster(self, cluster: None) -> Iterator[None]:
@@ -38,12 +39,15 @@ class TestRayRollouts(RolloutContract):
             ray.kill(ray.get_actor(name["name"], namespace=name["namespace"]))
 
     def make_store(self, directory: Path) -> RolloutStore:
-        return open_rollouts(f"ray:test-{next(numbers)}")
+        name = f"test-{next(numbers)}"
+        store = open_rollouts(f"ray:{name}")
+        self.owners[store] = name
+        return store
 
     def damage(self, directory: Path, store: RolloutStore, handle: RolloutHandle) -> RolloutHandle:
         """A part of another put is in the place of one of this."""
         other = store.put("another", routes_of(7))
-        owner = store._owner
+        owner = ray.get_actor(self.owners[store], namespace=RAY_NAMESPACE)
         records = []
         for each in (handle, other):
             whole = [(0, each.header_nbytes + each.nbytes)]

@@ -109,13 +109,13 @@ class Engine:
 
     @property
     def sent(self) -> SchedulerRows:
-        rows = self.scheduler.connector._scheduler_rows
+        rows = self.scheduler.connector.scheduler_rows
         assert isinstance(rows, SchedulerRows)
         return rows
 
     @property
     def kept(self) -> WorkerRows:
-        rows = get_kv_transfer_group()._worker_rows
+        rows = get_kv_transfer_group().worker_rows
         assert isinstance(rows, WorkerRows)
         return rows
 

@@ -13,7 +13,8 @@ from typing import Any
 import psutil
 from engines import BLOCK, MODULE, prompts
 from fronts import Front
-from waiting import GIVE_UP_S, send_signal
+from standing_still import send_signal
+from waiting import GIVE_UP_S
 
 from bench.harness import PeerError
 from bench.vllm_peers import HOST_OF_CPU, ON_CPU, plugin

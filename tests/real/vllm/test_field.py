@@ -10,6 +10,7 @@ from typing import Any
 import models
 import numpy as np
 import pytest
+import torch
 from engines import BLOCK, Engine, prompts
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
@@ -92,8 +93,8 @@ def test_a_request_that_asks_for_what_there_is_not_is_told(qwen: Engine, asked_f
 
 
 def test_a_lost_row_costs_the_answer_its_field(qwen: Engine) -> None:
-    """Goal: never zeros, never a shorter array. Method: one layer's hook forgets two steps of one request; the other
-    request of the prompt, and later ones, have their rows."""
+    """Goal: never zeros, never a shorter array. Method: in two steps of one request the router of one layer says ids
+    twice; the other request of the prompt, and later ones, have their rows."""
     forgets(qwen.kept, steps=(0, 5))
     (output,) = qwen.ask(prompts(26, 40))
     assert output.outputs[0].routed_experts is None
@@ -105,12 +106,13 @@ def test_a_lost_row_costs_the_answer_its_field(qwen: Engine) -> None:
 
 def forgets(kept: WorkerRows, steps: Sequence[int]) -> None:
     """The worker loses one layer's ids in these steps from now on."""
-    calls, take, counter = kept.ids._hooks.calls, kept.ids.take, iter(range(99))
+    take, counter = kept.ids.take, iter(range(99))
+    again = kept.ids.hook(1)
 
     def losing(tokens: int) -> Any:
         step = next(counter)
         if step in steps:
-            calls[1] = 0
+            again(torch.zeros(tokens, TOP_K, dtype=torch.int32))
         if step == max(steps):
             kept.ids.take = take  # type: ignore[method-assign]
         return take(tokens)
@@ -137,7 +139,7 @@ def test_rows_of_a_message_go_together_and_each_request_gets_its_own() -> None:
     came = MsgpackDecoder(EngineCoreOutputs).decode([bytes(part) for part in MsgpackEncoder().encode(sent)])
     assert [output.routed_experts for output in came.outputs] == [None] * len(counts)
     states = {name: SimpleNamespace(routed_experts_chunks=[]) for name in counts if name != "gone"}
-    process = field._processing(lambda *_: None)
+    process = field.dividing(lambda *_: None)
     process(SimpleNamespace(request_states=states), came.outputs)
     assert [output.kv_transfer_params for output in came.outputs] == [None] * len(counts)
     at = 0

@@ -16,8 +16,9 @@ import pytest
 from amid import amid_a_call
 from blocks_house import SPEC, TOKENS, House, slots
 from budget import scaled
+from standing_still import until_it_waits
 from stopped import EVERY, is_stopped
-from waiting import GIVE_UP_S, until_it_waits
+from waiting import GIVE_UP_S
 
 from cache_manager.blocks import AuxBlocks
 from cache_manager.errors import BlockBusyError, BlockStateError

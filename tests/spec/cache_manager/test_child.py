@@ -14,7 +14,8 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from waiting import GIVE_UP_S, send_signal, until
+from standing_still import send_signal
+from waiting import GIVE_UP_S, until
 
 from cache_manager.child import Child, LostError
 

@@ -13,7 +13,8 @@ from budget import examples
 from canary import canary_rows
 from hypothesis import given
 from hypothesis import strategies as st
-from waiting import GIVE_UP_S, until_it_waits
+from standing_still import until_it_waits
+from waiting import GIVE_UP_S
 
 from cache_manager.blocks import AuxBlocks
 from cache_manager.errors import ConfigError, FeedGapError, InvalidInputError, KVRouteError

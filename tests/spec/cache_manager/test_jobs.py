@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 from blocks_house import SPEC, TOKENS, House, slots
 from kv import SlotKV
+from standing_still import until_it_waits
 from stopped import is_stopped
-from waiting import GIVE_UP_S, until, until_it_waits
+from waiting import GIVE_UP_S, until
 
 from cache_manager.errors import BlockStateError, ConfigError
 from cache_manager.job import Phase

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from amid import amid_a_call
 from blocks_house import House, slots
-from waiting import GIVE_UP_S, until_it_waits
+from standing_still import until_it_waits
+from waiting import GIVE_UP_S
 
 from cache_manager.errors import InvalidInputError
 from cache_manager.lock import NAMED_MAX, AuxCounters

@@ -176,10 +176,16 @@ def test_the_judge_sees_rows_of_another_pass() -> None:
         assert engine.verdict().wrong > 20
 
 
-def test_a_fork_that_is_not_followed_has_missing_rows(moe: SaltedMoe, monkeypatch: pytest.MonkeyPatch) -> None:
+class Unfollowing(example.EmbeddedRoutes):
+    """Copies of blocks are not reported."""
+
+    def _copied(self, copy: Callable[..., Any], *pairs: Any) -> None:
+        copy(*pairs)
+
+
+def test_a_fork_that_is_not_followed_has_missing_rows(moe: SaltedMoe) -> None:
     """Goal: a forgotten hook makes rows missing, not wrong. Method: copies of blocks are not reported."""
-    monkeypatch.setattr(example.EmbeddedRoutes, "_copied", lambda _self, copy, *pairs: copy(*pairs))
-    with served(moe, returns=2, num_blocks=64, max_batch_tokens=128) as engine:
+    with served(moe, embed=Unfollowing, returns=2, num_blocks=64, max_batch_tokens=128) as engine:
         engine.ask(prompts([13]))
         verdict = engine.verdict()
         assert (verdict.wrong, verdict.missing) == (0, 12 % PAGE)
@@ -188,7 +194,7 @@ def test_a_fork_that_is_not_followed_has_missing_rows(moe: SaltedMoe, monkeypatc
 def test_a_router_that_does_not_run_makes_rows_missing(moe: SaltedMoe) -> None:
     """Goal: a pass whose rows cannot be taken does not stop the engine, and is counted. Method: a hook is lost."""
     with served(moe, num_blocks=64, max_batch_tokens=256) as engine:
-        engine.embedded.capture._hooks[1].remove()
+        engine.embedded.capture.handles[1].remove()
         engine.ask(prompts([9]))
         assert engine.embedded.passes_without_rows == 20
         assert engine.verdict().missing == 9 + 19

@@ -43,7 +43,7 @@ def test_a_pass_without_its_launch_has_no_rows(lost: int) -> None:
     with served(SaltedMoe(salted=True), embed=launched, new=4, num_blocks=16, max_batch_tokens=64) as engine:
         engine.ask(prompts([9]))
         all_right(engine.verdict(), due=9 + 3)
-        engine.embedded.capture._hooks[lost].remove()
+        engine.embedded.capture.handles[lost].remove()
         engine.ask(prompts([9], seed=1))
         assert engine.embedded.passes_without_rows == 4
         verdict = engine.verdict()

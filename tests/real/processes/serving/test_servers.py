@@ -257,6 +257,6 @@ def test_a_wrong_flag_is_named(both: Both) -> None:
 def test_health_says_what_is_wrong(both: Both, monkeypatch: pytest.MonkeyPatch) -> None:
     assert both.decode.ask("/healthz") == (200, {"status": "live"})
     (ended := asyncio.Event()).set()
-    monkeypatch.setattr(both.decode.server, "_ended", ended)
+    monkeypatch.setattr(both.decode.server, "ended", ended)
     status, answer = both.decode.ask("/healthz")
     assert (status, answer["error"]["message"]) == (503, "the server is ending")

@@ -21,7 +21,8 @@ from typing import Any
 
 import pytest
 from hypothesis import settings
-from waiting import GIVE_UP_S, send_signal, until
+from standing_still import send_signal
+from waiting import GIVE_UP_S, until
 
 from cache_manager.child import Child
 from cache_manager.errors import ConfigError, StorageError, StoreClosedError, StoreUnavailableError

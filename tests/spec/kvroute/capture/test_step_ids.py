@@ -20,7 +20,7 @@ SPEC = routing_spec(num_experts=8, top_k=2, layer_ids=[1, 3], num_layers=4, bloc
 def made(beside: bool, tokens: int = 16) -> StepIds:
     """One on a CPU, or one that brings a pass together in a buffer, as beside a device, in memory of the host."""
     ids = StepIds(SPEC, tokens, torch.device("cpu"))
-    ids._buffer = torch.full((tokens, *SPEC.row_shape), NO_ID, dtype=torch.int32) if beside else None
+    ids.buffer = torch.full((tokens, *SPEC.row_shape), NO_ID, dtype=torch.int32) if beside else None
     return ids
 
 

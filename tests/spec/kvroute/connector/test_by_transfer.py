@@ -10,7 +10,8 @@ import pytest
 from budget import examples
 from hypothesis import given
 from hypothesis import strategies as st
-from toy_engine import Asked, Toy, judge
+from toy_crossing import ToyCrossing
+from toy_engine import Asked, judge
 from toy_pair import (
     ALL,
     DECODE,
@@ -154,7 +155,7 @@ def test_decode_that_ends() -> None:
             first.between = lambda: None
 
 
-def _fetched_by(first: Toy, decode: Side) -> None:
+def _fetched_by(first: ToyCrossing, decode: Side) -> None:
     """Another side fetches the first chunk of a prompt that is being computed."""
     first.between = lambda: None
     decode.tell(name="d", tokens=PROMPT, brought=len(PROMPT), ticket=early_ticket(first))
@@ -165,7 +166,7 @@ def test_an_id_that_is_used_again() -> None:
     """Goal: a second fetch by any engine brings nothing, and reports that. Method: the same ticket twice at one decode
     engine, then at another."""
     with two() as (first, second):
-        third = Toy(carrier="transfer")
+        third = ToyCrossing()
         ticket = handed_over(first, PROMPT)
         assert taken(second, ticket) == ({"right": ALL}, [])
         for name, toy in (("again", second), ("other", third)):
@@ -250,7 +251,7 @@ def test_weights_of_another_version_are_refused_by_name() -> None:
         ({"weights_version": 4}, {"weights_version": 5}, ("weights_version", "4", "5")),
         ({"weights": "m"}, {"weights": "n"}, ("model", "m", "n")),
     ):
-        first, second = Toy(carrier="transfer", **mine), Toy(carrier="transfer", **theirs)
+        first, second = ToyCrossing(**mine), ToyCrossing(**theirs)
         verdict, (why,) = taken(second, handed_over(first, PROMPT))
         assert verdict["missing"] == ALL - OWN
         assert why.startswith("refused: ")

@@ -127,24 +127,6 @@ def test_what_is_computed_here_is_whole_whatever_was_loaded_before(start: Start,
     assert other.loaded == 0
 
 
-@pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize("later", [False, True])
-def test_kv_that_is_wrong_in_one_rank_alone_has_no_rows(start: Start, outside: Any, later: bool, late: bool) -> None:
-    """Goal: the witness is of all ranks' heads. Method: two engines of two ranks; a bit of the second rank's KV."""
-    tokens = list(range(11))
-    kept, store = outside(tokens, ranks=2, late=late)
-    for damaged, verdict in (
-        ({}, {"right": 11}),
-        ({1: 0}, {"right": 7, "missing": 4}),
-        ({0: 1}, {"right": 3, "missing": 8}),
-    ):
-        for block, head in damaged.items():
-            kept[Asked("", tokens).block_hashes[block]]["layers.1"].view(torch.int32)[head, 2, 3] ^= 1
-        other = start(kept=kept, ranks=2, later=later, late=late, store=store, witness="flagged")
-        assert judge(routes(other.ask("b", tokens)), tokens) == verdict
-        assert other.loaded == 8
-
-
 def test_after_new_weights_nothing_is_readable(start: Start, tmp_path: Path) -> None:
     """Goal: keys and memory of earlier weights are gone, and rows of the new ones are there. Method: a reset of both
     ends; the store has nothing either; every row is checked."""

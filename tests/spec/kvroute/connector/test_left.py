@@ -12,13 +12,16 @@ from typing import Any
 
 import pytest
 from toy_engine import Toy, admitted, judge
+from toy_requests import EXPERTS, row_of
 from waiting import GIVE_UP_S
 
 import kvroute
 from kvroute.connector import Key, Tokens, choice_key, routes
 from kvroute.connector.key import rollout_id
+from kvroute.connector.left import left_values
 from kvroute.rollout import RolloutStore, open_rollouts
 from kvroute.rollout.local import LocalRollouts
+from kvroute.routes import Routes
 
 TOKENS = [3, 1, 4, 1, 5, 9]
 PROMPT = 3
@@ -277,3 +280,24 @@ def test_the_last_member_of_a_group_has_the_data_of_all(engine: Callable[..., To
     toy.scheduler.unanswered(toy.scheduler.forget("of none"), Key("of none", choice=1, group="t"))
     begins(2, "t")
     assert told(2, "t") == ["0", "2"]
+
+
+def test_a_second_try_puts_nothing_twice(store: RolloutStore) -> None:
+    """Goal: routes that a lost process has put are found by key and by the handle of the next one; another request's
+    in their place are not taken for them. Method: the same routes are left twice, and then those of other weights."""
+    tokens = Tokens([*TOKENS, 7], PROMPT, cut=True)
+    said = {"index": 0, "prompt_token_ids": TOKENS[:PROMPT], "token_ids": [*TOKENS[PROMPT:], 7]}
+    answer = {"id": "r", "choices": [said], "kv_transfer_params": None}
+
+    def put(weights: int) -> Any:
+        ids = [row_of(TOKENS[: i + 1], weights) for i in range(6)]
+        made = Routes(ids, [True] * 6, (0, 1), EXPERTS, 2)
+        return left_values(store, Key("a", of_client=True), made, tokens, (), (), 9, again=True)["rollouts"]
+
+    first = put(0)
+    assert put(0) == first
+    assert judge(routes(answer, rollouts=store, key="a", wait_s=0), TOKENS) == {"right": 6}
+    assert put(1) != first
+    with pytest.raises(kvroute.RowError, match="no other request has had with this prompt"):
+        routes(answer, rollouts=store, key="a", wait_s=0)
+    assert store.find(rollout_id("a", TOKENS[:PROMPT])) is not None

@@ -15,7 +15,7 @@ from toy_requests import row_of, weights_of
 
 from cache_manager.errors import ConfigError, RowError
 from kvroute import RoutingWeights
-from kvroute.capture.step_weights import FORM, OTHERS, REASONS, StepWeights
+from kvroute.capture.step_weights import FORM, NO_WEIGHTS, OTHER_TOKENS, StepWeights
 from kvroute.connector import Key, Tokens, routes, routing_weights
 from kvroute.connector.settings import Lending
 from kvroute.routing import routing_spec
@@ -108,7 +108,7 @@ def test_a_pass_without_weights_has_no_ids_either(start: Start) -> None:
     lost = routing_weights(toy.ask("a", FIRST))
     assert not lost.routes.valid.any()
     assert np.isnan(lost.weights).all()
-    assert list(toy.worker.missing) == [REASONS["a call in each pass"].partition(":")[0]]
+    assert list(toy.worker.missing) == [NO_WEIGHTS["a call in each pass"].partition(":")[0]]
     toy.quiet = False
     toy.cached.clear()
     assert_right(routing_weights(toy.ask("b", FIRST)), FIRST)
@@ -177,9 +177,9 @@ def test_why_a_step_has_no_weights() -> None:
         return weights.take(3)
 
     assert torch.equal(taken(one, two_rows), torch.stack([one, two_rows], 1))
-    assert taken(one) == REASONS["a call in each pass"]
-    assert taken(one, two_rows, two_rows) == REASONS["one call a pass"]
-    assert taken(one, one) == REASONS["values in memory of their own"]
+    assert taken(one) == NO_WEIGHTS["a call in each pass"]
+    assert taken(one, two_rows, two_rows) == NO_WEIGHTS["one call a pass"]
+    assert taken(one, one) == NO_WEIGHTS["values in memory of their own"]
     assert taken(one, torch.rand(3, 3)) == FORM
     assert taken(one.double(), two_rows.double()) == FORM
-    assert taken(torch.rand(2, 2), torch.rand(2, 2)) == OTHERS
+    assert taken(torch.rand(2, 2), torch.rand(2, 2)) == OTHER_TOKENS

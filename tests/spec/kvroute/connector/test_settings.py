@@ -9,6 +9,8 @@ import pytest
 
 from cache_manager.errors import ConfigError
 from kvroute.connector import Settings
+from kvroute.connector.settings import Common
+from kvroute.rollout import open_rollouts
 
 
 @pytest.mark.parametrize(
@@ -78,3 +80,31 @@ def test_a_key_file_is_read_before_anything_starts(tmp_path: Path) -> None:
 
     keys = make_keys(tmp_path / "keys", "ours")
     assert Settings.of({"lend": "tcp://10.0.0.1:7", "keys": str(keys)}).keys == str(keys)
+
+
+@pytest.mark.parametrize(
+    ("rollouts", "wanted"),
+    [
+        ("apart:response:", "rollouts: wanted response: or apart: and the URL of one rollout store"),
+        ("apart:apart:file:///a", "rollouts: wanted response: or apart: and the URL of one rollout store"),
+        ("apart:file:///a,file:///b", "rollouts: wanted response: or apart: and the URL of one rollout store"),
+        ("apart:", "rollouts: wanted response: or apart: and the URL of one rollout store"),
+        ("apart:bogus:x", "rollouts: wanted response: or one of file, mooncake, ray, tq, got 'bogus'"),
+        ("apart:?arena=1MiB,file:///a", "rollouts: wanted response: or one of call, got 'arena'"),
+        ("apart:?call=soon,file:///a", "rollouts: wanted response: or a positive whole number with one of the units"),
+    ],
+)
+def test_a_setting_that_cannot_be_is_refused(rollouts: str, wanted: str) -> None:
+    """Goal: the setting is named before anything starts. Method: what is no one store behind ``apart:``."""
+    with pytest.raises(ConfigError) as refused:
+        Settings.of({"rollouts": rollouts})
+    assert wanted in str(refused.value)
+
+
+def test_another_engine_refuses_it() -> None:
+    """Goal: an engine without such a process says so. Method: the settings that all have; and who would read there by
+    this URL."""
+    with pytest.raises(ConfigError, match="only in vLLM and SGLang one is apart"):
+        Common.of({"rollouts": "apart:file:///a"}, "settings")
+    with pytest.raises(ConfigError, match="wanted one of file"):
+        open_rollouts("apart:file:///a")

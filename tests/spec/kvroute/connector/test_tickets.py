@@ -8,8 +8,9 @@ import pytest
 from budget import examples
 from hypothesis import given
 from hypothesis import strategies as st
-from toy_engine import TOKENS, Asked, Toy
+from toy_crossing import ToyCrossing
 from toy_pair import ALL, OWN, PROMPT, handed_over, taken, two
+from toy_requests import TOKENS, Asked
 from waiting import until
 
 from kvroute.connector.carriers.by_transfer import TICKET_TAKEN
@@ -28,14 +29,14 @@ from kvroute.connector.carriers.by_transfer import TICKET_TAKEN
 )
 def test_whatever_a_client_sends_as_a_ticket(ticket: Any) -> None:
     """Goal: an invalid ticket neither ends a process nor brings rows. Method: any JSON value."""
-    toy = TOYS[0] if TOYS else Toy(carrier="transfer")
+    toy = TOYS[0] if TOYS else ToyCrossing()
     TOYS[:] = [toy]
     toy.cached.clear()
     verdict, _ = taken(toy, ticket, name="d")
     assert verdict == {"right": OWN, "missing": ALL - OWN}
 
 
-TOYS: list[Toy] = []
+TOYS: list[ToyCrossing] = []
 
 
 def test_a_ticket_of_another_prompt() -> None:

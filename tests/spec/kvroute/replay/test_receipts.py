@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -18,6 +19,7 @@ from cache_manager.errors import RowError
 from kvroute.capture.capture import RoutingCapture, find_routers
 from kvroute.replay import Gap, Receipt, ReplayError, Use, Watch, watch
 from kvroute.replay.transformers import packed, padded, recorded, replay
+from kvroute.replay.uses import DueRows
 from kvroute.routes import Routes, Split
 from kvroute.routing import routing_spec_from_hf
 
@@ -372,13 +374,16 @@ def test_a_watch_changes_nothing_and_leaves_nothing(build_moe: Any) -> None:
     """Goal: the same logits, no hook and no rows behind the block, also after an error. Method: beside a plain pass."""
     tiny = build_moe("qwen3_moe")
     targets = packed(routes_of(1, 2), LENGTHS)
+    earlier = [due for due in gc.get_objects() if type(due) is DueRows]
     with replay(tiny.model, targets):
         plain = tiny.forward(TOKENS)
     before = hooks(tiny.model)
     with watch(tiny.model) as replayed, replay(tiny.model, targets):
         assert torch.equal(tiny.forward(TOKENS), plain)
     assert hooks(tiny.model) == before
-    assert all(due.ids.numel() == 0 for of in replayed._of.values() for due in of.due)
+    dues = [due for due in gc.get_objects() if type(due) is DueRows and due not in earlier]
+    assert len(dues) == len(LAYERS)
+    assert not any(due.ids.numel() for due in dues)
     replayed.receipt().check()
     with pytest.raises(KeyError), watch(tiny.model):
         raise KeyError

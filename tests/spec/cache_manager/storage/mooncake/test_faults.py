@@ -20,7 +20,8 @@ from mooncake_stores import (
     timed,
 )
 from ports import hold_port
-from waiting import send_signal, until
+from standing_still import send_signal
+from waiting import until
 
 from cache_manager.errors import StorageError, StoreClosedError, StoreUnavailableError
 from cache_manager.ports import Absence

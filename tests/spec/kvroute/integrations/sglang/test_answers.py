@@ -312,7 +312,7 @@ def test_a_rank_takes_its_own_tokens_of_those_of_all_ranks(
     """Goal: with attention data parallelism a row is of this rank's request. Method: two ranks with 3 and 5 tokens,
     of which a router has all, padded to 4 and 6; then passes whose order of tokens is not known, and one in which this
     rank has no token."""
-    monkeypatch.setattr(versions, "_function", lambda _: lambda _counts: rank)
+    monkeypatch.setattr(versions, "function_at", lambda _: lambda _counts: rank)
     theirs, tokens = Theirs(), [3, 5][rank]
     theirs.device_cache.buffer = torch.zeros(16, 3, 2, dtype=torch.int32)
     capturer = Capturer(theirs, rows)

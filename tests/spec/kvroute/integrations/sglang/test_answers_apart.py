@@ -17,7 +17,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from waiting import send_signal, until
+from standing_still import send_signal
+from waiting import until
 
 from cache_manager.errors import RowError
 from cache_manager.keys import Namespace

@@ -26,6 +26,7 @@ from kvroute.connector.limits import Limits
 from kvroute.connector.settings import Lending
 from kvroute.connector.tickets import MIXED, NO_TICKET
 from kvroute.integrations.sglang import versions
+from kvroute.integrations.sglang.aside import Aside
 from kvroute.integrations.sglang.capturer import ASIDE, Capturer
 from kvroute.integrations.sglang.handover import (
     NOT_ASKED,
@@ -216,9 +217,10 @@ def test_a_retracted_request_has_its_rows_again(two: tuple[Side, Side], version:
     if version is not None:
         rows.weights.changed(version)
     late = decode.launch(HERE, 7)
-    aside = rows.put_aside(HERE[:-1])
+    aside = Aside()
+    aside.keep(rows, HERE[:-1])
     other = decode.launch(slots_of(1, 2), 9)
-    rows.bring_back(aside, THERE[:-1])
+    aside.bring_back(rows, THERE[:-1])
     late.ids[3, 2] = 251  # type: ignore[index]  # no expert
     late.finalize()
     other.finalize()

@@ -183,7 +183,7 @@ def test_a_rank_that_raises_holds_no_other(monkeypatch: pytest.MonkeyPatch) -> N
             rank.compute(1, 1, 7)
             rank.offload(KEYS[0], 1, "comes")
         assert engine.load(KEYS[:1], [2], ["comes"] * 2, 0) == [True, True]
-        monkeypatch.setattr(engine.ranks[1].rows, "_filled", broken)
+        monkeypatch.setattr(engine.ranks[1].rows.aux.jobs, "run", broken)
         calls = [engine.pool.submit(rank.load, KEYS[:1], [3], "comes", 0) for rank in engine.ranks]
         assert calls[0].result(GIVE_UP_S) is False
         with pytest.raises(RuntimeError, match="on purpose"):

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from waiting import GIVE_UP_S, until, until_it_waits
+from standing_still import until_it_waits
+from waiting import GIVE_UP_S, until
 
 from cache_manager.keys import Namespace
 from kvroute import Routes, SamplingSupport, routing_spec

@@ -151,7 +151,7 @@ def test_stages_are_attached_in_their_order() -> None:
     """Goal: of each stage the rank that has rows, and of a stage of dense layers none. Method: four ranks' handshakes,
     keyed as vLLM's core does it; the inner connector's go to it."""
     attached = list[Handshake]()
-    rows: Any = SimpleNamespace(_scheduler_rows=SimpleNamespace(attach=lambda *stages: attached.extend(stages)))
+    rows: Any = SimpleNamespace(scheduler_rows=SimpleNamespace(attach=lambda *stages: attached.extend(stages)))
     ranks = {
         (1, 0): Handshake(None, "b"),
         (0, 1): Handshake(None),
@@ -164,7 +164,7 @@ def test_stages_are_attached_in_their_order() -> None:
 
 def test_a_scheduler_without_a_first_rank_says_so() -> None:
     """Goal: no bare StopIteration in vLLM's core. Method: what the core of a second rank passes on."""
-    rows: Any = SimpleNamespace(_scheduler_rows=SimpleNamespace(attach=print))
+    rows: Any = SimpleNamespace(scheduler_rows=SimpleNamespace(attach=print))
     with pytest.raises(
         ConfigError, match="workers: wanted a first rank beside this scheduler, with rows, got 0 without"
     ):

@@ -1,0 +1,209 @@
+"""The process that stores rollouts reads the rows of ended requests, and none of another life."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import torch
+from toy_engine import Toy, admitted, held, judge, stepped
+from toy_requests import EXPERTS, TOP_K
+from toy_takers import FIRST, PROMPT, SECOND, Takers, by_key, compute, end, left, watched
+
+from cache_manager.errors import RowError
+from cache_manager.keys import Namespace
+from cache_manager.regions.directory import region_path
+from kvroute.connector import Engine, Key, SchedulerRows, Settings, Tokens
+from kvroute.connector.worker import WorkerRows
+from kvroute.rollout import RolloutStore, open_rollouts
+from kvroute.routing import routing_spec
+
+
+@pytest.fixture
+def taker(monkeypatch: pytest.MonkeyPatch) -> Takers:
+    return watched(monkeypatch)
+
+
+@pytest.fixture
+def engine(start: Callable[..., Toy], tmp_path: Path, taker: Takers) -> Callable[..., Toy]:
+    """Starts an engine whose rollouts are in a directory, apart."""
+    assert not taker.made, "before any"
+    return lambda **said: start(**{"rollouts": f"apart:file://{tmp_path}/rollouts"} | said)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[RolloutStore]:
+    with closing(open_rollouts(f"file://{tmp_path}/rollouts")) as opened:
+        yield opened
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_rows_are_found_by_handle_and_by_key(
+    engine: Callable[..., Toy], taker: Takers, store: RolloutStore, late: bool
+) -> None:
+    """Goal: what a store in the engine's process gives, with the versions. Method: two requests in the same blocks,
+    weights that change between them, with which all is forgotten; the engine's process reads no row."""
+    toy = engine(late=late, weights_version=1)
+    for name, tokens, version in (("a", FIRST, 1), ("b", SECOND, 2)):
+        if version > 1:
+            toy.scheduler.weights.changed(version)
+            toy.scheduler.reset()
+        compute(toy, tokens)
+        found = left(end(toy, tokens, name), store)
+        assert judge(found, tokens) == {"right": 6}
+        assert found.weights_versions == ((0, 6, version),)
+        assert by_key(tokens, name, store).valid.all()
+    assert taker().counters["stored"] == 2
+    assert taker().counters["read_here"] == 0
+
+
+def test_blocks_that_are_given_out_before_the_process_has_read_them(
+    engine: Callable[..., Toy], taker: Takers, store: RolloutStore
+) -> None:
+    """Goal: the engine's process reads what it gives out, and those rows are stored; never the next request's. Method:
+    the process is stopped with a question that names the blocks; another request is computed there."""
+    toy = engine()
+    compute(toy, FIRST)
+    taker.kill(signal.SIGSTOP)
+    first = end(toy, FIRST, "a")
+    taker.wait_until_asked()
+    compute(toy, SECOND)
+    toy.worker.settle()
+    taker.kill(signal.SIGCONT)
+    second = end(toy, SECOND, "b")
+    assert judge(left(first, store), FIRST) == {"right": 6}
+    assert judge(left(second, store), SECOND) == {"right": 6}
+    assert taker().counters["read_here"] == 1
+
+
+def test_rows_that_are_forgotten_before_the_process_has_read_them(
+    engine: Callable[..., Toy], taker: Takers, store: RolloutStore
+) -> None:
+    """Goal: as above, of a reset, which leaves each block its life. Method: the same, by other weights."""
+    toy = engine(weights_version=1)
+    compute(toy, FIRST)
+    taker.kill(signal.SIGSTOP)
+    told = end(toy, FIRST)
+    taker.wait_until_asked()
+    toy.scheduler.weights.changed(2)
+    toy.scheduler.reset()
+    toy.worker.begin(toy.scheduler.step({}))
+    toy.worker.end()
+    toy.worker.settle()
+    taker.kill(signal.SIGCONT)
+    found = left(told, store)
+    assert judge(found, FIRST) == {"right": 6}
+    assert found.weights_versions == ((0, 6, 1),)
+
+
+def test_a_worker_that_stays_behind_costs_its_own_request_alone(
+    engine: Callable[..., Toy], taker: Takers, store: RolloutStore
+) -> None:
+    """Goal: the client is told why, the request counts as unstored, and the next one has its rows. Method: the worker
+    is held up for longer than an answer may take."""
+    toy = engine(late=True, limits={"answer_s": 0.05})
+    go = held(toy)
+    compute(toy, FIRST)
+    with pytest.raises(RowError, match=r"written by the worker within 0\.05 s, got a worker that is behind"):
+        left(end(toy, FIRST, "a"), store)
+    assert taker().counters["unstored"] == 1
+    go.set()
+    compute(toy, SECOND)
+    toy.worker.settle()
+    assert judge(left(end(toy, SECOND, "b"), store), SECOND) == {"right": 6}
+
+
+def test_a_store_that_fails_costs_its_own_request_alone(
+    engine: Callable[..., Toy], taker: Takers, store: RolloutStore
+) -> None:
+    """Goal: the client has the store's own words, and the others their rows. Method: four wait for one question; one
+    has an id that no rollout can have, one a key that is no text."""
+    toy = engine()
+    compute(toy, FIRST)
+    taker.kill(signal.SIGSTOP)
+    before = end(toy, FIRST, "before")
+    taker.wait_until_asked()
+    told = [end(toy, FIRST, name) for name in ("a", "x" * 999, "b", "\ud800")]
+    taker.kill(signal.SIGCONT)
+    with pytest.raises(RowError, match="rollout id: wanted at most 200 bytes"):
+        left(told[1], store)
+    with pytest.raises(RowError, match="UnicodeEncodeError"):
+        left(told[3], store)
+    for each in (before, told[0], told[2], end(toy, FIRST, "after")):
+        assert judge(left(each, store), FIRST) == {"right": 6}
+    assert taker().counters["unstored"] == 2
+
+
+def test_a_request_that_was_preempted(engine: Callable[..., Toy], store: RolloutStore) -> None:
+    """Goal: each token has the row that it was sampled with, where each was read by another process. Method: other
+    weights come after a preemption; the rows of the first computation lie in spare blocks, those of the second in its
+    own."""
+    toy, tokens = engine(late=True, weights_version=1), [*FIRST, 2, 8]
+    go = held(toy)
+    request = admitted(toy, tokens, [5, 2])
+    request.all_token_ids, request.num_prompt_tokens = tokens[:7], PROMPT
+    stepped(toy, request, 6)
+    toy.scheduler.preempted(request)
+    toy.weights = 1
+    toy.scheduler.weights.changed(2)
+    request = admitted(toy, tokens, [5, 2])
+    stepped(toy, request, 8)
+    go.set()
+    told = end(toy, tokens)
+    found = left(told, store)
+    assert judge(found, tokens, [0] * 6 + [1] * 2) == {"right": 8}
+    assert found.weights_versions == ((0, 6, 1), (6, 8, 2))
+
+
+def test_rows_that_are_missing_everywhere(engine: Callable[..., Toy], taker: Takers, store: RolloutStore) -> None:
+    """Goal: they are missing in the rollout, too, and the others are there. Method: a router's ids that are none."""
+    toy = engine()
+    toy.loses = {1, 2}
+    toy.ask("r", FIRST)
+    told = toy.scheduler.finished(Key("s"), toy.table, 6, Tokens([*FIRST, 7], PROMPT))
+    assert told is not None
+    assert judge(left(told, store), FIRST) == {"right": 4, "missing": 2}
+    assert taker().counters["read_here"] == 2
+
+
+def test_a_block_without_memory_gets_none(tmp_path: Path, taker: Takers, store: RolloutStore) -> None:
+    """Goal: the process reads a sparse region as its other readers do. Method: blocks of a page each; a request's are
+    given to layers without rows while the process is stopped, so that it reads there when it goes on."""
+    spec = routing_spec(EXPERTS, TOP_K, range(128), num_layers=128, block_tokens=16)
+    settings = Settings.of({"weights": "m", "rollouts": f"apart:file://{tmp_path}/rollouts"})
+    engine = Engine(settings, spec, Namespace("m", 0), 256, 16, shares_blocks=True)
+    worker = WorkerRows(engine, {"layers.0": torch.zeros(256, 1, 16, 1)})
+    scheduler = SchedulerRows(engine)
+    handshake = worker.handshake()
+    scheduler.attach(handshake)
+    assert handshake.region is not None
+    blocks, tokens = list(range(64)), list(range(5)) * 205
+    scheduler.given(blocks)
+    worker.begin(scheduler.step({"r": 1024}))
+    for layer in range(128):
+        worker.ids.hook(layer)(torch.tensor([[layer % EXPERTS, (layer + 1) % EXPERTS]] * 1024))
+    worker.slots = torch.arange(1024)
+    worker.end()
+    with_rows = memory_of(handshake.region)
+    taker.kill(signal.SIGSTOP)
+    told = scheduler.finished(Key("r"), blocks, 1024, Tokens(tokens, PROMPT))
+    assert told is not None
+    taker.wait_until_asked()
+    scheduler.given_elsewhere(blocks)
+    worker.begin(scheduler.step({}))
+    worker.end()
+    without = memory_of(handshake.region)
+    assert without < with_rows - 60 * 4096
+    taker.kill(signal.SIGCONT)
+    assert left(told, store).valid.all()
+    assert memory_of(handshake.region) == without
+    scheduler.close()
+    worker.close()
+
+
+def memory_of(region: str) -> int:
+    """Bytes of memory that a region takes."""
+    return 512 * region_path(region).stat().st_blocks
