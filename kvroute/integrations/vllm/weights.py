@@ -77,9 +77,9 @@ def check_weights_of(name: str, layer: Any) -> None:
     if getattr(experts.quant_method, "is_monolithic", False):
         wanted = "a router before the kernel; --moe-backend selects another"
         raise ConfigError(f"weights of {name}", wanted, f"{type(experts.quant_method).__name__}, which routes inside")
-    if type(layer.router).__name__ == zero_experts.ROUTER:  # the kernel is given 0, and the layer adds them
+    if type(layer.router).__name__ == zero_experts.ZERO_EXPERT_ROUTER:  # the kernel is given 0, and the layer adds them
         wanted = "a router whose experts all compute, by the weights that the kernel is given"
-        raise ConfigError(f"weights of {name}", wanted, zero_experts.ROUTER)
+        raise ConfigError(f"weights of {name}", wanted, zero_experts.ZERO_EXPERT_ROUTER)
     if getattr(experts, "apply_router_weight_on_input", False):
         raise ConfigError(f"weights of {name}", "weights that count an expert's output", "some that count its input")
 
