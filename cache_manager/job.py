@@ -8,24 +8,23 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
 from itertools import compress
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 from numpy import count_nonzero as count
 
 from cache_manager.errors import BlockStateError
 from cache_manager.keys import BlockKey
-from cache_manager.own_keys import Keyed
+from cache_manager.own_keys import Keyed, OwnKeys
 from cache_manager.ports import Absence, KVBlocks
 from cache_manager.publish import bits_in, bits_of, copies_of, have_all, have_none
 from cache_manager.record import RecordHeader
 from cache_manager.slots import Bits, Blocks, Bytes, Flags, Ints
-
-if TYPE_CHECKING:
-    from cache_manager.jobs import Jobs
+from cache_manager.storage.records import RecordStore
+from cache_manager.table import BlockTable
 
 _T = TypeVar("_T")
 
@@ -37,6 +36,23 @@ class Phase(Enum):
     LANDED = "landed"
 
 
+class JobQueue(Protocol):
+    """What a job asks of its :class:`~cache_manager.jobs.Jobs`, the one class that has these.
+
+    It has a name here so that no import goes in a circle.
+    """
+
+    table: BlockTable
+    own_keys: OwnKeys
+    required: Sequence[int]
+    kv: KVBlocks | None
+
+    def records(self) -> RecordStore: ...
+    def land(self, job: AnyJob, landed: deque[AnyJob], /) -> None: ...
+    def sleep(self, reached: Callable[[], bool], timeout_s: float) -> bool: ...
+    def cancel(self, job: AnyJob) -> None: ...
+
+
 class Job(Generic[_T]):
     """The store's work for some blocks; ``keys`` and ``ids [n]`` are those that take part."""
 
@@ -46,7 +62,7 @@ class Job(Generic[_T]):
     refused: str
     """The counter of blocks whose job had no room."""
 
-    def __init__(self, jobs: Jobs, blocks: Keyed, generations: Blocks) -> None:
+    def __init__(self, jobs: JobQueue, blocks: Keyed, generations: Blocks) -> None:
         """Lock held. A block in another life or a key of another namespace gets ``no_answer``. Nothing is counted yet:
         the job may be refused."""
         self.jobs = jobs
