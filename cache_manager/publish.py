@@ -336,10 +336,10 @@ def _present(source: Values, have_rows: Any, *at: Ints) -> Values:
     """The items of ``source`` at these places ``[n]``, bool ``have_rows [n]``; zeros where there are no rows, and so
     perhaps no memory: a read would bring it back."""
     if have_rows.all():
-        return source[at]
+        return source[at] if len(at) > 1 else source[at[0]]
     items = np.zeros(have_rows.size, source.dtype)
-    some = tuple(places[have_rows] for places in at)
-    items[have_rows] = source[some]
+    some = (places[have_rows] for places in at)
+    items[have_rows] = _present(source, np.ones(1, np.bool_), *some)
     return items
 
 
