@@ -276,8 +276,7 @@ class BlocksMachine(BlocksStored):
         def happens() -> None:
             self.filling = in_motion
             for s, life, *_ in took.values():
-                self.leave(source, s)
-                life.computed = True
+                life.computed |= bool(self.leave(source, s))  # a block of no origin stays open to rows
             if meanwhile:
                 self.something_becomes_of(one, meanwhile)
             self.filling = set()
