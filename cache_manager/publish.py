@@ -92,10 +92,11 @@ class Items:
             views = [views[0].reshape(-1)]
         self.views: tuple[Values, ...] = tuple(views)
 
-    def of(self, spec: int, rows: Values, tokens: int) -> Values:
-        """``rows [tokens, *row_shape]`` as one item each, ``[tokens]``; :class:`RowError` for others."""
+    def of(self, spec: int, rows: Values, tokens: int, kept: Ints | None) -> Values:
+        """Of ``rows [tokens, *row_shape]`` those at ``kept [n]`` (``None``: all), as one item each, or a
+        :class:`RowError`."""
         aux_spec = self._layout.specs[spec]
-        values = aux_spec.rows(rows, tokens=tokens, copy=False)
+        values = aux_spec.rows(rows, tokens=tokens, kept=kept, copy=False)
         flat = np.ascontiguousarray(values).reshape(-1)
         return flat.view(self._types[spec])
 

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from cache_manager.errors import RowError, SpecError
-from cache_manager.slots import REFUSALS, Values, unreadable, words_of
+from cache_manager.slots import REFUSALS, Ints, Values, unreadable, words_of
 
 ALIGNMENT = 64
 """Each spec's rows start on a cache line of the record."""
@@ -180,8 +180,9 @@ class AuxBlockDataSpec:
             shape = tuple(shape)
         return cls(**{**value, "row_shape": shape})
 
-    def rows(self, values: Values, *, tokens: int, copy: bool = True) -> Values:
-        """``values`` as rows ``[tokens, *row_shape]`` of this dtype, or a :class:`RowError`.
+    def rows(self, values: Values, *, tokens: int, kept: Ints | None = None, copy: bool = True) -> Values:
+        """``values`` as rows ``[tokens, *row_shape]`` of this dtype, or a :class:`RowError`; only those at the places
+        ``kept [n]`` if given, and then what the others hold does not matter.
 
         Integers may be wider than the spec's dtype as long as every value fits it. The rows are new ones; without
         ``copy`` they may be the caller's own array.
@@ -193,6 +194,8 @@ class AuxBlockDataSpec:
             raise RowError(f"{self.name} rows", wanted, unreadable(values, refusal)) from refusal
         if values.shape != (tokens, *self.row_shape):
             raise RowError(f"{self.name} rows", f"shape {(tokens, *self.row_shape)}", f"shape {values.shape}")
+        if kept is not None:
+            values = values[kept]
         dtype = self.numpy_dtype
         if values.dtype == dtype:
             return values.copy(order="C") if copy else values

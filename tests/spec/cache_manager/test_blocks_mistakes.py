@@ -15,7 +15,7 @@ from blocks_house import TOKENS, House, slots
 from stopped import interrupt
 
 from cache_manager.blocks import AuxBlocks
-from cache_manager.errors import BlockBusyError, BlockStateError, InvalidInputError, KVRouteError, SpecError
+from cache_manager.errors import BlockBusyError, BlockStateError, InvalidInputError, KVRouteError, RowError, SpecError
 from cache_manager.feed import BlockFeed
 from cache_manager.keys import Namespace
 from cache_manager.own_keys import OUTDATED_MAX
@@ -42,6 +42,24 @@ def test_a_mistake_inside_a_forward_pass_is_dropped_counted_and_logged_once(hous
     (line,) = (message for message in caplog.messages if "bad_writes_dropped" in message)
     assert line.startswith("begin_step: wanted slots of the pool, each once, in blocks that were given out")
     assert engine.in_flight == 0
+
+
+@pytest.mark.parametrize("shape", [(2, 2, 2), (3, 2, 9)], ids=["padding left out", "longer rows"])
+def test_rows_are_as_many_as_the_slots_that_the_step_began_with(house, shape) -> None:
+    """Goal: the error names the shape that the caller knows, and padding may hold anything. Method: a step with padding
+    is written with rows of two other shapes, then with a row that fits no spec at the padding."""
+    engine = house.engine
+    engine.renew([0])
+    rows = house.rows("x", 3)
+    with engine.begin_step(np.array([1, -1, 2])) as step:
+        with pytest.raises(RowError, match=rf"wanted shape \(3, .*got shape \({shape[0]}, {shape[1]}"):
+            step.write("routing", np.zeros(shape, np.uint8))
+        padded = rows.astype(np.int64)
+        padded[1] = 1 << 40
+        step.write("routing", padded)
+    read = engine.read("routing", [0])
+    assert read.valid.tolist() == [False, True, True, *[False] * (TOKENS - 3)]
+    assert np.array_equal(read.values[1:3], rows[[0, 2]])
 
 
 class Refusing:
