@@ -20,6 +20,7 @@ import sys
 import tempfile
 import threading
 import warnings
+import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cache
@@ -38,6 +39,7 @@ class Born:
         self.pid = int(self._status.readline())
         self.returncode: int | None = None
         self._reading = threading.Lock()
+        weakref.finalize(self, self._status.close)  # not when the status was read: another thread may wait for it
 
     def poll(self) -> int | None:
         """The exit status, -N after signal N; None while it runs."""
