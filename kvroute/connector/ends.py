@@ -14,8 +14,10 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
+from typing import Final
 
 from cache_manager.errors import KVRouteError, RowError
 from kvroute.connector.computations import Computation
@@ -29,6 +31,9 @@ from kvroute.connector.takers import RolloutTaker, TakerOutcome
 from kvroute.connector.unread import UnreadRows, written
 
 logger = logging.getLogger(__name__)
+
+REFUSED_MAX: Final = 4096
+"""Refused requests of which the thread has not heard; beyond them the oldest are forgotten."""
 
 
 class Ends:
@@ -58,6 +63,7 @@ class Ends:
         self._waiting: dict[End, None] = {}  # for the thread
         self._pending: dict[End, None] = {}  # begun, and not yet told
         self._begun = 0  # how many ends, so far
+        self._refused: deque[End] = deque(maxlen=REFUSED_MAX)  # whose keys may have routes of earlier requests
         self._thread = threading.Thread(target=self._run, name="kvroute-ends", daemon=True)
         self._thread.start()
 
@@ -114,6 +120,11 @@ class Ends:
         self.drop(end)
         end.answer.value = self._left.fail(end.key, error)
         end.answer.tell()
+        if end.key.of_client:
+            unread = End(key=end.key, request_tokens=end.request_tokens, failure=str(error))
+            with self._mutex:
+                self._refused.append(unread)
+                self._lock.notify()
         return end.answer
 
     def given(self, blocks: Sequence[int], step: int) -> None:
@@ -136,7 +147,10 @@ class Ends:
 
     def _run(self) -> None:
         try:
-            while ends := self._ready_or_failed():
+            while (ends := self._ready_or_failed()) is not None:
+                self._forget_earlier()
+                if not ends:
+                    continue
                 outcomes = self._outcomes(ends)
                 for end, outcome in zip(ends, outcomes, strict=True):
                     end.answer.value = self._client_data(end, outcome)
@@ -149,7 +163,15 @@ class Ends:
         finally:  # whatever ends the thread: those who wait for it are told
             self._end_all()
 
-    def _ready_or_failed(self) -> list[End]:
+    def _forget_earlier(self) -> None:
+        """Have routes of earlier requests under the keys of refused ones forgotten. Before ends that came later."""
+        with self._mutex:
+            refused = list(self._refused)
+            self._refused.clear()
+        if refused:
+            self._outcomes(refused)  # each leaves nothing, for the reason that its client knows
+
+    def _ready_or_failed(self) -> list[End] | None:
         """:meth:`_ready`; if that raises, all ends that wait: their clients are told why they have no routes."""
         try:
             return self._ready()
@@ -174,8 +196,9 @@ class Ends:
             if not end.answer.done():
                 end.answer.tell()
 
-    def _ready(self) -> list[End]:
-        """Ends whose rows are written, or that have waited long enough; waits until there are some. None: closed.
+    def _ready(self) -> list[End] | None:
+        """Ends whose rows are written, or that have waited long enough; waits until there are some, or one is refused.
+        ``None``: closed.
 
         A request's last step is done on the device, because its sampled token is here, unless the request was aborted:
         then the worker may still run it. A row that is already there proves nothing: it may be a rejected draft's, not
@@ -183,8 +206,10 @@ class Ends:
         """
         before: tuple[float, int, int] | None = None
         with self._lock:
-            while self._waiting or not self._closed:
+            while self._waiting or self._refused or not self._closed:
                 if not self._waiting:
+                    if self._refused:
+                        return []
                     self._lock.wait()
                     continue
                 now_s = time.monotonic()
@@ -198,10 +223,10 @@ class Ends:
                         ends = list(islice(whole, self._taker.burst_max))
                 for end in ends:
                     del self._waiting[end]
-                if ends:
+                if ends or self._refused:
                     return ends
                 self._lock.wait(self._limits.end_poll_s)
-        return []
+        return None
 
     def _outcomes(self, ends: Sequence[End]) -> list[TakerOutcome]:
         """What each of ``ends`` has left. Raises nothing, because answers wait."""

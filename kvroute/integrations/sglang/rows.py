@@ -337,12 +337,12 @@ class RoutedRows:
         After that their rows come, matched by this KV. A page without rows is no hit any more. Without ``kv_origins``,
         as with a storage that was attached later, nothing comes.
         """
+        self.weights.computes()  # as in :meth:`fill`
 
         def begin() -> None:
             self._renew(pages)
             self._sources[pages] = GONE
 
-        self.weights.computes()
         self._valid_after[pages] = self.passes.launched
         self.passes.then(begin)
         if self.kv_origins is not None:

@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -192,6 +193,30 @@ def test_a_start_that_is_no_position_of_the_prompt_is_refused(start: Callable[..
     toy.ask("r", FIRST)
     with pytest.raises(RowError, match=f"kvroute.start: wanted a position of the prompt, from 0 to 6, got {wrong!r}"):
         of(told_from(toy, FIRST, wrong))
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_a_refused_request_leaves_no_routes_of_an_earlier_one(
+    start: Callable[..., Toy], tmp_path: Path, apart: bool
+) -> None:
+    """Goal: a row is of the request that asked. Method: the second request of a key has the same tokens, by other
+    weights, and names a start that is none; the third one's end takes along what is to be forgotten."""
+    toy = start(rollouts=f"{'apart:' * apart}file://{tmp_path}")
+    with closing(open_rollouts(f"file://{tmp_path}")) as store:
+        compute(toy, FIRST)
+        assert judge(of(end(toy, FIRST, "k"), store), FIRST) == {"right": 6}
+        toy.weights = 1
+        compute(toy, FIRST)
+        of_it = Tokens(FIRST, len(FIRST))
+        told = toy.scheduler.finished(Key("k", of_client=True), BLOCKS, len(FIRST), of_it, start="first")  # type: ignore[arg-type]
+        assert told is not None
+        with pytest.raises(RowError, match=r"kvroute\.start"):
+            of(told, store)
+        compute(toy, SECOND)
+        of(end(toy, SECOND, "other"), store)
+        said = {"id": "k", "prompt_token_ids": FIRST, "choices": [{"index": 0, "token_ids": [5]}]}
+        with pytest.raises(RowError, match="no other request has had"):
+            routes(said, rollouts=store, key="k", wait_s=GIVE_UP_S)
 
 
 @pytest.mark.parametrize(("field", "named"), [(True, True), (False, False)])
