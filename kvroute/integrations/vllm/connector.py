@@ -312,7 +312,7 @@ class RowsWithKV(Base):  # type: ignore[misc]
         else:
             start = options.start
             computed = min(request.num_tokens - 1, request.num_computed_tokens)
-            tokens = _tokens_of(request)
+            tokens = _ended_tokens(request)
             if isinstance(start, int) and 0 <= start <= tokens.prompt:
                 mtp = rows.mtp_rows(key, blocks, computed, tokens, start)
                 if mtp is not None:
@@ -362,7 +362,7 @@ class RowsWithKV(Base):  # type: ignore[misc]
             rows.close()
 
 
-def _tokens_of(request: Any) -> Tokens:
+def _ended_tokens(request: Any) -> Tokens:
     """Those of a request that has ended. Its client may see fewer: a stop string cuts the last ones off, and nobody
     knows how many tokens of an aborted one were sent."""
     stops = request.sampling_params is not None and bool(request.sampling_params.stop)
