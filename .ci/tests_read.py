@@ -1,6 +1,6 @@
 """What one must read of the tests to change a module, and where tests reach into what they test.
 
-A module's tests are those in the folder that mirrors its own whose name has its name: ``test_blocks_threads.py`` is of
+A module's tests are those in the folder that mirrors its own whose name has its name: ``test_blocks_closed.py`` is of
 ``blocks.py``. With them one reads what they import of ``tests``, and the ``conftest.py`` whose fixtures they ask for.
 """
 

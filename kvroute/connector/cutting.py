@@ -50,34 +50,46 @@ class Cutting:
         if not end.kept:
             routes, unseen = self._routes_of(end.last)
             read = end.last.read_weights
-            return CutRows(routes, unseen, None if read is None else RoutingWeights(routes, read.values))
+            if read is None:
+                return CutRows(routes, unseen)
+            return CutRows(routes, unseen, RoutingWeights(routes, read.values))
         assert end.request_tokens is not None, "an end with kept rows has tokens"
         journal = RequestJournal(self.spec)
-        unproved = np.zeros(max(computation.stop for computation in end.computations), np.bool_)
+        longest = max(computation.stop for computation in end.computations)
+        unproved = np.zeros(longest, np.bool_)
         weights: NDArray[np.float32] | None = None
         if end.last.read_weights is not None:
-            weights = np.full((len(unproved), *self.spec.row_shape), np.nan, np.float32)
+            weights = np.full((longest, *self.spec.row_shape), np.nan, np.float32)
         for count, computation in enumerate(end.computations):
             routes, unseen = self._routes_of(computation)
-            positions = journal.record(routes, same_from=same_weights_from(end.kept[:count], computation))
-            unproved[positions] = spans.flags(unseen, len(unproved))[positions]
-            if weights is not None and computation.read_weights is not None:
-                weights[positions] = computation.read_weights.values[positions - computation.start]
-            journal.settle(end.request_tokens.ids[: computation.stop + 1])
-        stop = min(len(unproved), journal.stop)
+            same_from = same_weights_from(end.kept[:count], computation)
+            positions = journal.record(routes, same_from=same_from)
+            flags = spans.flags(unseen, longest)
+            unproved[positions] = flags[positions]
+            read = computation.read_weights
+            if weights is not None and read is not None:
+                weights[positions] = read.values[positions - computation.start]
+            sampled = end.request_tokens.ids[: computation.stop + 1]
+            journal.settle(sampled)
+        stop = min(longest, journal.stop)
         start = min(end.start, stop)
-        unseen = [[start + first, start + last] for first, last in spans.runs(unproved[start:stop])]
+        runs = spans.runs(unproved[start:stop])
+        unseen = [[start + first, start + last] for first, last in runs]
         routes = journal.routes(start, stop)
-        return CutRows(routes, unseen, None if weights is None else RoutingWeights(routes, weights[start:stop]))
+        if weights is None:
+            return CutRows(routes, unseen)
+        return CutRows(routes, unseen, RoutingWeights(routes, weights[start:stop]))
 
     def _routes_of(self, computation: Computation) -> tuple[Routes, Unproved]:
         """The routes of one computation, and where they are unproved."""
         rows = computation.rows
         assert rows is not None, "read"
-        routes = checked_routes(self.layout, rows.values, rows.valid, computation.start, labels_of(computation))
+        start = computation.start
+        labels = labels_of(computation)
+        routes = checked_routes(self.layout, rows.values, rows.valid, start, labels)
         if computation.by_kv is None:
             return routes, []
-        return settled(routes, computation.by_kv[computation.start :], flagged=self.flagged)
+        return settled(routes, computation.by_kv[start:], flagged=self.flagged)
 
 
 __all__ = ["Cutting", "Unproved"]

@@ -38,15 +38,21 @@ UseFlags = tuple[NDArray[np.bool_], NDArray[np.bool_], NDArray[np.bool_]]
 
 def fetched_flags(dues: Sequence[DueRows]) -> dict[DueRows, UseFlags]:
     """What is due, was taken and was repeated, bool ``[tokens]`` each; fetched from a device at once."""
-    nothing = [torch.zeros_like(due.there) for due in dues]
-    taken = [none if due.taken is None else due.taken for due, none in zip(dues, nothing, strict=True)]
-    repeated = [none if due.repeated is None else due.repeated for due, none in zip(dues, nothing, strict=True)]
-    ends = np.cumsum([len(due.samples) for due in dues])[:-1]
-    columns = [np.split(on_host(parts), ends) for parts in ([due.there for due in dues], taken, repeated)]
+    there_parts = [due.there for due in dues]
+    taken = [_or_none(due.taken, due.there) for due in dues]
+    repeated = [_or_none(due.repeated, due.there) for due in dues]
+    lengths = [len(due.samples) for due in dues]
+    ends = np.cumsum(lengths)[:-1]
+    columns = [np.split(on_host(parts), ends) for parts in (there_parts, taken, repeated)]
     fetched: dict[DueRows, UseFlags] = {}
     for due, there, used, again in zip(dues, *columns, strict=True):
         fetched[due] = there, used & there, again & there
     return fetched
+
+
+def _or_none(flags: torch.Tensor | None, there: torch.Tensor) -> torch.Tensor:
+    """``flags``, or no token ``[tokens]``, as many as ``there`` has."""
+    return torch.zeros_like(there) if flags is None else flags
 
 
 def on_host(parts: Sequence[torch.Tensor]) -> NDArray[np.bool_]:
@@ -66,8 +72,8 @@ def router_use(
 ) -> tuple[Use, list[Gap]]:
     """One router's use of a micro-batch, of which another router had ``most`` forward passes, and its gaps."""
     numbers, columns = np.unique(due.samples, return_inverse=True)
-    sums = [np.bincount(columns, flag, len(numbers)).astype(np.int64) for flag in flags]
-    there, taken, repeated = (tuple(of_flag.tolist()) for of_flag in sums)
+    counts_of = [np.bincount(columns, flag, len(numbers)) for flag in flags]
+    there, taken, repeated = (tuple(counts.astype(np.int64).tolist()) for counts in counts_of)
     samples = tuple(None if number == NO_SAMPLE else number for number in numbers.tolist())
     use = Use(micro_batch, layer, samples, there, taken, repeated, due.passes, due.recomputations)
     gaps: list[Gap] = []
@@ -75,18 +81,25 @@ def router_use(
         wanted = f"passes of {len(due.samples)} local tokens, as rows are due"
         got = str(due.other_tokens)
         return use, [Gap(layer, micro_batch, None, wanted, got)]
-    if due.passes < max(most, 1) and any(there):
-        wanted = f"{max(most, 1)} forward passes, as other routers had" if due.passes else "a forward pass"
+    passes = max(most, 1)
+    if due.passes < passes and any(there):
+        wanted = "a forward pass"
+        if due.passes:
+            wanted = f"{passes} forward passes, as other routers had"
         gaps.append(Gap(layer, micro_batch, None, wanted, str(due.passes or "none")))
     lacks = [(taken, flags[1], "")] if due.passes else []
     if due.recomputations:
         lacks.append((repeated, flags[2], " when computed again"))
     for counts, flag, when in lacks:
+        missed = flags[0] & ~flag
         for column, sample in enumerate(samples):
-            if counts[column] < there[column]:
-                wanted = f"{there[column]} tokens sent to the experts of their rows{when}"
-                first = int((flags[0] & ~flag & (columns == column)).argmax())
-                gaps.append(Gap(layer, micro_batch, sample, wanted, f"{counts[column]}, not local token {first}"))
+            due_count = there[column]
+            count = counts[column]
+            if count < due_count:
+                wanted = f"{due_count} tokens sent to the experts of their rows{when}"
+                of_sample = missed & (columns == column)
+                got = f"{count}, not local token {int(of_sample.argmax())}"
+                gaps.append(Gap(layer, micro_batch, sample, wanted, got))
     return use, gaps
 
 

@@ -25,16 +25,13 @@ class ToyCrossing(Toy):
         self.waiting: Callable[[], object] = lambda: None  # done while a request waits for rows
         self.lent = b""  # the transfer of the last blocks that were lent
         self.fetches: set[bytes] = set()  # transfers from which this engine fetches
-        crossing: Any = self.worker.carrier
-        self._crossing = crossing.crossing
-        self._crossing.poll = self._polled(self._crossing.poll)
+        carrier: Any = self.worker.carrier
+        self._poll = carrier.crossing.poll
+        carrier.crossing.poll = self._ended
 
-    def _polled(self, poll: Callable[[], Any]) -> Callable[[], Any]:
-        def ended() -> Any:
-            found = poll()
-            self.fetches -= {each.transfer for each in found}
-            return found
-
+    def _ended(self) -> Any:
+        ended = self._poll()
+        self.fetches -= {fetch.transfer for fetch in ended}
         return ended
 
     def ask(

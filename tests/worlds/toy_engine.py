@@ -183,20 +183,13 @@ class Toy:
                 self.kv[name][self.table[place]] = page if place not in self.fails else 7
         failed = {self.table[place] for place in loading if place in self.fails}
         start = request.num_computed_tokens
-        prefixes = [request.tokens[: i + 1] for i in range(start, start + n)]
-        at = [(self.table[i // TOKENS], i % TOKENS) for i in range(start, start + n)]
-        for i, (block, offset) in enumerate(at):
+        for i in range(start, start + n):
             for layer in self.layers:
                 kv = self.kv[f"layers.{layer}"]
-                random = seeded([*prefixes[i], layer], self.weights)
-                kv[block, :, offset] = torch.from_numpy(random.normal(size=(kv.shape[1], 8)))
+                random = seeded([*request.tokens[: i + 1], layer], self.weights)
+                kv[self.table[i // TOKENS], :, i % TOKENS] = torch.from_numpy(random.normal(size=(self.heads, 8)))
         if n:
-            chosen = np.stack([row_of(prefix, self.weights) for prefix in prefixes])
-            chosen[[i for i in range(n) if start + i in self.loses]] = -1
-            for layer, hook in enumerate(self.hooks):
-                hook(torch.from_numpy(chosen[:, layer].copy()))
-            self.weigh(prefixes)
-            self.worker.slots = torch.tensor([block * TOKENS + offset for block, offset in at])
+            self.route(request, n)
         self.worker.fail(failed)
         self._tell("end")
         assert self.worker.failures() == failed
@@ -209,6 +202,17 @@ class Toy:
         first = min((place for place in loading if place in self.fails), default=None)
         self.fails -= set(loading)
         return first
+
+    def route(self, request: Asked, n: int) -> None:
+        """The routers choose for the next ``n`` tokens, and the worker knows their slots."""
+        places = range(request.num_computed_tokens, request.num_computed_tokens + n)
+        prefixes = [request.tokens[: i + 1] for i in places]
+        chosen = np.stack([row_of(prefix, self.weights) for prefix in prefixes])
+        chosen[[i in self.loses for i in places]] = -1
+        for layer, hook in enumerate(self.hooks):
+            hook(torch.from_numpy(chosen[:, layer].copy()))
+        self.weigh(prefixes)
+        self.worker.slots = torch.tensor([self.table[i // TOKENS] * TOKENS + i % TOKENS for i in places])
 
     def weigh(self, prefixes: Sequence[Sequence[int]]) -> None:
         """The routers say by what they count the experts of the last token of each prefix, where that is wanted."""
@@ -239,15 +243,8 @@ class Toy:
 
 def computed(toy: Toy, request: Asked, n: int, meta: StepMeta | None = None) -> None:
     """The worker computes the next ``n`` tokens of the one request of ``toy``; what the scheduler says of it."""
-    start = request.num_computed_tokens
     toy.worker.begin(meta or toy.scheduler.step({request.request_id: n}))
-    prefixes = [request.tokens[: i + 1] for i in range(start, start + n)]
-    toy.weigh(prefixes)
-    chosen = np.stack([row_of(prefix, toy.weights) for prefix in prefixes])
-    for layer, hook in enumerate(toy.hooks):
-        hook(torch.from_numpy(chosen[:, layer].copy()))
-    at = [toy.table[i // TOKENS] * TOKENS + i % TOKENS for i in range(start, start + n)]
-    toy.worker.slots = torch.tensor(at)
+    toy.route(request, n)
 
 
 def stepped(toy: Toy, request: Asked, n: int, meta: StepMeta | None = None) -> None:

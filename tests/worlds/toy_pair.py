@@ -11,7 +11,6 @@ from toy_crossing import ToyCrossing
 from toy_engine import judge
 
 from kvroute.connector import missing, routes
-from transfer import Node
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
 SAID = [8, 9, 7]
@@ -63,11 +62,3 @@ def _joined(gaps: tuple[tuple[int, int, str], ...]) -> list[tuple[int, int, str]
 
 
 ALL, OWN = len(PROMPT) + len(SAID), len(SAID) + 1  # rows of an answer, and those that decode computes itself
-
-
-def lent(toy: ToyCrossing) -> Node:
-    return toy.worker.carrier.crossing.node
-
-
-def installed(toy: ToyCrossing) -> int:
-    return toy.worker.blocks.counters.rows_installed

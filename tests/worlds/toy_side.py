@@ -16,17 +16,15 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from msgspec import to_builtins
 from nursery import nursery
 from standing_still import send_signal
 from toy_crossing import ToyCrossing
 from toy_engine import judge
+from toy_lent import early_ticket
 from toy_pair import PREFILL
 from waiting import GIVE_UP_S
 
 from kvroute.connector import missing, routes
-from kvroute.connector.tickets import Ticket
-from kvroute.routes.token_hash import token_hash
 
 
 class Side:
@@ -87,14 +85,6 @@ def sides(**limits: Any) -> Iterator[tuple[Side, ToyCrossing]]:
     finally:
         first.close()
         second.close()
-
-
-def early_ticket(toy: ToyCrossing) -> dict[str, Any]:
-    """The ticket by which another side can fetch the prompt that this one computes at this moment."""
-    assert toy.request is not None
-    tokens = toy.request.all_token_ids
-    digest = token_hash(tokens).hex()
-    return to_builtins(Ticket(toy.lent.hex(), toy.scheduler.carrier.tickets.address, len(tokens), digest))
 
 
 def main() -> None:

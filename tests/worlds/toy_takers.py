@@ -19,11 +19,7 @@ from kvroute.rollout import RolloutStore
 from kvroute.routes import Routes
 
 FIRST, SECOND = [3, 1, 4, 1, 5, 9], [2, 7, 1, 8, 2, 8]
-
-
 BLOCKS = [5, 2]
-
-
 PROMPT = 3
 
 

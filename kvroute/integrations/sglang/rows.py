@@ -221,13 +221,13 @@ class RoutedRows:
         """Another engine's KV has come into these pages, which SGLang has given out for it: they begin their lives, and
         then their rows may come. Every pass of their request is launched later."""
 
-        def begin() -> None:
+        def begin_lives() -> None:
             self._renew(pages)
             then()
 
         self.weights.computes()
         self._valid_after[pages] = self.passes.launched
-        self.passes.then(begin)
+        self.passes.then(begin_lives)
 
     # ---------------------------------------------------------------- the store
 

@@ -54,10 +54,10 @@ def kv_names(request: Any, answered: Mapping[str, Any] | None = None) -> dict[st
     """What names a request's KV: in decode's request, or in prefill's with what the inner connector ``answered``."""
     parameters: Mapping[str, Any] = request.kv_transfer_params or {}
     if answered is not None:
-        generated = str(parameters.get("transfer_id")).endswith(
-            request.request_id
-        )  # MoRIIO's, of a client that gives no name
-        parameters = {**({} if generated else {"transfer_id": parameters.get("transfer_id")}), **answered}
+        name = parameters.get("transfer_id")
+        parameters = answered
+        if not str(name).endswith(request.request_id):  # MoRIIO's does, of a client that gives no name
+            parameters = {"transfer_id": name, **answered}
     names = {name: parameters.get(name) for name in KV_NAMES}
     return {name: str(value)[-256:] for name, value in names.items() if value}
 
@@ -73,34 +73,41 @@ def engine_of(config: Any, cache: Any, inner: str, places: int = 0) -> Engine:
 
     Raises :class:`ConfigError` for unsupported configurations, :class:`SpecError` for a model without experts.
     """
-    settings, model = settings_of(config.kv_transfer_config), config.model_config
+    settings = settings_of(config.kv_transfer_config)
+    model = config.model_config
     refuse_shared_files(config.parallel_config, settings)
     settings = settings.of_rank(config.parallel_config.data_parallel_rank)
     refuse(config, cache, settings, inner)
-    number = kv_group_of(cache, model.max_model_len, model.get_total_num_hidden_layers())
-    group = cache.kv_cache_groups[number]
-    spec = routing_spec_from_hf(model.hf_text_config, group.kv_cache_spec.block_size)
-    carrier = carrier_of(settings, inner, cuts=len(cache.kv_cache_groups) == 1, places=places)
+    layers = model.get_total_num_hidden_layers()
+    number = kv_group_of(cache, model.max_model_len, layers)
+    groups = cache.kv_cache_groups
+    block_tokens = groups[number].kv_cache_spec.block_size
+    spec = routing_spec_from_hf(model.hf_text_config, block_tokens)
+    carrier = carrier_of(settings, inner, cuts=len(groups) == 1, places=places)
     refuse_stages(config, cache, carrier, inner)
     if settings.mtp:
         refuse_mtp(config, cache, inner)
     if settings.routing_weights:
         refuse_weights(config)
-    version = AS_LOADED if settings.weights_version is None else settings.weights_version
-    weights = settings.weights or weights_digest(
-        getattr(model, "model_weights", "") or model.model, str(model.revision or "")
-    )
+    version = AS_LOADED
+    if settings.weights_version is not None:
+        version = settings.weights_version
+    weights = settings.weights
+    if not weights:
+        home = getattr(model, "model_weights", "") or model.model
+        weights = weights_digest(home, str(model.revision or ""))
+    namespace = Namespace(f"{weights}/{computation(config)}", version)
     return Engine(
         settings,
         spec,
-        Namespace(f"{weights}/{computation(config)}", version),
+        namespace,
         blocks=cache.num_blocks,
         max_tokens=config.scheduler_config.max_num_batched_tokens,
         carrier=carrier,
         drafts=drafts_by_model(config.speculative_config),
         hashes=max(1, spec.block_tokens // hashed_tokens(config, cache)),
         group=number,
-        shares_blocks=len(cache.kv_cache_groups) > 1,
+        shares_blocks=len(groups) > 1,
         stages=config.parallel_config.pipeline_parallel_size,
         mtp=mtp_spec(spec) if settings.mtp else None,
         limits=ENGINE_LIMITS,
@@ -117,7 +124,8 @@ def stage_of(config: Any, engine: Engine) -> Engine | None:
 
     group = get_pp_group()
     layers = config.model_config.get_total_num_hidden_layers()
-    spec = stage_spec(engine.spec, range(*get_pp_indices(layers, group.rank_in_group, group.world_size)))
+    first, stop = get_pp_indices(layers, group.rank_in_group, group.world_size)
+    spec = stage_spec(engine.spec, range(first, stop))
     return None if spec is None else replace(engine, spec=spec)
 
 
@@ -140,7 +148,8 @@ def kv_group_of(cache: Any, tokens_max: int, layers: int) -> int:
     alone is not taken: its slots are of other tokens. Raises :class:`ConfigError` if there is none.
     """
     lossy = dict[str, None]()
-    own = set(own_layers([name for group in cache.kv_cache_groups for name in group.layer_names], layers))
+    names = [name for group in cache.kv_cache_groups for name in group.layer_names]
+    own = set(own_layers(names, layers))
     for number, group in enumerate(cache.kv_cache_groups):
         if own.isdisjoint(group.layer_names):
             continue
@@ -181,8 +190,11 @@ def carrier_of(settings: Settings, inner: str, *, cuts: bool = True, places: int
     if transfer:
         return ByTransfer()
     if settings.store:
-        return ByKey("off" if inner == "Connector" else _witness(settings), gate=not whole, cuts=cuts)
-    return ByPairs(places) if places and settings.carrier == "auto" else NoCarrier()
+        witness = "off" if inner == "Connector" else _witness(settings)
+        return ByKey(witness, gate=not whole, cuts=cuts)
+    if places and settings.carrier == "auto":
+        return ByPairs(places)
+    return NoCarrier()
 
 
 def _witness(settings: Settings) -> Literal["missing", "flagged"]:
@@ -200,22 +212,29 @@ def refuse(config: Any, cache: Any, settings: Settings, inner: str) -> None:
     keeps."""
     import vllm  # type: ignore[import-not-found]
 
-    version, groups = minor(vllm.__version__), cache.kv_cache_groups
+    version = minor(vllm.__version__)
+    judged = version in (*TESTED, settings.untested)
+    groups = cache.kv_cache_groups
+    connectors = ", ".join(f"Kvroute{name}" for name in OF_GROUPS)
+    on_host = any(getattr(group, "host_resident", False) for group in groups)
+    replayed = any(getattr(group.kv_cache_spec, "prefix_replay_tokens", 0) for group in groups)
     model = config.model_config
-    group = groups[kv_group_of(cache, model.max_model_len, model.get_total_num_hidden_layers())]
-    block = group.kv_cache_spec.block_size
+    layers = model.get_total_num_hidden_layers()
+    number = kv_group_of(cache, model.max_model_len, layers)
+    block = groups[number].kv_cache_spec.block_size
     hashed = hashed_tokens(config, cache)
+    stores = bool(settings.store)
     for wanted, refused in {
-        f"vLLM {' or '.join(TESTED)}, or settings.untested={version!r}": version not in (*TESTED, settings.untested),
-        f"one KV cache group (a hybrid model has more), or a connector that was judged with several, "
-        f"{', '.join(f'Kvroute{name}' for name in OF_GROUPS)}": len(groups) > 1 and inner not in OF_GROUPS,
-        "one pool of blocks for all KV cache groups": any(getattr(group, "host_resident", False) for group in groups),
-        "no bounded replay of windows (--no-swa-bounded-replay): tokens of a hit would be routed again": any(
-            getattr(group.kv_cache_spec, "prefix_replay_tokens", 0) for group in groups
-        ),
-        f"no store, or a hash for each block of {block} tokens, not one for {hashed}": bool(settings.store)
-        and bool(block % hashed),
-        "a store that other processes can read, not memory: alone": bool(settings.store) and not settings.reads,
+        f"vLLM {' or '.join(TESTED)}, or settings.untested={version!r}": not judged,
+        f"one KV cache group (a hybrid model has more), or a connector that was judged with several, {connectors}": len(
+            groups
+        )
+        > 1
+        and inner not in OF_GROUPS,
+        "one pool of blocks for all KV cache groups": on_host,
+        "no bounded replay of windows (--no-swa-bounded-replay): tokens of a hit would be routed again": replayed,
+        f"no store, or a hash for each block of {block} tokens, not one for {hashed}": stores and block % hashed,
+        "a store that other processes can read, not memory: alone": stores and not settings.reads,
     }.items():
         if refused:
             raise ConfigError("vLLM with kvroute", wanted, f"vLLM {vllm.__version__} as it is configured")
@@ -235,16 +254,16 @@ def refuse_stages(config: Any, cache: Any, carrier: Carrier, inner: str) -> None
     parallel = config.parallel_config
     if parallel.pipeline_parallel_size == 1:
         return
+    connectors = ", ".join(f"Kvroute{name}" for name in OF_STAGES)
+    brings = not isinstance(carrier, (NoCarrier, ByPairs))
+    hosts = getattr(parallel, "nnodes", 1)
     for wanted, refused in {
-        f"one of {', '.join(f'Kvroute{name}' for name in OF_STAGES)}: others were not judged": inner not in OF_STAGES,
-        "no store or transfer of rows: each brings the rows of all layers to one worker": not isinstance(
-            carrier, (NoCarrier, ByPairs)
-        ),
+        f"one of {connectors}: others were not judged": inner not in OF_STAGES,
+        "no store or transfer of rows: each brings the rows of all layers to one worker": brings,
         "one KV cache group: a stage may have no layer of another one": len(cache.kv_cache_groups) > 1,
         "no drafts: not judged": config.speculative_config is not None,
         "no data parallelism: not judged": parallel.data_parallel_size > 1,
-        "all stages on the scheduler's host: rows of others would have to be sent to it": getattr(parallel, "nnodes", 1)
-        > 1,
+        "all stages on the scheduler's host: rows of others would have to be sent to it": hosts > 1,
     }.items():
         if refused:
             got = f"pipeline_parallel_size={parallel.pipeline_parallel_size} as it is configured"
@@ -254,16 +273,17 @@ def refuse_stages(config: Any, cache: Any, carrier: Carrier, inner: str) -> None
 def refuse_mtp(config: Any, cache: Any, inner: str) -> None:
     """Raise :class:`ConfigError` naming the first feature of the engine that was not judged beside rows of an MTP
     layer."""
-    speculative, parallel = config.speculative_config, config.parallel_config
-    draft = getattr(getattr(speculative, "draft_model_config", None), "hf_config", None)
+    speculative = config.speculative_config
+    method = getattr(speculative, "method", None)
+    draft_model = getattr(speculative, "draft_model_config", None)
+    draft = getattr(draft_model, "hf_config", None)
     layers = getattr(draft, "num_nextn_predict_layers", None) or getattr(draft, "n_predict", None)
+    has_graphs = getattr(config, "use_v2_model_runner", False) or config.device_config.device_type != "cpu"
+    parallel = config.parallel_config
     for wanted, refused in {
-        "drafts of MTP (speculative_config, method 'mtp')": getattr(speculative, "method", None) != "mtp",
+        "drafts of MTP (speculative_config, method 'mtp')": method != "mtp",
         "one MTP layer: vLLM's drafts repeat the first one, and no token that stands goes through others": layers != 1,
-        "a CPU with the V1 runner: passes in a device's graphs were not judged": getattr(
-            config, "use_v2_model_runner", False
-        )
-        or config.device_config.device_type != "cpu",
+        "a CPU with the V1 runner: passes in a device's graphs were not judged": has_graphs,
         "KvrouteConnector: MTP rows do not go along with KV from elsewhere": inner != "Connector",
         "one KV cache group": len(cache.kv_cache_groups) > 1,
         "one rank: several were not judged": parallel.world_size > 1 or parallel.data_parallel_size > 1,
@@ -281,7 +301,9 @@ def computation(config: Any) -> str:
     """
     import vllm.envs as envs  # type: ignore[import-not-found]
 
-    model, load, effective = config.model_config, config.load_config, _effective(config.model_config)
+    model = config.model_config
+    load = config.load_config
+    effective = _effective(model)
     chosen = {name: _plain(getattr(model, name, None)) for name in CHOICES}
     long_rope = "longrope" in str(effective)  # it has other factors for engines of long sequences
     return configuration_digest(
@@ -300,14 +322,17 @@ def _effective(model: Any) -> Mapping[str, Any]:
     """The model's configuration as vLLM's ``ModelConfig`` made it: from the files, then with its overrides."""
     from vllm.transformers_utils.config import get_config  # type: ignore[import-not-found]
 
-    overrides, flat, nested = model.hf_overrides or {}, {}, {}
+    overrides = model.hf_overrides or {}
+    flat: dict[str, Any] = {}
+    nested: dict[str, Any] = {}
     if not callable(overrides):
         nested = {key: value for key, value in overrides.items() if isinstance(value, dict)}
         flat = {key: value for key, value in overrides.items() if key not in nested}
+    revision = getattr(model, "_hf_config_revision", None) or model.revision
     effective = get_config(
         model.hf_config_path or model.model,
         model.trust_remote_code,
-        getattr(model, "_hf_config_revision", None) or model.revision,
+        revision,
         model.code_revision,
         model.config_format,
         hf_overrides_kw=flat,
@@ -320,7 +345,8 @@ def _effective(model: Any) -> Mapping[str, Any]:
 
 def _plain(value: Any) -> Any:
     """``value`` of vLLM's as the digest takes it: its own classes of settings by their fields."""
-    return value if value is None or isinstance(value, (bool, int, float, str, Mapping)) else str(value)
+    is_plain = value is None or isinstance(value, (bool, int, float, str, Mapping))
+    return value if is_plain else str(value)
 
 
 def _lossy(kv: Any, tokens_max: int) -> list[str]:
@@ -334,11 +360,14 @@ def _lossy(kv: Any, tokens_max: int) -> list[str]:
     lossy = dict[str, None]()
     for spec in getattr(kv, "kv_cache_specs", {"": kv}).values():
         per_state = getattr(spec, "tokens_per_state", getattr(spec, "compress_ratio", 1))
+        name = type(spec).__name__
         full = isinstance(spec, FullAttentionSpec) and not hasattr(spec, "rswa_window")
+        if isinstance(spec, SlidingWindowSpec):
+            full = full or spec.sliding_window >= tokens_max
         if per_state != 1:
-            lossy[f"{type(spec).__name__} of {per_state} tokens a state"] = None
-        elif not full and not (isinstance(spec, SlidingWindowSpec) and spec.sliding_window >= tokens_max):
-            lossy[type(spec).__name__] = None
+            lossy[f"{name} of {per_state} tokens a state"] = None
+        elif not full:
+            lossy[name] = None
     return list(lossy)
 
 

@@ -42,23 +42,30 @@ class RowsWithKV(Base):  # type: ignore[misc]
         check_children(vllm_config, type(self))
         log.join_logging()
         super().__init__(vllm_config, role, kv_cache_config)
-        self._engine = engine_of(vllm_config, kv_cache_config, type(self).inner, offloading.places_of(self))
-        self._layers = tuple(kv_cache_config.kv_cache_groups[self._engine.group].layer_names)
-        self._layer_count: int = vllm_config.model_config.get_total_num_hidden_layers()
-        if role.name == "SCHEDULER":
-            core.check_alone(vllm_config)
-            store = self._engine.settings.store
-            if store and versions.names_blocks_at_random(vllm_config.cache_config.prefix_caching_hash_algo):
-                logger.warning(
-                    "rows in %s are found by this process alone, for vLLM gives blocks random hashes here: set "
-                    "PYTHONHASHSEED to one value in all engines",
-                    store,
-                )
-            self.scheduler_rows = SchedulerRows(self._engine)
-            core.follow_cores()
-            core.hears(vllm_config, self.scheduler_rows)
-            if self._engine.settings.field:
-                self.scheduler_rows.field = Field(self.scheduler_rows, self._layer_count)
+        places = offloading.places_of(self)
+        engine = engine_of(vllm_config, kv_cache_config, type(self).inner, places)
+        self._engine = engine
+        group = kv_cache_config.kv_cache_groups[engine.group]
+        self._layers = tuple(group.layer_names)
+        model_config = vllm_config.model_config
+        self._layer_count: int = model_config.get_total_num_hidden_layers()
+        if role.name != "SCHEDULER":
+            return
+        core.check_alone(vllm_config)
+        store = engine.settings.store
+        algorithm = vllm_config.cache_config.prefix_caching_hash_algo
+        if store and versions.names_blocks_at_random(algorithm):
+            logger.warning(
+                "rows in %s are found by this process alone, for vLLM gives blocks random hashes here: set "
+                "PYTHONHASHSEED to one value in all engines",
+                store,
+            )
+        rows = SchedulerRows(engine)
+        self.scheduler_rows = rows
+        core.follow_cores()
+        core.hears(vllm_config, rows)
+        if engine.settings.field:
+            rows.field = Field(rows, self._layer_count)
 
     # ---------------------------------------------------------------- in the worker's process
 
@@ -72,32 +79,39 @@ class RowsWithKV(Base):  # type: ignore[misc]
         from kvroute.connector.witness import by_block
         from kvroute.connector.worker import rank_part
 
-        engine = stage_of(self._vllm_config, self._engine)
+        vllm_config = self._vllm_config
+        engine = stage_of(vllm_config, self._engine)
         if engine is None:  # a stage of dense layers
             return
         self._engine = engine
-        kv_caches = {name: kv_caches[name] for name in self._layers if name in kv_caches}
-        group, divided = get_tp_group(), not self._vllm_config.model_config.use_mla
-        modules, spec = self._vllm_config.compilation_config.static_forward_context, self._engine.spec
-        self._layers = tuple(own_layers([name for name in modules if name in kv_caches], self._layer_count))
-        kv_caches = {name: by_block(kv_caches[name], self._engine.blocks) for name in self._layers}
+        spec = engine.spec
+        group = get_tp_group()
+        divided = not vllm_config.model_config.use_mla
+        modules = vllm_config.compilation_config.static_forward_context
+        grouped = {name: kv_caches[name] for name in self._layers if name in kv_caches}
+        attending = [name for name in modules if name in grouped]
+        self._layers = tuple(own_layers(attending, self._layer_count))
+        own = {name: by_block(grouped[name], engine.blocks) for name in self._layers}
         first = self._layers[0]
-        place = model_place(self._vllm_config.parallel_config, modules, spec, first, group.rank_in_group)
+        parallel_config = vllm_config.parallel_config
+        place = model_place(parallel_config, modules, spec, first, group.rank_in_group)
         join_shards = join_of(place, group)
-        self._rank = rank_part(self._engine, kv_caches, group.device_group, divided=divided, join_shards=join_shards)
+        rank: Any = rank_part(engine, own, group.device_group, divided=divided, join_shards=join_shards)
+        self._rank = rank
         if group.rank_in_group == 0:
-            self.worker_rows = self._rank
-            self._say_started(bind(modules, spec, self._rank.ids.hook, first, place))
-            if isinstance(self._rank.weights, StepWeights):
-                bind_weights(modules, spec, first, self._rank.weights.hook)
-            if isinstance(self._rank.mtp, MtpIds):
+            self.worker_rows = rank
+            captured = bind(modules, spec, rank.ids.hook, first, place)
+            self._say_started(captured)
+            if isinstance(rank.weights, StepWeights):
+                bind_weights(modules, spec, first, rank.weights.hook)
+            if isinstance(rank.mtp, MtpIds):
                 follow_drafts()
-                bind_mtp(modules, spec, first, partial(mtp_hook, self._rank.mtp))
+                bind_mtp(modules, spec, first, partial(mtp_hook, rank.mtp))
         elif join_shards is not None:  # the first rank has rows of this one's tokens
-            device = next(iter(kv_caches.values())).device
-            self._shards = StepIds(spec, self._engine.max_tokens, device, join_shards)
+            device = own[first].device
+            self._shards = StepIds(spec, engine.max_tokens, device, join_shards)
             bind(modules, spec, self._shards.hook, first, place)
-        if not getattr(self._vllm_config, "use_v2_model_runner", True):  # only V2 has no slots before its layers
+        if not getattr(vllm_config, "use_v2_model_runner", True):  # only V2 has no slots before its layers
             setattr(self, "save_kv_layer", super().save_kv_layer)  # noqa: B010 - saves a call per layer
 
     def _say_started(self, captured: int) -> None:
@@ -118,7 +132,9 @@ class RowsWithKV(Base):  # type: ignore[misc]
 
     def get_handshake_metadata(self) -> Any:
         inner = super().get_handshake_metadata()
-        return self.worker_rows.handshake(inner) if self.worker_rows else inner and Handshake(inner)
+        if self.worker_rows:
+            return self.worker_rows.handshake(inner)
+        return inner and Handshake(inner)
 
     def bind_connector_metadata(self, connector_metadata: StepMeta) -> None:
         inner = connector_metadata.inner
@@ -134,7 +150,8 @@ class RowsWithKV(Base):  # type: ignore[misc]
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         super().start_load_kv(forward_context, **kwargs)
-        slots, rows = forward_context.slot_mapping, self.worker_rows
+        rows = self.worker_rows
+        slots = forward_context.slot_mapping
         if rows and slots and isinstance(slots, dict):
             rows.slots = self._of_group(slots)
             return
@@ -187,9 +204,12 @@ class RowsWithKV(Base):  # type: ignore[misc]
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[Any, Handshake]) -> None:
         stages = [metadata[rank] for rank in sorted(metadata) if metadata[rank].region]
         if not stages:
-            raise ConfigError("workers", "a first rank beside this scheduler, with rows", f"{len(metadata)} without")
+            wanted = "a first rank beside this scheduler, with rows"
+            raise ConfigError("workers", wanted, f"{len(metadata)} without")
         self.scheduler_rows.attach(*stages)
-        if inner := {rank: handshake.inner for rank, handshake in metadata.items() if handshake.inner is not None}:
+        handshakes = {rank: handshake.inner for rank, handshake in metadata.items()}
+        inner = {rank: handshake for rank, handshake in handshakes.items() if handshake is not None}
+        if inner:
             super().set_xfer_handshake_metadata_pp_aware(inner)
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
@@ -203,29 +223,36 @@ class RowsWithKV(Base):  # type: ignore[misc]
             self.scheduler_rows.field.begins(request)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        external, later = super().get_num_new_matched_tokens(request, num_computed_tokens) or (0, False)
+        matched = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        external, later = matched or (0, False)
         if getattr(request, "skip_reading_prefix_cache", False):  # vLLM then takes any answer for (0, False)
             external, later = 0, False
         if external is None:  # vLLM asks again
             return None, later
         # vLLM's example connector answers a negative number for a request that already has more blocks
-        external = self.scheduler_rows.matched(request, num_computed_tokens, max(0, external), later=later)
+        external = max(0, external)
+        external = self.scheduler_rows.matched(request, num_computed_tokens, external, later=later)
         return external, later and external > 0
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         parameters: Mapping[str, Any] = request.kv_transfer_params or {}
-        lends, handed_over = (
-            bool(parameters.get("do_remote_decode")),
-            parameters.get(FIELD) if parameters.get("do_remote_prefill") else None,
-        )
+        lends = bool(parameters.get("do_remote_decode"))
+        handed_over = None
+        if parameters.get("do_remote_prefill"):
+            handed_over = parameters.get(FIELD)
         super().update_state_after_alloc(request, blocks, num_external_tokens)  # this marks the KV as fetched
-        ticket = handed_over.get(TRANSFER) if isinstance(handed_over, Mapping) else handed_over
-        ids = list(blocks.get_block_ids()[self._engine.group])
+        ticket = handed_over
+        if isinstance(handed_over, Mapping):
+            ticket = handed_over.get(TRANSFER)
+        by_group = blocks.get_block_ids()
+        ids = list(by_group[self._engine.group])
         kv = kv_names(request)
-        self.scheduler_rows.admitted(request, ids, num_external_tokens, lends=lends, ticket=ticket, kv=kv)
+        rows = self.scheduler_rows
+        rows.admitted(request, ids, num_external_tokens, lends=lends, ticket=ticket, kv=kv)
 
     def update_connector_output(self, connector_output: Any) -> None:
-        if isinstance(message := connector_output.kv_connector_worker_meta, WorkerMeta):
+        message = connector_output.kv_connector_worker_meta
+        if isinstance(message, WorkerMeta):
             connector_output.kv_connector_worker_meta = message.inner
             self.scheduler_rows.told(message.carrier)
         super().update_connector_output(connector_output)
@@ -241,79 +268,106 @@ class RowsWithKV(Base):  # type: ignore[misc]
         moves = None
         if self._engine.places:
             moves = offloading.moves_of(self.connector_scheduler, inner, self._engine.group)
-        return self.scheduler_rows.step(scheduler_output.num_scheduled_tokens, inner, copies, moves)
+        tokens = scheduler_output.num_scheduled_tokens
+        return self.scheduler_rows.step(tokens, inner, copies, moves)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> Any:
-        return self._finished(request, block_ids, super().request_finished(request, block_ids))
+        inner = super().request_finished(request, block_ids)
+        return self._finished(request, block_ids, inner)
 
     def request_finished_all_groups(self, request: Any, block_ids: tuple[list[int], ...]) -> Any:
         inner = super().request_finished_all_groups(request, block_ids)
-        return self._finished(request, block_ids[self._engine.group], inner)
+        own = block_ids[self._engine.group]
+        return self._finished(request, own, inner)
 
     def _finished(self, request: Any, blocks: list[int], inner: Any) -> tuple[bool, dict[str, Any] | None]:
         keep, params = inner
-        rows, name, status = self.scheduler_rows, request.request_id, request.status.name
+        rows = self.scheduler_rows
+        name = request.request_id
+        aborted = request.status.name.endswith("ABORTED")
         if rows.field is not None:
             rows.field.ended(request, blocks)
-        lent = keep and not status.endswith("ABORTED")
-        ticket = rows.ticket(request, kv_names(request, params or {})) if lent else None
-        ended, tokens = rows.forget(name), min(request.num_tokens - 1, request.num_computed_tokens)
+        ticket = None
+        if keep and not aborted:
+            ticket = rows.ticket(request, kv_names(request, params or {}))
+        ended = rows.forget(name)
         refusal = None
+        wanted = (request.kv_transfer_params or {}).get(FIELD)
         try:
-            options = options_of((request.kv_transfer_params or {}).get(FIELD))
+            options = options_of(wanted)
         except RowError as error:
-            options, refusal = Options(), error
+            options = Options()
+            refusal = error
         key = Key.of(name, options.key)
         if ticket is not None:  # who goes on has the rows
             rows.unanswered(ended, key)
             return keep, {**(params or {}), FIELD: ticket}
         reached = key.of_client or key.group is not None  # by a key, or with the last of several completions
-        if status.endswith("ABORTED") and (rows.engine.settings.rollouts == RESPONSE or not reached):
+        in_response = rows.engine.settings.rollouts == RESPONSE
+        if aborted and (in_response or not reached):
             rows.unanswered(ended, key)
             return keep, params
-        stops = request.sampling_params is not None and bool(request.sampling_params.stop)
-        cut = stops or status.endswith(("ABORTED", "ERROR"))
-        request_tokens = Tokens(list(request.all_token_ids), request.num_prompt_tokens, cut)
-        if refusal is None and isinstance(options.start, int) and 0 <= options.start <= request.num_prompt_tokens:
-            mtp = rows.mtp_rows(key, blocks, tokens, request_tokens, options.start)
-            params = params if mtp is None else {**(params or {}), MTP_FIELD: mtp}
         if refusal is not None:
             answer = rows.refused(key, refusal, ended)
         else:
-            answer = rows.finished(key, blocks, tokens, request_tokens, ended=ended, start=options.start)
-        return keep, {**(params or {}), FIELD: answer} if answer else params  # the answer waits for it: core
+            start = options.start
+            computed = min(request.num_tokens - 1, request.num_computed_tokens)
+            tokens = _ended_tokens(request)
+            if isinstance(start, int) and 0 <= start <= tokens.prompt:
+                mtp = rows.mtp_rows(key, blocks, computed, tokens, start)
+                if mtp is not None:
+                    params = {**(params or {}), MTP_FIELD: mtp}
+            answer = rows.finished(key, blocks, computed, tokens, ended=ended, start=start)
+        if answer:  # vLLM's own answer waits for it: core
+            params = {**(params or {}), FIELD: answer}
+        return keep, params
 
     # ---------------------------------------------------------------- in both, and in the front end
 
     def get_kv_connector_stats(self) -> Any:
         from kvroute.integrations.vllm.metrics import Stats
 
-        inside, rows = super().get_kv_connector_stats(), self.worker_rows or getattr(self, "scheduler_rows", None)
+        inner = super().get_kv_connector_stats()
+        rows = self.worker_rows or getattr(self, "scheduler_rows", None)
         taken = rows and rows.meter.take()
-        return Stats(taken or {}, inside) if taken or inside else None
+        return Stats(taken or {}, inner) if taken or inner else None
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Any:
         from kvroute.integrations.vllm.metrics import INNER, OURS, Stats
 
         data = data or {}
-        return Stats(data.get(OURS, {}), super().build_kv_connector_stats(data[INNER]) if data.get(INNER) else None)
+        inner = None
+        if data.get(INNER):
+            inner = super().build_kv_connector_stats(data[INNER])
+        return Stats(data.get(OURS, {}), inner)
 
     @classmethod
     def build_prom_metrics(cls, config: Any, types: Any, labels: list[str], engines: Any) -> Any:
         from kvroute.integrations.vllm.metrics import PromMetrics
 
-        return PromMetrics(super().build_prom_metrics(config, types, labels, engines), config, types, labels, engines)
+        inner = super().build_prom_metrics(config, types, labels, engines)
+        return PromMetrics(inner, config, types, labels, engines)
 
     def shutdown(self) -> None:
         super().shutdown()
         for name in ("scheduler_rows", "worker_rows"):
-            if (rows := self.__dict__.pop(name, None)) is not None:
-                core.hears_no_more(rows)
-                field = getattr(rows, "field", None)
-                if field is not None and field.sending is not None:
-                    field.sending.close()
-                rows.close()
+            rows = self.__dict__.pop(name, None)
+            if rows is None:
+                continue
+            core.hears_no_more(rows)
+            field = getattr(rows, "field", None)
+            if field is not None and field.sending is not None:
+                field.sending.close()
+            rows.close()
+
+
+def _ended_tokens(request: Any) -> Tokens:
+    """Those of a request that has ended. Its client may see fewer: a stop string cuts the last ones off, and nobody
+    knows how many tokens of an aborted one were sent."""
+    stops = request.sampling_params is not None and bool(request.sampling_params.stop)
+    cut = stops or request.status.name.endswith(("ABORTED", "ERROR"))
+    return Tokens(list(request.all_token_ids), request.num_prompt_tokens, cut)
 
 
 def connector_class(inner: str) -> type:
@@ -330,17 +384,22 @@ def connector_class(inner: str) -> type:
 
     module, _, name = inner.rpartition(":")
     attributes: dict[str, Any] = {"inner": name, "__module__": __name__}
+    known = KVConnectorFactory._registry
     if inner == "Connector":
-        nothing = {"wait_for_layer_load": lambda *_: None, "request_finished_all_groups": lambda *_: (False, None)}
+        nothing = {
+            "wait_for_layer_load": lambda *_: None,
+            "request_finished_all_groups": lambda *_: (False, None),
+        }
         base = type("NoKv", (KVConnectorBase_V1, SupportsHMA), nothing)  # the calls without a default above
     elif module:
         base = getattr(import_module(module), name)
-    elif inner in KVConnectorFactory._registry:
+    elif inner in known:
         base = KVConnectorFactory.get_connector_class_by_name(inner)
     else:
-        known = ", ".join(f"Kvroute{connector}" for connector in ("Connector", *KVConnectorFactory._registry))
-        raise ConfigError("kv_connector", f"{known}, or Kvroute<module>:<class>", f"Kvroute{inner}")
-    return type(f"Kvroute{name}", (RowsWithKV, base), {**attributes, **versions.older_calls(base)})
+        names = ", ".join(f"Kvroute{connector}" for connector in ("Connector", *known))
+        raise ConfigError("kv_connector", f"{names}, or Kvroute<module>:<class>", f"Kvroute{inner}")
+    attributes |= versions.older_calls(base)
+    return type(f"Kvroute{name}", (RowsWithKV, base), attributes)
 
 
 __all__ = ["RowsWithKV", "connector_class"]

@@ -33,18 +33,26 @@ class Stats(KVConnectorStats):  # type: ignore[misc]
         self.data = {OURS: {}, INNER: None}
 
     def aggregate(self, other: KVConnectorStats) -> Stats:
-        inner, other_inner = self.data[INNER], other.data[INNER]
-        both = inner.aggregate(other_inner) if inner and other_inner else inner or other_inner
-        return Stats(merged(self.data[OURS], other.data[OURS]), both)
+        ours = merged(self.data[OURS], other.data[OURS])
+        inner = self.data[INNER]
+        other_inner = other.data[INNER]
+        if inner and other_inner:
+            return Stats(ours, inner.aggregate(other_inner))
+        return Stats(ours, inner or other_inner)
 
     def reduce(self) -> dict[str, int | float]:
         """For vLLM's log: only tokens without rows; the rest is at ``/metrics``."""
         inside = self.data[INNER]
-        counts = {f"tokens without rows ({why})": n for why, n in self.data[OURS].get(WITHOUT_ROWS, {}).items()}
-        return {**counts, **(inside.reduce() if inside and not inside.is_empty() else {})}
+        missing = self.data[OURS].get(WITHOUT_ROWS, {})
+        counts = {f"tokens without rows ({why})": n for why, n in missing.items()}
+        if inside and not inside.is_empty():
+            counts |= inside.reduce()
+        return counts
 
     def is_empty(self) -> bool:
-        return not any(self.data[OURS].values()) and (not self.data[INNER] or self.data[INNER].is_empty())
+        inside = self.data[INNER]
+        ours = any(self.data[OURS].values())
+        return not ours and (not inside or inside.is_empty())
 
 
 class PromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
@@ -59,9 +67,11 @@ class PromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         self._exported = Exported((types[Counter], types[Histogram]), labels)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        if self._inner is not None and transfer_stats_data.get(INNER):
-            self._inner.observe(transfer_stats_data[INNER], engine_idx)
-        self._exported.observe(transfer_stats_data[OURS], self.per_engine_labelvalues[engine_idx])
+        inner = transfer_stats_data.get(INNER)
+        if self._inner is not None and inner:
+            self._inner.observe(inner, engine_idx)
+        labels = self.per_engine_labelvalues[engine_idx]
+        self._exported.observe(transfer_stats_data[OURS], labels)
 
 
 __all__ = ["PromMetrics", "Stats"]

@@ -24,7 +24,8 @@ def places_of(connector: Any) -> int:
         return 0
     scheduler: Any = getattr(connector, "connector_scheduler", None)
     manager: Any = getattr(scheduler, "manager", None)
-    spec: Any = getattr(getattr(connector, "connector_worker", None), "spec", None)
+    worker: Any = getattr(connector, "connector_worker", None)
+    spec: Any = getattr(worker, "spec", None)
     if type(manager) is CPUOffloadingManager and hasattr(manager, "_num_chunks"):  # from vLLM 0.30 on
         return int(manager._num_chunks * scheduler.config.blocks_per_chunk)
     plain = isinstance(spec, CPUOffloadingSpec) and type(spec).get_manager is CPUOffloadingSpec.get_manager
@@ -38,14 +39,19 @@ def moves_of(scheduler: Any, message: Any, group: int) -> Moves:
     numbers = [each.group_idx for each in scheduler.config.kv_group_configs]
     if group not in numbers:  # its KV stays on the device
         return Moves()
-    at, size = numbers.index(group), scheduler.config.blocks_per_chunk
+    place = numbers.index(group)
+    size = scheduler.config.blocks_per_chunk
     flushed = message.jobs_to_flush or ()
-    kept, later = list[Pairs](), list[Pairs]()
+    kept = [NO_PAIRS]
+    later = [NO_PAIRS]
     for name, job in message.store_jobs.items():
-        _, pairs = _pairs(job.src_spec, job.dst_spec, at, size)
+        _, pairs = _pairs(job.src_spec, job.dst_spec, place, size)
         (kept if name in flushed else later).append(pairs)
-    loads = [Load(job.req_id, *_pairs(job.dst_spec, job.src_spec, at, size)) for job in message.load_jobs.values()]
-    return Moves(np.concatenate([NO_PAIRS, *kept]), np.concatenate([NO_PAIRS, *later]), loads)
+    loads = list[Load]()
+    for job in message.load_jobs.values():
+        first, pairs = _pairs(job.dst_spec, job.src_spec, place, size)
+        loads.append(Load(job.req_id, first, pairs))
+    return Moves(np.concatenate(kept), np.concatenate(later), loads)
 
 
 def _pairs(device: Any, host: Any, group: int, size: int) -> tuple[int, Pairs]:
@@ -60,9 +66,10 @@ def _pairs(device: Any, host: Any, group: int, size: int) -> tuple[int, Pairs]:
         chunks = -(-(blocks + skipped) // size) if blocks else 0
         if number == group:
             ids = np.asarray(device.block_ids[block : block + blocks], np.int64)
-            begins = np.asarray(host.block_ids[chunk : chunk + chunks], np.int64)[:, None] * size
-            places = (begins + np.arange(size)).reshape(-1)[skipped : skipped + blocks]
-            return first, np.stack([ids, places], axis=1)
+            chunk_ids = np.asarray(host.block_ids[chunk : chunk + chunks], np.int64)
+            places = chunk_ids[:, None] * size + np.arange(size)
+            used = places.reshape(-1)[skipped : skipped + blocks]
+            return first, np.stack([ids, used], axis=1)
         block += blocks
         chunk += chunks
     return 0, NO_PAIRS

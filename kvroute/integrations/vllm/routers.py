@@ -66,16 +66,21 @@ def bind(
     spec's layers have one router each, of a class of :data:`ROUTERS`: where the spec knows of none, its routes would
     say that the layer is dense.
     """
-    wanted, bound = spec.attrs["layer_ids"], dict[int, str]()
+    wanted = spec.attrs["layer_ids"]
+    bound = dict[int, str]()
     for name, module, layer in of_the_model(modules, spec, first):
         check(name, module)
         keep = hook_of(layer) if layer in wanted else lambda _: None
-        if not hook(name, module, keep if place is None else layouts.hook_of(name, module, place, keep)):
+        if place is not None:
+            keep = layouts.hook_of(name, module, place, keep)
+        if not hook(name, module, keep):
             continue
         if layer not in wanted:
-            raise ConfigError("routers", f"none in layer {layer}, which the model's configuration calls dense", name)
+            dense = f"none in layer {layer}, which the model's configuration calls dense"
+            raise ConfigError("routers", dense, name)
         if layer in bound:
-            raise ConfigError("routers", f"one of layer {layer}", f"{bound[layer]} and {name}")
+            both = f"{bound[layer]} and {name}"
+            raise ConfigError("routers", f"one of layer {layer}", both)
         bound[layer] = name
     if len(bound) != len(wanted):
         got = f"{sorted(bound)}; vLLM has no named layer for the experts of the others"
@@ -90,7 +95,8 @@ def model_place(
 
     ``first`` is the name of a layer of the model, as for :func:`bind`.
     """
-    layers = {name: module for name, module, _ in of_the_model(modules, spec, first) if _routes(module)}
+    named = of_the_model(modules, spec, first)
+    layers = {name: module for name, module, _ in named if _routes(module)}
     return layouts.place_of(config, layers, tensor_rank)
 
 
@@ -98,9 +104,11 @@ def bind_mtp(modules: Mapping[str, Any], spec: AuxBlockDataSpec, first: str, hoo
     """Hook the router of the draft's MTP layer with what ``hook_of`` returns; arguments else as for :func:`bind`, of
     the model. :class:`ConfigError` unless the draft has one router, of a class of :data:`ROUTERS`."""
     root = root_of(first)
+    layers = spec.attrs["num_layers"]
     bound = list[str]()
     for name, module in modules.items():
-        if getattr(module, "layer_id", None) is None or is_own(name, root, spec.attrs["num_layers"]):
+        layer = getattr(module, "layer_id", None)
+        if layer is None or is_own(name, root, layers):
             continue
         check(name, module)
         if hook(name, module, hook_of()):
@@ -112,9 +120,10 @@ def bind_mtp(modules: Mapping[str, Any], spec: AuxBlockDataSpec, first: str, hoo
 def of_the_model(modules: Mapping[str, Any], spec: AuxBlockDataSpec, first: str) -> Iterator[tuple[str, Any, int]]:
     """The modules of the model's own layers, by name, and their layers."""
     root = root_of(first)
+    layers = spec.attrs["num_layers"]
     for name, module in modules.items():
         layer = getattr(module, "layer_id", None)
-        if layer is not None and is_own(name, root, spec.attrs["num_layers"]):
+        if layer is not None and is_own(name, root, layers):
             yield name, module, layer
 
 
@@ -129,9 +138,11 @@ def check(name: str, layer: Any) -> None:
     A kernel that routes inside is not asked here: :func:`hook` asks it.
     """
     router = getattr(layer, "router", None)
-    method = getattr(getattr(layer, "routed_experts", None), "quant_method", None)
+    experts = getattr(layer, "routed_experts", None)
+    method = getattr(experts, "quant_method", None)
+    routes_inside = getattr(method, "is_monolithic", False)
     source = layer if hasattr(layer, "capture_fn") else router
-    if source is None or (source is router and getattr(method, "is_monolithic", False)):
+    if source is None or (source is router and routes_inside):
         return
     kind = type(source).__name__
     judged = ROUTERS.get(kind)
@@ -139,7 +150,8 @@ def check(name: str, layer: Any) -> None:
         raise ConfigError(f"router of {name}", "a class whose hook was judged", kind)
     if judged.wanted:
         raise ConfigError(f"router of {name}", judged.wanted, kind)
-    if shared := getattr(source, "num_fused_shared_experts", 0):
+    shared = getattr(source, "num_fused_shared_experts", 0)
+    if shared:
         raise ConfigError(f"router of {name}", UNSHARED, f"{kind} with {shared}")
 
 
@@ -152,12 +164,17 @@ def hook(name: str, layer: Any, capture: Callable[[Any], None]) -> bool:
     if hasattr(layer, "capture_fn"):  # experts that do without vLLM's runner
         layer.capture_fn = capture
         return True
-    experts, router = getattr(layer, "routed_experts", None), getattr(layer, "router", None)
+    experts = getattr(layer, "routed_experts", None)
+    router = getattr(layer, "router", None)
     method = getattr(experts, "quant_method", None)
     if experts is not None and getattr(method, "is_monolithic", False):
-        kernel = getattr(getattr(getattr(method, "moe_kernel", None), "impl", None), "fused_experts", None)
-        if kernel is None or not getattr(kernel, "supports_routing_replay_capture", bool)():
-            got = f"{type(method if kernel is None else kernel).__name__}, which routes inside and does not say how"
+        moe_kernel = getattr(method, "moe_kernel", None)
+        implementation = getattr(moe_kernel, "impl", None)
+        kernel = getattr(implementation, "fused_experts", None)
+        says = getattr(kernel, "supports_routing_replay_capture", bool)
+        if kernel is None or not says():
+            silent = method if kernel is None else kernel
+            got = f"{type(silent).__name__}, which routes inside and does not say how"
             wanted = "a kernel that says which experts it chose; --moe-backend selects another"
             raise ConfigError(f"experts of {name}", wanted, got)
         experts.routing_sink = versions.routing_sink(kernel.moe_config, capture)

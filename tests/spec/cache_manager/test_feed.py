@@ -9,11 +9,13 @@ import msgspec
 import numpy as np
 import pytest
 from amid import amid_a_call
+from blocks_house import SPEC, TOKENS, House
 from budget import examples
 from canary import canary_rows
 from hypothesis import given
 from hypothesis import strategies as st
 from standing_still import until_it_waits
+from stopped import is_stopped
 from waiting import GIVE_UP_S
 
 from cache_manager.blocks import AuxBlocks
@@ -22,11 +24,9 @@ from cache_manager.feed import BlockFeed, Renew
 from cache_manager.keys import Namespace
 from cache_manager.publish import GENERATION_END
 from cache_manager.regions.view import RegionView
-from cache_manager.spec import AuxBlockDataSpec
 from cache_manager.storage import open_store
 
-BLOCKS, TOKENS = 5, 4
-SPEC = AuxBlockDataSpec("routing", (3, 2), "uint8", TOKENS)
+BLOCKS = 5
 NAMESPACE = Namespace("m", 1)
 
 
@@ -291,3 +291,31 @@ def test_any_bytes_are_a_batch_or_a_typed_error(packed: bytes) -> None:
         engine.jobs.poll()
         engine.assert_consistent()
         assert engine.in_flight == 0
+
+
+@pytest.mark.parametrize("anew", [False, True])
+def test_a_batch_that_is_interrupted_leaves_nothing_from_before_it(anew: bool) -> None:
+    """Goal: the remaining operations of an interrupted batch are not missed. Method: one of two operations, the second
+    a weight update, interrupted at each place; the scheduler, which may have been started ``anew`` before, goes on, and
+    its batches are applied."""
+    house, feed, at, stopped = House(), BlockFeed(6), 1, True
+    while stopped:
+        feed.renew(range(6))
+        feed.renew([4])
+        house.engine.apply(feed.take())
+        house.fill(2, "before")
+        house.engine.swap_out([(2, 1)])
+        feed = BlockFeed(6) if anew else feed
+        feed.renew([5])
+        feed.reset(at)
+        batch = feed.take()
+        stopped = is_stopped(lambda: house.engine.apply(batch), at)  # noqa: B023
+        feed.renew([4])
+        house.engine.apply(feed.take())
+        assert house.engine.generations([4]).tolist() == feed.generations[[4]].tolist(), f"place {at}"
+        left = [
+            house.engine.read("routing", range(n), tier=tier).valid.any() for tier, n in (("device", 6), ("host", 3))
+        ]
+        assert left == [False, False], f"interrupted at place {at}"
+        at += 1
+    house.close()

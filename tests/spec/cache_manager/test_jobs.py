@@ -8,10 +8,8 @@ import sys
 import threading
 from dataclasses import replace
 
-import numpy as np
 import pytest
 from blocks_house import SPEC, TOKENS, House, slots
-from kv import SlotKV
 from standing_still import until_it_waits
 from stopped import is_stopped
 from waiting import GIVE_UP_S, until
@@ -134,53 +132,6 @@ def test_bytes_in_flight_are_bounded_but_one_job_always_fits() -> None:
     house.close()
 
 
-def test_the_kv_that_is_copied_counts_among_the_bytes_in_flight() -> None:
-    """Goal: memory for copies is bounded, KV included. Method: room for two blocks' rows, but not for one's KV."""
-    kv = SlotKV(6, 3, TOKENS)
-    house = House(kv=kv, jobs=JobLimits(threads_max=1, jobs_max=8, nbytes_max=4 * NBYTES))
-    house.engine.renew(range(2))
-    for block in range(2):
-        house.fill(block, "mine")
-    first = house.begin_persist(0, 0)
-    assert first.nbytes >= kv.spec.block_nbytes
-    assert house.begin_persist(1, 1) is None, "the first one fits alone"
-    house.let_go()
-    assert first.poll()
-    assert house.begin_persist(1, 1) is not None
-    house.close()
-
-
-def test_a_poll_that_raises_hides_no_job() -> None:
-    """Goal: who counts what polls return learns of every job. Method: three restores; the KV of the second one is
-    interrupted while it lands."""
-    kv = SlotKV(6, 3, TOKENS)
-    house = House(kv=kv)
-    engine = house.engine
-    house.gate.open()
-    house.store_block(0)
-    lives = engine.renew([1, 2, 3])
-    jobs = [engine.begin_restore({house.key: block}, [life]) for block, life in zip([1, 2, 3], lives, strict=True)]
-    until(lambda: all(job.phase is Phase.CARRIED for job in jobs), what="a restore has not been carried")
-    fill = kv.fill
-    filled = []
-
-    def fills(blocks: np.ndarray, content: np.ndarray) -> None:
-        filled.append(blocks)
-        if len(filled) == 2:
-            raise KeyboardInterrupt
-        fill(blocks, content)
-
-    kv.fill = fills
-    with pytest.raises(KeyboardInterrupt):
-        engine.jobs.poll()
-    assert [job.over for job in jobs] == [True, True, False]
-    assert engine.jobs.wait(0.0), "there is something to be told"
-    assert engine.jobs.poll() == jobs
-    assert engine.jobs.poll() == []
-    assert [job.answers[house.key] for job in jobs] == [True, False, True]
-    house.close()
-
-
 # ---------------------------------------------------------------- several threads, and the end
 
 
@@ -235,25 +186,18 @@ def test_a_forked_child_is_refused_and_changes_nothing(call) -> None:
     house.close()
 
 
-def test_a_cancel_that_is_interrupted_can_be_asked_for_again(full) -> None:
-    """Goal: a queued job ends, wherever a signal handler raises in its cancel, and the threads go on. Method: at each
-    place; a second cancel, and a further job."""
-    engine, at, stopped = full.engine, 1, True
-    assert full.begin_persist(1, 1) is not None
-    full.settle()
-    while stopped:
-        job = full.begin_persist(0, 100 + at)
-        assert job is not None
-        stopped = is_stopped(job.cancel, at)
-        job.cancel()
-        assert job.wait(GIVE_UP_S), f"interrupted at place {at}"
-        assert job not in engine.jobs
-        at += 1
-    full.gate.open()
-    after = full.begin_persist(0, 99)
-    assert after is not None
-    assert after.wait(GIVE_UP_S)
-    assert all(after.result().values())
+@pytest.mark.parametrize(
+    "limits",
+    [
+        {"threads_max": 0},
+        {"jobs_max": 0},
+        {"nbytes_max": 0},
+        *({"close_s": seconds} for seconds in (-1.0, float("inf"), float("nan"), "3", None)),
+    ],
+)
+def test_limits_that_cannot_be_are_named(limits) -> None:
+    with pytest.raises(ConfigError, match=next(iter(limits))):
+        JobLimits(**limits)
 
 
 def test_a_begin_that_is_interrupted_leaves_no_job_that_nobody_carries(full) -> None:
@@ -274,17 +218,3 @@ def test_a_begin_that_is_interrupted_leaves_no_job_that_nobody_carries(full) -> 
             until(lambda: job.phase is not Phase.QUEUED, 20.0, what=f"a job interrupted at place {at}")  # noqa: B023
             assert job.wait(GIVE_UP_S)
         at += 1
-
-
-@pytest.mark.parametrize(
-    "limits",
-    [
-        {"threads_max": 0},
-        {"jobs_max": 0},
-        {"nbytes_max": 0},
-        *({"close_s": seconds} for seconds in (-1.0, float("inf"), float("nan"), "3", None)),
-    ],
-)
-def test_limits_that_cannot_be_are_named(limits) -> None:
-    with pytest.raises(ConfigError, match=next(iter(limits))):
-        JobLimits(**limits)

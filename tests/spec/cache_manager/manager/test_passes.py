@@ -76,3 +76,17 @@ def test_the_same_numbers_are_judged_anew_when_a_sequence_has_changed(house, cha
             call()
     assert house.manager.resume("s1") if change == "preempt" else house.manager.allocate("new", [9, 9])
     assert (house.manager.append_batch(seqs) >= 0).all()
+
+
+def test_a_sequence_from_before_a_reset_there_and_back_is_not_found(house) -> None:
+    """Goal: KV of other weights is found under no key of these weights. Method: reset A to B to A in mid-sequence, then
+    publish."""
+    house.manager.allocate("a", PROMPT)
+    house.manager.reset(weights_version=1)
+    house.manager.reset(weights_version=0)
+    house.compute("a", PROMPT)
+    assert all(house.decode(["a"], [token])[0] for token in (10, 11))
+    assert house.persist("a") == 0
+    house.manager.fork("a", "child")
+    house.manager.free("a")
+    assert house.manager.allocate("b", [*PROMPT, 10, 11]).cached_tokens == 0

@@ -8,18 +8,12 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-import torch
 from toy_engine import Toy, admitted, held, judge, stepped
-from toy_requests import EXPERTS, TOP_K
 from toy_takers import FIRST, PROMPT, SECOND, Takers, by_key, compute, end, left, watched
 
 from cache_manager.errors import RowError
-from cache_manager.keys import Namespace
-from cache_manager.regions.directory import region_path
-from kvroute.connector import Engine, Key, SchedulerRows, Settings, Tokens
-from kvroute.connector.worker import WorkerRows
+from kvroute.connector import Key, Tokens
 from kvroute.rollout import RolloutStore, open_rollouts
-from kvroute.routing import routing_spec
 
 
 @pytest.fixture
@@ -167,43 +161,3 @@ def test_rows_that_are_missing_everywhere(engine: Callable[..., Toy], taker: Tak
     assert told is not None
     assert judge(left(told, store), FIRST) == {"right": 4, "missing": 2}
     assert taker().counters["read_here"] == 2
-
-
-def test_a_block_without_memory_gets_none(tmp_path: Path, taker: Takers, store: RolloutStore) -> None:
-    """Goal: the process reads a sparse region as its other readers do. Method: blocks of a page each; a request's are
-    given to layers without rows while the process is stopped, so that it reads there when it goes on."""
-    spec = routing_spec(EXPERTS, TOP_K, range(128), num_layers=128, block_tokens=16)
-    settings = Settings.of({"weights": "m", "rollouts": f"apart:file://{tmp_path}/rollouts"})
-    engine = Engine(settings, spec, Namespace("m", 0), 256, 16, shares_blocks=True)
-    worker = WorkerRows(engine, {"layers.0": torch.zeros(256, 1, 16, 1)})
-    scheduler = SchedulerRows(engine)
-    handshake = worker.handshake()
-    scheduler.attach(handshake)
-    assert handshake.region is not None
-    blocks, tokens = list(range(64)), list(range(5)) * 205
-    scheduler.given(blocks)
-    worker.begin(scheduler.step({"r": 1024}))
-    for layer in range(128):
-        worker.ids.hook(layer)(torch.tensor([[layer % EXPERTS, (layer + 1) % EXPERTS]] * 1024))
-    worker.slots = torch.arange(1024)
-    worker.end()
-    with_rows = memory_of(handshake.region)
-    taker.kill(signal.SIGSTOP)
-    told = scheduler.finished(Key("r"), blocks, 1024, Tokens(tokens, PROMPT))
-    assert told is not None
-    taker.wait_until_asked()
-    scheduler.given_elsewhere(blocks)
-    worker.begin(scheduler.step({}))
-    worker.end()
-    without = memory_of(handshake.region)
-    assert without < with_rows - 60 * 4096
-    taker.kill(signal.SIGCONT)
-    assert left(told, store).valid.all()
-    assert memory_of(handshake.region) == without
-    scheduler.close()
-    worker.close()
-
-
-def memory_of(region: str) -> int:
-    """Bytes of memory that a region takes."""
-    return 512 * region_path(region).stat().st_blocks

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import os
+import signal
 from contextlib import closing
+from pathlib import Path
 
+import pytest
 import torch
+from toy_requests import EXPERTS
+from toy_takers import PROMPT, left, watched
 
 from cache_manager.keys import Namespace
 from cache_manager.regions import SharedRegion
 from cache_manager.regions.directory import region_path
 from cache_manager.regions.header import extent_of
 from cache_manager.regions.region import PAGE_NBYTES
-from kvroute.connector import Engine, SchedulerRows, Settings
+from kvroute.connector import Engine, Key, SchedulerRows, Settings, Tokens
 from kvroute.connector.worker import WorkerRows
+from kvroute.rollout import open_rollouts
 from kvroute.routing import ROUTING, routing_spec
 
 BLOCKS, TOKENS, LAYERS, TOP_K = 6, 16, 64, 4
@@ -66,3 +72,45 @@ def test_a_block_has_memory_while_its_layers_have_rows() -> None:
         assert kept.valid.all()
         assert (kept.values == rows).all()
         assert not worker.missing
+
+
+def test_a_block_without_memory_gets_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Goal: the process reads a sparse region as its other readers do. Method: blocks of a page each; a request's are
+    given to layers without rows while the process is stopped, so that it reads there when it goes on."""
+    taker = watched(monkeypatch)
+    spec = routing_spec(EXPERTS, 2, range(128), num_layers=128, block_tokens=16)
+    settings = Settings.of({"weights": "m", "rollouts": f"apart:file://{tmp_path}/rollouts"})
+    engine = Engine(settings, spec, Namespace("m", 0), 256, 16, shares_blocks=True)
+    worker = WorkerRows(engine, {"layers.0": torch.zeros(256, 1, 16, 1)})
+    scheduler = SchedulerRows(engine)
+    handshake = worker.handshake()
+    scheduler.attach(handshake)
+    assert handshake.region is not None
+    blocks, tokens = list(range(64)), list(range(5)) * 205
+    scheduler.given(blocks)
+    worker.begin(scheduler.step({"r": 1024}))
+    for layer in range(128):
+        worker.ids.hook(layer)(torch.tensor([[layer % EXPERTS, (layer + 1) % EXPERTS]] * 1024))
+    worker.slots = torch.arange(1024)
+    worker.end()
+    with_rows = memory_of(handshake.region)
+    taker.kill(signal.SIGSTOP)
+    told = scheduler.finished(Key("r"), blocks, 1024, Tokens(tokens, PROMPT))
+    assert told is not None
+    taker.wait_until_asked()
+    scheduler.given_elsewhere(blocks)
+    worker.begin(scheduler.step({}))
+    worker.end()
+    without = memory_of(handshake.region)
+    assert without < with_rows - 60 * 4096
+    taker.kill(signal.SIGCONT)
+    with closing(open_rollouts(f"file://{tmp_path}/rollouts")) as store:
+        assert left(told, store).valid.all()
+    assert memory_of(handshake.region) == without
+    scheduler.close()
+    worker.close()
+
+
+def memory_of(region: str) -> int:
+    """Bytes of memory that a region takes."""
+    return 512 * region_path(region).stat().st_blocks
