@@ -6,7 +6,8 @@ requests. ``kvroute.verify`` judges each row of SGLang's own field by a pass of 
 differ where a router's choice may have been decided by rounding. Where SGLang computes another model than transformers,
 that judge says nothing of the rows: so the table has how many sampled tokens transformers would have said, too, and a
 second judge, :func:`recording`, compares each row with what SGLang's own experts were given for that token at that
-position. Where SGLang with kvroute does not start, stock SGLang is asked to, and the table says whose refusal it is.
+position; with ``KVROUTE_SGLANG='{"routing_weights": true}'`` the bits of weights, too. Where SGLang with kvroute does
+not start, stock SGLang is asked to, and the table says whose refusal it is.
 
 Each part of a family's run is a process with a limit of ``--seconds``, forked from one that has imported everything,
 with the plugins of ``docs/sglang.md#on-a-cpu``.
@@ -74,49 +75,61 @@ RECORD = ("computed with", "not computed with")
 def recording(path: Path) -> None:
     """From here on, passes of engines that this process forks write to ``path`` what their experts were given.
 
-    Nothing of kvroute's is looked at. A pass is its tokens, their positions and ids ``[tokens, layers, top_k]``.
+    Nothing of kvroute's is looked at, and nothing of it is between this and the kernel. A pass is its tokens, their
+    positions, ids ``[tokens, layers, top_k]``, and the bits of their weights.
     """
     from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE  # type: ignore[import-not-found]
     from sglang.srt.model_executor.model_runner import ModelRunner  # type: ignore[import-not-found]
 
-    layers, experts, forward = dict[int, Any](), FusedMoE.forward, ModelRunner.forward
+    layers, experts, forward = dict[int, Any](), FusedMoE.run_moe_core, ModelRunner.forward
 
     @wraps(experts)
-    def given(self: Any, hidden_states: Any, topk_output: Any, *more: Any, **named: Any) -> Any:
-        layers[self.layer_id] = topk_output.topk_ids.cpu().numpy()
-        return experts(self, hidden_states, topk_output, *more, **named)
+    def given(self: Any, dispatch_output: Any, *more: Any, **named: Any) -> Any:
+        choice = dispatch_output.topk_output
+        weights = choice.topk_weights.float().cpu().numpy().view(np.int32)
+        layers[self.layer_id] = np.stack([choice.topk_ids.cpu().numpy(), weights])
+        return experts(self, dispatch_output, *more, **named)
 
     @wraps(forward)
     def passed(self: Any, batch: Any, *more: Any, **named: Any) -> Any:
         layers.clear()
         done = forward(self, batch, *more, **named)
         if layers:
-            ids = np.stack([layers[layer] for layer in sorted(layers)], axis=1)
-            columns = batch.input_ids.tolist(), batch.positions.tolist(), ids.tolist()
+            ids, weights = np.stack([layers[layer] for layer in sorted(layers)], axis=2)
+            columns = batch.input_ids.tolist(), batch.positions.tolist(), ids.tolist(), weights.tolist()
             with path.open("a") as file:
                 file.write(json.dumps([sorted(layers), *columns]) + "\n")
         return done
 
-    FusedMoE.forward, ModelRunner.forward = given, passed
+    FusedMoE.run_moe_core, ModelRunner.forward = given, passed
+
+
+def row_bytes(ids: Any, weights: Any) -> bytes:
+    """The ids ``[layers, top_k]`` of a row and the bits of their weights, or zeros, in the order of the ids."""
+    order = np.argsort(ids, axis=1, kind="stable")
+    both = [np.take_along_axis(np.asarray(part, np.int32), order, 1) for part in (ids, weights)]
+    return np.stack(both).tobytes()
 
 
 def computed_with(path: Path, answers: list[dict[str, Any]], routed: list[int]) -> tuple[int, int]:
     """How many rows, of the ``routed`` layers, are of ids that SGLang's experts were given for this token at this
-    position, and how many are not."""
+    position, and how many are not; where answers have weights, of these ids with these weights."""
     seen = defaultdict[tuple[int, int], set[bytes]](set)
     with path.open() as file:
         for line in file:
             layers, *columns = json.loads(line)
             places = [layers.index(layer) for layer in routed]
-            for token, position, row in zip(*columns, strict=False):  # ids may be padded
+            for token, position, row, bits in zip(*columns, strict=False):  # ids may be padded
                 chosen = np.array(row, np.int32)[places]
-                seen[token, position].add(np.sort(chosen, axis=1).tobytes())
+                counted = np.array(bits, np.int32)[places] if "weights" in answers[0] else np.zeros_like(chosen)
+                seen[token, position].add(row_bytes(chosen, counted))
     there = others = 0
     for answer in answers:
-        for position, row in enumerate(np.sort(answer["ids"], axis=2).astype(np.int32)):
+        counted = answer.get("weights", np.zeros_like(answer["ids"]))
+        for position, row in enumerate(answer["ids"].astype(np.int32)):
             if (row < 0).any():
                 continue
-            is_there = row.tobytes() in seen[answer["tokens"][position], position]
+            is_there = row_bytes(row, counted[position]) in seen[answer["tokens"][position], position]
             there, others = there + is_there, others + (not is_there)
     return there, others
 
@@ -127,8 +140,10 @@ def answers_of(home: Path, plugins: str, rounds: int, options: Mapping[str, Any]
     recording(home / "record")
     import sglang  # type: ignore[import-not-found]
 
+    from kvroute.integrations.sglang import routing_weights
     from kvroute.routing import routing_spec_from_hf
 
+    weighted = json.loads(os.environ["KVROUTE_SGLANG"]).get("routing_weights", False) and "kvroute" in plugins
     spec = routing_spec_from_hf(home, block_tokens=1)
     layers, routed = spec.attrs["num_layers"], list(spec.attrs["layer_ids"])
     rng = np.random.default_rng(0)
@@ -143,6 +158,10 @@ def answers_of(home: Path, plugins: str, rounds: int, options: Mapping[str, Any]
                 tokens, meta = [*prompt, *output["output_ids"]], output["meta_info"]
                 field = np.frombuffer(b64decode(meta["routed_experts"]), np.int32).reshape(len(tokens) - 1, layers, -1)
                 answers.append({"round": number, "prompt": len(prompt), "tokens": tokens, "ids": field[:, routed]})
+                if weighted:
+                    found = routing_weights(output)
+                    ids = np.where(found.routes.known[:, :, None], found.routes.ids.astype(np.int32), -1)
+                    answers[-1] |= {"ids": ids, "weights": found.weights.view(np.int32)}
                 hits += meta["cached_tokens"] or 0
             turns = [[*answer["tokens"], *rng.integers(5, VOCABULARY, 9).tolist()] for answer in answers[-PROMPTS::2]]
             prompts = [turn for turn in turns if len(turn) <= TOKENS_MAX] + first[1::2]
@@ -214,7 +233,7 @@ def main() -> None:
     )
     os.environ.update(SGLANG_USE_CPU_ENGINE="1", HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1")
     os.environ["SGLANG_MAMBA_CONV_DTYPE"] = "float32"
-    os.environ["KVROUTE_SGLANG"] = json.dumps({"strict": True})
+    os.environ.setdefault("KVROUTE_SGLANG", json.dumps({"strict": True}))
     import sglang
     import sglang.srt.entrypoints.engine  # type: ignore[import-not-found]
     import sglang.srt.managers.detokenizer_manager  # type: ignore[import-not-found]

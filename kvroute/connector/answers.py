@@ -95,8 +95,9 @@ def routes(
 def routing_weights(output: Any, index: int = 0) -> RoutingWeights:
     """The routes of completion ``index`` of ``output``, as :func:`routes` has them, and a weight for each of their ids.
 
-    vLLM returns them with the setting ``routing_weights``. A weight is the float32 that the experts' kernel was given
-    for its id; where the engine scales the experts' output, it is the product of both. Ids and weights are of one pass.
+    vLLM and SGLang return them with the setting ``routing_weights``. A weight is the float32 that the experts' kernel
+    was given for its id; where vLLM scales the experts' output, it is the product of both, and SGLang with such a model
+    refuses the setting. Ids and weights are of one pass.
 
     Raises :class:`RowError` if the answer has none, if they are of other ids, and as :func:`routes` does.
     """

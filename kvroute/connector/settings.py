@@ -155,12 +155,16 @@ class Lending(Common, frozen=True):
     lend: str = "tcp://127.0.0.1:*"  # where rows are lent to other engines: ipc:///path or tcp://HOST:PORT
     lent_nbytes_max: Annotated[int, msgspec.Meta(ge=1)] = 4 << 30  # of copies of rows not fetched yet
     keys: str = ""  # the secret key file of all engines of a deployment; other hosts need one
+    # The weights of the chosen experts go into the answers beside their ids, in the same record of each block.
+    routing_weights: bool = False
 
     def checks(self) -> dict[str, Callable[[], object]]:
         checks = Common.checks(self)
         checks["lend"] = self._check_lend
         if self.keys:
             checks["keys"] = self._check_keys
+        if self.routing_weights:
+            checks["routing_weights"] = self._check_routing_weights
         return checks
 
     def _check_lend(self) -> None:
@@ -172,6 +176,13 @@ class Lending(Common, frozen=True):
         from transfer.curve import read_keys
 
         read_keys(Path(self.keys))
+
+    def _check_routing_weights(self) -> None:
+        if self.rollouts != RESPONSE:
+            wanted = (
+                f"false, or rollouts {RESPONSE!r}: weights go into answers, and no rollout store has a part for them"
+            )
+            raise ConfigError("routing_weights", wanted, f"true beside rollouts {self.rollouts!r}")
 
 
 class Settings(Lending, frozen=True):
@@ -191,8 +202,6 @@ class Settings(Lending, frozen=True):
     on_missing: Literal["none", "fail"] = "none"
     # The choices of an MTP draft's router for tokens that stand go into the answers, in a spec of their own.
     mtp: bool = False
-    # The weights of the chosen experts go into the answers beside their ids, in the same record of each block.
-    routing_weights: bool = False
     # "auto" is "missing"; beside a field and a store of rows for KV from elsewhere the operator has to choose.
     witness: Literal["missing", "flagged", "auto"] = "auto"  # type: ignore[assignment]
 
@@ -208,19 +217,6 @@ class Settings(Lending, frozen=True):
             wanted = "a 'store' and no carrier, or neither with KvrouteOffloadingConnector (no layer of KV has rows)"
             raise ConfigError(f"{where}.carrier", wanted, "'layer'")
         return super().of(mapping, where)
-
-    def checks(self) -> dict[str, Callable[[], object]]:
-        checks = Lending.checks(self)
-        if self.routing_weights:
-            checks["routing_weights"] = self._check_routing_weights
-        return checks
-
-    def _check_routing_weights(self) -> None:
-        if self.rollouts != RESPONSE:
-            wanted = (
-                f"false, or rollouts {RESPONSE!r}: weights go into answers, and no rollout store has a part for them"
-            )
-            raise ConfigError("routing_weights", wanted, f"true beside rollouts {self.rollouts!r}")
 
     @property
     def writes(self) -> bool:

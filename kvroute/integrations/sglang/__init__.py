@@ -1,13 +1,14 @@
 """kvroute inside SGLang, without a fork: its routed experts are right even for loaded KV. See ``docs/sglang.md``.
 
-A client needs :func:`routes`, for what tokens were drawn from :func:`support`, and neither SGLang nor torch.
+A client needs :func:`routes`, :func:`routing_weights` for ids and weights, and for what tokens were drawn from
+:func:`support`, and neither SGLang nor torch.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from kvroute.connector import missing, routes, support, unseen
+from kvroute.connector import missing, routes, routing_weights, support, unseen
 
 
 def register() -> None:
@@ -25,4 +26,4 @@ def __getattr__(name: str) -> Any:
     return KvrouteLinker
 
 
-__all__ = ["missing", "register", "routes", "support", "unseen"]
+__all__ = ["missing", "register", "routes", "routing_weights", "support", "unseen"]

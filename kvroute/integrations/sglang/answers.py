@@ -30,7 +30,7 @@ from kvroute.connector.left import LeftRoutes, LeftValues, Tokens, settled
 from kvroute.connector.meter import Meter
 from kvroute.connector.tickets import MissingSpan, gaps_of
 from kvroute.integrations.sglang import versions
-from kvroute.routes import Layout, Routes
+from kvroute.routes import Layout, Routes, RoutingWeights
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +60,7 @@ class RequestRows:
     flagged: bool  # the setting ``witness``
     weights: int  # :attr:`Versions.changes` when they were read
     mixed: bool  # :attr:`Versions.mixed` then
+    routing_weights: Rows | None = None  # float32, of the ids in ``rows``, where they are wanted
     same_from: int = 0  # tokens from this position on were sampled with these weights, and KV of no others
 
     @property
@@ -80,6 +81,9 @@ class RequestRows:
         old[:count] = ~filled
         page = self.spec.block_tokens
         after = {block: why for block, why in self.reasons.items() if (block + 1) * page > self.start + count}
+        weights = self.routing_weights
+        if weights is not None and kept.routing_weights is not None:
+            weights = _joined(kept.routing_weights, weights, old, positions[~filled])
         by_kv = self.by_kv
         if by_kv is not None and kept.by_kv is not None:
             by_kv = by_kv.copy()
@@ -88,6 +92,7 @@ class RequestRows:
             self,
             rows=_joined(kept.rows, self.rows, old, positions[~filled]),
             labels=_joined(kept.labels, self.labels, old, positions[~filled]),
+            routing_weights=weights,
             by_kv=by_kv,
             reasons=after | dict(kept.reasons),
             same_from=same_from,
@@ -101,6 +106,17 @@ class RequestRows:
         if self.by_kv is not None:
             routes, unseen = settled(routes, self.by_kv, flagged=self.flagged)
         return routes, unseen, gaps_of(routes.missing, self.reasons, self.spec.block_tokens)
+
+    def weights_of(self, routes: Routes) -> RoutingWeights | None:
+        """The weights of the ids in ``routes``, which :meth:`routes` made; ``None`` where they are not wanted."""
+        read = self.routing_weights
+        return None if read is None else RoutingWeights(routes, read.values)
+
+    @property
+    def nbytes(self) -> int:
+        """Of ids and weights."""
+        weights = self.routing_weights
+        return self.rows.values.nbytes + (0 if weights is None else weights.values.nbytes)
 
 
 def _joined(kept: Rows, rows: Rows, old: NDArray[np.bool_], positions: NDArray[np.int64]) -> Rows:
@@ -168,7 +184,7 @@ class Answers:
         field = np.zeros((positions, self._spec.attrs["num_layers"], self._spec.row_shape[1]), np.int32)
         answer = Answer(torch.from_numpy(field), time.monotonic())
         key = Key(rid, of_client=True)
-        nbytes = rows.rows.values.nbytes if isinstance(rows, RequestRows) else 0
+        nbytes = rows.nbytes if isinstance(rows, RequestRows) else 0
         with self._lock:
             full = self._full(nbytes)
             if full is None:
@@ -233,7 +249,8 @@ class Answers:
             if self._left is None:
                 return None
             if self.apart is None:
-                values = self._left.put(key, routes, tokens, unseen, gaps)
+                weights = rows.weights_of(routes) if isinstance(rows, RequestRows) else None
+                values = self._left.put(key, routes, tokens, unseen, gaps, weights)
             else:
                 values = self.apart.put(key, rows, tokens)
             data = self._left.answer(key, values, tokens)

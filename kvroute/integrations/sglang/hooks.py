@@ -23,6 +23,7 @@ from kvroute.integrations.sglang.refusals import supported
 from kvroute.integrations.sglang.routers import routed_layers
 from kvroute.integrations.sglang.rows import RoutedRows
 from kvroute.integrations.sglang.settings import settings_of_arguments, uses_our_linker
+from kvroute.integrations.sglang.weights import GivenWeights, bind_weights
 from kvroute.routing import routing_spec_from_hf
 from kvroute.weights import configuration_digest, weights_digest
 
@@ -99,12 +100,17 @@ def _created(create: Callable[..., Any], runner: Any, *args: Any, **named: Any) 
     settings = settings.of_rank(versions.data_rank() * shard.world + shard.rank)
     spec = routing_spec_from_hf(runner.model_config.hf_text_config, page)
     captured = routed_layers(runner.model, spec.attrs["layer_ids"])
+    given: GivenWeights | None = None
+    if settings.routing_weights:
+        given = GivenWeights(spec)
+        bind_weights(runner.model, runner.model_config.hf_text_config, spec.attrs["layer_ids"], given.hook)
     name = namespace_name(runner.model_config, arguments, settings)
     pages = -(-versions.host_tokens(theirs) // page) + 1
     versions.without_host_buffer(theirs)
     leaves = settings if answers else replace(settings, rollouts="")  # of a rank that does not, nobody asks for routes
-    rows = RoutedRows(spec, pages, Namespace(name, AS_LOADED, rank=shard.rank, world=shard.world), leaves)
-    versions.set_experts_capturer(Capturer(theirs, rows, answers=answers))
+    namespace = Namespace(name, AS_LOADED, rank=shard.rank, world=shard.world)
+    rows = RoutedRows(spec, pages, namespace, leaves, weights=settings.routing_weights)
+    versions.set_experts_capturer(Capturer(theirs, rows, answers=answers, weights=given))
     line = started(
         f"SGLang {sglang.__version__}",
         spec,

@@ -125,7 +125,7 @@ _PART: Final = (
 BACKENDS: Final = ("mooncake", "nixl")
 """What moves KV between prefill and decode, as it was judged."""
 RELEASES: Final = ("0.5.23",)
-"""The releases whose prefill and decode were judged apart, and whose drafts were judged."""
+"""The releases whose prefill and decode were judged apart, and whose drafts and routing weights were judged."""
 DRAFT_KINDS: Final = ("NGRAM", "STANDALONE", "EAGLE", "EAGLE3", "NEXTN")
 """Kinds of speculative decoding, as SGLang names them. NEXTN is its older name of EAGLE."""
 
@@ -172,6 +172,25 @@ def _drafted(server_args: Any, version: str) -> Iterator[tuple[str, str, Any]]:
             yield part, f"no {part} {beside}", getattr(server_args, part)
 
 
+def _weighted(server_args: Any, version: str) -> Iterator[tuple[str, str, Any]]:
+    """:func:`refusals` of an engine whose answers have routing weights beside their ids."""
+    beside = f"with {versions.WEIGHTS}, which nothing has judged"
+    if version not in RELEASES:
+        yield versions.WEIGHTS, f"false in SGLang {version}: it was judged in {' or '.join(RELEASES)}", True
+    elif lacking := versions.absent(version, versions.WEIGHTS):
+        yield versions.WEIGHTS, f"false in an SGLang without {lacking[0]}, where weights are taken", True
+    if server_args.device != "cpu":
+        yield "device", f"'cpu' {beside}: passes in a device's graphs", server_args.device
+    for ranks in ("tp_size", "dp_size", "attn_dp_size", "ep_size"):
+        if getattr(server_args, ranks, 1) > 1:
+            yield ranks, f"1 {beside}", getattr(server_args, ranks)
+    for part in (versions.APART, versions.DRAFTS):
+        if versions.is_on(server_args, part):
+            yield part, f"none {beside}", getattr(server_args, part)
+    if getattr(server_args, "enable_lora", False):
+        yield "enable_lora", f"False {beside}: an adapter's experts are others", True
+
+
 def refusals(server_args: Any, settings: Lending) -> Iterator[tuple[str, str, Any]]:
     """For each refused argument: it, what is wanted, and its value. ``server_args`` are the resolved ones."""
     import sglang  # type: ignore[import-not-found]
@@ -198,6 +217,8 @@ def refusals(server_args: Any, settings: Lending) -> Iterator[tuple[str, str, An
         yield from _apart(server_args, settings, sglang.__version__)
     if versions.is_on(server_args, versions.DRAFTS):
         yield from _drafted(server_args, sglang.__version__)
+    if settings.routing_weights:
+        yield from _weighted(server_args, sglang.__version__)
     if settings.store and server_args.enable_lora:
         yield "enable_lora", "no adapters with a store: SGLang's keys name an adapter, not its weights", True
     if settings.store and not settings.weights and server_args.load_format in ELSEWHERE:

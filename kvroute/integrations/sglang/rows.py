@@ -21,6 +21,7 @@ from cache_manager.blocks import AuxBlocks
 from cache_manager.errors import KVRouteError
 from cache_manager.job import PersistJob, RestoreJob
 from cache_manager.keys import BlockKey, Namespace
+from cache_manager.publish import Rows
 from cache_manager.spec import AuxBlockDataSpec
 from kvroute import open_store
 from kvroute.connector.job_counts import JobCounts
@@ -37,13 +38,14 @@ from kvroute.integrations.sglang.passes import UNREPORTED, UNVERIFIED, Ids, Laun
 from kvroute.integrations.sglang.pools import PagedBytes
 from kvroute.integrations.sglang.ranks import ABSENT, Digests, Ranks, digests_of
 from kvroute.integrations.sglang.sides import Side
-from kvroute.routing import weights_version_spec
+from kvroute.routing import ROUTING_WEIGHTS, routing_weights_spec, weights_version_spec
 
 logger = logging.getLogger(__name__)
 
 MADE, BY_KV, GONE = range(3)
 """A page's rows were made here; or came from the store, matched by the KV; or did not come for KV that was loaded."""
 WHY: Final = "the store has no rows of the KV that was loaded"
+NO_WEIGHTS: Final = "a pass has ids, and no weights of them"
 OTHER_WEIGHTS: Final = "KV that was loaded may be of other weights"
 NOTHING: Final[Mapping[int, str]] = MappingProxyType({})
 NO_SIDES: Final[Mapping[str, PagedBytes]] = MappingProxyType({})
@@ -67,10 +69,14 @@ class RoutedRows:
     """The rows of ``pages`` pages, of the engine whose weights ``namespace`` names; page 0 is for padding.
 
     SGLang's pages on the host are numbered after those of the device. The scheduler's thread calls it.
+    With ``weights`` a page has the routing weights of its ids in the same record.
     """
 
-    def __init__(self, spec: AuxBlockDataSpec, pages: int, namespace: Namespace, settings: Common) -> None:
+    def __init__(
+        self, spec: AuxBlockDataSpec, pages: int, namespace: Namespace, settings: Common, *, weights: bool = False
+    ) -> None:
         self.spec, self.pages, self.page, self.settings = spec, pages, spec.block_tokens, settings
+        self._weights_specs = [routing_weights_spec(spec)] if weights else []
         self.layers = list(spec.attrs["layer_ids"])
         self.passes = LaunchedPasses()
         self._filled_behind = np.zeros(pages, np.int64)  # passes launched when a page was filled ahead of its turn
@@ -102,14 +108,19 @@ class RoutedRows:
         self.kv_origins: KvOrigins | None = None  # of KV that others keep
         self._sources = np.full(self.pages + host_pages, MADE, np.int8)  # of the pages' rows
         return AuxBlocks(
-            [self.spec, weights_version_spec(self.page)],
+            [self.spec, weights_version_spec(self.page), *self._weights_specs],
             blocks=len(self._sources),
             namespace=namespace,
             store=self._store,
             kv=kv,
-            required=[self.spec.name],
+            required=self._of_a_row,
             strict=self.settings.strict,
         )
+
+    @property
+    def _of_a_row(self) -> list[str]:
+        """The specs of which a page has a row of each, or a row of none."""
+        return [self.spec.name, *(spec.name for spec in self._weights_specs)]
 
     def attach(
         self,
@@ -161,15 +172,18 @@ class RoutedRows:
         slots_before_launch: torch.Tensor | None = None,
         *,
         drafts: bool = False,
+        weights: torch.Tensor | None = None,
     ) -> Launched:
         """A pass is launched: ``ids`` int32 ``[T, layers of the model, top_k]`` are of the tokens at ``slots [T]``.
 
-        ``ids`` may be the reason why there are none. With ``drafts`` nobody knows yet which of the tokens count:
-        :meth:`Launched.accept` says so.
+        ``ids`` may be the reason why there are none. ``weights`` float32 ``[T, routed layers, top_k]`` are those of the
+        ids, where they are wanted: ids without them have no rows. With ``drafts`` nobody knows yet which of the tokens
+        count: :meth:`Launched.accept` says so.
         """
         self.weights.computes()
         version = self.weights.version
         launched = self.passes.launch(version, slots, ids, self.page, self.end, slots_before_launch)
+        launched.weights = weights
         if drafts:
             launched.of_drafts, launched.ids = ids, UNVERIFIED
         return launched
@@ -183,7 +197,12 @@ class RoutedRows:
             self._renew(pages[(slots >= 0) & (slots % self.page == 0)])
             ids = launched.ids if launched is over else UNREPORTED
             numbers = ids if isinstance(ids, str) else ids.cpu().numpy()[:, self.layers]
-            write_ids(self.aux, self.meter, self.spec, slots, numbers, launched.version)
+            weights: NDArray[np.float32] | None = None
+            if launched.weights is not None:
+                weights = launched.weights.cpu().numpy()
+            elif self._weights_specs and not isinstance(numbers, str):
+                numbers = NO_WEIGHTS
+            write_ids(self.aux, self.meter, self.spec, slots, numbers, launched.version, weights=weights)
             self.passes.ended = launched.number
             self.go_on()
         if self.exports is not None and (taken := self.meter.take()) is not None:
@@ -308,7 +327,7 @@ class RoutedRows:
         try:
             came = self._filled(keys, pages, sides)
             tokens = int(came.sum()) * self.page
-            kinds = [self.aux.read(name, pages[came], 0, tokens) for name in (self.spec.name, VERSION)]
+            kinds = [self.aux.read(name, pages[came], 0, tokens) for name in (*self._of_a_row, VERSION)]
             digests[came] = digests_of(kinds, self.page)
         finally:  # the other ranks wait for this one, whatever has happened to it
             verdict = self._ranks.agreed(digests)
@@ -414,6 +433,7 @@ class RoutedRows:
         self.settled(pages)
         rows = self.aux.read(self.spec.name, pages, start, len(slots))
         labels = self.aux.read(VERSION, pages, start, len(slots))
+        weights = self.read_weights(rows, pages, start, len(slots))
         sources = self._sources[pages]
         by_kv: NDArray[np.bool_] | None = None
         if self.kv_origins is not None and self.layers[-1] == self.spec.attrs["num_layers"] - 1:  # behind all KV
@@ -429,7 +449,17 @@ class RoutedRows:
             flagged=self.settings.witness == "flagged",
             weights=self.weights.changes,
             mixed=self.weights.mixed,
+            routing_weights=weights,
         )
+
+    def read_weights(self, rows: Rows, pages: Ids, start: int, stop: int) -> Rows | None:
+        """The routing weights of these positions, where they are wanted: ``rows``, their ids, that lack them are
+        missing from here on."""
+        if not self._weights_specs:
+            return None
+        weights = self.aux.read(ROUTING_WEIGHTS, pages, start, stop)
+        rows.valid[~weights.valid] = False
+        return weights
 
     def settled(self, pages: Ids) -> Ids:
         """The lives of a request's pages, when SGLang says that the passes that wrote them are over."""

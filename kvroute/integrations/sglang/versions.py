@@ -53,6 +53,8 @@ APART: Final = "disaggregation_mode"
 DRAFTS: Final = "speculative_algorithm"
 DATA_PARALLEL: Final = (0, 5, 23)
 """The first release whose data parallelism was judged, with replicas (``dp_size``) and in attention."""
+WEIGHTS: Final = "routing_weights"
+"""The setting that needs names of its own."""
 PARTS: Final = (HOST, LINKER, APART, DRAFTS)
 """Server arguments that need names of their own: a release without one of them refuses the argument, and no more."""
 
@@ -62,7 +64,7 @@ class Place(NamedTuple):
 
     names: tuple[str, ...]  # the newest release's first; of an older one the next that is there
     parameters: tuple[str, ...] = ()  # those that our hook reads
-    part: str = ""  # of PARTS, which alone needs it
+    part: str = ""  # of PARTS, or WEIGHTS, which alone needs it
     since: tuple[int, ...] = ()  # releases before this have nothing there to follow
     until: tuple[int, ...] = (99,)  # and releases behind this
 
@@ -166,6 +168,13 @@ TAKEN: Final = (
     *(_SERVER_ARGS, _RESOLVED, _SCHEDULE, _MODEL, _CAPTURER, _SET_CAPTURER, _RANK, _RUNNER, _PACKED, _UNPACKED),
     *(_PARALLEL, _RANKS_PLACE, Place((f"{_EXPERTS}.RoutedExpertsCapturer.capture",))),
     Place((f"{_EXPERTS}.RoutedExpertsCapturer.destroy",), since=(0, 5, 17)),
+    Place(
+        ("sglang.srt.layers.moe.fused_moe_triton.layer.FusedMoE.forward",),
+        ("hidden_states", "topk_output"),
+        WEIGHTS,
+    ),
+    Place(("sglang.srt.layers.moe.topk.StandardTopKOutput.topk_weights",), part=WEIGHTS),
+    Place(("sglang.srt.layers.moe.topk.StandardTopKOutput.topk_ids",), part=WEIGHTS),
     Place((f"{_MEMORY}.hicache_storage.PoolName",), part=LINKER),
     Place((f"{_MEMORY}.cache_init_params.CacheInitParams.attn_tp_cache_group",), part=LINKER),
     *(
@@ -407,6 +416,7 @@ __all__ = [
     "TRANSFERRED",
     "TRANSFERRING",
     "WAYS",
+    "WEIGHTS",
     "AttentionRank",
     "Part",
     "Place",

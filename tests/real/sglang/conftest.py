@@ -25,8 +25,8 @@ from kvroute.rollout import GROUP
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
 HAS_SGLANG = importlib.util.find_spec("sglang") is not None
-MODULES = ["cpu/*", "drawn_judge.py", "serve.py", "file_linker.py", "gated_rollouts.py", "older.py", "sglang_warm.py"]
-collect_ignore_glob = MODULES if HAS_SGLANG else ["*.py", "cpu/*"]
+MODULES = ["drawn_judge", "serve", "file_linker", "gated_rollouts", "older", "sglang_warm", "weights_recorder"]
+collect_ignore_glob = ["cpu/*", *(f"{name}.py" for name in MODULES)] if HAS_SGLANG else ["*.py", "cpu/*"]
 if HAS_SGLANG:
     sys.path[:0] = [str(HERE), str(HERE.parent / "vllm")]
     os.environ.update(SGLANG_USE_CPU_ENGINE="1", HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1")
@@ -67,20 +67,26 @@ def engine_environment(plugins: Path, *, kvroute: bool) -> dict[str, str]:
 
 @pytest.fixture
 def serve(plugins: Path, tmp_path: Path) -> Callable[..., list[dict[str, Any]]]:
-    """Run an engine with a plan, stock or with kvroute of these ``settings``; what it answered. Two may run at once."""
+    """Run an engine with a plan, stock or with kvroute of these ``settings``; what it answered. Two may run at once.
+    ``record`` is where it writes what its kernels are given."""
     plans, warm = count(), nursery("sglang_warm")
 
     def run(
-        model: Path, do: list[Any], *, kvroute: bool = True, settings: Any = None, **options: Any
+        model: Path,
+        do: list[Any],
+        *,
+        kvroute: bool = True,
+        settings: Any = None,
+        record: Path | None = None,
+        **options: Any,
     ) -> list[dict[str, Any]]:
         plan = tmp_path / f"plan-{next(plans)}.json"
         out = plan.with_suffix(".jsonl")
         left = (settings or {}).get("rollouts")
         if left is not None and left.startswith(APART_SCHEME):  # readers open the store itself
             left = apart_url(left)[0]
-        plan.write_text(
-            json.dumps({"model": str(model), "options": options, "do": do, "rollouts": left, "out": str(out)})
-        )
+        told = {"model": str(model), "options": options, "do": do, "rollouts": left, "out": str(out)}
+        plan.write_text(json.dumps(told | {"record": record and str(record)}))
         environment = engine_environment(plugins, kvroute=kvroute) | {"KVROUTE_SGLANG": json.dumps(settings or {})}
         done = warm.run(["-m", "serve", str(plan)], env=environment, timeout=GIVE_UP_S)
         assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]

@@ -1,7 +1,8 @@
 """One SGLang engine in a process of its own, which runs a plan; each answer is a line of JSON in ``out``.
 
 ``python -m serve PLAN`` where PLAN is the path of a JSON object: ``model``, ``options`` of the engine, ``do`` (a list
-of ``[scenario, verb, arguments]``), ``rollouts`` (the URL of the store with the routes, or null) and ``out``.
+of ``[scenario, verb, arguments]``), ``rollouts`` (the URL of the store with the routes, or null), ``record`` (the path
+of what kernels are given, or null) and ``out``.
 """
 
 from __future__ import annotations
@@ -27,9 +28,10 @@ from sglang.srt.managers.io_struct import (
 )
 from standing_still import send_signal
 from waiting import until
+from weights_recorder import recording
 
 from kvroute import KVRouteError
-from kvroute.integrations.sglang import missing, routes, support
+from kvroute.integrations.sglang import missing, routes, routing_weights, support
 from kvroute.rollout import open_rollouts
 
 FIXED: dict[str, Any] = {
@@ -70,8 +72,8 @@ RETRACTION = Retraction()
 class Asked:
     """Sends requests to the engine, and writes down the answers."""
 
-    def __init__(self, engine: Any, out: Any, rollouts: Any) -> None:
-        self.engine, self.out, self.rollouts = engine, out, rollouts
+    def __init__(self, engine: Any, out: Any, rollouts: Any, *, weighted: bool) -> None:
+        self.engine, self.out, self.rollouts, self.weighted = engine, out, rollouts, weighted
 
     def ask(
         self,
@@ -303,6 +305,8 @@ class Asked:
         }
         try:
             line["routes"], line["why"] = routes(answer, rollouts=self.rollouts).to_json(), missing(answer)
+            if self.weighted:
+                line["weights"] = routing_weights(answer).to_json()
         except KVRouteError as error:
             line["refused"] = str(error)
         self.out.write(json.dumps(line) + "\n")
@@ -335,8 +339,11 @@ def main() -> None:
     import sglang
 
     plan = json.loads(Path(sys.argv[1]).read_text())
+    if plan["record"]:
+        recording(Path(plan["record"]))
     with sglang.Engine(model_path=plan["model"], **FIXED | plan["options"]) as engine, open(plan["out"], "w") as out:
-        asked = Asked(engine, out, open_rollouts(plan["rollouts"]) if plan["rollouts"] else None)
+        rollouts = open_rollouts(plan["rollouts"]) if plan["rollouts"] else None
+        asked = Asked(engine, out, rollouts, weighted=bool(plan["record"]))
         for scenario, verb, arguments in plan["do"]:
             getattr(asked, verb)(scenario, **arguments)
 

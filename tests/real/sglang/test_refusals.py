@@ -124,6 +124,43 @@ def test_drafts_in_a_release_that_was_not_judged_with_them_are_refused(monkeypat
     assert wanted == "None in SGLang 0.5.22: it was judged in 0.5.23"
 
 
+def test_what_is_refused_with_routing_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Goal: what was not judged beside weights does not start, and an engine without them starts as before. Method:
+    each feature of the engine, beside what was judged; releases before the one that was."""
+    weights = Lending(routing_weights=True, store="memory:", weights="w")
+    linker = {"enable_unified_cache_external_linker": True}
+    cases: list[tuple[dict[str, Any], str | None]] = [
+        ({}, None),
+        ({"enable_hierarchical_cache": True}, None),
+        ({"hicache_storage_backend": "file"}, None),
+        (linker, None),
+        (linker | {"unified_cache_external_linker_config": {"linker": "KvrouteLinker"}}, None),
+        ({"device": "cuda"}, "device"),
+        ({"tp_size": 2}, "tp_size"),
+        ({"dp_size": 2}, "dp_size"),
+        ({"tp_size": 1, "attn_dp_size": 2, "disable_cuda_graph": True}, "attn_dp_size"),
+        ({"ep_size": 2}, "ep_size"),
+        ({"disaggregation_mode": "prefill"}, "disaggregation_mode"),
+        ({"disaggregation_mode": "decode"}, "disaggregation_mode"),
+        ({"speculative_algorithm": "NGRAM", "disable_cuda_graph": True}, "speculative_algorithm"),
+    ]
+    for changed, refused in cases:
+        given = arguments(**{"device": "cpu", **changed})
+        found = list(refusals(given, weights))
+        assert [name for name, *_ in found] == ([refused] if refused else []), changed
+        assert all("with routing_weights, which nothing has judged" in wanted for _, wanted, _ in found)
+        assert not list(refusals(given, Lending(store="memory:", weights="w"))), changed
+    plain = Lending(routing_weights=True)
+    ((name, wanted, _),) = refusals(arguments(device="cpu", enable_lora=True), plain)
+    assert (name, wanted) == (
+        "enable_lora",
+        "False with routing_weights, which nothing has judged: an adapter's experts are others",
+    )
+    monkeypatch.setattr(sglang, "__version__", "0.5.22")
+    ((name, wanted, got),) = refusals(arguments(device="cpu"), plain)
+    assert (name, wanted, got) == ("routing_weights", "false in SGLang 0.5.22: it was judged in 0.5.23", True)
+
+
 @pytest.mark.parametrize("mode", ["prefill", "decode"])
 def test_what_is_refused_with_prefill_and_decode_apart(mode: str) -> None:
     """Goal: both roles are accepted with what was judged, and each other thing is refused by its name."""

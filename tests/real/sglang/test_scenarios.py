@@ -22,12 +22,14 @@ from drawn_judge import CUT, judge_drawn
 from far_judge import Judge, Tally
 from models import routing
 from safetensors.torch import save_file
+from weights_recorder import judge_weights
 
 from bench.sglang_gpu import HOST
 from bench.vllm_drafts import read, write
-from kvroute import Routes
+from kvroute import Routes, RoutingWeights
 from kvroute.integrations.sglang.rows import WHY
 from kvroute.integrations.sglang.versions import release
+from kvroute.replay.prime_rl import routed_experts_and_weights
 
 Serve = Callable[..., list[dict[str, Any]]]
 Models = Callable[..., Path]
@@ -45,6 +47,7 @@ def prompts(seed: int, *lengths: int, head: int = 0) -> list[list[int]]:
 
 FIRST = prompts(31, 70, 90, 120)
 DUE = 3 * 7 + 280
+WITH_WEIGHTS = {"routing_weights": True, "strict": True}
 SCENARIOS: list[Any] = [  # later ones push earlier ones out of a pool of 512 tokens
     ["plain", "ask", {"prompts": FIRST, "alone": True}],
     ["chunked prefill", "ask", {"prompts": prompts(2, 150)}],
@@ -75,6 +78,12 @@ def of(answers: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
     return [each for each in answers if each["scenario"] == name]
 
 
+def loaded(answers: list[dict[str, Any]]) -> int:
+    """How many tokens of these prompts came from anywhere but the device."""
+    tiers = [entry for answer in answers for entry in answer["cached"].items()]
+    return sum(n for tier, n in tiers if tier != "device" and isinstance(n, int))
+
+
 def tally(home: Path, title: str, answers: list[dict[str, Any]]) -> dict[str, Counter[str]]:
     """Rows of SGLang's own field by scenario: right, wrong, missing (-1), and how many tokens were loaded."""
     found: dict[str, Counter[str]] = {}
@@ -95,7 +104,7 @@ def tally(home: Path, title: str, answers: list[dict[str, Any]]) -> dict[str, Co
             missing=int((missing & ~right).sum()),
             wrong=int((~missing & ~right).sum()),
             retractions=each["retractions"],
-            loaded=sum(n for tier, n in each["cached"].items() if tier != "device" and isinstance(n, int)),
+            loaded=loaded([each]),
         )
     columns = ("right", "wrong", "missing", "loaded", "retractions")
     print("\n" + title.ljust(44), *columns, sep="  ")
@@ -147,14 +156,16 @@ def all_right(homes: dict[str, Path], answers: list[dict[str, Any]], **given: An
 def test_scenarios(serve: Serve, model: Models, tmp_path: Path, tier: str) -> None:
     """Method: KV comes back from our linker, of a model with a layer without routers, and in a second engine, too; or
     from SGLang's own pages on the host, with overlap, and without it in pages of one token. There tokens are drawn,
-    too, and what each was drawn from is judged: through hits, turns, aborts with a resume, and a full pool."""
+    too, and what each was drawn from is judged: through hits, turns, aborts with a resume, and a full pool. Of ids with
+    weights beside them each bit is judged."""
     home, common = model("glm4_moe" if tier == "linker" else "qwen3_moe"), SMALL | {"chunked_prefill_size": 64}
     if tier == "linker":
         kept = ours(tmp_path / "store", weights="w", rollouts=f"file://{tmp_path}/rollouts")
         runs = {"stock": theirs("linker of others", tmp_path / "files") | {"kvroute": False}, "overlap": kept}
     else:
         soon = {"disable_overlap_schedule": True, "page_size": 1}
-        runs = {"stock": HOST | {"kvroute": False}, "overlap": HOST, "no overlap": HOST | soon}
+        weighted = {"settings": WITH_WEIGHTS, "record": tmp_path / "record"} if RELEASE >= (0, 5, 23) else {}
+        runs = {"stock": HOST | {"kvroute": False}, "overlap": HOST | weighted, "no overlap": HOST | soon}
     draws = DRAWS if tier == "host" and RELEASE >= (0, 5, 23) else []
     plans = {name: SCENARIOS + draws * (name == "overlap") for name in runs}
     with ThreadPoolExecutor(2) as pool:
@@ -173,6 +184,8 @@ def test_scenarios(serve: Serve, model: Models, tmp_path: Path, tier: str) -> No
         if tier == "host":  # the judge knows this family
             print(all_right({"A": home}, answers[name]))
     if draws:
+        weights = judge_weights(tmp_path / "record", [home], answers["overlap"])
+        assert weights == {name: Counter(right=3 * 4 * count["right"]) for name, count in found["overlap"].items()}
         counts = judge_drawn(home, drawn)
         assert counts["prefix hits"]["hits"] >= counts["plain"]["hits"] + 3 * 32
         assert counts["a turn, the second"]["hits"] >= 2 * 32
@@ -203,9 +216,13 @@ def test_rows_follow_kv_that_another_component_keeps(
         for name, given in asked.items():
             change = [[name, "change", {"home": str(tmp_path / "files")}]] if name == "changed" else []
             do += [*change, [name, "ask", given], ["others", "ask", {"prompts": prompts(32, *[120] * 11)}]]
-        given = {"weights": "w", "strict": True} | settings
+        given = {"weights": "w", **WITH_WEIGHTS} | settings
         alone = {} if settings or RELEASE >= (0, 5, 22) else {"disable_overlap_schedule": True}  # else stock has zeros
-        answers = serve(home, do + more, kvroute=bool(settings), settings=given, **SMALL, **files, **alone)
+        record = tmp_path / "record" if settings and RELEASE >= (0, 5, 23) else None
+        given["routing_weights"] = record is not None
+        answers = serve(
+            home, do + more, kvroute=bool(settings), settings=given, record=record, **SMALL, **files, **alone
+        )
         found = tally(home, f"{tier}, {settings or 'stock'}", answers)
         assert not settings or not sum(each["wrong"] for each in found.values())
         assert {gap[2] for each in answers for gap in each.get("why", ())} <= {WHY}
@@ -220,6 +237,12 @@ def test_rows_follow_kv_that_another_component_keeps(
     assert (found["no hit"]["right"], found["no hit"]["loaded"]) == (DUE, 0)
     assert (found["loaded"]["right"], found["loaded"]["loaded"]) == (DUE, 64 + 80 + 112)
     all_right({"A": home}, of(answers, "loaded"))
+    if RELEASE >= (0, 5, 23):
+        weights = judge_weights(tmp_path / "record", [home], answers)
+        assert {name: count["right"] for name, count in weights.items()} == {
+            name: 3 * 4 * count["right"] for name, count in found.items()
+        }
+        assert weights["changed"]["missing"] == 3 * 4 * PAGE
     assert (found["changed"]["right"], found["changed"]["missing"]) == (DUE - PAGE, PAGE)
     (gap,) = [gap for each in of(answers, "changed") for gap in each["why"]]
     assert (gap[1] - gap[0], gap[2]) == (PAGE, WHY)
@@ -228,11 +251,14 @@ def test_rows_follow_kv_that_another_component_keeps(
 
 def test_weights_change(serve: Serve, model: Models, tmp_path: Path) -> None:
     """Goal: rows have the version that made them, and tokens keep the rows that they were sampled with. Method: updates
-    with a flush, without one, and amidst answers, whose KV stays or is given up and computed again."""
+    with a flush, without one, and amidst answers, whose KV stays or is given up and computed again. Ids have weights
+    beside them, also where both come from the store with their KV."""
     a, b = model("qwen3_moe"), model("qwen3_moe", 1)
     asked = prompts(21, 70, 33)
     do = [
         ["A", "ask", {"prompts": asked}],
+        ["others", "ask", {"prompts": prompts(23, *[120] * 5)}],
+        ["A, loaded", "ask", {"prompts": asked}],
         ["", "update", {"model": str(b), "version": "7", "flush": True}],
         ["B", "ask", {"prompts": asked}],
         ["B again", "ask", {"prompts": asked}],
@@ -244,9 +270,20 @@ def test_weights_change(serve: Serve, model: Models, tmp_path: Path) -> None:
             {"prompts": prompts(24, 40, 33), "model": str(a), "version": "10", "new": 200, "retract": True},
         ],
     ]
-    answers = serve(a, do, **SMALL, **ours(tmp_path / "store", weights="w"))
+    record = tmp_path / "record" if RELEASE >= (0, 5, 23) else None
+    linker = ours(tmp_path / "store", weights="w", routing_weights=record is not None)
+    answers = serve(a, do, record=record, **SMALL, **linker)
     homes = {"A": a, "B": b}
     all_right(homes, of(answers, "A"), before="A")
+    all_right(homes, of(answers, "A, loaded"), before="A")
+    assert loaded(of(answers, "A, loaded")) >= 64 + 32
+    if record is not None:
+        changed = of(answers, "amidst") + of(answers, "retracted")
+        still = [answer for answer in answers if answer not in changed]
+        for count in [*judge_weights(record, [a, b], still).values(), *judge_weights(record, [], changed).values()]:
+            assert count == Counter(right=count["right"])
+        answer, *_ = of(answers, "A, loaded")
+        assert_trainer_gets(RoutingWeights.from_json(Routes.from_json(answer["routes"]), answer["weights"]))
     for name in "B", "B again":
         assert all_right(homes, of(answers, name), before="B", labels={7: "B"}).labelled == 70 + 33 + 2 * 7
     total = all_right(homes, of(answers, "amidst"), before="A", after="B", labels={8: "A", 9: "B"})
@@ -258,6 +295,15 @@ def test_weights_change(serve: Serve, model: Models, tmp_path: Path) -> None:
         (start, cut, first), (_, stop, last) = Routes.from_json(answer["routes"]).weights_versions
         assert (start, first, last, stop) == (0, 9, 10, len(answer["prompt"]) + len(answer["tokens"]) - 1)
         assert cut > len(answer["prompt"])
+
+
+def assert_trainer_gets(found: RoutingWeights) -> None:
+    """prime-rl's array has the ids, and the bits of their weights."""
+    sample = routed_experts_and_weights(found, found.routes.stop + 1, frozen_router=True)
+    array = np.frombuffer(sample["data"], sample["dtype"]).reshape(sample["shape"])
+    layers, top_k = list(found.routes.layer_ids), found.routes.top_k
+    assert (array[:-1, layers, :top_k] == found.routes.ids).all()
+    assert array[:-1, layers, top_k:].tobytes() == found.weights.tobytes()
 
 
 def adapted(target: Path, home: Path) -> Path:

@@ -17,7 +17,7 @@ from cache_manager.errors import ConfigError, RowError
 from kvroute import RoutingWeights
 from kvroute.capture.step_weights import FORM, NO_WEIGHTS, OTHER_TOKENS, StepWeights
 from kvroute.connector import Key, Tokens, routes, routing_weights
-from kvroute.connector.settings import Lending
+from kvroute.connector.settings import Common
 from kvroute.routing import routing_spec
 
 Start = Callable[..., Toy]
@@ -159,7 +159,7 @@ def test_who_has_no_weights_says_so(start: Start) -> None:
     with pytest.raises(
         ConfigError, match="routing_weights: wanted expert ids alone: this engine's hook has no weights"
     ):
-        Lending.of({"routing_weights": True})
+        Common.of({"routing_weights": True})
 
 
 def test_why_a_step_has_no_weights() -> None:

@@ -60,6 +60,11 @@ def ids_of(salts: list[int]) -> torch.Tensor:
     return torch.cat([one * 0, one.expand(-1, 2, 1)], dim=1).expand(-1, 3, 1).repeat(1, 1, 2) + torch.tensor([0, 100])
 
 
+def weights_of(salts: list[int]) -> torch.Tensor:
+    """What experts were given float32 ``[T, 2, 2]``, of the layers with routers."""
+    return torch.tensor(salts, dtype=torch.float32)[:, None, None] / torch.tensor([[1, 2], [4, 8]])
+
+
 class Request(list[int]):
     """A request's slots, and the last pass that it needs: SGLang asks for its rows after that pass."""
 
@@ -71,6 +76,7 @@ class Engine:
     """Pages, KV and passes as SGLang has them; the KV of a slot, in ``memory`` or ``host_memory``, is its salt."""
 
     tier: str = "host"
+    weighted: bool = False  # rows have routing weights
     settings: dict[str, Any] = field(default_factory=dict)
     memory: torch.Tensor = field(default_factory=lambda: torch.zeros(PAGES + 1, PAGE, dtype=torch.int64))
     host_memory: torch.Tensor = field(default_factory=lambda: torch.zeros(HOST, PAGE, dtype=torch.int64))
@@ -86,7 +92,8 @@ class Engine:
 
     def __post_init__(self) -> None:
         store = "memory:" if self.tier not in ("none", "host") else ""
-        self.rows = RoutedRows(SPEC, PAGES + 1, Namespace("m", 1), Common(strict=True, store=store, **self.settings))
+        settings = Common(strict=True, store=store, **self.settings)
+        self.rows = RoutedRows(SPEC, PAGES + 1, Namespace("m", 1), settings, weights=self.weighted)
         folder = {"linker": KvFolder([self.memory]), "storage": KvFolder([self.host_memory])}.get(self.tier)
         kv, host_pages = Salts(self.memory) if self.tier == "ours" else None, len(self.host_memory)
         self.rows.attach(kv=kv, folder=folder, host_pages=host_pages * (self.tier in ("host", "storage")))
@@ -128,7 +135,9 @@ class Engine:
         self.memory.view(-1)[slots] = self.salt
         self.rows.weights.version = self.salt
         slots += [0] * (self.salt % 3)  # padding
-        self.passes.append(self.rows.launch(torch.tensor(slots, dtype=torch.int64), ids_of([self.salt] * len(slots))))
+        salts = [self.salt] * len(slots)
+        weights = weights_of(salts) if self.weighted else None
+        self.passes.append(self.rows.launch(torch.tensor(slots, dtype=torch.int64), ids_of(salts), weights=weights))
 
     def end(self) -> None:
         if self.passes:
@@ -216,9 +225,15 @@ class Engine:
         for request in self.running:
             if request.last > self.rows.passes.ended:
                 continue
-            found = self.rows.read(np.array(request, np.int64), 0).routes()[0]
+            read = self.rows.read(np.array(request, np.int64), 0)
+            found = read.routes()[0]
             salts, there = self.memory.view(-1)[request].numpy(), found.valid
             assert (found.ids[there][:, :, 0] == salts[there][:, None]).all(), "a row of other KV"
+            weights = read.weights_of(found)
+            assert (weights is not None) == self.weighted
+            if weights is not None:
+                assert weights.weights[there].tobytes() == weights_of(salts[there].tolist()).numpy().tobytes()
+                assert np.isnan(weights.weights[~there]).all()
             versions = {at: version for start, stop, version in found.weights_versions for at in range(start, stop)}
             assert all(versions[at] == salts[at] for at in np.flatnonzero(there)), "a label of other weights"
             assert there.all() or not complete
@@ -239,11 +254,12 @@ TIERS = {
 }
 
 
-@given(seed=st.integers(0, 1 << 32), tier=st.sampled_from(sorted(TIERS)), loses=st.booleans())
-def test_a_row_is_of_the_pass_that_made_the_kv_or_missing(seed: int, tier: str, loses: bool) -> None:
-    """Method: KV comes back under few keys, so that a key has rows of one computation and KV of another."""
+@given(seed=st.integers(0, 1 << 32), tier=st.sampled_from(sorted(TIERS)), loses=st.booleans(), weighted=st.booleans())
+def test_a_row_is_of_the_pass_that_made_the_kv_or_missing(seed: int, tier: str, loses: bool, weighted: bool) -> None:
+    """Method: KV comes back under few keys, so that a key has rows of one computation and KV of another; with routing
+    weights, too, which are of the very pass of their ids."""
     source = random.Random(seed)
-    engine = Engine(tier, {"witness": "flagged"})
+    engine = Engine(tier, weighted, {"witness": "flagged"})
     kinds = ["launch", "launch", "end", "finish", "check", *TIERS[tier], *(["lose"] * loses)]
     for _ in range(60):
         kind = source.choice(kinds)

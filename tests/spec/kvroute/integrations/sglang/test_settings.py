@@ -19,7 +19,7 @@ from kvroute.integrations.sglang.settings import lending_of
 
 def test_invalid_settings_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """Goal: a mistake can be mended by its message. Method: the place, what may stand there, and what was written."""
-    wanted = "store, rollouts, weights, witness, strict, untested, lend, lent_nbytes_max, keys"
+    wanted = "store, rollouts, weights, witness, strict, untested, lend, lent_nbytes_max, keys, routing_weights"
     with pytest.raises(ConfigError, match=rf"^linker_extra_config: wanted some of {wanted} .*got 'stor'"):
         lending_of({"linker": "KvrouteLinker", "linker_extra_config": {"stor": "x"}})
     monkeypatch.setenv("KVROUTE_SGLANG", "store=file:///x")

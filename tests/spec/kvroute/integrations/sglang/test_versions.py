@@ -103,7 +103,7 @@ def test_a_part_whose_names_are_absent_is_refused_by_its_argument(
     ``unified_cache_external_linker_config``."""
     monkeypatch.setitem(sys.modules, "sglang", SimpleNamespace(__version__=version))
     defaults: dict[str, Any] = {HOST: False, LINKER: False, "hicache_storage_backend": None, "enable_lora": False}
-    settings = Common(store="memory:", weights="w")
+    settings = Lending(store="memory:", weights="w")
     assert list(refusals(SimpleNamespace(**defaults), settings)) == []
     ((argument, wanted, got),) = refusals(SimpleNamespace(**defaults | {part: True}), settings)
     assert (argument, got) == (part, True)

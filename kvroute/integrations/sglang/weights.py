@@ -1,0 +1,160 @@
+"""The weights by which SGLang's kernels count the chosen experts, taken where the experts are given them.
+
+SGLang's capture has ids alone. Its ``FusedMoE`` is called with a choice, which has ids and weights of one computation,
+and gives both to the kernel as they are. So weights are taken there, with the ids beside them, and a pass whose experts
+were given other ids than its routers told has neither.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any, Final
+
+import torch
+
+from cache_manager.errors import ConfigError
+from cache_manager.spec import AuxBlockDataSpec
+from kvroute.capture.errors import CaptureError
+from kvroute.capture.hooks import MISSED, ONCE, OWN, Hooks, Values
+from kvroute.integrations.sglang.routers import ROUTERS, TOPK
+from kvroute.routing import routing_weights_spec
+
+EXPERTS: Final = "FusedMoE"
+"""SGLang's class of the experts of a layer."""
+KERNEL: Final = "UnquantizedFusedMoEMethod"
+"""SGLang's class of the kernel that was judged."""
+FACTORS: Final = ("routed_scaling_factor", "route_scale", "router_scaling_factor")
+"""SGLang's names of a number by which experts' outputs are multiplied behind the kernel, or weights before it."""
+REASONS: Final = {
+    MISSED: "a layer's experts were not given weights in a pass",
+    ONCE: "a layer's experts were given weights twice in a pass",
+    OWN: "a layer's experts were given the memory of another's weights",
+}
+FORM: Final = "experts were given weights that are not float32, or not one for each id"
+OTHER_TOKENS: Final = "experts were given weights of other tokens than the pass has"
+OTHER_IDS: Final = "experts were given other ids than the routers told"
+
+
+class GivenWeights:
+    """What the experts of ``routing``'s layers are given in the current pass.
+
+    ``hook(layer_id)`` is called with a choice, whose ``topk_ids`` and ``topk_weights`` are ``[tokens, top_k]``, and
+    keeps a copy of both: what the kernel makes of its memory changes none of it.
+    """
+
+    def __init__(self, routing: AuxBlockDataSpec) -> None:
+        self.spec = routing_weights_spec(routing)
+        layer_ids = routing.attrs["layer_ids"]
+        top_k = routing.row_shape[1]
+        ids = Values(routing.name, layer_ids, top_k, (torch.int32, torch.int64))
+        weights = Values(self.spec.name, layer_ids, top_k, (torch.float32,))
+        self._ids_name = routing.name
+        self._layers = len(layer_ids)
+        self._hooks = Hooks([ids, weights])
+
+    def hook(self, layer_id: int) -> Callable[[Any], None]:
+        """What a layer's experts call with their choice."""
+        keep_ids = self._hooks.hook(layer_id, self._ids_name)
+        keep_weights = self._hooks.hook(layer_id, self.spec.name)
+
+        def keep(choice: Any) -> None:
+            keep_ids(choice.topk_ids.clone())
+            keep_weights(choice.topk_weights.clone())
+
+        return keep
+
+    def begin(self) -> None:
+        """A pass begins: what experts were given before, for example in a warm-up, is discarded."""
+        self._hooks.clear()
+
+    def take(self, ids: torch.Tensor) -> torch.Tensor | str:
+        """The weights float32 ``[tokens, layers, top_k]`` of the pass whose routers told these ``ids`` of the same
+        shape, or why there are none. The hooks are then ready for the next pass."""
+        try:
+            sources, *_ = self._hooks.taken()
+        except CaptureError as error:
+            return REASONS.get(str(error.wanted), FORM)
+        finally:
+            self._hooks.clear()
+        given_ids = torch.stack(sources[: self._layers], 1)
+        if len(given_ids) != len(ids):
+            return OTHER_TOKENS
+        if not torch.equal(given_ids.long(), ids.long()):
+            return OTHER_IDS
+        return torch.stack(sources[self._layers :], 1)
+
+
+def bind_weights(
+    model: Any, configuration: Any, layers: Sequence[int], hook_of: Callable[[int], Callable[[Any], None]]
+) -> None:
+    """Have ``hook_of(layer)`` called with the choice that the experts of each of these ``layers`` are given.
+
+    ``configuration`` is that of the model's text. Raises :class:`ConfigError` that names the module, before any is
+    hooked, where what the experts are given is not the weight by which the model counts them: a factor before or behind
+    the kernel, weights that count an expert's input, shared experts among the chosen ones, other kernels than
+    :data:`KERNEL`, and experts or routers of other classes.
+    """
+    check_factors("the model's configuration", configuration)
+    experts: dict[int, Any] = {}
+    for name, module in model.named_modules():
+        kind = type(module).__name__
+        if kind in ROUTERS and kind != TOPK:
+            raise _refused(name, f"routers of {TOPK}", kind)
+        check_factors(name, module)
+        check_factors(name, getattr(module, "topk_config", None))
+        layer: int = getattr(module, "layer_id", -1)  # a kernel is a module, too, of no layer
+        if not hasattr(module, "moe_runner_config") or layer not in layers:
+            continue
+        check_experts(name, module)
+        if layer in experts:
+            raise _refused(name, f"one {EXPERTS} in each MoE layer", f"another one in layer {layer}")
+        experts[layer] = module
+    if absent := sorted(set(layers) - set(experts)):
+        raise _refused("the model", f"one {EXPERTS} in each MoE layer", f"none in {absent}")
+    for layer, module in experts.items():
+        module.forward = telling(module.forward, hook_of(layer))
+
+
+def check_factors(name: str, holder: Any) -> None:
+    """Raise :class:`ConfigError` if ``holder``, a module or a configuration of this ``name``, has a factor."""
+    for factor in FACTORS:
+        value = getattr(holder, factor, None)
+        if value is not None and not (isinstance(value, (int, float)) and value == 1):
+            wanted = "1 or none: SGLang multiplies by it outside the kernel, which nothing has judged"
+            raise _refused(f"{factor} of {name}", wanted, value)
+
+
+def check_experts(name: str, experts: Any) -> None:
+    """Raise :class:`ConfigError` unless the kernel of ``experts`` counts their outputs by what it is given."""
+    kind = type(experts).__name__
+    kernel = type(experts.quant_method).__name__
+    config = experts.moe_runner_config
+    if kind != EXPERTS:
+        raise _refused(name, f"experts of {EXPERTS}", kind)
+    if kernel != KERNEL:
+        raise _refused(name, f"a kernel of {KERNEL}: others were not judged", kernel)
+    if config.apply_router_weight_on_input:
+        raise _refused(name, "weights that count an expert's output", "some that count its input")
+    if config.num_fused_shared_experts:
+        wanted = "no shared experts among the chosen ones: not judged"
+        raise _refused(name, wanted, f"{config.num_fused_shared_experts} of them")
+    check_factors(name, config)
+
+
+def _refused(what: str, wanted: str, got: Any) -> ConfigError:
+    return ConfigError(f"SGLang with kvroute: routing_weights, {what}", wanted, got)
+
+
+def telling(forward: Callable[..., Any], keep: Callable[[Any], None]) -> Callable[..., Any]:
+    """``forward`` of a layer's experts, which also gives ``keep`` its choice, before the kernel has it."""
+
+    @wraps(forward)
+    def given(hidden_states: Any, topk_output: Any, *more: Any, **named: Any) -> Any:
+        keep(topk_output)
+        return forward(hidden_states, topk_output, *more, **named)
+
+    return given
+
+
+__all__ = ["EXPERTS", "FACTORS", "KERNEL", "GivenWeights", "bind_weights"]
