@@ -11,7 +11,9 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, Protocol
@@ -173,6 +175,7 @@ class Answers:
         self._lock = threading.Lock()
         self._waiting = 0  # answers
         self._waiting_nbytes = 0
+        self._refused = deque[tuple[Key, Tokens | None, KVRouteError]](maxlen=max(1, limits.answers_max))
 
     @cached_property
     def _behind(self) -> Behind:
@@ -193,7 +196,7 @@ class Answers:
         if full is None:
             self._behind.put(partial(self._make, answer, key, rows, tokens, nbytes))
         else:
-            self._refuse(answer, key, rows, full)
+            self._refuse(answer, key, rows, tokens, full)
         return answer
 
     def _full(self, nbytes: int) -> RowError | None:
@@ -282,7 +285,14 @@ class Answers:
         field[:, self._layers] = np.where(routes.known[:, :, None], routes.ids.astype(np.int32), -1)
         return routes, unseen, gaps
 
-    def _refuse(self, answer: Answer, key: Key, rows: RequestRows | KVRouteError, why: KVRouteError) -> None:
+    def _refuse(
+        self,
+        answer: Answer,
+        key: Key,
+        rows: RequestRows | KVRouteError,
+        tokens: Tokens | None,
+        why: KVRouteError,
+    ) -> None:
         """Too many answers wait: this one has its field alone. The scheduler's thread fills it."""
         self.counters.refused += 1
         try:
@@ -291,7 +301,20 @@ class Answers:
             why = error
         if self._left is not None:
             answer.data = self._left.fail(key, why)[FIELD]
+            prompt = tokens and Tokens(tokens.ids[: tokens.prompt], tokens.prompt)  # which names its rollout
+            self._refused.append((key, prompt, why))
+            self._behind.put(self._forget_earlier)
         answer.ready = True
+
+    def _forget_earlier(self) -> None:
+        """Have routes of earlier requests under the keys of refused ones forgotten; the thread does it."""
+        while self._refused and self._left is not None:
+            key, prompt, why = self._refused.popleft()
+            if self.apart is None:
+                self._left.void(key, prompt, Layout.of(self._spec))
+            else:
+                with suppress(KVRouteError):
+                    self.apart.put(key, why, prompt)
 
 
 class Outbox:

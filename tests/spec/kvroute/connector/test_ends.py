@@ -208,7 +208,7 @@ def test_a_refused_request_leaves_no_routes_of_an_earlier_one(
         toy.weights = 1
         compute(toy, FIRST)
         of_it = Tokens(FIRST, len(FIRST))
-        told = toy.scheduler.finished(Key("k", of_client=True), BLOCKS, len(FIRST), of_it, start="first")  # type: ignore[arg-type]
+        told = toy.scheduler.finished(Key("k", of_client=True), BLOCKS, len(FIRST), of_it, start="first")
         assert told is not None
         with pytest.raises(RowError, match=r"kvroute\.start"):
             of(told, store)

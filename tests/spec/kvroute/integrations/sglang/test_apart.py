@@ -28,10 +28,10 @@ from kvroute.connector.answers import missing, routes, unseen
 from kvroute.connector.cutting import Cutting
 from kvroute.connector.fields import FIELD
 from kvroute.connector.key import Key
-from kvroute.connector.left import Tokens
+from kvroute.connector.left import LeftRoutes, Tokens
 from kvroute.connector.rollouts_wire import Ended
 from kvroute.connector.settings import Lending
-from kvroute.integrations.sglang.answers import Answer, RequestRows
+from kvroute.integrations.sglang.answers import Answer, AnswerLimits, Answers, RequestRows
 from kvroute.integrations.sglang.apart import AllRead, AnswersApart, ended
 from kvroute.integrations.sglang.rows import RoutedRows
 from kvroute.rollout import RolloutStore, open_rollouts
@@ -149,6 +149,34 @@ def test_no_process_is_a_reason(engine: Engine, tmp_path: Path) -> None:
         routes(data(answer))
     assert (answer.field.numpy()[:, 1:] == np.arange(36).reshape(6, 3, 2)[:, 1:] + 3).all()
     assert engine.rows.answers.counters.failed == 1
+
+
+@pytest.mark.parametrize("scheme", ["", "apart:"])
+def test_a_refused_answer_leaves_no_earlier_routes(tmp_path: Path, scheme: str) -> None:
+    """Goal: a row is of the request that asked. Method: the second request of a rid, of the same tokens by other
+    weights, for whose rows there is no room; further ones, whose questions bring what is to be forgotten."""
+    url = f"file://{tmp_path}/rollouts"
+    made = Engine(f"{scheme}{url}")
+    with closing(made.rows), closing(open_rollouts(url)) as opened:
+        assert right(routes(data(made.answer("r", 1)), rollouts=opened), 1)
+        whole = made.rows.answers
+        left = LeftRoutes() if whole.apart else LeftRoutes.by(url)
+        made.rows.answers = Answers(SPEC, left, made.rows.meter, AnswerLimits(answers_max=0), apart=whole.apart)
+        with pytest.raises(RowError, match="0 at most, got more"):
+            routes(data(made.answer("r", 2)), rollouts=opened)
+        made.rows.answers = whole
+        rids = count()
+
+        def is_forgotten() -> bool:
+            assert right(routes(data(made.answer(f"s{next(rids)}", 3)), rollouts=opened), 3)
+            said = {"id": "r", "prompt_token_ids": TOKENS[:5], "choices": [{"index": 0, "token_ids": TOKENS[5:]}]}
+            try:
+                routes(said, rollouts=opened, key="r", wait_s=0)
+            except RowError as error:
+                return "no other request has had" in str(error)
+            return False
+
+        until(is_forgotten)
 
 
 def test_rows_that_cannot_be_read_leave_no_earlier_ones(engine: Engine, store: RolloutStore) -> None:
