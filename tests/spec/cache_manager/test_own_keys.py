@@ -6,6 +6,7 @@ import pytest
 from blocks_house import House
 
 from cache_manager.errors import InvalidInputError
+from cache_manager.keys import BlockKey
 from cache_manager.own_keys import OUTDATED_MAX
 
 
@@ -45,3 +46,23 @@ def test_of_many_resets_the_latest_are_remembered() -> None:
     house.engine.persist({house.key: 0}, [life])
     assert (house.engine.counters.stale_keys, house.engine.counters.foreign_keys) == (1, 1)
     house.close()
+
+
+def test_a_key_of_ours_beside_a_foreign_one_is_no_mistake(house) -> None:
+    """Goal: each key of a call is judged by itself. Method: one that was made here and one that was not are stored; and
+    are restored in a namespace that has come again, where ours was outdated once."""
+    engine = house.engine
+    foreign = BlockKey(bytes(32))
+    lives = engine.renew([0, 1]).tolist()
+    house.fill(0, "mine")
+    house.fill(1, "too")
+    stored = engine.persist({house.key: 0, foreign: 1}, lives)
+    assert stored[house.key]
+    assert not stored[foreign]
+    assert (engine.counters.stale_keys, engine.counters.foreign_keys) == (0, 1)
+    version = engine.namespace.weights_version
+    engine.reset(weights_version=version + 1)
+    engine.reset(weights_version=version)
+    lives = engine.renew([2, 3]).tolist()
+    assert engine.restore({house.key: 2, foreign: 3}, lives) == {house.key: True, foreign: False}
+    assert (engine.counters.stale_keys, engine.counters.foreign_keys) == (0, 2)
