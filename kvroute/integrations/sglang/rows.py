@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 MADE, BY_KV, GONE = range(3)
 """A page's rows were made here; or came from the store, matched by the KV; or did not come for KV that was loaded."""
 WHY: Final = "the store has no rows of the KV that was loaded"
-NO_WEIGHTS: Final = "a pass has ids, and no weights of them"
+IDS_ALONE: Final = "a pass has ids, and no weights of them"
 OTHER_WEIGHTS: Final = "KV that was loaded may be of other weights"
 NOTHING: Final[Mapping[int, str]] = MappingProxyType({})
 NO_SIDES: Final[Mapping[str, PagedBytes]] = MappingProxyType({})
@@ -201,7 +201,7 @@ class RoutedRows:
             if launched.weights is not None:
                 weights = launched.weights.cpu().numpy()
             elif self._weights_specs and not isinstance(numbers, str):
-                numbers = NO_WEIGHTS
+                numbers = IDS_ALONE
             write_ids(self.aux, self.meter, self.spec, slots, numbers, launched.version, weights=weights)
             self.passes.ended = launched.number
             self.go_on()
