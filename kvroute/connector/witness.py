@@ -98,12 +98,16 @@ class KvFolder:
         n = len(blocks)
         if len(self._host) == len(self._layers):  # one call of numpy takes a third of what one of torch does
             layer_folds = [folded(words[blocks].reshape(n, -1), keys) for words, keys in self._host]
-            return torch.from_numpy(np.sum(layer_folds, 0, np.uint64).view(np.int64))
+            sums = np.sum(layer_folds, 0, np.uint64)
+            return torch.from_numpy(sums.view(np.int64))
         ids = torch.from_numpy(blocks).to(self._layers[0][0].device, non_blocking=True)
         total = None
         for kv, keys in self._layers:
-            raw = kv.view(torch.uint8) if kv.element_size() == 1 else kv  # float8 cannot be gathered everywhere
-            part = folded_on_device(raw.index_select(0, ids).reshape(n, -1).view(torch.int64), keys)
+            raw = kv
+            if kv.element_size() == 1:  # float8 cannot be gathered everywhere
+                raw = kv.view(torch.uint8)
+            gathered = raw.index_select(0, ids).reshape(n, -1)
+            part = folded_on_device(gathered.view(torch.int64), keys)
             total = part if total is None else total.add_(part)
         assert total is not None, "some layer witnesses"
         return total
@@ -111,10 +115,13 @@ class KvFolder:
 
 def words_of(kv: torch.Tensor) -> NDArray[np.uint64] | None:
     """KV ``[blocks, ...]`` on a CPU as words ``[blocks, ...]`` in its logical order, not copied, or ``None``."""
+    if kv.device.type != "cpu":
+        return None
     try:
-        return kv.view(torch.int64).numpy().view(np.uint64) if kv.device.type == "cpu" else None
+        words = kv.view(torch.int64).numpy()
     except RuntimeError:  # words are not whole in it
         return None
+    return words.view(np.uint64)
 
 
 class KvWitness:
@@ -134,13 +141,15 @@ class KvWitness:
 
     def look(self, runs: Sequence[Run]) -> torch.Tensor:
         """The folds of all blocks of ``runs``; see :meth:`KvFolder.folds`."""
-        return self._folder.folds([block for run in runs for block in run.blocks])
+        blocks = [block for run in runs for block in run.blocks]
+        return self._folder.folds(blocks)
 
     def name(self, runs: Sequence[Run], folds: torch.Tensor) -> None:
         """These blocks have just been filled: their rows get the origins that their KV's folds give."""
         blocks, lives, witnesses = self._take(runs, folds)
         if blocks:
-            self._rows.exchange.name_origins(blocks, lives, np.array(witnesses, np.uint64))
+            origins = np.array(witnesses, np.uint64)
+            self._rows.exchange.name_origins(blocks, lives, origins)
 
     def refused(self, runs: Sequence[Run], folds: torch.Tensor) -> list[int]:
         """The KV of these blocks was loaded, and rows may have come: returns the blocks whose rows are of other KV.
@@ -149,11 +158,14 @@ class KvWitness:
         """
         blocks, _, witnesses = self._take(runs, folds)
         complete = self._rows.complete(blocks).tolist()  # a forgotten block has an origin, too
-        records = zip(blocks, self._rows.exchange.origins(blocks), witnesses, complete, strict=True)
-        wrong = {block: rows for block, origin, witness, rows in records if origin and origin != witness}
+        origins = self._rows.exchange.origins(blocks)
+        wrong = dict[int, bool]()
+        for block, origin, witness, has_rows in zip(blocks, origins, witnesses, complete, strict=True):
+            if origin and origin != witness:
+                wrong[block] = has_rows
         if wrong:
             self._rows.forget(list(wrong))
-        return [block for block, rows in wrong.items() if rows]
+        return [block for block, has_rows in wrong.items() if has_rows]
 
     def _take(
         self,
@@ -162,13 +174,16 @@ class KvWitness:
     ) -> tuple[list[int], list[int], list[int]]:
         """All blocks of ``runs``, their lives and their witnesses."""
         blocks = [block for run in runs for block in run.blocks]
-        lives = self._rows.generations([*blocks, *(max(0, run.before) for run in runs)]).tolist()
+        before_runs = [max(0, run.before) for run in runs]
+        lives = self._rows.generations([*blocks, *before_runs]).tolist()
         block_folds = folds.numpy().view(np.uint64).tolist()
         witnesses = list[int]()
         for run, life in zip(runs, lives[len(blocks) :], strict=True):
             before = ROOT
             if run.before >= 0:
-                before = int(self._of[run.before]) if self._lives[run.before] == life else UNKNOWN_WITNESS
+                before = UNKNOWN_WITNESS
+                if self._lives[run.before] == life:
+                    before = int(self._of[run.before])
             for block in run.blocks:
                 place = len(witnesses)
                 before = chained(before, block_folds[place])
@@ -197,14 +212,18 @@ class OtherRank:
             self._fold(step.carrier.runs)
 
     def _fold(self, runs: Sequence[Run]) -> None:
-        self._folder.folds([block for run in runs for block in run.blocks])
+        blocks = [block for run in runs for block in run.blocks]
+        self._folder.folds(blocks)
 
 
 def by_block(kv: torch.Tensor, blocks: int) -> torch.Tensor:
     """A layer's KV as ``blocks`` whole blocks, not copied: kernels may have it in smaller ones, ``[blocks * n, heads,
     tokens / n, ...]``. The heads stay in front, ``[blocks, heads, n, tokens / n, ...]``, so that ranks divide them."""
     split, remainder = divmod(kv.shape[0], blocks)
-    return kv if remainder or split < 2 else kv.unflatten(0, (blocks, split)).movedim(1, 2)
+    if remainder or split < 2:
+        return kv
+    by_kernel: torch.Tensor = kv.unflatten(0, (blocks, split))
+    return by_kernel.movedim(1, 2)
 
 
 def by_layer(kv_caches: Mapping[str, torch.Tensor]) -> dict[int, str]:
@@ -241,13 +260,15 @@ def witnessing(kv_caches: Mapping[str, torch.Tensor], moe_layers: Sequence[int])
     Raises :class:`ConfigError` if more than the last of ``moe_layers`` comes after the last KV: such layers share an
     earlier layer's KV.
     """
-    layers = {number: kv_caches[name] for number, name in by_layer(kv_caches).items()}
+    names = by_layer(kv_caches)
+    layers = {number: kv_caches[name] for number, name in names.items()}
     last = max(layers)
     blind = [layer for layer in sorted(moe_layers)[:-1] if layer >= last]
     if blind:
         wanted = f"one behind layer {blind[-1]}, or no store"
         raise ConfigError("KV layers", wanted, f"the last is {last}")
-    return witnesses([[kv] for kv in layers.values()], layers[last].element_size())
+    tensors = [[kv] for kv in layers.values()]
+    return witnesses(tensors, layers[last].element_size())
 
 
 __all__ = ["Join", "KvFolder", "KvWitness", "OtherRank", "by_block", "by_layer", "witnesses", "witnessing"]

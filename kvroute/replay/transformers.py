@@ -207,8 +207,9 @@ def _checked_constants(
     wrong = flat.isfinite() != (ids >= 0).to(flat.device)
     if bool(wrong.any()):
         token, layer, _ = wrong.nonzero()[0].tolist()
+        where = f"weights of token {token} layer {list(routers)[layer]}"
         wanted = "finite weights beside known ids, and NaN beside others"
-        raise ReplayError(f"weights of token {token} layer {list(routers)[layer]}", wanted, flat[token, layer].tolist())
+        raise ReplayError(where, wanted, flat[token, layer].tolist())
     return flat
 
 

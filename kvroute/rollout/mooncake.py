@@ -76,9 +76,12 @@ class MooncakeRollouts(PartStore):
         parts: list[Buffer] = [body[a:b] for a, b in pairwise(handle.starts(0, handle.parts))]
         parts += [support] * bool(handle.support_nbytes)
         keys = keys_of(handle)
+        entries = zip(keys, [*parts, header], strict=True)
         try:
-            for batch in chunks(zip(keys, [*parts, header], strict=True), lambda entry: len(entry[1]), BATCH_NBYTES):
-                stored = self.backend.put([_header(*entry) for entry in batch], [content for _, content in batch])
+            for batch in chunks(entries, lambda entry: len(entry[1]), BATCH_NBYTES):
+                headers = [_header(key, content) for key, content in batch]
+                contents = [content for _, content in batch]
+                stored = self.backend.put(headers, contents)
                 lost = stored.count(None)
                 if lost:
                     raise StorageError(f"rollout {handle.rollout_id}: no room for {lost} of {len(batch)} parts")
@@ -88,7 +91,10 @@ class MooncakeRollouts(PartStore):
                 self.backend.delete(keys)
             raise
         with suppress(StorageError):  # they are not found any more; the pool evicts them
-            self.backend.delete([entry for key, pointer in before for entry in (key, *self._stored(pointer.handle))])
+            gone = list[BlockKey]()
+            for key, pointer in before:
+                gone += [key, *self._stored(pointer.handle)]
+            self.backend.delete(gone)
         return handle
 
     def _find(self, rollout_id: str) -> RolloutHandle | None:
@@ -117,7 +123,9 @@ class MooncakeRollouts(PartStore):
     def _delete(self, handle: RolloutHandle) -> None:
         pointers = self._pointers(handle.rollout_id)
         # Those that were seen, and no others: a put just now has another place.
-        known_keys = [key for key, _ in pointers] if pointers and pointers[-1][1].handle.put_id == handle.put_id else []
+        known_keys = list[BlockKey]()
+        if pointers and pointers[-1][1].handle.put_id == handle.put_id:
+            known_keys = [key for key, _ in pointers]
         self.backend.delete([*known_keys, *self._stored(handle)])
 
     def _stored(self, handle: RolloutHandle) -> list[BlockKey]:
@@ -179,17 +187,20 @@ def keys_of(handle: RolloutHandle, numbers: Sequence[int] | None = None) -> list
     if numbers is None:
         support = range(*SUPPORT) if handle.support_nbytes else ()
         numbers = [*range(handle.parts), *support, *range(*HEADER)]
-    return [_key_of(b"part", put_id + number.to_bytes(8, "little", signed=True)) for number in numbers]
+    names = [number.to_bytes(8, "little", signed=True) for number in numbers]
+    return [_key_of(b"part", put_id + name) for name in names]
 
 
 def pointers_of(rollout_id: str) -> list[BlockKey]:
     """The keys of the places of a rollout's pointers; number ``n`` is in place ``n % PLACES``."""
-    return [_key_of(b"rollout", bytes([place]) + rollout_id.encode()) for place in range(POINTER_PLACES)]
+    name = rollout_id.encode()
+    return [_key_of(b"rollout", bytes([place]) + name) for place in range(POINTER_PLACES)]
 
 
 def _key_of(kind: bytes, name: bytes) -> BlockKey:
-    digest = hashlib.blake2b(name, digest_size=KEY_NBYTES - len(SCOPE), person=b"kvroute." + kind).digest()
-    return BlockKey(SCOPE + digest)
+    nbytes = KEY_NBYTES - len(SCOPE)
+    digest = hashlib.blake2b(name, digest_size=nbytes, person=b"kvroute." + kind)
+    return BlockKey(SCOPE + digest.digest())
 
 
 def _header(key: BlockKey, content: Buffer) -> RecordHeader:

@@ -120,7 +120,9 @@ class Cells:
         if layout.missing_layers:
             lost = [n for n in layout.missing_layers if n in chosen]
         if known_rows.ndim == 2:
-            known_rows = known_rows[:, [n in chosen for n in layout.layer_ids]].all(axis=1) & some_known(known_rows)
+            is_chosen = [n in chosen for n in layout.layer_ids]
+            all_chosen = known_rows[:, is_chosen].all(axis=1)
+            known_rows = all_chosen & some_known(known_rows)
         if not lost and np.count_nonzero(known_rows) == len(known_rows):
             return None if stop <= self.stop else (self.stop, None)
         row = 0 if lost else int(known_rows.argmin())
@@ -244,10 +246,11 @@ def union(parts: Sequence[C], **fields: Any) -> C:
                 differs = (cells[overlap, columns] != its_cells) & held & new
                 if differs.any():
                     row, i = np.argwhere(differs)[0].tolist()
-                    wanted = (
-                        f"{ids[first + row, layout.layer_ids.index(part_layers[i])].tolist()}, as in an earlier part"
-                    )
-                    raise RowError(f"row {part.start + row} layer {part_layers[i]}", wanted, part.ids[row, i].tolist())
+                    layer = part_layers[i]
+                    earlier = ids[first + row, layout.layer_ids.index(layer)]
+                    where = f"row {part.start + row} layer {layer}"
+                    wanted = f"{earlier.tolist()}, as in an earlier part"
+                    raise RowError(where, wanted, part.ids[row, i].tolist())
                 cells[overlap, columns] = np.where(new, its_cells, cells[overlap, columns])
             known[overlap, columns] = held | new
         to[beyond, columns] = its_ids[old:]

@@ -174,11 +174,11 @@ def _drafted(server_args: Any, version: str) -> Iterator[tuple[str, str, Any]]:
 
 def _weighted(server_args: Any, version: str) -> Iterator[tuple[str, str, Any]]:
     """:func:`refusals` of an engine whose answers have routing weights beside their ids."""
-    beside = f"with {versions.WEIGHTS}, which nothing has judged"
+    beside = f"with {versions.WEIGHTS_SETTING}, which nothing has judged"
     if version not in RELEASES:
-        yield versions.WEIGHTS, f"false in SGLang {version}: it was judged in {' or '.join(RELEASES)}", True
-    elif lacking := versions.absent(version, versions.WEIGHTS):
-        yield versions.WEIGHTS, f"false in an SGLang without {lacking[0]}, where weights are taken", True
+        yield versions.WEIGHTS_SETTING, f"false in SGLang {version}: it was judged in {' or '.join(RELEASES)}", True
+    elif lacking := versions.absent(version, versions.WEIGHTS_SETTING):
+        yield versions.WEIGHTS_SETTING, f"false in an SGLang without {lacking[0]}, where weights are taken", True
     if server_args.device != "cpu":
         yield "device", f"'cpu' {beside}: passes in a device's graphs", server_args.device
     for ranks in ("tp_size", "dp_size", "attn_dp_size", "ep_size"):

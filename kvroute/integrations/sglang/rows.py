@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 MADE, BY_KV, GONE = range(3)
 """A page's rows were made here; or came from the store, matched by the KV; or did not come for KV that was loaded."""
 WHY: Final = "the store has no rows of the KV that was loaded"
-NO_WEIGHTS: Final = "a pass has ids, and no weights of them"
+IDS_ALONE: Final = "a pass has ids, and no weights of them"
 OTHER_WEIGHTS: Final = "KV that was loaded may be of other weights"
 NOTHING: Final[Mapping[int, str]] = MappingProxyType({})
 NO_SIDES: Final[Mapping[str, PagedBytes]] = MappingProxyType({})
@@ -65,6 +65,23 @@ class SidePages:
         return of_pages[[place[key] for key in self.keys]]
 
 
+def left_answers(
+    settings: Common,
+    spec: AuxBlockDataSpec,
+    meter: Meter,
+    counters: dict[str, Callable[[], Any]],
+) -> Answers:
+    """Where ``settings`` leave the routes of answers; a process of their own has ``counters`` among these."""
+    rollouts = settings.rollouts
+    if not rollouts.startswith(APART_SCHEME):
+        return Answers(spec, LeftRoutes.by(rollouts) if rollouts else None, meter)
+    from kvroute.integrations.sglang.apart import AnswersApart
+
+    apart = AnswersApart(rollouts, spec, flagged=settings.witness == "flagged")
+    counters["rollouts"] = lambda: apart.counters
+    return Answers(spec, LeftRoutes(), meter, apart=apart)
+
+
 class RoutedRows:
     """The rows of ``pages`` pages, of the engine whose weights ``namespace`` names; page 0 is for padding.
 
@@ -77,6 +94,8 @@ class RoutedRows:
     ) -> None:
         self.spec, self.pages, self.page, self.settings = spec, pages, spec.block_tokens, settings
         self._weights_specs = [routing_weights_spec(spec)] if weights else []
+        self._of_a_row = [spec.name, *(of_weights.name for of_weights in self._weights_specs)]
+        """The specs of which a page has a row of each, or a row of none."""
         self.layers = list(spec.attrs["layer_ids"])
         self.passes = LaunchedPasses()
         self._filled_behind = np.zeros(pages, np.int64)  # passes launched when a page was filled ahead of its turn
@@ -85,23 +104,13 @@ class RoutedRows:
         self.followers: list[Callable[[], None]] = []  # called when the weights have another name
         self.counters: dict[str, Callable[[], Any]] = {}  # of further tiers, by name
         self._job_counts = JobCounts(self.meter, spec.block_tokens)
-        self.answers = self._answers()
+        self.answers = left_answers(settings, spec, self.meter, self.counters)
         self._gone = GoneKeys()  # KV that others keep without rows, or rows of ranks that differ
         self._ranks: Ranks | None = None
         self.sides: dict[str, Side] = {}  # windows and states in our store, by the names of their pools
         self._store = open_store(settings.store) if settings.store else None
         self.aux = self._made(namespace)
         self.weights = Versions(namespace, None, self._renamed, named=bool(settings.weights))
-
-    def _answers(self) -> Answers:
-        rollouts = self.settings.rollouts
-        if not rollouts.startswith(APART_SCHEME):
-            return Answers(self.spec, LeftRoutes.by(rollouts) if rollouts else None, self.meter)
-        from kvroute.integrations.sglang.apart import AnswersApart
-
-        apart = AnswersApart(rollouts, self.spec, flagged=self.settings.witness == "flagged")
-        self.counters["rollouts"] = lambda: apart.counters
-        return Answers(self.spec, LeftRoutes(), self.meter, apart=apart)
 
     def _made(self, namespace: Namespace, kv: Any = None, host_pages: int = 0) -> AuxBlocks:
         self._valid_after = np.zeros(self.pages + host_pages, np.int64)  # passes, then a page has its new content
@@ -116,11 +125,6 @@ class RoutedRows:
             required=self._of_a_row,
             strict=self.settings.strict,
         )
-
-    @property
-    def _of_a_row(self) -> list[str]:
-        """The specs of which a page has a row of each, or a row of none."""
-        return [self.spec.name, *(spec.name for spec in self._weights_specs)]
 
     def attach(
         self,
@@ -201,7 +205,7 @@ class RoutedRows:
             if launched.weights is not None:
                 weights = launched.weights.cpu().numpy()
             elif self._weights_specs and not isinstance(numbers, str):
-                numbers = NO_WEIGHTS
+                numbers = IDS_ALONE
             write_ids(self.aux, self.meter, self.spec, slots, numbers, launched.version, weights=weights)
             self.passes.ended = launched.number
             self.go_on()

@@ -53,7 +53,7 @@ APART: Final = "disaggregation_mode"
 DRAFTS: Final = "speculative_algorithm"
 DATA_PARALLEL: Final = (0, 5, 23)
 """The first release whose data parallelism was judged, with replicas (``dp_size``) and in attention."""
-WEIGHTS: Final = "routing_weights"
+WEIGHTS_SETTING: Final = "routing_weights"
 """The setting that needs names of its own."""
 PARTS: Final = (HOST, LINKER, APART, DRAFTS)
 """Server arguments that need names of their own: a release without one of them refuses the argument, and no more."""
@@ -64,7 +64,7 @@ class Place(NamedTuple):
 
     names: tuple[str, ...]  # the newest release's first; of an older one the next that is there
     parameters: tuple[str, ...] = ()  # those that our hook reads
-    part: str = ""  # of PARTS, or WEIGHTS, which alone needs it
+    part: str = ""  # of PARTS, or WEIGHTS_SETTING, which alone needs it
     since: tuple[int, ...] = ()  # releases before this have nothing there to follow
     until: tuple[int, ...] = (99,)  # and releases behind this
 
@@ -171,10 +171,10 @@ TAKEN: Final = (
     Place(
         ("sglang.srt.layers.moe.fused_moe_triton.layer.FusedMoE.forward",),
         ("hidden_states", "topk_output"),
-        WEIGHTS,
+        WEIGHTS_SETTING,
     ),
-    Place(("sglang.srt.layers.moe.topk.StandardTopKOutput.topk_weights",), part=WEIGHTS),
-    Place(("sglang.srt.layers.moe.topk.StandardTopKOutput.topk_ids",), part=WEIGHTS),
+    Place(("sglang.srt.layers.moe.topk.StandardTopKOutput.topk_weights",), part=WEIGHTS_SETTING),
+    Place(("sglang.srt.layers.moe.topk.StandardTopKOutput.topk_ids",), part=WEIGHTS_SETTING),
     Place((f"{_MEMORY}.hicache_storage.PoolName",), part=LINKER),
     Place((f"{_MEMORY}.cache_init_params.CacheInitParams.attn_tp_cache_group",), part=LINKER),
     *(
@@ -416,7 +416,7 @@ __all__ = [
     "TRANSFERRED",
     "TRANSFERRING",
     "WAYS",
-    "WEIGHTS",
+    "WEIGHTS_SETTING",
     "AttentionRank",
     "Part",
     "Place",

@@ -20,19 +20,19 @@ from kvroute.capture.hooks import MISSED, ONCE, OWN, Hooks, Values
 from kvroute.integrations.sglang.routers import ROUTERS, TOPK
 from kvroute.routing import routing_weights_spec
 
-EXPERTS: Final = "FusedMoE"
+EXPERTS_CLASS: Final = "FusedMoE"
 """SGLang's class of the experts of a layer."""
 KERNEL: Final = "UnquantizedFusedMoEMethod"
 """SGLang's class of the kernel that was judged."""
 FACTORS: Final = ("routed_scaling_factor", "route_scale", "router_scaling_factor")
 """SGLang's names of a number by which experts' outputs are multiplied behind the kernel, or weights before it."""
-REASONS: Final = {
+NOT_GIVEN: Final = {
     MISSED: "a layer's experts were not given weights in a pass",
     ONCE: "a layer's experts were given weights twice in a pass",
     OWN: "a layer's experts were given the memory of another's weights",
 }
-FORM: Final = "experts were given weights that are not float32, or not one for each id"
-OTHER_TOKENS: Final = "experts were given weights of other tokens than the pass has"
+OTHER_FORM: Final = "experts were given weights that are not float32, or not one for each id"
+GIVEN_OTHER_TOKENS: Final = "experts were given weights of other tokens than the pass has"
 OTHER_IDS: Final = "experts were given other ids than the routers told"
 
 
@@ -74,12 +74,12 @@ class GivenWeights:
         try:
             sources, *_ = self._hooks.taken()
         except CaptureError as error:
-            return REASONS.get(str(error.wanted), FORM)
+            return NOT_GIVEN.get(str(error.wanted), OTHER_FORM)
         finally:
             self._hooks.clear()
         given_ids = torch.stack(sources[: self._layers], 1)
         if len(given_ids) != len(ids):
-            return OTHER_TOKENS
+            return GIVEN_OTHER_TOKENS
         if not torch.equal(given_ids.long(), ids.long()):
             return OTHER_IDS
         return torch.stack(sources[self._layers :], 1)
@@ -108,10 +108,10 @@ def bind_weights(
             continue
         check_experts(name, module)
         if layer in experts:
-            raise _refused(name, f"one {EXPERTS} in each MoE layer", f"another one in layer {layer}")
+            raise _refused(name, f"one {EXPERTS_CLASS} in each MoE layer", f"another one in layer {layer}")
         experts[layer] = module
     if absent := sorted(set(layers) - set(experts)):
-        raise _refused("the model", f"one {EXPERTS} in each MoE layer", f"none in {absent}")
+        raise _refused("the model", f"one {EXPERTS_CLASS} in each MoE layer", f"none in {absent}")
     for layer, module in experts.items():
         module.forward = telling(module.forward, hook_of(layer))
 
@@ -130,8 +130,8 @@ def check_experts(name: str, experts: Any) -> None:
     kind = type(experts).__name__
     kernel = type(experts.quant_method).__name__
     config = experts.moe_runner_config
-    if kind != EXPERTS:
-        raise _refused(name, f"experts of {EXPERTS}", kind)
+    if kind != EXPERTS_CLASS:
+        raise _refused(name, f"experts of {EXPERTS_CLASS}", kind)
     if kernel != KERNEL:
         raise _refused(name, f"a kernel of {KERNEL}: others were not judged", kernel)
     if config.apply_router_weight_on_input:
@@ -157,4 +157,4 @@ def telling(forward: Callable[..., Any], keep: Callable[[Any], None]) -> Callabl
     return given
 
 
-__all__ = ["EXPERTS", "FACTORS", "KERNEL", "GivenWeights", "bind_weights"]
+__all__ = ["EXPERTS_CLASS", "FACTORS", "KERNEL", "GivenWeights", "bind_weights"]

@@ -93,7 +93,9 @@ def heard(hear: Callable[..., None], call: Callable[..., Any]) -> Callable[..., 
 def _rows_of_core(core: Any) -> list[Any]:
     """The rows of a core, if it has any yet."""
     own_config: Any = getattr(core, "vllm_config", None)
-    followed = [reference() for config, reference in _HEARING if own_config is not None and _same(config, own_config)]
+    if own_config is None:
+        return []
+    followed = [reference() for config, reference in _HEARING if _same(config, own_config)]
     return [rows for rows in followed if rows is not None]
 
 
@@ -182,7 +184,8 @@ class Sending:
 
     def __init__(self, core: Any, field: Any) -> None:
         self.field = field
-        self._scheduler, self._update = core.scheduler, core.scheduler.update_from_output
+        self._scheduler = core.scheduler
+        self._update = core.scheduler.update_from_output
         self._at_hand: list[Callable[[], None]] = []  # one, unless a step has raised behind its update
         self._behind: Behind | None = None
         self._queue = getattr(core, "output_queue", None)
@@ -194,9 +197,11 @@ class Sending:
         field.sending = self
 
     def update(self, scheduler_output: Any, model_runner_output: Any) -> Any:
-        by_client, step = self.field.update(self._scheduler, self._update, scheduler_output, model_runner_output)
+        update = self.field.update
+        by_client, step = update(self._scheduler, self._update, scheduler_output, model_runner_output)
         apart = self._queue is None or len(by_client or ()) > 1
-        self._at_hand.append(partial(self.field.fill, self._messages(by_client), step, apart=apart))
+        messages = self._messages(by_client)
+        self._at_hand.append(partial(self.field.fill, messages, step, apart=apart))
         return by_client
 
     def _messages(self, by_client: Any) -> list[list[Any]]:

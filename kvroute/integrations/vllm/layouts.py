@@ -66,17 +66,22 @@ def place_of(config: Any, layers: Mapping[str, Any], tensor_rank: int) -> RankPl
 
     Raises :class:`ConfigError` for layers that divide sequences differently, or whose layout is not known.
     """
-    shards = {getattr(getattr(layer, "moe_config", None), "sp_size", 1) for layer in layers.values()} or {1}
-    if config.data_parallel_size == 1 and shards == {1}:
+    moe_configs = [getattr(layer, "moe_config", None) for layer in layers.values()]
+    shards = {getattr(moe_config, "sp_size", 1) for moe_config in moe_configs} or {1}
+    data_size = config.data_parallel_size
+    if data_size == 1 and shards == {1}:
         return None
     if len(shards) > 1:
-        raise ConfigError("layers with routers", "one number of shards of a sequence for all", sorted(shards))
+        wanted = "one number of shards of a sequence for all"
+        raise ConfigError("layers with routers", wanted, sorted(shards))
     for name, layer in layers.items():
         if gathers(layer) is None:
-            wanted = f"vLLM's own runner, or a kernel with one of {', '.join(GATHERS)}, beside several ranks of data"
+            kinds = ", ".join(GATHERS)
+            wanted = f"vLLM's own runner, or a kernel with one of {kinds}, beside several ranks of data"
             raise ConfigError(f"layer {name}", wanted, _kind(layer))
     (count,) = shards
-    return RankPlace(config.data_parallel_rank, config.data_parallel_size, tensor_rank if count > 1 else 0, count)
+    shard = tensor_rank if count > 1 else 0
+    return RankPlace(config.data_parallel_rank, data_size, shard, count)
 
 
 def gathers(layer: Any) -> bool | None:
@@ -85,7 +90,9 @@ def gathers(layer: Any) -> bool | None:
     if not hasattr(layer, "do_naive_dispatch_combine"):
         return None
     preparation = _preparation(layer)
-    return bool(layer.do_naive_dispatch_combine) if preparation is None else GATHERS.get(type(preparation).__name__)
+    if preparation is None:
+        return bool(layer.do_naive_dispatch_combine)
+    return GATHERS.get(type(preparation).__name__)
 
 
 def _preparation(layer: Any) -> Any:
@@ -97,8 +104,11 @@ def _preparation(layer: Any) -> Any:
 
 
 def _kind(layer: Any) -> str:
-    preparation = _preparation(layer) if hasattr(layer, "do_naive_dispatch_combine") else None
-    return type(layer if preparation is None else preparation).__name__
+    preparation = None
+    if hasattr(layer, "do_naive_dispatch_combine"):
+        preparation = _preparation(layer)
+    named = layer if preparation is None else preparation
+    return type(named).__name__
 
 
 def hook_of(name: str, layer: Any, place: RankPlace, keep: Keep) -> Keep:

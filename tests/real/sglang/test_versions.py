@@ -58,7 +58,7 @@ def started(
 def test_every_name_is_there() -> None:
     """Goal: the table is of this SGLang, whose version was judged. A name that nothing hooks is not in the table."""
     version = sglang.__version__
-    assert not any(versions.absent(version, part) for part in ("", *versions.PARTS, versions.WEIGHTS))
+    assert not any(versions.absent(version, part) for part in ("", *versions.PARTS, versions.WEIGHTS_SETTING))
     assert versions.unfit(sglang.__version__, "") is None
     assert HOOKS.keys() == versions.PLACES.keys()
     older = {hook for hook, place in versions.PLACES.items() if place.until < versions.release(version)}

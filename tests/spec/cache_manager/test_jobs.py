@@ -203,6 +203,7 @@ def test_limits_that_cannot_be_are_named(limits) -> None:
 def test_a_begin_that_is_interrupted_leaves_no_job_that_nobody_carries(full) -> None:
     """Goal: a listed job is carried, wherever a signal handler raises in the call that begins it. Method: at each
     place, while the store's thread sleeps."""
+    earlier = set(threading.enumerate())  # an earlier test's store may not have ended yet
     full.gate.open()
     at, stopped = 1, True
     while stopped:
@@ -211,7 +212,8 @@ def test_a_begin_that_is_interrupted_leaves_no_job_that_nobody_carries(full) -> 
         before = full.begin_persist(1, 100 + at)
         assert before is not None
         assert before.wait(GIVE_UP_S)
-        (worker,) = [thread for thread in threading.enumerate() if thread.name == "kvroute-store-job"]
+        own = set(threading.enumerate()) - earlier
+        (worker,) = [thread for thread in own if thread.name == "kvroute-store-job"]
         assert until_it_waits(worker)
         stopped = is_stopped(lambda: full.begin_persist(0, 1000 + at), at)  # noqa: B023
         for job in list(full.engine.jobs):

@@ -21,12 +21,12 @@ from kvroute.connector.settings import Common, Lending
 from kvroute.integrations.sglang import routing_weights
 from kvroute.integrations.sglang.aside import Aside
 from kvroute.integrations.sglang.capturer import Capturer
-from kvroute.integrations.sglang.rows import NO_WEIGHTS, RoutedRows
+from kvroute.integrations.sglang.rows import IDS_ALONE, RoutedRows
 from kvroute.integrations.sglang.weights import (
-    FORM,
+    GIVEN_OTHER_TOKENS,
+    NOT_GIVEN,
+    OTHER_FORM,
     OTHER_IDS,
-    OTHER_TOKENS,
-    REASONS,
     GivenWeights,
     bind_weights,
 )
@@ -128,7 +128,7 @@ def test_experts_tell_what_their_kernel_gets() -> None:
     weights = given.take(ids_of(0)[:, 1:])
     assert isinstance(weights, torch.Tensor)
     assert torch.equal(weights, weights_of(0))
-    assert given.take(ids_of(0)[:, 1:]) == REASONS["a call in each pass"]  # of the next pass
+    assert given.take(ids_of(0)[:, 1:]) == NOT_GIVEN["a call in each pass"]  # of the next pass
 
 
 @pytest.mark.parametrize(
@@ -184,13 +184,13 @@ class Theirs:
 
 WITHOUT = {
     "": "",
-    "no call": REASONS["a call in each pass"],
-    "two calls": REASONS["one call a pass"],
+    "no call": NOT_GIVEN["a call in each pass"],
+    "two calls": NOT_GIVEN["one call a pass"],
     "other ids": OTHER_IDS,
     "other order": OTHER_IDS,
-    "fewer tokens": OTHER_TOKENS,
-    "doubles": FORM,
-    "shared columns": FORM,
+    "fewer tokens": GIVEN_OTHER_TOKENS,
+    "doubles": OTHER_FORM,
+    "shared columns": OTHER_FORM,
 }
 
 
@@ -242,7 +242,7 @@ def assert_read(rows: RoutedRows, salts: list[int | None], slots: Any = SLOTS) -
 
 def test_every_cause_is_on_the_page() -> None:
     page = (Path(__file__).parents[5] / "docs" / "missing-rows.md").read_text()
-    causes = [*REASONS.values(), FORM, OTHER_TOKENS, OTHER_IDS, NO_WEIGHTS]
+    causes = [*NOT_GIVEN.values(), OTHER_FORM, GIVEN_OTHER_TOKENS, OTHER_IDS, IDS_ALONE]
     assert [cause for cause in causes if f"`{cause}`" not in page] == []
 
 
@@ -258,7 +258,7 @@ def test_ids_that_come_without_weights_have_no_rows(rows: RoutedRows) -> None:
     run(rows, 0)
     rows.launch(torch.from_numpy(SLOTS), ids_of(100)).finalize()
     assert_read(rows, [None] * 6)
-    assert list(rows.meter.missing) == [NO_WEIGHTS.partition(":")[0]]
+    assert list(rows.meter.missing) == [IDS_ALONE.partition(":")[0]]
 
 
 def test_what_was_put_aside_comes_back_with_its_weights(rows: RoutedRows) -> None:
