@@ -29,8 +29,19 @@ from bench.replay_study.results import (
     times,
 )
 from bench.replay_study.rows import Labels, Rows
-from bench.replay_study.scales import DEEPSEEK, FAMILIES, QWEN, SCALES, Learning, Options, Reinforcement, Scale, Task
-from bench.replay_study.study import DENOMINATORS, TRAINED, Study
+from bench.replay_study.scales import (
+    DEEPSEEK,
+    DENOMINATORS,
+    FAMILIES,
+    QWEN,
+    SCALES,
+    Learning,
+    Options,
+    Reinforcement,
+    Scale,
+    Task,
+)
+from bench.replay_study.study import TRAINED, Study
 from cache_manager.errors import InvalidInputError
 
 MINUTE = replace(
