@@ -92,12 +92,19 @@ WAYS = {
 
 
 def build(home: Path, layers: int, length: int) -> NDArray[np.int64]:
-    """A checkpoint whose routers choose by the token; the experts by token, ``[vocabulary, layers, top_k]``, sorted."""
+    """A checkpoint whose routers choose by the token; the experts by token, ``[vocabulary, layers, top_k]``, sorted.
+
+    Each router is the first one with its experts exchanged: no token would be far from the borders of many others.
+    """
     config = Qwen3MoeConfig(num_hidden_layers=layers, **{**COMMON, **SIZES, "max_position_embeddings": 2 * length})
     with torch.device("cuda" if ON_GPU else "cpu"):
         model = seeded(Qwen3MoeForCausalLM, config, 0.3, 0.02)
+    draw = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        decide_by_token(model, TOP_K, torch.Generator().manual_seed(0))
+        first, *others = (layer.mlp.gate.weight for layer in model.model.layers)
+        for router in others:
+            router.copy_(first[torch.randperm(len(first), generator=draw)])
+        decide_by_token(model, TOP_K, draw)
         code = model.model.embed_tokens.weight[:, :CODE]
         scores = [code @ layer.mlp.gate.weight[:, :CODE].T for layer in model.model.layers]
         chosen = np.sort(torch.stack(scores, 1).topk(TOP_K).indices.cpu().numpy(), -1)

@@ -119,7 +119,7 @@ def decide_by_token(model: Any, top_k: int, generator: torch.Generator) -> None:
             if "down_proj" in name or name.endswith(("o_proj.weight", "out_proj.weight")):
                 parameter.narrow(parameter.ndim - 2, 0, CODE).zero_()  # [..., hidden, inner]
     codes = torch.randn(200_000, CODE, generator=generator).to(routers[0].device)
-    keep = torch.ones(len(codes), dtype=torch.bool)
+    keep = torch.ones(len(codes), dtype=torch.bool, device=codes.device)
     for router in routers:
         scores = (codes @ router.T).sort(-1, descending=True).values
         keep &= scores[:, top_k - 1] - scores[:, top_k] > GAP * scores.std(-1)
