@@ -303,31 +303,51 @@ def replay_rows() -> Picture:
 
 
 def replay_training() -> Picture:
-    """From the same results: the reward of each step."""
+    """From the same results: the reward of each step, the mean over the weights, less that with right rows."""
     runs = [run for run in json.loads(STUDY.read_text())["runs"] if run["old"] == "engine"]
-    picture = Picture("Policy gradient: the reward of each step, by the rows that it replays", 350)
-    steps = max(len(run["steps"]) for run in runs)
+    picture = Picture("Policy gradient: the reward of each step, less that with right rows", 390)
+    steps = min(len(run["steps"]) for run in runs)
     seeds = len({run["seed"] for run in runs})
-    weights = "one set of weights, so no interval" if seeds == 1 else f"{seeds} sets of weights"
-    picture.text(20, 54, f"one H200, Qwen3-MoE of 0.3 billion parameters, {weights}", color=FAINT)
-    low, high, top, bottom = 0.78, 0.96, 74, 284
+    words = f"H200s, models of 0.3 billion parameters, mean and range of {seeds} sets of weights"
+    picture.text(20, 54, words, color=FAINT)
+    low, high, top = -6.0, 2.0, 96
+    height = 210
+    colors = {"none": FAINT, "evicted": WRONG}
+    for panel, (family, (_, name)) in enumerate(FAMILY_COLORS.items()):
+        left, width = 70 + 350 * panel, 310
+        picture.text(left, top - 14, name, bold=True)
 
-    def place(step: int, reward: float) -> str:
-        return f"{70 + 650 * step / (steps - 1):.4g} {bottom - (reward - low) / (high - low) * (bottom - top):.4g}"
+        def place(step: int, points: float, left: int = left, width: int = width) -> tuple[float, float]:
+            across = left + 14 + (width - 28) * step / (steps - 1)
+            return across, top + height - (points - low) / (high - low) * height
 
-    for reward in (0.80, 0.85, 0.90, 0.95):
-        height = place(0, reward).split()[1]
-        picture.line(f"M70 {height} H740", color="#dddddd", head=False)
-        picture.text(60, float(height) + 5, f"{reward:.2f}", color=FAINT, at="end")
-    for step in range(steps):
-        picture.text(float(place(step, low).split()[0]), bottom + 18, str(step), size=13, color=FAINT, at="middle")
-    colors = {"none": FAINT, "right": RIGHT, "evicted": WRONG}
-    for run in runs:
-        path = " L".join(place(each["step"], each["reward"]) for each in run["steps"])
-        picture.line(f"M{path}", color=colors[run["rows"]], head=False, dashed=run["rows"] == "none")
-    for i, (rows, color) in enumerate(colors.items()):
-        picture.dot(90 + 190 * i, 325, color)
-        picture.text(102 + 190 * i, 330, REPLAYED[rows])
+        for points in range(int(low), int(high) + 1, 2):
+            y = place(0, points)[1]
+            picture.line(f"M{left} {y:g} H{left + width}", color=RIGHT if points == 0 else "#dddddd", head=False)
+            if panel == 0:
+                picture.text(left - 10, y + 5, f"{points:+d} %" if points else "0", color=FAINT, at="end")
+        for step in range(steps):
+            picture.text(place(step, low)[0], top + height + 20, str(step), size=13, color=FAINT, at="middle")
+        rewards = {
+            (run["rows"], run["seed"]): [100 * each["reward"] for each in run["steps"][:steps]]
+            for run in runs
+            if run["family"] == family
+        }
+        for rows, color in colors.items():
+            less = [
+                [mine - right for mine, right in zip(found, rewards["right", seed], strict=True)]
+                for (of, seed), found in rewards.items()
+                if of == rows
+            ]
+            for step, values in enumerate(zip(*less, strict=True)):
+                x, lowest = place(step, min(values))
+                picture.line(f"M{x:.4g} {lowest:.4g} V{place(step, max(values))[1]:.4g}", color=color, head=False)
+            means = [place(step, sum(values) / len(values)) for step, values in enumerate(zip(*less, strict=True))]
+            path = " L".join(f"{x:.4g} {y:.4g}" for x, y in means)
+            picture.line(f"M{path}", color=color, head=False, dashed=rows == "none")
+    for i, (rows, color) in enumerate({"right": RIGHT, **colors}.items()):
+        picture.dot(90 + 190 * i, 365, color)
+        picture.text(102 + 190 * i, 370, REPLAYED[rows])
     return picture
 
 

@@ -10,8 +10,8 @@ is DP 2 + EP.
 
 Each row is judged: the routers choose by the token alone, by a wide margin, so that a table of the vocabulary says
 which experts. Memory is that of all processes of an engine (proportional set size, so that shared memory counts once),
-the most of any turn. What is *sent* is what the engine sends along for the rows, an array as it is and all else as
-JSON; *left* is what lies in the rollout store at the end.
+the most of every tenth turn. What is *sent* is what the engine sends along for the rows, an array as it is and all else
+as JSON; *left* is what lies in the rollout store at the end.
 
 Why to distrust it: on a CPU the models are tiny, and a forward pass is cheap beside everything else; engines with
 several processes share few cores. Needs vLLM in the Python that runs it, with this checkout.
@@ -20,6 +20,7 @@ several processes share few cores. Needs vLLM in the Python that runs it, with t
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -91,15 +92,27 @@ WAYS = {
 
 
 def build(home: Path, layers: int, length: int) -> NDArray[np.int64]:
-    """A checkpoint whose routers choose by the token; the experts by token, ``[vocabulary, layers, top_k]``, sorted."""
+    """A checkpoint whose routers choose by the token; the experts by token, ``[vocabulary, layers, top_k]``, sorted.
+
+    Each router is the first one with its experts exchanged: no token would be far from the borders of many others.
+    """
     config = Qwen3MoeConfig(num_hidden_layers=layers, **{**COMMON, **SIZES, "max_position_embeddings": 2 * length})
-    model = seeded(Qwen3MoeForCausalLM, config, 0.3, 0.02)
+    with torch.device("cuda" if ON_GPU else "cpu"):
+        model = seeded(Qwen3MoeForCausalLM, config, 0.3, 0.02)
+    draw = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        decide_by_token(model, TOP_K, torch.Generator().manual_seed(0))
+        first, *others = (layer.mlp.gate.weight for layer in model.model.layers)
+        for router in others:
+            router.copy_(first[torch.randperm(len(first), generator=draw)])
+        decide_by_token(model, TOP_K, draw)
         code = model.model.embed_tokens.weight[:, :CODE]
         scores = [code @ layer.mlp.gate.weight[:, :CODE].T for layer in model.model.layers]
+        chosen = np.sort(torch.stack(scores, 1).topk(TOP_K).indices.cpu().numpy(), -1)
     model.to(torch.bfloat16 if ON_GPU else torch.float32).save_pretrained(home)
-    return np.sort(torch.stack(scores, 1).topk(TOP_K).indices.numpy(), -1)
+    del model, code, scores
+    if ON_GPU:
+        torch.cuda.empty_cache()  # the engines need the memory
+    return chosen
 
 
 @dataclass
@@ -113,6 +126,11 @@ class Counts:
     tokens: int = 0
     sent_nbytes: int = 0
     pss_nbytes: int = 0
+    turns: int = 0
+
+
+MEMORY_EVERY = 10
+"""Turns between two looks at the memory, which take longer than a turn."""
 
 
 @dataclass
@@ -135,7 +153,9 @@ class Conversations:
             for number, answer in zip(range(rank, len(self.said), len(shares)), share["answers"], strict=True):
                 self.said[number] = self.said[number] + answer["tokens"]
                 self._count(self.said[number], starts[number], answer)
-        self.counts.pss_nbytes = max(self.counts.pss_nbytes, memory_of(self.deployment))
+        self.counts.turns += 1
+        if self.counts.turns % MEMORY_EVERY == 0 or not self.counts.pss_nbytes:
+            self.counts.pss_nbytes = max(self.counts.pss_nbytes, memory_of(self.deployment))
         seconds = max(share["seconds"] for share in shares)
         cpu_s = sum(share["cpu_s"] for share in shares)
         return {
@@ -203,10 +223,12 @@ def main() -> None:
     more = args.length // args.turns - args.reply
     blocks = args.conversations * (args.length // BLOCK + 1)
     head = SIZES["head_dim"] * SIZES["num_key_value_heads"] * args.layers * 2 * (2 if ON_GPU else 4)
+    on_device = max(args.length // BLOCK + 9, int(args.device * blocks) // args.ranks)
     options: dict[str, Any] = {
         "max_model_len": args.length + args.reply + BLOCK,
         "max_num_seqs": args.conversations,
-        "num_gpu_blocks_override": max(args.length // BLOCK + 9, int(args.device * blocks) // args.ranks),
+        "num_gpu_blocks_override": on_device,
+        **({"kv_cache_memory_bytes": on_device * BLOCK * head} if ON_GPU else {}),
         "block_size": BLOCK,
         "gpu_memory_utilization": 0.05,
         "dtype": "bfloat16" if ON_GPU else "float32",
@@ -218,20 +240,27 @@ def main() -> None:
         starter = Starter(stack, ranks=PLUGIN)
         chosen = build(starter.home / "model", args.layers, args.length)
         options["model"] = str(starter.home / "model")
+        homes = {name: starter.home / f"of {name}" for name in names}
+
+        def start_way(name: str) -> Deployment | PeerError:
+            homes[name].mkdir()
+            config = WAYS[name].config(homes[name], 2 * blocks * BLOCK * head // args.ranks)
+            try:
+                return start(starter, name, args.ranks, options | config, {})
+            except PeerError as error:  # the others go on
+                return error
+
+        with ThreadPoolExecutor(len(names) if ON_GPU else 1) as threads:
+            started = dict(zip(names, threads.map(start_way, names), strict=True))
         racers, told = [], dict[str, Conversations]()
-        for name in names:
-            home = starter.home / f"of {name}"
-            home.mkdir()
-            way = WAYS[name]
+        for name, deployment in started.items():
             racer = Racer(name, None)
             racers.append(racer)
-            try:
-                config = way.config(home, 2 * blocks * BLOCK * head)
-                deployment = start(starter, name, args.ranks, options | config, {})
-            except PeerError as error:  # the others go on
-                racer.failed = str(error)
+            if isinstance(deployment, PeerError):
+                racer.failed = str(deployment)
                 continue
-            told[name] = Conversations(way, home, deployment, chosen, [[] for _ in range(args.conversations)])
+            empty = [list[int]() for _ in range(args.conversations)]
+            told[name] = Conversations(WAYS[name], homes[name], deployment, chosen, empty)
             racer.turn = partial(told[name].turn, np.random.default_rng(0), more, args.reply)
         race(racers, args.turns)
         title = f"{args.conversations} conversations of {args.turns} turns, {args.length} tokens, {args.ranks} ranks"

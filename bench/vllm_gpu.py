@@ -5,11 +5,12 @@ answers (prompts with a common head, then further turns), and judges each row by
 same GPU. An engine in bfloat16 rounds: a row that differs at a close choice is counted separately. With two GPUs, two
 tensor-parallel ranks too.
 
-``--what speed`` starts engines of Qwen3-30B-A3B's shape with random weights, which take turns: no connector, one that
-does nothing, kvroute with a store of rows and the witness of every full block (rows come back in the response, or go to
-a rollout store), vLLM's own flag with kvroute and without. The answers of a
-round end together, which is the worst case, or apart. Ratios are to vLLM without a connector in the same round.
-``--layers 48`` is the whole model; two such engines fill an H200 (``--engines off store``).
+``--what speed`` starts engines of Qwen3-30B-A3B's shape with random weights, or that of another ``--family``
+(hybrid: Qwen3-Next-80B-A3B, gpt-oss-20b), which take turns: no connector, one that does nothing, kvroute with a store
+of rows and the witness of every full block (rows come back in the response, or go to a rollout store), vLLM's own flag
+with kvroute and without. The answers of a round end together, which is the worst case, or apart. Ratios are to vLLM
+without a connector in the same round. ``--layers 48`` is the whole Qwen3-30B-A3B; two such engines fill an H200
+(``--engines off store``).
 
 Needs vLLM in the Python that runs it, with this checkout.
 """
@@ -31,7 +32,7 @@ import torch
 from bench.engines import PROMPT, Engine, Rates, in_turns
 from bench.harness import ROOT, PeerError, Table, asked, want_gpu, write_json
 from bench.vllm_drafts import BY_CHANCE, drafted
-from bench.vllm_models import VOCABULARY, Judge, build, shape
+from bench.vllm_models import SHAPES, VOCABULARY, Judge, build, shape
 from bench.vllm_peers import CONNECTORS, connector, plugin
 
 GRAPHS = [1, 2, 4, 8, 16, 32, 64, 128, 256]
@@ -240,12 +241,20 @@ ENGINES: Mapping[str, Callable[[Path], dict[str, Any]]] = {
 }
 
 
-def speed(starter: Starter, layers: int, names: Sequence[str], batches: Sequence[int], rounds: int) -> dict[str, Rates]:
+KV_GIB = {"qwen3_next": 12}
+"""Of an engine whose shape keeps a state for each sequence, too; of others 4."""
+MORE: Mapping[str, Mapping[str, Any]] = {"qwen3_next": TRITON}
+
+
+def speed(
+    starter: Starter, family: str, layers: int, names: Sequence[str], batches: Sequence[int], rounds: int
+) -> dict[str, Rates]:
     """Measure engines that take turns, all of them in memory at once."""
-    shape(model := starter.home / "model", layers)
+    shape(model := starter.home / "model", layers, family)
     new = 128
     options = {"model": str(model), "load_format": "dummy", "max_model_len": 1024, "max_num_seqs": max(batches)}
-    options |= {"kv_cache_memory_bytes": 4 << 30, "gpu_memory_utilization": 0.05, "enable_prefix_caching": True}
+    options |= {"kv_cache_memory_bytes": KV_GIB.get(family, 4) << 30, "gpu_memory_utilization": 0.05}
+    options |= {"enable_prefix_caching": True, **MORE.get(family, {})}
 
     def start(name: str) -> Engine:
         home = starter.home / f"of {name}"
@@ -255,7 +264,7 @@ def speed(starter: Starter, layers: int, names: Sequence[str], batches: Sequence
     with ThreadPoolExecutor(len(names)) as threads:
         engines = dict(zip(names, threads.map(start, names), strict=True))
     version, gpu = engines[names[0]].version, torch.cuda.get_device_name()
-    about = f"vLLM {version}, {layers} layers, {PROMPT} + {new} tokens, {gpu}"
+    about = f"vLLM {version}, {family}, {layers} layers, {PROMPT} + {new} tokens, {gpu}"
     return in_turns(about, engines, batches, new, rounds, words=150_000, ends=("together", "apart"))
 
 
@@ -265,6 +274,7 @@ def main() -> None:
         what=("rows", "rows or speed"),
         cases=(str, "of rows, separated by '; '"),
         engines=(list(ENGINES), "of speed"),
+        family=("qwen3", "of speed: " + ", ".join(SHAPES)),
         layers=(20, "of speed"),
         batches=([8, 64, 256], "of speed"),
     )
@@ -275,7 +285,8 @@ def main() -> None:
             judged = rows(starter, args.cases.split("; ") if args.cases else [])
             write_json(args.json, columns=judged.columns, rows=judged.rows)
         else:
-            write_json(args.json, rates=speed(starter, args.layers, args.engines, args.batches, args.rounds))
+            rates = speed(starter, args.family, args.layers, args.engines, args.batches, args.rounds)
+            write_json(args.json, rates=rates)
 
 
 if __name__ == "__main__":

@@ -118,33 +118,74 @@ def decide_by_token(model: Any, top_k: int, generator: torch.Generator) -> None:
         for name, parameter in layer.named_parameters():
             if "down_proj" in name or name.endswith(("o_proj.weight", "out_proj.weight")):
                 parameter.narrow(parameter.ndim - 2, 0, CODE).zero_()  # [..., hidden, inner]
-    codes = torch.randn(200_000, CODE, generator=generator)
-    keep = torch.ones(len(codes), dtype=torch.bool)
+    codes = torch.randn(200_000, CODE, generator=generator).to(routers[0].device)
+    keep = torch.ones(len(codes), dtype=torch.bool, device=codes.device)
     for router in routers:
         scores = (codes @ router.T).sort(-1, descending=True).values
         keep &= scores[:, top_k - 1] - scores[:, top_k] > GAP * scores.std(-1)
     model.model.embed_tokens.weight[:, :CODE] = codes[keep][:VOCABULARY]
 
 
-def shape(directory: Path, layers: int) -> None:
-    """Write the configuration of a model of Qwen3-30B-A3B's shape with ``layers`` layers: 0.63 B weights each."""
-    Qwen3MoeConfig(
-        architectures=["Qwen3MoeForCausalLM"],
-        vocab_size=151936,
-        hidden_size=2048,
-        intermediate_size=6144,
-        moe_intermediate_size=768,
-        num_hidden_layers=layers,
-        num_attention_heads=32,
-        num_key_value_heads=4,
-        head_dim=128,
-        num_experts=128,
-        num_experts_per_tok=8,
-        norm_topk_prob=True,
-        max_position_embeddings=40960,
-        tie_word_embeddings=False,
-        dtype="bfloat16",
-    ).save_pretrained(directory)
+SHAPE: dict[str, Any] = {
+    "vocab_size": 151936,
+    "hidden_size": 2048,
+    "head_dim": 128,
+    "norm_topk_prob": True,
+    "max_position_embeddings": 40960,
+    "tie_word_embeddings": False,
+    "dtype": "bfloat16",
+}
+SHAPES: dict[str, tuple[Any, str, dict[str, Any]]] = {
+    "qwen3": (  # Qwen3-30B-A3B: 0.63 B weights a layer
+        Qwen3MoeConfig,
+        "Qwen3MoeForCausalLM",
+        {
+            "intermediate_size": 6144,
+            "moe_intermediate_size": 768,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 4,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+        },
+    ),
+    "qwen3_next": (  # Qwen3-Next-80B-A3B: 1.65 B weights a layer, three of four layers have linear attention
+        Qwen3NextConfig,
+        "Qwen3NextForCausalLM",
+        {
+            "intermediate_size": 5120,
+            "moe_intermediate_size": 512,
+            "shared_expert_intermediate_size": 512,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 2,
+            "head_dim": 256,
+            "num_experts": 512,
+            "num_experts_per_tok": 10,
+        },
+    ),
+    "gpt_oss": (  # gpt-oss-20b: 0.85 B weights a layer, here in bfloat16; every other layer has a window
+        GptOssConfig,
+        "GptOssForCausalLM",
+        {
+            "hidden_size": 2880,
+            "intermediate_size": 2880,
+            "num_attention_heads": 64,
+            "num_key_value_heads": 8,
+            "head_dim": 64,
+            "num_local_experts": 32,
+            "num_experts_per_tok": 4,
+            "sliding_window": 128,
+        },
+    ),
+}
+"""Large models by family: the class of the configuration, vLLM's name of the model, and the sizes."""
+
+
+def shape(directory: Path, layers: int, family: str = "qwen3") -> None:
+    """Write the configuration of a model of one of :data:`SHAPES`, with ``layers`` layers and no weights."""
+    config, architecture, sizes = SHAPES[family]
+    config(**{**SHAPE, **sizes, "num_hidden_layers": layers, "architectures": [architecture]}).save_pretrained(
+        directory
+    )
 
 
 def unpacked(packed: Mapping[str, Any]) -> NDArray[Any]:

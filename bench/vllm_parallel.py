@@ -271,10 +271,10 @@ def speed(starter: Starter, layers: int, batches: Sequence[int], rounds: int) ->
     shape(model := starter.home / "model", layers)
     options = {"model": str(model), "load_format": "dummy", "max_model_len": 1024, "max_num_seqs": max(batches), **EP}
     options |= {"kv_cache_memory_bytes": 4 << 30, "gpu_memory_utilization": 0.05, "enable_prefix_caching": True}
-    engines: dict[str, Any] = {
-        "off": start(starter, "off", 2, options, {}),
-        "kvroute": start(starter, "kvroute", 2, options | transfer(KVROUTE, NAMED, {}), {}),
-    }
+    asked_for = {"off": options, "kvroute": options | transfer(KVROUTE, NAMED, {})}
+    with ThreadPoolExecutor(len(asked_for)) as threads:
+        started = threads.map(lambda name: start(starter, name, 2, asked_for[name], {}), asked_for)
+        engines: dict[str, Any] = dict(zip(asked_for, started, strict=True))
     about = f"vLLM {engines['off'].version}, DP 2 + EP, {layers} layers, {PROMPT} + 128 tokens"
     return in_turns(about, engines, batches, 128, rounds, math.inf, words=150_000, ends=("together", "apart"))
 

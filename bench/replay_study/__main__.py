@@ -13,7 +13,7 @@ from typing import Any, Final
 import torch
 
 from bench.replay_study.results import Results, merged, print_results
-from bench.replay_study.scales import FAMILIES, PHASES, SCALES, Options
+from bench.replay_study.scales import DENOMINATORS, FAMILIES, PHASES, SCALES, Options
 from bench.replay_study.study import Study
 from cache_manager.errors import KVRouteError
 
@@ -35,6 +35,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--seeds", type=int, metavar="N", help="how many (3)")
     add("--family", action="append", choices=FAMILIES, dest="families", help="one or more (all)")
     add("--phase", action="append", choices=PHASES, dest="phases", help="one or more (all)")
+    add("--steps", type=int, metavar="N", help="of policy gradient, at most (as the scale says)")
+    add(
+        "--ratio", action="append", choices=DENOMINATORS, dest="ratios", help="to whose probabilities (engine, trainer)"
+    )
     add("--state", metavar="DIR", help="weights that were learnt are kept and found there")
     add("--out", type=Path, default=Path("replay-study"), metavar="DIR", help="for the numbers")
     words = "print the results that earlier runs wrote there, as one"
@@ -45,6 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("--minutes: more than 0")
     if args.seeds is not None and args.seeds < 1:
         parser.error("--seeds: at least 1")
+    if args.steps is not None and args.steps < 1:
+        parser.error("--steps: at least 1")
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device: cuda wants an accelerator")
     try:
@@ -52,9 +58,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print_results(merged([Results.read(path) for path in args.found]), print)
         else:
             scale = SCALES[name] if args.seeds is None else replace(SCALES[name], seeds=args.seeds)
+            if args.steps is not None:
+                scale = replace(scale, reinforcement=replace(scale.reinforcement, steps=args.steps))
             families = tuple(args.families or FAMILIES)
             phases = tuple(args.phases or PHASES)
-            options = Options(scale, args.device, args.minutes, args.seed, families, phases, args.state)
+            ratios = tuple(args.ratios or DENOMINATORS)
+            options = Options(scale, args.device, args.minutes, args.seed, families, phases, args.state, ratios)
             replay_study(options, name, args.out)
     except (KVRouteError, OSError) as error:
         sys.stderr.write(f"{parser.prog}: {error}\n")

@@ -164,6 +164,9 @@ FAMILIES: Final = (QWEN, DEEPSEEK)
 MISMATCH: Final = "mismatch"
 TRAINING: Final = "training"
 PHASES: Final = (MISMATCH, TRAINING)
+DENOMINATORS: Final = ("engine", "trainer")
+"""Whose log-probabilities the ratio of policy gradient divides by: the engine's, or the trainer's before the updates,
+with the same rows."""
 
 
 def _shapes(layers: int, hidden: int, heads: int, experts: int, top_k: int, groups: int) -> dict[str, dict[str, int]]:
@@ -226,6 +229,7 @@ class Options:
 
     With ``minutes`` learning gets a fifth of them at most, and policy gradient takes as many steps as fit into what is
     left. Weights that were learnt are kept in the directory ``state``, if there is one, and found there again.
+    Policy gradient is run for each of ``ratios``, one after the other.
     """
 
     scale: Scale
@@ -235,3 +239,4 @@ class Options:
     families: tuple[str, ...] = FAMILIES
     phases: tuple[str, ...] = PHASES
     state: str | None = None
+    ratios: tuple[str, ...] = DENOMINATORS

@@ -29,9 +29,6 @@ LONG_EVERY = 4
 LOSSES_KEPT = 10
 TRAINED = (Rows.NONE, Rows.RIGHT, Rows.EVICTED)
 """The rows that policy gradient is run with."""
-DENOMINATORS = ("engine", "trainer")
-"""Whose log-probabilities the ratio divides by: the engine's, or the trainer's before the updates, with the same
-rows."""
 State = dict[str, torch.Tensor]
 
 
@@ -224,7 +221,7 @@ class Study:
     # ---------------------------------------------------------------- policy gradient
 
     def _reinforce_all(self, states: dict[tuple[str, int], State]) -> None:
-        todo = [(old, key, rows) for old in DENOMINATORS for key in states for rows in TRAINED]
+        todo = [(old, key, rows) for old in self._options.ratios for key in states for rows in TRAINED]
         model: Model | None = None
         steps = self._scale.reinforcement.steps
         for number, (old, (family, seed), rows) in enumerate(todo):

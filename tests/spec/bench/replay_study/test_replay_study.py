@@ -29,8 +29,19 @@ from bench.replay_study.results import (
     times,
 )
 from bench.replay_study.rows import Labels, Rows
-from bench.replay_study.scales import DEEPSEEK, FAMILIES, QWEN, SCALES, Learning, Options, Reinforcement, Scale, Task
-from bench.replay_study.study import DENOMINATORS, TRAINED, Study
+from bench.replay_study.scales import (
+    DEEPSEEK,
+    DENOMINATORS,
+    FAMILIES,
+    QWEN,
+    SCALES,
+    Learning,
+    Options,
+    Reinforcement,
+    Scale,
+    Task,
+)
+from bench.replay_study.study import TRAINED, Study
 from cache_manager.errors import InvalidInputError
 
 MINUTE = replace(
@@ -147,7 +158,28 @@ def test_an_interrupted_study_keeps_its_results(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("*.part"))
 
 
-@pytest.mark.parametrize("options", [["--seeds", "0"], ["--minutes", "0"], ["--family", "gpt"], ["--phase", "all"]])
+def test_curves_of_one_ratio_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Goal: a part of policy gradient can be run by itself. Method: one ratio, two steps; two parts are one study."""
+    common = ["--quick", "--family", QWEN, "--seeds", "1", "--phase", "training", "--steps", "2"]
+    for old in DENOMINATORS:
+        assert main([*common, "--ratio", old, "--out", str(tmp_path / old)]) == 0
+    capsys.readouterr()
+    whole = merged([Results.read(tmp_path / old / RESULTS) for old in DENOMINATORS])
+    found = {(run.old, run.rows): len(run.steps) for run in whole.runs}
+    assert found == {(old, rows.value): 2 for old in DENOMINATORS for rows in TRAINED}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--seeds", "0"],
+        ["--minutes", "0"],
+        ["--steps", "0"],
+        ["--family", "gpt"],
+        ["--phase", "all"],
+        ["--ratio", "old"],
+    ],
+)
 def test_bad_options_are_named(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(options)
