@@ -155,6 +155,17 @@ def test_a_restore_fills_a_block_that_was_copied_before(house) -> None:
     engine.assert_consistent()
 
 
+def test_a_restore_lands_over_no_rows(house) -> None:
+    """Goal: rows that are readable are never written over, not even by those of their own record. Method: restore what
+    a block has stored into that block."""
+    engine = house.engine
+    house.gate.open()
+    rows = house.store_block(0)
+    assert engine.restore({house.key: 0}, engine.generations([0])) == {house.key: False}
+    assert engine.counters.late_restores_dropped == 1
+    assert house.holds(0, rows)
+
+
 def test_a_block_is_filled_from_one_record(house) -> None:
     """Goal: a key whose rows have not come is not said to be back. Method: one restore of two records for one block."""
     engine, other = house.engine, house.engine.keys.key(None, [2])
