@@ -158,6 +158,7 @@ def test_an_interrupted_study_keeps_its_results(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("*.part"))
 
 
+@pytest.mark.whole
 def test_curves_of_one_ratio_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Goal: a part of policy gradient can be run by itself. Method: one ratio, two steps; two parts are one study."""
     common = ["--quick", "--family", QWEN, "--seeds", "1", "--phase", "training", "--steps", "2"]
