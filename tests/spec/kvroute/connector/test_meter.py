@@ -17,7 +17,7 @@ from waiting import GIVE_UP_S
 
 from cache_manager.lock import AuxCounters
 from cache_manager.ports import RecordCounters
-from kvroute.capture import step_ids
+from kvroute.capture import step_ids, step_weights
 from kvroute.connector import Limits, job_counts, meter, worker
 from kvroute.connector.carriers import by_key, none
 from kvroute.connector.limits import LIMITS
@@ -237,6 +237,9 @@ def test_the_page_has_every_cause_and_every_time() -> None:
         step_ids.WIDTH,
         step_ids.TYPE,
         *step_ids.REASONS.values(),
+        step_weights.FORM,
+        step_weights.OTHER_TOKENS,
+        *step_weights.NO_WEIGHTS.values(),
     ]
     causes += [by_key.WRONG_KV, by_key.NO_ROOM]
     rows_of_page = re.findall(r"^\| (`[^|]+`) \|", page, re.MULTILINE)
