@@ -56,7 +56,6 @@ def test_our_key_gets_rows_and_others_nothing(tmp_path: Path) -> None:
     ours, other = keys_of(tmp_path), keys_of(tmp_path, "other")
     prefill = Node(TestZmqTcpCurve().make_server(tmp_path), identity_of(1), QUICK)
     assert gets_rows(prefill, ours, 1)
-    heard = prefill.counters.link.received_messages
     mixed = CurveKeys(ours.public, other.secret)
     for keys in (other, mixed, None):
         assert not gets_rows(prefill, keys, 2, HASTY)
@@ -67,7 +66,8 @@ def test_our_key_gets_rows_and_others_nothing(tmp_path: Path) -> None:
     for n in range(200):
         with socket.create_connection((host, int(port)), timeout=PATIENCE_S) as peer, contextlib.suppress(OSError):
             peer.sendall(b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"CURVE".ljust(20, b"\0") + bytes(32) + os.urandom(n))
-    assert prefill.counters.link.received_messages <= heard + 1, "a late goodbye"
+    pull_end_goodbye = 3  # those of our key, of which some may be late; each of the others would have sent a pull
+    assert prefill.counters.link.received_messages < pull_end_goodbye + 3
     assert gets_rows(prefill, ours, 3)
     assert prefill.close()
 
