@@ -9,6 +9,9 @@ from typing import Any
 
 import pytest
 from toy_engine import Toy
+from toy_takers import Takers, watched
+
+from kvroute.rollout import RolloutStore, open_rollouts
 
 
 @pytest.fixture
@@ -37,3 +40,22 @@ def outside(tmp_path: Path) -> Callable[..., Outside]:
         return kept, store + "?mode=read"
 
     return left
+
+
+@pytest.fixture
+def taker(monkeypatch: pytest.MonkeyPatch) -> Takers:
+    return watched(monkeypatch)
+
+
+@pytest.fixture
+def start_apart(start: Callable[..., Toy], tmp_path: Path, taker: Takers) -> Callable[..., Toy]:
+    """Starts an engine whose rollouts are in a directory, apart."""
+    assert not taker.made, "before any"
+    return lambda **said: start(**{"rollouts": f"apart:file://{tmp_path}/rollouts"} | said)
+
+
+@pytest.fixture
+def left_apart(tmp_path: Path) -> Iterator[RolloutStore]:
+    """What those engines leave."""
+    with closing(open_rollouts(f"file://{tmp_path}/rollouts")) as opened:
+        yield opened

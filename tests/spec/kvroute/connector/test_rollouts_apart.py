@@ -6,44 +6,25 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
-from contextlib import closing
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from toy_engine import Toy, judge
-from toy_takers import FIRST, SECOND, Takers, by_key, compute, end, left, watched
+from toy_takers import FIRST, SECOND, Takers, by_key, compute, end, left
 from waiting import GIVE_UP_S, until
 
 from cache_manager.errors import KVRouteError, RowError
-from kvroute.rollout import RolloutStore, open_rollouts
-
-
-@pytest.fixture
-def taker(monkeypatch: pytest.MonkeyPatch) -> Takers:
-    return watched(monkeypatch)
-
-
-@pytest.fixture
-def engine(start: Callable[..., Toy], tmp_path: Path, taker: Takers) -> Callable[..., Toy]:
-    """Starts an engine whose rollouts are in a directory, apart."""
-    assert not taker.made, "before any"
-    return lambda **said: start(**{"rollouts": f"apart:file://{tmp_path}/rollouts"} | said)
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[RolloutStore]:
-    with closing(open_rollouts(f"file://{tmp_path}/rollouts")) as opened:
-        yield opened
+from kvroute.rollout import RolloutStore
 
 
 @pytest.mark.parametrize("aborted", [False, True])
 def test_a_process_that_is_killed_loses_no_row(
-    engine: Callable[..., Toy], taker: Takers, store: RolloutStore, aborted: bool
+    start_apart: Callable[..., Toy], taker: Takers, left_apart: RolloutStore, aborted: bool
 ) -> None:
     """Goal: the next process stores them, and the engine goes on meanwhile. Method: the process is stopped with a
     question and killed; another request is computed before anybody is told."""
-    toy = engine()
+    toy = start_apart()
     compute(toy, FIRST)
     taker.kill(signal.SIGSTOP)
     first = end(toy, FIRST, "a", cut=aborted)
@@ -51,18 +32,18 @@ def test_a_process_that_is_killed_loses_no_row(
     taker.kill()
     compute(toy, SECOND)
     second = end(toy, SECOND, "b")
-    assert judge(left(first, store), FIRST) == {"right": 6}
-    assert judge(left(second, store), SECOND) == {"right": 6}
-    assert judge(by_key(FIRST, "a", store), FIRST) == {"right": 6}
+    assert judge(left(first, left_apart), FIRST) == {"right": 6}
+    assert judge(left(second, left_apart), SECOND) == {"right": 6}
+    assert judge(by_key(FIRST, "a", left_apart), FIRST) == {"right": 6}
     assert (taker().counters["lost_calls"], taker().counters["restarts"]) == (1, 1)
 
 
 def test_a_process_that_is_killed_amid_its_puts(
-    engine: Callable[..., Toy], taker: Takers, store: RolloutStore, tmp_path: Path
+    start_apart: Callable[..., Toy], taker: Takers, left_apart: RolloutStore, tmp_path: Path
 ) -> None:
     """Goal: what it had put is found under its key when the next process has been asked for the same, though no client
     was told. Method: 30 aborted requests in one question; it is killed when some of them are in the directory."""
-    toy = engine()
+    toy = start_apart()
     compute(toy, FIRST)
     for number in range(99):
         taker.kill(signal.SIGSTOP)
@@ -77,9 +58,9 @@ def test_a_process_that_is_killed_amid_its_puts(
         amid = len(list((tmp_path / "rollouts").glob(f"k{number}-*.routes"))) in range(1, 30)
         taker.kill(signal.SIGKILL if amid else signal.SIGCONT)
         for each in told:
-            assert judge(left(each, store), FIRST) == {"right": 6}
+            assert judge(left(each, left_apart), FIRST) == {"right": 6}
         for key in keys:
-            assert judge(by_key(FIRST, key, store), FIRST) == {"right": 6}
+            assert judge(by_key(FIRST, key, left_apart), FIRST) == {"right": 6}
         if amid:
             break
     assert taker().counters["lost_calls"] == 1
@@ -87,27 +68,31 @@ def test_a_process_that_is_killed_amid_its_puts(
 
 
 def test_a_process_that_hangs_is_replaced(
-    engine: Callable[..., Toy], taker: Takers, store: RolloutStore, tmp_path: Path
+    start_apart: Callable[..., Toy], taker: Takers, left_apart: RolloutStore, tmp_path: Path
 ) -> None:
     """Goal: as above. Method: it is stopped, and stays so, for longer than the setting's ``call``."""
-    toy = engine(rollouts=f"apart:?call=500ms,file://{tmp_path}/rollouts")
+    toy = start_apart(rollouts=f"apart:?call=500ms,file://{tmp_path}/rollouts")
     compute(toy, FIRST)
     before = taker.pid
     taker.kill(signal.SIGSTOP)
-    assert judge(left(end(toy, FIRST), store), FIRST) == {"right": 6}
+    assert judge(left(end(toy, FIRST), left_apart), FIRST) == {"right": 6}
     assert taker.pid != before
     with pytest.raises(ProcessLookupError):
         os.kill(before, 0)
 
 
 def test_what_no_process_stores_is_told(
-    engine: Callable[..., Toy], taker: Takers, store: RolloutStore, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    start_apart: Callable[..., Toy],
+    taker: Takers,
+    left_apart: RolloutStore,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Goal: the answer, a counter and the log say so; nothing of an earlier request is found in its place; later ones
     have their rows. Method: the directory gives way to a file, so that no store opens, and the process is killed."""
-    toy = engine(limits={"answer_s": 0.2})
+    toy = start_apart(limits={"answer_s": 0.2})
     compute(toy, FIRST)
-    assert judge(left(end(toy, FIRST, "a"), store), FIRST) == {"right": 6}
+    assert judge(left(end(toy, FIRST, "a"), left_apart), FIRST) == {"right": 6}
     home, aside = tmp_path / "rollouts", tmp_path / "aside"
     home.rename(aside)
     home.touch()
@@ -117,21 +102,21 @@ def test_what_no_process_stores_is_told(
     taker.wait_until_asked()
     taker.kill()
     with pytest.raises(RowError, match=r"rows: wanted a process that stores them, got none for 0\.2 s"):
-        left(told, store)
+        left(told, left_apart)
     assert taker().counters["unstored"] == 1
     assert "request 'a' has no routes: rows: wanted a process that stores them" in caplog.text
     home.unlink()
     aside.rename(home)
     compute(toy, SECOND)
     until(lambda: taker().pid)
-    assert judge(left(end(toy, SECOND, "b"), store), SECOND) == {"right": 6}
+    assert judge(left(end(toy, SECOND, "b"), left_apart), SECOND) == {"right": 6}
     with pytest.raises(RowError, match="no other request has had with this prompt"):
-        by_key(FIRST, "a", store)
+        by_key(FIRST, "a", left_apart)
 
 
-def test_an_engine_that_is_closed_leaves_no_process(engine: Callable[..., Toy], taker: Takers) -> None:
+def test_an_engine_that_is_closed_leaves_no_process(start_apart: Callable[..., Toy], taker: Takers) -> None:
     """Goal: nothing stays behind. Method: its process, when the engine's end has been closed."""
-    toy = engine()
+    toy = start_apart()
     pid = taker.pid
     toy.scheduler.close()
     gone_s = time.monotonic() + GIVE_UP_S
@@ -143,9 +128,9 @@ def test_an_engine_that_is_closed_leaves_no_process(engine: Callable[..., Toy], 
         assert time.monotonic() < gone_s
 
 
-def test_a_store_that_cannot_be_opened_stops_the_start(engine: Callable[..., Toy], tmp_path: Path) -> None:
+def test_a_store_that_cannot_be_opened_stops_the_start(start_apart: Callable[..., Toy], tmp_path: Path) -> None:
     """Goal: the operator hears of it at the start, as of a store in the engine's process. Method: a file in place of
     the directory."""
     (tmp_path / "rollouts").touch()
     with pytest.raises(KVRouteError, match="rollouts at"):
-        engine()
+        start_apart()
