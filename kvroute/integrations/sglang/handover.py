@@ -50,6 +50,7 @@ OTHER_PROMPT: Final = "prompt: prefill's tokens are others"
 _MAGIC: Final = b"kvr1"
 _WORDS: Final = struct.Struct("<4sBxH16s16s16s")
 _WORDS_COUNT: Final = _WORDS.size // 8
+PORT_MAX: Final = 65_535
 _PLACE: Final = struct.Struct("<16sQQ16s")
 LENT, _MIXED, _NOT_LENT, _NOT_ASKED = range(1, 5)
 _WHY: Final[Mapping[int, str]] = {_MIXED: MIXED, _NOT_LENT: NOT_LENT, _NOT_ASKED: NOT_ASKED}
@@ -107,6 +108,24 @@ def ip_and_port(address: str, name: str) -> tuple[ipaddress.IPv4Address | ipaddr
     if not address.startswith("tcp://") or ip.is_unspecified:
         raise ConfigError(name, "tcp://IP:PORT that other engines reach, with prefill and decode apart", repr(address))
     return ip, 0 if port == "*" else int(port)
+
+
+def lend_of_rank(lend: str, rank: int) -> str:
+    """Where one of the ranks with requests of their own lends: of ``tcp://IP:PORT`` at ``PORT + rank``.
+
+    >>> lend_of_rank("tcp://[::1]:9700", 2)
+    'tcp://[::1]:9702'
+    >>> lend_of_rank("tcp://10.0.0.5:*", 2)
+    'tcp://10.0.0.5:*'
+
+    Raises :class:`ConfigError` for another address, and where there is no such port.
+    """
+    _, port = ip_and_port(lend, "lend")
+    if not port:
+        return lend
+    if port + rank > PORT_MAX:
+        raise ConfigError("lend", f"a port of at most {PORT_MAX - rank}, or *: {rank + 1} ranks lend", repr(lend))
+    return f"{lend.rpartition(':')[0]}:{port + rank}"
 
 
 @dataclass(slots=True, eq=False)
@@ -173,23 +192,19 @@ def put(ticket: PackedTicket, req: Any, buffers: Any) -> None:
 class Handover:
     """Lends and fetches the rows of prompts beside ``rows``, over a link of its own. The scheduler's thread calls it.
 
-    Raises :class:`ConfigError` for an address that cannot be lent at.
+    ``rank`` is its number among the ranks with requests of their own, each of which has a link of its own. Raises
+    :class:`ConfigError` for an address that cannot be lent at.
     """
 
-    def __init__(self, rows: RoutedRows, settings: Lending, limits: Limits = LIMITS) -> None:
+    def __init__(self, rows: RoutedRows, settings: Lending, limits: Limits = LIMITS, *, rank: int = 0) -> None:
         self._rows, self._limits = rows, limits
         self.crossing = Crossing(
             rows.aux,
-            link_of(settings.lend, settings.keys),
+            link_of(lend_of_rank(settings.lend, rank), settings.keys),
             limits=limits.transfer,
             lease_s=limits.lease_s,
             lent_nbytes_max=settings.lent_nbytes_max,
         )
-        try:
-            ip_and_port(self.crossing.address, "lend")
-        except ConfigError:
-            self.crossing.close()
-            raise
         self.tickets = PrefillTickets(secrets.token_bytes(16), self.crossing.address)
         self.not_lent = 0
         """Prompts whose rows could not be lent."""
@@ -284,4 +299,5 @@ __all__ = [
     "PackedTicket",
     "PrefillTickets",
     "ip_and_port",
+    "lend_of_rank",
 ]

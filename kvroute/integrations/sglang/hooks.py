@@ -323,7 +323,7 @@ def handover(scheduler: Any) -> None:
         return
     own: PrefillTickets | None = None
     if current is not None:
-        made = Handover(current.rows, settings_of_arguments(arguments))
+        made = Handover(current.rows, settings_of_arguments(arguments), rank=versions.data_rank())
         own = made.tickets
         current.hand_over(made, scheduler.req_to_token_pool)
         current.rows.followers.append(made.crossing.follow)

@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple
 from cache_manager.errors import ConfigError
 from kvroute.connector.settings import RANK, Lending
 from kvroute.integrations.sglang import versions
-from kvroute.integrations.sglang.handover import ip_and_port
+from kvroute.integrations.sglang.handover import lend_of_rank
 from kvroute.integrations.sglang.settings import LINKER_NAME, VARIABLE, uses_our_linker
 
 
@@ -93,7 +93,7 @@ ELSEWHERE: Final = ("remote", "remote_instance", "dummy")
 
 ARGUMENTS: Final = {
     "tp_size": "tests with 2 ranks, with KvrouteLinker and apart; refused with other linkers and storages",
-    "dp_size": "tests with 2 replicas, and KvrouteLinker; before 0.5.23 refused",
+    "dp_size": "tests with 2 replicas, with KvrouteLinker and apart; before 0.5.23 refused",
     "attn_dp_size": "tests with 2 ranks, and pages on the host; KvrouteLinker by hand; "
     "with CUDA graphs and before 0.5.23 refused",
     "ep_size": "by reading: without an a2a backend every rank's router has every token",
@@ -118,7 +118,6 @@ ARGUMENTS: Final = {
 """Accepted arguments that change passes, pages or routers, and how each was judged."""
 
 
-_RANKS: Final = "an address for each of its ranks, which nothing has judged"
 _PART: Final = (
     "rows are matched by the first rank's part of the KV, and another rank may load that of another computation"
 )
@@ -137,14 +136,13 @@ def _apart(server_args: Any, settings: Lending, version: str) -> Iterator[tuple[
         yield versions.APART, f"'null' in SGLang {version}: it was judged in {' or '.join(RELEASES)}", mode
     if backend not in BACKENDS:
         yield "disaggregation_transfer_backend", f"{' or '.join(map(repr, BACKENDS))} with {mode!r}", backend
-    for ranks in "dp_size", "attn_dp_size":
-        if getattr(server_args, ranks, 1) > 1:
-            yield ranks, f"1 with disaggregation_mode={mode!r}: {_RANKS}", getattr(server_args, ranks)
+    if getattr(server_args, "attn_dp_size", 1) > 1:
+        yield "attn_dp_size", f"1 with disaggregation_mode={mode!r}, which nothing has judged", server_args.attn_dp_size
     for part in versions.HOST, versions.LINKER:
         if versions.is_on(server_args, part):
             yield part, f"False with disaggregation_mode={mode!r}, which nothing has judged", True
     try:
-        ip_and_port(settings.lend, "lend")
+        lend_of_rank(settings.lend, server_args.dp_size - 1)
     except ConfigError as error:
         yield error.field, str(error.wanted), error.got
 

@@ -80,6 +80,11 @@ class Engine:
         ranks[rank].kill()
         return True
 
+    def kill_replica(self) -> None:
+        """One of several: their parent is the controller, which alone of the front's children has some."""
+        (controller,) = (each for each in psutil.Process(self._front.pid).children() if each.children())
+        controller.children()[-1].kill()
+
     def kill(self) -> None:
         self.signal(signal.SIGKILL)
         self.ended = True

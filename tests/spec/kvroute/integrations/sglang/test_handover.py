@@ -6,10 +6,11 @@ salt of the pass that made it.
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -36,6 +37,7 @@ from kvroute.integrations.sglang.handover import (
     PackedTicket,
     PrefillTickets,
     ip_and_port,
+    lend_of_rank,
 )
 from kvroute.integrations.sglang.hooks import HOOKS, TICKETS
 from kvroute.integrations.sglang.passes import Launched
@@ -52,10 +54,10 @@ HASTY = Limits(fetch_s=0.2, transfer=TransferLimits(retry_s=0.1, retries_max=100
 class Side:
     """An engine's rows, with their hand-over."""
 
-    def __init__(self, version: int = 1, limits: Limits = HASTY, **settings: Any) -> None:
+    def __init__(self, version: int = 1, limits: Limits = HASTY, rank: int = 0, **settings: Any) -> None:
         given = Lending(strict=True, **settings)
         self.rows = RoutedRows(SPEC, PAGES, Namespace("m", version), given)
-        self.handover = Handover(self.rows, given, limits)
+        self.handover = Handover(self.rows, given, limits, rank=rank)
 
     def launch(self, slots: np.ndarray[Any, Any], salt: int) -> Launched:
         one = torch.tensor([salt, 100 + salt], dtype=torch.int32)
@@ -383,6 +385,40 @@ def test_a_rank_of_decode_without_rows_waits_for_none() -> None:
 def test_an_address_without_a_place_in_a_ticket_is_refused(address: str) -> None:
     with pytest.raises(ConfigError, match=r"^lend: wanted tcp://IP:PORT"):
         ip_and_port(address, "lend")
+
+
+def test_replicas_lend_at_ports_of_their_own() -> None:
+    """Goal: replicas of one setting do not fight for its port, each one's tickets name its own address, and a port that
+    is not there is refused by the setting's name. Method: two on a port that was free, lent at by both at once."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = min(free.getsockname()[1], 65_000)
+    lend = f"tcp://127.0.0.1:{port}"
+    sides = [Side(lend=lend, rank=rank) for rank in (0, 1)]
+    slots = np.arange(PAGE, PAGE + len(PROMPT))
+    assert [side.prefilled(slots).address for side in sides] == [lend, f"tcp://127.0.0.1:{port + 1}"]
+    for side in sides:
+        side.close()
+    assert lend_of_rank("tcp://127.0.0.1:65535", 0) == "tcp://127.0.0.1:65535"
+    with pytest.raises(ConfigError, match=r"^lend: wanted a port of at most 65534, or \*: 2 ranks lend, got .*65535"):
+        lend_of_rank("tcp://127.0.0.1:65535", 1)
+
+
+def test_a_replica_has_no_rows_of_anothers_prompt() -> None:
+    """Goal: a wrong replica lends nothing. Method: two replicas that had the same prompts in the same order and rooms,
+    with other rows; a ticket of the first one, with the address of the second."""
+    first, second, decode = Side(), Side(rank=1), Side()
+    slots = np.arange(PAGE, PAGE + len(PROMPT))
+    ticket, other = first.prefilled(slots, 7), second.prefilled(slots, 9)
+    assert ticket.transfer != other.transfer
+    arrival = decode.handover.receive(replace(ticket, address=other.address), PROMPT, THERE, wanted=True)
+    until(lambda: decode.handover.goes_on(arrival))
+    salts, gaps = decode.salts(THERE, arrival.why)
+    assert salts == [0] * len(PROMPT)
+    assert [(start, stop) for start, stop, _ in gaps] == [(0, len(PROMPT))]
+    assert all(why for _, _, why in gaps)
+    for side in (first, second, decode):
+        side.close()
 
 
 @pytest.mark.parametrize("address", ["tcp://10.1.2.3:65535", "tcp://[2001:db8::7]:1", "tcp://127.0.0.1:7010"])
