@@ -9,6 +9,7 @@ import json
 import math
 import re
 from pathlib import Path
+from typing import Any
 from xml.sax.saxutils import escape
 
 ROOT = Path(__file__).parents[1]
@@ -302,53 +303,88 @@ def replay_rows() -> Picture:
     return picture
 
 
-def replay_training() -> Picture:
-    """From the same results: the reward of each step, the mean over the weights, less that with right rows."""
-    runs = [run for run in json.loads(STUDY.read_text())["runs"] if run["old"] == "engine"]
-    picture = Picture("Policy gradient: the reward of each step, less that with right rows", 390)
-    steps = min(len(run["steps"]) for run in runs)
+RATIOS = {"engine": "ratio to the engine's", "trainer": "ratio to the trainer's own"}
+TRAINING_COLORS = {"none": FAINT, "evicted": WRONG}
+
+
+def replay_training(study: Path = STUDY) -> Picture:
+    """From the same results: the reward of each step, the mean over the weights, less that with right rows. A row of
+    panels for each ratio that policy gradient was run with, and in it one for each family."""
+    runs = [run for run in json.loads(study.read_text())["runs"] if run["steps"]]
+    rows_of_panels = [
+        (ratio, {family: panel for family in FAMILY_COLORS if (panel := _rewards(runs, ratio, family))})
+        for ratio in RATIOS
+        if any(run["old"] == ratio for run in runs)
+    ]
+    panels = [panel for _, families in rows_of_panels for panel in families.values()]
+    less = [values for panel in panels for rows in TRAINING_COLORS for values in _less(panel, rows)]
+    points = [value for values in less for value in values]
+    scale = min(-6.0, 2 * math.floor(min(points) / 2)), max(2.5, max(points))
+    legend = 101 + 264 * len(rows_of_panels)
+    picture = Picture("Policy gradient: the reward of each step, less that with right rows", legend + 25)
     seeds = len({run["seed"] for run in runs})
     words = f"H200s, models of 0.3 billion parameters, mean and range of {seeds} sets of weights"
     picture.text(20, 54, words, color=FAINT)
-    low, high, top = -6.0, 2.0, 96
-    height = 210
-    colors = {"none": FAINT, "evicted": WRONG}
-    for panel, (family, (_, name)) in enumerate(FAMILY_COLORS.items()):
-        left, width = 70 + 350 * panel, 310
-        picture.text(left, top - 14, name, bold=True)
-
-        def place(step: int, points: float, left: int = left, width: int = width) -> tuple[float, float]:
-            across = left + 14 + (width - 28) * step / (steps - 1)
-            return across, top + height - (points - low) / (high - low) * height
-
-        for points in range(int(low), int(high) + 1, 2):
-            y = place(0, points)[1]
-            picture.line(f"M{left} {y:g} H{left + width}", color=RIGHT if points == 0 else "#dddddd", head=False)
-            if panel == 0:
-                picture.text(left - 10, y + 5, f"{points:+d} %" if points else "0", color=FAINT, at="end")
-        for step in range(steps):
-            picture.text(place(step, low)[0], top + height + 20, str(step), size=13, color=FAINT, at="middle")
-        rewards = {
-            (run["rows"], run["seed"]): [100 * each["reward"] for each in run["steps"][:steps]]
-            for run in runs
-            if run["family"] == family
-        }
-        for rows, color in colors.items():
-            less = [
-                [mine - right for mine, right in zip(found, rewards["right", seed], strict=True)]
-                for (of, seed), found in rewards.items()
-                if of == rows
-            ]
-            for step, values in enumerate(zip(*less, strict=True)):
-                x, lowest = place(step, min(values))
-                picture.line(f"M{x:.4g} {lowest:.4g} V{place(step, max(values))[1]:.4g}", color=color, head=False)
-            means = [place(step, sum(values) / len(values)) for step, values in enumerate(zip(*less, strict=True))]
-            path = " L".join(f"{x:.4g} {y:.4g}" for x, y in means)
-            picture.line(f"M{path}", color=color, head=False, dashed=rows == "none")
-    for i, (rows, color) in enumerate({"right": RIGHT, **colors}.items()):
-        picture.dot(90 + 190 * i, 365, color)
-        picture.text(102 + 190 * i, 370, REPLAYED[rows])
+    for number, (ratio, families) in enumerate(rows_of_panels):
+        for column, (family, rewards) in enumerate(families.items()):
+            title = f"{FAMILY_COLORS[family][1]}, {RATIOS[ratio]}"
+            _training_panel(picture, title, rewards, scale, left=70 + 350 * column, top=96 + 264 * number)
+    for i, (rows, color) in enumerate({"right": RIGHT, **TRAINING_COLORS}.items()):
+        picture.dot(90 + 190 * i, legend, color)
+        picture.text(102 + 190 * i, legend + 5, REPLAYED[rows])
     return picture
+
+
+def _rewards(runs: list[dict[str, Any]], ratio: str, family: str) -> dict[tuple[str, int], list[float]]:
+    """The rewards of a ratio's runs of one family, in percent, by rows and seed, of the steps that all of them have."""
+    own = [run for run in runs if (run["old"], run["family"]) == (ratio, family)]
+    steps = min((len(run["steps"]) for run in own), default=0)
+    return {(run["rows"], run["seed"]): [100 * step["reward"] for step in run["steps"][:steps]] for run in own}
+
+
+def _less(rewards: dict[tuple[str, int], list[float]], rows: str) -> list[list[float]]:
+    """For each seed, the rewards with these rows less those with right ones, step by step."""
+    return [
+        [mine - right for mine, right in zip(own, rewards["right", seed], strict=True)]
+        for (of, seed), own in rewards.items()
+        if of == rows and ("right", seed) in rewards
+    ]
+
+
+def _training_panel(
+    picture: Picture,
+    title: str,
+    rewards: dict[tuple[str, int], list[float]],
+    scale: tuple[float, float],
+    *,
+    left: int,
+    top: int,
+) -> None:
+    """One ratio and family; ``scale`` are the points at the panel's lower and upper edge."""
+    (low, high), width, height = scale, 310, 210
+    steps = len(next(iter(rewards.values())))
+    picture.text(left, top - 14, title, bold=True)
+
+    def place(step: int, points: float) -> tuple[float, float]:
+        across = left + 14 + (width - 28) * step / max(1, steps - 1)
+        return across, top + height - (points - low) / (high - low) * height
+
+    for points in range(int(low), int(high) + 1, 2):
+        y = place(0, points)[1]
+        picture.line(f"M{left} {y:g} H{left + width}", color=RIGHT if points == 0 else "#dddddd", head=False)
+        if left == 70:
+            picture.text(left - 10, y + 5, f"{points:+d} %" if points else "0", color=FAINT, at="end")
+    for step in range(steps):
+        picture.text(place(step, low)[0], top + height + 20, str(step), size=13, color=FAINT, at="middle")
+    for rows, color in TRAINING_COLORS.items():
+        less = _less(rewards, rows)
+        for step, values in enumerate(zip(*less, strict=True)):
+            x, lowest = place(step, min(values))
+            picture.line(f"M{x:.4g} {lowest:.4g} V{place(step, max(values))[1]:.4g}", color=color, head=False)
+        means = [place(step, sum(values) / len(values)) for step, values in enumerate(zip(*less, strict=True))]
+        path = " L".join(f"{x:.4g} {y:.4g}" for x, y in means)
+        if path:
+            picture.line(f"M{path}", color=color, head=False, dashed=rows == "none")
 
 
 PICTURES = {

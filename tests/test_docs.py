@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import json
 import os
 import re
 import runpy
@@ -84,6 +85,31 @@ def test_the_pictures_are_of_the_committed_results() -> None:
     pictures = runpy.run_path(str(ROOT / ".ci" / "pictures.py"))["PICTURES"]
     files = {file.stem: file.read_text() for file in (ROOT / "docs" / "images").glob("*.svg")}
     assert files == {name: draw().svg() for name, draw in pictures.items()}, "python .ci/pictures.py draws them"
+
+
+def test_the_picture_of_training_tells_the_ratios_apart(tmp_path: Path) -> None:
+    """Goal: no curve mixes runs of two ratios. Method: results with runs of one family and of fewer steps for a second
+    ratio: a panel more, with its name, and the others stay as they were."""
+    script = runpy.run_path(str(ROOT / ".ci" / "pictures.py"))
+    study = json.loads(script["STUDY"].read_text())
+    engine = [run for run in study["runs"] if run["old"] == "engine" and run["family"] == "qwen3_moe"]
+    of_trainer = [{**run, "old": "trainer", "steps": run["steps"][:3]} for run in engine]
+    drawn = []
+    for number, more in enumerate(([], of_trainer)):
+        results = tmp_path / f"{number}.json"
+        runs = [run for run in study["runs"] if run["old"] == "engine"]
+        results.write_text(json.dumps({"runs": runs + more}))
+        drawn.append(script["replay_training"](results).parts)
+    one, both = drawn
+    titles = [part for part in both if "ratio to the" in part]
+    assert [re.findall(r">(.*), ratio to the (\w+)'s", title) for title in titles] == [
+        [("Qwen3-MoE", "engine")],
+        [("DeepSeek-V3", "engine")],
+        [("Qwen3-MoE", "trainer")],
+    ]
+    legend = 6  # a dot and a name for each kind of rows
+    assert both[: len(one) - legend] == one[:-legend]
+    assert len(both) > len(one)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())

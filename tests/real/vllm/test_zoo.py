@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +22,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheGroupSpec,
     MLAAttentionSpec,
     SlidingWindowMLASpec,
+    SlidingWindowSpec,
     SparseCacheRole,
 )
 from vllm.v1.worker import workspace
@@ -101,6 +103,16 @@ def test_compressed_attention_is_refused() -> None:
     named = "MLAAttentionSpec of 4 tokens a state, MLAAttentionSpec of 128 tokens a state, SlidingWindowMLASpec"
     with pytest.raises(ConfigError, match=named):
         kv_group_of(SimpleNamespace(kv_cache_groups=groups), tokens_max=4096, layers=3)
+
+
+def test_a_window_as_long_as_a_request_keeps_all_kv() -> None:
+    """Goal: a window is refused only where it gives KV up. Method: windows of the longest request's tokens, and of one
+    token fewer."""
+    for window, refused in ((4096, False), (4095, True)):
+        kv = SlidingWindowSpec(block_size=32, num_kv_heads=1, head_size=64, dtype=torch.bfloat16, sliding_window=window)
+        groups = SimpleNamespace(kv_cache_groups=[KVCacheGroupSpec(["model.layers.0.attn"], kv)])
+        with pytest.raises(ConfigError, match="not SlidingWindowSpec") if refused else nullcontext():
+            assert kv_group_of(groups, tokens_max=4096, layers=1) == 0
 
 
 def test_the_group_beside_drafts() -> None:

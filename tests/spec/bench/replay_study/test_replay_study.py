@@ -170,6 +170,22 @@ def test_curves_of_one_ratio_alone(tmp_path: Path, capsys: pytest.CaptureFixture
     assert found == {(old, rows.value): 2 for old in DENOMINATORS for rows in TRAINED}
 
 
+def test_the_ratio_divides_by_the_probabilities_that_it_names(tmp_path: Path) -> None:
+    """Goal: curves of the two ratios are of two computations. Method: one optimizer step for all rollouts of a step, so
+    that the policy has not moved: its distance from the trainer's probabilities is nothing, and from the engine's that
+    of the mismatch. In the tables, each ratio has its own."""
+    once = replace(MINUTE, reinforcement=replace(MINUTE.reinforcement, steps=1, updates=1))
+    options = Options(once, families=(QWEN,), phases=("training",))
+    said: list[str] = []
+    results = replay_study(options, "minute", tmp_path, said.append)
+    evicted = {run.old: run.steps[0] for run in results.runs if run.rows == Rows.EVICTED}
+    assert evicted["engine"].kl == pytest.approx(evicted["trainer"].kl)
+    assert evicted["engine"].moved == pytest.approx(evicted["engine"].kl, rel=1e-2)
+    assert evicted["trainer"].moved < 1e-2 * evicted["trainer"].kl
+    titles = [line for text in said for line in text.splitlines() if line.startswith("Policy gradient, ")]
+    assert [title.partition("ratio to the ")[2].partition("'s")[0] for title in titles] == list(DENOMINATORS)
+
+
 @pytest.mark.parametrize(
     "options",
     [

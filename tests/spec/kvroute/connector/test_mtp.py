@@ -90,9 +90,11 @@ def test_rows_of_tokens_that_stand(both: Both) -> None:
     assert mtp_missing(answer) == ()
     assert (rows.layer_ids, rows.num_layers, rows.num_experts) == ((0,), 1, EXPERTS)
     assert rows.weights_versions == ((0, 6, 3),)
-    later = mtp_routes(both.answer([1, 2], tokens, start=2))
-    assert (later.start, later.stop) == (2, 6)
-    assert all(right(later, tokens))
+    for start in range(1, 6):
+        later = mtp_routes(both.answer([1, 2], tokens, start=start))
+        assert (later.start, later.stop) == (start, 6)
+        assert all(right(later, tokens))
+    assert both.scheduler.mtp_rows(Key("r"), [1, 2], 6, Tokens(tokens, 2), 6) is None
     assert (both.worker.blocks.read(ROUTING, [1]).values == [14, 15]).all()
 
 
