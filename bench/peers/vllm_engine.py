@@ -32,14 +32,17 @@ def rows_of(output: Any, rollouts: Any = None) -> dict[str, Any] | None:
         return {"ids": packed(experts), "valid": packed(np.ones(len(experts), np.bool_))}
     if output.kv_transfer_params and "kvroute" in output.kv_transfer_params:
         from kvroute import RowError
-        from kvroute.integrations.vllm import routes
+        from kvroute.integrations.vllm import routes, routing_weights
 
+        beside: dict[str, Any] = {}
         try:
             found = routes(output, rollouts=rollouts)
+            if "routing_weights" in output.kv_transfer_params["kvroute"]:
+                beside["weights"] = packed(routing_weights(output).weights)
         except RowError:
             return None
         versions = [version for _, _, version in found.weights_versions]
-        return {"ids": packed(found.ids), "valid": packed(found.valid), "versions": versions}
+        return {"ids": packed(found.ids), "valid": packed(found.valid), "versions": versions, **beside}
     return None
 
 

@@ -1,4 +1,4 @@
-"""The ids of one step of an engine whose routers call back with them; unrecorded ids are recognised.
+"""The ids of one step of an engine whose routers call back with them, and their weights; gaps are recognised.
 
 For engines that give every router one hook (vLLM's ``set_capture_fn``), on any device and without Triton.
 """
@@ -9,11 +9,14 @@ from collections.abc import Callable
 from itertools import pairwise
 from typing import Final
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from cache_manager.spec import AuxBlockDataSpec
 from kvroute.capture.errors import CaptureError
 from kvroute.capture.hooks import MISSED, ONCE, OWN, Hooks, Values
+from kvroute.routing import ROUTING_WEIGHTS
 
 NO_ID = -1  # no expert has this id
 OTHERS = "a router had other tokens than the step"
@@ -36,6 +39,11 @@ class StepIds:
 
     ``join``: the routers of this rank choose for a shard of the step's tokens. It is called once in each pass, in all
     ranks, with the shard's ids ``[tokens, layers, top_k]``, and returns those of all shards in order.
+
+    ``weights``: beside a device, :meth:`hook_weights` is called with a layer's weights, float32 ``[tokens, top_k]``, in
+    the order of its ids. The same launch stacks their bits behind the ids of all layers, in the same rows of the buffer
+    ``[max_tokens, 2 * layers, top_k]``: a pass has both, or the buffer stays as it was emptied. See :meth:`split`. On a
+    CPU weights are in a buffer, too.
     """
 
     def __init__(
@@ -44,17 +52,33 @@ class StepIds:
         max_tokens: int,
         device: torch.device,
         join: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        *,
+        weights: bool = False,
     ) -> None:
-        values = Values(spec.name, spec.attrs["layer_ids"], spec.row_shape[1], INTEGERS)
-        self._row_shape = spec.row_shape
+        assert join is None or not weights, "shards of ids have no weights"
+        layers, top_k = spec.row_shape
+        values = [Values(spec.name, spec.attrs["layer_ids"], top_k, INTEGERS)]
+        if weights:
+            values.append(Values(ROUTING_WEIGHTS, spec.attrs["layer_ids"], top_k, (torch.float32,)))
+        self._row_shape = layers * len(values), top_k
+        self._layers = layers
         self._passes = 0  # of this step, stacked into the buffer
         self.buffer: torch.Tensor | None = None
         """Where the passes of a step come together beside a device, int32 ``[max_tokens, layers, top_k]``."""
         self._join = join
-        if join is not None or device.type != "cpu":
-            self.buffer = torch.full((max_tokens, *spec.row_shape), NO_ID, dtype=torch.int32, device=device)
-        self._hooks = Hooks([values], self._bring_together)
+        if join is not None or weights or device.type != "cpu":
+            self.buffer = torch.full((max_tokens, *self._row_shape), NO_ID, dtype=torch.int32, device=device)
+        self._hooks = Hooks(values, self._bring_together)
         self.hook = self._hooks.hook
+
+    def hook_weights(self, layer_id: int) -> Callable[..., None]:
+        """The callback for a layer's weights; :class:`CaptureError` without ``weights``."""
+        return self._hooks.hook(layer_id, ROUTING_WEIGHTS)
+
+    def split(self, rows: NDArray[np.int32]) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+        """The ids and the weights ``[tokens, layers, top_k]`` of ``rows``, which :meth:`take` has given: views, both on
+        the host."""
+        return rows[:, : self._layers], rows[:, self._layers :].view(np.float32)
 
     def begin(self) -> None:
         """A step begins: earlier recordings, for example of a warm-up, are discarded."""
@@ -64,7 +88,7 @@ class StepIds:
             self.buffer.fill_(NO_ID)
 
     def take(self, tokens: int) -> torch.Tensor | str:
-        """The ids ``[tokens, layers, top_k]`` of the step, or why there are none.
+        """The ids ``[tokens, layers, top_k]`` of the step, with ``weights`` also their bits, or why there are none.
 
         Beside a device they are in the buffer, complete when the device has done the launched work, until the next step
         begins. On a CPU the hooks are then ready for the next step.
@@ -129,7 +153,7 @@ class StepIds:
         if self._join is not None:
             self._join_shards(sources, tokens)
         elif sources and len(sources[0]) <= len(self.buffer):
-            torch.stack([_narrow(ids) for ids in sources], 1, out=self.buffer[: len(sources[0])])
+            torch.stack([_words(values) for values in sources], 1, out=self.buffer[: len(sources[0])])
 
     def _join_shards(self, sources: list[torch.Tensor], tokens: int) -> None:
         """Join this rank's shard, of so many ``tokens``, with those of the others, which wait for it even if it has no
@@ -139,15 +163,18 @@ class StepIds:
         if not tokens:  # in all ranks: shards are of one size
             return
         if sources:
-            shard = torch.stack([_narrow(ids) for ids in sources], 1)
+            shard = torch.stack([_words(ids) for ids in sources], 1)
         else:
             shard = torch.full((tokens, *self._row_shape), NO_ID, dtype=torch.int32, device=self.buffer.device)
         joined = self._join(shard)[: len(self.buffer)]
         self.buffer[: len(joined)] = joined
 
 
-def _narrow(ids: torch.Tensor) -> torch.Tensor:
-    """Ids as int32; invalid ones stay invalid."""
+def _words(values: torch.Tensor) -> torch.Tensor:
+    """Ids as int32, invalid ones stay invalid; of weights, which are float32, the bits."""
+    if values.dtype == torch.float32:
+        return values.view(torch.int32)
+    ids = values
     return (ids.clamp(NO_ID, torch.iinfo(torch.int32).max) if ids.dtype == torch.int64 else ids).to(torch.int32)
 
 

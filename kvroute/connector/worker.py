@@ -78,8 +78,12 @@ class WorkerRows:
         self.carrier = engine.carrier.worker(
             WorkerParts(settings, engine.limits, engine.spec, engine.blocks, self.blocks, self.meter, kv_caches, joined)
         )
-        self.ids = StepIds(engine.spec, engine.max_tokens, self._device, join_shards)
-        self.weights = StepWeights(engine.spec) if settings.routing_weights else NoStepWeights()
+        wants_weights = settings.routing_weights
+        self._weights_behind_ids = wants_weights and not self._on_cpu
+        self.ids = StepIds(
+            *(engine.spec, engine.max_tokens, self._device, join_shards), weights=self._weights_behind_ids
+        )
+        self.weights = StepWeights(engine.spec) if wants_weights and self._on_cpu else NoStepWeights()
         self.mtp = NoMtpIds() if engine.mtp is None else MtpIds(engine.mtp)
         self._slots: torch.Tensor | None = None
         late = not self._on_cpu if late is None else late
@@ -95,6 +99,13 @@ class WorkerRows:
         self._failed: set[int] = set()  # blocks whose KV has not come, in the step at hand
         self._failed_untold: set[int] = set()
         kvroute.preload()
+
+    @property
+    def hook_weights(self) -> Callable[[int], Callable[..., None]] | None:
+        """What makes a layer's callback for its weights; ``None``: they are not wanted."""
+        if self._weights_behind_ids:
+            return self.ids.hook_weights
+        return self.weights.hook if isinstance(self.weights, StepWeights) else None
 
     @property
     def slots(self) -> torch.Tensor | None:
@@ -265,14 +276,17 @@ class WorkerRows:
         if isinstance(weights, str) and not isinstance(ids, str):
             ids = weights  # never one without the other
         slot_numbers = slots.numpy()
+        by_id = weights.numpy() if isinstance(weights, torch.Tensor) else None
         redone = np.isin(slot_numbers // self.engine.tokens, blocks) if blocks else None
         numbers = ids if isinstance(ids, str) else ids.numpy()
+        if self._weights_behind_ids and not isinstance(numbers, str):
+            numbers, by_id = self.ids.split(numbers)
         number = step.number if self.engine.stages > 1 else None
         write_ids(
             *(self.blocks, self.meter, self.engine.spec, slot_numbers, numbers, step.version, redone),
             step=number,
             beside=self.mtp.take(slot_numbers),
-            weights=weights.numpy() if isinstance(weights, torch.Tensor) else None,
+            weights=by_id,
         )
 
     # ---------------------------------------------------------------- what is counted, and the end

@@ -18,7 +18,7 @@ from kvroute.integrations.sglang.aside import Aside
 from kvroute.integrations.sglang.handover import ARRIVAL, NOT_ASKED, Arrival, Handover, PackedTicket, put, room_of
 from kvroute.integrations.sglang.passes import Ids, Launched
 from kvroute.integrations.sglang.rows import NOTHING, RoutedRows
-from kvroute.integrations.sglang.weights import GivenWeights
+from kvroute.integrations.sglang.weights import Given
 
 ANSWER: Final = "kvroute_answer"
 """The attribute of SGLang's request with its answer, from its end until its message."""
@@ -54,9 +54,7 @@ class Capturer:
     With ``weights`` a pass has its ids and what the experts were given for them, or neither.
     """
 
-    def __init__(
-        self, theirs: Any, rows: RoutedRows, *, answers: bool = True, weights: GivenWeights | None = None
-    ) -> None:
+    def __init__(self, theirs: Any, rows: RoutedRows, *, answers: bool = True, weights: Given | None = None) -> None:
         self.theirs, self.rows, self.answers, self._weights = theirs, rows, answers, weights
         self.req: Any = None
         """The request whose rows SGLang asks for next."""
@@ -105,19 +103,19 @@ class Capturer:
         if not ids:
             top_k = self.rows.spec.row_shape[1]
             ids = self._buffer[part.start : part.start + part.tokens, :, :top_k].clone()
-        weights: torch.Tensor | None = None
+        given: torch.Tensor | None = None
         if self._weights is not None and not isinstance(ids, str):
-            given = self._weights.take(ids[:, self.rows.layers])
-            if isinstance(given, str):
-                ids = given  # never one without the other
+            taken = self._weights.take(part.tokens)
+            if isinstance(taken, str):
+                ids = taken  # never one without the other
             else:
-                weights = given
+                given = taken
         written = len(self._buffer) if part.shared and can_run_graph else max(part.tokens, cuda_graph_batch or 0)
         self._empty(written)  # behind the copy, on the same stream
         if not part.tokens:  # the other ranks' pass, whose end SGLang does not report here
             return None
         drafts = versions.verifies_drafts(forward_batch)
-        launched = self.rows.launch(slots.clone(), ids, slots, drafts=drafts, weights=weights)
+        launched = self.rows.launch(slots.clone(), ids, slots, drafts=drafts, given=given)
         self._verifying = launched if drafts else None
         if no_copy_to_cpu or drafts:
             self._carried = launched

@@ -23,7 +23,7 @@ from kvroute.integrations.sglang.refusals import supported
 from kvroute.integrations.sglang.routers import routed_layers
 from kvroute.integrations.sglang.rows import RoutedRows
 from kvroute.integrations.sglang.settings import settings_of_arguments, uses_our_linker
-from kvroute.integrations.sglang.weights import GivenWeights, bind_weights
+from kvroute.integrations.sglang.weights import Given, bind_weights, given_of
 from kvroute.routing import routing_spec_from_hf
 from kvroute.weights import configuration_digest, weights_digest
 
@@ -100,10 +100,13 @@ def _created(create: Callable[..., Any], runner: Any, *args: Any, **named: Any) 
     settings = settings.of_rank(versions.data_rank() * shard.world + shard.rank)
     spec = routing_spec_from_hf(runner.model_config.hf_text_config, page)
     captured = routed_layers(runner.model, spec.attrs["layer_ids"])
-    given: GivenWeights | None = None
+    given: Given | None = None
     if settings.routing_weights:
-        given = GivenWeights(spec)
-        bind_weights(runner.model, runner.model_config.hf_text_config, spec.attrs["layer_ids"], given.hook)
+        buffer = theirs.device_cache.buffer
+        given = given_of(spec, buffer)
+        config = runner.model_config.hf_text_config
+        on_device = buffer.device.type != "cpu"
+        bind_weights(runner.model, config, spec.attrs["layer_ids"], given.hook, on_device=on_device)
     name = namespace_name(runner.model_config, arguments, settings)
     pages = -(-versions.host_tokens(theirs) // page) + 1
     versions.without_host_buffer(theirs)

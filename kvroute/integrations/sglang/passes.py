@@ -34,7 +34,7 @@ class Launched:
     page: int  # tokens of a page
     over: Callable[[Launched], None]  # what is told of the pass's end
     slots_before_launch: torch.Tensor | None = None
-    weights: torch.Tensor | None = None  # those of the ids of the routed layers, where they are wanted
+    given: torch.Tensor | None = None  # what experts were given, where weights are wanted: see ``weights.py``
     of_drafts: torch.Tensor | str | None = None  # the ids of a pass that verifies drafts, until :meth:`accept`
 
     def accept(self, index: torch.Tensor, lengths: torch.Tensor) -> None:
@@ -56,8 +56,8 @@ class Launched:
         self.slots = copied(self.slots)
         if not isinstance(self.ids, str):
             self.ids = copied(self.ids)
-        if self.weights is not None:
-            self.weights = copied(self.weights)
+        if self.given is not None:
+            self.given = copied(self.given)
 
     def copy_to_cpu(self) -> None:
         """SGLang's older call, up to 0.5.12."""

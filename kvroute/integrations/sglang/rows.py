@@ -38,6 +38,7 @@ from kvroute.integrations.sglang.passes import UNREPORTED, UNVERIFIED, Ids, Laun
 from kvroute.integrations.sglang.pools import PagedBytes
 from kvroute.integrations.sglang.ranks import ABSENT, Digests, Ranks, digests_of
 from kvroute.integrations.sglang.sides import Side
+from kvroute.integrations.sglang.weights import weights_of
 from kvroute.routing import ROUTING_WEIGHTS, routing_weights_spec, weights_version_spec
 
 logger = logging.getLogger(__name__)
@@ -45,7 +46,6 @@ logger = logging.getLogger(__name__)
 MADE, BY_KV, GONE = range(3)
 """A page's rows were made here; or came from the store, matched by the KV; or did not come for KV that was loaded."""
 WHY: Final = "the store has no rows of the KV that was loaded"
-IDS_ALONE: Final = "a pass has ids, and no weights of them"
 OTHER_WEIGHTS: Final = "KV that was loaded may be of other weights"
 NOTHING: Final[Mapping[int, str]] = MappingProxyType({})
 NO_SIDES: Final[Mapping[str, PagedBytes]] = MappingProxyType({})
@@ -176,18 +176,18 @@ class RoutedRows:
         slots_before_launch: torch.Tensor | None = None,
         *,
         drafts: bool = False,
-        weights: torch.Tensor | None = None,
+        given: torch.Tensor | None = None,
     ) -> Launched:
         """A pass is launched: ``ids`` int32 ``[T, layers of the model, top_k]`` are of the tokens at ``slots [T]``.
 
-        ``ids`` may be the reason why there are none. ``weights`` float32 ``[T, routed layers, top_k]`` are those of the
-        ids, where they are wanted: ids without them have no rows. With ``drafts`` nobody knows yet which of the tokens
-        count: :meth:`Launched.accept` says so.
+        ``ids`` may be the reason why there are none. ``given`` int32 ``[T, 2 * routed layers, top_k]`` is what experts
+        were given of them, where weights are wanted: see :meth:`Given.take`. Ids without weights have no rows. With
+        ``drafts`` nobody knows yet which of the tokens count: :meth:`Launched.accept` says so.
         """
         self.weights.computes()
         version = self.weights.version
         launched = self.passes.launch(version, slots, ids, self.page, self.end, slots_before_launch)
-        launched.weights = weights
+        launched.given = given
         if drafts:
             launched.of_drafts, launched.ids = ids, UNVERIFIED
         return launched
@@ -202,10 +202,13 @@ class RoutedRows:
             ids = launched.ids if launched is over else UNREPORTED
             numbers = ids if isinstance(ids, str) else ids.cpu().numpy()[:, self.layers]
             weights: NDArray[np.float32] | None = None
-            if launched.weights is not None:
-                weights = launched.weights.cpu().numpy()
-            elif self._weights_specs and not isinstance(numbers, str):
-                numbers = IDS_ALONE
+            if self._weights_specs and not isinstance(numbers, str):
+                given = None if launched.given is None else launched.given.cpu().numpy()
+                weights_or_why = weights_of(numbers, given)
+                if isinstance(weights_or_why, str):
+                    numbers = weights_or_why
+                else:
+                    weights = weights_or_why
             write_ids(self.aux, self.meter, self.spec, slots, numbers, launched.version, weights=weights)
             self.passes.ended = launched.number
             self.go_on()

@@ -74,7 +74,6 @@ class RowsWithKV(Base):  # type: ignore[misc]
         from vllm.distributed.parallel_state import get_tp_group  # type: ignore[import-not-found]
 
         from kvroute.capture.step_ids import StepIds
-        from kvroute.capture.step_weights import StepWeights
         from kvroute.connector.mtp import MtpIds
         from kvroute.connector.witness import by_block
         from kvroute.connector.worker import rank_part
@@ -102,8 +101,8 @@ class RowsWithKV(Base):  # type: ignore[misc]
             self.worker_rows = rank
             captured = bind(modules, spec, rank.ids.hook, first, place)
             self._say_started(captured)
-            if isinstance(rank.weights, StepWeights):
-                bind_weights(modules, spec, first, rank.weights.hook)
+            if rank.hook_weights is not None:
+                bind_weights(modules, spec, first, rank.hook_weights)
             if isinstance(rank.mtp, MtpIds):
                 follow_drafts()
                 bind_mtp(modules, spec, first, partial(mtp_hook, rank.mtp))

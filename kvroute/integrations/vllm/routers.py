@@ -150,6 +150,9 @@ def check(name: str, layer: Any) -> None:
         raise ConfigError(f"router of {name}", "a class whose hook was judged", kind)
     if judged.wanted:
         raise ConfigError(f"router of {name}", judged.wanted, kind)
+    if getattr(experts, "expert_substitution", None) is not None:
+        wanted = "experts that are all there: for others vLLM writes over the ids that a hook was given"
+        raise ConfigError(f"experts of {name}", wanted, type(experts).__name__)
     shared = getattr(source, "num_fused_shared_experts", 0)
     if shared:
         raise ConfigError(f"router of {name}", UNSHARED, f"{kind} with {shared}")

@@ -2,7 +2,8 @@
 
 A router's hook gets ids alone. Its ``select_experts`` returns ``(weights, ids)``, of one computation, to vLLM's
 ``MoERunner``, which gives both to the kernel as they are. Where that runner then multiplies the experts' output by the
-model's scaling factor, the weight that counts is the product, and that is handed on.
+model's scaling factor, the weight that counts is the product, and that is handed on. A hook keeps what it is handed
+until the pass is over, in a CUDA graph's memory too, so that no later layer of the pass has the same memory.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ ROUTER: Final = "vllm.model_executor.layers.fused_moe.router.fused_moe_router:Fu
 RUNNER: Final = "vllm.model_executor.layers.fused_moe.runner.moe_runner:MoERunner"
 WEIGHTS_NAMES: Final = {ROUTER: "select_experts", RUNNER: "router routed_experts routed_scaling_factor"}
 """What is taken or replaced in vLLM for routing weights alone."""
+DEVICES: Final = ("cpu", "cuda")
+"""vLLM's types of devices on which routing weights were judged."""
 
 
 def refuse_weights(config: Any) -> None:
@@ -34,10 +37,8 @@ def refuse_weights(config: Any) -> None:
         raise ConfigError("settings.routing_weights", wanted, f"none of {absent}")
     parallel = config.parallel_config
     for wanted, refused in {
-        "a CPU with the V1 runner: passes in a device's graphs were not judged": getattr(
-            config, "use_v2_model_runner", False
-        )
-        or config.device_config.device_type != "cpu",
+        "a CPU or CUDA: no other device was judged": config.device_config.device_type not in DEVICES
+        or torch.version.hip is not None,
         "no pipeline, data or expert parallelism: not judged": parallel.pipeline_parallel_size > 1
         or parallel.data_parallel_size > 1
         or getattr(parallel, "enable_expert_parallel", False),

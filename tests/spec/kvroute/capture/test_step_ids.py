@@ -140,3 +140,43 @@ def test_invalid_wide_ids_stay_invalid() -> None:
     for layer in (1, 3):
         ids.hook(layer)(torch.tensor([[(1 << 32) + 3, 2 - (1 << 32)]]) + layer)
     assert not valid_rows(SPEC, ids.take(1).numpy()).any()  # type: ignore[union-attr]
+
+
+def weighed(ids: StepIds, tokens: int, seed: int, layers: Any = (1, 3)) -> tuple[Any, Any]:
+    """A pass with weights of any bits, of infinities and numbers that are none, too; its ids and these bits."""
+    random = np.random.default_rng(seed)
+    chosen = random.integers(0, 8, (tokens, 2, 2)).astype(np.int32)
+    bits = random.integers(-(1 << 31), 1 << 31, (tokens, 2, 2)).astype(np.int32)
+    for layer in layers:
+        place = (1, 3).index(layer)
+        ids.hook(layer)(torch.from_numpy(chosen[:, place].copy()))
+        ids.hook_weights(layer)(torch.from_numpy(bits[:, place].copy()).view(torch.float32))
+    return chosen, bits
+
+
+def test_weights_are_of_the_pass_of_their_ids() -> None:
+    """Goal: of one pass both, bit for bit, or neither. Method: passes of other lengths; one whose second layer tells no
+    weights, or another's, or in another type; two passes."""
+    ids = StepIds(SPEC, 16, torch.device("cpu"), weights=True)
+    for seed, tokens in enumerate((5, 16, 1)):
+        ids.begin()
+        chosen, bits = weighed(ids, tokens, seed)
+        rows = ids.take(tokens)
+        assert isinstance(rows, torch.Tensor)
+        its_ids, weights = ids.split(rows.numpy())
+        assert its_ids.tolist() == chosen.tolist()
+        assert weights.dtype == np.float32
+        assert weights.tobytes() == bits.tobytes()
+    shared = torch.rand(3, 2)
+    for wrong in (None, torch.rand(3, 2).double(), torch.rand(2, 2), torch.rand(3, 3), shared):
+        ids.begin()
+        call(ids, 3)
+        ids.hook_weights(1)(shared)
+        if wrong is not None:
+            ids.hook_weights(3)(wrong)
+        assert (ids.take(3) == NO_ID).all()  # type: ignore[union-attr]
+    ids.begin()
+    weighed(ids, 3, 0)
+    weighed(ids, 2, 1)
+    assert "twice" in ids.take(3)
+    assert not np.isfinite(ids.split(torch.full((1, 4, 2), NO_ID, dtype=torch.int32).numpy())[1]).any()

@@ -136,8 +136,11 @@ class Engine:
         self.rows.weights.version = self.salt
         slots += [0] * (self.salt % 3)  # padding
         salts = [self.salt] * len(slots)
-        weights = weights_of(salts) if self.weighted else None
-        self.passes.append(self.rows.launch(torch.tensor(slots, dtype=torch.int64), ids_of(salts), weights=weights))
+        ids = ids_of(salts)
+        given: torch.Tensor | None = None
+        if self.weighted:
+            given = torch.cat([ids[:, 1:].int(), weights_of(salts).view(torch.int32)], 1)
+        self.passes.append(self.rows.launch(torch.tensor(slots, dtype=torch.int64), ids, given=given))
 
     def end(self) -> None:
         if self.passes:

@@ -15,18 +15,22 @@ from waiting import until
 from cache_manager.errors import ConfigError, KVRouteError
 from cache_manager.keys import Namespace
 from kvroute import RoutingWeights, routing_spec
+from kvroute.capture.step_ids import REASONS
 from kvroute.connector.fields import FIELD
 from kvroute.connector.left import Tokens
 from kvroute.connector.settings import Common, Lending
 from kvroute.integrations.sglang import routing_weights
 from kvroute.integrations.sglang.aside import Aside
 from kvroute.integrations.sglang.capturer import Capturer
-from kvroute.integrations.sglang.rows import IDS_ALONE, RoutedRows
+from kvroute.integrations.sglang.rows import RoutedRows
 from kvroute.integrations.sglang.weights import (
     GIVEN_OTHER_TOKENS,
+    IDS_ALONE,
     NOT_GIVEN,
     OTHER_FORM,
     OTHER_IDS,
+    Given,
+    GivenOnDevice,
     GivenWeights,
     bind_weights,
 )
@@ -94,15 +98,20 @@ def ids_of(salt: int) -> torch.Tensor:
     return torch.arange(36, dtype=torch.int32).reshape(6, 3, 2) + salt
 
 
-def weights_of(salt: int) -> torch.Tensor:
+def bits_of(salt: int) -> torch.Tensor:
     """``[6, 2, 2]``, of the layers with routers."""
     return ids_of(salt)[:, 1:] / 512
 
 
+def stacked(ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """What experts were given of these ids ``[n, 3, 2]`` with these weights ``[n, 2, 2]``."""
+    return torch.cat([ids[:, 1:], weights.view(torch.int32)], 1)
+
+
 def run(rows: RoutedRows, salt: int, slots: Any = SLOTS) -> None:
     """A pass over these slots."""
-    ids, weights = ids_of(salt)[: len(slots)], weights_of(salt)[: len(slots)]
-    rows.launch(torch.from_numpy(slots), ids, weights=weights).finalize()
+    ids, weights = ids_of(salt)[: len(slots)], bits_of(salt)[: len(slots)]
+    rows.launch(torch.from_numpy(slots), ids, given=stacked(ids, weights)).finalize()
 
 
 @pytest.fixture
@@ -124,11 +133,11 @@ def test_experts_tell_what_their_kernel_gets() -> None:
     hidden = torch.zeros(6, 8)
     outputs = [experts(hidden, topk_output=choice(0, experts.layer_id)) for experts in model.layers[:2]]
     draft(hidden, choice(9, 1))
-    assert [output.tolist() for output in outputs] == [weights_of(0)[:, i].sum(1).tolist() for i in (0, 1)]
-    weights = given.take(ids_of(0)[:, 1:])
-    assert isinstance(weights, torch.Tensor)
-    assert torch.equal(weights, weights_of(0))
-    assert given.take(ids_of(0)[:, 1:]) == NOT_GIVEN["a call in each pass"]  # of the next pass
+    assert [output.tolist() for output in outputs] == [bits_of(0)[:, i].sum(1).tolist() for i in (0, 1)]
+    taken = given.take(6)
+    assert isinstance(taken, torch.Tensor)
+    assert torch.equal(taken, stacked(ids_of(0), bits_of(0)))
+    assert given.take(6) == NOT_GIVEN["a call in each pass"]  # of the next pass
 
 
 @pytest.mark.parametrize(
@@ -157,6 +166,24 @@ def test_weights_that_were_not_judged_are_refused_by_name(experts: Any, attribut
     with pytest.raises(ConfigError, match=f"^SGLang with kvroute: routing_weights, {refused}"):
         bind_weights(model, SimpleNamespace(), (1, 2), GivenWeights(SPEC).hook)
     assert all("forward" not in vars(module) for module in model.modules())
+
+
+def test_a_runner_that_was_not_judged_on_a_device_is_refused_by_name() -> None:
+    """Goal: a choice is referred to until its pass is over, so that its runner has to leave it as it is. Method: on a
+    device, another runner, none that says its name, and the one that was judged; on a CPU no runner is asked for."""
+    for name in ("deep_gemm", None, "triton"):
+        model = model_of(FusedMoE(2))
+        for layer in model.layers:
+            backend = None if name is None else SimpleNamespace(value=name)
+            layer.quant_method.runner = SimpleNamespace(runner_backend=backend)
+        bind_weights(model_of(FusedMoE(2)), SimpleNamespace(), (1, 2), GivenWeights(SPEC).hook)
+        given = GivenOnDevice(SPEC, 8, torch.device("cpu"))
+        if name == "triton":
+            bind_weights(model, SimpleNamespace(), (1, 2), given.hook, on_device=True)
+            continue
+        with pytest.raises(ConfigError, match=f"layers.0: wanted a kernel that 'triton' runs .*, got {name}"):
+            bind_weights(model, SimpleNamespace(), (1, 2), given.hook, on_device=True)
+        assert all("forward" not in vars(module) for module in model.modules())
 
 
 def test_a_factor_of_the_model_is_refused_by_name() -> None:
@@ -194,11 +221,22 @@ WITHOUT = {
 }
 
 
+ON_DEVICE = {
+    "two calls": REASONS["one call a pass"],
+    "fewer tokens": NOT_GIVEN["a call in each pass"],
+    "doubles": NOT_GIVEN["a call in each pass"],
+    "shared columns": NOT_GIVEN["a call in each pass"],
+}
+"""Reasons beside a device, where they are others."""
+
+
+@pytest.mark.parametrize("on_device", [False, True])
 @pytest.mark.parametrize("odd", list(WITHOUT))
-def test_a_pass_without_weights_of_its_ids_has_neither(rows: RoutedRows, odd: str) -> None:
+def test_a_pass_without_weights_of_its_ids_has_neither(rows: RoutedRows, odd: str, on_device: bool) -> None:
     """Goal: never one without the other, and the reason is counted. Method: a pass whose routers told ids, and whose
-    experts were given something else; the page had rows before, and the pass before it is right."""
-    given = GivenWeights(SPEC)
+    experts were given something else; the page had rows before, and the pass before it is right. What stands beside a
+    device does so in memory of the host, too."""
+    given: Given = GivenOnDevice(SPEC, 8, torch.device("cpu")) if on_device else GivenWeights(SPEC)
     capturer = Capturer(Theirs(), rows, weights=given)
     batch = SimpleNamespace(out_cache_loc=torch.from_numpy(SLOTS), out_cache_loc_virtual=None)
     for salt, wrong in ((0, ""), (100, odd)):
@@ -222,7 +260,8 @@ def test_a_pass_without_weights_of_its_ids_has_neither(rows: RoutedRows, odd: st
             given.hook(layer)(made)
         capturer.on_forward_end(batch, can_run_graph=False, cuda_graph_batch=None)
         assert_read(rows, [salt] * 6 if not wrong else [None] * 6)
-    assert rows.meter.missing == ({WITHOUT[odd].partition(":")[0]: 6} if odd else {})
+    reason = ON_DEVICE.get(odd, WITHOUT[odd]) if on_device else WITHOUT[odd]
+    assert rows.meter.missing == ({reason.partition(":")[0]: 6} if odd else {})
 
 
 def assert_read(rows: RoutedRows, salts: list[int | None], slots: Any = SLOTS) -> None:
@@ -237,7 +276,7 @@ def assert_read(rows: RoutedRows, salts: list[int | None], slots: Any = SLOTS) -
             assert np.isnan(weights.weights[i]).all()
         else:
             assert (found.ids[i] == ids_of(salt)[i, 1:].numpy()).all()
-            assert weights.weights[i].tobytes() == weights_of(salt)[i].numpy().tobytes()
+            assert weights.weights[i].tobytes() == bits_of(salt)[i].numpy().tobytes()
 
 
 def test_every_cause_is_on_the_page() -> None:
@@ -247,9 +286,9 @@ def test_every_cause_is_on_the_page() -> None:
 
 
 def test_a_weight_that_is_no_number_costs_its_own_row(rows: RoutedRows) -> None:
-    weights = weights_of(0)
+    weights = bits_of(0)
     weights[2, 1, 0] = torch.inf
-    rows.launch(torch.from_numpy(SLOTS), ids_of(0), weights=weights).finalize()
+    rows.launch(torch.from_numpy(SLOTS), ids_of(0), given=stacked(ids_of(0), weights)).finalize()
     assert_read(rows, [0, 0, None, 0, 0, 0])
 
 
@@ -263,9 +302,9 @@ def test_ids_that_come_without_weights_have_no_rows(rows: RoutedRows) -> None:
 
 def test_what_was_put_aside_comes_back_with_its_weights(rows: RoutedRows) -> None:
     """Goal: rows of KV that is copied aside and comes into other pages. Method: a row without both stays so."""
-    weights = weights_of(0)
+    weights = bits_of(0)
     weights[2, 1, 0] = torch.nan
-    rows.launch(torch.from_numpy(SLOTS), ids_of(0), weights=weights).finalize()
+    rows.launch(torch.from_numpy(SLOTS), ids_of(0), given=stacked(ids_of(0), weights)).finalize()
     aside = Aside()
     aside.keep(rows, SLOTS)
     run(rows, 100)
@@ -293,8 +332,8 @@ def test_tokens_of_kv_that_was_given_up_keep_the_weights_that_they_were_sampled_
     if lost:
         rows.launch(torch.from_numpy(SLOTS[2:3]), "lost").finalize()
     else:
-        ids, weights = ids_of(0)[2:3], weights_of(0)[2:3]
-        rows.launch(torch.from_numpy(SLOTS[2:3]), ids, weights=weights).finalize()
+        ids, weights = ids_of(0)[2:3], bits_of(0)[2:3]
+        rows.launch(torch.from_numpy(SLOTS[2:3]), ids, given=stacked(ids, weights)).finalize()
     kept = rows.kept(SLOTS[:3])
     assert not isinstance(kept, KVRouteError)
     rows.weights.changed(2)
@@ -305,7 +344,7 @@ def test_tokens_of_kv_that_was_given_up_keep_the_weights_that_they_were_sampled_
     for i, salt in enumerate(salts):
         if salt is not None:
             assert (found.routes.ids[i] == ids_of(salt)[1 + i, 1:].numpy()).all()
-            assert found.weights[i].tobytes() == weights_of(salt)[1 + i].numpy().tobytes()
+            assert found.weights[i].tobytes() == bits_of(salt)[1 + i].numpy().tobytes()
     assert [span[2] for span in found.routes.weights_versions] == [1, 2]
 
 
@@ -313,5 +352,5 @@ def test_an_answer_has_the_bits_of_each_id(rows: RoutedRows) -> None:
     run(rows, 0)
     found = answered(rows)
     assert found.routes.complete
-    assert found.weights.tobytes() == weights_of(0).numpy().tobytes()
+    assert found.weights.tobytes() == bits_of(0).numpy().tobytes()
     assert rows.read(SLOTS, 0).nbytes == 6 * 2 * 2 * (1 + 4)  # which wait for the answer

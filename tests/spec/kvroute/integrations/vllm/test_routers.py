@@ -13,6 +13,7 @@ from kvroute.integrations.vllm import zero_experts
 from kvroute.integrations.vllm.routers import ROUTERS, bind
 
 SPEC = routing_spec(num_experts=8, top_k=2, layer_ids=[1, 3], num_layers=4, block_tokens=4)
+ONE_LAYER = routing_spec(num_experts=8, top_k=2, layer_ids=[1], num_layers=4, block_tokens=4)
 RIGHT = {
     "layers.0.attn": 0,
     "layers.1.mlp": 1,
@@ -115,3 +116,16 @@ def test_a_router_whose_hook_sees_other_ids_is_refused_by_name(kind: str, fields
         bind({"layers.1.mlp": layer}, ONE, HOOK_OF, "layers.0.attn")
     assert refusal.value.field == "router of layers.1.mlp"
     assert not hasattr(layer.router, "capture")
+
+
+def test_experts_that_write_over_the_ids_of_their_router_are_refused() -> None:
+    """Goal: ids are the router's own, though a hook's tensor is read when the pass is over. Method: vLLM 0.33's experts
+    of a pruned checkpoint, which put other numbers into that tensor, and whole ones."""
+    layer = router_named("FusedTopKRouter")
+    for substitution in (None, object()):
+        layer.routed_experts = SimpleNamespace(quant_method=None, expert_substitution=substitution)
+        if substitution is None:
+            bind({"layers.1.mlp": layer}, ONE_LAYER, HOOK_OF, "layers.0.attn")
+            continue
+        with pytest.raises(ConfigError, match=r"experts of layers.1.mlp: wanted experts that are all there"):
+            bind({"layers.1.mlp": layer}, ONE_LAYER, HOOK_OF, "layers.0.attn")
