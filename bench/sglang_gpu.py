@@ -31,7 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bench import vllm_models
-from bench.engines import Engine, Rates, in_turns
+from bench.engines import PROMPT, Engine, Rates, in_turns
 from bench.harness import Table, asked, want_gpu, write_json
 from bench.sglang_speed import CPU, OURS, POOL, STOCK, started
 from bench.vllm_models import TOP_K, VOCABULARY, build_qwen3, shape
@@ -155,7 +155,9 @@ def speed(
 ) -> dict[str, Rates]:
     """Engines that take turns, both in memory at once."""
     shape(model := home / "model", layers)
+    most, longest = max(sequences), PROMPT + new + new // 2
     common = POOL | HOST | GPU | {"model_path": str(model), "load_format": "dummy", "hicache_ratio": 2.0}
+    common |= {"max_running_requests": most, "cuda_graph_max_bs_decode": most, "max_total_tokens": 2 * most * longest}
     engines = started(stack, home, dict.fromkeys((STOCK, OURS), common))
     print("both have started", flush=True)
     title = f"SGLang on a GPU, {layers} layers, {new} tokens"
@@ -174,7 +176,7 @@ def main() -> None:
         without_linker=(False, "of rows: no engine with kvroute's linker"),
         every=(4, "of rows: transformers judges one answer of so many"),
         layers=(20, "of speed: 12.6 B weights"),
-        sequences=([16, 64], "of speed: that run at once"),
+        sequences=([16, 64, 256], "of speed: that run at once"),
         new=(128, "of speed: tokens of each"),
         seconds=(400, "of speed: no round begins so long after the start"),
     )
