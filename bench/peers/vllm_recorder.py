@@ -75,7 +75,7 @@ class Recorder:
         for name in step.finished_req_ids:
             self._tokens.pop(name, None)
         for request in step.scheduled_new_reqs:
-            self._tokens[request.req_id] = list(request.prompt_token_ids)
+            self._tokens.setdefault(request.req_id, list(request.prompt_token_ids))  # V2 says again that one resumes
 
 
 def batch_of(runner: Any, step: Any) -> tuple[list[tuple[str, int]], Any, Any]:
