@@ -51,7 +51,7 @@ def an_update_that_aborts(rollouts: Rollouts, homes: dict[str, Path], folder: Pa
         address = f"{rollouts.engine.server_host}:{rollouts.engine.server_port}"
         while running(address) < len(ASKED):
             time.sleep(0.05)
-        time.sleep(1)
+        time.sleep(0.3)  # some of the tokens, and not all
         rollouts.engine.pause_generation()
         rollouts.engine.flush_cache()
         rollouts.put(updates.EMBEDDING, load_file(homes["B"] / "model.safetensors")[updates.EMBEDDING], "2")
@@ -82,7 +82,7 @@ def an_update_amid_answers(rollouts: Rollouts, homes: dict[str, Path], folder: P
         address = f"{rollouts.engine.server_host}:{rollouts.engine.server_port}"
         while running(address) < 4:
             time.sleep(0.05)
-        time.sleep(1)
+        time.sleep(0.3)  # some of the tokens, and not all
         rollouts.engine.pause_generation(mode=rollouts.args.pause_generation_mode)
         rollouts.put(updates.EMBEDDING, load_file(homes["B"] / "model.safetensors")[updates.EMBEDDING], "2")
         rollouts.engine.continue_generation()

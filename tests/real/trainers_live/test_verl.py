@@ -101,9 +101,10 @@ def test_an_update_amid_answers(rollout: Rollout, homes: dict[str, Path]) -> Non
         (worker,) = rollout.partial.agent_loop_workers
         asked = worker.generate_sequences.remote(rollout.batch("single_turn_agent", ASKED))
         aborted = 0  # the first time there may be no token yet; its client asks for the rest after a second
-        while (aborted := aborted + (await server.abort_all_requests.remote())["aborted_count"]) <= len(ASKED):
+        while aborted + (now := (await server.abort_all_requests.remote())["aborted_count"]) <= len(ASKED):
+            aborted += now
             await server.resume_generation.remote()
-            await asyncio.sleep(1.5 if aborted else 0.2)
+            await asyncio.sleep(1.3 if now else 0.2)
         await update()
         await server.resume_generation.remote()
         return await asked
@@ -112,5 +113,5 @@ def test_an_update_amid_answers(rollout: Rollout, homes: dict[str, Path]) -> Non
     tally, cuts = judged_over_update(homes["A"], homes["B"], pairs, again=True)
     assert STOCK or any(
         len(tokens) - RESPONSE < cut < len(tokens) - 1 for cut, (_, tokens) in zip(cuts, pairs, strict=True)
-    )
+    ), (cuts, [len(tokens) for _, tokens in pairs])
     verdict(NAME, ENGINE, "weights updated amid answers", tally)
